@@ -116,7 +116,7 @@ def run(config):
     editor.open()
     with server.files_of_sessions() as folder:
         blocks = server.make_blocks(editor, examples, folder)
-        address = server.start(blocks, config, password)
+        address = server.start_server(blocks, config, password)
         print(f"open {address} in a browser; Ctrl-C ends", flush=True)
         editor.submit(trial_job(editor, examples[0]))
         server.wait_for_end()

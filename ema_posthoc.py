@@ -151,7 +151,7 @@ def check_alike(folders):
             )
 
 
-def read_tensors(folder):
+def iterate_tensors(folder):
     """Yield (name, array) of a UNet directory, one at a time."""
     for file in weight_files(folder):
         # pread: the pages of a memory map would stay in memory.
@@ -177,7 +177,7 @@ def sum_snapshots(folders, weights, description):
     total = {}
     with tqdm(zip(folders, weights), description, len(folders), unit="snapshot") as bar:
         for folder, weight in bar:
-            for key, array in read_tensors(folder):
+            for key, array in iterate_tensors(folder):
                 part = np.multiply(array, weight, dtype=np.float32)
                 if key in total:
                     total[key] += part

@@ -251,7 +251,7 @@ BATCH_FLAGS = {Train: "train_batch_size", Unet: "batch_size"} | dict.fromkeys(
 )
 
 
-def program_name(config):
+def subcommand_of(config):
     """The subcommand: train, unet, sdxl or edit."""
     return type(config).__name__.lower()
 
@@ -313,7 +313,7 @@ def make_report(config, tpu, job, step, update, flops):
         "tpu": config.tpu,
         "chips": n,
         "hosts": tpu.num_hosts,
-        "program": program_name(config),
+        "program": subcommand_of(config),
         "flags": changed_flags(config),
         "batch_per_chip": job.batch_per_chip,
         **({"unet_evaluations": job.evaluations} if job.evaluations else {}),
@@ -475,7 +475,7 @@ def report_file(config):
         ValueError: the file has a report with other flags and --output does not name it, it is no
             report, or it cannot be written.
     """
-    name = f"tpu_compile_{config.tpu}_{program_name(config)}"
+    name = f"tpu_compile_{config.tpu}_{subcommand_of(config)}"
     if config.find_batch:
         name += "_largest"
     elif isinstance(config, Images):
@@ -507,7 +507,9 @@ def run(config):
     config = with_single_files(config, "pretrained_model_name_or_path", **parts)
     job = make_job(config, devices)
     place = f"{config.tpu}, {tpu.num_chips} chip(s) in {tpu.num_hosts} host(s)"
-    print(f"compiling {program_name(config)} for {place}; at full size 5 to 75 minutes", flush=True)
+    print(
+        f"compiling {subcommand_of(config)} for {place}; at full size 5 to 75 minutes", flush=True
+    )
     if config.find_batch:
         report = find_batch(config, tpu, devices)
     elif isinstance(config, Train) and config.aspect_ratio_buckets is not None:

@@ -10,13 +10,13 @@ import gradio as gr
 from PIL import Image
 
 from app.editor import Job, Stopped
-from app.images import image_to_paint_on, painted_mask, read_bytes, read_image
+from app.images import image_to_paint_on, painted_mask, read_bytes, read_upload
 from app.layout import (
     COMPARED,
     NAMES,
     OWN_SCHEDULER,
     hide,
-    names_of,
+    labels_of,
     settings_components,
     show,
 )
@@ -42,7 +42,7 @@ class Events:
     def __init__(self, editor, sessions, components):
         self.editor, self.sessions, self.c = editor, sessions, components
         self.controls = settings_components(components)
-        self.names = names_of(editor.edits) | {"values": "Values"}
+        self.names = labels_of(editor.edits) | {"values": "Values"}
 
     def connect(self, blocks):
         """Attach the handlers, in the current gr.Blocks."""
@@ -183,7 +183,7 @@ class Events:
             return Job(settings, scales=scales)
         if not data[c.image]:
             raise ValueError("there is no image; drop one, paste one, or take an example")
-        image, mask = read_image(data[c.image]), None
+        image, mask = read_upload(data[c.image]), None
         if data[c.use_mask]:
             mask = painted_mask((data[c.mask] or {}).get("layers") or [])
         return Job(settings, image, mask, scales)
@@ -349,7 +349,7 @@ class Events:
     def restore(self, file):
         """Take the settings out of an uploaded file of this program."""
         try:
-            read_image(file)
+            read_upload(file)
         except (ValueError, OSError) as error:
             return {self.c.status: status(self._in_words(error), "failed")}
         if (settings := read_settings(file)) is None:
@@ -377,7 +377,7 @@ class Events:
             return hide(), hide()
         session.painted_since = min(session.painted_since, time.time())
         try:
-            image = read_image(file) if file else None
+            image = read_upload(file) if file else None
         except (ValueError, OSError):
             image = None
         if image is None:
@@ -461,7 +461,7 @@ class Events:
             settings = self._checked(values)
             if self.editor.edits and not image:
                 raise ValueError("there is no image; give image=handle_file(PATH)")
-            image = image and await asyncio.to_thread(read_image, image)
+            image = image and await asyncio.to_thread(read_upload, image)
             if mask:
                 mask = read_mask_of(read_bytes(mask), "the mask")
                 if mask.size != image.size:

@@ -35,7 +35,7 @@ def read_bytes(path):
     return data
 
 
-def read_image(path):
+def read_upload(path):
     """An image file of the page's user, upright, PIL of mode RGB; ValueErrors as read_bytes."""
     data = read_bytes(path)
     try:

@@ -39,7 +39,7 @@ NAMES = {  # of settings, on the page
 }
 
 
-def names_of(edits):
+def labels_of(edits):
     """NAMES of a model; edits: whether it edits images."""
     return NAMES if edits else NAMES | {"instruction": "Prompt", "guidance_scale": "Prompt scale"}
 
@@ -123,7 +123,7 @@ def build_request(c, editor, examples):
         buttons=["fullscreen"],
     )
     c.instruction = gr.Textbox(
-        label=names_of(editor.edits)["instruction"],
+        label=labels_of(editor.edits)["instruction"],
         placeholder="make it look like winter" if editor.edits else "a red panda reading a map",
         lines=1,
         max_lines=4,
@@ -177,7 +177,7 @@ def build_mask(c, editor, defaults):
 
 def build_settings(c, editor, defaults):
     """The controls of Settings."""
-    limits, names = editor.limits, names_of(editor.edits)
+    limits, names = editor.limits, labels_of(editor.edits)
     step = max(editor.checked.factor, editor.checked.resolution // 8)
     with gr.Row():
         c.guidance_scale = gr.Slider(

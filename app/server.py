@@ -118,7 +118,7 @@ def make_blocks(editor, examples, folder):
     return blocks.queue(max_size=None, default_concurrency_limit=None)
 
 
-def start(blocks, config, password):
+def start_server(blocks, config, password):
     """Serve the page in threads; returns the address."""
     from app.layout import theme
 

@@ -396,7 +396,7 @@ def measure_memory(folder: Path, num_parts: int, epochs: int) -> dict:
     }
 
 
-def spread(values: list[float]) -> dict:
+def median_and_range(values: list[float]) -> dict:
     """Median, least and largest."""
     return {"median": float(np.median(values)), "min": min(values), "max": max(values)}
 
@@ -415,7 +415,7 @@ def summarize_rounds(rounds: list[dict]) -> tuple[dict, dict]:
     methods, ratios = {}, {}
     for name in rounds[0]:
         methods[name] = rounds[0][name] and {
-            threads: {f: spread([r[name][threads][f] for r in rounds]) for f in figures}
+            threads: {f: median_and_range([r[name][threads][f] for r in rounds]) for f in figures}
             for threads in rounds[0][name]
         }
     for a, b in RATIOS:
@@ -423,7 +423,8 @@ def summarize_rounds(rounds: list[dict]) -> tuple[dict, dict]:
             continue
         ratios[f"{a}/{b}"] = methods[b] and {
             threads: {
-                f: spread([r[a][threads][f] / r[b][threads][f] for r in rounds]) for f in figures
+                f: median_and_range([r[a][threads][f] / r[b][threads][f] for r in rounds])
+                for f in figures
             }
             for threads in methods[b]
         }

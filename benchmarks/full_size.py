@@ -90,7 +90,7 @@ class Commands:
     output: str = "benchmarks/results/full_size.json"
 
 
-def make_inputs(folder, family, quick):
+def make_files(folder, family, quick):
     """Write a pipeline (base), data for the trainer (data) and an image to edit (image.png)."""
     if family == "sdxl":
         make_xl_pipeline(folder / "base", quick)
@@ -165,7 +165,7 @@ def bench_commands(folder, family, quick):
     Returns:
         {name of the command: figures of run_command}.
     """
-    in_new_process(make_inputs, folder, family, quick)
+    in_new_process(make_files, folder, family, quick)
     widen = ["create_modified_unet.py", "--pretrained_model_name_or_path", f"{folder}/base"]
     widen += ["--output_dir", f"{folder}/wide"]
     figures = {"widen": run_command(widen)[0]}
@@ -299,7 +299,7 @@ def make_model(folder, size):
     write_pipeline(folder, modules)
 
 
-def start(script, folder, *options):
+def start_script(script, folder, *options):
     """Run a script for one image.
 
     Returns:
@@ -348,7 +348,7 @@ def bench_starts(folder, size, rounds):
             ("AOT, first start", "sdxl_single_aot.py", "--executable_dir", str(kept)),
             ("AOT, executable kept", "sdxl_single_aot.py", "--executable_dir", str(kept)),
         ):
-            row = start(script, folder, *options)
+            row = start_script(script, folder, *options)
             print(f"{name}: {row['seconds']:.1f} s", flush=True)
             figures.setdefault(name, []).append(row)
     return figures

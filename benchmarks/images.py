@@ -73,7 +73,7 @@ from benchmarks.rows import (
     write_rows,
 )
 from benchmarks.unet import CASES, SD15_EDIT, Case, count_flops, make_inputs
-from demo.evaluate import load_edits, measure_edits, read_held_out_edits
+from demo.evaluate import load_edits, read_held_out_edits, summarize_edits
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
@@ -488,7 +488,7 @@ def run_quality(config):
                 for key in crops
                 for i in crops[key]["results"]
             ]
-            measured = measure_edits(crops)
+            measured = summarize_edits(crops)
             row = {
                 "accelerate": " ".join(specs),
                 "flags": " ".join(flags),

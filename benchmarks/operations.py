@@ -106,7 +106,7 @@ def make_inputs(shapes, axes, device):
     return [jnp.asarray(x, jnp.bfloat16 if half else jnp.float32) for x in arrays], tensors
 
 
-def bench(name, with_gradient, config, device):
+def measure_operation(name, with_gradient, config, device):
     """A row of results, see harness.make_row."""
     ours, theirs, shapes, axes, flops = make_operation(name)
     arrays, tensors = make_inputs(shapes, axes, device)
@@ -159,7 +159,7 @@ def run(config):
         raise ValueError(f"--kernels is empty; name at least one of {', '.join(KERNELS)}")
     device, machine = find_device(), describe_machine(PACKAGES)
     rows = (
-        bench(name, with_gradient, config, device)
+        measure_operation(name, with_gradient, config, device)
         for name in config.kernels
         for with_gradient in (False, True)
     )

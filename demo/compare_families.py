@@ -218,7 +218,7 @@ def summarize_family(rows):
 # Plot and images
 
 
-def draw_losses(curves):
+def draw_family_losses(curves):
     """The training losses: mean over the seeds, and the range between them.
 
     Args:
@@ -323,10 +323,10 @@ def draw_frames(pairs, edits):
         yield frame.quantize(128, dither=Image.Dither.NONE)
 
 
-def save_images(config, curves):
+def save_figures(config, curves):
     """Write families_loss.png, families_validation.jpg and families.gif."""
     folder = config.image_dir
-    save_whole(folder / "families_loss.png", partial(draw_losses(curves).savefig, dpi=110))
+    save_whole(folder / "families_loss.png", partial(draw_family_losses(curves).savefig, dpi=110))
     seed = config.seeds[0]
     edits = {family: validation_edits(model_dir(config, family, seed)) for family in FAMILIES}
     pairs = held_out_images(config)
@@ -368,7 +368,7 @@ def run(config):
             figures = {name: row[name] for name in METRICS if name in row}
             rows[f"baseline {row['baseline']}"] = figures
     write_rows(rows, machine, config.output)
-    save_images(config, {f: [row["loss_curve"] for row in rs] for f, rs in of_family.items()})
+    save_figures(config, {f: [row["loss_curve"] for row in rs] for f, rs in of_family.items()})
     print(f"\nwrote {config.output} and families_* in {config.image_dir}")
 
 

@@ -71,7 +71,7 @@ def load_edits(output_dir, results_dir=None):
     return crops
 
 
-def measure_edits(crops):
+def summarize_edits(crops):
     """The numbers of summary.json.
 
     edit_error_ratio: mean of L1(result, truth) / L1(input, truth); copying the input gives 1.
@@ -136,13 +136,13 @@ def run(config):
     output_dir = Path(config.output_dir)
     crops = load_edits(output_dir)
     draw_edits(crops).save(output_dir / "edits.png")
-    summary = measure_edits(crops)
+    summary = summarize_edits(crops)
     copies = {
         name: crop | {"results": dict.fromkeys(crop["results"], crop["input"])}
         for name, crop in crops.items()
     }
-    summary["others"] = {"copied input": measure_edits(copies)["edit_error_ratio"]} | {
-        folder.name: measure_edits(load_edits(output_dir, folder))["edit_error_ratio"]
+    summary["others"] = {"copied input": summarize_edits(copies)["edit_error_ratio"]} | {
+        folder.name: summarize_edits(load_edits(output_dir, folder))["edit_error_ratio"]
         for folder in config.others
     }
     if config.started is not None:

@@ -37,7 +37,7 @@ class Config:
     seed: int = 0
 
 
-def to_pil(image):
+def as_image(image):
     """(H, W, 3) float32 in [0, 1] to a PIL image."""
     return Image.fromarray(np.uint8(np.round(image * 255)))
 
@@ -45,11 +45,11 @@ def to_pil(image):
 def jpeg(image):
     """A parquet image cell with the image as JPEG of the best quality."""
     buffer = io.BytesIO()
-    to_pil(image).save(buffer, "JPEG", quality=100, subsampling=0)
+    as_image(image).save(buffer, "JPEG", quality=100, subsampling=0)
     return {"bytes": buffer.getvalue(), "path": None}
 
 
-def write_shards(folder, rng, num_pairs, num_shards):
+def write_demo_shards(folder, rng, num_pairs, num_shards):
     """num_pairs random crops, each with a random edit, by their weights."""
     photographs, names = load_photographs(TRAINING), list(TRAINING.values())
     shares = np.array([edit.weight for edit in EDITS]) / sum(edit.weight for edit in EDITS)
@@ -73,7 +73,7 @@ def write_shards(folder, rng, num_pairs, num_shards):
         pq.write_table(table, folder / name, row_group_size=100)
 
 
-def write_held_out(folder, results, rng, crops_per_photograph):
+def write_demo_held_out(folder, results, rng, crops_per_photograph):
     """Crops of the held-out photographs, every true edit, and the list of edits to be made."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
@@ -81,9 +81,9 @@ def write_held_out(folder, results, rng, crops_per_photograph):
         for crop in range(crops_per_photograph):
             image = random_crop(rng, photograph, SIZE, smallest=0.4)
             name = f"{Path(file).stem}_{crop}"
-            to_pil(image).save(folder / f"{name}.png")
+            as_image(image).save(folder / f"{name}.png")
             for i, edit in enumerate(EDITS):
-                to_pil(edit.apply(image)).save(folder / f"{name}_truth_{i}.png")
+                as_image(edit.apply(image)).save(folder / f"{name}_truth_{i}.png")
                 line = {
                     "input": f"{folder}/{name}.png",
                     "edit": edit.instruction,
@@ -101,9 +101,11 @@ def run(config):
     """Write both."""
     output_dir = Path(config.output_dir).absolute()  # for the paths of the list
     rng = np.random.default_rng(config.seed)
-    write_shards(output_dir / "data", rng, config.num_pairs, config.num_shards)
+    write_demo_shards(output_dir / "data", rng, config.num_pairs, config.num_shards)
     held_out = output_dir / "held_out"
-    num_edits = write_held_out(held_out, output_dir / "edits", rng, config.crops_per_photograph)
+    num_edits = write_demo_held_out(
+        held_out, output_dir / "edits", rng, config.crops_per_photograph
+    )
     print(f"wrote {config.num_pairs} pairs and {num_edits} held-out edits below {output_dir}")
 
 

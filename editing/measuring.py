@@ -212,7 +212,7 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
         if branches not in flops:
             bar.set_description(f"compiling {model}")
             at_once = config.batch_size * len(devices)
-            compile_seconds = compile_sizes(edit_all, references, at_once, config.use_masks)
+            compile_seconds = warm_up_sizes(edit_all, references, at_once, config.use_masks)
             flops[branches] = mean_flops(pipeline, shapes, sizes, branches, steps)
         folder = f"{number}_{guidance_scale}_{image_guidance_scale}_{seed}"
         metrics, seconds = measure_edits(
@@ -256,7 +256,7 @@ def load_largest(model, checked, todo, sizes, config):
     )
 
 
-def compile_sizes(edit_all, references, num_at_once, use_masks):
+def warm_up_sizes(edit_all, references, num_at_once, use_masks):
     """Edit the first batch of every size before the clock starts.
 
     Args:

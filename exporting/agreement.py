@@ -35,7 +35,7 @@ def compare(part, found_by, expected, precision):
         for found, wanted in zip(found_by(inputs), outputs):
             difference = float(np.abs(np.asarray(found, np.float32) - wanted).max())
             scale = float(np.abs(wanted).max())
-            worst = max(worst, (difference / scale, difference, scale), key=share_of)
+            worst = max(worst, (difference / scale, difference, scale), key=relative_difference)
     share, difference, scale = worst
     if not share <= TOLERANCES[precision]:
         raise ArithmeticError(
@@ -50,6 +50,6 @@ def compare(part, found_by, expected, precision):
     }
 
 
-def share_of(row):
+def relative_difference(row):
     """For max: the difference as a share of the output; NaN is the largest."""
     return float("inf") if np.isnan(row[0]) else row[0]

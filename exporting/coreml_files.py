@@ -40,7 +40,7 @@ def export_coreml(pipeline, params, output_dir, dtype, quantize, batch_size, siz
         inputs = random_inputs(part, pipeline, batch, latent_size)
         shapes = output_shapes(part, pipeline, inputs)
         with quiet():
-            model = convert(open_twin(part, saved, "float32"), part, inputs, dtype)
+            model = to_coreml(open_twin(part, saved, "float32"), part, inputs, dtype)
             if quantize:
                 model = palettize(model, BITS[quantize])
         check_description(model, part, inputs, shapes)
@@ -51,7 +51,7 @@ def export_coreml(pipeline, params, output_dir, dtype, quantize, batch_size, siz
     write_parts(pipeline, params, output_dir, write, None)
 
 
-def convert(twin, part, inputs, dtype):
+def to_coreml(twin, part, inputs, dtype):
     """The coremltools model of a twin, with the names of the part's inputs and outputs."""
     inputs = {  # Core ML has no int64
         name: array.astype(np.int32) if array.dtype == np.int64 else array
@@ -69,14 +69,14 @@ def convert(twin, part, inputs, dtype):
             coremltools.TensorType(name=name, shape=array.shape, dtype=array.dtype.type)
             for name, array in inputs.items()
         ],
-        outputs=[coremltools.TensorType(name=name) for name in names_of(part)],
+        outputs=[coremltools.TensorType(name=name) for name in output_names(part)],
         minimum_deployment_target=coremltools.target.iOS18,
         compute_precision=PRECISIONS[dtype],
         skip_model_load=True,
     )
 
 
-def names_of(part):
+def output_names(part):
     """The outputs of a part; names of Core ML have no dots."""
     return [name.replace(".", "_") for name in part.outputs]
 
@@ -100,7 +100,7 @@ def check_description(model, part, inputs, outputs):
     """
     description = model.get_spec().description
     wanted = {name: array.shape for name, array in inputs.items()}
-    wanted |= dict(zip(names_of(part), outputs))
+    wanted |= dict(zip(output_names(part), outputs))
     found = {
         x.name: tuple(x.type.multiArrayType.shape)
         for x in (*description.input, *description.output)

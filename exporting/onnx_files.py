@@ -93,7 +93,7 @@ def write_onnx(part, pipeline, saved, folder, dtype="float32", int8=False):
     save(program.model, file)
     if int8:
         del program
-        quantize(file)
+        quantize_file(file)
 
 
 def add_weights(graph, folder, dtype):
@@ -129,7 +129,7 @@ def save(model, file):
         onnx_ir.save(onnx_ir.external_data.load_to_model(model), file)
 
 
-def quantize(file):
+def quantize_file(file):
     """Replace an ONNX file by one with int8 weights in matrix products."""
     whole, quantized = file.with_name("float.onnx"), file.with_name("int8.onnx")
     file.rename(whole)

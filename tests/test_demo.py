@@ -33,7 +33,7 @@ from demo import (
     make_tiny_vae,
     run_demo,
 )
-from demo.evaluate import load_edits, measure_edits, read_image
+from demo.evaluate import load_edits, read_image, summarize_edits
 from demo.photographs import (
     EDITS,
     HELD_OUT,
@@ -113,7 +113,7 @@ def test_measures(output_dir):
             stem = edit["input"].removesuffix(".png")
             (output_dir / "edits").mkdir(exist_ok=True)
             shutil.copy(choose(stem, number), edit["output"])
-        return measure_edits(load_edits(output_dir))
+        return summarize_edits(load_edits(output_dir))
 
     copied = summary_of(lambda stem, number: f"{stem}.png")
     assert copied["num_edits"] == len(HELD_OUT) * len(EDITS)

@@ -29,7 +29,7 @@ import edit_app
 import edit_cli
 from app import server
 from app.editor import Editor, Job, Stopped, named_loras
-from app.images import image_to_paint_on, painted_mask, read_image
+from app.images import image_to_paint_on, painted_mask, read_upload
 from app.sessions import MAX_RESULTS, Sessions
 from app.settings import (
     KEYWORD,
@@ -149,7 +149,7 @@ def test_settings_out_of_range(change, message):
 def test_images_and_masks_of_the_page(tmp_path):
     photo(8, 6).save(tmp_path / "a.png")
     np.testing.assert_array_equal(
-        np.asarray(read_image(tmp_path / "a.png")), np.asarray(photo(8, 6))
+        np.asarray(read_upload(tmp_path / "a.png")), np.asarray(photo(8, 6))
     )
     (tmp_path / "broken.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
     (tmp_path / "text.png").write_text("no image")
@@ -162,7 +162,7 @@ def test_images_and_masks_of_the_page(tmp_path):
         ("bomb", "this image is far too large; scale it down to 50 megapixels"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
-            read_image(tmp_path / f"{name}.png")
+            read_upload(tmp_path / f"{name}.png")
     assert image_to_paint_on(photo(100, 70), (64, 44)).size == (512, 352)
     assert image_to_paint_on(photo(2000, 1500), (768, 576)).size == (768, 576)
     layer = Image.new("RGBA", (6, 4))

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 import flax_train_instruct_pix2pix as trainer
 from benchmarks.ema.runs import AveragedRun, make_programs, trainer_config
-from demo.evaluate import load_edits, measure_edits, read_held_out_edits, read_image
+from demo.evaluate import load_edits, read_held_out_edits, read_image, summarize_edits
 from parquet_processing import ParquetImagePairs
 from training.ema import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma
 from training.models import encode_batch, load_models
@@ -145,7 +145,7 @@ def edit_and_measure(pipeline, params, held_out, folder):
         folder: of the demo.
 
     Returns:
-        demo.evaluate.measure_edits' numbers.
+        demo.evaluate.summarize_edits' numbers.
     """
     instructions, images, _ = held_out
     prompt_ids, image = pipeline.prepare_inputs(instructions, list(images))
@@ -153,7 +153,7 @@ def edit_and_measure(pipeline, params, held_out, folder):
     for row, image in zip(read_held_out_edits(folder), pipeline.numpy_to_pil(images)):
         row["output"].parent.mkdir(exist_ok=True)
         image.save(row["output"])
-    return measure_edits(load_edits(folder))
+    return summarize_edits(load_edits(folder))
 
 
 def study_quality(config, folder):

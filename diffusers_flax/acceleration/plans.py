@@ -446,7 +446,7 @@ def parse_one(spec):
         if key in values:
             raise ValueError(f"--accelerate {spec}: {key} is given twice")
         try:
-            values[key] = convert(text, types[key])
+            values[key] = parse_value(text, types[key])
         except ValueError as error:
             kinds = {bool: "true or false", int: "a whole number", float: "a number"}
             raise ValueError(
@@ -455,7 +455,7 @@ def parse_one(spec):
     return cls(**values)
 
 
-def convert(text, kind):
+def parse_value(text, kind):
     """A parameter's text as bool, int, float or str."""
     if kind is bool:
         if text.lower() not in ("true", "false"):
@@ -514,7 +514,7 @@ def plan_steps(acceleration, branches, scales):
     return list(map(Step, chosen, kinds))
 
 
-def check_rows(acceleration, rows):
+def check_shared_rows(acceleration, rows):
     """Raise a ValueError for accelerations that need all rows, which `rows` devices share."""
     whole = [acceleration.tome]
     whole += [acceleration.cache] * isinstance(acceleration.cache, FirstBlockCache)

@@ -238,7 +238,7 @@ def read_updates(file, weight):
         lonely = sorted((downs.keys() ^ ups.keys()) | (alphas.keys() - downs.keys()))
         problem = f"{' '.join(lonely[0])} has one of two factors" if lonely else "it has no LoRA"
         raise ValueError(f"--lora {file}: {problem}; download the file again")
-    settings = read_settings(file)
+    settings = read_peft_settings(file)
     if is_adapter and "unet.lora_alpha" not in settings and downs.keys() != alphas.keys():
         raise ValueError(
             f"--lora {file} is an adapter of PEFT without lora_alpha; put PEFT's {ADAPTER_CONFIG} "
@@ -258,7 +258,7 @@ def read_updates(file, weight):
     return updates
 
 
-def read_settings(file):
+def read_peft_settings(file):
     """PEFT's settings of a LoRA, {"unet.r": 16, "unet.lora_alpha": 16, ...}; {} without.
 
     They are in a safetensors file's header, or in a file next to what PEFT's save_pretrained wrote.

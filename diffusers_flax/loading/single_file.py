@@ -260,7 +260,9 @@ class SingleFile(str):
             raise ValueError(f"it lacks {first_names(lost)}")
         # Views of the file's memory map, which is in memory as long as the part is read.
         tensors = {name: found[source] for name, source in names.items()}
-        converted = {**tensors} if self.is_converted else convert(part, prefix, tensors, config)
+        converted = (
+            {**tensors} if self.is_converted else convert_part(part, prefix, tensors, config)
+        )
         if part in ("unet", "controlnet"):  # whose conversion renames and does nothing else
             used = {id(tensor) for tensor in converted.values()}
             converted |= {name: x for name, x in tensors.items() if id(x) not in used}
@@ -367,7 +369,7 @@ def original_layout(file):
     return single_file_utils
 
 
-def convert(part, prefix, tensors, config):
+def convert_part(part, prefix, tensors, config):
     """Rename the tensors of a part to diffusers' and transformers' names, by diffusers' functions.
 
     Args:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import diffusers_flax
-from diffusers_flax.acceleration.plans import Acceleration, check_rows, parse
+from diffusers_flax.acceleration.plans import Acceleration, check_shared_rows, parse
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.loading.configs import ConfigMixin, FromSingleFile, FrozenConfig
@@ -120,7 +120,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         object.__setattr__(self, "accelerate", parse(self.accelerate))
         self.check_acceleration(self.accelerate)
         if self.layout is not None:
-            check_rows(self.accelerate, self.layout.rows)
+            check_shared_rows(self.accelerate, self.layout.rows)
             if self.preview and not self.layout.is_local:
                 raise ValueError(
                     "--preview shows images of the devices of one process, and --parallel takes "

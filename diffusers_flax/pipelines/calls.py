@@ -263,7 +263,7 @@ def check_layout(layout, jit, prompt_ids, kernel):
         )
 
 
-def to_host(arrays):
+def inputs_to_host(arrays):
     """Move inputs on one device to the host, as pmap refuses them; params and keys stay.
 
     The latents of a call on one device are such an input of a refiner on all devices.

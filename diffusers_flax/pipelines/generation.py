@@ -25,13 +25,13 @@ from diffusers_flax.pipelines.calls import (
     check_arrays,
     check_shares,
     first_step_of_share,
+    inputs_to_host,
     keys_of_call,
     log_compilation,
     output_options,
     published_call,
     steps_of_share,
     timestep_options,
-    to_host,
     with_options,
 )
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
@@ -146,7 +146,7 @@ class Generation:
         arrays = {name: given[name] for name in ARRAYS if name in given}
         check_arrays(self, jit, arrays)
         if jit:
-            arrays = to_host(arrays)
+            arrays = inputs_to_host(arrays)
         steps = (given[name] for name in ("num_inference_steps", "timesteps", "eta"))
         options = timestep_options(*steps, self.ays_timesteps)
         options |= self._range_options(options["num_inference_steps"], given)
