@@ -269,3 +269,20 @@ def _blockwise_backward(kept, g):
 
 
 _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
+
+
+def attention_weights(query, key, num_heads, mask, is_causal):
+    """The softmax weights of attention; its kernels do not return them.
+
+    Args:
+        query, key, num_heads, mask, is_causal: as for attention.
+
+    Returns:
+        (B, num_heads, T, S) in query's dtype; the softmax is float32.
+    """
+    query, key = (x.reshape(*x.shape[:2], num_heads, -1) for x in (query, key))
+    logits = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32)
+    seen = jnp.ones(logits.shape[-2:], bool) if mask is None else mask
+    seen = seen & jnp.tri(*logits.shape[-2:], dtype=bool) if is_causal else seen
+    logits = jnp.where(seen, logits / query.shape[-1] ** 0.5, jnp.finfo(jnp.float32).min)
+    return jax.nn.softmax(logits).astype(query.dtype)

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from flax.errors import ScopeParamShapeError
 from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
 from diffusers_flax.devices.rows import all_positions, moments_of_all, with_neighbours
-from diffusers_flax.models.attention import attention
+from diffusers_flax.models.attention import attention, attention_weights
 from diffusers_flax.models.convolution import convolve
 from diffusers_flax.models.quantization import eight_bit_layer, is_eight_bit
 from diffusers_flax.outputs import ModelOutput
@@ -135,12 +136,29 @@ def _layer_norm_backward(epsilon, dtype, kept, g):
 layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
+class GivenParams:
+    """For modules: parameters that a call is given are only checked.
+
+    Flax traces the initial value of every parameter in every call, to compare the shapes, which
+    takes two fifths of the time of tracing a UNet.
+    """
+
+    def param(self, name, init, shape, dtype=jnp.float32):
+        """As flax.linen.Module.param, for initializers of (key, shape, dtype)."""
+        if not self.has_variable("params", name):
+            return super().param(name, init, shape, dtype)
+        value = self.get_variable("params", name)
+        if value.shape != shape:
+            raise ScopeParamShapeError(name, self.scope.path_text, value.shape, shape)
+        return value
+
+
 def _scale_and_bias(module, num_channels):
     scale = module.param("scale", nn.initializers.ones, (num_channels,))
     return scale, module.param("bias", nn.initializers.zeros, (num_channels,))
 
 
-class GroupNorm(nn.Module):
+class GroupNorm(GivenParams, nn.Module):
     """Group normalisation over the last axis of (B, ..., C), and SiLU if activate; group_norm."""
 
     num_groups: int = 32
@@ -160,7 +178,7 @@ class GroupNorm(nn.Module):
         return group_norm(x, scale, bias, *options)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(GivenParams, nn.Module):
     """Layer normalisation over the last axis; layer_norm."""
 
     epsilon: float = 1e-5
@@ -171,7 +189,7 @@ class LayerNorm(nn.Module):
         return layer_norm(x, *_scale_and_bias(self, x.shape[-1]), self.epsilon, self.dtype)
 
 
-class Conv(nn.Module):
+class Conv(GivenParams, nn.Module):
     """A convolution with bias, in 8 bits and with LoRA if its parameters say so; convolve."""
 
     features: int
@@ -218,7 +236,7 @@ def lora_product(params, x, dtype, apply_kernel=jnp.matmul):
     return apply_kernel(x.astype(dtype), a) @ b * params["lora_scale"].astype(dtype)
 
 
-class Dense(nn.Dense):
+class Dense(GivenParams, nn.Dense):
     """A dense layer, in 8 bits and with LoRA if its parameters say so."""
 
     def __call__(self, x):
@@ -500,23 +518,6 @@ class CLIPAttention(nn.Module):
         else:
             out = attention(query, key, value, self.num_heads, mask, self.is_causal)
         return dense(name="out_proj")(out), weights if output_attentions else None
-
-
-def attention_weights(query, key, num_heads, mask, is_causal):
-    """The softmax weights of attention; its kernels do not return them.
-
-    Args:
-        query, key, num_heads, mask, is_causal: as for attention.
-
-    Returns:
-        (B, num_heads, T, S) in query's dtype; the softmax is float32.
-    """
-    query, key = (x.reshape(*x.shape[:2], num_heads, -1) for x in (query, key))
-    logits = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=jnp.float32)
-    seen = jnp.ones(logits.shape[-2:], bool) if mask is None else mask
-    seen = seen & jnp.tri(*logits.shape[-2:], dtype=bool) if is_causal else seen
-    logits = jnp.where(seen, logits / query.shape[-1] ** 0.5, jnp.finfo(jnp.float32).min)
-    return nn.softmax(logits).astype(query.dtype)
 
 
 class CLIPMLP(nn.Module):

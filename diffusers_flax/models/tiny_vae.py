@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from diffusers_flax.devices.rows import with_neighbours
 from diffusers_flax.loading.hub import locate
 from diffusers_flax.models.base import FlaxModelMixin
-from diffusers_flax.models.blocks import Conv
+from diffusers_flax.models.blocks import Conv, GivenParams
 from diffusers_flax.models.convolution import convolve
 from diffusers_flax.models.vae import FlaxDecoderOutput
 from diffusers_flax.outputs import ModelOutput
@@ -37,7 +37,7 @@ class FlaxAutoencoderTinyOutput(ModelOutput):
     latents: jax.Array
 
 
-class BiasFreeConv(nn.Module):
+class BiasFreeConv(GivenParams, nn.Module):
     """A 3x3 convolution without bias."""
 
     features: int

@@ -24,7 +24,14 @@ from diffusers_flax.devices.rows import all_positions
 from diffusers_flax.loading.configs import FromSingleFile
 from diffusers_flax.models.attention import attention
 from diffusers_flax.models.base import FlaxModelMixin
-from diffusers_flax.models.blocks import Conv, Downsample2D, GroupNorm, ResnetBlock2D, Upsample2D
+from diffusers_flax.models.blocks import (
+    Conv,
+    Dense,
+    Downsample2D,
+    GroupNorm,
+    ResnetBlock2D,
+    Upsample2D,
+)
 from diffusers_flax.outputs import ModelOutput
 
 OVERLAP = 0.25  # of a tile and the next one, PyTorch's tile_overlap_factor
@@ -123,11 +130,11 @@ class AttentionBlock(nn.Module):
     def __call__(self, x):
         B, H, W, C = x.shape
         h = GroupNorm(self.num_groups, 1e-6, self.dtype, name="group_norm")(x).reshape(B, H * W, C)
-        query = nn.Dense(C, dtype=self.dtype, name="query")(h)
-        key = nn.Dense(C, dtype=self.dtype, name="key")(h)
-        value = nn.Dense(C, dtype=self.dtype, name="value")(h)
+        query = Dense(C, dtype=self.dtype, name="query")(h)
+        key = Dense(C, dtype=self.dtype, name="key")(h)
+        value = Dense(C, dtype=self.dtype, name="value")(h)
         key, value = all_positions(key), all_positions(value)
-        h = nn.Dense(C, dtype=self.dtype, name="proj_attn")(attention(query, key, value, 1))
+        h = Dense(C, dtype=self.dtype, name="proj_attn")(attention(query, key, value, 1))
         return x + h.reshape(B, H, W, C)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
 from helpers import slow
 
 from diffusers_flax.models.attention import (
@@ -23,7 +24,15 @@ from diffusers_flax.models.attention import (
     plain_operations,
     splash,
 )
-from diffusers_flax.models.blocks import Conv, gated_gelu, group_norm, layer_norm
+from diffusers_flax.models.blocks import (
+    Conv,
+    Dense,
+    GroupNorm,
+    LayerNorm,
+    gated_gelu,
+    group_norm,
+    layer_norm,
+)
 from diffusers_flax.models.convolution import convolve, shifted_matmuls, winograd
 
 
@@ -414,3 +423,15 @@ def test_plain_operations_can_be_counted():
         assert count(platform) < products / 2
         with plain_operations():
             assert products < count(platform) < 1.1 * products
+
+
+@pytest.mark.parametrize("layer", [Conv(3), Dense(3), GroupNorm(2), LayerNorm()])
+def test_a_parameter_of_another_shape_is_refused(layer):
+    x = jnp.ones((1, 4, 4, 8))
+    params = layer.init(jax.random.key(0), x)["params"]
+    wrong = params | {"bias": jnp.zeros(5)}
+    with pytest.raises(ScopeParamShapeError, match=r"bias.*\(5,\)"):
+        layer.apply({"params": wrong}, x)
+    del params["bias"]
+    with pytest.raises(ScopeParamNotFoundError, match="bias"):
+        layer.apply({"params": params}, x)
