@@ -8,7 +8,7 @@ import socket
 import tempfile
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PASSWORD = "EDIT_APP_PASSWORD"  # environment variable
@@ -70,7 +70,8 @@ def check_port(host, port):
 
 @contextmanager
 def files_of_sessions():
-    """A new directory for the files of all pages, deleted at the end."""
+    """A new directory for the files of all pages, deleted at the end, also by SIGTERM."""
+    by_default = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     folder = Path(tempfile.mkdtemp(prefix="edit_app_"))
     settings = {
         "GRADIO_TEMP_DIR": str(folder),
@@ -88,6 +89,7 @@ def files_of_sessions():
             else:
                 os.environ[name] = value
         shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, by_default)
 
 
 def make_blocks(editor, examples, folder):
@@ -150,12 +152,6 @@ def start_server(blocks, config, password):
 
 
 def wait_for_end():
-    """Return after Ctrl-C, or when the process is told to end."""
-    ended = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    try:
-        ended.wait()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    """Return after Ctrl-C or SIGTERM."""
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()
