@@ -93,12 +93,7 @@ def test_validation_images_keep_their_aspect_ratio(model, data, tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["sd", "sdxl"])
-def test_devices_latents_and_a_resume_change_nothing(
-    model, data, tmp_path, monkeypatch, family, capsys
-):
-    if family == "sdxl":
-        model = make_tiny_xl(tmp_path / "xl", edits=True, vae_channels=(16, 32))
+def test_devices_latents_and_a_resume_change_nothing(model, data, tmp_path, monkeypatch, capsys):
     options = BUCKETS | dict(random_crop=False, checkpointing_steps=3, checkpoints_total_limit=None)
     options |= dict(mask_loss_weight=4.0)
     config = config_of(model, data, tmp_path / "four", **options)
@@ -132,6 +127,17 @@ def test_devices_latents_and_a_resume_change_nothing(
     on_one_device(monkeypatch)
     run_main(config_of(model, data, tmp_path / "one", **accumulated), monkeypatch)
     np.testing.assert_allclose(losses(tmp_path / "one"), expected, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_latents_of_sdxl_on_one_device_change_nothing(data, tmp_path, monkeypatch):
+    model = make_tiny_xl(tmp_path / "xl", edits=True, vae_channels=(16, 32))
+    options = BUCKETS | dict(random_crop=False)
+    run_main(config_of(model, data, tmp_path / "four", **options), monkeypatch)
+    options |= dict(cache_latents=str(tmp_path / "latents"), gradient_accumulation_steps=2)
+    on_one_device(monkeypatch)
+    run_main(config_of(model, data, tmp_path / "one", **options), monkeypatch)
+    np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "four"), rtol=2e-3)
 
 
 def cache(model, data, out, *flags):
