@@ -14,7 +14,8 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Sixteen pairs, two batches, in two shards; row 3 of the first cannot be decoded."""
-    folder = tmp_path_factory.mktemp("data")
+    folder = tmp_path_factory.mktemp("data") / "pairs"
+    folder.mkdir()
     write_shard(folder / "a.parquet", 9, seed=1, broken=[3])
     write_shard(folder / "b.parquet", 7, seed=2)
     return folder

@@ -98,11 +98,11 @@ def test_a_stopped_run_resumes_bit_for_bit(model, sets, whole_run, tmp_path, mon
     assert "shares of train_data_dir was [0.75, 0.25] and is [0.5, 0.5]" in error
     run_main(config, monkeypatch)
     out += capsys.readouterr().out
-    assert "parameters on a mixture of data0 (16 pairs, 75.0% of a batch, a pass takes 3 st" in out
+    assert "parameters on a mixture of pairs (16 pairs, 75.0% of a batch, a pass takes 3 st" in out
     assert "resuming after step 2" in out
     assert_same_runs(tmp_path / "out", whole_run)
     rows = read_metrics(whole_run)
-    drawn = [16 * row["passes/data0"] + 10 * row["passes/magicbrush"] for row in rows]
+    drawn = [16 * row["passes/pairs"] + 10 * row["passes/magicbrush"] for row in rows]
     np.testing.assert_allclose(drawn, [8, 16, 24], rtol=1e-12)
 
 
@@ -129,19 +129,19 @@ def test_latents_of_several_sets(model, sets, tmp_path, monkeypatch, capsys):
     cache, options = tmp_path / "cache", dict(random_crop=False, random_flip=False)
     config = config_for(model, sets, tmp_path / "out", cache_latents=str(cache), **options)
     run_main(config, monkeypatch)
-    assert {path.name for path in cache.iterdir()} == {"data0", "magicbrush"}
+    assert {path.name for path in cache.iterdir()} == {"pairs", "magicbrush"}
     flags = ["--pretrained_model_name_or_path", str(model), "--resolution", "16"]
     written = tmp_path / "written"
     capsys.readouterr()
     cache_latents.main([*flags, "--train_data_dir", *sets, "--output_dir", str(written)])
     assert capsys.readouterr().out.splitlines() == [
-        f"latents of {sets[0]} are in {written}/data0",
+        f"latents of {sets[0]} are in {written}/pairs",
         f"latents of {sets[1]} are in {written}/magicbrush",
     ]
     for path in cache.glob("*/*.parquet"):
         assert path.read_bytes() == (written / path.relative_to(cache)).read_bytes()
 
-    latents = [str(written / name) for name in ("data0", "magicbrush")]
+    latents = [str(written / name) for name in ("pairs", "magicbrush")]
     run_main(config_for(model, latents, tmp_path / "again", **options), monkeypatch)
     assert_same_runs(tmp_path / "again", tmp_path / "out")
     run_main(config_for(model, sets, tmp_path / "images", **options), monkeypatch)
