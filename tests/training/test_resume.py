@@ -166,7 +166,7 @@ def new_files(folder, old=frozenset()):
 
 
 @pytest.mark.parametrize(
-    "num_kills", [1, pytest.param(6, marks=pytest.mark.slow)], ids=["some", "many"]
+    "num_kills", [1, pytest.param(12, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_killed_it_ends_as_if_it_had_not_been(model, data, whole_run, tmp_path, num_kills):
     """SIGKILL at random steps, every other time while a checkpoint is being written."""
