@@ -27,7 +27,7 @@ Needs 16 GB of memory; three minutes on two otherwise idle cores.
     python -m benchmarks.full_size serving
 
 makes a thousand images with a tiny SDXL model by sdxl_single.py on four CPU devices: the share of
-time in which the devices wait, by its own log; then the same command, killed at random times and
+time in which the devices wait, by its own log; then the same command, killed several times and
 started again, and which files were written twice; ten minutes.
 
 Rows go to benchmarks/results/full_size.json.
@@ -35,7 +35,6 @@ Rows go to benchmarks/results/full_size.json.
 
 import json
 import os
-import random
 import re
 import shlex
 import shutil
@@ -265,7 +264,7 @@ class Starts:
     output: str = "benchmarks/results/full_size.json"
 
 
-def make_model(folder, size):
+def make_xl_model(folder, size):
     """Write a pipeline of SDXL's kind: the UNet of that size, the rest tiny.
 
     Call it in a new process, which frees the memory.
@@ -299,7 +298,7 @@ def make_model(folder, size):
     write_pipeline(folder, modules)
 
 
-def start_script(script, folder, *options):
+def time_start(script, folder, *options):
     """Run a script for one image.
 
     Returns:
@@ -335,7 +334,7 @@ def bench_starts(folder, size, rounds):
     Returns:
         {name of the start: [figures of start, one per round]}.
     """
-    in_new_process(make_model, folder / "model", size)
+    in_new_process(make_xl_model, folder / "model", size)
     cache, kept = folder / "cache", folder / "kept"
     figures = {}
     for _ in range(rounds):
@@ -348,7 +347,7 @@ def bench_starts(folder, size, rounds):
             ("AOT, first start", "sdxl_single_aot.py", "--executable_dir", str(kept)),
             ("AOT, executable kept", "sdxl_single_aot.py", "--executable_dir", str(kept)),
         ):
-            row = start_script(script, folder, *options)
+            row = time_start(script, folder, *options)
             print(f"{name}: {row['seconds']:.1f} s", flush=True)
             figures.setdefault(name, []).append(row)
     return figures
@@ -393,8 +392,8 @@ class Serving:
     output: str = "benchmarks/results/full_size.json"
 
 
-def serve(folder, config, output, seconds=None):
-    """Start sdxl_single.py with the prompts of folder; kill it after some seconds.
+def serve(folder, config, output, most=None):
+    """Start sdxl_single.py with the prompts of folder; kill it once output has `most` images.
 
     Returns:
         What it has printed on stderr.
@@ -403,22 +402,28 @@ def serve(folder, config, output, seconds=None):
     command += ["--width", "64", "--num_inference_steps", str(config.num_inference_steps)]
     command += ["--prompts_file", str(folder / "prompts.txt")]
     command += ["--pretrained_model_name_or_path", str(folder / "model")]
+    command += ["--compilation_cache_dir", str(folder / "cache")]
     flags = f"--xla_force_host_platform_device_count={config.num_devices}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    try:
-        done = subprocess.run(
-            [*command, "--compilation_cache_dir", str(folder / "cache")],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=seconds,  # then SIGKILL
-        )
-    except subprocess.TimeoutExpired as killed:
-        return (killed.stderr or b"").decode()
-    if done.returncode:
-        raise ChildProcessError(f"sdxl_single.py failed: {done.stderr.strip().splitlines()[-1]}")
-    return done.stderr
+    with tempfile.TemporaryFile("w+") as said:
+        files = {"stdout": subprocess.DEVNULL, "stderr": said}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, **files)
+        try:
+            while process.poll() is None and (most is None or len(images_in(output)) < most):
+                time.sleep(POLL_SECONDS)
+        finally:
+            process.kill()
+        killed = process.wait() == -signal.SIGKILL
+        said.seek(0)
+        text = said.read()
+    if killed != (most is not None) or (process.returncode and not killed):
+        raise ChildProcessError(f"sdxl_single.py failed or was too fast: {text.strip()[-200:]}")
+    return text
+
+
+def images_in(folder):
+    """{name: its stat} of the images of sdxl_single.py in a directory."""
+    return {file.name: file.stat() for file in folder.glob("*.png") if file.stem.isdecimal()}
 
 
 def run_serving(config):
@@ -426,20 +431,16 @@ def run_serving(config):
     machine = describe_machine(("jax", "jaxlib", "flax", "numpy"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        in_new_process(make_model, folder / "model", "tiny")
+        in_new_process(make_xl_model, folder / "model", "tiny")
         prompts = (f"a photograph, number {i}" for i in range(config.num_prompts))
         (folder / "prompts.txt").write_text("\n".join(prompts))
-        started = time.perf_counter()
         said = serve(folder, config, folder / "whole")
-        whole = time.perf_counter() - started
         seconds, waited = re.search(r"in (\S+) s after .* waited (\S+)%", said).groups()
         finished, states, written_twice = [], {}, 0
-        for _ in range(config.kills + 1):
-            is_last = len(finished) == config.kills
-            limit = None if is_last else random.uniform(0, whole / config.kills) + whole * 0.1
-            serve(folder, config, folder / "killed", limit)
-            files = (folder / "killed").glob("*.png") if (folder / "killed").exists() else ()
-            found = {x.name: x.stat() for x in files if x.stem.isdecimal()}
+        for kill in range(1, config.kills + 2):
+            most = config.num_prompts * kill // (config.kills + 1)
+            serve(folder, config, folder / "killed", most if kill <= config.kills else None)
+            found = images_in(folder / "killed")
             written_twice += sum(
                 (found[name].st_ino, found[name].st_mtime_ns) != (old.st_ino, old.st_mtime_ns)
                 for name, old in states.items()

@@ -1,6 +1,8 @@
 """benchmarks/full_size.py with tiny models; and, slow, PyTorch parity at full size.
 
-pytest -m slow -s tests/test_benchmark_full_size.py       # minutes, 20 GB of memory, 11 of disk
+SDXL's UNet is compared at 512 pixels. Minutes, 20 GB of memory, 11 of disk:
+
+    pytest -m slow -s tests/benchmarks/test_benchmark_full_size.py
 """
 
 import json
@@ -171,6 +173,6 @@ def test_a_long_list_of_prompts(tmp_path):
     flags = ["--num_prompts", "60", "--num_inference_steps", "10", "--kills", "2"]
     full_size.main(["serving", *flags, "--output", str(output)])
     row = json.loads(output.read_text())["serving"]
-    assert row["files_after_each_kill"][-1] == 60 and len(row["files_after_each_kill"]) == 3
+    first, second, end = row["files_after_each_kill"]
+    assert 0 < first < second < end == 60
     assert row["files_written_twice"] == row["images_that_differ"] == 0
-    assert 0 <= row["devices_waited_percent"] < 100
