@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import shutil
 import signal
 import socket
 import tempfile
@@ -70,26 +69,28 @@ def check_port(host, port):
 
 @contextmanager
 def files_of_sessions():
-    """A new directory for the files of all pages, deleted at the end, also by SIGTERM."""
-    by_default = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    folder = Path(tempfile.mkdtemp(prefix="edit_app_"))
-    settings = {
-        "GRADIO_TEMP_DIR": str(folder),
-        "GRADIO_ANALYTICS_ENABLED": "False",
-        "GRADIO_HEARTBEAT_INTERVAL": os.environ.get("GRADIO_HEARTBEAT_INTERVAL", HEARTBEAT),
-    }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)  # Gradio reads them when components are made
+    """A new directory for the files of all pages; it is deleted at the end, also after SIGTERM."""
+    earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
-        yield folder
+        with tempfile.TemporaryDirectory(prefix="edit_app_", ignore_cleanup_errors=True) as folder:
+            settings = {
+                "GRADIO_TEMP_DIR": folder,
+                "GRADIO_ANALYTICS_ENABLED": "False",
+                "GRADIO_HEARTBEAT_INTERVAL": os.environ.get("GRADIO_HEARTBEAT_INTERVAL", HEARTBEAT),
+            }
+            before = {name: os.environ.get(name) for name in settings}
+            os.environ.update(settings)  # Gradio reads them when components are made
+            try:
+                yield Path(folder)
+            finally:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the files are being deleted
+                for name, value in before.items():
+                    if value is None:
+                        del os.environ[name]
+                    else:
+                        os.environ[name] = value
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-        shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(signal.SIGTERM, by_default)
+        signal.signal(signal.SIGTERM, earlier)
 
 
 def make_blocks(editor, examples, folder):

@@ -40,7 +40,7 @@ class Session:
     uploads: set = field(default_factory=set)  # Paths
     number: int = 0  # of images that were made
     used: float = field(default_factory=time.monotonic)
-    painted_since: float = float("inf")  # time of the first mask
+    painted_since: float = float("inf")  # seconds since 1970, of the first mask; inf: none
 
 
 class Sessions:
@@ -69,8 +69,8 @@ class Sessions:
     def close(self, number):
         """Forget a Session and delete its files.
 
-        Gradio does not tell whose a painted mask is: it stays while another page is open that may
-        have painted it.
+        Gradio does not say which page painted a mask. A mask stays while another page that may have
+        painted it is open.
         """
         with self.lock:
             self._delete(number)
@@ -87,7 +87,7 @@ class Sessions:
             painted = (file for name in PAINTED for file in self.root.glob(f"*/{name}"))
             for file in {*painted} - kept:
                 with suppress(FileNotFoundError):  # Gradio deletes old files too
-                    if file.stat().st_mtime < first:
+                    if session.painted_since <= file.stat().st_mtime < first:
                         file.unlink()
 
     def add_upload(self, session, path):

@@ -209,6 +209,10 @@ def test_files_of_sessions(tmp_path):
     assert all(file.exists() for file in (example, both, Path(__file__)))
     sessions.close("b")
     assert not any(file.exists() for file in (*painted, both))
+    (uploaded := tmp_path / "hash" / "background-1.png").touch()
+    sessions.get("never paints")
+    sessions.close("never paints")
+    assert uploaded.exists()
 
 
 # ---------------------------------------------------------------- the command line
@@ -807,7 +811,7 @@ def test_masks_and_comparisons_in_the_browser(browser, page, photograph, tmp_pat
         assert figure.shape[1] > 4 * 192
         opened.click("#comparison button >> nth=2")
         wait_for(lambda: opened.input_value("#image_guidance_scale input[type=number]") == "3")
-    wait_for(lambda: not [x for x in {*page.files.rglob("*")} - files if x.is_file()], 15)
+    wait_for(lambda: not [x for x in {*page.files.rglob("*")} - files if x.is_file()])
 
 
 @pytest.mark.slow
