@@ -3,10 +3,8 @@
 All of them have the whole latents and do what is little work: scheduler, guidance, masks. UNet and
 VAE compute a part, and the parts of the result are put together:
 
-    share = share_of(layout, unet, num_branches=2, height=64)
-    with split_rows(share.rows):
-        part = unet.apply(variables, *share.take(arguments)).sample
-    prediction = share.join(part)
+    apply = shared_apply(layout, unet, num_branches=2, height=64)
+    prediction = apply(variables, *arguments).sample
 
 Source: rows, DistriFusion (arXiv 2402.19481); see rows.py.
 """
@@ -125,6 +123,19 @@ def share_of(layout, unet, num_branches, height, spread=True):
     return Share(None, names)
 
 
+def shared_apply(layout, unet, num_branches, height):
+    """unet.apply of which each device of a group computes its Share; arguments as for share_of."""
+    share = share_of(layout, unet, num_branches, height)
+
+    def apply(variables, *arguments, timestep_cond=None):
+        *arguments, timestep_cond = share.take((*arguments, timestep_cond))
+        with split_rows(share.rows):
+            output = unet.apply(variables, *arguments, timestep_cond=timestep_cond)
+        return output.replace(sample=share.join(output.sample))
+
+    return apply
+
+
 def rows_together(model):
     """How many rows of its input a UNet reduces to one; a device has a multiple of them."""
     return 2 ** (len(model.block_out_channels) - 1)
@@ -158,14 +169,13 @@ def map_rows(layout, function, x, height, axis, out_axis):
     """function(x), of which each device of a group computes a part of the rows, if they divide.
 
     Args:
-        layout: Layout or None.
+        layout: Layout.
         function: of a part of x, to a tree of arrays; it calls models and keeps rows in order.
         x: array with rows along `axis`.
         height: rows of the latents; x may have several for each.
         axis, out_axis: of the rows of x and of the result.
     """
-    names = None if layout is None else row_axes(layout, height)
-    if names is None:
+    if (names := row_axes(layout, height)) is None:
         return function(x)
     with split_rows(names):
         parts = function(part_of(x, names, axis))

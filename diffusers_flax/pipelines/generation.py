@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.devices.parts import part
-from diffusers_flax.devices.rows import split_rows
-from diffusers_flax.devices.shares import check_parallel, is_first_of_group, share_of
+from diffusers_flax.devices.shares import check_parallel, is_first_of_group, shared_apply
 from diffusers_flax.images import to_pil
 from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.models.unet import guidance_embedding
@@ -169,7 +168,7 @@ class Generation:
         compiled_in = tuple(options.items()), self.text_modules()
         program = log_compilation(self, jit, arrays, compiled_in)
         if self.layout is not None:
-            arrays |= self.layout.to_host({k: x for k, x in arrays.items() if k != "params"})
+            arrays |= self.layout.as_inputs({k: x for k, x in arrays.items() if k != "params"})
             generate = _generate_in_parts if self.layout.parts else _generate_on_layout
             result = generate(self, compiled_in, arrays, shared, jit)
         else:
@@ -363,14 +362,14 @@ class Generation:
                 after_step,
                 self.layout,
             )
-        share = share_of(self.layout, self.unet, len(branches), x_t.shape[2])
+        apply = self.unet.apply
+        if self.layout is not None:
+            apply = shared_apply(self.layout, self.unet, len(branches), x_t.shape[2])
 
         def predict(x_t, t):
-            *arguments, timestep_cond = share.take(inputs(branches, x_t, t))
-            variables = {"params": params["unet"]}
-            with split_rows(share.rows):
-                output = self.unet.apply(variables, *arguments, timestep_cond=timestep_cond)
-            return combine(share.join(output.sample.astype(jnp.float32)), branches)
+            *arguments, timestep_cond = inputs(branches, x_t, t)
+            output = apply({"params": params["unet"]}, *arguments, timestep_cond=timestep_cond)
+            return combine(output.sample.astype(jnp.float32), branches)
 
         return denoise(
             self.scheduler, state, x_t, keys, predict, eta, watch, len(scales[0]), after_step
@@ -550,7 +549,7 @@ def _generate_on_layout(pipeline, compiled_in, arrays, shared, jit):
         return _generate(pipeline, compiled_in, images | {"params": params}, shared)
 
     result = pipeline.layout.map(generate)(images, (arrays["params"], shared))
-    return pipeline.layout.gather(result.reshape(*axes, *result.shape[1:]))
+    return pipeline.layout.on_all_devices(result.reshape(*axes, *result.shape[1:]))
 
 
 def _generate_in_parts(pipeline, compiled_in, arrays, shared, jit):

@@ -313,9 +313,9 @@ def posterior_of(vae, params, image, layout=None):
     def posterior(image):
         return vae.apply({"params": params}, image, method=vae.encode).latent_dist
 
-    height = image.shape[2] // 2 ** (len(vae.block_out_channels) - 1)
-    if vae.tile:  # each device computes all tiles
+    if layout is None or vae.tile:  # each device computes all tiles
         return posterior(image)
+    height = image.shape[2] // 2 ** (len(vae.block_out_channels) - 1)
     return map_rows(layout, posterior, image, height, axis=2, out_axis=1)
 
 
@@ -366,6 +366,6 @@ def decode(vae, params, latents, layout=None):
         images = jax.lax.map(decode_some, latents.reshape(-1, n, *latents.shape[1:]))
         return images.reshape(B, *images.shape[2:])
 
-    if getattr(vae, "tile", None):
+    if layout is None or getattr(vae, "tile", None):
         return decode_all(latents)
     return map_rows(layout, decode_all, latents, latents.shape[2], axis=2, out_axis=1)
