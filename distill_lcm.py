@@ -42,7 +42,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from command_line import check_scale, run_main
-from dataloading.mixture import open_pairs
+from dataloading.dataset import ParquetImagePairs
+from dataloading.mixture import Mixture
 from dataloading.shards import COLUMN_FLAGS
 from diffusers_flax.loading.directories import LORA_FILE
 from diffusers_flax.loading.hub import with_single_files
@@ -87,7 +88,7 @@ from training.sharding import (
 )
 
 HUBER_C = 0.001  # below it the loss is quadratic, above linear
-SAMPLE_FLAGS = ("resolution", "seed", "random_crop", "random_flip")  # as open_pairs' names
+SAMPLE_FLAGS = ("resolution", "seed", "random_crop", "random_flip")  # as the datasets' names
 
 
 @dataclass(frozen=True)
@@ -341,16 +342,17 @@ def load_teacher(shared: TrainingConfig):
 
 def open_dataset(shared: TrainingConfig):
     """Open --train_data_dir, of images or latents."""
-    return open_pairs(
-        shared.train_data_dir,
-        shared.train_data_weights,
-        chosen_sizes(shared),
+    directories = shared.train_data_dir
+    options = dict(
         batch_size=shared.train_batch_size,
         micro_conditioning=is_sdxl(shared),
         max_rows=shared.max_train_samples,
         num_threads=shared.dataloader_num_workers,
         **{name: getattr(shared, name) for name in (*SAMPLE_FLAGS, *COLUMN_FLAGS)},
     )
+    if len(directories) == 1:
+        return ParquetImagePairs(directories[0], sizes=chosen_sizes(shared), **options)
+    return Mixture(directories, shared.train_data_weights, **options)
 
 
 class FinalLora:

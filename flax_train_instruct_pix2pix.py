@@ -36,7 +36,8 @@ import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
 from command_line import run_main
-from dataloading.mixture import open_pairs
+from dataloading.dataset import ParquetImagePairs
+from dataloading.mixture import Mixture
 from dataloading.shards import COLUMN_FLAGS
 from diffusers_flax.devices.processes import start_distributed
 from diffusers_flax.loading.hub import with_single_files
@@ -321,10 +322,7 @@ def open_dataset(config: Config):
     columns = {n: getattr(config, n) for n in COLUMN_FLAGS} | {"mask_column": masks_to_read(config)}
     if config.cache_latents:  # their columns have the known names
         columns = {name: column and "" for name, column in columns.items()}
-    return open_pairs(
-        directories,
-        config.train_data_weights,
-        chosen_sizes(config),
+    options = dict(
         batch_size=config.train_batch_size // num_processes,
         resolution=config.resolution,
         seed=config.seed,
@@ -341,6 +339,9 @@ def open_dataset(config: Config):
         shuffle_buffer=config.shuffle_buffer,
         max_bad_fraction=config.max_bad_fraction,
     )
+    if len(directories) == 1:
+        return ParquetImagePairs(directories[0], sizes=chosen_sizes(config), **options)
+    return Mixture(directories, config.train_data_weights, **options)
 
 
 def train(config: Config):

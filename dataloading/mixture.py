@@ -2,7 +2,7 @@
 
     for batch in Mixture(["magicbrush", "ultraedit"], [1, 3], batch_size=16): ...
 
-`open_pairs` opens one directory or several.
+One directory is opened by dataset.ParquetImagePairs.
 """
 
 import contextlib
@@ -17,12 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloading.dataset import (
-    ParquetImagePairs,
-    check_options,
-    refuse_torch_workers,
-    register_with_torch,
-)
+from dataloading.dataset import check_options, refuse_torch_workers, register_with_torch
 from dataloading.images import num_usable_cores
 from dataloading.order import BUCKETS, Partition
 from dataloading.reading import BatchRow, StoredPairs, decode_batches
@@ -356,7 +351,7 @@ def one_part(pairs: StoredPairs, number: int, process_index: int) -> Partition:
 
     Args:
         pairs: the set.
-        number: of the set, which makes its orders other than those of the sets beside it.
+        number: of the set, which makes its orders differ from the other sets' orders.
         process_index: of this process.
     """
     num_rows, shard_seed = pairs.directory_rows[0], (number,)
@@ -469,32 +464,10 @@ def column_names(shard: pq.FileMetaData | None) -> set[str]:
 
 def distinct_names(directories: Sequence[str]) -> list[str]:
     """The ends of paths, with as many components as it takes to tell them apart."""
-    # Without ".." and the root, as names are also those of subdirectories.
+    # Without ".." and the root, as subdirectories have such names too.
     parts = [Path(os.path.abspath(directory)).parts[1:] for directory in directories]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             break
     return names
-
-
-def open_pairs(
-    train_data_dirs: Sequence[str],
-    weights: Sequence[float] = (),
-    sizes: tuple[tuple[int, int], ...] | None = None,
-    **options,
-) -> ParquetImagePairs | Mixture:
-    """Open one directory, or several as a mixture.
-
-    Args:
-        train_data_dirs, weights: as for Mixture.
-        sizes: as for ParquetImagePairs; a mixture has squares only.
-        options: of both classes.
-
-    Raises:
-        ValueError: sizes with several directories, weights with one; see also the classes.
-    """
-    check_sets(train_data_dirs, weights, sizes)
-    if len(train_data_dirs) == 1:
-        return ParquetImagePairs(train_data_dirs[0], sizes=sizes, **options)
-    return Mixture(train_data_dirs, weights, **options)

@@ -28,7 +28,7 @@ from numbered_shards import (
 
 from dataloading import reading
 from dataloading.dataset import ParquetImagePairs
-from dataloading.mixture import Mixture, columns_of_sets, distinct_names, open_pairs
+from dataloading.mixture import Mixture, check_sets, columns_of_sets, distinct_names
 
 NUM_ROWS = (53, 16, 9)  # of the sets; the rows of set s have prompts from 100 s on
 MAGICBRUSH = ("source_img", "instruction", "target_img")
@@ -136,7 +136,7 @@ def test_shares_are_binomial(folders):
 
 
 def test_without_weights_shares_are_the_numbers_of_pairs(folders):
-    mixture = open_pairs(folders, batch_size=8, resolution=4)
+    mixture = Mixture(folders, batch_size=8, resolution=4)
     assert mixture.shares == [n / sum(NUM_ROWS) for n in NUM_ROWS]
     assert mixture.num_rows == sum(NUM_ROWS) and mixture.names == ["a", "b", "c"]
     assert mixture.describe_epoch() == (
@@ -146,17 +146,17 @@ def test_without_weights_shares_are_the_numbers_of_pairs(folders):
 
 
 def test_one_directory_is_no_mixture(folders):
-    dataset = open_pairs(folders[:1], batch_size=8, resolution=4)
-    assert type(dataset) is ParquetImagePairs and dataset.passes(5) == {}
+    dataset = ParquetImagePairs(folders[0], batch_size=8, resolution=4)
+    assert dataset.passes(5) == {}
     dataset.set_step(len(dataset) * 2 + 3)
     assert (dataset.epoch, dataset.state_dict()["batch"]) == (2, 3)
     batch = next(iter(dataset))
     dataset.set_epoch(2)
     assert same(batch, list(dataset)[3])
     with pytest.raises(ValueError, match="--train_data_weights goes with several --train_data_dir"):
-        open_pairs(folders[:1], [3], batch_size=8, resolution=4)
+        check_sets(folders[:1], [3])
     with pytest.raises(ValueError, match="--aspect_ratio_buckets goes with one --train_data_dir"):
-        open_pairs(folders, sizes=((4, 4),), batch_size=8, resolution=4)
+        check_sets(folders, sizes=((4, 4),))
 
 
 def test_it_continues_after_the_last_batch(folders):

@@ -23,7 +23,7 @@ import flax_train_instruct_pix2pix as trainer
 import parquet_processing
 from dataloading.decoding import reduce_mask
 from dataloading.images import decode_mask
-from dataloading.mixture import open_pairs
+from dataloading.mixture import Mixture
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from parquet_processing import ParquetImagePairs
 
@@ -167,7 +167,7 @@ def test_sets_with_and_without_masks(tmp_path):
     names = (ULTRA, "fusing/instructpix2pix-1000-samples", MAGIC)
     folders = [write_known(tmp_path / str(n), name) for n, name in enumerate(names)]
     options = dict(batch_size=8, resolution=8, random_crop=False, random_flip=False)
-    mixture = open_pairs(folders, (1, 1, 1), mask_column="", **options)
+    mixture = Mixture(folders, (1, 1, 1), mask_column="", **options)
     shares = Counter()
     for batch in itertools.islice(mixture, 20):
         assert batch["mask"].shape == (8, 8, 8)
@@ -177,16 +177,16 @@ def test_sets_with_and_without_masks(tmp_path):
     # Half of UltraEdit's rows and all of MagicBrush's have a mask: the half of 160, give or take
     # three standard deviations.
     assert shares.total() == 160 and abs(shares[True] - 80) < 19
-    mixture = open_pairs(folders, (1, 1, 1), mask_column="mask_img", **options)
+    mixture = Mixture(folders, (1, 1, 1), mask_column="mask_img", **options)
     assert [pairs.groups[0].mask_column for pairs in mixture.sets] == ["mask_image", "", "mask_img"]
     for given, words in {
         "gone": "no column gone",
         "": "no column mask_img or mask_image or mask;",
     }.items():
         with pytest.raises(ValueError, match=words):
-            open_pairs(folders[1:2], mask_column=given, **options)
+            ParquetImagePairs(folders[1], mask_column=given, **options)
     with pytest.raises(ValueError, match=r"0.* has no column gone"):
-        open_pairs(folders, mask_column="gone", **options)
+        Mixture(folders, mask_column="gone", **options)
 
 
 def test_bad_masks_are_bad_rows(tmp_path, capsys):
@@ -309,7 +309,7 @@ def test_masks_of_cached_latents(model, tmp_path, monkeypatch, capsys, is_xl):
     assert "has latents without masks, which --mask_loss_weight needs" in capsys.readouterr().err
     folders = [tmp_path / "latents", tmp_path / "without"]  # nor does a mixture drop them
     with pytest.raises(ValueError, match=r"without.* has latents without masks"):
-        open_pairs(folders, mask_column="", batch_size=8, resolution=16, random_crop=False)
+        Mixture(folders, mask_column="", batch_size=8, resolution=16, random_crop=False)
     cache_latents.main([*without, "--cache_masks", "--overwrite_output_dir"])
     run_main(bad, monkeypatch)
     np.testing.assert_allclose(losses(tmp_path / "d"), losses(tmp_path / "b"), rtol=1e-6)
