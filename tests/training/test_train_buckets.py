@@ -130,7 +130,7 @@ def test_devices_latents_and_a_resume_change_nothing(model, data, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_latents_of_sdxl_on_one_device_change_nothing(data, tmp_path, monkeypatch):
+def test_sdxl_with_latents_one_device_and_accumulation(data, tmp_path, monkeypatch):
     model = make_tiny_xl(tmp_path / "xl", edits=True, vae_channels=(16, 32))
     options = BUCKETS | dict(random_crop=False)
     run_main(config_of(model, data, tmp_path / "four", **options), monkeypatch)

@@ -159,7 +159,7 @@ def check_images_from_text(loaded, sizes, tolerance):
     [
         (dict(branches=3), True),
         (dict(rows=4), False),
-        (dict(rows=2), True),
+        (dict(data=2, rows=2), True),
     ],
 )
 def test_edits(edit, sizes, with_mask):
