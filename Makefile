@@ -42,7 +42,7 @@ test-export: .venv/export
 	$(BIN)/python -m pip install --quiet -r requirements-export.txt
 	touch $@
 
-# Without gradio, Playwright and Chromium the tests of the page are skipped.
+# Stops without gradio, Playwright or Chromium; make test skips the tests that need them.
 test-app: .venv/playwright chromium
 	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" tests/test_edit_app.py
 
@@ -50,7 +50,7 @@ test-app: .venv/playwright chromium
 	$(BIN)/python -m pip install --quiet playwright
 	touch $@
 
-# If this fails, tests in the browser are skipped.
+# If this fails, the tests that need gradio, Playwright or Chromium are skipped.
 browser: .venv/installed
 	-@$(MAKE) --no-print-directory .venv/playwright chromium
 

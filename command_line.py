@@ -519,7 +519,7 @@ def image_files(output, num_images, grid=None):
         numbers = [int(file.stem) for file in output.glob("*.png") if file.stem.isdecimal()]
         first = max(numbers, default=-1) + 1
         files = [output / f"{first + i:03}.png" for i in range(num_images)]
-    for file in files if is_one_file else files[:1]:  # the others are new in the same directory
+    for file in files if is_one_file else files[:1]:  # further files are new, in the same directory
         check_image_file(file)
     return files
 

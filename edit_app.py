@@ -9,15 +9,16 @@ With the model of `make demo`, on a CPU, also started by `make app`:
     python edit_app.py --model demo/output/model --examples demo/output/held_out/edits.jsonl \\
         --guidance_scale 2 --image_guidance_scale 1.2 --num_inference_steps 20
 
-It prints the address to open, http://127.0.0.1:7860, and runs until Ctrl-C. An image is the same as
-that of edit_cli.py with the same settings. Models of Stable Diffusion and SDXL that make images
-from text have the page without the input.
+It prints the address to open, http://127.0.0.1:7860, and runs until Ctrl-C. edit_cli.py makes
+the same image from the same settings. Models of Stable Diffusion and SDXL that make images from
+text have the page without the input.
 
 The program of the first size is compiled at the start; another size, number of steps or scheduler
 compiles when it is first used, and the page says so. Requests of all pages run one after another.
 The page loads nothing from other hosts and is open to this machine only; others need --host, a
 --username and a password, which is in a file or in the environment variable EDIT_APP_PASSWORD.
-Images of a page are deleted when it is closed. docs/editing.md has the API for other programs.
+Images of a page are deleted when it is closed, painted masks when the other pages with masks are
+closed too. docs/editing.md has the API for other programs.
 
 Needs the packages of requirements-app.txt. Runs on TPU, GPU and CPU.
 """
@@ -72,8 +73,8 @@ class AppFlags:
     unet_delta: tuple[str, ...] = ()
     # directory or hub id of a TAESD, which shows images while they are made; default: a bar only
     preview_decoder: str | None = None
-    # shows the steps of an image, and Cancel ends it; without, programs come from the compilation
-    # cache at a later start, which those with steps never do
+    # shows the steps of an image, and Cancel ends it; without it a later start reads programs from
+    # the compilation cache, which never has programs that show steps
     progress: bool = True
     max_queue: int = 16  # requests that may wait, of all pages
     max_upload_mb: int = 20  # size of an image's file

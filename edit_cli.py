@@ -7,7 +7,7 @@
 
 The third takes lines {"input": "a.jpg", "edit": "make it red", "output": "edited/a.png"} with paths
 relative to the list; docs/data.md has the table of keys. A line may edit the output of another. In
-the last the image changes where the mask is white; all other pixels are those of the image at the
+the last the image changes where the mask is white; all other pixels are as in the image at the
 size of the result, see below. With the model of `make demo`, on a CPU:
 
     python edit_cli.py --model demo/output/model --input demo/output/held_out/chelsea_0.png \\
@@ -21,7 +21,7 @@ sides. Transparent parts become white.
 
 The noise of an edit depends on --seed and its index in the list, not on batch size, devices or
 other edits: the same command gives the same images on any machine, up to rounding. Started again,
-it makes those that do not exist. Images of one size run in one batch. Each size compiles once,
+it makes the missing images. Images of one size run in one batch. Each size compiles once,
 which takes most of the time of a short list; --compilation_cache_dir saves the programs for the
 next start. Runs on TPU, GPU and CPU, with --batch_size images at once on each device.
 
@@ -246,7 +246,7 @@ def number_edits(edits, config):
     return ids
 
 
-def open_model(edits, sizes, checked, preview, layout, config):
+def load_edit_model(edits, sizes, checked, preview, layout, config):
     """Load the model.
 
     Args:
@@ -425,7 +425,7 @@ def run(config):
     finished = {*layout.agree(list(finished))} if layout else finished
     print_continued(len(finished), len(edits))
     if len(finished) < len(edits):
-        pipeline, params = open_model(edits, sizes, checked, preview, layout, config)
+        pipeline, params = load_edit_model(edits, sizes, checked, preview, layout, config)
         run_edits(pipeline, params, edits, sizes, finished, ids, config)
     if layout and not layout.is_writer:
         return

@@ -35,8 +35,8 @@ stablehlo: the whole run as one program of jax.export, for one --batch_size, --h
 in a process that has no model code, the same to the last bit as jit makes. jax refuses such files
 after about six months; weights.safetensors beside them stays.
 
-Needs the packages of requirements-export.txt and no accelerator. --format onnx in float32 takes 7.4
-GiB of memory for Stable Diffusion 1.5 and 17.3 GiB for SDXL.
+Needs the packages of requirements-export.txt and no accelerator. Measured peaks of memory of
+--format onnx in float32: 7.4 GiB for Stable Diffusion 1.5, 17.3 GiB for SDXL.
 """
 
 import dataclasses
@@ -165,7 +165,7 @@ def check_flags(config):
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, continues)
 
 
-def open_model(config):
+def load_model_to_export(config):
     """(the pipeline, (height, width) of images, its parameters with --lora folded in)."""
     import jax.numpy as jnp
 
@@ -203,7 +203,7 @@ def export(config):
 
     check_flags(config)
     jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
-    pipeline, size, params = open_model(config)
+    pipeline, size, params = load_model_to_export(config)
     output_dir, batch_size = config.output_dir, config.batch_size or 1
     of_parts = pipeline, params, output_dir, config.dtype or DTYPES[config.format][0]
     if config.format == "onnx":

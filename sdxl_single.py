@@ -7,7 +7,7 @@
 Each device makes an equal part of the images, --batch_size at once; the last batch is padded. The
 noise of image i of the list (--num_images of each prompt in a row) depends only on --seed and i, so
 the same command gives the same images on any number of devices, up to rounding. Started again, it
-makes those that do not exist. The first batch compiles; --compilation_cache_dir saves the program.
+makes the missing images. The first batch compiles; --compilation_cache_dir saves the program.
 
 sdxl_single_aot.py makes the same images, but compiles ahead of time and saves the executable, so
 that later starts are faster; `diff sdxl_single.py sdxl_single_aot.py` shows the difference.
@@ -59,7 +59,7 @@ SOFTWARE = "sdxl_single.py"  # marks the images
 
 @dataclass(frozen=True)
 class Config(ProcessFlags, DeviceFlags, BatchFlags, PreviewFlags, ImageFlags):
-    """Flags of command_line.py, and those of this script alone."""
+    """Flags of command_line.py, and the flags of this script alone."""
 
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 

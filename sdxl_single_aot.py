@@ -63,7 +63,7 @@ SOFTWARE = "sdxl_single.py"  # marks the images
 
 @dataclass(frozen=True)
 class Config(ProcessFlags, DeviceFlags, BatchFlags, ImageFlags):
-    """Flags of command_line.py, and those of this script alone."""
+    """Flags of command_line.py, and the flags of this script alone."""
 
     executable_dir: str = "~/.cache/sdxl_single_aot"  # not writable by others; "" saves none
 
@@ -184,7 +184,7 @@ def generate(config, layout, devices, prompts, outputs, ids, todo):
         "guidance_rescale": ones * np.float32(config.guidance_rescale),
     }
     options = {"height": config.height, "width": config.width, "branches": branches, **steps}
-    arrays = layout.to_host(arrays) if layout else arrays
+    arrays = layout.as_inputs(arrays) if layout else arrays
     _, batch = next(to_batches(arrays, len(devices), batch_size, todo))
     p_generate, how = aot_compile(pipeline, store, devices, (batch | same, params), options)
     print(how, file=sys.stderr)

@@ -51,6 +51,10 @@ find_python() {
 }
 
 if [ "$target" = chromium ]; then
+    command -v apt-get >/dev/null || {
+        say "install Chromium with this system's package manager" >&2
+        exit 2
+    }
     apt_install --no-install-recommends chromium
     exit 0
 fi

@@ -13,7 +13,7 @@ from app.editor import Job, Stopped
 from app.images import image_to_paint_on, painted_mask, read_bytes, read_upload
 from app.layout import (
     COMPARED,
-    NAMES,
+    LABELS,
     OWN_SCHEDULER,
     hide,
     labels_of,
@@ -42,7 +42,7 @@ class Events:
     def __init__(self, editor, sessions, components):
         self.editor, self.sessions, self.c = editor, sessions, components
         self.controls = settings_components(components)
-        self.names = labels_of(editor.edits) | {"values": "Values"}
+        self.labels = labels_of(editor.edits) | {"values": "Values"}
 
     def connect(self, blocks):
         """Attach the handlers, in the current gr.Blocks."""
@@ -82,10 +82,10 @@ class Events:
         return [c.run, c.cancel, c.compare, *result, c.comparison, c.figure]
 
     def _api_inputs(self):
-        names = [name for name in NAMES if name not in ("image_guidance_scale", "mask_feather")]
+        names = [name for name in LABELS if name not in ("image_guidance_scale", "mask_feather")]
         if not self.editor.edits:
             return [self.controls[name] for name in names]
-        names = [name for name in NAMES if name != "shape"]
+        names = [name for name in LABELS if name != "shape"]
         return [self.c.api_image, *(self.controls[name] for name in names), self.c.api_mask]
 
     # ------------------------------------------------------------ requests
@@ -108,7 +108,7 @@ class Events:
         if data[c.image]:
             self.sessions.add_upload(session, data[c.image])
         if data[c.use_mask] and session.painted_since == float("inf"):
-            session.painted_since = 0  # of a session that began anew after a lost connection
+            session.painted_since = 0  # the session is new after a lost connection, its mask is not
         try:
             settings = self._settings(data)
             scales = scales_of(settings, data)
@@ -281,7 +281,7 @@ class Events:
     def _in_words(self, error):
         """What an error says, with the page's names for flags."""
         text = one_line(error)
-        for name, shown in self.names.items():
+        for name, shown in self.labels.items():
             text = text.replace(f"--{name} ", f"{shown} ")
         return text
 
@@ -357,7 +357,9 @@ class Events:
         settings, changed = within_limits(settings, self.editor.limits)
         text = "the settings of this file are back"
         if changed:
-            text += f"; this page cannot have its {', '.join(self.names[name] for name in changed)}"
+            text += (
+                f"; this page cannot have its {', '.join(self.labels[name] for name in changed)}"
+            )
         return self._restored(settings) | {self.c.status: status(text, "info")}
 
     def _restored(self, settings):
@@ -429,7 +431,7 @@ class Events:
         request: gr.Request = None,
     ):
         """Edit an image; intermediate results are the progress, the last one the image."""
-        values = {name: value for name, value in locals().items() if name in NAMES}
+        values = {name: value for name, value in locals().items() if name in LABELS}
         async for update in self._api_run(values, image, mask, request):
             yield update
 
@@ -449,7 +451,7 @@ class Events:
         request: gr.Request,
     ):
         """Make an image from text; intermediate results are the progress."""
-        values = {name: value for name, value in locals().items() if name in NAMES}
+        values = {name: value for name, value in locals().items() if name in LABELS}
         async for update in self._api_run(values, None, None, request):
             yield update
 

@@ -22,7 +22,7 @@ COMPARED = {  # radio button: setting, values to begin with
     "Instruction scale": "guidance_scale",
     "Image scale": "image_guidance_scale",
 }
-NAMES = {  # of settings, on the page
+LABELS = {  # of settings, on the page
     "instruction": "Instruction",
     "guidance_scale": "Instruction scale",
     "image_guidance_scale": "Image scale",
@@ -40,8 +40,8 @@ NAMES = {  # of settings, on the page
 
 
 def labels_of(edits):
-    """NAMES of a model; edits: whether it edits images."""
-    return NAMES if edits else NAMES | {"instruction": "Prompt", "guidance_scale": "Prompt scale"}
+    """LABELS of a model; edits: whether it edits images."""
+    return LABELS if edits else LABELS | {"instruction": "Prompt", "guidance_scale": "Prompt scale"}
 
 
 def image_file(**options):
@@ -87,7 +87,7 @@ def build(editor, examples):
         examples: (paths of images, instructions) to try.
 
     Returns:
-        Namespace with the components; those of Settings have its names.
+        Namespace with the components; components of a setting have its name.
     """
     c, defaults = SimpleNamespace(), editor.defaults()
     kind = "Edit images by instruction" if editor.edits else "Images from text"
@@ -170,28 +170,28 @@ def build_mask(c, editor, defaults):
             *RANGES["mask_feather"],
             defaults.mask_feather,
             step=1,
-            label=f"{NAMES['mask_feather']}, pixels",
+            label=f"{LABELS['mask_feather']}, pixels",
             visible=False,
         )
 
 
 def build_settings(c, editor, defaults):
     """The controls of Settings."""
-    limits, names = editor.limits, labels_of(editor.edits)
+    limits, labels = editor.limits, labels_of(editor.edits)
     step = max(editor.checked.factor, editor.checked.resolution // 8)
     with gr.Row():
         c.guidance_scale = gr.Slider(
             *RANGES["guidance_scale"],
             defaults.guidance_scale,
             step=0.1,
-            label=names["guidance_scale"],
+            label=labels["guidance_scale"],
             info="higher: a stronger edit" if editor.edits else "higher: closer to the prompt",
         )
         c.image_guidance_scale = gr.Slider(
             *RANGES["image_guidance_scale"],
             defaults.image_guidance_scale,
             step=0.05,
-            label=names["image_guidance_scale"],
+            label=labels["image_guidance_scale"],
             elem_id="image_guidance_scale",
             info="higher: closer to the input",
             visible=editor.edits,
@@ -201,50 +201,50 @@ def build_settings(c, editor, defaults):
             *RANGES["num_inference_steps"],
             defaults.num_inference_steps,
             step=1,
-            label=names["num_inference_steps"],
+            label=labels["num_inference_steps"],
             info="more: finer, and slower",
             elem_id="num_inference_steps",
         )
         c.resolution = gr.Slider(
             *(-(-limits.smallest // step) * step, limits.largest, defaults.resolution),
             step=step,
-            label=names["resolution"],
+            label=labels["resolution"],
             info="pixels of the longer side",
             elem_id="resolution",
         )
     with gr.Row(elem_id="seeds"):
-        c.seed = gr.Number(defaults.seed, precision=0, label=names["seed"], elem_id="seed")
+        c.seed = gr.Number(defaults.seed, precision=0, label=labels["seed"], elem_id="seed")
         with gr.Column(min_width=120):
             c.keep_seed = gr.Checkbox(
                 False, label="Keep this seed", container=False, elem_id="keep_seed"
             )
             c.roll = gr.Button("Roll a new one", elem_id="roll", size="sm")
     c.shape = gr.Dropdown(
-        [*SHAPES], value=defaults.shape, label=names["shape"], visible=not editor.edits
+        [*SHAPES], value=defaults.shape, label=labels["shape"], visible=not editor.edits
     )
     with gr.Accordion("More settings", open=False):
         c.negative_prompt = gr.Textbox(
-            "", label=names["negative_prompt"], placeholder="what to avoid", max_lines=3
+            "", label=labels["negative_prompt"], placeholder="what to avoid", max_lines=3
         )
         c.scheduler = gr.Dropdown(
             [OWN_SCHEDULER, *SCHEDULERS],
             value=defaults.scheduler or OWN_SCHEDULER,
-            label=names["scheduler"],
+            label=labels["scheduler"],
         )
         c.accelerate = gr.Dropdown(
             [*ACCELERATIONS, *(["taesd"] if editor.decoder else [])],
             value=[*defaults.accelerate],
-            label=names["accelerate"],
+            label=labels["accelerate"],
             info="less work for almost the same image",
             multiselect=True,
             allow_custom_value=True,
         )
         with gr.Row(visible=bool(editor.loras)):
             c.lora = gr.Dropdown(
-                [*editor.loras], value=[*defaults.lora], label=names["lora"], multiselect=True
+                [*editor.loras], value=[*defaults.lora], label=labels["lora"], multiselect=True
             )
             c.lora_weight = gr.Slider(
-                *RANGES["lora_weight"], 1.0, step=0.05, label=names["lora_weight"]
+                *RANGES["lora_weight"], 1.0, step=0.05, label=labels["lora_weight"]
             )
 
 
@@ -328,7 +328,7 @@ def build_comparison(c, editor):
 
 def settings_components(c):
     """The components of Settings, by its names."""
-    return {name: getattr(c, name) for name in NAMES}
+    return {name: getattr(c, name) for name in LABELS}
 
 
 hide, show = partial(gr.update, visible=False), partial(gr.update, visible=True)

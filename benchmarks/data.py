@@ -127,7 +127,7 @@ class Config:
 # ---------------------------------------------------------------------------- shards
 
 
-def make_row(photographs: list[Image.Image], seed: int, row: int, aspects=(1,)) -> dict:
+def make_pair(photographs: list[Image.Image], seed: int, row: int, aspects=(1,)) -> dict:
     """A random crop and an edit of it, as a row of SCHEMA; no other row has its edit_prompt.
 
     All images have about as many pixels, and an aspect ratio of aspects.
@@ -161,7 +161,7 @@ def make_shards(
     folder: Path, num_shards: int, rows_per_shard: int, seed: int, aspects=(1,)
 ) -> None:
     """Write shards of real photographs to a new directory, which appears when it is complete."""
-    make = partial(make_row, load_photographs(PHOTOGRAPHS), seed, aspects=aspects)
+    make = partial(make_pair, load_photographs(PHOTOGRAPHS), seed, aspects=aspects)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
     with (

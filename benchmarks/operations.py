@@ -92,7 +92,7 @@ def make_operation(name):
     return ours, theirs, ((B, T, C), (B, S, C), (B, S, C)), ((0, 1, 2),) * 3, 4 * B * T * S * C
 
 
-def make_inputs(shapes, axes, device):
+def random_operands(shapes, axes, device):
     """The same numbers as jax arrays and PyTorch tensors; shapes, axes: from make_operation."""
     half = device == "cuda"
     rng = np.random.default_rng(0)
@@ -109,7 +109,7 @@ def make_inputs(shapes, axes, device):
 def measure_operation(name, with_gradient, config, device):
     """A row of results, see harness.make_row."""
     ours, theirs, shapes, axes, flops = make_operation(name)
-    arrays, tensors = make_inputs(shapes, axes, device)
+    arrays, tensors = random_operands(shapes, axes, device)
     kind = KERNELS[name][0]
     g = jnp.ones(jax.eval_shape(ours, *arrays).shape, arrays[0].dtype)
 

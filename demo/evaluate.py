@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from command_line import run_main
 from dataloading.lists import read_list
 from demo.photographs import EDITS
+from diffusers_flax.images import to_pil
 
 CELL = 128  # pixels of an image in the grid
 GAP = 6
@@ -118,7 +119,7 @@ def draw_edits(crops):
         pen.text((left + CELL + GAP, HEADER - 22), "truth", fill="gray", font=font)
 
     def paste(image, x, y):
-        cell = Image.fromarray(np.uint8(np.round(image * 255)))
+        cell = to_pil(image)[0]
         grid.paste(cell.resize((CELL, CELL), Image.Resampling.BICUBIC), (x, y))
 
     for row, crop in enumerate(crops.values()):

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
 from tqdm import trange
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from command_line import run_main
 from dataloading.pairs import SCHEMA
 from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_crop
+from diffusers_flax.images import to_pil
 
 SIZE = 64  # pixels of an image's side
 
@@ -37,15 +37,10 @@ class Config:
     seed: int = 0
 
 
-def as_image(image):
-    """(H, W, 3) float32 in [0, 1] to a PIL image."""
-    return Image.fromarray(np.uint8(np.round(image * 255)))
-
-
 def jpeg(image):
     """A parquet image cell with the image as JPEG of the best quality."""
     buffer = io.BytesIO()
-    as_image(image).save(buffer, "JPEG", quality=100, subsampling=0)
+    to_pil(image)[0].save(buffer, "JPEG", quality=100, subsampling=0)
     return {"bytes": buffer.getvalue(), "path": None}
 
 
@@ -81,9 +76,9 @@ def write_demo_held_out(folder, results, rng, crops_per_photograph):
         for crop in range(crops_per_photograph):
             image = random_crop(rng, photograph, SIZE, smallest=0.4)
             name = f"{Path(file).stem}_{crop}"
-            as_image(image).save(folder / f"{name}.png")
+            to_pil(image)[0].save(folder / f"{name}.png")
             for i, edit in enumerate(EDITS):
-                as_image(edit.apply(image)).save(folder / f"{name}_truth_{i}.png")
+                to_pil(edit.apply(image))[0].save(folder / f"{name}_truth_{i}.png")
                 line = {
                     "input": f"{folder}/{name}.png",
                     "edit": edit.instruction,

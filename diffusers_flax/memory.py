@@ -270,10 +270,10 @@ def bytes_of_vae(vae, batch_size, size, platform, tile=0, encodes=False):
 
 def num_bytes_of_params(pipeline, models=tuple(MODULES)):
     """Bytes of a pipeline's parameters after cast_params, from its configs; of these models."""
-    return sum(size for model in models for _, size in params_of(pipeline, model))
+    return sum(size for model in models for _, size in sizes_of_params(pipeline, model))
 
 
-def params_of(pipeline, model):
+def sizes_of_params(pipeline, model):
     """[(name, bytes)] of a model's parameters after cast_params; [] if it is absent."""
     if (module := getattr(pipeline, model, None)) is None:
         return []
@@ -301,7 +301,7 @@ def num_bytes_at_once(pipeline):
     for part in PARTS:
         rest, groups = 0, Counter()
         for model in set(models_of_part(part)) - set(kept):
-            for name, size in params_of(pipeline, model):
+            for name, size in sizes_of_params(pipeline, model):
                 group = group_of(name.split("/"), offload)
                 groups[model, group] += size * (group is not None)
                 rest += size * (group is None)

@@ -80,7 +80,7 @@ def cast_params(pipeline, params):
 
 
 def _cast(params, dtype, storage):
-    """Cast arrays in place; with a storage not those of 8 bits and their scales."""
+    """Cast arrays in place; with a storage not the arrays of 8 bits and their scales."""
     for name, x in params.items():
         if isinstance(x, dict):
             _cast(x, dtype, storage)

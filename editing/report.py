@@ -126,7 +126,7 @@ def markdown(results, sentences):
 
 
 def metrics_table(results, metrics, names):
-    """Lines of a Markdown table of those of some metrics that any row has.
+    """Lines of a Markdown table of the given metrics that at least one row has.
 
     Args:
         results: content of results.json.

@@ -14,7 +14,7 @@ def references(part, pipeline, params):
     return [(given, run_flax(part, pipeline, params, given)) for given in inputs]
 
 
-def compare(part, found_by, expected, precision):
+def compare_with_flax(part, found_by, expected, precision):
     """How far an exported part is from our model.
 
     Args:
@@ -51,5 +51,5 @@ def compare(part, found_by, expected, precision):
 
 
 def relative_difference(row):
-    """For max: the difference as a share of the output; NaN is the largest."""
+    """Key for max: the difference as a share of the largest output; NaN counts as the largest."""
     return float("inf") if np.isnan(row[0]) else row[0]

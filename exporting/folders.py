@@ -16,8 +16,8 @@ from command_line import in_bytes
 from diffusers_flax.loading.directories import INDEX_NAME, writing_pipeline
 from diffusers_flax.loading.files import remove, write_json
 from diffusers_flax.parameters import replace_leaves
-from exporting.agreement import compare, references
-from exporting.parts import PARTS, parts_of
+from exporting.agreement import compare_with_flax, references
+from exporting.parts import PARTS, exported_parts
 
 # The files of a part, by format.
 ONNX, ONNX_DATA = "model.onnx", "model.onnx_data"
@@ -82,7 +82,7 @@ def write_parts(pipeline, params, output_dir, write, precision_of):
             the agreement, to keep it in the files; two times None if this machine cannot run them.
         precision_of: function (part) -> key of TOLERANCES; None if this machine cannot run it.
     """
-    parts = parts_of(pipeline)
+    parts = exported_parts(pipeline)
     with writing_export(output_dir) as folder:
         write_beside(pipeline, folder)
         with tqdm(parts, unit="part") as bar:
@@ -101,11 +101,11 @@ def write_parts(pipeline, params, output_dir, write, precision_of):
                 with tempfile.TemporaryDirectory(dir=folder) as saved:
                     # Our weights leave the memory before the part's file is written and run.
                     module.save_pretrained(saved, params=take(part.module), max_shard_size="1GB")
-                    gc.collect()  # traces of run_flax refer to the parameters, in cycles
+                    gc.collect()  # traces of run_flax have the parameters in reference cycles
                     run, note = write(part, saved, folder / part.name)
                 text = "converted, never run here"
                 if runs:
-                    agreement = compare(part, run, expected, precision_of(part))
+                    agreement = compare_with_flax(part, run, expected, precision_of(part))
                     note(agreement)
                     text = "largest difference {largest_difference} of {largest_output}".format(
                         **agreement

@@ -1,6 +1,6 @@
 """ONNX files of the parts of a pipeline, compared with our models by onnxruntime.
 
-Names, folders and opset are those of Optimum's exports.
+Names, folders and opset are as in Optimum's exports.
 """
 
 from functools import partial
@@ -64,14 +64,16 @@ def write_onnx(part, pipeline, saved, folder, dtype="float32", int8=False):
 
     Args:
         part: Part.
-        pipeline: that it is a part of.
+        pipeline: has the part.
         saved: directory of the part's module, as its save_pretrained writes it.
         folder: Path of the part's folder, which exists.
         dtype: name of the weights' dtype.
         int8: whether to quantize the weights of matrix products.
     """
     file, axes = folder / ONNX, tuple(part.axes().values())
-    device = "meta" if part.name == "unet" else "cpu"  # meta: without weights
+    # The UNet is traced without weights, which would double the peak of memory; other parts are
+    # small.
+    device = "meta" if part.name == "unet" else "cpu"
     tensors = [tensor.to(device) for tensor in example_tensors(part, pipeline, dtype)]
     program = torch.onnx.export(
         open_twin(part, saved, dtype, device),

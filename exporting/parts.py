@@ -1,6 +1,6 @@
 """The parts of a pipeline that are exported one by one: their inputs, and what our models give.
 
-Names of parts, inputs, outputs and axes are those of Optimum's ONNX exports.
+Parts, inputs, outputs and axes have the names of Optimum's ONNX exports.
 """
 
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ class Part:
         }
 
 
-def parts_of(pipeline):
-    """The Parts of a pipeline, the largest first, whose parameters then leave the memory."""
+def exported_parts(pipeline):
+    """The Parts of a pipeline, the UNet first: its parameters leave the memory before others."""
     texts = [text_part(pipeline, name) for name in TEXT_ENCODERS if getattr(pipeline, name, None)]
     num_time_ids = 5 if getattr(pipeline, "requires_aesthetics_score", False) else 6
     return [unet_part(pipeline.unet.config, num_time_ids), *texts, *vae_parts(pipeline.vae)]
@@ -93,7 +93,7 @@ def random_inputs(part, pipeline, batch, size):
 
     Args:
         part: Part.
-        pipeline: that it is a part of.
+        pipeline: has the part.
         batch: rows.
         size: (height, width) of the latents.
     """

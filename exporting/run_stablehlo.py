@@ -53,7 +53,7 @@ def run_program(file, prompt, negative_prompt, image_file, seed, guidance_scales
         "image_guidance_scale": np.float32(guidance_scales[1]),
     }
     if image_file is not None:
-        arrays["image"] = read_image(image_file, shapes["image"])
+        arrays["image"] = read_input_image(image_file, shapes["image"])
     arrays = {name: arrays[name] for name in shapes}
     return np.asarray(jax.jit(program.call)(weights, arrays))
 
@@ -113,7 +113,7 @@ def tokenize(folder, text, shape):
     return np.broadcast_to(rows if len(shape) == 3 else rows[0], shape)
 
 
-def read_image(file, shape):
+def read_input_image(file, shape):
     """The image in a file, float32 of shape (B, 3, H, W) in [-1, 1], cropped to its sides."""
     try:
         with Image.open(file) as opened:

@@ -105,7 +105,7 @@ def example_tensors(part, pipeline, dtype="float32"):
 
     Args:
         part: Part.
-        pipeline: that it is a part of.
+        pipeline: has the part.
         dtype: name of the weights' dtype, which latents, images and text have too.
     """
     factor = max(3, 2 ** (len(pipeline.unet.config.block_out_channels) - 1))

@@ -83,10 +83,10 @@ def check_output_types(loaded, torch_latents, input_images, latents, **options):
     assert np.abs(found - torch_latents.numpy()).max() < 1e-4 * torch_latents.abs().max()
     arrays = edit().images
     np.testing.assert_allclose(pipeline._decode(params, found), arrays, atol=1e-5)
-    pictures, *flags = edit(output_type="pil", return_dict=False)  # SDXL has no flags
-    assert not any(flags) and len(pictures) == len(input_images)
-    for picture, array in zip(pictures, arrays):
-        assert np.abs(np.asarray(picture) / 255 - array).max() < 0.6 / 255
+    images, *flags = edit(output_type="pil", return_dict=False)  # SDXL has no flags
+    assert not any(flags) and len(images) == len(input_images)
+    for image, array in zip(images, arrays):
+        assert np.abs(np.asarray(image) / 255 - array).max() < 0.6 / 255
     assert (edit(output_type=None).images == arrays).all()
     with pytest.raises(ValueError, match="output_type='pt' is unknown; take np, pil or latent"):
         edit(output_type="pt")

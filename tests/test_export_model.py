@@ -132,11 +132,11 @@ def test_image_of_openvino_files(exports, tmp_path, name, flags, least):
 def test_parts_at_other_sizes(exports, name, flags):
     from exporting.onnx_files import open_onnx
     from exporting.openvino_files import open_openvino
-    from exporting.parts import parts_of, random_inputs, run_flax
+    from exporting.parts import exported_parts, random_inputs, run_flax
 
     model, folder = exports(name, *flags)
     pipeline, params = pipeline_class(model).from_pretrained(model)
-    for part in parts_of(pipeline):
+    for part in exported_parts(pipeline):
         file = folder / part.name / ("openvino_model.xml" if flags else "model.onnx")
         run = (open_openvino if flags else open_onnx)(file)
         for checked in ((1, (8, 8)), (3, (24, 16)), (2, (9, 7))):
@@ -194,7 +194,7 @@ def test_weights_beside_a_large_file(tmp_path, monkeypatch, flags):
 def test_lora_in_a_single_file(tmp_path):
     """The UNet and the text encoder are PyTorch's with the LoRA fused."""
     from exporting.onnx_files import open_onnx
-    from exporting.parts import parts_of, random_inputs
+    from exporting.parts import exported_parts, random_inputs
 
     model = make_tiny_pipeline(tmp_path / "model", in_channels=4, unet_channels=(16, 32))
     file = write_single_file(tmp_path / "model.safetensors", original_layout(model))
@@ -215,7 +215,7 @@ def test_lora_in_a_single_file(tmp_path):
     export(file, tmp_path / "export", *flags)
 
     pipeline, _ = pipeline_class(model).from_pretrained(model)
-    unet, text, *_ = parts_of(pipeline)
+    unet, text, *_ = exported_parts(pipeline)
     inputs = random_inputs(unet, pipeline, 2, (9, 6))
     given = {name: torch.from_numpy(x) for name, x in inputs.items()}
     ids = random_inputs(text, pipeline, 2, None)["input_ids"]
@@ -294,7 +294,7 @@ def test_interruption(tmp_path, monkeypatch):
     def stop(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folders, "compare", stop)
+    monkeypatch.setattr(folders, "compare_with_flax", stop)
     with pytest.raises(SystemExit, match="130"):
         export(model, folder)
     assert not folder.exists()
@@ -308,7 +308,7 @@ def test_killed_export(exports, tmp_path):
     shutil.copytree(whole, old := tmp_path / "old")
     code = (
         "import os, signal, sys, export_model; from exporting import folders;"
-        "folders.compare = lambda *args: os.kill(os.getpid(), signal.SIGKILL);"
+        "folders.compare_with_flax = lambda *args: os.kill(os.getpid(), signal.SIGKILL);"
         "export_model.main(sys.argv[1:])"
     )
     for folder in (old, new := tmp_path / "new", new):

@@ -75,7 +75,7 @@ class Config:
     plot: str = "benchmarks/results/ema.png"
 
 
-def check_config(config):
+def check_flags(config):
     """Raise a ValueError for invalid flags, before anything is made."""
     for name in ("parts", "seeds", "lr_schedulers", "sigma_rels"):
         if not getattr(config, name):
@@ -97,7 +97,7 @@ def check_config(config):
 
 def run(config):
     """Study, write, print."""
-    check_config(config)
+    check_flags(config)
     plot = Path(config.plot)
     results = read_rows(config.output)
     machine = describe_machine(("jax", "jaxlib", "flax", "optax", "numpy"))

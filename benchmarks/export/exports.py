@@ -80,7 +80,7 @@ class Files:
     output: str = "benchmarks/results/full_size.json"
 
 
-def make_model(folder, family, quick):
+def make_model_to_export(folder, family, quick):
     """Write the model to export into folder / "model" unless it is there."""
     if (folder / "model" / "model_index.json").is_file():
         return
@@ -109,7 +109,7 @@ def run_files(config):
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.work_dir or temporary).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        make_model(folder, config.family, config.quick)
+        make_model_to_export(folder, config.family, config.quick)
         for name in config.names:
             row = bench_export(folder, name)
             results = write_rows({f"export {config.family} {name}": row}, machine, config.output)
@@ -207,7 +207,7 @@ def run_runtimes(config):
     machine = describe_machine((*PACKAGES, *RUNTIMES))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.work_dir or temporary).absolute()
-        make_model(folder, "sd15", config.size == "tiny")
+        make_model_to_export(folder, "sd15", config.size == "tiny")
         for name in RUNTIMES.values():
             if not (folder / name / "model_index.json").is_file():
                 bench_export(folder, name)

@@ -28,7 +28,7 @@ def our_flags(config, sources):
     """
     size = SIZES[config.size]
     sd15 = {"tpu": "", "pretrained_model_name_or_path": sources["sd15"]}
-    # Whole images, as PyTorch decodes them.
+    # vae_tile 0: the VAE decodes whole images, as PyTorch's does.
     of_images = {"num_inference_steps": size.num_inference_steps, "vae_tile": 0}
     unet = Unet(
         **sd15,

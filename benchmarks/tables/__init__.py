@@ -38,7 +38,7 @@ TABLES = {
     "ema_quality": quality.ema_table,
     "families": quality.families_table,
     "families_models": quality.families_models_table,
-    "acceleration_quality": quality.acceleration_table,
+    "acceleration_quality": quality.acceleration_quality_table,
     "text_to_image": quality.text_to_image_table,
     "storage": quality.storage_table,
     "distillation": quality.distillation_table,
@@ -53,8 +53,8 @@ TABLES = {
     "convolution": tpu.convolution_table,
     "options": tpu.options_table,
     "acceleration_flops": tpu.acceleration_flops_table,
-    "acceleration_tpu_sdxl": partial(tpu.acceleration_table, "sdxl"),
-    "acceleration_tpu_edit": partial(tpu.acceleration_table, "edit"),
+    "acceleration_tpu_sdxl": partial(tpu.acceleration_tpu_table, "sdxl"),
+    "acceleration_tpu_edit": partial(tpu.acceleration_tpu_table, "edit"),
 }
 
 

@@ -100,7 +100,7 @@ def families_table() -> str:
     )
 
 
-def acceleration_table() -> str:
+def acceleration_quality_table() -> str:
     """Edits of the demo's model with each acceleration, and how much faster a CPU is."""
     rows, lines = results("images"), []
     timed = {case.partition(", ")[2]: row for case, row in rows_of(rows, "accelerated").items()}

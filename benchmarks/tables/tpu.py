@@ -333,7 +333,7 @@ def time_range(times: list[float], write: Callable[[float], str]) -> str:
     return f"{' to '.join(cells)} s"
 
 
-def acceleration_table(program: str) -> str:
+def acceleration_tpu_table(program: str) -> str:
     """Compiled programs with each acceleration. program: sdxl or edit."""
     lines = []
     for case in rows_of(results("tpu"), "acceleration"):

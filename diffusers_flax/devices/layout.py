@@ -206,7 +206,7 @@ class Layout:
         """
         return numbers if self.is_local else list_of_process_0(numbers)
 
-    def to_host(self, tree):
+    def as_inputs(self, tree):
         """Arrays for calls, which several processes must pass as NumPy arrays, keys as their data.
 
         Args:
@@ -245,7 +245,7 @@ class Layout:
             return function(jax.tree.map(lambda x: x[0], images), shared)[None]
 
         def on_all(images, shared):
-            return self.gather(self.map(on_group)(images, shared))
+            return self.on_all_devices(self.map(on_group)(images, shared))
 
         # Each process passes all arrays, of which each device takes its part.
         everywhere = NamedSharding(self.mesh, PartitionSpec())
@@ -276,7 +276,7 @@ class Layout:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
         )
 
-    def gather(self, x):
+    def on_all_devices(self, x):
         """An array of map, inside jit; all of it on all devices if they are of several processes.
 
         A process can only read what its own devices have.

@@ -144,7 +144,7 @@ def continue_images(files, ids, output, software, grid=None):
         grid: another image file that will be written, or None.
 
     Returns:
-        (files, list of the places of those that do not exist).
+        (files, list of the places of the missing files).
 
     Raises:
         ValueError: the file of one image is not by the program, or the grid is one of the files.

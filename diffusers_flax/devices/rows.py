@@ -7,8 +7,8 @@ Inside jax.shard_map, where every device has its part of the rows of a feature m
 
 Convolutions then take the border rows of the neighbours' parts, norms the moments of all parts, and
 self-attention the keys and values of all positions; cross-attention and dense layers need nothing.
-The results differ from those of one device by the rounding of sums. For inference: gradients would
-be those of one part alone.
+The results differ from one device's results by the rounding of sums. For inference: gradients would
+miss the other parts.
 
 Source: DistriFusion (arXiv 2402.19481), figure 4; here nothing is of an earlier step.
 """
@@ -67,13 +67,13 @@ def with_neighbours(x, size, stride, padding):
 
 
 def all_positions(x):
-    """The positions of all parts, (B, positions, C); x: those of one part, row by row."""
+    """The positions of all parts, (B, positions, C); x: the positions of one part, row by row."""
     axis = _axis.get()
     return x if axis is None else jax.lax.all_gather(x, axis, axis=1, tiled=True)
 
 
 def moments_of_all(mean, variance):
-    """Mean and variance of all parts, given those of one part, in one exchange.
+    """Mean and variance of all parts, from the mean and variance of each, in one exchange.
 
     Source: Chan, Golub and LeVeque, Algorithms for computing the sample variance (1983).
     """

@@ -65,7 +65,7 @@ def run_ahead(batches, dispatch, collect, clock=None, in_flight=IN_FLIGHT):
     """Run batches on devices, and prepare and dispatch the next ones meanwhile.
 
     Args:
-        batches: iterable, which a thread advances, one batch ahead of those that are dispatched.
+        batches: iterable, which a thread advances, one batch ahead of the dispatched ones.
         dispatch: batch -> arrays on devices; does not wait for them.
         collect: (batch, arrays) -> the result on the host, in a thread.
         clock: DeviceClock or None.

@@ -115,14 +115,14 @@ def programs_of_parts(function, static, arrays):
         function: (*static, arrays, shared) -> result, a module-level function that calls methods
             with the decorator `part`; arrays["params"] are parameters by model.
         static: its first arguments, hashable.
-        arrays: those of a call; which of them are None may change what the parts are.
+        arrays: of a call; which of them are None may change what the parts are.
     """
     inputs = {name: x for name, x in arrays.items() if name != "params"}
     return _stages(function, static, jax.tree.structure(inputs))
 
 
 def _move(tree, device, kind=object):
-    """A tree whose arrays of a kind are on a device, without copying those that are there."""
+    """A tree with its arrays of a kind on a device; arrays that are there are not copied."""
     leaves, structure = jax.tree.flatten(tree)
     absent = [
         i

@@ -221,7 +221,7 @@ def open_source(
     found.part, found.use_ema_weights = part, use_ema_weights
     check_content(flag, found)
     found.configs = str(configs or default_configs(found))
-    check_configs(flag, found, **hub_options)
+    check_single_file_configs(flag, found, **hub_options)
     if not (configs or part) and found.configs == MOVED["v2"] and V_ENTRY not in found.shapes:
         warn_once(
             f"{found} is read as a model that predicts v, as Stable Diffusion 2.1; if it predicts "
@@ -248,7 +248,7 @@ def place_of_link(flag, source):
     return repository, name, revision
 
 
-def check_configs(flag, source, **hub_options):
+def check_single_file_configs(flag, source, **hub_options):
     """Raise a ValueError if a SingleFile's configs are missing or of another family."""
     name = "config.json" if source.part else INDEX_NAME
     found = f"{name} is neither on the hub nor in its cache: {source.configs}"

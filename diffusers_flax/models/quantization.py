@@ -238,7 +238,7 @@ def to_int8(x, axes, widen=lambda largest: largest):
     Args:
         x: NumPy or jax array of any real dtype.
         axes: the axes along which all numbers share a scale.
-        widen: from the largest absolute numbers of x to those of all that shares the scale.
+        widen: from the largest absolute numbers of x to the ones of all arrays with the same scale.
 
     Returns:
         (int8 array of -127 to 127, float32 scale that keeps axes with size 1); their product is x.

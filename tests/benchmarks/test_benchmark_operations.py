@@ -13,7 +13,7 @@ from benchmarks import operations
 @pytest.mark.parametrize("name", operations.KERNELS)
 def test_ours_and_pytorchs_are_the_same(name):
     ours, theirs, shapes, axes, flops = operations.make_operation(name)
-    arrays, tensors = operations.make_inputs(shapes, axes, "cpu")
+    arrays, tensors = operations.random_operands(shapes, axes, "cpu")
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         expected = theirs(*tensors).numpy()
     assert counter.get_total_flops() == flops

@@ -31,7 +31,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import diffusers_flax
 import sdxl_single
 from diffusers_flax.loading import hub
-from diffusers_flax.loading.hub import check_configs, open_source, place_of_link
+from diffusers_flax.loading.hub import check_single_file_configs, open_source, place_of_link
 from diffusers_flax.loading.single_file import (
     MOVED,
     V2_BASE,
@@ -525,7 +525,7 @@ def test_configs_of_a_controlnet(tmp_path):
     source.configs = str(tmp_path / "empty")
     match = "give config= of FlaxControlNetModel.from_single_file, a directory or hub id"
     with pytest.raises(ValueError, match=match):
-        check_configs("controlnet=", source)
+        check_single_file_configs("controlnet=", source)
 
 
 def test_configs_that_the_hub_refuses(tmp_path, monkeypatch):

@@ -187,9 +187,9 @@ def test_all_devices_as_published(folders):
     )
     params["controlnet"] = controlnet_params
     number = jax.device_count()
-    picture = Image.fromarray(np.uint8(255 * conditions(1, "sd", 1)[0][0][0]))
+    condition = Image.fromarray(np.uint8(255 * conditions(1, "sd", 1)[0][0][0]))
     prompt_ids = pipeline.prepare_text_inputs(["red"] * number)
-    image = pipeline.prepare_image_inputs([picture] * number)
+    image = pipeline.prepare_image_inputs([condition] * number)
     rng = jax.random.split(jax.random.PRNGKey(0), number)
     options = dict(num_inference_steps=2)
     p_params, p_ids, p_image = replicate(params), shard(prompt_ids), shard(image)
