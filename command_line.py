@@ -260,7 +260,10 @@ def is_distributed() -> bool:
 
 
 def one_line(error: BaseException | str) -> str:
-    """What an exception says, on one line; its type if it says nothing."""
+    """What an exception says, on one line; its type if it says nothing.
+
+    As diffusers_flax.messages.one_line, which script.py must not need.
+    """
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -117,6 +117,7 @@ def add_weights(graph, folder, dtype):
 
     for name, value in graph.initializers.items():
         like, key = value.const_value, name.removeprefix("model.")
+        assert key in files, f"{folder} has no weight {key}"
         value.const_value = onnx_ir.LazyTensor(
             partial(read, key), dtype=like.dtype, shape=like.shape, name=name
         )

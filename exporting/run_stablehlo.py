@@ -46,8 +46,8 @@ def run_program(file, prompt, negative_prompt, image_file, seed, guidance_scales
             f"--negative_prompt {negative_prompt!r}: the program of SDXL takes none; leave it out"
         )
     arrays = {
-        "prompt_ids": tokenize(file.parent, prompt, shapes["prompt_ids"]),
-        "neg_prompt_ids": tokenize(file.parent, negative_prompt, shapes["prompt_ids"]),
+        "prompt_ids": token_ids(file.parent, prompt, shapes["prompt_ids"]),
+        "neg_prompt_ids": token_ids(file.parent, negative_prompt, shapes["prompt_ids"]),
         "key": np.asarray(jax.random.key_data(jax.random.key(seed))),
         "guidance_scale": np.float32(guidance_scales[0]),
         "image_guidance_scale": np.float32(guidance_scales[1]),
@@ -97,7 +97,7 @@ def open_program(file):
     return program, settings, weights
 
 
-def tokenize(folder, text, shape):
+def token_ids(folder, text, shape):
     """Token ids of a text by every tokenizer, padded and cut; shape: (B, T) or (B, encoders, T)."""
     rows = []
     for name in ("tokenizer", "tokenizer_2"):

@@ -1,6 +1,6 @@
 """The denoising loop with accelerations: caches, fewer branches of guidance, token merging.
 
-    denoise(pipeline.accelerate, unet, params, ...)  # in place of sampling.denoise
+    denoise_accelerated(pipeline.accelerate, unet, params, ...)  # in place of sampling.denoise
 
 Consecutive steps with the same branches of guidance are one segment, a compiled loop. In it, each
 step calls the function of its kind; a static table says which. A cache begins empty in every run
@@ -43,7 +43,7 @@ from diffusers_flax.pipelines.sampling import check_eta, take_step
 from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
 
 
-def denoise(
+def denoise_accelerated(
     acceleration,
     unet,
     params,
@@ -115,7 +115,7 @@ class ActiveUNet:
         unet: FlaxUNet2DConditionModel.
         apply: unet.apply with parameters.
         branches: of guidance.
-        inputs, combine: as for denoise.
+        inputs, combine: as for denoise_accelerated.
         hooks: functions for flax.linen.intercept_methods, in all calls.
         share: Share of this device.
     """

@@ -347,7 +347,7 @@ class Generation:
             from diffusers_flax.acceleration import caches  # not for a plain image
 
             steps = self.scheduler, state, scales
-            return caches.denoise(
+            return caches.denoise_accelerated(
                 self.accelerate,
                 self.unet,
                 params["unet"],
