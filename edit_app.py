@@ -95,10 +95,6 @@ def check_flags(config):
     for name in ("guidance_scale", "image_guidance_scale"):
         check_scale(name, getattr(config, name))
     check_seed("seed", config.seed)
-    if find_spec("gradio") is None:
-        raise ValueError(
-            "the package gradio is missing; install it: pip install -r requirements-app.txt"
-        )
 
 
 def run(config):
@@ -112,6 +108,10 @@ def run(config):
     use_compilation_cache(config.compilation_cache_dir)
     editor = Editor(with_single_files(config, "model"), layout)
     examples = read_examples(config.examples, editor.edits)
+    if find_spec("gradio") is None:
+        raise ValueError(
+            "the package gradio is missing; install it: pip install -r requirements-app.txt"
+        )
     logging.getLogger("jax._src.debugging").addFilter(NoStops())
     print(f"loading {config.model}", file=sys.stderr)
     editor.open()

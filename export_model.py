@@ -155,11 +155,11 @@ def check_flags(config):
         raise ValueError(
             f"--quantize {config.quantize} and --dtype {config.dtype} are both given; give one"
         )
-    require_packages(config)
     if any((config.output_dir / "unet").glob("diffusion_pytorch_model*")):
         raise ValueError(
             f"--output_dir {config.output_dir} is a model, not an export; name another directory"
         )
+    require_packages(config)
     # A directory takes programs of several sizes, with one file of weights.
     continues = "weights.safetensors" if name == "stablehlo" else ""
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, continues)

@@ -21,6 +21,7 @@ from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.utils import validate_repo_id
 from tqdm import tqdm
 
+from dataloading.lists import raise_problems
 from dataloading.retries import error_text, fetch_with_retries
 
 CONVERTED_REF = "refs/convert/parquet"  # of the hub's parquet conversion
@@ -224,16 +225,17 @@ def read_url_list(file):
             continue
         match = line_format.fullmatch(line.strip())
         if not match:
-            problems.append(f'line {number} is not "URL [SIZE [SHA256]]"')
+            problems.append((number, 'not "URL [SIZE [SHA256]]"'))
         elif match[1] in seen:
-            problems.append(f"line {number} repeats line {seen[match[1]]}")
+            problems.append((number, f"repeats line {seen[match[1]]}"))
         else:
             seen[match[1]] = number
             rows.append(
                 manifest_row(match[1], match[2] and int(match[2]), match[3] and match[3].lower())
             )
-    if problems or not rows:
-        raise ValueError(f"--urls {file}: {'; '.join(problems) or 'it lists no addresses'}")
+    raise_problems(f"--urls {file}", problems)
+    if not rows:
+        raise ValueError(f"--urls {file}: it lists no addresses")
     return rows
 
 

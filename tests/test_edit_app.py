@@ -257,7 +257,7 @@ def test_bad_input_is_one_line(model, tmp_path, monkeypatch, capsys, flags, mess
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-def test_no_gradio_and_a_port_in_use(monkeypatch, capsys):
+def test_no_gradio_and_a_port_in_use(model, monkeypatch, capsys):
     monkeypatch.setenv(server.PASSWORD, "secret")
     with pytest.raises(ValueError, match="EDIT_APP_PASSWORD is a password without a user"):
         server.read_password(None, None, "127.0.0.1")
@@ -271,7 +271,7 @@ def test_no_gradio_and_a_port_in_use(monkeypatch, capsys):
     server.check_port("127.0.0.1", port)
     monkeypatch.setattr(edit_app, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        edit_app.main(["--model", "nowhere"])
+        edit_app.main(["--model", str(model), "--username", "anna", "--port", str(port)])
     assert capsys.readouterr().err == (
         "error: the package gradio is missing; install it: pip install -r requirements-app.txt\n"
     )
