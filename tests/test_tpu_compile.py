@@ -767,8 +767,11 @@ ENTRY %main (p: (s32[], f32[1024])) -> (s32[], f32[1024]) {
 
 @pytest.mark.slow
 @needs_libtpu
-def test_a_compiled_cache_has_the_traffic_of_its_steps(model, libtpu_environment):
-    """Three branches, then two, then one; a switch in each of the three loops."""
+def test_a_compiled_cache_has_the_cost_of_its_steps(model, libtpu_environment):
+    """Three branches, then two, then one; a switch in each of the three loops.
+
+    HBM traffic says nothing here: newer compilers keep all weights of a tiny model in VMEM.
+    """
     specs = "deepcache:interval=3", "guidance:image_stop=0.3,stop=0.6"
     tpu, reports = find_slice("v5e-1"), []
     for accelerate in ((), specs):
@@ -777,7 +780,7 @@ def test_a_compiled_cache_has_the_traffic_of_its_steps(model, libtpu_environment
     plain, fast = reports
     assert (plain["unet_evaluations"], fast["unet_evaluations"]) == (60, 13)
     assert fast["flops"] < 0.5 * plain["flops"]
-    assert fast["hbm_bytes"] < 0.7 * plain["hbm_bytes"]
+    assert 0 < fast["cycles"] < 0.7 * plain["cycles"]
 
 
 @pytest.mark.slow
