@@ -67,7 +67,7 @@ def read_list(
     return rows
 
 
-def raise_problems(file: Path | str, problems: list[tuple[int, str]]) -> None:
+def raise_problems(file: Path, problems: list[tuple[int, str]]) -> None:
     """Raise one ValueError for all problems of a list, if there are any.
 
     Args:

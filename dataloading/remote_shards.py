@@ -21,7 +21,6 @@ from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.utils import validate_repo_id
 from tqdm import tqdm
 
-from dataloading.lists import raise_problems
 from dataloading.retries import error_text, fetch_with_retries
 
 CONVERTED_REF = "refs/convert/parquet"  # of the hub's parquet conversion
@@ -33,6 +32,7 @@ NUMBERED_NAME = re.compile(r"(.+)-\d{5,}-of-(\d{5,})(-[0-9a-f]+)?\.parquet")
 NUM_FOOTER_THREADS = 8
 FOOTER_BYTES = 64 * 1024  # first request; few footers are longer
 MAX_FOOTER_BYTES = 256 * 1024 * 1024  # a longer footer means a damaged file
+MAX_NAMED_PROBLEMS = 10  # in an error message
 
 
 def list_dataset_shards(dataset, config, split, revision):
@@ -206,7 +206,7 @@ def read_url_list(file):
         Manifest rows in the order of the file.
 
     Raises:
-        ValueError: the list is empty, or lines are malformed or repeated; names them all.
+        ValueError: the list is empty, or lines are malformed or repeated; names the first ten.
     """
     line_format = re.compile(
         r"(https?://[!-~]+)(?:[ \t]+([1-9][0-9]*)(?:[ \t]+([0-9a-fA-F]{64}))?)?"
@@ -225,17 +225,18 @@ def read_url_list(file):
             continue
         match = line_format.fullmatch(line.strip())
         if not match:
-            problems.append((number, 'not "URL [SIZE [SHA256]]"'))
+            problems.append(f'line {number} is not "URL [SIZE [SHA256]]"')
         elif match[1] in seen:
-            problems.append((number, f"repeats line {seen[match[1]]}"))
+            problems.append(f"line {number} repeats line {seen[match[1]]}")
         else:
             seen[match[1]] = number
             rows.append(
                 manifest_row(match[1], match[2] and int(match[2]), match[3] and match[3].lower())
             )
-    raise_problems(f"--urls {file}", problems)
-    if not rows:
-        raise ValueError(f"--urls {file}: it lists no addresses")
+    if problems or not rows:
+        more = len(problems) - MAX_NAMED_PROBLEMS
+        named = problems[:MAX_NAMED_PROBLEMS] + [f"and {more} more"] * (more > 0)
+        raise ValueError(f"--urls {file}: {'; '.join(named) or 'it lists no addresses'}")
     return rows
 
 
