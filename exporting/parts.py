@@ -41,7 +41,7 @@ class Part:
 
 
 def exported_parts(pipeline):
-    """The Parts of a pipeline, the UNet first: its parameters leave the memory before others."""
+    """The Parts of a pipeline, the UNet first, as its parameters are freed after its export."""
     texts = [text_part(pipeline, name) for name in TEXT_ENCODERS if getattr(pipeline, name, None)]
     num_time_ids = 5 if getattr(pipeline, "requires_aesthetics_score", False) else 6
     return [unet_part(pipeline.unet.config, num_time_ids), *texts, *vae_parts(pipeline.vae)]

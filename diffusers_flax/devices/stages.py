@@ -122,7 +122,7 @@ def programs_of_parts(function, static, arrays):
 
 
 def _move(tree, device, kind=object):
-    """A tree with its arrays of a kind on a device; arrays that are there are not copied."""
+    """A tree with its arrays of a kind moved to a device; arrays already on it are not copied."""
     leaves, structure = jax.tree.flatten(tree)
     absent = [
         i

@@ -456,7 +456,7 @@ def tiled_decode(vae, params, latents, tile):
 def map_tiles(function, x, size, out_size):
     """Apply a function to overlapping tiles of x, one after the other, and blend the results.
 
-    Memory has the results of one row of tiles at a time, besides the rows that are blended.
+    Memory holds the results of one row of tiles at a time, and the rows that are blended.
 
     Args:
         function: (B, C, h, w) -> (B, C', h', w'), where sizes scale as out_size / size.

@@ -176,3 +176,4 @@ def test_a_long_list_of_prompts(tmp_path):
     first, second, end = row["files_after_each_kill"]
     assert 0 < first < second < end == 60
     assert row["files_written_twice"] == row["images_that_differ"] == 0
+    assert 0 <= row["devices_waited_percent"] < 100
