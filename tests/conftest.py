@@ -17,18 +17,13 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # cache all prog
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
-import jax
 import pytest
-import tiny_models
-import torch
-from jax.experimental.compilation_cache import compilation_cache
 
 pytest.register_assert_rewrite("helpers", "torch_training", "trajectories")
 
 # A test run in the background of a shell inherits an ignored SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)  # tiny models are not faster with more, and XLA needs the other cores
-jax.config.update("jax_numpy_dtype_promotion", "strict")
+gc.disable()  # until all tests are imported, see pytest_collection_finish()
 if (tpu := Path(__file__).resolve().parent.parent / ".venv/tpu").is_dir():  # see the Makefile
     sys.path.append(str(tpu))
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -48,8 +43,7 @@ def pytest_configure(config):
     """Without --optimized, leave most of XLA's work out: compilation takes most of the time."""
     if config.getoption("--optimized"):
         return
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of child processes
-    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # also in child processes
     if version("jaxlib") < "0.11":  # newer ones lack the flag; it saves a fifth of the time
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
@@ -66,9 +60,27 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
 
 
+def pytest_collection_finish():
+    """Garbage collections skip what imports have made: they took a tenth of the time."""
+    gc.enable()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def settings():
+    """Settings of jax and torch, which the process that only starts workers does not import."""
+    import jax
+    import torch
+
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    torch.set_num_threads(1)  # tiny models are not faster with more; XLA needs the other cores
+
+
 @pytest.fixture
 def optimized():
     """Compile with XLA's default optimizations, as users do."""
+    import jax
+
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
@@ -78,6 +90,8 @@ def optimized():
 @pytest.fixture(autouse=True, scope="session")
 def shared_tiny_models(tmp_path_factory):
     """The directory of tiny models, one for all workers."""
+    import tiny_models
+
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -88,6 +102,9 @@ def shared_tiny_models(tmp_path_factory):
 @pytest.fixture(autouse=True, scope="session")
 def programs(pytestconfig):
     """Persistent compilation cache for all tests and their child processes."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
     folder = str(pytestconfig.cache.mkdir(f"programs-jax-{jax.__version__}"))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     jax.config.update("jax_compilation_cache_dir", folder)
@@ -103,13 +120,17 @@ def free_programs():
     crashes with a segmentation fault when there are no more.
     """
     yield
+    import jax
+
     jax.clear_caches()
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
 def lenient_optimizer():
     """Disables strict dtype promotion inside Optax only."""
+    import jax
     import optax
 
     import flax_train_instruct_pix2pix as trainer
