@@ -1,6 +1,7 @@
 """What the programs share: flags and their checks, how programs end, the files that they write."""
 
 import errno
+import gc
 import io
 import math
 import os
@@ -64,6 +65,7 @@ def run_main(
     """
     from tqdm.contrib.logging import logging_redirect_tqdm  # only scripts need it, as tyro
 
+    gc.set_threshold(10_000)  # by default, collections take a tenth of a program's start
     config = parse_flags(config_class, description, args)
     try:
         with logging_redirect_tqdm():  # a warning ends the line of a progress bar

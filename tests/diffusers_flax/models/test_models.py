@@ -11,7 +11,7 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution as TorchPosterior
 from flax.traverse_util import flatten_dict, unflatten_dict
-from helpers import ROOT
+from helpers import ROOT, slow
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusers_flax.loading.weights import torch_to_flax
@@ -457,16 +457,21 @@ CLIPS = {
     "gelu": dict(hidden_act="gelu", eos_token_id=98),
     "old configs' eos": dict(hidden_act="quick_gelu", eos_token_id=2),
 }
-CLIP_CLASSES = [
-    (CLIPTextModel, FlaxCLIPTextModel),
-    (CLIPTextModelWithProjection, FlaxCLIPTextModelWithProjection),
-]
+CLIP = (CLIPTextModel, FlaxCLIPTextModel)
+PROJECTED = (CLIPTextModelWithProjection, FlaxCLIPTextModelWithProjection)
 
 
-@pytest.mark.parametrize("classes", CLIP_CLASSES)
-@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize(
+    ("name", "classes"),
+    [
+        ("quick_gelu", CLIP),  # Stable Diffusion 1
+        ("gelu", PROJECTED),  # SDXL's second encoder
+        ("old configs' eos", CLIP),
+        *slow(("quick_gelu", PROJECTED), ("gelu", CLIP), ("old configs' eos", PROJECTED)),
+    ],
+)
 @torch.no_grad()
-def test_clip_equals_pytorch(classes, name):
+def test_clip_equals_pytorch(name, classes):
     config = dict(
         vocab_size=99,
         hidden_size=32,
