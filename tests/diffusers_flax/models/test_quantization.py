@@ -1,6 +1,7 @@
 """Int8 inference against NumPy and bfloat16, and which layers of published UNets are int8."""
 
 import importlib.util
+import json
 import re
 from functools import cache, partial
 
@@ -10,16 +11,15 @@ import numpy as np
 import pytest
 import torch
 from flax.traverse_util import flatten_dict, unflatten_dict
+from helpers import ROOT
 
 from diffusers_flax.loading.lora import add_lora
 from diffusers_flax.models.blocks import BasicTransformerBlock, Conv, Dense, ResnetBlock2D
 from diffusers_flax.models.quantization import quantize
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from tpu.programs import LIBTPU_ENVIRONMENT, find_slice, slice_devices
 from training.sharding import combine
 
-SD15, SDXL = "stable-diffusion-v1-5", "stable-diffusion-xl-base-1.0"
 TINY = {
     "in_channels": 4,
     "block_out_channels": (32, 64),
@@ -61,9 +61,11 @@ def psnr(ours, theirs):
 
 
 @cache
-def unet_shapes(name):
-    unet = FlaxUNet2DConditionModel(**PUBLISHED_CONFIGS[name]["unet"])
-    return jax.eval_shape(unet.init_weights, jax.random.key(0))
+def sdxl_shapes(dtype=jnp.float32):
+    """The parameter tree of SDXL's published UNet, as shapes."""
+    published = json.loads((ROOT / "tests" / "published_flax_param_shapes.json").read_text())
+    shapes = {name: jax.ShapeDtypeStruct(x, dtype) for name, x in published["sdxl_unet"].items()}
+    return unflatten_dict(shapes, sep="/")
 
 
 def dense_params():
@@ -167,7 +169,7 @@ def test_lora_of_int8(mode):
 
 @pytest.mark.slow
 def test_bytes_of_sdxl():
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), unet_shapes(SDXL))
+    params = sdxl_shapes(jnp.bfloat16)
 
     def gigabytes(*args):
         tree = jax.eval_shape(lambda x: quantize(x, *args) if args else x, params)
@@ -187,7 +189,7 @@ def test_bytes_of_sdxl():
 )
 def test_layers_of_sdxl(mode, dense, convolutions):
     """As docs/acceleration.md says; 17 residual blocks and 4 samplers have 3x3 kernels."""
-    tree = jax.eval_shape(partial(quantize, mode=mode), unet_shapes(SDXL))
+    tree = jax.eval_shape(partial(quantize, mode=mode), sdxl_shapes())
     kernels = [x.ndim for x in jax.tree.leaves(tree) if x.dtype == jnp.int8]
     assert [kernels.count(2), kernels.count(4)] == [dense, convolutions]
 

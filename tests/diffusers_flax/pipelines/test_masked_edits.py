@@ -55,10 +55,11 @@ def two_parts():
 
 def ramp_of(inside, feather):
     """The distance of every pixel from the next one outside, by search."""
-    ys, xs = np.mgrid[: SIZE[0], : SIZE[1]]
-    outside = np.stack([ys[~inside], xs[~inside]], -1)
-    distance = np.hypot(*(np.stack([ys, xs], -1)[:, :, None] - outside).transpose(3, 0, 1, 2))
-    return np.minimum(distance.min(-1) / (feather + 1), 1).astype(np.float32)
+    outside = np.argwhere(~inside)
+    distance = np.zeros(SIZE)
+    for pixel in np.argwhere(inside):
+        distance[tuple(pixel)] = np.hypot(*(pixel - outside).T).min()
+    return np.minimum(distance / (feather + 1), 1).astype(np.float32)
 
 
 @torch.no_grad()
