@@ -23,7 +23,6 @@ pytest.register_assert_rewrite("helpers", "torch_training", "trajectories")
 
 # A test run in the background of a shell inherits an ignored SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-gc.disable()  # until all tests are imported, see pytest_collection_finish()
 if (tpu := Path(__file__).resolve().parent.parent / ".venv/tpu").is_dir():  # see the Makefile
     sys.path.append(str(tpu))
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -60,18 +59,24 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow")
 
 
-def pytest_collection_finish():
-    """Garbage collections skip what imports have made: they took a tenth of the time."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Leave imported modules out of garbage collections, which would take a tenth of the time."""
+    gc.disable()
+    result = yield
     gc.enable()
     gc.freeze()
+    return result
 
 
 @pytest.fixture(autouse=True, scope="session")
-def settings():
-    """Settings of jax and torch, which the process that only starts workers does not import."""
+def settings(pytestconfig):
+    """Set up jax and torch. The process that starts the workers imports neither, to save time."""
     import jax
     import torch
 
+    if not pytestconfig.getoption("--optimized"):  # jax may be imported before pytest_configure()
+        jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     torch.set_num_threads(1)  # tiny models are not faster with more; XLA needs the other cores
 
@@ -114,12 +119,11 @@ def programs(pytestconfig):
 
 @pytest.fixture(autouse=True, scope="module")
 def free_programs():
-    """Free compiled programs after every test file.
+    """Free compiled programs before every test file.
 
     Linux allows a process 65,530 memory maps by default. A program needs about ten, and XLA
     crashes with a segmentation fault when there are no more.
     """
-    yield
     import jax
 
     jax.clear_caches()

@@ -464,8 +464,8 @@ PROJECTED = (CLIPTextModelWithProjection, FlaxCLIPTextModelWithProjection)
 @pytest.mark.parametrize(
     ("name", "classes"),
     [
-        ("quick_gelu", CLIP),  # Stable Diffusion 1
-        ("gelu", PROJECTED),  # SDXL's second encoder
+        ("quick_gelu", CLIP),  # the activation of Stable Diffusion 1
+        ("gelu", PROJECTED),  # activation and projection of SDXL's second encoder
         ("old configs' eos", CLIP),
         *slow(("quick_gelu", PROJECTED), ("gelu", CLIP), ("old configs' eos", PROJECTED)),
     ],
