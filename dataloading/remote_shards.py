@@ -11,6 +11,7 @@ import textwrap
 from collections import Counter
 from fnmatch import fnmatchcase
 from functools import partial
+from multiprocessing import TimeoutError
 from multiprocessing.pool import ThreadPool
 from pathlib import PurePosixPath
 from urllib.parse import quote, unquote, urljoin, urlsplit
@@ -298,7 +299,7 @@ def read_columns(files):
     bar = tqdm(desc="footers", total=len(files), unit="shard")
     with bar, ThreadPool(NUM_FOOTER_THREADS) as pool:  # exits at once on Ctrl-C
         footers = pool.imap(read_footer, [file["url"] for file in files])
-        for file, (size, footer) in zip(files, footers):
+        for file, (size, footer) in zip(files, results_of(footers)):
             if size and file["size"] and size != file["size"]:
                 raise ValueError(f"{file['url']} has {size} bytes, the list says {file['size']}")
             file["size"], file["rows"] = file["size"] or size, footer.num_rows
@@ -319,6 +320,20 @@ def read_columns(files):
     for columns, names in shards_with.items():
         short_names = textwrap.shorten(", ".join(names), 200, placeholder=" ...")
         print(f"columns of {len(names)} shards ({short_names}):", *columns, sep="\n  ")
+
+
+def results_of(results):
+    """Yield the results of ThreadPool.imap.
+
+    Each wait ends after a second, because Ctrl-C just before a wait without a limit is lost.
+    """
+    while True:
+        try:
+            yield results.next(timeout=1)
+        except TimeoutError:
+            continue
+        except StopIteration:
+            return
 
 
 def format_range(values, unit=""):
