@@ -5,13 +5,13 @@
 A shard is a row of manifest.json: {url, file, size, sha256, rows, worker}. Nothing here needs jax.
 """
 
+import multiprocessing
 import re
 import sys
 import textwrap
 from collections import Counter
 from fnmatch import fnmatchcase
 from functools import partial
-from multiprocessing import TimeoutError
 from multiprocessing.pool import ThreadPool
 from pathlib import PurePosixPath
 from urllib.parse import quote, unquote, urljoin, urlsplit
@@ -330,7 +330,7 @@ def results_of(results):
     while True:
         try:
             yield results.next(timeout=1)
-        except TimeoutError:
+        except multiprocessing.TimeoutError:
             continue
         except StopIteration:
             return
