@@ -59,13 +59,13 @@ def test_numbers_of_files():
     files = [file for file in git_files() if file.parts[0] != "tests"]
     assert len([file for file in code() if len(file.parts) == 1]) <= 17
     counts = Counter(file.parent for file in files if len(file.parts) > 1)
-    assert {str(folder): n for folder, n in counts.items() if n > 12} == {}
+    assert {str(folder): n for folder, n in counts.items() if n > 14} == {}
 
 
 def test_lengths():
     long = {}
     for file, tree in code().items():
-        long[file] = len((ROOT / file).read_text(encoding="utf-8").splitlines()) - 600
+        long[file] = len((ROOT / file).read_text(encoding="utf-8").splitlines()) - 650
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
