@@ -5,6 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import jax_utils
 
+from diffusers_flax.messages import warn_once
+
+PARAM_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
 
 def replace_leaves(function, params):
     """Replace every array of parameters by function(array), in place, one at a time.
@@ -62,6 +66,34 @@ class FloatingCasts:
         return cast_floating(params, jnp.float32, mask)
 
 
+def checked_param_dtype(dtype):
+    """The param_dtype of a from_pretrained as a NumPy dtype; None stays None.
+
+    Raises:
+        ValueError: parameters cannot have it.
+    """
+    if dtype is None:
+        return None
+    try:
+        if (known := jnp.dtype(dtype)) in PARAM_DTYPES:
+            return known
+    except TypeError:
+        pass
+    raise ValueError(
+        f"param_dtype={dtype!r} is none of float32, bfloat16, float16; jnp.float32 is for training,"
+        " storage='float8' or 'int8' for kernels of 8 bits"
+    )
+
+
+def warn_of_float16(params):
+    """Log once that a UNet with parameters in float16 cannot be trained; params: its own."""
+    if any(x.dtype == jnp.float16 for x in jax.tree.leaves(params)):
+        warn_once(
+            "the UNet's parameters are float16, as in its file: good for sampling, but updates in "
+            "float16 end in NaN; to train it take from_pretrained(..., param_dtype=jnp.float32)"
+        )
+
+
 def cast_params(pipeline, params):
     """Cast a pipeline's parameters, in place, to the dtype in which they compute.
 
@@ -84,8 +116,13 @@ def _cast(params, dtype, storage):
     for name, x in params.items():
         if isinstance(x, dict):
             _cast(x, dtype, storage)
-        elif not storage or (np.dtype(x.dtype).itemsize > 1 and name != "weight_scale"):
+        elif not storage or not is_stored_array(name, x):
             params[name] = np.asarray(x, dtype=dtype)
+
+
+def is_stored_array(name, x):
+    """Whether an array belongs to a storage: a kernel of 8 bits, or its scale, by its path."""
+    return np.dtype(x.dtype).itemsize == 1 or name.rpartition("/")[2] == "weight_scale"
 
 
 def replicate_params(params, devices):

@@ -502,11 +502,32 @@ def start_state(params, tx, axes, devices=None):
         tx: element-wise optax optimizer, such as Adam.
         axes: of shard_axes(params).
         devices: as for shard.
+
+    Raises:
+        ValueError: params are not float32.
     """
+    check_float32(params)
     shards = shard(params, axes, devices)
     opt_state = jax.pmap(tx.init, axis_name="batch", devices=devices)(shards)
     local = [device for device in devices or [] if device.process_index == jax.process_index()]
     return TrainState(replicate(np.int32(0), local), shards, opt_state)
+
+
+def check_float32(params):
+    """Raise a ValueError unless all parameters are float32.
+
+    In float16 updates overflow to NaN within a few steps; in bfloat16 small updates round to zero.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    others = [(path, x.dtype) for path, x in leaves if x.dtype != jnp.float32]
+    if others:
+        path, dtype = others[0]
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        raise ValueError(
+            f"{len(others)} of {len(leaves)} parameters are not float32, {name} is {dtype}; read "
+            "them with from_pretrained(..., param_dtype=jnp.float32), as updates in half precision "
+            "are lost or overflow; dtype=jnp.bfloat16 computes in half precision"
+        )
 
 
 def state_shapes(params, tx, axes, num_devices):
@@ -516,7 +537,11 @@ def state_shapes(params, tx, axes, num_devices):
         params: whole arrays or their shapes.
         tx, axes: as for start_state.
         num_devices: that the axes are for.
+
+    Raises:
+        ValueError: as start_state.
     """
+    check_float32(params)
 
     def shard_shape(x, split):
         shape = [n // split.parts if i == split.axis else n for i, n in enumerate(x.shape)]

@@ -159,9 +159,9 @@ class FromSingleFile:
             config: directory or hub id with the configs and the tokenizer; None: of the published
                 model of the file's family, from the hub or its cache.
             use_ema_weights: True reads the averages of the UNet's weights, if the file has them.
-            dtype: compute dtype, None: float32; the parameters have the dtype of their file.
+            dtype: compute dtype, None: float32.
             revision: branch, tag or commit of the hub's file.
-            **kwargs: as for from_pretrained.
+            **kwargs: as for from_pretrained; param_dtype=None is the dtype of the file.
 
         Returns:
             As from_pretrained.

@@ -236,7 +236,7 @@ class FlaxPreTrainedModel(FloatingCasts):
 
         Args:
             pretrained_model_name_or_path: a directory, or a hub id ("owner/name").
-            dtype: compute dtype of the module; the parameters have the dtype of their files.
+            dtype: compute dtype of the module.
             config: config_class that replaces the directory's config.json, or a directory or hub id
                 that has one.
             subfolder: the model's directory in a pipeline, e.g. "text_encoder".
@@ -244,8 +244,9 @@ class FlaxPreTrainedModel(FloatingCasts):
             ignore_mismatched_sizes: must be False; weights fit the config or are refused.
             trust_remote_code: without effect, as no code is downloaded.
             _do_init: True returns the model with its parameters, False both apart.
-            **kwargs: variant, from_pt and the hub's keywords as in FlaxModelMixin.from_pretrained,
-                and config entries that override config.json, e.g. output_hidden_states=True.
+            **kwargs: param_dtype, variant, from_pt and the hub's keywords as in
+                FlaxModelMixin.from_pretrained, and config entries that override config.json, e.g.
+                output_hidden_states=True.
 
         Returns:
             The model; its `params` are on the default device. With _do_init=False (model, params),

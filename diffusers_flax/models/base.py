@@ -50,7 +50,12 @@ from diffusers_flax.models.quantization import (
     storage_of,
     store_array,
 )
-from diffusers_flax.parameters import FloatingCasts
+from diffusers_flax.parameters import (
+    FloatingCasts,
+    checked_param_dtype,
+    is_stored_array,
+    warn_of_float16,
+)
 
 # Keys of transformers' config.json that describe the file, not the model.
 FILE_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
@@ -66,6 +71,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         weights_name: "diffusion_pytorch_model" (diffusers) or "model" (transformers).
         torch_class_name: the PyTorch class that opens the same directory.
         model_type: of a transformers config, else None.
+        is_trained: whether from_pretrained says that float16 parameters do not train.
         fixed_config: config keys that are not implemented -> the only supported value.
         ignored_config: config keys without effect on the numbers.
     """
@@ -73,6 +79,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
     weights_name = "diffusion_pytorch_model"
     torch_class_name = None
     model_type = None
+    is_trained = False
     fixed_config = {}  # noqa: RUF012 - an annotation would make it a dataclass field
     ignored_config = ()
 
@@ -158,6 +165,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         pretrained_model_name_or_path,
         dtype=jnp.float32,
         *,
+        param_dtype=None,
         subfolder=None,
         revision=None,
         variant=None,
@@ -172,8 +180,11 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         Args:
             pretrained_model_name_or_path: a directory, or a hub id ("owner/name"); or, with config,
                 a file of weights.
-            dtype: compute dtype of the module; the parameters have the dtype of their files,
-                float8 included, and each is cast where the computation uses it.
+            dtype: compute dtype of the module; each parameter is cast where the computation uses
+                it.
+            param_dtype: of the parameters: jnp.float32 to train, jnp.bfloat16 or jnp.float16 to
+                sample with half the memory; kernels of a storage and their scales have their own.
+                None: as in the files, float8 included.
             subfolder: the model's directory in a pipeline, e.g. "unet".
             revision: branch, tag or commit on the hub.
             variant: the part in the middle of the weights' name, e.g. "fp16"; if no weights have
@@ -193,8 +204,10 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
 
         Raises:
             ValueError: files are missing, damaged, outside the directory or of another class, or
-                the weights do not fit the config; the message names the file and all problems.
+                the weights do not fit the config; the message names the file and all problems. Or
+                param_dtype is no dtype for parameters.
         """
+        param_dtype = checked_param_dtype(param_dtype)
         source, hub_options = pretrained_model_name_or_path, take_hub_options(config_overrides)
         part = None
         if isinstance(source, SingleFile):
@@ -241,8 +254,12 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                 if part is not None and key not in expected:
                     unexpected.append(key)  # left out, as by PyTorch's from_single_file
                     continue
+                if param_dtype is not None and array.dtype != np.int8:
+                    array = array.astype(np.float32, copy=False)  # what convert adds is not rounded
                 array = array if convert is None else convert(key, array)
                 for name, x in store_array(key, array, storage).items():
+                    if param_dtype is not None and not is_stored_array(name, x):
+                        x = x.astype(param_dtype, copy=False)
                     # A copy, so that a program may overwrite (donate) it.
                     flat[name] = jax.device_put(x, cpu, may_alias=False)
         if unexpected:
@@ -252,7 +269,10 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             )
         where = str(files[0]) if len(files) == 1 else f"{files[0]} and its other shards"
         module._check_params(flat, expected, where)
-        return module, unflatten_dict(flat, sep="/")
+        params = unflatten_dict(flat, sep="/")
+        if cls.is_trained and param_dtype is None and convert is None:
+            warn_of_float16(params)
+        return module, params
 
     def save_pretrained(
         self,
@@ -317,12 +337,19 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
 
     def _file_content(self):
         """The config.json for PyTorch; it contains the options that are fixed here."""
-        if self.weights_name == "model":
-            names = {"architectures": [self.torch_class_name], "model_type": self.model_type}
-        else:
-            names = {"_class_name": self.torch_class_name}
         fixed = {key: value for key, value in self.fixed_config.items() if value is not None}
-        return {**names, **fixed, **self.config}
+        return {**self._file_header(), **fixed, **self.config}
+
+    def _file_header(self):
+        """The entries of config.json that say what PyTorch opens."""
+        if self.weights_name != "model":
+            return {"_class_name": self.torch_class_name}
+        # transformers computes in this dtype, or in the weights' without it; diffusers in float32.
+        return {
+            "architectures": [self.torch_class_name],
+            "model_type": self.model_type,
+            "dtype": "float32",
+        }
 
     def _param_shapes(self):
         """{path joined by "/": shape} of this configuration; nothing is computed."""

@@ -86,7 +86,7 @@ class CLIPConfigs(FlaxModelMixin):
         return entries
 
     def _file_content(self):
-        content = {"architectures": [self.torch_class_name], "model_type": self.model_type}
+        content = self._file_header()
         for name, tower in self.towers.items():
             content[name] = {"model_type": tower.model_type, **getattr(self, name)}
         return content | {name: getattr(self, name) for name in self.own_entries}

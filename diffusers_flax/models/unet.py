@@ -370,6 +370,8 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
     Stable Diffusion. `dtype` is the dtype of the computation, not of the parameters.
     """
 
+    is_trained = True
+
     sample_size: int | tuple | None = 32
     in_channels: int = 4
     out_channels: int = 4

@@ -57,6 +57,7 @@ from diffusers_flax.models.tiny_vae import (
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
+from diffusers_flax.parameters import checked_param_dtype, warn_of_float16
 from diffusers_flax.pipelines.generation import Generation
 from diffusers_flax.pipelines.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
 from diffusers_flax.schedulers.factory import scheduler_from_config
@@ -204,6 +205,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         layout=None,
         vae_tile=None,
         storage=None,
+        param_dtype=None,
         **parts,
     ):
         """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
@@ -212,7 +214,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             pretrained_model_name_or_path: directory or hub id; only the files used are downloaded.
             revision: branch, tag or commit on the hub.
             variant: of the weights' file names, e.g. "fp16".
-            dtype: compute dtype of the modules, None: float32; parameters keep their files' dtype.
+            dtype: compute dtype of the modules, None: float32.
             scheduler: scheduler object that replaces the directory's.
             from_pt: True looks for PyTorch's weight files only.
             split_head_dim, use_memory_efficient_attention: of the published signature; no effect.
@@ -229,6 +231,8 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
                 models.vae.with_tile. None or 0: whole images.
             storage: "float8" or "int8": the kernels of UNet, ControlNets and text encoders take
                 half the memory of bfloat16; see models.quantization.store.
+            param_dtype: dtype of the parameters, as for FlaxModelMixin.from_pretrained. None: as in
+                the files.
             **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
                 Their parameters are not read: put them into params. unet may also be a str, the
                 file, directory or hub id of a UNet, whose weights are read; controlnet likewise,
@@ -273,8 +277,10 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             **hub_options,
         )
         given = [name for name, part in parts.items() if not isinstance(part, str | Path)]
-        options = dict(lora=lora, unet_delta=unet_delta) | hub_options
+        options = dict(lora=lora, unet_delta=unet_delta, param_dtype=param_dtype) | hub_options
         params = pipeline.load_params(path, revision, variant, from_pt, given, **options)
+        if param_dtype is None:
+            warn_of_float16(params.get("unet", {}))
         pipeline.quantize_params(params)
         return pipeline, params
 
@@ -360,9 +366,15 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
         given=(),
         lora=(),
         unet_delta=(),
+        param_dtype=None,
         **hub_options,
     ):
         """The parameters, as from from_pretrained, for a pipeline that `open` returned."""
+        reading = {
+            "param_dtype": checked_param_dtype(param_dtype),
+            "from_pt": from_pt,
+            **hub_options,
+        }
         loras = Loras([lora] if isinstance(lora, str | Path) else lora)
         if unet_delta and "unet" in given:
             raise ValueError("unet_delta needs the UNet's weights, which unet= replaces; leave one")
@@ -380,7 +392,7 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             params["safety_checker"] = self.safety_checker.params
         for name, module in vars(self).items():
             if name in self.part_sources:
-                options = {"from_pt": from_pt, "storage": self.storage, **hub_options}
+                options = {"storage": self.storage, **reading}
                 _, params[name] = type(module).from_pretrained(self.part_sources[name], **options)
             elif name in MODULES and name not in given and module is not None:
                 source = pretrained_model_name_or_path
@@ -390,14 +402,14 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
                 if name == "unet" and self.unet_source:
                     source = fetch_source("--unet", self.unet_source, **hub_options)
                     options = {"config": dict(module.config)}
-                options |= {"from_pt": from_pt, "convert": partial(convert, name)}
+                options |= {"convert": partial(convert, name)}
                 options |= {} if name == "vae" else {"storage": self.storage}
-                _, params[name] = type(module).from_pretrained(source, **options, **hub_options)
+                _, params[name] = type(module).from_pretrained(source, **options, **reading)
         loras.require_folded()
         delta.require_folded()
         if self.tiny_vae is not None:
             _, params["tiny_vae"] = type(self.tiny_vae).from_pretrained(
-                self.tiny_vae_source, **hub_options
+                self.tiny_vae_source, **reading
             )
         return params
 
