@@ -75,6 +75,7 @@ from training.sharding import (
     shard_axes,
     shard_batch,
     start_state,
+    state_shapes,
     to_host,
 )
 
@@ -391,6 +392,18 @@ def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices):
         for name, x in grads.items():
             assert x.dtype == np.float32
             np.testing.assert_allclose(x, weights[name].mean(axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_parameters_in_half_precision_are_refused(dtype):
+    """Updates of float16 parameters overflow to NaN after a few steps of README's loop."""
+    params = {"conv_in": {"kernel": np.zeros((2, 2), dtype), "bias": np.zeros(2, np.float32)}}
+    axes = shard_axes(params, 1)
+    for start in (start_state, partial(state_shapes, num_devices=1)):
+        name = jnp.dtype(dtype).name
+        match = rf"1 of 2 parameters are not float32, conv_in/kernel is {name}; .*param_dtype="
+        with pytest.raises(ValueError, match=match):
+            start(params, optax.adam(1e-4), axes)
 
 
 def test_shards_on_sixteen_devices():

@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from diffusers import StableDiffusionInstructPix2PixPipeline, UNet2DConditionModel
+from helpers import slow
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
+from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.clip_similarities import FlaxStableDiffusionSafetyChecker
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
@@ -146,6 +150,77 @@ def test_models(name):
         results = jax.tree.leaves(jax.jit(MODELS[name](jnp.dtype(dtype))[1])(params))
         for ours, expected in zip(results, exact, strict=True):
             assert error(ours, expected) < tolerance, dtype
+
+
+def dtypes(tree):
+    return {str(x.dtype) for x in jax.tree.leaves(tree)}
+
+
+@pytest.fixture
+def half_pipeline(tmp_path):
+    """The directory of a pipeline whose files are float16, as PyTorch writes it."""
+    folder = make_tiny_pipeline(tmp_path / "model")
+    options = dict(dtype=torch.float16, safety_checker=None)
+    pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(folder, **options)
+    pipeline.save_pretrained(tmp_path / "half")
+    return tmp_path / "half"
+
+
+def test_param_dtype(half_pipeline, caplog):
+    """float32 parameters of a float16 file are PyTorch's; the file's own dtype has a warning."""
+    load = partial(FlaxUNet2DConditionModel.from_pretrained, half_pipeline, subfolder="unet")
+    theirs = UNet2DConditionModel.from_pretrained(half_pipeline, subfolder="unet").state_dict()
+    kernel = theirs["conv_in.weight"].numpy().transpose(2, 3, 1, 0)  # OIHW
+    _, params = load(param_dtype=jnp.float32)
+    assert dtypes(params) == {"float32"} and not caplog.messages
+    np.testing.assert_array_equal(params["conv_in"]["kernel"], kernel)
+    warn_once.cache_clear()
+    for dtype in (jnp.float16, jnp.float32):
+        _, params = load(dtype=dtype)
+        assert dtypes(params) == {"float16"}
+    (message,) = caplog.messages
+    assert "float16" in message and "param_dtype=jnp.float32" in message
+    for wrong in (int, "half precision", jnp.float8_e4m3fn):
+        with pytest.raises(ValueError, match=r"param_dtype=.* is none of float32, bfloat16"):
+            load(param_dtype=wrong)
+
+
+def test_param_dtype_of_pipelines(half_pipeline, caplog):
+    """Of all parts but the scheduler's state; kernels in 8 bits keep their dtypes."""
+    load = partial(FlaxDiffusionPipeline.from_pretrained, half_pipeline)
+    parts = ("unet", "vae", "text_encoder")
+    for param_dtype, storage, stored in (
+        ("float32", None, set()),
+        ("bfloat16", None, set()),
+        ("bfloat16", "int8", {"int8", "float32"}),
+    ):
+        pipeline, params = load(param_dtype=param_dtype, storage=storage)
+        assert dtypes(params["vae"]) == {param_dtype}
+        for part in ("unet", "text_encoder"):
+            assert dtypes(params[part]) == {param_dtype, *stored}
+        assert dtypes(params["scheduler"]) >= {"float32"}
+        assert pipeline.unet.dtype == jnp.float32
+    assert not caplog.messages
+    warn_once.cache_clear()
+    _, params = load()
+    assert [dtypes(params[part]) for part in parts] == [{"float16"}] * 3
+    assert ["param_dtype" in message for message in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, *slow(jnp.bfloat16, jnp.float32)])
+def test_pytorch_opens_a_saved_pipeline_in_one_dtype(half_pipeline, tmp_path, dtype):
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(half_pipeline, param_dtype=dtype)
+    pipeline.save_pretrained(tmp_path / "saved", params)
+    for options, expected in ({}, torch.float32), ({"dtype": torch.float16}, torch.float16):
+        theirs = StableDiffusionInstructPix2PixPipeline.from_pretrained(
+            tmp_path / "saved", **options
+        )
+        found = [part.dtype for part in (theirs.unet, theirs.vae, theirs.text_encoder)]
+        assert found == [expected] * 3
+        if expected == torch.float32:
+            image = torch.zeros((1, 3, 32, 32))
+            theirs.set_progress_bar_config(disable=True)
+            theirs("make it red", image, num_inference_steps=1)
 
 
 @pytest.mark.slow
