@@ -97,7 +97,7 @@ def test_installed_library_makes_an_image_and_trains(wheel, tmp_path):
     shown = "\nimport diffusers_flax\nprint(diffusers_flax.__file__, loss)\n"
     shown += 'pipeline.save_pretrained("saved", params)\n'
     (tmp_path / "snippet.py").write_text(blocked + snippet + shown)
-    model = re.search(r'^model = "(.*)"$', snippet, re.M)[1]
+    model = re.search(r'^model = "(.*?)"', snippet, re.M)[1]
     make_tiny_pipeline(tmp_path / model, in_channels=4, scheduler="pndm")
     target = tmp_path / "site"
     pip("install", "--no-deps", "--no-index", "--no-compile", "--target", target, wheel)
