@@ -26,7 +26,9 @@ from command_line import ask_before_replacing, run_main
 from diffusers_flax.loading.directories import INDEX_NAME, has
 from diffusers_flax.loading.files import naming_full_disk
 from diffusers_flax.loading.hub import fetch_config, fetch_file, with_single_files
+from diffusers_flax.loading.single_file import PURPOSES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.published_configs import REFINER_FEATURES, kind_of_unet
 
 CHECK_LATENT_SIZE = 32  # 256 pixels in Stable Diffusion
 CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums differs
@@ -133,15 +135,18 @@ def check_flags(config):
 
 
 def choose_in_channels(config, narrow):
-    """The input channels of the widened UNet; raise a ValueError if the narrow one has as many."""
+    """The input channels of the widened UNet; raise a ValueError for a UNet of another kind."""
+    path = config.pretrained_model_name_or_path
+    if narrow.projection_class_embeddings_input_dim == REFINER_FEATURES:
+        raise ValueError(f"the UNet of {path} is of SDXL's refiner; give the base model's")
+    kind = kind_of_unet(narrow.in_channels, narrow.out_channels)
+    if kind not in PURPOSES or (config.in_channels is None and PURPOSES[kind]):
+        raise ValueError(
+            f"the UNet of {path} has {narrow.in_channels} input channels ({kind or 'not known'}), "
+            f"where a text-to-image model has {narrow.out_channels}; give a text-to-image model"
+        )
     if config.in_channels is None:
-        in_channels, path = 2 * narrow.out_channels, config.pretrained_model_name_or_path
-        if in_channels <= narrow.in_channels:
-            raise ValueError(
-                f"the UNet of {path} has {narrow.in_channels} input channels already, where a "
-                f"text-to-image model has {narrow.out_channels}; give a text-to-image model"
-            )
-        return in_channels
+        return 2 * narrow.out_channels
     if config.in_channels <= narrow.in_channels:
         raise ValueError(
             f"--in_channels {config.in_channels} must be more than the {narrow.in_channels} input "

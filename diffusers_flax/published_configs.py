@@ -60,6 +60,8 @@ PUBLISHED_CONFIGS = {
     "taesdxl": {"vae": {}},
 }
 
+REFINER_FEATURES = 2560  # of pooled text and time ids of SDXL's refiner: 1280 + 5 * 256
+
 # The scheduler that PyTorch's users give CosXL and CosXL Edit, which are published as single files.
 COSXL_SCHEDULER = {
     "_class_name": "EDMEulerScheduler",
@@ -89,3 +91,15 @@ def cosxl_scheduler(checkpoint):
         if entry in checkpoint
     }
     return COSXL_SCHEDULER | levels
+
+
+def kind_of_unet(in_channels, out_channels):
+    """The kind of a UNet, in words, by its channels; None: not known."""
+    kinds = {
+        1: "Stable Diffusion 2 depth",
+        3: "Stable Diffusion upscaler",
+        0: "text to image",
+        out_channels: "InstructPix2Pix",
+        out_channels + 1: "inpainting",
+    }
+    return kinds.get(in_channels - out_channels)

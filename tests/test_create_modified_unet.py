@@ -198,6 +198,9 @@ def test_widen_leaves_its_argument_alone(narrow):
     assert all(widened[name] is params[name] for name in params.keys() - {"conv_in"})
 
 
+REFINER = {"projection_class_embeddings_input_dim": 2560, "addition_time_embed_dim": 256}
+
+
 @pytest.mark.variants
 @pytest.mark.parametrize(
     ("flags", "message"),
@@ -206,8 +209,10 @@ def test_widen_leaves_its_argument_alone(narrow):
         ({"in_channels": -1}, "--in_channels -1 must be more than the 4 input channels"),
         (
             {"source": "wide"},
-            "the UNet of wide has 8 input channels already, where a text-to-image",
+            "the UNet of wide has 8 input channels (InstructPix2Pix), where a text-to-image model",
         ),
+        ({"source": "depth"}, "of depth has 5 input channels (Stable Diffusion 2 depth), where a"),
+        ({"source": "refiner/unet", "subfolder": ""}, "of refiner/unet is of SDXL's refiner; give"),
         (
             {"source": "nowhere/model"},
             "nowhere/model is neither a directory nor a model that can be",
@@ -241,8 +246,13 @@ def test_bad_input_is_one_line(narrow, tmp_path, monkeypatch, capsys, flags, mes
     Path("narrow").symlink_to(narrow)
     if flags.get("source") == "wide":
         make_tiny_pipeline("wide", in_channels=8)
-    if flags.get("source") == "refiner":
+    if flags.get("source") == "depth":
+        make_tiny_pipeline("depth", in_channels=5)
+    if flags.get("source", "").startswith("refiner"):
         make_tiny_xl("refiner", refiner=True)
+    if flags.get("source") == "refiner/unet":  # with the pooled text and ids of the published one
+        config = {**UNet2DConditionModel.load_config("refiner/unet"), **REFINER}
+        UNet2DConditionModel.from_config(config).save_pretrained("refiner/unet")
     Path("file").touch()
     Path("run").mkdir()
     Path("run/config.json").write_text("{}")

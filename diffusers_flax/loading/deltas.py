@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError
-
 from diffusers_flax.loading.hub import fetch_file, fetch_source, locate, place_in_words
 from diffusers_flax.loading.lora import split_weight
 from diffusers_flax.loading.single_file import SINGLE_FILE_SUFFIXES, SingleFile, check_content
 from diffusers_flax.loading.weights import (
     SafetensorsFile,
-    damage,
     find_weights,
+    naming_damage,
     read_weights,
     torch_to_flax,
 )
@@ -188,10 +186,8 @@ def stored_parameters(file):
     """{name of a parameter: Stored} of one file; a safetensors file is read when Stored.read is."""
     if file.suffix != ".safetensors":
         return stored_arrays(read_weights(file))
-    try:
+    with naming_damage(file):
         tensors = SafetensorsFile(file)
-    except SafetensorError as error:
-        raise ValueError(damage(file, error)) from error
     stored = {}
     for key, shape in tensors.shapes.items():
         # An array without memory shows the parameter's name and axes.

@@ -12,19 +12,18 @@ one word in a prompt and as many tokens in the text encoder.
 Source: An Image is Worth One Word (arXiv 2208.01618).
 """
 
-import pickle
 import re
 from pathlib import Path
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
 
 from diffusers_flax.loading.hub import fetch_file, locate
 from diffusers_flax.loading.single_file import LORA
 from diffusers_flax.loading.tokenizer import sequence_of
-from diffusers_flax.loading.weights import code_in_pickle, code_refused
-from diffusers_flax.messages import first_names, reason_of, warn_once
+from diffusers_flax.loading.weights import as_array, load_pickle, naming_damage, read_safetensors
+from diffusers_flax.messages import first_names, warn_once
 
 # Names of diffusers, in a directory or on the hub.
 FILES = ("learned_embeds.safetensors", "learned_embeds.bin")
@@ -228,23 +227,9 @@ def read_embeddings(spec, **hub_options):
     source, token = split_token(spec)
     file = find_embedding(source, **hub_options)
     given = f"--embedding {source}"
-    try:
-        content = (
-            content_of_safetensors(file)
-            if file.suffix == ".safetensors"
-            else content_of_pickle(file)
-        )
-    except (ImportError, MemoryError, PermissionError):  # not caused by the file's content
-        raise
-    except Exception as error:  # the readers raise errors of many types for damaged bytes
-        reason = reason_of(error)
-        if isinstance(error, pickle.UnpicklingError):  # PyTorch explains how to run code
-            code = [name for name in code_in_pickle(file) if not name.startswith("torch.")]
-            reason = f"it {code_refused(code)}" if code else "it is damaged"
-        raise ValueError(
-            f"{given} cannot be read: {reason}; download it again, or take the embedding's "
-            ".safetensors"
-        ) from error
+    with naming_damage(given):
+        is_pickle = file.suffix != ".safetensors"
+        content = as_arrays(load_pickle(file)) if is_pickle else dict(read_safetensors(file))
 
     default = file.parent.name if file.name in FILES else file.stem
     if isinstance(content, dict) and "string_to_param" in content:  # of the web UI
@@ -288,7 +273,7 @@ def as_vectors(given, name, x):
     if not hasattr(x, "shape") or not x.size or len(x.shape) not in (1, 2):
         shape = getattr(x, "shape", type(x).__name__)
         raise ValueError(f"{given} is not an embedding: its entry {name} is {shape}, not vectors")
-    if not np.issubdtype(x.dtype, np.floating):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"{given}: its entry {name} has {x.dtype} numbers; vectors have floats")
     with np.errstate(over="ignore"):  # float64
         x = x.astype(np.float32)
@@ -297,30 +282,8 @@ def as_vectors(given, name, x):
     return np.atleast_2d(x)
 
 
-def content_of_safetensors(file):
-    """{name: array} of a safetensors file."""
-    with safe_open(file, "np") as tensors:
-        return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-
-
-def content_of_pickle(file):
-    """The content of a PyTorch file: dicts of NumPy arrays, or one. Nothing in it is run."""
-    try:
-        import torch
-    except ImportError as error:
-        message = f"reading {file} needs PyTorch: pip install torch, or take .safetensors"
-        raise ImportError(message) from error
-
-    # The original code of textual inversion saves its vectors in a ParameterDict.
-    with torch.serialization.safe_globals([torch.nn.ParameterDict]):
-        content = torch.load(file, map_location="cpu", weights_only=True)
-
-    def as_arrays(value):
-        if isinstance(value, torch.Tensor):
-            value = value.detach()
-            return (value.float() if value.dtype.is_floating_point else value).numpy()
-        if isinstance(value, dict | torch.nn.ParameterDict):
-            return {name: as_arrays(x) for name, x in value.items()}
-        return value
-
-    return as_arrays(content)
+def as_arrays(content):
+    """The content of a PyTorch file with NumPy arrays, in dicts or alone, in place of tensors."""
+    if hasattr(content, "items"):  # a dict or PyTorch's ParameterDict
+        return {name: as_arrays(x) for name, x in content.items()}
+    return as_array(content) if hasattr(content, "detach") else content

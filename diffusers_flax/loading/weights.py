@@ -1,14 +1,16 @@
 """Weights: names and axes in PyTorch's files and in Flax trees; reading and writing files.
 
-Reads safetensors (one file, sharded, with a variant), PyTorch .bin and the published Flax msgpack.
-Writes safetensors with PyTorch's names.
+Reads safetensors (one file, sharded, with a variant), PyTorch's pickles and the published Flax
+msgpack, with tensors of any dtype. Writes safetensors with PyTorch's names.
 """
 
 import json
 import mmap
+import pickle
 import pickletools
 import re
 import zipfile
+from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -28,7 +30,16 @@ from diffusers_flax.messages import first_names, reason_of, warn_once
 # PyTorch before 1.6 wrote pickles one after another: a magic number, the version, the machine, the
 # content, and the names of the storages, whose bytes follow.
 PICKLES_OF_OLD_FILES = 5
-TENSORS_NEED = re.compile(r"torch\.(_utils\._rebuild_\w+|\w*Storage)$|collections\.OrderedDict$")
+TENSORS_NEED = re.compile(
+    r"torch\.(_utils\._rebuild_\w+|(storage\.)?\w*Storage|Size|device|(b?float|u?int)\d\w*|"
+    r"nn\.parameter\.Parameter)$|"
+    r"collections\.(OrderedDict|Counter)$|_codecs\.encode$"
+)
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")  # of files that torch.save wrote
+# Objects of the training loop in files of PyTorch Lightning, and numbers and arrays of NumPy beside
+# the weights: they are not needed and not made.
+NOT_NEEDED = ("pytorch_lightning.", "lightning.", "numpy.")
+PARAMETER_DICT = "torch.nn.modules.container.ParameterDict"  # of the first textual inversions
 # By `weights_name`: the file names to look for, in this order.
 WEIGHT_FILES = {
     "diffusion_pytorch_model": (
@@ -56,11 +67,28 @@ VAE_TORCH_TO_FLAX = {
     ".to_out.0.": ".proj_attn.",
 }
 
-# safetensors' names of the dtypes that its NumPy API does not read.
-FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
-
-# PyTorch's names of the dtypes that NumPy lacks: integers of their size.
-TORCH_BITS = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
+# By safetensors' names. Its F4 and F6 are packed: their scales are in other tensors.
+DTYPES = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "F32": np.float32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F64": np.float64,
+    "C64": np.complex64,
+}
 
 # A shard is in the directory of its index: letters, digits and a few signs, no path.
 SHARD_NAME = re.compile(r"\w[\w.+ -]{0,254}", re.ASCII)
@@ -208,41 +236,97 @@ def weights_pattern(stem, dot_variant=""):
     return re.compile("|".join(files + indices))
 
 
-def read_weights(file, read=None, has_int8=False):
-    """Yield (Flax path, NumPy array) of one file; arrays of .bin are in the file's memory map.
+class NotWeights(ValueError):
+    """A file is not damaged, but is not what is needed."""
+
+
+class NotNeeded:
+    """Stands for an object in a pickle that is not needed."""
+
+    def __init__(self, *args, **kwargs):
+        """Take what the pickle gives."""
+
+    def __setstate__(self, state):
+        """Leave the object's content out."""
+
+
+def read_weights(file, read=None, kinds=(jnp.floating,)):
+    """Yield (Flax path, NumPy array) of one file; arrays of pickles are in the file's memory map.
 
     Args:
         file: Path.
         read: yields (PyTorch's name, array) of the file; None: by its suffix.
-        has_int8: whether kernels may be int8, with their scales as further arrays.
+        kinds: of the arrays' dtypes, as jnp.issubdtype takes them.
+
+    Raises:
+        ValueError: the file is damaged, or has entries that are no such arrays.
     """
-    readers = {".msgpack": _read_msgpack, ".bin": _read_bin}
+    readers = {".msgpack": _read_msgpack, **dict.fromkeys(PICKLE_SUFFIXES, _read_pickle)}
     read = read or partial(readers.get(file.suffix, read_safetensors), file)
-    try:
+    with naming_damage(file):
         for key, array in read():
             if key.endswith("embeddings.position_ids"):  # a buffer: 0, 1, 2, ...
                 continue
             kind = getattr(array, "dtype", type(array).__name__)
-            is_int8 = has_int8 and kind == np.int8
-            if not isinstance(array, np.ndarray) or not (
-                is_int8 or jnp.issubdtype(kind, jnp.floating)
+            if not isinstance(array, np.ndarray) or not any(
+                jnp.issubdtype(kind, wanted) for wanted in kinds
             ):
-                raise ValueError(f"its entry {key!r} is {kind}, no array of floats")
+                raise NotWeights(f"its entry {key!r} is {kind}, no array of floats")
             if file.suffix != ".msgpack":
                 key, array = torch_to_flax(key, array)
             yield key, array
+
+
+@contextmanager
+def naming_damage(file):
+    """Turn the error of reading a file of weights into a ValueError that names it.
+
+    file: Path, or the words for it.
+    """
+    try:
+        yield
     except (ImportError, MemoryError, PermissionError):  # not caused by the file's content
         raise
+    except NotWeights as error:
+        raise ValueError(f"{file} cannot be read as weights: {error}") from error
     except Exception as error:  # the readers raise errors of many types for damaged bytes
-        raise ValueError(damage(file, error)) from error
+        raise ValueError(
+            f"{file} cannot be read as weights ({reason_of(error)}); it may be an incomplete "
+            "download, a git-lfs pointer, or no weights at all: fetch it again"
+        ) from error
 
 
-def damage(file, error):
-    """What to say about a file of weights whose bytes cannot be read because of an exception."""
-    return (
-        f"{file} cannot be read as weights ({reason_of(error)}); it may be an incomplete "
-        "download, a git-lfs pointer, or no weights at all: fetch it again"
-    )
+def load_pickle(file):
+    """The content of a PyTorch file, with its tensors in a memory map; nothing in it is run.
+
+    Args:
+        file: Path or str.
+
+    Raises:
+        NotWeights: it needs code.
+        ImportError: PyTorch is not installed.
+        Exception: of many types, if it is damaged; see naming_damage.
+    """
+    try:
+        import torch  # seconds to import, and needed for such files only
+    except ImportError as error:
+        message = f"reading {file} needs PyTorch: pip install torch, or take .safetensors"
+        raise ImportError(message) from error
+
+    # Files of PyTorch before 1.6 are not zip archives and cannot be mapped.
+    is_zip = zipfile.is_zipfile(file)
+    try:
+        names = {*code_in_pickle(file)} - {PARAMETER_DICT}
+        if code := sorted(name for name in names if not name.startswith(NOT_NEEDED)):
+            raise NotWeights(
+                f"it is a pickle that runs code when it is opened ({first_names(code)}) and is "
+                "refused; take the .safetensors"
+            )
+        safe = [torch.nn.ParameterDict, *((NotNeeded, name) for name in names)]
+        with torch.serialization.safe_globals(safe):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+    except (pickle.UnpicklingError, EOFError):  # whose text explains how to run code
+        raise ValueError("it is no pickle of tensors") from None
 
 
 def code_in_pickle(file):
@@ -265,14 +349,22 @@ def code_in_pickle(file):
                         names.append(".".join(words[-2:]))
                     elif isinstance(value, str):
                         words.append(value)
-        except ValueError:  # it is over, or damaged
+        except (ValueError, MemoryError, OverflowError):  # it is over, or damaged
             pass
     return sorted({name for name in names if not TENSORS_NEED.match(name)})
 
 
-def code_refused(code):
-    """What to say about a pickle with code; code: from code_in_pickle."""
-    return f"is a pickle that runs code when it is opened ({first_names(code)}) and is refused"
+def state_dict_of(content):
+    """The state dict in the content of a PyTorch file, also if it is an entry of another dict.
+
+    Raises:
+        NotWeights: it has none.
+    """
+    while isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
+        content = content["state_dict"]
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise NotWeights("it holds no state dict")
+    return content
 
 
 def read_safetensors(file):
@@ -290,60 +382,52 @@ class SafetensorsFile:
     """
 
     def __init__(self, file):
-        # pread: the pages of a memory map would stay in memory next to the copies.
-        self.file, self.tensors = file, safe_open(file, "np", backend="pread")
+        self.file = file
+        with safe_open(file, "np") as tensors:  # checks the file's header
+            names = tensors.keys()
         with open(file, "rb") as raw:
             header_size = int.from_bytes(raw.read(8), "little")
             self.header = json.loads(raw.read(header_size))
         self.start = 8 + header_size
-        names = self.tensors.keys()
         self.shapes = {name: tuple(self.header[name]["shape"]) for name in names}
 
     def read(self, key):
-        """A tensor as a NumPy array."""
+        """A tensor as a NumPy array, of ml_dtypes' dtypes where NumPy has none."""
         entry = self.header[key]
-        if entry["dtype"] not in FLOAT8:
-            return self.tensors.get_tensor(key)
+        if entry["dtype"] not in DTYPES:
+            raise NotWeights(f"its entry {key!r} has the packed dtype {entry['dtype']}")
+        # Read, not mapped: the pages of a memory map would stay in memory next to the copies.
         start, end = entry["data_offsets"]
-        with open(self.file, "rb") as raw:
-            raw.seek(self.start + start)
-            array = np.frombuffer(raw.read(end - start), FLOAT8[entry["dtype"]])
-        return array.reshape(entry["shape"])
+        data = np.fromfile(self.file, np.uint8, end - start, offset=self.start + start)
+        return data.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
-def _read_bin(file):
-    try:
-        import torch  # seconds to import, and needed for .bin files only
-    except ImportError as error:
-        message = f"reading {file} needs PyTorch: pip install torch, or take .safetensors"
-        raise ImportError(message) from error
-
-    # Files of PyTorch before 1.6 are not zip archives and cannot be mapped.
-    tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    if not isinstance(tensors, dict):
-        raise ValueError("it holds no state dict")
-    for key, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"its entry {key!r} is not a tensor")
+def _read_pickle(file):
+    for key, tensor in state_dict_of(load_pickle(file)).items():
+        if not hasattr(tensor, "detach"):
+            raise NotWeights(f"its entry {key!r} is not a tensor")
         yield key, as_array(tensor)
 
 
 def as_array(tensor):
-    """A PyTorch tensor as a NumPy array of the same memory."""
+    """A PyTorch tensor as a NumPy array of the same memory, of any dtype but packed ones."""
     import torch
 
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name in TORCH_BITS:
-        bits = tensor.detach().view(getattr(torch, TORCH_BITS[name]))
-        return bits.numpy().view(getattr(ml_dtypes, name))
-    return tensor.detach().numpy()
+    tensor, name = tensor.detach(), str(tensor.dtype).removeprefix("torch.")
+    try:
+        if not hasattr(ml_dtypes, name):
+            return tensor.numpy()
+        bits = torch.int8 if tensor.element_size() == 1 else torch.int16
+        return tensor.view(bits).numpy().view(getattr(ml_dtypes, name))
+    except TypeError:  # quantized, sparse
+        raise NotWeights(f"it has a tensor of {tensor.dtype}, {tensor.layout}") from None
 
 
 def _read_msgpack(file):
     with open(file, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
         tree = msgpack_restore(data)
     if not isinstance(tree, dict):
-        raise ValueError("it holds no tree of parameters")
+        raise NotWeights("it holds no tree of parameters")
     flat = flatten_dict(tree, sep="/")
     del tree
     while flat:  # each array can be freed before the next is read

@@ -246,8 +246,9 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             files = find_weights(fetch, cls.weights_name, variant, from_pt, where)
         cpu = host_device()
         flat, unexpected = {}, []
+        kinds = (jnp.floating, np.int8) if storage == "int8" else (jnp.floating,)
         for file in files:
-            for key, array in read_weights(file, read, storage == "int8"):
+            for key, array in read_weights(file, read, kinds):
                 key = cls.path_in_tree(key, config)
                 if key is None:
                     continue

@@ -96,13 +96,15 @@ def test_sources_and_their_types(tmp_path):
     expected = open_with(unet_delta=(distilled, base))[1]["unet"]
     unet = diffusers.UNet2DConditionModel.from_pretrained(base / "unet")
     unet.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
-    torch.save(load_file(distilled / WEIGHTS), tmp_path / "distilled.bin")
+    for suffix in ("bin", "ckpt"):
+        torch.save(load_file(distilled / WEIGHTS), tmp_path / f"distilled.{suffix}")
     whole = original_layout(base)
     files = [write_single_file(tmp_path / f"base{end}", whole) for end in (".safetensors", ".ckpt")]
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     for sources in (
         (str(distilled / WEIGHTS), base / "unet"),
         (tmp_path / "distilled.bin", f"{tmp_path / 'shards'}:1"),
+        (tmp_path / "distilled.ckpt", base),
         *((distilled, file) for file in files),
     ):
         found = open_with(unet_delta=sources)[1]["unet"]

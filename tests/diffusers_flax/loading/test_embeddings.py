@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.images import prepare_images
+from diffusers_flax.loading.embeddings import read_embeddings
 from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -56,7 +57,7 @@ def files(tmp_path_factory):
         "string_to_token": {"*": 265},
         "string_to_param": {"*": vectors(3).requires_grad_()},
         "name": "style",
-        "step": 100,
+        "step": np.int64(100),
         "sd_checkpoint": None,
         "sd_checkpoint_name": "v1-5",
     }
@@ -234,6 +235,17 @@ def test_unused_tokens_are_named(models, files, caplog):
     ]
 
 
+def test_vectors_of_every_dtype(tmp_path):
+    """As PyTorch casts them; the web UI's and the trainers' files have half precision."""
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+        content = {"<cat>": vectors(2).to(dtype)}
+        save_file(content, tmp_path / "a.safetensors")
+        torch.save(content, tmp_path / "a.pt")
+        for name in ("a.safetensors", "a.pt"):
+            [embedding] = read_embeddings(tmp_path / name)
+            np.testing.assert_array_equal(embedding.vectors[None], content["<cat>"].float())
+
+
 class RunsCode:
     """A pickle of it would run a command."""
 
@@ -259,7 +271,11 @@ class RunsCode:
         ("sd", "lora.safetensors", "is a LoRA; give it as --lora"),
         ("sd", "model.safetensors", "is not an embedding; it has conv_in.weight"),
         ("sd", "code.pt", "it is a pickle that runs code when it is opened"),
-        ("sd", "cut.safetensors", r"cannot be read: SafetensorError: .*; download it again"),
+        (
+            "sd",
+            "cut.safetensors",
+            r"cannot be read as weights \(SafetensorError: .*: fetch it again",
+        ),
         ("sd", "step.bin", "its entry step is int, not vectors"),
         ("sd", "number.bin", "number.bin is not an embedding: 1 is no token, which is a str"),
         ("sd", "blank.bin", "its token is blank; name another one, such as .*blank.bin:<style>"),
@@ -302,7 +318,7 @@ def test_bad_files_in_one_line(models, tmp_path, family, name, message):
 @pytest.mark.slow
 def test_old_pickle_and_given_parts(models, files, tmp_path):
     (tmp_path / "old.pt").write_bytes(pickle.dumps(RunsCode()))
-    with pytest.raises(ValueError, match=r"old\.pt cannot be read: .*; download it again, or take"):
+    with pytest.raises(ValueError, match=r"old\.pt cannot be read as weights: it is a pickle that"):
         FlaxDiffusionPipeline.from_pretrained(models["sd"], embeddings=tmp_path / "old.pt")
     twice = [files["web_ui.pt"], files["web_ui.pt"]]
     with pytest.raises(ValueError, match="the tokenizer has the token style already"):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from helpers import psnr
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
-from diffusers_flax.loading.lora import Loras, from_sgm
+from diffusers_flax.loading.lora import Loras, from_sgm, read_updates
 from diffusers_flax.loading.weights import flax_to_torch, torch_to_flax
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
@@ -164,13 +165,58 @@ def test_weights_are_those_of_pytorch(models, tmp_path, family, layout):
         peft_file(file, factors, alpha=2.0)
     else:
         factors = random_factors(theirs, all_targets(TARGETS))
-        number = kohya_file(file, factors, alpha=2.0, sgm=layout == "sgm")
+        number = kohya_file(file, factors, alpha=2, sgm=layout == "sgm")  # an int64 tensor
         assert number > 20
     theirs.load_lora_weights(tmp_path, weight_name=file.name)
     theirs.fuse_lora(lora_scale=0.7)
     theirs.unload_lora_weights()
     _, params = FlaxDiffusionPipeline.from_pretrained(models[family], lora=[f"{file}:0.7"])
     assert_params_are(theirs, params)
+
+
+def test_names_of_comfyui(models, tmp_path):
+    """The updates of the same factors in kohya's file, which PyTorch reads too."""
+    factors = random_factors(torch_pipeline("xl", models["xl"]), all_targets(TARGETS))
+    kohya_file(tmp_path / "kohya.safetensors", factors, alpha=2, sgm=True)
+    tensors, blocks = {}, {block: name.replace("_", ".") for block, name in SGM.items()}
+    blocks = {block: re.sub("^(input|output|middle).", r"\1_", x) for block, x in blocks.items()}
+    encoders = {"text_encoder": "clip_l", "text_encoder_2": "clip_g"}
+    for (part, layer), pair in factors.items():
+        block = next((b for b in SGM if layer.startswith(b)), None)
+        if part == "unet" and block is None:
+            continue
+        name = f"text_encoders.{encoders.get(part)}.transformer.text_model.{layer}"
+        if part == "unet":
+            rest = layer.removeprefix(block).strip(".")
+            rest = SGM_LAYERS.get(rest, rest)
+            name = ".".join(filter(None, ("diffusion_model", blocks[block], rest)))
+        tensors |= {f"{name}.lora_{way}.weight": x for way, x in zip(("down", "up"), pair)}
+        tensors[f"{name}.alpha"] = torch.tensor(2.0)
+    save_file(tensors, tmp_path / "comfyui.safetensors")
+    found, expected = (
+        read_updates(tmp_path / f"{name}.safetensors", 1.0) for name in ("comfyui", "kohya")
+    )
+    assert found.keys() == expected.keys() and len(found) > 20
+    for key, update in expected.items():
+        jax.tree.map(np.testing.assert_array_equal, found[key][:3], update[:3])
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.bin", "a.pt", "a.ckpt"])
+def test_every_dtype_and_file(tmp_path, name):
+    """Also with numbers of the training loop beside a state dict."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float64, torch.bfloat16, torch.float8_e5m2):
+        tensors = {n: torch.randn(x, generator=generator).to(dtype) for n, x in PAIR.items()}
+        if name == "a.safetensors":
+            save_file(tensors, tmp_path / name)
+        elif name == "a.ckpt":
+            torch.save({"state_dict": tensors, "loss": np.float64(0.1)}, tmp_path / name)
+        else:
+            torch.save(tensors, tmp_path / name)
+        [update] = read_updates(tmp_path / name, 1.0).values()
+        down, up = (x.float()[:, :, 0, 0].T for x in tensors.values())
+        np.testing.assert_array_equal(update.down, down[None, None])
+        np.testing.assert_array_equal(update.up, up)
 
 
 def test_each_layer_has_its_own_alpha(models, tmp_path):
@@ -278,6 +324,10 @@ PAIR = {f"{LAYER}.lora_A.weight": (2, 16, 1, 1), f"{LAYER}.lora_B.weight": (16, 
         (PAIR | {f"{LAYER}.dora_scale": (16, 1)}, "is DoRA .*which is not supported; merge it"),
         ({"lora_unet_x.hada_w1_a": (2, 2)}, "is LoHa .*which is not supported"),
         ({"lora_unet_x.lokr_w1": (2, 2)}, "is LoKr .*which is not supported"),
+        ({"lora_unet_x.weight": (2,), "lora_unet_x.on_input": ()}, "is IA3 .*which is not suppo"),
+        ({"lora_unet_x.oft_blocks": (2, 2, 2)}, "is OFT .*which is not supported"),
+        ({"diffusion_model.out.2.diff_b": (4,)}, "is a LoRA with whole differences of weights .*"),
+        ({"lora_controlnet": (), "out.0.down": (2, 2)}, "is a Control-LoRA, for a ControlNet .*"),
         (PAIR | {f"{LAYER}.lora_mid.weight": (2, 2, 3, 3)}, "is a LoRA of three factors"),
         (PAIR | {f"{LAYER}.lora_B.weight": (16, 3, 1, 1)}, "which do not fit each other"),
         ({f"{LAYER}.lora_A.weight": (0, 16), f"{LAYER}.lora_B.weight": (16, 0)}, "do not fit each"),
@@ -287,7 +337,8 @@ PAIR = {f"{LAYER}.lora_A.weight": (2, 16, 1, 1), f"{LAYER}.lora_B.weight": (16, 
 )
 def test_broken_files_are_refused(tmp_path, shapes, message):
     file = tmp_path / "a.safetensors"
-    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, file)
+    dtypes = {n: torch.bool if n.endswith(".on_input") else torch.float32 for n in shapes}
+    save_file({n: torch.zeros(x, dtype=dtypes[n]) for n, x in shapes.items()}, file)
     with pytest.raises(ValueError, match=f"--lora {file}.*{message}"):
         Loras([str(file)])
 

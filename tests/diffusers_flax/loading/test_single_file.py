@@ -11,6 +11,7 @@ import diffusers
 import httpx2 as httpx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
@@ -309,7 +310,41 @@ def test_family_and_configs_by_default(tmp_path, monkeypatch):
 
 
 ONE = torch.ones(1)
+
+
+def unet_file(in_channels=4, **others):
+    """The ends of a UNet with the original names, and other tensors of it."""
+    tensors = {
+        "input_blocks.0.0.weight": torch.ones(8, in_channels, 3, 3),
+        "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": torch.ones(8, 1024),
+        "out.2.weight": torch.ones(4, 8, 3, 3),
+    }
+    named = {name.replace("__", "."): x for name, x in others.items()}
+    return {f"model.diffusion_model.{name}": x for name, x in (tensors | named).items()}
+
+
+FEATURES = torch.ones(8, 2048)
 ERRORS = {
+    "depth": (unet_file(5), "is of the family Stable Diffusion 2 depth, which is not supported"),
+    "upscaler": (unet_file(7), "is of the family Stable Diffusion upscaler, which is not"),
+    "six": (unet_file(6), r"is of the family not known \(a UNet of 6 input channels\), which"),
+    "unclip": (
+        unet_file(label_emb__0__0__weight=FEATURES),
+        "is of the family Stable Diffusion 2 unCLIP, which is not supported",
+    ),
+    "unclip_of_diffusers": (
+        {"down_blocks.0.resnets.0.conv1.weight": ONE, "class_embedding.linear_1.weight": ONE},
+        "is of the family Stable Diffusion 2 unCLIP, which is not supported",
+    ),
+    "video": (
+        unet_file(8, input_blocks__1__0__time_stack__in_layers__0__bias=ONE),
+        "is of the family Stable Video Diffusion, or another of videos, which is not supported",
+    ),
+    "zero123": (unet_file(8) | {"cc_projection.bias": ONE}, "is of the family Zero-1-to-3, which"),
+    "control_lora": (
+        {"lora_controlnet": torch.ones(()), "input_hint_block.0.weight": ONE, "out.0.down": ONE},
+        "is a Control-LoRA, the low-rank form of a ControlNet, which is not supported; take a wh",
+    ),
     "lora": (
         {"lora_unet_down_blocks_0.lora_down.weight": torch.ones(2)},
         "is a LoRA; give it as lora= or --lora",
@@ -389,6 +424,27 @@ def test_bad_files(tmp_path):
         FlaxAutoencoderKL.from_single_file(tmp_path / "unet.safetensors", config=folder)
     refused(folder, f"{folder} is not one of .safetensors, .*; from_pretrained opens directories")
     refused(tmp_path / "absent.safetensors", "absent.safetensors does not exist; check the path")
+
+
+@pytest.mark.parametrize("old_names", [False, True])
+def test_numbers_of_numpy_beside_the_weights(tmp_path, old_names):
+    """Written with NumPy 2, and with the names of NumPy 1."""
+    folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4)
+    content = {
+        "state_dict": original_layout(folder, ["unet"]),
+        "global_step": np.int64(7),
+        "best": np.float32(0.5),
+        "losses": np.ones(3),
+    }
+    file = tmp_path / "unet.ckpt"
+    torch.save(content, file, _use_new_zipfile_serialization=not old_names)
+    if old_names:
+        data = file.read_bytes()
+        assert b"numpy._core.multiarray" in data
+        file.write_bytes(data.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+    _, params = FlaxUNet2DConditionModel.from_single_file(file, folder)
+    expected = FlaxUNet2DConditionModel.from_pretrained(folder, subfolder="unet")[1]
+    assert equal_trees(params, expected)
 
 
 @pytest.mark.slow
@@ -521,6 +577,11 @@ def test_configs_of_a_controlnet(tmp_path):
         save_file(tensors, tmp_path / f"{width}.safetensors")
         source = SingleFile(tmp_path / f"{width}.safetensors").as_part("controlnet")
         assert default_configs(source) == expected
+    name = name.replace("down_blocks.0.attentions.0", "control_model.input_blocks.4.1")
+    tensors = {name: torch.ones(2, 2048), "control_model.label_emb.0.0.weight": ONE}
+    save_file(tensors, tmp_path / "xl.safetensors")
+    of_xl = SingleFile(tmp_path / "xl.safetensors").as_part("controlnet")
+    assert default_configs(of_xl) == "diffusers/controlnet-canny-sdxl-1.0"
     (tmp_path / "empty").mkdir()
     source.configs = str(tmp_path / "empty")
     match = "give config= of FlaxControlNetModel.from_single_file, a directory or hub id"
@@ -576,12 +637,31 @@ def test_cosxl_edit(tmp_path):
     assert psnr(found, theirs(PROMPTS[:1], image=image, **options).images) > 60
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["prefixed.pth", "bare.safetensors", "diffusers.safetensors"])
-def test_controlnet(tmp_path, layout):
-    """Each as PyTorch's class reads it, and equal to the directory."""
+CONTROLNET_XL = dict(
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+    transformer_layers_per_block=(1, 2),
+    use_linear_projection=True,
+    addition_embed_type="text_time",
+    addition_time_embed_dim=8,
+    projection_class_embeddings_input_dim=68,
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("bare.safetensors", CONTROLNET_XL),
+        *(
+            pytest.param(layout, options, marks=pytest.mark.slow)
+            for layout in ("prefixed.pth", "bare.safetensors", "diffusers.safetensors")
+            for options in ({}, CONTROLNET_XL)
+        ),
+    ],
+)
+def test_controlnet(tmp_path, layout, options):
+    """Each as PyTorch's class has it; its from_single_file cannot read the original SDXL."""
     torch.manual_seed(0)
-    model = diffusers.ControlNetModel(
+    config = dict(
         block_out_channels=(32, 64),
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         layers_per_block=1,
@@ -589,11 +669,13 @@ def test_controlnet(tmp_path, layout):
         cross_attention_dim=24,
         conditioning_embedding_out_channels=(8, 8, 16, 16),
     )
+    model = diffusers.ControlNetModel(**config | options)
     for parameter in model.parameters():  # of which zeros would hide mistakes
         torch.nn.init.normal_(parameter)
     model.save_pretrained(tmp_path / "configs")
     state, prefix = model.state_dict(), ""
-    if not layout.startswith("diffusers"):
+    is_original = not layout.startswith("diffusers")
+    if is_original:
         prefix = "control_model." if layout.startswith("prefixed") else ""
         state = controlnet_layout(state, 1)
     state = {f"{prefix}{name}": x.contiguous() for name, x in state.items()}
@@ -601,7 +683,10 @@ def test_controlnet(tmp_path, layout):
     controlnet, params = FlaxControlNetModel.from_single_file(file, config=tmp_path / "configs")
     expected = FlaxControlNetModel.from_pretrained(tmp_path / "configs")
     assert controlnet == expected[0] and equal_trees(params, expected[1])
-    theirs = diffusers.ControlNetModel.from_single_file(str(file), config=str(tmp_path / "configs"))
-    assert all((theirs.state_dict()[name] == x).all() for name, x in model.state_dict().items())
+    if not (options and is_original):
+        theirs = diffusers.ControlNetModel.from_single_file(
+            str(file), config=str(tmp_path / "configs")
+        )
+        assert all((theirs.state_dict()[name] == x).all() for name, x in model.state_dict().items())
     with pytest.raises(ValueError, match="is a ControlNet; give it as one, with a whole model"):
         FlaxDiffusionPipeline.from_single_file(file, config=tmp_path / "configs")
