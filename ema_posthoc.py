@@ -28,13 +28,18 @@ from typing import Literal, NamedTuple
 import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from command_line import ask_before_replacing, run_main
 from diffusers_flax.loading.directories import writing_pipeline
 from diffusers_flax.loading.files import naming_full_disk, read_json
-from diffusers_flax.loading.weights import shard_names, torch_to_flax
+from diffusers_flax.loading.weights import (
+    SafetensorsFile,
+    read_safetensors,
+    shard_names,
+    torch_to_flax,
+)
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from training.ema import posthoc_error, posthoc_weights, sigma_rel_to_gamma
 
@@ -121,9 +126,7 @@ def entries_and_shapes(folder):
     try:
         description = read_json(folder / "config.json")
         for file in weight_files(folder):
-            with safe_open(file, "np") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 - not a dict
-                    description[key] = tensors.get_slice(key).get_shape()
+            description |= SafetensorsFile(file).shapes
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"the snapshot {folder} is incomplete ({error}); copy it again, or remove all "
@@ -154,10 +157,7 @@ def check_alike(folders):
 def iterate_tensors(folder):
     """Yield (name, array) of a UNet directory, one at a time."""
     for file in weight_files(folder):
-        # pread: the pages of a memory map would stay in memory.
-        with safe_open(file, "np", backend="pread") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - not a dict
-                yield key, tensors.get_tensor(key)
+        yield from read_safetensors(file)
 
 
 def sum_snapshots(folders, weights, description):

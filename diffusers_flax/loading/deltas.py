@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
 from diffusers_flax.loading.hub import fetch_file, fetch_source, locate, place_in_words
 from diffusers_flax.loading.lora import split_weight
 from diffusers_flax.loading.single_file import SINGLE_FILE_SUFFIXES, SingleFile, check_content

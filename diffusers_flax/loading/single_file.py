@@ -188,7 +188,7 @@ class SingleFile(str):
 
     @property
     def look_alike(self):
-        """A family that is not supported although its names are those of supported ones, or None."""
+        """The family if it is not supported though its names are of supported ones, or None."""
         for pattern, family in LOOK_ALIKES.items():
             if any(re.search(pattern, name) for name in self.shapes):
                 return family

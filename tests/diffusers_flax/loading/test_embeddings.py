@@ -57,7 +57,7 @@ def files(tmp_path_factory):
         "string_to_token": {"*": 265},
         "string_to_param": {"*": vectors(3).requires_grad_()},
         "name": "style",
-        "step": np.int64(100),
+        "step": 100,
         "sd_checkpoint": None,
         "sd_checkpoint_name": "v1-5",
     }
@@ -236,11 +236,13 @@ def test_unused_tokens_are_named(models, files, caplog):
 
 
 def test_vectors_of_every_dtype(tmp_path):
-    """As PyTorch casts them; the web UI's and the trainers' files have half precision."""
+    """As PyTorch casts them; with a number of NumPy beside them, which PyTorch refuses to read."""
     for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
         content = {"<cat>": vectors(2).to(dtype)}
         save_file(content, tmp_path / "a.safetensors")
-        torch.save(content, tmp_path / "a.pt")
+        torch.save(
+            {"string_to_param": {"*": content["<cat>"]}, "step": np.int64(3)}, tmp_path / "a.pt"
+        )
         for name in ("a.safetensors", "a.pt"):
             [embedding] = read_embeddings(tmp_path / name)
             np.testing.assert_array_equal(embedding.vectors[None], content["<cat>"].float())

@@ -185,7 +185,8 @@ def test_names_of_comfyui(models, tmp_path):
         block = next((b for b in SGM if layer.startswith(b)), None)
         if part == "unet" and block is None:
             continue
-        name = f"text_encoders.{encoders.get(part)}.transformer.text_model.{layer}"
+        inner = layer.removeprefix("text_model.")  # as transformers may or may not name it
+        name = f"text_encoders.{encoders.get(part)}.transformer.text_model.{inner}"
         if part == "unet":
             rest = layer.removeprefix(block).strip(".")
             rest = SGM_LAYERS.get(rest, rest)

@@ -333,7 +333,10 @@ ERRORS = {
         "is of the family Stable Diffusion 2 unCLIP, which is not supported",
     ),
     "unclip_of_diffusers": (
-        {"down_blocks.0.resnets.0.conv1.weight": ONE, "class_embedding.linear_1.weight": ONE},
+        {
+            "down_blocks.0.resnets.0.conv1.weight": ONE,
+            "class_embedding.linear_1.weight": FEATURES,
+        },
         "is of the family Stable Diffusion 2 unCLIP, which is not supported",
     ),
     "video": (
@@ -342,7 +345,7 @@ ERRORS = {
     ),
     "zero123": (unet_file(8) | {"cc_projection.bias": ONE}, "is of the family Zero-1-to-3, which"),
     "control_lora": (
-        {"lora_controlnet": torch.ones(()), "input_hint_block.0.weight": ONE, "out.0.down": ONE},
+        {"lora_controlnet": torch.ones(()), "input_hint_block.0.weight": ONE},
         "is a Control-LoRA, the low-rank form of a ControlNet, which is not supported; take a wh",
     ),
     "lora": (
