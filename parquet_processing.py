@@ -42,7 +42,7 @@ from tqdm import tqdm
 from command_line import check_image_file, run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.decoding import decode_pair, place_mask
-from dataloading.images import FORMATS, crop_image, decode_image
+from dataloading.images import crop_image, decode_image
 from dataloading.pairs import write_pairs
 from dataloading.shards import (
     COLUMN_FLAGS,
@@ -59,7 +59,7 @@ from dataloading.shards import (
     shard_files,
 )
 from diffusers_flax.captions import captioned, tile_grid
-from diffusers_flax.images import save_image
+from diffusers_flax.images import open_image, save_image
 
 __all__ = ["ParquetImagePairs"]
 
@@ -128,7 +128,8 @@ def check_pair(
     """Decode a pair; return it with format, size and mode of both images.
 
     Raises:
-        ValueError: the prompt or an image is missing or cannot be decoded, or the mask cannot.
+        ValueError: the prompt or an image is missing or cannot be decoded, or the mask cannot, or
+            they have two aspect ratios.
     """
     pair = pair_at(cells, position)
     pixels = np.empty((2, 16, 16, 3), np.uint8)  # small, but JPEGs are still read to their end
@@ -136,7 +137,7 @@ def check_pair(
     place_mask(pair, pixels[0, :, :, 0], tuple(time_ids[0, :2]), "bicubic", 0.5, False)
     kinds = []
     for data in pair[:2]:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = open_image(io.BytesIO(data))
         kinds.append(f"{image.format} {image.width}x{image.height} {image.mode}")
     return pair, kinds
 
@@ -282,7 +283,7 @@ def describe_and_preview(config: Config) -> None:
     print(describe_images(groups, kinds, unreadable, num_rows, config.num_listed))
     if not preview_pairs:
         raise ValueError(
-            f"none of the {num_rows} checked rows in {config.train_data_dir} can be decoded; the "
+            f"none of the {num_rows} checked rows in {config.train_data_dir} can be used; the "
             f"first error: {unreadable[0]}"
         )
     preview_pairs = preview_pairs[: config.num_preview]

@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dataloading.images import decode_image
+from dataloading.images import decode_image, one_error
+from diffusers_flax.images import open_image
 from editing.edits import fit_image, read_edits
 from editing.masks import white_mask
 
-MAX_PIXELS = 50_000_000  # of an image to edit
-SCALE_DOWN = f"scale it down to {MAX_PIXELS // 10**6} megapixels or less"
 PAINTING_SIZE = 512  # pixels, the longer side of the image to paint a mask on, at least
 
 
@@ -23,15 +22,10 @@ def read_bytes(path):
     """
     data = Path(path).read_bytes()
     try:
-        width, height = Image.open(io.BytesIO(data)).size
-    except Image.DecompressionBombError as error:
-        raise ValueError(f"this image is far too large; {SCALE_DOWN}") from error
-    except Exception as error:  # decoders raise errors of many types
-        raise ValueError(
-            "this file is not an image that Pillow can read; convert it to PNG or JPEG"
-        ) from error
-    if width * height > MAX_PIXELS:
-        raise ValueError(f"this image has {width}x{height} pixels; {SCALE_DOWN}")
+        with one_error():
+            open_image(io.BytesIO(data))
+    except ValueError as error:
+        raise ValueError(f"this image cannot be read: {error}") from error
     return data
 
 

@@ -9,10 +9,9 @@ import json
 import secrets
 from dataclasses import asdict, dataclass, fields, replace
 
-from PIL import Image
-
 from command_line import check_seed
 from diffusers_flax.acceleration.plans import parse
+from diffusers_flax.images import open_image
 from diffusers_flax.schedulers.factory import check_scheduler
 
 SOFTWARE = "edit_app.py"  # marks the images of the page
@@ -116,7 +115,8 @@ def read_settings(path):
     Entries that are missing or of another type have their defaults.
     """
     try:
-        with Image.open(path) as image:
+        with open(path, "rb") as file:
+            image = open_image(file)
             image.load()  # text chunks may stand after the pixels
             saved = json.loads(image.text[KEYWORD])
             known = settings_of(saved)

@@ -3,7 +3,6 @@
 Source: InstructPix2Pix (arXiv 2211.09800); SDXL (arXiv 2307.01952), section 2.2, for time ids.
 """
 
-import math
 import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dataloading.images import (
-    MAX_ASPECT_ERROR,
+    check_one_shape,
     crop_corner,
     crop_image,
     decode_image,
@@ -161,7 +160,8 @@ def decode_pair(
         and width of the edited image as stored, top and left of the crop in the scaled image, H, W.
 
     Raises:
-        ValueError: the prompt or an image is missing or cannot be decoded; out is then undefined.
+        ValueError: the prompt or an image is missing or cannot be decoded, or the images have two
+            aspect ratios; out is then undefined.
 
     Source: SDXL (arXiv 2307.01952), section 2.2.
     """
@@ -182,9 +182,11 @@ def decode_pair(
                 pixels[..., c] = cropped[:, ::-1, c]
         else:
             pixels[:] = cropped
+    original, stored = map(encoded_size, pair[:2])
+    check_one_shape(columns[0], original, columns[1], stored)
     height, width = scaled_size(*decoded.shape[:2], size)
     top, left = crop_corner(height, width, size, crop)
-    lefts, stored = (left, width - size[1] - left), encoded_size(data)
+    lefts = (left, width - size[1] - left)
     return np.array([(*stored, top, x, *size) for x in lefts], np.float32)
 
 
@@ -212,14 +214,10 @@ def place_mask(
         return
     try:
         mask = decode_mask(pair.mask)
-        if abs(math.log(mask.shape[0] * size[1] / (mask.shape[1] * size[0]))) > MAX_ASPECT_ERROR:
-            raise ValueError(
-                f"{mask.shape[1]}x{mask.shape[0]} pixels, the edited image has "
-                f"{size[1]:.0f}x{size[0]:.0f}; give both the same aspect ratio"
-            )
-        mask = crop_image(mask, out.shape, resample, crop)
     except ValueError as error:
         raise ValueError(f"mask: {error}") from error
+    check_one_shape("the mask", mask.shape, "the edited image", size)
+    mask = crop_image(mask, out.shape, resample, crop)
     out[:] = mask[:, ::-1] if flip else mask
 
 
@@ -240,7 +238,7 @@ def copy_mask(pair: Pair, out: np.ndarray, flip: bool) -> None:
         out[:] = 0
         return
     if len(pair.mask) != out.size:
-        raise ValueError("mask: none in the shard of latents; the mask was undecodable")
+        raise ValueError("mask: none in the shard of latents; it could not be used")
     mask = np.frombuffer(pair.mask, np.uint8).reshape(out.shape)
     out[:] = mask[:, ::-1] if flip else mask
 
@@ -266,7 +264,7 @@ def copy_latents(
         raise ValueError(f"{columns[2]}: null")
     for data, latents, column in zip(pair[:2], out, columns[:2]):
         if data is None or len(data) != 2 * latents.nbytes:
-            raise ValueError(f"{column}: no latents in the shard; the image was undecodable")
+            raise ValueError(f"{column}: no latents in the shard; the pair could not be used")
         latents[:] = np.frombuffer(data, np.float16).reshape(2, *latents.shape)[int(flip)]
     if pair.time_ids is None:
         return None

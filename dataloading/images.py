@@ -1,14 +1,17 @@
 """Image files: decoding, orientation, scaling and cropping."""
 
 import io
+import math
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import simplejpeg
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps
 
-from diffusers_flax.images import mask_values, to_rgb
+from diffusers_flax.images import MAX_PIXELS, mask_values, open_image, to_rgb
 from diffusers_flax.messages import one_line
 
 RESAMPLING = {
@@ -16,13 +19,12 @@ RESAMPLING = {
     "lanczos": Image.Resampling.LANCZOS,
     "bicubic": Image.Resampling.BICUBIC,
 }
+JPEG_START = b"\xff\xd8"
 ORIENTATION = ExifTags.Base.Orientation
 EXIF_OF_PNG = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # Pillow reads all of them
 EXIF_OR_XMP = (b"Exif\0\0", b"http://ns.adobe.com/xap/")  # of JPEG; Pillow reads both
 MAX_ASPECT_ERROR = 0.02  # log ratio; image models round sides to multiples of 8
 MAX_ASPECT = 20  # of an image; scaling up the shorter side of a longer one takes too much memory
-# Formats that Pillow may decode; others run external programs.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # Warnings of libjpeg after which it fills in pixels. simplejpeg raises the first of a file.
 LOST_PIXELS = (
     *("Premature end", "premature end", "bad Huffman code", "bad arithmetic code"),
@@ -31,7 +33,7 @@ LOST_PIXELS = (
 
 
 def load_image(path):
-    """Read an image file of any format of Pillow and apply its EXIF orientation.
+    """Read an image file and apply its EXIF orientation, see decode_image.
 
     Args:
         path: of the file.
@@ -43,25 +45,33 @@ def load_image(path):
         ValueError: the file is missing, damaged or not an image; the message starts with path.
     """
     try:
-        with open(path, "rb") as file:
-            return Image.fromarray(decode_upright(file.read(), formats=None))
+        return Image.fromarray(decode_image(Path(path).read_bytes()))
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; check the path") from None
-    except UnidentifiedImageError:
-        raise ValueError(
-            f"{path} is not an image that Pillow can read; convert it to PNG or JPEG"
-        ) from None
-    except Exception as error:  # decoders raise errors of many types
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read as an image: {reason}") from error
 
 
+@contextmanager
+def one_error() -> Iterator[None]:
+    """A context, or decorator, in which errors of decoders become ValueErrors of one line."""
+    try:
+        yield
+    except MemoryError:  # says nothing about the image
+        raise
+    except Exception as error:  # damaged data make decoders raise anything
+        raise ValueError(one_line(error, 200)) from error
+
+
+@one_error()
 def decode_image(
     data: bytes, min_size: tuple[int, int] = (0, 0), out: np.ndarray | None = None
 ) -> np.ndarray:
     """Decode one image to upright RGB.
 
     Args:
-        data: an encoded image, one of FORMATS. Upright JPEGs are decoded by simplejpeg, which
+        data: an encoded image, see open_image. Upright JPEGs are decoded by simplejpeg, which
             releases the GIL.
         min_size: (height, width): a JPEG at least twice as large may be decoded at a half of its
             size or less, but not below this; (0, 0): full size.
@@ -71,30 +81,24 @@ def decode_image(
         uint8 (H, W, 3).
 
     Raises:
-        ValueError: the data are not an image, damaged, or of a mode that `to_rgb` does not support.
+        ValueError: the data are not an image, damaged, of more than MAX_PIXELS, or of a mode that
+            `to_rgb` does not support.
     """
-    return with_one_error(decode_upright, data, min_size, out)
+    if data.startswith(JPEG_START):
+        pixels = decode_jpeg(data, min_size, out)
+        if pixels is not None:
+            return pixels
+    return np.asarray(to_rgb(open_upright(data)))
 
 
-def with_one_error(decode, data, *args):
-    """Call decode(data, *args); its errors become ValueErrors of one line."""
-    try:
-        return decode(data, *args)
-    except UnidentifiedImageError:
-        raise ValueError(f"no known image format ({len(data)} bytes)") from None
-    except MemoryError:  # says nothing about the image
-        raise
-    except Exception as error:  # damaged data make decoders raise anything
-        raise ValueError(one_line(error, 200)) from error
-
-
+@one_error()
 def decode_mask(data: bytes) -> np.ndarray:
     """Decode a mask: white may change, black may not.
 
     diffusers_flax.images.mask_values says what transparent pixels mean.
 
     Args:
-        data: an encoded image, one of FORMATS.
+        data: an encoded image, see open_image.
 
     Returns:
         uint8 (H, W), upright; 255 where the image may change.
@@ -102,24 +106,14 @@ def decode_mask(data: bytes) -> np.ndarray:
     Raises:
         ValueError: as for decode_image.
     """
-    return with_one_error(decode_upright_mask, data)
+    if data.startswith(JPEG_START):  # which may lack pixels
+        return mask_values(Image.fromarray(decode_image(data)))
+    return mask_values(open_upright(data))
 
 
-def decode_upright_mask(data):
-    """decode_mask without its one type of error."""
-    if data.startswith(b"\xff\xd8"):
-        return np.asarray(Image.fromarray(decode_upright(data)).convert("L"))
-    return mask_values(ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS)))
-
-
-def decode_upright(data, min_size=(0, 0), out=None, formats=FORMATS):
-    """decode_image without its one type of error; formats: that Pillow may decode, None: all."""
-    if data.startswith(b"\xff\xd8"):
-        pixels = decode_jpeg(data, min_size, out)
-        if pixels is not None:
-            return pixels
-    image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=formats))
-    return np.asarray(to_rgb(image))
+def open_upright(data):
+    """A PIL image by open_image, turned by its EXIF orientation."""
+    return ImageOps.exif_transpose(open_image(io.BytesIO(data)))
 
 
 def decode_jpeg(data, min_size, out):
@@ -137,7 +131,7 @@ def decode_jpeg(data, min_size, out):
     orientation = exif_orientation(data)
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
-        if height * width > Image.MAX_IMAGE_PIXELS:  # Pillow warns of them or refuses them
+        if height * width > MAX_PIXELS:  # open_image refuses it
             return None
         if colorspace not in ("YCbCr", "RGB", "Gray"):
             simplejpeg.decode_jpeg(data, "CMYK", min_height=1, min_width=1)  # only for its warning
@@ -183,12 +177,12 @@ def encoded_size(data: bytes) -> tuple[int, int]:
 
     Damaged data make it raise anything.
     """
-    if data.startswith(b"\xff\xd8"):
+    if data.startswith(JPEG_START):
         with suppress(ValueError):  # a header that decode_jpeg leaves to Pillow
             height, width = simplejpeg.decode_jpeg_header(data)[:2]
             is_turned = exif_orientation(data) in (5, 6, 7, 8)
             return (width, height) if is_turned else (height, width)
-    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    image = open_image(io.BytesIO(data))
     # getexif decodes a whole PNG. Pillow opens a TIFF upright, with the size of the turned image.
     has_exif = image.format != "TIFF" and (
         image.format != "PNG" or any(marker in data for marker in EXIF_OF_PNG)
@@ -202,9 +196,26 @@ def exif_orientation(data: bytes) -> int:
     position = 2
     while data[position : position + 1] == b"\xff" and data[position + 1] != 0xDA:  # up to the scan
         if data[position + 1] == 0xE1 and data.startswith(EXIF_OR_XMP, position + 4):
-            return Image.open(io.BytesIO(data), formats=["JPEG"]).getexif().get(ORIENTATION, 1)
+            return open_image(io.BytesIO(data)).getexif().get(ORIENTATION, 1)
         position += 2 + int.from_bytes(data[position + 2 : position + 4])
     return 1
+
+
+def check_one_shape(
+    first: str, first_size: tuple[float, float], second: str, second_size: tuple[float, float]
+) -> None:
+    """Raise a ValueError unless two images have one aspect ratio, as scaled and cropped alike.
+
+    Args:
+        first, second: what they are, for the error.
+        first_size, second_size: (height, width).
+    """
+    (h, w), (H, W) = first_size, second_size
+    if abs(math.log(w * H / (h * W))) > MAX_ASPECT_ERROR:
+        raise ValueError(
+            f"{first} has {w:.0f}x{h:.0f} pixels (width x height) and {second} {W:.0f}x{H:.0f}; "
+            "crop one of them to the aspect ratio of the other"
+        )
 
 
 def scaled_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:

@@ -14,9 +14,7 @@ timbrooks/instructpix2pix-clip-filtered.
 
 import json
 import logging
-import math
 import shutil
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,9 +30,8 @@ from tqdm import tqdm
 
 from command_line import ask_before_replacing
 from dataloading.images import (
-    FORMATS,
     MAX_ASPECT,
-    MAX_ASPECT_ERROR,
+    check_one_shape,
     decode_image,
     decode_mask,
     encoded_size,
@@ -42,6 +39,7 @@ from dataloading.images import (
 )
 from dataloading.lists import CAPTIONS, IMAGES, list_rows, raise_problems
 from dataloading.shards import UNFINISHED_DIR
+from diffusers_flax.images import READ_FORMATS
 from diffusers_flax.loading.files import remove
 from diffusers_flax.messages import one_line
 
@@ -89,9 +87,9 @@ def index_images(folder: Path) -> dict[str, list[Path]]:
 
 
 def image_extensions() -> set[str]:
-    """The file extensions that the loader can decode, such as ".png"."""
+    """The file extensions of the formats that are read, such as ".png"."""
     extensions = Image.registered_extensions()
-    return {extension for extension, name in extensions.items() if name in FORMATS}
+    return {extension for extension, name in extensions.items() if name in READ_FORMATS}
 
 
 def find_image(files: dict[str, list[Path]], name: str, folder: str) -> Path:
@@ -219,9 +217,7 @@ def check_listed_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
         (line, problem) for each problem.
     """
     checks = list(dict.fromkeys(check for pair in pairs for check in checks_of(pair)))
-    # ThreadPool exits at once on Ctrl-C. Pillow's warning about too many pixels becomes an error.
-    with warnings.catch_warnings(), ThreadPool(num_usable_cores()) as pool:
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
+    with ThreadPool(num_usable_cores()) as pool:  # exits at once on Ctrl-C
         sizes = pool.imap(lambda given: given[0](given[1]), checks, chunksize=4)
         bar = tqdm(sizes, "checking images", len(checks), unit="image", disable=None)
         size_by_check = dict(zip(checks, bar))
@@ -243,17 +239,15 @@ def checks_of(pair: ListedPair) -> list[tuple[Callable, Path]]:
 def compare_sizes(found: list[tuple[Path, tuple[int, int]]]) -> Iterator[str]:
     """Problems of the sizes of a pair: (file, (width, height)) of original, edited and any mask."""
     (original, size), (edited, edited_size), *masks = found
-    (width, height), (edited_width, edited_height) = size, edited_size
-    if abs(math.log(width * edited_height / (height * edited_width))) > MAX_ASPECT_ERROR:
-        yield (
-            f"{original} is {width}x{height} and {edited} {edited_width}x{edited_height}; "
-            "give both the same aspect ratio"
-        )
-    for mask, (mask_width, mask_height) in masks:
-        if (mask_width, mask_height) != size:
+    try:
+        check_one_shape(original, size[::-1], edited, edited_size[::-1])
+    except ValueError as error:
+        yield str(error)
+    for mask, mask_size in masks:
+        if mask_size != size:
             yield (
-                f"{mask} is {mask_width}x{mask_height} pixels (width x height) and {original} "
-                f"{width}x{height}; a mask has the size of the image to edit"
+                "{} is {}x{} pixels (width x height) and {} {}x{}; a mask has the size of the "
+                "image to edit".format(mask, *mask_size, original, *size)
             )
 
 

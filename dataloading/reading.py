@@ -349,8 +349,8 @@ class StoredPairs:
                 self._replacements[g, size] = pair
             return prompt
         raise ValueError(
-            f"none of the {np.sum(self.size_of == size)} pairs of {self.train_data_dir} can be "
-            f"decoded ({next(iter(self.bad_rows.values()))})"
+            f"none of the {np.sum(self.size_of == size)} pairs of {self.train_data_dir} can "
+            f"be used ({next(iter(self.bad_rows.values()))})"
         )
 
     def _following_rows(self, row: int, cells: Cells) -> Iterator[tuple[int, Cells]]:
@@ -384,7 +384,7 @@ class StoredPairs:
         """Raise the ValueError for max_bad_fraction; count: e.g. "11 of the first 100 pairs"."""
         (shard, row), reason = next(reversed(self.bad_rows.items()))
         raise ValueError(
-            f"{count} cannot be decoded, more than --max_bad_fraction {self.max_bad_fraction} "
+            f"{count} cannot be used, more than --max_bad_fraction {self.max_bad_fraction} "
             f"allows; for example {shard} row {row} ({reason}); check the directory with "
             f"python parquet_processing.py --train_data_dir {self.train_data_dir}"
             + "".join(f" --{name} {column}" for name, column in self.column_flags.items())

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from command_line import run_main
+from dataloading.images import load_image
 from demo.photographs import EDITS
 from diffusers_flax.captions import GRID_MARGIN
 from diffusers_flax.loading.files import save_whole
@@ -248,8 +249,7 @@ def validation_edits(folder):
     """
     edits = {}
     for file in sorted((folder / "validation").glob("step-*.png")):
-        with Image.open(file) as opened:
-            grid = opened.convert("RGB")
+        grid = load_image(file)
         side = (grid.width - 2 * GRID_MARGIN) // 2
         left, height = GRID_MARGIN + side, (grid.height - GRID_MARGIN) // len(VALIDATION)
         tops = [GRID_MARGIN + row * height for row in range(len(VALIDATION))]

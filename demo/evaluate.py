@@ -21,6 +21,7 @@ from PIL import Image, ImageDraw, ImageFont
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import run_main
+from dataloading.images import load_image
 from dataloading.lists import read_list
 from demo.photographs import EDITS
 from diffusers_flax.images import to_pil
@@ -39,7 +40,7 @@ class Config:
 
 def read_image(path):
     """(H, W, 3) float32 in [0, 1]."""
-    return np.asarray(Image.open(path).convert("RGB"), np.float32) / 255
+    return np.asarray(load_image(path), np.float32) / 255
 
 
 def distance(a, b):

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from dataloading.images import load_image
+
 TRAINING = {  # file: what a caption calls it
     "skimage/data/astronaut.png": "an astronaut",
     "skimage/data/rocket.jpg": "a rocket",
@@ -94,7 +96,7 @@ def load_photographs(files):
     images = []
     for file in files:
         package, _, rest = file.partition("/")
-        images.append(Image.open(packages[package] / rest).convert("RGB"))
+        images.append(load_image(packages[package] / rest))
     return images
 
 

@@ -1,8 +1,11 @@
-"""Images between files, PIL and arrays: conversion to RGB, inputs of pipelines, masks, saving.
+"""Images between files, PIL and arrays: opening, RGB, inputs of pipelines, masks, saving.
 
 Also initial latents from a file, batches for several devices, and the check for NaN.
 """
 
+import io
+import struct
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -12,39 +15,106 @@ from diffusers_flax.loading.files import save_whole
 
 IMAGE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 JPEG_QUALITY = 95
+# Formats that are read; some of Pillow's others run external programs. TGA has no signature.
+READ_FORMATS = (
+    *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"),
+    *("AVIF", "JPEG2000", "PPM", "ICO", "TGA"),
+)
+MAX_PIXELS = 150_000_000  # of an image; decoding and compositing take up to 20 bytes for each
+OTHER_FORMATS = (  # (offset, signature, name) of formats that users try
+    (4, b"ftyphei", "HEIC"),
+    (4, b"ftypmif1", "HEIF"),
+    (4, b"JXL ", "JPEG XL"),
+    (0, b"\xff\x0a", "JPEG XL"),
+)
+
+
+def open_image(file):
+    """Open an encoded image of one of READ_FORMATS without decoding its pixels.
+
+    Image.open has limits of its own: above 89 megapixels it prints a warning.
+
+    Args:
+        file: opened for reading bytes; it must stay open until the pixels are decoded.
+
+    Returns:
+        PIL image.
+
+    Raises:
+        ValueError: it has another format or more than MAX_PIXELS. Damaged data raise anything.
+    """
+    Image.init()
+    file.seek(0)
+    start = file.read(16)
+    for name in READ_FORMATS:
+        factory, accepts = Image.OPEN[name]
+        accepted = not accepts or accepts(start)  # a text: this Pillow lacks the format's library
+        if accepted and not isinstance(accepted, str):
+            file.seek(0)
+            with suppress(SyntaxError, IndexError, TypeError, struct.error):  # not this format
+                image = factory(file, "")
+                break
+    else:
+        names = (name for at, signature, name in OTHER_FORMATS if start.startswith(signature, at))
+        raise ValueError(
+            f"{next(names, 'no known image format')} ({file.seek(0, io.SEEK_END)} bytes); save it "
+            "as PNG or JPEG"
+        )
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(
+            f"{image.width}x{image.height} pixels are more than {MAX_PIXELS // 10**6} megapixels; "
+            "scale the image down"
+        )
+    return image
 
 
 def to_rgb(image):
-    """Convert a PIL image to RGB, on white where it is transparent.
-
-    Args:
-        image: PIL image; values of 16 bits (mode I;16, or I above 255) become 0 to 255.
-
-    Returns:
-        PIL image of mode RGB.
+    """Convert a PIL image of any mode to RGB, on white where it is transparent.
 
     Raises:
-        ValueError: the range of the values is not known: mode F, or mode I that is not 16 bits.
+        ValueError: the range of its values is not known, see to_8_bits.
     """
-    if image.mode == "F":
-        raise ValueError(
-            "image mode F (float) has no known range; scale its values to 0 to 255 and convert it "
-            "to mode L"
-        )
-    if image.mode.startswith("I"):  # Pillow clips 16-bit grey instead of scaling it
-        values = np.asarray(image)
-        low, high = values.min(), values.max()
-        if low < 0 or high > 65535 or (image.mode == "I" and high < 256):
-            raise ValueError(
-                f"image mode {image.mode} (integer) has values from {low} to {high}, which are "
-                "not 16 bits; scale them to 0 to 255 and convert the image to mode L"
-            )
-        image = Image.fromarray((values // 257).astype(np.uint8))
+    image = to_8_bits(image)
     if not image.has_transparency_data:
         return image.convert("RGB")
     image = image.convert("RGBA")
     white = Image.new("RGBA", image.size, "white")
     return Image.alpha_composite(white, image).convert("RGB")
+
+
+def to_8_bits(image):
+    """Convert a PIL image to a mode with 8 bits a value, which Pillow converts to RGBA.
+
+    Args:
+        image: PIL image; values of 16 bits (mode I;16, or I above 255) become 0 to 255.
+
+    Returns:
+        PIL image, with the transparency of the image.
+
+    Raises:
+        ValueError: the range of the values is not known: mode F, or mode I that is not 16 bits.
+    """
+    if image.mode == "La":  # premultiplied
+        return image.convert("LA")
+    if image.mode == "F":
+        raise ValueError(
+            "image mode F (float) has no known range; scale its values to 0 to 255 and convert it "
+            "to mode L"
+        )
+    if not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image)  # Pillow clips 16-bit grey instead of scaling it
+    low, high = values.min(), values.max()
+    if low < 0 or high > 65535 or (image.mode == "I" and high < 256):
+        raise ValueError(
+            f"image mode {image.mode} (integer) has values from {low} to {high}, which are "
+            "not 16 bits; scale them to 0 to 255 and convert the image to mode L"
+        )
+    grey = Image.fromarray((values // 257).astype(np.uint8))
+    if "transparency" in image.info:  # the value of transparent pixels, of a PNG
+        opaque = values != image.info["transparency"]
+        grey.putalpha(Image.fromarray(np.where(opaque, np.uint8(255), np.uint8(0))))
+    return grey
 
 
 def prepare_images(image):
@@ -87,7 +157,7 @@ def prepare_masks(mask, feather=0):
     """Masks as float32 (B, 1, H, W) from 0 (keep) to 1 (repaint).
 
     Args:
-        mask: mask or list of masks of one size: PIL of any mode, which is converted to L, or array
+        mask: mask or list of masks of one size: PIL of any mode, see mask_values, or array
             (H, W), or arrays (B, H, W); uint8, bool, or float in [0, 1]. Pixels from 0.5 on are
             repainted.
         feather: width in pixels of a ramp from 0 to 1 inside of the part that is repainted, along
@@ -99,7 +169,7 @@ def prepare_masks(mask, feather=0):
     is_batch = isinstance(mask, list | tuple) or getattr(mask, "ndim", 0) == 3
     masks = []
     for one in mask if is_batch else [mask]:
-        array = np.asarray(one.convert("L") if isinstance(one, Image.Image) else one)
+        array = mask_values(one) if isinstance(one, Image.Image) else np.asarray(one)
         if array.ndim != 2:
             raise ValueError(f"a mask has shape {array.shape}; as an array it is (H, W)")
         if array.dtype == np.uint8:
@@ -116,14 +186,20 @@ def prepare_masks(mask, feather=0):
 
 
 def mask_values(mask):
-    """The values of a PIL image of a mask, uint8 (H, W), 255 for white.
+    """The values of a PIL image of a mask of any mode, uint8 (H, W), 255 for white.
 
     Pixels of alpha below 128 are transparent, and the others decide what that means:
 
     - drawn in black and white, both of them and little else: transparent pixels are black;
     - white only: it is paint on an empty layer, and the paint is white;
     - else it is the image with a hole, as in MagicBrush and DALL-E, and the hole is white.
+
+    Raises:
+        ValueError: the range of its values is not known, see to_8_bits.
     """
+    if mask.mode == "I" and mask.getextrema()[1] < 256:  # not 16 bits, see to_8_bits
+        return np.asarray(mask).clip(0).astype(np.uint8)
+    mask = to_8_bits(mask)
     if mask.has_transparency_data:
         mask = mask.convert("RGBA")
         rgba, values = np.asarray(mask), np.asarray(mask.convert("L"))  # without alpha
@@ -135,8 +211,6 @@ def mask_values(mask):
             return np.where(opaque, values, 0)
         is_paint = opaque.any() and darkest.min() >= 128
         return np.where(opaque == is_paint, np.uint8(255), np.uint8(0))
-    if mask.mode == "I" and mask.getextrema()[1] < 256:  # not 16 bits, see to_rgb
-        return np.asarray(mask).clip(0).astype(np.uint8)
     return np.asarray(to_rgb(mask).convert("L"))
 
 
@@ -190,7 +264,8 @@ def save_image(image, path, software=None, image_id=None, texts=None):
 def image_mark(path):
     """(software, image_id) that save_image has written into a file; (None, None): into no image."""
     try:
-        with Image.open(path) as image:
+        with open(path, "rb") as file:
+            image = open_image(file)
             if image.format == "PNG" and "exif" not in image.info:
                 return None, None  # Pillow would decode the image to find more
             exif = image.getexif()

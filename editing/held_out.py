@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pyarrow.parquet as pq
 from PIL import Image
 
-from dataloading.images import decode_image
+from dataloading.images import check_one_shape, decode_image, encoded_size
 from dataloading.lists import CAPTIONS, READ, read_list
 from dataloading.shards import (
     MASK_COLUMNS,
@@ -72,14 +72,17 @@ class HeldOutPair:
         return fit_mask(read_mask_of(self.mask, f"the mask of {self.input}"), size)
 
     def check(self):
-        """Raise a ValueError if an image cannot be decoded."""
-        for data in filter(None, (self.original, self.truth)):
-            self._decode(data)
+        """Raise a ValueError if an image cannot be decoded, or they have two aspect ratios."""
+        images = [self._decode(data) for data in (self.original, self.truth) if data]
+        if len(images) == 2:
+            sizes = [image.size[::-1] for image in images]
+            check_one_shape(self.input, sizes[0], "its truth", sizes[1])
 
     def check_mask(self):
-        """Raise a ValueError if the mask cannot be decoded."""
+        """Raise a ValueError if the mask cannot be decoded, or has another aspect ratio."""
         if self.mask is not None:
-            read_mask_of(self.mask, f"the mask of {self.input}")
+            mask = read_mask_of(self.mask, f"the mask of {self.input}")
+            check_one_shape(self.input, encoded_size(self.original), "its mask", mask.size[::-1])
 
     def _decode(self, data):
         try:

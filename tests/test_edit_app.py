@@ -153,13 +153,11 @@ def test_images_and_masks_of_the_page(tmp_path):
     )
     (tmp_path / "broken.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
     (tmp_path / "text.png").write_text("no image")
-    Image.new("1", (10_000, 6_000)).save(tmp_path / "large.png")
-    Image.new("1", (20_000, 10_000)).save(tmp_path / "bomb.png")
+    (tmp_path / "large.png").write_bytes(b"P5 15000 10001 255\n")
     for name, message in (
         ("broken", "this image cannot be read: "),
-        ("text", "this file is not an image that Pillow can read"),
-        ("large", "this image has 10000x6000 pixels; scale it down to 50 megapixels"),
-        ("bomb", "this image is far too large; scale it down to 50 megapixels"),
+        ("text", "this image cannot be read: no known image format"),
+        ("large", "this image cannot be read: 15000x10001 pixels are more than 150 megapixels"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             read_upload(tmp_path / f"{name}.png")

@@ -1,5 +1,6 @@
 """parquet_processing.py: images, order, replacement, bad input, command line."""
 
+import dataclasses
 import gc
 import io
 import json
@@ -44,6 +45,7 @@ from dataloading.shards import Pair
 from diffusers_flax.captions import LINE_HEIGHT
 from editing.held_out import pairs_of_shards
 from parquet_processing import ParquetImagePairs
+from training.latents import decode_into
 
 SCRIPT = Path(parquet_processing.__file__)
 
@@ -752,13 +754,14 @@ def test_broken_pairs_are_replaced_counted_and_named(tmp_path, caplog):
             np.testing.assert_array_equal(batch[EDITED][:, 0, 0, 0], 255 - wanted)
 
         assert dataset.num_bad == 6 and dataset.num_seen == 24
+        unknown = "original_image: no known image format (3 bytes); save it as PNG or JPEG"
         assert dataset.bad_rows == {
             ("a.parquet", 3): "original_image: Premature end of JPEG file",
-            ("a.parquet", 4): "edited_image: no known image format (0 bytes)",
+            ("a.parquet", 4): unknown.replace("original", "edited").replace("3", "0"),
             ("b.parquet", 2): "original_image: no image bytes in the shard",
             ("b.parquet", 3): "edit_prompt: null",
-            ("b.parquet", 5): "original_image: no known image format (3 bytes)",
-            ("b.parquet", 6): "original_image: no known image format (3 bytes)",
+            ("b.parquet", 5): unknown,
+            ("b.parquet", 6): unknown,
         }
         messages = [record.getMessage() for record in caplog.records]
         assert len(messages) == 6
@@ -771,6 +774,46 @@ def test_broken_pairs_are_replaced_counted_and_named(tmp_path, caplog):
     list(dataset)
     assert dataset.num_bad == 12 and len(dataset.bad_rows) == 6
     assert not caplog.records
+
+
+def test_a_pair_of_two_shapes_is_bad_everywhere(tmp_path, capsys):
+    """Both sizes are in the reason. Pairs of one shape and two sizes train."""
+    sizes = [
+        ((64, 64), (64, 64)),
+        ((96, 64), (64, 64)),
+        ((64, 64), (32, 32)),
+        ((64, 43), (128, 85)),
+    ]
+    pairs = [[encode(smooth(0, *size[::-1]), "JPEG") for size in pair] for pair in sizes]
+    rows = [(first, str(n), second) for n, (first, second) in enumerate(pairs)]
+    write_shard(tmp_path / "a.parquet", rows)
+    reason = "original_image has 96x64 pixels (width x height) and edited_image 64x64; crop one of "
+    reason += "them to the aspect ratio of the other"
+    for options in ({}, {"sizes": ((8, 12), (8, 8))}):
+        dataset = ParquetImagePairs(tmp_path, batch_size=1, resolution=8, **options)
+        assert {"0", "2", "3"} == {*prompts_of(dataset)}
+        assert dataset.num_bad == 1 and dataset.bad_rows == {("a.parquet", 1): reason}
+    strict = {"batch_size": 1, "resolution": 8, "max_bad_fraction": 0}
+    with pytest.raises(ValueError, match=r"cannot be used.*a\.parquet row 1 \(original_image has"):
+        list(ParquetImagePairs(tmp_path, **strict))
+
+    parquet_processing.main(["--train_data_dir", str(tmp_path), "--preview="])
+    out = capsys.readouterr().out
+    assert f"unreadable  1 of 4 rows\n            a.parquet row 1: {reason}\n" in out
+
+    (group,) = dataloading_shards.list_row_groups(str(tmp_path))
+    cells, images = dataloading_shards.read_row_group(group), np.empty((2, 8, 8, 3), np.uint8)
+    cached = [decode_into(images, group, cells, n, "dct", 8) for n in range(4)]
+    assert [row[-1] for row in cached] == [None, f"a.parquet row 1: {reason}", None, None]
+
+    held_out = pairs_of_shards(tmp_path, ("", "", ""), ("", ""))
+    for n in (0, 2, 3):
+        held_out[n].check()
+    with pytest.raises(ValueError, match=r"row 1 has 96x64 .* and its truth 64x64; crop"):
+        held_out[1].check()
+    masked = dataclasses.replace(held_out[0], mask=pairs[1][0])
+    with pytest.raises(ValueError, match=r"row 0 has 64x64 .* and its mask 96x64; crop"):
+        masked.check_mask()
 
 
 def test_row_group_without_a_good_pair(tmp_path):
@@ -1117,7 +1160,7 @@ def test_script_describes_a_folder(tmp_path):
         "original_image: 5 x PNG 20x20 RGB, 2 x JPEG 40x30 RGB\n",
         "edited_image: 7 x PNG 20x20 RGB\n",
         "unreadable  1 of 8 rows\n",
-        "a.parquet row 2: original_image: no known image format (3 bytes)\n",
+        "a.parquet row 2: original_image: no known image format (3 bytes); save it as PNG ",
         "\nprompts     'paint it 0'\n            'paint it 3'\n            'paint it 4'\n",
         "\n            '日本 日本 ",
     ):
@@ -1140,7 +1183,7 @@ def test_script_describes_a_folder(tmp_path):
             [],
             "it has image, edit_prompt, z: choose one with --original_image_column",
         ),
-        (all_broken, [], "none of the 3 checked rows in data can be decoded; the first error: "),
+        (all_broken, [], "none of the 3 checked rows in data can be used; the first error: "),
     ],
 )
 def test_script_ends_with_one_line(tmp_path, damage, args, words):

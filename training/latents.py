@@ -180,7 +180,7 @@ def latent_rows(encoded, decoded, config, bar, bad):
     if len(bad) > config.max_bad_fraction * max(bar.n, MIN_ROWS_FOR_BAD_FRACTION):
         raise ValueError(
             f"{len(bad)} of the first {bar.n} pairs of {', '.join(config.train_data_dir)} "
-            f"cannot be decoded, more than --max_bad_fraction {config.max_bad_fraction} allows; "
+            f"cannot be used, more than --max_bad_fraction {config.max_bad_fraction} allows; "
             f"for example {bad[-1]}"
         )
     rows = []

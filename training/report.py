@@ -271,7 +271,7 @@ def validation_grid(pairs, prompts):
     size = ImageOps.contain(pairs[0][0], (side, side)).size
     tiles = []
     for pair, prompt in zip(pairs, prompts):
-        images = [ImageOps.pad(image.convert("RGB"), size, color="white") for image in pair]
+        images = [ImageOps.pad(image, size, color="white") for image in pair]
         tiles.append(captioned(images, prompt))
     # A tile is about twice as wide as high.
     return tile_grid(tiles, max(1, round(math.sqrt(len(tiles) / 2))), GRID_MARGIN)

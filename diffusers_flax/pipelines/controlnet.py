@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from PIL import Image
 
 from diffusers_flax.acceleration.plans import DeepCache, FirstBlockCache, TGate
-from diffusers_flax.images import pair_up, prepare_images
+from diffusers_flax.images import pair_up, prepare_images, to_rgb
 from diffusers_flax.loading.directories import has, read_index
 from diffusers_flax.loading.hub import open_source
 from diffusers_flax.models.clip import FlaxCLIPTextModel
@@ -166,7 +166,7 @@ class WithControlNet:
             if not isinstance(one, Image.Image):
                 return one
             size = tuple(max(factor, side - side % factor) for side in one.size)
-            return one if size == one.size else one.convert("RGB").resize(size, Image.LANCZOS)
+            return one if size == one.size else to_rgb(one).resize(size, Image.LANCZOS)
 
         is_batch = isinstance(image, list | tuple)
         image = [resized(one) for one in image] if is_batch else resized(image)

@@ -25,11 +25,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from PIL import Image
 
 from diffusers_flax.acceleration.plans import TGate
 from diffusers_flax.devices.parts import part
-from diffusers_flax.images import mask_values, pair_up, pair_with_masks, prepare_images
+from diffusers_flax.images import pair_up, pair_with_masks, prepare_images
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.calls import published_call, with_options
 from diffusers_flax.pipelines.generation import Generation
@@ -177,7 +176,7 @@ class InstructPix2Pix:
             image: image or list of images of one size: PIL of any mode, or array (H, W, 3),
                 or arrays (B, H, W, 3); uint8, or float in [0, 1].
             mask: one or as many, of the images' size, white (1) where an image may change; see
-                images.prepare_masks, and images.mask_values for PIL. None: everywhere.
+                images.prepare_masks. None: everywhere.
             mask_feather: pixels inside of the white part, along its border, in which the edit fades
                 in.
 
@@ -192,9 +191,6 @@ class InstructPix2Pix:
         prompt_ids, image = self.prepare_text_inputs(prompt), prepare_images(image)
         if mask is None:
             return pair_up(prompt_ids, image)
-        masks = mask if isinstance(mask, list | tuple) else [mask]
-        masks = [mask_values(x) if isinstance(x, Image.Image) else x for x in masks]
-        mask = masks if isinstance(mask, list | tuple) else masks[0]
         prompt_ids, image, mask = pair_with_masks(prompt_ids, image, mask, feather=mask_feather)
         if not mask.any((1, 2, 3)).all():
             raise ValueError("a mask has no white, so nothing may change; white may change")

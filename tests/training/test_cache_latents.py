@@ -450,6 +450,6 @@ def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
     )
     assert len(list(dataset)) == 1
     assert list(dataset.bad_rows.values()) == [
-        "edited_image: no latents in the shard; the image was undecodable"
+        "edited_image: no latents in the shard; the pair could not be used"
     ]
     assert json.loads(table.schema.metadata[b"latents"])["rows"] == 7

@@ -365,8 +365,8 @@ def test_files_that_are_no_image_are_named(tmp_path, monkeypatch):
     Image.fromarray(pixels).save(whole)
     half = whole.read_bytes()[: whole.stat().st_size // 2]
     damaged = {
-        "text.png": (b"no image", "is not an image that Pillow can read"),
-        "empty.png": (b"", "is not an image that Pillow can read"),
+        "text.png": (b"no image", "cannot be read as an image: no known image format"),
+        "empty.png": (b"", "cannot be read as an image: no known image format"),
         "cut.jpg": (half, "cannot be read as an image: Premature end"),
         "bad.ppm": (b"P6 1x 1 255 123", "cannot be read as an image: "),
     }
@@ -378,9 +378,9 @@ def test_files_that_are_no_image_are_named(tmp_path, monkeypatch):
     for name, message in cases.items():
         with pytest.raises(ValueError, match=f"^{tmp_path / name} {message}"):
             load_image(tmp_path / name)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    with pytest.raises(ValueError, match=rf"^{whole} cannot be read as an image: .*pixels"):
-        load_image(whole)
+    (tmp_path / "large.pgm").write_bytes(b"P5 15000 10001 255\n")
+    with pytest.raises(ValueError, match=r"large\.pgm cannot be read as an image: 15000x10001 pix"):
+        load_image(tmp_path / "large.pgm")
 
 
 # the model card

@@ -199,9 +199,9 @@ def test_bad_masks_are_bad_rows(tmp_path, capsys):
     dataset = ParquetImagePairs(tmp_path, mask_column="mask_image", **options)
     list(dataset)
     assert dataset.bad_rows == {
-        ("a.parquet", 0): "mask: no known image format (3 bytes)",
-        ("a.parquet", 1): "mask: 32x16 pixels, the edited image has 16x16; give both the same "
-        "aspect ratio",
+        ("a.parquet", 0): "mask: no known image format (3 bytes); save it as PNG or JPEG",
+        ("a.parquet", 1): "the mask has 32x16 pixels (width x height) and the edited image 16x16; "
+        "crop one of them to the aspect ratio of the other",
     }
     strict = options | {"max_bad_fraction": 0, "mask_column": "mask_image"}
     remedy = f"parquet_processing.py --train_data_dir {tmp_path} --mask_column mask_image$"

@@ -19,7 +19,6 @@ from mount_points import refuse_to_rename_folders
 from PIL import Image
 from tiny_models import END, START, make_tiny_pipeline
 
-from diffusers_flax.images import to_rgb
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     edit_branches,
@@ -491,27 +490,6 @@ def test_images_become_arrays(loaded):
     ids, arrays = loaded[0].prepare_inputs(PROMPTS[:3], Image.fromarray(pixels[1]))
     assert (ids.shape, arrays.shape) == ((3, 77), (3, 3, 4, 8))
     np.testing.assert_allclose(arrays, expected[[1, 1, 1]], atol=1e-6)
-
-
-def test_images_of_any_mode_become_rgb():
-    grey = np.array([[0, 90], [180, 255]], np.uint8)
-    rgb = np.stack([grey] * 3, -1)
-    alpha = np.array([[255, 255], [255, 0]], np.uint8)
-    clear = rgb.copy()
-    clear[1, 1] = 0  # colours below full transparency do not show
-    rgba = Image.fromarray(np.dstack([clear, alpha]))
-    palette = Image.fromarray(rgb).convert("P", palette=Image.Palette.ADAPTIVE)
-    for image in (
-        Image.fromarray(rgb),
-        Image.fromarray(grey),
-        Image.fromarray(grey.astype(np.uint16) * 257),
-        Image.fromarray(grey.astype(np.int32) * 257),  # the mode of a 16-bit PGM
-        palette,
-        rgba,
-    ):
-        np.testing.assert_array_equal(np.asarray(to_rgb(image)), rgb, err_msg=image.mode)
-    black_and_white = Image.fromarray(grey > 128)
-    assert np.asarray(to_rgb(black_and_white))[..., 1].tolist() == [[0, 0], [255, 255]]
 
 
 def test_numpy_to_pil():
