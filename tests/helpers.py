@@ -187,13 +187,14 @@ def encoded(seed, size=(18, 22)):
 def write_shard(path, num_rows, seed=0, broken=(), columns=COLUMNS, sizes=((18, 22),)):
     """A parquet shard in the public dataset's schema; rows `broken` have no original image.
 
-    Row i's has size i of sizes, (height, width), repeated; edited images have one size.
+    The images of row i have size i of sizes, (height, width), repeated.
     """
-    originals = [
-        b"no image" if i in broken else encoded([seed, i, 0], sizes[i % len(sizes)])
-        for i in range(num_rows)
-    ]
-    edits = [encoded([seed, i, 1]) for i in range(num_rows)]
+    originals, edits = (
+        [encoded([seed, i, column], sizes[i % len(sizes)]) for i in range(num_rows)]
+        for column in range(2)
+    )
+    for i in broken:
+        originals[i] = b"no image"
     prompts = [PROMPTS[i % 3] for i in range(num_rows)]
 
     def cells(images):

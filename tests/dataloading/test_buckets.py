@@ -29,8 +29,9 @@ def write_kinds(folder, shards, row_group_size=4):
     for k, kinds in enumerate(shards):
         rows = []
         for kind in kinds:
-            # The edited image has another shape; it follows the original.
-            rows.append((plain(n, SHAPES[kind]), str(n), plain(255 - n, (16, 16))))
+            height, width = SHAPES[kind]  # the edited image has another size of this shape
+            edited = plain(255 - n, (2 * height, 2 * width))
+            rows.append((plain(n, SHAPES[kind]), str(n), edited))
             n += 1
         write_shard(folder / f"shard-{k}.parquet", rows, row_group_size=row_group_size)
 
@@ -296,7 +297,9 @@ def test_sizes_are_read_once(tmp_path, monkeypatch, caplog):
 
 def test_broken_pairs_are_replaced_by_pairs_of_their_size(tmp_path):
     kinds = ["tall"] * 6 + ["square"] * 6
-    rows = [(plain(n, SHAPES[kind]), str(n), plain(0, (8, 8))) for n, kind in enumerate(kinds)]
+    rows = [
+        (plain(n, SHAPES[kind]), str(n), plain(0, SHAPES[kind])) for n, kind in enumerate(kinds)
+    ]
     rows[2] = (rows[2][0][:-24], "2", rows[2][2])  # the header is whole
     rows[4] = (b"no image", "4", rows[4][2])  # counts as a square
     write_shard(tmp_path / "a.parquet", rows, row_group_size=3)

@@ -143,7 +143,7 @@ def test_turned_images_are_compared_upright(tmp_path, extension):
     row = {"input": f"a.{extension}", "edit": "x", "edited": "b.png"}
     write_pairs(write_list(tmp_path / "ok.jsonl", [row]), tmp_path / "data")
     file = write_list(tmp_path / "bad.jsonl", [row | {"edited": "c.png"}])
-    with pytest.raises(ValueError, match=r"a\.\w+ is 48x64 and .*c\.png 32x24; give both the same"):
+    with pytest.raises(ValueError, match=r"a\.\w+ has 48x64 .*c\.png 32x24; crop one of them"):
         write_pairs(file, tmp_path / "other")
 
 
