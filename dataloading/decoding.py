@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dataloading.images import (
+    JPEG_START,
     check_one_shape,
     crop_corner,
     crop_image,
@@ -167,6 +168,7 @@ def decode_pair(
     """
     if pair.prompt is None:
         raise ValueError(f"{columns[2]}: null")
+    stored = []
     for data, pixels, column in zip(pair[:2], out, columns[:2]):
         if data is None:
             raise ValueError(f"{column}: no image bytes in the shard")
@@ -177,17 +179,18 @@ def decode_pair(
             cropped = crop_image(decoded, size, resample, crop)
         except ValueError as error:
             raise ValueError(f"{column}: {error}") from error
+        is_jpeg = data.startswith(JPEG_START)  # which may be decoded at a half of its size or less
+        stored.append(encoded_size(data) if is_jpeg else decoded.shape[:2])
         if flip:
             for c in range(3):  # five times faster than all channels at once
                 pixels[..., c] = cropped[:, ::-1, c]
         else:
             pixels[:] = cropped
-    original, stored = map(encoded_size, pair[:2])
-    check_one_shape(columns[0], original, columns[1], stored)
+    check_one_shape(columns[0], stored[0], columns[1], stored[1])
     height, width = scaled_size(*decoded.shape[:2], size)
     top, left = crop_corner(height, width, size, crop)
     lefts = (left, width - size[1] - left)
-    return np.array([(*stored, top, x, *size) for x in lefts], np.float32)
+    return np.array([(*stored[1], top, x, *size) for x in lefts], np.float32)
 
 
 def place_mask(

@@ -257,7 +257,7 @@ def test_upright_exif_takes_the_fast_way(monkeypatch):
     assert b"Exif" in data and decode_image(data, min_size=(32, 32)).shape == (32, 32, 3)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "AVIF", "WEBP"])
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
 def test_encoded_size_is_that_of_the_upright_image(kind, orientation):
     image = Image.fromarray(smooth(0, 40, 64))
