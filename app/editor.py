@@ -66,6 +66,8 @@ class Progress(NamedTuple):
     since: float  # time.monotonic() of the beginning of the stage
     step: int = 0  # denoising steps done
     image: int = 0  # number of the first image in work, of a comparison
+    first: int = 0  # steps of all images that were done when the stage began
+    per_step: float | None = None  # seconds, measured
     preview: Any = None  # PIL image
 
 
@@ -93,8 +95,22 @@ class Job:
 
     def report(self, stage, **more):
         """Set the progress."""
-        since = self.progress.since if self.progress.stage == stage else time.monotonic()
-        self.progress = self.progress._replace(stage=stage, since=since, **more)
+        progress = self.progress._replace(stage=stage, **more)
+        if stage != self.progress.stage:
+            done = self.steps_done(progress)
+            progress = progress._replace(since=time.monotonic(), first=done)
+        self.progress = progress
+
+    def steps_done(self, progress):
+        """Denoising steps done, of all batches; the images of a batch share its steps."""
+        batches = progress.image // self.at_once
+        return batches * self.settings.num_inference_steps + progress.step
+
+    def steps_left(self, progress):
+        """Denoising steps to do, of all batches."""
+        batches = -(-len(self.scales) // self.at_once)
+        num_steps = batches * self.settings.num_inference_steps
+        return max(0, num_steps - self.steps_done(progress))
 
 
 @dataclass(eq=False)
@@ -133,7 +149,8 @@ class Editor:
         # A single image runs on the first device or the layout, a comparison on all devices.
         self.devices = devices_for(1, None, self.layout)
         self.all_devices = self.devices if self.layout else jax.local_devices()
-        self.programs, self.compile_seconds = {}, None
+        self.programs = {}
+        self.compile_seconds = self.pixel_seconds = None  # of a program; of a step and pixel
         self.params, self.weights = None, None
         self.jobs, self.condition = deque(), threading.Condition()
         self.current = self.program = self.trial_error = None  # of the thread
@@ -201,6 +218,19 @@ class Editor:
         """(width, height) of an image; image_size: of the image to edit."""
         shape = image_size if self.edits else SHAPES[settings.shape]
         return edit_size(shape, settings.resolution, self.checked.factor)
+
+    def seconds_left(self, job, progress):
+        """About how long the denoising steps of a job take from here; None: nothing is measured.
+
+        Before its own first step a job is as fast as the one before it, by pixels and steps.
+        """
+        per_step = progress.per_step
+        if per_step is None and self.pixel_seconds:
+            per_step = self.pixel_seconds * self._pixels(job)
+        return per_step and per_step * job.steps_left(progress)
+
+    def _pixels(self, job):
+        return math.prod(self.size_of(job.settings, job.image and job.image.size))
 
     def cut_text(self, text):
         """What the text encoders cut off of a text, a sentence; "" if it fits."""
@@ -298,6 +328,8 @@ class Editor:
             if not program.is_compiled:  # no step was shown
                 self.compile_seconds = time.monotonic() - job.progress.since
                 program.is_compiled = True
+            elif not self.config.progress:
+                self._measure(job, (first // job.at_once + 1) * settings.num_inference_steps)
             check_finite_images(images, "the images", settings.lora)
             job.images += to_pil(images)
         job.seconds = time.perf_counter() - started
@@ -437,11 +469,19 @@ class Editor:
             self.program.is_compiled = True
         preview = to_pil(images)[0] if images is not None else job.progress.preview
         job.report("making", step=step, preview=preview)
+        self._measure(job, job.steps_done(job.progress))
         # An error ends the program at once. A TPU's program ends by itself, and its image is
         # dropped: there an error of a callback was never tried.
         is_unwanted = job.stopped.is_set() or job.is_trial
         if is_unwanted and self.devices[0].platform != "tpu":
             raise Stopped
+
+    def _measure(self, job, num_steps):
+        """Note how long a step takes; num_steps: of the job that are done."""
+        if (num_steps := num_steps - job.progress.first) > 0:
+            per_step = (time.monotonic() - job.progress.since) / num_steps
+            job.report(job.progress.stage, per_step=per_step)
+            self.pixel_seconds = per_step / self._pixels(job)
 
 
 class NoStops(logging.Filter):

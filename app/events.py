@@ -10,7 +10,13 @@ import gradio as gr
 from PIL import Image
 
 from app.editor import Job, Stopped
-from app.images import image_to_paint_on, painted_mask, read_bytes, read_upload
+from app.images import (
+    image_to_paint_on,
+    middle_of_change,
+    painted_mask,
+    read_bytes,
+    read_upload,
+)
 from app.layout import (
     COMPARED,
     LABELS,
@@ -27,6 +33,7 @@ from app.settings import (
     read_settings,
     within_limits,
 )
+from app.status import status, status_of
 from diffusers_flax.captions import GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.images import save_image
 from diffusers_flax.messages import one_line
@@ -34,6 +41,20 @@ from editing.edits import fit_image
 from editing.masks import read_mask_of
 
 MAX_COMPARED = 8
+
+
+class UnreadableImage(ValueError):
+    """The image that a user has given."""
+
+
+def read_image(file):
+    """The image of a user, see read_upload; an UnreadableImage says what is wrong."""
+    try:
+        return read_upload(file)
+    except FileNotFoundError as error:
+        raise UnreadableImage("the file of the image is deleted; upload it again") from error
+    except ValueError as error:
+        raise UnreadableImage(str(error)) from error
 
 
 class Events:
@@ -58,8 +79,7 @@ class Events:
         c.gallery.select(self.pick, None, shown, **quick)
         c.comparison.select(self.pick_compared, None, shown, **quick)
         c.use.click(self.use_result, None, [c.image], **quick)
-        restored = [*self.controls.values(), c.keep_seed, c.status]
-        c.image.upload(self.restore, [c.image], restored, **quick)
+        c.image.upload(self.restore, [c.image], [*shown, c.image], **slow)
         paint = {"fn": self.paint, "inputs": [c.use_mask, c.image, c.resolution]}
         paint |= {"outputs": [c.mask, c.mask_feather]} | quick
         gr.on([c.use_mask.change, c.image.change], **paint)
@@ -79,7 +99,7 @@ class Events:
         """The components that a request changes."""
         c = self.c
         result = [c.result, c.status, c.download, c.use, c.gallery_title, c.gallery, c.seed]
-        return [c.run, c.cancel, c.compare, *result, c.comparison, c.figure]
+        return [c.image, c.run, c.cancel, c.compare, *result, c.comparison, c.figure]
 
     def _api_inputs(self):
         names = [name for name in LABELS if name not in ("image_guidance_scale", "mask_feather")]
@@ -115,8 +135,8 @@ class Events:
             job = await asyncio.to_thread(self._job, settings, data, scales)
             self.editor.submit(job)
         except (ValueError, OSError) as error:
-            yield self._failed(error)
-            return
+            yield self._failed(error, session)
+            raise self._toast(error) from error
         session.job = job
         try:
             async for update in self._watch(job, session):
@@ -124,10 +144,11 @@ class Events:
         except Stopped:
             yield self._without_preview(session) | {c.status: status("cancelled", "info")}
         except (ValueError, OSError) as error:
-            yield self._without_preview(session) | self._failed(error)
+            yield self._idle() | self._failed(error, session)
+            raise self._toast(error) from error
         except Exception:  # the log of the server has it
             message = "this failed on the server, whose log says why"
-            yield self._without_preview(session) | self._failed(message)
+            yield self._idle() | self._failed(message, session)
             raise
         finally:
             self.editor.stop(job)  # of a page that was closed
@@ -142,11 +163,14 @@ class Events:
             before = self.sessions.save(session, fitted, "input")
         async with aclosing(self.editor.follow(job)) as following:
             async for progress in following:
-                update = {c.status: self._status_of(job, progress)}
+                update = {c.status: status_of(self.editor, job, progress)}
                 if progress.preview not in (None, seen):
+                    shown = self.sessions.save(session, progress.preview, "preview")
+                    if seen is None:
+                        update |= await asyncio.to_thread(self._compared, before, shown)
+                    else:  # the slider stays where the user has put it
+                        update[c.result] = (before, shown) if before else shown
                     seen = progress.preview
-                    shown = self.sessions.save(session, seen, "preview")
-                    update[c.result] = (before, shown) if before else shown
                 yield update
         yield await asyncio.to_thread(self._finished, job, before, session)
 
@@ -173,7 +197,7 @@ class Events:
         self.editor.check(settings)
         for text in (settings.instruction, settings.negative_prompt):
             if message := self.editor.cut_text(text):
-                gr.Warning(message)
+                gr.Warning(html.escape(message))
         return settings
 
     def _job(self, settings, data, scales):
@@ -183,7 +207,7 @@ class Events:
             return Job(settings, scales=scales)
         if not data[c.image]:
             raise ValueError("there is no image; drop one, paste one, or take an example")
-        image, mask = read_upload(data[c.image]), None
+        image, mask = read_image(data[c.image]), None
         if data[c.use_mask]:
             mask = painted_mask((data[c.mask] or {}).get("layers") or [])
         return Job(settings, image, mask, scales)
@@ -232,10 +256,9 @@ class Events:
 
     def _caption(self, settings, several):
         """The scale in which the images of a comparison differ."""
-        names = {"guidance_scale": "instruction", "image_guidance_scale": "image"}
-        for name, word in names.items():
+        for name in ("guidance_scale", "image_guidance_scale"):
             if len({getattr(one, name) for one in several}) > 1:
-                return f"{word if self.editor.edits else 'scale'} {getattr(settings, name):g}"
+                return f"{self.labels[name].lower()} {getattr(settings, name):g}"
         return ""
 
     def _figure(self, job, before, captions, session):
@@ -255,11 +278,21 @@ class Events:
     def _shown(self, result, session):
         """The updates that show a Result."""
         c, session.shown = self.c, result
-        return {
-            c.result: (result.before, result.path) if result.before else result.path,
+        return self._compared(result.before, result.path) | {
             c.download: gr.update(value=result.path, interactive=True),
             c.use: gr.update(interactive=True),
         }
+
+    def _compared(self, before, after):
+        """The update that shows an image; before: the input, or None. Paths.
+
+        The slider begins where the edit is, with a half of it on each side.
+        """
+        if not before:
+            return {self.c.result: after}
+        with Image.open(before) as first, Image.open(after) as second:
+            middle = middle_of_change(first.convert("RGB"), second.convert("RGB"))
+        return {self.c.result: gr.update(value=(before, after), slider_position=middle)}
 
     def _idle(self):
         """The updates after a request."""
@@ -272,11 +305,18 @@ class Events:
             return self._idle() | self._shown(session.shown, session)
         return self._idle() | {self.c.result: None}
 
-    def _failed(self, error):
-        """The updates that show an error."""
-        message = self._in_words(error)
-        gr.Warning(message)
-        return self._idle() | {self.c.status: status(message, "failed")}
+    def _failed(self, error, session):
+        """The updates that show an error, and no result, nor a file that is the cause."""
+        c, session.shown = self.c, None
+        update = {c.status: status(self._in_words(error), "failed"), c.result: None}
+        update[c.download] = gr.update(value=None, interactive=False)
+        update[c.use] = gr.update(interactive=False)
+        return update | ({c.image: None} if isinstance(error, UnreadableImage) else {})
+
+    def _toast(self, error):
+        """The exception that shows an error over the page, where a phone shows it too."""
+        text = self._in_words(error)
+        return gr.Error(html.escape(text[:1].upper() + text[1:]), print_exception=False)
 
     def _in_words(self, error):
         """What an error says, with the page's names for flags."""
@@ -284,38 +324,6 @@ class Events:
         for name, shown in self.labels.items():
             text = text.replace(f"--{name} ", f"{shown} ")
         return text
-
-    def _status_of(self, job, progress):
-        """What the status line says of a job."""
-        seconds = time.monotonic() - progress.since
-        if progress.stage == "waiting":
-            current, number = self.editor.current, self.editor.num_before(job)
-            if number == 1 and current and current.is_trial:
-                return status(f"waiting for the program, which compiles, {seconds:.0f} s", "busy")
-            if number == 0:
-                return status("starting", "busy")
-            number = f"{number} request{'s' * (number > 1)}"
-            return status(f"waiting for {number} before this one", "busy")
-        if progress.stage == "loading":
-            return status(f"reading the model with other weights, {seconds:.0f} s", "busy")
-        first, last = progress.image + 1, min(progress.image + job.at_once, len(job.scales))
-        numbers = f"image {first}" if first == last else f"images {first} to {last}"
-        of_several = f"{numbers} of {len(job.scales)}, " * (len(job.scales) > 1)
-        if progress.stage == "compiling":
-            return status(of_several + self._compiling(job, seconds), "busy")
-        if not self.editor.config.progress:
-            return status(f"{of_several}{seconds:.0f} s", "busy")
-        steps = job.settings.num_inference_steps
-        text = f"{of_several}step {min(progress.step, steps)} of {steps}"
-        done = progress.image + (last - first + 1) * progress.step / steps
-        return status(text, "busy", min(1, done / len(job.scales)))
-
-    def _compiling(self, job, seconds):
-        width, height = self.editor.size_of(job.settings, job.image and job.image.size)
-        last = self.editor.compile_seconds
-        last = f"; the last one took {last:.0f} s" if last else "; it takes a while, once"
-        steps = job.settings.num_inference_steps
-        return f"compiling for {width}x{height} and {steps} steps, {seconds:.0f} s{last}"
 
     # ------------------------------------------------------------ other events
 
@@ -336,7 +344,7 @@ class Events:
 
     def _picked(self, results, index, session):
         if index >= len(results) or not results[index].path.exists():
-            return {self.c.status: status("this image is deleted", "failed")}
+            return self._failed("this image is deleted", session)
         result = results[index]
         update = self._restored(result.settings) | self._shown(result, session)
         return update | {self.c.status: status(result.summary, "done")}
@@ -346,21 +354,23 @@ class Events:
         shown = self.sessions.get(request.session_hash).shown
         return shown.path if shown else gr.skip()
 
-    def restore(self, file):
+    def restore(self, file, request: gr.Request):
         """Take the settings out of an uploaded file of this program."""
         try:
-            read_upload(file)
-        except (ValueError, OSError) as error:
-            return {self.c.status: status(self._in_words(error), "failed")}
+            read_image(file)
+        except UnreadableImage as error:
+            yield self._failed(error, self.sessions.get(request.session_hash))
+            raise self._toast(error) from error
         if (settings := read_settings(file)) is None:
-            return {self.c.status: ""}
+            yield {self.c.status: ""}
+            return
         settings, changed = within_limits(settings, self.editor.limits)
         text = "the settings of this file are back"
         if changed:
             text += (
                 f"; this page cannot have its {', '.join(self.labels[name] for name in changed)}"
             )
-        return self._restored(settings) | {self.c.status: status(text, "info")}
+        yield self._restored(settings) | {self.c.status: status(text, "info")}
 
     def _restored(self, settings):
         """The updates of all controls."""
@@ -379,8 +389,8 @@ class Events:
             return hide(), hide()
         session.painted_since = min(session.painted_since, time.time())
         try:
-            image = read_upload(file) if file else None
-        except (ValueError, OSError):
+            image = read_image(file) if file else None
+        except UnreadableImage:
             image = None
         if image is None:
             return show(value=None), show()
@@ -489,17 +499,3 @@ def as_number(name, value, kind):
         return kind(value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"--{name} {value} is not a number") from None
-
-
-def status(text, kind, share=None):
-    """The HTML of the status line.
-
-    Args:
-        text: what it says.
-        kind: "busy", "done", "info" or "failed".
-        share: of the work that is done, from 0 to 1, for a bar; None: no bar.
-    """
-    bar = "" if share is None else f'<progress value="{share:.3f}" max="1"></progress>'
-    role = "alert" if kind == "failed" else "status"
-    text = html.escape(text[:1].upper() + text[1:])
-    return f'<div class="line {kind}" role="{role}">{bar}<span>{text}</span></div>'

@@ -48,6 +48,21 @@ def image_to_paint_on(image, size):
     return fitted.resize([side * scale for side in size], Image.Resampling.LANCZOS)
 
 
+def middle_of_change(before, after):
+    """The column that halves what differs between two images, by the squares of the differences.
+
+    Args:
+        before, after: PIL images of one size and mode.
+
+    Returns:
+        Percent of the width, from the left; 50 for equal images.
+    """
+    change = np.square(np.float32(before) - np.float32(after)).sum((0, 2)).cumsum()  # (width,)
+    if not change[-1]:
+        return 50.0
+    return 100 * (np.searchsorted(change, change[-1] / 2) + 0.5) / len(change)
+
+
 def painted_mask(layers):
     """The mask of an editor's layers: PIL of mode 1, white where one of them has paint.
 

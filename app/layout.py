@@ -97,14 +97,14 @@ def build(editor, examples):
         c.state = gr.HTML(elem_id="state", padding=False)
     with gr.Row(elem_id="columns"):
         with gr.Column(elem_id="request"):
-            build_request(c, editor, examples)
+            build_request(c, editor)
+            build_mask(c, editor, defaults)
+            build_examples(c, editor, examples)
         with gr.Column(elem_id="results"):
             build_results(c, editor)
             build_comparison(c, editor)
-        with gr.Column(elem_id="controls"):
-            build_mask(c, editor, defaults)
-            with gr.Accordion("Settings", open=True, elem_id="settings"):
-                build_settings(c, editor, defaults)
+        with gr.Column(elem_id="controls"), gr.Accordion("Settings", open=True):
+            build_settings(c, editor, defaults)
     with gr.Row(visible=False):  # of the API
         c.api_image, c.api_mask = image_file(label="Image"), image_file(label="Mask")
         c.api_result, c.api_settings = image_file(label="Result"), gr.JSON(label="Settings")
@@ -112,8 +112,8 @@ def build(editor, examples):
     return c
 
 
-def build_request(c, editor, examples):
-    """Image, instruction and examples."""
+def build_request(c, editor):
+    """Image, instruction and button."""
     c.image = image_file(
         label="Image",
         sources=["upload", "webcam", "clipboard"],
@@ -131,21 +131,6 @@ def build_request(c, editor, examples):
     )
     verb = "Edit" if editor.edits else "Make an image"
     c.run = gr.Button(verb, variant="primary", elem_id="run")
-    images, texts = examples
-    for component, samples, label in (
-        (c.image, images, "Images to try"),
-        (c.instruction, texts, "Instructions to try" if editor.edits else "Prompts to try"),
-    ):
-        if samples:
-            gr.Examples(
-                [[sample] for sample in samples],
-                [component],
-                label=label,
-                examples_per_page=MAX_EXAMPLES,
-                cache_examples=False,
-                elem_id=f"examples_{'images' if component is c.image else 'texts'}",
-                api_visibility="private",
-            )
 
 
 def build_mask(c, editor, defaults):
@@ -175,46 +160,65 @@ def build_mask(c, editor, defaults):
         )
 
 
+def build_examples(c, editor, examples):
+    """Images and instructions to try."""
+    images, texts = examples
+    for component, samples, label in (
+        (c.image, images, "Images to try"),
+        (c.instruction, texts, "Instructions to try" if editor.edits else "Prompts to try"),
+    ):
+        if samples:
+            gr.Examples(
+                [[sample] for sample in samples],
+                [component],
+                label=label,
+                examples_per_page=MAX_EXAMPLES,
+                cache_examples=False,
+                elem_id=f"examples_{'images' if component is c.image else 'texts'}",
+                api_visibility="private",
+            )
+
+
 def build_settings(c, editor, defaults):
     """The controls of Settings."""
     limits, labels = editor.limits, labels_of(editor.edits)
     step = max(editor.checked.factor, editor.checked.resolution // 8)
-    with gr.Row():
-        c.guidance_scale = gr.Slider(
-            *RANGES["guidance_scale"],
-            defaults.guidance_scale,
-            step=0.1,
-            label=labels["guidance_scale"],
-            info="higher: a stronger edit" if editor.edits else "higher: closer to the prompt",
-        )
-        c.image_guidance_scale = gr.Slider(
-            *RANGES["image_guidance_scale"],
-            defaults.image_guidance_scale,
-            step=0.05,
-            label=labels["image_guidance_scale"],
-            elem_id="image_guidance_scale",
-            info="higher: closer to the input",
-            visible=editor.edits,
-        )
-    with gr.Row():
-        c.num_inference_steps = gr.Slider(
-            *RANGES["num_inference_steps"],
-            defaults.num_inference_steps,
-            step=1,
-            label=labels["num_inference_steps"],
-            info="more: finer, and slower",
-            elem_id="num_inference_steps",
-        )
-        c.resolution = gr.Slider(
-            *(-(-limits.smallest // step) * step, limits.largest, defaults.resolution),
-            step=step,
-            label=labels["resolution"],
-            info="pixels of the longer side",
-            elem_id="resolution",
-        )
+    c.guidance_scale = gr.Slider(
+        *RANGES["guidance_scale"],
+        defaults.guidance_scale,
+        step=0.1,
+        label=labels["guidance_scale"],
+        info="higher: a stronger edit" if editor.edits else "higher: closer to the prompt",
+    )
+    c.image_guidance_scale = gr.Slider(
+        *RANGES["image_guidance_scale"],
+        defaults.image_guidance_scale,
+        step=0.05,
+        label=labels["image_guidance_scale"],
+        elem_id="image_guidance_scale",
+        info="higher: closer to the input",
+        visible=editor.edits,
+    )
+    c.num_inference_steps = gr.Slider(
+        *RANGES["num_inference_steps"],
+        defaults.num_inference_steps,
+        step=1,
+        label=labels["num_inference_steps"],
+        info="more: finer, and slower",
+        elem_id="num_inference_steps",
+    )
+    c.resolution = gr.Slider(
+        *(-(-limits.smallest // step) * step, limits.largest, defaults.resolution),
+        step=step,
+        label=labels["resolution"],
+        info="pixels of the longer side",
+        elem_id="resolution",
+    )
     with gr.Row(elem_id="seeds"):
-        c.seed = gr.Number(defaults.seed, precision=0, label=labels["seed"], elem_id="seed")
-        with gr.Column(min_width=120):
+        c.seed = gr.Number(
+            defaults.seed, precision=0, label=labels["seed"], elem_id="seed", min_width=140
+        )
+        with gr.Column(min_width=100):
             c.keep_seed = gr.Checkbox(
                 False, label="Keep this seed", container=False, elem_id="keep_seed"
             )

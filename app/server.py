@@ -1,5 +1,6 @@
 """The server of the page: its port, its password, its files, and its end."""
 
+import logging
 import os
 import secrets
 import signal
@@ -121,9 +122,24 @@ def make_blocks(editor, examples, folder):
     return blocks.queue(max_size=None, default_concurrency_limit=None)
 
 
+class NoClosedPages(logging.Filter):
+    """Drops the server's tracebacks about a page that is closed while it sends or loads a file."""
+
+    def filter(self, record):
+        from starlette.requests import ClientDisconnect
+
+        error = record.exc_info and record.exc_info[1]
+        is_deleted = isinstance(error, RuntimeError) and isinstance(
+            error.__context__, FileNotFoundError
+        )
+        return not (isinstance(error, ClientDisconnect) or is_deleted)
+
+
 def start_server(blocks, config, password):
     """Serve the page in threads; returns the address."""
     from app.layout import theme
+
+    logging.getLogger("uvicorn.error").addFilter(NoClosedPages())
 
     def is_user(name, given):
         same = secrets.compare_digest(name.encode(), config.username.encode())

@@ -57,11 +57,10 @@ class Settings:
 
     def summary(self, edits):
         """The settings in a few words; edits: whether the model edits images."""
-        scales = f"{self.guidance_scale:g}"
-        if edits:
-            scales += f" and {self.image_guidance_scale:g}"
-        words = [f"scale{'s' * edits} {scales}", f"{self.num_inference_steps} steps"]
-        words += [f"seed {self.seed}", *filter(None, [self.scheduler]), *self.accelerate]
+        words = [f"{'instruction' if edits else 'prompt'} scale {self.guidance_scale:g}"]
+        words += [f"image scale {self.image_guidance_scale:g}"] * edits
+        words += [f"{self.num_inference_steps} steps", f"seed {self.seed}"]
+        words += [*filter(None, [self.scheduler]), *self.accelerate]
         words += [f"{name} at {self.lora_weight:g}" for name in self.lora]
         return ", ".join(words)
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import logging
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ import edit_app
 import edit_cli
 from app import server
 from app.editor import Editor, Job, Stopped, named_loras
-from app.images import image_to_paint_on, painted_mask, read_upload
+from app.images import image_to_paint_on, middle_of_change, painted_mask, read_upload
 from app.sessions import MAX_RESULTS, Sessions
 from app.settings import (
     KEYWORD,
@@ -40,6 +41,7 @@ from app.settings import (
     read_settings,
     within_limits,
 )
+from app.status import about, status_of
 from diffusers_flax.images import save_image
 
 CHROMIUM = next(
@@ -169,6 +171,44 @@ def test_images_and_masks_of_the_page(tmp_path):
     layer.paste((20, 184, 166, 255), (2, 0, 6, 4))
     mask = np.asarray(painted_mask([Image.new("RGBA", (6, 4)), layer]))
     np.testing.assert_array_equal(mask, np.arange(6) >= np.full((4, 1), 2))
+
+
+@pytest.mark.parametrize(
+    ("box", "middle"),
+    [((0, 0, 80, 10), 50), ((0, 0, 8, 10), 5), ((60, 2, 64, 4), 77.5), ((0, 0, 0, 0), 50)],
+)
+def test_the_slider_begins_where_the_edit_is(box, middle):
+    """A half of the change is on each side, whatever the noise of the rest."""
+    before, after = photo(80, 10), photo(80, 10)
+    after.paste(Image.eval(after.crop(box), lambda x: (x + 128) % 256), box)
+    assert middle_of_change(before, after) == pytest.approx(middle, abs=1)
+    if any(box):
+        noisy = Image.eval(after, lambda x: min(x + 1, 255))
+        assert middle_of_change(before, noisy) == pytest.approx(middle, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("edits", "words"),
+    [(True, "instruction scale 7.5, image scale 1.2"), (False, "prompt scale 7.5")],
+)
+def test_the_summary_names_each_scale(edits, words):
+    settings = Settings("red", 7.5, 1.2, 3, seed=7, scheduler="euler")
+    assert settings.summary(edits) == f"{words}, 3 steps, seed 7, euler"
+
+
+def test_tracebacks_of_closed_pages_are_dropped():
+    """Of an upload that breaks off, and of an image deleted while it is sent; not of others."""
+    requests = pytest.importorskip("starlette.requests")
+
+    def record(error):
+        return logging.makeLogRecord({"exc_info": (type(error), error, None)})
+
+    deleted, other = RuntimeError("File at path x does not exist."), RuntimeError("other")
+    deleted.__context__, other.__context__ = FileNotFoundError(), ValueError()
+    dropped = [requests.ClientDisconnect(), deleted]
+    assert not any(server.NoClosedPages().filter(record(error)) for error in dropped)
+    assert server.NoClosedPages().filter(record(other))
+    assert server.NoClosedPages().filter(logging.makeLogRecord({}))
 
 
 def test_files_of_sessions(tmp_path):
@@ -336,6 +376,39 @@ def test_the_queue(model, monkeypatch):
     ]
 
 
+def test_a_job_says_how_long_it_takes(model, photograph):
+    """By its own steps; before them by the job before, in proportion to pixels and steps."""
+    editor = Editor(edit_app.Config(str(model), compilation_cache_dir=""))
+    settings, image = Settings("red", num_inference_steps=10, resolution=32), Image.open(photograph)
+
+    def line(job, stage, seconds, **more):
+        job.report(stage, **more)
+        job.progress = job.progress._replace(since=time.monotonic() - seconds)
+        if job.progress.step:
+            editor._measure(job, job.steps_done(job.progress))
+        return status_of(editor, job, job.progress)
+
+    job = Job(settings, image)
+    assert "Compiling for 32x24 and 10 steps, once: 3 s<" in line(job, "compiling", 3)
+    editor.compile_seconds = 8
+    job.report("making", step=1)  # the first step, which the program's compilation was for
+    assert "Step 1 of 10<" in line(job, "making", 0, step=1)
+    assert "Step 4 of 10, about 12 s left<" in line(job, "making", 6, step=4)
+
+    twice = dataclasses.replace(settings, num_inference_steps=20, resolution=64)
+    assert "once: 2 s of about 8 s, then about 3 min for the image<" in line(
+        Job(twice, image), "compiling", 2
+    )
+    several = Job(settings, image, scales=((2.0, 1.0),) * 4, at_once=2)
+    assert "Images 1 to 2 of 4, step 5 of 10, about 15 s left<" in line(
+        several, "making", 5, step=5
+    )
+    assert "Images 3 to 4 of 4, step 5 of 10, about 5 s left<" in line(
+        several, "making", 15, image=2, step=5
+    )
+    assert [about(x) for x in (0.2, 90, 200)] == ["about 1 s", "about 90 s", "about 3 min"]
+
+
 @pytest.mark.slow
 def test_the_editor_makes_the_images_of_edit_cli(model, photograph, tmp_path):
     """Also after a job that was cancelled in its first steps, which ends early."""
@@ -452,10 +525,12 @@ def served(model, *flags, cwd=None, **environment):
     try:
         line = process.stdout.readline()
         assert line.startswith("open http://127.0.0.1:"), line + process.stderr.read()
-        yield SimpleNamespace(url=line.split()[1], process=process, port=port)
+        page = SimpleNamespace(url=line.split()[1], process=process, port=port)
+        yield page
     finally:
         process.terminate()  # deletes its files
-        process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=20)
+    assert "Traceback" not in errors, errors
 
 
 FAST = ("--resolution", "32", "--num_inference_steps", "3", "--compilation_cache_dir", "")

@@ -1,5 +1,5 @@
 () => {
-    const narrow = () => window.innerWidth < 860;
+    const narrow = () => window.innerWidth < 700;
     // Escape cancels the request, as the button does.
     document.addEventListener("keydown", (event) => {
         const button = document.querySelector("#cancel");
@@ -10,5 +10,20 @@
         if (event.target.closest("#run") && narrow()) {
             document.querySelector("#results").scrollIntoView({ behavior: "smooth" });
         }
+    });
+    // The brush begins a stroke where the last movement was over the image. For a stroke that
+    // begins in the margin, and for a finger, which moves after it touches, there is one.
+    document.addEventListener("pointerdown", (event) => {
+        if (!event.target.closest("#mask canvas")) return;
+        const { left, top, width, height } = event.target.getBoundingClientRect();
+        const middle = { clientX: left + width / 2, clientY: top + height / 2 };
+        const { pointerId, pointerType, isPrimary } = event;
+        const options = { ...middle, pointerId, pointerType, isPrimary, bubbles: true };
+        event.target.dispatchEvent(new PointerEvent("pointermove", options));
+    }, true);
+    // The browser asks before it reloads or leaves a page with an image or a running request.
+    window.addEventListener("beforeunload", (event) => {
+        const kept = [...document.querySelectorAll("#image img, #gallery img, #cancel")];
+        if (kept.some((element) => element.offsetParent)) event.preventDefault();
     });
 }
