@@ -286,7 +286,7 @@ class Events:
     def _compared(self, before, after):
         """The update that shows an image; before: the input, or None. Paths.
 
-        The slider begins where the edit is, with a half of it on each side.
+        The slider begins where the edit is, with half of the change on each side.
         """
         if not before:
             return {self.c.result: after}

@@ -178,7 +178,7 @@ def test_images_and_masks_of_the_page(tmp_path):
     [((0, 0, 80, 10), 50), ((0, 0, 8, 10), 5), ((60, 2, 64, 4), 77.5), ((0, 0, 0, 0), 50)],
 )
 def test_the_slider_begins_where_the_edit_is(box, middle):
-    """A half of the change is on each side, whatever the noise of the rest."""
+    """Half of the change is on each side, whatever the noise of the rest."""
     before, after = photo(80, 10), photo(80, 10)
     after.paste(Image.eval(after.crop(box), lambda x: (x + 128) % 256), box)
     assert middle_of_change(before, after) == pytest.approx(middle, abs=1)
@@ -526,8 +526,7 @@ def served(model, *flags, cwd=None, **environment):
     try:
         line = process.stdout.readline()
         assert line.startswith("open http://127.0.0.1:"), line + process.stderr.read()
-        page = SimpleNamespace(url=line.split()[1], process=process, port=port)
-        yield page
+        yield SimpleNamespace(url=line.split()[1], process=process, port=port)
     finally:
         process.terminate()  # deletes its files
         _, errors = process.communicate(timeout=20)

@@ -11,8 +11,8 @@
             document.querySelector("#results").scrollIntoView({ behavior: "smooth" });
         }
     });
-    // The brush begins a stroke where the last movement was over the image. For a stroke that
-    // begins in the margin, and for a finger, which moves after it touches, there is one.
+    // The brush starts a stroke only if the pointer's last movement was over the image. One is
+    // added, so that a stroke may start in the margin.
     document.addEventListener("pointerdown", (event) => {
         if (!event.target.closest("#mask canvas")) return;
         const { left, top, width, height } = event.target.getBoundingClientRect();
