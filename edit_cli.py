@@ -17,11 +17,13 @@ size of the result, see below. With the model of `make demo`, on a CPU:
 Sizes: the EXIF orientation is applied. The longer side becomes --resolution, by default the size
 that the model was made for, and the aspect ratio is kept, each side rounded to the nearest multiple
 of the VAE's factor. The image is resized (Lanczos) to cover that size and cropped evenly on both
-sides. Transparent parts become white.
+sides. Transparent parts become white. Photographs of similar shapes share one compiled program: the
+shorter side is scaled to a sixteenth of the longer one, by 7% at most, and the result scaled back,
+unless --exact_size.
 
 The noise of an edit depends on --seed and its index in the list, not on batch size, devices or
 other edits: the same command gives the same images on any machine, up to rounding. Started again,
-it makes the missing images. Images of one size run in one batch. Each size compiles once,
+it makes the missing images. Images of one program run in one batch. Each program compiles once,
 which takes most of the time of a short list; --compilation_cache_dir saves the programs for the
 next start. Runs on TPU, GPU and CPU, with --batch_size images at once on each device.
 
@@ -54,7 +56,7 @@ from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.layout import DeviceFlags, ProcessFlags, layout_of_flags
 from diffusers_flax.devices.resuming import checksum_of, id_maker, is_finished
 from diffusers_flax.devices.serving import IN_FLIGHT, DeviceClock, FileWriter
-from diffusers_flax.images import IMAGE_FORMATS, save_image
+from diffusers_flax.images import IMAGE_FORMATS, save_image, to_pil
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.parameters import choose_dtype, place_params
 from diffusers_flax.pipelines.calls import count_steps, timestep_options
@@ -70,9 +72,11 @@ from editing.edits import (
     load_model,
     plan_edits,
     read_edits,
+    shared_size,
     stages_of,
+    stretch,
 )
-from editing.masks import check_inputs, check_masks, load_mask
+from editing.masks import check_inputs, check_masks, finish_edit, load_mask, stretch_mask
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class EditFlags:
     negative_prompt: str = ""  # what to avoid
     seed: int = 0  # seed of the noise
     resolution: int | None = None  # pixels, longer side; default: the model's
+    exact_size: bool = False  # a program for each size; default: similar shapes share one
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
@@ -246,11 +251,11 @@ def number_edits(edits, config):
     return ids
 
 
-def load_edit_model(edits, sizes, checked, preview, layout, config):
+def load_edit_model(edits, program_sizes, checked, preview, layout, config):
     """Load the model.
 
     Args:
-        edits, sizes, config: as for run_edits.
+        edits, program_sizes, config: as for run_edits.
         checked: of check_model.
         preview, layout: Preview and Layout, or None.
 
@@ -260,7 +265,7 @@ def load_edit_model(edits, sizes, checked, preview, layout, config):
     dtype = choose_dtype(config.dtype)
     branches = edit_branches(config.guidance_scale, config.image_guidance_scale)
     of_edits = {
-        "sizes": sizes,
+        "sizes": program_sizes,
         "batch_size": config.batch_size,
         "stages": stages_of(edits),
         "masked": [edit.mask is not None for edit in edits],
@@ -285,8 +290,22 @@ def load_edit_model(edits, sizes, checked, preview, layout, config):
     return pipeline, params
 
 
-def run_edits(pipeline, params, edits, sizes, finished, ids, config):
-    """Edit and write all images over the local devices, images of one size together.
+def write_edit(edited, edit, size, image_id, config):
+    """Write the result of an edit.
+
+    Args:
+        edited: what its program has made, NumPy (H, W, 3) in [0, 1].
+        edit, size, image_id, config: see run_edits.
+    """
+    of_mask = ()
+    if edit.mask is not None:
+        of_mask = load_fitted(edit.input, size), load_mask(edit, size), config.mask_feather
+    (image,) = to_pil(edited)
+    save_image(finish_edit(image, size, *of_mask), edit.output, SOFTWARE, image_id)
+
+
+def run_edits(pipeline, params, edits, sizes, program_sizes, finished, ids, config):
+    """Edit and write all images over the local devices, images of one program together.
 
     The parameters are moved there: afterwards params has no NumPy arrays.
 
@@ -294,7 +313,8 @@ def run_edits(pipeline, params, edits, sizes, finished, ids, config):
         pipeline: InstructPix2Pix.
         params: its parameters, in the dtype to compute in.
         edits: list of Edit.
-        sizes: (width, height) of each edit.
+        sizes: (width, height) of each result.
+        program_sizes: (width, height) of each edit's program.
         finished: set of the places of edits whose outputs exist.
         ids: of number_edits.
         config: Config.
@@ -302,21 +322,25 @@ def run_edits(pipeline, params, edits, sizes, finished, ids, config):
     stages = stages_of(edits)
     devices = devices_for(len(edits), stages, pipeline.layout)
     place_params(params, devices, pipeline.layout)
-    clock, id_of, todo = DeviceClock(), dict(zip(edits, ids)), len(edits) - len(finished)
+    clock, todo = DeviceClock(), len(edits) - len(finished)
+    size_of, id_of = dict(zip(edits, sizes)), dict(zip(edits, ids))
     is_writer = pipeline.layout is None or pipeline.layout.is_writer
     with tqdm(total=todo, unit="edit") as bar, FileWriter(is_writer) as files:
 
-        def load(edit, size):
+        def load(edit, program_size):
             if edit.after is not None and edit.after not in finished:
                 files.wait_for(edits[edit.after].output)
-            return load_fitted(edit.input, size)
+            return stretch(load_fitted(edit.input, size_of[edit]), program_size)
+
+        def load_program_mask(edit, program_size):
+            return stretch_mask(load_mask(edit, size_of[edit]), program_size)
 
         batches = edit_batches(
             pipeline,
             params,
             devices,
             edits,
-            sizes,
+            program_sizes,
             load,
             bar,
             batch_size=config.batch_size,
@@ -329,15 +353,15 @@ def run_edits(pipeline, params, edits, sizes, finished, ids, config):
             eta=config.eta,
             lora=config.lora,
             stages=stages,
-            load_mask=load_mask,
-            mask_feather=config.mask_feather,
+            load_mask=load_program_mask,
             finished=finished,
             clock=clock,
             in_flight=IN_FLIGHT,
         )
         for batch, images, _ in batches:
             for edit, image in zip(batch, images):
-                files.write(edit.output, save_image, image, edit.output, SOFTWARE, id_of[edit])
+                of_edit = image, edit, size_of[edit], id_of[edit], config
+                files.write(edit.output, write_edit, *of_edit)
     jax.effects_barrier()  # waits for the previews
     if report := clock.report(todo):
         print(report, file=sys.stderr)
@@ -407,6 +431,10 @@ def run(config):
         config.accelerate,
         (config.guidance_scale, config.image_guidance_scale),
     )
+    sizes = [edit_size(size, checked.resolution, checked.factor) for size in image_sizes]
+    program_sizes = sizes
+    if not config.exact_size:
+        program_sizes = [shared_size(size, checked.factor) for size in sizes]
     outputs, inputs, masks = zip(*((edit.output, edit.input, edit.mask) for edit in edits))
     ays = checked.pipeline_type.ays_timesteps
     steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta, ays)
@@ -417,16 +445,16 @@ def run(config):
         count_steps(checked.scheduler, steps),
         config.seed,
         [*inputs, *masks, config.grid],
+        sizes,
     )
-    sizes = [edit_size(size, checked.resolution, checked.factor) for size in image_sizes]
     edits = check_masks(edits, image_sizes, sizes, config.mask_feather)
     ids = number_edits(edits, config)
     finished = {i for i, edit in enumerate(edits) if is_finished(edit.output, ids[i], SOFTWARE)}
     finished = {*layout.agree(list(finished))} if layout else finished
     print_continued(len(finished), len(edits))
     if len(finished) < len(edits):
-        pipeline, params = load_edit_model(edits, sizes, checked, preview, layout, config)
-        run_edits(pipeline, params, edits, sizes, finished, ids, config)
+        pipeline, params = load_edit_model(edits, program_sizes, checked, preview, layout, config)
+        run_edits(pipeline, params, edits, sizes, program_sizes, finished, ids, config)
     if layout and not layout.is_writer:
         return
     if config.grid:

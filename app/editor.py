@@ -45,8 +45,10 @@ from editing.edits import (
     fit_image,
     load_model,
     plan_edits,
+    shared_size,
+    stretch,
 )
-from editing.masks import fit_mask
+from editing.masks import finish_edit, fit_mask, stretch_mask
 
 MAX_PROGRAMS = 24  # in memory; those before are in the compilation cache on the disk
 MAX_PREVIEWS = 10  # of an image
@@ -81,6 +83,7 @@ class Job:
     scales: tuple = ()  # (guidance_scale, image_guidance_scale) of each image; (): of settings
     is_trial: bool = False  # compiles, and makes no image
     at_once: int = 1  # batch size
+    size: tuple[int, int] = (0, 0)  # (width, height) of the images, known when the job begins
     has_compiled: bool = False
     progress: Progress = field(default_factory=lambda: Progress("waiting", time.monotonic()))
     images: list = field(default_factory=list)  # PIL
@@ -219,6 +222,11 @@ class Editor:
         shape = image_size if self.edits else SHAPES[settings.shape]
         return edit_size(shape, settings.resolution, self.checked.factor)
 
+    def program_size(self, job):
+        """(width, height) of the program that makes a job's images, see shared_size."""
+        size = self.size_of(job.settings, job.image and job.image.size)
+        return shared_size(size, self.checked.factor) if self.edits else size
+
     def seconds_left(self, job, progress):
         """About how long the denoising steps of a job take from here; None: nothing is measured.
 
@@ -230,7 +238,7 @@ class Editor:
         return per_step and per_step * job.steps_left(progress)
 
     def _pixels(self, job):
-        return math.prod(self.size_of(job.settings, job.image and job.image.size))
+        return math.prod(self.program_size(job))
 
     def cut_text(self, text):
         """What the text encoders cut off of a text, a sentence; "" if it fits."""
@@ -305,11 +313,13 @@ class Editor:
         self._load_weights(job)
         if job.stopped.is_set():
             raise Stopped
-        size = self.size_of(settings, job.image and job.image.size)
-        mask = None if job.mask is None else fit_mask(job.mask, size)
+        job.size = self.size_of(settings, job.image and job.image.size)
+        size = self.program_size(job)
+        mask = None if job.mask is None else fit_mask(job.mask, job.size)
         mask = None if mask and mask.getextrema()[0] else mask  # all white restricts nothing
+        image = job.image and fit_image(job.image, job.size)
         job.at_once = len(self.all_devices) if len(job.scales) > 1 else 1
-        arrays = self._arrays(job, size, mask, job.at_once)
+        arrays = self._arrays(settings, size, image, mask, job.at_once)
         for first in range(0, len(job.scales), job.at_once):
             job.report("making", image=first, step=0)
             scales = job.scales[first : first + job.at_once]
@@ -331,21 +341,25 @@ class Editor:
             elif not self.config.progress:
                 self._measure(job, (first // job.at_once + 1) * settings.num_inference_steps)
             check_finite_images(images, "the images", settings.lora)
-            job.images += to_pil(images)
+            of_mask = job.size, image, mask, settings.mask_feather
+            job.images += [finish_edit(made, *of_mask) for made in to_pil(images)]
         job.seconds = time.perf_counter() - started
 
-    def _arrays(self, job, size, mask, num_devices):
-        """The arrays of a call, the same for each device: of text, keys, and of an edit."""
-        settings, pipeline = job.settings, self.pipeline
+    def _arrays(self, settings, size, image, mask, num_devices):
+        """The arrays of a call, the same for each device: of text, keys, and of an edit.
+
+        image, mask: PIL, of the result's size, or None; size: (width, height) of the program.
+        """
+        pipeline = self.pipeline
         prompt_ids = pipeline.prepare_text_inputs([settings.instruction] * num_devices)
         neg_ids = None
         if settings.negative_prompt:
             neg_ids = pipeline.prepare_text_inputs([settings.negative_prompt] * num_devices)
         key, indices = jax.random.key(settings.seed), np.zeros(num_devices, int)
         if self.edits:
-            images = [fit_image(job.image, size)] * num_devices
-            masks = None if mask is None else [mask] * num_devices
-            of_edits = settings.mask_feather, prompt_ids, neg_ids, key, indices, num_devices
+            images = [stretch(image, size)] * num_devices
+            masks = None if mask is None else [stretch_mask(mask, size)] * num_devices
+            of_edits = 0, prompt_ids, neg_ids, key, indices, num_devices
             return batch_inputs(pipeline, images, masks, *of_edits)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
         return jax.tree.map(lambda x: x[:, None], (prompt_ids, keys, neg_ids))
@@ -467,7 +481,9 @@ class Editor:
         if job.progress.stage == "compiling":
             self.compile_seconds = time.monotonic() - job.progress.since
             self.program.is_compiled = True
-        preview = to_pil(images)[0] if images is not None else job.progress.preview
+        preview = job.progress.preview
+        if images is not None:
+            preview = stretch(to_pil(images)[0], job.size)
         job.report("making", step=step, preview=preview)
         self._measure(job, job.steps_done(job.progress))
         # An error ends the program at once. A TPU's program ends by itself, and its image is

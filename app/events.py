@@ -28,6 +28,7 @@ from app.layout import (
 )
 from app.settings import (
     Settings,
+    as_unicode,
     check_settings,
     draw_seed,
     read_settings,
@@ -320,7 +321,7 @@ class Events:
 
     def _in_words(self, error):
         """What an error says, with the page's names for flags."""
-        text = one_line(error)
+        text = as_unicode(one_line(error))
         for name, shown in self.labels.items():
             text = text.replace(f"--{name} ", f"{shown} ")
         return text
@@ -411,7 +412,7 @@ class Events:
             return f'<span class="failed" title="{error}">the first program failed</span>'
         if trial is None:
             return '<span class="ready">ready</span>'
-        width, height = self.editor.size_of(trial.settings, trial.image and trial.image.size)
+        width, height = self.editor.program_size(trial)
         seconds = time.monotonic() - trial.progress.since
         return f'<span class="busy">compiling for {width}x{height}, {seconds:.0f} s</span>'
 

@@ -82,6 +82,13 @@ def check_settings(settings, limits):
     if not settings.instruction.strip():
         raise ValueError("--instruction is empty; write a few words")
     for name in ("instruction", "negative_prompt"):
+        try:
+            getattr(settings, name).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"--{name} is not valid Unicode: character {error.start + 1} is an unpaired "
+                "surrogate, such as half of an emoji; type it again"
+            ) from None
         if len(getattr(settings, name)) > MAX_TEXT:
             raise ValueError(
                 f"--{name} has {len(getattr(settings, name))} characters; write {MAX_TEXT} or less"
@@ -101,6 +108,11 @@ def check_settings(settings, limits):
     for spec in settings.accelerate:  # a path of the server, or a hub id to download
         if spec.startswith("taesd:"):
             raise ValueError(f"--accelerate {spec}: the page has one TAESD; write taesd")
+
+
+def as_unicode(text):
+    """A text without unpaired surrogates, which no answer to a browser can have."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def draw_seed():
@@ -150,8 +162,8 @@ def within_limits(settings, limits):
     largest_steps = RANGES["num_inference_steps"][1]
     allowed = replace(
         settings,
-        instruction=settings.instruction[:MAX_TEXT],
-        negative_prompt=settings.negative_prompt[:MAX_TEXT],
+        instruction=as_unicode(settings.instruction)[:MAX_TEXT],
+        negative_prompt=as_unicode(settings.negative_prompt)[:MAX_TEXT],
         num_inference_steps=min(max(settings.num_inference_steps, 1), largest_steps),
         resolution=min(max(settings.resolution, limits.smallest), limits.largest),
         lora=tuple(name for name in settings.lora if name in limits.loras),

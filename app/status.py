@@ -60,7 +60,7 @@ def waiting(editor, job, seconds):
 
 def compiling(editor, job, progress, seconds):
     """How long a program compiles, and then its images take, as far as others were measured."""
-    width, height = editor.size_of(job.settings, job.image and job.image.size)
+    width, height = editor.program_size(job)
     steps = job.settings.num_inference_steps
     text = f"compiling for {width}x{height} and {steps} steps, once: {seconds:.0f} s"
     if editor.compile_seconds:

@@ -26,6 +26,7 @@ from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.devices.serving import run_ahead
 from diffusers_flax.images import check_finite_images, made_by
 from diffusers_flax.memory import plan_images
+from diffusers_flax.messages import warn_once
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
 from diffusers_flax.pipelines.calls import check_steps, timestep_options
@@ -39,6 +40,8 @@ from diffusers_flax.schedulers.factory import choose_scheduler
 
 SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace
 TEXT_TO_IMAGE = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
+NUM_SHARED = 16  # shorter sides of programs that edits share, from 1/16 of the longer to all of it
+MAX_SHARED_ASPECT = 2  # beyond it a sixteenth of the longer side is too much of the shorter one
 MAX_LOADERS = 8
 
 
@@ -57,9 +60,32 @@ def edit_size(size, resolution, factor):
     return tuple(max(1, math.floor(side * scale / factor + 0.5)) * factor for side in size)
 
 
+def shared_size(size, factor):
+    """Width and height of the program that edits an image; images of similar shapes have the same.
+
+    The shorter side becomes the nearest multiple of a sixteenth of the longer one. 1:1, 4:3, 16:10,
+    16:9 and 2:1 stay as they are, 3:2 changes by about 3%, the most is 7%.
+
+    Args:
+        size: (width, height) of the result, of edit_size.
+        factor: both are multiples of it.
+    """
+    shorter, longer = sorted(size)
+    step = max(1, math.floor(longer / NUM_SHARED / factor + 0.5)) * factor
+    shared = min(longer, math.floor(shorter / step + 0.5) * step)
+    if shared * MAX_SHARED_ASPECT < longer:
+        return size
+    return (longer, shared) if size[0] == longer else (shared, longer)
+
+
 def fit_image(image, size):
     """A PIL image scaled to cover size (width, height) and cropped to it evenly."""
     return ImageOps.fit(image, size, Image.Resampling.LANCZOS)
+
+
+def stretch(image, size):
+    """A PIL image scaled to size (width, height), each side by itself."""
+    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 
 def read_edits(file, flag="edits_jsonl"):
@@ -189,6 +215,11 @@ def check_model(
     if resolution is None:
         side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
         resolution = factor * (max(side) if isinstance(side, list) else side)
+    if (side := edit_size((1, 1), resolution, factor)[0]) != resolution:
+        warn_once(
+            f"--resolution {resolution} is not a multiple of {factor}; the longer side of images "
+            f"becomes {side} pixels"
+        )
     found = check_sampling(
         pipeline_type,
         configs["scheduler"],

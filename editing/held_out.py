@@ -171,7 +171,7 @@ def pairs_of_shards(directory, columns, caption_columns, mask_column="", max_pai
         try:
             cells = read_row_group(group)
             with pq.ParquetFile(group.path) as file:
-                texts = file.read_row_group(group.index, columns=wanted).to_pydict()
+                texts = file.read_row_group(group.index, columns=wanted)
         except Exception as error:  # damaged pages raise errors of many types
             raise ValueError(
                 f"{group.path} cannot be read: {one_line(error, 200)}; download it again"
@@ -186,10 +186,7 @@ def pairs_of_shards(directory, columns, caption_columns, mask_column="", max_pai
                 raise ValueError(f"{name}: {error}") from error
             instruction = pair.prompt and choose_instruction(pair.prompt, 0)
             if pair.original and instruction:
-                known = (
-                    texts[caption][number] or None if caption in texts else None
-                    for caption in captions
-                )
+                known = (caption_at(texts, caption, number, name) for caption in captions)
                 images = pair.original, pair.edited or None
                 found = (row_index, name, instruction, *images, *known, pair.mask or None)
                 pairs.append(HeldOutPair(*found))
@@ -200,6 +197,23 @@ def pairs_of_shards(directory, columns, caption_columns, mask_column="", max_pai
             "of shards that parquet_processing.py describes"
         )
     return pairs
+
+
+def caption_at(texts, column, number, name):
+    """A caption, or None.
+
+    Args:
+        texts: pyarrow Table, which may lack the column.
+        column: its name.
+        number: of the row.
+        name: of the row, for errors.
+    """
+    if column not in texts.column_names:
+        return None
+    try:
+        return texts[column][number].as_py() or None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: the caption in {column} is not UTF-8 ({error})") from error
 
 
 def check_pairs(pairs, use_masks, bar=iter):

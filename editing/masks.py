@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFilter
 
 from dataloading.images import decode_mask
 from diffusers_flax.images import ramp
-from editing.edits import fit_image, num_loaders, size_of_image, stages_of
+from editing.edits import fit_image, num_loaders, size_of_image, stages_of, stretch
+
+BORDER = 4  # pixels, more than Lanczos reads beside a pixel
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,34 @@ def fit_mask(mask, size):
 def load_mask(edit, size):
     """The mask of an edit, fitted to size (width, height)."""
     return fit_mask(read_mask(edit.mask), size)
+
+
+def stretch_mask(mask, size):
+    """A mask for a program of another size (width, height) than its edit's result.
+
+    Its white part is wider by BORDER pixels: the result, scaled back, has no pixels of the image to
+    edit inside of the mask.
+    """
+    if mask.size == size:
+        return mask
+    wider = mask.convert("L").filter(ImageFilter.MaxFilter(2 * BORDER + 1))
+    return wider.resize(size, Image.Resampling.NEAREST).convert("1")
+
+
+def finish_edit(edited, size, image=None, mask=None, feather=0):
+    """The result of an edit, of size (width, height), from what a program of any size has made.
+
+    Args:
+        edited: PIL image; with a mask, of an edit with a hard edge.
+        image: to edit, PIL, of this size; for a mask.
+        mask: of fit_mask, of this size, or None. Outside of it the pixels are the image's.
+        feather: pixels inside of the white part to fade the edit in.
+    """
+    edited = stretch(edited, size)
+    if mask is None:
+        return edited
+    weights = np.rint(ramp(np.asarray(mask), feather) * 255).astype(np.uint8)
+    return Image.composite(edited, image, Image.fromarray(weights))
 
 
 def check_inputs(edits, bar=iter):

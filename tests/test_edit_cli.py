@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from dataloading.images import load_image
 from diffusers_flax.captions import GRID_MARGIN
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.factory import SCHEDULERS, make_scheduler
-from edit_cli import edit_size, edits_of_flags, load_fitted, save_image
+from edit_cli import edit_size, edits_of_flags, load_fitted, save_image, shared_size
 
 SCRIPT = Path(edit_cli.__file__)
 
@@ -195,6 +196,54 @@ def test_masks_and_several_edits_in_a_row(model, input_images, monkeypatch, caps
     assert not {file.name for file in Path("out").iterdir()} - {"red.png", "both.png"}
 
 
+def test_similar_shapes_share_a_program(model, input_images, monkeypatch, capsys):
+    """The program gets the image stretched to its size; the result has the photograph's shape."""
+    monkeypatch.chdir(input_images)
+    photo(96, 70, 5).save("b.png")
+    mask_image((96, 70), (48, 0, 96, 70)).save("right.png")
+    flags = ["--model", str(model), "--num_inference_steps", "2", "--resolution", "127"]
+    flags += ["--edit", "make it red"]
+
+    def run(*names, more=()):
+        Path("out").mkdir(exist_ok=True)
+        edit_cli.main([*flags, "--input", *names, "--output", "out", *more])
+        errors = capsys.readouterr().err
+        found = [np.asarray(Image.open(Path("out", name)), np.int16) for name in names]
+        return *found, {*re.findall(r"compiling (\d+x\d+)", errors)}, errors
+
+    a, b, programs, errors = run("a.png", "b.png")
+    assert (a.shape, b.shape, programs) == ((96, 128, 3), (92, 128, 3), {"128x96"})
+    assert "--resolution 127 is not a multiple of 4; the longer side of images becomes" in errors
+
+    pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(model)
+    image = load_fitted("b.png", (128, 92))
+
+    def edit(image, mask=None, index=0):
+        inputs = pipeline.prepare_inputs("make it red", image, mask)
+        key = jax.random.fold_in(jax.random.key(0), index)[None]
+        options = dict(num_inference_steps=2, mask=inputs[2] if mask else None)
+        return pipeline.numpy_to_pil(pipeline(*inputs[:2], params, key, **options).images)[0]
+
+    stretched = image.resize((128, 96), Image.Resampling.LANCZOS)
+    expected = edit(stretched, index=1).resize((128, 92), Image.Resampling.LANCZOS)
+    assert np.abs(b - np.asarray(expected)).max() <= 2
+    exact, programs, _ = run("b.png", more=["--exact_size"])
+    assert programs == {"128x92"}
+    assert np.abs(exact - np.asarray(edit(image))).max() <= 1
+
+    # Outside of a mask no pixel changes, inside of it no pixel is the image's, up to the border.
+    masked, programs, _ = run("b.png", more=["--mask", "right.png"])
+    assert programs == {"128x96"}
+    np.testing.assert_array_equal(masked[:, :64], np.asarray(image)[:, :64])
+    wide = mask_image((128, 96), (60, 0, 128, 96))
+    expected = edit(stretched, wide).resize((128, 92), Image.Resampling.LANCZOS)
+    assert np.abs(masked[:, 64:] - np.asarray(expected)[:, 64:]).max() <= 2
+    soft, _, _ = run("b.png", more=["--mask", "right.png", "--mask_feather", "3"])
+    weights = np.array([0.25, 0.5, 0.75, 1])[:, None]
+    mixed = weights * masked[:, 64:68] + (1 - weights) * np.asarray(image)[:, 64:68]
+    assert np.abs(soft[:, 64:68] - mixed).max() <= 1
+
+
 @pytest.mark.slow
 def test_a_run_that_begins_with_a_saved_result_makes_the_same_images(
     model, input_images, monkeypatch
@@ -285,6 +334,24 @@ def test_exif_orientation_is_applied(tmp_path):
 )
 def test_sizes(size, resolution, factor, expected):
     assert edit_size(size, resolution, factor) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "factor", "expected"),
+    [
+        ((512, 384), 8, (512, 384)),
+        ((512, 392), 8, (512, 384)),
+        ((368, 512), 8, (384, 512)),
+        ((512, 344), 8, (512, 352)),  # 3:2
+        ((512, 240), 8, (512, 256)),  # by 7%, the most
+        ((512, 232), 8, (512, 232)),  # longer than 2:1
+        ((504, 504), 8, (504, 504)),
+        ((1024, 680), 8, (1024, 704)),
+        ((64, 56), 8, (64, 56)),
+    ],
+)
+def test_sizes_of_shared_programs(size, factor, expected):
+    assert shared_size(size, factor) == expected
 
 
 def test_fitting_keeps_the_aspect_ratio(tmp_path):

@@ -80,7 +80,7 @@ class Preview:
         return watch
 
 
-def preview_files(every, decoder, outputs, num_steps, seed, kept=()):
+def preview_files(every, decoder, outputs, num_steps, seed, kept=(), sizes=None):
     """Write previews next to the images: for OUT.png OUT-step-005.png, OUT-step-010.png, ...
 
     They replace previews of an earlier run, and no other file.
@@ -92,6 +92,7 @@ def preview_files(every, decoder, outputs, num_steps, seed, kept=()):
         num_steps: of the images, PNDM's repeated ones included.
         seed: of the images' keys.
         kept: paths or None, files that previews must not replace, besides outputs.
+        sizes: (width, height) to scale the previews of each image to; None: they are as decoded.
 
     Returns:
         Preview, or None without --preview.
@@ -115,14 +116,16 @@ def preview_files(every, decoder, outputs, num_steps, seed, kept=()):
         if path.resolve() in kept or (path.exists() and not made_by(path, PREVIEW)):
             raise ValueError(f"{path} would be replaced by a preview; give it another name")
     keys = jax.random.key_data(keys_per_image(jax.random.key(seed), len(outputs)))
-    files = {key.tobytes(): file for key, file in zip(np.asarray(keys), outputs)}
+    names = [key.tobytes() for key in np.asarray(keys)]
+    files, sizes = dict(zip(names, outputs)), dict(zip(names, sizes or ()))
     one_at_a_time = Lock()  # devices call it from several threads
 
     def show(step, keys, images):
         with one_at_a_time:
-            for key, image in zip(keys, to_pil(images)):
+            for name, image in zip((key.tobytes() for key in keys), to_pil(images)):
+                image = image.resize(sizes.get(name, image.size))
                 try:
-                    save_image(image, preview_file(files[key.tobytes()], step), PREVIEW)
+                    save_image(image, preview_file(files[name], step), PREVIEW)
                 except OSError as error:  # the image itself may still be written
                     warn_once(f"a preview cannot be written: {error}")
 
