@@ -111,6 +111,7 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
     import tyro  # only scripts need it, not the programs' parts that import this file's helpers
 
     words = sys.argv[1:] if args is None else args
+    check_unicode(words)
     for name in list_flags(config_class):
         count = sum(word.partition("=")[0].replace("-", "_") == f"__{name}" for word in words)
         if count > 1:
@@ -136,6 +137,20 @@ def refuse(message: str) -> NoReturn:
     """End the program because of its flags."""
     sys.stderr.write(f"error: {message}; --help lists the flags\n")
     sys.exit(2)
+
+
+def check_unicode(words: list[str]) -> None:
+    """End the program for a word that is not valid Unicode, such as bytes that are not UTF-8."""
+    for place, word in enumerate(words):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            # Python reads a byte FF as U+DCFF.
+            shown = re.sub("[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", word)
+            shown = shown.encode(errors="backslashreplace").decode()
+            flag = next((f"{x} " for x in reversed(words[:place]) if x.startswith("--")), "")
+            remedy = "type the text again, or rename the file"
+            refuse(f"{flag}{shown} is not valid UTF-8; {remedy}")
 
 
 @contextmanager

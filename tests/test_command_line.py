@@ -88,6 +88,11 @@ def test_ctrl_c_during_a_compilation():
             "error: --sizes is given 2 times; write all values after one --sizes; ",
         ),
         (["--steps"], "error: --steps has too few values; write --steps INT; "),
+        (
+            ["--prompt", "make it \udcff red"],  # how Python reads a byte FF
+            "error: --prompt make it \\xff red is not valid UTF-8; type the text again, or ",
+        ),
+        (["--prompt=\ud83d"], "error: --prompt=\\ud83d is not valid UTF-8; "),
         ([], "error: --model STR must be given; "),
     ],
 )

@@ -112,6 +112,7 @@ def test_settings_in_a_png_file(tmp_path):
         {"guidance_scale": 99, "image_guidance_scale": float("inf"), "lora_weight": float("nan")},
         {"accelerate": [{"a": 1}, ["x"], 5], "lora": [["style"]], "scheduler": "<b>"},
         {"accelerate": ["taesd:path=/etc/passwd"], "shape": "round"},
+        {"instruction": "half an emoji \ud83d", "negative_prompt": "\udcff"},
     ):
         texts = {KEYWORD: json.dumps({"instruction": "red", "resolution": 64} | wrong)}
         save_image(image, tmp_path / "wrong.png", texts=texts)
@@ -128,6 +129,10 @@ def test_settings_in_a_png_file(tmp_path):
     [
         ({"instruction": " "}, "--instruction is empty; write a few words"),
         ({"instruction": "red " * 300}, "--instruction has 1200 characters; write 1000 or less"),
+        (
+            {"negative_prompt": "half an emoji \ud83d"},
+            "--negative_prompt is not valid Unicode: character 15 is an unpaired surrogate",
+        ),
         ({"guidance_scale": float("nan")}, "--guidance_scale nan must be from 0 to 20"),
         ({"seed": 2**32}, "--seed 4294967296 must be from 0 to 4294967295"),
         ({"num_inference_steps": 151}, "--num_inference_steps 151 must be from 1 to 150"),

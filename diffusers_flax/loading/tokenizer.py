@@ -1,5 +1,7 @@
 """CLIP's tokenizers of a pipeline directory: open them, tokenize prompts."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from diffusers_flax.loading.hub import fetch_directory
@@ -13,6 +15,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
+EXCERPT = 40  # characters of a prompt in a message
 
 
 def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **hub_options):
@@ -54,7 +57,8 @@ def tokenize(tokenizer, prompt, length):
 
     A token of an embedding with several vectors, such as "<cat>", becomes "<cat> <cat>_1 ...".
     """
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    is_one = isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable)
+    prompts = [prompt] if is_one else list(prompt)
     if not prompts:
         raise ValueError("prompt is an empty list; give at least one text, which may be empty")
     rows = np.full((len(prompts), length), tokenizer.pad_token_id, np.int32)
@@ -68,6 +72,8 @@ def tokenize(tokenizer, prompt, length):
 
 def sequences_of_ids(tokenizer, prompts):
     """Token ids of each of a list of str, of any length."""
+    for prompt in prompts:
+        check_text(prompt)
     sequences = sequences_of_tokens(tokenizer)
     return [
         [part for i in ids for part in sequences.get(i, [i])]
@@ -75,12 +81,32 @@ def sequences_of_ids(tokenizer, prompts):
     ]
 
 
+def check_text(prompt):
+    """Raise a ValueError unless a prompt is a str that is valid Unicode."""
+    if not isinstance(prompt, str):
+        raise ValueError(f"prompt has {repr(prompt)[:EXCERPT]}, which is not a str; give texts")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # of tokenizers, which says nothing
+        around = ascii(prompt[max(0, error.start - EXCERPT // 2) : error.end])
+        raise ValueError(
+            f"prompt is not valid Unicode: character {error.start + 1} is an unpaired surrogate, "
+            f"{around}; remove it"
+        ) from None
+
+
 def too_long(tokenizer, ids, length):
     """What tokenize cuts off of a prompt's ids, in words; "" if they fit."""
     if len(ids) <= length:
         return ""
+    number = len(ids) - length
+    ignored = f"its last {number} tokens are" if number > 1 else "its last token is"
     cut = tokenizer.decode(ids[length - 1 : -1])
-    return f"prompt is {len(ids)} tokens long, the text encoder takes {length}; cut off: {cut!r}"
+    cut = f"{cut[:EXCERPT]}..." if len(cut) > EXCERPT else cut
+    return (
+        f"prompt is {len(ids)} tokens long, the text encoder takes {length}: {ignored} ignored, "
+        f"{cut!r}"
+    )
 
 
 def sequences_of_tokens(tokenizer):

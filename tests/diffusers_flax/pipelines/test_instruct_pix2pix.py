@@ -469,7 +469,29 @@ def test_long_prompt_is_cut_with_a_warning_that_names_what_went(loaded, caplog):
     np.testing.assert_array_equal(ids[:1], full)  # 75 words, start and end
     (record,) = caplog.records
     assert "80 tokens" in record.getMessage()
-    assert record.getMessage().endswith("cut off: 'make it red'")
+    assert record.getMessage().endswith("its last 3 tokens are ignored, 'make it red'")
+    caplog.clear()
+    loaded[0].prepare_text_inputs("red " * 273)
+    (record,) = caplog.records
+    assert "its last 198 tokens are ignored" in record.getMessage()
+    assert len(record.getMessage()) < 150
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (
+            ["red", "half an emoji \ud83d"],
+            r"not valid Unicode: character 15 .* 'f an emoji \\ud83d'",
+        ),
+        ("make it \udcff red", "not valid Unicode: character 9"),  # byte FF of a terminal
+        (["red", None], "prompt has None, which is not a str"),
+        (None, "prompt has None"),
+    ],
+)
+def test_prompt_that_is_no_text(loaded, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        loaded[0].prepare_text_inputs(prompt)
 
 
 def test_images_become_arrays(loaded):
