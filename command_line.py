@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -371,7 +371,11 @@ def in_bytes(number: float) -> str:
 
 
 def ask_before_replacing(
-    flag: str, directory: str | Path, overwrite: bool, continues: str = ""
+    flag: str,
+    directory: str | Path,
+    overwrite: bool,
+    continues: str = "",
+    others: Iterable[str | Path] = (),
 ) -> None:
     """Raise a ValueError unless a program may write its files into a directory.
 
@@ -381,6 +385,7 @@ def ask_before_replacing(
         overwrite: --overwrite_output_dir, which replaces files of the program and leaves others.
             False refuses a directory with files that are not hidden.
         continues: pattern of the files of an earlier start that the program continues.
+        others: paths of other flags, which may be in the directory.
     """
     given, folder = f"--{flag} {directory}", Path(directory)
     if not str(directory):
@@ -390,8 +395,13 @@ def ask_before_replacing(
     check_writable(given, folder)
     if overwrite or not folder.is_dir() or (continues and any(folder.glob(continues))):
         return
-    names = sorted(file.name for file in folder.iterdir())
-    names = [name for name in names if not name.startswith(".")]
+    known = [Path(path).resolve() for path in others]
+    names = [
+        file.name
+        for file in sorted(folder.iterdir())
+        if not file.name.startswith(".")
+        and not any(path.is_relative_to(file.resolve()) for path in known)
+    ]
     if names:
         more = f" and {len(names) - 3} more" * (len(names) > 3)
         raise ValueError(

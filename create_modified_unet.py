@@ -25,7 +25,7 @@ import numpy as np
 from command_line import ask_before_replacing, run_main
 from diffusers_flax.loading.directories import INDEX_NAME, has
 from diffusers_flax.loading.files import naming_full_disk
-from diffusers_flax.loading.hub import fetch_config, fetch_file, with_single_files
+from diffusers_flax.loading.hub import download_hint, fetch_config, fetch_file, with_single_files
 from diffusers_flax.loading.single_file import PURPOSES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.published_configs import REFINER_FEATURES, kind_of_unet
@@ -128,9 +128,9 @@ def check_flags(config):
                 f"{given} has no {Path(subfolder, 'config.json')}; give the directory of a "
                 'pipeline, or the directory of a UNet and --subfolder ""'
             )
+        remedy = download_hint(path) or "; check the path"
         raise ValueError(
-            f"{given} is neither a directory nor a model that can be reached on the hub; check the "
-            "path"
+            f"{given} is neither a directory nor a model that can be reached on the hub{remedy}"
         )
 
 

@@ -101,7 +101,7 @@ def describe_shards(groups: list[RowGroup]) -> str:
         [
             f"shards      {len(shards)}, {format_bytes(sum(p.stat().st_size for p in shards))}",
             f"rows        {sum(rows)}",
-            f"set         {describe_set(groups)}",
+            f"pairs       {describe_pairs(groups)}",
             "columns     "
             + "\n            ".join(
                 f"{field.name}: {field.type}"
@@ -115,11 +115,14 @@ def describe_shards(groups: list[RowGroup]) -> str:
     )
 
 
-def describe_set(groups: list[RowGroup]) -> str:
-    """Which public dataset the shards are taken for, and where their pairs are from."""
-    columns = sorted({group.columns for group in groups})
-    names = " and ".join(known_set(each) or "none of the known sets" for each in columns)
-    return f"{names}: from {' or '.join(f'{c[0]} to {c[1]} by {c[2]}' for c in columns)}"
+def describe_pairs(groups: list[RowGroup]) -> str:
+    """Where the pairs are from, and which public dataset has these columns."""
+    found = []
+    for columns in sorted({group.columns for group in groups}):
+        original, edited, prompt = columns
+        name = known_set(columns)
+        found.append(f"{original} to {edited} by {prompt}{f', as in {name}' if name else ''}")
+    return "; ".join(found)
 
 
 def check_pair(

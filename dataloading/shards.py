@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from diffusers_flax.messages import one_line
+from diffusers_flax.messages import first_names, one_line
 
 
 class KnownSet(NamedTuple):
@@ -45,6 +45,7 @@ KNOWN_SETS = (
 )
 SETS_WITH_MASKS = ("osunlp/MagicBrush", "BleachNick/UltraEdit")
 COLUMN_FLAGS = KnownSet._fields[1:]  # flags that select other columns
+ROLES = dict(zip(COLUMN_FLAGS, ("image to edit", "edited image", "instruction")))
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())  # or a dictionary of one
 BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
 MASK_COLUMNS = ("mask_img", "mask_image", "mask")  # names of columns of masks
@@ -187,8 +188,8 @@ def source_columns(group: RowGroup) -> list[str]:
     return [*columns, *[mask_column] * bool(group.mask_column)]
 
 
-def nearest_sets(names: list[str], given: tuple[str, str, str]) -> list[KnownSet]:
-    """The known sets that have the most columns in common with a shard, the best one first.
+def nearest_set(names: list[str], given: tuple[str, str, str]) -> KnownSet:
+    """The known set that has the most columns in common with a shard.
 
     Args:
         names: of the shard's columns.
@@ -200,8 +201,7 @@ def nearest_sets(names: list[str], given: tuple[str, str, str]) -> list[KnownSet
         own = [(flag or column) in names for flag, column in zip(given, known[1:])]
         return sum(own), sum(map(str.__eq__, given, known[1:]))
 
-    best = max(KNOWN_SETS, key=fit)
-    return [best] + [k for k in KNOWN_SETS if k is not best and fit(k)[0] == fit(best)[0]]
+    return max(KNOWN_SETS, key=fit)
 
 
 def known_set(columns: tuple[str, str, str]) -> str:
@@ -218,21 +218,25 @@ def find_columns(
         ValueError: a column is missing, ambiguous or of the wrong type.
     """
     given = (original, edited, prompt)
-    nearest = nearest_sets(schema.names, given)
-    columns = tuple(flag or column for flag, column in zip(given, nearest[0][1:]))
-    for flag, name in zip(COLUMN_FLAGS, columns):
-        if name not in schema.names:
-            names, known = [name], ""
-            if name not in given:
-                names = dict.fromkeys(getattr(known, flag) for known in nearest)
-                names = [name for name in names if name not in schema.names]
-                shorts = dict.fromkeys(k.name.split("/")[1].split(",")[0] for k in KNOWN_SETS)
-                known = f" (found without flags: the columns of {', '.join(shorts)})"
+    nearest = nearest_set(schema.names, given)
+    columns = tuple(flag or column for flag, column in zip(given, nearest[1:]))
+    unknown = []  # flags that must be given
+    for flag, name, wanted in zip(COLUMN_FLAGS, columns, given):
+        if name in schema.names:
+            check_column(schema, path, name, flag)
+        elif wanted:
             raise ValueError(
-                f"{path} has no column {' or '.join(names)}; it has {', '.join(schema.names)}: "
-                f"choose one with --{flag}{known}"
+                f"{path} has no column {name}; it has {first_names(schema.names)}: choose one with "
+                f"--{flag}"
             )
-        check_column(schema, path, name, flag)
+        else:
+            unknown.append(flag)
+    if unknown:
+        roles = " and ".join(f"the {ROLES[flag]}" for flag in unknown)
+        raise ValueError(
+            f"{path} has no column that is known to have {roles}; it has "
+            f"{first_names(schema.names)}: choose with --{' and --'.join(unknown)}"
+        )
     return columns
 
 
@@ -246,8 +250,8 @@ def find_mask_column(schema: pa.Schema, path: Path, given: str = "") -> str:
     name = next((name for name in names if name in schema.names), None)
     if name is None:
         raise ValueError(
-            f"{path} has no column {' or '.join(names)}; it has {', '.join(schema.names)}: choose "
-            "one with --mask_column, or leave out --mask_loss_weight"
+            f"{path} has no column {' or '.join(names)}; it has {first_names(schema.names)}: "
+            "choose one with --mask_column, or leave out --mask_loss_weight"
         )
     check_column(schema, path, name, "mask_column")
     return name

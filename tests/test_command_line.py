@@ -363,6 +363,10 @@ def test_a_directory_with_files_is_refused(tmp_path):
         ask_before_replacing("output_dir", folder, False)
     ask_before_replacing("output_dir", folder, True)
     ask_before_replacing("output_dir", folder, False, continues="[e]")
+    inside = [folder / name for name in "abcd"]
+    ask_before_replacing("output_dir", folder, False, others=[*inside, folder / "e" / "cache"])
+    with pytest.raises(ValueError, match=r"is not empty \(e\)"):
+        ask_before_replacing("output_dir", folder, False, others=inside)
     for path, message in (
         (folder / "a", "is a file; name a directory"),
         (folder / "a" / "b", "cannot be written"),

@@ -441,6 +441,10 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--resolution", "3"], "--resolution 3 is too small"),
         ([*ONE, "--model", "nowhere/model"], "nowhere/model has no model_index.json"),
         (
+            [*ONE, "--model", "nowhere/model"],
+            "HF_HUB_OFFLINE is set, so run hf download nowhere/model where there is a network, or",
+        ),
+        (
             [*ONE, "--model", "narrow"],
             "narrow is a StableDiffusionPipeline, not an InstructPix2Pix model",
         ),

@@ -37,7 +37,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
 from editing import measuring
-from editing.held_out import HeldOutPair, check_pairs, checksum_of_pairs
+from editing.held_out import HeldOutPair, check_pairs, checksum_of_pairs, pairs_of_shards
 from editing.measuring import count_edit_flops
 from editing.metrics import Clip
 from editing.results import load_results, model_checksum, save_results
@@ -564,6 +564,17 @@ def test_a_damaged_mask_is_left_out_unless_edits_need_it(caplog):
     assert message.endswith("; pairs that are measured without their mask: 1")
     with pytest.raises(ValueError, match=r"the mask of 1\.png cannot be read as a mask"):
         check_pairs(pairs, use_masks=True)
+
+
+def test_a_caption_that_is_not_utf8(tmp_path):
+    """The error names the row and the column."""
+    texts = {name: pa.array(["abcd"]) for name in ("edit_prompt", "original_prompt")}
+    bad = pa.array([b"ab\xff\xfe"]).view(pa.string())
+    images = {name: pa.array([b"x"]) for name in ("original_image", "edited_image")}
+    pq.write_table(pa.table(images | texts | {"edited_prompt": bad}), tmp_path / "a.parquet")
+    message = r"a\.parquet row 0: the caption in edited_prompt is not UTF-8"
+    with pytest.raises(ValueError, match=message):
+        pairs_of_shards(tmp_path, ("", "", ""), ("", ""))
 
 
 def test_results_without_masks_go_on_with_masks(tmp_path):

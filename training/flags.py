@@ -14,6 +14,7 @@ PARTS_OF_FLAGS = {  # of models that replace parts of the main one
     "unet_model_name_or_path": "unet",
     "pretrained_vae_model_name_or_path": "vae",
 }
+VALIDATION_SCALES = ("validation_guidance_scale", "validation_image_guidance_scale")
 POSITIVE = (
     *("train_batch_size", "max_train_steps", "num_train_epochs", "max_train_samples", "resolution"),
     *("logging_steps", "validation_steps", "checkpoints_total_limit", "ema_snapshot_steps"),
@@ -120,6 +121,10 @@ class Config:
     resume_from_checkpoint: str = may_change("latest")  # latest, none, or DIR/checkpoints/STEP
     validation_image: tuple[str, ...] = may_change(())  # images to edit during training
     validation_prompt: tuple[str, ...] = may_change(())  # an instruction for each, or one for all
+    # of these edits: weight of the instruction; default: 7.5, SDXL 3, CosXL 7, short runs 2
+    validation_guidance_scale: float | None = may_change(None)
+    # of these edits: similarity to the input; default: 1.5, short runs 1.2
+    validation_image_guidance_scale: float | None = may_change(None)
     validation_steps: int = may_change(500)  # steps between validations, saved in validation/
     profile_steps: str = may_change("")  # FIRST:LAST, steps to trace into profile/; "": none
     push_to_hub: bool = may_change(False)  # upload the model; needs HF_TOKEN or `hf auth login`
@@ -199,6 +204,11 @@ def check_numbers(config: Config) -> None:
         raise ValueError(f"{flag(config, 'snr_gamma')} must be above 0 and finite; 5 is usual")
     if not 0 < config.mask_loss_weight < float("inf"):
         raise ValueError(f"{flag(config, 'mask_loss_weight')} must be above 0 and finite; try 3")
+    for name in VALIDATION_SCALES:
+        if getattr(config, name) is not None and not 0 <= getattr(config, name) < float("inf"):
+            raise ValueError(
+                f"{flag(config, name)} must be at least 0 and finite; 1 is no guidance"
+            )
     if not 0 <= config.seed < 2**32:
         raise ValueError(f"{flag(config, 'seed')} must be from 0 to 4294967295")
     if not 0 <= config.conditioning_dropout_prob <= 1 / 3:
@@ -275,6 +285,9 @@ def check_combinations(config: Config) -> None:
             f"{num_images} --validation_image and {num_prompts} --validation_prompt do not match; "
             "give one instruction for each image, or one for all"
         )
+    for name in VALIDATION_SCALES:
+        if getattr(config, name) is not None and not num_images:
+            raise ValueError(f"{flag(config, name)} goes with --validation_image; name an image")
     if config.hub_model_id is not None and not config.push_to_hub:
         raise ValueError(f"{flag(config, 'hub_model_id')} goes with --push_to_hub")
     if config.cache_latents and config.random_crop:

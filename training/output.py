@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from command_line import check_writable
+from command_line import ask_before_replacing
 from diffusers_flax.loading.directories import CONV_IN_FILE, INDEX_NAME, LORA_FILE, PARTS
 from diffusers_flax.loading.files import write_text
 from diffusers_flax.loading.lora import fold_lora, read_lora, read_record, save_conv_in, save_lora
@@ -73,17 +73,13 @@ def check_run_dir(config: Config) -> None:
         has_model = has_model or (output_dir / CONV_IN_FILE).exists()
     if has_model and not (config.overwrite_output_dir or merges_finished_run(config)):
         check_goes_on(config, None if config.num_train_epochs else config.max_train_steps)
-    overwritten = [name for name in ("README.md", "config.json") if (output_dir / name).exists()]
-    if (
-        overwritten
-        and not (output_dir / "metrics.jsonl").exists()
-        and not config.overwrite_output_dir
-    ):
-        raise ValueError(
-            f"{given} contains {' and '.join(overwritten)} from something other than a training "
-            "run; name another directory, or replace them with --overwrite_output_dir"
-        )
-    check_writable(given, output_dir)
+    files = (*FINAL_FILES, CONV_IN_FILE, CHECKPOINTS_DIR, "metrics.jsonl", "wandb")
+    is_run = any((output_dir / name).exists() for name in files)
+    others = (config.cache_latents, config.compilation_cache_dir, *config.train_data_dir)
+    others = [Path(path).expanduser() for path in others if path]
+    replaces = config.overwrite_output_dir or is_run
+    # Other processes write nothing into their directories.
+    on_process_0(lambda: ask_before_replacing("output_dir", output_dir, replaces, others=others))
 
 
 def merges_finished_run(config: Config) -> bool:

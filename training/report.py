@@ -35,6 +35,7 @@ LOSS_PLOT = "loss.png"
 LOSS_SPAN = 20  # the smoothed loss averages over about this fraction, 1 / 20, of the rows
 LOSS_ROWS = 5  # but over this number of rows at least
 VALIDATION_INFERENCE_STEPS = 20
+SHORT_RUN = 100_000  # samples, steps times batch; such a model edits well at low scales only
 GIF_SIDE = 1024  # pixels of a frame's longer side, at most
 GIF_FRAMES = 100  # at most
 GIF_SECONDS = 0.5  # per frame; four times as long for the last
@@ -173,6 +174,28 @@ def start_wandb(folder, config, project, resume):
     return run
 
 
+def guidance_scales(config, pipeline, num_steps):
+    """The scales for a run's model: the flags', or the ones of its row in docs/editing.md.
+
+    Args:
+        config: Config.
+        pipeline: InstructPix2Pix.
+        num_steps: of the run.
+
+    Returns:
+        (guidance_scale, image_guidance_scale).
+    """
+    scales = (7.5, 1.5)
+    if num_steps * config.train_batch_size < SHORT_RUN:
+        scales = (2.0, 1.2)
+    elif pipeline.is_cosxl_edit:
+        scales = (7.0, 1.5)
+    elif "XL" in pipeline.torch_class_name:
+        scales = (3.0, 1.5)
+    given = (config.validation_guidance_scale, config.validation_image_guidance_scale)
+    return tuple(scale if flag is None else flag for flag, scale in zip(given, scales))
+
+
 class Validation:
     """The images that a run edits while it trains, to OUTPUT_DIR/validation/step-N.png.
 
@@ -180,11 +203,13 @@ class Validation:
         config: Config.
         pipeline: InstructPix2Pix.
         images: of fit_validation_images.
+        num_steps: of the run.
     """
 
-    def __init__(self, config, pipeline, images):
+    def __init__(self, config, pipeline, images, num_steps):
         self.pipeline = replace(pipeline, storage=config.storage) if config.storage else pipeline
         self.images, self.seed = images, config.seed
+        self.scales = guidance_scales(config, pipeline, num_steps)
         prompts = list(config.validation_prompt)  # one for each image, or one for all
         self.prompts = prompts * (len(images) if len(prompts) == 1 else 1)
         self.folder = Path(config.output_dir, "validation")
@@ -226,7 +251,8 @@ class Validation:
             image.reshape(num_devices, -1, *image.shape[1:]),
             p_params,
             jax.random.key(self.seed),
-            num_inference_steps=VALIDATION_INFERENCE_STEPS,
+            VALIDATION_INFERENCE_STEPS,
+            *self.scales,
             jit=True,
         ).images
         return pipeline.numpy_to_pil(local_rows(images))[: len(places)]
@@ -332,6 +358,7 @@ def write_card(config, pipeline, metrics, repo_id=None):
         repo_id: hub id, if the model is published.
     """
     images = list(step_images(Path(config.output_dir, "validation")).values())
+    num_steps = metrics["step"] if metrics else config.max_train_steps
     write_model_card(
         config.output_dir,
         name=repo_id or config.output_dir,
@@ -339,6 +366,7 @@ def write_card(config, pipeline, metrics, repo_id=None):
         config=asdict(config),
         pipeline_class=pipeline.torch_class_name,
         in_channels=pipeline.unet.in_channels,
+        scales=guidance_scales(config, pipeline, num_steps),
         metrics=metrics,
         image=f"validation/{images[-1].name}" if images else None,
     )
@@ -357,6 +385,7 @@ def write_model_card(
     config,
     pipeline_class="StableDiffusionInstructPix2PixPipeline",
     in_channels=8,
+    scales=(7.5, 1.5),
     metrics=None,
     image=None,
 ):
@@ -369,6 +398,7 @@ def write_model_card(
         config: dict of all flags.
         pipeline_class: the PyTorch class that opens folder.
         in_channels: of the UNet.
+        scales: (guidance_scale, image_guidance_scale) to edit with.
         metrics: last row of metrics.jsonl, or None.
         image: path of a validation grid relative to folder, or None.
     """
@@ -381,12 +411,14 @@ def write_model_card(
         opening = open_directory(name, pipeline_class)
     R = config["resolution"]  # SDXL's class otherwise resizes images to 1024 pixels
     size = f", height={R}, width={R}" if "XL" in pipeline_class else ""
+    s_T, s_I = (f"{scale:g}" for scale in scales)
     shown = f"![before and after, with the instruction]({image})\n" if image else ""
     with_jax = f"""\
 On TPU, GPU or CPU, with `edit_cli.py` from the scripts that trained the model:
 
 ```sh
 python edit_cli.py --model {shlex.quote(name)} --resolution {R} \\
+    --guidance_scale {s_T} --image_guidance_scale {s_I} \\
     --input in.jpg --edit "make it red" --output out.png
 ```
 """
@@ -408,7 +440,7 @@ With PyTorch diffusers:
 pipeline.to("cuda")
 image = load_image("in.jpg")
 edited = pipeline(
-    "make it red", image{size}, guidance_scale=7.5, image_guidance_scale=1.5
+    "make it red", image{size}, guidance_scale={s_T}, image_guidance_scale={s_I}
 ).images[0]
 edited.save("out.png")
 ```

@@ -148,7 +148,7 @@ class TrainRun:
         self.p_gather = jax.pmap(gather_all, axis_name="batch")
         self.snapshot_steps = snapshot_steps(config, max_train_steps)
         self.logging_steps = steps_between_rows(config, max_train_steps)
-        self.validation = Validation(config, pipeline, validation_images)
+        self.validation = Validation(config, pipeline, validation_images, max_train_steps)
         self.metrics = StepMetrics(batches, config.train_batch_size, schedule, plan, start.saved)
         self.stop_signal, self.is_stopping = StopSignal(), False
         self.last_save_error = None
@@ -193,6 +193,9 @@ class TrainRun:
             print(sizes)
         if self.start.step:
             print(self.start.describe_resume(self.max_train_steps))
+        if self.validation.images:
+            s_T, s_I = self.validation.scales
+            print(f"validation images have guidance scale {s_T:g}, image guidance scale {s_I:g}")
         for line in explain_average(self.config, self.plan, self.max_train_steps, self.start):
             print(line)
 

@@ -6,7 +6,7 @@ import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from diffusers_flax.loading.hub import fetch_config
+from diffusers_flax.loading.hub import download_hint, fetch_config
 from diffusers_flax.loading.single_file import INDEX_NAME
 from diffusers_flax.loading.weights import weights_pattern
 
@@ -36,10 +36,11 @@ def read_index(path, revision=None, **hub_options):
             else " (it is no directory, and neither the hub nor the cache has the file of revision "
             f"{revision or 'main'})"
         )
-        raise ValueError(
-            f"{path} has no model_index.json{found}; give the directory or hub id of a "
-            "complete pipeline"
+        of_revision = revision and f"--revision {revision}"
+        remedy = download_hint(path, of_revision) or (
+            "; give the directory or hub id of a complete pipeline"
         )
+        raise ValueError(f"{path} has no model_index.json{found}{remedy}")
     return index
 
 

@@ -84,6 +84,25 @@ def place_in_words(source, subfolder, revision):
     return f"{where} (not a directory, so looked up on the hub, revision {revision or 'main'})"
 
 
+def download_hint(source, *words):
+    """For an error of a missing file: the command that fetches it; "" if the hub was asked.
+
+    Args:
+        source: directory, hub id or SingleFile.
+        words: after the hub id on the command line, such as the name of the file.
+    """
+    if isinstance(source, SingleFile) or os.path.isdir(source):
+        return ""
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set"
+    elif not _hub["answers"]:
+        why = "the hub does not answer"
+    else:
+        return ""
+    command = " ".join(["hf download", str(source), *filter(None, words)])
+    return f"; {why}, so run {command} where there is a network, or name a directory"
+
+
 def fetch_file(source, name, subfolder, revision, **hub_options):
     """Path of a file of a directory or hub repository, downloaded if necessary; None if missing.
 
@@ -145,7 +164,7 @@ def fetch_directory(source, names, subfolder=None, revision=None, **hub_options)
     files = [fetch_file(source, name, subfolder, revision, **hub_options) for name in names]
     if not any(files):
         where = place_in_words(source, subfolder, revision)
-        raise ValueError(f"there is no {names[0]} in {where}")
+        raise ValueError(f"there is no {names[0]} in {where}{download_hint(source)}")
     return next(file.parent for file in files if file)
 
 
@@ -181,6 +200,7 @@ def fetch_source(flag, source, **hub_options):
     if file is None:
         raise ValueError(
             f"{flag} {source}: neither the hub nor the cache has {name} of {repository}"
+            f"{download_hint(repository, name)}"
         )
     return file
 
@@ -216,6 +236,7 @@ def open_source(
     if file is None:
         raise ValueError(
             f"{flag} {source}: neither the hub nor the cache has {name} of {repository}"
+            f"{download_hint(repository, name)}"
         )
     found = SingleFile(file)
     found.part, found.use_ema_weights = part, use_ema_weights

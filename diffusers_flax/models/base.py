@@ -26,6 +26,7 @@ from diffusers_flax.loading.configs import (
 )
 from diffusers_flax.loading.files import write_json
 from diffusers_flax.loading.hub import (
+    download_hint,
     fetch_config,
     fetch_file,
     place_in_words,
@@ -224,8 +225,8 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         if config_file is None:
             raise ValueError(
                 f"no config.json in {where}; give its directory or hub id, for a "
-                'pipeline with subfolder="unet" (or "vae", "text_encoder"), and if HF_HUB_OFFLINE '
-                "is set or the hub is out of reach, download it first"
+                'pipeline with subfolder="unet" (or "vae", "text_encoder")'
+                f"{download_hint(source)}"
             )
         cls.check_class(config, config_file)
         check_stored(config, storage, where)

@@ -35,7 +35,7 @@ def test_a_known_set_needs_no_flags(tmp_path, capsys, name):
     parquet_processing.main(["--train_data_dir", str(folder), "--preview", str(preview)])
     out = capsys.readouterr().out
     columns = SCHEMAS[name][1]
-    assert f"set         {name}: from {columns[0]} to {columns[1]} by {columns[2]}\n" in out
+    assert f"pairs       {columns[0]} to {columns[1]} by {columns[2]}, as in {name}\n" in out
     assert f"{columns[0]}: struct<bytes: binary, path: string>  <- original image" in out
     assert ("  <- mask, read for" in out) == (name in ("osunlp/MagicBrush", "BleachNick/UltraEdit"))
     assert preview.exists() and "unreadable  0 of 8 rows" in out

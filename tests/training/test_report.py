@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -381,6 +382,30 @@ def test_files_that_are_no_image_are_named(tmp_path, monkeypatch):
     (tmp_path / "large.pgm").write_bytes(b"P5 15000 10001 255\n")
     with pytest.raises(ValueError, match=r"large\.pgm cannot be read as an image: 15000x10001 pix"):
         load_image(tmp_path / "large.pgm")
+
+
+@pytest.mark.parametrize(
+    ("family", "num_steps", "flags", "expected"),
+    [  # the rows of docs/editing.md
+        ("", 10_000, (None, None), (7.5, 1.5)),
+        ("XL", 10_000, (None, None), (3.0, 1.5)),
+        ("CosXL", 10_000, (None, None), (7.0, 1.5)),
+        ("XL", 1_000, (None, None), (2.0, 1.2)),
+        ("", 10_000, (None, 1.0), (7.5, 1.0)),
+        ("", 1_000, (0.0, None), (0.0, 1.2)),
+    ],
+)
+def test_guidance_scales_of_validation(family, num_steps, flags, expected):
+    config = SimpleNamespace(
+        train_batch_size=16,
+        validation_guidance_scale=flags[0],
+        validation_image_guidance_scale=flags[1],
+    )
+    pipeline = SimpleNamespace(
+        torch_class_name=f"StableDiffusion{family[-2:]}InstructPix2PixPipeline",
+        is_cosxl_edit=family == "CosXL",
+    )
+    assert report.guidance_scales(config, pipeline, num_steps) == expected
 
 
 # the model card

@@ -923,9 +923,11 @@ def test_images_profile_and_model_card(model, data, tmp_path, monkeypatch):
         validation_image=tuple(str(tmp_path / f"{k}.png") for k in range(2)),
         validation_prompt=("make it red",),
         validation_steps=2,
+        validation_guidance_scale=4.0,
         profile_steps="1:2",
     )
     (out / "validation").mkdir(parents=True)
+    (out / "metrics.jsonl").touch()
     input_images[0].save(out / "validation" / "step-000003.png")  # of an earlier run
     run_main(config, monkeypatch)
     assert sorted(path.name for path in (out / "validation").iterdir()) == [
@@ -939,7 +941,8 @@ def test_images_profile_and_model_card(model, data, tmp_path, monkeypatch):
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(out)
     originals = [ImageOps.fit(x, (16, 16), Image.Resampling.LANCZOS) for x in input_images]
     inputs = pipeline.prepare_inputs(["make it red"] * 2, originals)
-    images = pipeline(*inputs, params, jax.random.key(config.seed), num_inference_steps=20).images
+    scales = 4.0, 1.2  # the second is the one of short runs
+    images = pipeline(*inputs, params, jax.random.key(config.seed), 20, *scales).images
     grid = np.asarray(Image.open(out / "validation" / "step-000005.png"))
     height = (len(grid) - 8) // 2
     for k, (original, image) in enumerate(zip(originals, images)):
@@ -952,6 +955,7 @@ def test_images_profile_and_model_card(model, data, tmp_path, monkeypatch):
     card = (out / "README.md").read_text()
     assert f"--output_dir={out}" in card and "make it red" in card
     assert "validation/step-000005.png" in card
+    assert "--guidance_scale 4 --image_guidance_scale 1.2" in card
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypatch, capsys):
@@ -1114,7 +1118,12 @@ BAD_FLAGS = [
     ),
     ({"validation_steps": 0}, "--validation_steps 0 must be at least 1"),
     ({"profile_steps": "3"}, "--profile_steps 3 must be FIRST:LAST"),
-    ({"output_dir": "own"}, "--output_dir own contains README.md from something other"),
+    (
+        {"output_dir": "own"},
+        "--output_dir own is not empty (README.md); name another directory, or replace",
+    ),
+    ({"validation_guidance_scale": 2.0}, "scale 2.0 goes with --validation_image; name an image"),
+    ({"validation_image_guidance_scale": -1.0}, "scale -1.0 must be at least 0 and finite"),
     ({"output_dir": "file/out"}, "--output_dir file/out cannot be written: "),
     (
         {"ema": "power", "ema_every": 2, "ema_snapshot_steps": 3},
@@ -1270,7 +1279,12 @@ BAD_FOLDERS = [
     ({"dataloader_num_workers": -1}, None, "workers -1 must be at least 0"),
     ({"train_data_dir": (NOWHERE,)}, None, f"--train_data_dir {NOWHERE} is not a dir"),
     ({"train_data_dir": ("model",)}, None, "--train_data_dir model contains no *.parquet file"),
-    ({}, columns_named("a", "b", "c"), "a.parquet has no column original_image or input_image"),
+    (
+        {"original_image_column": "a"},
+        columns_named("a", "b", "c"),
+        "a.parquet has no column that is known to have the edited image and the instruction; it "
+        "has a, b, c: choose with --edited_image_column and --edit_prompt_column\n",
+    ),
     ({"edit_prompt_column": "caption"}, None, "a.parquet has no column caption"),
     ({}, damaged("data/b.parquet"), "1 of 2 shards in data cannot be read as parquet: b.parquet"),
     (

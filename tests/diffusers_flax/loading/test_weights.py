@@ -1009,6 +1009,8 @@ def test_hub_errors(hub_cache):
         TinyModel.from_pretrained(REPOSITORY)
     with pytest.raises(ValueError, match=r"unet \(not a directory.*revision v3\).*HF_HUB_OFFLINE"):
         TinyModel.from_pretrained(REPOSITORY, subfolder="unet", revision="v3")
+    with pytest.raises(ValueError, match="so run hf download someone/images where there is a net"):
+        TinyModel.from_pretrained(REPOSITORY)
     for path in ("/no/such/folder", "./model", "a/b/c", "~/model"):
         with pytest.raises(ValueError, match=re.escape(f"{path} is not a directory and cannot be")):
             TinyModel.from_pretrained(path)

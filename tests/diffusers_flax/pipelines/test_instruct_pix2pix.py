@@ -482,7 +482,7 @@ def test_long_prompt_is_cut_with_a_warning_that_names_what_went(loaded, caplog):
     [
         (
             ["red", "half an emoji \ud83d"],
-            r"not valid Unicode: character 15 .* 'f an emoji \\ud83d'",
+            r"not valid Unicode: character 15 .* 'half an emoji \\ud83d'",
         ),
         ("make it \udcff red", "not valid Unicode: character 9"),  # byte FF of a terminal
         (["red", None], "prompt has None, which is not a str"),
