@@ -101,20 +101,79 @@ read_plan() {
 # The line in .verified for file $1 under its final name.
 identity() { echo "$(stat -c '%s %.9Y' "$dest/${names[$1]}") ${sums[$1]:--} ${names[$1]}"; }
 
+# Whether control file $2 of aria2 fits file $1: every field has its length, and the file reaches to
+# the end of the last complete piece. aria2 ends, crashes or never ends with other control files.
+# Source: aria2 manual, technical notes, "Control File (*.aria2) Format".
+fits() {
+    local hex piece total pieces bytes bits last at opened index
+    [ -f "${partial[$1]}" ] && [ -f "$2" ] || return 1
+    hex=$(od -An -v -tx1 "$2" | tr -d ' \n')
+    # version, extension, info hash length, piece length, total length, uploaded, bitfield length
+    [[ $hex =~ ^0001(0{16})(.{8})(.{16})(.{16})(.{8}) ]] || return 1
+    piece=$((16#${BASH_REMATCH[2]})) total=$((16#${BASH_REMATCH[3]}))
+    [ $piece -gt 0 ] && [ "$total" = "${sizes[$1]:-$total}" ] || return 1
+    pieces=$(((total + piece - 1) / piece)) bytes=$(((pieces + 7) / 8))
+    [ $((16#${BASH_REMATCH[5]})) = $bytes ] || return 1
+    bits=${hex:68:2*bytes} at=$((68 + 2 * bytes))
+    bits=${bits%"${bits##*[^0]}"} last=$((4 * ${#bits})) # the last hexadecimal digit with a bit
+    for ((index = 16#0${bits: -1}; index && !(index & 1); index >>= 1)); do last=$((last - 1)); done
+    [ $last -le $pieces ] || return 1
+    [ "$(stat -c %s "${partial[$1]}")" -ge $((last < pieces ? last * piece : total)) ] || return 1
+    # pieces in flight: index, length, length of the bitfield of blocks of 16 KiB, this bitfield
+    for ((opened = 16#0${hex:at:8}, at += 8; opened > 0; opened--)); do
+        [[ ${hex:at:24} =~ ^(.{8})(.{8})(.{8})$ ]] || return 1
+        index=$((16#${BASH_REMATCH[1]})) bytes=$((16#${BASH_REMATCH[2]}))
+        [ $index -lt $pieces ] || return 1
+        [ $bytes = $((index < pieces - 1 ? piece : total - index * piece)) ] || return 1
+        bytes=$(((bytes + 131071) / 131072)) at=$((at + 24 + 2 * bytes))
+        [ $((16#${BASH_REMATCH[3]})) = $bytes ] || return 1
+    done
+    [ ${#hex} = $at ]
+}
+
+# On a full disk aria2 replaces its control files by empty ones, so the last good one is kept.
+keep_control_files() {
+    local control
+    for ((i = 0; i < count; i++)); do
+        control=${partial[i]}.aria2
+        [[ ${state[i]} = pending && -e $control && ! $control -ef $control.kept ]] || continue
+        ln -f "$control" "$control.new" && fits $i "$control.new" &&
+            mv -f "$control.new" "$control.kept" || true
+    done 2>/dev/null
+}
+
+# Replaces a damaged control file of file $1 by the kept one, or removes it.
+repair_control_file() {
+    local control=${partial[$1]}.aria2
+    ! fits "$1" "$control" || return 0
+    if [ -e "$control" ] && fits "$1" "$control.kept"; then
+        mv -f "$control.kept" "$control"
+        return
+    fi
+    [ ! -e "$control" ] || [ ! -e "${partial[$1]}" ] ||
+        say "${names[$1]}: aria2's control file is damaged; what cannot be verified is fetched again"
+    rm -f "$control"*
+}
+
 # Files listed in .verified are done. Files that changed since are checked again, and so are
-# complete files in .unfinished whose SHA-256 is known.
+# files in .unfinished without a control file whose SHA-256 is known.
 find_verified_files() {
-    local verified line
+    local verified line path
     verified=$nl$(cat "$dest/.verified")$nl
     for ((i = 0; i < count; i++)); do
+        for path in "$dest/${names[i]}" "${partial[i]}" "${partial[i]}.aria2"; do
+            [ ! -d "$path" ] || fail "$path is a directory; move it away, a file needs this name"
+        done
         if [ -e "$dest/${names[i]}" ]; then
             line=$(identity $i)
             [[ $verified = *"$nl$line$nl"* ]] && state[i]=done sizes[i]=${line%% *} && continue
             mkdir -p "$unfinished"
-            rm -f "${partial[i]}.aria2" && mv -f "$dest/${names[i]}" "$unfinished/"
+            rm -f "${partial[i]}.aria2"* && mv -f "$dest/${names[i]}" "$unfinished/"
             [ -z "${sizes[i]}${sums[i]}" ] || state[i]=downloaded
-        elif [[ -n ${sums[i]} && -e ${partial[i]} && ! -e ${partial[i]}.aria2 ]]; then
-            state[i]=downloaded
+        else
+            repair_control_file $i
+            [[ -z ${sums[i]} || ! -e ${partial[i]} || -e ${partial[i]}.aria2 ]] ||
+                state[i]=downloaded
         fi
     done
 }
@@ -152,6 +211,15 @@ handle_check_result() {
 give_up() { # file $1 cannot be downloaded, however often it is tried
     state[$1]=failed
     say "${names[$1]}: ${reason[$1]}; the other files continue"
+}
+
+# Leaves the pending files that aria2 can continue in .unfinished.
+remove_damaged_files() {
+    for ((i = 0; i < count; i++)); do
+        [ "${state[i]}" = pending ] || continue
+        repair_control_file $i
+        [ -e "${partial[i]}.aria2" ] || rm -f "${partial[i]}"
+    done
 }
 
 # Starts checks of downloaded files and handles finished checks; sets num_unchecked.
@@ -238,7 +306,6 @@ fetch() {
     rounds=$((rounds + 1))
     for ((i = 0; i < count; i++)); do
         [ "${state[i]}" = pending ] && [ -n "${link[i]}" ] || continue
-        [ -e "${partial[i]}.aria2" ] || rm -f "${partial[i]}"
         printf '%s\n  out=%s\n' "${link[i]}" "${names[i]}"
         [[ -z $token || ${link[i]} != "$hub"/* ]] || # the hub sends this file itself
             printf '  header=Authorization: Bearer %s\n' "$token"
@@ -252,6 +319,7 @@ fetch() {
     while kill -0 $child 2>/dev/null; do
         pause 0.5
         update_states
+        keep_control_files
         [ $((SECONDS - shown)) -lt "$progress_every" ] || { progress && shown=$SECONDS; }
     done
     wait $child 2>/dev/null || status=$?
@@ -262,7 +330,10 @@ fetch() {
     while read -r url status why; do
         for ((i = 0; i < count; i++)); do
             [ "${state[i]}" = pending ] && [ "${link[i]}" = "$url" ] || continue
+            [[ $why != 'total length mismatch'* ]] ||
+                { rm -f "${partial[i]}"* && why='the size on the server has changed'; }
             reason[i]="$why (aria2 error $status)" trouble=$why
+            [ "$status" != 9 ] || fail "no space in $dest; free some, or name another directory"
             [[ $status != 24 || ${urls[i]} != "$hub"/* ]] ||
                 reason[i]="the hub answers 401: a gated dataset needs HF_TOKEN"
             [[ $why != *status=403* || $token || ${urls[i]} != "$hub"/* ]] ||
@@ -277,12 +348,14 @@ fetch() {
 
 # Runs aria2 until no file is pending or MAX_ROUNDS rounds made no progress.
 download() {
-    local idle=0 delay=$retry_wait free before trouble
+    local idle=0 delay=$retry_wait free needed before trouble
     while [ "$(count_of pending)" -gt 0 ] && [ $idle -lt "$max_rounds" ]; do
         count_bytes
         free=$(df --output=avail -B1 "$dest" | tail -n 1)
-        [ $((total - on_disk)) -le "$free" ] ||
-            fail "no space in $dest: $(mb $((total - on_disk))) needed, $(mb "$free") free;" \
+        # Without sizes in the plan, any pending file needs space.
+        needed=$((total - on_disk > 1000000 ? total - on_disk : 1000000))
+        [ $needed -le "$free" ] ||
+            fail "no space in $dest: at least $(mb $needed) needed, $(mb "$free") free;" \
                 "free some, or name another directory"
         if [ $rounds -gt 0 ]; then
             say "$(count_of pending) files are pending ($trouble); next try in $delay s"
@@ -290,6 +363,7 @@ download() {
         fi
         before=$on_disk progressed=0 trouble='cut off'
         fetch
+        remove_damaged_files
         count_bytes
         idle=$((idle + 1)) delay=$((delay * 2 < max_wait ? delay * 2 : max_wait))
         [ $progressed = 0 ] && [ $on_disk -le "$before" ] || { idle=0 && delay=$retry_wait; }
@@ -350,6 +424,7 @@ if [ "$(count_of done)" -lt "$count" ]; then
     (umask 077 && touch "$log") # contains signed links
     finish_checks
 fi
+remove_damaged_files
 count_bytes
 at_start=$on_disk SECONDS=0
 download

@@ -148,10 +148,10 @@ def children(pid):
     return found
 
 
-def saved_bytes(unfinished):
+def saved_bytes(unfinished, controls="*.aria2"):
     """Bytes that a resume skips, from aria2's control files (format: aria2 manual)."""
     total = 0
-    for path in unfinished.glob("*.aria2"):
+    for path in unfinished.glob(controls):
         data = path.read_bytes()
         piece = int.from_bytes(data[10:14])
         length = int.from_bytes(data[14:22])
@@ -285,6 +285,97 @@ def test_killed_at_random_moments_it_fetches_nothing_twice_beyond_what_the_resum
     assert wasted["script"] <= blocks  # aria2 saves before it ends
     assert wasted["aria2"] <= 4 * CONNECTIONS * rate * 1.5 + blocks
     assert wasted["last"] <= blocks
+
+
+def interrupt(plan, dest, server, files):
+    """Start a download and end it when a part of every file is saved."""
+    process = start(plan, dest, FILES=str(len(files)))
+    for name in files:
+        wait_for(lambda kept=f"{name}.aria2.kept": saved_bytes(dest / ".unfinished", kept), "a save")
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 143
+    server.rate = 2_000_000
+    server.sent.clear()
+    server.requests.clear()
+
+
+def test_damaged_control_files_are_replaced(tmp_path, dest):
+    """Control files that a full disk, a power cut or another program damaged, or of other files."""
+    files = make_files(9, 2_000_000)
+    with FlakyServer(files, rate=300_000) as server:
+        plan = write_plan(tmp_path, server, files)
+        interrupt(plan, dest, server, files)
+        unfinished = dest / ".unfinished"
+        control = {name: (unfinished / f"{name}.aria2").read_bytes() for name in files}
+        good, empty, zeros, cut, other, beyond, short, whole, kept = files
+        damaged = {
+            empty: b"",
+            zeros: bytes(len(control[zeros])),
+            cut: control[cut][:-5],
+            other: control[good],
+            beyond: control[beyond][:34] + b"\xff" + control[beyond][35:],  # aria2 never ends
+            short: control[short][:34] + b"\x80" + control[short][35:],
+            whole: b"",
+            kept: b"",
+        }
+        for name, content in damaged.items():
+            (unfinished / f"{name}.aria2").write_bytes(content)
+            if name != kept:
+                (unfinished / f"{name}.aria2.kept").unlink()
+        (unfinished / short).write_bytes(files[short][:1000])
+        (unfinished / whole).write_bytes(files[whole])
+        code, lines = run(plan, dest)
+    assert code == 0, lines
+    assert_complete(dest, files)
+    message = "aria2's control file is damaged; what cannot be verified is fetched again"
+    assert lines[:-1] == [f"{name}: {message}" for name in damaged if name != kept]
+    assert whole not in {request[2] for request in server.requests}
+    assert all(server.sent[name] < len(files[name]) for name in (good, kept))
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_what_arrived_since_the_last_save(tmp_path, dest):
+    """aria2 replaces its control files by empty ones when the disk is full."""
+    files = make_files(2, 6_000_000)
+    with FlakyServer(files, rate=300_000) as server:
+        plan = write_plan(tmp_path, server, files, known=("sha256",))
+        dest.mkdir()
+        steps = 'mount -t tmpfs -o size=4m tmpfs "$2" && '
+        steps += '{ bash "$0" "$1" "$2"; mount -o remount,size=40m "$2"; bash "$0" "$1" "$2"; } 2>&1'
+        command = ["unshare", "--map-root-user", "--mount", "bash", "-c", steps, SCRIPT, plan, dest]
+        process = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    if not process.stdout:
+        pytest.skip(f"needs the right to mount a tmpfs: {process.stderr}")
+    no_space, complete = (line.partition("] ")[2] for line in process.stdout.splitlines())
+    assert no_space.startswith(f"error: no space in {dest}")
+    megabytes = re.match(r"complete: 2 files, 12 MB, all verified; fetched (\d+) MB", complete)[1]
+    assert int(megabytes) < 10
+
+
+@pytest.mark.slow
+def test_a_size_that_changes_on_the_server(tmp_path, dest):
+    files = make_files(1, 3_000_000)
+    (name,) = files
+    with FlakyServer(files, rate=300_000) as server:
+        plan = write_plan(tmp_path, server, files, known=())
+        interrupt(plan, dest, server, files)
+        server.files[name] += b"more"
+        code, lines = run(plan, dest)
+    assert code == 0 and len(lines) == 2
+    assert lines[0] == "1 files are pending (the size on the server has changed); next try in 1 s"
+    assert_complete(dest, server.files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["{}", ".unfinished/{}", ".unfinished/{}.aria2"])
+def test_a_directory_in_place_of_a_file_is_named(tmp_path, dest, place):
+    files = make_files(1, 1000)
+    directory = dest / place.format(*files)
+    (directory / "mine").mkdir(parents=True)
+    with FlakyServer(files) as server:
+        code, (line,) = run(write_plan(tmp_path, server, files), dest)
+    assert code == 2 and (directory / "mine").is_dir()
+    assert line == f"error: {directory} is a directory; move it away, a file needs this name"
 
 
 @pytest.mark.slow
@@ -421,7 +512,7 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
         code, (line,) = run(plan, dest)
         assert code == 2
         assert re.fullmatch(
-            rf"error: no space in {dest}: 4000000000000 MB needed, \d+ MB free; free some, .*", line
+            rf"error: no space in {dest}: at least 4000000000000 MB needed, \d+ MB free; free some, .*", line
         )
 
         bare = tmp_path / "bin"
