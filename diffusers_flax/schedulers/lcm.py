@@ -7,6 +7,7 @@ from flax import struct
 from diffusers_flax.schedulers.base import FlaxSchedulerOutput
 from diffusers_flax.schedulers.ddim import DDIMSchedulerState
 from diffusers_flax.schedulers.ddpm import AlphaScheduler, alpha_bar_at, as_index, next_timestep
+from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
 from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
 SIGMA_DATA = 0.5  # standard deviation of the data in the boundary conditions of LCM
@@ -122,8 +123,12 @@ class FlaxLCMScheduler(ConsistencyScheduler):
 class FlaxTCDScheduler(ConsistencyScheduler):
     """Strategic stochastic sampling: denoise to an earlier timestep than the next, add noise.
 
+    clip_sample and thresholding have no effect, as in diffusers.
+
     Source: Trajectory Consistency Distillation (arXiv 2402.19159), algorithm 4.
     """
+
+    choices = ConsistencyScheduler.choices | {"thresholding": (False, True)}
 
     def step(
         self,
@@ -150,7 +155,10 @@ class FlaxTCDScheduler(ConsistencyScheduler):
         next_t = jnp.maximum(next_t, 0)
         s = jnp.floor((1 - eta) * next_t.astype(jnp.float32)).astype(jnp.int32)
         x_t, model_output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
-        x_0, eps = self._predict(alpha_bar_at(state, t), x_t, model_output)
+        alpha_bar = alpha_bar_at(state, t)
+        alpha_t, sigma_t = jnp.sqrt(alpha_bar), jnp.sqrt(1 - alpha_bar)
+        prediction_type = self.config.prediction_type
+        x_0, eps = predict_x0_and_eps(prediction_type, alpha_t, sigma_t, x_t, model_output)
         alpha_bar_s, alpha_bar_next = alpha_bar_at(state, s), alpha_bar_at(state, next_t)
         x_s = jnp.sqrt(alpha_bar_s) * x_0 + jnp.sqrt(1 - alpha_bar_s) * eps
 

@@ -70,6 +70,19 @@ def test_whole_trajectories_match_pytorch(cls, options):
         )
 
 
+@pytest.mark.parametrize("cls", [FlaxEDMEulerScheduler, FlaxEDMDPMSolverMultistepScheduler])
+@pytest.mark.parametrize("schedule", ["karras", "exponential"])
+def test_one_step_goes_from_sigma_max_to_the_end(cls, schedule):
+    """Also where diffusers visits sigma_min (exponential), or stays at sigma_max (Euler)."""
+    for final, end in (("zero", 0), ("sigma_min", 0.002)):
+        options = {"sigma_schedule": schedule, "final_sigmas_type": final}
+        theirs, _, state = open_both(options, 1, cls)
+        np.testing.assert_allclose(state.sigmas, [80, end], rtol=1e-6)
+        np.testing.assert_allclose(state.timesteps, [np.log(80) / 4], rtol=1e-6)
+        if schedule == "karras" and (final == "zero" or cls is not FlaxEDMEulerScheduler):
+            np.testing.assert_allclose(state.sigmas, theirs.sigmas, rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_add_noise_and_files_match_pytorch(tmp_path):
     theirs, ours, state = open_both(COSXL, 12)

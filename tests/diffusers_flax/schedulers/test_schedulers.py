@@ -159,6 +159,8 @@ OPTIONS = [
     ("lcm", {"original_inference_steps": 30, "timestep_scaling": 3.0}),
     ("lcm", {"prediction_type": "sample", "clip_sample": True}),
     ("tcd", {"prediction_type": "sample"}),
+    # Neither has an effect in diffusers.
+    ("tcd", {"clip_sample": True, "clip_sample_range": 0.5, "thresholding": True}),
     ("tcd", {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}),
     ("dpmsolver++", {"solver_order": 1}),
     ("dpmsolver++", {"solver_order": 3}),
