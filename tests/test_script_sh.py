@@ -291,7 +291,9 @@ def interrupt(plan, dest, server, files):
     """Start a download and end it when a part of every file is saved."""
     process = start(plan, dest, FILES=str(len(files)))
     for name in files:
-        wait_for(lambda kept=f"{name}.aria2.kept": saved_bytes(dest / ".unfinished", kept), "a save")
+        wait_for(
+            lambda kept=f"{name}.aria2.kept": saved_bytes(dest / ".unfinished", kept), "a save"
+        )
     process.send_signal(signal.SIGTERM)
     assert end(process)[0] == 143
     server.rate = 2_000_000
@@ -341,7 +343,9 @@ def test_a_full_disk_costs_what_arrived_since_the_last_save(tmp_path, dest):
         plan = write_plan(tmp_path, server, files, known=("sha256",))
         dest.mkdir()
         steps = 'mount -t tmpfs -o size=4m tmpfs "$2" && '
-        steps += '{ bash "$0" "$1" "$2"; mount -o remount,size=40m "$2"; bash "$0" "$1" "$2"; } 2>&1'
+        steps += (
+            '{ bash "$0" "$1" "$2"; mount -o remount,size=40m "$2"; bash "$0" "$1" "$2"; } 2>&1'
+        )
         command = ["unshare", "--map-root-user", "--mount", "bash", "-c", steps, SCRIPT, plan, dest]
         process = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if not process.stdout:
@@ -512,7 +516,9 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
         code, (line,) = run(plan, dest)
         assert code == 2
         assert re.fullmatch(
-            rf"error: no space in {dest}: at least 4000000000000 MB needed, \d+ MB free; free some, .*", line
+            rf"error: no space in {dest}: at least 4000000000000 MB needed, \d+ MB free; "
+            r"free some, .*",
+            line,
         )
 
         bare = tmp_path / "bin"
