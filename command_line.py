@@ -25,6 +25,19 @@ DEFAULTS = {  # in the help, of equal length
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg")  # of images that programs write
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
+ALSO_CALLED = {  # what other programs call a flag -> names here, of which a program has some
+    **dict.fromkeys(("prompt", "instruction"), ("edit",)),
+    **dict.fromkeys(("image", "images", "input_image"), ("input",)),
+    **dict.fromkeys(("model", "model_id", "model_path"), ("pretrained_model_name_or_path",)),
+    **dict.fromkeys(("data", "data_dir", "dataset_name"), ("train_data_dir",)),
+    **dict.fromkeys(("cfg", "cfg_scale", "scale"), ("guidance_scale",)),
+    **dict.fromkeys(("resolution", "size"), ("height", "width")),
+    "unet": ("unet_model_name_or_path",),
+    "steps": ("num_inference_steps", "max_train_steps"),
+    "epochs": ("num_train_epochs",),
+    "lr": ("learning_rate",),
+    "fp16": ("dtype", "mixed_precision"),
+}
 OUTPUT_FLAGS = (  # for files that a program writes
     "output",
     "output_dir",
@@ -228,7 +241,8 @@ def explain_unknown(unknown: list[str], config_class: Any, words: list[str]) -> 
         words: the command line.
     """
     classes = get_args(config_class) or (config_class,)
-    hints = {name: hint for cls in classes for name, hint in get_type_hints(cls).items()}
+    chosen = [cls for cls in classes if words[:1] == [cls.__name__.lower()]]  # the subcommand
+    hints = {name: hint for cls in chosen or classes for name, hint in get_type_hints(cls).items()}
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     if not flags:
         said = " ".join(unknown)
@@ -236,6 +250,9 @@ def explain_unknown(unknown: list[str], config_class: Any, words: list[str]) -> 
         name = next((word for word in reversed(before) if word.startswith("--")), "")
         name = name.partition("=")[0].removeprefix("--").replace("-", "_")
         hint = hints.get(name)
+        switch = name if hint is bool else name.removeprefix("no_")
+        if hints.get(switch) is bool:
+            return f"{said}: --{name} takes no value; write --{switch} or --no_{switch}"
         if hint in (int, float, Path) or (hint is str and name.endswith("_dir")):
             return f"{said}: --{name} takes one value"
         return f"{said}: no flag takes this; write a text with spaces in quotation marks"
@@ -244,7 +261,9 @@ def explain_unknown(unknown: list[str], config_class: Any, words: list[str]) -> 
         known |= {name: f"--{name}"} | ({f"no_{name}": f"--no_{name}"} if hint is bool else {})
     parts = []
     for flag in flags:
-        near = get_close_matches(flag.strip("-").replace("-", "_"), known)
+        name = flag.strip("-").replace("-", "_")
+        near = [x for x in ALSO_CALLED.get(name, ()) if x in hints]
+        near = near or get_close_matches(name, known)
         meant = f" (did you mean {' or '.join(known[name] for name in near)}?)" if near else ""
         parts.append(f"{flag} is unknown{meant}")
     return "; ".join(parts)
@@ -315,7 +334,8 @@ def comma_hint(said: str, config: Any) -> str:
     """
     for name, values in vars(config).items():
         for value in map(str, values if isinstance(values, tuple) else ()):
-            if "," in value and not re.search(r"[\s=]", value) and f"--{name} {value}" in said:
+            is_named = f"--{name} {value}" in said or f"{value} does not exist" in said
+            if "," in value and not re.search(r"[\s=]", value) and is_named:
                 return "; separate several values with spaces, not commas"
     return ""
 
@@ -582,8 +602,20 @@ def list_prompts(config, per_batch):
     prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
     if not prompts:
         raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
+    if not config.prompts_file:
+        note_single_words("prompt", prompts)
     num_images = config.num_images or (per_batch if len(prompts) == 1 else 1)
     return [prompt for prompt in prompts for _ in range(num_images)]
+
+
+def note_single_words(flag, texts):
+    """Say so if the texts of a flag look like the words of one text without quotation marks."""
+    if len(texts) > 2 and not any(re.search(r"\s", text.strip()) for text in texts):
+        print(
+            f"--{flag} has {len(texts)} texts of one word each; if they are one text, write it in "
+            "quotation marks",
+            file=sys.stderr,
+        )
 
 
 def read_prompts(file):
@@ -593,7 +625,8 @@ def read_prompts(file):
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts_file {file} is not UTF-8 text; save it as UTF-8") from error
     except OSError as error:
-        raise ValueError(f"--prompts_file {file} cannot be read: {error}") from error
+        reason = error.strerror or error
+        raise ValueError(f"--prompts_file {file} cannot be read: {reason}") from error
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ValueError(f"--prompts_file {file} has no prompt; write one per line")

@@ -46,6 +46,7 @@ from command_line import (
     check_image_file,
     check_scale,
     check_seed,
+    note_single_words,
     print_continued,
     print_files,
     run_main,
@@ -176,6 +177,7 @@ def edits_of_flags(inputs, instructions, output, masks=()):
             f"{len(instructions)} --edit do not fit {len(inputs)} --input; give one per input, "
             "in quotation marks, or one for all"
         )
+    note_single_words("edit", instructions)
     instructions = list(instructions) * (len(inputs) // len(instructions))
     if len(masks) not in (0, 1, len(inputs)):
         raise ValueError(

@@ -67,6 +67,11 @@ from editing.results import (
     tiny_vae_checksum,
 )
 
+COLUMN_FLAGS = (  # of shards
+    *("original_image_column", "edited_image_column", "edit_prompt_column"),
+    *("original_prompt_column", "edited_prompt_column", "mask_column"),
+)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -127,6 +132,9 @@ def check_flags(config):
     """Raise a ValueError for invalid flags."""
     if bool(config.data_dir) == bool(config.pairs_jsonl):
         raise ValueError("give one of --data_dir and --pairs_jsonl")
+    for name in COLUMN_FLAGS if config.pairs_jsonl else ():
+        if getattr(config, name):
+            raise ValueError(f"--{name} goes with --data_dir; --pairs_jsonl has keys")
     for name in ("num_inference_steps", "batch_size", "max_pairs"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")

@@ -382,7 +382,7 @@ def check_enough_rows(
         return
     source = train_data_dir if is_shared else "the directory with the fewest rows"
     if max_rows is not None:
-        source = f"max_rows={max_rows} of {source}"
+        source = f"--max_train_samples {max_rows} of {source}"
     most = num_rows // num_sharing
     remedy = f"use at most {most} pairs per process, --train_batch_size {most * process_count}"
     if num_rows < num_sharing:

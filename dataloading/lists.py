@@ -281,7 +281,10 @@ def read_objects(
         raise ValueError(f"{given} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{file} line {line} is not UTF-8; save the file as UTF-8") from None
+        raise ValueError(
+            f"{file} line {line} is not UTF-8; save the file as UTF-8, with a line of JSON for each "
+            "row, or as CSV"
+        ) from None
 
     if file.suffix.lower() != ".csv":
         for line, row in enumerate(text.split("\n"), start=1):

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 import command_line
-from command_line import ask_before_replacing, run_main
+from command_line import ask_before_replacing, note_single_words, run_main
 from diffusers_flax.loading.files import save_whole, write_text
 
 SCRIPT = """
@@ -78,6 +78,14 @@ def test_ctrl_c_during_a_compilation():
         (["--range", "1"], "error: --range does not fit; write --range FLOAT FLOAT; "),
         (["--out_dir", "a", "b", "c"], "error: b c: --out_dir takes one value; "),
         (["--steps=3", "4"], "error: 4: --steps takes one value; "),
+        (
+            ["--shuffle", "true"],
+            "error: true: --shuffle takes no value; write --shuffle or --no_shuffle; ",
+        ),
+        (
+            ["--resolution", "512"],  # as other programs call it
+            "error: --resolution is unknown (did you mean --height?); ",
+        ),
         (
             ["--sizes", "2,1"],
             "error: --sizes ['2,1']: separate values with spaces, not commas; ",
@@ -146,6 +154,7 @@ def test_with_other_events_of_tyro_its_own_message_is_shown(capsys, monkeypatch)
 @dataclass
 class Train:
     steps: int = 1
+    rate: float = 1.0
 
 
 @dataclass
@@ -154,12 +163,21 @@ class Edit:
     steps: int = 1
 
 
+def test_a_text_without_quotation_marks_is_noticed(capsys):
+    for texts in (["cat", "dog"], ["a cat", "a", "dog"]):
+        note_single_words("prompt", texts)
+        assert capsys.readouterr().err == ""
+    note_single_words("prompt", ["a", "cat", "on", "a", "mat"])
+    assert capsys.readouterr().err.startswith("--prompt has 5 texts of one word each; if they are")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["trian", "--steps", "2"], "trian is not a subcommand; begin with one of train, edit"),
         ([], "begin with one of train, edit"),
+        (["edit", "--model", "a", "--rate", "2"], "--rate is unknown"),
         (["train", "--stps", "2"], "--stps is unknown (did you mean --steps?)"),
         (
             ["edit", "--modl", "a"],

@@ -433,6 +433,21 @@ def test_the_editor_makes_the_images_of_edit_cli(model, photograph, tmp_path):
     expected = edit_by_cli(model, photograph, tmp_path / "cli.png", settings=settings)
     np.testing.assert_array_equal(np.asarray(job.images[0]), expected)
 
+    # A shape that is scaled for its program, and a mask.
+    photo(96, 70).save(tmp_path / "near.png")
+    mask = Image.new("1", (96, 70))
+    mask.paste(1, (48, 0, 96, 70))
+    mask.save(tmp_path / "mask.png")
+    near = dataclasses.replace(settings, resolution=128, mask_feather=3)
+    job = editor.submit(Job(near, Image.open(tmp_path / "near.png"), mask))
+    assert job.done.wait(60) and job.error is None
+    flags = ["--mask", str(tmp_path / "mask.png"), "--mask_feather", "3"]
+    expected_near = edit_by_cli(
+        model, tmp_path / "near.png", tmp_path / "b.png", *flags, settings=near
+    )
+    assert expected_near.shape == (92, 128, 3)
+    np.testing.assert_array_equal(np.asarray(job.images[0]), expected_near)
+
     without = open_editor(model, progress=False).submit(Job(settings, image))
     assert without.done.wait(60) and without.error is None and without.progress.step == 0
     np.testing.assert_array_equal(np.asarray(without.images[0]), expected)

@@ -412,6 +412,10 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([], "no --input and no --edit; give --input"),
         (["--input", "a.png"], "no --edit; give --input"),
         (["--input", "none.png", "--edit", "red"], "none.png does not exist"),
+        (
+            ["--input", "a.png,b.png", "--edit", "red"],
+            "a.png,b.png does not exist; check the path; separate several values with spaces, not",
+        ),
         (["--input", "text.png", "--edit", "red"], "text.png is not an image"),
         (["--input", "half.png", "--edit", "red"], "half.png cannot be read as an image"),
         (
@@ -442,7 +446,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--model", "nowhere/model"], "nowhere/model has no model_index.json"),
         (
             [*ONE, "--model", "nowhere/model"],
-            "HF_HUB_OFFLINE is set, so run hf download nowhere/model where there is a network, or",
+            "HF_HUB_OFFLINE is set, so run hf download nowhere/model where there is a network",
         ),
         (
             [*ONE, "--model", "narrow"],

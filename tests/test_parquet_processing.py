@@ -688,7 +688,7 @@ def test_max_rows_are_the_first(numbered, max_rows):
 
 def test_max_rows_are_too_few(numbered):
     with pytest.raises(
-        ValueError, match=r"a batch of 4 pairs .* needs 4 pairs.*max_rows=3 of .* has 3"
+        ValueError, match=r"a batch of 4 pairs .* needs 4 pairs.*--max_train_samples 3 of .* has 3"
     ):
         ParquetImagePairs(numbered, batch_size=4, resolution=4, max_rows=3)
     with pytest.raises(ValueError, match="max_rows=0 must be at least 1"):

@@ -224,6 +224,11 @@ def open_modules(config: Config, dtype):
         )
     unet = open_module(FlaxUNet2DConditionModel, unet_source)
     if vae_source := config.pretrained_vae_model_name_or_path:
+        if Path(vae_source, "vae").is_dir() and not Path(vae_source, "config.json").exists():
+            raise ValueError(
+                f"--pretrained_vae_model_name_or_path {vae_source} is a pipeline; give its VAE, "
+                f"{Path(vae_source, 'vae')}"
+            )
         vae = open_module(FlaxAutoencoderKL, vae_source)
     else:
         vae = open_module(FlaxAutoencoderKL, source, subfolder="vae", **of_source)

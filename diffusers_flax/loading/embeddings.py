@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.loading.hub import fetch_file, locate
+from diffusers_flax.loading.hub import download_hint, fetch_file, locate
 from diffusers_flax.loading.single_file import LORA
 from diffusers_flax.loading.tokenizer import sequence_of
 from diffusers_flax.loading.weights import as_array, load_pickle, naming_damage, read_safetensors
@@ -216,9 +216,10 @@ def find_embedding(source, **hub_options):
     names = name or " or ".join(FILES)
     if Path(repository).is_dir():
         raise ValueError(f"--embedding {source}: there is no {names} in {repository}; name a file")
+    remedy = download_hint(repository, name) or "; check the name, or the connection"
     raise ValueError(
         f"--embedding {source} is not on this machine, and {names} of {repository} cannot be read "
-        "from the hub; check the name, or the connection"
+        f"from the hub{remedy}"
     )
 
 

@@ -91,7 +91,7 @@ def download_hint(source, *words):
         source: directory, hub id or SingleFile.
         words: after the hub id on the command line, such as the name of the file.
     """
-    if isinstance(source, SingleFile) or os.path.isdir(source):
+    if isinstance(source, SingleFile) or os.path.exists(source) or "/" not in str(source):
         return ""
     if constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set"
@@ -100,7 +100,7 @@ def download_hint(source, *words):
     else:
         return ""
     command = " ".join(["hf download", str(source), *filter(None, words)])
-    return f"; {why}, so run {command} where there is a network, or name a directory"
+    return f"; {why}, so run {command} where there is a network"
 
 
 def fetch_file(source, name, subfolder, revision, **hub_options):

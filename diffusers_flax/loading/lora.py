@@ -30,7 +30,7 @@ from safetensors.numpy import save_file
 
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
 from diffusers_flax.loading.files import save_whole
-from diffusers_flax.loading.hub import fetch_file, locate
+from diffusers_flax.loading.hub import download_hint, fetch_file, locate
 from diffusers_flax.loading.weights import flax_to_torch, read_weights
 from diffusers_flax.messages import one_line
 
@@ -188,9 +188,10 @@ def find_lora(source):
     if file is None and Path(repository).is_dir():
         raise ValueError(f"--lora {source}: there is no {name} in {repository}; name the file")
     if file is None:
+        remedy = download_hint(repository, name) or "; check the name, or the connection"
         raise ValueError(
             f"--lora {source} is not on this machine, and {name} of {repository} cannot be read "
-            "from the hub; check the name, or the connection"
+            f"from the hub{remedy}"
         )
     if file.stem == ADAPTER_STEM:
         fetch_file(repository, str(Path(name).with_name(ADAPTER_CONFIG)), None, None)

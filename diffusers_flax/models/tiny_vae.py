@@ -19,7 +19,7 @@ from flax import struct
 from jax.typing import DTypeLike
 
 from diffusers_flax.devices.rows import with_neighbours
-from diffusers_flax.loading.hub import locate
+from diffusers_flax.loading.hub import download_hint, locate
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import Conv, GivenParams
 from diffusers_flax.models.convolution import convolve
@@ -208,6 +208,7 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
         raise ValueError(
             f"the TAESD {source} cannot be read from the hub; name a copy's directory with "
             "--accelerate taesd:path=DIRECTORY or --preview_decoder DIRECTORY"
+            f"{download_hint(source)}"
         ) from error
     if not str(config.get("_class_name")).endswith("AutoencoderTiny"):
         raise ValueError(
