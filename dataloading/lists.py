@@ -282,8 +282,7 @@ def read_objects(
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ValueError(
-            f"{file} line {line} is not UTF-8; save the file as UTF-8, with a line of JSON for each "
-            "row, or as CSV"
+            f"{file} line {line} is not UTF-8; save the file as UTF-8, a JSON object a line, or CSV"
         ) from None
 
     if file.suffix.lower() != ".csv":

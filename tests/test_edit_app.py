@@ -645,6 +645,8 @@ def test_the_api(page, connect, model, photograph, tmp_path):
         ({"accelerate": "tea"}, "Acceleration tea: 'tea' is unknown"),
         ({"mask": handle_file(tmp_path / "broken.png")}, "the mask cannot be read as a mask"),
         ({"instruction": "red " * 300}, "Instruction has 1200 characters; write 1000 or less"),
+        ({"instruction": "red \ud83d"}, "Instruction is not valid Unicode: character 5 is an unp"),
+        ({"accelerate": "\ud83d"}, "Acceleration \\ud83d: "),
         ({"num_inference_steps": 151}, "Value 151 is greater than maximum value 150"),  # Gradio's
         ({"scheduler": "dpmsolver++", "accelerate": ["tgate"]}, "is for text to image"),
     ):
