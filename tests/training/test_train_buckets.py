@@ -32,12 +32,12 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     write_shard(folder / "a.parquet", 33, seed=1, broken=[3], sizes=STORED)
     write_shard(folder / "b.parquet", 21, seed=2, sizes=STORED)
-    for path in folder.iterdir():  # edited images are 18x22, and so are the masks
-        table = pq.read_table(path)
-        masks = [
-            None if n % 5 == 0 else png(np.uint8(255) * (np.ones((18, 1)) * np.arange(22) < n % 22))
-            for n in range(len(table))
-        ]
+    for path in folder.iterdir():
+        table, masks = pq.read_table(path), []
+        for n in range(len(table)):
+            height, width = STORED[n % len(STORED)]
+            white = np.ones((height, 1)) * np.arange(width) < n % width
+            masks.append(None if n % 5 == 0 else png(np.uint8(255) * white))
         pq.write_table(table.append_column("mask_image", pa.array(masks, pa.binary())), path)
     return folder
 
