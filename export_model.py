@@ -73,9 +73,12 @@ QUANTIZED = {"onnx": ("int8",), "openvino": ("int8",), "coreml": ("palette8", "p
 ONE_SHAPE = ("batch_size", "height", "width")
 OF_FORMATS = {
     **dict.fromkeys(ONE_SHAPE, ("coreml", "stablehlo")),
-    **dict.fromkeys(("num_inference_steps", "scheduler", "platform"), ("stablehlo",)),
+    **dict.fromkeys(("num_inference_steps", "platform"), ("stablehlo",)),
 }
-OF_RUN = ("prompt", "negative_prompt", "input", "seed", "guidance_scale", "image_guidance_scale")
+OF_RUN = (
+    *("prompt", "negative_prompt", "input", "output", "seed"),
+    *("guidance_scale", "image_guidance_scale"),
+)
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,11 @@ class Config:
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     # onnx: int8, of matrix products; openvino: int8, of all weights; coreml: palette8, palette6
     quantize: Literal["int8", "palette8", "palette6"] | None = None
+    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     batch_size: int | None = None  # stablehlo, coreml: images at once; default: 1
     height: int | None = None  # stablehlo, coreml: pixels; default: the model's
     width: int | None = None  # likewise
     num_inference_steps: int | None = None  # stablehlo: denoising steps; default: 20
-    scheduler: str | None = None  # stablehlo: ddim, euler, ...; default: the model's own
     # stablehlo: where programs run, each with a file of its own; default: cpu cuda
     platform: tuple[Literal["cpu", "cuda", "tpu"], ...] | None = None
     overwrite_output_dir: bool = False  # replace an export in output_dir
@@ -109,6 +112,12 @@ class Config:
     seed: int | None = None  # of --run: of the noise; default: 0
     guidance_scale: float | None = None  # of --run: weight of the prompt; default: 7.5
     image_guidance_scale: float | None = None  # of --run: similarity to the input; default: 1.5
+
+
+def given_flags(config):
+    """Names of the flags that do not have their defaults."""
+    fields = dataclasses.fields(config)
+    return [field.name for field in fields if getattr(config, field.name) != field.default]
 
 
 def is_installed(package):
@@ -129,7 +138,7 @@ def check_flags(config):
     """Raise a ValueError for flags that do not go together, or missing packages."""
     if not config.model or not config.output_dir:
         raise ValueError("give --model and --output_dir to export, or --run and --prompt")
-    if given := [name for name in OF_RUN if getattr(config, name) is not None]:
+    if given := [name for name in given_flags(config) if name in OF_RUN]:
         raise ValueError(f"--{given[0]} goes with --run; leave it out, or give --run")
     name = config.format
     for flag, formats in OF_FORMATS.items():
@@ -181,18 +190,18 @@ def load_model_to_export(config):
             f"--model {model} is a {cls.torch_class_name}, which is not exported; give its base "
             "model"
         )
-    options, dtype = {}, jnp.float32
+    dtype = jnp.float32
     if config.format == "stablehlo":
         if not ("InstructPix2Pix" in cls.__name__ or issubclass(cls, TextToImage)):
             raise ValueError(
                 f"--model {model} is a {cls.torch_class_name}; --format stablehlo has text to "
                 "image and InstructPix2Pix"
             )
-        check_scheduler(config.scheduler)
-        _, configs = cls.check(model)
-        scheduler, _ = choose_scheduler(configs["scheduler"], model, config.scheduler)
-        options, dtype = {"scheduler": scheduler}, jnp.dtype(config.dtype or "float32")
-    pipeline = cls.open(model, dtype=dtype, **options)
+        dtype = jnp.dtype(config.dtype or "float32")
+    check_scheduler(config.scheduler)
+    _, configs = cls.check(model)
+    scheduler, _ = choose_scheduler(configs["scheduler"], model, config.scheduler)
+    pipeline = cls.open(model, dtype=dtype, scheduler=scheduler)
     size = pipeline.image_size(config.height, config.width)
     return pipeline, size, pipeline.load_params(model, lora=config.lora)
 
@@ -233,9 +242,8 @@ def export(config):
 
 def run_file(config):
     """Run a program of --format stablehlo and write its images."""
-    for name in ("model", "output_dir", *OF_FORMATS):
-        if getattr(config, name) is not None:
-            raise ValueError(f"--{name} does not go with --run; the file has it")
+    if given := [x for x in given_flags(config) if x not in (*OF_RUN, "run", "format")]:
+        raise ValueError(f"--{given[0]} does not go with --run; the file has it")
     if config.prompt is None:
         raise ValueError("--run needs --prompt, a text")
     check_image_file(config.output) if config.output.suffix != ".npy" else None

@@ -4,15 +4,19 @@
     python examples/run_onnx.py --model edits --prompt "make it red" --input in.png --output out.png
 
 Needs NumPy, tokenizers, Pillow, and onnxruntime or, for --format openvino, openvino. Stable
-Diffusion and SDXL, text to image and InstructPix2Pix. --scheduler is ddim or euler, by default the
-model's own if it is one of them, else ddim. --noise is an .npy of normal noise, (1, 4, h, w) of the
-latents, else of --seed, not edit_cli.py's. An --output that ends in .npy gets floats in [0, 1].
+Diffusion and SDXL, text to image and InstructPix2Pix. The steps are those of the scheduler in
+scheduler/scheduler_config.json, or of --scheduler with the same noise levels; an entry of that file
+that this example lacks is refused by name. An image to edit is scaled until its longer side is the
+model's; --height and --width choose other sides, to which it is cropped. --noise is an .npy of
+normal noise, (1, C, h, w) of the latents, else of --seed, not edit_cli.py's. An --output that ends
+in .npy gets floats in [0, 1].
 """
 
 import json
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from math import expm1, inf
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +24,53 @@ from PIL import Image, ImageOps
 from tokenizers import Tokenizer
 
 FILES = ("model.onnx", "openvino_model.xml")
+# Images to edit: formats, as Pillow runs other programs for some, and the largest
+FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "TGA"]
+MAX_PIXELS = 150_000_000
 TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64"}
 FLAGS = dict(model=Path, prompt=str, input=Path, output=Path("image.png"), negative_prompt="")
 FLAGS |= dict(num_inference_steps=20, guidance_scale=7.5, image_guidance_scale=1.5, height=int)
 FLAGS |= dict(width=int, scheduler=str, seed=0, noise=Path)  # types or defaults
+
+# Entries of scheduler_config.json that the classes of PyTorch diffusers have, and their defaults. A
+# class ignores the entries of other classes.
+COMMON = dict(num_train_timesteps=1000, beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
+COMMON |= dict(trained_betas=None, prediction_type="epsilon", steps_offset=0)
+DDIM = dict(timestep_spacing="leading", clip_sample=True, clip_sample_range=1.0, thresholding=False)
+DDIM |= dict(set_alpha_to_one=True, rescale_betas_zero_snr=False)
+PNDM = dict(timestep_spacing="leading", skip_prk_steps=False, set_alpha_to_one=False)
+ANCESTRAL = dict(timestep_spacing="linspace", rescale_betas_zero_snr=False)
+SIGMAS = dict(use_karras_sigmas=False, sigma_min=None, sigma_max=None, final_sigmas_type="zero")
+SIGMAS |= dict(use_exponential_sigmas=False, use_beta_sigmas=False)
+EULER = ANCESTRAL | SIGMAS | dict(interpolation_type="linear", timestep_type="discrete")
+SOLVER = ANCESTRAL | SIGMAS | dict(algorithm_type="dpmsolver++", solver_order=2, thresholding=False)
+SOLVER |= dict(solver_type="midpoint", lower_order_final=True, euler_at_final=False)
+SOLVER |= dict(lambda_min_clipped=-inf, use_lu_lambdas=False, use_flow_sigmas=False)
+SCHEDULERS = {
+    "ddim": ("DDIMScheduler", COMMON | DDIM),
+    "pndm": ("PNDMScheduler", COMMON | PNDM),
+    "euler": ("EulerDiscreteScheduler", COMMON | EULER),
+    "euler_ancestral": ("EulerAncestralDiscreteScheduler", COMMON | ANCESTRAL),
+    "dpmsolver++": ("DPMSolverMultistepScheduler", COMMON | SOLVER),
+}
+SUPPORTED = dict(  # the values that this example has; of entries that are not here, all
+    beta_schedule=("linear", "scaled_linear", "squaredcos_cap_v2"),
+    prediction_type=("epsilon", "v_prediction", "sample"),
+    timestep_spacing=("leading", "linspace", "trailing"),
+    skip_prk_steps=(True,),
+    final_sigmas_type=("zero", "sigma_min"),
+    interpolation_type=("linear",),
+    timestep_type=("discrete",),
+    algorithm_type=("dpmsolver++",),
+    solver_order=(1, 2),
+    solver_type=("midpoint", "bh1", "bh2", "logrho"),  # in diffusers all of these are midpoint
+    lambda_min_clipped=(-inf,),
+)
+SUPPORTED |= dict.fromkeys(("use_exponential_sigmas", "use_beta_sigmas"), (False,))
+SUPPORTED |= dict.fromkeys(("use_lu_lambdas", "use_flow_sigmas", "thresholding"), (False,))
+# PNDM's weights of the latest outputs, the newest first, by how many there are
+PNDM_WEIGHTS = [[1], [3 / 2, -1 / 2], [23 / 12, -16 / 12, 5 / 12]]
+PNDM_WEIGHTS += [[55 / 24, -59 / 24, 37 / 24, -9 / 24]]
 
 
 class Part:
@@ -56,11 +103,38 @@ class Part:
 
 def read(folder, name):
     """The content of a JSON file."""
-    return json.loads((folder / name).read_text("utf-8"))
+    try:
+        return json.loads((folder / name).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / name} cannot be read: {error}; export it again") from error
 
 
-def open_folder(folder):
-    """(content of model_index.json, {name: Part}) of an export."""
+def read_scheduler(folder, name=None):
+    """(key of SCHEDULERS, all entries of its class) of an export; name: of --scheduler."""
+    file = folder / "scheduler" / "scheduler_config.json"
+    config = read(file.parent, file.name)
+    own_class = config.get("_class_name")
+    own = {cls: key for key, (cls, _) in SCHEDULERS.items()}.get(own_class)
+    has_betas = "beta_schedule" in config  # the noise levels of all SCHEDULERS
+    if own is None and not (name and has_betas):
+        remedy = f"; choose one with --scheduler: {', '.join(SCHEDULERS)}" if has_betas else ""
+        raise ValueError(f"{file} is of {own_class}, which this example lacks{remedy}")
+    key = name or own
+    cls, entries = SCHEDULERS[key]
+    # Latents are not in [-1, 1]: in the place of another class, DDIM clips only as the file says.
+    entries = entries | ({} if key == own else {"clip_sample": False})
+    entries = entries | {entry: config[entry] for entry in entries if entry in config}
+    for entry, values in SUPPORTED.items():
+        if entry in entries and entries[entry] not in values:
+            raise ValueError(
+                f"{file} has {entry}={entries[entry]!r} for {cls}; this example has "
+                f"{' or '.join(map(repr, values))}; choose another --scheduler, or export again"
+            )
+    return key, entries
+
+
+def open_folder(folder, scheduler=None):
+    """(content of model_index.json, read_scheduler's result, {name: Part}) of an export."""
     if not (folder / "model_index.json").is_file():
         raise ValueError(f"--model {folder} is no complete export; make one with export_model.py")
     kind = (index := read(folder, "model_index.json"))["_class_name"]
@@ -68,17 +142,18 @@ def open_folder(folder):
     names += ["vae_encoder"] * ("Pix2Pix" in kind)
     if missing := [x for x in names if not any((folder / x / y).is_file() for y in FILES)]:
         raise ValueError(f"{folder} has no {missing[0]}/model.onnx; export with onnx or openvino")
+    found = read_scheduler(folder, scheduler)
     try:
         parts = {name: Part(folder / name) for name in names}
     except Exception as error:  # both packages have exceptions of their own
         raise ValueError(f"--model {folder} cannot be opened: {error}") from error
     if "Inpaint" in kind or "timestep_cond" in parts["unet"].types:
         raise ValueError(f"{folder} is a {kind} or embeds its guidance, which this example lacks")
-    return index, parts
+    return index, found, parts
 
 
 def encode_texts(folder, index, parts, texts):
-    """(states (B, 77, D), SDXL's pooled states (B, D) or None) of texts."""
+    """(states (B, 77, D), SDXL's pooled states (B, D) or None) of a prompt and negative prompts."""
     names, found = [x for x in ("text_encoder", "text_encoder_2") if x in parts], []
     for name in names:
         files = folder / name.replace("text_encoder", "tokenizer")
@@ -99,101 +174,277 @@ def encode_texts(folder, index, parts, texts):
     return states, pooled
 
 
-def denoise(predict, x, config, is_euler, num_steps):
-    """Scaled latents from noise x, by DDIM (arXiv 2010.02502) or Euler; predict(x, t) is guided."""
-    power = {"linear": 1, "scaled_linear": 0.5}.get(config.get("beta_schedule"))
-    lacks = ("trained_betas", "use_karras_sigmas", "rescale_betas_zero_snr")
-    if not power or any(map(config.get, lacks)):
-        raise ValueError("this example lacks options of the model's scheduler_config.json")
-    if (T := config["num_train_timesteps"]) < num_steps or num_steps < 1:
-        raise ValueError(f"--num_inference_steps {num_steps} must be from 1 to {T}")
-    ends = config["beta_start"] ** power, config["beta_end"] ** power
-    alpha_bar = np.cumprod(1 - np.linspace(*ends, T, dtype=np.float32) ** (1 / power), dtype=float)
-    spacing = config.get("timestep_spacing", "linspace" if is_euler else "leading")
+def training_levels(key, config):
+    """alpha_bar of the training timesteps, falling, float64 (num_train_timesteps,)."""
+    T, ends = config["num_train_timesteps"], np.array([config["beta_start"], config["beta_end"]])
+    if config["trained_betas"] is not None:
+        betas = np.array(config["trained_betas"])
+    elif config["beta_schedule"] == "squaredcos_cap_v2":  # arXiv 2102.09672, equation 17
+        cosine = np.cos((np.arange(T + 1) / T + 0.008) / 1.008 * np.pi / 2) ** 2
+        betas = np.minimum(1 - cosine[1:] / cosine[:-1], 0.999)
+    elif config["beta_schedule"] == "scaled_linear":
+        betas = np.linspace(*ends**0.5, T) ** 2
+    else:
+        betas = np.linspace(*ends, T)
+    alpha_bar = np.cumprod(1 - betas.astype(np.float32), dtype=float)
+    if config.get("rescale_betas_zero_snr"):  # arXiv 2305.08891, algorithm 1
+        root = alpha_bar**0.5
+        alpha_bar = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2
+        if key != "ddim":
+            alpha_bar[-1] = 2.0**-24  # else noise over signal is infinite
+    return alpha_bar
+
+
+def choose_timesteps(key, config, num_steps):
+    """Timesteps of a run, falling, float64 (num_steps,); only Euler's may be fractions."""
+    T, spacing = config["num_train_timesteps"], config["timestep_spacing"]
+    is_solver = key == "dpmsolver++" and spacing != "trailing"  # whose lowest point is the end
+    num_points = num_steps + is_solver
+    if not 1 <= num_steps <= T - is_solver:
+        raise ValueError(f"--num_inference_steps {num_steps} must be from 1 to {T - is_solver}")
     steps = np.round(np.arange(T, 0, -T / num_steps)[:num_steps]) - 1  # trailing
     if spacing == "linspace":
-        steps = np.linspace(0, T - 1, num_steps)[::-1]
+        steps = np.linspace(0, T - 1, num_points)[::-1]
     elif spacing == "leading":
-        steps = (np.arange(num_steps) * (T // num_steps) + config.get("steps_offset", 0))[::-1]
-    if is_euler:
-        ratio = np.append(np.interp(steps, np.arange(T), np.sqrt(1 / alpha_bar - 1)), 0)
-        levels, limit = 1 / (1 + ratio**2), np.inf
-        x, next_levels = x * (1 if spacing == "leading" else np.sqrt(1 - levels[0])), levels[1:]
-    else:
-        limit = config.get("clip_sample_range", 1.0) if config.get("clip_sample", True) else np.inf
-        end = 1.0 if config.get("set_alpha_to_one", True) else alpha_bar[0]
-        levels, later = alpha_bar[steps := steps.round().astype(int)], steps - T // num_steps
-        next_levels = np.where(later < 0, end, alpha_bar[later])
-    for t, level, next_level in zip(steps, levels, next_levels):
-        alpha, sigma, out = level**0.5, (1 - level) ** 0.5, predict(x, t)
-        x_0, eps = (x - sigma * out) / alpha, out
-        if config.get("prediction_type") == "v_prediction":
-            x_0, eps = alpha * x - sigma * out, alpha * out + sigma * x
-        x = next_level**0.5 * x_0.clip(-limit, limit) + (1 - next_level) ** 0.5 * eps
-    return x
+        steps = (np.arange(num_points) * (T // num_points) + config["steps_offset"])[::-1] * 1.0
+    if steps[0] > T - 1:
+        raise ValueError(f"--num_inference_steps {num_steps} begins above {T - 1}; take fewer")
+    return steps[:num_steps] if "euler" in key else steps[:num_steps].round()
 
 
-def make_image(options, index, parts):
-    """The image that the flags ask for, float32 (H, W, 3) in [0, 1]; the rest is of open_folder."""
-    folder = options.model
+def plan(key, config, num_steps):
+    """(timesteps, alpha_bar at them, alpha_bar after each) of a run of read_scheduler's result."""
+    T, alpha_bar = config["num_train_timesteps"], training_levels(key, config)
+    steps = choose_timesteps(key, config, num_steps)
+    if key in ("ddim", "pndm"):  # steps of one length, also where the timesteps differ
+        if key == "pndm":  # the second step is the first one again, see denoise
+            steps = np.concatenate([steps[:2], steps[1:]])
+        starts, stride = steps.astype(int), T // num_steps
+        starts[1:2] += stride * (key == "pndm")
+        later, end = starts - stride, 1.0 if config["set_alpha_to_one"] else alpha_bar[0]
+        return steps, alpha_bar[starts], np.where(later < 0, end, alpha_bar[later])
+    all_ratios = (1 / alpha_bar - 1) ** 0.5  # noise over signal
+    ratios = np.interp(steps, np.arange(T), all_ratios)
+    if config.get("use_karras_sigmas"):  # arXiv 2206.00364, equation 5
+        ends = ratios[[0, -1]] if key == "euler" else all_ratios[[-1, 0]]
+        ends = np.array([config["sigma_max"] or ends[0], config["sigma_min"] or ends[1]])
+        ratios = np.linspace(*ends ** (1 / 7), num_steps) ** 7
+        steps = np.interp(np.log(ratios), np.log(all_ratios), np.arange(T))
+        steps = steps if key == "euler" else steps.round()
+    end = all_ratios[0] if config.get("final_sigmas_type") == "sigma_min" else 0
+    levels = 1 / (1 + np.append(ratios, end) ** 2)
+    return steps, levels[:-1], levels[1:]
+
+
+def clean_and_noise(prediction_type, x, out, level):
+    """(x_0, eps) where x is alpha x_0 + sigma eps, of a model's output; level: alpha**2."""
+    alpha, sigma = level**0.5, (1 - level) ** 0.5
+    if prediction_type == "epsilon":
+        return (x - sigma * out) / alpha, out
+    if prediction_type == "v_prediction":
+        return alpha * x - sigma * out, alpha * out + sigma * x
+    return out, (x - alpha * out) / sigma
+
+
+def denoise(predict, x, key, config, num_steps, rng):
+    """Latents without noise, by the steps of a scheduler.
+
+    Args:
+        predict: (latents, timestep) -> the model's output.
+        x: normal noise, of the shape of the latents.
+        key, config: of read_scheduler.
+        num_steps: number of steps.
+        rng: NumPy's generator of the noise that euler_ancestral adds.
+
+    Source: DDIM, arXiv 2010.02502; PNDM, 2202.09778; Euler, 2206.00364; its ancestral form,
+    2011.13456, appendix F; DPM-Solver++, 2211.01095, algorithm 2.
+    """
+    steps, levels, next_levels = plan(key, config, num_steps)
+    if levels[0] == 0 and config["prediction_type"] == "epsilon":
+        raise ValueError("rescale_betas_zero_snr leaves no signal for prediction_type epsilon")
+    if "euler" in key and config["timestep_spacing"] != "leading":
+        x = x * (1 - levels[0]) ** 0.5
+    outputs, start, previous, last = [], None, None, len(steps) - 1
+    with np.errstate(divide="ignore"):  # no signal at the start, no noise at the end
+        h = np.log(next_levels / (1 - next_levels)) / 2 - np.log(levels / (1 - levels)) / 2
+    for i, (t, level, next_level) in enumerate(zip(steps, levels, next_levels)):
+        print(f"\rstep {i + 1} of {last + 1}", end="", file=sys.stderr, flush=True)
+        out = predict(x, t)
+        if key == "pndm" and i == 1:  # from where the first step began, by the mean of both
+            x, out = start, (outputs[0] + out) / 2
+        elif key == "pndm":
+            start, outputs = x, [out, *outputs[:3]]
+            out = np.tensordot(PNDM_WEIGHTS[len(outputs) - 1], outputs, 1)
+        x_0, eps = clean_and_noise(config["prediction_type"], x, out, level)
+        if config.get("clip_sample"):
+            x_0 = x_0.clip(-config["clip_sample_range"], config["clip_sample_range"])
+        if key == "euler_ancestral":
+            kept = ((1 / next_level - 1) / (1 / level - 1)) ** 0.5
+            eps = kept * eps + (1 - kept**2) ** 0.5 * rng.standard_normal(x.shape, np.float32)
+        x = next_level**0.5 * x_0 + (1 - next_level) ** 0.5 * eps
+        if key == "dpmsolver++":
+            ends = next_level == 1 or config["euler_at_final"]
+            ends = ends or (config["lower_order_final"] and last < 14)
+            if config["solver_order"] == 2 and i > 0 and not (i == last and ends):
+                slope = (x_0 - previous) / h[i - 1]
+                x = x - next_level**0.5 * expm1(-h[i]) * h[i] / 2 * slope
+            previous = x_0
+    print(file=sys.stderr)
+    return x / next_levels[-1] ** 0.5 if key == "euler" else x  # Euler's steps are of x / alpha
+
+
+def to_rgb(image):
+    """A PIL image of any mode as RGB: on white where it is transparent, 16 bits scaled to 8."""
+    if image.mode.startswith(("I", "F")):
+        values, transparent = np.asarray(image), image.info.get("transparency")
+        low, high = values.min(), values.max()
+        if image.mode == "F" or low < 0 or high > 65535 or (image.mode == "I" and high < 256):
+            raise ValueError(
+                f"mode {image.mode} with values from {low} to {high}, not of 8 or 16 bits; scale "
+                "them to 0 to 255 and convert the image to mode L"
+            )
+        image = Image.fromarray((values // 257).astype(np.uint8))
+        if transparent is not None:  # the value of transparent pixels, of a PNG
+            image.putalpha(Image.fromarray(np.uint8(values != transparent) * 255))
+    image = image.convert("LA") if image.mode == "La" else image  # premultiplied
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def read_image(file):
+    """The upright image in a file, RGB."""
+    Image.MAX_IMAGE_PIXELS = None  # else Pillow warns above 89 megapixels
+    Image.init()
+    try:
+        with Image.open(file, formats=[x for x in FORMATS if x in Image.OPEN]) as opened:
+            if opened.width * opened.height > MAX_PIXELS:
+                raise ValueError(f"it has more than {MAX_PIXELS} pixels; scale it down")
+            return to_rgb(ImageOps.exif_transpose(opened))
+    except Exception as error:  # decoders raise errors of many types
+        raise ValueError(f"--input {file} cannot be read as an image: {error}") from error
+
+
+def read_noise(file, shape):
+    """The noise in an .npy file, which must have a shape."""
+    try:
+        noise = np.load(file)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"--noise {file} cannot be read as an .npy file: {error}") from error
+    if noise.shape != shape:
+        raise ValueError(f"--noise {file} has shape {noise.shape}, this size needs {shape}")
+    return noise
+
+
+def choose_size(options, parts, image):
+    """(height, width) to make an image at; image: the one to edit, PIL, or None."""
     vae, unet = (parts[name].config for name in ("vae_decoder", "unet"))
-    factor, is_edit = 2 ** (len(vae["block_out_channels"]) - 1), "vae_encoder" in parts
+    factor = 2 ** (len(vae["block_out_channels"]) - 1)
+    sides = np.broadcast_to(unet["sample_size"], 2) * factor
+    if image is not None:  # the longer side is the model's
+        sides = np.array(image.size[::-1]) * sides.max() / max(image.size)
+        sides = np.maximum(np.floor(sides / factor + 0.5), 1) * factor
+    for i, name in enumerate(("height", "width")):
+        if (side := getattr(options, name)) is None:
+            continue
+        if side < 1 or side % factor:
+            lower = side // factor * factor
+            near = " or ".join(str(x) for x in (lower, lower + factor) if x > 0)
+            raise ValueError(f"--{name} {side} is not a multiple of {factor}; try {near}")
+        sides[i] = side
+    return tuple(int(side) for side in sides)
+
+
+def make_image(options, index, scheduler, parts):
+    """The image that the flags ask for, float32 (H, W, 3) in [0, 1]; the rest is of open_folder."""
+    folder, vae, is_edit = options.model, parts["vae_decoder"].config, "vae_encoder" in parts
     if is_edit != (options.input is not None):
         raise ValueError(f"--model {folder} {'needs' if is_edit else 'takes no'} --input")
-    near = [unet["sample_size"] * factor] * 2
-    if is_edit:
-        image = ImageOps.exif_transpose(Image.open(options.input)).convert("RGB")
-        near = [max(1, round(side / factor)) * factor for side in image.size[::-1]]
-    size = [a if b is None else b for a, b in zip(near, (options.height, options.width))]
-    if bad := [x for x in size if x < 1 or x % factor]:
-        raise ValueError(f"{bad[0]} pixels are not a multiple of {factor}; choose another size")
+    image = read_image(options.input) if is_edit else None
+    height, width = size = choose_size(options, parts, image)
+    factor = 2 ** (len(vae["block_out_channels"]) - 1)
     shape = (1, vae["latent_channels"], *(side // factor for side in size))
-    noise = np.random.default_rng(options.seed).standard_normal(shape, np.float32)
-    if options.noise and (noise := np.load(options.noise)).shape != shape:
-        raise ValueError(f"--noise has shape {noise.shape}, this size needs {shape}")
-    # Branches of guidance: text and image, for edits image alone, and neither (arXiv 2211.09800)
-    texts = [options.prompt, *[options.negative_prompt] * (2 if is_edit else 1)]
-    states, pooled = encode_texts(folder, index, parts, texts)
-    inputs, scale = {"encoder_hidden_states": states}, options.guidance_scale
-    weights, image_scale = [scale, 1 - scale], options.image_guidance_scale
-    if pooled is not None:
-        inputs |= {"text_embeds": pooled, "time_ids": [[*size, 0, 0, *size]] * len(texts)}
-    condition = np.zeros((len(texts), 0, *shape[2:]))
+    rng = np.random.default_rng(options.seed)
+    noise = rng.standard_normal(shape, np.float32)
+    noise = read_noise(options.noise, shape) if options.noise else noise
+    what = f"{options.input}, {image.width}x{image.height}, " if is_edit else ""
+    print(f"{what}at {width}x{height} with {scheduler[0]}", file=sys.stderr)
+    states, pooled = encode_texts(folder, index, parts, [options.prompt, options.negative_prompt])
+    # Branches of guidance by their weights: text and image, for edits image alone, and neither
+    # (arXiv 2211.09800). From text, a scale up to 1 is no guidance.
+    scale, image_scale = options.guidance_scale, options.image_guidance_scale
     if is_edit:
-        image = np.float32(ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)) / 127.5 - 1
-        encoded = parts["vae_encoder"](sample=image.transpose(2, 0, 1)[None])["latent_parameters"]
+        weights = [scale, image_scale - scale, 1 - image_scale]
+        pixels = np.float32(ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)) / 127.5 - 1
+        encoded = parts["vae_encoder"](sample=pixels.transpose(2, 0, 1)[None])["latent_parameters"]
         latents = encoded[:, : shape[1]]
         condition = np.concatenate([latents, latents, np.zeros_like(latents)])
-        weights = [scale, image_scale - scale, 1 - image_scale]
+    else:
+        weights = [max(scale, 1), 1 - max(scale, 1)]
+        condition = np.zeros((2, 0, *shape[2:]))
+    branches = [i for i, weight in enumerate(weights) if weight != 0]
+    weights, condition = np.take(weights, branches), condition[branches]
+    rows = np.minimum(branches, 1)  # the prompt, else the negative one
+    inputs = {"encoder_hidden_states": states[rows]}
+    if pooled is not None:
+        inputs |= {"text_embeds": pooled[rows], "time_ids": [[*size, 0, 0, *size]] * len(rows)}
 
     def predict(x, t):
-        sample = np.concatenate([np.repeat(x, len(texts), 0), condition], axis=1)
+        sample = np.concatenate([np.repeat(x, len(rows), 0), condition], axis=1)
         out = parts["unet"](sample=sample, timestep=[t], **inputs)["out_sample"]
         return np.tensordot(weights, out, 1)[None]
 
-    config = read(folder / "scheduler", "scheduler_config.json")
-    is_euler = (options.scheduler or config["_class_name"]).lower().startswith("euler")
-    x_0 = denoise(predict, noise, config, is_euler, options.num_inference_steps)
+    x_0 = denoise(predict, noise, *scheduler, options.num_inference_steps, rng)
     decoded = parts["vae_decoder"](latent_sample=x_0 / vae["scaling_factor"])["sample"]
     return (decoded[0].transpose(1, 2, 0) / 2 + 0.5).clip(0, 1)
 
 
+def check_flags(options):
+    """Raise a ValueError for a flag that cannot be right, before anything is opened."""
+    for name in ("guidance_scale", "image_guidance_scale"):
+        if not 0 <= getattr(options, name) < inf:
+            raise ValueError(f"--{name} {getattr(options, name)} must be 0 or more")
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"--seed {options.seed} must be from 0 to {2**32 - 1}")
+    if options.input and not options.input.is_file():
+        raise ValueError(f"--input {options.input} is not a file; name an image")
+    output, endings = options.output, (".png", ".jpg", ".jpeg", ".npy")
+    if output.is_dir() or output.suffix.lower() not in endings:
+        raise ValueError(f"--output {output} must be a file that ends in {', '.join(endings)}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise ValueError(f"--output {output} cannot be written; name another file")
+
+
 def main():
     """Command line."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     for name, x in FLAGS.items():
         kind, default = (x, None) if isinstance(x, type) else (type(x), x)
-        more = dict(choices=("ddim", "euler")) if name == "scheduler" else {"default": default}
+        more = dict(choices=tuple(SCHEDULERS)) if name == "scheduler" else {"default": default}
         parser.add_argument(f"--{name}", type=kind, required=name in ("model", "prompt"), **more)
-    parser.error = lambda message: parser.exit(2, f"error: {message}\n")  # one line
+    parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the flags\n")
+    try:
+        "".join(sys.argv).encode()
+    except UnicodeEncodeError as error:
+        parser.error(f"{error.object[error.start - 8 : error.end + 8]!a} is not valid UTF-8")
     options = parser.parse_args()
     try:
-        image = make_image(options, *open_folder(options.model))
+        check_flags(options)
+        image = make_image(options, *open_folder(options.model, options.scheduler))
         if options.output.suffix == ".npy":
-            return np.save(options.output, image)
-        Image.fromarray(np.uint8((image * 255).round())).save(options.output)
+            np.save(options.output, image)
+        else:
+            Image.fromarray(np.uint8((image * 255).round())).save(options.output, quality=95)
+    except KeyboardInterrupt:
+        print("\ninterrupted; nothing was written", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:  # tokenizers raises plain Exceptions
         sys.exit(print("error:", *str(error).split(), file=sys.stderr) or 2)
+    print(options.output)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Source: the file is jax.export's; see exporting/stablehlo_files.py.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -13,6 +14,8 @@ from PIL import Image, ImageOps
 from safetensors import SafetensorError
 from safetensors.flax import load_file
 from tokenizers import Tokenizer
+
+from diffusers_flax.images import to_rgb
 
 NAMES_OF_PLATFORMS = {"gpu": "cuda"}  # of jax.default_backend()
 
@@ -117,10 +120,12 @@ def read_input_image(file, shape):
     """The image in a file, float32 of shape (B, 3, H, W) in [-1, 1], cropped to its sides."""
     try:
         with Image.open(file) as opened:
-            image = ImageOps.exif_transpose(opened).convert("RGB")
-    except OSError as error:
+            image = to_rgb(ImageOps.exif_transpose(opened))
+    except Exception as error:  # decoders raise errors of many types
         raise ValueError(f"--input {file} cannot be read as an image: {error}") from error
-    image = ImageOps.fit(image, (shape[3], shape[2]), Image.Resampling.LANCZOS)
+    height, width = shape[2:]
+    print(f"{file}, {image.width}x{image.height}, at {width}x{height}", file=sys.stderr)
+    image = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
     array = np.float32(image).transpose(2, 0, 1) / 127.5 - 1
     return np.broadcast_to(array, shape)
 

@@ -39,11 +39,17 @@ def generate_function(pipeline, size, num_inference_steps):
     height, width = size
     options = dict(num_inference_steps=num_inference_steps, height=height, width=width)
     state = pipeline.scheduler.create_state()
+    # From text, numbers up to 1 are no guidance. The scale of a program is an array, with which the
+    # pipelines would interpolate between the null text and the text.
+    embeds_scale = pipeline.unet.config.time_cond_proj_dim is not None
+    ends_at_1 = not is_edit(pipeline) and not embeds_scale
 
     def generate(weights, arrays):
         params = unflatten_dict(weights, sep="/") | {"scheduler": state}
         rng = jax.random.wrap_key_data(arrays["key"])
         given = {name: x for name, x in arrays.items() if name != "key"}
+        if ends_at_1:
+            given["guidance_scale"] = jnp.maximum(given["guidance_scale"], 1)
         return pipeline._generate(params=params, prng_seed=rng, **given, **options)
 
     return generate

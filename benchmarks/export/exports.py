@@ -168,7 +168,7 @@ def open_exported(folder):
 
 def exported_unet(model, config, folder):
     """The UNet of an exported folder."""
-    _, parts = open_exported(model.with_name(folder))
+    *_, parts = open_exported(model.with_name(folder))
     _, sample, timestep, text = unet_inputs(config)
     return partial(parts["unet"], sample=sample, timestep=timestep, encoder_hidden_states=text)
 
