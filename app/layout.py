@@ -109,6 +109,10 @@ def build(editor, examples):
         c.api_image, c.api_mask = image_file(label="Image"), image_file(label="Mask")
         c.api_result, c.api_settings = image_file(label="Result"), gr.JSON(label="Settings")
         c.api_button = gr.Button()
+    for control in settings_components(c).values():
+        if isinstance(control, gr.Slider | gr.Number | gr.Dropdown):
+            # check_settings checks it; Gradio's own error leaves a traceback in the terminal.
+            control.preprocess = lambda payload: payload
     return c
 
 

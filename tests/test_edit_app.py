@@ -647,7 +647,9 @@ def test_the_api(page, connect, model, photograph, tmp_path):
         ({"instruction": "red " * 300}, "Instruction has 1200 characters; write 1000 or less"),
         ({"instruction": "red \ud83d"}, "Instruction is not valid Unicode: character 5 is an unp"),
         ({"accelerate": "\ud83d"}, "Acceleration \\ud83d: "),
-        ({"num_inference_steps": 151}, "Value 151 is greater than maximum value 150"),  # Gradio's
+        ({"num_inference_steps": 151}, "Steps 151 must be from 1 to 150"),
+        ({"scheduler": "eular"}, "Scheduler eular is unknown"),
+        ({"seed": "seven"}, "Seed seven is not a number"),
         ({"scheduler": "dpmsolver++", "accelerate": ["tgate"]}, "is for text to image"),
     ):
         with pytest.raises(AppError, match=re.escape(message)):
