@@ -909,7 +909,9 @@ def test_masks_and_comparisons_in_the_browser(browser, page, photograph, tmp_pat
 
         opened.uncheck("#use_mask input")
         opened.click("text=Compare values of a scale")
+        wait_for(lambda: value_of(opened, "#values"))  # when the part is opened
         opened.fill("#values textarea, #values input", "1.2 1.5, 3")
+        opened.keyboard.press("Tab")
         assert "3 images" in click_and_wait(opened, "#run_comparison")
         captions = opened.locator("#comparison .caption-label").all_inner_texts()
         assert captions == ["image scale 1.2", "image scale 1.5", "image scale 3"]
