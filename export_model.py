@@ -142,9 +142,10 @@ def check_flags(config):
         raise ValueError(f"--{given[0]} goes with --run; leave it out, or give --run")
     name = config.format
     for flag, formats in OF_FORMATS.items():
-        if getattr(config, flag) is not None and name not in formats:
+        if (value := getattr(config, flag)) is not None and name not in formats:
+            given = " ".join(map(str, value)) if isinstance(value, tuple) else value
             raise ValueError(
-                f"--{flag} {getattr(config, flag)} is for --format {' and '.join(formats)}; leave "
+                f"--{flag} {given} is for --format {' and '.join(formats)}; leave "
                 f"it out, a file of {name} takes any"
             )
     for flag in ("batch_size", "height", "width", "num_inference_steps"):

@@ -153,7 +153,7 @@ def open_folder(folder, scheduler=None):
 
 
 def encode_texts(folder, index, parts, texts):
-    """(states (B, 77, D), SDXL's pooled states (B, D) or None) of a prompt and negative prompts."""
+    """(states (B, 77, D), SDXL's pooled states (B, D) or None) of [prompt, negative prompt]."""
     names, found = [x for x in ("text_encoder", "text_encoder_2") if x in parts], []
     for name in names:
         files = folder / name.replace("text_encoder", "tokenizer")
@@ -161,8 +161,11 @@ def encode_texts(folder, index, parts, texts):
         pad = tokenizer.token_to_id(read(files, "tokenizer_config.json")["pad_token"])
         tokenizer.enable_truncation(77)
         tokenizer.enable_padding(length=77, pad_id=pad)
-        ids = [row.ids for row in tokenizer.encode_batch(texts)]
-        found.append(parts[name](input_ids=ids))
+        rows = tokenizer.encode_batch(texts)
+        found.append(parts[name](input_ids=[row.ids for row in rows]))
+    for flag, row in zip(("--prompt", "--negative_prompt"), rows):
+        if row.overflowing:
+            print(f"{flag} is too long: its first 75 tokens are used", file=sys.stderr)
     if len(names) == 1:
         return found[0]["last_hidden_state"], None
     last = [parts[name].config["num_hidden_layers"] - 1 for name in names]  # but one
@@ -213,7 +216,7 @@ def choose_timesteps(key, config, num_steps):
 
 
 def plan(key, config, num_steps):
-    """(timesteps, alpha_bar at them, alpha_bar after each) of a run of read_scheduler's result."""
+    """(timesteps, alpha_bar at them, alpha_bar after each) of a run of a scheduler."""
     T, alpha_bar = config["num_train_timesteps"], training_levels(key, config)
     steps = choose_timesteps(key, config, num_steps)
     if key in ("ddim", "pndm"):  # steps of one length, also where the timesteps differ
@@ -222,6 +225,8 @@ def plan(key, config, num_steps):
         starts, stride = steps.astype(int), T // num_steps
         starts[1:2] += stride * (key == "pndm")
         later, end = starts - stride, 1.0 if config["set_alpha_to_one"] else alpha_bar[0]
+        if alpha_bar[starts[0]] == 0 and config["prediction_type"] == "epsilon":
+            raise ValueError("rescale_betas_zero_snr leaves no signal for prediction_type epsilon")
         return steps, alpha_bar[starts], np.where(later < 0, end, alpha_bar[later])
     all_ratios = (1 / alpha_bar - 1) ** 0.5  # noise over signal
     ratios = np.interp(steps, np.arange(T), all_ratios)
@@ -246,22 +251,20 @@ def clean_and_noise(prediction_type, x, out, level):
     return out, (x - alpha * out) / sigma
 
 
-def denoise(predict, x, key, config, num_steps, rng):
+def denoise(predict, x, key, config, planned, rng):
     """Latents without noise, by the steps of a scheduler.
 
     Args:
         predict: (latents, timestep) -> the model's output.
         x: normal noise, of the shape of the latents.
         key, config: of read_scheduler.
-        num_steps: number of steps.
+        planned: of plan.
         rng: NumPy's generator of the noise that euler_ancestral adds.
 
     Source: DDIM, arXiv 2010.02502; PNDM, 2202.09778; Euler, 2206.00364; its ancestral form,
     2011.13456, appendix F; DPM-Solver++, 2211.01095, algorithm 2.
     """
-    steps, levels, next_levels = plan(key, config, num_steps)
-    if levels[0] == 0 and config["prediction_type"] == "epsilon":
-        raise ValueError("rescale_betas_zero_snr leaves no signal for prediction_type epsilon")
+    steps, levels, next_levels = planned
     if "euler" in key and config["timestep_spacing"] != "leading":
         x = x * (1 - levels[0]) ** 0.5
     outputs, start, previous, last = [], None, None, len(steps) - 1
@@ -331,7 +334,7 @@ def read_noise(file, shape):
     try:
         noise = np.load(file)
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"--noise {file} cannot be read as an .npy file: {error}") from error
+        raise ValueError(f"--noise {file} cannot be read; numpy.save writes such files") from error
     if noise.shape != shape:
         raise ValueError(f"--noise {file} has shape {noise.shape}, this size needs {shape}")
     return noise
@@ -360,7 +363,8 @@ def make_image(options, index, scheduler, parts):
     """The image that the flags ask for, float32 (H, W, 3) in [0, 1]; the rest is of open_folder."""
     folder, vae, is_edit = options.model, parts["vae_decoder"].config, "vae_encoder" in parts
     if is_edit != (options.input is not None):
-        raise ValueError(f"--model {folder} {'needs' if is_edit else 'takes no'} --input")
+        does = "edits images and needs" if is_edit else "makes images from text and takes no"
+        raise ValueError(f"--model {folder} {does} --input")
     image = read_image(options.input) if is_edit else None
     height, width = size = choose_size(options, parts, image)
     factor = 2 ** (len(vae["block_out_channels"]) - 1)
@@ -368,6 +372,7 @@ def make_image(options, index, scheduler, parts):
     rng = np.random.default_rng(options.seed)
     noise = rng.standard_normal(shape, np.float32)
     noise = read_noise(options.noise, shape) if options.noise else noise
+    planned = plan(*scheduler, options.num_inference_steps)
     what = f"{options.input}, {image.width}x{image.height}, " if is_edit else ""
     print(f"{what}at {width}x{height} with {scheduler[0]}", file=sys.stderr)
     states, pooled = encode_texts(folder, index, parts, [options.prompt, options.negative_prompt])
@@ -395,7 +400,7 @@ def make_image(options, index, scheduler, parts):
         out = parts["unet"](sample=sample, timestep=[t], **inputs)["out_sample"]
         return np.tensordot(weights, out, 1)[None]
 
-    x_0 = denoise(predict, noise, *scheduler, options.num_inference_steps, rng)
+    x_0 = denoise(predict, noise, *scheduler, planned, rng)
     decoded = parts["vae_decoder"](latent_sample=x_0 / vae["scaling_factor"])["sample"]
     return (decoded[0].transpose(1, 2, 0) / 2 + 0.5).clip(0, 1)
 
@@ -417,21 +422,32 @@ def check_flags(options):
         raise ValueError(f"--output {output} cannot be written; name another file")
 
 
-def main():
-    """Command line."""
+def parse_flags():
+    """The flags; a mistake ends the program with one line."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
     )
     for name, x in FLAGS.items():
         kind, default = (x, None) if isinstance(x, type) else (type(x), x)
         more = dict(choices=tuple(SCHEDULERS)) if name == "scheduler" else {"default": default}
-        parser.add_argument(f"--{name}", type=kind, required=name in ("model", "prompt"), **more)
+        parser.add_argument(f"--{name}", type=kind, **more)
     parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the flags\n")
-    try:
-        "".join(sys.argv).encode()
-    except UnicodeEncodeError as error:
-        parser.error(f"{error.object[error.start - 8 : error.end + 8]!a} is not valid UTF-8")
-    options = parser.parse_args()
+    for word in sys.argv[1:]:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            parser.error(f"{word!a} is not valid UTF-8")
+    options, unknown = parser.parse_known_args()
+    if unknown:
+        parser.error(f"{unknown[0]} is unknown")
+    if missing := [x for x in ("model", "prompt") if getattr(options, x) is None]:
+        parser.error(f"--{' and --'.join(missing)} must be given")
+    return options
+
+
+def main():
+    """Command line."""
+    options = parse_flags()
     try:
         check_flags(options)
         image = make_image(options, *open_folder(options.model, options.scheduler))

@@ -49,8 +49,10 @@ def run_program(file, prompt, negative_prompt, image_file, seed, guidance_scales
             f"--negative_prompt {negative_prompt!r}: the program of SDXL takes none; leave it out"
         )
     arrays = {
-        "prompt_ids": token_ids(file.parent, prompt, shapes["prompt_ids"]),
-        "neg_prompt_ids": token_ids(file.parent, negative_prompt, shapes["prompt_ids"]),
+        "prompt_ids": token_ids(file.parent, prompt, shapes["prompt_ids"], "--prompt"),
+        "neg_prompt_ids": token_ids(
+            file.parent, negative_prompt, shapes["prompt_ids"], "--negative_prompt"
+        ),
         "key": np.asarray(jax.random.key_data(jax.random.key(seed))),
         "guidance_scale": np.float32(guidance_scales[0]),
         "image_guidance_scale": np.float32(guidance_scales[1]),
@@ -100,8 +102,15 @@ def open_program(file):
     return program, settings, weights
 
 
-def token_ids(folder, text, shape):
-    """Token ids of a text by every tokenizer, padded and cut; shape: (B, T) or (B, encoders, T)."""
+def token_ids(folder, text, shape, flag):
+    """Token ids of a text by every tokenizer, padded or cut, which is printed.
+
+    Args:
+        folder: of the export.
+        text: of all images.
+        shape: (B, T) or (B, encoders, T).
+        flag: that has the text.
+    """
     rows = []
     for name in ("tokenizer", "tokenizer_2"):
         if not (folder / name).is_dir():
@@ -110,7 +119,10 @@ def token_ids(folder, text, shape):
         tokenizer = Tokenizer.from_file(str(folder / name / "tokenizer.json"))
         row = np.full(shape[-1], tokenizer.token_to_id(config["pad_token"]), np.int32)
         ids = tokenizer.encode(text).ids
-        ids = ids if len(ids) <= len(row) else [*ids[: len(row) - 1], ids[-1]]
+        if len(ids) > len(row):
+            used = len(row) - 2  # without the tokens of start and end
+            print(f"{flag} is too long: its first {used} tokens are used", file=sys.stderr)
+            ids = [*ids[: used + 1], ids[-1]]
         row[: len(ids)] = ids
         rows.append(row)
     return np.broadcast_to(rows if len(shape) == 3 else rows[0], shape)

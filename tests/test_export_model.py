@@ -144,7 +144,8 @@ def test_steps_of_run_onnx_match_pytorch(tmp_path, monkeypatch, name):
                 visited.append(t)
                 return model(x, t)
 
-            found = run_onnx.denoise(predict, START, *scheduler, num_steps, rng)
+            planned = run_onnx.plan(*scheduler, num_steps)
+            found = run_onnx.denoise(predict, START, *scheduler, planned, rng)
             np.testing.assert_allclose(visited, timesteps, atol=1e-3)
             # With a sigma of 4096 diffusers' float32 has three digits left of x_0.
             share = 3e-3 if "rescale_betas_zero_snr" in options and num_steps < 20 else 1e-5
@@ -250,6 +251,56 @@ def test_image_of_onnx_files(exports, tmp_path, name, flags, least):
     ours, theirs = ours_and_theirs(*exports(name, *flags), tmp_path)
     print(f"{name} {' '.join(flags)}: {psnr(ours, theirs):.1f} dB")
     assert ours.std() > 0.05 and psnr(ours, theirs) > least
+
+
+def run_example(folder, output, *flags):
+    """(image or None, stdout, stderr) of run_onnx.py."""
+    command = [sys.executable, ROOT / "examples/run_onnx.py", "--model", folder, "--output", output]
+    command += ["--prompt", "make it red", "--num_inference_steps", "2", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return np.load(output) if output.suffix == ".npy" else None, done.stdout, done.stderr
+
+
+@needs("onnx")
+def test_scales_up_to_1_are_no_guidance_from_text(exports, tmp_path):
+    _, folder = exports("text")
+    scales = [["--guidance_scale", scale] for scale in ("0", "0.5", "1", "1.5")]
+    images = [run_example(folder, tmp_path / "image.npy", *scale)[0] for scale in scales]
+    assert (images[0] == images[2]).all() and (images[1] == images[2]).all()
+    assert (images[3] != images[2]).any()
+
+
+@needs("onnx")
+def test_edit_of_a_transparent_photograph(exports, tmp_path):
+    """It has the model's size, and is the edit of the photograph on white; progress is printed."""
+    _, folder = exports("edit")
+    clear = photo(400, 300).convert("RGBA")
+    clear.putalpha(100)
+    white = Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear)
+    edits = []
+    for image in (clear, white.convert("RGB")):
+        image.save(file := tmp_path / "in.png")
+        edit, written, progress = run_example(folder, tmp_path / "out.npy", "--input", file)
+        edits.append(edit)
+    assert edits[0].shape == (48, 64, 3) and (edits[0] == edits[1]).all()
+    assert written == f"{tmp_path / 'out.npy'}\n"
+    assert f"{file}, 400x300, at 64x48 with ddim" in progress and "step 2 of 2" in progress
+    run_example(folder, tmp_path / "new" / "out.jpg", "--input", file, "--width", "32")
+    assert Image.open(tmp_path / "new" / "out.jpg").size == (32, 48)
+
+
+@needs("onnx")
+def test_scheduler_of_an_export(tmp_path):
+    """--scheduler takes the place of one that is not supported."""
+    model = MODELS["text"](tmp_path / "model")
+    write_scheduler(model, EULER | {"_class_name": "UniPCMultistepScheduler"})
+    export(model, folder := tmp_path / "export", "--scheduler", "dpmsolver++")
+    content = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+    index = json.loads((folder / "model_index.json").read_text())
+    assert content["_class_name"] == index["scheduler"][1] == "DPMSolverMultistepScheduler"
+    *_, progress = run_example(folder, tmp_path / "image.png")
+    assert "with dpmsolver++" in progress
 
 
 @needs("openvino")
@@ -407,9 +458,9 @@ def refusal(*flags):
 
 
 WRONG_FOR_RUN_ONNX = [
-    ([], "--model, --prompt; --help lists the flags"),
-    (["--model", "m"], "--prompt; --help lists"),
-    (["--model", "m", "--prompt", "it", "--steps", "9"], "--steps 9; --help lists the flags"),
+    ([], "--model and --prompt must be given; --help lists the flags"),
+    (["--model", "m"], "error: --prompt must be given"),
+    (["--model", "m", "--promt", "it"], "--promt is unknown; --help lists the flags"),
     (["--model", "m", "--prompt", "make it \udcff red"], "it \\udcff red' is not valid UTF-8"),
     (["--model", "m", "--prompt", "it"], "--model m is no complete export"),
     (["--model", "m", "--prompt", "it", "--scheduler", "unipc"], "choose from"),
@@ -435,10 +486,10 @@ def test_folders_that_run_onnx_refuses(exports, tmp_path, capsys):
     model, whole = exports("edit")
     assert "has no unet/model.onnx; export with onnx or openvino" in refusal("--model", model)
     assert "is no complete export; make one with export_model.py" in refusal("--model", tmp_path)
-    assert "needs --input" in refusal("--model", whole)
+    assert "edits images and needs --input" in refusal("--model", whole)
     photo(64, 64).save(image := tmp_path / "in.png")
     flags = ["--model", whole, "--input", image]
-    assert "30 pixels are not a multiple of 4" in refusal(*flags, "--height", "30")
+    assert "--height 30 is not a multiple of 4" in refusal(*flags, "--height", "30")
     assert "--num_inference_steps 0 must be" in refusal(*flags, "--num_inference_steps", "0")
     shutil.copytree(whole, broken := tmp_path / "broken")
     file = broken / "unet" / "model.onnx"
@@ -598,8 +649,9 @@ def test_stablehlo_is_bit_for_bit_jit(tmp_path, name):
     image.save(tmp_path / "input.png")
     code = (
         "import sys, export_model; export_model.main(sys.argv[1:]);"
-        "ours = {'diffusers_flax', 'torch', 'transformers'};"
-        "assert not ours & {name.partition('.')[0] for name in sys.modules}"
+        "others = {'torch', 'transformers', 'flax'};"
+        "assert not others & {name.partition('.')[0] for name in sys.modules};"
+        "assert not [x for x in sys.modules if x.startswith('diffusers_flax.models')]"
     )
     flags = ["--run", file, "--prompt", "make it red", "--output", tmp_path / "image.npy"]
     flags += ["--seed", "5", *(["--input", tmp_path / "input.png"] if is_edit else [])]
@@ -624,6 +676,13 @@ def test_stablehlo_is_bit_for_bit_jit(tmp_path, name):
 
     wanted = np.asarray(jax.jit(generate)(params, inputs, scales))
     assert (np.load(tmp_path / "image.npy") == wanted).all()
+    if not is_edit:  # a number up to 1 is no guidance
+        from exporting.run_stablehlo import run_program
+
+        options |= dict(guidance_scale=0.0, jit=True)
+        plain = pipeline(*inputs, params, jax.random.key(5), **options).images
+        found = run_program(file, "make it red", "", None, 5, (0, 1.5))
+        assert psnr(found, plain) > 100
 
 
 @needs("stablehlo")
