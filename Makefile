@@ -1,7 +1,7 @@
 # make demo: train and use a small editing model, 4 minutes on two CPU cores with AVX-512.
 # make test: one test of everything that matters, 5 minutes on two cores.  make test-all: all tests,
-# with programs compiled as users' are.  make test-export, make test-app: all tests of one
-# program, export_model.py or edit_app.py.
+# with programs compiled as users' are.  make test-lowest: make test with the oldest packages that the
+# requirements allow.  make test-export, make test-app: all tests of export_model.py or edit_app.py.
 # make app: the page of edit_app.py with the demo's model, which it makes if there is none.
 # make lint: formatting and lint checks.  Every target creates .venv if it does not exist.
 
@@ -13,7 +13,7 @@ BIN := .venv/bin
 # --max-worker-restart 0: pytest would hang after a worker crash.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 0
 
-.PHONY: demo app test test-all test-export test-app aria2 browser chromium lint
+.PHONY: demo app test test-all test-lowest test-export test-app aria2 browser chromium lint
 demo: .venv/installed
 	$(BIN)/python demo/run_demo.py
 
@@ -33,6 +33,10 @@ test: .venv/installed .venv/tpu browser aria2
 
 test-all: .venv/installed .venv/tpu browser aria2
 	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" --optimized
+
+# The tests of `make test`, in an environment of its own.
+test-lowest: .venv-lowest/installed .venv-lowest/tpu aria2
+	.venv-lowest/bin/python -m pytest $(PARALLEL) --durations 10
 
 # Without its packages the tests of export_model.py are skipped.
 test-export: .venv/export
@@ -65,25 +69,40 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-# A pinned torch is installed before requirements.txt, which accepts it. Without an NVIDIA driver it
-# is the CPU build of PyTorch's index, a tenth of the size of the CUDA build on PyPI. The CUDA build
-# works without a driver too and is the fallback if that index cannot be reached.
-.venv/installed: requirements.txt
+# $(call make_venv,FOLDER): a virtual environment with the pinned torch, which requirements.txt
+# accepts. Without an NVIDIA driver it is the CPU build of PyTorch's index, a tenth of the size of the
+# CUDA build on PyPI. The CUDA build works without a driver too and is the fallback if that index
+# cannot be reached.
+define make_venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "no Python 3.11 or newer; name one, e.g. make PYTHON=python3.12" >&2; exit 2; }
-	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-index $(TORCH) 2>/dev/null || \
-		{ ! nvidia-smi >/dev/null 2>&1 && $(BIN)/python -m pip install --quiet \
+	$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
+	$(1)/bin/python -m pip install --quiet --upgrade pip
+	$(1)/bin/python -m pip install --quiet --no-index $(TORCH) 2>/dev/null || \
+		{ ! nvidia-smi >/dev/null 2>&1 && $(1)/bin/python -m pip install --quiet \
 			--retries 1 $(TORCH) --index-url https://download.pytorch.org/whl/cpu 2>/dev/null; } || \
-		$(BIN)/python -m pip install --quiet $(TORCH)
+		$(1)/bin/python -m pip install --quiet $(TORCH)
+endef
+
+.venv/installed: requirements.txt
+	$(call make_venv,.venv)
 	$(BIN)/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+# The oldest version that every line of the requirements allows. What these packages need
+# themselves is the newest version that fits.
+.venv-lowest/installed: requirements.txt requirements-app.txt requirements-export.txt
+	rm -rf .venv-lowest
+	$(call make_venv,.venv-lowest)
+	.venv-lowest/bin/python -m pip install --quiet uv
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python \
+		--resolution lowest-direct $(patsubst %,--requirements %,$^)
 	touch $@
 
 # libtpu, the TPU compiler, for the tests of tpu_compile.py. It is not installed into .venv, because
 # jax would then look for a TPU in every program. Tests are skipped where libtpu is unavailable.
-.venv/tpu: .venv/installed
-	-$(BIN)/python -m pip install --quiet --no-deps --target .venv/tpu-part "$$($(BIN)/python -c \
+%/tpu: %/installed
+	-$*/bin/python -m pip install --quiet --no-deps --target $@-part "$$($*/bin/python -c \
 		'from importlib.metadata import requires; \
 		print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))')" \
-		&& rm -rf $@ && mv .venv/tpu-part $@
+		&& rm -rf $@ && mv $@-part $@

@@ -23,7 +23,7 @@ pytest.register_assert_rewrite("helpers", "torch_training", "trajectories")
 
 # A test run in the background of a shell inherits an ignored SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-if (tpu := Path(__file__).resolve().parent.parent / ".venv/tpu").is_dir():  # see the Makefile
+if (tpu := Path(sys.prefix, "tpu")).is_dir():  # see the Makefile
     sys.path.append(str(tpu))
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [os.environ.get("PYTHONPATH"), str(tpu)])

@@ -687,8 +687,9 @@ def test_stablehlo_is_bit_for_bit_jit(tmp_path, name):
 
 @needs("stablehlo")
 def test_stablehlo_for_a_tpu_compiles(tmp_path):
-    if not (ROOT / ".venv" / "tpu").exists():
-        pytest.skip("needs libtpu in .venv/tpu")
+    tpu = Path(sys.prefix, "tpu")  # see the Makefile
+    if not tpu.exists():
+        pytest.skip(f"needs libtpu in {tpu}")
     model = make_tiny_xl(tmp_path / "model")
     size = ["--height", "256", "--width", "256", "--num_inference_steps", "2"]
     export(model, tmp_path / "tpu", "--format", "stablehlo", "--platform", "tpu", *size)
@@ -707,7 +708,7 @@ args, _ = jax.tree.unflatten(program.in_tree, program.in_avals)
 args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), args)
 assert "tpu_custom_call" in jax.jit(program.call).lower(*args).compile().as_text()
 """
-    env = os.environ | {"PYTHONPATH": str(ROOT / ".venv" / "tpu"), "TPU_SKIP_MDS_QUERY": "1"}
+    env = os.environ | {"PYTHONPATH": str(tpu), "TPU_SKIP_MDS_QUERY": "1"}
     done = subprocess.run(
         [sys.executable, "-c", "import jax.export\n" + code, file],
         capture_output=True,

@@ -923,7 +923,7 @@ def test_every_type_of_text_and_of_bytes(tmp_path, text):
         table = pa.table(
             {
                 "original_image": pa.array(cells, struct),
-                "edit_prompt": pa.array(prompts, text),
+                "edit_prompt": pa.array(prompts).cast(text),
                 "edited_image": pa.array(edits, kind),
             }
         )

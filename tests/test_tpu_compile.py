@@ -257,6 +257,7 @@ def test_roofline_by_hand():
     assert roofline_seconds(v5e, 884.5e12, 0.0, int8_flops=786e12) == pytest.approx(2.5)
 
 
+@needs_libtpu
 def test_report_by_hand(model):
     """Two micro-batches and an average every second step, on a v5e chip."""
     config = flags(model, tpu="v5e-4", train_batch_size=16, gradient_accumulation_steps=2)

@@ -37,6 +37,25 @@ CHECKPOINTS_DIR = "checkpoints"  # a checkpoint is the directory OUTPUT_DIR/chec
 ARRAYS_PER_READ = 32  # limits the host memory for reading a checkpoint
 
 
+def make_handlers():
+    """(handlers of a checkpoint's items, options for one process), of orbax."""
+    import orbax.checkpoint as ocp  # seconds to import
+
+    # No copies: the arrays may take a large part of the host's memory.
+    arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, arrays))
+    this_process = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(), active_processes={jax.process_index()}
+    )
+    handlers = {
+        "state": ocp.PyTreeCheckpointHandler(
+            type_handler_registry=registry, multiprocessing_options=this_process
+        ),
+        "run": ocp.JsonCheckpointHandler(multiprocessing_options=this_process),
+    }
+    return handlers, this_process
+
+
 class Checkpoints:
     """The checkpoints of one run; one process reads and writes them.
 
@@ -54,12 +73,7 @@ class Checkpoints:
         import orbax.checkpoint as ocp  # seconds to import
 
         self.ocp = ocp
-        # No copies: the arrays may take a large part of the host's memory.
-        arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
-        registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, arrays))
-        this_process = ocp.options.MultiprocessingOptions(
-            primary_host=jax.process_index(), active_processes={jax.process_index()}
-        )
+        item_handlers, this_process = make_handlers()
         self.manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(
@@ -68,12 +82,7 @@ class Checkpoints:
                 multiprocessing_options=this_process,
                 create=False,
             ),
-            item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(
-                    type_handler_registry=registry, multiprocessing_options=this_process
-                ),
-                "run": ocp.JsonCheckpointHandler(multiprocessing_options=this_process),
-            },
+            item_handlers=item_handlers,
         )
 
     def latest(self):
@@ -285,6 +294,7 @@ def find_checkpoint(config, identity, flags=None):
     if resume_from in ("none", "latest"):
         newest = newest_run(config)
         if newest is None:
+            make_handlers()  # an error of orbax ends a run before its step is compiled
             return None, 0, {}
         checkpoints, step, run = newest
     else:
