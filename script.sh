@@ -25,6 +25,7 @@
 #   SAVE_EVERY=2        seconds between aria2's saves; a SIGKILL loses what arrived since the last
 #   PROGRESS_EVERY=15   seconds between progress lines (1 on a terminal)
 #   LOCK_WAIT=60        seconds to wait for an earlier run on DEST to end
+[ -n "${BASH_VERSION-}" ] || { echo "run it with bash: bash $0" >&2; exit 2; }
 set -euo pipefail
 shopt -s nullglob
 
@@ -378,7 +379,7 @@ stop() {
     exit "$1"
 }
 
-case ${1:-} in -h | --help) sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "$0" && exit ;; esac
+case ${1:-} in -h | --help) sed -n '2,/^\[ -n/{/^#/s/^# \{0,1\}//p}' "$0" && exit ;; esac
 [ $# -le 2 ] || fail "too many arguments; see bash script.sh --help"
 files=${FILES:-4} connections=${CONNECTIONS:-8} save_every=${SAVE_EVERY:-2}
 retry_wait=${RETRY_WAIT:-5} max_wait=${MAX_WAIT:-300} max_rounds=${MAX_ROUNDS:-8}
