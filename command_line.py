@@ -380,8 +380,9 @@ def disk_space(path: Path) -> int:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path, or the nearest of its parents that exists."""
-    return next(p for p in (path, *path.absolute().parents) if p.exists())
+    """The path, or the nearest of its parents that exists, absolute and without `..`."""
+    path = path.resolve()
+    return next(p for p in (path, *path.parents) if p.exists())
 
 
 def in_bytes(number: float) -> str:
@@ -539,7 +540,7 @@ def check_image_file(path):
             f"{path} ends in {path.suffix or 'no extension'}; name it "
             f"{' or '.join(IMAGE_EXTENSIONS)}"
         )
-    check_writable(str(path), path.absolute().parent)
+    check_writable(str(path), path.parent)
 
 
 def image_files(output, num_images, grid=None):

@@ -79,7 +79,7 @@ read_plan() {
     local line size='' number=0 i=0
     urls=() names=() sizes=() sums=() state=()
     while IFS= read -r line || [ -n "$line" ]; do
-        number=$((number + 1))
+        number=$((number + 1)) line=${line%$'\r'}
         if [[ $line =~ ^https?:// ]]; then
             i=${#urls[@]} state[i]=pending reason[i]='cut off' failed_checks[i]=0
             urls[i]=$line sizes[i]=$size sums[i]='' size=
@@ -97,6 +97,8 @@ read_plan() {
     [ ${#names[@]} -eq "$count" ] ||
         fail "$plan has $count addresses but ${#names[@]} names (out=);" \
             "make the plan again"
+    line=$(printf '%s\n' "${names[@]}" | sort | uniq -d | head -n 1)
+    [ -z "$line" ] || fail "$plan has the name $line twice; make the plan again"
 }
 
 # The line in .verified for file $1 under its final name.
@@ -381,18 +383,30 @@ stop() {
 
 case ${1:-} in -h | --help) sed -n '2,/^\[ -n/{/^#/s/^# \{0,1\}//p}' "$0" && exit ;; esac
 [ $# -le 2 ] || fail "too many arguments; see bash script.sh --help"
+[[ ${1:-} != -* ]] || fail "$1 is unknown, there are no flags; see bash script.sh --help"
 files=${FILES:-4} connections=${CONNECTIONS:-8} save_every=${SAVE_EVERY:-2}
 retry_wait=${RETRY_WAIT:-5} max_wait=${MAX_WAIT:-300} max_rounds=${MAX_ROUNDS:-8}
 progress_every=${PROGRESS_EVERY:-15}
 [ ! -t 1 ] || progress_every=1
 max_checkers=$(nproc) child='' rounds=0
-
 plan=${1:-$(default_plan)} dest=${2:-data}
 unfinished=$dest/.unfinished log=$dest/.unfinished/.aria2.log
 trap 'stop 130' INT
 trap 'stop 143' TERM HUP
 k=${plan##*/download-}
 [ "$k" = "$plan" ] || prefix="[$host worker ${k%.txt}]"
+check_number() { # name, value, smallest and largest value
+    [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ && $2 -ge $3 && $2 -le $4 ]] ||
+        fail "$1=$2 is not a whole number from $3 to $4"
+}
+check_number FILES "$files" 1 1000
+check_number CONNECTIONS "$connections" 1 16
+check_number SAVE_EVERY "$save_every" 0 600
+check_number RETRY_WAIT "$retry_wait" 0 600
+check_number MAX_WAIT "$max_wait" 0 86400
+check_number MAX_ROUNDS "$max_rounds" 1 1000000
+check_number PROGRESS_EVERY "$progress_every" 1 86400
+check_number LOCK_WAIT "${LOCK_WAIT:=60}" 0 86400
 status=0
 [ -n "${HF_ENDPOINT-}" ] || unset HF_ENDPOINT
 answer=$(ask_huggingface_hub) || status=$?
@@ -411,12 +425,13 @@ esac
 unset answer HF_TOKEN HUGGING_FACE_HUB_TOKEN
 type aria2c ${token:+curl} >/dev/null 2>&1 ||
     fail "aria2c or curl is not installed: sudo apt-get install aria2 curl (or run setup-tpu-vm.sh)"
+[ ! -d "$plan" ] || fail "$plan is a directory; name the plan's file, such as plan/download-0.txt"
 [ -f "$plan" ] || fail "no such plan: $plan; make one: python script.py --dataset NAME"
 read_plan
 mkdir -p "$dest" 2>/dev/null || fail "cannot make the directory $dest; name another"
 { exec 9>>"$dest/.verified"; } 2>/dev/null || fail "cannot write in $dest"
 flock -n 9 || say "waiting for another script.sh on $dest"
-flock -w "${LOCK_WAIT:-60}" 9 >/dev/null & wait $! ||
+flock -w "$LOCK_WAIT" 9 >/dev/null & wait $! ||
     fail "another script.sh is busy in $dest; wait until it ends"
 
 find_verified_files

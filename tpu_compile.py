@@ -483,7 +483,7 @@ def report_file(config):
     file = Path(config.output or f"{name}.json")
     if file.is_dir():
         raise ValueError(f"--output {file} is a directory; name a file")
-    check_writable(f"--output {file}", file.absolute().parent)
+    check_writable(f"--output {file}", file.parent)
     if file.is_file():
         try:
             old_flags = json.loads(file.read_text())["flags"]

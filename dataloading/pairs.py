@@ -338,7 +338,7 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
     """
     for name in IMAGE_DIRS:
         (folder / name).mkdir()
-    edits = []
+    edits, final_folder = [], final_folder.resolve()
     for number, pair in enumerate(pairs):
         original, edited = (f"{number:05d}{path.suffix}" for path in (pair.original, pair.edited))
         shutil.copyfile(pair.original, folder / "original" / original)
@@ -346,10 +346,10 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
         captions = {"input_caption": pair.original_prompt, "output_caption": pair.edited_prompt}
         edits.append(
             {
-                "input": str(final_folder.absolute() / "original" / original),
+                "input": str(final_folder / "original" / original),
                 "edit": pair.edit_prompt,
-                "output": str(final_folder.absolute() / "results" / f"{number:05d}.png"),
-                "truth": str(final_folder.absolute() / "edited" / edited),
+                "output": str(final_folder / "results" / f"{number:05d}.png"),
+                "truth": str(final_folder / "edited" / edited),
             }
             | {name: caption for name, caption in captions.items() if caption}
         )
@@ -357,7 +357,7 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
             (folder / MASK_DIR).mkdir(exist_ok=True)
             mask = f"{number:05d}{pair.mask.suffix}"
             shutil.copyfile(pair.mask, folder / MASK_DIR / mask)
-            edits[-1]["mask"] = str(final_folder.absolute() / MASK_DIR / mask)
+            edits[-1]["mask"] = str(final_folder / MASK_DIR / mask)
     lines = [json.dumps(edit, ensure_ascii=False) + "\n" for edit in edits]
     (folder / HELD_OUT_LIST).write_text("".join(lines), encoding="utf-8", newline="\n")
 

@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import constants, hf_hub_url
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from tqdm import tqdm
 
@@ -51,7 +52,12 @@ def list_dataset_shards(dataset, config, split, revision):
     Raises:
         ValueError: there are no such shards.
     """
-    validate_repo_id(dataset)
+    try:
+        validate_repo_id(dataset)
+    except HFValidationError:
+        raise ValueError(
+            f"--dataset {dataset} is no name of a dataset on the hub; write OWNER/NAME"
+        ) from None
     selected, reason = [], f"--revision {revision} is given"
     if revision is None:
         entries = list_tree(dataset, CONVERTED_REF)
@@ -200,6 +206,14 @@ def manifest_row(url, size, sha256):
     return {"url": url, "file": None, "size": size, "sha256": sha256, "rows": None, "worker": None}
 
 
+def address_problem(url):
+    """What is wrong with an address, or None."""
+    try:
+        return None if urlsplit(url).hostname and urlsplit(url).port != 0 else "no host, or port 0"
+    except ValueError as error:
+        return str(error)
+
+
 def read_url_list(file):
     """Read a list of shards, one "URL [SIZE [SHA256]]" per line.
 
@@ -225,10 +239,14 @@ def read_url_list(file):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = line_format.fullmatch(line.strip())
-        if not match:
+        if not line.isascii():
+            problems.append(f"line {number} has letters outside of ASCII; write them as %XX")
+        elif not match:
             problems.append(f'line {number} is not "URL [SIZE [SHA256]]"')
         elif match[1] in seen:
             problems.append(f"line {number} repeats line {seen[match[1]]}")
+        elif problem := address_problem(match[1]):
+            problems.append(f"line {number}: {problem}")
         else:
             seen[match[1]] = number
             rows.append(

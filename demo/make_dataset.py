@@ -94,7 +94,7 @@ def write_demo_held_out(folder, results, rng, crops_per_photograph):
 
 def run(config):
     """Write both."""
-    output_dir = Path(config.output_dir).absolute()  # for the paths of the list
+    output_dir = Path(config.output_dir).resolve()  # for the paths of the list
     rng = np.random.default_rng(config.seed)
     write_demo_shards(output_dir / "data", rng, config.num_pairs, config.num_shards)
     held_out = output_dir / "held_out"

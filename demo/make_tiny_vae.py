@@ -90,7 +90,7 @@ def run(config):
     saved = config.output_dir / "config.json"
     if saved.is_file() and TINY_VAE.torch_class_name not in saved.read_text():
         raise ValueError(f"--output_dir {config.output_dir} has another model; name another")
-    check_writable(f"--output_dir {config.output_dir}", config.output_dir.absolute())
+    check_writable(f"--output_dir {config.output_dir}", config.output_dir)
     vae = load_vae_as_trained(BASE_MODEL / "vae")
     params = jax.jit(TINY_VAE.init_weights)(jax.random.key(config.seed))
     batches = (images for images, *_ in image_batches(config.seed + 1, config.batch_size, False))

@@ -577,8 +577,14 @@ def test_urls(hub, tmp_path, capsys):
     bad = ["http://h/a", "h/b", "http://h/c 0", "http://h/d 5 abc", "http://h/a 5", "http://h/é"]
     list_file.write_text("\n".join([*bad, "http://h/ok 5 # five"]), encoding="utf-8")
     error = error_of(capsys, "--urls", list_file, "--num_workers=1")
-    assert re.findall(r"line (\d) is not", error) == ["2", "3", "4", "6", "7"]
+    assert re.findall(r"line (\d) is not", error) == ["2", "3", "4", "7"]
     assert "line 5 repeats line 1" in error
+    assert "line 6 has letters outside of ASCII; write them as %XX" in error
+    list_file.write_text("http://[::1/a\nhttp://h:99999/a\nhttp:///a\n")
+    assert error_of(capsys, "--urls", list_file).endswith(
+        "urls.txt: line 1: Invalid IPv6 URL; line 2: Port out of range 0-65535; "
+        "line 3: no host, or port 0"
+    )
     list_file.write_text("no address\n" * 13, encoding="utf-8")
     error = error_of(capsys, "--urls", list_file, "--num_workers=1")
     assert error.count("is not") == 10 and error.endswith("; and 3 more")
@@ -592,6 +598,22 @@ def test_urls(hub, tmp_path, capsys):
     list_file.write_text("# nothing\n")
     assert "lists no addresses" in error_of(capsys, "--urls", list_file, "--num_workers=1")
     assert "missing.txt" in error_of(capsys, "--urls", "missing.txt", "--num_workers=1")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--dataset", "https://huggingface.co/datasets/a/b"), "--dataset https://.* OWNER/NAME"),
+        (("--dataset", "a/b c"), "--dataset a/b c is no name of a dataset on the hub; .*/NAME"),
+        (("--dataset", "a\udcff/b"), r"--dataset 'a\\udcff/b' is not UTF-8 text"),
+        (("--dataset", "a/b", "--revision", "\udcff"), r"--revision '\\udcff' is not UTF-8 text"),
+        (("--dataset", "a/b", "--config", "\ud83d"), r"--config '\\ud83d' is not UTF-8 text"),
+        (("--dataset", ""), "--dataset is no name of a dataset on the hub; write OWNER/NAME"),
+    ],
+)
+def test_a_name_that_no_dataset_has(hub, capsys, flags, message):
+    assert re.fullmatch(f"error: {message}", error_of(capsys, *flags, "--num_workers=1"))
+    assert hub.requests == []
 
 
 # --- --columns -----------------------------------------------------------------------------------

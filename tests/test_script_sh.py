@@ -516,8 +516,7 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
         code, (line,) = run(plan, dest)
         assert code == 2
         assert re.fullmatch(
-            rf"error: no space in {dest}: at least 4000000000000 MB needed, \d+ MB free; "
-            r"free some, .*",
+            rf"error: no space in {dest}: at least 4000000000000 MB needed, \d+ MB free; .*",
             line,
         )
 
@@ -546,8 +545,30 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
     (tmp_path / "file").touch()
     code, (line,) = run(plan, tmp_path / "file")
     assert code == 2 and line.startswith("error: cannot make the directory ")
-    code, (line,) = run(plan, dest, CONNECTIONS="17")
-    assert code == 2 and line.startswith("error: aria2c: ") and "max-connection-per-server" in line
+    for name, value, limits in (
+        ("CONNECTIONS", "17", "1 to 16"),
+        ("FILES", "0", "1 to 1000"),
+        ("MAX_ROUNDS", "many", "1 to 1000000"),
+        ("RETRY_WAIT", "1s", "0 to 600"),
+        ("MAX_WAIT", "-1", "0 to 86400"),
+        ("LOCK_WAIT", "08", "0 to 86400"),
+    ):
+        code, (line,) = run(plan, tmp_path / "numbers", **{name: value})
+        expected = f"error: {name}={value} is not a whole number from {limits}"
+        assert (code, line) == (2, expected)
+    for words, message in (
+        (["--dest", dest], "--dest is unknown, there are no flags; see bash script.sh --help"),
+        ([plan.parent], f"{plan.parent} is a directory; name the plan's file, such as plan/.*"),
+        ([plan, dest, dest], "too many arguments; see bash script.sh --help"),
+    ):
+        command = ["bash", SCRIPT, *words]
+        process = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        assert (process.returncode, process.stdout) == (2, "")
+        assert re.fullmatch(rf"\[.*\] error: {message}\n", process.stderr)
+    plan.write_text(plan.read_text() * 2)
+    assert run(plan, dest) == (
+        2, [f"error: {plan} has the name train-00000.parquet twice; make the plan again"]
+    )  # fmt: skip
 
 
 def test_an_empty_part_is_complete(tmp_path, dest):

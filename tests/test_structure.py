@@ -1,7 +1,10 @@
 """CONTRIBUTING.md's rules for files, read from their text: sizes, and who imports whom."""
 
 import ast
+import itertools
+import re
 import subprocess
+import tomllib
 from collections import Counter
 from functools import cache
 from pathlib import PurePath
@@ -109,6 +112,20 @@ def test_devices_are_below_the_models():
     assert len(files) > 5
     for file, tree in files.items():
         assert [name for name in imports(tree) if name.startswith(above)] == [], file
+
+
+def test_bounds_of_the_requirements_agree():
+    """The pinned torch is the lowest one, so that its bound is tested, too (make test-lowest)."""
+    bound = re.compile(r"([\w-]+)>=([\d.]+)")
+    requirements = dict(bound.findall((ROOT / "requirements.txt").read_text()))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    for line in itertools.chain(project["dependencies"], *extras):
+        name, version = bound.fullmatch(line).groups()
+        assert requirements[name] == version, name
+    for file in ("Makefile", "setup-tpu-vm.sh"):
+        (pinned,) = re.findall(r"torch==([\d.]+)", (ROOT / file).read_text())
+        assert f"{pinned}.".startswith(f"{requirements['torch']}."), file
 
 
 def test_script_needs_neither_jax_nor_the_library():

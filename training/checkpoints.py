@@ -67,7 +67,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder, total_limit=None, first_step=None):
-        self.folder = Path(folder).absolute()
+        self.folder = Path(folder).resolve()
         self.first_step = first_step
         self.folder.mkdir(parents=True, exist_ok=True)
         import orbax.checkpoint as ocp  # seconds to import
