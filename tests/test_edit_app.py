@@ -18,7 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import numpy as np
 import pytest
 from helpers import ROOT, free_port, photo, save_tiny_vae
@@ -653,6 +652,8 @@ def test_the_api(page, connect, model, photograph, tmp_path):
     ):
         with pytest.raises(AppError, match=re.escape(message)):
             client.predict(**given | change)
+
+    import httpx  # Gradio's
 
     # Half an emoji, which gradio_client does not send but browsers do.
     for instruction, accelerate, message in (
