@@ -43,7 +43,8 @@ def test_a_known_set_needs_no_flags(tmp_path, capsys, name):
 
 
 def columns_of(*names, **given):
-    schema = pa.schema([(n, pa.string() if "prompt" in n else pa.binary()) for n in names])
+    texts = ("edit_prompt", "instruction")
+    schema = pa.schema([(n, pa.string() if n in texts else pa.binary()) for n in names])
     return find_columns(schema, "a.parquet", **given)
 
 
@@ -61,10 +62,10 @@ def test_whole_sets_are_matched(tmp_path):
     assert columns_of(*names) == ("original_image", "edited_image", "edit_prompt")
     assert columns_of(*names, original="input_image")[0] == "input_image"
     with pytest.raises(
-        ValueError, match=r"no column target_img; it has .*edited_image_column \(fo"
+        ValueError, match="known to have the edited image; it has .*: choose with --edited_image_c"
     ):
         columns_of("source_img", "edited_img", "instruction")
-    with pytest.raises(ValueError, match=r"no column original_image or input_image or source_img"):
+    with pytest.raises(ValueError, match="the image to edit and the edited image and the instruct"):
         columns_of("a", "b")
 
 
