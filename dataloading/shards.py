@@ -220,23 +220,21 @@ def find_columns(
     given = (original, edited, prompt)
     nearest = nearest_set(schema.names, given)
     columns = tuple(flag or column for flag, column in zip(given, nearest[1:]))
-    unknown = []  # flags that must be given
-    for flag, name, wanted in zip(COLUMN_FLAGS, columns, given):
-        if name in schema.names:
-            check_column(schema, path, name, flag)
-        elif wanted:
+    missing = {flag: name for flag, name in zip(COLUMN_FLAGS, columns) if name not in schema.names}
+    for flag, name in missing.items():
+        if name in given:
             raise ValueError(
                 f"{path} has no column {name}; it has {first_names(schema.names)}: choose one with "
                 f"--{flag}"
             )
-        else:
-            unknown.append(flag)
-    if unknown:
-        roles = " and ".join(f"the {ROLES[flag]}" for flag in unknown)
+    if missing:
+        roles = " and ".join(f"the {ROLES[flag]}" for flag in missing)
         raise ValueError(
             f"{path} has no column that is known to have {roles}; it has "
-            f"{first_names(schema.names)}: choose with --{' and --'.join(unknown)}"
+            f"{first_names(schema.names)}: choose with --{' and --'.join(missing)}"
         )
+    for flag, name in zip(COLUMN_FLAGS, columns):
+        check_column(schema, path, name, flag)
     return columns
 
 

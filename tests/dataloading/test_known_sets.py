@@ -43,8 +43,7 @@ def test_a_known_set_needs_no_flags(tmp_path, capsys, name):
 
 
 def columns_of(*names, **given):
-    texts = ("edit_prompt", "instruction")
-    schema = pa.schema([(n, pa.string() if n in texts else pa.binary()) for n in names])
+    schema = pa.schema([(n, pa.string() if "prompt" in n else pa.binary()) for n in names])
     return find_columns(schema, "a.parquet", **given)
 
 
@@ -62,10 +61,11 @@ def test_whole_sets_are_matched(tmp_path):
     assert columns_of(*names) == ("original_image", "edited_image", "edit_prompt")
     assert columns_of(*names, original="input_image")[0] == "input_image"
     with pytest.raises(
-        ValueError, match="known to have the edited image; it has .*: choose with --edited_image_c"
+        ValueError, match=r"known to have the edited image; it has .*--edited_image_column$"
     ):
         columns_of("source_img", "edited_img", "instruction")
-    with pytest.raises(ValueError, match="the image to edit and the edited image and the instruct"):
+    roles = "the image to edit and the edited image and the instruction"
+    with pytest.raises(ValueError, match=f"known to have {roles}; it has a, b: choose with --orig"):
         columns_of("a", "b")
 
 
