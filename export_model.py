@@ -244,7 +244,9 @@ def export(config):
 def run_file(config):
     """Run a program of --format stablehlo and write its images."""
     if given := [x for x in given_flags(config) if x not in (*OF_RUN, "run", "format")]:
-        raise ValueError(f"--{given[0]} does not go with --run; the file has it")
+        raise ValueError(
+            f"--{given[0]} does not go with --run, whose file is exported already; leave it out"
+        )
     if config.prompt is None:
         raise ValueError("--run needs --prompt, a text")
     check_image_file(config.output) if config.output.suffix != ".npy" else None

@@ -451,7 +451,7 @@ def main():
     try:
         check_flags(options)
         image = make_image(options, *open_folder(options.model, options.scheduler))
-        if options.output.suffix == ".npy":
+        if options.output.suffix.lower() == ".npy":
             np.save(options.output, image)
         else:
             Image.fromarray(np.uint8((image * 255).round())).save(options.output, quality=95)

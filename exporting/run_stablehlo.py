@@ -111,7 +111,7 @@ def token_ids(folder, text, shape, flag):
         shape: (B, T) or (B, encoders, T).
         flag: that has the text.
     """
-    rows = []
+    rows, used = [], shape[-1] - 2  # without the tokens of start and end
     for name in ("tokenizer", "tokenizer_2"):
         if not (folder / name).is_dir():
             continue
@@ -119,12 +119,12 @@ def token_ids(folder, text, shape, flag):
         tokenizer = Tokenizer.from_file(str(folder / name / "tokenizer.json"))
         row = np.full(shape[-1], tokenizer.token_to_id(config["pad_token"]), np.int32)
         ids = tokenizer.encode(text).ids
-        if len(ids) > len(row):
-            used = len(row) - 2  # without the tokens of start and end
-            print(f"{flag} is too long: its first {used} tokens are used", file=sys.stderr)
-            ids = [*ids[: used + 1], ids[-1]]
+        is_cut = len(ids) > len(row)
+        ids = [*ids[: used + 1], ids[-1]] if is_cut else ids
         row[: len(ids)] = ids
         rows.append(row)
+    if is_cut:
+        print(f"{flag} is too long: its first {used} tokens are used", file=sys.stderr)
     return np.broadcast_to(rows if len(shape) == 3 else rows[0], shape)
 
 
