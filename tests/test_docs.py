@@ -3,15 +3,18 @@
 import ast
 import dataclasses
 import importlib
+import itertools
 import json
 import re
 import runpy
+import subprocess
 
 import pytest
 from helpers import ROOT
 
 from benchmarks import tables
 from benchmarks.tables.tpu import compiled_cells, compiled_row
+from command_line import OUTPUT_FLAGS
 
 PAGES = [
     *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
@@ -103,6 +106,29 @@ def faults(text, folder):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_commands(page):
     assert list(faults(text_of(page), page.parent)) == []
+
+
+def written_files(text):
+    """What the commands and snippets of a page write in the clone; not PLACEHOLDERS."""
+    flags = {f"--{name}" for name in OUTPUT_FLAGS}
+    for words in commands(text):
+        for flag, value in itertools.pairwise(words):
+            if flag in flags:
+                yield value
+        if words[:2] == ["bash", "script.sh"]:
+            yield (words[3:] or ["data"])[0]
+    yield from re.findall(r"\.save(?:_pretrained)?\(\"([^\"]+)\"", text)
+
+
+def test_outputs_of_commands_are_ignored():
+    """Following README and docs in a clone leaves git status empty."""
+    found = {file for page in PAGES for file in written_files(text_of(page))}
+    files = {file for file in found if re.match(r"(?!\d+$)[a-z]", file)}
+    paths = {file if re.search(r"\.\w+$", file) else f"{file.rstrip('/')}/x" for file in files}
+    command = ["git", "check-ignore", "--no-index", "--stdin"]
+    text = "\n".join(sorted(paths))
+    done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)
+    assert len(paths) > 20 and paths - set(done.stdout.split()) == set()
 
 
 def missing_files(text):
