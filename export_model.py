@@ -32,8 +32,8 @@ are converted and never run here. --quantize palette8 or palette6 stores 256 or 
 
 stablehlo: the whole run as one program of jax.export, for one --batch_size, --height, --width and
 --num_inference_steps, which its name has; a file for each --platform. --run makes an image with it
-in a process that has no model code, the same to the last bit as jit makes. jax refuses such files
-after about six months; weights.safetensors beside them stays.
+in a process that has no model code, with guidance the same to the last bit as the pipeline makes.
+jax refuses such files after about six months; weights.safetensors beside them stays.
 
 Needs the packages of requirements-export.txt and no accelerator. Measured peaks of memory of
 --format onnx in float32: 7.4 GiB for Stable Diffusion 1.5, 17.3 GiB for SDXL.
