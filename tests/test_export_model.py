@@ -219,6 +219,15 @@ def test_images_that_run_onnx_reads(tmp_path):
         run_onnx.read_image(tmp_path / "float.tiff")
 
 
+def test_image_that_a_program_reads(tmp_path, capsys):
+    """Transparent pixels are white; the sizes are printed."""
+    from exporting.run_stablehlo import read_input_image
+
+    Image.new("RGBA", (90, 60), (200, 0, 0, 0)).save(file := tmp_path / "clear.png")
+    assert (read_input_image(file, (2, 3, 32, 64)) == np.ones((2, 3, 32, 64))).all()
+    assert capsys.readouterr().err == f"{file}, 90x60, at 64x32\n"
+
+
 def test_sizes_of_edits_by_run_onnx():
     configs = {"vae_decoder": {"block_out_channels": [8] * 4}, "unet": {"sample_size": 64}}
     parts = {name: SimpleNamespace(config=config) for name, config in configs.items()}
