@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 import command_line
-from command_line import ask_before_replacing, note_single_words, run_main
+from command_line import ask_before_replacing, check_writable, note_single_words, run_main
 from diffusers_flax.loading.files import save_whole, write_text
 
 SCRIPT = """
@@ -246,6 +246,14 @@ def test_a_warning_ends_the_line_of_a_progress_bar(capfd):
 
     run_main(HelpConfig, "", work, ["--model", "m"])
     assert "the prompt is cut" in re.split(r"[\r\n]+", capfd.readouterr().err)
+
+
+def test_the_directory_that_cannot_be_written_to_is_named_without_dots(tmp_path, monkeypatch):
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path / "clone")
+    with pytest.raises(ValueError, match=f"--output ../file/x .*: {tmp_path}/file is not a"):
+        check_writable("--output ../file/x", Path("../file/x"))
 
 
 @dataclass

@@ -176,16 +176,17 @@ def test_row_groups_and_shards(tmp_path, monkeypatch):
 def test_held_out_images_are_in_no_shard(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_pairs(tmp_path, 12, edits=2)
+    Path("clone").mkdir()
 
     def part(name, seed):
         main(
             "--pairs", "pairs.jsonl", "--output_dir", f"data-{name}", "--num_held_out", 3,
-            "--held_out_dir", f"held-{name}", "--seed", seed,
+            "--held_out_dir", f"clone/../held-{name}", "--seed", seed,
         )  # fmt: skip
         return edits_of_jsonl(Path(f"held-{name}/edits.jsonl"))
 
     edits = part("a", 0)
-    assert "held out 6 pairs: held-a/edits.jsonl" in capsys.readouterr().out
+    assert "held out 6 pairs: clone/../held-a/edits.jsonl" in capsys.readouterr().out
     assert [edit.output.name for edit in edits] == [f"{n:05d}.png" for n in range(6)]
     held_out = {edit.instruction for edit in edits}
     trained = {row["edit_prompt"] for row in read(tmp_path / "data-a")}
