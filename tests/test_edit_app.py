@@ -680,7 +680,8 @@ def test_the_api(page, connect, model, photograph, tmp_path):
             0,
         ]
         call = f"{page.url}gradio_api/call/edit"
-        answer = httpx.post(call, content=json.dumps({"data": [*values, None]}))
+        sent = {"content": json.dumps({"data": [*values, None]})}
+        answer = httpx.post(call, headers={"Content-Type": "application/json"}, **sent)
         said = httpx.get(f"{call}/{answer.json()['event_id']}").text
         assert message in json.loads(said.partition("data: ")[2])["error"]
 
