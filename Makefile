@@ -94,6 +94,9 @@ endef
 .venv-lowest/installed: requirements.txt requirements-app.txt requirements-export.txt
 	rm -rf .venv-lowest
 	$(call make_venv,.venv-lowest)
+	# uv keeps installed versions, so what torch brought along goes first.
+	.venv-lowest/bin/python -m pip list --format=freeze | grep -vE '^(torch|triton|nvidia|cuda|pip)' | \
+		xargs .venv-lowest/bin/python -m pip uninstall --quiet --yes
 	.venv-lowest/bin/python -m pip install --quiet uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python \
 		--resolution lowest-direct $(patsubst %,--requirements %,$^)
