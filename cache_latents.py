@@ -64,7 +64,7 @@ class Config:
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype of the VAE
     batch_size: int | None = None  # pairs per device; default: as many pixels as 8 at 256 pixels
-    max_bad_fraction: float = 0.1  # stop if a larger fraction of the pairs is undecodable
+    max_bad_fraction: float = 0.1  # stop if more of the pairs cannot be used
     dataloader_num_workers: int = 0  # decoding threads; 0: one per core
 
 

@@ -25,7 +25,7 @@ DEFAULTS = {  # in the help, of equal length
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg")  # of images that programs write
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
-ALSO_CALLED = {  # what other programs call a flag -> names here, of which a program has some
+ALSO_CALLED = {  # name of a flag in other programs: names of such flags here
     **dict.fromkeys(("prompt", "instruction"), ("edit",)),
     **dict.fromkeys(("image", "images", "input_image"), ("input",)),
     **dict.fromkeys(("model", "model_id", "model_path"), ("pretrained_model_name_or_path",)),
@@ -161,7 +161,8 @@ def check_unicode(words: list[str]) -> None:
             # Python reads a byte FF as U+DCFF.
             shown = re.sub("[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", word)
             shown = shown.encode(errors="backslashreplace").decode()
-            flag = next((f"{x} " for x in reversed(words[:place]) if x.startswith("--")), "")
+            before = [] if word.startswith("--") else words[:place]
+            flag = next((f"{x} " for x in reversed(before) if x.startswith("--")), "")
             remedy = "type the text again, or rename the file"
             refuse(f"{flag}{shown} is not valid UTF-8; {remedy}")
 
@@ -611,7 +612,7 @@ def list_prompts(config, per_batch):
 
 def note_single_words(flag, texts):
     """Say so if the texts of a flag look like the words of one text without quotation marks."""
-    if len(texts) > 2 and not any(re.search(r"\s", text.strip()) for text in texts):
+    if len(texts) > 2 and all(re.fullmatch(r"[A-Za-z]+[,.]?", text.strip()) for text in texts):
         print(
             f"--{flag} has {len(texts)} texts of one word each; if they are one text, write it in "
             "quotation marks",

@@ -165,6 +165,7 @@ def create_modified_unet(config: Config):
         subfolder=config.subfolder or None,
         revision=config.revision,
         variant=config.variant,
+        convert=lambda name, x: x,  # without the warning about float16, which the trainer casts
     )
     print(f"loaded {config.pretrained_model_name_or_path}: {narrow.in_channels} input channels")
     in_channels = choose_in_channels(config, narrow)

@@ -18,8 +18,8 @@ Sizes: the EXIF orientation is applied. The longer side becomes --resolution, by
 that the model was made for, and the aspect ratio is kept, each side rounded to the nearest multiple
 of the VAE's factor. The image is resized (Lanczos) to cover that size and cropped evenly on both
 sides. Transparent parts become white. Photographs of similar shapes share one compiled program: the
-shorter side is scaled to a sixteenth of the longer one, by 7% at most, and the result scaled back,
-unless --exact_size.
+shorter side is scaled to a multiple of a sixteenth of the longer one, by 7% at most from 256 pixels
+on, and the result is scaled back, unless --exact_size.
 
 The noise of an edit depends on --seed and its index in the list, not on batch size, devices or
 other edits: the same command gives the same images on any machine, up to rounding. Started again,
@@ -239,8 +239,11 @@ def before_after_grid(edits, sizes):
     return tile_grid(tiles, max(1, round(math.sqrt(len(tiles) / 2))), GRID_MARGIN)
 
 
-def number_edits(edits, config):
-    """The number of each edit, see id_maker; an input that another edit makes has its number."""
+def number_edits(edits, sizes, program_sizes, config):
+    """The number of each edit, see id_maker; an input that another edit makes has its number.
+
+    edits, sizes, program_sizes, config: see run_edits.
+    """
     make_id, stages, ids = id_maker(config), stages_of(edits), [None] * len(edits)
     for place in sorted(range(len(edits)), key=stages.__getitem__):
         edit = edits[place]
@@ -249,6 +252,7 @@ def number_edits(edits, config):
             index=edit.index,
             input=checksum_of(edit.input) if edit.after is None else ids[edit.after],
             mask=edit.mask and checksum_of(edit.mask),
+            **({} if sizes[place] == program_sizes[place] else {"program": program_sizes[place]}),
         )
     return ids
 
@@ -450,7 +454,7 @@ def run(config):
         sizes,
     )
     edits = check_masks(edits, image_sizes, sizes, config.mask_feather)
-    ids = number_edits(edits, config)
+    ids = number_edits(edits, sizes, program_sizes, config)
     finished = {i for i, edit in enumerate(edits) if is_finished(edit.output, ids[i], SOFTWARE)}
     finished = {*layout.agree(list(finished))} if layout else finished
     print_continued(len(finished), len(edits))

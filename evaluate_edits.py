@@ -67,7 +67,7 @@ from editing.results import (
     tiny_vae_checksum,
 )
 
-COLUMN_FLAGS = (  # of shards
+FLAGS_OF_SHARDS = (
     *("original_image_column", "edited_image_column", "edit_prompt_column"),
     *("original_prompt_column", "edited_prompt_column", "mask_column"),
 )
@@ -132,7 +132,7 @@ def check_flags(config):
     """Raise a ValueError for invalid flags."""
     if bool(config.data_dir) == bool(config.pairs_jsonl):
         raise ValueError("give one of --data_dir and --pairs_jsonl")
-    for name in COLUMN_FLAGS if config.pairs_jsonl else ():
+    for name in FLAGS_OF_SHARDS if config.pairs_jsonl else ():
         if getattr(config, name):
             raise ValueError(f"--{name} goes with --data_dir; --pairs_jsonl has keys")
     for name in ("num_inference_steps", "batch_size", "max_pairs"):

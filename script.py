@@ -158,12 +158,6 @@ def check_flags(config):
         raise ValueError(
             "--urls excludes --config, --split and --revision, which apply to --dataset"
         )
-    for name in ("dataset", "config", "split", "revision"):
-        try:
-            (getattr(config, name) or "").encode()
-        except UnicodeEncodeError:
-            value = ascii(getattr(config, name))
-            raise ValueError(f"--{name} {value} is not UTF-8 text") from None
     for name in ("num_workers", "max_shards"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")

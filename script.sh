@@ -105,7 +105,7 @@ read_plan() {
 identity() { echo "$(stat -c '%s %.9Y' "$dest/${names[$1]}") ${sums[$1]:--} ${names[$1]}"; }
 
 # Whether control file $2 of aria2 fits file $1: every field has its length, and the file reaches to
-# the end of the last complete piece. aria2 ends, crashes or never ends with other control files.
+# the end of the last complete piece. With another control file aria2 fails, crashes or hangs.
 # Source: aria2 manual, technical notes, "Control File (*.aria2) Format".
 fits() {
     local hex piece total pieces bytes bits last at opened index
@@ -356,7 +356,7 @@ download() {
         count_bytes
         free=$(df --output=avail -B1 "$dest" | tail -n 1)
         # Without sizes in the plan, any pending file needs space.
-        needed=$((total - on_disk > 1000000 ? total - on_disk : 1000000))
+        needed=$((total > on_disk ? total - on_disk : 1000000)) # 1 MB of files of unknown size
         [ $needed -le "$free" ] ||
             fail "no space in $dest: at least $(mb $needed) needed, $(mb "$free") free;" \
                 "free some, or name another directory"

@@ -36,8 +36,7 @@ torch=${TORCH:-torch==2.13.0}
 
 # The TPUs that jax looks for. Source: _TPU_PCI_DEVICE_IDS in jax/_src/hardware_utils.py.
 has_tpu() {
-    cat /sys/bus/pci/devices/*/uevent 2>/dev/null |
-        grep -qE '^PCI_ID=1AE0:00(27|56|5E|62|63|6F|76)$'
+    grep -qsE '^PCI_ID=1AE0:00(27|56|5E|62|63|6F|76)$' "${SYSFS:-/sys}"/bus/pci/devices/*/uevent
 }
 
 # One line per GPU, such as "580.65.06, 9.0": driver and compute capability.

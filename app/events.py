@@ -169,7 +169,7 @@ class Events:
                     shown = self.sessions.save(session, progress.preview, "preview")
                     if seen is None:
                         update |= await asyncio.to_thread(self._compared, before, shown)
-                    else:  # the slider stays where the user has put it
+                    else:  # the slider stays where it is
                         update[c.result] = (before, shown) if before else shown
                     seen = progress.preview
                 yield update
@@ -189,7 +189,12 @@ class Events:
         changes |= {name: values[name] or "" for name in ("instruction", "negative_prompt")}
         for name in ("accelerate", "lora"):
             several = values.get(name) or ()
-            changes[name] = (several,) if isinstance(several, str) else tuple(several)
+            several = (several,) if isinstance(several, str) else several
+            if not isinstance(several, list | tuple) or not all(
+                isinstance(value, str) for value in several
+            ):
+                raise ValueError(f"--{name} {several} is no list of names")
+            changes[name] = tuple(several)
         for field in fields(Settings):
             if isinstance(field.default, float | int) and field.name in values:
                 changes[field.name] = as_number(field.name, values[field.name], type(field.default))
@@ -495,8 +500,11 @@ class Events:
 
 
 def as_number(name, value, kind):
-    """A number of the page; a ValueError if it is none."""
+    """A number of the page, of type float or int; a ValueError if it is none."""
     try:
-        return kind(value)
+        number = kind(value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"--{name} {value} is not a number") from None
+    if kind is int and number != float(value):
+        raise ValueError(f"--{name} {value} is not a whole number")
+    return number

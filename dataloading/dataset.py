@@ -83,12 +83,12 @@ class ParquetImagePairs(StoredPairs):
     Undecodable pairs: the next decodable row of the same row group, cyclically, replaces the pair
     and gets its crop and flip. If the row group has none, the following row groups are searched.
     With sizes only rows of the same size are searched.
-    `num_bad` counts replaced pairs, `bad_rows` names undecodable rows, and each is logged once.
+    `num_bad` counts replaced pairs, `bad_rows` names their rows, and each is logged once.
 
     Memory: the encoded pairs of a window of shuffle_buffer / num_parts rows plus up to two row
     groups, for each part that the process reads, and at most all of its shards; one row group read
     ahead, one of its columns twice while it is read; `prefetch_batches` batches. With sizes also up
-    to GROUPS_READ_AGAIN row groups that have undecodable pairs, and the encoded pairs that wait
+    to GROUPS_READ_AGAIN row groups that have such pairs, and the encoded pairs that wait
     until their batch is full: with one part and the same shards on all processes, less than a batch
     of each size. More wait with several parts or if each process has its own shards, as a batch
     waits for all of them: a few row groups, but most of the pairs if shards are sorted by shape.
@@ -118,13 +118,14 @@ class ParquetImagePairs(StoredPairs):
         num_threads: decoding threads; 0: one per core.
         prefetch_batches: batches decoded ahead of the consumer.
         shuffle_buffer: encoded pairs to draw from, over all processes.
-        max_bad_fraction: largest fraction of undecodable pairs, in [0, 1]; it is tested as if at
-            least MIN_ROWS_FOR_BAD_FRACTION pairs, or a global epoch if that is less, were read.
+        max_bad_fraction: largest fraction of pairs that cannot be used, in [0, 1]; it is tested as
+            if at least MIN_ROWS_FOR_BAD_FRACTION pairs were read, or a global epoch if that is
+            less.
 
     Raises:
         ValueError: an invalid argument, an invalid directory (see `list_row_groups` and
             `gather_directories`), or fewer rows than one batch; while iterating, damaged shards or
-            too many undecodable pairs.
+            too many pairs that cannot be used.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ JPEG_QUALITY = 95
 # Formats that are read; some of Pillow's others run external programs. TGA has no signature.
 READ_FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"),
-    *("AVIF", "JPEG2000", "PPM", "ICO", "TGA"),
+    *("AVIF", "JPEG2000", "PPM", "TGA"),
 )
 MAX_PIXELS = 150_000_000  # of an image; decoding and compositing take up to 20 bytes for each
 OTHER_FORMATS = (  # (offset, signature, name) of formats that users try
@@ -26,6 +26,7 @@ OTHER_FORMATS = (  # (offset, signature, name) of formats that users try
     (4, b"ftypmif1", "HEIF"),
     (4, b"JXL ", "JPEG XL"),
     (0, b"\xff\x0a", "JPEG XL"),
+    (0, b"\0\0\1\0", "ICO"),
 )
 
 

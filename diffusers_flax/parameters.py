@@ -85,12 +85,12 @@ def checked_param_dtype(dtype):
     )
 
 
-def warn_of_float16(params):
-    """Log once that a UNet with parameters in float16 cannot be trained; params: its own."""
+def warn_of_float16(params, model="UNet"):
+    """Log once that a model with parameters in float16 cannot be trained; params: its own."""
     if any(x.dtype == jnp.float16 for x in jax.tree.leaves(params)):
         warn_once(
-            "the UNet's parameters are float16, as in its file: good for sampling, but updates in "
-            "float16 end in NaN; to train it take from_pretrained(..., param_dtype=jnp.float32)"
+            f"the {model}'s parameters are float16, as in its file: good for sampling, but updates "
+            "in float16 end in NaN; to train it take from_pretrained(..., param_dtype=jnp.float32)"
         )
 
 

@@ -40,8 +40,6 @@ from diffusers_flax.schedulers.factory import choose_scheduler
 
 SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace
 TEXT_TO_IMAGE = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
-NUM_SHARED = 16  # shorter sides of programs that edits share, from 1/16 of the longer to all of it
-MAX_SHARED_ASPECT = 2  # beyond it a sixteenth of the longer side is too much of the shorter one
 MAX_LOADERS = 8
 
 
@@ -63,18 +61,19 @@ def edit_size(size, resolution, factor):
 def shared_size(size, factor):
     """Width and height of the program that edits an image; images of similar shapes have the same.
 
-    The shorter side becomes the nearest multiple of a sixteenth of the longer one. 1:1, 4:3, 16:10,
-    16:9 and 2:1 stay as they are, 3:2 changes by about 3%, the most is 7%.
+    The shorter side becomes the nearest of 8/16, 9/16, ..., 16/16 of the longer one. 1:1, 4:3,
+    16:10, 16:9 and 2:1 stay as they are, 3:2 changes by about 3%, the most is 7% from 256 pixels
+    on. Images longer than 2:1 keep their size.
 
     Args:
         size: (width, height) of the result, of edit_size.
         factor: both are multiples of it.
     """
     shorter, longer = sorted(size)
-    step = max(1, math.floor(longer / NUM_SHARED / factor + 0.5)) * factor
-    shared = min(longer, math.floor(shorter / step + 0.5) * step)
-    if shared * MAX_SHARED_ASPECT < longer:
+    sides = [math.floor(longer * k / 16 / factor + 0.5) * factor for k in range(8, 17)]
+    if shorter < sides[0]:
         return size
+    shared = min(sides, key=lambda side: abs(side - shorter))
     return (longer, shared) if size[0] == longer else (shared, longer)
 
 

@@ -72,10 +72,14 @@ class HeldOutPair:
         return fit_mask(read_mask_of(self.mask, f"the mask of {self.input}"), size)
 
     def check(self):
-        """Raise a ValueError if an image cannot be decoded, or they have two aspect ratios."""
-        images = [self._decode(data) for data in (self.original, self.truth) if data]
-        if len(images) == 2:
-            sizes = [image.size[::-1] for image in images]
+        """Raise a ValueError if an image cannot be decoded."""
+        for data in filter(None, (self.original, self.truth)):
+            self._decode(data)
+
+    def check_shape(self):
+        """Raise a ValueError if the images have two aspect ratios."""
+        if self.truth is not None:
+            sizes = encoded_size(self.original), encoded_size(self.truth)
             check_one_shape(self.input, sizes[0], "its truth", sizes[1])
 
     def check_mask(self):
@@ -225,14 +229,20 @@ def check_pairs(pairs, use_masks, bar=iter):
         bar: function of an iterable, for progress.
 
     Returns:
-        The pairs. Without use_masks a pair whose mask is damaged has none, which a warning says.
+        The pairs, without those of two aspect ratios. Without use_masks a pair whose mask is
+        damaged has none. A warning counts both.
 
     Raises:
-        ValueError: an image cannot be decoded; with use_masks, a mask.
+        ValueError: an image cannot be decoded; with use_masks, a mask; or no pair is left.
     """
-    checked, errors = [], []
+    checked, errors, of_two_shapes = [], [], []
     for pair in bar(pairs):
         pair.check()
+        try:
+            pair.check_shape()
+        except ValueError as error:
+            of_two_shapes.append(error)
+            continue
         try:
             pair.check_mask()
         except ValueError as error:
@@ -241,6 +251,10 @@ def check_pairs(pairs, use_masks, bar=iter):
             errors.append(error)
             pair = replace(pair, mask=None)
         checked.append(pair)
+    if of_two_shapes:
+        logger.warning("%s; pairs that are left out: %d", of_two_shapes[0], len(of_two_shapes))
+    if not checked:
+        raise ValueError(f"{of_two_shapes[0]}; no pair is left to measure")
     if errors:
         logger.warning("%s; pairs that are measured without their mask: %d", errors[0], len(errors))
     return checked

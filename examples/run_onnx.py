@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 FILES = ("model.onnx", "openvino_model.xml")
 # Images to edit: formats, as Pillow runs other programs for some, and the largest
-FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "TGA"]
+FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA"]
 MAX_PIXELS = 150_000_000
 TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64"}
 FLAGS = dict(model=Path, prompt=str, input=Path, output=Path("image.png"), negative_prompt="")

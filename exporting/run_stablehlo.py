@@ -1,4 +1,4 @@
-"""Run a program of --format stablehlo. Needs jax, tokenizers and Pillow, and no model code.
+"""Run a program of --format stablehlo. Needs jax, tokenizers, Pillow and no code of models.
 
 Source: the file is jax.export's; see exporting/stablehlo_files.py.
 """
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.flax import load_file
 from tokenizers import Tokenizer
 
-from diffusers_flax.images import to_rgb
+from diffusers_flax.images import open_image, to_rgb
 
 NAMES_OF_PLATFORMS = {"gpu": "cuda"}  # of jax.default_backend()
 
@@ -131,8 +131,8 @@ def token_ids(folder, text, shape, flag):
 def read_input_image(file, shape):
     """The image in a file, float32 of shape (B, 3, H, W) in [-1, 1], cropped to its sides."""
     try:
-        with Image.open(file) as opened:
-            image = to_rgb(ImageOps.exif_transpose(opened))
+        with open(file, "rb") as opened:
+            image = to_rgb(ImageOps.exif_transpose(open_image(opened)))
     except Exception as error:  # decoders raise errors of many types
         raise ValueError(f"--input {file} cannot be read as an image: {error}") from error
     height, width = shape[2:]

@@ -28,6 +28,7 @@ from trajectories import (
 )
 
 import export_model
+from diffusers_flax.images import MAX_PIXELS, READ_FORMATS
 from diffusers_flax.pipelines.base import pipeline_class
 from examples import run_onnx
 
@@ -120,6 +121,10 @@ OPTIONS = {  # of schedulers; what is left out is the default of diffusers' clas
         NOT_ZERO | {"lower_order_final": False},
     ],
 }
+
+
+def test_run_onnx_reads_the_images_of_all_programs():
+    assert [*READ_FORMATS] == run_onnx.FORMATS and run_onnx.MAX_PIXELS == MAX_PIXELS
 
 
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")  # of diffusers

@@ -43,7 +43,7 @@ from dataloading.images import crop_image, decode_image, encoded_size
 from dataloading.order import epoch_order
 from dataloading.shards import Pair
 from diffusers_flax.captions import LINE_HEIGHT
-from editing.held_out import pairs_of_shards
+from editing.held_out import check_pairs, pairs_of_shards
 from parquet_processing import ParquetImagePairs
 from training.latents import decode_into
 
@@ -776,7 +776,7 @@ def test_broken_pairs_are_replaced_counted_and_named(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_a_pair_of_two_shapes_is_bad_everywhere(tmp_path, capsys):
+def test_a_pair_of_two_shapes_is_bad_everywhere(tmp_path, capsys, caplog):
     """Both sizes are in the reason. Pairs of one shape and two sizes train."""
     sizes = [
         ((64, 64), (64, 64)),
@@ -807,10 +807,11 @@ def test_a_pair_of_two_shapes_is_bad_everywhere(tmp_path, capsys):
     assert [row[-1] for row in cached] == [None, f"a.parquet row 1: {reason}", None, None]
 
     held_out = pairs_of_shards(tmp_path, ("", "", ""), ("", ""))
-    for n in (0, 2, 3):
-        held_out[n].check()
-    with pytest.raises(ValueError, match=r"row 1 has 96x64 .* and its truth 64x64; crop"):
-        held_out[1].check()
+    assert check_pairs(held_out, use_masks=False) == [held_out[n] for n in (0, 2, 3)]
+    assert "and its truth 64x64; crop one of them" in caplog.text
+    assert "pairs that are left out: 1" in caplog.text
+    with pytest.raises(ValueError, match=r"row 1 has 96x64 .*; no pair is left to measure"):
+        check_pairs(held_out[1:2], use_masks=False)
     masked = dataclasses.replace(held_out[0], mask=pairs[1][0])
     with pytest.raises(ValueError, match=r"row 0 has 64x64 .* and its mask 96x64; crop"):
         masked.check_mask()

@@ -39,12 +39,15 @@ def setup(
     for tool in ("aria2c", "curl"):
         command(tools / tool, "#!/bin/bash\n")
     command(tools / "nvidia-smi", '#!/bin/bash\nprintf \'%s\' "$GPUS"; [ -n "$GPUS" ]\n')
-    command(tools / "cat", "#!/bin/bash\nprintf 'PCI_ID=1AE0:%s\\n' $PCI\n")
+    for number in range(60):  # network cards of a VM, and TPU chips
+        device = folder / f"sys/bus/pci/devices/{number:02}/uevent"
+        device.parent.mkdir(parents=True)
+        device.write_text(f"DRIVER=x\nPCI_ID=1AE0:00{'63' if tpu and number < 4 else '42'}\n")
     environment = {
         "PATH": f"{tools}:{os.environ['PATH']}",
         "CALLS": str(folder / "calls"),
         "GPUS": "".join(f"{gpu}\n" for gpu in gpus),
-        "PCI": "0042 0063" if tpu else "0042",  # 0042: the network card of a VM
+        "SYSFS": str(folder / "sys"),
         "DEVICES": devices,
     }
     process = subprocess.run(

@@ -64,7 +64,7 @@ class Config:
     random_flip: bool = True  # mirror half of the pairs
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # resizing; dct: fastest
     shuffle_buffer: int = 4096  # encoded pairs in memory to draw from, over all hosts
-    max_bad_fraction: float = may_change(0.1)  # stop if a larger fraction is undecodable
+    max_bad_fraction: float = may_change(0.1)  # stop if more pairs cannot be used
     dataloader_num_workers: int = per_process(0)  # decoding threads; 0: one per core
     # directory for the VAE's latents, of several sets each in a subdirectory; "": no cache
     cache_latents: str = per_process("")

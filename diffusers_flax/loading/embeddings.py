@@ -22,7 +22,13 @@ import numpy as np
 from diffusers_flax.loading.hub import download_hint, fetch_file, locate
 from diffusers_flax.loading.single_file import LORA
 from diffusers_flax.loading.tokenizer import sequence_of
-from diffusers_flax.loading.weights import as_array, load_pickle, naming_damage, read_safetensors
+from diffusers_flax.loading.weights import (
+    NotNeeded,
+    as_array,
+    load_pickle,
+    naming_damage,
+    read_safetensors,
+)
 from diffusers_flax.messages import first_names, warn_once
 
 # Names of diffusers, in a directory or on the hub.
@@ -271,6 +277,10 @@ def check_names(given, content):
 
 def as_vectors(given, name, x):
     """float32 (n, D) of finite floats (D,) or (n, D), an array; a ValueError for anything else."""
+    if isinstance(x, NotNeeded):
+        raise ValueError(
+            f"{given}: its entry {name} is no tensor of PyTorch; save tensors, not NumPy arrays"
+        )
     if not hasattr(x, "shape") or not x.size or len(x.shape) not in (1, 2):
         shape = getattr(x, "shape", type(x).__name__)
         raise ValueError(f"{given} is not an embedding: its entry {name} is {shape}, not vectors")

@@ -100,7 +100,10 @@ def download_hint(source, *words):
     else:
         return ""
     command = " ".join(["hf download", str(source), *filter(None, words)])
-    return f"; {why}, so run {command} where there is a network"
+    of_hub = f"{why}, so run {command} where there is a network"
+    if os.path.isdir(os.path.dirname(source)):
+        return f"; check the path, or, if it is a model of the hub: {of_hub}"
+    return f"; {of_hub}"
 
 
 def fetch_file(source, name, subfolder, revision, **hub_options):

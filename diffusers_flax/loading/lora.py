@@ -31,7 +31,12 @@ from safetensors.numpy import save_file
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
 from diffusers_flax.loading.files import save_whole
 from diffusers_flax.loading.hub import download_hint, fetch_file, locate
-from diffusers_flax.loading.weights import flax_to_torch, read_weights
+from diffusers_flax.loading.weights import (
+    SafetensorsFile,
+    flax_to_torch,
+    naming_damage,
+    read_weights,
+)
 from diffusers_flax.messages import one_line
 
 # The two factors of a layer, in the names of all layouts, after torch_to_flax.
@@ -218,14 +223,20 @@ def read_updates(file, weight):
         ValueError: an entry is not understood, or is of another method than LoRA.
     """
     downs, ups, alphas, names, is_adapter = {}, {}, {}, {}, False
-    entries = dict(read_weights(file, kinds=(np.number, np.bool_)))
+    entries = read_weights(file, kinds=(np.number, np.bool_))
+    if file.suffix == ".safetensors":  # whose names are known before its tensors are read
+        with naming_damage(file):
+            known = [name.replace(".", "/") for name in SafetensorsFile(file).shapes]
+    else:
+        entries = list(entries)
+        known = [name for name, _ in entries]
     for mark, method in REFUSED.items():
-        if name := next((name for name in entries if re.search(mark, name)), None):
+        if name := next((name for name in known if re.search(mark, name)), None):
             raise ValueError(
                 f"--lora {file} is {method} ({name}), which is not supported; merge it into its "
                 "model with the program that made it"
             )
-    for name, x in entries.items():
+    for name, x in entries:
         is_adapter |= name.startswith(ADAPTER_PREFIX)
         x = np.asarray(x, np.float32)
         if found := FACTOR.fullmatch(name):

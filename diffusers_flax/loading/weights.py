@@ -36,9 +36,9 @@ TENSORS_NEED = re.compile(
     r"collections\.(OrderedDict|Counter)$|_codecs\.encode$"
 )
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")  # of files that torch.save wrote
-# Objects of the training loop in files of PyTorch Lightning, and numbers and arrays of NumPy beside
-# the weights: they are not needed and not made.
-NOT_NEEDED = ("pytorch_lightning.", "lightning.", "numpy.")
+# Objects beside the weights, which are not needed and not made: of the training loop, in files of
+# PyTorch Lightning, numbers of NumPy, paths, times, flags.
+NOT_NEEDED = ("pytorch_lightning.", "lightning.", "numpy.", "pathlib.", "datetime.", "argparse.")
 PARAMETER_DICT = "torch.nn.modules.container.ParameterDict"  # of the first textual inversions
 # By `weights_name`: the file names to look for, in this order.
 WEIGHT_FILES = {
@@ -395,7 +395,10 @@ class SafetensorsFile:
         """A tensor as a NumPy array, of ml_dtypes' dtypes where NumPy has none."""
         entry = self.header[key]
         if entry["dtype"] not in DTYPES:
-            raise NotWeights(f"its entry {key!r} has the packed dtype {entry['dtype']}")
+            raise NotWeights(
+                f"its entry {key!r} has the packed dtype {entry['dtype']}; take a file with float "
+                "or float8 tensors"
+            )
         # Read, not mapped: the pages of a memory map would stay in memory next to the copies.
         start, end = entry["data_offsets"]
         data = np.fromfile(self.file, np.uint8, end - start, offset=self.start + start)
@@ -405,7 +408,9 @@ class SafetensorsFile:
 def _read_pickle(file):
     for key, tensor in state_dict_of(load_pickle(file)).items():
         if not hasattr(tensor, "detach"):
-            raise NotWeights(f"its entry {key!r} is not a tensor")
+            raise NotWeights(
+                f"its entry {key!r} is not a tensor of PyTorch; save tensors, not NumPy arrays"
+            )
         yield key, as_array(tensor)
 
 
@@ -420,7 +425,9 @@ def as_array(tensor):
         bits = torch.int8 if tensor.element_size() == 1 else torch.int16
         return tensor.view(bits).numpy().view(getattr(ml_dtypes, name))
     except TypeError:  # quantized, sparse
-        raise NotWeights(f"it has a tensor of {tensor.dtype}, {tensor.layout}") from None
+        raise NotWeights(
+            f"it has a tensor of {tensor.dtype}, {tensor.layout}; save dense tensors of floats"
+        ) from None
 
 
 def _read_msgpack(file):

@@ -273,7 +273,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         module._check_params(flat, expected, where)
         params = unflatten_dict(flat, sep="/")
         if cls.is_trained and param_dtype is None and convert is None:
-            warn_of_float16(params)
+            warn_of_float16(params, cls.torch_class_name)
         return module, params
 
     def save_pretrained(

@@ -92,6 +92,8 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
     Its fields are the entries of a ControlNet's `config.json`, see FlaxUNet2DConditionModel.
     """
 
+    is_trained = True
+
     sample_size: int | tuple | None = 32  # no effect: any size may be given
     in_channels: int = 4
     down_block_types: tuple = (

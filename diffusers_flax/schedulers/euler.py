@@ -295,9 +295,8 @@ class EDMScheduler(SigmaScheduler):
     is its output and x_t = x_0 + sigma eps. prediction_type v_prediction has the sign of c_out that
     makes F the velocity of x_0 / sigma_data; epsilon has the paper's.
 
-    A run of one step goes from sigma_max to 0 or, with final_sigmas_type sigma_min, to sigma_min.
-    diffusers leaves the noise in the image in two of these runs: with exponential sigmas it visits
-    sigma_min alone, and EDMEulerScheduler with Karras sigmas and sigma_min ends at sigma_max.
+    A run of one step visits sigma_max. With exponential sigmas diffusers visits sigma_min instead,
+    which leaves the noise in the image.
 
     Source: Karras et al. (arXiv 2206.00364), table 1. Names, defaults and the start at
     sqrt(sigma_max^2 + 1): PyTorch diffusers.
@@ -342,9 +341,7 @@ class EDMScheduler(SigmaScheduler):
             sigmas = karras_sigmas(highest, lowest, num_inference_steps, self.config.rho)
         else:
             sigmas = np.geomspace(highest, lowest, num_inference_steps)
-        # The last sigma of several steps; the same to the last bit, so that nothing is left to do.
-        final = sigmas[-1] if num_inference_steps > 1 else lowest
-        final = final if self.config.final_sigmas_type == "sigma_min" else 0
+        final = sigmas[-1] if self.config.final_sigmas_type == "sigma_min" else 0
         return np.log(sigmas) / 4, np.append(sigmas, final)
 
     def create_state(self, common=None):

@@ -120,11 +120,9 @@ def test_values_without_a_known_range_are_refused(function):
 def test_every_format_is_read(name):
     pixels = np.zeros((16, 32, 3), np.uint8)
     pixels[:, 16:] = 255
-    options = {} if name == "ICO" else {"lossless": True, "quality": 100}
     file = io.BytesIO()
     image = Image.fromarray(pixels).resize((32, 32), Image.Resampling.NEAREST)
-    options |= {"sizes": [(32, 32)]} if name == "ICO" else {}
-    image.save(file, name, **options)
+    image.save(file, name, lossless=True, quality=100)
     assert open_image(file).format == name
     assert encoded_size(file.getvalue()) == (32, 32)
     np.testing.assert_allclose(decode_image(file.getvalue()), np.asarray(image), atol=8)
@@ -138,6 +136,7 @@ def test_every_format_is_read(name):
         (b"%!PS-Adobe-3.0 EPSF-3.0\n", "no known image format (24 bytes)"),
         (b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC (16 bytes)"),
         (b"\xff\x0a" + bytes(30), "JPEG XL (32 bytes)"),
+        (b"\0\0\1\0" + bytes(28), "ICO (32 bytes)"),
     ],
 )
 def test_other_formats_are_named(data, found):

@@ -494,7 +494,7 @@ def test_every_dtype_in_every_file(tmp_path):
             np.testing.assert_array_equal(found.astype(np.complex64), expected, err_msg=name)
     header = b'{"a":{"dtype":"F4","shape":[2,2],"data_offsets":[0,2]}}'
     safetensors_file.write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
-    with pytest.raises(ValueError, match=r"as weights: its entry 'a' has the packed dtype F4$"):
+    with pytest.raises(ValueError, match="its entry 'a' has the packed dtype F4; take "):
         list(weights.read_weights(safetensors_file))
 
 
