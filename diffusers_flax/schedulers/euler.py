@@ -295,8 +295,9 @@ class EDMScheduler(SigmaScheduler):
     is its output and x_t = x_0 + sigma eps. prediction_type v_prediction has the sign of c_out that
     makes F the velocity of x_0 / sigma_data; epsilon has the paper's.
 
-    A run of one step visits sigma_max. With exponential sigmas diffusers visits sigma_min instead,
-    which leaves the noise in the image.
+    A run of one step goes from sigma_max to 0 or, with final_sigmas_type sigma_min, to sigma_min.
+    diffusers leaves the noise in the image in two of these runs: with exponential sigmas it visits
+    sigma_min alone, and EDMEulerScheduler with Karras sigmas and sigma_min ends at sigma_max.
 
     Source: Karras et al. (arXiv 2206.00364), table 1. Names, defaults and the start at
     sqrt(sigma_max^2 + 1): PyTorch diffusers.
@@ -341,7 +342,10 @@ class EDMScheduler(SigmaScheduler):
             sigmas = karras_sigmas(highest, lowest, num_inference_steps, self.config.rho)
         else:
             sigmas = np.geomspace(highest, lowest, num_inference_steps)
-        final = sigmas[-1] if self.config.final_sigmas_type == "sigma_min" else 0
+        # The last sigma visited, rounding included, so the last step changes nothing. A run of one
+        # step ends at sigma_min, as in PyTorch's DPM-Solver.
+        final = sigmas[-1] if num_inference_steps > 1 else lowest
+        final = final if self.config.final_sigmas_type == "sigma_min" else 0
         return np.log(sigmas) / 4, np.append(sigmas, final)
 
     def create_state(self, common=None):
