@@ -54,8 +54,9 @@ def edit_size(size, resolution, factor):
     Returns:
         (width, height), each the nearest multiple of factor, at least one.
     """
-    scale = resolution / max(size)
-    return tuple(max(1, math.floor(side * scale / factor + 0.5)) * factor for side in size)
+    longer = max(size)
+    sides = (side * resolution / longer for side in size)
+    return tuple(max(1, math.floor(side / factor + 0.5)) * factor for side in sides)
 
 
 def shared_size(size, factor):
@@ -73,7 +74,7 @@ def shared_size(size, factor):
     sides = [math.floor(longer * k / 16 / factor + 0.5) * factor for k in range(8, 17)]
     if shorter < sides[0]:
         return size
-    shared = min(sides, key=lambda side: abs(side - shorter))
+    shared = min(sides, key=lambda side: (abs(side - shorter), -side))
     return (longer, shared) if size[0] == longer else (shared, longer)
 
 
