@@ -136,7 +136,7 @@ if [ "$target" = tpu ]; then # on a slice it waits for all workers
 elif [ "$target" = cpu ] || [ -n "$gpus" ]; then
     platform=${extra:0:4} # cuda, or empty
     devices=$(JAX_PLATFORMS=${platform:-cpu} .venv/bin/python -c "$show" 2>&1 | tail -n 1) ||
-        { say "error: jax cannot use the GPU: $devices" >&2 && exit 1; }
+        { say "error: jax finds no device: $devices" >&2 && exit 1; }
     say "jax.devices(): $devices"
 fi
 say "done; now: source .venv/bin/activate"

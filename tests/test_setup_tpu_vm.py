@@ -135,7 +135,7 @@ def test_an_interpreter_that_is_none(tmp_path):
 def test_a_gpu_that_jax_cannot_use(tmp_path):
     reason = "RuntimeError: Unable to initialize backend 'cuda'"
     code, lines, _ = setup(tmp_path, gpus=TURING, devices=reason)
-    assert code == 1 and lines[-1] == f"error: jax cannot use the GPU: {reason}"
+    assert code == 1 and lines[-1] == f"error: jax finds no device: {reason}"
 
 
 def test_sh_is_not_bash(tmp_path):
