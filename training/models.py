@@ -11,7 +11,7 @@ import numpy as np
 
 from dataloading.order import bucket_sizes, check_sides
 from diffusers_flax.loading.configs import ConfigMixin
-from diffusers_flax.loading.directories import has, read_index
+from diffusers_flax.loading.directories import INDEX_NAME, has, read_index
 from diffusers_flax.loading.lora import add_lora
 from diffusers_flax.loading.tokenizer import load_tokenizer
 from diffusers_flax.messages import warn_once
@@ -217,14 +217,14 @@ def open_modules(config: Config, dtype):
         return cls.from_config(content, dtype=dtype)
 
     unet_source = config.unet_model_name_or_path
-    if Path(unet_source, "unet").is_dir() and not Path(unet_source, "config.json").exists():
+    if is_pipeline(unet_source, "unet"):
         raise ValueError(
             f"--unet_model_name_or_path {unet_source} is a pipeline; give the output of "
             f"create_modified_unet.py, or {Path(unet_source, 'unet')} if its UNet is widened"
         )
     unet = open_module(FlaxUNet2DConditionModel, unet_source)
     if vae_source := config.pretrained_vae_model_name_or_path:
-        if Path(vae_source, "vae").is_dir() and not Path(vae_source, "config.json").exists():
+        if is_pipeline(vae_source, "vae"):
             raise ValueError(
                 f"--pretrained_vae_model_name_or_path {vae_source} is a pipeline; give its VAE, "
                 f"{Path(vae_source, 'vae')}"
@@ -240,6 +240,13 @@ def open_modules(config: Config, dtype):
     scheduler, _ = training_scheduler(schedule, source)
     open_sampler(schedule, source)  # raises an error if unsupported
     return Models(unet, vae, encoders if len(encoders) > 1 else encoders[0], scheduler)
+
+
+def is_pipeline(source, part):
+    """Whether a directory is a pipeline with this part; a trained one has a config.json of flags."""
+    return Path(source, part).is_dir() and (
+        Path(source, INDEX_NAME).exists() or not Path(source, "config.json").exists()
+    )
 
 
 def open_sampler(config, source):
