@@ -243,7 +243,7 @@ def open_modules(config: Config, dtype):
 
 
 def is_pipeline(source, part):
-    """Whether a directory is a pipeline with this part; a trained one has a config.json of flags."""
+    """Whether a directory is a pipeline with this part; some have a config.json, of flags."""
     return Path(source, part).is_dir() and (
         Path(source, INDEX_NAME).exists() or not Path(source, "config.json").exists()
     )

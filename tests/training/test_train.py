@@ -1248,6 +1248,11 @@ BAD_FOLDERS = [
         None,
         "--unet_model_name_or_path model is a pipeline; give the output of create_modified_unet.py",
     ),
+    (
+        {"unet_model_name_or_path": "model"},
+        lambda: Path("model/config.json").write_text('{"push_to_hub": false}'),  # of a trained one
+        "--unet_model_name_or_path model is a pipeline; give the output of create_modified_unet.py",
+    ),
     ({"unet_model_name_or_path": "model/vae"}, None, "is the config of AutoencoderKL"),
     ({"unet_model_name_or_path": "narrow"}, None, "create_modified_unet.py"),
     (
