@@ -22,7 +22,7 @@ Stable Diffusion 1.5's shapes, the techniques in turn in one process; a quarter 
 pixels. `quality`: edits of the demo's held-out images by edit_cli.py and the model of `make demo`;
 their PSNR to the plain edits, edit_error_ratio and instruction_accuracy as in demo/evaluate.py;
 also the PSNR of images that the demo's base model makes from captions; ten minutes.
-docs/acceleration.md has the command of the LoRA, demo/make_tiny_vae.py makes the TAESD.
+docs/few-steps.md has the command of the LoRA, demo/make_tiny_vae.py makes the TAESD.
 
 Rows go to benchmarks/results/images.json. `edit` needs 12 GB of memory, `sdxl` 18 GB and 14 GB of
 disk; a quarter of an hour on two otherwise idle cores.

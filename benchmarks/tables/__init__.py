@@ -11,7 +11,6 @@ results files.
 """
 
 import re
-from functools import partial
 
 from benchmarks.tables import quality, readme, speed, tpu
 
@@ -21,40 +20,25 @@ TABLES = {
     "results": readme.results_table,
     "bounds": readme.bounds_table,
     "pytorch": speed.pytorch_table,
-    "first_steps": speed.first_steps_table,
-    "operations": speed.operations_table,
-    "profile": speed.profile_table,
     "gpu": speed.gpu_table,
-    "gpu_plan": speed.gpu_plan_table,
     "full_size": speed.full_size_table,
     "full_size_xl": speed.full_size_xl_table,
     "exports": speed.exports_table,
     "runtimes": speed.runtimes_table,
-    "start": speed.start_table,
     "data": speed.data_table,
-    "ema_cost": speed.ema_cost_table,
-    "demo": quality.demo_table,
     "demo_evaluation": quality.demo_evaluation_table,
     "ema_quality": quality.ema_table,
-    "families": quality.families_table,
-    "families_models": quality.families_models_table,
     "acceleration_quality": quality.acceleration_quality_table,
     "text_to_image": quality.text_to_image_table,
     "storage": quality.storage_table,
     "distillation": quality.distillation_table,
-    "tpu_recipes": tpu.recipes_table,
     "tpu_train": tpu.train_table,
     "tpu_sdxl": tpu.sdxl_table,
     "tpu_shared": tpu.shared_table,
     "tpu_memory": tpu.little_memory_table,
     "tpu_unet": tpu.unet_table,
     "gpu_memory": tpu.gpu_memory_table,
-    "attention": tpu.attention_table,
-    "convolution": tpu.convolution_table,
-    "options": tpu.options_table,
     "acceleration_flops": tpu.acceleration_flops_table,
-    "acceleration_tpu_sdxl": partial(tpu.acceleration_tpu_table, "sdxl"),
-    "acceleration_tpu_edit": partial(tpu.acceleration_tpu_table, "edit"),
 }
 
 

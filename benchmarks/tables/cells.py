@@ -40,11 +40,6 @@ def median_spread(figures: dict, digits: int = 2) -> str:
     return spread(figures["min"], figures["median"], figures["max"], digits)
 
 
-def mean_spread(figures: dict, digits: int) -> str:
-    """The mean and the range of a measure's figures."""
-    return spread(figures["min"], figures["mean"], figures["max"], digits)
-
-
 def edit_cells(row: dict, digits: int = 3) -> list[str]:
     """Error and accuracy of edits."""
     return [f"{row[x]:.{digits}f}" for x in ("edit_error_ratio", "instruction_accuracy")]
@@ -53,9 +48,3 @@ def edit_cells(row: dict, digits: int = 3) -> list[str]:
 def memory_cell(row: dict) -> str:
     """GiB of a program and of the chip."""
     return f"{row['memory_total'] / GIB:.1f} of {row['memory_usable'] / GIB:.2f}"
-
-
-def middle_start(kind: str) -> dict:
-    """Of the starts of a kind, the one with the median time."""
-    starts = results("full_size")[f"start sd15 {kind}"]["starts"]
-    return sorted(starts, key=lambda start: start["seconds"])[len(starts) // 2]

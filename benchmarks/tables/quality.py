@@ -3,7 +3,7 @@
 import statistics
 
 from benchmarks.rows import markdown_table, psnr_cell, rows_of
-from benchmarks.tables.cells import edit_cells, mean_spread, median_spread, results
+from benchmarks.tables.cells import edit_cells, median_spread, results
 
 EMA_TITLES = {
     "full 0.9999": "full, 0.9999",
@@ -15,17 +15,6 @@ EMA_TITLES = {
     "late 20%, 0.9999": "late, last 20%, 0.9999",
     "post-hoc, best": "post-hoc, best length (0.05 each time)",
 }
-FAMILY_TITLES = {"sd": "Stable Diffusion", "sdxl": "SDXL"}
-
-
-def demo_table() -> str:
-    """Edit error and accuracy of the demo's model."""
-    lines = [
-        [title, *edit_cells(row, 2)]
-        for title, row in results("demo").items()
-        if "instruction_accuracy" in row
-    ]
-    return markdown_table("| edit_error_ratio | instruction_accuracy", lines)
 
 
 def demo_evaluation_table() -> str:
@@ -51,53 +40,6 @@ def ema_table() -> str:
         lines.append([EMA_TITLES.get(name, name), *cells, accuracy])
     header = "average | held-out loss | to none | edit error | to none | right edit"
     return markdown_table(header, lines)
-
-
-def families() -> dict:
-    """{family: its row over all seeds}; {} until demo/compare_families.py has run."""
-    rows = results("families")
-    return {name: rows[case] for name in FAMILY_TITLES if (case := f"{name} summary") in rows}
-
-
-def families_models_table() -> str:
-    """Size, training and speed of both families."""
-    lines = []
-    for name, row in families().items():
-        parameters, edits = row["parameters"], row["edits"][0]
-        text = sum(count for part, count in parameters.items() if part.startswith("text_encoder"))
-        lines.append(
-            [
-                FAMILY_TITLES[name],
-                f"{parameters['unet']:,}",
-                f"{text:,}",
-                mean_spread(row["final_loss"], 3),
-                f"{row['train_seconds']['mean']:.0f} s",
-                f"{edits['flops_per_edit']['mean'] / 1e9:.1f}",
-                mean_spread(edits["seconds_per_edit"], 3),
-            ]
-        )
-    return markdown_table(
-        "| widened UNet, parameters | text encoders | training loss, last tenth | a run takes "
-        "| GFLOP per edit | s per edit",
-        lines,
-    )
-
-
-def families_table() -> str:
-    """Edits of both families on held-out images, and what needs no model."""
-    measures, lines = {"l1": 3, "mse": 4, "error_ratio": 2}, []
-    for name, row in families().items():
-        for edit in row["edits"]:
-            scales = [str(edit["guidance_scale"]), str(edit["image_guidance_scale"])]
-            cells = [mean_spread(edit[x], digits) for x, digits in measures.items()]
-            lines.append([FAMILY_TITLES[name], *scales, *cells])
-    for case, row in rows_of(results("families"), "baseline").items():
-        if "error_ratio" in row and case != "truth":
-            cells = [f"{row[x]:.{digits}f}" for x, digits in measures.items()]
-            lines.append([case, "", "", *cells])
-    return markdown_table(
-        "| text guidance | image guidance | L1 to the truth | MSE to the truth | edit error", lines
-    )
 
 
 def acceleration_quality_table() -> str:

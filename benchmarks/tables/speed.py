@@ -2,11 +2,8 @@
 
 import statistics
 
-from benchmarks.gpu.plan import PLANS
 from benchmarks.rows import markdown_table, psnr_cell, rows_of
 from benchmarks.tables.cells import (
-    median_spread,
-    middle_start,
     results,
     seconds,
     spread,
@@ -50,65 +47,6 @@ def pytorch_table() -> str:
             ]
         )
     return markdown_table("| rounds | ours | of the peak | PyTorch | speed-up", lines)
-
-
-def first_steps_table() -> str:
-    """From the start of a process to the end of the first step, edit or image."""
-    lines = []
-    for title, name, case in (
-        ("optimizer step, two pairs", *STEP),
-        ("edit, 20 steps", *EDIT),
-        ("SDXL image, 4 steps", *SDXL_IMAGE),
-    ):
-        summary = results(name)[case]["summary"]
-        found = [summary[x]["first_seconds"] for x in ("torch eager", "ours")]
-        lines.append([title, *(f"{x:.0f} s" for x in found)])
-    return markdown_table("to the end of the first | PyTorch | ours", lines)
-
-
-def operation_cell(name: str, work: str, contenders: tuple[str, ...]) -> str:
-    """The factor by which ours is faster than the fastest of the contenders that were measured."""
-    summary = results("operations")[f"cpu {name} {work} 2"]["summary"]
-    found = [summary[x]["ours_times_as_fast"] for x in contenders if x in summary]
-    return f"{min(found):.2f}" if found else ""
-
-
-def operations_table() -> str:
-    """The factors by which ours is faster than XLA's operation and PyTorch's faster layout."""
-    kinds = (("xla",), ("torch eager", "torch channels_last"))
-    lines = [
-        [title, *(operation_cell(name, w, c) for c in kinds for w in ("forward", "gradient"))]
-        for title, name in (
-            ("3x3 convolution, 32x32 positions, 320 channels", "conv_32"),
-            ("3x3 convolution, 16x16 positions, 640 channels", "conv_16"),
-            ("3x3 convolution, 8x8 positions, 1280 channels", "conv_8"),
-            ("matmul, 1024 positions, 320 to 2560 channels", "dense_1024"),
-            ("self-attention, 1024 positions, 8 heads of 40", "self_attention_1024"),
-            ("attention to 77 tokens of text", "text_attention_1024"),
-        )
-    ]
-    header = "| XLA: forward | with gradients | PyTorch: forward | with gradients"
-    return markdown_table(header, lines)
-
-
-def profile_table() -> str:
-    """Seconds of the UNet by kind of operation."""
-    kinds = ("convolutions", "matmuls", "attention", "norms", "other")
-    lines = []
-    for work, title in (("forward", "forward"), ("gradient", "with gradient")):
-        for name, whose in (("ours", "ours"), ("torch eager", "PyTorch")):
-            times = results("unet")[f"profile {work} {name}"]["seconds_by_kind"]
-            figures = [*(times[kind] for kind in kinds), sum(times.values())]
-            lines.append([title, whose, *(f"{x:.2f}" for x in figures)])
-    return markdown_table(f"| | {' | '.join(kinds)} | all", lines)
-
-
-def gpu_plan_table() -> str:
-    """The plan of benchmarks.gpu."""
-    lines = [
-        [f"`{name}`", *(f"{x:.0f} s" if x else "" for x in plan)] for name, plan in PLANS.items()
-    ]
-    return markdown_table("row | XLA compiles | `torch.compile` | measurement", lines)
 
 
 def gpu_lines(case: str, row: dict) -> list[list[str]]:
@@ -221,19 +159,6 @@ def runtimes_table() -> str:
     return markdown_table("| rounds | ours | PyTorch | onnxruntime | OpenVINO", lines)
 
 
-def start_table() -> str:
-    """From the command to the first SDXL image."""
-    prefix, lines = "start sd15 ", []
-    for case in results("full_size"):
-        if case.startswith(prefix):
-            kind = case.removeprefix(prefix)
-            middle = middle_start(kind)
-            compiling = middle["compile_seconds"]
-            cell = "" if compiling is None else f"{compiling:.2f} s"
-            lines.append([kind, f"{middle['seconds']:.1f} s", cell])
-    return markdown_table("start | to the image | of which tracing, compiling or loading", lines)
-
-
 def data_table() -> str:
     """Pairs per second of the data loaders."""
     lines = []
@@ -264,13 +189,3 @@ def data_table() -> str:
         "| pairs per CPU second, 2 threads",
         lines,
     )
-
-
-def ema_cost_table() -> str:
-    """Cost of an average: time of a step and memory."""
-    cost, lines = results("ema")["cost"], []
-    for name, plan in cost["figures"]["plans"].items():
-        held = plan["average_bytes"]
-        memory = f"{held / 1e6:.1f} MB" if held else "0"
-        lines.append([name, median_spread(cost["summary"][name]), memory])
-    return markdown_table("| time of a step / time without an average | held by a device", lines)

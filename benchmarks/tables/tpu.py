@@ -1,7 +1,5 @@
 """Tables of programs that are compiled for TPUs and not run."""
 
-from collections.abc import Callable
-
 from benchmarks.rows import GIB, markdown_table, rows_of
 from benchmarks.tables.cells import (
     AT_SHARE,
@@ -12,40 +10,11 @@ from benchmarks.tables.cells import (
     results,
     seconds,
 )
-from benchmarks.tpu import LITTLE_MEMORY, OPTIONS, SHARED
-from benchmarks.tpu_kernels import CASES
+from benchmarks.tpu import LITTLE_MEMORY, SHARED
 from tpu.programs import find_slice, roofline_seconds
 from training.flags import Config as TrainingConfig
 
-CHIPS = ("v5e", "v6e")  # that images and convolutions are compiled for
-
-
-def recipes_table() -> str:
-    """The two recipes of docs/training.md: memory and least time."""
-    lines = []
-    for title, pairs, num_steps in (("toy run", " 4 pairs", 1000), ("full dataset", "", 15000)):
-        for slice_name in ("v4-32", "v5e-16"):
-            row = results("tpu")[f"program {slice_name} train{pairs}"]
-            step = row["step_seconds"]
-            lines.append(
-                [
-                    title,
-                    slice_name,
-                    f"{row['batch_per_chip'] * row['chips']}",
-                    str(row["batch_per_chip"]),
-                    memory_cell(row),
-                    f"{step * 1e3:.0f} ms",
-                    f"{estimate(step) * 1e3:.0f} ms",
-                    f"{num_steps}",
-                    f"{num_steps * step / 60:.1f} min",
-                    f"{num_steps * estimate(step) / 60:.1f} min",
-                ]
-            )
-    return markdown_table(
-        "recipe | slice | batch size | pairs per chip | memory per chip, GiB | a step, at least "
-        f"| {AT_SHARE} | steps | all steps, at least | {AT_SHARE}",
-        lines,
-    )
+CHIPS = ("v5e", "v6e")  # that images and edits are counted for
 
 
 def training_settings(flags: dict) -> str:
@@ -234,55 +203,6 @@ def gpu_memory_table() -> str:
     return markdown_table(header, lines)
 
 
-def attention_table() -> str:
-    """Cycles of an attention layer."""
-    lines = []
-    for case in CASES:
-        cells = [case]
-        for variant in ("ours", "all three"):
-            row = results("tpu")[f"attention {case}, {variant}"]
-            cells += [f"{sum(row['kernels'].values()) / 1e3:.0f}", f"{row['rest'] / 1e3:.0f}"]
-        lines.append(cells)
-    return markdown_table(
-        "an attention layer, thousand cycles | kernels | all else | blocks of 512: kernels "
-        "| all else",
-        lines,
-    )
-
-
-def convolution_table() -> str:
-    """Cycles of 3x3 convolutions."""
-    cells: dict[str, list[str]] = {}
-    names = {"xla": "XLA", "matmuls": "matmuls", "int8": "in int8"}
-    for case, row in rows_of(results("tpu"), "convolution").items():
-        shape = case.partition(", ")[2]
-        cells.setdefault(shape, []).extend(f"{row[name]['cycles'] / 1e3:.0f}" for name in names)
-    header = [f"{chip}: {column}" for chip in CHIPS for column in names.values()]
-    lines = [[shape, *figures] for shape, figures in cells.items()]
-    return markdown_table(f"| {' | '.join(header)}", lines)
-
-
-def options_table() -> str:
-    """What compiler options change: cycles and HBM traffic, relative to the default options."""
-    costs: dict[str, dict] = {}
-    for case, row in rows_of(results("tpu"), "options").items():
-        program, _, name = case.rpartition(", ")
-        costs.setdefault(program, {})[name] = row
-    names = [name for name in OPTIONS if name != "default"]
-    lines = []
-    for program, found in sorted(costs.items()):
-        if "default" not in found:
-            continue
-        default, cells = found["default"], []
-        for name in names:
-            row = found.get(name)
-            keys = ("cycles", "hbm_bytes") if row and row["tpu"] == default["tpu"] else ()
-            cells.append(", ".join(f"{row[key] / default[key]:.2f}" for key in keys))
-        if any(cells):
-            lines.append([program, *cells])
-    return markdown_table(f"| {' | '.join(names)}", lines)
-
-
 def flops_cells(row: dict | None) -> list[str]:
     """Evaluations, TFLOP, and per chip least time and estimate; empty without a row."""
     if row is None:
@@ -301,46 +221,3 @@ def acceleration_flops_table() -> str:
     times = " | ".join(f"{chip}, at least | {chip}, {AT_SHARE}" for chip in CHIPS)
     columns = f"evaluations | TFLOP | {times}"
     return markdown_table(f"| SDXL: {columns} | edit: {columns}", lines)
-
-
-def compiled_row(tpu: str, job: str) -> dict | None:
-    """A compiled image or edit, of the highest of XLA's levels; None if it was not compiled."""
-    rows = results("tpu")
-    cases = (f"program {tpu} {job}{level}" for level in ("", " O1", " O0"))
-    return next((rows[case] for case in cases if case in rows), None)
-
-
-def compiled_cells(row: dict | None) -> list[str]:
-    """Memory, traffic, least time and estimate of a compiled program; empty without a row."""
-    if row is None:
-        return [""] * 4
-    if "flops" not in row:
-        return ["does not fit", "", "", ""]
-    chip = find_slice(row["tpu"]).chip
-    compute = roofline_seconds(chip, row["flops"], 0, int8_flops=row["int8_flops"])
-    times = [compute, max(compute, roofline_seconds(chip, 0, row["hbm_bytes"]))]
-    memory, moved = f"{row['memory_total'] / GIB:.1f}", f"{row['hbm_bytes'] / 1e9:.0f} GB"
-    if "optimization_level" in row["flags"]:  # the default level moves less
-        moved = f"< {moved}"
-    else:
-        times = times[1:]
-    return [memory, moved, *(time_range(times, write) for write in (seconds, estimated_seconds))]
-
-
-def time_range(times: list[float], write: Callable[[float], str]) -> str:
-    """Times from the least to the largest, each written by `write`, with one unit at the end."""
-    cells = dict.fromkeys(write(time).removesuffix(" s") for time in times)
-    return f"{' to '.join(cells)} s"
-
-
-def acceleration_tpu_table(program: str) -> str:
-    """Compiled programs with each acceleration. program: sdxl or edit."""
-    lines = []
-    for case in rows_of(results("tpu"), "acceleration"):
-        job, _, name = case.partition(", ")
-        if job == program:
-            found = [compiled_row(f"{chip}-1", case) for chip in CHIPS]
-            lines.append([name, *(cell for row in found for cell in compiled_cells(row))])
-    titles = ("GiB", "HBM", "at least", AT_SHARE)
-    header = [f"{chip}: {title}" for chip in CHIPS for title in titles]
-    return markdown_table(f"| {' | '.join(header)}", lines)

@@ -594,7 +594,7 @@ def test_without_average_the_window_is_named(options, window):
     ],
 )
 def test_a_longer_run_has_the_average_of_its_whole_length(options, is_same):
-    """As docs/training.md says: of 15000 steps, then 15300. The weight after step s is s."""
+    """As docs/runs.md says: of 15000 steps, then 15300. The weight after step s is s."""
     before, after = (ema_plan(max_train_steps=n, **options) for n in (15000, 15300))
 
     def average(first_step, plans):
