@@ -60,8 +60,8 @@ from diffusers_flax.devices.serving import IN_FLIGHT, DeviceClock, FileWriter
 from diffusers_flax.images import IMAGE_FORMATS, save_image, to_pil
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.parameters import choose_dtype, place_params
-from diffusers_flax.pipelines.calls import count_steps, timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
+from diffusers_flax.pipelines.sampling import count_steps, timestep_options
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import (
     SOFTWARE,

@@ -39,8 +39,8 @@ from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.parameters import choose_dtype
-from diffusers_flax.pipelines.calls import timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
+from diffusers_flax.pipelines.sampling import timestep_options
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import check_model
 from editing.held_out import (

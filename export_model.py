@@ -181,7 +181,7 @@ def load_model_to_export(config):
 
     from diffusers_flax.loading.hub import with_single_files
     from diffusers_flax.pipelines.base import pipeline_class
-    from diffusers_flax.pipelines.generation import TextToImage
+    from diffusers_flax.pipelines.text_to_image import TextToImage
     from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
 
     model = with_single_files(config, "model").model

@@ -53,8 +53,12 @@ from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.memory import plan_images
 from diffusers_flax.messages import one_line
 from diffusers_flax.parameters import cast_params, choose_dtype, place_params
-from diffusers_flax.pipelines.calls import AYS_SDXL, check_steps, timestep_options
-from diffusers_flax.pipelines.sampling import keys_per_image
+from diffusers_flax.pipelines.sampling import (
+    AYS_SDXL,
+    check_steps,
+    keys_per_image,
+    timestep_options,
+)
 from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
 from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
 

@@ -38,7 +38,7 @@ NAMES = {  # by module
         "FlaxStableDiffusionSafetyChecker",
     ),
     "models.base": ("FlaxModelMixin",),
-    "loading.pretrained": ("FlaxPreTrainedModel",),
+    "models.pretrained": ("FlaxPreTrainedModel",),
     "schedulers.base": (
         "FlaxKarrasDiffusionSchedulers",
         "FlaxSchedulerMixin",

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from diffusers_flax.devices.layout import BALANCED
+from diffusers_flax.devices.layout import BALANCED, PARTS, part_of_models
 from diffusers_flax.devices.offload import KEPT_MODELS, group_of
-from diffusers_flax.devices.parts import PARTS, part_of_models
 from diffusers_flax.devices.shares import num_devices_of_rows
 from diffusers_flax.models.attention import fits_splash
 from diffusers_flax.models.quantization import is_stored_kernel
@@ -194,7 +193,7 @@ def with_balanced_parts(pipeline, batch_size, num_branches, size):
     sizes["unet"] += batch_size * bytes_per_image(pipeline, num_branches, *size)
     platform = layout.devices[0].platform
     of_batch = batch_size, size, platform, pipeline.vae.tile, encodes_images(pipeline)
-    sizes["vae"] += bytes_of_vae(pipeline._vae, *of_batch)
+    sizes["vae"] += bytes_of_vae(pipeline.compute_vae, *of_batch)
     parts = balance(sizes, len(layout.devices))
     return replace(pipeline, layout=replace(layout, parts=parts))
 
@@ -224,7 +223,7 @@ def choose_vae_tile(pipeline, batch_size, size, available, platform):
         available: bytes of memory beside the parameters.
         platform: of the device, "cpu", "gpu" or "tpu".
     """
-    vae = pipeline._vae
+    vae = pipeline.compute_vae
     encodes = encodes_images(pipeline)
     needs = partial(bytes_of_vae, vae, batch_size, size, platform, encodes=encodes)
     if (pipeline.accelerate.tiny_decoder and not encodes) or needs() <= available:
@@ -277,7 +276,7 @@ def sizes_of_params(pipeline, model):
     """[(name, bytes)] of a model's parameters after cast_params; [] if it is absent."""
     if (module := getattr(pipeline, model, None)) is None:
         return []
-    dtype = pipeline._vae.dtype if model == "vae" else pipeline.dtype
+    dtype = pipeline.compute_vae.dtype if model == "vae" else pipeline.dtype
     is_int8 = model == "unet" and pipeline.accelerate.int8
     sizes = []
     shapes = getattr(module, "module", module)._param_shapes()  # a text encoder has a module

@@ -106,7 +106,7 @@ def cast_params(pipeline, params):
         params: its parameters, arrays on the host.
     """
     for name in params.keys() - {"scheduler", "safety_checker"}:
-        dtype = pipeline._vae.dtype if name == "vae" else pipeline.dtype
+        dtype = pipeline.compute_vae.dtype if name == "vae" else pipeline.dtype
         _cast(params[name], dtype, pipeline.storage)
     pipeline.quantize_params(params)
 

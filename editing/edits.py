@@ -29,13 +29,12 @@ from diffusers_flax.memory import plan_images
 from diffusers_flax.messages import warn_once
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
-from diffusers_flax.pipelines.calls import check_steps, timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import (
     InstructPix2Pix,
     edit_branches,
     pixels_per_latent,
 )
-from diffusers_flax.pipelines.sampling import text_branches
+from diffusers_flax.pipelines.sampling import check_steps, text_branches, timestep_options
 from diffusers_flax.schedulers.factory import choose_scheduler
 
 SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace

@@ -17,9 +17,8 @@ from diffusers_flax.memory import peak_memory
 from diffusers_flax.models.attention import plain_operations
 from diffusers_flax.parameters import choose_dtype, replicate_params
 from diffusers_flax.pipelines.base import MODULES
-from diffusers_flax.pipelines.calls import timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
-from diffusers_flax.pipelines.sampling import decode
+from diffusers_flax.pipelines.sampling import decode, make_schedule, timestep_options
 from editing.edits import edit_batches, edit_size, load_model, plan_edits
 from editing.metrics import Clip, clip_metrics, features_or_nan, mask_metrics, pixel_metrics
 from editing.report import grid_rows
@@ -131,7 +130,7 @@ def measure_vae(references, results, save, model, pipeline, params):
     """Add the rows of a model's VAE: input and truth, encoded and decoded."""
 
     def through_vae(image):
-        decoded = vae_round_trip(pipeline._vae, params, prepare_images(image))
+        decoded = vae_round_trip(pipeline.compute_vae, params, prepare_images(image))
         return pipeline.numpy_to_pil(decoded)[0]
 
     def of_truth(pair, size):
@@ -340,7 +339,7 @@ def count_edit_flops(pipeline, params, size, branches, steps):
         params: shapes of its parameters, jax.ShapeDtypeStruct.
         size: (width, height).
         branches: of guidance.
-        steps: of calls.timestep_options.
+        steps: of timestep_options.
 
     Returns:
         float.
@@ -349,13 +348,13 @@ def count_edit_flops(pipeline, params, size, branches, steps):
     image = jax.ShapeDtypeStruct((1, 3, height, width), jnp.float32)
     latents = pipeline.latent_shape(1, height, width)
     num_steps, timesteps = steps["num_inference_steps"], steps["timesteps"]
-    _, scales = pipeline._schedule(num_steps, latents, timesteps=timesteps)
+    schedule = make_schedule(pipeline.scheduler, latents, num_steps, timesteps)
     edit = partial(pipeline._generate, branches=branches, **steps)
     with plain_operations():
         program = jax.make_jaxpr(edit)(
             pipeline.prepare_text_inputs(""), image, params, jax.random.key(0)
         )
-    switches = switch_shares(plan_steps(pipeline.accelerate, branches, scales))
+    switches = switch_shares(plan_steps(pipeline.accelerate, branches, schedule.scales))
     return matmul_flops(program.jaxpr, switches)[0]
 
 

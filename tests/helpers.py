@@ -82,7 +82,7 @@ def check_output_types(loaded, torch_latents, input_images, latents, **options):
     assert found.shape == torch_latents.shape and found.dtype == jnp.float32
     assert np.abs(found - torch_latents.numpy()).max() < 1e-4 * torch_latents.abs().max()
     arrays = edit().images
-    np.testing.assert_allclose(pipeline._decode(params, found), arrays, atol=1e-5)
+    np.testing.assert_allclose(pipeline.decode(params, {}, None, None, found), arrays, atol=1e-5)
     images, *flags = edit(output_type="pil", return_dict=False)  # SDXL has no flags
     assert not any(flags) and len(images) == len(input_images)
     for image, array in zip(images, arrays):

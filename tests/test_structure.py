@@ -68,7 +68,7 @@ def test_numbers_of_files():
 def test_lengths():
     long = {}
     for file, tree in code().items():
-        long[file] = len((ROOT / file).read_text(encoding="utf-8").splitlines()) - 650
+        long[file] = len((ROOT / file).read_text(encoding="utf-8").splitlines()) - 800
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body

@@ -37,6 +37,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
+from diffusers_flax.pipelines.sampling import make_schedule
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import choose_scheduler
@@ -246,7 +247,7 @@ def pipeline_shapes(pipeline):
         for name in (*MODULES, "tiny_vae")
         if (module := getattr(pipeline, name, None)) is not None
     }
-    params["vae"] = param_shapes(pipeline._vae, pipeline._vae.dtype)
+    params["vae"] = param_shapes(pipeline.compute_vae, pipeline.compute_vae.dtype)
 
     def quantized(unet):
         params = {"unet": unet}
@@ -316,8 +317,9 @@ def image_job(config, devices):
             **inputs,
         )
 
-    _, scales = pipeline._schedule(num_steps, pipeline.latent_shape(B, side, side))
-    steps = plan_steps(pipeline.accelerate, branches, scales)
+    latents = pipeline.latent_shape(B, side, side)
+    schedule = make_schedule(pipeline.scheduler, latents, num_steps)
+    steps = plan_steps(pipeline.accelerate, branches, schedule.scales)
     keys = jax.ShapeDtypeStruct((n, B), keys.dtype)
     if layout is None:
         step, batch_per_chip = jax.pmap(generate, axis_name="batch", devices=devices), B

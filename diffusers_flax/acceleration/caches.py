@@ -53,8 +53,8 @@ def denoise_accelerated(
     branches,
     inputs,
     combine,
-    eta,
-    watch,
+    eta=None,
+    watch=None,
     after_step=None,
     layout=None,
 ):
@@ -66,7 +66,7 @@ def denoise_accelerated(
         schedule: the scheduler, its state and the noise_scales of the steps to make.
         x_t, keys, eta, watch, after_step: as for sampling.denoise.
         branches: of guidance in a plain run.
-        inputs: as for Generation._denoise.
+        inputs: as for choose_denoising.
         combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided (B, C, h, w).
         layout: Layout of the devices that share the work; None: this one does it.
     """

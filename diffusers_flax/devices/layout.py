@@ -24,16 +24,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from diffusers_flax.devices.offload import (
     HOST_PLATFORMS,
     check_offload,
-    fetching,
     format_on_host,
     has_pinned_memory,
     lives_on_host,
 )
-from diffusers_flax.devices.parts import PARTS, part_of_models
 from diffusers_flax.devices.processes import check_agreement, list_of_process_0, start_distributed
 from diffusers_flax.parameters import replace_leaves
 
 AXES = ("data", "branches", "rows")
+PARTS = ("text", "unet", "vae")  # of a model, which may have devices of their own
 BALANCED = "balanced"
 # The parts of models that several parts use, or none.
 MORE_MODELS = {"tiny_vae": "unet", "safety_checker": "vae"}
@@ -296,13 +295,16 @@ class Layout:
             The function of all images and shared, to be compiled by jit.
         """
 
-        def fetch_and_call(images, shared):
-            with fetching(self.offload if self.fetches else None):
-                return function(images, shared)
-
         images = PartitionSpec("data")
         specs = dict(in_specs=(images, PartitionSpec()), out_specs=images)
-        return jax.shard_map(fetch_and_call, mesh=self.mesh, check_vma=False, **specs)
+        return jax.shard_map(function, mesh=self.mesh, check_vma=False, **specs)
+
+
+def part_of_models(models):
+    """The name in PARTS of the part with these models, keys of params."""
+    if models[0].startswith("text_encoder"):
+        return "text"
+    return "unet" if models[0] == "controlnet" else models[0]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
     layout = Layout(jax.devices()[:1], offload="group")
     layout.place_params(params)                       # matrices and kernels into pinned memory
-    with fetching("group"):
-        images = pipeline._generate(...)              # inside of Layout.map
+    images = pipeline(prompt_ids, params, key).images # running.generate fetches
 
 component: text encoders and VAE have their parameters on the device while they run; UNet and
 ControlNets, which run most of the time, stay there. group: residual blocks and transformers in
@@ -23,13 +22,10 @@ Source: ZeRO-Offload (arXiv 2101.06840) keeps states of training in the host's m
 
 import re
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import flax.linen as nn
 import jax
 from jax.tree_util import keystr
-
-from diffusers_flax.devices.parts import run_parts
 
 # What a group is: the names of its module, from the model on, joined by "/".
 _LAYER_OF_TEXT = r"text_model/encoder/layers/\d+"
@@ -46,7 +42,7 @@ HOST_PLATFORMS = ("cpu",)
 NO_PARTS = ("scheduler", "safety_checker")  # in params, but in no part of a run
 KEPT_MODELS = ("unet", "controlnet")  # in component
 
-_group = ContextVar("group", default=())  # the path of the group that runs
+PLACE = "place"  # the collection of variables that has the path of the group that runs
 
 
 def check_offload(offload, devices):
@@ -116,17 +112,17 @@ def group_of(names, offload):
 
 @contextmanager
 def fetching(offload):
-    """A context in which models and parts of a run fetch parameters that are on the host.
+    """A context in which models fetch the groups of their parameters that are on the host.
 
     Args:
-        offload: a key of GROUPS; None: nothing is fetched.
+        offload: a key of GROUPS.
+
+    Yields:
+        Fetcher, for what is in no group.
     """
-    if offload is None:
-        yield
-        return
-    fetcher = _Fetcher(offload)
-    with run_parts(fetcher.run_part), nn.intercept_methods(fetcher.call_module):
-        yield
+    fetcher = Fetcher(offload)
+    with nn.intercept_methods(fetcher.call_module):
+        yield fetcher
 
 
 def fetch(params, after):
@@ -147,7 +143,13 @@ def fetch(params, after):
 
 def path_in_model(module):
     """The names of a module's places in its model; flax's path begins anew in a group."""
-    return (*_group.get(), *module.path)
+    return (*group_that_runs(module), *module.path)
+
+
+def group_that_runs(module):
+    """The path of the group that a module runs in, names; () outside of groups."""
+    place = module.scope.root.get_variable(PLACE, "path", "")
+    return tuple(place.split("/")) if place else ()
 
 
 def is_on_host(x):
@@ -155,24 +157,26 @@ def is_on_host(x):
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-class _Fetcher:
-    """What `fetching` does to parts and modules; offload: a key of GROUPS."""
+class Fetcher:
+    """What `fetching` does to stages and modules; offload: a key of GROUPS."""
 
     def __init__(self, offload):
         self.offload = offload
-        self.part_before = ()  # the result of the part before
+        self.stage_before = ()  # the result of the stage before
         self.group_before = None  # what the group before takes, in the same call of a model
 
-    def run_part(self, names, call, params):
-        """See run_parts: fetch what is in no group of the part's models."""
-        kept = {name: params[name] for name in names if name in params}
-        # In place: the function of a ControlNet's residuals has the same dict.
-        params.update({name: self.fetch_rest(x) for name, x in kept.items()})
-        try:
-            self.part_before = call(params)
-        finally:
-            params.update(kept)
-        return self.part_before
+    def stage(self, stage, models):
+        """A stage of a run, (params, ...), which fetches what is in no group of its models.
+
+        models: their keys in params.
+        """
+
+        def fetch_and_run(params, *args):
+            own = {name: self.fetch_rest(params[name]) for name in models if name in params}
+            self.stage_before = stage(params | own, *args)
+            return self.stage_before
+
+        return fetch_and_run
 
     def fetch_rest(self, params):
         """The parameters of a model; groups stay on the host."""
@@ -180,14 +184,14 @@ class _Fetcher:
         leaves = [x for _, x in paths]
         names = [keystr(path, simple=True, separator="/").split("/") for path, _ in paths]
         rest = [i for i, names in enumerate(names) if group_of(names, self.offload) is None]
-        for i, x in zip(rest, fetch([leaves[i] for i in rest], self.part_before)):
+        for i, x in zip(rest, fetch([leaves[i] for i in rest], self.stage_before)):
             leaves[i] = x
         return jax.tree.unflatten(structure, leaves)
 
     def call_module(self, method, args, kwargs, context):
         """See nn.intercept_methods: call a group with parameters on the device."""
         module = context.module
-        if _group.get():
+        if group_that_runs(module):
             return method(*args, **kwargs)
         if not module.path:  # a call of a model begins; what was before may be of another trace
             self.group_before = None
@@ -200,8 +204,5 @@ class _Fetcher:
         params = fetch(variables["params"], after)
         # The next group is fetched when this one starts; in layer when this one is done.
         self.group_before = args[0] if self.offload == "group" else None
-        token = _group.set(path)
-        try:
-            return module.apply({"params": params}, *args, **kwargs)
-        finally:
-            _group.reset(token)
+        place = {PLACE: {"path": "/".join(path)}}
+        return module.apply({"params": params, **place}, *args, **kwargs)

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from diffusers_flax.loading.configs import RUNTIME_FIELDS
-from diffusers_flax.loading.pretrained import CALL_SETTINGS, FlaxPreTrainedModel, FromTransformers
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import (
     CLIPEmbeddings,
@@ -30,6 +29,7 @@ from diffusers_flax.models.blocks import (
     CLIPEncoderLayer,
     LayerNorm,
 )
+from diffusers_flax.models.pretrained import CALL_SETTINGS, FlaxPreTrainedModel, FromTransformers
 from diffusers_flax.outputs import ModelOutput
 
 # transformers 5 saves the towers without the published prefix, and loads them with or without.

@@ -19,7 +19,6 @@ from flax.core import FrozenDict
 from jax.typing import DTypeLike
 from PIL import Image
 
-from diffusers_flax.loading.pretrained import FlaxPreTrainedModel, FromTransformers
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.clip import (
     CLIPTextTransformer,
@@ -36,6 +35,7 @@ from diffusers_flax.models.clip import (
     image_shape,
     part_of_config,
 )
+from diffusers_flax.models.pretrained import FlaxPreTrainedModel, FromTransformers
 from diffusers_flax.outputs import ModelOutput
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,6 @@
-"""The base class of the pipelines: reads and writes a pipeline directory.
+"""The base class of the pipelines: reads and writes a pipeline directory, sizes of images.
 
-A pipeline is a frozen dataclass of modules, tokenizers and a scheduler with a pure method
-`_generate` of arrays; generation.py has what its calls do.
+A pipeline is a frozen dataclass of modules, tokenizers and a scheduler. running.py runs its stages.
 """
 
 import inspect
@@ -9,14 +8,17 @@ import logging
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 import diffusers_flax
 from diffusers_flax.acceleration.plans import Acceleration, check_shared_rows, parse
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import Layout
+from diffusers_flax.images import to_pil
 from diffusers_flax.loading.configs import ConfigMixin, FromSingleFile, FrozenConfig
 from diffusers_flax.loading.deltas import UnetDelta
 from diffusers_flax.loading.directories import (
@@ -58,8 +60,10 @@ from diffusers_flax.models.tiny_vae import (
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
 from diffusers_flax.parameters import checked_param_dtype, warn_of_float16
-from diffusers_flax.pipelines.generation import Generation
 from diffusers_flax.pipelines.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
+from diffusers_flax.pipelines.running import output_options
+from diffusers_flax.pipelines.sampling import AYS_SD, decode, timestep_options
+from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 from diffusers_flax.schedulers.factory import scheduler_from_config
 
 logger = logging.getLogger(__name__)
@@ -90,11 +94,11 @@ PIPELINE_CLASSES = (
 
 
 @dataclass(frozen=True, eq=False)  # compiled programs belong to the object, so it must not change
-class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
+class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
     """A pipeline. Subclasses have its parts as fields; absent parts are None.
 
     They define `torch_class_name`, the PyTorch class that opens the same directory, `parts_of` and
-    `check_channels`, which refuse other models.
+    `check_channels`, which refuse other models, and the stages of a run, see running.py.
     """
 
     accelerate: Acceleration = field(default=Acceleration(), kw_only=True)
@@ -116,9 +120,17 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
     torch_class_name = None
     safety_checker = None
     feature_extractor = None
+    ays_timesteps = AYS_SD  # what timesteps="ays" stands for
+    encodes_images = False  # whether a run has the stage encode_image
+
+    if TYPE_CHECKING:  # fields of every family, each in its published order
+        unet: FlaxUNet2DConditionModel
+        vae: FlaxAutoencoderKL
+        scheduler: FlaxSchedulerMixin
 
     def __post_init__(self):
         object.__setattr__(self, "accelerate", parse(self.accelerate))
+        object.__setattr__(self, "is_accelerated", bool(self.accelerate))
         self.check_acceleration(self.accelerate)
         if self.layout is not None:
             check_shared_rows(self.accelerate, self.layout.rows)
@@ -549,6 +561,116 @@ class FlaxDiffusionPipeline(Generation, ConfigMixin, FromSingleFile):
             elif name in ("dtype", "accelerate", "layout", "storage", *self._settings({})):
                 lines.append(f"{name} {part}")
         return "\n".join(lines)
+
+    # ------------------------------------------------------------------ calls
+
+    def prepare_text_inputs(self, prompt):
+        """Tokenize prompts, for negative prompts and the like.
+
+        Args:
+            prompt: str or list of str; tokens past the text encoder's 77 are cut, with a warning.
+
+        Returns:
+            prompt_ids, int32 (B, 77).
+        """
+        return tokenize(self.tokenizer, prompt, self.text_encoder.module.max_position_embeddings)
+
+    numpy_to_pil = staticmethod(to_pil)
+
+    @property
+    def vae_scale_factor(self):
+        """Pixels per latent, along a side: 8."""
+        return 2 ** (len(self.vae.block_out_channels) - 1)
+
+    def image_size(self, height=None, width=None, image_shape=None):
+        """Height and width of the result, in pixels.
+
+        Args:
+            height, width: None: the size of the input image, or, without one, the size that the
+                model was trained at.
+            image_shape: (..., 3, H, W) of the input image, or (..., 4, h, w) of its latents.
+
+        Raises:
+            ValueError: height or width is not a positive multiple of the VAE's factor, or differs
+                from the latents'.
+        """
+        factor = self.vae_scale_factor
+        if image_shape is None:
+            side = self.unet.sample_size
+            height_0, width_0 = (
+                x * factor for x in (side if isinstance(side, tuple) else (side, side))
+            )
+        else:
+            height_0, width_0 = image_shape[-2:]
+            if self.is_latents(image_shape):
+                height_0, width_0 = height_0 * factor, width_0 * factor
+                if height not in (None, height_0) or width not in (None, width_0):
+                    raise ValueError(
+                        f"size {height}x{width} (height x width) is not the size of these latents, "
+                        f"{height_0}x{width_0}; leave height and width out"
+                    )
+        sides = [
+            default if side is None else side
+            for side, default in ((height, height_0), (width, width_0))
+        ]
+        size = f"size {sides[0]}x{sides[1]} (height x width)"
+        if not all(isinstance(side, int | np.integer) for side in sides):
+            raise ValueError(f"{size} is not of type int; give whole numbers of pixels")
+        if any(side < 1 or side % factor for side in sides):
+            near = "x".join(str(max(factor, round(side / factor) * factor)) for side in sides)
+            reason = "must be positive" if min(sides) < 1 else f"is not divisible by {factor}"
+            raise ValueError(f"{size} {reason}; try {near}")
+        return tuple(map(int, sides))
+
+    def check_parallel(self, branches, height=None):
+        """Raise a ValueError for branches or a height that the layout's devices cannot share.
+
+        Args:
+            branches: of guidance.
+            height: of the images, pixels; None: the model's.
+        """
+        if self.layout is not None:
+            from diffusers_flax.devices.shares import check_parallel
+
+            height, _ = self.image_size(height)
+            check_parallel(self.layout, self.unet, branches, height, self.vae_scale_factor)
+
+    def is_latents(self, image_shape):
+        return image_shape[-3] == self.vae.latent_channels
+
+    def latent_shape(self, batch_size, height=None, width=None):
+        """(B, 4, height / 8, width / 8), see image_size."""
+        height, width = self.image_size(height, width)
+        factor = self.vae_scale_factor
+        return batch_size, self.vae.latent_channels, height // factor, width // factor
+
+    @property
+    def compute_vae(self):
+        """The VAE in the dtype that it computes in."""
+        return self.vae
+
+    def step_options(self, num_inference_steps, timesteps, eta):
+        """The Options of a call that choose the steps; see timestep_options."""
+        return timestep_options(num_inference_steps, timesteps, eta, self.ays_timesteps)
+
+    def size_options(self, height, width, output_type, image_shape=None):
+        """The Options of a call that say what it returns; image_shape: as for image_size."""
+        height, width = self.image_size(height, width, image_shape)
+        return {"height": height, "width": width, **output_options(output_type)}
+
+    def decode(self, params, inputs, options, image, latents):
+        """Images, float32 (B, H, W, 3) in [0, 1]: the last stage of a run.
+
+        By the tiny VAE if the acceleration says so.
+
+        Args:
+            params, inputs, options: see running.generate.
+            image: of the stage encode_image, or None.
+            latents: scaled, (B, 4, h, w), of the stage denoise.
+        """
+        if self.is_accelerated and self.accelerate.tiny_decoder:
+            return decode(self.tiny_vae, params["tiny_vae"], latents, self.layout)
+        return decode(self.compute_vae, params["vae"], latents, self.layout)
 
 
 def given_configs(given, **hub_options):

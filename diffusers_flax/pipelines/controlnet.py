@@ -41,20 +41,19 @@ from diffusers_flax.models.controlnet import (
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.pipelines.calls import published_call, timesteps_of, with_options
-from diffusers_flax.pipelines.generation import Generation, TextToImage
-from diffusers_flax.pipelines.sampling import resize
+from diffusers_flax.pipelines.running import Options, generate, run
+from diffusers_flax.pipelines.sampling import keys_per_image, resize, starting_noise
 from diffusers_flax.pipelines.stable_diffusion import StableDiffusionFamily
 from diffusers_flax.pipelines.stable_diffusion_xl import XLParts
+from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
 # Config entries that a ControlNet has in common with the UNet that takes its residuals.
 SAME_AS_UNET = ("in_channels", "block_out_channels", "cross_attention_dim", "addition_embed_type")
 
 
-class WithControlNet:
-    """What the pipelines with ControlNets of Stable Diffusion and SDXL have in common.
+class WithControlNet(TextToImage):
+    """Base of the pipelines with ControlNets of Stable Diffusion and SDXL.
 
     A subclass has the field controlnet, a FlaxControlNetModel or a list of several.
     """
@@ -180,21 +179,112 @@ class WithControlNet:
         """
         return pair_up(self.prepare_text_inputs(prompt), self.prepare_image_inputs(image))
 
-    def _is_latents(self, image_shape):
+    def is_latents(self, image_shape):
         return False
 
     # ------------------------------------------------------------------ calls
 
-    __call__ = published_call(
-        Generation.__call__,
-        *("prompt_ids", "image", "params", "prng_seed", "num_inference_steps", "guidance_scale"),
-        *("latents", "neg_prompt_ids", "controlnet_conditioning_scale", "return_dict", "jit"),
-        *("output_type", "guidance_rescale", "timesteps", "eta", "height", "width"),
-        *("control_guidance_start", "control_guidance_end", "guess_mode", "denoising_end"),
-    )
+    def __call__(
+        self,
+        prompt_ids,
+        image,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        guidance_scale=7.5,
+        latents=None,
+        neg_prompt_ids=None,
+        controlnet_conditioning_scale=1.0,
+        return_dict=True,
+        jit=False,
+        output_type="np",
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
+        height=None,
+        width=None,
+        control_guidance_start=0.0,
+        control_guidance_end=1.0,
+        guess_mode=False,
+        denoising_end=None,
+    ):
+        """Make images that follow conditions; compiles at the first call of each size.
 
-    def _check_inputs(self, given):
-        image, jit = given["image"], given["jit"]
+        Args:
+            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
+                are (devices, B, ...), for a Layout (data, B, ...).
+            image: the condition, in [0, 1], as from prepare_image_inputs: (B, 3, H, W), for several
+                ControlNets (B, ControlNets, 3, H, W).
+            params: from from_pretrained; with jit replicated. Without jit the call runs where
+                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
+                Layout, as its place_params leaves them.
+            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
+                per device. With one key, image i gets the noise of fold_in(key, i), so it does
+                not depend on how many images or devices there are.
+            num_inference_steps: of the scheduler, at least 1.
+            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
+                number up to 1: no guidance, half of the work.
+            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
+                it.
+            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
+                text, for SDXL zeros.
+            controlnet_conditioning_scale: factor of a ControlNet's residuals, a number, or an array
+                of one per image; for several ControlNets a number or a list of one for each.
+            return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
+                (images,).
+            jit: True runs on several devices, False on one; compiled either way.
+            output_type: "np", "pil" or "latent".
+            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
+                that guidance adds; 0: off.
+            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
+                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
+                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
+            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
+            height, width: of the result, multiples of 8; the image is resized to it. None: the size
+                of the image.
+            control_guidance_start, control_guidance_end: the part of the steps with the ControlNet,
+                fractions from 0 to 1; for several also a list of one for each.
+            guess_mode: True: the ControlNet acts on the branch of the prompt alone, and its first
+                residuals less, for images without a prompt.
+            denoising_end: the share of the denoising to end at, between 0 and 1, for another
+                pipeline that goes on, with output_type="latent"; None: all.
+
+        Returns:
+            FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
+            images (B, H, W, 3), with jit (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL
+            images for "pil"; the scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
+
+        Raises:
+            ValueError: shapes, sizes, scales or steps that do not fit.
+        """
+        self.check_condition(image, jit)
+        starts = self.one_for_each("control_guidance_start", control_guidance_start)
+        ends = self.one_for_each("control_guidance_end", control_guidance_end)
+        check_control_range(starts, ends)
+        options = Options(
+            **self.step_options(num_inference_steps, timesteps, eta),
+            **self.size_options(height, width, output_type, image.shape),
+            branches=self.guidance_branches(guidance_scale),
+            denoising_end=denoising_end,
+            control_guidance_start=starts,
+            control_guidance_end=ends,
+            guess_mode=bool(guess_mode),
+        )
+        inputs = dict(prompt_ids=prompt_ids, image=image, latents=latents)
+        inputs["neg_prompt_ids"] = neg_prompt_ids
+        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        # An array has an entry for each image, a list for each ControlNet, for all images.
+        scale = controlnet_conditioning_scale
+        if isinstance(scale, list | tuple) or not np.ndim(scale):
+            scale = self.scale_of_each(scale)
+            shared = {"controlnet_conditioning_scale": scale}
+        else:
+            inputs["controlnet_conditioning_scale"], shared = scale, {}
+        result = run(self, options, inputs, scales, params, prng_seed, jit, shared)
+        return self.output(result, params, jit, output_type, return_dict)
+
+    def check_condition(self, image, jit):
+        """Raise a ValueError for an image that prepare_image_inputs has not made."""
         if image.dtype == np.uint8:
             raise ValueError("image is uint8; prepare_image_inputs makes it float32 in [0, 1]")
         is_several = isinstance(self.controlnet, FlaxMultiControlNetModel)
@@ -207,30 +297,17 @@ class WithControlNet:
                 f"{' behind the axis of devices' if jit else ''}; prepare_image_inputs makes it"
             )
 
-    def _further_arguments(self, given):
-        """See Generation."""
-        starts, ends = (
-            self._one_for_each(f"control_guidance_{name}", given[f"control_guidance_{name}"])
-            for name in ("start", "end")
-        )
-        for start, end in zip(starts, ends):
-            if not (isinstance(start, Real) and isinstance(end, Real) and 0 <= start < end <= 1):
-                raise ValueError(
-                    f"control_guidance_start={start} and control_guidance_end={end} must be from 0 "
-                    "to 1, shares of the steps, the start below the end"
-                )
-        options = {"control_guidance_start": starts, "control_guidance_end": ends}
-        options["guess_mode"] = bool(given["guess_mode"])
-        scale = given["controlnet_conditioning_scale"]
-        name = "controlnet_conditioning_scale"
-        if isinstance(scale, list | tuple) or not np.ndim(scale):
-            scales = self._one_for_each(name, scale)
-            if not all(math.isfinite(x) for x in scales):
-                raise ValueError(f"{name}={scale} must be a number, or one for each ControlNet")
-            return options, {}, {name: np.array(scales, np.float32)}
-        return options, {name: scale}, {}
+    def scale_of_each(self, scale):
+        """A controlnet_conditioning_scale as an array with a number for each ControlNet."""
+        scales = self.one_for_each("controlnet_conditioning_scale", scale)
+        if not all(math.isfinite(x) for x in scales):
+            raise ValueError(
+                f"controlnet_conditioning_scale={scale} must be a number, or one for each "
+                "ControlNet"
+            )
+        return np.array(scales, np.float32)
 
-    def _one_for_each(self, name, value):
+    def one_for_each(self, name, value):
         """A value as a tuple with one for each ControlNet."""
         values = tuple(value) if isinstance(value, list | tuple) else (value,) * len(self.nets)
         if len(values) != len(self.nets):
@@ -240,13 +317,29 @@ class WithControlNet:
             )
         return values
 
-    @with_options(
-        *("num_inference_steps", "guidance_scale", "latents", "neg_prompt_ids"),
-        *("controlnet_conditioning_scale", "return_latents", "guidance_rescale", "branches"),
-        *("timesteps", "eta", "height", "width", "control_guidance_start", "control_guidance_end"),
-        *("guess_mode", "denoising_end"),
-    )
-    def _generate(self, prompt_ids, image, params, prng_seed, given):
+    def _generate(
+        self,
+        prompt_ids,
+        image,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        guidance_scale=7.5,
+        latents=None,
+        neg_prompt_ids=None,
+        controlnet_conditioning_scale=1.0,
+        return_latents=False,
+        guidance_rescale=0.0,
+        branches=None,
+        timesteps=None,
+        eta=None,
+        height=None,
+        width=None,
+        control_guidance_start=0.0,
+        control_guidance_end=1.0,
+        guess_mode=False,
+        denoising_end=None,
+    ):
         """Text and conditions to an image as one pure function of arrays; jit or pmap it.
 
         Args as in __call__; controlnet_conditioning_scale may also be an array, (B,) or for several
@@ -255,41 +348,71 @@ class WithControlNet:
         Returns:
             As TextToImage._generate.
         """
-        if len(image) != len(prompt_ids):
-            raise ValueError(
-                f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; both need the same "
-                "batch; prepare_inputs makes both"
-            )
-        size = self.image_size(given.height, given.width, image.shape)
-        given.height, given.width = size
-        residuals = self._residuals(params, resize_conditions(image, size), given)
-        return self._text_to_image(prompt_ids, params, prng_seed, given, residuals)
+        options = Options(
+            num_inference_steps,
+            timesteps,
+            eta,
+            height,
+            width,
+            branches or self.guidance_branches(guidance_scale),
+            return_latents,
+            denoising_end=denoising_end,
+            control_guidance_start=self.one_for_each(
+                "control_guidance_start", control_guidance_start
+            ),
+            control_guidance_end=self.one_for_each("control_guidance_end", control_guidance_end),
+            guess_mode=guess_mode,
+        )
+        inputs = dict(prompt_ids=prompt_ids, image=image, latents=latents)
+        inputs |= dict(neg_prompt_ids=neg_prompt_ids, prng_seed=prng_seed)
+        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        scales["controlnet_conditioning_scale"] = controlnet_conditioning_scale
+        return generate(self, options, (), inputs, scales, params)
 
-    def _residuals(self, params, image, given):
+    def denoise(self, params, inputs, options, text, image):
+        """Scaled latents (B, 4, h, w) of the texts and conditions; image: not used."""
+        condition, B = inputs["image"], len(inputs["prompt_ids"])
+        if len(condition) != B:
+            raise ValueError(
+                f"image has shape {condition.shape}, prompt_ids {inputs['prompt_ids'].shape}; both "
+                "need the same batch; prepare_inputs makes both"
+            )
+        size = self.image_size(options.height, options.width, condition.shape)
+        condition = resize_conditions(condition, size)
+        shape = self.latent_shape(B, *size)
+        keys = keys_per_image(inputs["prng_seed"], B)
+        schedule = self.make_schedule(options, shape)
+        x_T = starting_noise(inputs["latents"], keys, shape) * schedule.state.init_noise_sigma
+        residuals = self.residuals_of(params, condition, inputs, options)
+        of_run = inputs, options, text, schedule, shape, keys
+        denoise = self.guided_denoising(params, *of_run, residuals=residuals)
+        return denoise(x_T, eta=options.eta)
+
+    def residuals_of(self, params, image, inputs, options):
         """The function of a step that gives the UNet's residuals: (sample, t, states, added).
 
         It runs no ControlNet in steps in which none acts. In guess mode the rows after the first
         branch, the text's, have residuals of zero.
         """
         B, is_several = len(image), isinstance(self.controlnet, FlaxMultiControlNetModel)
-        guess_mode = given.guess_mode or self.nets[0].global_pool_conditions
-        scale = jnp.asarray(given.controlnet_conditioning_scale, jnp.float32).reshape(-1)
-        acts, timesteps = self._steps_of_control(given)
+        guess_mode = options.guess_mode or self.nets[0].global_pool_conditions
+        scale = jnp.asarray(inputs["controlnet_conditioning_scale"], jnp.float32).reshape(-1)
+        acts, timesteps = self.steps_of_control(options)
 
         def compute(scale, sample, t, states, added):
             tree = params["controlnet"]
             variables = {"params": self.controlnet.params_of(tree) if is_several else tree}
             rows = B if guess_mode else len(sample)
-            inputs = jax.tree.map(lambda x: x[:rows], (sample, states, added))
+            sample_rows, states, added = jax.tree.map(lambda x: x[:rows], (sample, states, added))
             images = jnp.concatenate([image] * (rows // B))
             if is_several:
                 scale = list(jnp.broadcast_to(scale, len(self.nets)))
             elif len(scale) > 1:
                 scale = jnp.tile(scale, rows // B)
             found = self.controlnet.apply(
-                *(variables, inputs[0], t, inputs[1], images, scale),
+                *(variables, sample_rows, t, states, images, scale),
                 return_dict=False,
-                added_cond_kwargs=inputs[2],
+                added_cond_kwargs=added,
                 guess_mode=guess_mode,
             )
             missing = len(sample) - rows
@@ -308,20 +431,21 @@ class WithControlNet:
 
         return residuals
 
-    def _steps_of_control(self, given):
+    def steps_of_control(self, options):
         """(which ControlNet acts in each step, bool (steps, ControlNets); the steps' timesteps).
 
         NumPy arrays. PNDM visits a timestep twice, and the loop knows only the timestep.
         """
-        steps = {name: getattr(given, name) for name in ("num_inference_steps", "timesteps")}
         with jax.ensure_compile_time_eval():
-            state = timesteps_of(self.scheduler, self.scheduler.create_state(), steps)
+            state = self.scheduler.set_timesteps(
+                self.scheduler.create_state(),
+                options.num_inference_steps,
+                timesteps=options.timesteps,
+            )
             timesteps = np.asarray(state.timesteps)
         n = len(timesteps)
-        starts, ends = (
-            np.array(self._one_for_each(name, getattr(given, name)))
-            for name in ("control_guidance_start", "control_guidance_end")
-        )
+        starts = np.array(options.control_guidance_start)
+        ends = np.array(options.control_guidance_end)
         first, last = np.arange(n)[:, None] / n, np.arange(1, n + 1)[:, None] / n
         acts = (first >= starts) & (last <= ends)
         _, i, same = np.unique(timesteps, return_index=True, return_inverse=True)
@@ -336,9 +460,7 @@ class WithControlNet:
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionControlNetPipeline(
-    WithControlNet, StableDiffusionFamily, FlaxDiffusionPipeline, TextToImage
-):
+class FlaxStableDiffusionControlNetPipeline(WithControlNet, StableDiffusionFamily):
     """Text and an image as its condition in, image out, with Stable Diffusion 1.x and 2.x.
 
     See TextToImage for what is compiled in; fields as of StableDiffusionParts, and controlnet.
@@ -359,12 +481,22 @@ class FlaxStableDiffusionControlNetPipeline(
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionXLControlNetPipeline(WithControlNet, XLParts, TextToImage):
+class FlaxStableDiffusionXLControlNetPipeline(WithControlNet, XLParts):
     """Text and an image as its condition in, image out, with SDXL; see XLParts."""
 
     controlnet: FlaxControlNetModel | FlaxMultiControlNetModel | list | tuple = field(kw_only=True)
 
     torch_class_name = "StableDiffusionXLControlNetPipeline"
+
+
+def check_control_range(starts, ends):
+    """Raise a ValueError unless each ControlNet acts in a part of the steps."""
+    for start, end in zip(starts, ends):
+        if not (isinstance(start, Real) and isinstance(end, Real) and 0 <= start < end <= 1):
+            raise ValueError(
+                f"control_guidance_start={start} and control_guidance_end={end} must be from 0 "
+                "to 1, shares of the steps, the start below the end"
+            )
 
 
 def read_module(path, index, revision, dtype, **hub_options):

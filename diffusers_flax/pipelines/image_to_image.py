@@ -1,36 +1,23 @@
-"""Pipelines that begin with an image: image to image and inpainting, of all families.
+"""Image to image, of all families.
 
-Both run the last part of the steps: from a noised image (strength), or from the latents of another
-pipeline that ended early (denoising_end), to which no noise is added (denoising_start).
+A run makes the last part of the steps: from a noised image (strength), or from the latents of
+another pipeline that ended early (denoising_end), to which no noise is added (denoising_start).
 
-Source: SDEdit (arXiv 2108.01073); inpainting with any text-to-image model, Blended Latent Diffusion
-(arXiv 2206.02779).
+Source: SDEdit (arXiv 2108.01073).
 """
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 
-from diffusers_flax.devices.parts import part
 from diffusers_flax.images import pair_up, prepare_images
-from diffusers_flax.pipelines.calls import CALL, GENERATE, published_call, with_options
-from diffusers_flax.pipelines.generation import Generation, TextToImage, check_channels
+from diffusers_flax.pipelines.running import Options, generate, run
 from diffusers_flax.pipelines.sampling import (
     encode,
-    guide,
-    keep_outside,
     keys_of_sequel,
     keys_per_image,
     normal,
     resize,
-    starting_noise,
 )
-
-RANGE = ("denoising_start", "denoising_end")
-# The noise of image to image is added to an image.
-NOISE_CALL = (*("noise" if name == "latents" else name for name in CALL), *RANGE)
-NOISE_GENERATE = (*("noise" if name == "latents" else name for name in GENERATE), *RANGE)
+from diffusers_flax.pipelines.text_to_image import TextToImage
 
 
 class ImageToImage(TextToImage):
@@ -43,6 +30,8 @@ class ImageToImage(TextToImage):
 
     Source: SDEdit (arXiv 2108.01073), algorithm 1.
     """
+
+    encodes_images = True
 
     def prepare_inputs(self, prompt, image):
         """Turn prompts and images into arrays; a single one of either is repeated.
@@ -59,7 +48,7 @@ class ImageToImage(TextToImage):
         Raises:
             ValueError: numbers of prompts and images differ, sizes differ, or it is not an image.
         """
-        if getattr(image, "ndim", 0) != 4 or not self._is_latents(image.shape):
+        if getattr(image, "ndim", 0) != 4 or not self.is_latents(image.shape):
             image = prepare_images(image)
         return pair_up(super().prepare_inputs(prompt), image)
 
@@ -83,33 +72,113 @@ class ImageToImage(TextToImage):
             )
         return num_inference_steps - num_done
 
-    def _range_options(self, num_inference_steps, given):
-        options = super()._range_options(num_inference_steps, given)
-        strength, start = options.pop("strength"), 0
-        if given["denoising_start"] is None:
-            start = self.get_timestep_start(num_inference_steps, strength)
-        return {"start_timestep": start} | options
+    def __call__(
+        self,
+        prompt_ids,
+        image,
+        params,
+        prng_seed,
+        strength=0.8,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        noise=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        jit=False,
+        output_type="np",
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
+        denoising_start=None,
+        denoising_end=None,
+    ):
+        """Make images that begin with images; compiles at the first call of each size.
 
-    @part("vae")
-    def _encode(self, params, image, keys, height, width):
-        """Scaled latents of images, or those given, float32 (B, 4, h, w)."""
-        size = self.image_size(height, width, image.shape)
-        if self._is_latents(image.shape):
-            return image.astype(jnp.float32)
-        return encode(self._vae, params["vae"], resize(image, size), keys, self.layout)
+        Args:
+            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
+                are (devices, B, ...), for a Layout (data, B, ...).
+            image: to begin with, float32 (B, 3, H, W) in [-1, 1], or scaled latents (B, 4, h, w),
+                as from output_type="latent"; as from prepare_inputs.
+            params: from from_pretrained; with jit replicated. Without jit the call runs where
+                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
+                Layout, as its place_params leaves them.
+            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
+                per device. With one key, image i gets the noise of fold_in(key, i), so it does
+                not depend on how many images or devices there are.
+            strength: fraction of the steps to run, in (0, 1]; 1 almost ignores the image.
+            num_inference_steps: of the scheduler, at least 1.
+            height, width: of the result, multiples of 8; the image is resized to it. None: the size
+                of the image.
+            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
+                number up to 1: no guidance, half of the work.
+            noise: standard normal noise that is added to the image, (B, 4, height / 8, width / 8);
+                None draws it.
+            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
+                text, for SDXL zeros.
+            return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
+                (images,).
+            jit: True runs on several devices, False on one; compiled either way.
+            output_type: "np", "pil" or "latent".
+            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
+                that guidance adds; 0: off.
+            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
+                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
+                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
+            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
+            denoising_start: the share of the denoising that is done already, between 0 and 1: image
+                is the latents that another pipeline gave for this denoising_end, and no noise is
+                added. None: strength chooses the first step.
+            denoising_end: the share of the denoising to end at, between 0 and 1, for another
+                pipeline that goes on, with output_type="latent"; None: all.
 
-    __call__ = published_call(
-        Generation.__call__,
-        "prompt_ids",
-        "image",
-        "params",
-        "prng_seed",
-        "strength",
-        *NOISE_CALL,
-    )
+        Returns:
+            FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
+            images (B, H, W, 3), with jit (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL
+            images for "pil"; the scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
 
-    @with_options("start_timestep", *NOISE_GENERATE)
-    def _generate(self, prompt_ids, image, params, prng_seed, given):
+        Raises:
+            ValueError: shapes, sizes, scales or steps that do not fit.
+        """
+        first_step = 0
+        if denoising_start is None:
+            first_step = self.get_timestep_start(num_inference_steps, strength)
+        options = Options(
+            **self.step_options(num_inference_steps, timesteps, eta),
+            **self.size_options(height, width, output_type, image.shape),
+            branches=self.guidance_branches(guidance_scale),
+            first_step=first_step,
+            denoising_start=denoising_start,
+            denoising_end=denoising_end,
+        )
+        inputs = dict(prompt_ids=prompt_ids, image=image, neg_prompt_ids=neg_prompt_ids)
+        inputs["noise"] = noise
+        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        result = run(self, options, inputs, scales, params, prng_seed, jit)
+        return self.output(result, params, jit, output_type, return_dict)
+
+    def _generate(
+        self,
+        prompt_ids,
+        image,
+        params,
+        prng_seed,
+        start_timestep=10,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        noise=None,
+        neg_prompt_ids=None,
+        return_latents=False,
+        guidance_rescale=0.0,
+        branches=None,
+        timesteps=None,
+        eta=None,
+        denoising_start=None,
+        denoising_end=None,
+    ):
         """Image to image as one pure function of arrays, for one device; jit or pmap it.
 
         Args as in __call__; start_timestep, a Python int, is get_timestep_start's, without effect
@@ -118,166 +187,55 @@ class ImageToImage(TextToImage):
         Returns:
             As FlaxStableDiffusionPipeline._generate.
         """
-        branches = given.branches or self.guidance_branches(given.guidance_scale)
+        options = Options(
+            num_inference_steps,
+            timesteps,
+            eta,
+            height,
+            width,
+            branches or self.guidance_branches(guidance_scale),
+            return_latents,
+            start_timestep,
+            denoising_start,
+            denoising_end,
+        )
+        inputs = dict(prompt_ids=prompt_ids, image=image, neg_prompt_ids=neg_prompt_ids)
+        inputs |= dict(noise=noise, guidance_scale=guidance_scale)
+        inputs |= dict(guidance_rescale=guidance_rescale, prng_seed=prng_seed)
+        return generate(self, options, (), inputs, {}, params)
+
+    def encode_image(self, params, inputs, options):
+        """Scaled latents of the images, (B, 4, h, w): a stage of a run."""
+        image, prompt_ids = inputs["image"], inputs["prompt_ids"]
         if image.ndim != 4 or len(image) != len(prompt_ids):
             raise ValueError(
                 f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; both need the same "
                 "batch; prepare_inputs makes both"
             )
-        keys = keys_of_sequel(keys_per_image(prng_seed, len(prompt_ids)))
-        latents = self._encode(params, image, keys, given.height, given.width)
-        schedule = self._schedule(
-            given.num_inference_steps,
-            latents.shape,
-            given.start_timestep,
-            given.timesteps,
-            given.denoising_start,
-            given.denoising_end,
-        )
-        state, _ = schedule
-        noise = given.noise
-        if given.denoising_start is not None:
-            x_t = latents
+        keys = keys_of_sequel(keys_per_image(inputs["prng_seed"], len(prompt_ids)))
+        return self.latents_of(params, image, keys, options)
+
+    def latents_of(self, params, image, keys, options):
+        """Scaled latents of images, or those given, float32 (B, 4, h, w)."""
+        size = self.image_size(options.height, options.width, image.shape)
+        if self.is_latents(image.shape):
+            return image.astype(jnp.float32)
+        return encode(self.compute_vae, params["vae"], resize(image, size), keys, self.layout)
+
+    def denoise(self, params, inputs, options, text, image):
+        """Scaled latents (B, 4, h, w) of the texts, from the latents of the images."""
+        keys = keys_of_sequel(keys_per_image(inputs["prng_seed"], len(image)))
+        schedule = self.make_schedule(options, image.shape)
+        noise, x_t = inputs["noise"], image
+        if options.denoising_start is not None:
             if noise is not None:
                 raise ValueError("noise is not added with denoising_start; leave one of them out")
         else:
             if noise is None:
-                noise = normal(keys, 0, latents.shape[1:])
-            elif noise.shape != latents.shape:
-                raise ValueError(f"noise has shape {noise.shape}, need {latents.shape}")
-            x_t = self.scheduler.add_noise(state, latents, noise, state.timesteps[0])
-        text = self._encode_text(params, prompt_ids, given.neg_prompt_ids, branches, x_t.shape)
-        inputs = self._unet_inputs(text, branches, given.guidance_scale, len(x_t))
-        scales = {name: getattr(given, name) for name in ("guidance_scale", "guidance_rescale")}
-        combine = partial(guide, **scales)
-        x_0 = self._denoise(params, schedule, x_t, keys, branches, inputs, combine, given.eta)
-        return x_0 if given.return_latents else self._decode(params, x_0)
-
-
-class Inpainting(ImageToImage):
-    """Text, an image and a mask in, an image that is repainted within the mask out.
-
-    A UNet of 9 channels sees the mask and the latents of the masked image. With any text-to-image
-    model, whose UNet has 4 channels, the latents outside the mask are replaced after every step by
-    the image's, noised to the next timestep; see sampling.keep_outside. With strength 1 the
-    repainted part begins as noise, below 1 as the noised image.
-
-    `latents`, standard normal noise, is added to the image if strength is below 1; PyTorch's
-    pipelines then begin with this noise alone.
-    """
-
-    check_channels = staticmethod(partial(check_channels, for_inpainting=True))
-
-    def _range_options(self, num_inference_steps, given):
-        return TextToImage._range_options(self, num_inference_steps, given)
-
-    def _inpaint(self, prompt_ids, image, mask, masked_image, params, prng_seed, given):
-        """Inpainting as one pure function of arrays; image or masked_image may be None.
-
-        Args as in __call__; given: the options of _generate, strength static.
-
-        Returns:
-            As TextToImage._generate.
-        """
-        branches = given.branches or self.guidance_branches(given.guidance_scale)
-        B = len(prompt_ids)
-        self._check_batch(prompt_ids, image, mask, masked_image)
-        shape = (masked_image if image is None else image).shape
-        size = self.image_size(given.height, given.width, shape)
-        first_step = 0
-        if given.denoising_start is None:
-            first_step = self.get_timestep_start(given.num_inference_steps, given.strength)
-        sees_mask = self.unet.config.in_channels != self.vae.config.latent_channels
-
-        keys = keys_per_image(prng_seed, B)
-        if first_step or given.denoising_start:
-            keys = keys_of_sequel(keys)
-        if given.denoising_start:  # of a pipeline that has used these keys
-            keys = keys_of_sequel(keys)
-        encode_image = partial(
-            self._encode,
-            params,
-            keys=keys_of_sequel(keys),
-            height=given.height,
-            width=given.width,
-        )
-        if sees_mask:
-            if masked_image is None:
-                masked_image = blank(image, mask, size)
-            masked_latents = encode_image(masked_image)  # (B, 4, h, w)
-        if first_step or given.denoising_start or not sees_mask:
-            if image is None:
-                raise ValueError(
-                    "a UNet of 4 channels, strength below 1 and denoising_start need the whole "
-                    "image: give image=, made by diffusers_flax.images.prepare_images"
-                )
-            image_latents = encode_image(image)
-        factor = self.vae_scale_factor
-        mask = jax.image.resize(mask, (B, 1, *size), "nearest")
-        mask = mask[..., ::factor, ::factor]  # as PyTorch's nearest neighbour, (B, 1, h, w)
-
-        latent_shape = (masked_latents if sees_mask else image_latents).shape
-        schedule = self._schedule(
-            given.num_inference_steps,
-            latent_shape,
-            first_step,
-            given.timesteps,
-            given.denoising_start,
-            given.denoising_end,
-        )
-        state, scales = schedule
-        noise = starting_noise(given.latents, keys, latent_shape)
-        if given.denoising_start:
-            x_t = image_latents
-            if sees_mask and given.latents is not None:
-                raise ValueError("latents are not used with denoising_start; leave one of them out")
-        elif first_step:
-            x_t = self.scheduler.add_noise(state, image_latents, noise, state.timesteps[0])
-        else:
-            x_t = noise * state.init_noise_sigma
-        after_step = None
-        if not sees_mask:
-            after_step = keep_outside(self.scheduler, mask, image_latents, noise, len(scales[0]))
-        text = self._encode_text(params, prompt_ids, given.neg_prompt_ids, branches, x_t.shape)
-        channels = [mask, masked_latents] if sees_mask else []
-        inputs = self._unet_inputs(text, branches, given.guidance_scale, B, channels)
-        weights = {name: getattr(given, name) for name in ("guidance_scale", "guidance_rescale")}
-        x_0 = self._denoise(
-            params,
-            schedule,
-            x_t,
-            keys,
-            branches,
-            inputs,
-            partial(guide, **weights),
-            given.eta,
-            after_step,
-        )
-        return x_0 if given.return_latents else self._decode(params, x_0)
-
-    def _check_batch(self, prompt_ids, image, mask, masked_image):
-        """Raise a ValueError unless all arrays have one batch and one size; None: not given."""
-        B = len(prompt_ids)
-        images = {"image": image, "masked_image": masked_image}
-        shapes = {name: x.shape for name, x in images.items() if x is not None}
-        for name, shape in (shapes or {"image": None}).items():
-            pixels = None
-            if shape is not None and len(shape) == 4:
-                factor = self.vae_scale_factor if self._is_latents(shape) else 1
-                pixels = tuple(side * factor for side in shape[2:])
-            if pixels is None or shape[0] != B or mask.shape != (B, 1, *pixels):
-                raise ValueError(
-                    f"prompt_ids has shape {prompt_ids.shape}, mask {mask.shape}, {name} "
-                    f"{shape}; they need one batch and one size; prepare_inputs makes them"
-                )
-
-
-def blank(image, mask, size):
-    """Images (B, 3, H, W) resized to size (height, width), 0 where the mask (B, 1, H, W) is 1."""
-    if image.shape[1] != 3:
-        raise ValueError(
-            f"image has shape {image.shape}: it is latents, which cannot be masked; give "
-            "masked_image= as well"
-        )
-    mask = jax.image.resize(mask, (len(mask), 1, *size), "nearest")
-    return resize(image, size) * (mask < 0.5).astype(image.dtype)
+                noise = normal(keys, 0, image.shape[1:])
+            elif noise.shape != image.shape:
+                raise ValueError(f"noise has shape {noise.shape}, need {image.shape}")
+            state = schedule.state
+            x_t = self.scheduler.add_noise(state, image, noise, state.timesteps[0])
+        of_run = inputs, options, text, schedule, image.shape, keys
+        return self.guided_denoising(params, *of_run)(x_t, eta=options.eta)

@@ -21,28 +21,27 @@ Source: InstructPix2Pix (arXiv 2211.09800); masks, Blended Latent Diffusion (arX
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.acceleration.plans import TGate
-from diffusers_flax.devices.parts import part
 from diffusers_flax.images import pair_up, pair_with_masks, prepare_images
-from diffusers_flax.pipelines.base import MODULES
-from diffusers_flax.pipelines.calls import published_call, with_options
-from diffusers_flax.pipelines.generation import Generation
+from diffusers_flax.pipelines.base import MODULES, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
+from diffusers_flax.pipelines.running import Options, choose_denoising, generate, run
 from diffusers_flax.pipelines.sampling import (
     keep_outside,
     keys_per_image,
     latent_mask,
+    make_schedule,
     paste,
     posterior_of,
     rescale_guidance,
     resize,
     rows_of_branches,
-    rows_per_image,
     starting_noise,
 )
 from diffusers_flax.pipelines.stable_diffusion import StableDiffusionParts
@@ -54,7 +53,6 @@ BRANCHES = ("text", "image", "null")
 # Latents around the white part of a mask that an edit may change too; their pixels are the input's
 # in the result. With 0 they would pull the edit back to the input, see docs/editing.md.
 MASK_MARGIN = 6
-TEXT_OF_BRANCH = {"text": "text", "image": "null", "null": "null"}
 
 
 def guidance_weights(guidance_scale, image_guidance_scale):
@@ -151,12 +149,24 @@ def pixels_per_latent(configs, resolution):
     return factor
 
 
-class InstructPix2Pix:
-    """The editing pipelines of Stable Diffusion and SDXL have these methods in common.
+class EditedImage(NamedTuple):
+    """What an edit needs of the image to edit.
 
-    A subclass has `_encode_text`, as TextToImage.
+    Fields:
+        latents: the mode of the VAE's posterior, unscaled, (B, C, h, w).
+        image: of the result's size, (B, 3, H, W) in [-1, 1].
+        mask: likewise, (B, 1, H, W), or None.
     """
 
+    latents: Any
+    image: Any
+    mask: Any
+
+
+class InstructPix2Pix(FlaxDiffusionPipeline):
+    """Base of the editing pipelines of Stable Diffusion and SDXL."""
+
+    encodes_images = True
     check_channels = staticmethod(check_channels)
     is_cosxl_edit = False  # the UNet takes the latents of the image to edit scaled, as CosXL Edit
 
@@ -196,43 +206,103 @@ class InstructPix2Pix:
             raise ValueError("a mask has no white, so nothing may change; white may change")
         return prompt_ids, image, mask
 
-    __call__ = published_call(
-        Generation.__call__,
-        *("prompt_ids", "image", "params", "prng_seed", "num_inference_steps", "guidance_scale"),
-        *("image_guidance_scale", "height", "width", "latents", "neg_prompt_ids", "return_dict"),
-        *("jit", "output_type", "guidance_rescale", "timesteps", "eta", "mask"),
-    )
+    def __call__(
+        self,
+        prompt_ids,
+        image,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        guidance_scale=7.5,
+        image_guidance_scale=1.5,
+        height=None,
+        width=None,
+        latents=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        jit=False,
+        output_type="np",
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
+        mask=None,
+    ):
+        """Edit a batch of images; compiles at the first call of each size.
 
-    def _check_inputs(self, given):
-        if given["image"].dtype == np.uint8:
-            raise ValueError("image is uint8; prepare_inputs makes it float32 in [-1, 1]")
-        if (mask := given["mask"]) is not None and getattr(mask, "dtype", None) != np.float32:
-            raise ValueError(
-                f"mask is of type {getattr(mask, 'dtype', type(mask).__name__)}; prepare_inputs "
-                "makes it float32 from 0 to 1"
-            )
-        if mask is not None and not isinstance(mask, jax.core.Tracer):
-            low, high = mask.min(), mask.max()
-            if not (low >= 0 and high <= 1):
-                raise ValueError(f"mask has values from {low} to {high}; they are from 0 to 1")
-            if not mask.any(tuple(range(mask.ndim - 3, mask.ndim))).all():
-                raise ValueError("a mask is 0 everywhere, so nothing may change; 1 may change")
+        Args:
+            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
+                are (devices, B, ...), for a Layout (data, B, ...).
+            image: to edit, float32 (B, 3, H, W) in [-1, 1], as from prepare_inputs.
+            params: from from_pretrained; with jit replicated. Without jit the call runs where
+                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
+                Layout, as its place_params leaves them.
+            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
+                per device. With one key, image i gets the noise of fold_in(key, i), so it does
+                not depend on how many images or devices there are.
+            num_inference_steps: of the scheduler, at least 1.
+            guidance_scale: weight of the instruction, >= 0, a number, or an array of one per image.
+            image_guidance_scale: similarity to the image, >= 0, likewise. Both numbers 1: no
+                guidance, a third of the work; this one 1, or both equal: two thirds.
+            height, width: of the result, multiples of 8; the image is resized to it. None: the size
+                of the image.
+            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
+                it.
+            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
+                text, for SDXL zeros.
+            return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
+                (images,).
+            jit: True runs on several devices, False on one; compiled either way.
+            output_type: "np", "pil" or "latent".
+            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
+                that guidance adds; 0: off.
+            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
+                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
+                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
+            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
+            mask: float32 (B, 1, H, W), weights from 0, where the image stays as it is, to 1, where
+                it may change; None: it may change everywhere.
 
-    def guidance_branches(self, guidance_scale, image_guidance_scale, guidance_rescale=0.0):
-        """The branches of guidance to compute; all for arrays of scales; see edit_branches."""
-        scales, phi = (guidance_scale, image_guidance_scale), float(guidance_rescale)
-        if not any(map(np.ndim, scales)):
-            return edit_branches(*map(float, scales), phi)
-        for values in zip(*map(np.ravel, np.broadcast_arrays(*scales))):
-            edit_branches(*map(float, values), phi)
-        return BRANCHES
+        Returns:
+            FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
+            images (B, H, W, 3), with jit (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL
+            images for "pil"; the scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
 
-    @with_options(
-        *("num_inference_steps", "height", "width", "guidance_scale", "image_guidance_scale"),
-        *("latents", "neg_prompt_ids", "branches", "guidance_rescale", "timesteps", "eta"),
-        *("return_latents", "mask"),
-    )
-    def _generate(self, prompt_ids, image, params, prng_seed, given):
+        Raises:
+            ValueError: shapes, sizes, scales or steps that do not fit.
+        """
+        check_edit_inputs(image, mask)
+        scales = dict(guidance_scale=guidance_scale, image_guidance_scale=image_guidance_scale)
+        scales["guidance_rescale"] = guidance_rescale
+        options = Options(
+            **self.step_options(num_inference_steps, timesteps, eta),
+            **self.size_options(height, width, output_type, image.shape),
+            branches=self.guidance_branches(**scales),
+        )
+        inputs = dict(prompt_ids=prompt_ids, image=image, mask=mask, latents=latents)
+        inputs["neg_prompt_ids"] = neg_prompt_ids
+        result = run(self, options, inputs, scales, params, prng_seed, jit)
+        return self.output(result, params, jit, output_type, return_dict)
+
+    def _generate(
+        self,
+        prompt_ids,
+        image,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        image_guidance_scale=1.5,
+        latents=None,
+        neg_prompt_ids=None,
+        branches=None,
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
+        return_latents=False,
+        mask=None,
+    ):
         """The edit as one pure function of arrays, for one device; jit or pmap it.
 
         Args:
@@ -243,56 +313,77 @@ class InstructPix2Pix:
             images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
             float32 (B, 4, H / 8, W / 8).
         """
-        guidance_scale, image_guidance_scale = given.guidance_scale, given.image_guidance_scale
-        guidance_rescale, branches = given.guidance_rescale, given.branches
+        scales = dict(guidance_scale=guidance_scale, image_guidance_scale=image_guidance_scale)
+        scales["guidance_rescale"] = guidance_rescale
         if branches is None:
-            branches = edit_branches(guidance_scale, image_guidance_scale, guidance_rescale)
-        B = prompt_ids.shape[0]
+            branches = edit_branches(**scales)
+        options = Options(
+            num_inference_steps, timesteps, eta, height, width, branches, return_latents
+        )
+        inputs = dict(prompt_ids=prompt_ids, image=image, mask=mask, latents=latents)
+        inputs |= dict(neg_prompt_ids=neg_prompt_ids, prng_seed=prng_seed)
+        return generate(self, options, (), inputs, scales, params)
+
+    def guidance_branches(self, guidance_scale, image_guidance_scale, guidance_rescale=0.0):
+        """The branches of guidance to compute; all for arrays of scales; see edit_branches."""
+        scales, phi = (guidance_scale, image_guidance_scale), float(guidance_rescale)
+        if not any(map(np.ndim, scales)):
+            return edit_branches(*map(float, scales), phi)
+        for values in zip(*map(np.ravel, np.broadcast_arrays(*scales))):
+            edit_branches(*map(float, values), phi)
+        return BRANCHES
+
+    def encode_image(self, params, inputs, options):
+        """The EditedImage: a stage of a run.
+
+        The latents are the posterior's mode, as in training (section 3.2).
+        """
+        image, mask, B = inputs["image"], inputs["mask"], len(inputs["prompt_ids"])
         if image.ndim != 4 or image.shape[0] != B:
             raise ValueError(
-                f"image has shape {image.shape}, prompt_ids {prompt_ids.shape}; image is "
+                f"image has shape {image.shape}, prompt_ids {inputs['prompt_ids'].shape}; image is "
                 "(batch, 3, height, width) with the same batch; prepare_inputs makes both"
             )
-        if given.mask is not None and given.mask.shape != (B, 1, *image.shape[2:]):
+        if mask is not None and mask.shape != (B, 1, *image.shape[2:]):
             raise ValueError(
-                f"mask has shape {given.mask.shape}, image {image.shape}; mask is (batch, 1, "
+                f"mask has shape {mask.shape}, image {image.shape}; mask is (batch, 1, "
                 "height, width) of the same batch and size; prepare_inputs makes both"
             )
+        image = resize(image, self.image_size(options.height, options.width, image.shape))
+        if mask is not None:
+            mask = jax.image.resize(mask, (B, 1, *image.shape[2:]), "nearest")
+        mode = posterior_of(self.compute_vae, params["vae"], image, self.layout).mode()
+        return EditedImage(jnp.transpose(mode, (0, 3, 1, 2)), image, mask)
 
-        # The image to edit: the posterior's mode, unscaled but for CosXL Edit, as in training
-        # (section 3.2).
-        image = resize(image, self.image_size(given.height, given.width, image.shape))
-        input_latents = self._encode_mode(params, image)  # (B, 4, h, w)
-        scaling_factor = self.vae.config.scaling_factor
-        image_latents = input_latents * scaling_factor if self.is_cosxl_edit else input_latents
-        image_latents_in = jnp.concatenate(
-            [jnp.zeros_like(image_latents) if x == "null" else image_latents for x in branches]
+    def denoise(self, params, inputs, options, text, image):
+        """Scaled latents (B, 4, h, w) of the edited images; image: EditedImage."""
+        branches, scaling_factor = options.branches, self.vae.scaling_factor
+        guidance_rescale = inputs["guidance_rescale"]
+        guidance_scale, image_guidance_scale = (
+            inputs[name] for name in ("guidance_scale", "image_guidance_scale")
         )
-        text = self._encode_text(
-            params, prompt_ids, given.neg_prompt_ids, branches, image_latents.shape
+        # Unscaled but for CosXL Edit, as in training.
+        latents = image.latents * scaling_factor if self.is_cosxl_edit else image.latents
+        latents_of_branches = jnp.concatenate(
+            [jnp.zeros_like(latents) if x == "null" else latents for x in branches]
         )
 
         # Noise, one key per image
-        keys = keys_per_image(prng_seed, B)
-        schedule = self._schedule(
-            given.num_inference_steps, image_latents.shape, timesteps=given.timesteps
+        keys = keys_per_image(inputs["prng_seed"], len(latents))
+        schedule = make_schedule(
+            self.scheduler, latents.shape, options.num_inference_steps, options.timesteps
         )
-        noise = starting_noise(given.latents, keys, image_latents.shape)
-        x_T = noise * schedule[0].init_noise_sigma
-        after_step, finish = None, lambda images: images
-        if given.mask is not None:
-            mask = jax.image.resize(given.mask, (B, 1, *image.shape[2:]), "nearest")
-            finish = partial(paste, image=image, mask=mask)
-            latent_weights = latent_mask(mask, self.vae_scale_factor, MASK_MARGIN)
-            num_steps = len(schedule[1][0])
-            kept = input_latents.astype(jnp.float32) * scaling_factor
-            after_step = keep_outside(self.scheduler, latent_weights, kept, noise, num_steps)
+        noise = starting_noise(inputs["latents"], keys, latents.shape)
+        after_step = None
+        if image.mask is not None:
+            weights = latent_mask(image.mask, self.vae_scale_factor, MASK_MARGIN)
+            kept = image.latents.astype(jnp.float32) * scaling_factor
+            after_step = keep_outside(self.scheduler, weights, kept, noise, schedule.num_steps)
 
-        # Denoise
-        def inputs(active, x_t, t):
-            image_rows, *text_rows = rows_of_branches([image_latents_in, *text], branches, active)
+        def unet_inputs(active, x_t, t):
+            rows = rows_of_branches([latents_of_branches, *text], branches, active)
             model_input = jnp.concatenate([x_t] * len(active))
-            return jnp.concatenate([model_input, image_rows], axis=1), t, *text_rows, None
+            return jnp.concatenate([model_input, rows[0]], axis=1), t, *rows[1:], None
 
         def combine(eps_pred, active):
             weights = (guidance_scale, image_guidance_scale)
@@ -308,20 +399,41 @@ class InstructPix2Pix:
                 return guided
             return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
 
-        of_mask = {"after_step": after_step, "finish": finish}
-        arguments = params, schedule, x_T, keys, branches, inputs, combine, given.eta
-        x_0 = self._denoise(*arguments, **of_mask)
-        return x_0 if given.return_latents else finish(self._decode(params, x_0))
+        finish = partial(outside_of_mask, image)
+        of_run = schedule, latents.shape, keys, branches, unet_inputs, combine, finish
+        denoise = choose_denoising(self, params, *of_run)
+        x_T = noise * schedule.state.init_noise_sigma
+        return denoise(x_T, eta=options.eta, after_step=after_step)
 
-    @part("vae")
-    def _encode_mode(self, params, image):
-        """The mode of the posterior over an image's latents, unscaled, (B, C, h, w)."""
-        mode = posterior_of(self._vae, params["vae"], image, self.layout).mode()
-        return jnp.transpose(mode, (0, 3, 1, 2))
+    def decode(self, params, inputs, options, image, latents):
+        """Images, float32 (B, H, W, 3) in [0, 1]: the last stage of a run."""
+        return outside_of_mask(image, super().decode(params, inputs, options, image, latents))
+
+
+def outside_of_mask(edited, images):
+    """Images with the pixels of the image to edit outside of the mask; edited: EditedImage."""
+    return images if edited.mask is None else paste(images, edited.image, edited.mask)
+
+
+def check_edit_inputs(image, mask):
+    """Raise a ValueError for an image or a mask that prepare_inputs has not made."""
+    if image.dtype == np.uint8:
+        raise ValueError("image is uint8; prepare_inputs makes it float32 in [-1, 1]")
+    if mask is not None and getattr(mask, "dtype", None) != np.float32:
+        raise ValueError(
+            f"mask is of type {getattr(mask, 'dtype', type(mask).__name__)}; prepare_inputs "
+            "makes it float32 from 0 to 1"
+        )
+    if mask is not None and not isinstance(mask, jax.core.Tracer):
+        low, high = mask.min(), mask.max()
+        if not (low >= 0 and high <= 1):
+            raise ValueError(f"mask has values from {low} to {high}; they are from 0 to 1")
+        if not mask.any(tuple(range(mask.ndim - 3, mask.ndim))).all():
+            raise ValueError("a mask is 0 everywhere, so nothing may change; 1 may change")
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionInstructPix2PixPipeline(InstructPix2Pix, StableDiffusionParts):
+class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts, InstructPix2Pix):
     """Edit images with Stable Diffusion 1.x and 2.x.
 
     Scheduler, number of steps, image size and branches are compiled in; another choice compiles
@@ -330,22 +442,8 @@ class FlaxStableDiffusionInstructPix2PixPipeline(InstructPix2Pix, StableDiffusio
     """
 
     torch_class_name = "StableDiffusionInstructPix2PixPipeline"
-    text_axes = 1  # of one image's prompt_ids
 
     remedy_for_xl = (
         "open it with FlaxStableDiffusionXLInstructPix2PixPipeline "
         "(diffusers_flax/pipelines/instruct_pix2pix_xl.py)"
     )
-
-    @part("text_encoder")
-    def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
-        B = len(prompt_ids)
-        if neg_prompt_ids is None:
-            null_ids = self.prepare_text_inputs("")
-        else:
-            null_ids = rows_per_image(neg_prompt_ids, B).astype(prompt_ids.dtype)
-        text_ids = jnp.concatenate([prompt_ids, null_ids])
-        states = self.text_encoder(text_ids, params=params["text_encoder"], return_dict=True)
-        text, null_text = states.last_hidden_state[:B], states.last_hidden_state[B:]
-        states = {"text": text, "null": jnp.broadcast_to(null_text, text.shape)}  # (B, 77, D)
-        return jnp.concatenate([states[TEXT_OF_BRANCH[branch]] for branch in branches]), None

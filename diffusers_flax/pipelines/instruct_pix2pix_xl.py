@@ -16,7 +16,7 @@ Source: InstructPix2Pix (arXiv 2211.09800), SDXL (arXiv 2307.01952).
 
 from dataclasses import dataclass
 
-from diffusers_flax.pipelines.instruct_pix2pix import TEXT_OF_BRANCH, InstructPix2Pix
+from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 from diffusers_flax.pipelines.stable_diffusion_xl import XLParts
 from diffusers_flax.schedulers.factory import EDM_CLASSES
 
@@ -47,7 +47,3 @@ class FlaxStableDiffusionXLInstructPix2PixPipeline(InstructPix2Pix, XLParts):
 
     def _index(self):
         return super()._index() | {"is_cosxl_edit": self.is_cosxl_edit}
-
-    def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
-        texts = [TEXT_OF_BRANCH[branch] for branch in branches]
-        return super()._encode_text(params, prompt_ids, neg_prompt_ids, texts, latent_shape)

@@ -1,8 +1,9 @@
-"""Sampling as pure functions: keys and noise per image, guidance, the denoising loop, the VAE.
+"""Sampling as pure functions: noise per image, guidance, steps, the denoising loop, the VAE.
 
 They run inside a compiled program and do not depend on the pipelines:
 
     keys = keys_per_image(key, B)
+    state, _ = make_schedule(scheduler, (B, 4, h, w), num_inference_steps=20)
     x_t = starting_noise(None, keys, (B, 4, h, w)) * state.init_noise_sigma
 
     def predict(x_in, t):
@@ -16,13 +17,16 @@ The noise of an image depends only on its key, not on the batch or the devices.
 
 import inspect
 import math
+from functools import partial
 from numbers import Real
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.devices.shares import map_rows
+from diffusers_flax.schedulers.noise_schedule import noise_scales
 
 # Indices folded into an image's key: 0 for its initial noise, i + 1 for the noise of step i.
 POSTERIOR_NOISE = 2**31 - 1  # for the sample of the VAE's posterior
@@ -32,6 +36,9 @@ SEQUEL = 2**31 - 2  # for a second pipeline that continues from the image (refin
 DECODED_PIXELS = 1024 * 1024
 # The branches of guidance of a text-to-image model.
 BRANCHES = ("text", "null")
+# Align-Your-Steps (arXiv 2404.14507): timesteps to visit in 10 steps, of Stable Diffusion and SDXL.
+AYS_SD = (999, 850, 736, 645, 545, 455, 343, 233, 124, 24)
+AYS_SDXL = (999, 845, 730, 587, 443, 310, 193, 116, 53, 13)
 
 
 def text_branches(guidance_scale):
@@ -180,6 +187,185 @@ def starting_noise(latents, keys, shape):
     if latents.shape != shape:
         raise ValueError(f"latents have shape {latents.shape}, need {shape}")
     return latents.astype(jnp.float32)
+
+
+class Schedule(NamedTuple):
+    """A scheduler's state after set_timesteps, and the noise of the steps to make.
+
+    Fields:
+        state: float32; its timesteps may be more than the steps to make.
+        scales: (alphas, sigmas) of the steps to make, see noise_scales.
+    """
+
+    state: Any
+    scales: tuple
+
+    @property
+    def num_steps(self):
+        """Number of steps to make, PNDM's repeated ones included."""
+        return len(self.scales[0])
+
+
+def make_schedule(
+    scheduler,
+    shape,
+    num_inference_steps,
+    timesteps=None,
+    first_step=0,
+    denoising_start=None,
+    denoising_end=None,
+):
+    """The Schedule of a run; computed while a program is traced, so it is constant in the program.
+
+    Args:
+        scheduler: a scheduler of diffusers_flax/schedulers/.
+        shape, num_inference_steps, timesteps, first_step: as in set_timesteps.
+        denoising_start: fraction of the denoising that is done already; wins over first_step.
+        denoising_end: fraction of the denoising; the steps after it are not made.
+
+    Raises:
+        ValueError: a fraction is not between 0 and 1, leaves no step, or is not for this scheduler.
+    """
+    check_denoising_range(scheduler, denoising_start, denoising_end)
+    with jax.ensure_compile_time_eval():
+        plan = partial(
+            scheduler.set_timesteps, scheduler.create_state(), num_inference_steps, shape
+        )
+        if denoising_start is not None:
+            first_step = first_step_at(scheduler, plan(timesteps=timesteps), denoising_start)
+        constants = jax.tree.map(np.asarray, plan(first_step, timesteps))
+    num_steps = num_steps_until(scheduler, constants, denoising_end)
+    scales = tuple(scale[:num_steps] for scale in noise_scales(scheduler, constants))
+    return Schedule(jax.tree.map(jnp.asarray, constants), scales)
+
+
+def check_denoising_range(scheduler, denoising_start, denoising_end):
+    """Raise a ValueError unless both are fractions of the denoising, in order; None: not given."""
+    for name, value in (("denoising_start", denoising_start), ("denoising_end", denoising_end)):
+        if value is None:
+            continue
+        if not isinstance(value, Real) or not 0 < value < 1:
+            raise ValueError(
+                f"{name}={value!r} must be a number between 0 and 1, the share of the denoising "
+                "that is done there; leave it out for all of it"
+            )
+        if scheduler._option("sigma_data"):
+            raise ValueError(
+                f"{name}={value} cannot be chosen for a model of EDM, whose timesteps are "
+                "log(sigma) / 4; leave it out"
+            )
+        if scheduler._option("skip_prk_steps") is False:
+            raise ValueError(
+                f"{name}={value} cannot be chosen with PNDM's Runge-Kutta start; take "
+                "skip_prk_steps=True, or another scheduler"
+            )
+    if None not in (denoising_start, denoising_end) and denoising_start >= denoising_end:
+        raise ValueError(
+            f"denoising_start={denoising_start} must be below denoising_end={denoising_end}"
+        )
+
+
+def first_step_at(scheduler, state, denoising_start):
+    """Number of steps before denoising_start.
+
+    Args:
+        scheduler: denoising_start is a fraction of its num_train_timesteps, as in PyTorch.
+        state: of set_timesteps with all steps.
+        denoising_start: between 0 and 1.
+    """
+    num_done = num_steps_before(scheduler, state, denoising_start)
+    # PNDM repeats its second timestep.
+    num_repeated = len(state.timesteps) - state.num_inference_steps
+    first_step = num_done - min(num_repeated, max(num_done - 1, 0))
+    if first_step == state.num_inference_steps:
+        raise ValueError(
+            f"denoising_start={denoising_start} of num_inference_steps={first_step} leaves no step "
+            "to do; take more steps or an earlier start"
+        )
+    return first_step
+
+
+def num_steps_until(scheduler, state, denoising_end):
+    """Number of steps to make up to denoising_end; None: all of them.
+
+    Args:
+        scheduler, denoising_end: as for first_step_at.
+        state: of set_timesteps.
+    """
+    if denoising_end is None:
+        return len(state.timesteps)
+    num_steps = num_steps_before(scheduler, state, denoising_end)
+    if not num_steps:
+        raise ValueError(
+            f"denoising_end={denoising_end} of num_inference_steps={state.num_inference_steps} "
+            "leaves no step to do; take more steps or a later end"
+        )
+    return num_steps
+
+
+def num_steps_before(scheduler, state, fraction):
+    """Number of timesteps that are visited before a fraction of the denoising is done."""
+    reached = round(len(scheduler) - fraction * len(scheduler))
+    return int((np.asarray(state.timesteps) >= reached).sum())
+
+
+def timestep_options(num_inference_steps, timesteps, eta, ays=AYS_SD):
+    """The options of a call that choose the steps; timesteps win over num_inference_steps.
+
+    Args:
+        num_inference_steps, eta: of a call.
+        timesteps: of a call, integers or "ays"; a flag's tuple of them.
+        ays: the timesteps that "ays" stands for, AYS_SD or AYS_SDXL.
+
+    Returns:
+        {"num_inference_steps", "timesteps", "eta"}.
+
+    Raises:
+        ValueError: timesteps is another text, or has "ays" among others.
+    """
+    words = (timesteps,) if isinstance(timesteps, str) else timesteps
+    if words is not None and any(isinstance(word, str) for word in words):
+        if tuple(words) != ("ays",):
+            raise ValueError(f"timesteps={timesteps!r} must be integers, or ays alone")
+        timesteps = ays
+    timesteps = None if timesteps is None else tuple(np.asarray(timesteps).tolist()) or None
+    num_inference_steps = len(timesteps) if timesteps else num_inference_steps
+    return dict(num_inference_steps=num_inference_steps, timesteps=timesteps, eta=eta)
+
+
+def check_steps(scheduler, state, steps, accelerate, branches):
+    """Raise a ValueError for steps that the scheduler or the accelerations do not take.
+
+    Args:
+        scheduler, state: of choose_scheduler.
+        steps: of timestep_options.
+        accelerate: Acceleration.
+        branches: of guidance.
+    """
+    state = timesteps_of(scheduler, state, steps)
+    check_eta(scheduler, steps["eta"])
+    if accelerate:
+        from diffusers_flax.acceleration.plans import plan_steps  # not for a plain image
+
+        plan_steps(accelerate, branches, noise_scales(scheduler, state))
+
+
+def count_steps(scheduler, steps):
+    """Number of steps that a scheduler makes, PNDM's repeated ones included.
+
+    Arguments as for check_steps.
+    """
+    return len(timesteps_of(scheduler, scheduler.create_state(), steps).timesteps)
+
+
+def timesteps_of(scheduler, state, steps):
+    """The scheduler's state; its timesteps are all that it visits, PNDM's repeated ones included.
+
+    Arguments as for check_steps.
+    """
+    return scheduler.set_timesteps(
+        state, steps["num_inference_steps"], timesteps=steps["timesteps"]
+    )
 
 
 def check_eta(scheduler, eta):

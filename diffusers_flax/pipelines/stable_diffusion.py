@@ -19,7 +19,9 @@ Source: Latent Diffusion Models (arXiv 2112.10752); image to image, SDEdit (arXi
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from diffusers_flax.images import pair_with_masks, prepare_images
@@ -27,14 +29,12 @@ from diffusers_flax.models.clip import FlaxCLIPTextModel
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.pipelines.calls import CALL, GENERATE, published_call, with_options
-from diffusers_flax.pipelines.generation import Generation, TextToImage
-from diffusers_flax.pipelines.image_to_image import (
-    RANGE,
-    ImageToImage,
-    Inpainting,
-)
+from diffusers_flax.pipelines.image_to_image import ImageToImage
+from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
+from diffusers_flax.pipelines.running import Options, generate, run
+from diffusers_flax.pipelines.sampling import rows_per_image
+from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
 __all__ = [
@@ -45,8 +45,12 @@ __all__ = [
 ]
 
 
-class StableDiffusionFamily:
-    """What the pipelines of Stable Diffusion 1.x and 2.x have in common."""
+class StableDiffusionFamily(FlaxDiffusionPipeline):
+    """Base of the pipelines of Stable Diffusion 1.x and 2.x: the text, the safety checker."""
+
+    text_axes = 1  # of one image's prompt_ids
+    # The text of each branch of guidance.
+    text_of_branch = {"text": "text", "image": "null", "null": "null"}  # noqa: RUF012
 
     def __post_init__(self):
         super().__post_init__()
@@ -64,9 +68,58 @@ class StableDiffusionFamily:
             raise ValueError(f"{path} is a {class_name}; {cls.remedy_for_xl}")
         return ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
 
+    def encode_text(self, params, inputs, options):
+        """The texts of all branches of guidance: the first stage of a run.
+
+        Args:
+            params, inputs, options: see running.generate.
+
+        Returns:
+            (states, (branches * B, 77, D); None, for SDXL further conditions).
+        """
+        prompt_ids = inputs["prompt_ids"]
+        ids, B = {"text": prompt_ids}, len(prompt_ids)
+        if {*options.branches} != {"text"}:
+            null_ids = inputs["neg_prompt_ids"]
+            if null_ids is None:
+                null_ids = self.prepare_text_inputs("")
+            else:
+                null_ids = rows_per_image(null_ids, B)
+            ids["null"] = null_ids.astype(prompt_ids.dtype)
+        encoded = self.text_encoder(
+            jnp.concatenate([*ids.values()]), params=params["text_encoder"], return_dict=True
+        ).last_hidden_state
+        states = {"text": encoded[:B]}
+        if "null" in ids:
+            states["null"] = jnp.broadcast_to(encoded[B:], states["text"].shape)
+        return jnp.concatenate([states[self.text_of_branch[x]] for x in options.branches]), None
+
+    def output(self, result, params, jit, output_type, return_dict):
+        """The result of a call, after the safety checker, if there is one."""
+        flags = False
+        if self.safety_checker is not None and output_type != "latent":
+            result, flags = self.check_images(result, params, jit)
+        if output_type == "pil":
+            result = self.numpy_to_pil(result)
+        output = FlaxStableDiffusionPipelineOutput(result, flags)
+        return output if return_dict else output.to_tuple()
+
+    def check_images(self, images, params, jit):
+        """Make images black that the safety checker flags: (images, flat list of bool)."""
+        if "safety_checker" not in params:
+            raise ValueError("params has no safety_checker; add safety_checker.params under it")
+        params = params["safety_checker"]
+        if jit and self.layout is None:
+            params = jax.tree.map(lambda x: x[0], params)
+        images = np.asarray(images)
+        checked, flags = self.safety_checker.filter_images(
+            images.reshape(-1, *images.shape[-3:]), self.feature_extractor, params
+        )
+        return checked.reshape(images.shape), flags
+
 
 @dataclass(frozen=True, eq=False)
-class StableDiffusionParts(StableDiffusionFamily, FlaxDiffusionPipeline):
+class StableDiffusionParts(StableDiffusionFamily):
     """The parts of Stable Diffusion 1.x and 2.x pipelines, in the published order.
 
     Fields: modules, which compute in the dtype that from_pretrained gave them; tokenizer, a
@@ -129,15 +182,118 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, Inpainting):
         prompt_ids, image, mask = pair_with_masks(*arrays)
         return prompt_ids, image * (mask < 0.5), mask
 
-    __call__ = published_call(
-        Generation.__call__,
-        *("prompt_ids", "mask", "masked_image", "params", "prng_seed"),
-        *(*CALL, "strength", *RANGE, "image"),
+    def __call__(
+        self,
+        prompt_ids,
+        mask,
+        masked_image,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        latents=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        jit=False,
+        output_type="np",
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
         strength=1.0,
-    )
+        denoising_start=None,
+        denoising_end=None,
+        image=None,
+    ):
+        """Repaint a part of images; compiles at the first call of each size.
 
-    @with_options(*GENERATE, "strength", *RANGE, "image", strength=1.0)
-    def _generate(self, prompt_ids, mask, masked_image, params, prng_seed, given):
+        Args:
+            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
+                are (devices, B, ...), for a Layout (data, B, ...).
+            mask: float32 (B, 1, H, W), 1 where the image is repainted.
+            masked_image: float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted, or scaled
+                latents; read by a UNet of 9 channels.
+            params: from from_pretrained; with jit replicated. Without jit the call runs where
+                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
+                Layout, as its place_params leaves them.
+            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
+                per device. With one key, image i gets the noise of fold_in(key, i), so it does
+                not depend on how many images or devices there are.
+            num_inference_steps: of the scheduler, at least 1.
+            height, width: of the result, multiples of 8; the image is resized to it. None: the size
+                of the image.
+            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
+                number up to 1: no guidance, half of the work.
+            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
+                it.
+            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
+                text, for SDXL zeros.
+            return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
+                (images,).
+            jit: True runs on several devices, False on one; compiled either way.
+            output_type: "np", "pil" or "latent".
+            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
+                that guidance adds; 0: off.
+            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
+                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
+                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
+            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
+            strength: fraction of the steps to run, in (0, 1]; 1 ignores the repainted part.
+            denoising_start: the share of the denoising that is done already, between 0 and 1: image
+                is the latents that another pipeline gave for this denoising_end, and no noise is
+                added. None: strength chooses the first step.
+            denoising_end: the share of the denoising to end at, between 0 and 1, for another
+                pipeline that goes on, with output_type="latent"; None: all.
+            image: the whole image, float32 (B, 3, H, W) in [-1, 1], or scaled latents (B, 4, h, w);
+                needed by a UNet of 4 channels, by strength below 1 and by denoising_start.
+
+        Returns:
+            FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
+            images (B, H, W, 3), with jit (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL
+            images for "pil"; the scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
+
+        Raises:
+            ValueError: shapes, sizes, scales or steps that do not fit.
+        """
+        image_shape = (masked_image if image is None else image).shape
+        options = Options(
+            **self.step_options(num_inference_steps, timesteps, eta),
+            **self.size_options(height, width, output_type, image_shape),
+            branches=self.guidance_branches(guidance_scale),
+            first_step=self.first_step(num_inference_steps, strength, denoising_start),
+            denoising_start=denoising_start,
+            denoising_end=denoising_end,
+        )
+        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        inputs |= dict(image=image, mask=mask, masked_image=masked_image)
+        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        result = run(self, options, inputs, scales, params, prng_seed, jit)
+        return self.output(result, params, jit, output_type, return_dict)
+
+    def _generate(
+        self,
+        prompt_ids,
+        mask,
+        masked_image,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        latents=None,
+        neg_prompt_ids=None,
+        return_latents=False,
+        guidance_rescale=0.0,
+        branches=None,
+        timesteps=None,
+        eta=None,
+        strength=1.0,
+        denoising_start=None,
+        denoising_end=None,
+        image=None,
+    ):
         """Inpainting as one pure function of arrays, for one device; jit or pmap it.
 
         Args as in __call__, strength static.
@@ -145,5 +301,19 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, Inpainting):
         Returns:
             As TextToImage._generate.
         """
-        arrays = prompt_ids, given.image, mask, masked_image, params, prng_seed
-        return self._inpaint(*arrays, given)
+        options = Options(
+            num_inference_steps,
+            timesteps,
+            eta,
+            height,
+            width,
+            branches or self.guidance_branches(guidance_scale),
+            return_latents,
+            self.first_step(num_inference_steps, strength, denoising_start),
+            denoising_start,
+            denoising_end,
+        )
+        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        inputs |= dict(image=image, mask=mask, masked_image=masked_image)
+        inputs |= dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        return generate(self, options, (), inputs, {"prng_seed": prng_seed}, params)

@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from diffusers_flax.devices.parts import part
 from diffusers_flax.images import pair_with_masks
 from diffusers_flax.loading.directories import has, read_index
 from diffusers_flax.loading.hub import locate
@@ -37,11 +36,12 @@ from diffusers_flax.models.tiny_vae import TINY_VAES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import MODULES, TEXT_ENCODERS, FlaxDiffusionPipeline
-from diffusers_flax.pipelines.calls import AYS_SDXL, CALL, GENERATE, published_call, with_options
-from diffusers_flax.pipelines.generation import Generation, TextToImage
-from diffusers_flax.pipelines.image_to_image import RANGE, ImageToImage, Inpainting
+from diffusers_flax.pipelines.image_to_image import ImageToImage
+from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionXLPipelineOutput
-from diffusers_flax.pipelines.sampling import rows_per_image
+from diffusers_flax.pipelines.running import Options, generate, run
+from diffusers_flax.pipelines.sampling import AYS_SDXL, rows_per_image
+from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
 AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # of each branch, for the refiner
@@ -70,6 +70,8 @@ class XLParts(FlaxDiffusionPipeline):
     text_axes = 2  # of one image's prompt_ids
     tiny_vae_name = TINY_VAES[1]
     ays_timesteps = AYS_SDXL
+    # The text of each branch of guidance.
+    text_of_branch = {"text": "text", "image": "null", "null": "null"}  # noqa: RUF012
 
     @classmethod
     def parts_of(cls, path, index):
@@ -172,54 +174,66 @@ class XLParts(FlaxDiffusionPipeline):
         states = jnp.concatenate([output.hidden_states[-2] for output in outputs], axis=-1)
         return states, outputs[-1].text_embeds
 
-    @part("text_encoder", "text_encoder_2")
-    def _encode_text(self, params, prompt_ids, neg_prompt_ids, branches, latent_shape):
-        texts = {"text": prompt_ids}
-        if neg_prompt_ids is not None:
-            texts["null"] = neg_prompt_ids.astype(prompt_ids.dtype)
+    def encode_text(self, params, inputs, options):
+        """The texts of all branches of guidance: the first stage of a run.
+
+        Args:
+            params, inputs, options: see running.generate.
+
+        Returns:
+            (states, (branches * B, 77, D); {"text_embeds", "time_ids"} of the UNet).
+        """
+        prompt_ids, null_ids = inputs["prompt_ids"], inputs["neg_prompt_ids"]
+        B, texts = len(prompt_ids), {"text": prompt_ids}
+        if null_ids is not None:
+            texts["null"] = rows_per_image(null_ids.astype(prompt_ids.dtype), B)
         elif not self.force_zeros_for_empty_prompt:
-            texts["null"] = self.prepare_text_inputs("")
-        if "null" in texts:
-            texts["null"] = rows_per_image(texts["null"], len(prompt_ids))
-        encoded = list(dict.fromkeys(branch for branch in branches if branch in texts)) or ["text"]
+            texts["null"] = rows_per_image(self.prepare_text_inputs(""), B)
+        names = [self.text_of_branch[branch] for branch in options.branches]
+        encoded = list(dict.fromkeys(name for name in names if name in texts)) or ["text"]
         states, pooled = self.get_embeddings(
-            jnp.concatenate([texts[branch] for branch in encoded]), params
+            jnp.concatenate([texts[name] for name in encoded]), params
         )
         states, pooled = (
             dict(zip(encoded, jnp.split(x, len(encoded)))) for x in (states, pooled)
-        )  # per branch (B, 77, D), (B, D)
+        )  # per text (B, 77, D), (B, D)
         if "null" not in encoded:  # no negative prompt: SDXL was trained with zeros
             states["null"] = jnp.zeros_like(states["text"])
             pooled["null"] = jnp.zeros_like(pooled["text"])
-        time_ids = [
-            jnp.tile(self._time_ids(branch, latent_shape), (len(prompt_ids), 1))
-            for branch in branches
-        ]
+        image = inputs.get("masked_image") if inputs.get("image") is None else inputs["image"]
+        size = self.image_size(
+            options.height, options.width, None if image is None else image.shape
+        )
+        time_ids = [jnp.tile(self.time_ids(name, size), (B, 1)) for name in names]
         added = {
-            "text_embeds": jnp.concatenate([pooled[branch] for branch in branches]),
+            "text_embeds": jnp.concatenate([pooled[name] for name in names]),
             "time_ids": jnp.concatenate(time_ids),
         }
-        return jnp.concatenate([states[branch] for branch in branches]), added
+        return jnp.concatenate([states[name] for name in names]), added
 
-    def _time_ids(self, branch, latent_shape):
+    def time_ids(self, text, size):
         """Micro-conditioning: original size, crop corner, target size (6,); a refiner's (5,).
+
+        Args:
+            text: "text" or "null".
+            size: (height, width) of the result, pixels.
 
         Source: SDXL (arXiv 2307.01952), section 2.2.
         """
-        size = [side * self.vae_scale_factor for side in latent_shape[2:]]
         if self.requires_aesthetics_score:
-            return jnp.array([*size, 0, 0, AESTHETIC_SCORES[branch]], jnp.float32)
+            return jnp.array([*size, 0, 0, AESTHETIC_SCORES[text]], jnp.float32)
         return jnp.array([*size, 0, 0, *size], jnp.float32)
 
-    def _output(self, result, params, jit, output_type, return_dict):
+    def output(self, result, params, jit, output_type, return_dict):
+        """The result of a call."""
         result = self.numpy_to_pil(result) if output_type == "pil" else result
         output = FlaxStableDiffusionXLPipelineOutput(result)
         return output if return_dict else output.to_tuple()
 
     @property
-    def _vae(self):
+    def compute_vae(self):
         """The VAE, in float32 if its config has force_upcast."""
-        return self.vae.clone(dtype=jnp.float32) if self.vae.config.force_upcast else self.vae
+        return self.vae.clone(dtype=jnp.float32) if self.vae.force_upcast else self.vae
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,12 +242,76 @@ class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
 
     torch_class_name = "StableDiffusionXLPipeline"
 
-    __call__ = published_call(
-        Generation.__call__,
-        *("prompt_ids", "params", "prng_seed", "num_inference_steps", "guidance_scale", "height"),
-        *("width", "latents", "neg_prompt_ids", "return_dict", "output_type", "jit"),
-        *("guidance_rescale", "timesteps", "eta", "denoising_end"),
-    )
+    def __call__(
+        self,
+        prompt_ids,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        guidance_scale=7.5,
+        height=None,
+        width=None,
+        latents=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        output_type="np",
+        jit=False,
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
+        denoising_end=None,
+    ):
+        """Make a batch of images; compiles at the first call of each size.
+
+        Args:
+            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
+                are (devices, B, ...), for a Layout (data, B, ...).
+            params: from from_pretrained; with jit replicated. Without jit the call runs where
+                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
+                Layout, as its place_params leaves them.
+            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
+                per device. With one key, image i gets the noise of fold_in(key, i), so it does
+                not depend on how many images or devices there are.
+            num_inference_steps: of the scheduler, at least 1.
+            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
+                number up to 1: no guidance, half of the work.
+            height, width: of the images, multiples of 8; None: the size that the model was trained
+                at.
+            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
+                it.
+            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
+                text, for SDXL zeros.
+            return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
+                (images,).
+            output_type: "np", "pil" or "latent".
+            jit: True runs on several devices, False on one; compiled either way.
+            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
+                that guidance adds; 0: off.
+            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
+                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
+                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
+            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
+            denoising_end: the share of the denoising to end at, between 0 and 1, for another
+                pipeline that goes on, with output_type="latent"; None: all.
+
+        Returns:
+            FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
+            images (B, H, W, 3), with jit (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL
+            images for "pil"; the scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
+
+        Raises:
+            ValueError: shapes, sizes, scales or steps that do not fit.
+        """
+        options = Options(
+            **self.step_options(num_inference_steps, timesteps, eta),
+            **self.size_options(height, width, output_type),
+            branches=self.guidance_branches(guidance_scale),
+            denoising_end=denoising_end,
+        )
+        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        result = run(self, options, inputs, scales, params, prng_seed, jit)
+        return self.output(result, params, jit, output_type, return_dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,18 +347,121 @@ class FlaxStableDiffusionXLInpaintPipeline(XLParts, Inpainting):
             ValueError: numbers or sizes differ, or one is not an image.
         """
         prompt_ids, image = super().prepare_inputs(prompt, image)
-        factor = self.vae_scale_factor if self._is_latents(image.shape) else 1
+        factor = self.vae_scale_factor if self.is_latents(image.shape) else 1
         return pair_with_masks(prompt_ids, image, mask, factor)
 
-    __call__ = published_call(
-        Generation.__call__,
-        *("prompt_ids", "image", "mask", "params", "prng_seed", "strength"),
-        *(*CALL, *RANGE, "masked_image"),
+    def __call__(
+        self,
+        prompt_ids,
+        image,
+        mask,
+        params,
+        prng_seed,
         strength=0.9999,
-    )
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        latents=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        jit=False,
+        output_type="np",
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
+        denoising_start=None,
+        denoising_end=None,
+        masked_image=None,
+    ):
+        """Repaint a part of images; compiles at the first call of each size.
 
-    @with_options("strength", *GENERATE, *RANGE, "masked_image", strength=0.9999)
-    def _generate(self, prompt_ids, image, mask, params, prng_seed, given):
+        Args:
+            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
+                are (devices, B, ...), for a Layout (data, B, ...).
+            image: the whole image, float32 (B, 3, H, W) in [-1, 1], or scaled latents (B, 4, h, w),
+                as from prepare_inputs.
+            mask: float32 (B, 1, H, W), 1 where the image is repainted.
+            params: from from_pretrained; with jit replicated. Without jit the call runs where
+                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
+                Layout, as its place_params leaves them.
+            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
+                per device. With one key, image i gets the noise of fold_in(key, i), so it does
+                not depend on how many images or devices there are.
+            strength: fraction of the steps to run, in (0, 1]; 1 ignores the repainted part.
+            num_inference_steps: of the scheduler, at least 1.
+            height, width: of the result, multiples of 8; the image is resized to it. None: the size
+                of the image.
+            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
+                number up to 1: no guidance, half of the work.
+            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
+                it.
+            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
+                text, for SDXL zeros.
+            return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
+                (images,).
+            jit: True runs on several devices, False on one; compiled either way.
+            output_type: "np", "pil" or "latent".
+            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
+                that guidance adds; 0: off.
+            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
+                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
+                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
+            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
+            denoising_start: the share of the denoising that is done already, between 0 and 1: image
+                is the latents that another pipeline gave for this denoising_end, and no noise is
+                added. None: strength chooses the first step.
+            denoising_end: the share of the denoising to end at, between 0 and 1, for another
+                pipeline that goes on, with output_type="latent"; None: all.
+            masked_image: float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted, or scaled
+                latents; read by a UNet of 9 channels.
+
+        Returns:
+            FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
+            images (B, H, W, 3), with jit (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL
+            images for "pil"; the scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
+
+        Raises:
+            ValueError: shapes, sizes, scales or steps that do not fit.
+        """
+        image_shape = (masked_image if image is None else image).shape
+        options = Options(
+            **self.step_options(num_inference_steps, timesteps, eta),
+            **self.size_options(height, width, output_type, image_shape),
+            branches=self.guidance_branches(guidance_scale),
+            first_step=self.first_step(num_inference_steps, strength, denoising_start),
+            denoising_start=denoising_start,
+            denoising_end=denoising_end,
+        )
+        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        inputs |= dict(image=image, mask=mask, masked_image=masked_image)
+        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        result = run(self, options, inputs, scales, params, prng_seed, jit)
+        return self.output(result, params, jit, output_type, return_dict)
+
+    def _generate(
+        self,
+        prompt_ids,
+        image,
+        mask,
+        params,
+        prng_seed,
+        strength=0.9999,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        latents=None,
+        neg_prompt_ids=None,
+        return_latents=False,
+        guidance_rescale=0.0,
+        branches=None,
+        timesteps=None,
+        eta=None,
+        denoising_start=None,
+        denoising_end=None,
+        masked_image=None,
+    ):
         """Inpainting as one pure function of arrays, for one device; jit or pmap it.
 
         Args as in __call__, strength static.
@@ -288,8 +469,22 @@ class FlaxStableDiffusionXLInpaintPipeline(XLParts, Inpainting):
         Returns:
             As TextToImage._generate.
         """
-        arrays = prompt_ids, image, mask, given.masked_image, params, prng_seed
-        return self._inpaint(*arrays, given)
+        options = Options(
+            num_inference_steps,
+            timesteps,
+            eta,
+            height,
+            width,
+            branches or self.guidance_branches(guidance_scale),
+            return_latents,
+            self.first_step(num_inference_steps, strength, denoising_start),
+            denoising_start,
+            denoising_end,
+        )
+        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        inputs |= dict(image=image, mask=mask, masked_image=masked_image)
+        inputs |= dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        return generate(self, options, (), inputs, {"prng_seed": prng_seed}, params)
 
 
 def check_xl(model, revision, unet):

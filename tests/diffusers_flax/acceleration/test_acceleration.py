@@ -34,7 +34,8 @@ from diffusers_flax.acceleration.token_merging import match, window_offsets
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, FlaxUNet2DConditionOutput
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
-from diffusers_flax.pipelines.sampling import keys_per_image, normal
+from diffusers_flax.pipelines.running import choose_denoising
+from diffusers_flax.pipelines.sampling import Schedule, keys_per_image, make_schedule, normal
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import make_scheduler
@@ -206,7 +207,7 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
     pipeline, _ = open_ours(
         models["sd"], spec, scheduler, prediction_type=prediction_type, clip_sample=False
     )
-    state, scales = pipeline._schedule(20, (1, *SHAPE))
+    state, scales = make_schedule(pipeline.scheduler, (1, *SHAPE), 20)
     clean = jnp.full((1, *SHAPE), 0.7)
 
     class Constant:
@@ -230,18 +231,17 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
         fake = dataclasses.replace(pipeline, unet=Constant(), accelerate=acceleration)
         keys = keys_per_image(jax.random.key(0), 1)
         x_t = normal(keys, 0, SHAPE) * state.init_noise_sigma
-        results.append(
-            fake._denoise(
-                {"unet": {}},
-                (state, scales),
-                x_t,
-                keys,
-                ("text",),
-                lambda active, x, t: (x, t, None),
-                lambda eps, active: eps,
-                eta=None,
-            )
+        denoise = choose_denoising(
+            fake,
+            {"unet": {}},
+            Schedule(state, scales),
+            x_t.shape,
+            keys,
+            ("text",),
+            lambda active, x, t: (x, t, None),
+            lambda eps, active: eps,
         )
+        results.append(denoise(x_t))
     np.testing.assert_allclose(*results, atol=1e-3)
     assert jnp.abs(results[0] - clean).mean() < 0.05
 

@@ -16,8 +16,7 @@ import sdxl_single
 from diffusers_flax.acceleration.previews import Preview, preview_files
 from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.pipelines.calls import count_steps, timestep_options
-from diffusers_flax.pipelines.sampling import keys_per_image
+from diffusers_flax.pipelines.sampling import count_steps, keys_per_image, timestep_options
 from diffusers_flax.schedulers.factory import make_scheduler
 
 # of torch.Tensor.__array__, called by diffusers' schedulers

@@ -17,11 +17,10 @@ import sdxl_single
 import sdxl_single_aot
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, guidance_embedding
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.pipelines.calls import AYS_SDXL, timestep_options
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
-from diffusers_flax.pipelines.sampling import keys_per_image, normal
+from diffusers_flax.pipelines.sampling import AYS_SDXL, keys_per_image, normal, timestep_options
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
 from diffusers_flax.schedulers.factory import make_scheduler
 

@@ -1,6 +1,7 @@
 """Inpainting, and the hand-over from base to refiner, against the PyTorch pipelines."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.images import prepare_images
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.pipelines.sampling import keep_outside
+from diffusers_flax.pipelines.sampling import keep_outside, make_schedule
 from diffusers_flax.pipelines.stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
     FlaxStableDiffusionInpaintPipeline,
@@ -283,17 +284,18 @@ def test_one_model_in_two_parts_makes_the_same_steps(folders, scheduler):
     """First and second part of a run have all its timesteps, PNDM's repeated one once more."""
     pipeline, _ = open_ours(FlaxStableDiffusionPipeline, folders["sd 4"], scheduler)
     shape = (1, 4, 8, 6)
-    whole, _ = pipeline._schedule(STEPS, shape)
+    plan = partial(make_schedule, pipeline.scheduler, shape, STEPS)
+    whole, _ = plan()
     for share in (0.15, 0.3, 0.5, 0.8, 0.85):
-        first, first_scales = pipeline._schedule(STEPS, shape, denoising_end=share)
-        second, second_scales = pipeline._schedule(STEPS, shape, denoising_start=share)
+        first, first_scales = plan(denoising_end=share)
+        second, second_scales = plan(denoising_start=share)
         num_steps = len(first_scales[0])
         np.testing.assert_array_equal(first.timesteps, whole.timesteps)
         rest = np.unique(whole.timesteps[num_steps:])[::-1]
         np.testing.assert_array_equal(np.unique(second.timesteps)[::-1], rest)
         assert min(first.timesteps[:num_steps]) >= round(1000 * (1 - share)) > max(rest)
         assert len(second_scales[0]) == len(second.timesteps)
-    third, third_scales = pipeline._schedule(STEPS, shape, denoising_start=0.3, denoising_end=0.8)
+    third, third_scales = plan(denoising_start=0.3, denoising_end=0.8)
     steps = np.asarray(third.timesteps)[: len(third_scales[0])]
     assert ((steps >= 200) & (steps < 700)).all()
 

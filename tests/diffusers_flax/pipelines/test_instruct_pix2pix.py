@@ -384,10 +384,19 @@ class CountingPipeline(FlaxStableDiffusionInstructPix2PixPipeline):
 
     traces = ()
 
-    def _generate(self, *, image, branches, guidance_scale, image_guidance_scale, **others):
-        type(self).traces += (branches,)
-        # The test counts traces, so any program will do.
-        return image * guidance_scale + image_guidance_scale
+    # The test counts traces, so any program will do.
+
+    def encode_text(self, params, inputs, options):
+        type(self).traces += (options.branches,)
+
+    def encode_image(self, params, inputs, options):
+        return inputs["image"]
+
+    def denoise(self, params, inputs, options, text, image):
+        return image * inputs["guidance_scale"] + inputs["image_guidance_scale"]
+
+    def decode(self, params, inputs, options, image, latents):
+        return latents
 
 
 def test_other_scale_values_do_not_recompile(loaded, caplog):

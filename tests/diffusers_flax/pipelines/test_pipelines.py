@@ -23,7 +23,7 @@ from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines import generation, sampling
+from diffusers_flax.pipelines import running, sampling
 from diffusers_flax.pipelines.sampling import decode
 from diffusers_flax.pipelines.stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
@@ -158,11 +158,11 @@ def test_bfloat16(folders, xl):
     key = jax.random.key(0)
     options = dict(num_inference_steps=3, guidance_scale=2.0)
     expected = pipeline(pipeline.prepare_inputs(PROMPTS), params, key, **options).images
-    assert pipeline._vae.config.force_upcast
+    assert pipeline.compute_vae.config.force_upcast
     half, params = FlaxStableDiffusionXLPipeline.from_pretrained(folders["xl"], dtype=jnp.bfloat16)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)  # the scheduler's as well
     assert half.vae.dtype == half.unet.dtype == jnp.bfloat16
-    assert half._vae.dtype == jnp.float32
+    assert half.compute_vae.dtype == jnp.float32
     images = half(half.prepare_inputs(PROMPTS), params, key, **options).images
     assert images.dtype == jnp.float32 and psnr(images, expected) > 30
     program = jax.make_jaxpr(half._decode)(params, jnp.zeros((1, 4, 8, 8)))
@@ -241,7 +241,7 @@ def test_what_compiles_again_is_told(folders, caplog):
         pipeline(*inputs, num_inference_steps=1, **options)
         return " ".join(record.message for record in caplog.records)
 
-    with caplog.at_level(logging.WARNING, "diffusers_flax.pipelines.calls"):
+    with caplog.at_level(logging.WARNING, "diffusers_flax.pipelines.running"):
         with pytest.raises(ValueError, match="divisible by 8"):
             told(pipeline, *inputs, height=20)
         assert told(pipeline, *inputs) == ""
@@ -256,9 +256,7 @@ def test_what_compiles_again_is_told(folders, caplog):
 @pytest.fixture
 def params_of_program(monkeypatch):
     """Calls return the parameters that reach the compiled program."""
-    monkeypatch.setattr(
-        generation, "_generate_on_one", lambda pipeline, options, arrays, shared: arrays["params"]
-    )
+    monkeypatch.setattr(running, "generate_on_one", lambda *args: args[-1])
 
 
 def test_params_are_used_where_they_are(folders, params_of_program, monkeypatch, caplog):

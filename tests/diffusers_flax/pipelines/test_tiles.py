@@ -74,7 +74,7 @@ def test_sdxl_equals_pytorchs_enable_tiling(folders):
 
 def test_the_config_has_no_tile(folders):
     pipeline, _ = FlaxDiffusionPipeline.from_pretrained(folders["xl"], vae_tile=32)
-    assert pipeline.vae.tile == pipeline._vae.tile == 32
+    assert pipeline.vae.tile == pipeline.compute_vae.tile == 32
     assert "tile" not in pipeline.vae.config
     assert replace(pipeline, vae=with_tile(pipeline.vae, 0)).vae.tile is None
     with pytest.raises(
@@ -128,7 +128,7 @@ def test_temporary_memory_is_of_one_row_of_tiles(folders):
         taken[tile] = compiled.memory_analysis().temp_size_in_bytes
     image = 512 * 512 * 3 * 4
     assert taken[128] < taken[0] / 8 + 4 * image
-    estimate = memory.bytes_of_vae(pipeline._vae, 1, (512, 512), "cpu")
+    estimate = memory.bytes_of_vae(pipeline.compute_vae, 1, (512, 512), "cpu")
     assert 0.5 < taken[0] / estimate <= 1
 
 
@@ -136,8 +136,8 @@ def test_temporary_memory_is_of_one_row_of_tiles(folders):
 def test_choice_of_a_tile(folders, batch_size):
     pipeline = FlaxStableDiffusionXLPipeline.open(folders["xl"])  # its VAE is for 64 pixels
     size = (1024, 1024)
-    whole = memory.bytes_of_vae(pipeline._vae, batch_size, size, "cpu")
-    of_64 = memory.bytes_of_vae(pipeline._vae, batch_size, size, "cpu", 64)
+    whole = memory.bytes_of_vae(pipeline.compute_vae, batch_size, size, "cpu")
+    of_64 = memory.bytes_of_vae(pipeline.compute_vae, batch_size, size, "cpu", 64)
     assert of_64 < whole / 2
 
     def choose(available):
@@ -174,7 +174,7 @@ def test_the_plan_says_which_tile(folders, monkeypatch):
     assert planned.vae.tile is None and "tiles" not in line
     planned, line = plan(vae_tile=1024)
     assert planned.vae.tile == 1024 and "tiles" not in line
-    of_vae = memory.bytes_of_vae(pipeline._vae, 1, (512, 512), "cpu")
+    of_vae = memory.bytes_of_vae(pipeline.compute_vae, 1, (512, 512), "cpu")
     needed = memory.num_bytes_of_params(pipeline) + 2 * of_vae
     monkeypatch.setattr(memory, "host_memory", lambda: needed - 1)
     planned, line = plan()

@@ -1,0 +1,145 @@
+"""Inpainting, of all families: a part of an image is repainted.
+
+Source: inpainting with any text-to-image model, Blended Latent Diffusion (arXiv 2206.02779).
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from diffusers_flax.pipelines.image_to_image import ImageToImage
+from diffusers_flax.pipelines.sampling import (
+    keep_outside,
+    keys_of_sequel,
+    keys_per_image,
+    resize,
+    starting_noise,
+)
+from diffusers_flax.pipelines.text_to_image import check_channels
+
+
+class InpaintedLatents(NamedTuple):
+    """Scaled latents (B, 4, h, w), or None where a run does not need them.
+
+    Fields:
+        masked: of the image without the part that is repainted.
+        whole: of the whole image.
+    """
+
+    masked: Any
+    whole: Any
+
+
+class Inpainting(ImageToImage):
+    """Text, an image and a mask in, an image that is repainted within the mask out.
+
+    A UNet of 9 channels sees the mask and the latents of the masked image. With any text-to-image
+    model, whose UNet has 4 channels, the latents outside the mask are replaced after every step by
+    the image's, noised to the next timestep; see sampling.keep_outside. With strength 1 the
+    repainted part begins as noise, below 1 as the noised image.
+
+    `latents`, standard normal noise, is added to the image if strength is below 1; PyTorch's
+    pipelines then begin with this noise alone.
+    """
+
+    check_channels = staticmethod(partial(check_channels, for_inpainting=True))
+
+    @property
+    def sees_mask(self):
+        """Whether the UNet takes the mask and the latents of the masked image: 9 channels."""
+        return self.unet.in_channels != self.vae.latent_channels
+
+    def first_step(self, num_inference_steps, strength, denoising_start):
+        """Number of first steps to leave out."""
+        if denoising_start is not None:
+            return 0
+        return self.get_timestep_start(num_inference_steps, strength)
+
+    def encode_image(self, params, inputs, options):
+        """The InpaintedLatents: a stage of a run."""
+        prompt_ids, mask = inputs["prompt_ids"], inputs["mask"]
+        image, masked_image = inputs["image"], inputs["masked_image"]
+        self.check_batch(prompt_ids, image, mask, masked_image)
+        size = self.size_of_inputs(inputs, options)
+        keys = keys_of_sequel(self.keys_of(inputs, options))
+        masked_latents = image_latents = None
+        if self.sees_mask:
+            if masked_image is None:
+                masked_image = blank(image, mask, size)
+            masked_latents = self.latents_of(params, masked_image, keys, options)
+        if options.first_step or options.denoising_start or not self.sees_mask:
+            if image is None:
+                raise ValueError(
+                    "a UNet of 4 channels, strength below 1 and denoising_start need the whole "
+                    "image: give image=, made by diffusers_flax.images.prepare_images"
+                )
+            image_latents = self.latents_of(params, image, keys, options)
+        return InpaintedLatents(masked_latents, image_latents)
+
+    def denoise(self, params, inputs, options, text, image):
+        """Scaled latents (B, 4, h, w), repainted within the mask; image: InpaintedLatents."""
+        B, factor = len(inputs["prompt_ids"]), self.vae_scale_factor
+        size = self.size_of_inputs(inputs, options)
+        mask = jax.image.resize(inputs["mask"], (B, 1, *size), "nearest")
+        mask = mask[..., ::factor, ::factor]  # as PyTorch's nearest neighbour, (B, 1, h, w)
+
+        keys = self.keys_of(inputs, options)
+        shape = (image.masked if self.sees_mask else image.whole).shape
+        schedule = self.make_schedule(options, shape)
+        state, given = schedule.state, inputs["latents"]
+        noise = starting_noise(given, keys, shape)
+        if options.denoising_start:
+            x_t = image.whole
+            if self.sees_mask and given is not None:
+                raise ValueError("latents are not used with denoising_start; leave one of them out")
+        elif options.first_step:
+            x_t = self.scheduler.add_noise(state, image.whole, noise, state.timesteps[0])
+        else:
+            x_t = noise * state.init_noise_sigma
+        after_step, extra = None, (mask, image.masked)
+        if not self.sees_mask:
+            num_steps, extra = schedule.num_steps, ()
+            after_step = keep_outside(self.scheduler, mask, image.whole, noise, num_steps)
+        of_run = inputs, options, text, schedule, shape, keys, extra
+        denoise = self.guided_denoising(params, *of_run)
+        return denoise(x_t, eta=options.eta, after_step=after_step)
+
+    def keys_of(self, inputs, options):
+        """Keys of a run, one per image: others than of a run that made the image."""
+        keys = keys_per_image(inputs["prng_seed"], len(inputs["prompt_ids"]))
+        if options.first_step or options.denoising_start:
+            keys = keys_of_sequel(keys)
+        return keys_of_sequel(keys) if options.denoising_start else keys
+
+    def size_of_inputs(self, inputs, options):
+        """(height, width) of the result, pixels."""
+        image = inputs["masked_image"] if inputs["image"] is None else inputs["image"]
+        return self.image_size(options.height, options.width, image.shape)
+
+    def check_batch(self, prompt_ids, image, mask, masked_image):
+        """Raise a ValueError unless all arrays have one batch and one size; None: not given."""
+        B = len(prompt_ids)
+        images = {"image": image, "masked_image": masked_image}
+        shapes = {name: x.shape for name, x in images.items() if x is not None}
+        for name, shape in (shapes or {"image": None}).items():
+            pixels = None
+            if shape is not None and len(shape) == 4:
+                factor = self.vae_scale_factor if self.is_latents(shape) else 1
+                pixels = tuple(side * factor for side in shape[2:])
+            if pixels is None or shape[0] != B or mask.shape != (B, 1, *pixels):
+                raise ValueError(
+                    f"prompt_ids has shape {prompt_ids.shape}, mask {mask.shape}, {name} "
+                    f"{shape}; they need one batch and one size; prepare_inputs makes them"
+                )
+
+
+def blank(image, mask, size):
+    """Images (B, 3, H, W) resized to size (height, width), 0 where the mask (B, 1, H, W) is 1."""
+    if image.shape[1] != 3:
+        raise ValueError(
+            f"image has shape {image.shape}: it is latents, which cannot be masked; give "
+            "masked_image= as well"
+        )
+    mask = jax.image.resize(mask, (len(mask), 1, *size), "nearest")
+    return resize(image, size) * (mask < 0.5).astype(image.dtype)

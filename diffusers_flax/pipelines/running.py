@@ -1,0 +1,417 @@
+"""From a call of a pipeline to its program: checks, where it runs, what changes a prediction.
+
+A program is `generate`, the stages of a pipeline, which are pure functions of arrays:
+
+    encode_text, encode_image -> denoise -> decode
+
+It runs on one device, on all devices (pmap), or on the devices of a Layout: as one program
+(shard_map), or as one program for each stage, on the stage's device.
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffusers_flax.devices.layout import part_of_models
+from diffusers_flax.messages import warn_once
+from diffusers_flax.pipelines.sampling import as_keys, decode, denoise, keys_per_image
+
+logger = logging.getLogger(__name__)
+
+# The keys of params whose models a stage runs; some of them may be absent.
+MODELS_OF_STAGE = {
+    "encode_text": ("text_encoder", "text_encoder_2"),
+    "encode_image": ("vae",),
+    "denoise": ("unet", "controlnet", "tiny_vae"),
+    "decode": ("vae", "tiny_vae"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is compiled into a program; another value compiles another program.
+
+    Fields:
+        num_inference_steps, timesteps, eta: of timestep_options.
+        height, width: of the result, pixels; None: of the input image, or the model's.
+        branches: of guidance, those to compute; None: those that the scales need.
+        return_latents: True leaves the last stage out.
+        first_step: number of first steps to leave out, see ImageToImage.
+        denoising_start, denoising_end: fractions of the denoising, see make_schedule.
+        control_guidance_start, control_guidance_end: of each ControlNet, fractions of the steps.
+        guess_mode: of ControlNets.
+    """
+
+    num_inference_steps: int = 50
+    timesteps: tuple | None = None
+    eta: float | None = None
+    height: int | None = None
+    width: int | None = None
+    branches: tuple | None = None
+    return_latents: bool = False
+    first_step: int = 0
+    denoising_start: float | None = None
+    denoising_end: float | None = None
+    control_guidance_start: tuple = (0.0,)
+    control_guidance_end: tuple = (1.0,)
+    guess_mode: bool = False
+
+
+def run(pipeline, options, inputs, scales, params, prng_seed, jit, shared=None):
+    """Run a pipeline's program; the end of each pipeline's call.
+
+    Args:
+        pipeline: FlaxDiffusionPipeline.
+        options: Options.
+        inputs: {argument: array with an entry for each image, or None}, with prompt_ids.
+        scales: {argument: number, or array with an entry for each image}.
+        params, prng_seed, jit: of the call.
+        shared: {argument: further array for all images}.
+
+    Returns:
+        Images or latents, an array; with jit with a leading axis of devices.
+
+    Raises:
+        ValueError: shapes or places of arrays do not fit.
+    """
+    check_inputs(pipeline, jit, inputs, params)
+    pipeline.check_parallel(options.branches, options.height)
+    if jit:
+        inputs = inputs_to_host(inputs)
+    inputs |= {name: x for name, x in scales.items() if np.ndim(x)}
+    numbers = {name: np.float32(x) for name, x in scales.items() if not np.ndim(x)}
+    shared = numbers | (shared or {})
+    inputs |= {"prng_seed": keys_of_call(pipeline, jit, prng_seed, inputs["prompt_ids"])}
+    # The safety checker is not part of the program.
+    params = {name: x for name, x in params.items() if name != "safety_checker"}
+    static = pipeline, options, pipeline.text_modules()
+    program = log_compilation(pipeline, jit, options, inputs, shared, params)
+    if pipeline.layout is None:
+        result = (generate_on_all if jit else generate_on_one)(*static, inputs, shared, params)
+    else:
+        inputs = pipeline.layout.as_inputs(inputs)
+        if pipeline.layout.parts:
+            result = generate_by_stages(*static, inputs, shared, params, jit)
+        else:
+            result = generate_on_layout(*static, inputs, shared, params, jit)
+    pipeline.compiled.add(program)
+    return result
+
+
+def generate(pipeline, options, text_modules, inputs, shared, params):
+    """A pipeline's images, or their latents, as one pure function of arrays.
+
+    Args:
+        pipeline, options: as for run.
+        text_modules: of the pipeline's text encoders, whose config may change between calls.
+        inputs: {argument: array with an entry for each image, or None}.
+        shared: {argument: number for all images}.
+        params: the pipeline's.
+    """
+    inputs, layout = {**inputs, **shared}, pipeline.layout
+    if layout is None or not layout.fetches:
+        return run_stages(pipeline, options, inputs, params)
+    from diffusers_flax.devices.offload import fetching  # for parameters in the host's memory
+
+    with fetching(layout.offload) as fetcher:
+
+        def with_fetched(stage):
+            return fetcher.stage(stage, MODELS_OF_STAGE[stage.__name__])
+
+        return run_stages(pipeline, options, inputs, params, with_fetched)
+
+
+def run_stages(pipeline, options, inputs, params, wrap=lambda stage: stage):
+    """The stages of a pipeline, one after the other; wrap: a stage -> what runs in its place."""
+    text = wrap(pipeline.encode_text)(params, inputs, options)
+    image = None
+    if pipeline.encodes_images:
+        image = wrap(pipeline.encode_image)(params, inputs, options)
+    latents = wrap(pipeline.denoise)(params, inputs, options, text, image)
+    if options.return_latents:
+        return latents
+    return wrap(pipeline.decode)(params, inputs, options, image, latents)
+
+
+def choose_denoising(
+    pipeline, params, schedule, shape, keys, branches, inputs, combine, finish=lambda images: images
+):
+    """The function (x_T, eta=None, after_step=None) -> x_0 of a pipeline; see sampling.denoise.
+
+    Accelerations, several devices and previews are chosen here alone. A plain image runs none of
+    their code.
+
+    Args:
+        pipeline, params: FlaxDiffusionPipeline and its parameters.
+        schedule: Schedule.
+        shape: of x_T, (B, C, h, w).
+        keys: one per image.
+        branches: of guidance.
+        inputs: (branches, x_t, t) -> the UNet's sample, t, text states, added_cond_kwargs, a
+            ControlNet's residuals if there is one (two arguments), timestep_cond, a tuple; arrays
+            hold all rows of one branch, then all rows of the next.
+        combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided prediction,
+            (B, C, h, w).
+        finish: changes the decoded images of previews.
+    """
+    watch = watch_for_previews(pipeline, params, schedule, keys, finish)
+    if pipeline.is_accelerated:
+        from diffusers_flax.acceleration import caches
+
+        return partial(
+            caches.denoise_accelerated,
+            pipeline.accelerate,
+            pipeline.unet,
+            params["unet"],
+            (pipeline.scheduler, *schedule),
+            keys=keys,
+            branches=branches,
+            inputs=inputs,
+            combine=combine,
+            watch=watch,
+            layout=pipeline.layout,
+        )
+    apply = pipeline.unet.apply
+    if pipeline.layout is not None:
+        from diffusers_flax.devices.shares import shared_apply
+
+        apply = shared_apply(pipeline.layout, pipeline.unet, len(branches), shape[2])
+
+    def predict(x_t, t):
+        *arguments, timestep_cond = inputs(branches, x_t, t)
+        output = apply({"params": params["unet"]}, *arguments, timestep_cond=timestep_cond)
+        return combine(output.sample.astype(jnp.float32), branches)
+
+    return partial(
+        denoise,
+        pipeline.scheduler,
+        schedule.state,
+        keys=keys,
+        predict=predict,
+        watch=watch,
+        num_steps=schedule.num_steps,
+    )
+
+
+def watch_for_previews(pipeline, params, schedule, keys, finish):
+    """The `watch` of sampling.denoise that shows previews, or None; arguments: choose_denoising."""
+    if not pipeline.preview:
+        return None
+
+    def tiny_decode(x_0):
+        return finish(decode(pipeline.tiny_vae, params["tiny_vae"], x_0))
+
+    shown = ()
+    if pipeline.layout is not None and not pipeline.layout.parts:
+        from diffusers_flax.devices.shares import is_first_of_group
+
+        shown = (is_first_of_group(),)
+    prediction_type = pipeline.scheduler.vp_prediction_type
+    return pipeline.preview.watch(tiny_decode, prediction_type, schedule.scales, keys, *shown)
+
+
+generate_on_one = jax.jit(generate, static_argnums=(0, 1, 2))
+generate_on_all = jax.pmap(
+    generate,
+    static_broadcasted_argnums=(0, 1, 2),
+    in_axes=(None, None, None, 0, None, 0),
+)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 6))
+def generate_on_layout(pipeline, options, text_modules, inputs, shared, params, jit):
+    """On the devices of a pipeline's layout, each group with its part of the images."""
+    axes = inputs["prompt_ids"].shape[: 2 if jit else 1]
+
+    def one_axis(x):  # a single row is for all images
+        x = jnp.broadcast_to(x, (*axes, *x.shape[len(axes) :]))
+        return x.reshape(-1, *x.shape[len(axes) :])
+
+    def on_group(inputs, others):
+        return generate(pipeline, options, text_modules, inputs, *others)
+
+    inputs = jax.tree.map(one_axis, inputs)
+    result = pipeline.layout.map(on_group)(inputs, (shared, params))
+    return pipeline.layout.on_all_devices(result.reshape(*axes, *result.shape[1:]))
+
+
+def generate_by_stages(pipeline, options, text_modules, inputs, shared, params, jit):
+    """One program for each stage, on the device of its models.
+
+    Stages are dispatched without waiting: the text of the next call may be encoded while the UNet's
+    device works. With offload each is waited for, so that the parameters of one stage at a time are
+    on a device.
+    """
+    layout = pipeline.layout
+    inputs = {**(jax.tree.map(lambda x: x[0], inputs) if jit else inputs), **shared}
+
+    def on_its_device(stage):
+        models = MODELS_OF_STAGE[stage.__name__]
+        device = layout.device_of(part_of_models(models))
+
+        def run_stage(params, inputs, options, *results):
+            own = move({name: params[name] for name in models if name in params}, device)
+            # A program takes NumPy arrays only if it uses them.
+            arrays = move((inputs, results), device, jax.Array)
+            result = stage_program(pipeline, options, text_modules, stage.__name__, own, *arrays)
+            return jax.block_until_ready(result) if layout.offload else result
+
+        return run_stage
+
+    result = run_stages(pipeline, options, inputs, params, on_its_device)
+    return result[None] if jit else result
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def stage_program(pipeline, options, text_modules, name, params, inputs, results):
+    """A stage, by its name, with the results of the stages before."""
+    logger.info("compiling the program of %s", part_of_models(MODELS_OF_STAGE[name]))
+    return getattr(pipeline, name)(params, inputs, options, *results)
+
+
+def move(tree, device, kind=object):
+    """A tree with its arrays of a kind moved to a device; arrays already on it are not copied."""
+    leaves, structure = jax.tree.flatten(tree)
+    absent = [
+        i
+        for i, x in enumerate(leaves)
+        if isinstance(x, kind) and not (isinstance(x, jax.Array) and x.devices() == {device})
+    ]
+    for i, x in zip(absent, jax.device_put([leaves[i] for i in absent], device)):
+        leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
+
+
+def output_options(output_type):
+    """The option for an output_type, "np" (or None), "pil" or "latent"."""
+    if output_type not in (None, "np", "pil", "latent"):
+        raise ValueError(f"output_type={output_type!r} is unknown; take np, pil or latent")
+    return {"return_latents": output_type == "latent"}
+
+
+def check_inputs(pipeline, jit, inputs, params):
+    """Raise a ValueError unless prompt_ids and params have the axes that a call with `jit` takes.
+
+    Args:
+        pipeline, inputs, params: as for run.
+        jit: True: the arrays have a leading axis of devices. False: the program runs where params
+            are; warns if that is the CPU beside an accelerator.
+    """
+    prompt_ids = inputs["prompt_ids"]
+    for name in ("prompt_ids", "neg_prompt_ids"):
+        if isinstance(inputs[name], str | list | tuple):
+            raise ValueError(
+                f"{name} is a {type(inputs[name]).__name__}, not an array of token ids; make it "
+                "with prepare_inputs, for negative prompts with prepare_text_inputs"
+            )
+    pipeline._require_params(params)
+    text_axes = ", ".join(map(str, prompt_ids.shape[-pipeline.text_axes :]))
+    shape = f"(devices, batch, {text_axes})" if jit else f"(batch, {text_axes})"
+    if prompt_ids.ndim != shape.count(",") + 1:
+        raise ValueError(
+            f"prompt_ids has shape {prompt_ids.shape}, jit={jit} takes {shape}; with jit=True "
+            "shard prompt_ids (and the image), and replicate params"
+        )
+    kernel = params["unet"]["conv_in"]["kernel"]
+    if pipeline.layout is not None:
+        check_layout(pipeline.layout, jit, prompt_ids, kernel)
+        return
+    if kernel.ndim != (5 if jit else 4):
+        raise ValueError(
+            f"params are {'' if kernel.ndim == 5 else 'not '}replicated over devices; "
+            "with jit=True replicate them, with jit=False do not"
+        )
+    if not jit and jax.default_backend() != "cpu":
+        remedy = "put them on the device once: params = jax.device_put(params, jax.devices()[0])"
+        if not isinstance(kernel, jax.Array):
+            warn_once(f"params are NumPy arrays, which every call copies; {remedy}")
+        elif {device.platform for device in kernel.devices()} == {"cpu"}:
+            warn_once(f"params are on the CPU, where images take minutes; {remedy}")
+
+
+def check_layout(layout, jit, prompt_ids, kernel):
+    """Raise a ValueError unless images and parameters fit a layout.
+
+    Args:
+        layout: Layout.
+        jit, prompt_ids: of a call.
+        kernel: one of the parameters.
+    """
+    num_images, what = len(prompt_ids), "a multiple" if not jit else "the number"
+    if num_images % layout.data or (jit and num_images != layout.data):
+        raise ValueError(
+            f"prompt_ids has shape {prompt_ids.shape}, whose first axis must be {what} of the "
+            f"layout's data={layout.data} groups of devices"
+        )
+    devices = {layout.device_of("unet")} if layout.parts else {*layout.devices}
+    if kernel.ndim != 4 or not isinstance(kernel, jax.Array) or kernel.devices() != devices:
+        raise ValueError(
+            f"params are not on the {len(layout.devices)} devices of the layout; put them there "
+            "once: layout.place_params(params)"
+        )
+
+
+def inputs_to_host(inputs):
+    """Move inputs that are on one device to the host, as pmap refuses them.
+
+    The latents of a call on one device are such an input of a refiner on all devices.
+    """
+    on_one = {
+        name: np.asarray(x)
+        for name, x in inputs.items()
+        if isinstance(x, jax.Array) and len(x.devices()) == 1
+    }
+    return inputs | on_one
+
+
+def keys_of_call(pipeline, jit, prng_seed, prompt_ids):
+    """The keys of a call's prng_seed; on several devices one per image, if it is one key.
+
+    Images then do not depend on the number of devices.
+    """
+    keys = as_keys(prng_seed)
+    if (jit or pipeline.layout is not None) and keys.ndim == 0:
+        batch = prompt_ids.shape[: 2 if jit else 1]
+        keys = keys_per_image(keys, math.prod(batch)).reshape(batch)
+    return keys
+
+
+def log_compilation(pipeline, jit, options, inputs, shared, params):
+    """Log what is new if the pipeline has compiled a program, and this call compiles another.
+
+    Args:
+        pipeline, jit, options: as for run.
+        inputs, shared, params: as for generate.
+
+    Returns:
+        The program's entry for pipeline.compiled, to be added after the call.
+    """
+    program = dependencies(pipeline, jit, options, {**inputs, **shared}, params)
+    if pipeline.compiled and program not in pipeline.compiled:
+        nearest = min(pipeline.compiled, key=lambda other: len(program - other))
+        before, now = dict(nearest), dict(program)
+        names = sorted(name for name, _ in program ^ nearest)
+        changes = [f"{k}={now.get(k)} (was {before.get(k)})" for k in dict.fromkeys(names)]
+        logger.warning("compiling again, for %s", ", ".join(changes))
+    return program
+
+
+def dependencies(pipeline, jit, options, arrays, params):
+    """All that the program of a call depends on: a frozenset of (name, value)."""
+    scheduler = pipeline.scheduler
+    types = {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays.items() if x is not None}
+    weights = {name: tree for name, tree in params.items() if name != "scheduler"}
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(weights)}
+    settings = {
+        "scheduler": f"{type(scheduler).__name__} {sorted(scheduler.config.items())}",
+        "accelerate": str(pipeline.accelerate) if pipeline.is_accelerated else "nothing",
+        "preview": pipeline.preview.every if pipeline.preview else "none",
+        "params": "/".join(sorted(dtypes)),
+        "text encoders": str([dict(module.config) for module in pipeline.text_modules()]),
+    }
+    return frozenset({"jit": jit, **vars(options), **types, **settings}.items())

@@ -1,0 +1,235 @@
+"""Text to image, of all families.
+
+Source: Latent Diffusion Models (arXiv 2112.10752).
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+
+from diffusers_flax.models.unet import guidance_embedding
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.running import Options, choose_denoising, generate, run
+from diffusers_flax.pipelines.sampling import (
+    guide,
+    keys_per_image,
+    make_schedule,
+    rows_of_branches,
+    starting_noise,
+    text_branches,
+)
+
+
+def check_channels(path, configs, for_inpainting=False):
+    """Refuse a UNet with other input channels than the pipeline feeds.
+
+    path, configs: as in FlaxDiffusionPipeline.check. Inpainting may add a mask and the latents of
+    the masked image to the noisy latents.
+    """
+    in_channels = configs["unet"].get("in_channels", 4)
+    latent_channels = configs["vae"].get("latent_channels", 4)
+    expected = [latent_channels]
+    if for_inpainting:
+        expected.insert(0, 2 * latent_channels + 1)
+    if in_channels not in expected:
+        raise ValueError(
+            f"the UNet of {path} has in_channels={in_channels}, this pipeline needs "
+            f"{' or '.join(map(str, expected))}; "
+            "edit with an InstructPix2Pix model by edit_cli.py, inpaint with "
+            "FlaxStableDiffusionInpaintPipeline or FlaxStableDiffusionXLInpaintPipeline"
+        )
+
+
+class TextToImage(FlaxDiffusionPipeline):
+    """Text to image; a base of the pipelines of Stable Diffusion 1.x, 2.x and XL.
+
+    Scheduler (dataclasses.replace changes it), number of steps and image size are compiled in;
+    another choice compiles again and logs it. The guidance scale is an argument of the program;
+    with 1 or less the program has one branch. The scheduler computes in float32, also if
+    params["scheduler"] has another dtype.
+    """
+
+    check_channels = staticmethod(check_channels)
+
+    remedy_for_xl = (
+        "this pipeline is for Stable Diffusion 1.x and 2.x; for XL use "
+        "FlaxStableDiffusionXLPipeline (sdxl_single.py)"
+    )
+
+    def prepare_inputs(self, prompt):
+        """Tokenize prompts; see prepare_text_inputs.
+
+        Args:
+            prompt: str or list of str.
+
+        Returns:
+            prompt_ids, int32 (B, 77).
+        """
+        return self.prepare_text_inputs(prompt)
+
+    def __call__(
+        self,
+        prompt_ids,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        latents=None,
+        neg_prompt_ids=None,
+        return_dict=True,
+        jit=False,
+        output_type="np",
+        guidance_rescale=0.0,
+        timesteps=None,
+        eta=None,
+        denoising_end=None,
+    ):
+        """Make a batch of images; compiles at the first call of each size.
+
+        Args:
+            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
+                are (devices, B, ...), for a Layout (data, B, ...).
+            params: from from_pretrained; with jit replicated. Without jit the call runs where
+                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
+                Layout, as its place_params leaves them.
+            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
+                per device. With one key, image i gets the noise of fold_in(key, i), so it does
+                not depend on how many images or devices there are.
+            num_inference_steps: of the scheduler, at least 1.
+            height, width: of the images, multiples of 8; None: the size that the model was trained
+                at.
+            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
+                number up to 1: no guidance, half of the work.
+            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
+                it.
+            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
+                text, for SDXL zeros.
+            return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
+                (images,).
+            jit: True runs on several devices, False on one; compiled either way.
+            output_type: "np", "pil" or "latent".
+            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
+                that guidance adds; 0: off.
+            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
+                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
+                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
+            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
+            denoising_end: the share of the denoising to end at, between 0 and 1, for another
+                pipeline that goes on, with output_type="latent"; None: all.
+
+        Returns:
+            FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
+            images (B, H, W, 3), with jit (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL
+            images for "pil"; the scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
+
+        Raises:
+            ValueError: shapes, sizes, scales or steps that do not fit.
+        """
+        options = Options(
+            **self.step_options(num_inference_steps, timesteps, eta),
+            **self.size_options(height, width, output_type),
+            branches=self.guidance_branches(guidance_scale),
+            denoising_end=denoising_end,
+        )
+        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        result = run(self, options, inputs, scales, params, prng_seed, jit)
+        return self.output(result, params, jit, output_type, return_dict)
+
+    def _generate(
+        self,
+        prompt_ids,
+        params,
+        prng_seed,
+        num_inference_steps=50,
+        height=None,
+        width=None,
+        guidance_scale=7.5,
+        latents=None,
+        neg_prompt_ids=None,
+        return_latents=False,
+        guidance_rescale=0.0,
+        branches=None,
+        timesteps=None,
+        eta=None,
+        denoising_end=None,
+    ):
+        """Text to image as one pure function of arrays, for one device; jit or pmap it.
+
+        Args as in __call__. guidance_scale may be traced, then both branches run, unless
+        `branches` (static) names them; None: the branches that guidance_scale needs.
+
+        Returns:
+            images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
+            float32 (B, 4, H / 8, W / 8).
+        """
+        options = Options(
+            num_inference_steps,
+            timesteps,
+            eta,
+            height,
+            width,
+            branches or self.guidance_branches(guidance_scale),
+            return_latents,
+            denoising_end=denoising_end,
+        )
+        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        inputs |= dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        return generate(self, options, (), inputs, {"prng_seed": prng_seed}, params)
+
+    def denoise(self, params, inputs, options, text, image):
+        """Scaled latents (B, 4, h, w) of the texts; image: not used."""
+        B = len(inputs["prompt_ids"])
+        shape = self.latent_shape(B, options.height, options.width)
+        keys = keys_per_image(inputs["prng_seed"], B)
+        schedule = self.make_schedule(options, shape)
+        x_T = starting_noise(inputs["latents"], keys, shape) * schedule.state.init_noise_sigma
+        denoise = self.guided_denoising(params, inputs, options, text, schedule, shape, keys)
+        return denoise(x_T, eta=options.eta)
+
+    def guidance_branches(self, guidance_scale, guidance_rescale=0.0):
+        """The branches to compute; a UNet that is distilled with guidance needs only one."""
+        branches = text_branches(guidance_scale)
+        return ("text",) if self.unet.time_cond_proj_dim is not None else branches
+
+    def make_schedule(self, options, shape):
+        """The Schedule of a run with these Options; shape: of the latents."""
+        return make_schedule(
+            self.scheduler,
+            shape,
+            options.num_inference_steps,
+            options.timesteps,
+            options.first_step,
+            options.denoising_start,
+            options.denoising_end,
+        )
+
+    def guided_denoising(
+        self, params, inputs, options, text, schedule, shape, keys, extra=(), residuals=None
+    ):
+        """The function of choose_denoising with guidance by text.
+
+        Args:
+            params, inputs, options, text: of the stage `denoise`.
+            schedule, shape, keys: as for choose_denoising.
+            extra: arrays (B, C, h, w) that join the UNet's input.
+            residuals: None, or a ControlNet's function of the UNet's arguments, for further ones.
+        """
+        branches, B = options.branches, shape[0]
+        timestep_cond = None
+        if (dim := self.unet.time_cond_proj_dim) is not None:
+            scale = jnp.asarray(inputs["guidance_scale"], jnp.float32).reshape(-1)
+            timestep_cond = guidance_embedding(jnp.broadcast_to(scale, (B,)), dim)
+
+        def unet_inputs(active, x_t, t):
+            model_input = jnp.concatenate([x_t, *extra], axis=1)
+            model_input = jnp.concatenate([model_input] * len(active))
+            arguments = model_input, t, *rows_of_branches(text, branches, active)
+            more = () if residuals is None else residuals(*arguments)
+            return *arguments, *more, timestep_cond
+
+        scales = {name: inputs[name] for name in ("guidance_scale", "guidance_rescale")}
+        combine = partial(guide, **scales)
+        return choose_denoising(self, params, schedule, shape, keys, branches, unet_inputs, combine)
