@@ -51,7 +51,6 @@ from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.loading.lora import add_lora
-from diffusers_flax.models.attention import plain_operations
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -259,7 +258,7 @@ def subcommand_of(config):
 def count_step_flops(config, batch_per_chip, job=None):
     """(FLOPs of a chip's step, the part of them that is in int8).
 
-    They are counted as traced for a CPU, in plain operations: a TPU's attention is a kernel.
+    They are XLA's own operations, see matmul_flops: a TPU's attention is a kernel.
 
     Args:
         config: Train, Unet, Sdxl or Edit.
@@ -269,8 +268,7 @@ def count_step_flops(config, batch_per_chip, job=None):
     if job is None:
         config = replace(config, **{BATCH_FLAGS[type(config)]: batch_per_chip})
         job = make_job(config, jax.devices("cpu")[:1])
-    with plain_operations():
-        program = jax.make_jaxpr(job.step)(*job.args)
+    program = jax.make_jaxpr(job.step)(*job.args)
     return matmul_flops(program.jaxpr, job.switches)
 
 

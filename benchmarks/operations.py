@@ -32,8 +32,8 @@ from benchmarks.harness import (
     write_contenders,
 )
 from benchmarks.rows import PACKAGES, describe_machine, run_benchmark
-from diffusers_flax.models.attention import attention, plain_operations
-from diffusers_flax.models.convolution import convolve
+from diffusers_flax.models.attention import attention
+from diffusers_flax.models.convolution import convolve, xla_convolve
 
 BATCH_SIZE = 2
 NUM_HEADS = 8
@@ -62,8 +62,8 @@ def make_operation(name):
     """An operation.
 
     Returns:
-        (ours(*arrays), theirs(*tensors), shapes of our arrays, per array the order of its axes that
-        PyTorch takes, FLOPs of a forward pass).
+        (ours(*arrays), the same by XLA alone or None, theirs(*tensors), shapes of our arrays, per
+        array the order of its axes that PyTorch takes, FLOPs of a forward pass).
     """
     kind, sizes = KERNELS[name]
     B = BATCH_SIZE
@@ -71,6 +71,7 @@ def make_operation(name):
         side, C = sizes
         return (
             lambda x, kernel: convolve(x, kernel, 1, ((1, 1), (1, 1))),
+            xla_convolve,
             lambda x, kernel: F.conv2d(x, kernel, padding=1),
             ((B, side, side, C), (3, 3, C, C)),
             ((0, 3, 1, 2), (3, 2, 0, 1)),
@@ -79,17 +80,22 @@ def make_operation(name):
     if kind == "dense":
         T, C, D = sizes
         shapes, axes = ((B, T, C), (C, D)), ((0, 1, 2), (0, 1))
-        return jnp.matmul, torch.matmul, shapes, axes, 2 * B * T * C * D
+        return jnp.matmul, None, torch.matmul, shapes, axes, 2 * B * T * C * D
     T, S, C = sizes
 
     def ours(query, key, value):
         return attention(query, key, value, NUM_HEADS)
 
+    def xla(*arrays):
+        heads = (x.reshape(*x.shape[:2], NUM_HEADS, -1) for x in arrays)
+        return jax.nn.dot_product_attention(*heads, implementation="xla").reshape(B, T, C)
+
     def theirs(*tensors):
         heads = (x.unflatten(-1, (NUM_HEADS, -1)).transpose(1, 2) for x in tensors)
         return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
 
-    return ours, theirs, ((B, T, C), (B, S, C), (B, S, C)), ((0, 1, 2),) * 3, 4 * B * T * S * C
+    shapes, axes = ((B, T, C), (B, S, C), (B, S, C)), ((0, 1, 2),) * 3
+    return ours, xla, theirs, shapes, axes, 4 * B * T * S * C
 
 
 def random_operands(shapes, axes, device):
@@ -108,17 +114,17 @@ def random_operands(shapes, axes, device):
 
 def measure_operation(name, with_gradient, config, device):
     """A row of results, see harness.make_row."""
-    ours, theirs, shapes, axes, flops = make_operation(name)
+    ours, xla, theirs, shapes, axes, flops = make_operation(name)
     arrays, tensors = random_operands(shapes, axes, device)
     kind = KERNELS[name][0]
     g = jnp.ones(jax.eval_shape(ours, *arrays).shape, arrays[0].dtype)
 
-    def our_contender():
-        def forward(_, *arrays):  # a new function, as jax would reuse an earlier trace
-            return ours(*arrays)
+    def jax_contender(function):
+        def forward(_, *arrays):
+            return function(*arrays)
 
         def gradient(g, *arrays):
-            out, pull = jax.vjp(ours, *arrays)
+            out, pull = jax.vjp(function, *arrays)
             return out, pull(g)
 
         program = jax.jit(gradient if with_gradient else forward).lower(g, *arrays).compile()
@@ -131,10 +137,9 @@ def measure_operation(name, with_gradient, config, device):
                 torch.autograd.grad(out, tensors, g)
         synchronize(device)
 
-    contenders = {"ours": our_contender()}
-    if kind != "dense":
-        with plain_operations():
-            contenders["xla"] = our_contender()
+    contenders = {"ours": jax_contender(ours)}
+    if xla is not None:
+        contenders["xla"] = jax_contender(xla)
     layouts = {"torch eager": torch.contiguous_format}
     if kind == "conv":
         layouts["torch channels_last"] = torch.channels_last

@@ -63,7 +63,6 @@ from benchmarks.rows import (
 from diffusers_flax.devices.layout import AXES, parse_layout
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.files import read_json
-from diffusers_flax.models.attention import plain_operations
 from diffusers_flax.models.blocks import ResnetBlock2D, Transformer2D
 from diffusers_flax.models.vae import Decoder
 from tpu.jobs import Edit, Sdxl, image_job
@@ -460,7 +459,7 @@ def exchanges_of(jaxpr, sizes):
     """What a device exchanges with other devices in a traced program.
 
     Args:
-        jaxpr: its Jaxpr, without conditions. A loop counts once for each of its trips.
+        jaxpr: its Jaxpr, without exchanges in conditions. A loop counts once for each of its trips.
         sizes: {axis of the mesh: number of devices}.
 
     Returns:
@@ -511,8 +510,7 @@ def run_shared(config):
         kind, words = {"edit": Edit, "sdxl": Sdxl}[program], ["--tpu", "v5e-4", *words]
         flags = tyro.cli(kind, args=words, use_underscores=True)
         layout, made = parse_layout(flags.parallel, devices), image_job(flags, devices)
-        with plain_operations():
-            traced = jax.make_jaxpr(made.step)(*made.args).jaxpr
+        traced = jax.make_jaxpr(made.step)(*made.args).jaxpr
         flops, _ = matmul_flops(traced)
         exchanges, sent = exchanges_of(traced, dict(zip(AXES, layout.mesh.devices.shape)))
         rows[f"shared {job}"] = {

@@ -13,6 +13,9 @@ from jax.extend.core import jaxprs_in_params
 def matmul_flops(jaxpr, switches=()):
     """FLOPs of a traced program's matmuls and convolutions.
 
+    Of a choice by platform (jax.lax.platform_dependent) the default counts, XLA's own operations:
+    kernels hide their FLOPs, and other algorithms have fewer.
+
     Args:
         jaxpr: its Jaxpr. A loop counts once for each of its trips, 1 if unknown.
         switches: of each `lax.switch` in a loop, in their order: the share of the trips that each
@@ -27,10 +30,13 @@ def matmul_flops(jaxpr, switches=()):
         total = np.zeros(2)
         for equation in jaxpr.eqns:
             name, params = equation.primitive.name, equation.params
+            platforms = params.get("branches_platforms", ())  # of a choice; None is the default
             if name in ("dot_general", "conv_general_dilated"):
                 flops = 2 * multiply_adds(name, equation)
                 is_int8 = all(x.aval.dtype == jnp.int8 for x in equation.invars)
                 total += [flops, flops * is_int8]
+            elif None in platforms:
+                total += count(params["branches"][platforms.index(None)].jaxpr, in_switch)
             elif name == "cond" and len(params["branches"]) > 1:
                 costs = np.array([count(branch.jaxpr, True) for branch in params["branches"]])
                 share = None if in_switch else next(shares, None)

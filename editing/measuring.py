@@ -14,7 +14,6 @@ from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.images import prepare_images, save_image
 from diffusers_flax.memory import peak_memory
-from diffusers_flax.models.attention import plain_operations
 from diffusers_flax.parameters import choose_dtype, replicate_params
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
@@ -350,10 +349,8 @@ def count_edit_flops(pipeline, params, size, branches, steps):
     num_steps, timesteps = steps["num_inference_steps"], steps["timesteps"]
     schedule = make_schedule(pipeline.scheduler, latents, num_steps, timesteps)
     edit = partial(pipeline._generate, branches=branches, **steps)
-    with plain_operations():
-        program = jax.make_jaxpr(edit)(
-            pipeline.prepare_text_inputs(""), image, params, jax.random.key(0)
-        )
+    arguments = pipeline.prepare_text_inputs(""), image, params, jax.random.key(0)
+    program = jax.make_jaxpr(edit)(*arguments)
     switches = switch_shares(plan_steps(pipeline.accelerate, branches, schedule.scales))
     return matmul_flops(program.jaxpr, switches)[0]
 

@@ -15,7 +15,6 @@ from diffusers_flax.loading.directories import INDEX_NAME, has, read_index
 from diffusers_flax.loading.lora import add_lora
 from diffusers_flax.loading.tokenizer import load_tokenizer
 from diffusers_flax.messages import warn_once
-from diffusers_flax.models.attention import by_platform
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.quantization import store
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
@@ -98,7 +97,7 @@ def encode_images(vae, params, images):
         return jax.tree.map(lambda x: x[:, 0], posteriors)
 
     images = jnp.transpose(images.astype(jnp.float32) / 127.5 - 1, (0, 3, 1, 2))
-    return by_platform(params, images, cpu=encode_one_by_one, default=encode)
+    return jax.lax.platform_dependent(params, images, cpu=encode_one_by_one, default=encode)
 
 
 def encode_batch(batch, frozen, models):

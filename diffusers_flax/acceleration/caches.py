@@ -36,7 +36,6 @@ from diffusers_flax.acceleration.plans import (
 )
 from diffusers_flax.acceleration.token_merging import merging_hook
 from diffusers_flax.devices.offload import path_in_model
-from diffusers_flax.devices.rows import split_rows
 from diffusers_flax.devices.shares import share_of
 from diffusers_flax.models.blocks import Attention
 from diffusers_flax.pipelines.sampling import check_eta, take_step
@@ -76,13 +75,12 @@ def denoise_accelerated(
     hooks = ()
     if acceleration.tome:
         hooks = (merging_hook(acceleration.tome, x_t.shape[2]),)
-    apply = partial(unet.apply, {"params": params})
     # Rows of other devices than before would not fit a cache that outlives its branches.
     spread = not acceleration.tome and not isinstance(acceleration.cache, TGate | FirstBlockCache)
     first, cache = 0, None
     for active, kinds in group_steps(steps):
         share = share_of(layout, unet, len(active), x_t.shape[2], spread)
-        model = ActiveUNet(unet, apply, active, inputs, combine, hooks, share)
+        model = ActiveUNet(unet, params, active, inputs, combine, hooks, share)
         segment = make_segment(
             acceleration.cache, model, kinds, steps, scheduler.vp_prediction_type, scales
         )
@@ -112,23 +110,17 @@ class ActiveUNet:
     """A UNet on the input of the branches that a segment computes.
 
     Args:
-        unet: FlaxUNet2DConditionModel.
-        apply: unet.apply with parameters.
+        unet, params: FlaxUNet2DConditionModel and its parameters.
         branches: of guidance.
         inputs, combine: as for denoise_accelerated.
         hooks: functions for flax.linen.intercept_methods, in all calls.
         share: Share of this device.
     """
 
-    def __init__(self, unet, apply, branches, inputs, combine, hooks, share):
-        self.unet, self.whole_apply, self.branches = unet, apply, branches
+    def __init__(self, unet, params, branches, inputs, combine, hooks, share):
+        self.unet, self.branches, self.share = unet, branches, share
         self.inputs, self.combine, self.hooks = inputs, combine, hooks
-        self.share = share
-
-    def apply(self, *args, **kwargs):
-        """unet.apply on this device's share of the rows."""
-        with split_rows(self.share.rows):
-            return self.whole_apply(*args, **kwargs)
+        self.apply = partial(unet.clone(rows_axis=share.rows).apply, {"params": params})
 
     def embed(self, x, t):
         """(features after conv_in, time embedding, text states) of all branches.

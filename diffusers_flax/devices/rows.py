@@ -2,10 +2,13 @@
 
 Inside jax.shard_map, where every device has its part of the rows of a feature map (B, H, W, C):
 
-    with split_rows("rows"):
-        part = unet.apply(variables, part, t, text).sample
+    unet = unet.clone(rows_axis="rows")
+    part = unet.apply(variables, part, t, text).sample
 
-Convolutions then take the border rows of the neighbours' parts, norms the moments of all parts, and
+`axis` is the name of the mesh's axis, or a tuple of names, whose devices have the parts in their
+order. All parts have as many rows, a multiple of what the model divides heights by.
+
+Convolutions take the border rows of the neighbours' parts, norms the moments of all parts, and
 self-attention the keys and values of all positions; cross-attention and dense layers need nothing.
 The results differ from one device's results by the rounding of sums. For inference: gradients would
 miss the other parts.
@@ -13,46 +16,25 @@ miss the other parts.
 Source: DistriFusion (arXiv 2402.19481), figure 4; here nothing is of an earlier step.
 """
 
-from contextlib import contextmanager
-from contextvars import ContextVar
-
 import jax
 import jax.numpy as jnp
 
-_axis = ContextVar("axis", default=None)
 
-
-@contextmanager
-def split_rows(axis):
-    """Models traced inside compute on one part of the rows of their input.
-
-    Args:
-        axis: name of the mesh's axis, or a tuple of names, whose devices have the parts in their
-            order. All parts have as many rows, a multiple of what the model divides heights by.
-            None: the input is whole.
-    """
-    token = _axis.set(axis)
-    try:
-        yield
-    finally:
-        _axis.reset(token)
-
-
-def with_neighbours(x, size, stride, padding):
+def with_neighbours(x, size, stride, padding, axis):
     """A convolution's input with the rows that it reads of the neighbours' parts.
 
     Args:
         x: (B, rows, W, C).
         size, stride: of the kernel.
         padding: ((top, bottom), (left, right)), zeros around the whole feature map.
+        axis: of the mesh.
 
     Returns:
-        (x with further rows, the padding that is left); both as given if rows are not split.
+        (x with further rows, the padding that is left); both as given if it reads none.
     """
-    axis = _axis.get()
     above = padding[0][0]
     below = size - stride - above
-    if axis is None or (above <= 0 and below <= 0):
+    if above <= 0 and below <= 0:
         return x, padding
     assert x.shape[1] % stride == 0, f"{x.shape[1]} rows are not a multiple of the stride {stride}"
     n = jax.lax.axis_size(axis)
@@ -66,26 +48,21 @@ def with_neighbours(x, size, stride, padding):
     return jnp.concatenate(parts, 1), ((0, 0), padding[1])
 
 
-def all_positions(x):
+def all_positions(x, axis):
     """The positions of all parts, (B, positions, C); x: the positions of one part, row by row."""
-    axis = _axis.get()
-    return x if axis is None else jax.lax.all_gather(x, axis, axis=1, tiled=True)
+    return jax.lax.all_gather(x, axis, axis=1, tiled=True)
 
 
-def moments_of_all(mean, variance):
+def moments_of_all(mean, variance, axis):
     """Mean and variance of all parts, from the mean and variance of each, in one exchange.
 
     Source: Chan, Golub and LeVeque, Algorithms for computing the sample variance (1983).
     """
-    axis = _axis.get()
-    if axis is None:
-        return mean, variance
     means, variances = jax.lax.all_gather(jnp.stack((mean, variance)), axis, axis=1)
     mean = means.mean(0)
     return mean, (variances + jnp.square(means - mean)).mean(0)
 
 
-def largest_of_all(x):
+def largest_of_all(x, axis):
     """The largest of all parts' values, element by element."""
-    axis = _axis.get()
-    return x if axis is None else jax.lax.pmax(x, axis)
+    return jax.lax.pmax(x, axis)

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import jax
 
-from diffusers_flax.devices.rows import split_rows
-
 
 class Share(NamedTuple):
     """The part of the UNet's batch and rows that a device computes, inside of Layout.map.
@@ -126,11 +124,11 @@ def share_of(layout, unet, num_branches, height, spread=True):
 def shared_apply(layout, unet, num_branches, height):
     """unet.apply of which each device of a group computes its Share; arguments as for share_of."""
     share = share_of(layout, unet, num_branches, height)
+    unet = unet.clone(rows_axis=share.rows)
 
     def apply(variables, *arguments, timestep_cond=None):
         *arguments, timestep_cond = share.take((*arguments, timestep_cond))
-        with split_rows(share.rows):
-            output = unet.apply(variables, *arguments, timestep_cond=timestep_cond)
+        output = unet.apply(variables, *arguments, timestep_cond=timestep_cond)
         return output.replace(sample=share.join(output.sample))
 
     return apply
@@ -165,18 +163,18 @@ def num_devices_of_rows(layout, height):
     return {None: 1, "rows": layout.rows, "branches": layout.branches}.get(names, layout.group_size)
 
 
-def map_rows(layout, function, x, height, axis, out_axis):
-    """function(x), of which each device of a group computes a part of the rows, if they divide.
+def map_rows(layout, function, model, x, height, axis, out_axis):
+    """function(model, x); each device of a group computes a part of the rows, if they divide.
 
     Args:
         layout: Layout.
-        function: of a part of x, to a tree of arrays; it calls models and keeps rows in order.
+        function: (model, a part of x) -> a tree of arrays; it keeps rows in order.
+        model: FlaxAutoencoderKL or FlaxAutoencoderTiny; the function gets it with a rows_axis.
         x: array with rows along `axis`.
         height: rows of the latents; x may have several for each.
         axis, out_axis: of the rows of x and of the result.
     """
     if (names := row_axes(layout, height)) is None:
-        return function(x)
-    with split_rows(names):
-        parts = function(part_of(x, names, axis))
+        return function(model, x)
+    parts = function(model.clone(rows_axis=names), part_of(x, names, axis))
     return jax.tree.map(lambda y: jax.lax.all_gather(y, names, axis=out_axis, tiled=True), parts)

@@ -20,6 +20,7 @@ RUNTIME_FIELDS = {
     "gradient_checkpointing",
     "name",
     "parent",
+    "rows_axis",
     "split_head_dim",
     "tile",
     "use_memory_efficient_attention",

@@ -5,35 +5,10 @@ an NVIDIA GPU; blocks that fit a core's caches on a CPU; otherwise XLA's operati
 support masks.
 """
 
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-
-_plain = ContextVar("plain", default=False)
-
-
-@contextmanager
-def plain_operations():
-    """Functions traced inside use only the default implementations of by_platform.
-
-    For counting FLOPs: XLA's cost analysis ignores kernels and counts the body of a loop once, and
-    other algorithms have fewer operations. Trace a new function inside, because jax caches traces,
-    with kernels or without.
-    """
-    token = _plain.set(True)
-    try:
-        yield
-    finally:
-        _plain.reset(token)
-
-
-def by_platform(*args, default, **kernels):
-    """jax.lax.platform_dependent; inside plain_operations only the default."""
-    kernels = {} if _plain.get() else kernels
-    return jax.lax.platform_dependent(*args, default=default, **kernels)
 
 
 def attention(query, key, value, num_heads, mask=None, is_causal=False):
@@ -66,7 +41,7 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False):
     elif query.dtype == jnp.float16:
         kernels["cpu"] = partial(_attention_in_float32, mask=mask, is_causal=is_causal)
     xla = partial(_attention, mask=mask, is_causal=is_causal, implementation="xla")
-    out = by_platform(query, key, value, default=xla, **kernels)
+    out = jax.lax.platform_dependent(query, key, value, default=xla, **kernels)
     return out.reshape(*out.shape[:2], -1)
 
 

@@ -1,8 +1,9 @@
 """Blocks of UNet, VAE and CLIP: norms, convolutions, residual blocks, transformers, resampling.
 
 Everything here works channels-last, (B, H, W, C). Matmuls, convolutions and stored activations use
-`dtype`; norms accumulate in float32 and return `dtype`. Submodules have the names of the published
-Flax checkpoints.
+`dtype`; norms accumulate in float32 and return `dtype`. `rows_axis` is the name of the mesh's axis,
+or a tuple of names, whose devices have parts of the rows of the feature maps (devices/rows.py);
+None: this device has all rows. Submodules have the names of the published Flax checkpoints.
 """
 
 from collections.abc import Callable
@@ -27,8 +28,8 @@ from diffusers_flax.outputs import ModelOutput
 CHECKPOINTED_BLOCKS = ("resnets_", "transformer_blocks_")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def group_norm(x, scale, bias, num_groups, epsilon, activate, dtype):
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
+def group_norm(x, scale, bias, num_groups, epsilon, activate, dtype, rows_axis=None):
     """Group normalisation over the last axis, SiLU if activate; only x is saved for the gradient.
 
     Channels stay the innermost axis throughout: means are taken per channel, then over each group.
@@ -39,13 +40,14 @@ def group_norm(x, scale, bias, num_groups, epsilon, activate, dtype):
         num_groups, epsilon: of the normalisation.
         activate: True: SiLU of the result.
         dtype: of the result; everything before it is float32.
+        rows_axis: of GroupNorm. The gradient is right for None only.
 
     Returns:
         (B, ..., C).
 
     Source: arXiv 1803.08494.
     """
-    return _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype)[0]
+    return _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype, rows_axis)[0]
 
 
 def _per_group(x, num_groups):
@@ -61,18 +63,19 @@ def _normalized(x, scale, bias, mean, rstd):
     return standard, standard * scale.astype(jnp.float32) + bias.astype(jnp.float32)
 
 
-def _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype):
+def _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype, rows_axis):
     flat = x.reshape(x.shape[0], -1, x.shape[-1]).astype(jnp.float32)  # (B, N, C)
     group_mean = _per_group(flat.mean(1), num_groups)
     variance = _per_group(jnp.square(flat - group_mean).mean(1), num_groups)
-    group_mean, variance = moments_of_all(group_mean, variance)
+    if rows_axis is not None:
+        group_mean, variance = moments_of_all(group_mean, variance, rows_axis)
     rstd = jax.lax.rsqrt(variance + epsilon)
     _, out = _normalized(x, scale, bias, group_mean, rstd)
     out = nn.silu(out) if activate else out
     return out.astype(dtype).reshape(x.shape), (x, scale, bias, group_mean, rstd)
 
 
-def _group_norm_backward(num_groups, epsilon, activate, dtype, kept, g):
+def _group_norm_backward(num_groups, epsilon, activate, dtype, rows_axis, kept, g):
     x, scale, bias, mean, rstd = kept
     standard, out = _normalized(x, scale, bias, mean, rstd)
     g = g.reshape(standard.shape).astype(jnp.float32)
@@ -165,6 +168,7 @@ class GroupNorm(GivenParams, nn.Module):
     epsilon: float = 1e-5
     dtype: DTypeLike = jnp.float32
     activate: bool = False
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
@@ -174,7 +178,7 @@ class GroupNorm(GivenParams, nn.Module):
                 "block_out_channels must be multiples of it"
             )
         scale, bias = _scale_and_bias(self, x.shape[-1])
-        options = self.num_groups, self.epsilon, self.activate, self.dtype
+        options = self.num_groups, self.epsilon, self.activate, self.dtype, self.rows_axis
         return group_norm(x, scale, bias, *options)
 
 
@@ -198,6 +202,7 @@ class Conv(GivenParams, nn.Module):
     padding: tuple | None = None  # None: an odd size with stride 1 preserves height and width
     dtype: DTypeLike = jnp.float32
     starts_at_zero: bool = False
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
@@ -210,10 +215,11 @@ class Conv(GivenParams, nn.Module):
         padding = self.padding
         if padding is None:
             padding = ((self.size // 2, self.size // 2),) * 2
-        x, padding = with_neighbours(x, self.size, self.stride, padding)
+        if self.rows_axis is not None:
+            x, padding = with_neighbours(x, self.size, self.stride, padding, self.rows_axis)
         apply_kernel = partial(convolve, stride=self.stride, padding=padding)
         if is_eight_bit(params):
-            out = eight_bit_layer(params, x, self.dtype, self.stride, padding)
+            out = eight_bit_layer(params, x, self.dtype, self.stride, padding, self.rows_axis)
         else:
             x, kernel, bias = (y.astype(self.dtype) for y in (x, kernel, bias))
             out = apply_kernel(x, kernel) + bias
@@ -258,20 +264,23 @@ class ResnetBlock2D(nn.Module):
     num_groups: int = 32
     epsilon: float = 1e-5
     dtype: DTypeLike = jnp.float32
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x, time_emb=None):
         """x (B, H, W, C), time_emb (B, D) or None -> (B, H, W, out_channels)."""
-        norm = partial(GroupNorm, self.num_groups, self.epsilon, self.dtype, activate=True)
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        norm = partial(GroupNorm, self.num_groups, self.epsilon, activate=True, **options)
+        conv = partial(Conv, self.out_channels, **options)
         h = norm(name="norm1")(x)
-        h = Conv(self.out_channels, dtype=self.dtype, name="conv1")(h)
+        h = conv(name="conv1")(h)
         if time_emb is not None:
             dense = Dense(self.out_channels, dtype=self.dtype, name="time_emb_proj")
             h = h + dense(nn.silu(time_emb))[:, None, None, :]
         h = norm(name="norm2")(h)
-        h = Conv(self.out_channels, dtype=self.dtype, name="conv2")(h)
+        h = conv(name="conv2")(h)
         if x.shape[-1] != self.out_channels:
-            x = Conv(self.out_channels, 1, dtype=self.dtype, name="conv_shortcut")(x)
+            x = conv(size=1, name="conv_shortcut")(x)
         return x + h
 
 
@@ -281,11 +290,12 @@ class Downsample2D(nn.Module):
     out_channels: int
     padding: tuple = ((1, 1), (1, 1))  # the VAE pads ((0, 1), (0, 1)), as it was trained
     dtype: DTypeLike = jnp.float32
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
-        options = {"stride": 2, "padding": self.padding, "dtype": self.dtype}
-        return Conv(self.out_channels, name="conv", **options)(x)
+        options = {"padding": self.padding, "dtype": self.dtype, "rows_axis": self.rows_axis}
+        return Conv(self.out_channels, stride=2, name="conv", **options)(x)
 
 
 class Upsample2D(nn.Module):
@@ -293,6 +303,7 @@ class Upsample2D(nn.Module):
 
     out_channels: int
     dtype: DTypeLike = jnp.float32
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x, size=None):
@@ -304,7 +315,8 @@ class Upsample2D(nn.Module):
         else:  # the skip connection came from an odd size
             rows, columns = (np.arange(n) * m // n for n, m in zip(size, (H, W)))
             x = x[:, rows][:, :, columns]
-        return Conv(self.out_channels, dtype=self.dtype, name="conv")(x)
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        return Conv(self.out_channels, name="conv", **options)(x)
 
 
 class Attention(nn.Module):
@@ -313,6 +325,7 @@ class Attention(nn.Module):
     dim: int
     num_heads: int
     dtype: DTypeLike = jnp.float32
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x, context=None):
@@ -322,8 +335,8 @@ class Attention(nn.Module):
         query = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_q")(x)
         key = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_k")(context)
         value = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_v")(context)
-        if of_itself:
-            key, value = all_positions(key), all_positions(value)
+        if of_itself and self.rows_axis is not None:
+            key, value = (all_positions(each, self.rows_axis) for each in (key, value))
         out = attention(query, key, value, self.num_heads)
         return Dense(self.dim, dtype=self.dtype, name="to_out_0")(out)
 
@@ -378,15 +391,17 @@ class BasicTransformerBlock(nn.Module):
     num_heads: int
     only_cross_attention: bool = False  # True: the first attention also reads the context
     dtype: DTypeLike = jnp.float32
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x, context):
         """x (B, T, dim), context (B, S, D) -> (B, T, dim)."""
+        attend = partial(Attention, self.dim, self.num_heads, self.dtype, self.rows_axis)
         normed = LayerNorm(dtype=self.dtype, name="norm1")(x)
         first_context = context if self.only_cross_attention else None
-        x = x + Attention(self.dim, self.num_heads, self.dtype, name="attn1")(normed, first_context)
+        x = x + attend(name="attn1")(normed, first_context)
         normed = LayerNorm(dtype=self.dtype, name="norm2")(x)
-        x = x + Attention(self.dim, self.num_heads, self.dtype, name="attn2")(normed, context)
+        x = x + attend(name="attn2")(normed, context)
         normed = LayerNorm(dtype=self.dtype, name="norm3")(x)
         return x + FeedForward(self.dim, self.dtype, name="ff")(normed)
 
@@ -401,6 +416,7 @@ class Transformer2D(nn.Module):
     only_cross_attention: bool = False
     gradient_checkpointing: bool = False
     dtype: DTypeLike = jnp.float32
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x, context):
@@ -412,23 +428,24 @@ class Transformer2D(nn.Module):
                 "see attention_head_dim in the UNet's config.json (it counts heads)"
             )
         block = checkpointed(BasicTransformerBlock, self.gradient_checkpointing)
-        h = GroupNorm(self.num_groups, epsilon=1e-6, dtype=self.dtype, name="norm")(x)
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        h = GroupNorm(self.num_groups, epsilon=1e-6, name="norm", **options)(x)
         if self.use_linear_projection:
             h = Dense(C, dtype=self.dtype, name="proj_in")(h.reshape(B, H * W, C))
         else:
-            h = Conv(C, 1, dtype=self.dtype, name="proj_in")(h).reshape(B, H * W, C)
+            h = Conv(C, 1, name="proj_in", **options)(h).reshape(B, H * W, C)
         for i in range(self.num_layers):
             h = block(
                 C,
                 self.num_heads,
                 only_cross_attention=self.only_cross_attention,
-                dtype=self.dtype,
                 name=f"transformer_blocks_{i}",
+                **options,
             )(h, context)
         if self.use_linear_projection:
             h = Dense(C, dtype=self.dtype, name="proj_out")(h).reshape(B, H, W, C)
         else:
-            h = Conv(C, 1, dtype=self.dtype, name="proj_out")(h.reshape(B, H, W, C))
+            h = Conv(C, 1, name="proj_out", **options)(h.reshape(B, H, W, C))
         return x + h
 
 

@@ -64,19 +64,19 @@ class FlaxControlNetConditioningEmbedding(nn.Module):
     conditioning_embedding_channels: int
     block_out_channels: tuple = (16, 32, 96, 256)
     dtype: DTypeLike = jnp.float32
+    rows_axis: str | tuple | None = None
 
     def setup(self):
         """Make the convolutions."""
         channels = self.block_out_channels
-        self.conv_in = Conv(channels[0], dtype=self.dtype)
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        self.conv_in = Conv(channels[0], **options)
         self.blocks = [
-            Conv(features, stride=stride, padding=((1, 1), (1, 1)), dtype=self.dtype)
+            Conv(features, stride=stride, padding=((1, 1), (1, 1)), **options)
             for before, after in pairwise(channels)
             for features, stride in ((before, 1), (after, 2))
         ]
-        self.conv_out = Conv(
-            self.conditioning_embedding_channels, starts_at_zero=True, dtype=self.dtype
-        )
+        self.conv_out = Conv(self.conditioning_embedding_channels, starts_at_zero=True, **options)
 
     def __call__(self, conditioning):
         """conditioning (B, H, W, C) -> (B, H / 8, W / 8, conditioning_embedding_channels)."""
@@ -127,6 +127,7 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
     norm_eps: float = 1e-5
     upcast_attention: bool | None = False  # logits and softmax are float32 either way
     gradient_checkpointing: bool = False
+    rows_axis: str | tuple | None = None  # None: this device has all rows
 
     weights_name = "diffusion_pytorch_model"
     single_file_part = "controlnet"
@@ -215,7 +216,7 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
         self.make_down_path()
         channels, num_layers = self.block_out_channels, self.per_block("layers_per_block")
         self.controlnet_cond_embedding = FlaxControlNetConditioningEmbedding(
-            channels[0], self.conditioning_embedding_out_channels, self.dtype
+            channels[0], self.conditioning_embedding_out_channels, self.dtype, self.rows_axis
         )
         widths = [channels[0]]
         for i in range(len(channels)):
@@ -225,7 +226,8 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
 
     def output_layer(self, channels):
         """A 1x1 convolution that starts at zero."""
-        return Conv(channels, 1, starts_at_zero=True, dtype=self.dtype)
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        return Conv(channels, 1, starts_at_zero=True, **options)
 
     def __call__(
         self,
@@ -274,6 +276,8 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
         residuals = [residual * scale for residual, scale in zip(residuals, scales)]
         if self.global_pool_conditions:
             residuals = [residual.mean((1, 2), keepdims=True) for residual in residuals]
+            if self.rows_axis is not None:
+                residuals = jax.lax.pmean(residuals, self.rows_axis)
         *down, middle = residuals
         return FlaxControlNetOutput(down, middle) if return_dict else (down, middle)
 

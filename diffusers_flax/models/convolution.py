@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.models.attention import by_platform
-
 # Least numbers of input and output channels for Winograd's algorithm and for shifted_matmuls.
 LEAST_CHANNELS = 320
 # Winograd's algorithm is the fastest with at most so many output channels per position: few
@@ -65,7 +63,9 @@ def convolve(x, kernel, stride, padding):
         kernels["cpu"] = winograd
     elif size == 1 or positions < D:
         kernels["cpu"] = partial(multiply_patches, stride=stride, padding=padding)
-    return by_platform(x, kernel, default=xla, **kernels) if kernels else xla(x, kernel)
+    if not kernels:
+        return xla(x, kernel)
+    return jax.lax.platform_dependent(x, kernel, default=xla, **kernels)
 
 
 def xla_convolve(x, kernel, stride=1, padding=((1, 1), (1, 1))):

@@ -31,7 +31,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.tree_util import keystr
 
 from diffusers_flax.devices.rows import largest_of_all
-from diffusers_flax.models.attention import by_platform
 from diffusers_flax.models.convolution import convolve, sum_of_matmuls
 
 SCALE_NAMES = {
@@ -232,13 +231,13 @@ def quantize(params, mode="dynamic"):
     return unflatten_dict(quantized, sep="/")
 
 
-def to_int8(x, axes, widen=lambda largest: largest):
+def to_int8(x, axes, rows_axis=None):
     """Symmetric quantization, to the nearest even number.
 
     Args:
         x: NumPy or jax array of any real dtype.
         axes: the axes along which all numbers share a scale.
-        widen: from the largest absolute numbers of x to the ones of all arrays with the same scale.
+        rows_axis: the axis of the mesh whose devices' arrays share a scale; None: x has its own.
 
     Returns:
         (int8 array of -127 to 127, float32 scale that keeps axes with size 1); their product is x.
@@ -247,7 +246,10 @@ def to_int8(x, axes, widen=lambda largest: largest):
     """
     numpy = np if isinstance(x, np.ndarray) else jnp
     x = x.astype(np.float32)
-    scale = widen(numpy.abs(x).max(axes, keepdims=True)) / np.float32(127)
+    largest = numpy.abs(x).max(axes, keepdims=True)
+    if rows_axis is not None:
+        largest = largest_of_all(largest, rows_axis)
+    scale = largest / np.float32(127)
     return numpy.rint(x / numpy.maximum(scale, np.float32(SMALLEST_SCALE))).astype(np.int8), scale
 
 
@@ -266,7 +268,7 @@ def is_eight_bit(params):
     return "kernel" in params and jnp.dtype(params["kernel"].dtype).itemsize == 1
 
 
-def eight_bit_layer(params, x, dtype, stride=1, padding=((0, 0), (0, 0))):
+def eight_bit_layer(params, x, dtype, stride=1, padding=((0, 0), (0, 0)), rows_axis=None):
     """The output of a Dense or Conv whose kernel is int8 or float8.
 
     Args:
@@ -274,6 +276,7 @@ def eight_bit_layer(params, x, dtype, stride=1, padding=((0, 0), (0, 0))):
         x: (..., C); (B, H, W, C) for a convolution.
         dtype: of the result. Sums are int32 in dynamic mode, times float32 scales.
         stride, padding: of a convolution, as for convolve.
+        rows_axis: of a convolution, see blocks.py.
 
     Returns:
         (..., output channels).
@@ -292,7 +295,7 @@ def eight_bit_layer(params, x, dtype, stride=1, padding=((0, 0), (0, 0))):
             x, x_scale = to_int8(x, -1)  # a scale per row
             sums = int8_matmul(x, kernel)
         else:
-            x, x_scale = to_int8(x, (1, 2, 3), largest_of_all)  # a scale per image
+            x, x_scale = to_int8(x, (1, 2, 3), rows_axis)  # a scale per image
             sums = int8_convolution(x, kernel, stride, padding)
         out = sums.astype(jnp.float32) * x_scale * params["dynamic_scale"].astype(jnp.float32)
     if "bias" in params:
@@ -311,7 +314,7 @@ def cast_later(kernel, x):
     def together(kernel, x):
         return kernel, x
 
-    return by_platform(
+    return jax.lax.platform_dependent(
         kernel,
         x,
         default=lambda *pair: jax.lax.optimization_barrier(pair),

@@ -11,6 +11,7 @@ Source: github.com/madebyollin/taesd; numerics of PyTorch diffusers.
 """
 
 import itertools
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -43,6 +44,7 @@ class BiasFreeConv(GivenParams, nn.Module):
     features: int
     stride: int = 1
     dtype: DTypeLike = jnp.float32
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
@@ -50,7 +52,9 @@ class BiasFreeConv(GivenParams, nn.Module):
         shape = (3, 3, x.shape[-1], self.features)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
         x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
-        x, padding = with_neighbours(x, 3, self.stride, ((1, 1), (1, 1)))
+        padding = ((1, 1), (1, 1))
+        if self.rows_axis is not None:
+            x, padding = with_neighbours(x, 3, self.stride, padding, self.rows_axis)
         return convolve(x, kernel, self.stride, padding)
 
 
@@ -59,12 +63,14 @@ class BlockConvs(nn.Module):
 
     width: int
     dtype: DTypeLike
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
-        x = nn.relu(Conv(self.width, dtype=self.dtype, name="0")(x))
-        x = nn.relu(Conv(self.width, dtype=self.dtype, name="2")(x))
-        return Conv(self.width, dtype=self.dtype, name="4")(x)
+        conv = partial(Conv, self.width, dtype=self.dtype, rows_axis=self.rows_axis)
+        x = nn.relu(conv(name="0")(x))
+        x = nn.relu(conv(name="2")(x))
+        return conv(name="4")(x)
 
 
 class TinyBlock(nn.Module):
@@ -72,10 +78,12 @@ class TinyBlock(nn.Module):
 
     width: int
     dtype: DTypeLike
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
-        return nn.relu(x + BlockConvs(self.width, self.dtype, name="conv")(x))
+        convs = BlockConvs(self.width, self.dtype, self.rows_axis, name="conv")
+        return nn.relu(x + convs(x))
 
 
 class EncoderLayers(nn.Module):
@@ -85,17 +93,19 @@ class EncoderLayers(nn.Module):
     width: int
     num_blocks: tuple
     dtype: DTypeLike
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
         names = map(str, itertools.count())
-        x = Conv(self.width, dtype=self.dtype, name=next(names))(x)
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        x = Conv(self.width, name=next(names), **options)(x)
         for level, num_blocks in enumerate(self.num_blocks):
             if level > 0:
-                x = BiasFreeConv(self.width, 2, self.dtype, name=next(names))(x)
+                x = BiasFreeConv(self.width, 2, name=next(names), **options)(x)
             for _ in range(num_blocks):
-                x = TinyBlock(self.width, self.dtype, name=next(names))(x)
-        return Conv(self.latent_channels, dtype=self.dtype, name=next(names))(x)
+                x = TinyBlock(self.width, name=next(names), **options)(x)
+        return Conv(self.latent_channels, name=next(names), **options)(x)
 
 
 class Encoder(nn.Module):
@@ -105,11 +115,17 @@ class Encoder(nn.Module):
     width: int
     num_blocks: tuple
     dtype: DTypeLike
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
         layers = EncoderLayers(
-            self.latent_channels, self.width, self.num_blocks, self.dtype, name="layers"
+            self.latent_channels,
+            self.width,
+            self.num_blocks,
+            self.dtype,
+            self.rows_axis,
+            name="layers",
         )
         return layers((x + 1) / 2)
 
@@ -122,20 +138,22 @@ class DecoderLayers(nn.Module):
     num_blocks: tuple
     upsampling_factor: int
     dtype: DTypeLike
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
         names = map(str, itertools.count())
-        x = nn.relu(Conv(self.width, dtype=self.dtype, name=next(names))(x))
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        x = nn.relu(Conv(self.width, name=next(names), **options)(x))
         next(names)  # PyTorch numbers the ReLU
         for level, num_blocks in enumerate(self.num_blocks):
             if level > 0:
                 x = upsample_nearest(x, self.upsampling_factor)
                 next(names)  # PyTorch numbers the upsampling
-                x = BiasFreeConv(self.width, dtype=self.dtype, name=next(names))(x)
+                x = BiasFreeConv(self.width, name=next(names), **options)(x)
             for _ in range(num_blocks):
-                x = TinyBlock(self.width, self.dtype, name=next(names))(x)
-        return Conv(self.out_channels, dtype=self.dtype, name=next(names))(x)
+                x = TinyBlock(self.width, name=next(names), **options)(x)
+        return Conv(self.out_channels, name=next(names), **options)(x)
 
 
 class Decoder(nn.Module):
@@ -146,6 +164,7 @@ class Decoder(nn.Module):
     num_blocks: tuple
     upsampling_factor: int
     dtype: DTypeLike
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
@@ -155,6 +174,7 @@ class Decoder(nn.Module):
             self.num_blocks,
             self.upsampling_factor,
             self.dtype,
+            self.rows_axis,
             name="layers",
         )
         return 2 * layers(3 * jnp.tanh(x / 3)) - 1
@@ -247,8 +267,9 @@ def upsample_nearest(x, factor):
 class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
     """The tiny autoencoder; its fields are the entries of an AutoencoderTiny `config.json`.
 
-    `dtype` is the dtype of the computation. block_out_channels is decoder_block_out_channels and
-    force_upcast is False, as in PyTorch, whatever values are given.
+    `dtype` is the dtype of the computation, `rows_axis` as of FlaxAutoencoderKL. block_out_channels
+    is decoder_block_out_channels and force_upcast is False, as in PyTorch, whatever values are
+    given.
     """
 
     in_channels: int = 3
@@ -265,6 +286,7 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
     force_upcast: bool = False
     block_out_channels: tuple | None = None
     dtype: DTypeLike = jnp.float32
+    rows_axis: str | tuple | None = None  # not in the config; None: this device has all rows
 
     weights_name = "diffusion_pytorch_model"
     torch_class_name = "AutoencoderTiny"
@@ -298,6 +320,7 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
             self.encoder_block_out_channels[0],
             tuple(self.num_encoder_blocks),
             self.dtype,
+            self.rows_axis,
         )
         self.decoder = Decoder(
             self.out_channels,
@@ -305,6 +328,7 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
             tuple(self.num_decoder_blocks),
             self.upsampling_scaling_factor,
             self.dtype,
+            self.rows_axis,
         )
 
     def init_weights(self, rng):

@@ -56,13 +56,15 @@ class DownBlock(nn.Module):
     transformer: partial | None
     downsample: bool
     dtype: DTypeLike
+    rows_axis: str | tuple | None
 
     def setup(self):
         self.resnets = [self.resnet(self.out_channels) for _ in range(self.num_layers)]
         if self.transformer is not None:
             self.attentions = [self.transformer() for _ in range(self.num_layers)]
         if self.downsample:
-            self.downsamplers = [Downsample2D(self.out_channels, dtype=self.dtype)]
+            options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+            self.downsamplers = [Downsample2D(self.out_channels, **options)]
 
     def __call__(self, x, time_emb, context):
         """x (B, H, W, C) -> (B, H/2, W/2, out_channels), and the skip connections."""
@@ -90,13 +92,14 @@ class UpBlock(nn.Module):
     transformer: partial | None
     upsample: bool
     dtype: DTypeLike
+    rows_axis: str | tuple | None
 
     def setup(self):
         self.resnets = [self.resnet(self.out_channels) for _ in range(self.num_layers)]
         if self.transformer is not None:
             self.attentions = [self.transformer() for _ in range(self.num_layers)]
         if self.upsample:
-            self.upsamplers = [Upsample2D(self.out_channels, dtype=self.dtype)]
+            self.upsamplers = [Upsample2D(self.out_channels, self.dtype, self.rows_axis)]
 
     def __call__(self, x, skips, time_emb, context, size):
         """x (B, H, W, C) -> (B, *size, out_channels); skips are taken from the end."""
@@ -226,6 +229,7 @@ class DownPath(nn.Module):
             num_groups=self.norm_num_groups,
             epsilon=self.norm_eps,
             dtype=self.dtype,
+            rows_axis=self.rows_axis,
         )
 
     def transformer(self, i, only_cross_attention=False):
@@ -240,6 +244,7 @@ class DownPath(nn.Module):
             only_cross_attention=only_cross_attention,
             gradient_checkpointing=self.gradient_checkpointing,
             dtype=self.dtype,
+            rows_axis=self.rows_axis,
         )
 
     def block_transformer(self, block_type, i):
@@ -269,7 +274,7 @@ class DownPath(nn.Module):
         self.time_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
         if self.addition_embed_type is not None:
             self.add_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
-        self.conv_in = Conv(channels[0], dtype=self.dtype)
+        self.conv_in = Conv(channels[0], dtype=self.dtype, rows_axis=self.rows_axis)
         self.down_blocks = [
             DownBlock(
                 channels[i],
@@ -278,6 +283,7 @@ class DownPath(nn.Module):
                 self.block_transformer(block_type, i),
                 downsample=i < len(channels) - 1,
                 dtype=self.dtype,
+                rows_axis=self.rows_axis,
             )
             for i, block_type in enumerate(self.per_block("down_block_types"))
         ]
@@ -367,7 +373,9 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
     """The noise predictor; its fields are the entries of a diffusers UNet `config.json`.
 
     `attention_head_dim` is the number of heads, despite its name, as in every released
-    Stable Diffusion. `dtype` is the dtype of the computation, not of the parameters.
+    Stable Diffusion. `dtype` is the dtype of the computation, not of the parameters. `rows_axis`,
+    not in the config, is the axis of blocks.py: inside jax.shard_map each device of the axis then
+    computes its part of the sample's rows.
     """
 
     is_trained = True
@@ -411,6 +419,7 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
     norm_eps: float = 1e-5
     upcast_attention: bool | None = False  # logits and softmax are float32 either way
     gradient_checkpointing: bool = False
+    rows_axis: str | tuple | None = None  # None: this device has all rows
 
     weights_name = "diffusion_pytorch_model"
     single_file_part = "unet"
@@ -469,11 +478,15 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
                 self.block_transformer(block_type, num_blocks - 1 - i),
                 upsample=i < num_blocks - 1,
                 dtype=self.dtype,
+                rows_axis=self.rows_axis,
             )
             for i, block_type in enumerate(self.per_block("up_block_types"))
         ]
-        self.conv_norm_out = GroupNorm(self.norm_num_groups, self.norm_eps, self.dtype, True)
-        self.conv_out = Conv(self.out_channels, dtype=self.dtype)
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        self.conv_norm_out = GroupNorm(
+            self.norm_num_groups, self.norm_eps, activate=True, **options
+        )
+        self.conv_out = Conv(self.out_channels, **options)
 
     def __call__(
         self,

@@ -125,15 +125,19 @@ class AttentionBlock(nn.Module):
 
     num_groups: int
     dtype: DTypeLike
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
         B, H, W, C = x.shape
-        h = GroupNorm(self.num_groups, 1e-6, self.dtype, name="group_norm")(x).reshape(B, H * W, C)
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        h = GroupNorm(self.num_groups, 1e-6, name="group_norm", **options)(x)
+        h = h.reshape(B, H * W, C)
         query = Dense(C, dtype=self.dtype, name="query")(h)
         key = Dense(C, dtype=self.dtype, name="key")(h)
         value = Dense(C, dtype=self.dtype, name="value")(h)
-        key, value = all_positions(key), all_positions(value)
+        if self.rows_axis is not None:
+            key, value = (all_positions(each, self.rows_axis) for each in (key, value))
         h = Dense(C, dtype=self.dtype, name="proj_attn")(attention(query, key, value, 1))
         return x + h.reshape(B, H, W, C)
 
@@ -145,13 +149,17 @@ class MidBlock(nn.Module):
     num_groups: int
     add_attention: bool
     dtype: DTypeLike
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
-        resnet = (self.out_channels, self.num_groups, 1e-6, self.dtype)
+        resnet = (self.out_channels, self.num_groups, 1e-6, self.dtype, self.rows_axis)
         x = ResnetBlock2D(*resnet, name="resnets_0")(x)
         if self.add_attention:
-            x = AttentionBlock(self.num_groups, self.dtype, name="attentions_0")(x)
+            attend = AttentionBlock(
+                self.num_groups, self.dtype, self.rows_axis, name="attentions_0"
+            )
+            x = attend(x)
         return ResnetBlock2D(*resnet, name="resnets_1")(x)
 
 
@@ -164,19 +172,21 @@ class LevelBlock(nn.Module):
     dtype: DTypeLike
     downsample: bool = False
     upsample: bool = False
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
         for i in range(self.num_layers):
             resnet = ResnetBlock2D(
-                self.out_channels, self.num_groups, 1e-6, self.dtype, name=f"resnets_{i}"
+                self.out_channels, self.num_groups, 1e-6, name=f"resnets_{i}", **options
             )
             x = resnet(x)
         if self.downsample:
             padding = ((0, 1), (0, 1))
-            x = Downsample2D(self.out_channels, padding, self.dtype, name="downsamplers_0")(x)
+            x = Downsample2D(self.out_channels, padding, name="downsamplers_0", **options)(x)
         if self.upsample:
-            x = Upsample2D(self.out_channels, self.dtype, name="upsamplers_0")(x)
+            x = Upsample2D(self.out_channels, name="upsamplers_0", **options)(x)
         return x
 
 
@@ -189,29 +199,31 @@ class Encoder(nn.Module):
     num_groups: int
     mid_block_add_attention: bool
     dtype: DTypeLike
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
-        x = Conv(self.block_out_channels[0], dtype=self.dtype, name="conv_in")(x)
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        x = Conv(self.block_out_channels[0], name="conv_in", **options)(x)
         last = len(self.block_out_channels) - 1
         for i, width in enumerate(self.block_out_channels):
             x = LevelBlock(
                 width,
                 self.layers_per_block,
                 self.num_groups,
-                self.dtype,
                 downsample=i < last,
                 name=f"down_blocks_{i}",
+                **options,
             )(x)
         x = MidBlock(
             self.block_out_channels[-1],
             self.num_groups,
             self.mid_block_add_attention,
-            self.dtype,
             name="mid_block",
+            **options,
         )(x)
-        x = GroupNorm(self.num_groups, 1e-6, self.dtype, activate=True, name="conv_norm_out")(x)
-        return Conv(2 * self.latent_channels, dtype=self.dtype, name="conv_out")(x)
+        x = GroupNorm(self.num_groups, 1e-6, activate=True, name="conv_norm_out", **options)(x)
+        return Conv(2 * self.latent_channels, name="conv_out", **options)(x)
 
 
 class Decoder(nn.Module):
@@ -223,16 +235,18 @@ class Decoder(nn.Module):
     num_groups: int
     mid_block_add_attention: bool
     dtype: DTypeLike
+    rows_axis: str | tuple | None = None
 
     @nn.compact
     def __call__(self, x):
-        x = Conv(self.block_out_channels[-1], dtype=self.dtype, name="conv_in")(x)
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        x = Conv(self.block_out_channels[-1], name="conv_in", **options)(x)
         x = MidBlock(
             self.block_out_channels[-1],
             self.num_groups,
             self.mid_block_add_attention,
-            self.dtype,
             name="mid_block",
+            **options,
         )(x)
         last = len(self.block_out_channels) - 1
         for i, width in enumerate(reversed(self.block_out_channels)):
@@ -240,12 +254,12 @@ class Decoder(nn.Module):
                 width,
                 self.layers_per_block + 1,
                 self.num_groups,
-                self.dtype,
                 upsample=i < last,
                 name=f"up_blocks_{i}",
+                **options,
             )(x)
-        x = GroupNorm(self.num_groups, 1e-6, self.dtype, activate=True, name="conv_norm_out")(x)
-        return Conv(self.out_channels, dtype=self.dtype, name="conv_out")(x)
+        x = GroupNorm(self.num_groups, 1e-6, activate=True, name="conv_norm_out", **options)(x)
+        return Conv(self.out_channels, name="conv_out", **options)(x)
 
 
 class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
@@ -254,7 +268,8 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
     `dtype` is the dtype of the computation; the latent distribution is always float32. `tile`, see
     with_tile, makes encode and decode compute larger images in overlapping tiles, one at a time, of
     this side in pixels, and blend them, as PyTorch's enable_tiling. The result differs from a whole
-    image's: norms and the attention in the middle see one tile.
+    image's: norms and the attention in the middle see one tile. `rows_axis` is the axis of
+    blocks.py: inside jax.shard_map each device of the axis then computes its part of the rows.
     """
 
     in_channels: int = 3
@@ -274,6 +289,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
     tile: int | None = None  # not in the config; None: whole images
+    rows_axis: str | tuple | None = None  # not in the config; None: this device has all rows
 
     weights_name = "diffusion_pytorch_model"
     single_file_part = "vae"
@@ -297,19 +313,20 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
                 raise ValueError(
                     f"VAE block types {list(types)} are not supported, only {known} is"
                 )
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
         shared = dict(
             block_out_channels=tuple(self.block_out_channels),
             layers_per_block=self.layers_per_block,
             num_groups=self.norm_num_groups,
             mid_block_add_attention=self.mid_block_add_attention,
-            dtype=self.dtype,
+            **options,
         )
         self.encoder = Encoder(self.latent_channels, **shared)
         self.decoder = Decoder(self.out_channels, **shared)
         if self.use_quant_conv:
-            self.quant_conv = Conv(2 * self.latent_channels, 1, dtype=self.dtype)
+            self.quant_conv = Conv(2 * self.latent_channels, 1, **options)
         if self.use_post_quant_conv:
-            self.post_quant_conv = Conv(self.latent_channels, 1, dtype=self.dtype)
+            self.post_quant_conv = Conv(self.latent_channels, 1, **options)
 
     def init_weights(self, rng):
         """Random float32 parameters of this configuration. rng: a PRNG key."""

@@ -496,13 +496,13 @@ def paste(images, image, mask):
 def posterior_of(vae, params, image, layout=None):
     """The VAE's posterior over the latents of images; arguments as for encode."""
 
-    def posterior(image):
+    def posterior(vae, image):
         return vae.apply({"params": params}, image, method=vae.encode).latent_dist
 
     if layout is None or vae.tile:  # each device computes all tiles
-        return posterior(image)
+        return posterior(vae, image)
     height = image.shape[2] // 2 ** (len(vae.block_out_channels) - 1)
-    return map_rows(layout, posterior, image, height, axis=2, out_axis=1)
+    return map_rows(layout, posterior, vae, image, height, axis=2, out_axis=1)
 
 
 def encode(vae, params, image, keys, layout=None):
@@ -536,22 +536,22 @@ def decode(vae, params, latents, layout=None):
     vae, params: FlaxAutoencoderKL or FlaxAutoencoderTiny; layout: as for encode.
     """
 
-    def decode_some(latents):
+    def decode_some(vae, latents):
         latents = latents / vae.config.scaling_factor
         decoded = vae.apply({"params": params}, latents, method=vae.decode).sample  # (n, 3, H, W)
         images = jnp.transpose(decoded.astype(jnp.float32), (0, 2, 3, 1))
         return (images / 2 + 0.5).clip(0, 1)
 
-    def decode_all(latents):
+    def decode_all(vae, latents):
         B, _, h, w = latents.shape
         factor = 2 ** (len(vae.block_out_channels) - 1)
         most = max(1, DECODED_PIXELS // (h * w * factor**2))
         n = max(n for n in range(1, B + 1) if B % n == 0 and n <= most)
         if n == B:
-            return decode_some(latents)
-        images = jax.lax.map(decode_some, latents.reshape(-1, n, *latents.shape[1:]))
+            return decode_some(vae, latents)
+        images = jax.lax.map(partial(decode_some, vae), latents.reshape(-1, n, *latents.shape[1:]))
         return images.reshape(B, *images.shape[2:])
 
     if layout is None or getattr(vae, "tile", None):
-        return decode_all(latents)
-    return map_rows(layout, decode_all, latents, latents.shape[2], axis=2, out_axis=1)
+        return decode_all(vae, latents)
+    return map_rows(layout, decode_all, vae, latents, latents.shape[2], axis=2, out_axis=1)
