@@ -52,11 +52,11 @@ from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.pipelines.base import pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
     BRANCHES,
-    TEXT_OF_BRANCH,
     InstructPix2Pix,
     edit_branches,
     guidance_weights,
 )
+from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH
 from diffusers_flax.schedulers.factory import EDM_CLASSES, class_name
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
 from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predict_x0_and_eps

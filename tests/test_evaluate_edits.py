@@ -197,20 +197,20 @@ def test_flops_count_every_branch_and_step(folder):
             getattr(parts[part], method)(*args)
         return counter.get_total_flops()
 
-    rest = theirs("text_encoder", torch.zeros(2, 77, dtype=int))  # with the null text
-    rest += theirs("vae", torch.zeros(1, 3, 64, 64), method="encode")
+    text = theirs("text_encoder", torch.zeros(1, 77, dtype=int))
+    rest = theirs("vae", torch.zeros(1, 3, 64, 64), method="encode")
     rest += theirs("vae", torch.zeros(1, 4, 16, 16), method="decode")
 
     def unet(B):
         return theirs("unet", torch.zeros(B, 8, 16, 16), 0, torch.zeros(B, 77, 24))
 
     every = ("text", "image", "null")
-    for branches in (every, ("text",)):
+    for branches, num_texts in (every, 2), (("text",), 1):  # with and without the null text
         step = unet(len(branches))
         found = count_edit_flops(
             pipeline, shapes, (64, 64), branches, timestep_options(9, None, None)
         )
-        assert found == pytest.approx(rest + 9 * step)
+        assert found == pytest.approx(num_texts * text + rest + 9 * step)
 
     # 4 of 12 steps of Spectrum are forecasts; guidance in a third and two thirds of the steps
     steps = timestep_options(12, None, None)
@@ -220,7 +220,8 @@ def test_flops_count_every_branch_and_step(folder):
     }.items():
         accelerated = dataclasses.replace(pipeline, accelerate=parse(names))
         found = count_edit_flops(accelerated, shapes, (64, 64), every, steps)
-        assert found == pytest.approx(rest + expected, rel=1e-4)  # with the forecast's own
+        # with the forecast's own
+        assert found == pytest.approx(2 * text + rest + expected, rel=1e-4)
 
 
 # The script

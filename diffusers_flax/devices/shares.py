@@ -122,7 +122,7 @@ def share_of(layout, unet, num_branches, height, spread=True):
 
 
 def shared_apply(layout, unet, num_branches, height):
-    """unet.apply of which each device of a group computes its Share; arguments as for share_of."""
+    """Like unet.apply, but each device of a group computes its Share; arguments as for share_of."""
     share = share_of(layout, unet, num_branches, height)
     unet = unet.clone(rows_axis=share.rows)
 

@@ -36,6 +36,8 @@ SEQUEL = 2**31 - 2  # for a second pipeline that continues from the image (refin
 DECODED_PIXELS = 1024 * 1024
 # The branches of guidance of a text-to-image model.
 BRANCHES = ("text", "null")
+# The text of a branch, also of the branches of edits, see instruct_pix2pix.
+TEXT_OF_BRANCH = {"text": "text", "image": "null", "null": "null"}
 # Align-Your-Steps (arXiv 2404.14507): timesteps to visit in 10 steps, of Stable Diffusion and SDXL.
 AYS_SD = (999, 850, 736, 645, 545, 455, 343, 233, 124, 24)
 AYS_SDXL = (999, 845, 730, 587, 443, 310, 193, 116, 53, 13)

@@ -33,7 +33,7 @@ from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.running import Options, generate, run
-from diffusers_flax.pipelines.sampling import rows_per_image
+from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH, rows_per_image
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
@@ -49,8 +49,6 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
     """Base of the pipelines of Stable Diffusion 1.x and 2.x: the text, the safety checker."""
 
     text_axes = 1  # of one image's prompt_ids
-    # The text of each branch of guidance.
-    text_of_branch = {"text": "text", "image": "null", "null": "null"}  # noqa: RUF012
 
     def __post_init__(self):
         super().__post_init__()
@@ -92,7 +90,7 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
         states = {"text": encoded[:B]}
         if "null" in ids:
             states["null"] = jnp.broadcast_to(encoded[B:], states["text"].shape)
-        return jnp.concatenate([states[self.text_of_branch[x]] for x in options.branches]), None
+        return jnp.concatenate([states[TEXT_OF_BRANCH[x]] for x in options.branches]), None
 
     def output(self, result, params, jit, output_type, return_dict):
         """The result of a call, after the safety checker, if there is one."""

@@ -40,7 +40,7 @@ from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.pipelines.running import Options, generate, run
-from diffusers_flax.pipelines.sampling import AYS_SDXL, rows_per_image
+from diffusers_flax.pipelines.sampling import AYS_SDXL, TEXT_OF_BRANCH, rows_per_image
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
@@ -70,8 +70,6 @@ class XLParts(FlaxDiffusionPipeline):
     text_axes = 2  # of one image's prompt_ids
     tiny_vae_name = TINY_VAES[1]
     ays_timesteps = AYS_SDXL
-    # The text of each branch of guidance.
-    text_of_branch = {"text": "text", "image": "null", "null": "null"}  # noqa: RUF012
 
     @classmethod
     def parts_of(cls, path, index):
@@ -189,7 +187,7 @@ class XLParts(FlaxDiffusionPipeline):
             texts["null"] = rows_per_image(null_ids.astype(prompt_ids.dtype), B)
         elif not self.force_zeros_for_empty_prompt:
             texts["null"] = rows_per_image(self.prepare_text_inputs(""), B)
-        names = [self.text_of_branch[branch] for branch in options.branches]
+        names = [TEXT_OF_BRANCH[branch] for branch in options.branches]
         encoded = list(dict.fromkeys(name for name in names if name in texts)) or ["text"]
         states, pooled = self.get_embeddings(
             jnp.concatenate([texts[name] for name in encoded]), params

@@ -213,6 +213,9 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
     class Constant:
         """A UNet that always predicts the same clean latents."""
 
+        def clone(self, **fields):
+            return self
+
         def apply(self, variables, *args, method=None, timestep_cond=None):
             if method == "embed":
                 return args

@@ -1,5 +1,6 @@
 """Kernels stored as float8 or int8: numbers, files, and which layers."""
 
+import inspect
 import json
 import re
 
@@ -45,7 +46,7 @@ def dequantized(params, storage, dtype):
 
 def images_of(pipeline, params):
     prompts = ["make it red"]
-    if "image" in type(pipeline)._generate.__signature__.parameters:
+    if "image" in inspect.signature(pipeline._generate).parameters:
         inputs = pipeline.prepare_inputs(prompts, random_inputs(1, 32, 32)[0])
     else:
         inputs = (pipeline.prepare_inputs(prompts),)
