@@ -33,6 +33,7 @@ ALSO_CALLED = {  # name of a flag in other programs: names of such flags here
     **dict.fromkeys(("cfg", "cfg_scale", "scale"), ("guidance_scale",)),
     **dict.fromkeys(("resolution", "size"), ("height", "width")),
     "unet": ("unet_model_name_or_path",),
+    "pretrained_model_name_or_path": ("model",),
     "steps": ("num_inference_steps", "max_train_steps"),
     "epochs": ("num_train_epochs",),
     "lr": ("learning_rate",),
