@@ -302,7 +302,8 @@ def test_edit_of_a_transparent_photograph(exports, tmp_path):
     assert written == f"{tmp_path / 'out.npy'}\n"
     assert f"{file}, 400x300, at 64x48 with ddim" in progress and "step 2 of 2" in progress
     run_example(folder, tmp_path / "new" / "out.jpg", "--input", file, "--width", "32")
-    assert Image.open(tmp_path / "new" / "out.jpg").size == (32, 48)
+    with Image.open(tmp_path / "new" / "out.jpg") as written:
+        assert written.size == (32, 48)
 
 
 @needs("onnx")
