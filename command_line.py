@@ -1,8 +1,9 @@
-"""What the programs share: flags and their checks, how programs end, the files that they write."""
+"""What the programs share: parsing flags, checks of their values, one-line errors."""
 
 import errno
 import gc
 import io
+import logging
 import math
 import os
 import re
@@ -12,10 +13,9 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 DESCRIPTION = "DESCRIPTION"  # its place in the help of tyro, which would join its lines
 DEFAULTS = {  # in the help, of equal length
@@ -23,8 +23,6 @@ DEFAULTS = {  # in the help, of equal length
     "(default: )": "(optional) ",
 }
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg")  # of images that programs write
-DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
-DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
 ALSO_CALLED = {  # name of a flag in other programs: names of such flags here
     **dict.fromkeys(("prompt", "instruction"), ("edit",)),
     **dict.fromkeys(("image", "images", "input_image"), ("input",)),
@@ -38,6 +36,10 @@ ALSO_CALLED = {  # name of a flag in other programs: names of such flags here
     "epochs": ("num_train_epochs",),
     "lr": ("learning_rate",),
     "fp16": ("dtype", "mixed_precision"),
+}
+ARGUMENTS = {  # flag: the name of the library's argument, where it is another
+    "embedding": "embeddings",
+    "model": "pretrained_model_name_or_path",
 }
 OUTPUT_FLAGS = (  # for files that a program writes
     "output",
@@ -77,19 +79,17 @@ def run_main(
         out_of_memory: what helps against too little device memory; None raises the error.
         explain: the message for an exception, or None.
     """
-    from tqdm.contrib.logging import logging_redirect_tqdm  # only scripts need it, as tyro
-
     if args is None:
         gc.set_threshold(10_000)  # with Python 3.11's 700, a start takes a tenth longer
     config = parse_flags(config_class, description, args)
     try:
-        with logging_redirect_tqdm():  # a warning ends the line of a progress bar
+        with messages_with_flags(config):
             work(config)
         return
     except KeyboardInterrupt as stop:
         code, message = 130, f"interrupted; {one_line(stop) if stop.args else interrupted}"
     except (ValueError, OSError) as error:
-        said = with_flags(error, config)
+        said = with_flags(one_line(error), config)
         hint = comma_hint(said, config)
         code, message = 2, f"error: {said}{hint}{free_space(error, config)}"
     except Exception as error:
@@ -306,27 +306,51 @@ def one_line(error: BaseException | str) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def with_flags(error: Exception, config: Any) -> str:
-    """What an exception says, on one line; NAME=VALUE of the library is --NAME VALUE of a flag.
+def with_flags(message: str, config: Any) -> str:
+    """A message of the library with flags: NAME=VALUE is --NAME VALUE, and NAME= is --NAME.
 
-    It must begin a part of the message and have the flag's value, or one of its values: paths and
-    texts of the user may have such words too.
+    Quoted texts stay as they are, and words that are part of a path.
     """
+    flags = {ARGUMENTS.get(name, name): name for name in vars(config)}
 
     def flag(found):
-        start, name, text = found.groups()
-        given, text = vars(config).get(name), text.strip("'")
-        values = given if isinstance(given, tuple) else (given,)
-        if given in (None, "") or given is False:
+        argument, value = found.groups()
+        if argument not in flags or value in ("None", "False"):
             return found[0]
-        if given is True:
-            return f"{start}--{name}" if text == "True" else found[0]
-        if text == str(given) or (text[:1] == "(" and values == ("ays",)):  # its timesteps
-            return f"{start}--{name} {' '.join(map(str, values))}"
-        return f"{start}--{name} {text}" if text in map(str, values) else found[0]
+        name = flags[argument]
+        given = getattr(config, name)
+        given = map(str, given if isinstance(given, tuple) else (given,))
+        if value in ("", "True"):
+            return f"--{name}"
+        if value[0] == "(":  # a tuple
+            value = " ".join(word.strip(" '") for word in value.strip("()").split(",") if word)
+        elif (value := value.strip("'")) not in given and re.search(r"[/\\]|\.[a-z]", value):
+            return found[0]
+        return f"--{name} {value}"
 
-    part = r"(^|: |; | and )(\w+)=(\(.*?\)|\S+?)(?=[\s;:,]|$)"
-    return re.sub(part, flag, one_line(error))
+    value = r"'[^']*'|\([^()]*\)|[^\s;]*?(?=[;:,.)]*(?:\s|$))"
+    quoted = r"(?<!\w)(?:'[^']*'|\"[^\"]*\")"
+    return re.sub(rf"{quoted}|(?<![\w./:=,\\-])(\w+)=({value})", flag, message)
+
+
+@contextmanager
+def messages_with_flags(config: Any) -> Iterator[None]:
+    """While it lasts, logged messages name flags and end the line of a progress bar."""
+    from tqdm.contrib.logging import logging_redirect_tqdm  # only scripts need it, as tyro
+
+    def name_flags(record):
+        record.msg, record.args = with_flags(record.getMessage(), config), ()
+        return True
+
+    with logging_redirect_tqdm():
+        handlers = [*logging.root.handlers]
+        for handler in handlers:
+            handler.addFilter(name_flags)
+        try:
+            yield
+        finally:
+            for handler in handlers:
+                handler.removeFilter(name_flags)
 
 
 def comma_hint(said: str, config: Any) -> str:
@@ -443,69 +467,6 @@ def check_writable(given: str, directory: Path) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ImageFlags:
-    """What sdxl_single.py and sdxl_single_aot.py make. --help begins with the last base class."""
-
-    # directory, hub id or file of an SDXL model
-    pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
-    revision: str | None = None  # branch, tag or commit on the hub
-    variant: str | None = None  # variant of the weights' files, e.g. fp16
-    # configs of a one-file model: a directory or hub id; default: its family's
-    config_name_or_path: str | None = None
-    use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
-    prompt: tuple[str, ...] = (DEFAULT_PROMPT,)  # one or more texts
-    prompts_file: Path | None = None  # one prompt per line, replaces --prompt
-    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "": no text
-    num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
-    seed: int = 33  # seed of the noise
-    num_inference_steps: int = 25  # denoising steps
-    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
-    # ays, the ten of Align-Your-Steps for the model's family
-    timesteps: tuple[int | Literal["ays"], ...] = ()
-    eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
-    guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
-    guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
-    height: int | None = None  # pixels; default: the model's
-    width: int | None = None  # pixels; default: the model's
-    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    # how timesteps are spaced; default: the scheduler's config
-    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
-    # what the UNet predicts; default: the scheduler's config
-    prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
-    unet: str | None = None  # file, directory or hub id of a UNet in place of the model's
-    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
-    # is a directory, hub id or file
-    unet_delta: tuple[str, ...] = ()
-    lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
-    # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
-    embedding: tuple[str, ...] = ()
-    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
-    # int8, taesd; see docs/acceleration.md
-    accelerate: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PreviewFlags:
-    """Previews of the images of sdxl_single.py; its twin has none."""
-
-    # also write a preview of every N-th step, decoded by TAESD, next to each image
-    preview: int | None = None
-    # directory or hub id of the TAESD of previews; "": as for --accelerate taesd
-    preview_decoder: str = ""
-
-
-@dataclass(frozen=True)
-class BatchFlags:
-    """How sdxl_single.py and sdxl_single_aot.py make images, and where they write them."""
-
-    latents: Path | None = None  # .npy of initial noise, (images, channels, h, w) of the latents
-    batch_size: int = 1  # images per device at once
-    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
-    output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
-    grid: Path | None = None  # also write the first 64 images into one file
-
-
 def check_scale(name, value):
     """Raise a ValueError unless a guidance scale is a number >= 0; name: of its flag."""
     if not 0 <= value < math.inf:
@@ -521,18 +482,6 @@ def check_seed(name, value):
         raise ValueError(f"--{name} {value} must be from 0 to {2**32 - 1}")
 
 
-def check_image_flags(config):
-    """Raise a ValueError for a flag of sdxl_single.py or sdxl_single_aot.py out of its range."""
-    for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    if not 0 <= config.guidance_scale < math.inf:
-        raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more")
-    if not 0 <= config.guidance_rescale <= 1:
-        raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
-    check_seed("seed", config.seed)
-
-
 def check_image_file(path):
     """Raise a ValueError for an image file that cannot be written; nothing is written."""
     if path.is_dir():
@@ -545,92 +494,9 @@ def check_image_file(path):
     check_writable(str(path), path.parent)
 
 
-def image_files(output, num_images, grid=None):
-    """The files to write images to.
-
-    Args:
-        output: directory; for one image also a file name with an extension.
-        num_images: number of images.
-        grid: another image file that will be written, or None.
-
-    Returns:
-        Paths; in a directory 000.png, 001.png, ..., numbered on from the existing files.
-
-    Raises:
-        ValueError: output is one file for several images; output or the grid cannot be written.
-    """
-    if grid:
-        check_image_file(grid)
-    is_folder = output.is_dir() or not (output.suffix or output.is_file())
-    if is_one_file := num_images == 1 and not is_folder:
-        files = [output]
-    elif output.suffix.lower() in IMAGE_EXTENSIONS or output.is_file():
-        raise ValueError(
-            f"--output {output} is one file for {num_images} images; give a directory, or one "
-            "prompt and --num_images 1 to make one image"
-        )
-    else:
-        numbers = [int(file.stem) for file in output.glob("*.png") if file.stem.isdecimal()]
-        first = max(numbers, default=-1) + 1
-        files = [output / f"{first + i:03}.png" for i in range(num_images)]
-    for file in files if is_one_file else files[:1]:  # further files are new, in the same directory
-        check_image_file(file)
-    return files
-
-
 def print_files(paths):
     """Print the first ten of the files that a program has written, and how many there are."""
     for path in paths[:10]:
         print(path)
     if len(paths) > 10:
         print(f"... {len(paths)} images")
-
-
-def print_continued(num_finished, num_images):
-    """Say how many images an earlier start of this command has made."""
-    if num_finished:
-        made = f"{num_finished} of {num_images} image{'s' * (num_images > 1)}"
-        print(f"made already by this command: {made}", file=sys.stderr)
-
-
-def list_prompts(config, per_batch):
-    """Each image's prompt.
-
-    Args:
-        config: with the flags prompt, prompts_file and num_images.
-        per_batch: images of one prompt without num_images.
-    """
-    if config.prompts_file and config.prompt != type(config).prompt:
-        raise ValueError("--prompt and --prompts_file are both given; give one of them")
-    prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
-    if not prompts:
-        raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
-    if not config.prompts_file:
-        note_single_words("prompt", prompts)
-    num_images = config.num_images or (per_batch if len(prompts) == 1 else 1)
-    return [prompt for prompt in prompts for _ in range(num_images)]
-
-
-def note_single_words(flag, texts):
-    """Say so if the texts of a flag look like the words of one text without quotation marks."""
-    if len(texts) > 2 and all(re.fullmatch(r"[A-Za-z]+[,.]?", text.strip()) for text in texts):
-        print(
-            f"--{flag} has {len(texts)} texts of one word each; if they are one text, write it in "
-            "quotation marks",
-            file=sys.stderr,
-        )
-
-
-def read_prompts(file):
-    """The lines of a text file that are not empty; raise a ValueError if there are none."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts_file {file} is not UTF-8 text; save it as UTF-8") from error
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(f"--prompts_file {file} cannot be read: {reason}") from error
-    prompts = [line.strip() for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f"--prompts_file {file} has no prompt; write one per line")
-    return prompts

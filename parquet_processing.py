@@ -58,8 +58,8 @@ from dataloading.shards import (
     read_row_group,
     shard_files,
 )
-from diffusers_flax.captions import captioned, tile_grid
 from diffusers_flax.images import open_image, save_image
+from generating.captions import captioned, tile_grid
 
 __all__ = ["ParquetImagePairs"]
 

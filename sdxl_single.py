@@ -27,28 +27,14 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from command_line import (
-    BatchFlags,
-    ImageFlags,
-    PreviewFlags,
-    check_image_flags,
-    image_files,
-    list_prompts,
-    print_continued,
-    print_files,
-    run_main,
-)
+from command_line import print_files, run_main
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.acceleration.previews import preview_files
-from diffusers_flax.captions import GRID_IMAGES, image_grid
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.devices.layout import DeviceFlags, ProcessFlags, layout_of_flags
-from diffusers_flax.devices.resuming import continue_images, id_maker
-from diffusers_flax.devices.serving import DeviceClock, FileWriter, run_ahead
 from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
 from diffusers_flax.loading.hub import with_single_files
-from diffusers_flax.memory import plan_images
 from diffusers_flax.parameters import cast_params, choose_dtype, place_params
+from diffusers_flax.pipelines.memory import plan_images
 from diffusers_flax.pipelines.sampling import (
     AYS_SDXL,
     check_steps,
@@ -58,6 +44,19 @@ from diffusers_flax.pipelines.sampling import (
 )
 from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
 from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
+from generating.batches import DeviceClock, FileWriter, run_ahead
+from generating.captions import GRID_IMAGES, image_grid
+from generating.flags import (
+    BatchFlags,
+    DeviceFlags,
+    ImageFlags,
+    PreviewFlags,
+    ProcessFlags,
+    check_image_flags,
+    layout_of_flags,
+    list_prompts,
+)
+from generating.resuming import continue_images, id_maker, image_files, print_continued
 
 SOFTWARE = "sdxl_single.py"  # marks the images
 

@@ -47,17 +47,7 @@ import jax.numpy as jnp
 
 import flax_train_instruct_pix2pix as trainer
 from command_line import check_scale, check_writable, run_main
-from diffusers_flax.flops import matmul_flops
-from diffusers_flax.loading.files import save_whole, write_json
-from diffusers_flax.loading.hub import with_single_files
-from diffusers_flax.loading.lora import add_lora
-from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.published_configs import PUBLISHED_CONFIGS
-from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
-from diffusers_flax.schedulers.factory import check_scheduler, training_scheduler
-from tpu.jobs import (
+from compiling.jobs import (
     DTYPES,
     FAMILIES,
     Edit,
@@ -70,7 +60,7 @@ from tpu.jobs import (
     read_configs,
     unet_job,
 )
-from tpu.programs import (
+from compiling.programs import (
     GIB,
     find_slice,
     largest_fitting,
@@ -83,6 +73,16 @@ from tpu.programs import (
     slice_devices,
     verdict,
 )
+from diffusers_flax.flops import matmul_flops
+from diffusers_flax.loading.files import save_whole, write_json
+from diffusers_flax.loading.hub import with_single_files
+from diffusers_flax.loading.lora import add_lora
+from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.published_configs import PUBLISHED_CONFIGS
+from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
+from diffusers_flax.schedulers.factory import check_scheduler, training_scheduler
 from training.ema import ema_flags, ema_plan, make_update_average
 from training.flags import (
     PARTS_OF_FLAGS,

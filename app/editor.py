@@ -31,10 +31,10 @@ from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.images import check_finite_images, to_pil
 from diffusers_flax.loading.lora import split_weight
 from diffusers_flax.loading.tokenizer import sequences_of_ids, too_long
-from diffusers_flax.memory import plan_images
 from diffusers_flax.parameters import cast_params, choose_dtype, place_params
 from diffusers_flax.pipelines.base import TEXT_ENCODERS
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
+from diffusers_flax.pipelines.memory import plan_images
 from editing.edits import (
     batch_inputs,
     branches_of,

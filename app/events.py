@@ -35,11 +35,11 @@ from app.settings import (
     within_limits,
 )
 from app.status import status, status_of
-from diffusers_flax.captions import GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.images import save_image
 from diffusers_flax.messages import one_line
 from editing.edits import fit_image
 from editing.masks import read_mask_of
+from generating.captions import GRID_MARGIN, captioned, tile_grid
 
 MAX_COMPARED = 8
 

@@ -16,8 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from command_line import run_main
+from compiling.programs import check_compiler
 from diffusers_flax.loading.files import save_whole
-from tpu.programs import check_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")

@@ -30,7 +30,7 @@ UNet and twenty per training step.
 
 "Accessed" is the compiler's count of bytes, which includes values that stay on the chip, plus what
 kernels access, which the compiler does not count. "HBM" is the traffic of the chip's memory
-(tpu/program_text.py). Needs a CPU, 18 GB of memory and `pip install "jax[tpu]"`;
+(compiling/hlo.py). Needs a CPU, 18 GB of memory and `pip install "jax[tpu]"`;
 5 to 75 minutes per program on two cores.
 """
 
@@ -60,13 +60,8 @@ from benchmarks.rows import (
     run_benchmark,
     write_rows,
 )
-from diffusers_flax.devices.layout import AXES, parse_layout
-from diffusers_flax.flops import matmul_flops
-from diffusers_flax.loading.files import read_json
-from diffusers_flax.models.blocks import ResnetBlock2D, Transformer2D
-from diffusers_flax.models.vae import Decoder
-from tpu.jobs import Edit, Sdxl, image_job
-from tpu.programs import (
+from compiling.jobs import Edit, Sdxl, image_job
+from compiling.programs import (
     CHIPS,
     find_slice,
     program_costs,
@@ -74,6 +69,11 @@ from tpu.programs import (
     roofline_seconds,
     slice_devices,
 )
+from diffusers_flax.devices.layout import AXES, parse_layout
+from diffusers_flax.flops import matmul_flops
+from diffusers_flax.loading.files import read_json
+from diffusers_flax.models.blocks import ResnetBlock2D, Transformer2D
+from diffusers_flax.models.vae import Decoder
 from tpu_compile import count_step_flops
 
 PAIRS_PER_CHIP = 8

@@ -28,12 +28,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from tqdm import tqdm
 
 from benchmarks.rows import describe_compiler, read_rows, report, rows_of, run_benchmark, write_rows
+from compiling.hlo import expected_cycles, kernel_bytes
+from compiling.programs import find_slice, program_costs, replicated_shapes, slice_devices
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.models.blocks import Attention as AttentionLayer
 from diffusers_flax.models.convolution import shifted_matmuls, xla_convolve
 from diffusers_flax.models.quantization import eight_bit_layer
-from tpu.program_text import expected_cycles, kernel_bytes
-from tpu.programs import find_slice, program_costs, replicated_shapes, slice_devices
 
 CASES = {
     "Stable Diffusion 1.5, 256 px, forward and backward": ((8, 1024, 320), 8, True),

@@ -67,7 +67,7 @@ from benchmarks.rows import (
     write_rows,
 )
 from benchmarks.unet import SD15_EDIT, TEXT_LENGTH, Case, count_flops, make_inputs
-from tpu.programs import find_slice, program_costs, slice_devices
+from compiling.programs import find_slice, program_costs, slice_devices
 from training.checkpoints import release_memory
 from training.ema import make_update_average, start_average
 from training.models import load_models

@@ -35,8 +35,8 @@ sys.path.insert(0, str(ROOT))
 from command_line import run_main
 from dataloading.images import load_image
 from demo.photographs import EDITS
-from diffusers_flax.captions import GRID_MARGIN
 from diffusers_flax.loading.files import save_whole
+from generating.captions import GRID_MARGIN
 
 FAMILIES = {"sd": "demo/base_model", "sdxl": "demo/base_model_xl"}
 TITLES = {"sd": "Stable Diffusion", "sdxl": "SDXL"}

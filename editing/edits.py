@@ -23,9 +23,7 @@ from tqdm import tqdm
 from dataloading.images import load_image
 from dataloading.lists import raise_problems, read_list
 from diffusers_flax.acceleration.plans import parse
-from diffusers_flax.devices.serving import run_ahead
 from diffusers_flax.images import check_finite_images, made_by
-from diffusers_flax.memory import plan_images
 from diffusers_flax.messages import warn_once
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
@@ -34,8 +32,10 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
     edit_branches,
     pixels_per_latent,
 )
+from diffusers_flax.pipelines.memory import plan_images
 from diffusers_flax.pipelines.sampling import check_steps, text_branches, timestep_options
 from diffusers_flax.schedulers.factory import choose_scheduler
+from generating.batches import run_ahead
 
 SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace
 TEXT_TO_IMAGE = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")

@@ -13,10 +13,10 @@ from diffusers_flax.acceleration.caches import switch_shares
 from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.images import prepare_images, save_image
-from diffusers_flax.memory import peak_memory
 from diffusers_flax.parameters import choose_dtype, replicate_params
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
+from diffusers_flax.pipelines.memory import peak_memory
 from diffusers_flax.pipelines.sampling import decode, make_schedule, timestep_options
 from editing.edits import edit_batches, edit_size, load_model, plan_edits
 from editing.metrics import Clip, clip_metrics, features_or_nan, mask_metrics, pixel_metrics

@@ -8,10 +8,10 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from dataloading.images import load_image
-from diffusers_flax.captions import GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import save_whole, write_text
 from editing.metrics import CLIP_METRICS, MASK_METRICS, PIXEL_METRICS
+from generating.captions import GRID_MARGIN, captioned, tile_grid
 
 CELL_SIZE = 192  # of the longer side of an image in grid.png, pixels
 GRID_PAIRS = 8  # rows of grid.png, at most

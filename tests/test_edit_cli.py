@@ -19,10 +19,10 @@ from tiny_models import make_tiny_pipeline
 
 import edit_cli
 from dataloading.images import load_image
-from diffusers_flax.captions import GRID_MARGIN
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.factory import SCHEDULERS, make_scheduler
 from edit_cli import edit_size, edits_of_flags, load_fitted, save_image, shared_size
+from generating.captions import GRID_MARGIN
 
 SCRIPT = Path(edit_cli.__file__)
 

@@ -42,8 +42,8 @@ from dataloading import shards as dataloading_shards
 from dataloading.images import crop_image, decode_image, encoded_size
 from dataloading.order import epoch_order
 from dataloading.shards import Pair
-from diffusers_flax.captions import LINE_HEIGHT
 from editing.held_out import check_pairs, pairs_of_shards
+from generating.captions import LINE_HEIGHT
 from parquet_processing import ParquetImagePairs
 from training.latents import decode_into
 

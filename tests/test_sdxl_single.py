@@ -17,8 +17,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import sdxl_single
 import sdxl_single_aot
-from diffusers_flax import executables, memory
-from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
+from diffusers_flax import executables
 from diffusers_flax.compilation_cache import (
     initialize_cache,
     no_compilation_cache,
@@ -29,6 +28,8 @@ from diffusers_flax.executables import ExecutableStore, surroundings
 from diffusers_flax.images import check_finite_images
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.pipelines import memory
+from generating.captions import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
 
 PROMPTS = ("make it", "make it red", "it")
 OPTIONS = ["--num_inference_steps", "3", "--num_images", "2", "--prompt", *PROMPTS]

@@ -24,15 +24,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import flax_train_instruct_pix2pix as trainer
 import tpu_compile
-from diffusers_flax.compilation_cache import no_compilation_cache
-from diffusers_flax.flops import matmul_flops
-from diffusers_flax.models.quantization import store
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.parameters import cast_params
-from diffusers_flax.pipelines import sampling
-from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from tpu.jobs import image_job
-from tpu.program_text import (
+from compiling.hlo import (
     expected_cycles,
     first_group,
     hbm_bytes,
@@ -40,7 +32,8 @@ from tpu.program_text import (
     kernel_bytes,
     parse_program,
 )
-from tpu.programs import (
+from compiling.jobs import image_job
+from compiling.programs import (
     CHIPS,
     LIBTPU_ENVIRONMENT,
     find_slice,
@@ -51,6 +44,13 @@ from tpu.programs import (
     roofline_seconds,
     slice_devices,
 )
+from diffusers_flax.compilation_cache import no_compilation_cache
+from diffusers_flax.flops import matmul_flops
+from diffusers_flax.models.quantization import store
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.parameters import cast_params
+from diffusers_flax.pipelines import sampling
+from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from tpu_compile import Edit, Sdxl, Train, Unet
 from training.ema import start_average
 from training.models import cast_frozen, load_models
@@ -428,7 +428,7 @@ def test_tiles_of_the_vae(model, monkeypatch):
     assert image_job(accelerated(model), devices).vae_tile == 0
     assert image_job(accelerated(model, vae_tile=32), devices).vae_tile == 32
     assert image_job(accelerated(model, vae_tile=64), devices).vae_tile == 0  # one tile
-    monkeypatch.setattr("tpu.jobs.GIB", 2**16)  # a v5e has a megabyte
+    monkeypatch.setattr("compiling.jobs.GIB", 2**16)  # a v5e has a megabyte
     assert image_job(accelerated(model, resolution=256), devices).vae_tile == 64 // 4
     with pytest.raises(ValueError, match="--devices unet=1 makes several programs"):
         tpu_compile.check_flags(accelerated(model, devices=("unet=1",)), 4)

@@ -21,10 +21,10 @@ from PIL import Image, ImageOps
 
 from dataloading.images import load_image
 from dataloading.order import nearest_sizes
-from diffusers_flax.captions import GRID_IMAGE_SIZE, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.loading.directories import CONV_IN_FILE
 from diffusers_flax.loading.files import save_whole, write_text
 from diffusers_flax.messages import one_line
+from generating.captions import GRID_IMAGE_SIZE, GRID_MARGIN, captioned, tile_grid
 from training.flags import Config
 from training.models import params_beside_unet
 from training.sharding import combine, local_rows, replicate

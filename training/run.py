@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.loading.files import save_whole
-from diffusers_flax.memory import peak_memory
+from diffusers_flax.pipelines.memory import peak_memory
 from training.checkpoints import (
     CHECKPOINTS_DIR,
     Checkpoints,

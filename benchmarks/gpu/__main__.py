@@ -59,10 +59,10 @@ from benchmarks.harness import (
 from benchmarks.random_models import make_pipeline, make_xl_pipeline
 from benchmarks.rows import PACKAGES, describe_machine, psnr_cell, report, run_benchmark, write_rows
 from benchmarks.unet import Case, count_flops, make_inputs
+from compiling.jobs import read_configs
 from diffusers_flax.messages import one_line
 from diffusers_flax.pipelines.instruct_pix2pix import BRANCHES
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
-from tpu.jobs import read_configs
 
 
 class Row(NamedTuple):

@@ -9,10 +9,10 @@ import numpy as np
 import tpu_compile
 from benchmarks.gpu.plan import SIZES
 from benchmarks.harness import PROMPT, SCALES, in_new_process, psnr_db
+from compiling.jobs import Edit, Sdxl, Unet, open_pipeline_of_flags
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import make_scheduler
-from tpu.jobs import Edit, Sdxl, Unet, open_pipeline_of_flags
 
 ACCELERATE = ("deepcache:interval=2", "guidance:stop=0.5")
 ACCELERATED = f"ours, {' '.join(ACCELERATE)}"

@@ -23,7 +23,7 @@ from benchmarks.harness import PROMPT, SCALES, synchronize
 from benchmarks.random_models import TOKENIZER
 from benchmarks.train import Step, make_batch, torch_training
 from benchmarks.unet import make_inputs, torch_contenders
-from tpu.jobs import Sdxl
+from compiling.jobs import Sdxl
 
 
 def torch_module(cls, config, device, dtype):

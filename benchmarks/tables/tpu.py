@@ -11,7 +11,7 @@ from benchmarks.tables.cells import (
     seconds,
 )
 from benchmarks.tpu import LITTLE_MEMORY, SHARED
-from tpu.programs import find_slice, roofline_seconds
+from compiling.programs import find_slice, roofline_seconds
 from training.flags import Config as TrainingConfig
 
 CHIPS = ("v5e", "v6e")  # that images and edits are counted for

@@ -13,7 +13,6 @@ may belong to several processes: all make the same calls, and get the same array
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ from diffusers_flax.devices.offload import (
     has_pinned_memory,
     lives_on_host,
 )
-from diffusers_flax.devices.processes import check_agreement, list_of_process_0, start_distributed
+from diffusers_flax.devices.processes import list_of_process_0
 from diffusers_flax.parameters import replace_leaves
 
 AXES = ("data", "branches", "rows")
@@ -107,7 +106,7 @@ class Layout:
         """The device of a part, a name of PARTS."""
         if self.parts == BALANCED:
             raise ValueError(
-                "the devices of parts='balanced' are not chosen; diffusers_flax.memory."
+                "the devices of parts='balanced' are not chosen; diffusers_flax.pipelines.memory."
                 "with_balanced_parts chooses them"
             )
         return self.devices[dict(self.parts).get(part, 0)]
@@ -305,71 +304,6 @@ def part_of_models(models):
     if models[0].startswith("text_encoder"):
         return "text"
     return "unet" if models[0] == "controlnet" else models[0]
-
-
-@dataclass(frozen=True)
-class DeviceFlags:
-    """Flags of the programs that make images: devices and their memory."""
-
-    # devices of all hosts that share the work: data=N groups with different images; in a group
-    # branches=N with different branches of guidance, rows=N with different rows of an image; see
-    # docs/memory.md
-    parallel: tuple[str, ...] | None = None
-    # pixels, side of the tiles in which the VAE computes larger images; 0: whole images; default:
-    # tiles if whole images would not fit into the memory
-    vae_tile: int | None = None
-    # devices of this machine for the parts of the model, text=0 unet=1 vae=2, one that is left out
-    # on device 0; or balanced, by their memory; default: all parts on each device
-    devices: tuple[str, ...] | None = None
-    # keep parameters in the host's memory and fetch them when they are needed: component, text
-    # encoders and VAE; group, blocks of all models, ahead; layer, one layer at a time
-    offload: Literal["component", "group", "layer"] | None = None
-    # store the kernels of UNet and text encoders in 8 bits, cast up before each use
-    storage: Literal["float8", "int8"] | None = None
-
-
-@dataclass(frozen=True)
-class ProcessFlags:
-    """Flags of the programs that may run on several hosts."""
-
-    # HOST:PORT of process 0, with --parallel over several hosts; a TPU slice, Slurm and Open MPI
-    # tell it themselves
-    coordinator_address: str | None = None
-    num_processes: int | None = None  # number of processes; one per host
-    process_id: int | None = None  # number of this process, from 0
-
-
-def layout_of_flags(flags):
-    """The Layout of DeviceFlags, or None if each device makes images of its own.
-
-    ProcessFlags say which processes join before, so no device may be used before this call. Flags
-    without them are of a program of one process.
-
-    Raises:
-        ValueError: the flags are not valid, or exclude each other.
-    """
-    is_one_process = not isinstance(flags, ProcessFlags)
-    names = () if is_one_process else ("coordinator_address", "num_processes", "process_id")
-    given = [name for name in names if getattr(flags, name) is not None]
-    for name, example in (("parallel", "branches=2"), ("devices", "balanced")):
-        if getattr(flags, name) == ():
-            raise ValueError(
-                f"--{name} has no value; give one, such as {example}, or leave the flag out"
-            )
-    if flags.parallel and flags.devices:
-        raise ValueError("--devices excludes --parallel; give one of them")
-    if given and not flags.parallel:
-        raise ValueError(f"--{given[0]} is for --parallel over several hosts; give both")
-    devices = jax.local_devices() if flags.devices or not flags.parallel else None
-    if flags.devices:
-        parts = parse_parts(flags.devices, len(devices))
-        return Layout(devices, parts=parts, offload=flags.offload)
-    if not flags.parallel:
-        return Layout(devices, offload=flags.offload) if flags.offload else None
-    if not is_one_process:
-        start_distributed(*(getattr(flags, name) for name in names))
-        check_agreement(repr(replace(flags, process_id=None)))
-    return replace(parse_layout(flags.parallel), offload=flags.offload)
 
 
 def parse_layout(parallel, devices=None):

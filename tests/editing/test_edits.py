@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusers_flax.devices.serving import FileWriter
 from editing.edits import edit_batches
+from generating.batches import FileWriter
 
 
 class BrokenPipeline:

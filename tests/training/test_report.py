@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 from PIL import ExifTags, Image
 
 from dataloading.images import load_image
-from diffusers_flax.captions import LINE_HEIGHT
+from generating.captions import LINE_HEIGHT
 from training import report
 from training.report import (
     MetricsLog,

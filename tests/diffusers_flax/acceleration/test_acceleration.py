@@ -21,6 +21,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import edit_cli
 import sdxl_single
 import sdxl_single_aot
+from compiling import jobs
 from diffusers_flax.acceleration.plans import (
     Acceleration,
     DeepCache,
@@ -39,7 +40,6 @@ from diffusers_flax.pipelines.sampling import Schedule, keys_per_image, make_sch
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import make_scheduler
-from tpu import jobs
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -11,15 +11,15 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from helpers import random_inputs
 from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
 
+from compiling.hlo import host_bytes
 from diffusers_flax import FlaxStableDiffusionXLControlNetPipeline, FlaxStableDiffusionXLPipeline
 from diffusers_flax.devices import layout as layout_module
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.devices.offload import GROUPS, fetching, group_of, path_in_model
-from diffusers_flax.memory import num_bytes_at_once, plan_images
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.memory import num_bytes_at_once, plan_images
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
-from tpu.program_text import host_bytes
 
 MODES = tuple(GROUPS)
 OPTIONS = dict(num_inference_steps=2, guidance_scale=3.0)

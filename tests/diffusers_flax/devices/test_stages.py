@@ -20,10 +20,11 @@ from diffusers_flax import (
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices import layout as layout_module
 from diffusers_flax.devices import offload as offload_module
-from diffusers_flax.devices.layout import DeviceFlags, Layout, layout_of_flags, parse_parts
+from diffusers_flax.devices.layout import Layout, parse_parts
 from diffusers_flax.images import prepare_images
-from diffusers_flax.memory import balance
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.memory import balance
+from generating.flags import DeviceFlags, layout_of_flags
 
 OPTIONS = dict(num_inference_steps=3, guidance_scale=3.0)
 KEY = jax.random.key(3)

@@ -17,11 +17,11 @@ from helpers import psnr, random_inputs
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax import FlaxStableDiffusionXLPipeline
-from diffusers_flax.memory import num_bytes_of_params
 from diffusers_flax.models.quantization import storage_of, store
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.memory import num_bytes_of_params
 
 KEY = jax.random.key(3)
 STORED = re.compile(

@@ -12,6 +12,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import sdxl_single
 import sdxl_single_aot
 import tpu_compile
+from compiling import jobs
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -23,7 +24,6 @@ from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
 from editing import edits
-from tpu import jobs
 from training.flags import Config
 from training.models import load_models
 

@@ -12,10 +12,11 @@ import torch
 from helpers import PROMPTS, psnr, random_inputs, save_tiny_vae
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
-from diffusers_flax import FlaxStableDiffusionXLPipeline, memory
+from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
+from diffusers_flax.pipelines import memory
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline, pipeline_class
 from diffusers_flax.pipelines.sampling import decode
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS

@@ -14,15 +14,15 @@ from typing import NamedTuple
 import jax
 from jax.experimental.topologies import get_topology_desc
 
-from diffusers_flax.compilation_cache import no_compilation_cache
-from diffusers_flax.messages import one_line
-from tpu.program_text import (
+from compiling.hlo import (
     expected_cycles,
     hbm_bytes,
     host_bytes,
     interconnect_bytes,
     kernel_bytes,
 )
+from diffusers_flax.compilation_cache import no_compilation_cache
+from diffusers_flax.messages import one_line
 
 GIB = 2**30
 

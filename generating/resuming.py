@@ -12,8 +12,10 @@ import hashlib
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
+from command_line import IMAGE_EXTENSIONS, check_image_file
 from diffusers_flax.images import image_mark
 from diffusers_flax.loading.hub import WEIGHTS_SUFFIXES, fetch_file
 from diffusers_flax.loading.single_file import INDEX_NAME, SingleFile
@@ -132,6 +134,39 @@ def is_finished(path, image_id, software):
     return found == image_id
 
 
+def image_files(output, num_images, grid=None):
+    """The files to write images to.
+
+    Args:
+        output: directory; for one image also a file name with an extension.
+        num_images: number of images.
+        grid: another image file that will be written, or None.
+
+    Returns:
+        Paths; in a directory 000.png, 001.png, ..., numbered on from the existing files.
+
+    Raises:
+        ValueError: output is one file for several images; output or the grid cannot be written.
+    """
+    if grid:
+        check_image_file(grid)
+    is_folder = output.is_dir() or not (output.suffix or output.is_file())
+    if is_one_file := num_images == 1 and not is_folder:
+        files = [output]
+    elif output.suffix.lower() in IMAGE_EXTENSIONS or output.is_file():
+        raise ValueError(
+            f"--output {output} is one file for {num_images} images; give a directory, or one "
+            "prompt and --num_images 1 to make one image"
+        )
+    else:
+        numbers = [int(file.stem) for file in output.glob("*.png") if file.stem.isdecimal()]
+        first = max(numbers, default=-1) + 1
+        files = [output / f"{first + i:03}.png" for i in range(num_images)]
+    for file in files if is_one_file else files[:1]:  # further files are new, in the same directory
+        check_image_file(file)
+    return files
+
+
 def continue_images(files, ids, output, software, grid=None):
     """The files of images, some of which this command may have made already.
 
@@ -175,3 +210,10 @@ def images_of_folder(files, ids):
         if min(wanted.values()) >= 0 and not numbered.keys() & {*wanted.values()}:
             made |= {i: folder / f"{number:03}.png" for i, number in wanted.items()}
     return [made.get(i, file) for i, file in enumerate(files)], missing
+
+
+def print_continued(num_finished, num_images):
+    """Say how many images an earlier start of this command has made."""
+    if num_finished:
+        made = f"{num_finished} of {num_images} image{'s' * (num_images > 1)}"
+        print(f"made already by this command: {made}", file=sys.stderr)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusers_flax.devices.resuming import continue_images, id_maker, is_finished
-from diffusers_flax.devices.serving import DeviceClock, FileWriter, run_ahead
 from diffusers_flax.images import image_mark, save_image
+from generating.batches import DeviceClock, FileWriter, run_ahead
+from generating.resuming import continue_images, id_maker, is_finished
 
 
 def double(number):

@@ -7,8 +7,8 @@ import pytest
 from matplotlib import font_manager
 from PIL import Image, ImageFont
 
-from diffusers_flax import captions
-from diffusers_flax.captions import (
+from generating import captions
+from generating.captions import (
     CAPTION_SIZE,
     GRID_IMAGE_SIZE,
     GRID_IMAGES,

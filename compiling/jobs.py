@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from compiling.programs import GIB, find_slice, param_shapes, replicated_shapes
 from diffusers_flax.acceleration.caches import switch_shares
 from diffusers_flax.acceleration.plans import count_evaluations, parse, plan_steps
-from diffusers_flax.devices.layout import DeviceFlags, Layout, parse_layout
+from diffusers_flax.devices.layout import Layout, parse_layout
 from diffusers_flax.devices.shares import num_devices_of_rows
 from diffusers_flax.loading.configs import ConfigMixin
-from diffusers_flax.memory import choose_vae_tile, num_bytes_at_once
 from diffusers_flax.models.quantization import store
 from diffusers_flax.models.tiny_vae import (
     TINY_VAES,
@@ -37,11 +37,12 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
+from diffusers_flax.pipelines.memory import choose_vae_tile, num_bytes_at_once
 from diffusers_flax.pipelines.sampling import make_schedule
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import choose_scheduler
-from tpu.programs import GIB, find_slice, param_shapes, replicated_shapes
+from generating.flags import DeviceFlags
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
 DTYPES = {"no": jnp.float32, "bf16": jnp.bfloat16}

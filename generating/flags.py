@@ -1,0 +1,200 @@
+"""Flags of programs that make images, and what follows from them: prompts, devices."""
+
+import math
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from command_line import check_seed
+from diffusers_flax.devices.layout import Layout, parse_layout, parse_parts
+from diffusers_flax.devices.processes import check_agreement, start_distributed
+
+DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
+DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
+
+
+@dataclass(frozen=True)
+class ImageFlags:
+    """What sdxl_single.py and sdxl_single_aot.py make. --help begins with the last base class."""
+
+    # directory, hub id or file of an SDXL model
+    pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
+    revision: str | None = None  # branch, tag or commit on the hub
+    variant: str | None = None  # variant of the weights' files, e.g. fp16
+    # configs of a one-file model: a directory or hub id; default: its family's
+    config_name_or_path: str | None = None
+    use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
+    prompt: tuple[str, ...] = (DEFAULT_PROMPT,)  # one or more texts
+    prompts_file: Path | None = None  # one prompt per line, replaces --prompt
+    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "": no text
+    num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
+    seed: int = 33  # seed of the noise
+    num_inference_steps: int = 25  # denoising steps
+    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
+    # ays, the ten of Align-Your-Steps for the model's family
+    timesteps: tuple[int | Literal["ays"], ...] = ()
+    eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
+    guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
+    guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
+    height: int | None = None  # pixels; default: the model's
+    width: int | None = None  # pixels; default: the model's
+    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
+    # how timesteps are spaced; default: the scheduler's config
+    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
+    # what the UNet predicts; default: the scheduler's config
+    prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
+    unet: str | None = None  # file, directory or hub id of a UNet in place of the model's
+    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
+    # is a directory, hub id or file
+    unet_delta: tuple[str, ...] = ()
+    lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
+    # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
+    embedding: tuple[str, ...] = ()
+    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
+    # int8, taesd; see docs/acceleration.md
+    accelerate: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PreviewFlags:
+    """Previews of the images of sdxl_single.py; its twin has none."""
+
+    # also write a preview of every N-th step, decoded by TAESD, next to each image
+    preview: int | None = None
+    # directory or hub id of the TAESD of previews; "": as for --accelerate taesd
+    preview_decoder: str = ""
+
+
+@dataclass(frozen=True)
+class BatchFlags:
+    """How sdxl_single.py and sdxl_single_aot.py make images, and where they write them."""
+
+    latents: Path | None = None  # .npy of initial noise, (images, channels, h, w) of the latents
+    batch_size: int = 1  # images per device at once
+    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
+    output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
+    grid: Path | None = None  # also write the first 64 images into one file
+
+
+@dataclass(frozen=True)
+class DeviceFlags:
+    """Flags of the programs that make images: devices and their memory."""
+
+    # devices of all hosts that share the work: data=N groups with different images; in a group
+    # branches=N with different branches of guidance, rows=N with different rows of an image; see
+    # docs/memory.md
+    parallel: tuple[str, ...] | None = None
+    # pixels, side of the tiles in which the VAE computes larger images; 0: whole images; default:
+    # tiles if whole images would not fit into the memory
+    vae_tile: int | None = None
+    # devices of this machine for the parts of the model, text=0 unet=1 vae=2, one that is left out
+    # on device 0; or balanced, by their memory; default: all parts on each device
+    devices: tuple[str, ...] | None = None
+    # keep parameters in the host's memory and fetch them when they are needed: component, text
+    # encoders and VAE; group, blocks of all models, ahead; layer, one layer at a time
+    offload: Literal["component", "group", "layer"] | None = None
+    # store the kernels of UNet and text encoders in 8 bits, cast up before each use
+    storage: Literal["float8", "int8"] | None = None
+
+
+@dataclass(frozen=True)
+class ProcessFlags:
+    """Flags of the programs that may run on several hosts."""
+
+    # HOST:PORT of process 0, with --parallel over several hosts; a TPU slice, Slurm and Open MPI
+    # tell it themselves
+    coordinator_address: str | None = None
+    num_processes: int | None = None  # number of processes; one per host
+    process_id: int | None = None  # number of this process, from 0
+
+
+def check_image_flags(config):
+    """Raise a ValueError for a flag of sdxl_single.py or sdxl_single_aot.py out of its range."""
+    for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    if not 0 <= config.guidance_scale < math.inf:
+        raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more")
+    if not 0 <= config.guidance_rescale <= 1:
+        raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
+    check_seed("seed", config.seed)
+
+
+def layout_of_flags(flags):
+    """The Layout of DeviceFlags, or None if each device makes images of its own.
+
+    ProcessFlags say which processes join before, so no device may be used before this call. Flags
+    without them are of a program of one process.
+
+    Raises:
+        ValueError: the flags are not valid, or exclude each other.
+    """
+    is_one_process = not isinstance(flags, ProcessFlags)
+    names = () if is_one_process else ("coordinator_address", "num_processes", "process_id")
+    given = [name for name in names if getattr(flags, name) is not None]
+    for name, example in (("parallel", "branches=2"), ("devices", "balanced")):
+        if getattr(flags, name) == ():
+            raise ValueError(
+                f"--{name} has no value; give one, such as {example}, or leave the flag out"
+            )
+    if flags.parallel and flags.devices:
+        raise ValueError("--devices excludes --parallel; give one of them")
+    if given and not flags.parallel:
+        raise ValueError(f"--{given[0]} is for --parallel over several hosts; give both")
+    devices = jax.local_devices() if flags.devices or not flags.parallel else None
+    if flags.devices:
+        parts = parse_parts(flags.devices, len(devices))
+        return Layout(devices, parts=parts, offload=flags.offload)
+    if not flags.parallel:
+        return Layout(devices, offload=flags.offload) if flags.offload else None
+    if not is_one_process:
+        start_distributed(*(getattr(flags, name) for name in names))
+        check_agreement(repr(replace(flags, process_id=None)))
+    return replace(parse_layout(flags.parallel), offload=flags.offload)
+
+
+def list_prompts(config, per_batch):
+    """Each image's prompt.
+
+    Args:
+        config: with the flags prompt, prompts_file and num_images.
+        per_batch: images of one prompt without num_images.
+    """
+    if config.prompts_file and config.prompt != type(config).prompt:
+        raise ValueError("--prompt and --prompts_file are both given; give one of them")
+    prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
+    if not prompts:
+        raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
+    if not config.prompts_file:
+        note_single_words("prompt", prompts)
+    num_images = config.num_images or (per_batch if len(prompts) == 1 else 1)
+    return [prompt for prompt in prompts for _ in range(num_images)]
+
+
+def note_single_words(flag, texts):
+    """Say so if the texts of a flag look like the words of one text without quotation marks."""
+    if len(texts) > 2 and all(re.fullmatch(r"[A-Za-z]+[,.]?", text.strip()) for text in texts):
+        print(
+            f"--{flag} has {len(texts)} texts of one word each; if they are one text, write it in "
+            "quotation marks",
+            file=sys.stderr,
+        )
+
+
+def read_prompts(file):
+    """The lines of a text file that are not empty; raise a ValueError if there are none."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts_file {file} is not UTF-8 text; save it as UTF-8") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"--prompts_file {file} cannot be read: {reason}") from error
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f"--prompts_file {file} has no prompt; write one per line")
+    return prompts
