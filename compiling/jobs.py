@@ -15,7 +15,7 @@ from compiling.programs import GIB, find_slice, param_shapes, replicated_shapes
 from diffusers_flax.acceleration.caches import switch_shares
 from diffusers_flax.acceleration.plans import count_evaluations, parse, plan_steps
 from diffusers_flax.devices.layout import Layout, parse_layout
-from diffusers_flax.devices.shares import num_devices_of_rows
+from diffusers_flax.devices.parallelism import num_row_devices
 from diffusers_flax.loading.configs import ConfigMixin
 from diffusers_flax.models.quantization import store
 from diffusers_flax.models.tiny_vae import (
@@ -269,7 +269,7 @@ def with_vae_tile(pipeline, config, side):
     if tile is None:
         left = find_slice(config.tpu).chip.memory * GIB - num_bytes_at_once(pipeline)
         if layout := pipeline.layout:
-            left *= num_devices_of_rows(layout, side // pipeline.vae_scale_factor)
+            left *= num_row_devices(layout, side // pipeline.vae_scale_factor)
         tile = choose_vae_tile(pipeline, config.num_images, size, left, "tpu")
     pipeline = replace(pipeline, vae=with_tile(pipeline.vae, tile))
     return pipeline, tile if side > tile else 0

@@ -7,6 +7,7 @@ import subprocess
 import tomllib
 from collections import Counter
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import PurePath
 
 import pytest
@@ -26,6 +27,10 @@ BELOW = {
     "exporting": {LIBRARY, "command_line"},
     "examples": set(),  # what users copy
 }
+# Folders of the library, from the bottom; a folder imports from lower layers only.
+LAYERS = (("loading",), ("models", "schedulers"), ("devices",), ("acceleration",), ("pipelines",))
+# Imports that still close a circle.
+CIRCULAR = ((f"{LIBRARY}/acceleration", f"{LIBRARY}/pipelines"), ("demo", "benchmarks"))
 # Programs that import another folder besides generating/ and one more, or another program.
 EXCEPTIONS = {
     "flax_train_instruct_pix2pix": {"training", "dataloading"},  # batches come from the shards
@@ -106,13 +111,31 @@ def test_imports():
     assert {str(file): found for file, found in wrong.items() if found} == {}
 
 
-def test_devices_are_below_the_models():
-    above = ("models", "schedulers", "pipelines", "acceleration")
-    above = tuple(f"{LIBRARY}.{folder}" for folder in above)
-    files = {file: tree for file, tree in code().items() if file.parts[:2] == (LIBRARY, "devices")}
-    assert len(files) > 5
-    for file, tree in files.items():
-        assert [name for name in imports(tree) if name.startswith(above)] == [], file
+def folder_imports():
+    """{folder: folders that its files import}; files of the root and of the library alone."""
+    modules = {".".join(file.parent.parts): file.parent / "__init__.py" for file in code()}
+    modules |= {".".join(file.with_suffix("").parts): file for file in code()}
+
+    def node(file):
+        return file if file.parent in (PurePath(), PurePath(LIBRARY)) else file.parent
+
+    graph = {}
+    for file, tree in code().items():
+        found = {node(modules[name]) for name in imports(tree) if name in modules}
+        graph.setdefault(str(node(file)), set()).update(map(str, found - {node(file)}))
+    return graph
+
+
+def test_folders_import_in_one_direction():
+    graph = folder_imports()
+    for above, below in CIRCULAR:
+        graph[above].remove(below)
+    TopologicalSorter(graph).prepare()  # raises a CycleError with the folders of a circle
+    for i, layer in enumerate(LAYERS):
+        allowed = {f"{LIBRARY}/{folder}" for lower in LAYERS[:i] for folder in lower}
+        for folder in layer:
+            found = {x for x in graph[f"{LIBRARY}/{folder}"] if not x.endswith(".py")}
+            assert found <= allowed, folder
 
 
 def test_bounds_of_the_requirements_agree():

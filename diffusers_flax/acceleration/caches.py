@@ -36,7 +36,7 @@ from diffusers_flax.acceleration.plans import (
 )
 from diffusers_flax.acceleration.token_merging import merging_hook
 from diffusers_flax.devices.offload import path_in_model
-from diffusers_flax.devices.shares import share_of
+from diffusers_flax.devices.parallelism import choose_axes
 from diffusers_flax.models.blocks import Attention
 from diffusers_flax.pipelines.sampling import check_eta, take_step
 from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
@@ -76,11 +76,13 @@ def denoise_accelerated(
     if acceleration.tome:
         hooks = (merging_hook(acceleration.tome, x_t.shape[2]),)
     # Rows of other devices than before would not fit a cache that outlives its branches.
-    spread = not acceleration.tome and not isinstance(acceleration.cache, TGate | FirstBlockCache)
+    rows_on_branches = not acceleration.tome and not isinstance(
+        acceleration.cache, TGate | FirstBlockCache
+    )
     first, cache = 0, None
     for active, kinds in group_steps(steps):
-        share = share_of(layout, unet, len(active), x_t.shape[2], spread)
-        model = ActiveUNet(unet, params, active, inputs, combine, hooks, share)
+        axes = choose_axes(layout, unet, len(active), x_t.shape[2], rows_on_branches)
+        model = ActiveUNet(unet, params, active, inputs, combine, hooks, axes)
         segment = make_segment(
             acceleration.cache, model, kinds, steps, scheduler.vp_prediction_type, scales
         )
@@ -114,20 +116,20 @@ class ActiveUNet:
         branches: of guidance.
         inputs, combine: as for denoise_accelerated.
         hooks: functions for flax.linen.intercept_methods, in all calls.
-        share: Share of this device.
+        axes: ParallelAxes of the UNet's work.
     """
 
-    def __init__(self, unet, params, branches, inputs, combine, hooks, share):
-        self.unet, self.branches, self.share = unet, branches, share
+    def __init__(self, unet, params, branches, inputs, combine, hooks, axes):
+        self.unet, self.branches, self.axes = unet, branches, axes
         self.inputs, self.combine, self.hooks = inputs, combine, hooks
-        self.apply = partial(unet.clone(rows_axis=share.rows).apply, {"params": params})
+        self.apply = partial(unet.clone(rows_axis=axes.rows).apply, {"params": params})
 
     def embed(self, x, t):
         """(features after conv_in, time embedding, text states) of all branches.
 
         A ControlNet's residuals follow, if there is one: the arguments of unet.blocks.
         """
-        *arguments, timestep_cond = self.share.take(self.inputs(self.branches, x, t))
+        *arguments, timestep_cond = self.axes.split(self.inputs(self.branches, x, t))
         embedded = self.apply(*arguments[:4], timestep_cond, method="embed")
         return *embedded, *arguments[4:]
 
@@ -141,7 +143,7 @@ class ActiveUNet:
     def finish(self, features):
         """The guided prediction of features, float32."""
         predictions = self.apply(features, method="predict").astype(jnp.float32)
-        return self.combine(self.share.join(predictions), self.branches)
+        return self.combine(self.axes.gather(predictions), self.branches)
 
 
 class Segment(NamedTuple):
@@ -291,7 +293,7 @@ def first_block_cache(model, threshold):
 
         def mean_per_image(y):
             means = jnp.abs(y).mean((1, 2, 3))
-            return model.share.mean(means.reshape(-1, B).mean(0))  # over the branches
+            return model.axes.mean_of_branches(means.reshape(-1, B).mean(0))  # over the branches
 
         change = mean_per_image(added - cache["added"]) / mean_per_image(cache["added"])
         reuse = jnp.tile(change <= threshold, len(first) // B)[:, None, None, None]
@@ -332,9 +334,9 @@ def t_gate(model):
         return model.finish(features), stored
 
     def mean_over_branches(out):
-        num_branches = model.share.num_branches(len(model.branches))
+        num_branches = model.axes.num_local_branches(len(model.branches))
         mean = out.reshape(num_branches, -1, *out.shape[1:]).mean(0)
-        return model.share.mean(mean).astype(out.dtype)
+        return model.axes.mean_of_branches(mean).astype(out.dtype)
 
     def full(x, t, i, cache):
         return run(x, t, {}, ())[0], cache

@@ -6,8 +6,8 @@
     layout.place_params(params)                             # from the host to the devices
     images = pipeline(prompt_ids, params, key).images       # of 4, 8, ... prompts
 
-The devices are a mesh with the axes of AXES; shares.py says what the devices of a group share. They
-may belong to several processes: all make the same calls, and get the same arrays.
+The devices are a mesh with the axes of AXES; parallelism.py splits the work of a group. They may
+belong to several processes: all make the same calls and get the same arrays.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Blocks of UNet, VAE and CLIP: norms, convolutions, residual blocks, transformers, resampling.
 
 Everything here works channels-last, (B, H, W, C). Matmuls, convolutions and stored activations use
-`dtype`; norms accumulate in float32 and return `dtype`. `rows_axis` is the name of the mesh's axis,
-or a tuple of names, whose devices have parts of the rows of the feature maps (devices/rows.py);
-None: this device has all rows. Submodules have the names of the published Flax checkpoints.
+`dtype`; norms accumulate in float32 and return `dtype`. `rows_axis` is the mesh's axis, or a tuple
+of axes, along which the rows of feature maps are sharded (spatial_parallelism.py); None: this
+device has all rows. Submodules have the names of the published Flax checkpoints.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from flax.errors import ScopeParamShapeError
 from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
-from diffusers_flax.devices.rows import all_positions, moments_of_all, with_neighbours
 from diffusers_flax.models.attention import attention, attention_weights
 from diffusers_flax.models.convolution import convolve
 from diffusers_flax.models.quantization import eight_bit_layer, is_eight_bit
+from diffusers_flax.models.spatial_parallelism import gather_positions, global_moments, with_halo
 from diffusers_flax.outputs import ModelOutput
 
 # How the names of blocks begin that a UNet with gradient_checkpointing recomputes.
@@ -68,7 +68,7 @@ def _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype, ro
     group_mean = _per_group(flat.mean(1), num_groups)
     variance = _per_group(jnp.square(flat - group_mean).mean(1), num_groups)
     if rows_axis is not None:
-        group_mean, variance = moments_of_all(group_mean, variance, rows_axis)
+        group_mean, variance = global_moments(group_mean, variance, rows_axis)
     rstd = jax.lax.rsqrt(variance + epsilon)
     _, out = _normalized(x, scale, bias, group_mean, rstd)
     out = nn.silu(out) if activate else out
@@ -216,7 +216,7 @@ class Conv(GivenParams, nn.Module):
         if padding is None:
             padding = ((self.size // 2, self.size // 2),) * 2
         if self.rows_axis is not None:
-            x, padding = with_neighbours(x, self.size, self.stride, padding, self.rows_axis)
+            x, padding = with_halo(x, self.size, self.stride, padding, self.rows_axis)
         apply_kernel = partial(convolve, stride=self.stride, padding=padding)
         if is_eight_bit(params):
             out = eight_bit_layer(params, x, self.dtype, self.stride, padding, self.rows_axis)
@@ -336,7 +336,7 @@ class Attention(nn.Module):
         key = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_k")(context)
         value = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_v")(context)
         if of_itself and self.rows_axis is not None:
-            key, value = (all_positions(each, self.rows_axis) for each in (key, value))
+            key, value = (gather_positions(each, self.rows_axis) for each in (key, value))
         out = attention(query, key, value, self.num_heads)
         return Dense(self.dim, dtype=self.dtype, name="to_out_0")(out)
 

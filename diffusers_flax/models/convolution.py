@@ -45,10 +45,10 @@ def convolve(x, kernel, stride, padding):
     h, w = ((n + sum(pad) - size) // stride + 1 for n, pad in zip(x.shape[1:3], padding))
     positions = B * h * w
     is_wide = (size, stride, padding[1]) == (3, 1, (1, 1)) and min(C, D) >= LEAST_CHANNELS
-    keeps_height, has_neighbours = padding[0] == (1, 1), padding[0] == (0, 0)  # of devices.rows
+    keeps_height, has_halo = padding[0] == (1, 1), padding[0] == (0, 0)
     if (
         is_wide
-        and (keeps_height or has_neighbours)
+        and (keeps_height or has_halo)
         and B < BATCH_UNIT
         and positions >= LEAST_POSITIONS
         and positions * D <= MOST_SUMS

@@ -30,8 +30,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.tree_util import keystr
 
-from diffusers_flax.devices.rows import largest_of_all
 from diffusers_flax.models.convolution import convolve, sum_of_matmuls
+from diffusers_flax.models.spatial_parallelism import global_max
 
 SCALE_NAMES = {
     "fast": "dynamic_scale",
@@ -248,7 +248,7 @@ def to_int8(x, axes, rows_axis=None):
     x = x.astype(np.float32)
     largest = numpy.abs(x).max(axes, keepdims=True)
     if rows_axis is not None:
-        largest = largest_of_all(largest, rows_axis)
+        largest = global_max(largest, rows_axis)
     scale = largest / np.float32(127)
     return numpy.rint(x / numpy.maximum(scale, np.float32(SMALLEST_SCALE))).astype(np.int8), scale
 

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from diffusers_flax.devices.rows import with_neighbours
 from diffusers_flax.loading.hub import download_hint, locate
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import Conv, GivenParams
 from diffusers_flax.models.convolution import convolve
+from diffusers_flax.models.spatial_parallelism import with_halo
 from diffusers_flax.models.vae import FlaxDecoderOutput
 from diffusers_flax.outputs import ModelOutput
 
@@ -54,7 +54,7 @@ class BiasFreeConv(GivenParams, nn.Module):
         x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
         padding = ((1, 1), (1, 1))
         if self.rows_axis is not None:
-            x, padding = with_neighbours(x, 3, self.stride, padding, self.rows_axis)
+            x, padding = with_halo(x, 3, self.stride, padding, self.rows_axis)
         return convolve(x, kernel, self.stride, padding)
 
 

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from diffusers_flax.devices.rows import all_positions
 from diffusers_flax.loading.configs import FromSingleFile
 from diffusers_flax.models.attention import attention
 from diffusers_flax.models.base import FlaxModelMixin
@@ -32,6 +31,7 @@ from diffusers_flax.models.blocks import (
     ResnetBlock2D,
     Upsample2D,
 )
+from diffusers_flax.models.spatial_parallelism import gather_positions
 from diffusers_flax.outputs import ModelOutput
 
 OVERLAP = 0.25  # of a tile and the next one, PyTorch's tile_overlap_factor
@@ -137,7 +137,7 @@ class AttentionBlock(nn.Module):
         key = Dense(C, dtype=self.dtype, name="key")(h)
         value = Dense(C, dtype=self.dtype, name="value")(h)
         if self.rows_axis is not None:
-            key, value = (all_positions(each, self.rows_axis) for each in (key, value))
+            key, value = (gather_positions(each, self.rows_axis) for each in (key, value))
         h = Dense(C, dtype=self.dtype, name="proj_attn")(attention(query, key, value, 1))
         return x + h.reshape(B, H, W, C)
 

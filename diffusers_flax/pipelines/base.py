@@ -630,7 +630,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             height: of the images, pixels; None: the model's.
         """
         if self.layout is not None:
-            from diffusers_flax.devices.shares import check_parallel
+            from diffusers_flax.devices.parallelism import check_parallel
 
             height, _ = self.image_size(height)
             check_parallel(self.layout, self.unet, branches, height, self.vae_scale_factor)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from diffusers_flax.devices.layout import BALANCED, PARTS, part_of_models
 from diffusers_flax.devices.offload import KEPT_MODELS, group_of
-from diffusers_flax.devices.shares import num_devices_of_rows
+from diffusers_flax.devices.parallelism import num_row_devices
 from diffusers_flax.models.attention import fits_splash
 from diffusers_flax.models.quantization import is_stored_kernel
 from diffusers_flax.models.vae import least_tile, with_tile
@@ -117,7 +117,7 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         if available:
             left = (available - (params if on_host else held[place][0])) / sharing
         if layout is not None and not on_host:  # the devices of a group share its rows
-            left *= num_devices_of_rows(layout, size[1] // pipeline.vae_scale_factor)
+            left *= num_row_devices(layout, size[1] // pipeline.vae_scale_factor)
         vae_tile = choose_vae_tile(pipeline, batch_size, size, left, devices[0].platform)
         pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
     tiles = ""

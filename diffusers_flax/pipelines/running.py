@@ -178,9 +178,9 @@ def choose_denoising(
         )
     apply = pipeline.unet.apply
     if pipeline.layout is not None:
-        from diffusers_flax.devices.shares import shared_apply
+        from diffusers_flax.devices.parallelism import parallel_apply
 
-        apply = shared_apply(pipeline.layout, pipeline.unet, len(branches), shape[2])
+        apply = parallel_apply(pipeline.layout, pipeline.unet, len(branches), shape[2])
 
     def predict(x_t, t):
         *arguments, timestep_cond = inputs(branches, x_t, t)
@@ -208,7 +208,7 @@ def watch_for_previews(pipeline, params, schedule, keys, finish):
 
     shown = ()
     if pipeline.layout is not None and not pipeline.layout.parts:
-        from diffusers_flax.devices.shares import is_first_of_group
+        from diffusers_flax.devices.parallelism import is_first_of_group
 
         shown = (is_first_of_group(),)
     prediction_type = pipeline.scheduler.vp_prediction_type

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.devices.shares import map_rows
+from diffusers_flax.devices.parallelism import map_rows
 from diffusers_flax.schedulers.noise_schedule import noise_scales
 
 # Indices folded into an image's key: 0 for its initial noise, i + 1 for the noise of step i.

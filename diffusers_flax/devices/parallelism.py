@@ -1,12 +1,12 @@
-"""What the devices of a group share of the work on an image: branches of guidance, and rows.
+"""Branch and spatial parallelism: the devices of a group share the work on an image.
 
-All of them have the whole latents and do what is little work: scheduler, guidance, masks. UNet and
-VAE compute a part, and the parts of the result are put together:
+Each device holds the whole latents and repeats what is little work: scheduler, guidance, masks.
+UNet and VAE compute some branches of guidance or some rows, and the results are gathered:
 
-    apply = shared_apply(layout, unet, num_branches=2, height=64)
+    apply = parallel_apply(layout, unet, num_branches=2, height=64)
     prediction = apply(variables, *arguments).sample
 
-Source: rows, DistriFusion (arXiv 2402.19481); see rows.py.
+models/spatial_parallelism.py has the exchanges between rows inside the models.
 """
 
 from typing import NamedTuple
@@ -14,20 +14,20 @@ from typing import NamedTuple
 import jax
 
 
-class Share(NamedTuple):
-    """The part of the UNet's batch and rows that a device computes, inside of Layout.map.
+class ParallelAxes(NamedTuple):
+    """The mesh's axes along which the UNet's work is split, inside of Layout.map.
 
     Fields:
-        branches: name of the mesh's axis whose devices have equal parts of the branches; None: each
-            device computes all.
-        rows: name, or names, of the axes whose devices have equal parts of the rows; None: all.
+        branches: axis along which the branches of guidance are split; None: each device computes
+            all of them.
+        rows: axis, or tuple of axes, along which the rows are split; None: each device has all.
     """
 
     branches: str | None = None
     rows: str | tuple | None = None
 
-    def take(self, arguments):
-        """This device's part of the UNet's arguments.
+    def split(self, arguments):
+        """This device's slices of the UNet's arguments.
 
         Args:
             arguments: sample (branches * B, C, h, w), t, and trees of arrays: (branches * B, ...)
@@ -36,34 +36,34 @@ class Share(NamedTuple):
         """
         (sample, *rest), batch = arguments, len(arguments[0])
 
-        def part(x, is_sample=False):
+        def local(x, is_sample=False):
             if self.branches and x.ndim and len(x) == batch:
-                x = part_of(x, self.branches, 0)
+                x = local_slice(x, self.branches, 0)
             if self.rows and x.ndim == 4 and (is_sample or x.shape[1:3] != (1, 1)):
-                x = part_of(x, self.rows, 2 if is_sample else 1)
+                x = local_slice(x, self.rows, 2 if is_sample else 1)
             return x
 
-        return [part(sample, True), *jax.tree.map(part, rest)]
+        return [local(sample, True), *jax.tree.map(local, rest)]
 
-    def join(self, prediction):
-        """The whole prediction, (branches * B, C, h, w), of the devices' parts."""
+    def gather(self, prediction):
+        """The whole prediction, (branches * B, C, h, w), from the devices' slices."""
         if self.rows:
             prediction = jax.lax.all_gather(prediction, self.rows, axis=2, tiled=True)
         if self.branches:
             prediction = jax.lax.all_gather(prediction, self.branches, axis=0, tiled=True)
         return prediction
 
-    def num_branches(self, num_branches):
+    def num_local_branches(self, num_branches):
         """How many of the branches this device computes."""
         return num_branches // (jax.lax.axis_size(self.branches) if self.branches else 1)
 
-    def mean(self, x):
-        """The mean of x over the devices that have parts of the branches."""
+    def mean_of_branches(self, x):
+        """The mean of x over the devices among which the branches are split."""
         return jax.lax.pmean(x, self.branches) if self.branches else x
 
 
 def check_parallel(layout, unet, branches, height, factor):
-    """Raise a ValueError for branches and rows of a Layout that an image cannot be parted into.
+    """Raise a ValueError if the layout's branches or rows do not divide those of an image.
 
     Args:
         layout: Layout.
@@ -79,7 +79,7 @@ def check_parallel(layout, unet, branches, height, factor):
             f"--parallel branches={n} does not divide the number of branches of guidance, "
             f"{len(branches)} ({names}); take branches={' or '.join(map(str, fitting))}"
         )
-    unit = factor * rows_together(unet) * layout.rows
+    unit = factor * row_multiple(unet) * layout.rows
     if layout.rows > 1 and height % unit:
         near = [k * unit for k in (height // unit, height // unit + 1) if k]
         raise ValueError(
@@ -94,15 +94,15 @@ def is_first_of_group():
     return (jax.lax.axis_index("branches") == 0) & (jax.lax.axis_index("rows") == 0)
 
 
-def part_of(x, axis_name, axis):
-    """The part of an array, along an axis, of this device on one or several axes of the mesh."""
+def local_slice(x, axis_name, axis):
+    """This device's slice of x along an axis; axis_name: the mesh's axis, or a tuple of axes."""
     size = x.shape[axis] // jax.lax.axis_size(axis_name)
     start = jax.lax.axis_index(axis_name) * size
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def share_of(layout, unet, num_branches, height, spread=True):
-    """The Share of a call of the UNet.
+def choose_axes(layout, unet, num_branches, height, rows_on_branches=True):
+    """The ParallelAxes of a call of the UNet.
 
     Args:
         layout: Layout or None.
@@ -110,65 +110,62 @@ def share_of(layout, unet, num_branches, height, spread=True):
         num_branches: that the call computes; if the layout's do not divide them, each device
             computes all.
         height: rows of the latents.
-        spread: whether devices along the branches may have parts of the rows instead.
+        rows_on_branches: whether rows may be split along the axis of branches instead.
     """
     if layout is None:
-        return Share()
+        return ParallelAxes()
     if layout.branches > 1 and num_branches % layout.branches == 0:
-        return Share("branches", "rows" if layout.rows > 1 else None)
-    unit = rows_together(unet)
-    names = row_axes(layout, 1 if height % unit else height // unit, spread)
-    return Share(None, names)
+        return ParallelAxes("branches", "rows" if layout.rows > 1 else None)
+    unit = row_multiple(unet)
+    names = row_axes(layout, 1 if height % unit else height // unit, rows_on_branches)
+    return ParallelAxes(None, names)
 
 
-def shared_apply(layout, unet, num_branches, height):
-    """Like unet.apply, but each device of a group computes its Share; arguments as for share_of."""
-    share = share_of(layout, unet, num_branches, height)
-    unet = unet.clone(rows_axis=share.rows)
+def parallel_apply(layout, unet, num_branches, height):
+    """Like unet.apply, but each device of a group computes its share; arguments: choose_axes."""
+    axes = choose_axes(layout, unet, num_branches, height)
+    unet = unet.clone(rows_axis=axes.rows)
 
     def apply(variables, *arguments, timestep_cond=None):
-        *arguments, timestep_cond = share.take((*arguments, timestep_cond))
+        *arguments, timestep_cond = axes.split((*arguments, timestep_cond))
         output = unet.apply(variables, *arguments, timestep_cond=timestep_cond)
-        return output.replace(sample=share.join(output.sample))
+        return output.replace(sample=axes.gather(output.sample))
 
     return apply
 
 
-def rows_together(model):
-    """How many rows of its input a UNet reduces to one; a device has a multiple of them."""
-    return 2 ** (len(model.block_out_channels) - 1)
+def row_multiple(unet):
+    """The factor by which a UNet divides heights; each device has a multiple of it in rows."""
+    return 2 ** (len(unet.block_out_channels) - 1)
 
 
-def row_axes(layout, height, spread=True):
-    """The axes of the mesh, as many devices as possible, whose number divides a height; None: none.
+def row_axes(layout, height, rows_on_branches=True):
+    """The mesh's axes with the most devices among which rows can be split evenly; None: none.
 
     Args:
         layout: Layout.
         height: number of rows, or of groups of rows that stay together.
-        spread: as for share_of.
+        rows_on_branches: as for choose_axes.
     """
     candidates = [("rows", layout.rows)]
-    if spread:
+    if rows_on_branches:
         candidates += [("branches", layout.branches), (("branches", "rows"), layout.group_size)]
     fitting = [(n, names) for names, n in candidates if n > 1 and height % n == 0]
     return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
 
-def num_devices_of_rows(layout, height):
-    """How many devices of a group have parts of the rows of a VAE's latents; 1: all have all.
-
-    layout, height: as for row_axes.
-    """
+def num_row_devices(layout, height):
+    """Among how many devices of a group the rows of a VAE's latents are split; see row_axes."""
     names = row_axes(layout, height)
     return {None: 1, "rows": layout.rows, "branches": layout.branches}.get(names, layout.group_size)
 
 
 def map_rows(layout, function, model, x, height, axis, out_axis):
-    """function(model, x); each device of a group computes a part of the rows, if they divide.
+    """function(model, x), with the rows split among the devices of a group if they divide them.
 
     Args:
         layout: Layout.
-        function: (model, a part of x) -> a tree of arrays; it keeps rows in order.
+        function: (model, rows of x) -> a tree of arrays; it keeps rows in order.
         model: FlaxAutoencoderKL or FlaxAutoencoderTiny; the function gets it with a rows_axis.
         x: array with rows along `axis`.
         height: rows of the latents; x may have several for each.
@@ -176,5 +173,5 @@ def map_rows(layout, function, model, x, height, axis, out_axis):
     """
     if (names := row_axes(layout, height)) is None:
         return function(model, x)
-    parts = function(model.clone(rows_axis=names), part_of(x, names, axis))
-    return jax.tree.map(lambda y: jax.lax.all_gather(y, names, axis=out_axis, tiled=True), parts)
+    local = function(model.clone(rows_axis=names), local_slice(x, names, axis))
+    return jax.tree.map(lambda y: jax.lax.all_gather(y, names, axis=out_axis, tiled=True), local)
