@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 
 from command_line import check_seed
-from diffusers_flax.devices.layout import Layout, parse_layout, parse_parts
+from diffusers_flax.devices.layout import Layout, parse_components, parse_layout
 from diffusers_flax.devices.processes import check_agreement, start_distributed
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
@@ -91,8 +91,8 @@ class DeviceFlags:
     # pixels, side of the tiles in which the VAE computes larger images; 0: whole images; default:
     # tiles if whole images would not fit into the memory
     vae_tile: int | None = None
-    # devices of this machine for the parts of the model, text=0 unet=1 vae=2, one that is left out
-    # on device 0; or balanced, by their memory; default: all parts on each device
+    # devices of this machine for the model's components, text=0 unet=1 vae=2, device 0 for one that
+    # is left out; or balanced, by their memory; default: all components on each device
     devices: tuple[str, ...] | None = None
     # keep parameters in the host's memory and fetch them when they are needed: component, text
     # encoders and VAE; group, blocks of all models, ahead; layer, one layer at a time
@@ -147,8 +147,8 @@ def layout_of_flags(flags):
         raise ValueError(f"--{given[0]} is for --parallel over several hosts; give both")
     devices = jax.local_devices() if flags.devices or not flags.parallel else None
     if flags.devices:
-        parts = parse_parts(flags.devices, len(devices))
-        return Layout(devices, parts=parts, offload=flags.offload)
+        components = parse_components(flags.devices, len(devices))
+        return Layout(devices, components=components, offload=flags.offload)
     if not flags.parallel:
         return Layout(devices, offload=flags.offload) if flags.offload else None
     if not is_one_process:

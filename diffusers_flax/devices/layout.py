@@ -31,11 +31,13 @@ from diffusers_flax.devices.processes import list_of_process_0
 from diffusers_flax.parameters import replace_leaves
 
 AXES = ("data", "branches", "rows")
-PARTS = ("text", "unet", "vae")  # of a model, which may have devices of their own
+COMPONENTS = {  # that may have devices of their own: the models of each, keys of params
+    "text": ("text_encoder", "text_encoder_2"),
+    "unet": ("unet", "controlnet", "tiny_vae"),
+    "vae": ("vae", "safety_checker"),
+}
 BALANCED = "balanced"
-# The parts of models that several parts use, or none.
-MORE_MODELS = {"tiny_vae": "unet", "safety_checker": "vae"}
-ON_ONE_DEVICE = tuple((part, 0) for part in sorted(PARTS))
+ON_ONE_DEVICE = tuple((component, 0) for component in COMPONENTS)
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,9 @@ class Layout:
     devices for. branches, rows: devices of a group, along the branches of guidance and along the
     rows of the latents.
 
-    parts: {"text", "unet", "vae": number in devices} instead: text encoders, UNet and VAE are
-    programs of their own on these devices, one that is left out on the first device, and all images
-    are one group. Or BALANCED, until memory.balanced has chosen the devices.
+    components: {"text", "unet", "vae": index in devices}: component parallelism instead. Text
+    encoders, UNet and VAE are programs of their own on these devices, on the first one if left out,
+    and all images are one group. Or BALANCED, until with_balanced_components chooses the devices.
 
     offload: a key of offload.GROUPS, parameters live in the host's memory; None: on the devices.
     """
@@ -57,16 +59,16 @@ class Layout:
     data: int | None = None
     branches: int = 1
     rows: int = 1
-    parts: tuple = ()
+    components: tuple = ()
     offload: str | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "devices", tuple(self.devices))
         check_offload(self.offload, self.devices)
-        if self.offload and not self.parts and not has_pinned_memory(self.devices):
-            object.__setattr__(self, "parts", ON_ONE_DEVICE)
-        if self.parts:
-            self._check_parts()
+        if self.offload and not self.components and not has_pinned_memory(self.devices):
+            object.__setattr__(self, "components", ON_ONE_DEVICE)
+        if self.components:
+            self._check_components()
             return
         if self.data is None:
             data = len(self.devices) // self.group_size
@@ -78,43 +80,45 @@ class Layout:
                 f"devices, given are {len(self.devices)}"
             )
 
-    def _check_parts(self):
-        if self.offload and (has_pinned_memory(self.devices) or self.parts != ON_ONE_DEVICE):
+    def _check_components(self):
+        if self.offload and (has_pinned_memory(self.devices) or self.components != ON_ONE_DEVICE):
             raise ValueError(
                 f"--offload {self.offload} and --devices both choose where parameters are; give one"
             )
         if self.data not in (None, 1) or self.branches != 1 or self.rows != 1:
             raise ValueError(
-                "parts of the model on devices of their own exclude data, branches and rows; "
+                "components on devices of their own exclude data, branches and rows; "
                 "choose one or the other"
             )
         object.__setattr__(self, "data", 1)
-        if self.parts == BALANCED:
+        if self.components == BALANCED:
             return
-        parts = dict(self.parts)
-        object.__setattr__(self, "parts", tuple(sorted(parts.items())))
-        for name, number in parts.items():
-            if name not in PARTS:
-                raise ValueError(f"there is no part {name}; the parts are {', '.join(PARTS)}")
+        components = dict(self.components)
+        object.__setattr__(self, "components", tuple(sorted(components.items())))
+        for name, number in components.items():
+            if name not in COMPONENTS:
+                raise ValueError(
+                    f"components={name} is unknown; the components are {', '.join(COMPONENTS)}"
+                )
             if not 0 <= number < len(self.devices):
                 raise ValueError(
                     f"{name}={number}: there are {len(self.devices)} devices, 0 to "
                     f"{len(self.devices) - 1}"
                 )
 
-    def device_of(self, part):
-        """The device of a part, a name of PARTS."""
-        if self.parts == BALANCED:
+    def device_of(self, component):
+        """The device of a key of COMPONENTS."""
+        if self.components == BALANCED:
             raise ValueError(
-                "the devices of parts='balanced' are not chosen; diffusers_flax.pipelines.memory."
-                "with_balanced_parts chooses them"
+                "the devices of components='balanced' are not chosen; diffusers_flax.pipelines."
+                "memory.with_balanced_components chooses them"
             )
-        return self.devices[dict(self.parts).get(part, 0)]
+        return self.devices[dict(self.components).get(component, 0)]
 
     @property
     def groups(self):
         """The first device of each group, a list."""
-        if self.parts:
+        if self.components:
             return [self.devices[0]]
         return list(self.devices[:: self.group_size])
 
@@ -157,20 +161,19 @@ class Layout:
     def place_params(self, params):
         """Replace parameters by copies for all devices, in place, one array at a time.
 
-        With parts each model is on the device of its part, or with offload too in the host's memory
-        until its part runs.
+        With components each model is on its component's device, or with offload too in the host's
+        memory until its component runs.
 
         Args:
             params: {model: tree of arrays}, NumPy or jax; of several processes all have the same.
 
         Raises:
-            ValueError: parts are BALANCED, whose devices are not chosen.
+            ValueError: components are BALANCED, whose devices are not chosen.
         """
-        if self.parts:
+        if self.components:
             for model in params.keys() - {"scheduler"}:
-                part = part_of_models((model,))
-                device = self.device_of(part if part in PARTS else MORE_MODELS[model])
-                if self.offload and part in ("text", "vae"):
+                device = self.device_of(component_of(model))
+                if self.offload and model in (*COMPONENTS["text"], "vae"):
                     device = jax.local_devices(backend="cpu")[0]
                 replace_leaves(partial(jax.device_put, device=device), params[model])
             return
@@ -231,12 +234,12 @@ class Layout:
             NumPy if there are several processes; shared is as place_params places it.
 
         Raises:
-            ValueError: parts of the model are on devices of their own, in programs of their own.
+            ValueError: components are programs of their own, on devices of their own.
         """
 
-        if self.parts:
+        if self.components:
             raise ValueError(
-                "there is a program for each part of the model; leave --devices and --offload out"
+                "there is a program for each component; leave --devices and --offload out"
             )
 
         def on_group(images, shared):
@@ -254,7 +257,7 @@ class Layout:
 
         Each process takes part in a program.
         """
-        if self.parts or not self.is_local or num_groups >= self.data:
+        if self.components or not self.is_local or num_groups >= self.data:
             return self
         devices = self.devices[: num_groups * self.group_size]
         return replace(self, devices=devices, data=num_groups)
@@ -299,11 +302,9 @@ class Layout:
         return jax.shard_map(function, mesh=self.mesh, check_vma=False, **specs)
 
 
-def part_of_models(models):
-    """The name in PARTS of the part with these models, keys of params."""
-    if models[0].startswith("text_encoder"):
-        return "text"
-    return "unet" if models[0] == "controlnet" else models[0]
+def component_of(model):
+    """The key of COMPONENTS that has a model, a key of params."""
+    return next(name for name, models in COMPONENTS.items() if model in models)
 
 
 def parse_layout(parallel, devices=None):
@@ -354,15 +355,15 @@ def parse_layout(parallel, devices=None):
     return Layout(chosen, *shape)
 
 
-def parse_parts(words, num_devices):
-    """The parts of a Layout: {part: number of its device}, or "balanced".
+def parse_components(words, num_devices):
+    """The components of a Layout: {component: index of its device}, or "balanced".
 
     Args:
-        words: of --devices, PART=NUMBER each, or balanced alone.
+        words: of --devices, COMPONENT=NUMBER each, or balanced alone.
         num_devices: how many devices there are.
 
     Raises:
-        ValueError: a word is neither, names a part twice, or a device that does not exist.
+        ValueError: a word is neither, names a component twice, or a device that does not exist.
     """
     if tuple(words) == (BALANCED,):
         return BALANCED
@@ -370,19 +371,19 @@ def parse_parts(words, num_devices):
         raise ValueError(
             f"--devices {' '.join(words)}: {BALANCED} chooses all devices; give it alone"
         )
-    parts = {}
+    components = {}
     for word in words:
         name, _, number = word.partition("=")
-        if name not in PARTS or not number.isdecimal():
+        if name not in COMPONENTS or not number.isdecimal():
             raise ValueError(
-                f"--devices {word} must be PART=NUMBER, with a part of {', '.join(PARTS)} and the "
-                "number of a device, or balanced alone"
+                f"--devices {word} must be COMPONENT=NUMBER, with a component of "
+                f"{', '.join(COMPONENTS)} and the number of a device, or balanced alone"
             )
-        if name in parts:
+        if name in components:
             raise ValueError(f"--devices has {name} twice; give it once")
         if int(number) >= num_devices:
             raise ValueError(
                 f"--devices {word} does not exist; this machine has {num_devices}, numbered from 0"
             )
-        parts[name] = int(number)
-    return parts
+        components[name] = int(number)
+    return components

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from diffusers_flax.devices.layout import BALANCED, PARTS, part_of_models
+from diffusers_flax.devices.layout import BALANCED, COMPONENTS
 from diffusers_flax.devices.offload import KEPT_MODELS, group_of
 from diffusers_flax.devices.parallelism import num_row_devices
 from diffusers_flax.models.attention import fits_splash
@@ -77,7 +77,7 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
     if not is_chosen:
         check_vae_computes(pipeline, vae_tile)
         pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
-    pipeline = with_balanced_parts(pipeline, batch_size, len(branches), size)
+    pipeline = with_balanced_components(pipeline, batch_size, len(branches), size)
     held = bytes_of_devices(pipeline, batch_size, len(branches), size)
     params = sum(params for params, _ in held)
     all_devices = devices if pipeline.layout is None else pipeline.layout.devices
@@ -94,9 +94,10 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
     on_each = f"on each of {len(devices)} {devices[0].device_kind}"
     if layout is not None and layout.group_size > 1:
         on_each = f"on each of {len(devices)} x {layout.group_size} {devices[0].device_kind}"
-    if layout is not None and layout.parts:
+    if layout is not None and layout.components:
         places = ", ".join(
-            f"{part} on {layout.devices.index(layout.device_of(part))}" for part in PARTS
+            f"{component} on {layout.devices.index(layout.device_of(component))}"
+            for component in COMPONENTS
         )
         on_each = f"with {places} of {len(layout.devices)} {devices[0].device_kind}"
     what = (
@@ -112,7 +113,9 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
             "--batch_size or the size"
         )
     if is_chosen:
-        place = 0 if layout is None or not layout.parts else dict(layout.parts).get("vae", 0)
+        place = (
+            0 if layout is None or not layout.components else dict(layout.components).get("vae", 0)
+        )
         left = math.inf
         if available:
             left = (available - (params if on_host else held[place][0])) / sharing
@@ -153,7 +156,7 @@ def words_of_offload(layout):
 def bytes_of_devices(pipeline, batch_size, num_branches, size):
     """A lower bound on the memory of each device, bytes: [(parameters, what a batch takes)].
 
-    It has one entry, unless the layout has parts of the model on devices of their own.
+    It has one entry, unless the layout has components on devices of their own.
 
     Args:
         pipeline: as from open.
@@ -164,50 +167,50 @@ def bytes_of_devices(pipeline, batch_size, num_branches, size):
     layout = pipeline.layout
     image = batch_size * math.prod(size) * 3 * 4
     unet = batch_size * bytes_per_image(pipeline, num_branches, *size)
-    if layout is None or not layout.parts or layout.offload:
+    if layout is None or not layout.components or layout.offload:
         if layout is not None and layout.devices[0].platform != "cpu":
             unet //= layout.group_size
         return [(num_bytes_at_once(pipeline), unet)]
     held = [[0, 0] for _ in layout.devices]
-    for part, batch in (("text", 0), ("unet", unet), ("vae", image)):
-        of_device = held[layout.devices.index(layout.device_of(part))]
-        of_device[0] += num_bytes_of_params(pipeline, models_of_part(part))
+    for component, batch in (("text", 0), ("unet", unet), ("vae", image)):
+        of_device = held[layout.devices.index(layout.device_of(component))]
+        of_device[0] += num_bytes_of_params(pipeline, modules_of(component))
         of_device[1] = max(of_device[1], batch)
     return held
 
 
-def models_of_part(part):
-    """The names in MODULES of a part's models."""
-    return [model for model in MODULES if part_of_models((model,)) == part]
+def modules_of(component):
+    """The names in MODULES of a component's models."""
+    return [model for model in COMPONENTS[component] if model in MODULES]
 
 
-def with_balanced_parts(pipeline, batch_size, num_branches, size):
-    """The pipeline with the devices of its parts chosen by memory, if its layout wants that.
+def with_balanced_components(pipeline, batch_size, num_branches, size):
+    """The pipeline with its components' devices chosen by memory, if its layout is BALANCED.
 
     Arguments as for bytes_of_devices.
     """
     layout = pipeline.layout
-    if layout is None or layout.parts != BALANCED:
+    if layout is None or layout.components != BALANCED:
         return pipeline
-    sizes = {part: num_bytes_of_params(pipeline, models_of_part(part)) for part in PARTS}
+    sizes = {name: num_bytes_of_params(pipeline, modules_of(name)) for name in COMPONENTS}
     sizes["unet"] += batch_size * bytes_per_image(pipeline, num_branches, *size)
     platform = layout.devices[0].platform
     of_batch = batch_size, size, platform, pipeline.vae.tile, encodes_images(pipeline)
     sizes["vae"] += bytes_of_vae(pipeline.compute_vae, *of_batch)
-    parts = balance(sizes, len(layout.devices))
-    return replace(pipeline, layout=replace(layout, parts=parts))
+    components = balance(sizes, len(layout.devices))
+    return replace(pipeline, layout=replace(layout, components=components))
 
 
 def balance(sizes, num_devices):
-    """The number of a device for each part: the largest first, on the device with least.
+    """{component: index of its device}: the largest first, each on the device with the least.
 
-    sizes: {part: bytes}.
+    sizes: {component: bytes}.
     """
-    held, parts = [0] * num_devices, {}
-    for part in sorted(sizes, key=sizes.get, reverse=True):
-        parts[part] = held.index(min(held))
-        held[parts[part]] += sizes[part]
-    return parts
+    held, chosen = [0] * num_devices, {}
+    for component in sorted(sizes, key=sizes.get, reverse=True):
+        chosen[component] = held.index(min(held))
+        held[chosen[component]] += sizes[component]
+    return chosen
 
 
 def choose_vae_tile(pipeline, batch_size, size, available, platform):
@@ -289,17 +292,17 @@ def sizes_of_params(pipeline, model):
 def num_bytes_at_once(pipeline):
     """A lower bound on the bytes of parameters that are on a device at once.
 
-    They are all, or with offload those of the part that runs, with groups the largest one and what
-    is in none.
+    They are all, or with offload those of the component that runs, with groups the largest group
+    and what is in no group.
     """
     if pipeline.layout is None or not pipeline.layout.fetches:
         return num_bytes_of_params(pipeline)
     offload = pipeline.layout.offload
     kept = KEPT_MODELS if offload == "component" else ()
     most = 0
-    for part in PARTS:
+    for component in COMPONENTS:
         rest, groups = 0, Counter()
-        for model in set(models_of_part(part)) - set(kept):
+        for model in set(modules_of(component)) - set(kept):
             for name, size in sizes_of_params(pipeline, model):
                 group = group_of(name.split("/"), offload)
                 groups[model, group] += size * (group is not None)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.devices.layout import part_of_models
+from diffusers_flax.devices.layout import component_of
 from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.sampling import as_keys, decode, denoise, keys_per_image
 
@@ -95,7 +95,7 @@ def run(pipeline, options, inputs, scales, params, prng_seed, jit, shared=None):
         result = (generate_on_all if jit else generate_on_one)(*static, inputs, shared, params)
     else:
         inputs = pipeline.layout.as_inputs(inputs)
-        if pipeline.layout.parts:
+        if pipeline.layout.components:
             result = generate_by_stages(*static, inputs, shared, params, jit)
         else:
             result = generate_on_layout(*static, inputs, shared, params, jit)
@@ -207,7 +207,7 @@ def watch_for_previews(pipeline, params, schedule, keys, finish):
         return finish(decode(pipeline.tiny_vae, params["tiny_vae"], x_0))
 
     shown = ()
-    if pipeline.layout is not None and not pipeline.layout.parts:
+    if pipeline.layout is not None and not pipeline.layout.components:
         from diffusers_flax.devices.parallelism import is_first_of_group
 
         shown = (is_first_of_group(),)
@@ -252,7 +252,7 @@ def generate_by_stages(pipeline, options, text_modules, inputs, shared, params, 
 
     def on_its_device(stage):
         models = MODELS_OF_STAGE[stage.__name__]
-        device = layout.device_of(part_of_models(models))
+        device = layout.device_of(component_of(models[0]))
 
         def run_stage(params, inputs, options, *results):
             own = move({name: params[name] for name in models if name in params}, device)
@@ -270,7 +270,7 @@ def generate_by_stages(pipeline, options, text_modules, inputs, shared, params, 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def stage_program(pipeline, options, text_modules, name, params, inputs, results):
     """A stage, by its name, with the results of the stages before."""
-    logger.info("compiling the program of %s", part_of_models(MODELS_OF_STAGE[name]))
+    logger.info("compiling the program of %s", component_of(MODELS_OF_STAGE[name][0]))
     return getattr(pipeline, name)(params, inputs, options, *results)
 
 
@@ -348,7 +348,7 @@ def check_layout(layout, jit, prompt_ids, kernel):
             f"prompt_ids has shape {prompt_ids.shape}, whose first axis must be {what} of the "
             f"layout's data={layout.data} groups of devices"
         )
-    devices = {layout.device_of("unet")} if layout.parts else {*layout.devices}
+    devices = {layout.device_of("unet")} if layout.components else {*layout.devices}
     if kernel.ndim != 4 or not isinstance(kernel, jax.Array) or kernel.devices() != devices:
         raise ValueError(
             f"params are not on the {len(layout.devices)} devices of the layout; put them there "

@@ -196,7 +196,7 @@ def test_refusals():
     with pytest.raises(ValueError, match=error):
         Layout((device,), offload="group")
     with pytest.raises(ValueError, match="--offload layer and --devices both choose"):
-        Layout(jax.devices()[:2], parts={"unet": 1}, offload="layer")
+        Layout(jax.devices()[:2], components={"unet": 1}, offload="layer")
 
 
 def test_fetched_bytes_count_trips():

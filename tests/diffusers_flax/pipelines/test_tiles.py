@@ -203,7 +203,7 @@ def test_tiles_need_a_vae_that_computes(folders, tmp_path):
 
 
 def test_devices_are_balanced_with_tiles(folders, monkeypatch):
-    layout, found, balance = Layout(jax.devices()[:3], parts="balanced"), [], memory.balance
+    layout, found, balance = Layout(jax.devices()[:3], components="balanced"), [], memory.balance
     monkeypatch.setattr(
         memory, "balance", lambda sizes, n: found.append(sizes["vae"]) or balance(sizes, n)
     )
@@ -227,14 +227,16 @@ def test_previews_need_one_process(folders, tmp_path, monkeypatch):
 
 
 def test_the_plan_counts_each_device(folders):
-    layout = Layout(jax.devices()[:3], parts="balanced")
+    layout = Layout(jax.devices()[:3], components="balanced")
     pipeline = replace(FlaxStableDiffusionXLPipeline.open(folders["xl"]), layout=layout)
     of_batch = 4, 2, ("text", "null"), (64, 64)
     planned, line = memory.plan_images(pipeline, layout.groups, *of_batch)
-    assert sorted(number for _, number in planned.layout.parts) == [0, 1, 2]
-    places = ", ".join(f"{x} on {dict(planned.layout.parts)[x]}" for x in ("text", "unet", "vae"))
+    assert sorted(number for _, number in planned.layout.components) == [0, 1, 2]
+    places = ", ".join(
+        f"{x} on {dict(planned.layout.components)[x]}" for x in ("text", "unet", "vae")
+    )
     assert f"2 at once with {places} of 3 cpu" in line
     held = memory.bytes_of_devices(planned, 2, 2, (64, 64))
     assert sum(params for params, _ in held) == memory.num_bytes_of_params(pipeline)
     unet = sum(4 * math.prod(shape) for shape in pipeline.unet._param_shapes().values())
-    assert held[dict(planned.layout.parts)["unet"]][0] == unet
+    assert held[dict(planned.layout.components)["unet"]][0] == unet

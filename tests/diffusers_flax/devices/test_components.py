@@ -1,4 +1,4 @@
-"""Parts of a model on devices of their own give the images of one device."""
+"""Components on devices of their own give the images of one device."""
 
 import dataclasses
 import logging
@@ -20,7 +20,7 @@ from diffusers_flax import (
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices import layout as layout_module
 from diffusers_flax.devices import offload as offload_module
-from diffusers_flax.devices.layout import Layout, parse_parts
+from diffusers_flax.devices.layout import Layout, parse_components
 from diffusers_flax.images import prepare_images
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.memory import balance
@@ -31,9 +31,9 @@ KEY = jax.random.key(3)
 PROMPTS = ["make it red", "it"]
 
 
-def parts_layout(**parts):
-    parts = parts or {"text": 0, "unet": 1, "vae": 2}
-    return Layout(jax.devices()[:3], parts=parts)
+def make_layout(**components):
+    components = components or {"text": 0, "unet": 1, "vae": 2}
+    return Layout(jax.devices()[:3], components=components)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def open_case(folders, case, layout):
 def test_images_are_those_of_one_device(folders, case):
     pipeline, inputs, params, options = open_case(folders, case, None)
     expected = pipeline(*inputs, params, KEY, **options).images
-    layout = parts_layout()
+    layout = make_layout()
     pipeline, inputs, params, options = open_case(folders, case, layout)
     images = pipeline(*inputs, params, KEY, **options).images
     last = 1 if case == "latents" else 2
@@ -121,11 +121,11 @@ def test_images_are_those_of_one_device(folders, case):
 
 
 def test_programs_are_compiled_once(folders, caplog):
-    """Also for a program's batches, of one group; each part has its own parameters only."""
+    """Also for a program's batches, of one group; each component has its own parameters only."""
     caplog.set_level(logging.INFO)
     pipeline, inputs, params, options = open_case(folders, "text to image", None)
     expected = pipeline(*inputs, params, KEY, **options).images
-    layout = parts_layout(unet=2, text=1)  # the VAE is on device 0
+    layout = make_layout(unet=2, text=1)  # the VAE is on device 0
     pipeline, inputs, params, options = open_case(folders, "text to image", layout)
     places = {name: next(iter(jax.tree.leaves(tree))).devices() for name, tree in params.items()}
     one, two, three = ({device} for device in layout.devices)
@@ -137,7 +137,7 @@ def test_programs_are_compiled_once(folders, caplog):
     batch = [x[None] for x in inputs]
     third = pipeline(*batch, params, KEY, jit=True, **options).images
     assert [x for x in caplog.messages if "program of" in x] == [
-        f"compiling the program of {part}" for part in ("text", "unet", "vae")
+        f"compiling the program of {name}" for name in ("text", "unet", "vae")
     ]
     np.testing.assert_allclose(first, expected, atol=1e-6)
     np.testing.assert_array_equal(first, second)
@@ -147,7 +147,7 @@ def test_programs_are_compiled_once(folders, caplog):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["text to image", "edit"])
 def test_offload_without_pinned_memory(folders, case, monkeypatch):
-    """It is a program for each part, whose parameters come from the host."""
+    """It is a program for each component, whose parameters come from the host."""
     pipeline, inputs, params, options = open_case(folders, case, None)
     expected = pipeline(*inputs, params, KEY, **options).images
     for module in (offload_module, layout_module):
@@ -171,7 +171,7 @@ def test_offload_without_pinned_memory(folders, case, monkeypatch):
 
 
 @pytest.mark.slow
-def test_previews_of_parts(folders, tmp_path):
+def test_previews(folders, tmp_path):
     from diffusers import AutoencoderTiny
 
     tiny = AutoencoderTiny(encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4)
@@ -179,7 +179,7 @@ def test_previews_of_parts(folders, tmp_path):
     shown = []
     preview = Preview(1, lambda step, keys, images: shown.append((step, images)), str(tmp_path))
     results = []
-    for layout in (None, parts_layout()):
+    for layout in (None, make_layout()):
         opened = FlaxStableDiffusionXLPipeline.from_pretrained(
             folders["xl"], layout=layout, preview=preview
         )
@@ -198,22 +198,31 @@ def test_previews_of_parts(folders, tmp_path):
 def test_what_does_not_fit(folders):
     devices = jax.devices()[:2]
     for error, call in (
-        ("--devices unte=1 must be PART=NUMBER", lambda: parse_parts(["unte=1"], 4)),
-        ("--devices unet=a must be PART=NUMBER", lambda: parse_parts(["unet=a"], 4)),
-        ("--devices has unet twice", lambda: parse_parts(["unet=0", "unet=1"], 4)),
-        ("--devices vae=4 does not exist; this machine has 4", lambda: parse_parts(["vae=4"], 4)),
-        ("balanced chooses all devices; give it", lambda: parse_parts(["balanced", "vae=1"], 4)),
+        ("--devices unte=1 must be COMPONENT=NUMBER", lambda: parse_components(["unte=1"], 4)),
+        ("--devices unet=a must be COMPONENT=NUMBER", lambda: parse_components(["unet=a"], 4)),
+        ("--devices has unet twice", lambda: parse_components(["unet=0", "unet=1"], 4)),
+        (
+            "--devices vae=4 does not exist; this machine has 4",
+            lambda: parse_components(["vae=4"], 4),
+        ),
+        (
+            "balanced chooses all devices; give it",
+            lambda: parse_components(["balanced", "vae=1"], 4),
+        ),
         ("--parallel has no value", lambda: layout_of_flags(DeviceFlags(parallel=()))),
         ("--devices has no value", lambda: layout_of_flags(DeviceFlags(devices=()))),
-        ("vae=2: there are 2 devices, 0 to 1", lambda: Layout(devices, parts={"vae": 2})),
-        ("there is no part decoder", lambda: Layout(devices, parts={"decoder": 0})),
-        ("with_balanced_parts chooses", lambda: Layout(devices, parts="balanced").device_of("vae")),
-        ("exclude data, branches and rows", lambda: Layout(devices, rows=2, parts={"vae": 1})),
+        ("vae=2: there are 2 devices, 0 to 1", lambda: Layout(devices, components={"vae": 2})),
+        ("components=decoder is unknown", lambda: Layout(devices, components={"decoder": 0})),
+        (
+            "with_balanced_components chooses",
+            lambda: Layout(devices, components="balanced").device_of("vae"),
+        ),
+        ("exclude data, branches and rows", lambda: Layout(devices, rows=2, components={"vae": 1})),
     ):
         with pytest.raises(ValueError, match=error):
             call()
-    assert parse_parts(["text=0", "vae=2"], 3) == {"text": 0, "vae": 2}
-    layout = Layout(devices, parts={"vae": 1})
+    assert parse_components(["text=0", "vae=2"], 3) == {"text": 0, "vae": 2}
+    layout = Layout(devices, components={"vae": 1})
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders["xl"], layout=layout)
     assert hash(layout) == hash(dataclasses.replace(layout, data=None))
     with pytest.raises(ValueError, match="params are not on the"):
@@ -221,7 +230,7 @@ def test_what_does_not_fit(folders):
         pipeline(pipeline.prepare_inputs("red"), params, KEY, **OPTIONS)
 
 
-def test_balanced_parts():
+def test_balance():
     sizes = {"text": 16, "unet": 51, "vae": 33}
     assert balance(sizes, 1) == {"text": 0, "unet": 0, "vae": 0}
     assert balance(sizes, 2) == {"text": 1, "unet": 0, "vae": 1}
