@@ -43,7 +43,6 @@ from PIL import ImageOps
 from tqdm import tqdm
 
 from command_line import check_image_file, check_scale, check_seed, print_files, run_main
-from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.images import IMAGE_FORMATS, save_image, to_pil
 from diffusers_flax.loading.hub import with_single_files
@@ -69,6 +68,7 @@ from editing.masks import check_inputs, check_masks, finish_edit, load_mask, str
 from generating.batches import IN_FLIGHT, DeviceClock, FileWriter
 from generating.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from generating.flags import DeviceFlags, ProcessFlags, layout_of_flags, note_single_words
+from generating.previews import preview_files
 from generating.resuming import checksum_of, id_maker, is_finished, print_continued
 
 

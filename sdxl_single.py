@@ -29,7 +29,6 @@ from tqdm import tqdm
 
 from command_line import print_files, run_main
 from diffusers_flax import FlaxStableDiffusionXLPipeline
-from diffusers_flax.acceleration.previews import preview_files
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
 from diffusers_flax.loading.hub import with_single_files
@@ -42,7 +41,6 @@ from diffusers_flax.pipelines.sampling import (
     keys_per_image,
     timestep_options,
 )
-from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
 from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
 from generating.batches import DeviceClock, FileWriter, run_ahead
 from generating.captions import GRID_IMAGES, image_grid
@@ -56,6 +54,8 @@ from generating.flags import (
     layout_of_flags,
     list_prompts,
 )
+from generating.models import check_xl
+from generating.previews import preview_files
 from generating.resuming import continue_images, id_maker, image_files, print_continued
 
 SOFTWARE = "sdxl_single.py"  # marks the images

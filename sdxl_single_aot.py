@@ -46,7 +46,6 @@ from diffusers_flax.pipelines.sampling import (
     keys_per_image,
     timestep_options,
 )
-from diffusers_flax.pipelines.stable_diffusion_xl import check_xl
 from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
 from generating.batches import DeviceClock, FileWriter, run_ahead
 from generating.captions import GRID_IMAGES, image_grid
@@ -59,6 +58,7 @@ from generating.flags import (
     layout_of_flags,
     list_prompts,
 )
+from generating.models import check_xl
 from generating.resuming import continue_images, id_maker, image_files, print_continued
 
 SOFTWARE = "sdxl_single.py"  # marks the images

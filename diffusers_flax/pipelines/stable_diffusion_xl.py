@@ -20,7 +20,6 @@ Source: SDXL (arXiv 2307.01952).
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,14 +27,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from diffusers_flax.images import pair_with_masks
-from diffusers_flax.loading.directories import has, read_index
-from diffusers_flax.loading.hub import locate
+from diffusers_flax.loading.directories import has
 from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.tiny_vae import TINY_VAES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines.base import MODULES, TEXT_ENCODERS, FlaxDiffusionPipeline
+from diffusers_flax.pipelines.base import TEXT_ENCODERS, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionXLPipelineOutput
@@ -483,32 +481,3 @@ class FlaxStableDiffusionXLInpaintPipeline(XLParts, Inpainting):
         inputs |= dict(image=image, mask=mask, masked_image=masked_image)
         inputs |= dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
         return generate(self, options, (), inputs, {"prng_seed": prng_seed}, params)
-
-
-def check_xl(model, revision, unet):
-    """Raise a ValueError, which names the right program, for a model that is not SDXL for text.
-
-    Args:
-        model, revision: --pretrained_model_name_or_path and --revision.
-        unet: --unet, or None.
-    """
-    given = f"--pretrained_model_name_or_path {model}"
-    name = str(read_index(model, revision).get("_class_name"))
-    if "InstructPix2Pix" in name:
-        raise ValueError(f"{given} is an edit model ({name}); edit_cli.py edits images with it")
-    if "XL" not in name:
-        raise ValueError(
-            f"{given} is a {name}, not Stable Diffusion XL; give an SDXL model, or use Stable "
-            "Diffusion 1.x and 2.x from Python, see docs/sdxl.md"
-        )
-    folder, file = locate("--unet", unet) if unet else (None, None)
-    if not folder or file:
-        return
-    if Path(folder, "unet", "config.json").is_file():
-        raise ValueError(f"--unet {unet} is a pipeline; give its UNet, {Path(unet, 'unet')}")
-    config = MODULES["unet"].load_config(folder)
-    if config.get("addition_embed_type") != "text_time":
-        raise ValueError(
-            f"--unet {unet} is a UNet of Stable Diffusion 1.x or 2.x, the model is SDXL; give a "
-            "UNet of SDXL"
-        )
