@@ -234,6 +234,19 @@ def run_main(config, monkeypatch):
     trainer.main(sys.argv[1:])
 
 
+def run_badly(config, monkeypatch, capsys):
+    """The one line of a refusal of the trainer, which leaves the working directory as it was."""
+    files = sorted(Path().rglob("*"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run_main(config, monkeypatch)
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert sorted(Path().rglob("*")) == files
+    return captured.err
+
+
 def read_metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -66,19 +66,6 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def lenient_optimizer(monkeypatch):
-    """Disables strict dtype promotion inside Optax only."""
-    make_optimizer = distill_lcm.make_optimizer
-
-    def make_lenient_optimizer(*args):
-        tx, schedule = make_optimizer(*args)
-        update = jax.numpy_dtype_promotion("standard")(tx.update)
-        return optax.GradientTransformation(tx.init, update), schedule
-
-    monkeypatch.setattr(distill_lcm, "make_optimizer", make_lenient_optimizer)
-
-
 def flags(model, data, out, *more):
     """A command line; later flags replace earlier ones."""
     given = {

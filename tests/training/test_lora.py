@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +48,7 @@ from diffusers_flax.models.quantization import storage_of
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from training.models import cast_frozen, checksums, load_models, lora_options
-from training.output import lora_record, remove_replaced_model
+from training.output import lora_record
 from training.sharding import combine
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
@@ -57,9 +56,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.usefixtures("lenient_optimizer"),
 ]
+
+
 RANK, ALPHA = 4, 6.0
+
+
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+
+
 SCALES = dict(guidance_scale=5.0, image_guidance_scale=1.5)
+
+
 LORA = dict(lora_rank=RANK, lora_alpha=ALPHA)
 
 
@@ -308,35 +315,6 @@ def test_a_lora_beside_kernels_in_eight_bits(models, data, tmp_path, monkeypatch
     stored = cast_frozen(frozen, modules, storage)
     encoders = stored["text_encoder"] if family == "xl" else (stored["text_encoder"],)
     assert {storage_of(params) for params in (stored["unet"], *encoders)} == {storage}
-
-
-def test_a_replaced_model_leaves_no_files(tmp_path):
-    """A LoRA's run removes models beside a model_index.json; a full model's removes LoRA files."""
-    pipeline = SimpleNamespace(components={"unet": object(), "safety_checker": None})
-    lora = trainer.Config("", "", output_dir=str(tmp_path), lora_rank=4)
-    full = dataclasses.replace(lora, lora_rank=None)
-    merged = dataclasses.replace(lora, merge_lora=True)
-    parts = {"unet", "vae", "text_encoder_2", "safety_checker"}
-    loras = {LORA_FILE, CONV_IN_FILE}
-    users = {"notes", "unet_raw", "checkpoints"}
-
-    def left(config, *, index):
-        for name in parts | users:
-            (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / "vae" / "config.json").touch()
-        for name in (*loras, *["model_index.json"] * index):
-            (tmp_path / name).touch()
-        remove_replaced_model(config, pipeline)
-        return {path.name for path in tmp_path.iterdir()} - users
-
-    assert left(lora, index=False) == parts | loras
-    assert left(lora, index=True) == loras
-    assert left(full, index=True) == left(merged, index=True) == {"unet", "model_index.json"}
-    assert all((tmp_path / name).is_dir() for name in users)
-    (tmp_path / "notes" / "config.json").touch()
-    (tmp_path / "vae").symlink_to(tmp_path / "notes")  # on another disk
-    remove_replaced_model(lora, pipeline)
-    assert not (tmp_path / "vae").exists() and (tmp_path / "notes" / "config.json").exists()
 
 
 @pytest.mark.slow

@@ -1,8 +1,5 @@
 """Stop and resume: kills, SIGTERM, many processes, checkpoints of other runs, full disks."""
 
-import errno
-import fcntl
-import itertools
 import json
 import os
 import platform
@@ -13,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,20 +32,22 @@ from PIL import Image
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import flax_train_instruct_pix2pix as trainer
-from diffusers_flax.loading.directories import LORA_FILE
-from diffusers_flax.loading.lora import save_lora
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
 from training import processes
-from training.checkpoints import Checkpoints, check_goes_on, find_checkpoint
-from training.output import lora_record, merges_finished_run
+from training.checkpoints import Checkpoints
 from training.processes import lock_folder
-from training.sharding import replicate
 
 SCRIPT = Path(trainer.__file__)
+
+
 NUM_STEPS = 12
+
+
 SIZE = dict(vae_channels=(16, 32), unet_channels=(16,))  # few arrays, each of them a collective
+
+
 RUN = dict(
     max_train_steps=NUM_STEPS,
     ema_start_step=3,
@@ -502,55 +500,6 @@ def test_a_model_that_another_run_finishes_is_not_replaced(
     assert os.listdir(tmp_path) == ["model_index.json"]
 
 
-def test_a_lock_needs_the_file_that_others_find(tmp_path, monkeypatch):
-    """A file that is removed between opening and locking it locks nothing."""
-    path, flock = tmp_path / "new" / ".lock", fcntl.flock
-
-    def remove_and_lock(file, operation):
-        monkeypatch.setattr(fcntl, "flock", flock)
-        path.unlink()
-        flock(file, operation)
-
-    monkeypatch.setattr(processes, "LOCK_SECONDS", 0.1)
-    monkeypatch.setattr(fcntl, "flock", remove_and_lock)
-    with (
-        lock_folder(path.parent),
-        pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"),
-        lock_folder(path.parent),
-    ):
-        pass
-    assert not path.parent.exists()
-
-
-@pytest.mark.parametrize("attempt", [1, 2])
-def test_a_lock_waits_where_the_folder_has_just_gone(tmp_path, monkeypatch, attempt):
-    """The holder removes a folder that it made, between another's mkdir and open."""
-    folder, real_open, attempts = tmp_path / "new", os.open, itertools.count(1)
-    holder = lock_folder(folder)
-    holder.__enter__()
-
-    def end_and_open(path, *args, **options):
-        if Path(path) == folder / ".lock" and next(attempts) == attempt:
-            holder.__exit__(None, None, None)
-            assert not folder.exists()
-        return real_open(path, *args, **options)
-
-    monkeypatch.setattr(os, "open", end_and_open)
-    with lock_folder(folder):
-        assert (folder / ".lock").read_text().startswith(f"process {os.getpid()} on ")
-    assert next(attempts) == attempt + 2
-
-
-def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, caplog):
-    def refuse(file, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with lock_folder(tmp_path):
-        (line,) = caplog.messages
-    assert re.fullmatch(r"\S*/.lock cannot be locked \(.*No locks available\); make sure .*", line)
-
-
 def run_here(config):
     """A run in this process, on its four devices."""
     with jax.numpy_dtype_promotion("standard"):  # optax
@@ -705,144 +654,6 @@ def test_a_finished_run_is_not_replaced(model, data, finished, options, message)
     assert sorted(map(str, finished.rglob("*"))) == before
 
 
-def small_run(out, step, num_steps, final="model_index.json", parts=("unet",)):
-    """The directory of a run with a checkpoint and, if final, a newer model."""
-    checkpoints = Checkpoints(out / "checkpoints")
-    run = {"identity": {"max_train_steps": num_steps, "seed": 3}}
-    checkpoints.save(step, {"x": np.zeros(1)}, run)
-    checkpoints.close()
-    os.utime(out / "checkpoints" / str(step), (10, 10))
-    for part in parts:
-        (out / part).mkdir()
-    if final:
-        (out / final).touch()
-
-
-def find(out, num_steps, seed=3, **flags):
-    """The step at which a run of small_run's directory starts."""
-    config = trainer.Config("", "", output_dir=str(out), **flags)
-    checkpoints, step, _ = find_checkpoint(config, {"max_train_steps": num_steps, "seed": seed})
-    if checkpoints:
-        checkpoints.close()
-    return step
-
-
-def test_a_finished_run_is_replaced_only_if_it_cannot_go_on(tmp_path, capsys):
-    """With --overwrite_output_dir, which commands that are repeated often contain."""
-    small_run(tmp_path, 30, 30)
-    replaced = "starts again, replacing the finished run of 30 steps"
-    for num_steps, flags, start, line in (
-        (60, {}, 30, ""),
-        (60, {"seed": 4}, 0, f"{replaced} (seed was 3 and is 4)\n"),
-        (60, {"lr_scheduler": "cosine"}, 0, f"{replaced}\n"),
-        (30, {}, 0, f"{replaced}\n"),
-        (20, {}, 0, f"{replaced}\n"),
-    ):
-        assert find(tmp_path, num_steps, overwrite_output_dir=True, **flags) == start
-        assert capsys.readouterr().out == line
-    assert find(tmp_path, 60) == 30
-    (tmp_path / "model_index.json").unlink()  # killed before its model was written
-    assert find(tmp_path, 30, overwrite_output_dir=True) == 30
-
-
-def test_a_new_run_makes_the_handlers_of_checkpoints_before_it_compiles(tmp_path, monkeypatch):
-    """An orbax that they do not fit ends it at once, not at the first checkpoint."""
-    monkeypatch.setattr("orbax.checkpoint.type_handlers.NumpyHandler", lambda: None)
-    config = trainer.Config("", "", output_dir=str(tmp_path / "new"))
-    with pytest.raises(TypeError, match="deepcopy_host_arrays"):
-        find_checkpoint(config, {"max_train_steps": 1})
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_checkpoint_from_before_a_flag_has_its_default(tmp_path):
-    small_run(tmp_path, 20, 30, final="", parts=())
-    config = trainer.Config("", "", output_dir=str(tmp_path))
-    identity = {"max_train_steps": 30, "seed": 3}
-    flags = {"mask_loss_weight": 1.0, "train_data_weights": (), "mask_column": ""}
-    checkpoints, step, _ = find_checkpoint(config, identity | flags)
-    checkpoints.close()
-    assert step == 20
-    with pytest.raises(ValueError, match=r"another run: mask_loss_weight was 1\.0 and is 3\.0"):
-        find_checkpoint(config, identity | flags | {"mask_loss_weight": 3.0})
-
-
-def test_a_run_without_its_last_checkpoint_is_not_started_again(tmp_path):
-    """The model may be older than the run; a copy of the directory does not keep its time."""
-    small_run(tmp_path, 20, 30)
-    for num_steps in (30, 60):
-        assert find(tmp_path, num_steps, overwrite_output_dir=True) == 20
-
-
-FURTHER = "--unet_model_name_or_path OUT/unet"
-DECAYED = "--lr_scheduler cosine has lowered the learning rate for 30 steps; "
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize(
-    ("run", "num_steps", "flags", "advice"),
-    [
-        ({}, 30, {}, "contains a model; .*; its run had 30 steps, give more to train it longer"),
-        # more would be refused
-        ({}, 30, {"lr_scheduler": "cosine"}, f"longer, as {DECAYED}another run .* with {FURTHER}$"),
-        (
-            {},
-            60,
-            {"lr_scheduler": "cosine"},
-            f"{DECAYED}start another run from its UNet: {FURTHER} --max_train_steps 30 and another",
-        ),
-        (
-            {"step": 20, "final": "", "parts": ()},
-            60,
-            {"lr_scheduler": "cosine"},
-            f"{DECAYED}finish the run with 30 steps, then start another one from its UNet with",
-        ),
-        (
-            {"step": 20, "final": "", "parts": ()},
-            25,
-            {"lr_scheduler": "cosine"},
-            f"{DECAYED}name another --output_dir to train for 25 steps from the start",
-        ),
-        ({"step": 20, "final": ""}, 10, {}, "its checkpoint has done 20; give 20 or more, name"),
-        # no run starts from a LoRA
-        (
-            {"final": LORA_FILE, "parts": ()},
-            60,
-            {"lr_scheduler": "cosine", "lora_rank": 4},
-            f"{DECAYED}name another --output_dir to train for 60 steps from the start",
-        ),
-        (
-            {"final": LORA_FILE, "parts": ()},
-            30,
-            {"lr_scheduler": "cosine", "lora_rank": 4},
-            f"longer, as {DECAYED[:-2]}$",
-        ),
-    ],
-)
-def test_a_refused_length_comes_with_what_to_do(tmp_path, run, num_steps, flags, advice):
-    """The same before the models are loaded and after."""
-    small_run(tmp_path, **{"step": 30, "num_steps": 30} | run)
-    with pytest.raises(ValueError) as refusal:
-        find(tmp_path, num_steps, **flags)
-    message = str(refusal.value).replace(str(tmp_path), "OUT")
-    assert re.search(advice, message), message
-    if run.get("final") != "" and num_steps == 30:
-        config = trainer.Config("", "", output_dir=str(tmp_path), **flags)
-        with pytest.raises(ValueError) as before:
-            check_goes_on(config, num_steps)
-        assert str(before.value) == str(refusal.value)
-
-
-@pytest.mark.parametrize("decayed", [False, True])
-def test_a_cosine_within_its_warm_up_goes_on(tmp_path, decayed):
-    small_run(tmp_path, 10, 30, final="")
-    flags = dict(lr_scheduler="cosine", lr_warmup_steps=9 if decayed else 10)
-    if decayed:
-        with pytest.raises(ValueError, match="has lowered the learning rate"):
-            find(tmp_path, 40, **flags)
-    else:
-        assert find(tmp_path, 40, **flags) == find(tmp_path, 20, **flags) == 10
-
-
 def disk_full(*args):
     raise OSError("no space left on device")
 
@@ -881,35 +692,6 @@ def test_a_failed_last_checkpoint_does_not_cost_the_model(tmp_path, where, num_d
         assert done == ["plot", "model", "log", "upload"]
     else:
         assert done == []
-
-
-@pytest.mark.parametrize(
-    ("finished", "flags", "merges"),
-    [
-        ((30, None), {"max_train_steps": 30}, True),
-        ((30, None), {"max_train_steps": 60}, False),
-        ((30, None), {"max_train_steps": 20}, False),
-        ((26, 2), {"num_train_epochs": 2}, True),
-        ((26, 2), {"num_train_epochs": 8}, False),
-        ((26, 2), {"max_train_steps": 26}, True),
-        ((26, 2), {}, False),  # 15000
-    ],
-)
-def test_only_a_finished_lora_is_merged_without_training(tmp_path, finished, flags, merges):
-    num_steps, num_epochs = finished
-    lora = trainer.Config("", "", output_dir=str(tmp_path), lora_rank=4, merge_lora=True)
-    before = replace(lora, num_train_epochs=num_epochs)
-    config = replace(lora, **flags)
-    assert not merges_finished_run(config)
-    params = {"q": {"lora_A": {"kernel": np.zeros((8, 4), np.float32)}}}
-    params["q"]["lora_B"] = {"kernel": np.zeros((4, 8), np.float32)}
-    record = lora_record(before, num_steps, {})
-    save_lora(tmp_path / LORA_FILE, params, rank=4, alpha=4, target_modules=("q",), run=record)
-    assert merges_finished_run(config) == merges
-    assert not merges_finished_run(replace(config, merge_lora=False))
-    assert not merges_finished_run(replace(config, overwrite_output_dir=True))
-    (tmp_path / "model_index.json").touch()
-    assert not merges_finished_run(config)
 
 
 @pytest.mark.slow
@@ -959,16 +741,3 @@ def test_a_full_disk_leaves_the_last_checkpoint(model, data, whole_run, tmp_path
     output, _ = run(config)
     assert "resuming after step 2" in output
     assert_same(contents(tmp_path), whole_run)
-
-
-def test_arrays_that_are_put_can_be_given_away():
-    """Also arrays whose memory a CPU could use in place: a step would hold them twice."""
-    memory = np.zeros(2**12, np.uint8)
-    start = -memory.ctypes.data % 64
-    aligned = memory[start : start + 2**10].view(np.float32)
-    for x in (aligned, memory[start + 4 : start + 1028].view(np.float32)):
-        on_devices = replicate(x)
-        add = jax.pmap(lambda x: x + 1, axis_name="batch", donate_argnums=0)
-        before = [shard.data.unsafe_buffer_pointer() for shard in on_devices.addressable_shards]
-        after = [shard.data.unsafe_buffer_pointer() for shard in add(on_devices).addressable_shards]
-        assert before == after

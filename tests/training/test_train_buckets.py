@@ -191,8 +191,7 @@ def test_latents_of_sizes(model, data, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_distillation_of_sizes(model, data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(distill_lcm, "make_optimizer", trainer.make_optimizer)  # lenient
+def test_distillation_of_sizes(model, data, tmp_path, capsys):
     flags = f"""--pretrained_model_name_or_path {model} --train_data_dir {data} --resolution 16
         --train_batch_size 8 --max_train_steps 7 --lora_rank 2 --output_dir {tmp_path}/lora
         --compilation_cache_dir= --logging_steps 1 --aspect_ratio_buckets"""

@@ -1,27 +1,15 @@
 """Training SDXL: against PyTorch, and by the trainer's command line."""
 
 import dataclasses
-import json
-import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from helpers import (
-    RUN,
-    config_of,
-    edit_json,
-    random_inputs,
-    random_normal,
-    read_metrics,
-    run_main,
-    slow,
-)
+from helpers import RUN, config_of, random_inputs, random_normal, read_metrics, run_main, slow
 from PIL import Image
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_xl
 from torch_training import (
     Parallel,
     compare_losses,
@@ -34,13 +22,13 @@ from torch_training import (
 
 import ema_posthoc
 import flax_train_instruct_pix2pix as trainer
-from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
-from training import models as training_models
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
+
+
 SIDE = RUN["resolution"] // 8  # of the latents
 
 
@@ -164,118 +152,3 @@ def test_a_run_resumes_on_fewer_devices(model, data, tmp_path, monkeypatch):
         for name in ("out", "longer")
     ]
     assert 0 < np.abs(averages[0] - averages[1]).max() < 0.1
-
-
-def sd_unet(tmp_path):
-    return {"unet_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd") / "unet")}
-
-
-def sd_vae(tmp_path):
-    return {"pretrained_vae_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd") / "vae")}
-
-
-def refiner(tmp_path):
-    return {"pretrained_model_name_or_path": str(make_tiny_xl(tmp_path / "r", refiner=True))}
-
-
-def no_second_encoder(tmp_path):
-    folder = make_tiny_xl(tmp_path / "half")
-    index = json.loads((folder / "model_index.json").read_text())
-    index["text_encoder_2"] = [None, None]
-    (folder / "model_index.json").write_text(json.dumps(index))
-    return {"pretrained_model_name_or_path": str(folder)}
-
-
-def no_second_directory(tmp_path):
-    folder = make_tiny_xl(tmp_path / "half")
-    shutil.rmtree(folder / "text_encoder_2")
-    return {"pretrained_model_name_or_path": str(folder)}
-
-
-def unknown_scheduler(tmp_path):
-    folder = make_tiny_xl(tmp_path / "scheduler")
-    edit_json(folder / "scheduler" / "scheduler_config.json", _class_name="UnknownScheduler")
-    return {"pretrained_model_name_or_path": str(folder)}
-
-
-def xl_vae(tmp_path):
-    sd = make_tiny_pipeline(tmp_path / "sd")
-    return {
-        "pretrained_model_name_or_path": str(sd),
-        "unet_model_name_or_path": str(sd / "unet"),
-        "pretrained_vae_model_name_or_path": str(make_tiny_xl(tmp_path / "xl") / "vae"),
-    }
-
-
-def cached(change):
-    """The same with --cache_latents; nothing is encoded before the models are checked."""
-
-    def with_latents(tmp_path):
-        latents = {"cache_latents": str(tmp_path / "latents"), "random_crop": False}
-        return change(tmp_path) | latents | {"random_flip": False}
-
-    return with_latents
-
-
-def odd_resolution(tmp_path):
-    return {"resolution": 12}
-
-
-def sd_pipeline(tmp_path):
-    return {"pretrained_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd"))}
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (sd_unet, "is SDXL, but the UNet in "),
-        (sd_pipeline, "is Stable Diffusion 1 or 2, but the UNet in "),
-        (sd_vae, "has scaling_factor 0.18215, so it is Stable Diffusion's; SDXL needs its own"),
-        (refiner, "is SDXL's refiner, which lacks the first text encoder; give the base model"),
-        (no_second_encoder, "is SDXL without text_encoder_2; copy or download it again"),
-        (no_second_directory, "no config.json in "),
-        (xl_vae, "has scaling_factor 0.13025, so it is SDXL's; Stable Diffusion needs its own"),
-        (cached(sd_vae), "so it is Stable Diffusion's; SDXL needs its own"),
-        (cached(unknown_scheduler), "_class_name=UnknownScheduler, which is not supported"),
-        (cached(odd_resolution), "--resolution 12 is not a multiple of 8; try 8 or 16"),
-        (
-            lambda path: {"resolution": 4},
-            "--resolution 4 is too small: this model's VAE and UNet reduce sides to 1/8, which "
-            "takes 8 pixels or more; its UNet was made for 64",
-        ),
-        (odd_resolution, "--resolution 12 is not a multiple of 8; try 8 or 16"),
-    ],
-)
-def test_models_that_do_not_fit_are_one_line(
-    model, data, tmp_path, monkeypatch, capsys, change, message
-):
-    config = dataclasses.replace(config_of(model, data, tmp_path / "out"), **change(tmp_path))
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        run_main(config, monkeypatch)
-    assert stop.value.code == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ") and message in error
-    assert not Path(config.output_dir, "config.json").exists()
-    assert not (tmp_path / "latents").exists()
-
-
-def test_the_vae_computes_in_float32(model):
-    config = config_of(model, "unused", "unused", mixed_precision="bf16")
-    models, *_ = training_models.load_models(config, jnp.bfloat16)
-    assert models.vae.dtype == jnp.float32 and models.unet.dtype == jnp.bfloat16
-
-
-def test_another_vae_replaces_the_models_own(model, tmp_path):
-    """One that computes in half precision, as its config says."""
-    vae = tmp_path / "vae"
-    shutil.copytree(make_tiny_xl(tmp_path / "other", seed=1) / "vae", vae)
-    content = json.loads((vae / "config.json").read_text()) | {"force_upcast": False}
-    (vae / "config.json").write_text(json.dumps(content))
-    options = dict(mixed_precision="bf16", pretrained_vae_model_name_or_path=str(vae))
-    config = config_of(model, "unused", "unused", **options)
-    models, pipeline, frozen, _ = training_models.load_models(config, jnp.bfloat16)
-    assert models.vae.dtype == jnp.bfloat16 and pipeline.vae is models.vae
-    _, expected = FlaxAutoencoderKL.from_pretrained(vae)
-    jax.tree.map(np.testing.assert_array_equal, frozen["vae"], expected)

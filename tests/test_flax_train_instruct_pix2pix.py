@@ -2,11 +2,10 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,32 +14,26 @@ import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import torch
 from diffusers import AutoencoderKL, StableDiffusionInstructPix2PixPipeline, UNet2DConditionModel
-from diffusers.optimization import get_scheduler
-from diffusers.training_utils import EMAModel, compute_snr
+from diffusers.training_utils import compute_snr
 from flax.traverse_util import flatten_dict
 from helpers import (
     PROMPTS,
     RUN,
-    SIZE,
     config_of,
-    edit_json,
     edit_with_torch,
-    encoded,
     flags_of,
     psnr,
     random_normal,
     read_metrics,
     run_main,
     slow,
-    write_shard,
 )
 from hub_upload_server import UploadHub
+from known_sets import SCHEMAS, write_known
 from PIL import ExifTags, Image, ImageOps
-from tiny_models import make_tiny_pipeline, make_tiny_xl
 from torch_training import (
     NUM_DEVICES,
     Parallel,
@@ -50,36 +43,19 @@ from torch_training import (
     make_batch,
     train_with_torch,
 )
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTokenizer
 
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.images import to_pil
-from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.pipelines.instruct_pix2pix import (
-    FlaxStableDiffusionInstructPix2PixPipeline,
-)
+from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from parquet_processing import ParquetImagePairs
-from training.ema import ema_flags, ema_plan, ema_start, ema_update, explain_no_average
-from training.flags import LORA_FILE
-from training.models import Models, encode_text
-from training.optimizer import lr_schedule
-from training.sharding import (
-    REPLICATED,
-    Split,
-    gather,
-    global_norm,
-    reduce_scatter_stages,
-    replicate,
-    shard_axes,
-    shard_batch,
-    start_state,
-    state_shapes,
-    to_host,
-)
+from training.models import Models
+from training.sharding import replicate, shard_axes, start_state
 
 SCRIPT = Path(trainer.__file__)
+
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 
@@ -166,31 +142,6 @@ def test_loss_and_gradients_are_pytorchs(model, prediction_type):
     compare_losses(model, prediction_type, (text, condition), (text, condition))
 
 
-# The optimizer
-
-
-@pytest.mark.parametrize("warmup", [0, 3])
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
-def test_learning_rates_are_diffusers(name, warmup):
-    num_steps, peak = 12, 3e-4
-    schedule = lr_schedule(name, peak, warmup, num_steps)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
-    reference = get_scheduler(
-        "constant_with_warmup" if name == "constant" else name,
-        optimizer,
-        num_warmup_steps=warmup,
-        num_training_steps=num_steps,
-    )
-    for step in range(num_steps):
-        assert float(schedule(step)) == pytest.approx(reference.get_last_lr()[0], abs=1e-7 * peak)
-        optimizer.step()
-        reference.step()
-    assert float(schedule(0)) == (0 if warmup else pytest.approx(peak))
-    assert float(schedule(warmup)) == pytest.approx(peak)
-    end = float(schedule(num_steps))
-    assert end == pytest.approx(peak if name == "constant" else 0, abs=1e-7 * peak)
-
-
 @pytest.mark.parametrize("prediction_type", ["epsilon", "v_prediction"])
 def test_min_snr(prediction_type):
     """The weights of each sample's error in Hugging Face's trainer."""
@@ -220,46 +171,6 @@ def test_min_snr(prediction_type):
     snr = compute_snr(reference, t)
     weights = snr.clamp(max=5.0) / (snr if prediction_type == "epsilon" else snr + 1)
     np.testing.assert_allclose(loss, (error * weights).mean(), rtol=1e-5)
-
-
-def test_optimizer_is_pytorchs_adamw_with_clipping():
-    """Hugging Face's settings, with gradient norms above and below the clipping threshold."""
-    rng = np.random.default_rng(0)
-    shapes = {"kernel": (5, 3), "bias": (3,), "scale": (1,)}
-    params = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    betas, epsilon, weight_decay, max_norm, peak, num_steps = (0.9, 0.999), 1e-8, 1e-2, 1.0, 0.05, 6
-    config = trainer.Config("", "", learning_rate=peak, lr_scheduler="linear", lr_warmup_steps=2)
-    assert betas == (config.adam_beta1, config.adam_beta2)
-    assert (epsilon, weight_decay) == (config.adam_epsilon, config.adam_weight_decay)
-    tx, _ = trainer.make_optimizer(config, num_steps)
-    opt_state = tx.init(params)
-    theirs = {name: torch.nn.Parameter(torch.tensor(x)) for name, x in params.items()}
-    reference = torch.optim.AdamW(
-        theirs.values(), lr=peak, betas=betas, eps=epsilon, weight_decay=weight_decay
-    )
-    lr_scheduler = get_scheduler(
-        "linear", reference, num_warmup_steps=2, num_training_steps=num_steps
-    )
-
-    norms = []
-    for step in range(num_steps):
-        size = 10.0 ** (step % 3 - 2)
-        grads = {
-            name: rng.normal(0, size, x.shape).astype(np.float32) for name, x in params.items()
-        }
-        for name, p in theirs.items():
-            p.grad = torch.tensor(grads[name])
-        norms.append(torch.nn.utils.clip_grad_norm_(theirs.values(), max_norm).item())
-        reference.step()
-        lr_scheduler.step()
-        norm = float(global_norm(grads, shard_axes(grads, 1)))
-        np.testing.assert_allclose(norm, norms[-1], rtol=1e-6)
-        grads = {name: g * min(1, max_norm / norm) for name, g in grads.items()}
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        for name, p in theirs.items():
-            np.testing.assert_allclose(params[name], p.detach().numpy(), rtol=1e-6, atol=1e-6)
-    assert min(norms) < max_norm < max(norms)
 
 
 # train_step
@@ -338,133 +249,6 @@ def test_every_device_holds_its_shard(parallel):
     assert sizes["params"] == sizes["moments"] < 0.26 * total  # a few small arrays do not divide
 
 
-def test_a_batch_is_divided_over_the_devices():
-    batch = {"x": np.arange(24).reshape(8, 3), "y": np.zeros((8, 0))}
-    for name, x in shard_batch(batch).items():
-        np.testing.assert_array_equal(x, batch[name].reshape(4, 2, -1))
-    with pytest.raises(
-        ValueError, match="of 6 rows cannot be divided over 4 devices; give it 4 or 8"
-    ):
-        shard_batch({"x": np.zeros((6, 2))})
-    with pytest.raises(
-        ValueError, match="of 3 rows cannot be divided over 4 devices; give it 4 rows"
-    ):
-        shard_batch({"x": np.zeros((3, 4))})
-    with pytest.raises(ValueError, match=r"as many rows in every array; .*'x': 8, 'y': 4"):
-        shard_batch({"x": np.zeros((8, 2)), "y": np.zeros(4)})
-
-
-def test_shard_axes():
-    shapes = [(3, 3, 320, 640), (3, 3, 320, 4), (3, 3, 4, 4), (8,), ()]
-    trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    assert shard_axes(trees, 8) == [
-        *(Split(3, 8), Split(2, 8), Split(2, 4), Split(0, 8), REPLICATED)
-    ]
-    assert shard_axes(trees, 1) == [REPLICATED] * 5
-    # Of 256 devices every 64th has the same part; vectors stay whole.
-    shapes = [(3, 3, 320, 320), (1920, 640), (320,), (0, 256), (0, 0), (5, 7)]
-    trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    assert shard_axes(trees, 256) == [
-        *(Split(2, 64), Split(0, 128), REPLICATED, Split(1, 256), REPLICATED, REPLICATED)
-    ]
-
-
-@pytest.mark.parametrize("num_devices", [1, 2, 4])
-def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices):
-    """Also for a gather in bfloat16, in which a sum over devices would lose small gradients."""
-    rng = np.random.default_rng(0)
-    params = {"a": rng.standard_normal((8, 4), np.float32), "b": rng.standard_normal(3, np.float32)}
-    weights = {k: 2.0 ** rng.integers(-12, 1, (num_devices, *x.shape)) for k, x in params.items()}
-    weights = jax.tree.map(lambda x: x.astype(np.float32), weights)  # exact in bfloat16
-    axes, devices = shard_axes(params, num_devices), jax.devices()[:num_devices]
-    state = start_state(params, optax.identity(), axes, devices)
-
-    def grads_of(shards, weights, dtype):
-        def loss(shards):
-            whole = gather(shards, axes, dtype)
-            return sum((whole[k].astype(jnp.float32) * weights[k]).sum() for k in whole)
-
-        return jax.grad(loss)(shards)
-
-    for dtype in (jnp.float32, jnp.bfloat16):
-        p_grads = jax.pmap(partial(grads_of, dtype=dtype), axis_name="batch", devices=devices)
-        grads = to_host(p_grads(state.params, weights), axes)
-        for name, x in grads.items():
-            assert x.dtype == np.float32
-            np.testing.assert_allclose(x, weights[name].mean(axis=0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_parameters_in_half_precision_are_refused(dtype):
-    """Updates of float16 parameters overflow to NaN after a few steps of README's loop."""
-    params = {"conv_in": {"kernel": np.zeros((2, 2), dtype), "bias": np.zeros(2, np.float32)}}
-    axes = shard_axes(params, 1)
-    for start in (start_state, partial(state_shapes, num_devices=1)):
-        name = jnp.dtype(dtype).name
-        match = rf"1 of 2 parameters are not float32, conv_in/kernel is {name}; .*param_dtype="
-        with pytest.raises(ValueError, match=match):
-            start(params, optax.adam(1e-4), axes)
-
-
-def test_shards_on_sixteen_devices():
-    """With the branch of TPUs and the other: parameters, gradient and norm of closed forms.
-
-    No axis of "b" is a multiple of 16: four devices share it, four times.
-    """
-    program = """
-import jax, jax.numpy as jnp, numpy as np, optax
-from training.sharding import Split, gather, global_norm, shard_axes, start_state, to_host
-
-rng, n = np.random.default_rng(0), 16
-shapes = {"a": (3, 32, 6), "b": (20, 12), "bias": (20,), "scale": (32,)}
-params = {name: rng.integers(-9, 9, shape).astype(np.float32) for name, shape in shapes.items()}
-weights = {k: rng.integers(-9, 9, (n, *x.shape)).astype(np.float32) for k, x in params.items()}
-mean = {k: x.mean(axis=0) for k, x in weights.items()}
-axes = shard_axes(params, n)
-assert axes["b"] == Split(0, 4)
-state = start_state(params, optax.identity(), axes)
-assert state.params["b"].shape == (16, 5, 12)
-for k, x in to_host(state.params, axes).items():
-    np.testing.assert_array_equal(x, params[k])
-
-def step(shards, weights):
-    def loss(shards):
-        whole = gather(shards, axes, jnp.bfloat16)
-        return sum((x.astype(jnp.float32) * weights[k]).sum() for k, x in whole.items()), whole
-    grads, whole = jax.grad(loss, has_aux=True)(shards)
-    return grads, whole, global_norm(grads, axes)
-
-def on_tpu(*args, tpu, default):
-    return tpu(*args)
-
-for choose in (jax.lax.platform_dependent, on_tpu):
-    jax.lax.platform_dependent = choose
-    grads, whole, norm = jax.pmap(step, axis_name="batch")(state.params, weights)
-    for k, x in to_host(grads, axes).items():
-        np.testing.assert_array_equal(x, mean[k])
-        for copy in np.asarray(whole[k]).astype(np.float32):
-            np.testing.assert_array_equal(copy, params[k])
-    squares = sum(np.square(x).sum() for x in mean.values())
-    np.testing.assert_allclose(norm, np.sqrt(squares), rtol=1e-6)
-    jax.clear_caches()
-"""
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
-    folder = SCRIPT.parent
-    subprocess.run([sys.executable, "-c", program], env=os.environ | flags, cwd=folder, check=True)
-
-
-@pytest.mark.parametrize(
-    ("parts", "num_devices", "sizes"),
-    [(1, 1, [1]), (8, 8, [8]), (9, 9, [9]), (12, 12, [4, 3]), (64, 256, [4, 4, 4])],
-)
-def test_stages_of_a_reduce_scatter(parts, num_devices, sizes):
-    """The first groups are hosts of four chips."""
-    stages = reduce_scatter_stages(parts, num_devices)
-    assert [len(groups[0]) for groups in stages] == sizes
-    assert all(sorted(np.ravel(groups)) == list(range(num_devices)) for groups in stages)
-    assert stages[0][0] == list(range(sizes[0]))
-
-
 def test_one_device_copies_no_parameters(optimized):
     """The step's temporaries are no larger than the gradients."""
     params = {"a": np.ones((512, 1024), np.float32), "b": np.ones((1024, 512), np.float32)}
@@ -503,138 +287,6 @@ def test_one_device_copies_no_parameters(optimized):
     size = sum(x.nbytes for x in params.values())
     assert memory.alias_size_in_bytes >= 3 * size
     assert memory.temp_size_in_bytes < 1.2 * size
-
-
-# The average of the weights
-
-
-def test_ema_plan():
-    def plan(ema="late", steps=1000, fraction=0.036, start=None, decay=None, **options):
-        average = ema_plan(ema, steps, fraction, start, decay, **options)
-        return average.first_step, *average.decays(1000)
-
-    assert plan() == (964, pytest.approx(1 - 5 / 36))
-    assert plan(steps=15000) == (14460, pytest.approx(1 - 5 / 540))
-    # The rule reproduces MosaicML's published decay.
-    assert plan(steps=1_400_000, fraction=50 / 1400) == (1_350_000, pytest.approx(0.9999))
-    assert plan(start=400) == (400, pytest.approx(1 - 5 / 600))
-    assert plan(start=0, decay=0.0) == (0, 0.0)
-    assert plan("full", fraction=0.5) == (0, pytest.approx(0.995))
-    assert plan("full", decay=0.9) == (0, 0.9)
-    assert plan("full", decay=0.9, every=3) == (0, pytest.approx(0.729))
-    assert plan("none", fraction=-1) == (None,)
-    assert plan("power") == (
-        0,
-        pytest.approx((1 - 1e-3) ** 17.97, abs=1e-4),
-        pytest.approx((1 - 1e-3) ** 7.94, abs=1e-4),
-    )
-    # A window of five steps or fewer would be the last step alone.
-    assert plan(steps=30) == plan("full", steps=5) == plan(start=995) == (None,)
-    assert plan(start=994) == (994, pytest.approx(1 / 6))
-    # With a decay of the user's, there is always a step to average.
-    assert plan(steps=10, decay=0.5) == plan(steps=10, fraction=1e-9, decay=0.5) == (9, 0.5)
-    assert plan(fraction=1.0) == (0, pytest.approx(0.995))
-
-    average = ema_plan("late", 20, start_step=10, every=3)
-    assert [step for step in range(21) if average.update_of(step)] == [13, 16, 19]
-    assert [average.update_of(step) for step in (12, 13, 16)] == [0, 1, 2]
-    assert not any(map(ema_plan("none", 20).update_of, range(21)))
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize("num_steps", [2, 5, 6, 7, 30, 41, 100, 152, 1000])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"ema_fraction": 1e-3}, {"ema": "full"}, {"ema_start_step": 1}, {"ema_start_step": "END"}],
-)
-def test_without_average_the_named_flag_gives_one(options, num_steps):
-    """With the flag there is an average, over 6 steps or, of a fraction, little more."""
-    if options.get("ema_start_step") == "END":
-        options = {"ema_start_step": num_steps - 1}
-    config = trainer.Config("", "", **options)
-    if ema_plan(*ema_flags(config, num_steps)).first_step is not None:
-        return
-    message = explain_no_average(config, num_steps)
-    assert message.startswith("no average of the weights: ") and "an average needs 6; " in message
-    _, remedy = message.split("; ")
-    if num_steps < 6 or config.ema == "full":
-        assert remedy == "give more steps, or an --ema_decay"
-        return
-    name, value = re.fullmatch(r"give --(\w+) ([\d.]+)( or less)?", remedy).group(1, 2)
-    assert name in options or (name == "ema_fraction" and not options)
-    value = float(value) if name == "ema_fraction" else int(value)
-    plan = ema_plan(*ema_flags(replace(config, **{name: value}), num_steps))
-    assert 6 <= num_steps - plan.first_step <= max(7, 0.015 * num_steps)
-
-
-@pytest.mark.parametrize(
-    ("options", "window"),
-    [
-        ({}, "the last 3.6% of 30 steps are 1 step"),
-        ({"ema_fraction": 0.1}, "the last 10% of 30 steps are 3 steps"),
-        ({"ema_start_step": 27}, "from --ema_start_step 27 on the run has 3 steps"),
-    ],
-)
-def test_without_average_the_window_is_named(options, window):
-    message = explain_no_average(trainer.Config("", "", **options), 30)
-    assert message.startswith(f"no average of the weights: {window}, an average needs 6; give --")
-
-
-@pytest.mark.parametrize(
-    ("options", "is_same"),
-    [
-        (dict(ema="full", decay=0.999), True),
-        (dict(ema="full", decay=0.999, every=7, warmup=True), True),
-        (dict(ema="late", start_step=14000, decay=0.999), True),
-        (dict(ema="power"), True),
-        (dict(ema="late", fraction=0.01), True),  # the longer run's starts after the checkpoint
-        (dict(ema="late", decay=0.999), False),
-        (dict(ema="late", start_step=14000), False),
-        (dict(ema="full"), False),
-    ],
-)
-def test_a_longer_run_has_the_average_of_its_whole_length(options, is_same):
-    """As docs/runs.md says: of 15000 steps, then 15300. The weight after step s is s."""
-    before, after = (ema_plan(max_train_steps=n, **options) for n in (15000, 15300))
-
-    def average(first_step, plans):
-        value = first_step
-        for step in range(first_step + 1, 15301):
-            plan = plans(step)._replace(first_step=first_step)
-            if num_updates := plan.update_of(step):
-                decay = plan.decays(num_updates)[0]
-                value = decay * value + (1 - decay) * step
-        return value
-
-    whole = average(after.first_step, lambda step: after)
-    goes_on = after.first_step < 15000
-    continued = whole
-    if goes_on:
-        continued = average(before.first_step, lambda step: before if step <= 15000 else after)
-    assert (continued == whole) == is_same
-    if not options.get("every") and after.decays(1) == after.decays(2):
-        decay, window = after.decays(1)[0], 15300 - after.first_step
-        expected = 15300 - decay * (1 - decay**window) / (1 - decay)
-        assert whole == pytest.approx(expected, rel=1e-9)
-
-
-def test_ema_is_the_closed_form_and_diffusers():
-    rng = np.random.default_rng(0)
-    decay, num_steps = 0.9, 40
-    steps = rng.standard_normal((num_steps + 1, 5), np.float32)
-    ema = ema_start({"w": jnp.asarray(steps[0])})
-    parameter = torch.nn.Parameter(torch.tensor(steps[0]))
-    # With both ends equal its decay is constant, after a first call that only copies.
-    reference = EMAModel([parameter], decay=decay, min_decay=decay)
-    reference.step([parameter])
-    for w in steps[1:]:
-        ema = ema_update(ema, {"w": jnp.asarray(w)}, decay)
-        parameter.data = torch.tensor(w)
-        reference.step([parameter])
-    age = np.arange(num_steps)[::-1]
-    expected = decay**num_steps * steps[0] + ((1 - decay) * decay**age) @ steps[1:]
-    np.testing.assert_allclose(ema["w"], expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(ema["w"], reference.shadow_params[0].numpy(), rtol=1e-5, atol=1e-6)
 
 
 # The loop
@@ -1061,289 +713,12 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
     assert psnr(result, expected) > 60
 
 
-# flags, {relative path: damage}, message
-BAD_FLAGS = [
-    ({"train_batch_size": 6}, "--train_batch_size 6 is not divisible by 4 devices; try 4 or 8"),
-    ({"train_batch_size": 3}, "--train_batch_size 3 is not divisible by 4 devices; try 4\n"),
-    ({"train_batch_size": 0}, "--train_batch_size 0 must be at least 1"),
-    ({"train_batch_size": -8}, "--train_batch_size -8 must be at least 1"),
-    ({"max_train_steps": 0}, "--max_train_steps 0 must be at least 1"),
-    ({"logging_steps": 0}, "--logging_steps 0 must be at least 1"),
-    ({"learning_rate": 0.0}, "--learning_rate 0.0 must be above 0"),
-    ({"learning_rate": -1e-4}, "--learning_rate -0.0001 must be above 0"),
-    ({"learning_rate": float("nan")}, "--learning_rate nan must be above 0"),
-    ({"max_grad_norm": 0.0}, "--max_grad_norm 0.0 must be above 0"),
-    ({"adam_beta1": 1.0}, "--adam_beta1 1.0 must be at least 0 and below 1"),
-    ({"adam_beta2": -0.1}, "--adam_beta2 -0.1 must be at least 0 and below 1"),
-    ({"adam_epsilon": 0.0}, "--adam_epsilon 0.0 must be above 0"),
-    ({"adam_weight_decay": -0.1}, "--adam_weight_decay -0.1 must be at least 0"),
-    ({"conditioning_dropout_prob": 0.34}, "--conditioning_dropout_prob 0.34 must be from 0 to 1/3"),
-    ({"conditioning_dropout_prob": -0.1}, "dropout_prob -0.1 must be from 0 to 1/3"),
-    ({"lr_warmup_steps": -1}, "--lr_warmup_steps -1 must be at least 0"),
-    (
-        {"lr_warmup_steps": 5},
-        "steps 5 must be at least 0 and below --max_train_steps 5",
-    ),
-    ({"ema_fraction": 0.0}, "--ema_fraction 0.0 must be above 0 and at most 1"),
-    ({"ema_fraction": 1.5}, "--ema_fraction 1.5 must be above 0 and at most 1"),
-    ({"ema": "full", "ema_start_step": 3}, "--ema_start_step 3 goes with --ema late, not full"),
-    ({"ema": "none", "ema_start_step": 3}, "--ema_start_step 3 goes with --ema late, not none"),
-    ({"ema": "none", "ema_decay": 0.9}, "--ema_decay 0.9 goes with --ema late or full, not none"),
-    ({"num_train_epochs": 2}, "--num_train_epochs 2 and --max_train_steps 5 both set the length"),
-    ({"max_train_samples": 0}, "--max_train_samples 0 must be at least 1"),
-    ({"checkpointing_steps": -1}, "--checkpointing_steps -1 must be at least 0"),
-    ({"checkpoints_total_limit": 0}, "--checkpoints_total_limit 0 must be at least 1"),
-    ({"ema_snapshot_steps": 2}, "--ema_snapshot_steps 2 goes with --ema power, not late"),
-    ({"ema": "power", "ema_decay": 0.9}, "--ema_decay 0.9 goes with --ema late or full, not power"),
-    (
-        {"validation_image": ("a.png", "b.png"), "validation_prompt": ("x", "y", "z")},
-        "2 --validation_image and 3 --validation_prompt do not match",
-    ),
-    ({"validation_prompt": ("x",)}, "0 --validation_image and 1 --validation_prompt do not match"),
-    (
-        {"validation_image": ("file",)},
-        "1 --validation_image and 0 --validation_prompt do not match",
-    ),
-    (
-        {"validation_image": ("a.png",), "validation_prompt": ("x",)},
-        "--validation_image a.png does not exist",
-    ),
-    (
-        {"validation_image": ("file",), "validation_prompt": ("x",)},
-        "--validation_image file is not an image",
-    ),
-    (
-        {"validation_image": ("cut.png",), "validation_prompt": ("x",)},
-        "--validation_image cut.png cannot be read as an image",
-    ),
-    ({"validation_steps": 0}, "--validation_steps 0 must be at least 1"),
-    ({"profile_steps": "3"}, "--profile_steps 3 must be FIRST:LAST"),
-    (
-        {"output_dir": "own"},
-        "--output_dir own is not empty (README.md); name another directory, or replace",
-    ),
-    ({"validation_guidance_scale": 2.0}, "scale 2.0 goes with --validation_image; name an image"),
-    ({"validation_image_guidance_scale": -1.0}, "scale -1.0 must be at least 0 and finite"),
-    ({"output_dir": "file/out"}, "--output_dir file/out cannot be written: "),
-    (
-        {"ema": "power", "ema_every": 2, "ema_snapshot_steps": 3},
-        "3 must be a multiple",
-    ),
-    ({"profile_steps": "5:3"}, "--profile_steps 5:3 must be FIRST:LAST"),
-    ({"hub_model_id": "me/model"}, "--hub_model_id me/model goes with --push_to_hub"),
-    ({"num_processes": 2}, "--num_processes 2, --process_id None: give all three"),
-    (
-        {"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 2},
-        "--process_id 2: give all three, process_id from 0 to num_processes-1",
-    ),
-    ({"seed": -1}, "--seed -1 must be from 0 to 4294967295"),
-    ({"seed": 2**32}, "--seed 4294967296 must be from 0 to 4294967295"),
-    ({"gradient_accumulation_steps": 3}, "steps 3 must divide the 2 pairs per device"),
-    ({"snr_gamma": 0.0}, "--snr_gamma 0.0 must be above 0 and finite"),
-    ({"ema_every": 0}, "--ema_every 0 must be from 1 to the averaged steps"),
-    ({"ema_fraction": 1.5}, "--ema_fraction 1.5 must be above 0 and at most 1, a window as long"),
-    ({"ema": "none", "ema_warmup": True}, "--ema_warmup True goes with --ema late or full"),
-    ({"ema_start_step": -1}, "--ema_start_step -1 must be from 0 to --max_train_steps - 1, 4"),
-    ({"ema_start_step": 5}, "--ema_start_step 5 must be from 0 to --max_train_steps - 1, 4"),
-    ({"ema_decay": 1.0}, "--ema_decay 1.0 must be at least 0 and below 1"),
-    ({"ema_decay": -0.5, "ema": "full"}, "--ema_decay -0.5 must be at least 0 and below 1"),
-    ({"output_dir": "file"}, "--output_dir file is a file; name a directory"),
-    ({"output_dir": ""}, "--output_dir is empty; name a directory"),
-    (
-        {"output_dir": "nowhere"},
-        "--output_dir nowhere is or contains --pretrained_model",
-    ),
-    ({"output_dir": "finished"}, "--output_dir finished contains a model; name another"),
-    ({"output_dir": "finished", "lora_rank": 4}, "--output_dir finished contains a model"),
-    ({"output_dir": "lora"}, "--output_dir lora contains a model; name another"),
-    (
-        {"output_dir": "file", "pretrained_vae_model_name_or_path": "file/vae"},
-        "--output_dir file is a file",
-    ),
-    (
-        {"output_dir": "out", "pretrained_vae_model_name_or_path": "out/vae"},
-        "--output_dir out is or contains --pretrained_vae_model_name_or_path out/vae; name another",
-    ),
-    ({"output_dir": "."}, "--output_dir . is or contains --pretrained_model_name_or_path"),
-    ({"output_dir": "d", "train_data_dir": ("./d",)}, "--output_dir d is --train_data_dir too"),
-    ({"learning_rate": float("inf")}, "--learning_rate inf must be above 0 and finite"),
-]
-
-
-def run_badly(config, monkeypatch, capsys):
-    """The standard error of main(), checked as for all bad input."""
-    files = sorted(Path().rglob("*"))
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        run_main(config, monkeypatch)
-    assert stop.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
-    assert sorted(Path().rglob("*")) == files
-    return captured.err
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
-def test_bad_flags_are_refused_before_anything_is_read(
-    tmp_path, monkeypatch, capsys, flags, message
-):
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    Path("cut.png").write_bytes(encoded(0)[:-100])
-    Path("finished").mkdir()
-    Path("finished/model_index.json").touch()
-    Path("lora").mkdir()
-    Path("lora", LORA_FILE).touch()
-    Path("own").mkdir()
-    Path("own/README.md").touch()
-    config = config_of("nowhere", "nowhere", "out", **flags)
-    assert message in run_badly(config, monkeypatch, capsys)
-
-
-def test_an_unknown_schedule_is_refused_by_name(monkeypatch, capsys):
-    args = flags_of(config_of("nowhere", "nowhere", "out", lr_scheduler="polynomial"))
-    monkeypatch.setattr(sys, "argv", ["train", *args])
-    with pytest.raises(SystemExit) as stop:
-        trainer.main(sys.argv[1:])
-    assert stop.value.code == 2
-    assert "polynomial" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def unet_of(tmp_path_factory):
-    """UNet directories that do not fit the model: name -> directory."""
-    folder = tmp_path_factory.mktemp("unets")
-    make_tiny_pipeline(folder / "narrow", in_channels=4, **SIZE)
-    wider = {"cross_attention_dim": 40}
-    config = json.loads((folder / "narrow" / "unet" / "config.json").read_text())
-    torch_unet = UNet2DConditionModel.from_config(config | wider | {"in_channels": 8})
-    torch_unet.save_pretrained(folder / "other" / "unet")
-    return {name: str(folder / name / "unet") for name in ("narrow", "other")}
-
-
-def without(path):
-    return lambda: shutil.rmtree(path)
-
-
-def damaged(file, content=b""):
-    return lambda: Path(file).write_bytes(content)
-
-
-def changed(file, **values):
-    return lambda: edit_json(Path(file), **values)
-
-
-def columns_named(*names):
-    return lambda: write_shard("data/a.parquet", 2, columns=names)
-
-
-NOWHERE = "nowhere/model"
-BAD_FOLDERS = [
-    ({"unet_model_name_or_path": NOWHERE}, None, f"no config.json in {NOWHERE}"),
-    (
-        {"unet_model_name_or_path": "model"},
-        None,
-        "--unet_model_name_or_path model is a pipeline; give the output of create_modified_unet.py",
-    ),
-    (
-        {"unet_model_name_or_path": "model"},
-        lambda: Path("model/config.json").write_text('{"push_to_hub": false}'),  # of a trained one
-        "--unet_model_name_or_path model is a pipeline; give the output of create_modified_unet.py",
-    ),
-    ({"unet_model_name_or_path": "model/vae"}, None, "is the config of AutoencoderKL"),
-    ({"unet_model_name_or_path": "narrow"}, None, "create_modified_unet.py"),
-    (
-        {"unet_model_name_or_path": "other"},
-        None,
-        "has cross_attention_dim 40, but the text of",
-    ),
-    ({"pretrained_model_name_or_path": NOWHERE}, None, f"{NOWHERE} has no model_index.json"),
-    ({}, without("model/vae"), "no config.json in model/vae"),
-    ({}, without("model/text_encoder"), "no config.json in model/text_encoder"),
-    ({}, without("model/scheduler"), "no scheduler_config.json in"),
-    ({}, without("model/tokenizer"), "the tokenizer of model"),
-    ({}, damaged("model/tokenizer/vocab.json", b"{"), "the tokenizer of model"),
-    ({}, damaged("model/unet/diffusion_pytorch_model.safetensors"), "diffusion_pytorch_model"),
-    (
-        {},
-        changed("model/scheduler/scheduler_config.json", _class_name="UnknownScheduler"),
-        "_class_name=UnknownScheduler, which is not supported",
-    ),
-    (
-        {},
-        changed("model/scheduler/scheduler_config.json", prediction_type="sample"),
-        "has prediction_type sample",
-    ),
-    ({"resolution": 17}, None, "--resolution 17 is not a multiple of 2; try 16 or 18"),
-    ({"resolution": 1}, None, "--resolution 1 is too small: this model's VAE and UNet reduce"),
-    ({"resolution": -6}, None, "--resolution -6 must be at least 1"),
-    ({"resolution": 0}, None, "--resolution 0 must be at least 1"),
-    ({"dataloader_num_workers": -1}, None, "workers -1 must be at least 0"),
-    ({"train_data_dir": (NOWHERE,)}, None, f"--train_data_dir {NOWHERE} is not a dir"),
-    ({"train_data_dir": ("model",)}, None, "--train_data_dir model contains no *.parquet file"),
-    (
-        {"original_image_column": "a"},
-        columns_named("a", "b", "c"),
-        "a.parquet has no column that is known to have the edited image and the instruction; it "
-        "has a, b, c: choose with --edited_image_column and --edit_prompt_column\n",
-    ),
-    ({"edit_prompt_column": "caption"}, None, "a.parquet has no column caption"),
-    ({}, damaged("data/b.parquet"), "1 of 2 shards in data cannot be read as parquet: b.parquet"),
-    (
-        {"unet_model_name_or_path": "xl/unet"},
-        lambda: make_tiny_xl("xl"),
-        "but the UNet in xl/unet is SDXL; take both from",
-    ),
-    ({"train_batch_size": 20}, None, "use at most 16 pairs per process"),
-    (
-        {"ema": "power", "ema_snapshot_steps": 100},
-        None,
-        "--ema_snapshot_steps 100 is more than the run's 5 steps",
-    ),
-]
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize(("flags", "spoil", "message"), BAD_FOLDERS)
-def test_bad_folders_are_one_line(
-    model, data, unet_of, tmp_path, monkeypatch, capsys, flags, spoil, message
-):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(model, "model")
-    shutil.copytree(data, "data")
-    Path("file").touch()
-    if spoil is not None:
-        spoil()
-    if (name := flags.get("unet_model_name_or_path")) in unet_of:
-        flags = flags | {"unet_model_name_or_path": unet_of[name]}
-    config = config_of("model", "data", "out", **flags)
-    assert message in run_badly(config, monkeypatch, capsys)
-
-
-def test_sdxl_text_equals_pytorch(tmp_path):
-    """Penultimate states of both encoders, side by side, and the projected end of text."""
-    folder = make_tiny_xl(tmp_path / "xl")
-    ids = np.random.default_rng(0).integers(0, 500, (2, 2, 77)).astype(np.int32)
-    encoders, params, expected = [], [], []
-    for i, (ours, theirs) in enumerate(
-        (
-            (FlaxCLIPTextModel, CLIPTextModel),
-            (FlaxCLIPTextModelWithProjection, CLIPTextModelWithProjection),
-        )
-    ):
-        subfolder = f"text_encoder{'_2' if i else ''}"
-        encoder, its_params = ours.from_pretrained(folder, subfolder=subfolder, _do_init=False)
-        encoders.append(encoder)
-        params.append(its_params)
-        theirs = theirs.from_pretrained(folder, subfolder=subfolder)
-        with torch.no_grad():
-            expected.append(theirs(torch.from_numpy(ids[:, i]).long(), output_hidden_states=True))
-    time_ids = np.ones((2, 6), np.float32)
-    text = encode_text(tuple(encoders), tuple(params), ids, time_ids)
-    states = torch.cat([output.hidden_states[-2] for output in expected], -1)
-    np.testing.assert_allclose(text["states"], states.numpy(), atol=1e-5)
-    np.testing.assert_allclose(text["pooled"], expected[1].text_embeds.numpy(), atol=1e-5)
-    assert text["time_ids"] is time_ids
+@pytest.mark.parametrize("name", ["TIGER-Lab/OmniEdit-Filtered-1.2M", *slow(*list(SCHEMAS)[:-1])])
+def test_a_known_set_trains_without_flags(model, tmp_path, monkeypatch, name):
+    data = write_known(tmp_path / "data", name)
+    out = tmp_path / "out"
+    run_main(config_of(model, data, out, max_train_steps=3), monkeypatch)
+    rows = read_metrics(out)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    assert (out / "model_index.json").exists()

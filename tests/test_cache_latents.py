@@ -25,12 +25,7 @@ import flax_train_instruct_pix2pix as trainer
 import parquet_processing
 from cache_latents import Config
 from dataloading import decoding
-from dataloading.shards import (
-    list_row_groups,
-    pair_at,
-    read_row_group,
-    shard_ids,
-)
+from dataloading.shards import list_row_groups, pair_at, read_row_group, shard_ids
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from parquet_processing import ParquetImagePairs
 from training import latents as training_latents

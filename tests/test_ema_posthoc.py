@@ -1,0 +1,368 @@
+"""ema_posthoc.py: averages of other lengths, from snapshots of a random walk; bad input."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionInstructPix2PixPipeline, UNet2DConditionModel
+from mount_points import refuse_to_rename_folders
+from safetensors.numpy import load_file, save_file
+from tiny_models import make_tiny_pipeline
+
+import ema_posthoc
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
+from training.ema import SIGMA_RELS, posthoc_weights, sigma_rel_to_gamma
+
+SCRIPT = Path(ema_posthoc.__file__)
+
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+PARTS = ["model_index.json", "scheduler", "text_encoder", "tokenizer", "unet", "vae"]
+
+
+def track(steps, gammas, every):
+    """Power-function averages in float64: {step: (len(gammas), P)} at every so many steps."""
+    averages, kept = np.zeros((len(gammas), steps.shape[1])), {}
+    for n, params in enumerate(steps, start=1):
+        decays = np.array([(1 - 1 / n) ** (gamma + 1) for gamma in gammas])[:, None]
+        averages = decays * averages + (1 - decays) * params
+        if n % every == 0:
+            kept[n] = averages
+    return kept
+
+
+def walk(start, num_steps, scale):
+    rng = np.random.default_rng(0)
+    steps = rng.normal(0, scale, (num_steps, start.size)).astype(np.float32)
+    return start + np.cumsum(steps, axis=0, out=steps)
+
+
+def relative_distance(found, expected, scale):
+    return np.linalg.norm(found - expected) / np.linalg.norm(scale)
+
+
+def test_averages_of_other_lengths_come_out_of_two():
+    lengths = [*SIGMA_RELS, 0.03, 0.07, 0.15, 0.22]
+    gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in lengths]
+    kept = track(walk(np.zeros(100), 2000, 1.0), gammas, 100)
+    times = np.repeat(list(kept), 2)
+    snapshots = np.concatenate([averages[:2] for averages in kept.values()])
+    last = kept[2000]
+    for i, gamma in enumerate(gammas[2:], start=2):
+        weights = posthoc_weights(times, gammas[:2] * len(kept), 2000, gamma)
+        rebuilt = weights @ snapshots
+        assert relative_distance(rebuilt, last[i], last[0] - last[1]) < 0.02, lengths[i]
+
+
+def name_snapshot(step, sigma_rel):
+    return f"{step:08d}-{sigma_rel:.3f}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The directory of a run with --ema power, and other averages of the same run.
+
+    Returns:
+        folder; names and shapes of its UNet's tensors; kept: {step: (4, P)}, the averages of the
+        lengths 0.05, 0.1, 0.03 and 0.15.
+    """
+    root = tmp_path_factory.mktemp("run")
+    folder = make_tiny_pipeline(root / "model", unet_channels=(16, 32))
+    unet = UNet2DConditionModel.from_pretrained(folder / "unet")
+    state = {name: tensor.numpy() for name, tensor in unet.state_dict().items()}
+    start = np.concatenate([array.ravel() for array in state.values()])
+    gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in (*SIGMA_RELS, 0.03, 0.15)]
+    kept = track(walk(start, 60, 0.01), gammas, 4)
+    shapes = {name: array.shape for name, array in state.items()}
+    for step, averages in kept.items():
+        for sigma_rel, average in zip(SIGMA_RELS, averages):
+            tensors = {k: torch.tensor(x) for k, x in split(average, shapes).items()}
+            unet.load_state_dict(tensors)
+            # One snapshot is sharded.
+            size = "200KB" if step == 8 else "1GB"
+            out = folder / "ema_snapshots" / name_snapshot(step, sigma_rel)
+            unet.save_pretrained(out, max_shard_size=size)
+    assert len(list((folder / "ema_snapshots" / "00000008-0.050").iterdir())) > 3
+    (folder / "checkpoints" / "60").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    (folder / "ema_snapshots" / ".saving-1").mkdir()  # left by a killed run
+    return SimpleNamespace(folder=folder, shapes=shapes, kept=kept)
+
+
+def split(vector, shapes):
+    """{name: float32 array} of a vector of all parameters."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
+    parts = np.split(vector.astype(np.float32), ends[:-1])
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts)}
+
+
+def read_unet(folder, shapes):
+    """The vector of all parameters, as PyTorch reads them."""
+    state = UNet2DConditionModel.from_pretrained(folder, subfolder="unet").state_dict()
+    assert state.keys() == shapes.keys()
+    return np.concatenate([state[name].numpy().ravel() for name in shapes])
+
+
+def files_of(folder):
+    return {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def run_main(monkeypatch, *args):
+    ema_posthoc.main([*map(str, args)])
+
+
+def test_the_command_line(run, tmp_path):
+    before = files_of(run.folder)
+    args = ["--train_output_dir", run.folder, "--output_dir", "models"]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *args, "--sigma_rel", "0.03", "0.15", "0.05"],
+        cwd=tmp_path,
+        env=os.environ | {"XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "30/30" in done.stderr
+    assert "warning" not in done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "30 snapshots, steps 4 to 60"
+    assert lines[-1] == f"saved {tmp_path / 'models' / '0.05'}"
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
+    assert files_of(run.folder) == before
+
+    last = run.kept[60]
+    for sigma_rel, expected in (("0.03", last[2]), ("0.15", last[3]), ("0.05", last[0])):
+        folder = tmp_path / "models" / sigma_rel
+        assert sorted(path.name for path in folder.iterdir()) == PARTS
+        found = read_unet(folder, run.shapes)
+        assert relative_distance(found, expected, last[0] - last[1]) < 0.05
+    np.testing.assert_allclose(found, last[0], atol=1e-5)
+
+    # The rest is copied, not linked; both libraries open it.
+    for path, content in files_of(folder).items():
+        if path.parts[0] != "unet":
+            assert content == before[path]
+            assert not (folder / path).samefile(run.folder / path)
+    pipeline = StableDiffusionInstructPix2PixPipeline.from_pretrained(folder, safety_checker=None)
+    state = pipeline.unet.state_dict()
+    np.testing.assert_array_equal(
+        np.concatenate([state[name].numpy().ravel() for name in run.shapes]), found
+    )
+    FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(folder)
+    assert json.loads((folder / "unet" / "config.json").read_text())["in_channels"] == 8
+
+
+def test_an_earlier_step_in_half_precision_over_an_old_model(run, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "deep" / "model"
+    out.mkdir(parents=True)
+    refuse_to_rename_folders(monkeypatch)
+    args = ["--train_output_dir", run.folder, "--output_dir", out, "--sigma_rel", 0.15]
+    run_main(monkeypatch, *args, "--step", 40, "--dtype", "float16")
+    assert "20 snapshots, steps 4 to 40" in capsys.readouterr().out
+    assert {array.dtype.name for array in load_file(out / "unet" / WEIGHTS).values()} == {"float16"}
+    at_40 = run.kept[40]
+    found = read_unet(out, run.shapes)
+    assert relative_distance(found, at_40[3], at_40[0] - at_40[1]) < 0.05
+
+    (out / "old").touch()
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, *args)
+    assert f"--output_dir {out} is not empty (model_index.json, " in capsys.readouterr().err
+    run_main(monkeypatch, *args, "--overwrite_output_dir")
+    assert sorted(path.name for path in out.iterdir()) == sorted([*PARTS, "old"])
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
+    assert relative_distance(read_unet(out, run.shapes), run.kept[60][3], at_40[0] - at_40[1]) < 0.1
+
+
+def test_snapshots_as_the_trainer_writes_them(run, tmp_path, monkeypatch):
+    """Snapshots in half precision, sharded; the sum is computed in float32."""
+    folder = tmp_path / "run"
+    shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("ema_snapshots"))
+    unet, params = FlaxUNet2DConditionModel.from_pretrained(folder, subfolder="unet")
+    for i, sigma_rel in enumerate(SIGMA_RELS):
+        snapshot = folder / "ema_snapshots" / name_snapshot(10, sigma_rel)
+        shifted = jax.tree.map(lambda x, i=i: x + np.float32(0.01 * i), params)
+        unet.save_pretrained(snapshot, shifted, dtype=np.float16, max_shard_size="100KB")
+    args = ["--train_output_dir", folder, "--sigma_rel", 0.08]
+    run_main(monkeypatch, *args, "--output_dir", tmp_path / "out")
+    gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in SIGMA_RELS]
+    weights = posthoc_weights([10, 10], gammas, 10, sigma_rel_to_gamma(0.08))
+    base = load_file(folder / "unet" / WEIGHTS)
+    for key, array in load_file(tmp_path / "out" / "unet" / WEIGHTS).items():
+        snapshots = [base[key].astype(np.float16), (base[key] + np.float32(0.01)).astype("float16")]
+        expected = sum(w * x.astype(np.float64) for w, x in zip(weights, snapshots))
+        np.testing.assert_allclose(array, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.fixture
+def small_run(run, tmp_path, monkeypatch):
+    """A copy of the run with the snapshots of two steps, to damage, in the working directory.
+
+    Returns:
+        its relative path.
+    """
+    monkeypatch.chdir(tmp_path)
+    others = [name_snapshot(step, s) for step in run.kept for s in SIGMA_RELS if step not in (4, 8)]
+    shutil.copytree(run.folder, "run", ignore=shutil.ignore_patterns(*others))
+    return Path("run")
+
+
+def test_too_few_snapshots_are_said(small_run, monkeypatch, capsys):
+    args = ["--train_output_dir", small_run, "--output_dir", "out", "--sigma_rel", 0.01]
+    run_main(monkeypatch, *args)
+    output = capsys.readouterr()
+    assert "warning: these snapshots cannot give sigma_rel 0.01 well" in output.err
+    (line,) = [line for line in output.out.splitlines() if line.startswith("sigma_rel 0.01")]
+    assert 10 < float(line.split()[-1].rstrip("%")) <= 100
+    assert Path("out", "model_index.json").is_file()
+
+
+def remove(name):
+    def spoil(folder):
+        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
+
+    return spoil
+
+
+def truncate(folder):
+    file = folder / "ema_snapshots" / "00000004-0.100" / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def other_config(folder):
+    file = folder / "ema_snapshots" / "00000008-0.050" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"cross_attention_dim": 99}))
+
+
+def change_tensors(change):
+    def spoil(folder):
+        file = folder / "ema_snapshots" / "00000004-0.050" / WEIGHTS
+        save_file(change(load_file(file)), file)
+
+    return spoil
+
+
+def lose_a_shard(folder):
+    sorted((folder / "ema_snapshots" / "00000008-0.100").glob("*-of-*"))[0].unlink()
+
+
+def nothing(folder):
+    pass
+
+
+LACKS = "lacks 00000004-0.050; copy it again, remove the other snapshots of that step, or give"
+
+
+SNAPSHOT = "the snapshot run/ema_snapshots/"
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize(
+    ("spoil", "flags", "message"),
+    [
+        (nothing, {"sigma_rel": "0"}, "--sigma_rel 0.0 must be above 0 and below 0.28"),
+        (nothing, {"sigma_rel": "0.28"}, "--sigma_rel 0.28 must be above 0 and below 0.28"),
+        (nothing, {"sigma_rel": "nan"}, "--sigma_rel nan must be above 0"),
+        (nothing, {"sigma_rel": "0.1 0.3"}, "--sigma_rel 0.3 must be above 0"),
+        (nothing, {"sigma_rel": ""}, "sigma_rel is empty; give one length or several"),
+        (nothing, {"train_output_dir": "nowhere"}, "--train_output_dir nowhere is not a directory"),
+        (nothing, {"step": "3"}, "--step 3 has no snapshots; choose from 4, 8"),
+        (nothing, {"output_dir": "run"}, "--output_dir run is in or around --train_output_dir run"),
+        (nothing, {"output_dir": "run/new"}, "--output_dir run/new is in or around"),
+        (nothing, {"output_dir": "."}, "--output_dir . is in or around"),
+        (nothing, {"output_dir": "file"}, "--output_dir file is a file; name a directory"),
+        (nothing, {"output_dir": "full"}, "--output_dir full is not empty (0.08); name another"),
+        (
+            nothing,
+            {"output_dir": "file/out", "step": "3"},  # checked before it reads
+            "--output_dir file/out cannot be written: ",
+        ),
+        (
+            nothing,
+            {"output_dir": "full", "sigma_rel": "0.07 0.08"},
+            "--output_dir full/0.08 is not empty (model_index.json); name another directory",
+        ),
+        (
+            remove("ema_snapshots"),
+            {},
+            "run/ema_snapshots does not exist; give the --output_dir of a training run",
+        ),
+        (remove("model_index.json"), {}, "run has snapshots but no model_index.json, so the train"),
+        (remove("vae"), {}, "run/vae"),
+        (remove("ema_snapshots/00000004-0.050"), {}, LACKS),
+        (remove("ema_snapshots/00000004-0.050/config.json"), {}, f"{SNAPSHOT}00000004-0.050 is in"),
+        (remove(f"ema_snapshots/00000004-0.100/{WEIGHTS}"), {}, f"{SNAPSHOT}00000004-0.100 is in"),
+        (truncate, {}, f"{SNAPSHOT}00000004-0.100 is incomplete"),
+        (lose_a_shard, {}, f"{SNAPSHOT}00000008-0.100 is incomplete"),
+        (other_config, {}, "are of different models (1 differences: cross_attention_dim)"),
+        (
+            change_tensors(lambda tensors: tensors | {"more.weight": np.zeros(1, np.float32)}),
+            {},
+            "are of different models (1 differences: more.weight)",
+        ),
+        (
+            change_tensors(lambda tensors: tensors | {"conv_in.bias": np.zeros(3, np.float32)}),
+            {},
+            "are of different models (1 differences: conv_in.bias)",
+        ),
+        (
+            change_tensors(lambda tensors: tensors | {"conv_in.bias": np.full(16, np.nan, "f4")}),
+            {},
+            "the average is not finite in 1 tensors (conv_in.bias)",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(small_run, monkeypatch, capsys, spoil, flags, message):
+    spoil(small_run)
+    Path("file").touch()
+    Path("full/0.08").mkdir(parents=True)
+    Path("full/0.08/model_index.json").touch()
+    paths = sorted(Path().rglob("*"))
+    flags = {"train_output_dir": "run", "output_dir": "out", "sigma_rel": "0.08"} | flags
+    output_dir = f"--output_dir={flags.pop('output_dir')}"
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        args = [part for name, value in flags.items() for part in (f"--{name}", *value.split())]
+        run_main(monkeypatch, output_dir, *args)
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert message in lines[-1]
+    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
+    assert sorted(Path().rglob("*")) == paths
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (OSError(28, "No space left on device"), 2, "the disk is full: '"),
+        (KeyboardInterrupt(), 130, "interrupted; the models named as saved are complete"),
+    ],
+)
+def test_an_old_model_outlives_a_failure(small_run, monkeypatch, capsys, error, code, message):
+    def fail(*args, **kwargs):
+        raise error
+
+    Path("out").mkdir()
+    Path("out/old").touch()
+    paths = sorted(Path().rglob("*"))
+    monkeypatch.setattr(FlaxUNet2DConditionModel, "save_pretrained", fail)
+    args = ["--train_output_dir", small_run, "--output_dir", "out", "--sigma_rel", 0.08]
+    with pytest.raises(SystemExit) as stop:
+        run_main(monkeypatch, *args, "--overwrite_output_dir")
+    assert stop.value.code == code
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert sorted(Path().rglob("*")) == paths

@@ -1,0 +1,165 @@
+"""Sharded state: how arrays are split, gathered, reduced and put on devices."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import ROOT
+
+from training.sharding import (
+    REPLICATED,
+    Split,
+    gather,
+    reduce_scatter_stages,
+    replicate,
+    shard_axes,
+    shard_batch,
+    start_state,
+    state_shapes,
+    to_host,
+)
+
+
+def test_a_batch_is_divided_over_the_devices():
+    batch = {"x": np.arange(24).reshape(8, 3), "y": np.zeros((8, 0))}
+    for name, x in shard_batch(batch).items():
+        np.testing.assert_array_equal(x, batch[name].reshape(4, 2, -1))
+    with pytest.raises(
+        ValueError, match="of 6 rows cannot be divided over 4 devices; give it 4 or 8"
+    ):
+        shard_batch({"x": np.zeros((6, 2))})
+    with pytest.raises(
+        ValueError, match="of 3 rows cannot be divided over 4 devices; give it 4 rows"
+    ):
+        shard_batch({"x": np.zeros((3, 4))})
+    with pytest.raises(ValueError, match=r"as many rows in every array; .*'x': 8, 'y': 4"):
+        shard_batch({"x": np.zeros((8, 2)), "y": np.zeros(4)})
+
+
+def test_shard_axes():
+    shapes = [(3, 3, 320, 640), (3, 3, 320, 4), (3, 3, 4, 4), (8,), ()]
+    trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert shard_axes(trees, 8) == [
+        *(Split(3, 8), Split(2, 8), Split(2, 4), Split(0, 8), REPLICATED)
+    ]
+    assert shard_axes(trees, 1) == [REPLICATED] * 5
+    # Of 256 devices every 64th has the same part; vectors stay whole.
+    shapes = [(3, 3, 320, 320), (1920, 640), (320,), (0, 256), (0, 0), (5, 7)]
+    trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert shard_axes(trees, 256) == [
+        *(Split(2, 64), Split(0, 128), REPLICATED, Split(1, 256), REPLICATED, REPLICATED)
+    ]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices):
+    """Also for a gather in bfloat16, in which a sum over devices would lose small gradients."""
+    rng = np.random.default_rng(0)
+    params = {"a": rng.standard_normal((8, 4), np.float32), "b": rng.standard_normal(3, np.float32)}
+    weights = {k: 2.0 ** rng.integers(-12, 1, (num_devices, *x.shape)) for k, x in params.items()}
+    weights = jax.tree.map(lambda x: x.astype(np.float32), weights)  # exact in bfloat16
+    axes, devices = shard_axes(params, num_devices), jax.devices()[:num_devices]
+    state = start_state(params, optax.identity(), axes, devices)
+
+    def grads_of(shards, weights, dtype):
+        def loss(shards):
+            whole = gather(shards, axes, dtype)
+            return sum((whole[k].astype(jnp.float32) * weights[k]).sum() for k in whole)
+
+        return jax.grad(loss)(shards)
+
+    for dtype in (jnp.float32, jnp.bfloat16):
+        p_grads = jax.pmap(partial(grads_of, dtype=dtype), axis_name="batch", devices=devices)
+        grads = to_host(p_grads(state.params, weights), axes)
+        for name, x in grads.items():
+            assert x.dtype == np.float32
+            np.testing.assert_allclose(x, weights[name].mean(axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_parameters_in_half_precision_are_refused(dtype):
+    """Updates of float16 parameters overflow to NaN after a few steps of README's loop."""
+    params = {"conv_in": {"kernel": np.zeros((2, 2), dtype), "bias": np.zeros(2, np.float32)}}
+    axes = shard_axes(params, 1)
+    for start in (start_state, partial(state_shapes, num_devices=1)):
+        name = jnp.dtype(dtype).name
+        match = rf"1 of 2 parameters are not float32, conv_in/kernel is {name}; .*param_dtype="
+        with pytest.raises(ValueError, match=match):
+            start(params, optax.adam(1e-4), axes)
+
+
+def test_shards_on_sixteen_devices():
+    """With the branch of TPUs and the other: parameters, gradient and norm of closed forms.
+
+    No axis of "b" is a multiple of 16: four devices share it, four times.
+    """
+    program = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from training.sharding import Split, gather, global_norm, shard_axes, start_state, to_host
+
+rng, n = np.random.default_rng(0), 16
+shapes = {"a": (3, 32, 6), "b": (20, 12), "bias": (20,), "scale": (32,)}
+params = {name: rng.integers(-9, 9, shape).astype(np.float32) for name, shape in shapes.items()}
+weights = {k: rng.integers(-9, 9, (n, *x.shape)).astype(np.float32) for k, x in params.items()}
+mean = {k: x.mean(axis=0) for k, x in weights.items()}
+axes = shard_axes(params, n)
+assert axes["b"] == Split(0, 4)
+state = start_state(params, optax.identity(), axes)
+assert state.params["b"].shape == (16, 5, 12)
+for k, x in to_host(state.params, axes).items():
+    np.testing.assert_array_equal(x, params[k])
+
+def step(shards, weights):
+    def loss(shards):
+        whole = gather(shards, axes, jnp.bfloat16)
+        return sum((x.astype(jnp.float32) * weights[k]).sum() for k, x in whole.items()), whole
+    grads, whole = jax.grad(loss, has_aux=True)(shards)
+    return grads, whole, global_norm(grads, axes)
+
+def on_tpu(*args, tpu, default):
+    return tpu(*args)
+
+for choose in (jax.lax.platform_dependent, on_tpu):
+    jax.lax.platform_dependent = choose
+    grads, whole, norm = jax.pmap(step, axis_name="batch")(state.params, weights)
+    for k, x in to_host(grads, axes).items():
+        np.testing.assert_array_equal(x, mean[k])
+        for copy in np.asarray(whole[k]).astype(np.float32):
+            np.testing.assert_array_equal(copy, params[k])
+    squares = sum(np.square(x).sum() for x in mean.values())
+    np.testing.assert_allclose(norm, np.sqrt(squares), rtol=1e-6)
+    jax.clear_caches()
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
+    subprocess.run([sys.executable, "-c", program], env=os.environ | flags, cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("parts", "num_devices", "sizes"),
+    [(1, 1, [1]), (8, 8, [8]), (9, 9, [9]), (12, 12, [4, 3]), (64, 256, [4, 4, 4])],
+)
+def test_stages_of_a_reduce_scatter(parts, num_devices, sizes):
+    """The first groups are hosts of four chips."""
+    stages = reduce_scatter_stages(parts, num_devices)
+    assert [len(groups[0]) for groups in stages] == sizes
+    assert all(sorted(np.ravel(groups)) == list(range(num_devices)) for groups in stages)
+    assert stages[0][0] == list(range(sizes[0]))
+
+
+def test_arrays_that_are_put_can_be_given_away():
+    """Also arrays whose memory a CPU could use in place: a step would hold them twice."""
+    memory = np.zeros(2**12, np.uint8)
+    start = -memory.ctypes.data % 64
+    aligned = memory[start : start + 2**10].view(np.float32)
+    for x in (aligned, memory[start + 4 : start + 1028].view(np.float32)):
+        on_devices = replicate(x)
+        add = jax.pmap(lambda x: x + 1, axis_name="batch", donate_argnums=0)
+        before = [shard.data.unsafe_buffer_pointer() for shard in on_devices.addressable_shards]
+        after = [shard.data.unsafe_buffer_pointer() for shard in add(on_devices).addressable_shards]
+        assert before == after
