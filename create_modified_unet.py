@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from command_line import ask_before_replacing, run_main
-from diffusers_flax.loading.directories import INDEX_NAME, has
+from diffusers_flax.loading.directories import INDEX_NAME, has_component
 from diffusers_flax.loading.files import naming_full_disk
 from diffusers_flax.loading.hub import download_hint, fetch_config, fetch_file, with_single_files
 from diffusers_flax.loading.single_file import PURPOSES
@@ -118,7 +118,7 @@ def check_flags(config):
     )
     given = f"--pretrained_model_name_or_path {path}"
     index = fetch_config(path, INDEX_NAME, None, revision)[0] or {}
-    if has(index, "text_encoder_2") and not has(index, "text_encoder"):
+    if has_component(index, "text_encoder_2") and not has_component(index, "text_encoder"):
         raise ValueError(
             f"{given} is SDXL's refiner, which lacks the first text encoder; give the base model"
         )

@@ -33,6 +33,7 @@ from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
 from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.parameters import cast_params, choose_dtype, place_params
+from diffusers_flax.pipelines.base import Execution
 from diffusers_flax.pipelines.memory import plan_images
 from diffusers_flax.pipelines.sampling import (
     AYS_SDXL,
@@ -73,17 +74,18 @@ def open_pipeline(config, layout, steps, outputs):
     model, revision = config.pretrained_model_name_or_path, config.revision
     check_xl(model, revision, config.unet)
     dtype = choose_dtype(config.dtype)
-    given = {"unet": config.unet} if config.unet else None
-    _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, given)
-    options = config.scheduler, config.timestep_spacing, config.prediction_type
-    scheduler, state = choose_scheduler(configs["scheduler"], model, *options)
+    replaced = {"unet": config.unet} if config.unet else None
+    _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, replaced)
+    chosen = config.scheduler, config.timestep_spacing, config.prediction_type
+    scheduler, state = choose_scheduler(configs["scheduler"], model, *chosen)
     num_steps = count_steps(scheduler, steps)
     preview = preview_files(
         config.preview, config.preview_decoder, outputs, num_steps, config.seed, [config.grid]
     )
-    added = dict(accelerate=config.accelerate, preview=preview, embeddings=config.embedding)
-    added |= {"layout": layout, "storage": config.storage}
-    pipeline = FlaxStableDiffusionXLPipeline.open(model, revision, dtype, scheduler, given, **added)
+    execution = Execution(config.accelerate, preview, layout, storage=config.storage)
+    options = dict(embeddings=config.embedding, execution=execution)
+    models = model, revision, dtype, scheduler, replaced
+    pipeline = FlaxStableDiffusionXLPipeline.open(*models, **options)
     branches = pipeline.guidance_branches(config.guidance_scale)
     pipeline.check_parallel(branches, config.height)
     check_steps(scheduler, state, steps, pipeline.accelerate, branches)

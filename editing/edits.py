@@ -26,7 +26,7 @@ from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.images import check_finite_images, made_by
 from diffusers_flax.messages import warn_once
 from diffusers_flax.parameters import cast_params
-from diffusers_flax.pipelines.base import MODULES, pipeline_class
+from diffusers_flax.pipelines.base import MODULES, Execution, pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
     InstructPix2Pix,
     edit_branches,
@@ -308,11 +308,8 @@ def load_model(
         model,
         dtype=dtype,
         scheduler=scheduler,
-        accelerate=accelerate,
-        preview=preview,
         embeddings=embedding,
-        layout=layout,
-        storage=storage,
+        execution=Execution(accelerate, preview, layout, storage=storage),
     )
     pipeline, planned = plan(pipeline)
     params = pipeline.load_params(model, lora=lora, unet_delta=unet_delta)

@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 
 from diffusers_flax.loading.deltas import split_specs, unet_files
-from diffusers_flax.loading.directories import INDEX_NAME, PARTS
+from diffusers_flax.loading.directories import COMPONENTS, INDEX_NAME
 from diffusers_flax.loading.embeddings import find_embedding, split_token
 from diffusers_flax.loading.files import write_text
 from diffusers_flax.loading.hub import fetch_file
@@ -92,7 +92,7 @@ def model_checksum(model):
     if not Path(model).is_dir():
         return fetch_file(model, INDEX_NAME, None, None).parent.name
     files = [Path(model, INDEX_NAME)]
-    for part in sorted(PARTS):
+    for part in sorted(COMPONENTS):
         files += visible_files(Path(model, part))
     return files_checksum(files, model)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from dataloading.order import bucket_sizes, check_sides
 from diffusers_flax.loading.configs import ConfigMixin
-from diffusers_flax.loading.directories import INDEX_NAME, has, read_index
+from diffusers_flax.loading.directories import INDEX_NAME, has_component, read_index
 from diffusers_flax.loading.lora import add_lora
 from diffusers_flax.loading.tokenizer import load_tokenizer
 from diffusers_flax.messages import warn_once
@@ -346,11 +346,11 @@ def is_sdxl(config) -> bool:
     """
     source = config.pretrained_model_name_or_path
     index = read_index(source, config.revision)
-    if not has(index, "text_encoder_2"):
+    if not has_component(index, "text_encoder_2"):
         if "XL" in str(index.get("_class_name")):
             raise ValueError(f"{source} is SDXL without text_encoder_2; copy or download it again")
         return False
-    if not has(index, "text_encoder"):
+    if not has_component(index, "text_encoder"):
         raise ValueError(
             f"{source} is SDXL's refiner, which lacks the first text encoder; give the base model"
         )

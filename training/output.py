@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from command_line import ask_before_replacing
-from diffusers_flax.loading.directories import CONV_IN_FILE, INDEX_NAME, LORA_FILE, PARTS
+from diffusers_flax.loading.directories import COMPONENTS, CONV_IN_FILE, INDEX_NAME, LORA_FILE
 from diffusers_flax.loading.files import write_text
 from diffusers_flax.loading.lora import fold_lora, read_lora, read_record, save_conv_in, save_lora
 from diffusers_flax.messages import differences, one_line
@@ -194,7 +194,7 @@ def remove_replaced_model(config, pipeline):
     parts = {} if is_lora_only else pipeline.components
     index = output_dir / INDEX_NAME
     if index.exists():  # without it, directories of these names are not parts of a model
-        for name in PARTS:
+        for name in COMPONENTS:
             if parts.get(name) is None:
                 part = output_dir / name
                 if part.is_symlink():

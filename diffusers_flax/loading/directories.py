@@ -1,4 +1,4 @@
-"""Pipeline directories: model_index.json, the parts, and writing a directory."""
+"""Pipeline directories: model_index.json, the components, and writing a directory."""
 
 import os
 import shutil
@@ -12,13 +12,13 @@ from diffusers_flax.loading.weights import weights_pattern
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # PyTorch diffusers' name
 CONV_IN_FILE = "conv_in.safetensors"  # of training with LoRA: the first convolution, in full
-# The file that shows that a part of a pipeline directory exists.
-PART_FILES = {
+# File that a component of a pipeline directory has at least.
+COMPONENT_FILES = {
     **dict.fromkeys(("unet", "vae", "text_encoder", "text_encoder_2", "controlnet"), "config.json"),
     **dict.fromkeys(("tokenizer", "tokenizer_2"), "tokenizer_config.json"),
     "scheduler": "scheduler_config.json",
 }
-PARTS = {*PART_FILES, "safety_checker", "feature_extractor"}
+COMPONENTS = {*COMPONENT_FILES, "safety_checker", "feature_extractor"}
 
 
 def read_index(path, revision=None, **hub_options):
@@ -44,40 +44,41 @@ def read_index(path, revision=None, **hub_options):
     return index
 
 
-def has(index, part):
-    """Whether a model_index.json lists a part."""
-    return (index.get(part) or [None])[0] is not None
+def has_component(index, name):
+    """Whether a model_index.json lists a component."""
+    return (index.get(name) or [None])[0] is not None
 
 
-def read_parts(path, parts, revision=None, given=None, **hub_options):
-    """Read the settings of a pipeline directory, no weights.
+def read_component_configs(path, names, revision=None, replaced=None, **hub_options):
+    """Read the configs of a pipeline directory's components, no weights.
 
     Args:
         path: directory or hub id.
-        parts: names, keys of PART_FILES.
+        names: of the components, keys of COMPONENT_FILES.
         revision: branch, tag or commit on the hub.
-        given: {part: its config} of parts that replace the directory's, which are not read.
+        replaced: {component: its config}; the directory's are not read.
         hub_options: see fetch_file.
 
     Returns:
-        {part: the content of its PART_FILES, or the given config}.
+        {component: the content of its COMPONENT_FILES, or the replaced config}.
 
     Raises:
-        ValueError: some of the parts are missing.
+        ValueError: components are missing.
     """
-    given = given or {}
+    replaced = replaced or {}
     found = {
-        part: fetch_config(path, PART_FILES[part], part, revision, **hub_options)
-        for part in parts
-        if part not in given
+        name: fetch_config(path, COMPONENT_FILES[name], name, revision, **hub_options)
+        for name in names
+        if name not in replaced
     }
-    if missing := [f"{part}/{PART_FILES[part]}" for part, (_, file) in found.items() if not file]:
+    missing = [f"{name}/{COMPONENT_FILES[name]}" for name, (_, file) in found.items() if not file]
+    if missing:
         where = getattr(path, "configs", path)  # of a SingleFile
         raise ValueError(f"{where} lacks {', '.join(missing)}; copy or download it again")
-    configs = {part: content for part, (content, _) in found.items()}
+    configs = {name: content for name, (content, _) in found.items()}
     if "vae" in found and not isinstance(configs["vae"].get("block_out_channels"), list):
         raise ValueError(f"{found['vae'][1]} has no list block_out_channels; download it again")
-    return configs | given
+    return configs | replaced
 
 
 @contextmanager
@@ -126,11 +127,11 @@ def writing_pipeline(save_directory):
     (folder / INDEX_NAME).unlink(missing_ok=True)
     # PyTorch prefers the index of an earlier save to a single file.
     old_weights = [weights_pattern(stem) for stem in ("diffusion_pytorch_model", "model")]
-    for part in {file.parts[0] for file in files if len(file.parts) > 1}:
-        for old in (folder / part).glob("*"):
+    for name in {file.parts[0] for file in files if len(file.parts) > 1}:
+        for old in (folder / name).glob("*"):
             if any(pattern.fullmatch(old.name) for pattern in old_weights):
                 old.unlink()
     for file in sorted(files, key=lambda file: (file.name == INDEX_NAME, file)):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(written / file, folder / file)  # copies if a part is on another disk
+        shutil.move(written / file, folder / file)  # copies if a directory is on another disk
     shutil.rmtree(written)

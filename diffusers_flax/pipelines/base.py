@@ -22,12 +22,12 @@ from diffusers_flax.images import to_pil
 from diffusers_flax.loading.configs import ConfigMixin, FromSingleFile, FrozenConfig
 from diffusers_flax.loading.deltas import UnetDelta
 from diffusers_flax.loading.directories import (
+    COMPONENT_FILES,
+    COMPONENTS,
     INDEX_NAME,
-    PART_FILES,
-    PARTS,
-    has,
+    has_component,
+    read_component_configs,
     read_index,
-    read_parts,
     writing_pipeline,
 )
 from diffusers_flax.loading.embeddings import Embeddings
@@ -93,12 +93,24 @@ PIPELINE_CLASSES = (
 )
 
 
+@dataclass(frozen=True)
+class Execution:
+    """How a pipeline's programs run; fields as the arguments of from_pretrained."""
+
+    accelerate: str | tuple | Acceleration = ()
+    preview: Preview | None = None
+    layout: Layout | None = None
+    vae_tile: int | None = None
+    storage: str | None = None
+
+
 @dataclass(frozen=True, eq=False)  # compiled programs belong to the object, so it must not change
 class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
-    """A pipeline. Subclasses have its parts as fields; absent parts are None.
+    """A pipeline. Subclasses have its components as fields; absent components are None.
 
-    They define `torch_class_name`, the PyTorch class that opens the same directory, `parts_of` and
-    `check_channels`, which refuse other models, and the stages of a run, see running.py.
+    Subclasses define `torch_class_name`, the PyTorch class that opens the same directory;
+    `required_components` and `check_channels`, which refuse other models; and the stages of a run,
+    see running.py.
     """
 
     accelerate: Acceleration = field(default=Acceleration(), kw_only=True)
@@ -108,15 +120,15 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
     tiny_vae_source: str | None = field(default=None, kw_only=True)  # its directory or hub id
     storage: str | None = field(default=None, kw_only=True)  # of kernels: "float8", "int8"
     unet_source: str | None = field(default=None, kw_only=True)  # of weights in place of the UNet's
-    # {part: what its from_pretrained takes} of parts whose weights are not in the directory.
-    part_sources: dict = field(default_factory=dict, kw_only=True)
+    # {component: path for its from_pretrained}, if its weights are not in the directory
+    component_sources: dict = field(default_factory=dict, kw_only=True)
     embeddings: Embeddings = field(default_factory=Embeddings, kw_only=True)  # of load_params
     # The programs of earlier calls, to log when a call compiles another.
     compiled: set = field(default_factory=set, kw_only=True, repr=False)
     _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
 
     config_name = INDEX_NAME
-    tiny_vae_name = TINY_VAES[0]  # hub id of the decoder for previews and --accelerate taesd
+    tiny_vae_name = TINY_VAES[0]  # hub id of the decoder for previews and accelerate="taesd"
     torch_class_name = None
     safety_checker = None
     feature_extractor = None
@@ -136,8 +148,8 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             check_shared_rows(self.accelerate, self.layout.rows)
             if self.preview and not self.layout.is_local:
                 raise ValueError(
-                    "--preview shows images of the devices of one process, and --parallel takes "
-                    "those of several; leave --preview out"
+                    "preview= shows images of the devices of one process, and the layout has "
+                    "devices of several; leave preview= out"
                 )
         check_storage(self.storage, self.accelerate.int8)
         if self.accelerate.tome:
@@ -157,36 +169,41 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
 
     @classmethod
     def check(
-        cls, pretrained_model_name_or_path, revision=None, given=None, index=None, **hub_options
+        cls, pretrained_model_name_or_path, revision=None, replaced=None, index=None, **hub_options
     ):
-        """Read a directory's configs without weights; raise an error if it is of another class.
+        """Read a directory's configs without weights, and check that this class can open it.
 
         Args:
             pretrained_model_name_or_path, revision: as for from_pretrained.
-            given: {part: object} that replace the directory's; "unet" as in from_pretrained.
-            index: the content of model_index.json; None reads it.
+            replaced: {component: object} in place of the directory's; "unet" as in from_pretrained.
+            index: content of model_index.json; None reads it.
 
         Returns:
-            (model_index.json's content; {part: the content of its JSON file}); unet and vae have
-            the config of the given ones.
+            (content of model_index.json; {component: its config}). The configs of a replaced unet
+            and vae are their own.
 
         Raises:
-            ValueError: the directory or parts are missing, or it is another kind of pipeline.
+            ValueError: the directory or components are missing, or it is another kind of pipeline.
         """
         path = pretrained_model_name_or_path
         index = read_index(path, revision, **hub_options) if index is None else index
-        parts = cls.parts_of(path, index)
-        configs = given_configs(given, **hub_options)
-        configs = read_parts(path, parts, revision, configs, **hub_options)
-        sources = {part: source_of(path, part, given) for part in ("unet", "vae")}
+        names = cls.required_components(path, index)
+        configs = replaced_configs(replaced, **hub_options)
+        configs = read_component_configs(path, names, revision, configs, **hub_options)
+        sources = {name: source_of(path, name, replaced) for name in ("unet", "vae")}
         cls.check_configs(sources, configs)
         return index, configs
 
     @classmethod
-    def parts_of(cls, path, index):
-        """The parts of a pipeline directory; a ValueError if it is not for this class.
+    def required_components(cls, path, index):
+        """Names of the components that a directory must have.
 
-        path: of the directory, for errors; index: the content of its model_index.json.
+        Args:
+            path: directory, for errors.
+            index: content of its model_index.json.
+
+        Raises:
+            ValueError: the directory is not for this class.
         """
         raise NotImplementedError
 
@@ -194,7 +211,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
     def check_configs(cls, sources, configs):
         """Raise a ValueError for a UNet or VAE that is not for this class.
 
-        sources: {"unet", "vae": a name for errors}; configs: {part: its config}.
+        sources: {"unet", "vae": a name for errors}; configs: {component: its config}.
         """
         cls.check_channels(sources["unet"], configs)
 
@@ -218,7 +235,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         vae_tile=None,
         storage=None,
         param_dtype=None,
-        **parts,
+        **components,
     ):
         """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
 
@@ -245,8 +262,8 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
                 half the memory of bfloat16; see models.quantization.store.
             param_dtype: dtype of the parameters, as for FlaxModelMixin.from_pretrained. None: as in
                 the files.
-            **parts: objects that replace the directory's: unet, vae, text_encoder, tokenizer, ...
-                Their parameters are not read: put them into params. unet may also be a str, the
+            **components: objects in place of the directory's: unet, vae, text_encoder, ... Their
+                parameters are not read: put them into params. unet may also be a str, the
                 file, directory or hub id of a UNet, whose weights are read; controlnet likewise,
                 or several, for the classes with ControlNets. safety_checker, a
                 FlaxStableDiffusionSafetyChecker, with feature_extractor, its CLIPImageProcessor:
@@ -260,37 +277,25 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             state, float32 for any dtype; and {"safety_checker"} if it has parameters.
 
         Raises:
-            ValueError: the directory is missing, another kind of pipeline, or a part cannot be
-                read.
+            ValueError: the directory is missing, another kind of pipeline, or a component cannot
+                be read.
         """
-        path, hub_options = pretrained_model_name_or_path, take_hub_options(parts)
+        path, hub_options = pretrained_model_name_or_path, take_hub_options(components)
         index = read_index(path, revision, **hub_options)
         if cls is FlaxDiffusionPipeline:
             cls = class_of(index, path)
-        if "safety_checker" not in parts and has(index, "safety_checker"):
+        if "safety_checker" not in components and has_component(index, "safety_checker"):
             warn_once(
                 f"the safety checker of {path} is not read: images are not checked; give "
                 "safety_checker= and feature_extractor=, or safety_checker=None"
             )
         dtype = jnp.float32 if dtype is None else dtype
-        pipeline = cls.open(
-            path,
-            revision,
-            dtype,
-            scheduler,
-            parts,
-            accelerate,
-            preview,
-            index,
-            embeddings,
-            layout,
-            vae_tile,
-            storage,
-            **hub_options,
-        )
-        given = [name for name, part in parts.items() if not isinstance(part, str | Path)]
+        execution = Execution(accelerate, preview, layout, vae_tile, storage)
+        options = dict(index=index, embeddings=embeddings, execution=execution) | hub_options
+        pipeline = cls.open(path, revision, dtype, scheduler, components, **options)
+        absent = [name for name, x in components.items() if not isinstance(x, str | Path)]
         options = dict(lora=lora, unet_delta=unet_delta, param_dtype=param_dtype) | hub_options
-        params = pipeline.load_params(path, revision, variant, from_pt, given, **options)
+        params = pipeline.load_params(path, revision, variant, from_pt, absent, **options)
         if param_dtype is None:
             warn_of_float16(params.get("unet", {}))
         pipeline.quantize_params(params)
@@ -303,70 +308,74 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         revision=None,
         dtype=jnp.float32,
         scheduler=None,
-        given=None,
-        accelerate=(),
-        preview=None,
+        replaced=None,
         index=None,
         embeddings=(),
-        layout=None,
-        vae_tile=None,
-        storage=None,
+        execution=None,
         **hub_options,
     ):
         """The pipeline of from_pretrained without weights, which is fast.
 
         Args:
-            pretrained_model_name_or_path, revision, dtype, scheduler, accelerate, preview,
-                embeddings, layout, vae_tile,
-                storage: as for from_pretrained.
-            given, index: as for check.
+            pretrained_model_name_or_path, revision, dtype, scheduler, embeddings: as for
+                from_pretrained.
+            replaced, index: as for check.
+            execution: Execution, or None for its defaults.
 
         Raises:
             ValueError: the directory is missing, another kind of pipeline, or has invalid configs.
         """
-        path, accelerate = pretrained_model_name_or_path, parse(accelerate)
-        names = {f.name for f in fields(cls)} & PARTS
-        if unknown := sorted((given or {}).keys() - names):
+        path, execution = pretrained_model_name_or_path, execution or Execution()
+        names = {f.name for f in fields(cls)} & COMPONENTS
+        replaced = dict(replaced or {})
+        if unknown := sorted(replaced.keys() - names):
             raise ValueError(
                 f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(names))}"
             )
-        given = dict(given or {})
-        if isinstance(given.get("unet"), str | Path):
+        if isinstance(replaced.get("unet"), str | Path):
             configs = getattr(path, "configs", path)  # of a SingleFile
-            given["unet"] = open_source("unet=", given["unet"], "unet", configs, **hub_options)
-        more, part_sources = cls._more_parts(path, revision, dtype, given, index, **hub_options)
-        given |= more
-        parts, unet_source = dict(given), None
+            replaced["unet"] = open_source(
+                "unet=", replaced["unet"], "unet", configs, **hub_options
+            )
+        more, sources = cls._open_more_components(
+            path, revision, dtype, replaced, index, **hub_options
+        )
+        replaced |= more
+        components, unet_source = dict(replaced), None
         if scheduler is not None:
-            parts["scheduler"] = scheduler
-        index, configs = cls.check(path, revision, parts, index, **hub_options)
-        if isinstance(parts.get("unet"), str | Path):
-            unet_source = parts.pop("unet")
+            components["scheduler"] = scheduler
+        index, configs = cls.check(path, revision, components, index, **hub_options)
+        if isinstance(components.get("unet"), str | Path):
+            unet_source = components.pop("unet")
         if scheduler is None:
-            parts["scheduler"], _ = scheduler_from_config(configs["scheduler"], path)
-        for name in MODULES.keys() & configs.keys() - parts.keys():
-            check_stored(configs[name], storage, f"{path}, {name}")
-            parts[name] = MODULES[name].from_config(configs[name], dtype=dtype)
-        if vae_tile:
-            parts["vae"] = with_tile(parts["vae"], vae_tile)
-        for name in TEXT_ENCODERS.keys() & configs.keys() - parts.keys():
-            text_encoder = parts[TEXT_ENCODERS[name]]
-            parts[name] = load_tokenizer(path, text_encoder, revision, name, **hub_options)
+            components["scheduler"], _ = scheduler_from_config(configs["scheduler"], path)
+        for name in MODULES.keys() & configs.keys() - components.keys():
+            check_stored(configs[name], execution.storage, f"{path}, {name}")
+            components[name] = MODULES[name].from_config(configs[name], dtype=dtype)
+        if execution.vae_tile:
+            components["vae"] = with_tile(components["vae"], execution.vae_tile)
+        for name in TEXT_ENCODERS.keys() & configs.keys() - components.keys():
+            text_encoder = components[TEXT_ENCODERS[name]]
+            components[name] = load_tokenizer(path, text_encoder, revision, name, **hub_options)
         embeddings = Embeddings(embeddings, **hub_options)
-        embeddings.add_tokens(parts, given)
+        embeddings.add_tokens(components, replaced)
         # A refiner has no first text encoder.
-        absent = {f.name: None for f in fields(cls) if f.name in PART_FILES.keys() - parts.keys()}
+        for f in fields(cls):
+            if f.name in COMPONENT_FILES:
+                components.setdefault(f.name, None)
+        accelerate, preview = parse(execution.accelerate), execution.preview
         settings = cls._settings(index) | {"dtype": dtype, "unet_source": unet_source}
-        settings |= {"embeddings": embeddings, "part_sources": part_sources, "storage": storage}
+        settings |= {"embeddings": embeddings, "component_sources": sources}
         if source := choose_tiny_vae(accelerate.tiny_decoder, preview, cls.tiny_vae_name):
-            tiny_vae = open_tiny_vae(source, parts["vae"], dtype, **hub_options)
+            tiny_vae = open_tiny_vae(source, components["vae"], dtype, **hub_options)
             settings |= {"tiny_vae": tiny_vae, "tiny_vae_source": source}
-        settings |= {"accelerate": accelerate, "preview": preview, "layout": layout}
-        return cls(**parts, **absent, **settings)
+        settings |= {"accelerate": accelerate, "preview": preview}
+        settings |= {"layout": execution.layout, "storage": execution.storage}
+        return cls(**components, **settings)
 
     @classmethod
-    def _more_parts(cls, path, revision, dtype, given, index, **hub_options):
-        """Parts that a class opens itself, and part_sources; arguments as of open."""
+    def _open_more_components(cls, path, revision, dtype, replaced, index, **hub_options):
+        """Components that a class opens itself, and component_sources; arguments as for open."""
         return {}, {}
 
     def load_params(
@@ -375,38 +384,43 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         revision=None,
         variant=None,
         from_pt=False,
-        given=(),
+        absent=(),
         lora=(),
         unet_delta=(),
         param_dtype=None,
         **hub_options,
     ):
-        """The parameters, as from from_pretrained, for a pipeline that `open` returned."""
+        """The parameters, as from from_pretrained, for a pipeline that `open` returned.
+
+        absent: names of components whose parameters are not read.
+        """
         reading = {
             "param_dtype": checked_param_dtype(param_dtype),
             "from_pt": from_pt,
             **hub_options,
         }
         loras = Loras([lora] if isinstance(lora, str | Path) else lora)
-        if unet_delta and "unet" in given:
+        if unet_delta and "unet" in absent:
             raise ValueError("unet_delta needs the UNet's weights, which unet= replaces; leave one")
         delta = UnetDelta(unet_delta, self.unet.config, variant, **hub_options)
 
-        def convert(part, name, x):
-            folded = delta.fold(name, x) if part == "unet" else x
-            folded = loras.fold(part, name, folded)
+        def convert(component, name, x):
+            folded = delta.fold(name, x) if component == "unet" else x
+            folded = loras.fold(component, name, folded)
             if folded is not x:
                 check_foldable(x, pretrained_model_name_or_path)
-            return self.embeddings.extend(part, name, folded)
+            return self.embeddings.extend(component, name, folded)
 
         params = {"scheduler": self.scheduler.create_state()}
         if self.safety_checker is not None and self.safety_checker._do_init:
             params["safety_checker"] = self.safety_checker.params
         for name, module in vars(self).items():
-            if name in self.part_sources:
+            if name in self.component_sources:
                 options = {"storage": self.storage, **reading}
-                _, params[name] = type(module).from_pretrained(self.part_sources[name], **options)
-            elif name in MODULES and name not in given and module is not None:
+                _, params[name] = type(module).from_pretrained(
+                    self.component_sources[name], **options
+                )
+            elif name in MODULES and name not in absent and module is not None:
                 source = pretrained_model_name_or_path
                 options = {"subfolder": name, "revision": revision, "variant": variant}
                 if name in TEXT_ENCODERS.values():
@@ -430,19 +444,19 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         if int8 := self.accelerate.int8:
             if "unet" not in params:
                 raise ValueError(
-                    "--accelerate int8 needs the UNet's parameters; with unet= leave it out, put "
+                    "accelerate=int8 needs the UNet's parameters; with unet= leave it out, put "
                     "diffusers_flax.models.quantization.quantize(params) into params['unet']"
                 )
             params["unet"] = quantize(params["unet"], int8.mode)
 
     @property
     def components(self):
-        """{name: part} of the pipeline, to construct another one from."""
+        """{name: component} of the pipeline, to construct another one from."""
         parameters = inspect.signature(type(self)).parameters
-        return {name: getattr(self, name) for name in parameters if name in PARTS}
+        return {name: getattr(self, name) for name in parameters if name in COMPONENTS}
 
     def text_modules(self):
-        """The modules of the text encoders, the only parts whose config may change."""
+        """The modules of the text encoders, the only components whose config may change."""
         encoders = (getattr(self, name, None) for name in TEXT_ENCODERS.values())
         return tuple(encoder.module for encoder in encoders if encoder is not None)
 
@@ -460,12 +474,12 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
 
     @classmethod
     def _settings(cls, index):
-        """Fields other than parts, from model_index.json."""
+        """Fields other than components, from model_index.json."""
         return {}
 
     @property
     def config(self):
-        """The content of model_index.json, read-only: {part: (library, class)} and settings."""
+        """Content of model_index.json, read-only: {component: (library, class)} and settings."""
         index = {
             "_class_name": self.torch_class_name,
             "_diffusers_version": DIFFUSERS_VERSION,
@@ -474,12 +488,12 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             "scheduler": ["diffusers", type(self.scheduler).__name__.removeprefix("Flax")],
             **self._index(),
         }
-        for name, part in self.components.items():
-            if part is None:
+        for name, component in self.components.items():
+            if component is None:
                 index[name] = [None, None]
             elif name in MODULES:
                 library = "transformers" if name.startswith("text_encoder") else "diffusers"
-                index[name] = [library, part.torch_class_name]
+                index[name] = [library, component.torch_class_name]
             elif name in TEXT_ENCODERS:
                 index[name] = ["transformers", "CLIPTokenizer"]
             elif name == "safety_checker":
@@ -507,38 +521,40 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             params: as from from_pretrained, not replicated; "scheduler" may be missing, and
                 "safety_checker" if the object has its parameters.
             push_to_hub: must be False; `hf upload` sends a directory to the hub.
-            max_shard_size: largest file of weights, in bytes or as "5GB"; None: each part's own
-                default, "10GB".
+            max_shard_size: largest file of weights, in bytes or as "5GB"; None: each
+                component's own default, "10GB".
 
         Raises:
-            ValueError: params lack a part or do not match it, or push_to_hub is True.
+            ValueError: params lack a component or do not match it, or push_to_hub is True.
         """
         refuse_push_to_hub(push_to_hub)
         self._require_params(params)
-        parts = {name: part for name, part in self.components.items() if part is not None}
+        components = {name: x for name, x in self.components.items() if x is not None}
         shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         with writing_pipeline(save_directory) as folder:
-            for name, part in parts.items():
+            for name, component in components.items():
                 if name in MODULES:
-                    part.save_pretrained(folder / name, params=params[name], **shards)
+                    component.save_pretrained(folder / name, params=params[name], **shards)
                 elif name == "safety_checker":
-                    part.save_pretrained(folder / name, params=params.get(name), **shards)
+                    component.save_pretrained(folder / name, params=params.get(name), **shards)
                 else:
-                    part.save_pretrained(folder / name)
+                    component.save_pretrained(folder / name)
                 if name in TEXT_ENCODERS:
                     # vocab.json and merges.txt, which is what transformers before 5.0 reads.
-                    part.backend_tokenizer.model.save(str(folder / name))
+                    component.backend_tokenizer.model.save(str(folder / name))
             write_json(folder / INDEX_NAME, self.config)
 
     def _require_params(self, params):
         """Raise a ValueError if parameters of a module are missing."""
         names = {name for name in (*MODULES, "tiny_vae") if getattr(self, name, None) is not None}
         if missing := sorted(names - params.keys()):
-            raise ValueError(f"params lack {', '.join(missing)}; give the parameters of every part")
+            raise ValueError(
+                f"params lack {', '.join(missing)}; give the parameters of every component"
+            )
         check_quantized(params, self.storage, getattr(self.accelerate.int8, "mode", None))
 
     def _index(self):
-        """Entries of model_index.json other than parts."""
+        """Entries of model_index.json other than components."""
         return {
             "requires_safety_checker": self.safety_checker is not None,
             "safety_checker": [None, None],
@@ -547,19 +563,19 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
     def description(self):
         """All that a compiled program depends on in a pipeline, except the code, as a str."""
         lines = [type(self).__name__]
-        for name, part in vars(self).items():
+        for name, x in vars(self).items():
             if name in MODULES or name == "scheduler":
-                module = getattr(part, "module", part)  # a text encoder's config is not a mapping
-                settings = None if part is None else sorted(module.config.items())
-                runtime = [vars(part).get(field) for field in ("dtype", "tile")]
-                lines.append(f"{name} {type(part).__name__} {settings} {runtime}")
+                module = getattr(x, "module", x)  # a text encoder's config is not a mapping
+                settings = None if x is None else sorted(module.config.items())
+                runtime = [vars(x).get(field) for field in ("dtype", "tile")]
+                lines.append(f"{name} {type(x).__name__} {settings} {runtime}")
             elif name in TEXT_ENCODERS:
-                ids = None if part is None else tokenize(part, "", part.model_max_length).tolist()
+                ids = None if x is None else tokenize(x, "", x.model_max_length).tolist()
                 lines.append(f"{name} {ids}")
-            elif name == "tiny_vae" and part is not None:
-                lines.append(f"{name} {sorted(part.config.items())} {part.dtype}")
+            elif name == "tiny_vae" and x is not None:
+                lines.append(f"{name} {sorted(x.config.items())} {x.dtype}")
             elif name in ("dtype", "accelerate", "layout", "storage", *self._settings({})):
-                lines.append(f"{name} {part}")
+                lines.append(f"{name} {x}")
         return "\n".join(lines)
 
     # ------------------------------------------------------------------ calls
@@ -673,28 +689,28 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         return decode(self.compute_vae, params["vae"], latents, self.layout)
 
 
-def given_configs(given, **hub_options):
-    """{part: its config} of parts that replace a directory's; of unet and vae, others are {}.
+def replaced_configs(replaced, **hub_options):
+    """{component: its config} for replaced unet and vae, {} for the others.
 
-    given: as for FlaxDiffusionPipeline.check. A file of weights has the directory's config.
+    replaced: as for FlaxDiffusionPipeline.check. A file of weights has the directory's config.
     """
     configs = {}
-    for name, part in (given or {}).items():
-        if isinstance(part, str | Path):
-            folder, file = locate("--unet", part)
+    for name, component in (replaced or {}).items():
+        if isinstance(component, str | Path):
+            folder, file = locate("unet=", component)
             if file is None:
                 configs[name] = MODULES[name].load_config(folder, **hub_options)
-        elif name in PART_FILES and part is not None:
-            configs[name] = dict(part.config) if name in ("unet", "vae") else {}
+        elif name in COMPONENT_FILES and component is not None:
+            configs[name] = dict(component.config) if name in ("unet", "vae") else {}
     return configs
 
 
-def source_of(path, part, given):
-    """The name of a part's source for errors: the directory, or what replaces its part."""
-    replacement = (given or {}).get(part)
-    if isinstance(replacement, str | Path):
-        return replacement
-    return path if replacement is None else f"{path} with the given {part}"
+def source_of(path, name, replaced):
+    """Where a component comes from, for errors."""
+    component = (replaced or {}).get(name)
+    if isinstance(component, str | Path):
+        return component
+    return path if component is None else f"{path} with the given {name}"
 
 
 def pipeline_class(path, revision=None, **hub_options):

@@ -32,7 +32,7 @@ from PIL import Image
 
 from diffusers_flax.acceleration.plans import DeepCache, FirstBlockCache, TGate
 from diffusers_flax.images import pair_up, prepare_images, to_rgb
-from diffusers_flax.loading.directories import has, read_index
+from diffusers_flax.loading.directories import has_component, read_index
 from diffusers_flax.loading.hub import open_source
 from diffusers_flax.models.clip import FlaxCLIPTextModel
 from diffusers_flax.models.controlnet import (
@@ -85,7 +85,7 @@ class WithControlNet(TextToImage):
         """See FlaxDiffusionPipeline.check_acceleration."""
         if isinstance(acceleration.cache, DeepCache | FirstBlockCache | TGate):
             raise ValueError(
-                f"--accelerate {acceleration.cache.name} reuses features of the UNet, which a "
+                f"accelerate={acceleration.cache.name} reuses features of the UNet, which a "
                 "ControlNet changes in each step; take guidance, spectrum, tome, int8 or taesd"
             )
 
@@ -98,12 +98,12 @@ class WithControlNet(TextToImage):
     # ------------------------------------------------------------ directories
 
     @classmethod
-    def _more_parts(cls, path, revision, dtype, given, index, **hub_options):
-        """See FlaxDiffusionPipeline; given["controlnet"] may be one module or several.
+    def _open_more_components(cls, path, revision, dtype, replaced, index, **hub_options):
+        """See FlaxDiffusionPipeline; replaced["controlnet"] may be one module or several.
 
         It may also be a directory, hub id or single file, or several.
         """
-        controlnet = given.get("controlnet")
+        controlnet = replaced.get("controlnet")
         if controlnet is None:
             index = read_index(path, revision, **hub_options) if index is None else index
             return {"controlnet": read_module(path, index, revision, dtype, **hub_options)}, {}
@@ -501,7 +501,7 @@ def check_control_range(starts, ends):
 
 def read_module(path, index, revision, dtype, **hub_options):
     """The ControlNets of a pipeline directory, without weights; index: its model_index.json."""
-    if not has(index, "controlnet"):
+    if not has_component(index, "controlnet"):
         raise ValueError(
             f"{path} has no ControlNet; give controlnet=, a FlaxControlNetModel, or its directory, "
             "hub id or file"

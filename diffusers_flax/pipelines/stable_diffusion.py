@@ -59,8 +59,8 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
             )
 
     @classmethod
-    def parts_of(cls, path, index):
-        """See FlaxDiffusionPipeline.parts_of; refuses SDXL."""
+    def required_components(cls, path, index):
+        """See FlaxDiffusionPipeline.required_components; refuses SDXL."""
         class_name = str(index.get("_class_name"))
         if "XL" in class_name:
             raise ValueError(f"{path} is a {class_name}; {cls.remedy_for_xl}")

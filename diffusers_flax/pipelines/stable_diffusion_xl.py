@@ -27,7 +27,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from diffusers_flax.images import pair_with_masks
-from diffusers_flax.loading.directories import has
+from diffusers_flax.loading.directories import has_component
 from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.tiny_vae import TINY_VAES
@@ -70,15 +70,16 @@ class XLParts(FlaxDiffusionPipeline):
     ays_timesteps = AYS_SDXL
 
     @classmethod
-    def parts_of(cls, path, index):
-        """See FlaxDiffusionPipeline.parts_of; accepts SDXL, and its refiner for image to image."""
+    def required_components(cls, path, index):
+        """See FlaxDiffusionPipeline.required_components; accepts SDXL and, for image to image, its
+        refiner."""
         class_name = str(index.get("_class_name"))
         if "XL" not in class_name:
             raise ValueError(
                 f"{path} is a {class_name}, not Stable Diffusion XL; for 1.x and 2.x use "
                 f"{cls.__name__.replace('XL', '')}"
             )
-        absent = [name for name in ("text_encoder", "tokenizer") if not has(index, name)]
+        absent = [name for name in ("text_encoder", "tokenizer") if not has_component(index, name)]
         if absent and not issubclass(cls, ImageToImage):
             raise ValueError(
                 f"{path} has no {' and no '.join(absent)}: it is a refiner, which needs an "

@@ -136,7 +136,7 @@ def test_single_files_name_what_they_need(tmp_path, monkeypatch):
 def test_dependencies_are_the_imports():
     needed, extras = PROJECT["dependencies"], PROJECT["optional-dependencies"]
     assert imported_distributions() == distributions(needed) | distributions(
-        [*extras["torch"], *extras["captions"], *extras["single-files"]]
+        [*extras["torch"], *extras["single-files"]]
     )
     scripts = (ROOT / "requirements.txt").read_text().splitlines()
     for requirements in (needed, *extras.values()):

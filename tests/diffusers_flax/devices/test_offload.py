@@ -17,7 +17,7 @@ from diffusers_flax.devices import layout as layout_module
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.devices.offload import GROUPS, fetching, group_of, path_in_model
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.base import Execution, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.memory import num_bytes_at_once, plan_images
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
@@ -225,7 +225,7 @@ def test_memory_that_is_planned(tmp_path, pinned):
     counts = {}
     for mode in (None, *MODES):
         layout = Layout(devices, offload=mode)
-        pipeline = FlaxStableDiffusionXLPipeline.open(folder, layout=layout)
+        pipeline = FlaxStableDiffusionXLPipeline.open(folder, execution=Execution(layout=layout))
         counts[mode] = num_bytes_at_once(pipeline)
         _, line = plan_images(pipeline, devices, 1, 1, ("text",), (64, 64))
         assert ("fetched by" in line) == (mode is not None)

@@ -17,10 +17,9 @@ from original_layout import original_layout, write_single_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl, write_tokenizer
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
-from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.loading import hub
 from diffusers_flax.models.clip import FlaxCLIPTextModel
-from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.base import Execution, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
@@ -128,7 +127,7 @@ def test_a_cached_model_opens_without_the_hub(use_hub, tmp_path, kind):
         ).config
         assert config.hidden_size == 16
         with pytest.raises(ValueError, match="the TAESD madebyollin/taesdxl cannot be read"):
-            type(pipeline).open("someone/xl", accelerate=parse("taesd"))
+            type(pipeline).open("someone/xl", execution=Execution("taesd"))
         with pytest.raises(ValueError, match=r"--clip_model someone/other cannot be opened"):
             Clip("someone/other")
         # One question is not answered; opening itself takes a second or two.

@@ -20,7 +20,7 @@ from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.models.quantization import storage_of, store
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.parameters import cast_params
-from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.base import Execution, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.memory import num_bytes_of_params
 
 KEY = jax.random.key(3)
@@ -163,11 +163,11 @@ def test_refusals(saved):
     with pytest.raises(ValueError, match="storage='int4' is not known; known are float8, int8"):
         FlaxDiffusionPipeline.from_pretrained(saved[None], storage="int4")
     with pytest.raises(ValueError, match="--storage int8 and --accelerate int8 both change"):
-        FlaxStableDiffusionXLPipeline.open(saved[None], storage="int8", accelerate=("int8",))
+        FlaxStableDiffusionXLPipeline.open(saved[None], execution=Execution("int8", storage="int8"))
     with pytest.raises(ValueError, match="has weights up to 500, float8 has numbers up to 448"):
         store({"mid_block": {"resnets_0": {"conv1": {"kernel": np.full((2, 2), 500.0)}}}}, "float8")
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(saved[None])
-    stored = FlaxStableDiffusionXLPipeline.open(saved[None], storage="float8")
+    stored = FlaxStableDiffusionXLPipeline.open(saved[None], execution=Execution(storage="float8"))
     with pytest.raises(ValueError, match="the parameters of text_encoder are not in 8 bits"):
         images_of(stored, params)
     with pytest.raises(ValueError, match="the UNet's parameters are int8 in mode weight"):

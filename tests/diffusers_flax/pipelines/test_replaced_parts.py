@@ -97,8 +97,8 @@ def test_a_given_unet_replaces_the_models(tmp_path):
     cls = FlaxStableDiffusionInstructPix2PixPipeline
     with pytest.raises(ValueError, match="is not an InstructPix2Pix model: its UNet has in_chan"):
         cls.open(folder)
-    assert cls.open(folder, given={"unet": unet}).unet is unet
-    assert cls.open(folder, given={"unet": str(other / "unet")}).unet.in_channels == 8
+    assert cls.open(folder, replaced={"unet": unet}).unet is unet
+    assert cls.open(folder, replaced={"unet": str(other / "unet")}).unet.in_channels == 8
     shutil.rmtree(folder / "unet")
     shutil.rmtree(folder / "scheduler")
     _, params = cls.from_pretrained(folder, unet=str(other / "unet"), scheduler=FlaxDDIMScheduler())
@@ -114,14 +114,14 @@ def test_a_given_vae_and_text_encoder_replace_the_models(tmp_path):
     change(folder / "vae" / "config.json", scaling_factor=0.18215)
     with pytest.raises(ValueError, match=r"the VAE of .*model has scaling_factor 0.18215"):
         FlaxStableDiffusionXLPipeline.open(folder)
-    given = {"vae": vae, "text_encoder": whole.text_encoder, "tokenizer": whole.tokenizer}
-    for name in given:
+    replaced = {"vae": vae, "text_encoder": whole.text_encoder, "tokenizer": whole.tokenizer}
+    for name in replaced:
         shutil.rmtree(folder / name)
-    pipeline = FlaxStableDiffusionXLPipeline.open(folder, given=given)
-    assert all(getattr(pipeline, name) is part for name, part in given.items())
-    given["vae"] = vae.clone(scaling_factor=0.18215)
+    pipeline = FlaxStableDiffusionXLPipeline.open(folder, replaced=replaced)
+    assert all(getattr(pipeline, name) is part for name, part in replaced.items())
+    replaced["vae"] = vae.clone(scaling_factor=0.18215)
     with pytest.raises(ValueError, match=r"with the given vae has scaling_factor 0\.18215"):
-        FlaxStableDiffusionXLPipeline.open(folder, given=given)
+        FlaxStableDiffusionXLPipeline.open(folder, replaced=replaced)
 
 
 @pytest.mark.parametrize("cls", [FlaxDiffusionPipeline, FlaxStableDiffusionXLPipeline])

@@ -17,7 +17,7 @@ from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
 from diffusers_flax.pipelines import memory
-from diffusers_flax.pipelines.base import FlaxDiffusionPipeline, pipeline_class
+from diffusers_flax.pipelines.base import Execution, FlaxDiffusionPipeline, pipeline_class
 from diffusers_flax.pipelines.sampling import decode
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
@@ -191,7 +191,7 @@ def test_tiles_need_a_vae_that_computes(folders, tmp_path):
         save_tiny_vae(tmp_path / name, (8,) * levels)
         accelerate = f"taesd:path={tmp_path / name}"
         pipeline_type = pipeline_class(folders[name])
-        pipeline = pipeline_type.open(folders[name], accelerate=accelerate)
+        pipeline = pipeline_type.open(folders[name], execution=Execution(accelerate))
         of_batch = jax.devices()[:1], 1, 1, ("text",), (64, 64)
         if name == "xl":
             error = "--vae_tile 32 has no effect with --accelerate taesd"
@@ -222,8 +222,10 @@ def test_previews_need_one_process(folders, tmp_path, monkeypatch):
     save_tiny_vae(tmp_path, (8,) * 4)
     preview, layout = Preview(1, print, str(tmp_path)), Layout(jax.devices()[:1])
     monkeypatch.setattr(Layout, "is_local", False)
-    with pytest.raises(ValueError, match="--preview shows images of the devices of one process"):
-        FlaxStableDiffusionXLPipeline.open(folders["xl"], preview=preview, layout=layout)
+    with pytest.raises(ValueError, match="preview= shows images of the devices of one process"):
+        FlaxStableDiffusionXLPipeline.open(
+            folders["xl"], execution=Execution(preview=preview, layout=layout)
+        )
 
 
 def test_the_plan_counts_each_device(folders):
