@@ -47,7 +47,6 @@ from dataloading.mixture import Mixture
 from dataloading.shards import COLUMN_FLAGS
 from diffusers_flax.loading.directories import LORA_FILE
 from diffusers_flax.loading.hub import with_single_files
-from diffusers_flax.loading.lora import save_lora
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.pipelines.base import pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
@@ -65,6 +64,7 @@ from training.ema import ema_plan
 from training.flags import Config as TrainingConfig
 from training.flags import check_flags, chosen_sizes, may_change, named_buckets, per_process
 from training.latents import check_vae
+from training.lora import save_lora
 from training.models import (
     encode_batch,
     is_sdxl,

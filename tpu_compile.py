@@ -76,7 +76,6 @@ from compiling.programs import (
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.loading.hub import with_single_files
-from diffusers_flax.loading.lora import add_lora
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -92,6 +91,7 @@ from training.flags import (
     chosen_sizes,
     named_buckets,
 )
+from training.lora import add_lora
 from training.models import (
     Models,
     check_models,

@@ -31,12 +31,12 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import distill_lcm
 import edit_cli
-from diffusers_flax.loading.lora import add_lora
 from diffusers_flax.loading.weights import flax_to_torch
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from training import processes
 from training.checkpoints import Checkpoints
 from training.flags import LORA_FILE
+from training.lora import add_lora
 from training.models import Models
 from training.processes import lock_folder
 from training.sharding import replicate, shard_axes, start_state, to_host

@@ -12,7 +12,6 @@ import numpy as np
 from dataloading.order import bucket_sizes, check_sides
 from diffusers_flax.loading.configs import ConfigMixin
 from diffusers_flax.loading.directories import INDEX_NAME, has_component, read_index
-from diffusers_flax.loading.lora import add_lora
 from diffusers_flax.loading.tokenizer import load_tokenizer
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
@@ -37,6 +36,7 @@ from diffusers_flax.schedulers.factory import (
     training_scheduler,
 )
 from training.flags import Config, flag, nearest_multiples
+from training.lora import add_lora
 from training.sharding import cast_kernels, combine, replicate
 
 WEIGHTS = ("weights of unet_model_name_or_path", "weights of pretrained_model_name_or_path")

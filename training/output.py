@@ -21,11 +21,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from command_line import ask_before_replacing
 from diffusers_flax.loading.directories import COMPONENTS, CONV_IN_FILE, INDEX_NAME, LORA_FILE
 from diffusers_flax.loading.files import write_text
-from diffusers_flax.loading.lora import fold_lora, read_lora, read_record, save_conv_in, save_lora
 from diffusers_flax.messages import differences, one_line
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from training.checkpoints import CHECKPOINTS_DIR, check_goes_on
 from training.flags import FINAL_FILES, Config, final_file, fixed_flags, flag
+from training.lora import fold_lora, read_lora, read_record, save_conv_in, save_lora
 from training.models import (
     WEIGHTS,
     checksums,

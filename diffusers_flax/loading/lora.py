@@ -1,39 +1,25 @@
-"""LoRA: low-rank updates of a model's kernels. Train them, or fold files of them into a model.
+"""LoRA files, low-rank updates of kernels, folded into a model's parameters while they are read.
 
     loras = ["lcm-lora.safetensors", "style.safetensors:0.8"]
     pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained("MODEL", lora=loras)
 
-    trained, frozen = add_lora(params, 16, None, ("to_q", "to_v"))  # of the UNet's parameters
-    params = training.sharding.combine(frozen, trained)                 # for unet.apply
-    save_lora("pytorch_lora_weights.safetensors", trained, 16, None, ("to_q", "to_v"))
-    fold = partial(fold_lora, trained=trained, rank=16, alpha=None)
-    unet, params = FlaxUNet2DConditionModel.from_pretrained(folder, convert=fold)  # merged
-
-A layer whose parameters contain `lora_A`, `lora_B` and `lora_scale` adds lora_scale (x A) B to its
-output, where lora_scale is alpha / rank. B starts as zeros.
-
-Source: LoRA (arXiv 2106.09685), section 4.1; file layout and initial values: the PEFT library.
-Names of other layouts: diffusers before PEFT, kohya-ss/sd-scripts, and ComfyUI.
+Source: LoRA (arXiv 2106.09685), section 4.1. Names of entries: the PEFT library, diffusers before
+PEFT, kohya-ss/sd-scripts, and ComfyUI.
 """
 
 import json
 import math
 import re
-from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import safe_open
 
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
-from diffusers_flax.loading.files import save_whole
 from diffusers_flax.loading.hub import download_hint, fetch_file, locate
 from diffusers_flax.loading.weights import (
     SafetensorsFile,
-    flax_to_torch,
     naming_damage,
     read_weights,
 )
@@ -374,149 +360,3 @@ def from_sgm(name):
     if rest == "conv":
         return f"up_blocks_{block}_upsamplers_0_conv"
     return f"up_blocks_{block}_{layer_list}_{layer}_{rest}"
-
-
-def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), seed=0):
-    """Split a model's parameters into frozen ones and trained ones, and add LoRA to the latter.
-
-    Args:
-        params: nested dict of arrays or of their shapes (ShapeDtypeStructs).
-        rank: columns of A and rows of B.
-        alpha: the update is scaled by alpha / rank; None: rank.
-        target_modules: last parts of the PyTorch names of dense and convolution layers, such as
-            "to_q" or "to_out.0".
-        fully_trained: names of top-level modules that are trained without LoRA.
-        seed: seed of the initial values.
-
-    Returns:
-        (trained, frozen), nested dicts; combine them to apply the model. A (..., in, rank) and
-        B (..., rank, out) are float32 kernels; the parameters of params are not copied.
-
-    Raises:
-        ValueError: a target module does not exist.
-    """
-    rng = np.random.default_rng(seed)
-    scale = np.float32((alpha or rank) / rank)
-    trained, frozen, unused = {}, {}, set(target_modules)
-    for name, x in sorted(flatten_dict(params, sep="/").items()):  # not in the order of files
-        module, _, leaf = name.rpartition("/")
-        if module.split("/")[0] in fully_trained:
-            trained[name] = x
-            continue
-        frozen[name] = x
-        targets = targets_of(module, target_modules) if leaf == "kernel" else set()
-        unused -= targets
-        if not targets:
-            continue
-        *kernel_size, num_in, num_out = x.shape
-        bound = 1 / math.sqrt(math.prod(kernel_size) * num_in)  # Kaiming uniform with a = sqrt(5)
-        shape_a, shape_b = (*kernel_size, num_in, rank), (*(1 for _ in kernel_size), rank, num_out)
-        trained[f"{module}/lora_A/kernel"] = rng.uniform(-bound, bound, shape_a).astype(np.float32)
-        trained[f"{module}/lora_B/kernel"] = np.zeros(shape_b, np.float32)
-        frozen[f"{module}/lora_scale"] = scale
-    if unused:
-        raise ValueError(
-            f"--lora_target_modules {' '.join(sorted(unused))} names no dense or convolution layer "
-            "of the UNet; usual ones are to_q, to_k, to_v, to_out.0, proj_in, proj_out, "
-            "ff.net.0.proj, ff.net.2, conv1 and conv2"
-        )
-    return unflatten_dict(trained, sep="/"), unflatten_dict(frozen, sep="/")
-
-
-def targets_of(module, target_modules):
-    """The target modules that a layer, named as in the Flax tree, belongs to; a set."""
-    name, _ = flax_to_torch(f"{module}/bias", None)
-    return {target for target in target_modules if f".{name}".endswith(f".{target}.bias")}
-
-
-def fold_lora(name, x, trained, rank, alpha):
-    """Replace one parameter of a model by its value after training with LoRA.
-
-    Args:
-        name: of the parameter, joined by "/".
-        x: its value before, a NumPy array.
-        trained: of add_lora, as NumPy arrays.
-        rank, alpha: as for add_lora.
-
-    Returns:
-        float32 array: x + alpha / rank A B, a fully trained parameter, or x.
-    """
-    *path, leaf = name.split("/")
-    module = reduce(lambda tree, key: tree.get(key, {}), path, trained)
-    if leaf in module:
-        return np.asarray(module[leaf], np.float32)
-    x = np.asarray(x, np.float32)
-    if leaf != "kernel" or "lora_A" not in module:
-        return x
-    a, b = (np.asarray(module[f"lora_{letter}"]["kernel"], np.float32) for letter in "AB")
-    b = b.reshape(b.shape[-2:])  # (1, 1, rank, out) of a convolution
-    return x + np.float32((alpha or rank) / rank) * (a @ b)
-
-
-def save_lora(path, trained, rank, alpha, target_modules, run):
-    """Write a LoRA file that load_lora_weights of PyTorch's pipelines reads.
-
-    Args:
-        path: file to write, .safetensors.
-        trained: nested dict of add_lora; entries other than LoRA's are left out.
-        rank, alpha, target_modules: as for add_lora.
-        run: JSON dict for read_lora; describes the run.
-    """
-    tensors = {}
-    for name, x in flatten_dict(trained, sep="/").items():
-        if "/lora_" in name:
-            name, x = flax_to_torch(name, np.asarray(x, np.float32))
-            tensors[f"unet.{name}"] = np.ascontiguousarray(x)
-    settings = {
-        "unet.r": rank,
-        "unet.lora_alpha": alpha or rank,
-        "unet.target_modules": list(target_modules),
-    }
-    save_tensors(path, tensors, lora_adapter_metadata=json.dumps(settings), run=json.dumps(run))
-
-
-def save_conv_in(path, trained):
-    """Write the UNet's first convolution with PyTorch's names, for load_state_dict."""
-    tensors = dict(flax_to_torch(f"conv_in/{name}", x) for name, x in trained["conv_in"].items())
-    save_tensors(path, {name: np.ascontiguousarray(x) for name, x in tensors.items()})
-
-
-def save_tensors(path, tensors, **metadata):
-    """Write a safetensors file with the permissions of a new file."""
-
-    def save(file):
-        file.touch()
-        mode = file.stat().st_mode
-        save_file(tensors, file, metadata={"format": "pt", **metadata})  # leaves 0600
-        file.chmod(mode)
-
-    save_whole(path, save)
-
-
-def read_lora(path, conv_in_path):
-    """Read the files of save_lora and save_conv_in.
-
-    Returns:
-        (trained, run): as they were saved.
-
-    Raises:
-        ValueError: a file is missing or damaged, or has no record of the run.
-    """
-    flat = dict(read_weights(path)) | dict(read_weights(conv_in_path))
-    run = read_record(path)
-    if run is None:
-        raise ValueError(
-            f"{path} has no record of the run that made it; train again with --overwrite_output_dir"
-        )
-    trained = {name.removeprefix("unet/"): x for name, x in flat.items()}
-    return unflatten_dict(trained, sep="/"), run
-
-
-def read_record(path):
-    """The run of a LoRA file as save_lora has saved it; None: no record, or the file is damaged."""
-    try:
-        with safe_open(path, "np") as file:
-            run = (file.metadata() or {}).get("run")
-    except (OSError, SafetensorError):
-        return None
-    return None if run is None else json.loads(run)

@@ -42,11 +42,11 @@ from transformers import CLIPTextModel
 import edit_cli
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
-from diffusers_flax.loading.lora import add_lora, fold_lora, save_conv_in, save_lora
 from diffusers_flax.loading.weights import flax_to_torch, torch_to_flax
 from diffusers_flax.models.quantization import storage_of
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from training.lora import add_lora, fold_lora, save_conv_in, save_lora
 from training.models import cast_frozen, checksums, load_models, lora_options
 from training.output import lora_record
 from training.sharding import combine

@@ -14,10 +14,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from helpers import ROOT
 
 from compiling.programs import LIBTPU_ENVIRONMENT, find_slice, slice_devices
-from diffusers_flax.loading.lora import add_lora
 from diffusers_flax.models.blocks import BasicTransformerBlock, Conv, Dense, ResnetBlock2D
 from diffusers_flax.models.quantization import quantize
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from training.lora import add_lora
 from training.sharding import combine
 
 TINY = {
