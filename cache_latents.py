@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from command_line import ask_before_replacing, run_main
-from diffusers_flax.loading.hub import with_single_files
+from generating.single_files import with_single_files
 from training.latents import latent_dirs, write_latents
 
 

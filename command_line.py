@@ -38,6 +38,7 @@ ALSO_CALLED = {  # name of a flag in other programs: names of such flags here
     "fp16": ("dtype", "mixed_precision"),
 }
 ARGUMENTS = {  # flag: the name of the library's argument, where it is another
+    "config_name_or_path": "config",
     "embedding": "embeddings",
     "model": "pretrained_model_name_or_path",
 }
@@ -318,15 +319,16 @@ def with_flags(message: str, config: Any) -> str:
         if argument not in flags or value in ("None", "False"):
             return found[0]
         name = flags[argument]
-        given = getattr(config, name)
-        given = map(str, given if isinstance(given, tuple) else (given,))
         if value in ("", "True"):
             return f"--{name}"
         if value[0] == "(":  # a tuple
             value = " ".join(word.strip(" '") for word in value.strip("()").split(",") if word)
-        elif (value := value.strip("'")) not in given and re.search(r"[/\\]|\.[a-z]", value):
-            return found[0]
-        return f"--{name} {value}"
+            return f"--{name} {value}"
+        value, given = value.strip("'"), getattr(config, name)
+        given = map(str, given if isinstance(given, tuple) else (given,))
+        is_given = any(x == value or x.startswith(f"{value}:") for x in given)  # FILE:WEIGHT
+        is_path = re.search(r"[/\\]|\.[a-z]", value)
+        return found[0] if is_path and not is_given else f"--{name} {value}"
 
     value = r"'[^']*'|\([^()]*\)|[^\s;]*?(?=[;:,.)]*(?:\s|$))"
     quoted = r"(?<!\w)(?:'[^']*'|\"[^\"]*\")"

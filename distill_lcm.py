@@ -46,7 +46,6 @@ from dataloading.dataset import ParquetImagePairs
 from dataloading.mixture import Mixture
 from dataloading.shards import COLUMN_FLAGS
 from diffusers_flax.loading.directories import LORA_FILE
-from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.pipelines.base import pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
@@ -59,6 +58,7 @@ from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH
 from diffusers_flax.schedulers.factory import EDM_CLASSES, class_name
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
 from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predict_x0_and_eps
+from generating.single_files import with_single_files
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_plan
 from training.flags import Config as TrainingConfig

@@ -35,9 +35,9 @@ from app.editor import Editor, NoStops, trial_job
 from app.images import read_examples
 from command_line import check_scale, check_seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.schedulers.factory import check_scheduler
 from generating.flags import DeviceFlags, layout_of_flags
+from generating.single_files import with_single_files
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ from tqdm import tqdm
 from command_line import check_image_file, check_scale, check_seed, print_files, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.images import IMAGE_FORMATS, save_image, to_pil
-from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.parameters import choose_dtype, place_params
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.pipelines.sampling import count_steps, timestep_options
@@ -70,6 +69,7 @@ from generating.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, capti
 from generating.flags import DeviceFlags, ProcessFlags, layout_of_flags, note_single_words
 from generating.previews import preview_files
 from generating.resuming import checksum_of, id_maker, is_finished, print_continued
+from generating.single_files import with_single_files
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ from tqdm import tqdm
 from command_line import ask_before_replacing, check_scale, check_seed, run_main
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.parameters import choose_dtype
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.pipelines.sampling import timestep_options
@@ -66,6 +65,7 @@ from editing.results import (
     save_results,
     tiny_vae_checksum,
 )
+from generating.single_files import with_single_files
 
 FLAGS_OF_SHARDS = (
     *("original_image_column", "edited_image_column", "edit_prompt_column"),

@@ -179,10 +179,10 @@ def load_model_to_export(config):
     """(the pipeline, (height, width) of images, its parameters with --lora folded in)."""
     import jax.numpy as jnp
 
-    from diffusers_flax.loading.hub import with_single_files
     from diffusers_flax.pipelines.base import pipeline_class
     from diffusers_flax.pipelines.text_to_image import TextToImage
     from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
+    from generating.single_files import with_single_files
 
     model = with_single_files(config, "model").model
     cls = pipeline_class(model)

@@ -40,9 +40,9 @@ from dataloading.dataset import ParquetImagePairs
 from dataloading.mixture import Mixture
 from dataloading.shards import COLUMN_FLAGS
 from diffusers_flax.devices.processes import start_distributed
-from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.messages import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
+from generating.single_files import with_single_files
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_flags, ema_plan
 from training.flags import (

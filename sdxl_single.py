@@ -30,8 +30,7 @@ from tqdm import tqdm
 from command_line import print_files, run_main
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.images import check_finite_images, read_latents, save_image, to_batches
-from diffusers_flax.loading.hub import with_single_files
+from diffusers_flax.images import save_image
 from diffusers_flax.parameters import cast_params, choose_dtype, place_params
 from diffusers_flax.pipelines.base import Execution
 from diffusers_flax.pipelines.memory import plan_images
@@ -43,7 +42,7 @@ from diffusers_flax.pipelines.sampling import (
     timestep_options,
 )
 from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
-from generating.batches import DeviceClock, FileWriter, run_ahead
+from generating.batches import DeviceClock, FileWriter, check_finite_images, run_ahead, to_batches
 from generating.captions import GRID_IMAGES, image_grid
 from generating.flags import (
     BatchFlags,
@@ -54,10 +53,12 @@ from generating.flags import (
     check_image_flags,
     layout_of_flags,
     list_prompts,
+    read_latents,
 )
 from generating.models import check_xl
 from generating.previews import preview_files
 from generating.resuming import continue_images, id_maker, image_files, print_continued
+from generating.single_files import with_single_files
 
 SOFTWARE = "sdxl_single.py"  # marks the images
 

@@ -75,13 +75,13 @@ from compiling.programs import (
 )
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.files import save_whole, write_json
-from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import check_scheduler, training_scheduler
+from generating.single_files import with_single_files
 from training.ema import ema_flags, ema_plan, make_update_average
 from training.flags import (
     PARTS_OF_FLAGS,

@@ -28,7 +28,7 @@ from app.settings import SHAPES, Limits, Settings, check_settings
 from dataloading.images import load_image
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.acceleration.previews import Preview
-from diffusers_flax.images import check_finite_images, to_pil
+from diffusers_flax.images import to_pil
 from diffusers_flax.loading.lora import split_weight
 from diffusers_flax.loading.tokenizer import sequences_of_ids, too_long
 from diffusers_flax.parameters import cast_params, choose_dtype, place_params
@@ -49,6 +49,7 @@ from editing.edits import (
     stretch,
 )
 from editing.masks import finish_edit, fit_mask, stretch_mask
+from generating.batches import check_finite_images
 
 MAX_PROGRAMS = 24  # in memory; those before are in the compilation cache on the disk
 MAX_PREVIEWS = 10  # of an image

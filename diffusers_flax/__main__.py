@@ -5,7 +5,7 @@ While the script runs, `diffusers` and `transformers` have their Flax classes ag
 after the script imports its module, and its value is imported when the script asks for it. So a
 script may still set environment variables before it imports jax.
 
-    python -m diffusers_flax train_text_to_image_flax.py --output_dir out ...
+    python -m diffusers_flax train_text_to_image_flax.py ARGS
 """
 
 import os

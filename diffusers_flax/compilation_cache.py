@@ -8,11 +8,11 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 
-def use_compilation_cache(folder):
+def use_compilation_cache(compilation_cache_dir):
     """Set the directory of jax's compilation cache, unless one is set already.
 
     Args:
-        folder: directory, created if missing; "": no cache.
+        compilation_cache_dir: directory, created if missing; "": no cache.
 
     Returns:
         True if the cache uses this directory.
@@ -20,31 +20,27 @@ def use_compilation_cache(folder):
     Raises:
         ValueError: it cannot be created or written to.
     """
-    if not folder or jax.config.jax_compilation_cache_dir is not None:
+    if not compilation_cache_dir or jax.config.jax_compilation_cache_dir is not None:
         return False
-    folder = Path(folder).expanduser()
+    given, folder = f"{compilation_cache_dir=!s}", Path(compilation_cache_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
-            f"--compilation_cache_dir {folder} cannot be made: {error}; name another directory"
-        ) from error
+        raise ValueError(f"{given} cannot be made: {error}; name another directory") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(
-            f'--compilation_cache_dir {folder} cannot be written to; name another, or "" for none'
-        )
+        raise ValueError(f'{given} cannot be written to; name another, or "" for none')
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return True
 
 
 def initialize_cache(path):
-    """Set the directory of jax's compilation cache, replacing one that is set already.
+    """Set the directory of jax's compilation cache, also if another one is set.
 
-    Scripts that call cc.initialize_cache(path), which jax removed, run with
-    `from diffusers_flax import compilation_cache as cc` in place of jax's compilation_cache.
+    jax has removed its function of this name: scripts that call it as cc.initialize_cache(path)
+    import it by `from diffusers_flax import compilation_cache as cc`.
 
     Args:
-        path: of the directory, which is created when the first program is saved.
+        path: directory, created when the first program is saved.
     """
     jax.config.update("jax_compilation_cache_dir", str(path))
     compilation_cache.reset_cache()  # jax reads the setting only once

@@ -1,7 +1,4 @@
-"""Images between files, PIL and arrays: opening, RGB, inputs of pipelines, masks, saving.
-
-Also initial latents from a file, batches for several devices, and the check for NaN.
-"""
+"""Images between files, PIL and arrays: opening, RGB, inputs of pipelines, masks, saving."""
 
 import io
 import struct
@@ -281,67 +278,6 @@ def made_by(path, software):
     return image_mark(path)[0] == software
 
 
-def read_latents(file, shape):
-    """Read the initial noise of images from a .npy file.
-
-    Args:
-        file: path.
-        shape: (images, C, h, w); the file may have more images.
-
-    Returns:
-        float32 of that shape.
-
-    Raises:
-        ValueError: the file has no such array, or fewer images.
-    """
-    try:
-        with open(file, "rb") as opened:
-            latents = np.load(opened, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not one, or is cut short"
-        raise ValueError(f"--latents {file} cannot be read as a .npy file: {reason}") from error
-    if not isinstance(latents, np.ndarray) or latents.dtype.kind not in "fiu":
-        raise ValueError(f"--latents {file} has no array of real numbers; numpy.save writes one")
-    if latents.shape[1:] != shape[1:]:
-        raise ValueError(f"--latents {file} has shape {latents.shape}, these images need {shape}")
-    if len(latents) < shape[0]:
-        raise ValueError(
-            f"{shape[0]} images are more than the {len(latents)} latents of {file}; give fewer "
-            "prompts or more latents"
-        )
-    latents = latents[: shape[0]].astype(np.float32)
-    if not np.isfinite(latents).all():
-        raise ValueError(
-            f"--latents {file} has numbers that are not finite; make it again without them"
-        )
-    return latents
-
-
-def to_batches(arrays, num_devices, batch_size, images):
-    """Split arrays of one row per image into batches for all devices; the last is padded.
-
-    Args:
-        arrays: {name: (rows, ...) or None}.
-        num_devices: number of devices.
-        batch_size: rows per device.
-        images: list of the rows to take.
-
-    Yields:
-        (list of the batch's images, {name: (devices, batch_size, ...) or None}).
-    """
-    per_batch = num_devices * batch_size
-    for start in range(0, len(images), per_batch):
-        batch = images[start : start + per_batch]
-        rows = np.array(batch + batch[-1:] * (per_batch - len(batch)))
-        yield (
-            batch,
-            {
-                name: None if x is None else x[rows].reshape(num_devices, batch_size, *x.shape[1:])
-                for name, x in arrays.items()
-            },
-        )
-
-
 def to_pil(images):
     """Convert arrays (..., H, W, 3 or 1) in [0, 1] to a flat list of PIL images."""
     pixels = np.rint(np.asarray(images, np.float32) * 255).astype(np.uint8)
@@ -387,19 +323,3 @@ def pair_with_masks(prompt_ids, image, mask, factor=1, feather=0):
     image, mask = pair_up(image, mask, "images", "masks")
     prompt_ids, image = pair_up(prompt_ids, image)
     return prompt_ids, image, pair_up(prompt_ids, mask)[1]
-
-
-def check_finite_images(images, which, lora=()):
-    """Raise a ValueError, which says what to try, if images are not finite.
-
-    Args:
-        images: array.
-        which: the images, in words.
-        lora: --lora.
-    """
-    if not np.isfinite(images).all():
-        first = f"without --lora {' '.join(lora)}, then " if lora else ""
-        raise ValueError(
-            f"{which} are NaN; try it {first}with --dtype float32, and if that does not help, the "
-            "model is broken"
-        )

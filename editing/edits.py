@@ -23,7 +23,7 @@ from tqdm import tqdm
 from dataloading.images import load_image
 from dataloading.lists import raise_problems, read_list
 from diffusers_flax.acceleration.plans import parse
-from diffusers_flax.images import check_finite_images, made_by
+from diffusers_flax.images import made_by
 from diffusers_flax.messages import warn_once
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import MODULES, Execution, pipeline_class
@@ -35,7 +35,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 from diffusers_flax.pipelines.memory import plan_images
 from diffusers_flax.pipelines.sampling import check_steps, text_branches, timestep_options
 from diffusers_flax.schedulers.factory import choose_scheduler
-from generating.batches import run_ahead
+from generating.batches import check_finite_images, run_ahead
 
 SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace
 TEXT_TO_IMAGE = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
@@ -297,7 +297,7 @@ def load_model(
         plan: called with the pipeline before the weights are read; returns the pipeline to use
             and a line to print after that, or "".
         embedding: files with new tokens, see loading.embeddings.Embeddings.
-        unet_delta: difference to add to the UNet, see loading.deltas.UnetDelta.
+        unet_delta: difference to add to the UNet, see loading.unet_delta.UnetDelta.
         layout: of the devices, see devices.layout.Layout; None: each makes images of its own.
         storage: of the kernels, see models.quantization.store.
 

@@ -5,13 +5,13 @@ import os
 import zlib
 from pathlib import Path
 
-from diffusers_flax.loading.deltas import split_specs, unet_files
 from diffusers_flax.loading.directories import COMPONENTS, INDEX_NAME
 from diffusers_flax.loading.embeddings import find_embedding, split_token
 from diffusers_flax.loading.files import write_text
 from diffusers_flax.loading.hub import fetch_file
 from diffusers_flax.loading.lora import find_lora, split_weight
 from diffusers_flax.loading.single_file import SingleFile
+from diffusers_flax.loading.unet_delta import split_specs, unet_files
 from diffusers_flax.messages import differences, one_line
 
 RESULTS = "results.json"

@@ -1,4 +1,4 @@
-"""Keeping the devices busy over a long list of images.
+"""Batches of images: their inputs, and keeping the devices busy over a long list.
 
     clock = DeviceClock()
     with FileWriter() as files:
@@ -18,6 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPo
 from threading import BoundedSemaphore, Lock
 
 import jax
+import numpy as np
 
 IN_FLIGHT = 2  # batches on the devices: one runs, the next one waits
 MAX_WRITERS = 8  # threads that write images; compressing a PNG takes longer than all else
@@ -188,3 +189,44 @@ class FileWriter:
                     self._give_up(file)
         if self._error and kind is None:
             raise self._error
+
+
+def to_batches(arrays, num_devices, batch_size, images):
+    """Split arrays with a row for each image into batches for all devices; pads the last batch.
+
+    Args:
+        arrays: {name: (rows, ...) or None}.
+        num_devices: number of devices.
+        batch_size: rows per device.
+        images: list of the rows to take.
+
+    Yields:
+        (list of the batch's images, {name: (devices, batch_size, ...) or None}).
+    """
+    per_batch = num_devices * batch_size
+    for start in range(0, len(images), per_batch):
+        batch = images[start : start + per_batch]
+        rows = np.array(batch + batch[-1:] * (per_batch - len(batch)))
+        yield (
+            batch,
+            {
+                name: None if x is None else x[rows].reshape(num_devices, batch_size, *x.shape[1:])
+                for name, x in arrays.items()
+            },
+        )
+
+
+def check_finite_images(images, which, lora=()):
+    """Raise a ValueError, with what to try, if images are not finite.
+
+    Args:
+        images: array.
+        which: the images, in words.
+        lora: values of --lora.
+    """
+    if not np.isfinite(images).all():
+        first = f"without --lora {' '.join(lora)}, then " if lora else ""
+        raise ValueError(
+            f"{which} are NaN; try it {first}with --dtype float32, and if that does not help, the "
+            "model is broken"
+        )

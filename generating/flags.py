@@ -1,4 +1,4 @@
-"""Flags of programs that make images, and what follows from them: prompts, devices."""
+"""Flags of programs that make images, and what follows from them: prompts, latents, devices."""
 
 import math
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import numpy as np
 
 from command_line import check_seed
 from diffusers_flax.devices.layout import Layout, parse_components, parse_layout
@@ -198,3 +199,39 @@ def read_prompts(file):
     if not prompts:
         raise ValueError(f"--prompts_file {file} has no prompt; write one per line")
     return prompts
+
+
+def read_latents(file, shape):
+    """Read the initial noise of images from a .npy file.
+
+    Args:
+        file: path.
+        shape: (images, C, h, w); the file may have more images.
+
+    Returns:
+        float32 of that shape.
+
+    Raises:
+        ValueError: the file has no such array, or fewer images.
+    """
+    try:
+        with open(file, "rb") as opened:
+            latents = np.load(opened, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not one, or is cut short"
+        raise ValueError(f"--latents {file} cannot be read as a .npy file: {reason}") from error
+    if not isinstance(latents, np.ndarray) or latents.dtype.kind not in "fiu":
+        raise ValueError(f"--latents {file} has no array of real numbers; numpy.save writes one")
+    if latents.shape[1:] != shape[1:]:
+        raise ValueError(f"--latents {file} has shape {latents.shape}, these images need {shape}")
+    if len(latents) < shape[0]:
+        raise ValueError(
+            f"{shape[0]} images are more than the {len(latents)} latents of {file}; give fewer "
+            "prompts or more latents"
+        )
+    latents = latents[: shape[0]].astype(np.float32)
+    if not np.isfinite(latents).all():
+        raise ValueError(
+            f"--latents {file} has numbers that are not finite; make it again without them"
+        )
+    return latents

@@ -339,7 +339,10 @@ def test_a_full_disk_of_a_program_with_inputs(tmp_path, monkeypatch):
         ("[Errno 2] No such file: 'seed=5/a.png'", None),
         ("'a sign that says seed=5' is too long", None),
         ("tome:seed=5 has no effect", None),
-        ("quiet=False; config=None", None),
+        ("quiet=False; spacing=None", None),
+        ("lora=a/b.pt is not", "--lora a/b.pt is not"),
+        ("lora=a/c.pt is not", None),
+        ("give config=, a directory", "give --config_name_or_path, a directory"),
         ("take seed=7, or leave name= out", "take --seed 7, or leave --name out"),
     ],
 )
@@ -354,7 +357,8 @@ def test_errors_of_the_library_name_flags(said, expected):
         seed=5,
         spacing="leading",
         resolution=256,
-        config=None,
+        config_name_or_path=None,
+        lora=("a/b.pt:0.5",),
         name="",
     )
     assert command_line.with_flags(said, config) == (expected or said)

@@ -25,10 +25,10 @@ from diffusers_flax.compilation_cache import (
 )
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.executables import ExecutableStore, surroundings
-from diffusers_flax.images import check_finite_images
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines import memory
+from generating.batches import check_finite_images
 from generating.captions import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
 
 PROMPTS = ("make it", "make it red", "it")

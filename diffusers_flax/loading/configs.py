@@ -174,7 +174,7 @@ class FromSingleFile:
         """
         hub_options = take_hub_options(kwargs)
         source = open_source(
-            "the single file",
+            "pretrained_model_link_or_path",
             pretrained_model_link_or_path,
             cls.single_file_part,
             config,

@@ -28,7 +28,8 @@ def read_index(path, revision=None, **hub_options):
         if os.path.exists(os.path.join(path, LORA_FILE)):
             raise ValueError(
                 f"{path} has a LoRA and no model_index.json; repeat the training command with "
-                "--merge_lora, which writes a whole pipeline"
+                "merge_lora, which writes a whole pipeline, or open the model that it was trained "
+                "from, with lora="
             )
         found = (
             ""
@@ -36,7 +37,7 @@ def read_index(path, revision=None, **hub_options):
             else " (it is no directory, and neither the hub nor the cache has the file of revision "
             f"{revision or 'main'})"
         )
-        of_revision = revision and f"--revision {revision}"
+        of_revision = revision and f"with revision={revision}"
         remedy = download_hint(path, of_revision) or (
             "; give the directory or hub id of a complete pipeline"
         )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.loading.hub import download_hint, fetch_file, locate
+from diffusers_flax.loading.hub import fetch_named
 from diffusers_flax.loading.single_file import LORA
 from diffusers_flax.loading.tokenizer import sequence_of
 from diffusers_flax.loading.weights import (
@@ -104,7 +104,7 @@ class Embeddings:
                 tokens = [token, *(f"{token}_{i}" for i in range(1, len(vectors)))]
                 if reason := conflict(tokens, self.tokenizer):
                     raise ValueError(
-                        f"--embedding {source}: {reason}; name another one, such as "
+                        f"embeddings={source}: {reason}; name another one, such as "
                         f"{source.removesuffix(f':{token}')}:<{token.strip() or 'style'}>"
                     )
                 self.tokenizer.add_tokens(tokens)
@@ -142,7 +142,7 @@ class Embeddings:
         for embedding in self.embeddings:
             if self.tokenizer.convert_tokens_to_ids(embedding.token) not in used:
                 warn_once(
-                    f"--embedding {embedding.source} has no effect: no prompt has its token, "
+                    f"embeddings={embedding.source} has no effect: no prompt has its token, "
                     f"{embedding.token}"
                 )
 
@@ -166,7 +166,7 @@ def vectors_by_part(embedding, modules):
 
     embedding: Embedding; modules: {"text_encoder", "text_encoder_2", as the model has: its module}.
     """
-    vectors, given = embedding.vectors, f"--embedding {embedding.source}"
+    vectors, given = embedding.vectors, f"embeddings={embedding.source}"
     if None in vectors and len(modules) > 1:
         width = vectors[None].shape[1]
         raise ValueError(
@@ -209,31 +209,20 @@ def split_token(spec):
     if not colon or "/" in token or "\\" in token or Path(spec).exists():
         return str(spec), None
     if not source or not token.strip():
-        raise ValueError(f"--embedding {spec}: write FILE or FILE:TOKEN, such as style.pt:<style>")
+        raise ValueError(f"embeddings={spec}: write FILE or FILE:TOKEN, such as style.pt:<style>")
     return source, token
 
 
 def find_embedding(source, **hub_options):
     """Path of an embedding's file; source: file, directory or hub id. Downloads if necessary."""
-    repository, name = locate("--embedding", source)
-    for file_name in [name] if name else FILES:
-        if file := fetch_file(repository, file_name, None, None, **hub_options):
-            return file
-    names = name or " or ".join(FILES)
-    if Path(repository).is_dir():
-        raise ValueError(f"--embedding {source}: there is no {names} in {repository}; name a file")
-    remedy = download_hint(repository, name) or "; check the name, or the connection"
-    raise ValueError(
-        f"--embedding {source} is not on this machine, and {names} of {repository} cannot be read "
-        f"from the hub{remedy}"
-    )
+    return fetch_named("embeddings", source, FILES, **hub_options)
 
 
 def read_embeddings(spec, **hub_options):
     """The embeddings of FILE or FILE:TOKEN, a list of Embedding; a ValueError if it has none."""
     source, token = split_token(spec)
     file = find_embedding(source, **hub_options)
-    given = f"--embedding {source}"
+    given = f"embeddings={source}"
     with naming_damage(given):
         is_pickle = file.suffix != ".safetensors"
         content = as_arrays(load_pickle(file)) if is_pickle else dict(read_safetensors(file))
@@ -264,12 +253,12 @@ def read_embeddings(spec, **hub_options):
 def check_names(given, content):
     """Raise a ValueError if a file's content is a LoRA, a model, nothing, or has odd names.
 
-    given: flag and file; content: {name: array}.
+    given: argument and file; content: {name: array}.
     """
     if odd := [name for name in content if not isinstance(name, str)]:
         raise ValueError(f"{given} is not an embedding: {odd[0]!r} is no token, which is a str")
     if any(LORA.search(name) for name in content):
-        raise ValueError(f"{given} is a LoRA; give it as --lora")
+        raise ValueError(f"{given} is a LoRA; give it as lora=")
     if not content or any(MODEL.search(name) for name in content):
         names = first_names(sorted(content))
         raise ValueError(f"{given} is not an embedding; it has {names or 'nothing'}")

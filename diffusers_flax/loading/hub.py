@@ -1,6 +1,5 @@
 """Files of directories, of the Hugging Face Hub, and of the configs of single files."""
 
-import dataclasses
 import logging
 import os
 import re
@@ -35,8 +34,6 @@ PLACE_ON_THE_HUB = re.compile(
     r"(?:https?://)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)/(?:blob|resolve)/([^/]+)/([^?#]+)"
     r"(?:[?#].*)?"
 )
-# Classes that take the configs of a part, where a pipeline's from_pretrained takes its file alone.
-OPENS = {"controlnet": "FlaxControlNetModel", "unet": "FlaxUNet2DConditionModel"}
 # By the width of the text that cross-attention reads.
 UNETS = {
     768: "Stable Diffusion 1.x",
@@ -171,10 +168,15 @@ def fetch_directory(source, names, subfolder=None, revision=None, **hub_options)
     return next(file.parent for file in files if file)
 
 
-def locate(flag, source):
-    """(directory or hub id, name of the file or None) of the value of a flag.
+def locate(argument, source):
+    """(directory or hub id, name of the file or None) of an argument's value.
 
-    source: file, directory, or hub id, owner/name or owner/name/FILE; a ValueError if it is none.
+    Args:
+        argument: its name, for errors.
+        source: a file, a directory, or a hub id, owner/name or owner/name/FILE.
+
+    Raises:
+        ValueError: source is none of them.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -185,36 +187,52 @@ def locate(flag, source):
     repository, _, file = rest.partition("/")
     is_file = repository.endswith(WEIGHTS_SUFFIXES) or (file and path.parent.is_dir())
     if not (owner and repository) or owner.startswith((".", "~")) or is_file:
-        raise ValueError(f"{flag} {source} does not exist; check the path")
+        raise ValueError(f"{argument}={source} does not exist; check the path")
     return f"{owner}/{repository}", file or None
 
 
-def fetch_source(flag, source, **hub_options):
-    """Path of the file that a flag names, downloaded if necessary; else the directory or hub id.
+def fetch_named(argument, source, names=(), **hub_options):
+    """Path of the file that an argument names, downloaded if necessary.
 
-    flag, source: as for locate; hub_options: see take_hub_options.
+    Args:
+        argument, source: as for locate.
+        names: files to look for, in this order, where source names none.
+        **hub_options: see take_hub_options.
+
+    Returns:
+        Path; source itself if it is a SingleFile; without names the directory or hub id if source
+        is one.
+
+    Raises:
+        ValueError: there is no such file.
     """
     if isinstance(source, SingleFile):
         return source
-    repository, name = locate(flag, source)
-    if name is None:
+    repository, name = locate(argument, source)
+    names = [name] if name else names
+    if not names:
         return repository
-    file = fetch_file(repository, name, None, None, **hub_options)
-    if file is None:
-        raise ValueError(
-            f"{flag} {source}: neither the hub nor the cache has {name} of {repository}"
-            f"{download_hint(repository, name)}"
-        )
-    return file
+    for file_name in names:
+        if file := fetch_file(repository, file_name, None, None, **hub_options):
+            return file
+    raise ValueError(f"{argument}={source}: {missing(repository, ' or '.join(names))}")
+
+
+def missing(repository, name):
+    """What to say of a file that a directory or hub repository lacks."""
+    if os.path.isdir(repository):
+        return f"there is no {name} in {repository}; name a file"
+    remedy = download_hint(repository, name) or "; check the name, or the connection"
+    return f"neither the hub nor the cache has {name} of {repository}{remedy}"
 
 
 def open_source(
-    flag, source, part=None, configs=None, use_ema_weights=False, revision=None, **hub_options
+    argument, source, part=None, configs=None, use_ema_weights=False, revision=None, **hub_options
 ):
-    """A SingleFile if a flag's value is the file of a model; else the value: a directory or hub id.
+    """A SingleFile if an argument's value is the file of a model; else the value.
 
     Args:
-        flag: its name, for errors.
+        argument: its name, for errors.
         source: a directory, a hub id owner/name, a file, or a file of the hub: owner/name/FILE or
             its address https://huggingface.co/owner/name/blob/main/FILE.
         part: "unet", "vae" or "controlnet", if it is used as this part; None: as a pipeline.
@@ -222,44 +240,36 @@ def open_source(
             model.
         use_ema_weights: whether to read the file's averages of the UNet's weights.
         revision: branch, tag or commit of the hub's file.
-        hub_options: see take_hub_options.
+        **hub_options: see take_hub_options.
 
     Raises:
         ValueError: the file is missing, damaged, or no such model, or there are no configs.
     """
-    if place := place_of_link(flag, source):
+    if place := place_of_link(argument, source):
         repository, name, revision = place
     elif isinstance(source, SingleFile) or not str(source).endswith(SINGLE_FILE_SUFFIXES):
         return source
     else:
-        repository, name = locate(flag, source)
+        repository, name = locate(argument, source)
         if name is None:  # a directory or hub id that has the name of a file
             return source
     file = fetch_file(repository, name, None, revision, **hub_options)
     if file is None:
-        raise ValueError(
-            f"{flag} {source}: neither the hub nor the cache has {name} of {repository}"
-            f"{download_hint(repository, name)}"
-        )
+        raise ValueError(f"{argument}={source}: {missing(repository, name)}")
     found = SingleFile(file)
     found.part, found.use_ema_weights = part, use_ema_weights
-    check_content(flag, found)
+    check_content(argument, found)
     found.configs = str(configs or default_configs(found))
-    check_single_file_configs(flag, found, **hub_options)
+    check_single_file_configs(argument, found, **hub_options)
     if not (configs or part) and found.configs == MOVED["v2"] and V_ENTRY not in found.shapes:
         warn_once(
             f"{found} is read as a model that predicts v, as Stable Diffusion 2.1; if it predicts "
-            f"the noise, as its base model, give {configs_option(flag)} {V2_BASE}"
+            f"the noise, as its base model, give {V2_BASE} as config="
         )
     return found
 
 
-def configs_option(flag):
-    """How to give a SingleFile's configs where it is given as `flag`, for errors."""
-    return "--config_name_or_path" if flag.startswith("--") else "config="
-
-
-def place_of_link(flag, source):
+def place_of_link(argument, source):
     """(repository, name of the file, revision) of a file's address on the hub; None: it is none."""
     place = PLACE_ON_THE_HUB.fullmatch(str(source))
     if not place:
@@ -267,29 +277,28 @@ def place_of_link(flag, source):
     repository, revision, name = map(unquote, place.groups())
     if not name.endswith(SINGLE_FILE_SUFFIXES):
         raise ValueError(
-            f"{flag} {source} is not the address of one of {', '.join(SINGLE_FILE_SUFFIXES)}"
+            f"{argument}={source} is not the address of one of {', '.join(SINGLE_FILE_SUFFIXES)}"
         )
     return repository, name, revision
 
 
-def check_single_file_configs(flag, source, **hub_options):
+def check_single_file_configs(argument, source, **hub_options):
     """Raise a ValueError if a SingleFile's configs are missing or of another family."""
     name = "config.json" if source.part else INDEX_NAME
-    found = f"{name} is neither on the hub nor in its cache: {source.configs}"
     try:
         content, _ = fetch_config(source, name, **hub_options)
+        problem = f"{name} is neither on the hub nor in its cache: {source.configs}"
     except HubRefusal as error:
-        content, found = None, str(error)
-    remedy = configs_option(flag)
-    if flag.endswith("=") and source.part in OPENS:  # of a pipeline's from_pretrained
-        remedy = f"config= of {OPENS[source.part]}.from_single_file"
+        content, problem = None, str(error)
     if content is None:
         if os.path.isdir(source.configs):
-            found = f"{source.configs} has no {name}"
+            problem = f"{source.configs} has no {name}"
+        # A pipeline's from_pretrained takes the file of a ControlNet, without its configs.
+        opener = "FlaxControlNetModel.from_single_file " if argument == "controlnet" else ""
         raise ValueError(
-            f"{flag} {source} has no configs, and {found}; give {remedy}, a directory or hub id of "
-            "the same family, or fetch configs and tokenizer with hf download "
-            f"{default_configs(source)} --include '*.json' --include '*.txt'"
+            f"{argument}={source} has no configs, and {problem}; give {opener}config=, a directory "
+            "or hub id of the same family, or fetch configs and tokenizer with hf download "
+            f"{default_configs(source)} '*.json' '*.txt'"
         )
     theirs = content.get("cross_attention_dim")
     if source.part and isinstance(theirs, int) and source.text_width not in (None, theirs):
@@ -297,57 +306,17 @@ def check_single_file_configs(flag, source, **hub_options):
             f"{x}{f' ({UNETS[x]})' if x in UNETS else ''}" for x in (source.text_width, theirs)
         ]
         raise ValueError(
-            f"{flag} {source} takes text of width {widths[0]}, the configs of {source.configs} are "
-            f"for {widths[1]}; give {remedy}, or a file, of the same family"
+            f"{argument}={source} takes text of width {widths[0]}, the configs of {source.configs} "
+            f"are for {widths[1]}; take both from one family"
         )
     if source.part is None:
         has_second = (content.get("text_encoder_2") or [None])[0] is not None
         if has_second != source.is_xl:
-            families = [f"{'SDXL' if x else 'Stable Diffusion 1.x or 2.x'}" for x in (0, 1)]
+            families = ("Stable Diffusion 1.x or 2.x", "SDXL")
             raise ValueError(
-                f"{flag} {source} is {families[source.is_xl]}, the configs of {source.configs} are "
-                f"{families[has_second]}'s; give {remedy} of the same family"
+                f"{argument}={source} is {families[source.is_xl]}, the configs of {source.configs} "
+                f"are {families[has_second]}'s; take both from one family"
             )
-
-
-def with_single_files(config, model, part=None, **parts):
-    """A program's config whose flags name SingleFiles where their values are files of models.
-
-    Args:
-        config: dataclass with the flags config_name_or_path and use_ema_weights.
-        model: name of the flag of the main model, or models.
-        part: of it that the program needs; None: a pipeline.
-        **parts: {name of another flag: its part}; their configs are the main model's.
-
-    Raises:
-        ValueError: see open_source; or a flag has no effect.
-    """
-    configs, revision = config.config_name_or_path, getattr(config, "revision", None)
-    use_ema_weights = getattr(config, "use_ema_weights", False)
-    if configs and locate("--config_name_or_path", configs)[1]:
-        raise ValueError(f"--config_name_or_path {configs} is a file; give a directory or hub id")
-    given, parts = getattr(config, model), {f: p for f, p in parts.items() if getattr(config, f)}
-    names = given if isinstance(given, tuple) else (given,)
-    of_main = use_ema_weights and "unet" not in parts.values()
-    found = [open_source(f"--{model}", name, part, configs, of_main, revision) for name in names]
-    changes = {model: tuple(found) if isinstance(given, tuple) else found[0]}
-    configs = configs or getattr(found[0], "configs", found[0]) or None
-    for flag, name in parts.items():
-        options = configs, use_ema_weights and name == "unet"
-        changes[flag] = open_source(f"--{flag}", getattr(config, flag), name, *options)
-    opened = [x for x in (*found, *changes.values()) if isinstance(x, SingleFile)]
-    if config.config_name_or_path and not opened:
-        raise ValueError(
-            f"--config_name_or_path {configs} goes with a model that is one file; leave it out"
-        )
-    if use_ema_weights and not any(x.use_ema_weights for x in opened):
-        raise ValueError("--use_ema_weights goes with a UNet in one file; leave it out")
-    if getattr(config, "variant", None) and isinstance(found[0], SingleFile):
-        raise ValueError(
-            f"--variant {config.variant} goes with a directory or hub id; --{model} {found[0]} is "
-            "one file"
-        )
-    return dataclasses.replace(config, **changes)
 
 
 def hub_answers(source, name, token):

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import safe_open
 
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
-from diffusers_flax.loading.hub import download_hint, fetch_file, locate
+from diffusers_flax.loading.hub import fetch_file, fetch_named, locate
 from diffusers_flax.loading.weights import (
     SafetensorsFile,
     naming_damage,
@@ -96,16 +96,18 @@ class Loras:
         specs: FILE or FILE:WEIGHT, each a .safetensors, .bin, .pt or .ckpt file, a directory with
             pytorch_lora_weights.safetensors, or a hub id (owner/name or owner/name/FILE). WEIGHT
             multiplies the update, default 1.
+        **hub_options: see take_hub_options.
 
     Raises:
         ValueError: a file is missing, damaged or not a LoRA.
     """
 
-    def __init__(self, specs):
+    def __init__(self, specs, **hub_options):
+        specs = [specs] if isinstance(specs, str | Path) else specs
         self.updates, self.folded = {}, set()
         for spec in specs:
             source, weight = split_weight(spec)
-            for key, update in read_updates(find_lora(source), weight).items():
+            for key, update in read_updates(find_lora(source, **hub_options), weight).items():
                 self.updates.setdefault(key, []).append(update)
 
     def fold(self, part, name, x):
@@ -131,7 +133,7 @@ class Loras:
             sizes = [[side for side in y.shape[:-2] if side != 1] for y in (delta, x)]
             if sizes[0] != sizes[1] or delta.shape[-2:] != x.shape[-2:]:
                 raise ValueError(
-                    f"--lora {update.source} is for another model: its update of {part} {layer} "
+                    f"{update.source} is for another model: its update of {part} {layer} "
                     f"is {delta.shape[-2]} -> {delta.shape[-1]} wide, the model's layer "
                     f"{x.shape[-2]} -> {x.shape[-1]}"
                 )
@@ -142,17 +144,17 @@ class Loras:
         """Raise a ValueError if an update belongs to no layer of the model."""
         unused = sorted(self.updates.keys() - self.folded)
         if unused:
-            sources = {update.source for key in unused for update in self.updates[key]}
+            files = {update.source for key in unused for update in self.updates[key]}
             some = ", ".join(" ".join(key) for key in unused[:3])
             raise ValueError(
-                f"--lora {' '.join(sorted(sources))}: {len(unused)} of {len(self.updates)} layers "
+                f"{' and '.join(sorted(files))}: {len(unused)} of {len(self.updates)} layers "
                 f"do not exist in the model ({some}{', ...' if len(unused) > 3 else ''}); take a "
                 "LoRA of this model's family"
             )
 
 
 def split_weight(
-    spec, flag="--lora", write="write FILE or FILE:WEIGHT, such as style.safetensors:0.8"
+    spec, argument="lora", write="write FILE or FILE:WEIGHT, such as style.safetensors:0.8"
 ):
     """FILE or FILE:WEIGHT of a flag -> (FILE, WEIGHT or 1.0); write: what an error advises."""
     source, colon, weight = str(spec).rpartition(":")
@@ -163,34 +165,26 @@ def split_weight(
     except ValueError:
         weight = math.nan
     if not source or not math.isfinite(weight):
-        raise ValueError(f"{flag} {spec}: {write}")
+        raise ValueError(f"{argument}={spec}: {write}")
     return source, weight
 
 
-def find_lora(source):
+def find_lora(source, **hub_options):
     """Path of a LoRA file, directory or hub id; downloaded if necessary.
 
     Raises:
         ValueError: it does not exist, or another file has trained parameters of the same run.
     """
-    repository, name = locate("--lora", source)
-    name = name or LORA_FILE
-    file = fetch_file(repository, name, None, None)
-    if file is None and Path(repository).is_dir():
-        raise ValueError(f"--lora {source}: there is no {name} in {repository}; name the file")
-    if file is None:
-        remedy = download_hint(repository, name) or "; check the name, or the connection"
-        raise ValueError(
-            f"--lora {source} is not on this machine, and {name} of {repository} cannot be read "
-            f"from the hub{remedy}"
-        )
+    file = fetch_named("lora", source, [LORA_FILE], **hub_options)
+    repository, name = locate("lora", source)
     if file.stem == ADAPTER_STEM:
-        fetch_file(repository, str(Path(name).with_name(ADAPTER_CONFIG)), None, None)
-    if fetch_file(repository, CONV_IN_FILE, None, None):
+        config = str(Path(name).with_name(ADAPTER_CONFIG))
+        fetch_file(repository, config, None, None, **hub_options)
+    if fetch_file(repository, CONV_IN_FILE, None, None, **hub_options):
         raise ValueError(
-            f"--lora {source} has {CONV_IN_FILE} next to it: a run with --lora_rank also trains "
-            "the first convolution; repeat the training command with --merge_lora, and give its "
-            "--output_dir as the model, without --lora"
+            f"lora={source} has {CONV_IN_FILE} next to it, the first convolution, which was "
+            "trained in full: repeat the training command with merge_lora, and open the model "
+            "that it writes, without lora="
         )
     return file
 
@@ -219,7 +213,7 @@ def read_updates(file, weight):
     for mark, method in REFUSED.items():
         if name := next((name for name in known if re.search(mark, name)), None):
             raise ValueError(
-                f"--lora {file} is {method} ({name}), which is not supported; merge it into its "
+                f"{file} is {method} ({name}), which is not supported; merge it into its "
                 "model with the program that made it"
             )
     for name, x in entries:
@@ -232,22 +226,20 @@ def read_updates(file, weight):
         elif name.endswith("/alpha") and x.size == 1:
             layer, kind, value = name.removesuffix("/alpha"), alphas, float(x.reshape(()))
         else:
-            raise ValueError(f"--lora {file}: its entry {name} is not of a LoRA")
+            raise ValueError(f"{file}: its entry {name} is not of a LoRA")
         key = layer_of(layer)
         if key in kind:
-            raise ValueError(
-                f"--lora {file} has {' '.join(key)} twice, under different names; remove one"
-            )
+            raise ValueError(f"{file} has {' '.join(key)} twice, under different names; remove one")
         kind[key] = value
         names[key] = layer.removeprefix(ADAPTER_PREFIX).removeprefix(f"{key[0]}/")
     if not downs or downs.keys() != ups.keys() or alphas.keys() - downs.keys():
         lonely = sorted((downs.keys() ^ ups.keys()) | (alphas.keys() - downs.keys()))
         problem = f"{' '.join(lonely[0])} has one of two factors" if lonely else "it has no LoRA"
-        raise ValueError(f"--lora {file}: {problem}; download the file again")
+        raise ValueError(f"{file}: {problem}; download the file again")
     settings = read_peft_settings(file)
     if is_adapter and "unet.lora_alpha" not in settings and downs.keys() != alphas.keys():
         raise ValueError(
-            f"--lora {file} is an adapter of PEFT without lora_alpha; put PEFT's {ADAPTER_CONFIG} "
+            f"{file} is an adapter of PEFT without lora_alpha; put PEFT's {ADAPTER_CONFIG} "
             f"next to it, and name it {ADAPTER_STEM}{file.suffix}"
         )
     updates = {}
@@ -255,7 +247,7 @@ def read_updates(file, weight):
         up, rank = ups[key], down.shape[-1]
         if not rank or up.shape[-2] != rank or up.size != rank * up.shape[-1]:
             raise ValueError(
-                f"--lora {file}: the factors of {' '.join(key)} have shapes {down.shape} and "
+                f"{file}: the factors of {' '.join(key)} have shapes {down.shape} and "
                 f"{up.shape}, which do not fit each other"
             )
         alpha = alphas[key] if key in alphas else alpha_of(key[0], names[key], settings, rank)
@@ -291,7 +283,7 @@ def read_peft_settings(file):
                 settings[name] = finite(value)
     except (ValueError, TypeError, AttributeError, RecursionError, re.error) as error:
         raise ValueError(
-            f"--lora {file}: the settings that PEFT stores with it are damaged "
+            f"{file}: the settings that PEFT stores with it are damaged "
             f"({one_line(error, 200)}); download it again"
         ) from error
     for name, value in settings.items():
@@ -299,7 +291,7 @@ def read_peft_settings(file):
         changes_model = setting == "init_lora_weights" and str(value).startswith(CHANGES_MODEL)
         if changes_model or (value and setting in ("use_dora", "use_rslora")):
             raise ValueError(
-                f"--lora {file} has PEFT's setting {setting}={value}, which is not supported; "
+                f"{file} has PEFT's setting {setting}={value}, which is not supported; "
                 "merge it into its model with PEFT"
             )
     return settings

@@ -1,6 +1,6 @@
 """Models in one file of the original layout: .safetensors, or .ckpt, .pt, .pth, .bin.
 
-    source = hub.open_source("--model", "model.safetensors")
+    source = open_source("pretrained_model_name_or_path", "model.safetensors")
     unet, params = FlaxUNet2DConditionModel.from_pretrained(source, subfolder="unet")
 
 diffusers tells the family from the tensors' names and converts the names. Needs PyTorch and
@@ -316,20 +316,20 @@ def ema_name(name):
     return EMA_PREFIX + "".join(name.split(".")[1:])
 
 
-def check_content(flag, source):
-    """Raise a ValueError for a SingleFile that is not what its flag needs.
+def check_content(argument, source):
+    """Raise a ValueError for a SingleFile that is not what its argument needs.
 
-    flag: its name, for errors; source: SingleFile with `part`.
+    argument: its name, for errors; source: SingleFile with `part`.
     """
-    given, names = f"{flag} {source}", source.shapes
+    given, names = f"{argument}={source}", source.shapes
     if CONTROL_LORA in names:
         raise ValueError(
             f"{given} is a Control-LoRA, the low-rank form of a ControlNet, which is not "
             "supported; take a whole ControlNet"
         )
     if any(LORA.search(name) for name in names):
-        raise ValueError(f"{given} is a LoRA; give it as lora= or --lora, with a whole model")
-    embedding = f"{given} is a textual-inversion embedding; give it as embeddings= or --embedding"
+        raise ValueError(f"{given} is a LoRA; give it as lora=, with a whole model")
+    embedding = f"{given} is a textual-inversion embedding; give it as embeddings="
     if names.keys() & EMBEDDING:
         raise ValueError(embedding)
     if any(CONTROLNET_UNION.match(name) for name in names):
@@ -340,7 +340,7 @@ def check_content(flag, source):
     wanted, found = source.part or "unet", source.prefixes
     has_averages = any(name.startswith(EMA_PREFIX) for name in names)
     if source.use_ema_weights and (wanted != "unet" or source.is_converted):
-        refuse_averages(flag, source)
+        refuse_averages(given, source)
     if source.look_alike:
         refuse_family(given, source.look_alike)
     if source.is_converted and wanted in found:
@@ -359,7 +359,7 @@ def check_content(flag, source):
         what = f"has {alone} alone" if found else f"has no model, but {others}"
         raise ValueError(f"{given} {what}; give a file with {IN_WORDS.get(source.part, WHOLE)}")
     if source.use_ema_weights and not has_averages:
-        refuse_averages(flag, source)
+        refuse_averages(given, source)
     known = (*found.values(), EMA_PREFIX)
     rest = [name for name in names if not (name.startswith(known) or REST.match(name))]
     if rest and source.part is None:
@@ -367,7 +367,7 @@ def check_content(flag, source):
 
 
 def refuse_family(given, family):
-    """Raise the ValueError for a file of another family of models; given: flag and file."""
+    """Raise the ValueError for a file of another family of models; given: argument and file."""
     raise ValueError(
         f"{given} is of the family {family}, which is not supported; supported are "
         f"{', '.join(dict.fromkeys(FAMILIES.values()))}"
@@ -383,13 +383,12 @@ def is_embedding(source):
     )
 
 
-def refuse_averages(flag, source):
+def refuse_averages(given, source):
     """Raise the ValueError for a SingleFile without averages of the weights."""
-    option = "--use_ema_weights" if flag.startswith("--") else "use_ema_weights=True"
-    has_none = f"{flag} {source} has no averages of the weights"
+    problem = "has no averages of the weights"
     if (source.part or "unet") != "unet":
-        has_none = f"{flag} {source} is used as {IN_WORDS[source.part]}, averages are a UNet's"
-    raise ValueError(f"{has_none}; leave out {option}")
+        problem = f"is used as {IN_WORDS[source.part]}, averages are a UNet's"
+    raise ValueError(f"{given} {problem}; leave out use_ema_weights=True")
 
 
 def default_configs(source):

@@ -20,7 +20,6 @@ from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.images import to_pil
 from diffusers_flax.loading.configs import ConfigMixin, FromSingleFile, FrozenConfig
-from diffusers_flax.loading.deltas import UnetDelta
 from diffusers_flax.loading.directories import (
     COMPONENT_FILES,
     COMPONENTS,
@@ -33,7 +32,7 @@ from diffusers_flax.loading.directories import (
 from diffusers_flax.loading.embeddings import Embeddings
 from diffusers_flax.loading.files import write_json
 from diffusers_flax.loading.hub import (
-    fetch_source,
+    fetch_named,
     locate,
     open_source,
     refuse_push_to_hub,
@@ -41,6 +40,7 @@ from diffusers_flax.loading.hub import (
 )
 from diffusers_flax.loading.lora import Loras
 from diffusers_flax.loading.tokenizer import load_tokenizer, tokenize
+from diffusers_flax.loading.unet_delta import UnetDelta
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.controlnet import FlaxControlNetModel
@@ -253,7 +253,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             embeddings: textual-inversion files, FILE or FILE:TOKEN, whose tokens prompts may have;
                 see loading.embeddings.Embeddings.
             unet_delta: (DISTILLED, BASE) or (DISTILLED, "BASE:WEIGHT"), UNets whose difference is
-                added to the UNet's weights; see loading.deltas.UnetDelta.
+                added to the UNet's weights; see loading.unet_delta.UnetDelta.
             layout: Layout of the devices that programs run on; its place_params moves params there.
                 None: calls run where params are, with jit=True on all devices.
             vae_tile: side in pixels of the tiles in which the VAE computes larger images; see
@@ -334,9 +334,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             )
         if isinstance(replaced.get("unet"), str | Path):
             configs = getattr(path, "configs", path)  # of a SingleFile
-            replaced["unet"] = open_source(
-                "unet=", replaced["unet"], "unet", configs, **hub_options
-            )
+            replaced["unet"] = open_source("unet", replaced["unet"], "unet", configs, **hub_options)
         more, sources = cls._open_more_components(
             path, revision, dtype, replaced, index, **hub_options
         )
@@ -399,7 +397,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             "from_pt": from_pt,
             **hub_options,
         }
-        loras = Loras([lora] if isinstance(lora, str | Path) else lora)
+        loras = Loras(lora, **hub_options)
         if unet_delta and "unet" in absent:
             raise ValueError("unet_delta needs the UNet's weights, which unet= replaces; leave one")
         delta = UnetDelta(unet_delta, self.unet.config, variant, **hub_options)
@@ -426,7 +424,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
                 if name in TEXT_ENCODERS.values():
                     options |= {"_do_init": False, "vocab_size": module.module.vocab_size}
                 if name == "unet" and self.unet_source:
-                    source = fetch_source("--unet", self.unet_source, **hub_options)
+                    source = fetch_named("unet", self.unet_source, **hub_options)
                     options = {"config": dict(module.config)}
                 options |= {"convert": partial(convert, name)}
                 options |= {} if name == "vae" else {"storage": self.storage}
@@ -697,7 +695,7 @@ def replaced_configs(replaced, **hub_options):
     configs = {}
     for name, component in (replaced or {}).items():
         if isinstance(component, str | Path):
-            folder, file = locate("unet=", component)
+            folder, file = locate("unet", component)
             if file is None:
                 configs[name] = MODULES[name].load_config(folder, **hub_options)
         elif name in COMPONENT_FILES and component is not None:

@@ -118,7 +118,7 @@ class WithControlNet(TextToImage):
                 "modules' parameters into params['controlnet']"
             )
         part = FlaxControlNetModel.single_file_part
-        sources = tuple(open_source("controlnet=", net, part, **hub_options) for net in nets)
+        sources = tuple(open_source("controlnet", net, part, **hub_options) for net in nets)
         configs = [FlaxControlNetModel.load_config(source, **hub_options) for source in sources]
         for source, config in zip(sources, configs):
             FlaxControlNetModel.check_class(config, source)

@@ -130,7 +130,7 @@ def test_single_files_name_what_they_need(tmp_path, monkeypatch):
         name.touch()
         match = rf"{name.name} needs PyTorch and diffusers: pip install torch diffusers"
         with pytest.raises(ImportError, match=match):
-            open_source("--model", str(name))
+            open_source("model", str(name))
 
 
 def test_dependencies_are_the_imports():

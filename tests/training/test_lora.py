@@ -274,7 +274,11 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
         (trainer.main, flags_of(other), "belongs to another run: "),
         (trainer.main, flags_of(not_a_unet), "is the output of a run with --lora_rank, not a UNet"),
         (edit_cli.main, edit, "has a LoRA and no model_index.json; repeat the training command"),
-        (edit_cli.main, with_lora, "also trains the first convolution; repeat the training comma"),
+        (
+            edit_cli.main,
+            with_lora,
+            "was trained in full: repeat the training command with merge_lora",
+        ),
     ):
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
@@ -418,7 +422,7 @@ def test_a_lora_of_another_family_is_one_line(models, tmp_path, capsys, family, 
         edit_cli.main([*flags, "--model", str(models[other])])
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: --lora ") and error.count("\n") == 1
+    assert error.startswith(f"error: {tmp_path}/{LORA_FILE}") and error.count("\n") == 1
     assert re.search(r"is for another model: .* \d+ -> \d+|of this model's family", error)
     assert {file.name for file in tmp_path.iterdir()} == {"in.png", LORA_FILE}
 

@@ -21,9 +21,9 @@ import edit_cli
 import flax_train_instruct_pix2pix as trainer
 import sdxl_single
 import tpu_compile
-from diffusers_flax.loading.hub import with_single_files
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from generating.single_files import with_single_files
 
 
 @pytest.mark.slow

@@ -231,7 +231,7 @@ def test_unused_tokens_are_named(models, files, caplog):
     with caplog.at_level(logging.WARNING):
         pipeline.embeddings.warn_unused(["a <cat>", ""])
     assert [record.message for record in caplog.records] == [
-        f"--embedding {files['web_ui.pt']} has no effect: no prompt has its token, style"
+        f"embeddings={files['web_ui.pt']} has no effect: no prompt has its token, style"
     ]
 
 
@@ -270,7 +270,7 @@ class RunsCode:
         ),
         ("sd", "both.safetensors", "is for SDXL .clip_l and clip_g., and the model has one text"),
         ("xl", "half.safetensors", "has vectors for text_encoder, and none for text_encoder_2 of"),
-        ("sd", "lora.safetensors", "is a LoRA; give it as --lora"),
+        ("sd", "lora.safetensors", "is a LoRA; give it as lora="),
         ("sd", "model.safetensors", "is not an embedding; it has conv_in.weight"),
         ("sd", "code.pt", "it is a pickle that runs code when it is opened"),
         (
@@ -288,7 +288,7 @@ class RunsCode:
         ("sd", "red.safetensors:re", r"has the token re already; name another one, such"),
         ("sd", "two.bin:<x>", "has the tokens <a>, <b>; leave out :TOKEN"),
         ("sd", "red.safetensors:", "write FILE or FILE:TOKEN, such as style.pt:<style>"),
-        ("sd", "missing.pt", r"missing\.pt.*(does not exist|not on this machine)"),
+        ("sd", "missing.pt", r"missing\.pt.*(does not exist|neither the hub)"),
         ("sd", "", r"there is no learned_embeds\.safetensors or learned_embeds\.bin in"),
     ],
 )

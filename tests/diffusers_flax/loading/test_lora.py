@@ -340,7 +340,7 @@ def test_broken_files_are_refused(tmp_path, shapes, message):
     file = tmp_path / "a.safetensors"
     dtypes = {n: torch.bool if n.endswith(".on_input") else torch.float32 for n in shapes}
     save_file({n: torch.zeros(x, dtype=dtypes[n]) for n, x in shapes.items()}, file)
-    with pytest.raises(ValueError, match=f"--lora {file}.*{message}"):
+    with pytest.raises(ValueError, match=f"{file}.*{message}"):
         Loras([str(file)])
 
 
@@ -388,7 +388,7 @@ def test_damaged_settings_are_one_line(tmp_path, settings):
     file = tmp_path / "a.safetensors"
     tensors = {name: torch.zeros(shape) for name, shape in PAIR.items()}
     save_file(tensors, file, metadata={"lora_adapter_metadata": settings})
-    with pytest.raises(ValueError, match=f"--lora {file}: the settings that PEFT stores with it "):
+    with pytest.raises(ValueError, match=f"{file}: the settings that PEFT stores with it "):
         Loras([str(file)])
 
 

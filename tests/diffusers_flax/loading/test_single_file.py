@@ -302,11 +302,11 @@ def test_family_and_configs_by_default(tmp_path, monkeypatch):
         place = tmp_path / family / default
         shutil.copytree(folder, place)
         monkeypatch.chdir(tmp_path / family)  # a directory with the name of the hub id
-        source = open_source("--model", file)
+        source = open_source("model", file)
         assert source.configs == default and source == str(file)
         shutil.rmtree(place)
         with pytest.raises(ValueError, match=r"has no configs, and model_index\.json is neither"):
-            open_source("--model", file)
+            open_source("model", file)
 
 
 ONE = torch.ones(1)
@@ -350,7 +350,7 @@ ERRORS = {
     ),
     "lora": (
         {"lora_unet_down_blocks_0.lora_down.weight": torch.ones(2)},
-        "is a LoRA; give it as lora= or --lora",
+        "is a LoRA; give it as lora=, with a whole model",
     ),
     "embedding": ({"emb_params": torch.ones(2, 8)}, "is a textual-inversion embedding"),
     "vae": ({"encoder.conv_in.weight": torch.ones(2)}, "has a VAE alone; give a file with a whole"),
@@ -484,7 +484,9 @@ def test_records_of_pytorch_lightning_are_not_needed(tmp_path, monkeypatch):
 def test_configs_of_another_family(tmp_path):
     _, _, file = make_file(tmp_path, "xl")
     other = make_tiny_pipeline(tmp_path / "other", in_channels=4)
-    match = "model.safetensors is SDXL, the configs of .* are Stable Diffusion 1.x or 2.x's; give"
+    match = (
+        "model.safetensors is SDXL, the configs of .* are Stable Diffusion 1.x or 2.x's; take both"
+    )
     with pytest.raises(ValueError, match=match):
         FlaxDiffusionPipeline.from_single_file(file, config=other)
 
@@ -495,7 +497,7 @@ def test_a_part_of_another_family(tmp_path, capsys):
     folder = make_tiny_xl(tmp_path / "xl")
     other = make_tiny_pipeline(tmp_path / "other", in_channels=4)
     unet = write_single_file(tmp_path / "unet.safetensors", original_layout(other, ["unet"]))
-    match = "unet.safetensors takes text of width .*, the configs of .*xl are for .*; give config="
+    match = "unet.safetensors takes text of width .*, the configs of .*xl are for .*; take both from one"
     with pytest.raises(ValueError, match=match):
         FlaxUNet2DConditionModel.from_single_file(unet, folder)
     with pytest.raises(ValueError, match=match):
@@ -519,13 +521,13 @@ def test_what_a_model_of_stable_diffusion_2_predicts(tmp_path, monkeypatch, capl
     torch.save(content, "base.ckpt")
     save_file(tensors | {"global_step": torch.tensor(875000)}, "base.safetensors")
     for name in ("base.ckpt", "base.safetensors"):
-        assert open_source("--model", name).configs == V2_BASE
+        assert open_source("model", name).configs == V2_BASE
     assert not caplog.messages
     save_file(tensors, "other.safetensors")
-    assert open_source("--model", "other.safetensors").configs == MOVED["v2"]
+    assert open_source("model", "other.safetensors").configs == MOVED["v2"]
     assert caplog.messages == [
         "other.safetensors is read as a model that predicts v, as Stable Diffusion 2.1; if it "
-        f"predicts the noise, as its base model, give --config_name_or_path {V2_BASE}"
+        f"predicts the noise, as its base model, give {V2_BASE} as config="
     ]
 
 
@@ -538,7 +540,7 @@ def test_averages_as_pytorch_takes_them(tmp_path):
     file = write_single_file(tmp_path / "model.safetensors", tensors)
     config = read_directory(folder, "unet")[1]
     expected = convert_ldm_unet_checkpoint({**tensors}, config, extract_ema=True)
-    source = open_source("--model", file, "unet", folder, use_ema_weights=True)
+    source = open_source("model", file, "unet", folder, use_ema_weights=True)
     found = dict(source.read_part("unet", config))
     assert found.keys() == expected.keys()
     assert all((found[name] == x.numpy()).all() for name, x in expected.items())
@@ -567,9 +569,9 @@ def test_addresses_of_files():
         "/models/a/b.ckpt": None,
         "[new] model.ckpt": None,
     }.items():
-        assert place_of_link("--model", link) == place
+        assert place_of_link("model", link) == place
     with pytest.raises(ValueError, match=r"is not the address of one of \.safetensors"):
-        place_of_link("--model", "https://huggingface.co/a/b/blob/main/README.md")
+        place_of_link("model", "https://huggingface.co/a/b/blob/main/README.md")
 
 
 def test_configs_of_a_controlnet(tmp_path):
@@ -587,9 +589,9 @@ def test_configs_of_a_controlnet(tmp_path):
     assert default_configs(of_xl) == "diffusers/controlnet-canny-sdxl-1.0"
     (tmp_path / "empty").mkdir()
     source.configs = str(tmp_path / "empty")
-    match = "give config= of FlaxControlNetModel.from_single_file, a directory or hub id"
+    match = "give FlaxControlNetModel.from_single_file config=, a directory or hub id"
     with pytest.raises(ValueError, match=match):
-        check_single_file_configs("controlnet=", source)
+        check_single_file_configs("controlnet", source)
 
 
 def test_configs_that_the_hub_refuses(tmp_path, monkeypatch):
@@ -603,9 +605,9 @@ def test_configs_that_the_hub_refuses(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "hub_answers", lambda *_: True)
     unet = {"model.diffusion_model.input_blocks.0.0.weight": torch.ones(8, 4, 3, 3)}
     save_file(unet, tmp_path / "model.safetensors")
-    match = "has no configs, and .* the hub refuses it: 401 Client Error; give --config_name_or_pa"
+    match = "has no configs, and .* the hub refuses it: 401 Client Error; give config=, a direc"
     with pytest.raises(ValueError, match=match):
-        open_source("--model", tmp_path / "model.safetensors")
+        open_source("model", tmp_path / "model.safetensors")
 
 
 @pytest.mark.slow

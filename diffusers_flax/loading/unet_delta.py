@@ -1,4 +1,4 @@
-"""What distillation changed in a UNet, added to another UNet while it is read.
+"""The difference that distillation made to a UNet, added to another UNet while it is read.
 
     delta = ("latent-consistency/lcm-sdxl", "stabilityai/stable-diffusion-xl-base-1.0")
     pipeline, params = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffusers_flax.loading.hub import fetch_file, fetch_source, locate, place_in_words
+from diffusers_flax.loading.hub import fetch_file, fetch_named, locate, place_in_words
 from diffusers_flax.loading.lora import split_weight
 from diffusers_flax.loading.single_file import SINGLE_FILE_SUFFIXES, SingleFile, check_content
 from diffusers_flax.loading.weights import (
@@ -31,13 +31,12 @@ from diffusers_flax.loading.weights import (
 )
 from diffusers_flax.messages import first_names, warn_once
 
-FLAG = "--unet_delta"
 WRITE = (
     "write DISTILLED BASE or DISTILLED BASE:WEIGHT; DISTILLED is the distilled UNet, BASE the UNet "
     "it was distilled from"
 )
-CONV_IN = "conv_in/kernel"  # an edit model's takes further channels after the noisy latents
-GUIDANCE_EMBEDDING = "time_embedding/cond_proj/kernel"  # of the guidance scale, in LCM's UNets
+CONV_IN = "conv_in/kernel"  # an edit model has more input channels, after the noisy latents
+GUIDANCE_EMBEDDING = "time_embedding/cond_proj/kernel"  # of LCM's UNets
 
 
 class Stored(NamedTuple):
@@ -57,8 +56,8 @@ class UnetDelta:
             hub id of a UNet or of a pipeline, or a file of a UNet or of a whole model. WEIGHT
             multiplies the difference, default 1.
         config: of the model's UNet.
-        variant: of the file names of weights in directories; without such files the others are
-            read, with a warning.
+        variant: of the weights' file names in directories; weights without a variant are read, with
+            a warning, where there are none.
         **hub_options: see take_hub_options.
 
     Raises:
@@ -68,13 +67,12 @@ class UnetDelta:
     def __init__(self, specs, config, variant=None, **hub_options):
         sources, self.weight = split_specs(specs)
         self.folded = set()
-        # DISTILLED first
-        self.stored = {
+        self.stored = {  # DISTILLED first
             source: open_unet(source, config, variant, **hub_options) for source in sources
         }
 
     def fold(self, name, x):
-        """A parameter of the UNet with the difference added, in the dtype of x; the sum is float32.
+        """A parameter of the UNet plus the difference, summed in float32, in the dtype of x.
 
         Args:
             name: of the parameter, joined by "/".
@@ -90,16 +88,16 @@ class UnetDelta:
             widened = name == CONV_IN and shape and shape[2] < x.shape[2]
             wanted = (*x.shape[:2], shape[2], x.shape[3]) if widened else x.shape
             if shape != wanted:
-                what = f"of shape {shape}, the model's is {x.shape}" if shape else "missing"
+                found = f"of shape {shape}, the model's is {x.shape}" if shape else "missing"
                 raise ValueError(
-                    f"{FLAG} {source} is of another family than the model: its {name} is {what}; "
-                    "take the UNets that the model's family began with"
+                    f"unet_delta={source} is of another family than the model: its {name} is "
+                    f"{found}; take the UNets that the model's family began with"
                 )
         self.folded.add(name)
         distilled, base = (np.asarray(s[name].read(), np.float32) for s in self.stored.values())
         if distilled.shape != base.shape:
             raise ValueError(
-                f"{FLAG} {' '.join(self.stored)}: their {name} differ in shape, {distilled.shape} "
+                f"unet_delta={(*self.stored,)}: their {name} differ in shape, {distilled.shape} "
                 f"and {base.shape}; take the UNet that DISTILLED began as"
             )
         delta = np.float32(self.weight) * (distilled - base)
@@ -111,29 +109,31 @@ class UnetDelta:
     def require_folded(self):
         """Raise a ValueError if DISTILLED or BASE has parameters that the model lacks.
 
-        LCM's embedding of the guidance scale is left out, as public code does: an edit model has
-        two scales.
+        LCM's embedding of the guidance scale is left out, as in public code: an edit model has two
+        scales.
         """
         for source, stored in self.stored.items():
             names = stored.keys() - self.folded
             if GUIDANCE_EMBEDDING in names:
-                warn_once(f"{FLAG} {source}: {GUIDANCE_EMBEDDING} is left out, the model lacks it")
+                warn_once(
+                    f"unet_delta={source}: {GUIDANCE_EMBEDDING} is left out, the model lacks it"
+                )
             if rest := sorted(names - {GUIDANCE_EMBEDDING}):
                 raise ValueError(
-                    f"{FLAG} {source} is of another family than the model, which lacks "
+                    f"unet_delta={source} is of another family than the model, which lacks "
                     f"{first_names(rest)}"
                 )
 
 
 def split_specs(specs):
-    """([DISTILLED, BASE], WEIGHT) of specs, see UnetDelta; ([], 1.0) of none."""
+    """([DISTILLED, BASE], WEIGHT) of UnetDelta's specs; ([], 1.0) of none."""
     specs = [specs] if isinstance(specs, str | Path) else specs
-    given = f"{FLAG} {' '.join(map(str, specs))}"
+    given = f"unet_delta={(*map(str, specs),)}"
     if len(specs) not in (0, 2):
         raise ValueError(f"{given}: {WRITE}")
     if not specs:
         return [], 1.0
-    base, weight = split_weight(specs[1], FLAG, WRITE)
+    base, weight = split_weight(specs[1], "unet_delta", WRITE)
     sources = [str(specs[0]), base]
     if sources[0] == sources[1]:
         raise ValueError(f"{given} is no difference; {WRITE}")
@@ -145,13 +145,13 @@ def open_unet(source, config, variant=None, **hub_options):
 
     Args:
         source, variant, hub_options: as for unet_files.
-        config: of the UNet, for a file of the original layout.
+        config: of the UNet, to convert a file of the original layout.
     """
     files = unet_files(source, variant, **hub_options)
-    _, name = locate(FLAG, source)
+    _, name = locate("unet_delta", source)
     if name is not None and name.endswith(SINGLE_FILE_SUFFIXES):
         file = SingleFile(files[0]).as_part("unet")
-        check_content(FLAG, file)
+        check_content("unet_delta", file)
         if not file.is_converted:
             read = partial(file.read_part, "unet", dict(config))
             return stored_arrays(read_weights(files[0], read))
@@ -162,7 +162,7 @@ def open_unet(source, config, variant=None, **hub_options):
 
 
 def unet_files(source, variant=None, **hub_options):
-    """The files with the weights of a UNet.
+    """The files of a UNet's weights.
 
     Args:
         source: directory or hub id of a UNet or of a pipeline, or a file of a UNet or of a whole
@@ -173,25 +173,25 @@ def unet_files(source, variant=None, **hub_options):
     Raises:
         ValueError: there are none.
     """
-    repository, name = locate(FLAG, source)
+    repository, name = locate("unet_delta", source)
     if name is not None:
-        return [Path(fetch_source(FLAG, source, **hub_options))]
+        return [fetch_named("unet_delta", source, **hub_options)]
     is_pipeline = fetch_file(repository, "config.json", "unet", None, **hub_options) is not None
     place = {"subfolder": "unet" if is_pipeline else None, "revision": None}
     fetch = partial(fetch_file, repository, **place, **hub_options)
-    where = f"{FLAG} {place_in_words(repository, **place)}"
+    where = place_in_words(repository, **place)
     return find_weights(fetch, "diffusion_pytorch_model", variant, False, where)
 
 
 def stored_parameters(file):
-    """{name of a parameter: Stored} of one file; a safetensors file is read when Stored.read is."""
+    """{name of a parameter: Stored} of one file; the tensors of safetensors stay in the file."""
     if file.suffix != ".safetensors":
         return stored_arrays(read_weights(file))
     with naming_damage(file):
         tensors = SafetensorsFile(file)
     stored = {}
     for key, shape in tensors.shapes.items():
-        # An array without memory shows the parameter's name and axes.
+        # An array without memory gives the parameter's name and axes.
         name, axes = torch_to_flax(key, np.broadcast_to(np.float32(0), shape))
         stored[name] = Stored(axes.shape, partial(read_parameter, tensors, key))
     return stored
@@ -203,5 +203,5 @@ def stored_arrays(arrays):
 
 
 def read_parameter(tensors, key):
-    """The parameter that a tensor of a SafetensorsFile becomes."""
+    """A tensor of a SafetensorsFile as a parameter."""
     return torch_to_flax(key, tensors.read(key))[1]

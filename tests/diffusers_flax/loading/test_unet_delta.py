@@ -1,4 +1,4 @@
-"""--unet_delta against PyTorch's pipelines with the same sum of weights."""
+"""UnetDelta against PyTorch's pipelines with the same sum of weights."""
 
 import shutil
 from functools import partial
@@ -196,7 +196,7 @@ def test_wrong_differences_are_one_line(tmp_path, capsys):
         ([base, base], "is no difference"),
         ([sd, base], f"--unet_delta {sd} is of another family than the model: its "),
         ([distilled, tmp_path / "wide"], "of shape (64, 16), the model's is (48, 16)"),
-        ([distilled, tmp_path / "empty"], f"no weights in --unet_delta {tmp_path / 'empty'}"),
+        ([distilled, tmp_path / "empty"], f"no weights in {tmp_path / 'empty'}"),
         ([tmp_path / "no.safetensors", base], "no.safetensors does not exist; check the path"),
         ([tmp_path / "in.png", base], "in.png cannot be read as weights"),
     ):
@@ -206,7 +206,9 @@ def test_wrong_differences_are_one_line(tmp_path, capsys):
         error = capsys.readouterr().err.splitlines()[-1]
         assert stop.value.code == 2 and message in error, error
     pipeline, _ = FlaxDiffusionPipeline.from_pretrained(edit)
-    with pytest.raises(ValueError, match=f"--unet_delta {distilled}: write DISTILLED BASE or"):
+    with pytest.raises(
+        ValueError, match=rf"unet_delta=\('{distilled}',\): write DISTILLED BASE or"
+    ):
         FlaxDiffusionPipeline.from_pretrained(edit, unet_delta=str(distilled))
     with pytest.raises(ValueError, match="which unet= replaces"):
         FlaxDiffusionPipeline.from_pretrained(

@@ -1,0 +1,49 @@
+"""Models that are one file: a program's flags name them as directories and hub ids are named."""
+
+from dataclasses import replace
+
+from diffusers_flax.loading.hub import locate, open_source
+from diffusers_flax.loading.single_file import SingleFile
+
+
+def with_single_files(config, model, component=None, **components):
+    """A program's config with a SingleFile for each flag whose value is the file of a model.
+
+    Args:
+        config: dataclass of the flags, with config_name_or_path.
+        model: name of the flag of the main model, or models.
+        component: the one that the program needs of the main model; None: a pipeline.
+        **components: {name of another flag: its component}; configs are the main model's.
+
+    Raises:
+        ValueError: see open_source; or a flag has no effect.
+    """
+    configs, revision = config.config_name_or_path, getattr(config, "revision", None)
+    use_ema_weights = getattr(config, "use_ema_weights", False)
+    if configs and locate("config", configs)[1]:
+        raise ValueError(f"--config_name_or_path {configs} is a file; give a directory or hub id")
+    components = {flag: name for flag, name in components.items() if getattr(config, flag)}
+    value = getattr(config, model)
+    sources = value if isinstance(value, tuple) else (value,)
+    of_main = (component, configs, use_ema_weights and "unet" not in components.values(), revision)
+    opened = [open_source("pretrained_model_name_or_path", x, *of_main) for x in sources]
+    changes = {model: tuple(opened) if isinstance(value, tuple) else opened[0]}
+    main = opened[0]
+    configs = configs or getattr(main, "configs", main) or None
+    for flag, name in components.items():
+        options = name, configs, use_ema_weights and name == "unet"
+        changes[flag] = open_source(flag, getattr(config, flag), *options)
+        opened.append(changes[flag])
+    files = [source for source in opened if isinstance(source, SingleFile)]
+    if config.config_name_or_path and not files:
+        raise ValueError(
+            f"--config_name_or_path {configs} goes with a model that is one file; leave it out"
+        )
+    if use_ema_weights and not any(file.use_ema_weights for file in files):
+        raise ValueError("--use_ema_weights goes with a UNet in one file; leave it out")
+    if getattr(config, "variant", None) and isinstance(main, SingleFile):
+        raise ValueError(
+            f"--variant {config.variant} goes with a directory or hub id; --{model} {main} is one "
+            "file"
+        )
+    return replace(config, **changes)
