@@ -277,7 +277,7 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
         (
             edit_cli.main,
             with_lora,
-            "was trained in full: repeat the training command with merge_lora",
+            "was trained in full: repeat the training command with",
         ),
     ):
         capsys.readouterr()
