@@ -23,7 +23,7 @@ def check_xl(model, revision, unet):
             f"{given} is a {name}, not Stable Diffusion XL; give an SDXL model, or use Stable "
             "Diffusion 1.x and 2.x from Python, see docs/sdxl.md"
         )
-    folder, file = locate("--unet", unet) if unet else (None, None)
+    folder, file = locate("unet", unet) if unet else (None, None)
     if not folder or file:
         return
     if Path(folder, "unet", "config.json").is_file():

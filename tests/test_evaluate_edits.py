@@ -448,7 +448,7 @@ def test_accelerated_edits_are_those_of_edit_cli(folder, tmp_path, monkeypatch, 
     words = flags(**given | {"accelerate": "taesd:path=nowhere"})
     with pytest.raises(SystemExit):
         evaluate_edits.main([*words, "--overwrite_output_dir"])
-    assert "\nerror: the TAESD nowhere does not exist" in capsys.readouterr().err
+    assert "\nerror: --accelerate taesd:path=nowhere does not exist" in capsys.readouterr().err
     assert json.loads((out / "results.json").read_text()) == results
 
 

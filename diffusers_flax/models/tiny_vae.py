@@ -203,7 +203,7 @@ def choose_tiny_vae(decoder, preview, published):
         raise ValueError(
             f"the TAESD {source} is of the other family of models; this one's is {published}"
         )
-    source, file = locate("the TAESD", source)
+    source, file = locate("accelerate=taesd:path" if decoder else "preview_decoder", source)
     if file:
         raise ValueError(f"the TAESD {source}/{file} is not a directory or hub id; name one")
     return source
