@@ -5,9 +5,9 @@
     )
     prompt_ids = pipeline.prepare_inputs("a <cat-toy> on a beach")
 
-Files of AUTOMATIC1111's web UI and of the original code (.pt), of diffusers (.bin, .safetensors),
-and of SDXL with vectors for both text encoders (clip_l and clip_g). A token with several vectors is
-one word in a prompt and as many tokens in the text encoder.
+Reads files of AUTOMATIC1111's web UI and of the original code (.pt), of diffusers (.bin,
+.safetensors), and of SDXL with vectors for both text encoders (clip_l and clip_g). A token with n
+vectors is one word in a prompt and n tokens in the text encoder.
 
 Source: An Image is Worth One Word (arXiv 2208.01618).
 """
@@ -31,9 +31,9 @@ from diffusers_flax.loading.weights import (
 )
 from diffusers_flax.messages import first_names, warn_once
 
-# Names of diffusers, in a directory or on the hub.
+# diffusers' names, in a directory or on the hub.
 FILES = ("learned_embeds.safetensors", "learned_embeds.bin")
-# The text encoder by the name of its vectors: today's, and of diffusers' first SDXL training.
+# Text encoder by the name of its vectors: today's, and of diffusers' first SDXL training.
 ENCODERS = {
     "clip_l": "text_encoder",
     "text_encoders_0": "text_encoder",
@@ -41,7 +41,7 @@ ENCODERS = {
     "text_encoders_1": "text_encoder_2",
 }
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
-NO_TOKEN = ("emb_params", "*")  # names of vectors that are not the token
+NO_TOKEN = ("emb_params", "*")  # names of vectors that are not tokens
 WIDTHS = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "SDXL"}
 MODEL = re.compile(r"\.(weight|bias)$|^state_dict$")
 TABLE = "text_model/embeddings/token_embedding/embedding"
@@ -50,7 +50,7 @@ TABLE = "text_model/embeddings/token_embedding/embedding"
 class Embedding(NamedTuple):
     """A token and its vectors."""
 
-    source: str  # as it was given
+    source: str  # as given
     token: str
     # {"text_encoder", "text_encoder_2": float32 (n, D)}; {None: ...} for a model with one of them
     vectors: dict
@@ -61,9 +61,9 @@ class Embeddings:
 
     Args:
         specs: FILE or FILE:TOKEN, each a .safetensors, .pt or .bin file, a directory with
-            learned_embeds.safetensors or .bin, or a hub id (owner/name or owner/name/FILE). Without
-            TOKEN it is the one in the file, or the name of the file.
-        hub_options: see fetch_file.
+            learned_embeds.safetensors or .bin, or a hub id (owner/name or owner/name/FILE). TOKEN
+            is by default the file's, or the file's name.
+        **hub_options: see take_hub_options.
 
     Raises:
         ValueError: a file is missing, damaged, or no embedding.
@@ -74,32 +74,32 @@ class Embeddings:
         self.embeddings = [
             found for spec in specs for found in read_embeddings(spec, **hub_options)
         ]
-        self.rows = {}  # {part: {id of a token: vector}}
+        self.rows = {}  # {component: {token id: vector}}
         self.tokenizer = None  # one of the model's, with the tokens
 
-    def add_tokens(self, parts, given):
+    def add_tokens(self, components, replaced):
         """Add the tokens to a pipeline's tokenizers, and their number to its text encoders.
 
         Args:
-            parts: {name: part} of the pipeline; the tokenizers change in place, other text encoders
-                replace the present ones.
-            given: the names of parts that are not from the model's directory.
+            components: {name: component} of the pipeline; tokenizers change in place, text encoders
+                are replaced.
+            replaced: names of the components that are not the model directory's.
 
         Raises:
             ValueError: an embedding is for other text encoders, or its token exists.
         """
         if not self.embeddings:
             return
-        encoders = {name: parts[name] for name in TOKENIZERS if parts.get(name) is not None}
-        if replaced := sorted({*encoders, *map(TOKENIZERS.get, encoders)} & set(given)):
+        encoders = {name: x for name in TOKENIZERS if (x := components.get(name)) is not None}
+        if names := sorted({*encoders, *map(TOKENIZERS.get, encoders)} & set(replaced)):
             raise ValueError(
                 "embeddings= needs the model's own text encoders and tokenizers; leave out "
-                f"{', '.join(replaced)}="
+                f"{', '.join(names)}="
             )
         modules = {name: encoder.module for name, encoder in encoders.items()}
         for embedding in self.embeddings:
-            for part, vectors in vectors_by_part(embedding, modules).items():
-                self.tokenizer = parts[TOKENIZERS[part]]
+            for component, vectors in fit_vectors(embedding, modules).items():
+                self.tokenizer = components[TOKENIZERS[component]]
                 token, source = embedding.token, embedding.source
                 tokens = [token, *(f"{token}_{i}" for i in range(1, len(vectors)))]
                 if reason := conflict(tokens, self.tokenizer):
@@ -109,25 +109,25 @@ class Embeddings:
                     )
                 self.tokenizer.add_tokens(tokens)
                 ids = self.tokenizer.convert_tokens_to_ids(tokens)
-                self.rows.setdefault(part, {}).update(zip(ids, vectors))
-        for part, rows in self.rows.items():
-            module = modules[part]
+                self.rows.setdefault(component, {}).update(zip(ids, vectors))
+        for component, rows in self.rows.items():
+            module = modules[component]
             vocab_size = max(module.vocab_size, 1 + max(rows))
-            parts[part] = type(encoders[part]).from_config(
+            components[component] = type(encoders[component]).from_config(
                 dict(module.config), dtype=module.dtype, vocab_size=vocab_size
             )
 
-    def extend(self, part, name, x):
+    def extend(self, component, name, x):
         """A parameter with the new tokens' rows, in the dtype of x.
 
         Args:
-            part: "unet", "text_encoder" or "text_encoder_2".
+            component: "unet", "text_encoder" or "text_encoder_2".
             name: of the parameter, joined by "/".
             x: NumPy array.
         """
-        if name != TABLE or part not in self.rows:
+        if name != TABLE or component not in self.rows:
             return x
-        rows = self.rows[part]
+        rows = self.rows[component]
         table = np.zeros((max(len(x), 1 + max(rows)), x.shape[1]), x.dtype)
         table[: len(x)] = x
         for i, vector in rows.items():
@@ -135,7 +135,7 @@ class Embeddings:
         return table
 
     def warn_unused(self, prompts):
-        """Log the tokens that no prompt has; prompts: list of str, negative prompts too."""
+        """Log the tokens that are in none of the prompts; prompts: str, also negative ones."""
         if not self.embeddings:
             return
         used = {i for ids in self.tokenizer(list(prompts), verbose=False).input_ids for i in ids}
@@ -148,7 +148,7 @@ class Embeddings:
 
 
 def conflict(tokens, tokenizer):
-    """Why a tokenizer cannot have an embedding's tokens [TOKEN, TOKEN_1, ...] too, or ""."""
+    """Why an embedding's tokens [TOKEN, TOKEN_1, ...] cannot be added to a tokenizer, or ""."""
     if not tokens[0].strip():
         return "its token is blank"
     known, added = tokenizer.get_vocab(), tokenizer.added_tokens_encoder
@@ -161,10 +161,10 @@ def conflict(tokens, tokenizer):
     return ""
 
 
-def vectors_by_part(embedding, modules):
-    """{part: vectors (n, D)} of an embedding for a model; a ValueError if it is for another.
+def fit_vectors(embedding, modules):
+    """{text encoder: vectors (n, D)} of an Embedding; a ValueError if it does not fit the model.
 
-    embedding: Embedding; modules: {"text_encoder", "text_encoder_2", as the model has: its module}.
+    modules: {"text_encoder" or "text_encoder_2": its module} of the model.
     """
     vectors, given = embedding.vectors, f"embeddings={embedding.source}"
     if None in vectors and len(modules) > 1:
@@ -183,13 +183,13 @@ def vectors_by_part(embedding, modules):
             f"{given} is for SDXL (clip_l and clip_g), and the model has one text encoder; take an "
             "embedding of the model's family"
         )
-    fitting = {part: vectors.get(part, vectors.get(None)) for part in modules}
-    for part, x in fitting.items():
-        width = modules[part].hidden_size
+    fitting = {name: vectors.get(name, vectors.get(None)) for name in modules}
+    for name, x in fitting.items():
+        width = modules[name].hidden_size
         if x.shape[1] != width:
             raise ValueError(
                 f"{given} has {x.shape[1]} numbers per vector{family_of(x.shape[1])}, and the "
-                f"model's {part} takes {width}{family_of(width)}; take an embedding of the model's "
+                f"model's {name} takes {width}{family_of(width)}; take an embedding of the model's "
                 "family"
             )
     return fitting
@@ -214,12 +214,12 @@ def split_token(spec):
 
 
 def find_embedding(source, **hub_options):
-    """Path of an embedding's file; source: file, directory or hub id. Downloads if necessary."""
+    """Path of an embedding's file, directory or hub id, downloaded if necessary."""
     return fetch_named("embeddings", source, FILES, **hub_options)
 
 
 def read_embeddings(spec, **hub_options):
-    """The embeddings of FILE or FILE:TOKEN, a list of Embedding; a ValueError if it has none."""
+    """List of the Embeddings of FILE or FILE:TOKEN; a ValueError if there are none."""
     source, token = split_token(spec)
     file = find_embedding(source, **hub_options)
     given = f"embeddings={source}"
@@ -240,8 +240,8 @@ def read_embeddings(spec, **hub_options):
     check_names(given, content)
     vectors = {name: as_vectors(given, name, x) for name, x in content.items()}
     if vectors.keys() <= ENCODERS.keys():
-        by_part = {ENCODERS[name]: x for name, x in vectors.items()}
-        return [Embedding(str(spec), token or default, by_part)]
+        by_encoder = {ENCODERS[name]: x for name, x in vectors.items()}
+        return [Embedding(str(spec), token or default, by_encoder)]
     if token and len(vectors) > 1:
         raise ValueError(f"{given} has the tokens {first_names(sorted(vectors))}; leave out :TOKEN")
     return [
@@ -251,7 +251,7 @@ def read_embeddings(spec, **hub_options):
 
 
 def check_names(given, content):
-    """Raise a ValueError if a file's content is a LoRA, a model, nothing, or has odd names.
+    """Raise a ValueError if a file has a LoRA, a model, nothing, or names that are no str.
 
     given: argument and file; content: {name: array}.
     """
@@ -265,7 +265,7 @@ def check_names(given, content):
 
 
 def as_vectors(given, name, x):
-    """float32 (n, D) of finite floats (D,) or (n, D), an array; a ValueError for anything else."""
+    """An array of finite floats, (D,) or (n, D), as float32 (n, D); a ValueError for others."""
     if isinstance(x, NotNeeded):
         raise ValueError(
             f"{given}: its entry {name} is no tensor of PyTorch; save tensors, not NumPy arrays"
@@ -283,7 +283,7 @@ def as_vectors(given, name, x):
 
 
 def as_arrays(content):
-    """The content of a PyTorch file with NumPy arrays, in dicts or alone, in place of tensors."""
+    """The content of a PyTorch file with NumPy arrays in place of tensors."""
     if hasattr(content, "items"):  # a dict or PyTorch's ParameterDict
         return {name: as_arrays(x) for name, x in content.items()}
     return as_array(content) if hasattr(content, "detach") else content

@@ -25,13 +25,13 @@ from diffusers_flax.loading.weights import (
 )
 from diffusers_flax.messages import one_line
 
-# The two factors of a layer, in the names of all layouts, after torch_to_flax.
+# The two factors of a layer in all layouts, after torch_to_flax.
 FACTOR = re.compile(
     r"(.+?)(?:/lora_(A|B|down|up)(?:/default)?|[/_]lora/(down|up)|/lora_linear_layer/(down|up))"
     r"/kernel"
 )
 DOWN_NAMES = ("A", "down")
-# Part of the pipeline by prefix, "/" replaced by "_"; a file without prefixes is of a UNet.
+# Component by prefix, with "_" for "/"; a file without prefixes is a UNet's.
 PREFIXES = {
     "base_model_model_": "unet",
     "lora_unet_": "unet",
@@ -46,12 +46,12 @@ PREFIXES = {
     "text_encoders_clip_h_transformer_": "text_encoder",
     "text_encoders_clip_g_transformer_": "text_encoder_2",
 }
-# An adapter that PEFT's save_pretrained wrote: names of its entries, and its files.
+# Entries and files of PEFT's save_pretrained.
 ADAPTER_PREFIX, ADAPTER_STEM = "base_model/model/", "adapter_model"
 ADAPTER_CONFIG = "adapter_config.json"
-# Values of PEFT's init_lora_weights that also change the weights of the base model.
+# Values of PEFT's init_lora_weights that also change the base model's weights.
 CHANGES_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
-REFUSED = {  # what the name of an entry shows
+REFUSED = {  # pattern of an entry's name: the method
     r"(^|/)lora_controlnet$": "a Control-LoRA, for a ControlNet",
     r"hada_w": "LoHa",
     r"lokr_": "LoKr",
@@ -61,7 +61,7 @@ REFUSED = {  # what the name of an entry shows
     r"lora_mid": "a LoRA of three factors (lora_mid)",
     r"/diff(_b)?$|/[wb]_norm$": "a LoRA with whole differences of weights",
 }
-# Names of the UNet's layers in the original repositories (sgm): block, then layer.
+# Names of the UNet's layers in the original repositories (sgm).
 SGM_BLOCK = re.compile(r"(input_blocks|middle_block|output_blocks)_(\d+)(?:_(\d+))?_(.+)")
 SGM_LAYERS = {
     "in_layers_2": "conv1",
@@ -86,7 +86,7 @@ class Update(NamedTuple):
     down: np.ndarray  # float32 (..., in, rank)
     up: np.ndarray  # float32 (rank, out)
     scale: float
-    source: str  # the file
+    file: str
 
 
 class Loras:
@@ -110,11 +110,11 @@ class Loras:
             for key, update in read_updates(find_lora(source, **hub_options), weight).items():
                 self.updates.setdefault(key, []).append(update)
 
-    def fold(self, part, name, x):
-        """A parameter with the updates added, in the dtype of x; the sum is float32.
+    def fold(self, component, name, x):
+        """A parameter plus its updates, summed in float32, in the dtype of x.
 
         Args:
-            part: "unet", "text_encoder" or "text_encoder_2".
+            component: "unet", "text_encoder" or "text_encoder_2".
             name: of the parameter, joined by "/".
             x: NumPy array.
 
@@ -122,18 +122,18 @@ class Loras:
             ValueError: an update has other sizes.
         """
         layer, _, leaf = name.rpartition("/")
-        key = part, layer.replace("/", "_")
+        key = component, layer.replace("/", "_")
         if leaf != "kernel" or key not in self.updates:
             return x
         self.folded.add(key)
         total = np.asarray(x, np.float32)
         for update in self.updates[key]:
             delta = np.float32(update.scale) * (update.down @ update.up)
-            # A 1x1 convolution in one may be a linear layer in the other.
+            # A linear layer of one may be a 1x1 convolution of the other.
             sizes = [[side for side in y.shape[:-2] if side != 1] for y in (delta, x)]
             if sizes[0] != sizes[1] or delta.shape[-2:] != x.shape[-2:]:
                 raise ValueError(
-                    f"{update.source} is for another model: its update of {part} {layer} "
+                    f"{update.file} is for another model: its update of {component} {layer} "
                     f"is {delta.shape[-2]} -> {delta.shape[-1]} wide, the model's layer "
                     f"{x.shape[-2]} -> {x.shape[-1]}"
                 )
@@ -144,7 +144,7 @@ class Loras:
         """Raise a ValueError if an update belongs to no layer of the model."""
         unused = sorted(self.updates.keys() - self.folded)
         if unused:
-            files = {update.source for key in unused for update in self.updates[key]}
+            files = {update.file for key in unused for update in self.updates[key]}
             some = ", ".join(" ".join(key) for key in unused[:3])
             raise ValueError(
                 f"{' and '.join(sorted(files))}: {len(unused)} of {len(self.updates)} layers "
@@ -156,7 +156,7 @@ class Loras:
 def split_weight(
     spec, argument="lora", write="write FILE or FILE:WEIGHT, such as style.safetensors:0.8"
 ):
-    """FILE or FILE:WEIGHT of a flag -> (FILE, WEIGHT or 1.0); write: what an error advises."""
+    """FILE or FILE:WEIGHT -> (FILE, WEIGHT or 1.0); argument, write: for the error."""
     source, colon, weight = str(spec).rpartition(":")
     if not colon or "/" in weight or "\\" in weight:
         return str(spec), 1.0
@@ -197,26 +197,13 @@ def read_updates(file, weight):
         weight: multiplies all updates.
 
     Returns:
-        {(part of the pipeline, its layer, joined by "_"): Update}.
+        {(component, layer joined by "_"): Update}.
 
     Raises:
-        ValueError: an entry is not understood, or is of another method than LoRA.
+        ValueError: an entry is not LoRA's.
     """
     downs, ups, alphas, names, is_adapter = {}, {}, {}, {}, False
-    entries = read_weights(file, kinds=(np.number, np.bool_))
-    if file.suffix == ".safetensors":  # whose names are known before its tensors are read
-        with naming_damage(file):
-            known = [name.replace(".", "/") for name in SafetensorsFile(file).shapes]
-    else:
-        entries = list(entries)
-        known = [name for name, _ in entries]
-    for mark, method in REFUSED.items():
-        if name := next((name for name in known if re.search(mark, name)), None):
-            raise ValueError(
-                f"{file} is {method} ({name}), which is not supported; merge it into its "
-                "model with the program that made it"
-            )
-    for name, x in entries:
+    for name, x in read_entries(file):
         is_adapter |= name.startswith(ADAPTER_PREFIX)
         x = np.asarray(x, np.float32)
         if found := FACTOR.fullmatch(name):
@@ -251,18 +238,35 @@ def read_updates(file, weight):
                 f"{up.shape}, which do not fit each other"
             )
         alpha = alphas[key] if key in alphas else alpha_of(key[0], names[key], settings, rank)
-        scale = alpha / rank
-        updates[key] = Update(down, up.reshape(rank, -1), weight * scale, str(file))
+        updates[key] = Update(down, up.reshape(rank, -1), weight * (alpha / rank), str(file))
     return updates
 
 
-def read_peft_settings(file):
-    """PEFT's settings of a LoRA, {"unet.r": 16, "unet.lora_alpha": 16, ...}; {} without.
+def read_entries(file):
+    """(Flax path, NumPy array) of a LoRA file's entries; a ValueError for another method's file."""
+    entries = read_weights(file, kinds=(np.number, np.bool_))
+    if file.suffix == ".safetensors":  # the names are known before the tensors are read
+        with naming_damage(file):
+            names = [name.replace(".", "/") for name in SafetensorsFile(file).shapes]
+    else:
+        entries = list(entries)
+        names = [name for name, _ in entries]
+    for mark, method in REFUSED.items():
+        if name := next((name for name in names if re.search(mark, name)), None):
+            raise ValueError(
+                f"{file} is {method} ({name}), which is not supported; merge it into its model "
+                "with the program that made it"
+            )
+    return entries
 
-    They are in a safetensors file's header, or in a file next to what PEFT's save_pretrained wrote.
+
+def read_peft_settings(file):
+    """PEFT's settings of a LoRA, {"unet.r": 16, "unet.lora_alpha": 16, ...}, or {}.
+
+    They are in the header of a safetensors file, or in a file beside the one of save_pretrained.
 
     Raises:
-        ValueError: they are damaged, or of another method than LoRA.
+        ValueError: they are damaged, or another method's.
     """
     config, settings = file.with_name(ADAPTER_CONFIG), {}
     try:
@@ -304,39 +308,33 @@ def finite(value):
     return value
 
 
-def alpha_of(part, layer, settings, rank):
-    """The alpha of a layer in PEFT's settings; the rank if they have none."""
+def alpha_of(component, layer, settings, rank):
+    """A layer's alpha in PEFT's settings; the rank without one."""
     # PyTorch's name of the layer: attentions.0.proj_in, time_embedding.linear_1
     torch_name = re.sub(r"(?<!linear)_(?=\d+(\.|$))", ".", layer.replace("/", "."))
-    for pattern, alpha in settings.get(f"{part}.alpha_pattern", {}).items():
+    for pattern, alpha in settings.get(f"{component}.alpha_pattern", {}).items():
         if pattern.match(torch_name):
             return alpha
-    return settings.get(f"{part}.lora_alpha", rank)
+    return settings.get(f"{component}.lora_alpha", rank)
 
 
 def layer_of(name):
-    """(part of the pipeline, layer joined by "_") of a name in any layout."""
+    """(component, layer joined by "_") of a name in any layout."""
     name = name.replace("/processor/", "/").replace("/", "_")
     if name.endswith("to_out"):
         name += "_0"
-    part = "unet"
-    for prefix, of_prefix in PREFIXES.items():
-        if name.startswith(prefix):
-            part, name = of_prefix, name.removeprefix(prefix)
-            break
-    if part == "unet":
-        return part, from_sgm(name)
-    return part, name if name.startswith("text_") else f"text_model_{name}"
+    prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "unet_")
+    component, name = PREFIXES[prefix], name.removeprefix(prefix)
+    if component == "unet":
+        return component, from_sgm(name)
+    return component, name if name.startswith("text_") else f"text_model_{name}"
 
 
 def from_sgm(name):
-    """A layer of the UNet in diffusers' names, joined by "_"; other names are unchanged."""
-    for theirs, ours in SGM_OTHERS.items():
-        if name == theirs:
-            return ours
+    """diffusers' name of a layer of the UNet, joined by "_"; other names are unchanged."""
     found = SGM_BLOCK.fullmatch(name)
-    if not found:
-        return name
+    if name in SGM_OTHERS or not found:
+        return SGM_OTHERS.get(name, name)
     kind, number, inner, rest = found[1], int(found[2]), found[3], found[4]
     rest = SGM_LAYERS.get(rest, rest)
     if kind == "middle_block":

@@ -548,9 +548,7 @@ def test_a_changed_acceleration_needs_its_parameters(models, tmp_path, monkeypat
     assert dataclasses.replace(tiny, accelerate="deepcache").tiny_vae is tiny.tiny_vae
     with pytest.raises(ValueError, match="accelerate or preview need the TAESD some/other, which"):
         dataclasses.replace(tiny, accelerate="taesd:path=some/other")
-    with pytest.raises(
-        ValueError, match="accelerate=taesd:path=nothing does not exist; ch"
-    ):
+    with pytest.raises(ValueError, match="accelerate=taesd:path=nothing does not exist; ch"):
         dataclasses.replace(tiny, accelerate="taesd:path=nothing")
     assert dataclasses.replace(pipeline, accelerate="deepcache").accelerate.cache == DeepCache()
     unet = pipeline.unet
