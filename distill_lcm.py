@@ -318,7 +318,7 @@ def training_config(config: Config):
         check_scale(name, getattr(config, name))
     names = {f.name for f in fields(TrainingConfig)}
     flags = {name: value for name, value in asdict(config).items() if name in names}
-    unet = source.as_part("unet") if is_file else str(Path(source, "unet"))
+    unet = source.as_component("unet") if is_file else str(Path(source, "unet"))
     shared = TrainingConfig(unet_model_name_or_path=unet, ema="none", **flags)
     check_flags(shared, jax.device_count())
     check_run_dir(shared)

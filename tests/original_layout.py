@@ -126,46 +126,48 @@ def open_clip_layout(tensors):
     renamed = {}
     for name in sorted(tensors):
         x, old = tensors[name], replace_names(name, OPEN_CLIP)
-        part = re.match(r"(.*attn)\.([kqv])_proj\.(\w+)", old)
-        if part and part[2] == "q":
-            parts = [tensors[name.replace("q_proj", f"{p}_proj")] for p in "qkv"]
-            renamed[f"{part[1]}.in_proj_{part[3]}"] = torch.cat(parts)
-        elif not part:
+        found = re.match(r"(.*attn)\.([kqv])_proj\.(\w+)", old)
+        if found and found[2] == "q":
+            pieces = [tensors[name.replace("q_proj", f"{p}_proj")] for p in "qkv"]
+            renamed[f"{found[1]}.in_proj_{found[3]}"] = torch.cat(pieces)
+        elif not found:
             renamed[old] = x.T if name == "text_projection.weight" else x
     return renamed
 
 
-def read_part(folder, part):
-    """(state dict, config) of a part of a pipeline directory; CLIP with its published prefix."""
-    folder = Path(folder, part)
-    stem = "model" if part.startswith("text") else "diffusion_pytorch_model"
+def read_component(folder, component):
+    """(state dict, config) of a pipeline directory's component; CLIP with its published prefix."""
+    folder = Path(folder, component)
+    stem = "model" if component.startswith("text") else "diffusion_pytorch_model"
     tensors = load_file(folder / f"{stem}.safetensors")
-    if part.startswith("text"):
+    if component.startswith("text"):
         named = (n if n.startswith("text_") else f"text_model.{n}" for n in tensors)
         tensors = dict(zip(named, tensors.values()))
     return tensors, json.loads((folder / "config.json").read_text())
 
 
-def original_layout(folder, parts=("unet", "vae", "text_encoder", "text_encoder_2"), clip="clip"):
+def original_layout(
+    folder, components=("unet", "vae", "text_encoder", "text_encoder_2"), clip="clip"
+):
     """The state dict of a pipeline directory in the original layout.
 
     Args:
         folder: of a Stable Diffusion or SDXL pipeline.
-        parts: to take; parts that the pipeline lacks are left out.
+        components: to take; components that the pipeline lacks are left out.
         clip: "open_clip" for the text encoder of Stable Diffusion 2.
     """
     tensors = {}
-    parts = [part for part in parts if Path(folder, part).is_dir()]
+    components = [component for component in components if Path(folder, component).is_dir()]
     is_xl = Path(folder, "text_encoder_2").is_dir()
     is_refiner = is_xl and not Path(folder, "text_encoder").is_dir()
-    for part in parts:
-        state, config = read_part(folder, part)
-        if part == "unet":
+    for component in components:
+        state, config = read_component(folder, component)
+        if component == "unet":
             prefix, state = "model.diffusion_model.", unet_layout(state, config["layers_per_block"])
-        elif part == "vae":
+        elif component == "vae":
             prefix = "first_stage_model."
             state = vae_layout(state, len(config["block_out_channels"]))
-        elif part == "text_encoder_2":
+        elif component == "text_encoder_2":
             prefix = f"conditioner.embedders.{0 if is_refiner else 1}.model."
             state = open_clip_layout(state)
         elif clip == "open_clip":

@@ -28,7 +28,7 @@ RUNTIME_FIELDS = {
 
 
 class FrozenConfig(dict):
-    """The settings of a model or scheduler, read-only: a dict with attributes."""
+    """The read-only config of a model or scheduler: a dict whose entries are attributes too."""
 
     def __getattr__(self, name):
         try:
@@ -54,14 +54,14 @@ class FrozenConfig(dict):
 
 
 class ConfigMixin:
-    """The methods of models, schedulers and pipelines that concern their config file.
+    """The methods of models, schedulers and pipelines for their config file.
 
-    A subclass has `config_name`, the file's name, and `_file_content`, which returns its content.
+    A subclass has `config_name`, the file's name, and `_file_content`, which returns the content.
     """
 
     config_name = "config.json"
-    also_opens = ()  # PyTorch classes whose files also have this one's
-    # Published names that other code reads.
+    also_opens = ()  # other PyTorch classes whose files have this model
+    # Published attributes.
     has_compatibles = False
     ignore_for_config = ()
     _deprecated_kwargs = ()
@@ -77,7 +77,7 @@ class ConfigMixin:
 
     @classmethod
     def check_class(cls, config, source):
-        """Raise a ValueError if a config is of another class; source: its file, for the error."""
+        """Raise a ValueError for another class's config; source: its file, for the error."""
         class_names = config.get("_class_name") or config.get("architectures") or []
         class_names = class_names if isinstance(class_names, list) else [class_names]
         accepted = {cls.__name__, cls.torch_class_name, f"Flax{cls.torch_class_name}"}
@@ -102,7 +102,7 @@ class ConfigMixin:
 
         Args:
             pretrained_model_name_or_path: directory or hub id.
-            return_unused_kwargs: True also returns the arguments that are not known.
+            return_unused_kwargs: True also returns unknown arguments.
             subfolder: directory inside it.
             revision: branch, tag or commit on the hub.
             **kwargs: see take_hub_options.
@@ -136,13 +136,13 @@ class ConfigMixin:
 
 
 class FromSingleFile:
-    """from_single_file of the pipelines and of the models that have files of their own.
+    """from_single_file of pipelines and of models that are published as one file.
 
-    A subclass has `from_pretrained` and `single_file_part`: "unet", "vae" or "controlnet", or None
-    for a pipeline.
+    A subclass has `from_pretrained` and `single_file_component`: "unet", "vae", "controlnet", or
+    None for a pipeline.
     """
 
-    single_file_part = None
+    single_file_component = None
 
     @classmethod
     def from_single_file(
@@ -159,9 +159,9 @@ class FromSingleFile:
         Args:
             pretrained_model_link_or_path: a file, or one of the hub: "owner/name/FILE" or
                 its address "https://huggingface.co/owner/name/blob/main/FILE".
-            config: directory or hub id with the configs and the tokenizer; None: of the published
+            config: directory or hub id with the configs and the tokenizer; None: the published
                 model of the file's family, from the hub or its cache.
-            use_ema_weights: True reads the averages of the UNet's weights, if the file has them.
+            use_ema_weights: True reads the averages of the UNet's weights.
             dtype: compute dtype, None: float32.
             revision: branch, tag or commit of the hub's file.
             **kwargs: as for from_pretrained; param_dtype=None is the dtype of the file.
@@ -176,7 +176,7 @@ class FromSingleFile:
         source = open_source(
             "pretrained_model_link_or_path",
             pretrained_model_link_or_path,
-            cls.single_file_part,
+            cls.single_file_component,
             config,
             use_ema_weights,
             revision,
@@ -198,12 +198,12 @@ def lists_to_tuples(value):
 
 
 def types_of(annotation):
-    """The types in an annotation such as int | tuple | None."""
+    """The types of an annotation such as int | tuple | None."""
     return typing.get_args(annotation) or (annotation,)
 
 
 def has_type(value, annotation):
-    """Whether a value of JSON is of a field's type; 1 is also a float, true is not an int."""
+    """Whether a JSON value has a field's type; 1 is also a float, true is not an int."""
     kinds = types_of(annotation)
     if isinstance(value, bool):
         return bool in kinds

@@ -1,4 +1,4 @@
-"""Files of directories, of the Hugging Face Hub, and of the configs of single files."""
+"""Files in directories and on the Hugging Face Hub; models that are one file."""
 
 import logging
 import os
@@ -26,15 +26,15 @@ from diffusers_flax.messages import one_line, warn_once
 
 logger = logging.getLogger(__name__)
 
-ASK_AGAIN_AFTER = 60  # seconds that an answer holds
-TRIES = 3  # of a hub that fails at once, a second apart
-_hub = {"asked": None, "answers": True}  # time.monotonic() of the question, and its result
+ASK_AGAIN_AFTER = 60  # seconds
+TRIES = 3  # a second apart, if the hub fails at once
+_hub = {"asked": None, "answers": True}  # time.monotonic() of the question, its result
 WEIGHTS_SUFFIXES = (*SINGLE_FILE_SUFFIXES, ".msgpack")
 PLACE_ON_THE_HUB = re.compile(
     r"(?:https?://)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)/(?:blob|resolve)/([^/]+)/([^?#]+)"
     r"(?:[?#].*)?"
 )
-# By the width of the text that cross-attention reads.
+# By the width of the text states that cross-attention reads.
 UNETS = {
     768: "Stable Diffusion 1.x",
     1024: "Stable Diffusion 2.x",
@@ -44,14 +44,14 @@ UNETS = {
 
 
 class HubRefusal(ValueError):
-    """The hub has no such repository, or gives it to others alone."""
+    """The hub has no such repository, or gives no access to it."""
 
 
 def take_hub_options(kwargs):
-    """Remove the hub's options from keyword arguments.
+    """Remove the options for huggingface_hub.hf_hub_download from keyword arguments.
 
     Returns:
-        {name: value} for huggingface_hub.hf_hub_download.
+        {"cache_dir", "force_download", "local_files_only", "token": value}, where given.
 
     Raises:
         ValueError: proxies is given, which the hub client does not take.
@@ -66,15 +66,15 @@ def take_hub_options(kwargs):
 
 
 def refuse_push_to_hub(push_to_hub):
-    """Raise a ValueError if a published push_to_hub argument is True."""
+    """Raise a ValueError if the published argument push_to_hub is True."""
     if push_to_hub:
         raise ValueError("push_to_hub=True is not supported; save, then `hf upload` the directory")
 
 
 def place_in_words(source, subfolder, revision):
-    """Describe for an error message where files are searched."""
+    """Where files are looked for, for an error message."""
     if isinstance(source, SingleFile):
-        return place_in_words(source.configs, subfolder or source.part, None)
+        return place_in_words(source.configs, subfolder or source.component, None)
     where = f"{source}{f'/{subfolder}' if subfolder else ''}"
     if os.path.isdir(source):
         return where
@@ -82,11 +82,11 @@ def place_in_words(source, subfolder, revision):
 
 
 def download_hint(source, *words):
-    """For an error of a missing file: the command that fetches it; "" if the hub was asked.
+    """For the error of a missing file: "; " and the command that fetches it, if no hub was asked.
 
     Args:
         source: directory, hub id or SingleFile.
-        words: after the hub id on the command line, such as the name of the file.
+        words: more words of the command, such as the name of the file.
     """
     if isinstance(source, SingleFile) or os.path.exists(source) or "/" not in str(source):
         return ""
@@ -104,14 +104,14 @@ def download_hint(source, *words):
 
 
 def fetch_file(source, name, subfolder, revision, **hub_options):
-    """Path of a file of a directory or hub repository, downloaded if necessary; None if missing.
+    """Path of a file in a directory or hub repository, downloaded if necessary; None: missing.
 
-    Of a SingleFile: a file of its configs. hub_options: see take_hub_options.
+    A SingleFile stands for its configs. hub_options: see take_hub_options.
     """
-    if isinstance(source, SingleFile):  # whose configs are of a pipeline, or of its part alone
-        part = subfolder or source.part
-        file = fetch_file(source.configs, name, part, None, **hub_options)
-        if file is None and part == source.part:
+    if isinstance(source, SingleFile):  # configs of a pipeline, or of the component alone
+        component = subfolder or source.component
+        file = fetch_file(source.configs, name, component, None, **hub_options)
+        if file is None and component == source.component:
             file = fetch_file(source.configs, name, None, None, **hub_options)
         return file
     if str(source).endswith(SINGLE_FILE_SUFFIXES) and Path(source).is_file():
@@ -140,9 +140,9 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
 
 
 def fetch_config(source, name, subfolder=None, revision=None, **hub_options):
-    """(content, Path) of a JSON file, as from fetch_file; (None, None) if missing.
+    """(content, Path) of the JSON file of fetch_file; (None, None): missing.
 
-    Of a SingleFile: the content fits its weights.
+    A SingleFile adapts the content to its weights.
     """
     file = fetch_file(source, name, subfolder, revision, **hub_options)
     if file is None:
@@ -154,9 +154,9 @@ def fetch_config(source, name, subfolder=None, revision=None, **hub_options):
 
 
 def fetch_directory(source, names, subfolder=None, revision=None, **hub_options):
-    """The directory that has files of a directory or hub repository; missing files are left out.
+    """The directory with files of a directory or hub repository; some of them may be missing.
 
-    transformers, given a hub id, asks the hub for many files more, and waits for each of them.
+    Given a hub id, transformers asks the hub for many more files, and waits for each.
 
     Raises:
         ValueError: none of the files exists.
@@ -219,7 +219,7 @@ def fetch_named(argument, source, names=(), **hub_options):
 
 
 def missing(repository, name):
-    """What to say of a file that a directory or hub repository lacks."""
+    """For an error: a directory or hub repository lacks a file."""
     if os.path.isdir(repository):
         return f"there is no {name} in {repository}; name a file"
     remedy = download_hint(repository, name) or "; check the name, or the connection"
@@ -227,18 +227,24 @@ def missing(repository, name):
 
 
 def open_source(
-    argument, source, part=None, configs=None, use_ema_weights=False, revision=None, **hub_options
+    argument,
+    source,
+    component=None,
+    configs=None,
+    use_ema_weights=False,
+    revision=None,
+    **hub_options,
 ):
-    """A SingleFile if an argument's value is the file of a model; else the value.
+    """A SingleFile if an argument's value is a model's file; else the value.
 
     Args:
         argument: its name, for errors.
         source: a directory, a hub id owner/name, a file, or a file of the hub: owner/name/FILE or
             its address https://huggingface.co/owner/name/blob/main/FILE.
-        part: "unet", "vae" or "controlnet", if it is used as this part; None: as a pipeline.
+        component: "unet", "vae" or "controlnet"; None: a pipeline.
         configs: directory or hub id with configs and tokenizer; None: of the family's published
             model.
-        use_ema_weights: whether to read the file's averages of the UNet's weights.
+        use_ema_weights: True reads the averages of the UNet's weights.
         revision: branch, tag or commit of the hub's file.
         **hub_options: see take_hub_options.
 
@@ -257,11 +263,11 @@ def open_source(
     if file is None:
         raise ValueError(f"{argument}={source}: {missing(repository, name)}")
     found = SingleFile(file)
-    found.part, found.use_ema_weights = part, use_ema_weights
+    found.component, found.use_ema_weights = component, use_ema_weights
     check_content(argument, found)
     found.configs = str(configs or default_configs(found))
     check_single_file_configs(argument, found, **hub_options)
-    if not (configs or part) and found.configs == MOVED["v2"] and V_ENTRY not in found.shapes:
+    if not (configs or component) and found.configs == MOVED["v2"] and V_ENTRY not in found.shapes:
         warn_once(
             f"{found} is read as a model that predicts v, as Stable Diffusion 2.1; if it predicts "
             f"the noise, as its base model, give {V2_BASE} as config="
@@ -270,7 +276,7 @@ def open_source(
 
 
 def place_of_link(argument, source):
-    """(repository, name of the file, revision) of a file's address on the hub; None: it is none."""
+    """(repository, name, revision) of the file at an address on the hub; None: no address."""
     place = PLACE_ON_THE_HUB.fullmatch(str(source))
     if not place:
         return None
@@ -284,7 +290,7 @@ def place_of_link(argument, source):
 
 def check_single_file_configs(argument, source, **hub_options):
     """Raise a ValueError if a SingleFile's configs are missing or of another family."""
-    name = "config.json" if source.part else INDEX_NAME
+    name = "config.json" if source.component else INDEX_NAME
     try:
         content, _ = fetch_config(source, name, **hub_options)
         problem = f"{name} is neither on the hub nor in its cache: {source.configs}"
@@ -301,7 +307,7 @@ def check_single_file_configs(argument, source, **hub_options):
             f"{default_configs(source)} '*.json' '*.txt'"
         )
     theirs = content.get("cross_attention_dim")
-    if source.part and isinstance(theirs, int) and source.text_width not in (None, theirs):
+    if source.component and isinstance(theirs, int) and source.text_width not in (None, theirs):
         widths = [
             f"{x}{f' ({UNETS[x]})' if x in UNETS else ''}" for x in (source.text_width, theirs)
         ]
@@ -309,7 +315,7 @@ def check_single_file_configs(argument, source, **hub_options):
             f"{argument}={source} takes text of width {widths[0]}, the configs of {source.configs} "
             f"are for {widths[1]}; take both from one family"
         )
-    if source.part is None:
+    if source.component is None:
         has_second = (content.get("text_encoder_2") or [None])[0] is not None
         if has_second != source.is_xl:
             families = ("Stable Diffusion 1.x or 2.x", "SDXL")
@@ -320,13 +326,13 @@ def check_single_file_configs(argument, source, **hub_options):
 
 
 def hub_answers(source, name, token):
-    """Whether the hub can be reached, asked once a minute for all files.
+    """Whether the hub can be reached; it is asked once a minute.
 
-    hf_hub_download waits and retries for every file that is not in the cache, such as optional
-    ones, so a cached model would take minutes to open.
+    hf_hub_download waits and retries for every file that is not in the cache, also optional ones,
+    so a cached model would take minutes to open.
 
     Args:
-        source, name: hub id and a file in it, existing or not.
+        source, name: hub id and a file in it, which may be missing.
         token: as for hf_hub_download.
     """
     if _hub["asked"] is not None and time.monotonic() - _hub["asked"] < ASK_AGAIN_AFTER:
@@ -347,7 +353,7 @@ def hub_answers(source, name, token):
 
 
 def ask(source, name, token):
-    """Why the hub does not answer; "" if it does: not found and no access are answers as well."""
+    """Why the hub does not answer; "" if it does, also with not found or no access."""
     try:
         url, timeout = hf_hub_url(source, name), constants.HF_HUB_ETAG_TIMEOUT
         get_hf_file_metadata(url, token=token, timeout=timeout)

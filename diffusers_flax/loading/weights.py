@@ -261,7 +261,7 @@ def read_weights(file, read=None, kinds=(jnp.floating,)):
     Raises:
         ValueError: the file is damaged, or has entries that are no such arrays.
     """
-    readers = {".msgpack": _read_msgpack, **dict.fromkeys(PICKLE_SUFFIXES, _read_pickle)}
+    readers = {".msgpack": read_msgpack, **dict.fromkeys(PICKLE_SUFFIXES, read_pickle)}
     read = read or partial(readers.get(file.suffix, read_safetensors), file)
     with naming_damage(file):
         for key, array in read():
@@ -405,7 +405,7 @@ class SafetensorsFile:
         return data.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
-def _read_pickle(file):
+def read_pickle(file):
     for key, tensor in state_dict_of(load_pickle(file)).items():
         if not hasattr(tensor, "detach"):
             raise NotWeights(
@@ -430,7 +430,7 @@ def as_array(tensor):
         ) from None
 
 
-def _read_msgpack(file):
+def read_msgpack(file):
     with open(file, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
         tree = msgpack_restore(data)
     if not isinstance(tree, dict):

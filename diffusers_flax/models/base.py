@@ -210,11 +210,11 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         """
         param_dtype = checked_param_dtype(param_dtype)
         source, hub_options = pretrained_model_name_or_path, take_hub_options(config_overrides)
-        part = None
+        component = None
         if isinstance(source, SingleFile):
-            part = subfolder or source.part or getattr(cls, "single_file_part", None)
-            if part not in source.prefixes:
-                source, subfolder, revision, part = source.without_part(part)
+            component = subfolder or source.component or getattr(cls, "single_file_component", None)
+            if component not in source.prefixes:
+                source, subfolder, revision, component = source.without_component(component)
         place = {"subfolder": subfolder, "revision": revision, **hub_options}
         if isinstance(config, str | Path):
             config = cls.load_config(config)
@@ -240,8 +240,8 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             ) from error
 
         files, read = [Path(source)], None
-        if part is not None:
-            read = functools.partial(source.read_part, part, module._file_content())
+        if component is not None:
+            read = functools.partial(source.read_component, component, module._file_content())
         elif not files[0].is_file():
             fetch = functools.partial(fetch_file, source, **place)
             files = find_weights(fetch, cls.weights_name, variant, from_pt, where)
@@ -253,7 +253,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                 key = cls.path_in_tree(key, config)
                 if key is None:
                     continue
-                if part is not None and key not in expected:
+                if component is not None and key not in expected:
                     unexpected.append(key)  # left out, as by PyTorch's from_single_file
                     continue
                 if param_dtype is not None and array.dtype != np.int8:

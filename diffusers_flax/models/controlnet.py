@@ -130,7 +130,7 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
     rows_axis: str | tuple | None = None  # None: this device has all rows
 
     weights_name = "diffusion_pytorch_model"
-    single_file_part = "controlnet"
+    single_file_component = "controlnet"
     torch_class_name = "ControlNetModel"
     kind = "ControlNet"
     mid_block_types = "UNetMidBlock2DCrossAttn", "UNetMidBlock2D"

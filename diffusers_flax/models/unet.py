@@ -422,7 +422,7 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
     rows_axis: str | tuple | None = None  # None: this device has all rows
 
     weights_name = "diffusion_pytorch_model"
-    single_file_part = "unet"
+    single_file_component = "unet"
     torch_class_name = "UNet2DConditionModel"
     # Options that are not implemented: the only value that each may have, besides null.
     fixed_config = {  # noqa: RUF012 (a Linen field otherwise)

@@ -292,7 +292,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
     rows_axis: str | tuple | None = None  # not in the config; None: this device has all rows
 
     weights_name = "diffusion_pytorch_model"
-    single_file_part = "vae"
+    single_file_component = "vae"
     torch_class_name = "AutoencoderKL"
     fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
         "act_fn": "silu",

@@ -117,7 +117,7 @@ class WithControlNet(TextToImage):
                 "controlnet has directories or hub ids, and modules; give either, and put the "
                 "modules' parameters into params['controlnet']"
             )
-        part = FlaxControlNetModel.single_file_part
+        part = FlaxControlNetModel.single_file_component
         sources = tuple(open_source("controlnet", net, part, **hub_options) for net in nets)
         configs = [FlaxControlNetModel.load_config(source, **hub_options) for source in sources]
         for source, config in zip(sources, configs):

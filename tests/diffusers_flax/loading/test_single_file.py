@@ -24,7 +24,7 @@ from original_layout import (
     vae_layout,
     write_single_file,
 )
-from original_layout import read_part as read_directory
+from original_layout import read_component as read_directory
 from PIL import Image
 from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
@@ -539,7 +539,7 @@ def test_averages_as_pytorch_takes_them(tmp_path):
     config = read_directory(folder, "unet")[1]
     expected = convert_ldm_unet_checkpoint({**tensors}, config, extract_ema=True)
     source = open_source("model", file, "unet", folder, use_ema_weights=True)
-    found = dict(source.read_part("unet", config))
+    found = dict(source.read_component("unet", config))
     assert found.keys() == expected.keys()
     assert all((found[name] == x.numpy()).all() for name, x in expected.items())
 
@@ -578,12 +578,12 @@ def test_configs_of_a_controlnet(tmp_path):
     for width, expected in ((768, "lllyasviel/control_v11p_sd15_canny"), (1024, V2_CONTROLNET)):
         tensors = {name: torch.ones(2, width), "controlnet_cond_embedding.conv_in.weight": ONE}
         save_file(tensors, tmp_path / f"{width}.safetensors")
-        source = SingleFile(tmp_path / f"{width}.safetensors").as_part("controlnet")
+        source = SingleFile(tmp_path / f"{width}.safetensors").as_component("controlnet")
         assert default_configs(source) == expected
     name = name.replace("down_blocks.0.attentions.0", "control_model.input_blocks.4.1")
     tensors = {name: torch.ones(2, 2048), "control_model.label_emb.0.0.weight": ONE}
     save_file(tensors, tmp_path / "xl.safetensors")
-    of_xl = SingleFile(tmp_path / "xl.safetensors").as_part("controlnet")
+    of_xl = SingleFile(tmp_path / "xl.safetensors").as_component("controlnet")
     assert default_configs(of_xl) == "diffusers/controlnet-canny-sdxl-1.0"
     (tmp_path / "empty").mkdir()
     source.configs = str(tmp_path / "empty")
