@@ -18,7 +18,7 @@ from hub_upload_server import UploadHub
 
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
-from diffusers_flax.loading.lora import save_lora
+from training.lora import save_lora
 from training.output import lora_record, merges_finished_run, remove_replaced_model
 
 
