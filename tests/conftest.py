@@ -19,7 +19,9 @@ os.environ["WANDB_MODE"] = "offline"
 
 import pytest
 
-pytest.register_assert_rewrite("helpers", "torch_training", "trajectories")
+pytest.register_assert_rewrite(
+    "helpers", "references", "torch_training", "trainer_runs", "trajectories"
+)
 
 # A test run in the background of a shell inherits an ignored SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -152,8 +154,8 @@ def lenient_optimizer():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A pipeline directory whose unet/ has 8 input channels, like a widened one."""
-    from helpers import SIZE
     from tiny_models import make_tiny_pipeline
+    from trainer_runs import SIZE
 
     return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "model", **SIZE)
 
@@ -161,10 +163,10 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Sixteen pairs, two batches, in two shards; row 3 of the first cannot be decoded."""
-    from helpers import write_shard
+    from shards import write_random_shard
 
     folder = tmp_path_factory.mktemp("data") / "pairs"
     folder.mkdir()
-    write_shard(folder / "a.parquet", 9, seed=1, broken=[3])
-    write_shard(folder / "b.parquet", 7, seed=2)
+    write_random_shard(folder / "a.parquet", 9, seed=1, broken=[3])
+    write_random_shard(folder / "b.parquet", 7, seed=2)
     return folder

@@ -16,9 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from diffusers import AutoencoderKL
-from helpers import SIZE, config_of, read_metrics, run_main, write_shard
 from known_sets import write_known
+from shards import write_random_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
+from trainer_runs import SIZE, config_of, read_metrics, run_trainer
 
 import cache_latents
 import flax_train_instruct_pix2pix as trainer
@@ -170,7 +171,7 @@ def test_training_is_the_same(model, data, tmp_path, monkeypatch):
         cached,
         config_of(model, folder, tmp_path / "from latents", **options),
     ):
-        run_main(config, monkeypatch)
+        run_trainer(config, monkeypatch)
         losses.append([line["loss"] for line in read_metrics(Path(config.output_dir))])
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
     assert losses[2] == losses[1]
@@ -363,7 +364,7 @@ def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options,
     for name in ("GROWN", "FEWER", "COPY"):
         places[name] = tmp_path / name
         shutil.copytree(data, places[name])
-    write_shard(places["GROWN"] / "a.parquet", 9, seed=7)
+    write_random_shard(places["GROWN"] / "a.parquet", 9, seed=7)
     (places["FEWER"] / "b.parquet").unlink()
     if "OTHER" in options.values():
         places["OTHER"] = make_tiny_pipeline(tmp_path / "other", seed=5, **SIZE)
@@ -411,7 +412,7 @@ def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys)
         (run(model, mixed), "b.parquet does not match the first shard"),
     ):
         with pytest.raises(SystemExit) as ended:
-            run_main(config, monkeypatch)
+            run_trainer(config, monkeypatch)
         assert ended.value.code == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("error: ") and message in error

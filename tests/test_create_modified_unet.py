@@ -25,7 +25,7 @@ def narrow(tmp_path_factory):
     return make_tiny_pipeline(tmp_path_factory.mktemp("tiny") / "narrow", in_channels=4)
 
 
-def run_main(monkeypatch, source, output_dir, **flags):
+def modify(monkeypatch, source, output_dir, **flags):
     flags = {"pretrained_model_name_or_path": source, "output_dir": output_dir} | flags
     args = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
     create_modified_unet.main(args)
@@ -70,7 +70,7 @@ def check_widened(source, widened, in_channels):
 
 def test_a_pipelines_unet_is_widened(narrow, tmp_path, monkeypatch, capsys):
     out = tmp_path / "deep" / "widened"
-    run_main(monkeypatch, narrow, out)
+    modify(monkeypatch, narrow, out)
     check_widened(narrow / "unet", out, 8)
     assert sorted(file.name for file in out.iterdir()) == ["config.json", WEIGHTS]
     lines = capsys.readouterr().out.splitlines()
@@ -85,7 +85,7 @@ def test_a_pipelines_unet_is_widened(narrow, tmp_path, monkeypatch, capsys):
 def test_sdxl(tmp_path, monkeypatch):
     """The self-check includes the added conditions."""
     source, out = make_tiny_xl(tmp_path / "xl"), tmp_path / "widened"
-    run_main(monkeypatch, source, out)
+    modify(monkeypatch, source, out)
     check_widened(source / "unet", out, 8)
     checked = create_modified_unet.largest_difference
     biased = {"add_embedding": {}}
@@ -99,7 +99,7 @@ def test_sdxl(tmp_path, monkeypatch):
 
     monkeypatch.setattr(create_modified_unet, "largest_difference", spoiled)
     with pytest.raises(SystemExit) as stop:
-        run_main(monkeypatch, source, tmp_path / "other")
+        modify(monkeypatch, source, tmp_path / "other")
     assert stop.value.code == 1 and not (tmp_path / "other").exists()
 
 
@@ -107,7 +107,7 @@ def test_sdxl(tmp_path, monkeypatch):
 def test_a_half_precision_unet_folder_and_more_channels(narrow, tmp_path, monkeypatch):
     source, out = tmp_path / "half", tmp_path / "widened"
     UNet2DConditionModel.from_pretrained(narrow / "unet").half().save_pretrained(source)
-    run_main(monkeypatch, source, out, subfolder="", in_channels=12)
+    modify(monkeypatch, source, out, subfolder="", in_channels=12)
     check_widened(source, out, 12)
     assert {tensor.dtype.name for tensor in read(out)[1].values()} == {"float16"}
 
@@ -117,7 +117,7 @@ def test_overwriting_replaces_the_unet_and_nothing_else(narrow, tmp_path, monkey
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     (out / "config.json").write_text("{}")
-    run_main(monkeypatch, narrow, out, overwrite_output_dir=True)
+    modify(monkeypatch, narrow, out, overwrite_output_dir=True)
     check_widened(narrow / "unet", out, 8)
     assert (out / "notes.txt").read_text() == "mine"
 
@@ -131,7 +131,7 @@ def test_a_full_disk_is_named_with_what_is_needed(narrow, tmp_path, monkeypatch,
         pytest.skip("this machine does not mount a tmpfs")
     try:
         with pytest.raises(SystemExit) as stop:
-            run_main(monkeypatch, narrow, disk / "out")
+            modify(monkeypatch, narrow, disk / "out")
         assert list(disk.rglob("*.*")) == []
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -150,7 +150,7 @@ def test_the_default_is_twice_the_latents_channels(narrow, tmp_path, monkeypatch
     config = {**unet.config, "in_channels": 6, "out_channels": 6}
     UNet2DConditionModel.from_config(config).save_pretrained(tmp_path / "six")
     monkeypatch.setattr(create_modified_unet, "largest_difference", lambda *_: (0.0, 1.0))
-    run_main(monkeypatch, tmp_path / "six", tmp_path / "twelve", subfolder="")
+    modify(monkeypatch, tmp_path / "six", tmp_path / "twelve", subfolder="")
     config, tensors = read(tmp_path / "twelve")
     assert config["in_channels"] == tensors["conv_in.weight"].shape[1] == 12
     assert config["out_channels"] == 6
@@ -180,7 +180,7 @@ def test_a_wrong_widening_is_noticed_and_not_saved(narrow, tmp_path, monkeypatch
     widen = create_modified_unet.widen
     monkeypatch.setattr(create_modified_unet, "widen", lambda *args: spoil(widen(*args)))
     with pytest.raises(SystemExit, match="1"):
-        run_main(monkeypatch, narrow, tmp_path / "out")
+        modify(monkeypatch, narrow, tmp_path / "out")
     assert re.fullmatch(
         r"error: the widened UNet differs from the narrow one by .*; nothing was saved\n",
         capsys.readouterr().err,
@@ -262,7 +262,7 @@ def test_bad_input_is_one_line(narrow, tmp_path, monkeypatch, capsys, flags, mes
     files = sorted(Path().rglob("*"))
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        run_main(monkeypatch, **{"source": "narrow", "output_dir": "out"} | flags)
+        modify(monkeypatch, **{"source": "narrow", "output_dir": "out"} | flags)
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")

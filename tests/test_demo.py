@@ -19,8 +19,9 @@ from diffusers import (
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
 )
-from helpers import ROOT, edit_with_torch, psnr
+from helpers import ROOT, psnr
 from PIL import Image
+from references import edit_with_torch
 from safetensors.numpy import load_file
 
 import evaluate_edits

@@ -23,11 +23,13 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from flax.traverse_util import flatten_dict, unflatten_dict
-from helpers import random_normal, read_metrics, slow, write_shard
+from helpers import random_normal, slow
 from peft import LoraConfig
 from PIL import Image
 from safetensors.numpy import load_file
+from shards import write_random_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
+from trainer_runs import read_metrics
 
 import distill_lcm
 import edit_cli
@@ -62,7 +64,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    write_shard(folder / "a.parquet", 16, seed=1)
+    write_random_shard(folder / "a.parquet", 16, seed=1)
     return folder
 
 

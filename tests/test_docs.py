@@ -56,7 +56,7 @@ def commands(text):
             yield words
 
 
-def flags_of(script):
+def flags_in(script):
     """The flags of a script and of its subcommands, with --no_ for switches."""
     module = importlib.import_module(script.removesuffix(".py"))
     if script.startswith("examples."):
@@ -96,7 +96,7 @@ def faults(text, folder):
         if missing := [name for name in files if not (ROOT / name).exists()]:
             yield f"{' '.join(words)}: {', '.join(missing)} does not exist"
         elif files and program == "python" and (flags := re.findall(r"--\w+", " ".join(rest))):
-            known = flags_of(files[0].replace("/", "."))
+            known = flags_in(files[0].replace("/", "."))
             for flag in flags:
                 if flag not in known:
                     yield f"{files[0]} has no flag {flag}"

@@ -20,10 +20,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import ROOT, free_port, photo, save_tiny_vae
+from helpers import ROOT, free_port, photo, wait_for
 from PIL import Image
 from safetensors.numpy import save_file
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
 import app.editor
 import edit_app
@@ -721,14 +721,6 @@ def memory_of(process):
     """Bytes of memory that a process has."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) * 1024
-
-
-def wait_for(condition, seconds=60):
-    """Wait until a condition is true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happens"
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionInstructPix2PixPipeline, UNet2DConditionModel
+from helpers import files_of
 from mount_points import refuse_to_rename_folders
 from safetensors.numpy import load_file, save_file
 from tiny_models import make_tiny_pipeline
@@ -115,13 +116,7 @@ def read_unet(folder, shapes):
     return np.concatenate([state[name].numpy().ravel() for name in shapes])
 
 
-def files_of(folder):
-    return {
-        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
-
-
-def run_main(monkeypatch, *args):
+def run_posthoc(monkeypatch, *args):
     ema_posthoc.main([*map(str, args)])
 
 
@@ -171,7 +166,7 @@ def test_an_earlier_step_in_half_precision_over_an_old_model(run, tmp_path, monk
     out.mkdir(parents=True)
     refuse_to_rename_folders(monkeypatch)
     args = ["--train_output_dir", run.folder, "--output_dir", out, "--sigma_rel", 0.15]
-    run_main(monkeypatch, *args, "--step", 40, "--dtype", "float16")
+    run_posthoc(monkeypatch, *args, "--step", 40, "--dtype", "float16")
     assert "20 snapshots, steps 4 to 40" in capsys.readouterr().out
     assert {array.dtype.name for array in load_file(out / "unet" / WEIGHTS).values()} == {"float16"}
     at_40 = run.kept[40]
@@ -180,9 +175,9 @@ def test_an_earlier_step_in_half_precision_over_an_old_model(run, tmp_path, monk
 
     (out / "old").touch()
     with pytest.raises(SystemExit):
-        run_main(monkeypatch, *args)
+        run_posthoc(monkeypatch, *args)
     assert f"--output_dir {out} is not empty (model_index.json, " in capsys.readouterr().err
-    run_main(monkeypatch, *args, "--overwrite_output_dir")
+    run_posthoc(monkeypatch, *args, "--overwrite_output_dir")
     assert sorted(path.name for path in out.iterdir()) == sorted([*PARTS, "old"])
     assert [path.name for path in out.parent.iterdir()] == ["model"]
     assert relative_distance(read_unet(out, run.shapes), run.kept[60][3], at_40[0] - at_40[1]) < 0.1
@@ -198,7 +193,7 @@ def test_snapshots_as_the_trainer_writes_them(run, tmp_path, monkeypatch):
         shifted = jax.tree.map(lambda x, i=i: x + np.float32(0.01 * i), params)
         unet.save_pretrained(snapshot, shifted, dtype=np.float16, max_shard_size="100KB")
     args = ["--train_output_dir", folder, "--sigma_rel", 0.08]
-    run_main(monkeypatch, *args, "--output_dir", tmp_path / "out")
+    run_posthoc(monkeypatch, *args, "--output_dir", tmp_path / "out")
     gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in SIGMA_RELS]
     weights = posthoc_weights([10, 10], gammas, 10, sigma_rel_to_gamma(0.08))
     base = load_file(folder / "unet" / WEIGHTS)
@@ -223,7 +218,7 @@ def small_run(run, tmp_path, monkeypatch):
 
 def test_too_few_snapshots_are_said(small_run, monkeypatch, capsys):
     args = ["--train_output_dir", small_run, "--output_dir", "out", "--sigma_rel", 0.01]
-    run_main(monkeypatch, *args)
+    run_posthoc(monkeypatch, *args)
     output = capsys.readouterr()
     assert "warning: these snapshots cannot give sigma_rel 0.01 well" in output.err
     (line,) = [line for line in output.out.splitlines() if line.startswith("sigma_rel 0.01")]
@@ -337,7 +332,7 @@ def test_bad_input_is_one_line(small_run, monkeypatch, capsys, spoil, flags, mes
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         args = [part for name, value in flags.items() for part in (f"--{name}", *value.split())]
-        run_main(monkeypatch, output_dir, *args)
+        run_posthoc(monkeypatch, output_dir, *args)
     assert stop.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert message in lines[-1]
@@ -362,7 +357,7 @@ def test_an_old_model_outlives_a_failure(small_run, monkeypatch, capsys, error, 
     monkeypatch.setattr(FlaxUNet2DConditionModel, "save_pretrained", fail)
     args = ["--train_output_dir", small_run, "--output_dir", "out", "--sigma_rel", 0.08]
     with pytest.raises(SystemExit) as stop:
-        run_main(monkeypatch, *args, "--overwrite_output_dir")
+        run_posthoc(monkeypatch, *args, "--overwrite_output_dir")
     assert stop.value.code == code
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert sorted(Path().rglob("*")) == paths

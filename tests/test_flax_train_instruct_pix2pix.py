@@ -19,21 +19,11 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionInstructPix2PixPipeline, UNet2DConditionModel
 from diffusers.training_utils import compute_snr
 from flax.traverse_util import flatten_dict
-from helpers import (
-    PROMPTS,
-    RUN,
-    config_of,
-    edit_with_torch,
-    flags_of,
-    psnr,
-    random_normal,
-    read_metrics,
-    run_main,
-    slow,
-)
+from helpers import PROMPTS, psnr, random_normal, slow
 from hub_upload_server import UploadHub
 from known_sets import SCHEMAS, write_known
 from PIL import ExifTags, Image, ImageOps
+from references import edit_with_torch
 from torch_training import (
     NUM_DEVICES,
     Parallel,
@@ -43,6 +33,7 @@ from torch_training import (
     make_batch,
     train_with_torch,
 )
+from trainer_runs import RUN, config_of, flags_of, read_metrics, run_trainer
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import flax_train_instruct_pix2pix as trainer
@@ -305,7 +296,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        run_main(config, monkeypatch)
+        run_trainer(config, monkeypatch)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     # Under pmap: moments, step, start and update of the average, each compiled once.
@@ -388,7 +379,7 @@ def test_what_the_loop_saves_and_logs(model, data, tmp_path, monkeypatch, option
     monkeypatch.setattr(trainer, "train_step", count_up)
     num_steps = 10
     config = config_of(model, data, tmp_path, max_train_steps=num_steps, logging_steps=4, **options)
-    run_main(config, monkeypatch)
+    run_trainer(config, monkeypatch)
     growth = num_steps
     if start is not None:
         weights = decay ** np.arange(num_steps - start)[::-1] * (1 - decay)
@@ -529,7 +520,7 @@ def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, 
         ema_every=2,
         ema_snapshot_steps=4,
     )
-    run_main(config, monkeypatch)
+    run_trainer(config, monkeypatch)
     assert "on 8 of 9 pairs per epoch: 8 pairs per step" in capsys.readouterr().out
     assert read_metrics(out)[-1]["step"] == 7
 
@@ -581,7 +572,7 @@ def test_images_profile_and_model_card(model, data, tmp_path, monkeypatch):
     (out / "validation").mkdir(parents=True)
     (out / "metrics.jsonl").touch()
     input_images[0].save(out / "validation" / "step-000003.png")  # of an earlier run
-    run_main(config, monkeypatch)
+    run_trainer(config, monkeypatch)
     assert sorted(path.name for path in (out / "validation").iterdir()) == [
         "progress.gif",
         *(f"step-{step:06d}.png" for step in (2, 4, 5)),
@@ -617,7 +608,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(model, data, tmp_path, monkeypa
     monkeypatch.setattr(trainer, "train_step", partial(count_up, loss=loss))
     config = config_of(model, data, tmp_path, max_train_steps=20, logging_steps=4)
     with pytest.raises(SystemExit) as stop:
-        run_main(config, monkeypatch)
+        run_trainer(config, monkeypatch)
     assert stop.value.code == 1
     last_line = capsys.readouterr().err.splitlines()[-1]
     assert last_line.startswith(
@@ -717,7 +708,7 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
 def test_a_known_set_trains_without_flags(model, tmp_path, monkeypatch, name):
     data = write_known(tmp_path / "data", name)
     out = tmp_path / "out"
-    run_main(config_of(model, data, out, max_train_steps=3), monkeypatch)
+    run_trainer(config_of(model, data, out, max_train_steps=3), monkeypatch)
     rows = read_metrics(out)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(np.isfinite(row["loss"]) for row in rows)

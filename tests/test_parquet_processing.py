@@ -22,7 +22,8 @@ import skimage.data
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered_shards import (
+from PIL import Image, ImageOps
+from shards import (
     EDITED,
     IMAGE,
     ORIGINAL,
@@ -34,7 +35,6 @@ from numbered_shards import (
     write_numbered,
     write_shard,
 )
-from PIL import Image, ImageOps
 
 import parquet_processing
 from dataloading import decoding, reading

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from flaky_server import Fault, FlakyServer
-from helpers import ROOT, slow
+from helpers import ROOT, slow, wait_for
 from hub_server import ways_to_give_a_token
 
 SCRIPT = ROOT / "script.sh"
@@ -128,13 +128,6 @@ def watched(dest, files):
         over.set()
         thread.join()
     assert not bad, f"partial or wrong under a final name: {bad}"
-
-
-def wait_for(condition, what):
-    deadline = time.monotonic() + 15
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.02)
 
 
 def children(pid):

@@ -45,7 +45,7 @@ def store(tmp_path_factory):
     return tmp_path_factory.mktemp("executables") / "store"
 
 
-def flags_of(model, output):
+def model_flags(model, output):
     return ["--pretrained_model_name_or_path", str(model), "--output", str(output)]
 
 
@@ -57,7 +57,7 @@ def run(script, model, output, *options, num_devices=4):
         "--xla_cpu_parallel_codegen_split_count=1"
     )
     done = subprocess.run(
-        [sys.executable, ROOT / script, *flags_of(model, output), *options],
+        [sys.executable, ROOT / script, *model_flags(model, output), *options],
         env=os.environ | {"XLA_FLAGS": flags},
         capture_output=True,
         text=True,
@@ -116,7 +116,7 @@ def test_same_images_by_devices_that_share_them(model, made, tmp_path):
 
 @pytest.mark.slow
 def test_same_images_by_two_processes(model, made, tmp_path):
-    flags = [*flags_of(model, tmp_path / "out"), *OPTIONS, "--parallel", "branches=2", "rows=2"]
+    flags = [*model_flags(model, tmp_path / "out"), *OPTIONS, "--parallel", "branches=2", "rows=2"]
     flags += ["--coordinator_address", f"localhost:{free_port()}", "--num_processes", "2"]
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     starts = [
@@ -141,7 +141,7 @@ def test_same_images_on_any_number_of_devices(model, made, tmp_path, monkeypatch
     for num_devices in (1, 2):
         monkeypatch.setattr(jax, "local_devices", lambda n=num_devices, backend=None: devices[:n])
         output = tmp_path / str(num_devices)
-        flags = [*flags_of(model, output), *OPTIONS, "--compilation_cache_dir", ""]
+        flags = [*model_flags(model, output), *OPTIONS, "--compilation_cache_dir", ""]
         sdxl_single.main(flags)
         assert_alike(images(output), expected)
     run("sdxl_single.py", model, tmp_path / "8", *OPTIONS, num_devices=8)
@@ -162,7 +162,7 @@ def test_parts_on_devices_of_their_own_make_the_same(model, made, tmp_path, caps
         (["--vae_tile", "48"], "--vae_tile 48 is not a multiple of 32 pixels, 32 or more; try 64"),
     ):
         with pytest.raises(SystemExit):
-            sdxl_single.main([*flags_of(model, tmp_path / "out"), *given])
+            sdxl_single.main([*model_flags(model, tmp_path / "out"), *given])
         assert message in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -244,7 +244,7 @@ def test_an_interrupted_run_is_continued(model, made, tmp_path, capsys, monkeypa
         (folder / name).unlink()
     (folder / ".unfinished-001.png").write_text("of a kill")
     before = states(folder)
-    flags = [*flags_of(model, folder), *OPTIONS]
+    flags = [*model_flags(model, folder), *OPTIONS]
     sdxl_single.main([*flags, "--grid", str(folder / "grid.png"), "--batch_size", "3"])
     captured = capsys.readouterr()
     assert "made already by this command: 4 of 6 images\n" in captured.err
@@ -304,7 +304,7 @@ def test_what_is_stale_or_damaged_is_compiled_again(
     options = ["--num_inference_steps", "1", "--prompt", "it", "--num_images", "1"]
 
     def run(name):
-        flags = [*flags_of(model, tmp_path / name), "--executable_dir", str(folder)]
+        flags = [*model_flags(model, tmp_path / name), "--executable_dir", str(folder)]
         sdxl_single_aot.main([*flags, *options])
 
     small = store.with_name("small")
@@ -432,12 +432,18 @@ def test_an_executable_that_cannot_be_kept(model, tmp_path, capsys, monkeypatch)
         raise OSError("No space left on device")
 
     monkeypatch.setattr(ExecutableStore, "save", full)
-    flags = [*flags_of(model, tmp_path / "out"), "--executable_dir", str(tmp_path / "store")]
+    flags = [*model_flags(model, tmp_path / "out"), "--executable_dir", str(tmp_path / "store")]
     flags += ["--num_inference_steps", "1", "--num_images", "2", "--batch_size", "2"]
     sdxl_single_aot.main([*flags, "--negative_prompt", "", "--dtype", "bfloat16"])
     assert "; not saved: No space left on device" in capsys.readouterr().err
     assert len(images(tmp_path / "out")) == 2
-    flags = [*flags_of(model, tmp_path / "out"), "--num_inference_steps", "1", "--num_images", "1"]
+    flags = [
+        *model_flags(model, tmp_path / "out"),
+        "--num_inference_steps",
+        "1",
+        "--num_images",
+        "1",
+    ]
     sdxl_single.main([*flags, "--compilation_cache_dir", "", "--prompt", "it"])
     assert len(images(tmp_path / "out")) == 3  # nothing overwritten
 
@@ -450,12 +456,12 @@ def test_more_of_one_program(model, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("it\x0bnow\n\nred\n")  # a newline alone ends a prompt
     flags = ["--num_inference_steps", "1", "--latents", str(tmp_path / "noise.npy")]
     cache = ["--compilation_cache_dir", ""]
-    sdxl_single.main([*flags_of(model, tmp_path / "a"), *flags, *cache, "--prompt", "it"])
+    sdxl_single.main([*model_flags(model, tmp_path / "a"), *flags, *cache, "--prompt", "it"])
     assert len(images(tmp_path / "a")) == len(jax.devices())
     flags += ["--batch_size", "2", "--prompts_file", str(tmp_path / "prompts.txt")]
     flags += ["--num_images", "4", "--guidance_scale", "1"]
-    sdxl_single.main([*flags_of(model, tmp_path / "b"), *flags, *cache])
-    sdxl_single_aot.main([*flags_of(model, tmp_path / "c"), *flags, "--executable_dir", ""])
+    sdxl_single.main([*model_flags(model, tmp_path / "b"), *flags, *cache])
+    sdxl_single_aot.main([*model_flags(model, tmp_path / "c"), *flags, "--executable_dir", ""])
     assert len(images(tmp_path / "b")) == 8
     np.testing.assert_array_equal(images(tmp_path / "b"), images(tmp_path / "c"))
 
@@ -538,7 +544,7 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
     for name in ("EMPTY", "LATIN"):
         flags = flags.replace(name, str(tmp_path / name.lower()))
     with pytest.raises(SystemExit) as ended:
-        script.main([*flags_of(model, tmp_path / "out"), *flags.split()])
+        script.main([*model_flags(model, tmp_path / "out"), *flags.split()])
     assert ended.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and message in error
@@ -569,13 +575,13 @@ def test_embeddings(model, store, tmp_path, caplog):
             options = ["--embedding", f"{file}:<x>", "--prompt", "a <x>", "--num_images", "1"]
             options += ["--num_inference_steps", "2"]
             options += ["--executable_dir", str(store)] if script is sdxl_single_aot else []
-            script.main([*flags_of(model, folder), *options])
+            script.main([*model_flags(model, folder), *options])
             made[seed, script] = images(folder)[0]
         np.testing.assert_array_equal(made[seed, sdxl_single], made[seed, sdxl_single_aot])
     assert np.any(made[0, sdxl_single] != made[1, sdxl_single])
     assert not caplog.records
     options = ["--embedding", str(file), "--num_inference_steps", "2", "--prompt", "it"]
-    sdxl_single.main([*flags_of(model, tmp_path / "unused"), *options])
+    sdxl_single.main([*model_flags(model, tmp_path / "unused"), *options])
     assert f"--embedding {file} has no effect: no prompt has its token, style-1" in caplog.text
 
 
@@ -631,7 +637,7 @@ def test_initialize_cache(no_programs, tmp_path):
 
 def test_bad_compilation_cache_dir(model, tmp_path, capsys, no_programs):
     (tmp_path / "file").write_text("")
-    flags = flags_of(model, tmp_path / "out")
+    flags = model_flags(model, tmp_path / "out")
     with pytest.raises(SystemExit) as ended:
         sdxl_single.main([*flags, "--compilation_cache_dir", str(tmp_path / "file")])
     assert ended.value.code == 2
@@ -650,7 +656,7 @@ def test_bad_executable_dir(model, tmp_path, capsys, mode, message):
         folder.mkdir()
         folder.chmod(mode)
     with pytest.raises(SystemExit) as ended:
-        flags = flags_of(model, tmp_path / "out")
+        flags = model_flags(model, tmp_path / "out")
         sdxl_single_aot.main([*flags, "--executable_dir", str(folder)])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderTiny,
     ControlNetModel,
     DDIMScheduler,
     DPMSolverMultistepScheduler,
@@ -300,6 +301,28 @@ def make_tiny_cosxl(folder, edits=True):
     )
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return folder
+
+
+def save_tiny_vae(folder, channels):
+    """Write a random AutoencoderTiny.
+
+    Args:
+        folder: directory to write to.
+        channels: one per level; n levels reduce images by 2^(n - 1).
+
+    Returns:
+        PyTorch's model.
+    """
+    torch.manual_seed(0)
+    blocks = (1,) * len(channels)
+    tiny = AutoencoderTiny(
+        encoder_block_out_channels=channels,
+        decoder_block_out_channels=channels,
+        num_encoder_blocks=blocks,
+        num_decoder_blocks=blocks,
+    )
+    tiny.save_pretrained(folder)
+    return tiny
 
 
 @made_once

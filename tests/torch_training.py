@@ -12,7 +12,8 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.optimization import get_scheduler
 from flax.traverse_util import flatten_dict
-from helpers import RUN, random_normal
+from helpers import random_normal
+from trainer_runs import RUN
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 import flax_train_instruct_pix2pix as trainer

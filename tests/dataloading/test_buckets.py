@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered_shards import EDITED, ORIGINAL, encode, on_processes, plain, write_shard
 from PIL import Image
+from shards import EDITED, ORIGINAL, encode, on_processes, plain, write_shard
 
 from dataloading import decoding, reading
 from dataloading.decoding import SIZES_DIR, stored_sizes

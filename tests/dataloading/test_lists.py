@@ -1,7 +1,6 @@
 """Lists of edits: parquet_processing.py, edit_cli.py and evaluate_edits.py read the same ones."""
 
 import itertools
-import json
 import re
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT
 from PIL import Image
+from shards import write_list
 
 import edit_cli
 import parquet_processing
@@ -31,15 +31,6 @@ def paint(path, color):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (16, 16), color).save(path)
     return path.read_bytes()
-
-
-def write_list(file, *rows):
-    if file.suffix == ".csv":
-        lines = [",".join(rows[0]), *(",".join(row.values()) for row in rows)]
-    else:
-        lines = map(json.dumps, rows)
-    file.write_text("\n".join(lines))
-    return file
 
 
 def shards(file, folder):
@@ -72,7 +63,7 @@ def test_training_on_the_held_out_list_takes_the_truth(tmp_path):
         | {"original_caption": f"before {n}", "edited_caption": f"after {n}"}
         for n in range(4)
     ]
-    file = write_list(tmp_path / "lists/pairs.jsonl", *rows)
+    file = write_list(tmp_path / "lists/pairs.jsonl", rows)
     write_pairs(file, Path("data"), num_held_out=2, held_out_dir=Path("held_out"))
     held_out = Path("held_out/edits.jsonl")
     for edit in edits_of_jsonl(held_out):
@@ -98,7 +89,7 @@ def test_every_name_means_the_same_to_every_program(tmp_path, suffix):
     names = [NAMES[key] for key in values]
     for n, chosen in enumerate(itertools.islice(zip(*map(itertools.cycle, names)), 4)):
         row = dict(zip(chosen, values.values())) | {"other": "ignored"}
-        file = write_list(tmp_path / f"lists/{n}{suffix}", row)
+        file = write_list(tmp_path / f"lists/{n}{suffix}", [row])
         found, output = read_by_all(file, Path(f"data-{n}"))
         assert found == (before, after, "make it blue", ("a red wall", "a blue wall"))
         assert output == tmp_path / "lists/out/0.png"
@@ -106,7 +97,7 @@ def test_every_name_means_the_same_to_every_program(tmp_path, suffix):
 
 def test_paths_are_relative_to_the_list_before_the_working_directory(tmp_path, caplog):
     row = {"input": "in.png", "edit": "x", "edited": "truth.png", "output": "out/0.png"}
-    file = write_list(tmp_path / "lists/list.jsonl", row)
+    file = write_list(tmp_path / "lists/list.jsonl", [row])
     here = [paint(tmp_path / "work" / name, "red") for name in ("in.png", "truth.png")]
     found, output = read_by_all(file, Path("by-work"))
     assert list(found[:2]) == here
@@ -124,12 +115,12 @@ def test_paths_are_relative_to_the_list_before_the_working_directory(tmp_path, c
     found, output = read_by_all(file, Path("by-list"))
     assert list(found[:2]) == beside and output == tmp_path / "lists/out/0.png"
     absolute = write_list(
-        tmp_path / "lists/a.jsonl", row | {"input": str(tmp_path / "work/in.png")}
+        tmp_path / "lists/a.jsonl", [row | {"input": str(tmp_path / "work/in.png")}]
     )
     assert edits_of_jsonl(absolute) == [
         Edit(0, tmp_path / "work/in.png", "x", tmp_path / "lists/out/0.png")
     ]
-    absolute = write_list(Path("a.jsonl"), row | {"output": str(tmp_path / "o.png")})
+    absolute = write_list(Path("a.jsonl"), [row | {"output": str(tmp_path / "o.png")}])
     assert edits_of_jsonl(absolute) == [Edit(0, Path("in.png"), "x", tmp_path / "o.png")]
     assert not caplog.records
 
@@ -152,7 +143,7 @@ def test_every_program_refuses_a_row_alike(tmp_path, capsys, change, message):
     row = {"input": "in.png", "edit": "x", "edited": "truth.png", "output": "out.png"}
     for name in ("in.png", "truth.png"):
         paint(tmp_path / "lists" / name, "red")
-    file = write_list(tmp_path / "lists/list.jsonl", row, row | {"edit": "y"} | change)
+    file = write_list(tmp_path / "lists/list.jsonl", [row, row | {"edit": "y"} | change])
     errors = []
     for main, *args in (
         (parquet_processing.main, "--pairs", str(file), "--output_dir", "data"),
@@ -173,11 +164,13 @@ def test_the_edited_image_of_several_names(tmp_path):
     for name in ("in.png", "truth.png"):
         paint(tmp_path / "lists" / name, "red")
     row = {"input": "in.png", "edit": "x", "truth": "truth.png", "edited": "truth.png"}
-    assert len(shards(write_list(tmp_path / "lists/a.jsonl", row), Path("data"))) == 1
-    file = write_list(tmp_path / "lists/b.jsonl", row | {"edited": "in.png"})
+    assert len(shards(write_list(tmp_path / "lists/a.jsonl", [row]), Path("data"))) == 1
+    file = write_list(tmp_path / "lists/b.jsonl", [row | {"edited": "in.png"}])
     with pytest.raises(ValueError, match=r'edited "in\.png" and truth "truth\.png" differ'):
         write_pairs(file, Path("data-b"))
-    file = write_list(tmp_path / "lists/c.csv", {"input": "in.png", "edit": "x", "output": "o.png"})
+    file = write_list(
+        tmp_path / "lists/c.csv", [{"input": "in.png", "edit": "x", "output": "o.png"}]
+    )
     with pytest.raises(ValueError, match=r"edited or truth \(output is the file that edit_cli\.py"):
         write_pairs(file, Path("data-c"))
 
@@ -186,7 +179,7 @@ def test_a_problem_of_many_lines_is_told_once(tmp_path):
     paint(tmp_path / "lists/in.png", "red")
     row = {"input": "in.png", "edit": ["a", "b"], "output": "out.png"}
     rows = [row | {"edit": ""}, *[row] * 12, row | {"input": "gone.png", "edit": "x"}]
-    file = write_list(tmp_path / "lists/list.jsonl", *rows)
+    file = write_list(tmp_path / "lists/list.jsonl", rows)
     with pytest.raises(ValueError) as error:
         edits_of_jsonl(file)
     assert str(error.value).startswith(
@@ -203,7 +196,7 @@ def test_a_misspelt_key_is_a_warning(tmp_path, caplog, suffix):
     for wrong, meant in (("msk", "mask"), ("Mask", "mask"), ("masc_image", "mask_image")):
         caplog.clear()
         rows = [row | {wrong: "in.png"}, row | {wrong: "in.png", "output": "b.png"}]
-        file = write_list(tmp_path / f"lists/{wrong}{suffix}", *rows)
+        file = write_list(tmp_path / f"lists/{wrong}{suffix}", rows)
         assert [edit.mask for edit in edits_of_jsonl(file)] == [None, None]
         (record,) = caplog.records
         line = 1 + (suffix == ".csv")
@@ -212,7 +205,7 @@ def test_a_misspelt_key_is_a_warning(tmp_path, caplog, suffix):
         )
     caplog.clear()  # other programs' keys, metadata, and what a row has under the right name too
     row |= {"mask": "in.png", "masks": "x", "input_id": "1", "edited": "b.png", "title": "y"}
-    edits_of_jsonl(write_list(tmp_path / f"lists/good{suffix}", row))
+    edits_of_jsonl(write_list(tmp_path / f"lists/good{suffix}", [row]))
     assert not caplog.records
 
 

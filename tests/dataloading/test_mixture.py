@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import slow
-from numbered_shards import (
+from shards import (
     EDITED,
     ORIGINAL,
     on_processes,

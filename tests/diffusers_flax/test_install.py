@@ -42,10 +42,10 @@ def pip(*args):
 
 def distributions(requirements):
     """Names of distributions in requirements such as ["jax>=0.10"], in one spelling."""
-    return {normal(re.match(r"[\w-]+", text)[0]) for text in requirements}
+    return {normalized(re.match(r"[\w-]+", text)[0]) for text in requirements}
 
 
-def normal(name):
+def normalized(name):
     return name.lower().replace("_", "-")
 
 
@@ -60,7 +60,7 @@ def imported_distributions():
                 modules.add(node.module.partition(".")[0])
     modules -= {*sys.stdlib_module_names, "diffusers_flax"}
     known = packages_distributions()
-    return {normal(name) for module in modules for name in known[module]}
+    return {normalized(name) for module in modules for name in known[module]}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from diffusers_flax.loading.directories import LORA_FILE
 from training.checkpoints import Checkpoints, check_goes_on, find_checkpoint
 
 
-def small_run(out, step, num_steps, final="model_index.json", parts=("unet",)):
+def make_small_run(out, step, num_steps, final="model_index.json", parts=("unet",)):
     """The directory of a run with a checkpoint and, if final, a newer model."""
     checkpoints = Checkpoints(out / "checkpoints")
     run = {"identity": {"max_train_steps": num_steps, "seed": 3}}
@@ -35,7 +35,7 @@ def find(out, num_steps, seed=3, **flags):
 
 def test_a_finished_run_is_replaced_only_if_it_cannot_go_on(tmp_path, capsys):
     """With --overwrite_output_dir, which commands that are repeated often contain."""
-    small_run(tmp_path, 30, 30)
+    make_small_run(tmp_path, 30, 30)
     replaced = "starts again, replacing the finished run of 30 steps"
     for num_steps, flags, start, line in (
         (60, {}, 30, ""),
@@ -61,7 +61,7 @@ def test_a_new_run_makes_the_handlers_of_checkpoints_before_it_compiles(tmp_path
 
 
 def test_a_checkpoint_from_before_a_flag_has_its_default(tmp_path):
-    small_run(tmp_path, 20, 30, final="", parts=())
+    make_small_run(tmp_path, 20, 30, final="", parts=())
     config = trainer.Config("", "", output_dir=str(tmp_path))
     identity = {"max_train_steps": 30, "seed": 3}
     flags = {"mask_loss_weight": 1.0, "train_data_weights": (), "mask_column": ""}
@@ -74,7 +74,7 @@ def test_a_checkpoint_from_before_a_flag_has_its_default(tmp_path):
 
 def test_a_run_without_its_last_checkpoint_is_not_started_again(tmp_path):
     """The model may be older than the run; a copy of the directory does not keep its time."""
-    small_run(tmp_path, 20, 30)
+    make_small_run(tmp_path, 20, 30)
     for num_steps in (30, 60):
         assert find(tmp_path, num_steps, overwrite_output_dir=True) == 20
 
@@ -128,7 +128,7 @@ DECAYED = "--lr_scheduler cosine has lowered the learning rate for 30 steps; "
 )
 def test_a_refused_length_comes_with_what_to_do(tmp_path, run, num_steps, flags, advice):
     """The same before the models are loaded and after."""
-    small_run(tmp_path, **{"step": 30, "num_steps": 30} | run)
+    make_small_run(tmp_path, **{"step": 30, "num_steps": 30} | run)
     with pytest.raises(ValueError) as refusal:
         find(tmp_path, num_steps, **flags)
     message = str(refusal.value).replace(str(tmp_path), "OUT")
@@ -142,7 +142,7 @@ def test_a_refused_length_comes_with_what_to_do(tmp_path, run, num_steps, flags,
 
 @pytest.mark.parametrize("decayed", [False, True])
 def test_a_cosine_within_its_warm_up_goes_on(tmp_path, decayed):
-    small_run(tmp_path, 10, 30, final="")
+    make_small_run(tmp_path, 10, 30, final="")
     flags = dict(lr_scheduler="cosine", lr_warmup_steps=9 if decayed else 10)
     if decayed:
         with pytest.raises(ValueError, match="has lowered the learning rate"):

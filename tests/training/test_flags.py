@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import config_of, encoded, flags_of, run_badly
+from shards import random_png
+from trainer_runs import config_of, flags_of, run_badly
 
 import flax_train_instruct_pix2pix as trainer
 from training.flags import LORA_FILE
@@ -121,7 +122,7 @@ def test_bad_flags_are_refused_before_anything_is_read(
 ):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    Path("cut.png").write_bytes(encoded(0)[:-100])
+    Path("cut.png").write_bytes(random_png(0)[:-100])
     Path("finished").mkdir()
     Path("finished/model_index.json").touch()
     Path("lora").mkdir()

@@ -13,21 +13,12 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 from flax.traverse_util import flatten_dict, unflatten_dict
-from helpers import (
-    PROMPTS,
-    RUN,
-    config_of,
-    flags_of,
-    psnr,
-    random_inputs,
-    read_metrics,
-    run_main,
-    write_shard,
-)
+from helpers import PROMPTS, psnr, random_inputs
 from peft import LoraConfig
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from shards import write_random_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 from torch_training import (
     Parallel,
@@ -37,6 +28,7 @@ from torch_training import (
     torch_text_encoder_xl,
     train_with_torch,
 )
+from trainer_runs import RUN, config_of, flags_of, read_metrics, run_trainer
 from transformers import CLIPTextModel
 
 import edit_cli
@@ -83,7 +75,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    write_shard(folder / "a.parquet", 16, seed=1)
+    write_random_shard(folder / "a.parquet", 16, seed=1)
     return folder
 
 
@@ -250,7 +242,7 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
         (out / name).mkdir()
         (out / name / "config.json").write_text("{}")
     (out / "model_index.json").write_text("{}")
-    run_main(dataclasses.replace(config, overwrite_output_dir=True), monkeypatch)
+    run_trainer(dataclasses.replace(config, overwrite_output_dir=True), monkeypatch)
     losses = [row["loss"] for row in read_metrics(out)]
     assert len(losses) == RUN["max_train_steps"]
     for name in ("model_index.json", "unet", "tokenizer_2"):
@@ -286,7 +278,7 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
         assert stop.value.code == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("error: ") and message in error
-    run_main(dataclasses.replace(config, merge_lora=True), monkeypatch)
+    run_trainer(dataclasses.replace(config, merge_lora=True), monkeypatch)
     assert [row["loss"] for row in read_metrics(out)] == losses  # nothing is trained again
     card = (out / "README.md").read_text()
     assert "load_lora_weights" not in card and "from_pretrained" in card
@@ -309,7 +301,7 @@ def test_a_lora_beside_kernels_in_eight_bits(models, data, tmp_path, monkeypatch
     for kind in (None, storage):
         out = tmp_path / str(kind)
         config = config_of(models[family], data, out, storage=kind, **images, **LORA)
-        run_main(config, monkeypatch)
+        run_trainer(config, monkeypatch)
         losses[kind] = np.array([row["loss"] for row in read_metrics(out)])
         assert list((out / "validation").glob("*.png"))
     assert not np.array_equal(losses[storage], losses[None])
@@ -347,7 +339,7 @@ def test_merging_in_bfloat16_keeps_what_is_not_trained(
     (out / "metrics.jsonl").touch()  # as every run has it
     save_conv_in(out / CONV_IN_FILE, trained)
     save_lora(out / LORA_FILE, trained, **lora_options(config), run=run)
-    run_main(config, monkeypatch)
+    run_trainer(config, monkeypatch)
 
     before, after = (FlaxDiffusionPipeline.from_pretrained(x)[1] for x in (model, out))
     base = flatten_dict(before.pop("unet"), sep="/")
@@ -396,7 +388,7 @@ def test_merging_in_bfloat16_keeps_what_is_not_trained(
 def merge_refused(config, monkeypatch, capsys):
     """The last line of the refusal of a merge."""
     with pytest.raises(SystemExit) as stop:
-        run_main(config, monkeypatch)
+        run_trainer(config, monkeypatch)
     assert stop.value.code == 2
     return capsys.readouterr().err.splitlines()[-1]
 
@@ -459,7 +451,7 @@ def test_a_run_resumes_bit_identically(models, data, tmp_path, monkeypatch, fami
             save_raw_unet=True,
             **options,
         )
-        run_main(config, monkeypatch)
+        run_trainer(config, monkeypatch)
         files[name] = load_file(out / LORA_FILE) | load_file(out / CONV_IN_FILE)
         assert len(list((out / "validation").glob("step-*"))) == 1
         assert (out / "unet_raw" / "config.json").exists()
@@ -483,7 +475,7 @@ def test_a_run_resumes_bit_identically(models, data, tmp_path, monkeypatch, fami
 )
 def test_bad_flags_are_one_line(models, data, tmp_path, monkeypatch, capsys, options, message):
     with pytest.raises(SystemExit) as stop:
-        run_main(config_of(models["sd"], data, tmp_path / "out", **options), monkeypatch)
+        run_trainer(config_of(models["sd"], data, tmp_path / "out", **options), monkeypatch)
     assert stop.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and message in error

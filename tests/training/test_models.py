@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
-from helpers import SIZE, config_of, edit_json, run_badly, run_main, write_shard
+from helpers import edit_json
+from shards import write_random_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
+from trainer_runs import SIZE, config_of, run_badly, run_trainer
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
@@ -48,7 +50,7 @@ def changed(file, **values):
 
 
 def columns_named(*names):
-    return lambda: write_shard("data/a.parquet", 2, columns=names)
+    return lambda: write_random_shard("data/a.parquet", 2, names=names)
 
 
 NOWHERE = "nowhere/model"
@@ -255,7 +257,7 @@ def test_models_that_do_not_fit_are_one_line(
     config = dataclasses.replace(config_of(xl, data, tmp_path / "out"), **change(tmp_path))
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        run_main(config, monkeypatch)
+        run_trainer(config, monkeypatch)
     assert stop.value.code == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and message in error

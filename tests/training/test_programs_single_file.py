@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionInstructPix2PixPipeline
-from helpers import config_of, photo, psnr, random_inputs, write_shard
+from helpers import photo, psnr, random_inputs
 from original_layout import (
     add_averages,
     original_layout,
@@ -18,7 +18,9 @@ from original_layout import (
     write_single_file,
 )
 from PIL import Image
+from shards import write_random_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
+from trainer_runs import config_of
 
 import cache_latents
 import create_modified_unet
@@ -48,7 +50,7 @@ def test_programs(tmp_path, capsys):
     assert (kernel[:, :, :4] == narrow["conv_in"]["kernel"]).all()
 
     (tmp_path / "data").mkdir()
-    write_shard(tmp_path / "data" / "0.parquet", 16)
+    write_random_shard(tmp_path / "data" / "0.parquet", 16)
     outputs = []
     for name, source in (("from_file", str(file)), ("from_directory", str(folder))):
         config = config_of(
@@ -94,7 +96,7 @@ def test_the_lora_of_a_single_file_opens_as_its_card_says(tmp_path):
     flags = [word for name, value in names.items() for word in (f"--{name}", value)]
     create_modified_unet.main([*flags, "--output_dir", str(tmp_path / "wide")])
     (tmp_path / "data").mkdir()
-    write_shard(tmp_path / "data" / "0.parquet", 16)
+    write_random_shard(tmp_path / "data" / "0.parquet", 16)
     options = dict(lora_rank=2, max_train_steps=2, lr_warmup_steps=0, **names)
     config = config_of(file, tmp_path / "data", tmp_path / "lora", **options)
     config = replace(config, unet_model_name_or_path=str(tmp_path / "wide"))
@@ -130,7 +132,7 @@ def test_latents_distillation_and_compilation(tmp_path):
     vae = vae_layout(state, len(config["block_out_channels"]))
     vae = write_single_file(tmp_path / "vae.ckpt", vae)
     (tmp_path / "data").mkdir()
-    write_shard(tmp_path / "data" / "0.parquet", 16)
+    write_random_shard(tmp_path / "data" / "0.parquet", 16)
     flags = f"--train_data_dir {tmp_path}/data --resolution 16".split()
     model = f"--pretrained_model_name_or_path {file} --config_name_or_path {folder}".split()
     cached = []
@@ -208,7 +210,7 @@ def test_a_refiner_makes_no_edits(tmp_path, capsys):
     folder = make_tiny_xl(tmp_path / "refiner", refiner=True)
     file = write_single_file(tmp_path / "refiner.safetensors", original_layout(folder))
     (tmp_path / "data").mkdir()
-    write_shard(tmp_path / "data" / "0.parquet", 4)
+    write_random_shard(tmp_path / "data" / "0.parquet", 4)
     photo(32, 32).save(tmp_path / "in.png")
     unet = make_tiny_pipeline(tmp_path / "model") / "unet"
     edit = f"--model {file} --input {tmp_path}/in.png --edit red --output {tmp_path}/out.png"

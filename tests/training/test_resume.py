@@ -17,19 +17,12 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from helpers import (
-    PROMPTS,
-    config_of,
-    edit_with_torch_xl,
-    flags_of,
-    free_port,
-    psnr,
-    random_inputs,
-    read_metrics,
-    write_shard,
-)
+from helpers import PROMPTS, free_port, psnr, random_inputs
 from PIL import Image
+from references import edit_with_torch_xl
+from shards import write_random_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
+from trainer_runs import config_of, flags_of, read_metrics
 
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
@@ -68,8 +61,8 @@ def model(tmp_path_factory):
 def data(tmp_path_factory):
     """Twenty-six pairs: three batches an epoch and two pairs left out."""
     folder = tmp_path_factory.mktemp("data")
-    write_shard(folder / "a.parquet", 15, seed=1, broken=[3])
-    write_shard(folder / "b.parquet", 11, seed=2)
+    write_random_shard(folder / "a.parquet", 15, seed=1, broken=[3])
+    write_random_shard(folder / "b.parquet", 11, seed=2)
     return folder
 
 
@@ -303,11 +296,11 @@ def test_four_processes_do_what_one_does(model, data, one_process, edits, tmp_pa
 @pytest.mark.slow
 def test_processes_train_at_the_same_sizes(model, tmp_path):
     """With all shards, and with shards of their own."""
-    stored = ((18, 22), (30, 18), (19, 20), (18, 34))
+    stored = ((22, 18), (18, 30), (20, 19), (34, 18))  # (width, height)
     for k in range(2):
         for folder in ("all", f"own{k}"):
             (tmp_path / folder).mkdir(exist_ok=True)
-            write_shard(tmp_path / folder / f"{k}.parquet", 32 + 4 * k, seed=k, sizes=stored)
+            write_random_shard(tmp_path / folder / f"{k}.parquet", 32 + 4 * k, seed=k, sizes=stored)
     sizes = dict(aspect_ratio_buckets=("16x16", "20x12", "12x20"))
     run(config_of(model, tmp_path / "all", tmp_path / "one", **RUN | sizes))
     starts = start_all(model, tmp_path / "all", tmp_path / "two", 2, 4, **sizes)
@@ -555,7 +548,7 @@ def test_another_run_is_refused_by_name(model, data, stopped, tmp_path, options,
     if options.pop("model", None):
         model = make_tiny_pipeline(tmp_path / "model", **SIZE, seed=1)
     if options.pop("data", None):
-        write_shard(tmp_path / "a.parquet", 26, seed=1)
+        write_random_shard(tmp_path / "a.parquet", 26, seed=1)
         data = tmp_path
     if options.get("resume_from_checkpoint") == "3":
         options["resume_from_checkpoint"] = str(out / "checkpoints" / "3")

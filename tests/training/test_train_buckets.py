@@ -7,10 +7,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import config_of, flags_of, read_metrics, run_main, write_shard
 from known_sets import png
 from PIL import Image
+from shards import write_random_shard
 from tiny_models import make_tiny_xl
+from trainer_runs import config_of, flags_of, read_metrics, run_trainer
 
 import cache_latents
 import distill_lcm
@@ -22,7 +23,7 @@ from training.report import fit_validation_images, load_validation_images
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 
 # Of stored images: two thirds are square at the sizes 12x20, 16x16 and 20x12 of 16 pixels.
-STORED = ((18, 22), (20, 20), (30, 18), (19, 20), (18, 34), (17, 19))
+STORED = ((22, 18), (20, 20), (18, 30), (20, 19), (34, 18), (19, 17))  # (width, height)
 BUCKETS = dict(aspect_ratio_buckets=(), max_train_steps=9, adam_epsilon=1e-2)
 
 
@@ -30,12 +31,12 @@ BUCKETS = dict(aspect_ratio_buckets=(), max_train_steps=9, adam_epsilon=1e-2)
 def data(tmp_path_factory):
     """Six batches of eight an epoch: four of 16x16, one of 12x20, one of 20x12."""
     folder = tmp_path_factory.mktemp("data")
-    write_shard(folder / "a.parquet", 33, seed=1, broken=[3], sizes=STORED)
-    write_shard(folder / "b.parquet", 21, seed=2, sizes=STORED)
+    write_random_shard(folder / "a.parquet", 33, seed=1, broken=[3], sizes=STORED)
+    write_random_shard(folder / "b.parquet", 21, seed=2, sizes=STORED)
     for path in folder.iterdir():
         table, masks = pq.read_table(path), []
         for n in range(len(table)):
-            height, width = STORED[n % len(STORED)]
+            width, height = STORED[n % len(STORED)]
             white = np.ones((height, 1)) * np.arange(width) < n % width
             masks.append(None if n % 5 == 0 else png(np.uint8(255) * white))
         pq.write_table(table.append_column("mask_image", pa.array(masks, pa.binary())), path)
@@ -62,7 +63,7 @@ def test_each_size_is_compiled_once_and_trains(model, data, tmp_path, monkeypatc
         tmp_path / "out",
         **BUCKETS | dict(aspect_ratio_buckets=sizes, max_train_steps=5),
     )
-    run_main(config, monkeypatch)
+    run_trainer(config, monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     compiled = [line.split() for line in lines if line.startswith("compiled")]
     assert [words[1] + words[-3] for words in compiled] == ["16x161", "20x122"]
@@ -87,7 +88,7 @@ def test_validation_images_keep_their_aspect_ratio(model, data, tmp_path, monkey
         load_validation_images(config), trainer.open_dataset(config).sizes
     )
     assert [image.size for image in images] == [(20, 12), (16, 16)]
-    run_main(config, monkeypatch)
+    run_trainer(config, monkeypatch)
     with Image.open(tmp_path / "out" / "validation" / "step-000003.png") as grid:
         assert grid.width > grid.height
 
@@ -97,7 +98,7 @@ def test_devices_latents_and_a_resume_change_nothing(model, data, tmp_path, monk
     options = BUCKETS | dict(random_crop=False, checkpointing_steps=3, checkpoints_total_limit=None)
     options |= dict(mask_loss_weight=4.0)
     config = config_of(model, data, tmp_path / "four", **options)
-    run_main(config, monkeypatch)
+    run_trainer(config, monkeypatch)
     expected = losses(tmp_path / "four")
     assert len(expected) == 9
 
@@ -106,7 +107,7 @@ def test_devices_latents_and_a_resume_change_nothing(model, data, tmp_path, monk
     resumed = str(tmp_path / "four" / "checkpoints" / "3")
     again = dict(resume_from_checkpoint=resumed, aspect_ratio_buckets=("16x16", "12x20", "20x12"))
     weights = (tmp_path / "four" / "unet" / "diffusion_pytorch_model.safetensors").read_bytes()
-    run_main(config_of(model, data, tmp_path / "four", **options | again), monkeypatch)
+    run_trainer(config_of(model, data, tmp_path / "four", **options | again), monkeypatch)
     assert losses(tmp_path / "four") == expected
     assert "resuming after step 3" in capsys.readouterr().out
     again = (tmp_path / "four" / "unet" / "diffusion_pytorch_model.safetensors").read_bytes()
@@ -114,18 +115,18 @@ def test_devices_latents_and_a_resume_change_nothing(model, data, tmp_path, monk
     (tmp_path / "four" / "model_index.json").unlink()
     other = options | dict(resume_from_checkpoint=resumed, aspect_ratio_buckets=("16x16", "12x20"))
     with pytest.raises(SystemExit):
-        run_main(config_of(model, data, tmp_path / "four", **other), monkeypatch)
+        run_trainer(config_of(model, data, tmp_path / "four", **other), monkeypatch)
     error = capsys.readouterr().err.splitlines()[-1]
     assert "belongs to another run: aspect_ratio_buckets was ['12x20', '16x16', '20x12']" in error
 
     latents = tmp_path / "latents"
     cached = options | dict(cache_latents=str(latents))
     for name in ("cached", "again"):
-        run_main(config_of(model, data, tmp_path / name, **cached), monkeypatch)
+        run_trainer(config_of(model, data, tmp_path / name, **cached), monkeypatch)
         np.testing.assert_allclose(losses(tmp_path / name), expected, rtol=2e-3)
     accumulated = options | dict(gradient_accumulation_steps=2, lora_rank=None)
     on_one_device(monkeypatch)
-    run_main(config_of(model, data, tmp_path / "one", **accumulated), monkeypatch)
+    run_trainer(config_of(model, data, tmp_path / "one", **accumulated), monkeypatch)
     np.testing.assert_allclose(losses(tmp_path / "one"), expected, rtol=1e-4)
 
 
@@ -133,10 +134,10 @@ def test_devices_latents_and_a_resume_change_nothing(model, data, tmp_path, monk
 def test_sdxl_with_latents_one_device_and_accumulation(data, tmp_path, monkeypatch):
     model = make_tiny_xl(tmp_path / "xl", edits=True, vae_channels=(16, 32))
     options = BUCKETS | dict(random_crop=False)
-    run_main(config_of(model, data, tmp_path / "four", **options), monkeypatch)
+    run_trainer(config_of(model, data, tmp_path / "four", **options), monkeypatch)
     options |= dict(cache_latents=str(tmp_path / "latents"), gradient_accumulation_steps=2)
     on_one_device(monkeypatch)
-    run_main(config_of(model, data, tmp_path / "one", **options), monkeypatch)
+    run_trainer(config_of(model, data, tmp_path / "one", **options), monkeypatch)
     np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "four"), rtol=2e-3)
 
 
@@ -186,7 +187,7 @@ def test_latents_of_sizes(model, data, tmp_path, monkeypatch, capsys):
             model, tmp_path / "plain", tmp_path / "x", random_crop=False, aspect_ratio_buckets=sizes
         )
         with pytest.raises(SystemExit):
-            run_main(config, monkeypatch)
+            run_trainer(config, monkeypatch)
         assert "latents of squares; leave out --aspect_ratio_buckets" in capsys.readouterr().err
 
 

@@ -9,17 +9,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLInstructPix2PixPipeline, UNet2DConditionModel
-from helpers import (
-    PROMPTS,
-    config_of,
-    edit_with_torch_xl,
-    psnr,
-    random_inputs,
-    random_normal,
-    read_metrics,
-    run_main,
-)
+from helpers import PROMPTS, psnr, random_inputs, random_normal
+from references import edit_with_torch_xl
 from tiny_models import make_tiny_cosxl
+from trainer_runs import config_of, read_metrics, run_trainer
 
 import distill_lcm
 import flax_train_instruct_pix2pix as trainer
@@ -110,7 +103,7 @@ def test_a_trained_model_opens_as_cosxl_edit(model, data, tmp_path, monkeypatch)
     losses = {}
     for name, cached in (("plain", ""), ("cached", str(tmp_path / "latents"))):
         options = dict(random_crop=False, cache_latents=cached, ema="none")
-        run_main(config_of(model, data, tmp_path / name, **options), monkeypatch)
+        run_trainer(config_of(model, data, tmp_path / name, **options), monkeypatch)
         losses[name] = [row["loss"] for row in read_metrics(tmp_path / name)]
     np.testing.assert_allclose(losses["cached"], losses["plain"], rtol=2e-3)
 

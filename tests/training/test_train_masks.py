@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from helpers import config_of, read_metrics, run_main
 from known_sets import SCHEMAS, half_mask, known_rows, png, write_known
 from PIL import Image
 from tiny_models import make_tiny_xl
+from trainer_runs import config_of, read_metrics, run_trainer
 
 import cache_latents
 import flax_train_instruct_pix2pix as trainer
@@ -252,14 +252,14 @@ def test_masks_change_the_loss(model, tmp_path, monkeypatch, capsys, name):
     """The run with masks differs, its accumulation agrees, and it resumes only as itself."""
     data = write_known(tmp_path / "data", name)
     config = config_of(model, data, tmp_path / "a", max_train_steps=3, mask_loss_weight=4.0)
-    run_main(config, monkeypatch)
+    run_trainer(config, monkeypatch)
     found = losses(tmp_path / "a")
     assert len(found) == 3 and np.isfinite(found).all()
     plain = replace(config, output_dir=str(tmp_path / "b"), mask_loss_weight=1.0)
-    run_main(plain, monkeypatch)
+    run_trainer(plain, monkeypatch)
     assert abs(losses(tmp_path / "b")[0] / found[0] - 1) > 1e-4
     with pytest.raises(SystemExit):
-        run_main(replace(config, mask_loss_weight=3.0, max_train_steps=4), monkeypatch)
+        run_trainer(replace(config, mask_loss_weight=3.0, max_train_steps=4), monkeypatch)
     assert "mask_loss_weight was 4.0 and is 3.0" in capsys.readouterr().err
 
 
@@ -272,7 +272,7 @@ def test_masks_with_accumulation_and_lora(model, tmp_path, monkeypatch, options)
         base = dict(max_train_steps=3, mask_loss_weight=4.0, train_batch_size=8)
         if "lora_rank" in options:
             more = options | ({"mask_loss_weight": 2.0} if n else {})
-        run_main(config_of(model, data, tmp_path / str(n), **base | more), monkeypatch)
+        run_trainer(config_of(model, data, tmp_path / str(n), **base | more), monkeypatch)
         results.append(losses(tmp_path / str(n)))
     if "lora_rank" in options:
         assert results[0] != results[1]
@@ -288,15 +288,15 @@ def test_masks_of_cached_latents(model, tmp_path, monkeypatch, capsys, is_xl):
         model = make_tiny_xl(tmp_path / "xl", edits=True)
     data = write_known(tmp_path / "data", MAGIC)
     options = dict(max_train_steps=3, mask_loss_weight=4.0, random_crop=False)
-    run_main(config_of(model, data, tmp_path / "a", **options), monkeypatch)
+    run_trainer(config_of(model, data, tmp_path / "a", **options), monkeypatch)
     cached = options | {"cache_latents": str(tmp_path / "latents")}
-    run_main(config_of(model, data, tmp_path / "b", **cached), monkeypatch)
+    run_trainer(config_of(model, data, tmp_path / "b", **cached), monkeypatch)
     np.testing.assert_allclose(losses(tmp_path / "b"), losses(tmp_path / "a"), rtol=2e-3)
     schema = pq.read_schema(next((tmp_path / "latents").glob("*.parquet")))
     assert schema.names[-1] == "mask"
 
     # The same latents serve a run without masks.
-    run_main(
+    run_trainer(
         config_of(model, data, tmp_path / "c", **cached | {"mask_loss_weight": 1.0}), monkeypatch
     )
     without = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
@@ -305,11 +305,11 @@ def test_masks_of_cached_latents(model, tmp_path, monkeypatch, capsys, is_xl):
     assert pq.read_schema(next((tmp_path / "without").glob("*.parquet"))).names[-1] == "time_ids"
     bad = config_of(model, tmp_path / "without", tmp_path / "d", **options)
     with pytest.raises(SystemExit):
-        run_main(bad, monkeypatch)
+        run_trainer(bad, monkeypatch)
     assert "has latents without masks, which --mask_loss_weight needs" in capsys.readouterr().err
     folders = [tmp_path / "latents", tmp_path / "without"]  # nor does a mixture drop them
     with pytest.raises(ValueError, match=r"without.* has latents without masks"):
         Mixture(folders, mask_column="", batch_size=8, resolution=16, random_crop=False)
     cache_latents.main([*without, "--cache_masks", "--overwrite_output_dir"])
-    run_main(bad, monkeypatch)
+    run_trainer(bad, monkeypatch)
     np.testing.assert_allclose(losses(tmp_path / "d"), losses(tmp_path / "b"), rtol=1e-6)

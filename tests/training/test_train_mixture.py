@@ -12,8 +12,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import config_of, flags_of, read_metrics, run_main, write_shard
 from safetensors.numpy import load_file
+from shards import write_random_shard
+from trainer_runs import config_of, flags_of, read_metrics, run_trainer
 
 import cache_latents
 import distill_lcm
@@ -30,13 +31,13 @@ def sets(data, tmp_path_factory):
     """The data, and ten pairs in columns of other names."""
     folder = tmp_path_factory.mktemp("more") / "magicbrush"
     folder.mkdir()
-    write_shard(
+    write_random_shard(
         folder / "c.parquet", 10, seed=3, columns=("source_img", "instruction", "target_img")
     )
     return str(data), str(folder)
 
 
-def config_for(model, sets, out, **options):
+def mixture_config(model, sets, out, **options):
     return config_of(model, "", out, **{"train_data_dir": tuple(sets)} | MIXED | options)
 
 
@@ -58,13 +59,13 @@ def whole_run(model, sets, tmp_path_factory):
     """The output of three steps without interruption."""
     out = tmp_path_factory.mktemp("whole") / "out"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        run_main(config_for(model, sets, out), monkeypatch)
+        run_trainer(mixture_config(model, sets, out), monkeypatch)
     return out
 
 
 def test_batches_of_a_resumed_run(model, sets, tmp_path):
     """The trainer's flags open a mixture, whose batches go on at any step."""
-    config = config_for(model, sets, tmp_path / "out")
+    config = mixture_config(model, sets, tmp_path / "out")
 
     def tokenize(prompts):
         return np.array([[len(prompt)] for prompt in prompts])
@@ -80,7 +81,7 @@ def test_batches_of_a_resumed_run(model, sets, tmp_path):
 
 @pytest.mark.slow
 def test_a_stopped_run_resumes_bit_for_bit(model, sets, whole_run, tmp_path, monkeypatch, capsys):
-    config, passes = config_for(model, sets, tmp_path / "out"), Mixture.passes
+    config, passes = mixture_config(model, sets, tmp_path / "out"), Mixture.passes
 
     def stop_at(mixture, step):
         if step == 2:
@@ -89,14 +90,14 @@ def test_a_stopped_run_resumes_bit_for_bit(model, sets, whole_run, tmp_path, mon
 
     monkeypatch.setattr(Mixture, "passes", stop_at)
     with pytest.raises(SystemExit, match="143"):
-        run_main(config, monkeypatch)
+        run_trainer(config, monkeypatch)
     monkeypatch.setattr(Mixture, "passes", passes)
-    other = config_for(model, sets, tmp_path / "out", train_data_weights=(1, 1))
+    other = mixture_config(model, sets, tmp_path / "out", train_data_weights=(1, 1))
     with pytest.raises(SystemExit, match="2"):
-        run_main(other, monkeypatch)
+        run_trainer(other, monkeypatch)
     out, error = capsys.readouterr()
     assert "shares of train_data_dir was [0.75, 0.25] and is [0.5, 0.5]" in error
-    run_main(config, monkeypatch)
+    run_trainer(config, monkeypatch)
     out += capsys.readouterr().out
     assert "parameters on a mixture of pairs (16 pairs, 75.0% of a batch, a pass takes 3 st" in out
     assert "resuming after step 2" in out
@@ -109,7 +110,7 @@ def test_a_stopped_run_resumes_bit_for_bit(model, sets, whole_run, tmp_path, mon
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(model, sets, whole_run, tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, trainer.__file__, *flags_of(config_for(model, sets, out))]
+    command = [sys.executable, trainer.__file__, *flags_of(mixture_config(model, sets, out))]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     stop = time.monotonic() + 300
     while process.poll() is None and not list(out.glob("checkpoints/[12]")):
@@ -127,8 +128,8 @@ def test_a_killed_run_resumes_bit_for_bit(model, sets, whole_run, tmp_path):
 def test_latents_of_several_sets(model, sets, tmp_path, monkeypatch, capsys):
     """Training caches what cache_latents.py writes; pairs and order are the images'."""
     cache, options = tmp_path / "cache", dict(random_crop=False, random_flip=False)
-    config = config_for(model, sets, tmp_path / "out", cache_latents=str(cache), **options)
-    run_main(config, monkeypatch)
+    config = mixture_config(model, sets, tmp_path / "out", cache_latents=str(cache), **options)
+    run_trainer(config, monkeypatch)
     assert {path.name for path in cache.iterdir()} == {"pairs", "magicbrush"}
     flags = ["--pretrained_model_name_or_path", str(model), "--resolution", "16"]
     written = tmp_path / "written"
@@ -142,9 +143,9 @@ def test_latents_of_several_sets(model, sets, tmp_path, monkeypatch, capsys):
         assert path.read_bytes() == (written / path.relative_to(cache)).read_bytes()
 
     latents = [str(written / name) for name in ("pairs", "magicbrush")]
-    run_main(config_for(model, latents, tmp_path / "again", **options), monkeypatch)
+    run_trainer(mixture_config(model, latents, tmp_path / "again", **options), monkeypatch)
     assert_same_runs(tmp_path / "again", tmp_path / "out")
-    run_main(config_for(model, sets, tmp_path / "images", **options), monkeypatch)
+    run_trainer(mixture_config(model, sets, tmp_path / "images", **options), monkeypatch)
     losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("out", "images")]
     np.testing.assert_allclose(*losses, rtol=1e-2)  # latents are stored in float16
 
@@ -153,7 +154,7 @@ def test_latents_of_several_sets(model, sets, tmp_path, monkeypatch, capsys):
         ((latents[0], sets[1]), "has latents and"),
     ):
         with pytest.raises(SystemExit, match="2"):
-            run_main(config_for(model, places, tmp_path / "mixed", **options), monkeypatch)
+            run_trainer(mixture_config(model, places, tmp_path / "mixed", **options), monkeypatch)
         error = capsys.readouterr().err
         assert message in error and "give sets of one kind" in error
     path = written / "magicbrush" / "c.parquet"
@@ -163,7 +164,7 @@ def test_latents_of_several_sets(model, sets, tmp_path, monkeypatch, capsys):
     cache_latents.main([*flags, "--train_data_dir", sets[1], "--output_dir", str(other)])
     shutil.copy(other / "c.parquet", path)
     with pytest.raises(SystemExit, match="2"):
-        run_main(config_for(model, latents, tmp_path / "mixed", **options), monkeypatch)
+        run_trainer(mixture_config(model, latents, tmp_path / "mixed", **options), monkeypatch)
     assert "contains latents of --resolution 32, not 16" in capsys.readouterr().err
 
 
@@ -203,7 +204,7 @@ def test_what_training_refuses(model, sets, tmp_path, monkeypatch, capsys, optio
     options = {name: places.get(value, value) for name, value in options.items()}
     before = sorted(Path(sets[1]).iterdir())
     with pytest.raises(SystemExit, match="2"):
-        run_main(config_for(model, sets, tmp_path / "out", **options), monkeypatch)
+        run_trainer(mixture_config(model, sets, tmp_path / "out", **options), monkeypatch)
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert sorted(Path(sets[1]).iterdir()) == before

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from helpers import RUN, config_of, random_inputs, random_normal, read_metrics, run_main, slow
+from helpers import random_inputs, random_normal, slow
 from PIL import Image
 from tiny_models import make_tiny_xl
 from torch_training import (
@@ -19,6 +19,7 @@ from torch_training import (
     torch_text_encoder_xl,
     train_with_torch,
 )
+from trainer_runs import RUN, config_of, read_metrics, run_trainer
 
 import ema_posthoc
 import flax_train_instruct_pix2pix as trainer
@@ -98,7 +99,7 @@ def test_cached_latents_give_the_same_losses(model, data, tmp_path, monkeypatch)
         config = config_of(
             model, data, tmp_path / name, random_crop=False, cache_latents=cached, ema="none"
         )
-        run_main(config, monkeypatch)
+        run_trainer(config, monkeypatch)
         losses[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
     np.testing.assert_allclose(losses["cached"], losses["plain"], rtol=2e-3)
 
@@ -126,7 +127,7 @@ def test_a_run_resumes_on_fewer_devices(model, data, tmp_path, monkeypatch):
         ema_every=1,
         ema_snapshot_steps=3,
     )
-    run_main(config, monkeypatch)
+    run_trainer(config, monkeypatch)
     assert len(list((tmp_path / "out" / "validation").glob("step-*"))) == 2
     expected = [row["loss"] for row in read_metrics(tmp_path / "out")]
     (tmp_path / "out" / "model_index.json").unlink()
@@ -137,7 +138,7 @@ def test_a_run_resumes_on_fewer_devices(model, data, tmp_path, monkeypatch):
         monkeypatch.setattr(jax, name, lambda *args, **options: devices[:2])
     for name in ("device_count", "local_device_count"):
         monkeypatch.setattr(jax, name, lambda *args, **options: 2)
-    run_main(other, monkeypatch)
+    run_trainer(other, monkeypatch)
     found = [row["loss"] for row in read_metrics(tmp_path / "out")]
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     with Image.open(tmp_path / "out" / "validation" / "progress.gif") as animation:

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from flax.jax_utils import replicate
-from helpers import images_of, images_of_theirs, open_theirs, psnr, save_tiny_vae
+from helpers import psnr
 from PIL import Image
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from references import images_of, images_of_theirs, open_ours, open_theirs
+from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
 import edit_cli
 import sdxl_single
@@ -67,15 +68,6 @@ def models(tmp_path_factory):
     }
 
 
-def open_ours(folder, accelerate=(), scheduler=None, **options):
-    """(pipeline, params) with a scheduler."""
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder, accelerate=accelerate)
-    if scheduler:
-        config = dict(pipeline.scheduler.config) | options
-        pipeline = dataclasses.replace(pipeline, scheduler=make_scheduler(scheduler, config)[0])
-    return pipeline, params
-
-
 def assert_images_agree(found, plain, expected):
     """The accelerated image has 50 dB more PSNR to the expected one than the plain image has.
 
@@ -94,7 +86,7 @@ def assert_images_agree(found, plain, expected):
     ],
 )
 def test_deepcache_is_its_pytorch_package(models, model, scheduler):
-    pipeline, params = open_ours(models[model], "deepcache:interval=3", scheduler)
+    pipeline, params = open_ours(models[model], scheduler, accelerate="deepcache:interval=3")
     found = images_of(pipeline, params)
     plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
     theirs = open_theirs(models[model], pipeline.scheduler)
@@ -116,7 +108,9 @@ def test_deepcache_is_its_pytorch_package(models, model, scheduler):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["sd", pytest.param("xl", marks=pytest.mark.slow)])
 def test_tgate_is_its_pytorch_package(models, model):
-    pipeline, params = open_ours(models[model], "tgate:gate=8,interval=4,warmup=1", "ddim")
+    pipeline, params = open_ours(
+        models[model], "ddim", accelerate="tgate:gate=8,interval=4,warmup=1"
+    )
     found = images_of(pipeline, params)
     plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
     theirs = open_theirs(models[model], pipeline.scheduler)
@@ -139,7 +133,7 @@ def test_tgate_is_its_pytorch_package(models, model):
 def test_token_merging_is_its_pytorch_package(models, model):
     downsample = 1 if model == "sd" else 2
     spec = f"tome:ratio=0.5,random=false,max_downsample={downsample}"
-    pipeline, params = open_ours(models[model], spec, "ddim")
+    pipeline, params = open_ours(models[model], "ddim", accelerate=spec)
     found = images_of(pipeline, params, steps=3)
     plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params, steps=3)
     theirs = open_theirs(models[model], pipeline.scheduler)
@@ -165,7 +159,7 @@ def test_merging_equal_positions_loses_nothing():
 @pytest.mark.slow
 def test_spectrum_is_the_papers_equations(models):
     """The forecast written anew around PyTorch's UNet."""
-    pipeline, params = open_ours(models["sd"], "spectrum", "ddim")
+    pipeline, params = open_ours(models["sd"], "ddim", accelerate="spectrum")
     found = images_of(pipeline, params, steps=20)
     plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params, steps=20)
     theirs = open_theirs(models["sd"], pipeline.scheduler)
@@ -204,9 +198,9 @@ def test_spectrum_is_the_papers_equations(models):
 def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction_type):
     """A model that always predicts the same x_0, with several noise levels and predictions."""
     spec = "spectrum:ridge=1e-6,warmup=2"
-    pipeline, _ = open_ours(
-        models["sd"], spec, scheduler, prediction_type=prediction_type, clip_sample=False
-    )
+    pipeline, _ = open_ours(models["sd"], accelerate=spec)
+    config = pipeline.scheduler.config | dict(prediction_type=prediction_type, clip_sample=False)
+    pipeline = dataclasses.replace(pipeline, scheduler=make_scheduler(scheduler, config)[0])
     state, scales = make_schedule(pipeline.scheduler, (1, *SHAPE), 20)
     clean = jnp.full((1, *SHAPE), 0.7)
 
@@ -252,7 +246,7 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
 @pytest.mark.slow
 def test_first_block_cache_is_written_anew(models):
     """The decision and the residuals around PyTorch's UNet by hooks."""
-    pipeline, params = open_ours(models["sd"], "fbcache:threshold=0.3", "ddim")
+    pipeline, params = open_ours(models["sd"], "ddim", accelerate="fbcache:threshold=0.3")
     found = images_of(pipeline, params)
     plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
     theirs = open_theirs(models["sd"], pipeline.scheduler)
@@ -289,7 +283,7 @@ def test_first_block_cache_is_written_anew(models):
     ],
 )
 def test_an_image_does_not_depend_on_its_batch_or_devices(models, spec):
-    pipeline, params = open_ours(models["sd"], spec, "ddim")
+    pipeline, params = open_ours(models["sd"], "ddim", accelerate=spec)
     texts = ["make it red", "it", "red", "make"]
     prompt_ids = np.concatenate([pipeline.prepare_inputs(text) for text in texts])
     keys = keys_per_image(jax.random.key(1), 4)
@@ -321,7 +315,7 @@ OFF = 1 + 1e-9  # of guidance: above 1, so that PyTorch computes all branches
 
 @pytest.mark.slow
 def test_guidance_in_an_interval(models):
-    pipeline, params = open_ours(models["xl"], "guidance:start=0.25,stop=0.75", "euler")
+    pipeline, params = open_ours(models["xl"], "euler", accelerate="guidance:start=0.25,stop=0.75")
     found = images_of(pipeline, params)
     plain = images_of(dataclasses.replace(pipeline, accelerate=Acceleration()), params)
     theirs = open_theirs(models["xl"], pipeline.scheduler)
@@ -341,7 +335,7 @@ def test_guidance_in_an_interval(models):
 def test_edits_go_from_three_branches_to_two_to_one(models, model, scales, numbers):
     """Image guidance ends at step 4, text guidance at step 8."""
     spec = "guidance:image_stop=0.3,stop=0.6" if numbers[0] == 3 else "guidance:stop=0.6"
-    pipeline, params = open_ours(models[model], spec, "euler")
+    pipeline, params = open_ours(models[model], "euler", accelerate=spec)
     plan = plan_steps(pipeline.accelerate, edit_branches(*scales), np.ones((2, STEPS)))
     assert [len(step.branches) for step in plan] == numbers
     image = np.random.default_rng(0).uniform(size=(64, 64, 3)).astype(np.float32)
@@ -385,7 +379,7 @@ def enable_deepcache(theirs, interval):
 @pytest.mark.parametrize("model", ["edits", pytest.param("xl edits", marks=pytest.mark.slow)])
 def test_deepcache_of_edits_is_its_pytorch_package(models, model):
     """Three branches of guidance share a cache, each its rows."""
-    pipeline, params = open_ours(models[model], "deepcache:interval=3", "ddim")
+    pipeline, params = open_ours(models[model], "ddim", accelerate="deepcache:interval=3")
     image = np.random.default_rng(0).uniform(size=(64, 64, 3)).astype(np.float32)
     key, options = jax.random.key(3), dict(num_inference_steps=STEPS)
     inputs = *pipeline.prepare_inputs(PROMPT, image), params, key
@@ -407,7 +401,7 @@ def test_deepcache_of_edits_is_its_pytorch_package(models, model):
 def test_deepcache_of_image_to_image_is_its_pytorch_package(models, monkeypatch):
     """The plan begins at the first step that is run: 12 of 16."""
     module = diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_img2img
-    pipeline, params = open_ours(models["sd"], "deepcache:interval=3", "ddim")
+    pipeline, params = open_ours(models["sd"], "ddim", accelerate="deepcache:interval=3")
     pipeline = FlaxStableDiffusionImg2ImgPipeline(
         **pipeline.components, accelerate=pipeline.accelerate
     )
@@ -544,7 +538,7 @@ def test_a_changed_acceleration_needs_its_parameters(models, tmp_path, monkeypat
         dataclasses.replace(pipeline, accelerate="taesd")
     save_tiny_vae(tmp_path / "a", (8, 8, 8))
     monkeypatch.setenv("HOME", str(tmp_path))
-    tiny, _ = open_ours(models["sd"], "taesd:path=~/a")
+    tiny, _ = open_ours(models["sd"], accelerate="taesd:path=~/a")
     assert dataclasses.replace(tiny, accelerate="deepcache").tiny_vae is tiny.tiny_vae
     with pytest.raises(ValueError, match="accelerate or preview need the TAESD some/other, which"):
         dataclasses.replace(tiny, accelerate="taesd:path=some/other")
@@ -561,10 +555,10 @@ def test_parts_that_do_not_fit_are_refused(models, tmp_path):
     save_tiny_vae(tmp_path / "tiny", (8, 8))
     message = "of 4 channels to images 2 times as large; the model's have 4 and 4; name one for"
     with pytest.raises(ValueError, match=message):
-        open_ours(models["sd"], f"taesd:path={tmp_path / 'tiny'}")
+        open_ours(models["sd"], accelerate=f"taesd:path={tmp_path / 'tiny'}")
     for model, other in (("sd", "taesdxl"), ("xl", "taesd"), ("edits", "taesdxl")):
         with pytest.raises(ValueError, match=f"madebyollin/{other} is of the other family"):
-            open_ours(models[model], f"taesd:path=madebyollin/{other}")
+            open_ours(models[model], accelerate=f"taesd:path=madebyollin/{other}")
     config = PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]["unet"]
     unet = FlaxUNet2DConditionModel.from_config(config)
     pipeline, _ = open_ours(models["xl"])
@@ -594,7 +588,7 @@ def test_tgate_is_refused_for_edits(models, tmp_path, capsys, scales):
 @pytest.mark.slow
 def test_images_decoded_by_taesd_are_pytorchs(models, tmp_path):
     tiny = save_tiny_vae(tmp_path / "tiny", (8, 8, 8))
-    pipeline, params = open_ours(models["sd"], f"taesd:path={tmp_path / 'tiny'}", "ddim")
+    pipeline, params = open_ours(models["sd"], "ddim", accelerate=f"taesd:path={tmp_path / 'tiny'}")
     found = images_of(pipeline, params, steps=3)
     theirs = open_theirs(models["sd"], pipeline.scheduler)
     theirs.vae = tiny
@@ -607,10 +601,10 @@ def test_images_decoded_by_taesd_are_pytorchs(models, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["dynamic", "weight"])
 def test_int8_images_are_close(models, mode):
-    pipeline, params = open_ours(models["sd"], f"int8:mode={mode}", "ddim")
+    pipeline, params = open_ours(models["sd"], "ddim", accelerate=f"int8:mode={mode}")
     attention = params["unet"]["mid_block"]["attentions_0"]["transformer_blocks_0"]["attn1"]
     assert attention["to_q"]["kernel"].dtype == np.int8
-    plain, plain_params = open_ours(models["sd"], (), "ddim")
+    plain, plain_params = open_ours(models["sd"], "ddim")
     images = [images_of(p, x, steps=3) for p, x in ((pipeline, params), (plain, plain_params))]
     assert 30 < psnr(*images) < 100
 

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 from flax.jax_utils import replicate
-from helpers import images_of, images_of_theirs, open_theirs, psnr, save_tiny_vae, slow
-from tiny_models import make_tiny_pipeline
+from helpers import psnr, slow
+from references import images_of, images_of_theirs, open_ours, open_theirs
+from tiny_models import make_tiny_pipeline, save_tiny_vae
 
 from diffusers_flax.acceleration.previews import Preview
-from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.sampling import keys_per_image
-from diffusers_flax.schedulers.factory import make_scheduler
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -32,24 +31,21 @@ def model(tmp_path_factory):
     return make_tiny_pipeline(tmp_path_factory.mktemp("sd"), in_channels=4)
 
 
-def open_ours(model, scheduler, tiny, every=2):
+def open_with_previews(model, scheduler, tiny, every=2):
     """(pipeline, params, {step: (keys, images)} of the previews)."""
     seen = {}
 
     def show(step, keys, images):
         seen.setdefault(step, []).extend(zip(keys.tolist(), images))
 
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(
-        model, preview=Preview(every, show, str(tiny[0]))
-    )
-    scheduler, _ = make_scheduler(scheduler, pipeline.scheduler.config)
-    return dataclasses.replace(pipeline, scheduler=scheduler), params, seen
+    preview = Preview(every, show, str(tiny[0]))
+    return *open_ours(model, scheduler, preview=preview), seen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["ddim", *slow("euler")])
 def test_previews_are_pytorchs(model, tiny, scheduler):
-    pipeline, params, seen = open_ours(model, scheduler, tiny)
+    pipeline, params, seen = open_with_previews(model, scheduler, tiny)
     image = images_of(pipeline, params, steps=STEPS)
     jax.effects_barrier()
     assert sorted(seen) == [2, 4]  # not after the last step
@@ -76,7 +72,7 @@ def test_previews_are_pytorchs(model, tiny, scheduler):
 @pytest.mark.slow
 def test_each_image_of_each_device_has_its_key(model, tiny):
     keys = keys_per_image(jax.random.key(7), 4)
-    pipeline, params, seen = open_ours(model, "ddim", tiny)
+    pipeline, params, seen = open_with_previews(model, "ddim", tiny)
     ids = np.repeat(pipeline.prepare_inputs("make it red"), 4, axis=0)
     options = dict(num_inference_steps=STEPS, height=32, width=32)
     pipeline(ids, params, keys, **options)

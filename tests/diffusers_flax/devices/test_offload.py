@@ -32,7 +32,7 @@ def pinned(monkeypatch):
     monkeypatch.setattr(layout_module, "HOST_PLATFORMS", ())
 
 
-def images_of(pipeline, params, jit=False, image=None, **more):
+def two_images(pipeline, params, jit=False, image=None, **more):
     """Two images of a pipeline, (2, H, W, 3)."""
     prompts = ["make it red", "it"]
     inputs = pipeline.prepare_inputs(*([prompts] if image is None else [prompts, image]))
@@ -78,7 +78,7 @@ def test_images_are_those_without(family, accelerate, modes, tmp_path, pinned):
         options = {"accelerate": accelerate, "layout": Layout(devices), **more}
         pipeline, params = pipeline_type.from_pretrained(folder, **options)
         placed = place(params, Layout(devices))
-        expected = images_of(pipeline, placed, jit, image, **more_steps)
+        expected = two_images(pipeline, placed, jit, image, **more_steps)
         for mode in modes:
             layout = Layout(devices, offload=mode)
             pipeline, _ = pipeline_type.from_pretrained(folder, **options | {"layout": layout})
@@ -87,7 +87,7 @@ def test_images_are_those_without(family, accelerate, modes, tmp_path, pinned):
                 kinds = {x.sharding.memory_kind for x in jax.tree.leaves(part) if x.ndim > 1}
                 stays = mode == "component" and name in ("unet", "controlnet")
                 assert kinds == ({"device"} if stays else {"pinned_host"} if kinds else set())
-            images = images_of(pipeline, placed, jit, image, **more_steps)
+            images = two_images(pipeline, placed, jit, image, **more_steps)
             np.testing.assert_array_equal(images, expected)
 
 

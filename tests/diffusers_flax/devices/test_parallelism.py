@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, free_port, photo, psnr, save_tiny_vae, slow
+from helpers import ROOT, free_port, photo, psnr, slow
 from jax.sharding import Mesh, PartitionSpec
 from PIL import Image
 from several_devices import make_images
-from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
 from diffusers_flax import (
     FlaxAutoencoderKL,

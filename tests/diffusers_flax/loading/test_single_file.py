@@ -112,7 +112,7 @@ def test_weights_of_every_family(tmp_path, family):
         assert all((theirs[part][name] == x).all() for name, x in state.items())
 
 
-def open_theirs(kind, file, folder):
+def open_single_file(kind, file, folder):
     """PyTorch's pipeline of a single file."""
     theirs = getattr(diffusers, kind).from_single_file(str(file), config=str(folder))
     theirs.set_progress_bar_config(disable=True)
@@ -134,7 +134,7 @@ def test_images_from_text(tmp_path, family):
         latents=latents,
         **options,
     ).images
-    theirs = open_theirs(kind, file, folder)
+    theirs = open_single_file(kind, file, folder)
     expected = theirs(
         "make it red", latents=torch.tensor(latents), output_type="np", **options
     ).images
@@ -152,7 +152,7 @@ def test_entries_that_say_what_the_unet_predicts(tmp_path):
     options = dict(num_inference_steps=8, height=64, width=64, guidance_scale=4.0)
     prompt_ids = pipeline.prepare_inputs("make it red")
     found = pipeline(prompt_ids, params, jax.random.key(0), latents=latents, **options).images
-    theirs = open_theirs(kind, file, folder)
+    theirs = open_single_file(kind, file, folder)
     changes = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
     theirs.scheduler = type(theirs.scheduler).from_config(theirs.scheduler.config, **changes)
     options |= dict(latents=torch.tensor(latents), output_type="np")
@@ -171,7 +171,7 @@ def test_images_of_edits(tmp_path, family):
     image, size = torch.tensor(images).permute(0, 3, 1, 2), {}
     if family == "xl_edit":
         size = dict(height=64, width=64)
-    expected = open_theirs(kind, file, folder)(
+    expected = open_single_file(kind, file, folder)(
         PROMPTS[:1], image=image, latents=torch.tensor(latents), output_type="np", **options, **size
     ).images
     assert psnr(found, expected) > 60
@@ -184,7 +184,7 @@ def test_images_from_images(tmp_path, family, monkeypatch):
     kind, folder, file = make_file(tmp_path, family, variance=False)
     pipeline, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
     images, noise = random_inputs(1, 64, 64, 4 if family == "inpainting" else 8)
-    theirs = open_theirs(kind, file, folder)
+    theirs = open_single_file(kind, file, folder)
     steps = dict(num_inference_steps=8, guidance_scale=4.0)
     given = {"image": torch.tensor(images).permute(0, 3, 1, 2)}
     if family == "refiner":

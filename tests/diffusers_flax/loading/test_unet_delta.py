@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from flax.traverse_util import flatten_dict
-from helpers import PROMPTS, edit_with_torch, edit_with_torch_xl, psnr, random_inputs
+from helpers import PROMPTS, psnr, random_inputs
 from original_layout import original_layout, write_single_file
 from PIL import Image
+from references import edit_with_torch, edit_with_torch_xl
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 

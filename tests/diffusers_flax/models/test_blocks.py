@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flax.errors import ScopeParamNotFoundError, ScopeParamShapeError
-from helpers import slow
+from helpers import random_normal, slow
 
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.models.attention import (
@@ -36,14 +36,10 @@ from diffusers_flax.models.blocks import (
 from diffusers_flax.models.convolution import convolve, shifted_matmuls, winograd
 
 
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
-
-
 def value_and_gradients(function, args):
     """A function's value and its vector-Jacobian product with random numbers, NumPy arrays."""
     out, pull = jax.vjp(function, *map(jnp.asarray, args))
-    weights = normal(*out.shape, seed=1)
+    weights = random_normal(*out.shape, seed=1)
     return [np.asarray(x) for x in (out, *pull(jnp.asarray(weights, out.dtype)))]
 
 
@@ -51,7 +47,7 @@ def torch_value_and_gradients(function, args):
     """The same by PyTorch in float64."""
     args = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in args]
     out = function(*args)
-    out.backward(torch.from_numpy(normal(*out.shape, seed=1)).double())
+    out.backward(torch.from_numpy(random_normal(*out.shape, seed=1)).double())
     return [x.detach().numpy() for x in (out, *(arg.grad for arg in args))]
 
 
@@ -73,9 +69,9 @@ def torch_attention(query, key, value):
 @pytest.mark.parametrize(("shape", "num_groups"), [((2, 5, 7, 24), 8), ((3, 6, 12), 12)])
 @pytest.mark.parametrize("outlier", [300, *slow(0)])  # of the first position, in deviations
 def test_group_norm(shape, num_groups, offset, activate, outlier):
-    channels, x = shape[-1], normal(*shape) + offset
+    channels, x = shape[-1], random_normal(*shape) + offset
     x[:, 0] += outlier
-    args = x, normal(channels, seed=2), normal(channels, seed=3)
+    args = x, random_normal(channels, seed=2), random_normal(channels, seed=3)
 
     def theirs(x, scale, bias):
         out = F.group_norm(x.movedim(-1, 1), num_groups, scale, bias, 1e-5).movedim(1, -1)
@@ -90,14 +86,14 @@ def test_group_norm(shape, num_groups, offset, activate, outlier):
 
 @pytest.mark.parametrize("offset", [0, 100])
 def test_layer_norm(offset):
-    args = normal(2, 9, 20) + offset, normal(20, seed=2), normal(20, seed=3)
+    args = random_normal(2, 9, 20) + offset, random_normal(20, seed=2), random_normal(20, seed=3)
     expected = torch_value_and_gradients(lambda x, *w: F.layer_norm(x, (20,), *w, eps=1e-5), args)
     found = value_and_gradients(lambda x, *w: layer_norm(x, *w, 1e-5, jnp.float32), args)
     assert_close(found, expected, 1e-6 if offset == 0 else 3e-5)
 
 
 def test_gated_gelu():
-    args = (3 * normal(2, 9, 20),)
+    args = (3 * random_normal(2, 9, 20),)
 
     def theirs(x):
         hidden, gate = x.chunk(2, -1)
@@ -110,7 +106,7 @@ def test_gated_gelu():
 
 def test_bfloat16_goes_in_and_comes_out():
     """The result is float32's, rounded once; gradients have their arguments' dtypes."""
-    x, scale, bias = jnp.asarray(normal(2, 8, 64), jnp.bfloat16), jnp.ones(64), jnp.zeros(64)
+    x, scale, bias = jnp.asarray(random_normal(2, 8, 64), jnp.bfloat16), jnp.ones(64), jnp.zeros(64)
     norms = {
         "group": lambda x, dtype: group_norm(x, scale, bias, 8, 1e-5, True, dtype),
         "layer": lambda x, dtype: layer_norm(x, scale, bias, 1e-5, dtype),
@@ -143,7 +139,7 @@ def test_splash_is_attention(lengths, head_dim):
     """The TPU's kernel, interpreted, with its smallest and largest blocks."""
     T, S = lengths
     shapes = (1, T, 2, head_dim), (1, S, 2, head_dim), (1, S, 2, head_dim)
-    args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    args = [random_normal(*shape, seed=i) for i, shape in enumerate(shapes)]
     found = value_and_gradients(partial(splash, interpret=True), args)
     assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5)
 
@@ -152,7 +148,9 @@ def test_splash_is_attention(lengths, head_dim):
 @pytest.mark.parametrize("length", [2048, 640])  # one kernel backward, and two
 def test_splash_in_bfloat16(length):
     shapes = (1, 256, 2, 40), (1, length, 2, 40), (1, length, 2, 40)
-    args = [jnp.asarray(normal(*shape, seed=i), jnp.bfloat16) for i, shape in enumerate(shapes)]
+    args = [
+        jnp.asarray(random_normal(*shape, seed=i), jnp.bfloat16) for i, shape in enumerate(shapes)
+    ]
     found = value_and_gradients(partial(splash, interpret=True), args)
     args = [np.asarray(x, np.float32) for x in args]
     for x, exact in zip(found, torch_value_and_gradients(torch_attention, args)):
@@ -166,14 +164,18 @@ def test_blockwise_is_attention(num_logits, T, S, monkeypatch):
     monkeypatch.setattr("diffusers_flax.models.attention.ALL_LOGITS", num_logits)
     monkeypatch.setattr("diffusers_flax.models.attention.BLOCK_LOGITS", num_logits)
     shapes = (2, T, 3, 8), (2, S, 3, 8), (2, S, 3, 8)
-    args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    args = [random_normal(*shape, seed=i) for i, shape in enumerate(shapes)]
     found = value_and_gradients(blockwise, args)
     # With one key the gradient of its logits is 0.
     assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5, least=1.0)
 
 
 def test_blockwise_does_not_overflow():
-    args = [30 * normal(2, 24, 3, 8), normal(2, 10, 3, 8, seed=1), normal(2, 10, 3, 8, seed=2)]
+    args = [
+        30 * random_normal(2, 24, 3, 8),
+        random_normal(2, 10, 3, 8, seed=1),
+        random_normal(2, 10, 3, 8, seed=2),
+    ]
     found = value_and_gradients(blockwise, args)  # of logits of up to 200
     assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-4)
 
@@ -195,7 +197,7 @@ def test_blocks_of_blockwise(monkeypatch):
 @pytest.mark.slow
 def test_blockwise_in_bfloat16():
     """Results, at most 1, agree with float32 to bfloat16's 8 bits."""
-    args = [normal(2, 64, 4, 16, seed=i) for i in range(3)]
+    args = [random_normal(2, 64, 4, 16, seed=i) for i in range(3)]
     args = [jnp.asarray(x, jnp.bfloat16) for x in args]
     out, pull = jax.vjp(blockwise, *args)
     exact, exact_pull = jax.vjp(blockwise, *(x.astype(jnp.float32) for x in args))
@@ -212,7 +214,7 @@ def test_blockwise_in_bfloat16():
 )
 def test_convolve(out_channels, stride, padding, least_channels, monkeypatch):
     monkeypatch.setattr("diffusers_flax.models.convolution.LEAST_CHANNELS", least_channels)
-    args = normal(2, 6, 9, 5), normal(3, 3, 5, out_channels, seed=2)
+    args = random_normal(2, 6, 9, 5), random_normal(3, 3, 5, out_channels, seed=2)
 
     def theirs(x, kernel):
         x = F.pad(x.movedim(-1, 1), (*padding[1], *padding[0]))
@@ -228,7 +230,7 @@ def test_convolve(out_channels, stride, padding, least_channels, monkeypatch):
 )
 def test_convolution_algorithms(size, ours, tolerance):
     """Values and gradients of PyTorch's convolution, in float32 and bfloat16."""
-    args = normal(2, *size, 5), normal(3, 3, 5, 7, seed=2)
+    args = random_normal(2, *size, 5), random_normal(3, 3, 5, 7, seed=2)
 
     def theirs(x, kernel):
         return F.conv2d(x.movedim(-1, 1), kernel.permute(3, 2, 0, 1), padding=1).movedim(1, -1)
@@ -248,7 +250,7 @@ def test_convolution_algorithms(size, ours, tolerance):
 def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
     """Parameters, values and gradients of flax.linen.Conv, in float32 and bfloat16."""
     monkeypatch.setattr("diffusers_flax.models.convolution.LEAST_CHANNELS", least_channels)
-    x = normal(2, 6, 9, 5)
+    x = random_normal(2, 6, 9, 5)
     for size in (3, 1):
         params = nn.Conv(features, (size, size)).init(jax.random.key(0), x)
         shapes = jax.eval_shape(Conv(features, size).init, jax.random.key(0), x)
@@ -258,7 +260,7 @@ def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
             theirs = nn.Conv(features, (size, size), dtype=dtype)
             found, expected = (jax.vjp(module.apply, params, x) for module in (ours, theirs))
             assert found[0].dtype == dtype
-            g = jnp.asarray(normal(*found[0].shape, seed=1), dtype)
+            g = jnp.asarray(random_normal(*found[0].shape, seed=1), dtype)
             gradients = [jax.tree.leaves(pull(g)) for _, pull in (found, expected)]
             assert_close([np.float32(found[0])], [np.float32(expected[0])], tolerance)
             assert_close(*gradients, tolerance)
@@ -268,7 +270,7 @@ def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
 @pytest.mark.parametrize("wrap", [nn.remat, *slow(lambda module: module)], ids=["remat", "plain"])
 def test_winograd_under_pmap(wrap, monkeypatch):
     """In a module, on several devices, with and without rematerialisation, against XLA's."""
-    x = normal(2, 3, 6, 8, 12)
+    x = random_normal(2, 3, 6, 8, 12)
     module = wrap(Conv)(12)
     params = module.init(jax.random.key(0), x[0])
 
@@ -398,7 +400,7 @@ def test_which_fit():
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_is_pytorchs(is_causal):
     shapes = (2, 24, 32), (2, 24, 32), (2, 24, 32)
-    args = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    args = [random_normal(*shape, seed=i) for i, shape in enumerate(shapes)]
 
     def theirs(*args):
         heads = [x.unflatten(-1, (4, 8)).swapaxes(1, 2) for x in args]

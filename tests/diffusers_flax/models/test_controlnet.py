@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import ControlNetModel, MultiControlNetModel, UNet2DConditionModel
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from helpers import ROOT, slow
+from references import flax_params, to_jax
 
-from diffusers_flax.loading.weights import torch_to_flax
 from diffusers_flax.models.controlnet import FlaxControlNetModel, FlaxMultiControlNetModel
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 
@@ -55,16 +55,6 @@ CONFIGS = {
     "global pooling": dict(global_pool_conditions=True),
     "eight input channels": dict(in_channels=8),
 }
-
-
-def flax_params(model):
-    """A PyTorch model's parameters as our tree, host arrays."""
-    pairs = dict(torch_to_flax(key, x.numpy()) for key, x in model.state_dict().items())
-    return unflatten_dict(pairs, sep="/")
-
-
-def to_jax(x):
-    return jnp.asarray(x.detach().numpy())
 
 
 def pair(seed=0, **config):

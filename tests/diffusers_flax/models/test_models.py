@@ -10,12 +10,11 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution as TorchPosterior
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from helpers import ROOT, slow
+from references import flax_params, to_jax
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from diffusers_flax.loading.weights import torch_to_flax
-from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.clip import (
     FlaxCLIPTextModel,
     FlaxCLIPTextModelWithProjection,
@@ -110,16 +109,6 @@ TWO_LEVELS = dict(
     up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     layers_per_block=1,
 )
-
-
-def flax_params(model, module_class=FlaxModelMixin):
-    """A PyTorch model's parameters as the tree of our module, host arrays."""
-    pairs = [torch_to_flax(key, x.numpy()) for key, x in model.state_dict().items()]
-    return unflatten_dict({module_class.path_in_tree(key, {}): x for key, x in pairs}, sep="/")
-
-
-def to_jax(x):
-    return jnp.asarray(x.detach().numpy())
 
 
 def error(ours, theirs):

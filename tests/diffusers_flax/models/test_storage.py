@@ -44,7 +44,7 @@ def dequantized(params, storage, dtype):
     return unflatten_dict(found, sep="/")
 
 
-def images_of(pipeline, params):
+def run_pipeline(pipeline, params):
     prompts = ["make it red"]
     if "image" in inspect.signature(pipeline._generate).parameters:
         inputs = pipeline.prepare_inputs(prompts, random_inputs(1, 32, 32)[0])
@@ -75,9 +75,9 @@ def test_images_are_those_of_the_numbers(family, storage, dtype, tmp_path):
     pipeline, stored = FlaxDiffusionPipeline.from_pretrained(folder, dtype=dtype, storage=storage)
     cast_params(pipeline, stored)
     cast_params(plain, exact)
-    found, expected = images_of(pipeline, stored), images_of(plain, exact)
+    found, expected = run_pipeline(pipeline, stored), run_pipeline(plain, exact)
     np.testing.assert_array_equal(found, expected)
-    assert psnr(found, images_of(plain, params)) > 25  # random weights, two steps
+    assert psnr(found, run_pipeline(plain, params)) > 25  # random weights, two steps
     num_bytes = sum(
         x.nbytes
         for name in stored.keys() - {"scheduler"}
@@ -169,6 +169,6 @@ def test_refusals(saved):
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(saved[None])
     stored = FlaxStableDiffusionXLPipeline.open(saved[None], execution=Execution(storage="float8"))
     with pytest.raises(ValueError, match="the parameters of text_encoder are not in 8 bits"):
-        images_of(stored, params)
+        run_pipeline(stored, params)
     with pytest.raises(ValueError, match="the UNet's parameters are int8 in mode weight"):
-        images_of(pipeline, params | {"unet": store(params["unet"], "int8")})
+        run_pipeline(pipeline, params | {"unet": store(params["unet"], "int8")})

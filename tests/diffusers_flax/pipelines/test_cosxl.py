@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLInstructPix2PixPipeline, StableDiffusionXLPipeline
-from helpers import PROMPTS, edit_json, edit_with_torch_xl, psnr, random_inputs
+from helpers import PROMPTS, edit_json, psnr, random_inputs
 from PIL import Image
+from references import edit_with_torch_xl
 from tiny_models import make_tiny_cosxl
 
 import edit_cli

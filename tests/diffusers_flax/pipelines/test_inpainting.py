@@ -16,8 +16,10 @@ from diffusers import (
     StableDiffusionXLPipeline,
 )
 from flax.jax_utils import replicate
+from helpers import psnr
 from PIL import Image
-from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
+from references import open_ours, open_theirs
+from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.images import prepare_images
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -75,22 +77,6 @@ def inputs_of(size):
     return rng.random((2, height, width, 3), np.float32), Image.fromarray(mask), noise
 
 
-def open_theirs(cls, folder, scheduler):
-    extra = {"add_watermarker": False} if "XL" in cls.__name__ else {"safety_checker": None}
-    pipeline = cls.from_pretrained(folder, low_cpu_mem_usage=False, **extra)
-    pipeline.set_progress_bar_config(disable=True)
-    config = dict(pipeline.scheduler.config) | {"skip_prk_steps": True}
-    pipeline.scheduler = SCHEDULERS[scheduler][0].from_config(config)
-    return pipeline
-
-
-def open_ours(cls, folder, scheduler, **options):
-    pipeline, params = cls.from_pretrained(folder, **options)
-    config = pipeline.scheduler.config | {"skip_prk_steps": True}
-    chosen, params["scheduler"] = make_scheduler(scheduler, config)
-    return replace(pipeline, scheduler=chosen), params
-
-
 def call_theirs(pipeline, noise, **arguments):
     """The images of a PyTorch call that draws this noise; latents as an array."""
     with pytest.MonkeyPatch.context() as patch:
@@ -107,28 +93,22 @@ def inpaint_theirs(kind, folder, scheduler, size, **options):
     images, mask, noise = inputs_of(size)
     given = dict(prompt=PROMPTS, image=torch.from_numpy(images).permute(0, 3, 1, 2))
     given |= dict(mask_image=mask, height=size[0], width=size[1], num_inference_steps=STEPS)
-    return call_theirs(open_theirs(cls, folder, scheduler), noise, **(given | options))
+    return call_theirs(open_theirs(folder, scheduler, cls), noise, **(given | options))
 
 
 def inpaint_ours(kind, folder, scheduler, size, accelerate=(), **options):
     images, mask, noise = inputs_of(size)
     options = dict(latents=noise, num_inference_steps=STEPS) | options
     if "sd" in kind:
-        pipeline, params = open_ours(FlaxStableDiffusionInpaintPipeline, folder, scheduler)
+        pipeline, params = open_ours(folder, scheduler, FlaxStableDiffusionInpaintPipeline)
         prompt_ids, _, mask = pipeline.prepare_inputs(PROMPTS, images, mask)
         options["image"] = prepare_images(images)
         return pipeline(prompt_ids, mask, None, params, KEY, **options).images
     pipeline, params = open_ours(
-        FlaxStableDiffusionXLInpaintPipeline, folder, scheduler, accelerate=accelerate
+        folder, scheduler, FlaxStableDiffusionXLInpaintPipeline, accelerate=accelerate
     )
     inputs = pipeline.prepare_inputs(PROMPTS, images, mask)
     return pipeline(*inputs, params, KEY, **options).images
-
-
-def psnr(ours, theirs):
-    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    assert ours.shape == theirs.shape
-    return 10 * np.log10(np.ptp(theirs) ** 2 / np.mean((ours - theirs) ** 2))
 
 
 def cases():
@@ -238,19 +218,19 @@ def test_base_and_refiner_equal_pytorch(folders, scheduler, share, output_type):
     _, _, noise = inputs_of((64, 48))
     options = dict(num_inference_steps=STEPS, guidance_scale=5.0)
     first = dict(denoising_end=share, output_type="latent")
-    base = open_theirs(StableDiffusionXLPipeline, folders["xl 4"], scheduler)
+    base = open_theirs(folders["xl 4"], scheduler, StableDiffusionXLPipeline)
     latents = call_theirs(base, noise, prompt=PROMPTS, height=64, width=48, **options, **first)
-    refiner = open_theirs(StableDiffusionXLImg2ImgPipeline, folders["refiner 4"], scheduler)
+    refiner = open_theirs(folders["refiner 4"], scheduler, StableDiffusionXLImg2ImgPipeline)
     second = dict(denoising_start=share, output_type=output_type)
     image = torch.from_numpy(latents)
     expected = call_theirs(refiner, noise, prompt=PROMPTS, image=image, **options, **second)
 
-    pipeline, params = open_ours(FlaxStableDiffusionXLPipeline, folders["xl 4"], scheduler)
+    pipeline, params = open_ours(folders["xl 4"], scheduler, FlaxStableDiffusionXLPipeline)
     inputs = pipeline.prepare_inputs(PROMPTS), params, KEY
     ours = pipeline(*inputs, latents=noise, height=64, width=48, **options, **first).images
-    assert psnr(ours, latents) > 60
+    assert psnr(ours, latents, np.ptp(latents)) > 60
     pipeline, params = open_ours(
-        FlaxStableDiffusionXLImg2ImgPipeline, folders["refiner 4"], scheduler
+        folders["refiner 4"], scheduler, FlaxStableDiffusionXLImg2ImgPipeline
     )
     inputs = *pipeline.prepare_inputs(PROMPTS, ours), params, KEY
     images = pipeline(*inputs, **options, **second).images
@@ -270,8 +250,8 @@ def test_inpainting_goes_on_with_a_refiner(folders, kind):
     expected = inpaint_theirs(*case, image=torch.from_numpy(latents), **second)
 
     ours = inpaint_ours(kind, folders[kind], "euler", size, **first)
-    assert psnr(ours, latents) > 60
-    pipeline, params = open_ours(FlaxStableDiffusionXLInpaintPipeline, *case[1:3])
+    assert psnr(ours, latents, np.ptp(latents)) > 60
+    pipeline, params = open_ours(*case[1:3], FlaxStableDiffusionXLInpaintPipeline)
     _, mask, noise = inputs_of(size)
     inputs = pipeline.prepare_inputs(PROMPTS, ours, mask)
     second |= dict(latents=noise, num_inference_steps=STEPS)
@@ -282,7 +262,7 @@ def test_inpainting_goes_on_with_a_refiner(folders, kind):
 @pytest.mark.parametrize("scheduler", ["ddim", "pndm", "lcm", "ddpm", "lms", "euler_ancestral"])
 def test_one_model_in_two_parts_makes_the_same_steps(folders, scheduler):
     """First and second part of a run have all its timesteps, PNDM's repeated one once more."""
-    pipeline, _ = open_ours(FlaxStableDiffusionPipeline, folders["sd 4"], scheduler)
+    pipeline, _ = open_ours(folders["sd 4"], scheduler, FlaxStableDiffusionPipeline)
     shape = (1, 4, 8, 6)
     plan = partial(make_schedule, pipeline.scheduler, shape, STEPS)
     whole, _ = plan()

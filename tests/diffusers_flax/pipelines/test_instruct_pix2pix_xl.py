@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from diffusers import StableDiffusionXLInstructPix2PixPipeline
-from helpers import PROMPTS, check_output_types, edit_with_torch_xl, psnr, random_inputs
+from helpers import PROMPTS, psnr, random_inputs
 from PIL import Image
+from references import check_output_types, edit_with_torch_xl
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli

@@ -1,22 +1,19 @@
 """Edits of a part of an image: against PyTorch, outside of the mask, with all accelerations."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from flax.jax_utils import replicate
-from helpers import PROMPTS, open_theirs, psnr, random_inputs, slow
+from helpers import PROMPTS, psnr, random_inputs, slow
 from PIL import Image
+from references import open_ours, open_theirs
 from scipy.ndimage import maximum_filter
 from tiny_models import make_tiny_cosxl, make_tiny_pipeline, make_tiny_xl
 
-from diffusers_flax import FlaxDiffusionPipeline
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.images import prepare_masks
-from diffusers_flax.schedulers.factory import make_scheduler
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -34,15 +31,6 @@ def folders(tmp_path_factory):
         "xl": make_tiny_xl(root / "xl", edits=True),
         "cosxl": make_tiny_cosxl(root / "cosxl"),
     }
-
-
-def open_ours(folder, scheduler=None, **options):
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder, **options)
-    if scheduler:
-        config = pipeline.scheduler.config | {"skip_prk_steps": True}
-        chosen, params["scheduler"] = make_scheduler(scheduler, config)
-        pipeline = dataclasses.replace(pipeline, scheduler=chosen)
-    return pipeline, params
 
 
 def two_parts():

@@ -18,7 +18,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
 )
 from flax.jax_utils import replicate
-from helpers import ROOT
+from helpers import ROOT, psnr
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.messages import warn_once
@@ -64,12 +64,6 @@ def folders(tmp_path_factory):
             vae.quant_conv.bias[4:] = -40
         vae.save_pretrained(folder / "vae")
     return {"sd": sd, "sd image": sd, "xl": xl, "xl image": xl, "xl refiner": refiner}
-
-
-def psnr(ours, theirs):
-    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    assert ours.shape == theirs.shape
-    return -10 * np.log10(np.mean((ours - theirs) ** 2))
 
 
 FAST_CASES = (

@@ -12,6 +12,7 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionInpaintPipeline, StableDiffusionPipeline
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from flax.jax_utils import replicate
+from helpers import psnr
 from PIL import Image
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_safety_checker, make_tiny_xl
 from transformers import CLIPImageProcessor
@@ -67,12 +68,6 @@ def folders(tmp_path_factory):
         "xl": make_tiny_xl(root / "xl"),
         "checker": make_tiny_safety_checker(root / "checker"),
     }
-
-
-def psnr(ours, theirs):
-    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    assert ours.shape == theirs.shape
-    return -10 * np.log10(np.mean((ours - theirs) ** 2))
 
 
 # --- inpainting ---

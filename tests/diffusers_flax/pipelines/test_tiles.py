@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import PROMPTS, psnr, random_inputs, save_tiny_vae
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from helpers import PROMPTS, psnr, random_inputs
+from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.acceleration.previews import Preview

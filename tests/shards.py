@@ -1,12 +1,15 @@
-"""Shards whose rows are known by their prompts and colours, and loaders that read them."""
+"""Shards and lists of edit pairs, and loaders that read them."""
 
+import csv
 import io
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from helpers import PROMPTS
 from PIL import Image
 
 COLUMNS = ("original_image", "edit_prompt", "edited_image")
@@ -15,15 +18,21 @@ ORIGINAL, EDITED = "original_pixel_values", "edited_pixel_values"
 
 
 def encode(pixels, image_format="PNG", **options):
+    """The bytes of an image file; pixels: an array or an Image."""
     image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
     file = io.BytesIO()
     image.save(file, image_format, **options)
     return file.getvalue()
 
 
-def plain(value, size=(20, 20)):
-    """A PNG of one colour that identifies its row; size: height, width."""
-    return encode(np.full((*size, 3), value, np.uint8))
+def plain(value, shape=(20, 20)):
+    """A PNG of one grey that identifies its row; shape: (height, width)."""
+    return encode(np.full((*shape, 3), value, np.uint8))
+
+
+def random_png(seed, size=(22, 18)):
+    """A PNG of random pixels; size: (width, height)."""
+    return encode(np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8))
 
 
 def write_shard(path, rows, names=COLUMNS, **options):
@@ -35,6 +44,41 @@ def write_shard(path, rows, names=COLUMNS, **options):
         pa.array([{"bytes": data, "path": None} for data in edits], IMAGE),
     ]
     pq.write_table(pa.table(dict(zip(names, cells))), path, **options)
+
+
+def write_random_shard(path, num_rows, seed=0, broken=(), names=COLUMNS, sizes=((22, 18),)):
+    """Write a shard of random images.
+
+    Args:
+        path: file.
+        num_rows: rows; row i has the prompt i % 3 of PROMPTS.
+        seed: of the images.
+        broken: rows whose original image is damaged.
+        names: of the columns.
+        sizes: (width, height) of the images of row i are sizes[i % len(sizes)].
+    """
+    rows = [
+        (
+            b"no image" if i in broken else random_png([seed, i, 0], sizes[i % len(sizes)]),
+            PROMPTS[i % 3],
+            random_png([seed, i, 1], sizes[i % len(sizes)]),
+        )
+        for i in range(num_rows)
+    ]
+    write_shard(path, rows, names)
+
+
+def write_list(file, rows):
+    """Write dicts with equal keys as JSON lines or CSV; returns the file."""
+    if file.suffix == ".csv":
+        with open(file, "w", encoding="utf-8-sig", newline="") as opened:
+            writer = csv.DictWriter(opened, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
 
 
 def write_numbered(folder, shard_rows, row_group_size=8, first=0, names=COLUMNS):
