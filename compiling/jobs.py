@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from compiling.programs import GIB, find_slice, param_shapes, replicated_shapes
 from diffusers_flax.acceleration.caches import switch_shares
-from diffusers_flax.acceleration.plans import count_evaluations, parse, plan_steps
+from diffusers_flax.acceleration.plans import count_evaluations, plan_steps
 from diffusers_flax.devices.layout import Layout, parse_layout
 from diffusers_flax.devices.parallelism import num_row_devices
 from diffusers_flax.loading.configs import ConfigMixin
@@ -27,7 +27,7 @@ from diffusers_flax.models.tiny_vae import (
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import with_tile
-from diffusers_flax.pipelines.base import MODULES, pipeline_class
+from diffusers_flax.pipelines.base import MODULES, pipeline_class, read_acceleration
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     InstructPix2Pix,
@@ -212,8 +212,9 @@ def open_pipeline_of_flags(config, layout=None):
         name: MODULES[name].from_config(configs[name], dtype=dtype)
         for name in MODULES.keys() & configs.keys()
     }
-    accelerate = parse(config.accelerate)
-    if tiny_vae := choose_tiny_vae(accelerate.tiny_decoder, None, cls.tiny_vae_name):
+    accelerate = read_acceleration(config.accelerate)
+    decoder = accelerate and accelerate.tiny_decoder
+    if tiny_vae := choose_tiny_vae(decoder, None, cls.tiny_vae_name):
         settings["tiny_vae_source"] = tiny_vae
         settings["tiny_vae"] = tiny_vae_module(tiny_vae, modules["vae"], dtype)
     # Prompts are given as tokens, so no tokenizer is needed.

@@ -22,11 +22,15 @@ from tqdm import tqdm
 
 from dataloading.images import load_image
 from dataloading.lists import raise_problems, read_list
-from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.images import made_by
 from diffusers_flax.messages import warn_once
 from diffusers_flax.parameters import cast_params
-from diffusers_flax.pipelines.base import MODULES, Execution, pipeline_class
+from diffusers_flax.pipelines.base import (
+    MODULES,
+    Execution,
+    pipeline_class,
+    read_acceleration,
+)
 from diffusers_flax.pipelines.instruct_pix2pix import (
     InstructPix2Pix,
     edit_branches,
@@ -199,7 +203,7 @@ def check_model(
         ValueError: it is no such model, resolution is too small for it, or the scheduler does not
             take the number of steps, or accelerations do not fit.
     """
-    accelerate = parse(accelerate)
+    accelerate = read_acceleration(accelerate)
     pipeline_type = pipeline_class(model)
     is_known = text_to_image and pipeline_type.torch_class_name in TEXT_TO_IMAGE
     if not is_known and not issubclass(pipeline_type, InstructPix2Pix):
@@ -208,7 +212,8 @@ def check_model(
             "train one with flax_train_instruct_pix2pix.py, or make images from text with "
             "sdxl_single.py and an SDXL model"
         )
-    pipeline_type.check_acceleration(accelerate)
+    if accelerate:
+        pipeline_type.check_acceleration(accelerate)
     _, configs = pipeline_type.check(model)
     factor = pixels_per_latent(configs, math.inf if resolution is None else resolution)
     if resolution is None:
@@ -256,8 +261,9 @@ def check_sampling(
     Raises:
         ValueError: the scheduler does not take the number of steps, or accelerations do not fit.
     """
-    accelerate = parse(accelerate)
-    pipeline_type.check_acceleration(accelerate)
+    accelerate = read_acceleration(accelerate)
+    if accelerate:
+        pipeline_type.check_acceleration(accelerate)
     found, state = choose_scheduler(scheduler_config, model, scheduler, timestep_spacing)
     steps = timestep_options(num_inference_steps, timesteps, eta, pipeline_type.ays_timesteps)
     branches = branches_of(pipeline_type, *guidance_scales)

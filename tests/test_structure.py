@@ -138,6 +138,15 @@ def test_folders_import_in_one_direction():
             assert found <= allowed, folder
 
 
+def test_a_plain_image_imports_no_acceleration():
+    """Pipelines import it inside functions, where a call has accelerate= or preview=."""
+    above = [file for file in code() if file.parts[:2] == (LIBRARY, "pipelines")]
+    assert len(above) > 5
+    for file in above:
+        statements = ast.Module([x for x in code()[file].body if isinstance(x, ast.ImportFrom)], [])
+        assert not any("acceleration" in name for name in imports(statements)), file
+
+
 def test_bounds_of_the_requirements_agree():
     """The pinned torch is the lowest one, so that its bound is tested, too (make test-lowest)."""
     bound = re.compile(r"([\w-]+)>=([\d.]+)")

@@ -3,7 +3,7 @@
     pipeline, params = FlaxStableDiffusionXLPipeline.from_pretrained(
         "MODEL", accelerate=["deepcache:interval=3", "guidance:stop=0.6"]
     )
-    plain = dataclasses.replace(pipeline, accelerate=Acceleration())
+    plain = dataclasses.replace(pipeline, accelerate=None)
 
 An acceleration is written NAME or NAME:PARAMETER=VALUE,PARAMETER=VALUE. The classes below have the
 names, parameters and defaults; docs/acceleration.md says what each is worth. `plan_steps` decides
@@ -468,7 +468,7 @@ def plan_steps(acceleration, branches, scales):
     """Decide what each step of a run computes.
 
     Args:
-        acceleration: Acceleration.
+        acceleration: Acceleration, or None for none.
         branches: of guidance in a plain run, "text" the one that remains without guidance.
         scales: alpha and sigma of each step, as from noise_scales. A timestep that PNDM repeats is
             a step.
@@ -479,6 +479,7 @@ def plan_steps(acceleration, branches, scales):
     Raises:
         ValueError: the accelerations do not fit these branches or this number of steps.
     """
+    acceleration = acceleration or Acceleration()
     cache, num_steps = acceleration.cache, len(scales[0])
     chosen = [branches] * num_steps
     if acceleration.guidance:
@@ -514,14 +515,28 @@ def plan_steps(acceleration, branches, scales):
     return list(map(Step, chosen, kinds))
 
 
-def check_shared_rows(acceleration, rows):
-    """Raise a ValueError for accelerations that need all rows, which `rows` devices share."""
-    whole = [acceleration.tome]
-    whole += [acceleration.cache] * isinstance(acceleration.cache, FirstBlockCache)
-    for technique in filter(None, whole if rows > 1 else ()):
+def check_fits(acceleration, unet, layout):
+    """Raise a ValueError for accelerations that a UNet or a Layout excludes.
+
+    Args:
+        acceleration: Acceleration.
+        unet: FlaxUNet2DConditionModel.
+        layout: Layout or None.
+    """
+    cache, tome = acceleration.cache, acceleration.tome
+    whole = tome or (cache if isinstance(cache, FirstBlockCache) else None)  # need all rows
+    if whole and layout is not None and layout.rows > 1:
         raise ValueError(
-            f"--accelerate {technique.name} needs all rows of an image on one device, and "
-            f"rows={rows} gives them to several; take branches and data, or leave it out"
+            f"--accelerate {whole.name} needs all rows of an image on one device, and "
+            f"rows={layout.rows} splits them among several; take branches and data, or leave it out"
+        )
+    if not tome:
+        return
+    levels = [2**i for i, kind in enumerate(unet.down_block_types) if "CrossAttn" in kind]
+    if levels and levels[0] > tome.max_downsample:
+        raise ValueError(
+            f"--accelerate tome:max_downsample={tome.max_downsample} has no effect: this UNet has "
+            f"attention from 1/{levels[0]} of the latents' size on; set max_downsample={levels[0]}"
         )
 
 

@@ -21,17 +21,6 @@ from diffusers_flax.models.blocks import Attention, BasicTransformerBlock, Trans
 WINDOW = 2  # one position of each window of 2x2 is a destination
 
 
-def check_levels(technique, unet):
-    """Raise a ValueError if no layer of a UNet would merge."""
-    levels = [2**i for i, kind in enumerate(unet.down_block_types) if "CrossAttn" in kind]
-    if levels and levels[0] > technique.max_downsample:
-        raise ValueError(
-            f"--accelerate tome:max_downsample={technique.max_downsample} has no effect: this UNet "
-            f"has attention from 1/{levels[0]} of the latents' size on; set max_downsample="
-            f"{levels[0]}"
-        )
-
-
 def merging_hook(technique, full_height):
     """A function for flax.linen.intercept_methods that merges tokens in a UNet's self-attention.
 

@@ -15,8 +15,6 @@ import numpy as np
 from tqdm import tqdm
 
 import diffusers_flax
-from diffusers_flax.acceleration.plans import Acceleration, check_shared_rows, parse
-from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.images import to_pil
 from diffusers_flax.loading.configs import ConfigMixin, FromSingleFile, FrozenConfig
@@ -66,6 +64,10 @@ from diffusers_flax.pipelines.sampling import AYS_SD, decode, timestep_options
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 from diffusers_flax.schedulers.factory import scheduler_from_config
 
+if TYPE_CHECKING:  # a plain image runs no code of acceleration/
+    from diffusers_flax.acceleration.plans import Acceleration
+    from diffusers_flax.acceleration.previews import Preview
+
 logger = logging.getLogger(__name__)
 
 MODULES = {
@@ -97,8 +99,8 @@ PIPELINE_CLASSES = (
 class Execution:
     """How a pipeline's programs run; fields as the arguments of from_pretrained."""
 
-    accelerate: str | tuple | Acceleration = ()
-    preview: Preview | None = None
+    accelerate: "str | tuple | Acceleration" = ()
+    preview: "Preview | None" = None
     layout: Layout | None = None
     vae_tile: int | None = None
     storage: str | None = None
@@ -113,8 +115,8 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
     see running.py.
     """
 
-    accelerate: Acceleration = field(default=Acceleration(), kw_only=True)
-    preview: Preview | None = field(default=None, kw_only=True)
+    accelerate: "Acceleration | None" = field(default=None, kw_only=True)
+    preview: "Preview | None" = field(default=None, kw_only=True)
     layout: Layout | None = field(default=None, kw_only=True)  # None: jit or pmap, see the call
     tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
     tiny_vae_source: str | None = field(default=None, kw_only=True)  # its directory or hub id
@@ -141,22 +143,20 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         scheduler: FlaxSchedulerMixin
 
     def __post_init__(self):
-        object.__setattr__(self, "accelerate", parse(self.accelerate))
-        object.__setattr__(self, "is_accelerated", bool(self.accelerate))
-        self.check_acceleration(self.accelerate)
-        if self.layout is not None:
-            check_shared_rows(self.accelerate, self.layout.rows)
-            if self.preview and not self.layout.is_local:
-                raise ValueError(
-                    "preview= shows images of the devices of one process, and the layout has "
-                    "devices of several; leave preview= out"
-                )
-        check_storage(self.storage, self.accelerate.int8)
-        if self.accelerate.tome:
-            from diffusers_flax.acceleration.token_merging import check_levels
+        object.__setattr__(self, "accelerate", read_acceleration(self.accelerate))
+        if self.accelerate:
+            from diffusers_flax.acceleration.plans import check_fits
 
-            check_levels(self.accelerate.tome, self.unet)
-        wanted = choose_tiny_vae(self.accelerate.tiny_decoder, self.preview, self.tiny_vae_name)
+            self.check_acceleration(self.accelerate)
+            check_fits(self.accelerate, self.unet, self.layout)
+        if self.preview and self.layout is not None and not self.layout.is_local:
+            raise ValueError(
+                "preview= shows images of the devices of one process, and the layout has "
+                "devices of several; leave preview= out"
+            )
+        check_storage(self.storage, self.accelerate and self.accelerate.int8)
+        decoder = self.accelerate and self.accelerate.tiny_decoder
+        wanted = choose_tiny_vae(decoder, self.preview, self.tiny_vae_name)
         if wanted and (self.tiny_vae is None or self.tiny_vae_source not in (None, wanted)):
             raise ValueError(
                 f"accelerate or preview need the TAESD {wanted}, which this pipeline has not "
@@ -361,10 +361,11 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         for f in fields(cls):
             if f.name in COMPONENT_FILES:
                 components.setdefault(f.name, None)
-        accelerate, preview = parse(execution.accelerate), execution.preview
+        accelerate, preview = read_acceleration(execution.accelerate), execution.preview
         settings = cls._settings(index) | {"dtype": dtype, "unet_source": unet_source}
         settings |= {"embeddings": embeddings, "component_sources": sources}
-        if source := choose_tiny_vae(accelerate.tiny_decoder, preview, cls.tiny_vae_name):
+        decoder = accelerate and accelerate.tiny_decoder
+        if source := choose_tiny_vae(decoder, preview, cls.tiny_vae_name):
             tiny_vae = open_tiny_vae(source, components["vae"], dtype, **hub_options)
             settings |= {"tiny_vae": tiny_vae, "tiny_vae_source": source}
         settings |= {"accelerate": accelerate, "preview": preview}
@@ -439,7 +440,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
 
     def quantize_params(self, params):
         """Make the UNet's kernels int8, in place, if the acceleration says so."""
-        if int8 := self.accelerate.int8:
+        if int8 := self.accelerate and self.accelerate.int8:
             if "unet" not in params:
                 raise ValueError(
                     "accelerate=int8 needs the UNet's parameters; with unet= leave it out, put "
@@ -549,7 +550,8 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             raise ValueError(
                 f"params lack {', '.join(missing)}; give the parameters of every component"
             )
-        check_quantized(params, self.storage, getattr(self.accelerate.int8, "mode", None))
+        int8 = self.accelerate and self.accelerate.int8
+        check_quantized(params, self.storage, int8.mode if int8 else None)
 
     def _index(self):
         """Entries of model_index.json other than components."""
@@ -682,9 +684,18 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             image: of the stage encode_image, or None.
             latents: scaled, (B, 4, h, w), of the stage denoise.
         """
-        if self.is_accelerated and self.accelerate.tiny_decoder:
+        if self.accelerate and self.accelerate.tiny_decoder:
             return decode(self.tiny_vae, params["tiny_vae"], latents, self.layout)
         return decode(self.compute_vae, params["vae"], latents, self.layout)
+
+
+def read_acceleration(accelerate):
+    """The Acceleration of an argument accelerate=, as plans.parse takes it; None without any."""
+    if not accelerate:
+        return None
+    from diffusers_flax.acceleration.plans import parse
+
+    return parse(accelerate)
 
 
 def replaced_configs(replaced, **hub_options):

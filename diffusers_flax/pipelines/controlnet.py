@@ -30,7 +30,6 @@ import numpy as np
 from jax.typing import DTypeLike
 from PIL import Image
 
-from diffusers_flax.acceleration.plans import DeepCache, FirstBlockCache, TGate
 from diffusers_flax.images import pair_up, prepare_images, to_rgb
 from diffusers_flax.loading.directories import has_component, read_index
 from diffusers_flax.loading.hub import open_source
@@ -83,6 +82,8 @@ class WithControlNet(TextToImage):
     @classmethod
     def check_acceleration(cls, acceleration):
         """See FlaxDiffusionPipeline.check_acceleration."""
+        from diffusers_flax.acceleration.plans import DeepCache, FirstBlockCache, TGate
+
         if isinstance(acceleration.cache, DeepCache | FirstBlockCache | TGate):
             raise ValueError(
                 f"accelerate={acceleration.cache.name} reuses features of the UNet, which a "

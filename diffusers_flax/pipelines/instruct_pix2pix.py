@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.acceleration.plans import TGate
 from diffusers_flax.images import pair_up, pair_with_masks, prepare_images
 from diffusers_flax.pipelines.base import MODULES, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
@@ -173,6 +172,8 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
     @classmethod
     def check_acceleration(cls, acceleration):
         """See FlaxDiffusionPipeline.check_acceleration."""
+        from diffusers_flax.acceleration.plans import TGate
+
         if isinstance(acceleration.cache, TGate):
             raise ValueError(
                 "--accelerate tgate is for text to image; for edits take guidance:stop=0.6"

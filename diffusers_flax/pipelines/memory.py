@@ -132,7 +132,7 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
 
 def check_vae_computes(pipeline, vae_tile):
     """Raise a ValueError for tiles of a VAE that neither encodes nor decodes."""
-    if vae_tile and pipeline.accelerate.tiny_decoder and not encodes_images(pipeline):
+    if vae_tile and decodes_tiny(pipeline) and not encodes_images(pipeline):
         raise ValueError(
             f"--vae_tile {vae_tile} has no effect with --accelerate taesd, which decodes whole "
             "images; give one of them"
@@ -142,6 +142,11 @@ def check_vae_computes(pipeline, vae_tile):
 def encodes_images(pipeline):
     """Whether a pipeline's VAE encodes images."""
     return "image" in inspect.signature(type(pipeline)._generate).parameters
+
+
+def decodes_tiny(pipeline):
+    """Whether TAESD decodes a pipeline's images."""
+    return bool(pipeline.accelerate and pipeline.accelerate.tiny_decoder)
 
 
 def words_of_offload(layout):
@@ -229,7 +234,7 @@ def choose_vae_tile(pipeline, batch_size, size, available, platform):
     vae = pipeline.compute_vae
     encodes = encodes_images(pipeline)
     needs = partial(bytes_of_vae, vae, batch_size, size, platform, encodes=encodes)
-    if (pipeline.accelerate.tiny_decoder and not encodes) or needs() <= available:
+    if (decodes_tiny(pipeline) and not encodes) or needs() <= available:
         return 0
     side, least = vae.sample_size, least_tile(vae)
     if not isinstance(side, int) or side < least or side % least:
@@ -280,7 +285,7 @@ def sizes_of_params(pipeline, model):
     if (module := getattr(pipeline, model, None)) is None:
         return []
     dtype = pipeline.compute_vae.dtype if model == "vae" else pipeline.dtype
-    is_int8 = model == "unet" and pipeline.accelerate.int8
+    is_int8 = model == "unet" and pipeline.accelerate and pipeline.accelerate.int8
     sizes = []
     shapes = getattr(module, "module", module)._param_shapes()  # a text encoder has a module
     for name, shape in shapes.items():

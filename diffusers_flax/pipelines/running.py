@@ -160,7 +160,7 @@ def choose_denoising(
         finish: changes the decoded images of previews.
     """
     watch = watch_for_previews(pipeline, params, schedule, keys, finish)
-    if pipeline.is_accelerated:
+    if pipeline.accelerate:
         from diffusers_flax.acceleration import caches
 
         return partial(
@@ -409,7 +409,7 @@ def dependencies(pipeline, jit, options, arrays, params):
     dtypes = {str(x.dtype) for x in jax.tree.leaves(weights)}
     settings = {
         "scheduler": f"{type(scheduler).__name__} {sorted(scheduler.config.items())}",
-        "accelerate": str(pipeline.accelerate) if pipeline.is_accelerated else "nothing",
+        "accelerate": str(pipeline.accelerate or "nothing"),
         "preview": pipeline.preview.every if pipeline.preview else "none",
         "params": "/".join(sorted(dtypes)),
         "text encoders": str([dict(module.config) for module in pipeline.text_modules()]),

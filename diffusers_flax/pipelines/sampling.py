@@ -341,7 +341,7 @@ def check_steps(scheduler, state, steps, accelerate, branches):
     Args:
         scheduler, state: of choose_scheduler.
         steps: of timestep_options.
-        accelerate: Acceleration.
+        accelerate: Acceleration or None.
         branches: of guidance.
     """
     state = timesteps_of(scheduler, state, steps)
