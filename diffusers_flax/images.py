@@ -12,12 +12,12 @@ from diffusers_flax.loading.files import save_whole
 
 IMAGE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 JPEG_QUALITY = 95
-# Formats that are read; some of Pillow's others run external programs. TGA has no signature.
+# Some of Pillow's other formats run external programs. TGA has no signature, so it is last.
 READ_FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"),
     *("AVIF", "JPEG2000", "PPM", "TGA"),
 )
-MAX_PIXELS = 150_000_000  # of an image; decoding and compositing take up to 20 bytes for each
+MAX_PIXELS = 150_000_000  # of an image; decoding and compositing take up to 20 bytes per pixel
 OTHER_FORMATS = (  # (offset, signature, name) of formats that users try
     (4, b"ftyphei", "HEIC"),
     (4, b"ftypmif1", "HEIF"),
@@ -28,18 +28,19 @@ OTHER_FORMATS = (  # (offset, signature, name) of formats that users try
 
 
 def open_image(file):
-    """Open an encoded image of one of READ_FORMATS without decoding its pixels.
+    """Open an image of one of READ_FORMATS without decoding its pixels.
 
-    Image.open has limits of its own: above 89 megapixels it prints a warning.
+    Image.open warns above 89 megapixels.
 
     Args:
-        file: opened for reading bytes; it must stay open until the pixels are decoded.
+        file: binary file object, which must stay open until the pixels are decoded.
 
     Returns:
         PIL image.
 
     Raises:
-        ValueError: it has another format or more than MAX_PIXELS. Damaged data raise anything.
+        ValueError: it has another format or more than MAX_PIXELS.
+        Exception: of many types, for damaged data.
     """
     Image.init()
     file.seek(0)
@@ -67,10 +68,10 @@ def open_image(file):
 
 
 def to_rgb(image):
-    """Convert a PIL image of any mode to RGB, on white where it is transparent.
+    """Convert a PIL image of any mode to RGB, on a white background.
 
     Raises:
-        ValueError: the range of its values is not known, see to_8_bits.
+        ValueError: the range of the values is not known, see to_8_bits.
     """
     image = to_8_bits(image)
     if not image.has_transparency_data:
@@ -81,16 +82,16 @@ def to_rgb(image):
 
 
 def to_8_bits(image):
-    """Convert a PIL image to a mode with 8 bits a value, which Pillow converts to RGBA.
+    """Convert a PIL image to a mode with 8 bits per value, which Pillow converts to RGBA.
 
     Args:
-        image: PIL image; values of 16 bits (mode I;16, or I above 255) become 0 to 255.
+        image: PIL image; 16-bit values (mode I;16, or I above 255) become 0 to 255.
 
     Returns:
-        PIL image, with the transparency of the image.
+        PIL image; it keeps its transparency.
 
     Raises:
-        ValueError: the range of the values is not known: mode F, or mode I that is not 16 bits.
+        ValueError: the range of the values is not known: mode F, or mode I without 16-bit values.
     """
     if image.mode == "La":  # premultiplied
         return image.convert("LA")
@@ -101,7 +102,7 @@ def to_8_bits(image):
         )
     if not image.mode.startswith("I"):
         return image
-    values = np.asarray(image)  # Pillow clips 16-bit grey instead of scaling it
+    values = np.asarray(image)  # Pillow would clip them
     low, high = values.min(), values.max()
     if low < 0 or high > 65535 or (image.mode == "I" and high < 256):
         raise ValueError(
@@ -109,7 +110,7 @@ def to_8_bits(image):
             "not 16 bits; scale them to 0 to 255 and convert the image to mode L"
         )
     grey = Image.fromarray((values // 257).astype(np.uint8))
-    if "transparency" in image.info:  # the value of transparent pixels, of a PNG
+    if "transparency" in image.info:  # of a PNG: the value of transparent pixels
         opaque = values != image.info["transparency"]
         grey.putalpha(Image.fromarray(np.where(opaque, np.uint8(255), np.uint8(0))))
     return grey
@@ -119,8 +120,8 @@ def prepare_images(image):
     """Convert images to float32 (B, 3, H, W) in [-1, 1].
 
     Args:
-        image: image or list of images of one size: PIL of any mode, or array (H, W, 3), or
-            arrays (B, H, W, 3); uint8, or float in [0, 1].
+        image: image or list of images of one size: PIL of any mode, or array (H, W, 3); or array
+            (B, H, W, 3); uint8, or float in [0, 1].
 
     Raises:
         ValueError: sizes differ, or it is not an image.
@@ -152,17 +153,16 @@ def to_array(image):
 
 
 def prepare_masks(mask, feather=0):
-    """Masks as float32 (B, 1, H, W) from 0 (keep) to 1 (repaint).
+    """Convert masks to float32 (B, 1, H, W) from 0 (keep) to 1 (repaint).
 
     Args:
-        mask: mask or list of masks of one size: PIL of any mode, see mask_values, or array
-            (H, W), or arrays (B, H, W); uint8, bool, or float in [0, 1]. Pixels from 0.5 on are
-            repainted.
-        feather: width in pixels of a ramp from 0 to 1 inside of the part that is repainted, along
-            its border with the rest; 0: a hard edge.
+        mask: mask or list of masks of one size: PIL of any mode, see mask_values, or array (H, W);
+            or array (B, H, W); uint8, bool, or float in [0, 1]. Pixels from 0.5 on are repainted.
+        feather: width in pixels of a ramp from 0 to 1 inside the repainted area, along its border;
+            0: a hard edge.
 
     Raises:
-        ValueError: sizes differ, or it is not a mask; feather is negative.
+        ValueError: sizes differ, it is not a mask, or feather is negative.
     """
     is_batch = isinstance(mask, list | tuple) or getattr(mask, "ndim", 0) == 3
     masks = []
@@ -184,16 +184,16 @@ def prepare_masks(mask, feather=0):
 
 
 def mask_values(mask):
-    """The values of a PIL image of a mask of any mode, uint8 (H, W), 255 for white.
+    """The values of a mask, a PIL image of any mode, as uint8 (H, W); 255 is white.
 
-    Pixels of alpha below 128 are transparent, and the others decide what that means:
+    Pixels with alpha below 128 are transparent. The opaque ones tell what that means:
 
-    - drawn in black and white, both of them and little else: transparent pixels are black;
-    - white only: it is paint on an empty layer, and the paint is white;
-    - else it is the image with a hole, as in MagicBrush and DALL-E, and the hole is white.
+    - black and white, and little else: transparent pixels are black;
+    - white only: they are paint on an empty layer, and the paint is white;
+    - else they are the image around a hole, as in MagicBrush and DALL-E, and the hole is white.
 
     Raises:
-        ValueError: the range of its values is not known, see to_8_bits.
+        ValueError: the range of the values is not known, see to_8_bits.
     """
     if mask.mode == "I" and mask.getextrema()[1] < 256:  # not 16 bits, see to_8_bits
         return np.asarray(mask).clip(0).astype(np.uint8)
@@ -213,12 +213,11 @@ def mask_values(mask):
 
 
 def ramp(inside, feather):
-    """Weights of a mask, float32 (H, W): 0 outside, and inside up to 1 at a distance from the rest.
+    """Weights of a mask, float32 (H, W): 0 outside, rising to 1 inside.
 
     Args:
         inside: bool (H, W).
-        feather: pixels inside of the border that get less than 1. The edge of the image is no
-            border.
+        feather: width in pixels of the ramp; the edge of the image has none.
     """
     if feather < 0:
         raise ValueError(f"mask_feather={feather} must be 0 or more pixels; 0 is a hard edge")
@@ -231,11 +230,11 @@ def ramp(inside, feather):
 
 
 def save_image(image, path, software=None, image_id=None, texts=None):
-    """Write an image in the format of its extension, to a temporary file that is renamed.
+    """Write an image in the format of the path's extension.
 
     Args:
         image: PIL image, or array (H, W, 3) in [0, 1].
-        path: of the file.
+        path: Path; the file appears when it is complete.
         software: text for the EXIF tag of this name; None: no EXIF data.
         image_id: 32 hexadecimal digits for the EXIF tag ImageUniqueID, or None.
         texts: {keyword: text} for the text chunks of a PNG, which Pillow reads as Image.text.
@@ -260,12 +259,12 @@ def save_image(image, path, software=None, image_id=None, texts=None):
 
 
 def image_mark(path):
-    """(software, image_id) that save_image has written into a file; (None, None): into no image."""
+    """(software, image_id) of an image that save_image wrote; (None, None): of another file."""
     try:
         with open(path, "rb") as file:
             image = open_image(file)
             if image.format == "PNG" and "exif" not in image.info:
-                return None, None  # Pillow would decode the image to find more
+                return None, None  # Pillow would decode the image to look further
             exif = image.getexif()
             details = exif.get_ifd(ExifTags.IFD.Exif)
             return exif.get(ExifTags.Base.Software), details.get(ExifTags.Base.ImageUniqueID)
@@ -274,7 +273,7 @@ def image_mark(path):
 
 
 def made_by(path, software):
-    """Whether a file is an image that save_image has written with this software text."""
+    """Whether save_image wrote a file with this software text."""
     return image_mark(path)[0] == software
 
 
@@ -288,7 +287,7 @@ def to_pil(images):
 
 
 def pair_up(first, second, first_name="prompts", second_name="images"):
-    """Repeat one row of either array for all rows of the other; else their numbers must agree."""
+    """Repeat an array of one row for all rows of the other; else both have as many rows."""
     sizes = len(first), len(second)
     if sizes[0] != sizes[1] and 1 not in sizes:
         raise ValueError(
@@ -299,13 +298,13 @@ def pair_up(first, second, first_name="prompts", second_name="images"):
 
 
 def pair_with_masks(prompt_ids, image, mask, factor=1, feather=0):
-    """Repeat a single prompt, image or mask for many of the rest.
+    """Prepare masks, and repeat a single prompt, image or mask for many of the others.
 
     Args:
         prompt_ids: int32 (B, 77), SDXL (B, 2, 77).
-        image: (B, C, H, W), or latents.
+        image: (B, C, H, W), or latents (B, C, h, w).
         mask, feather: see prepare_masks.
-        factor: pixels per side of the image's pixels or latents.
+        factor: the mask's pixels along a side for each of the image's.
 
     Returns:
         (prompt_ids, image, mask), mask float32 (B, 1, H, W) from 0 to 1.

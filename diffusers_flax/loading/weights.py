@@ -1,4 +1,4 @@
-"""Weights: names and axes in PyTorch's files and in Flax trees; reading and writing files.
+"""Weights: names and axes in PyTorch's files and Flax trees; reading and writing files.
 
 Reads safetensors (one file, sharded, with a variant), PyTorch's pickles and the published Flax
 msgpack, with tensors of any dtype. Writes safetensors with PyTorch's names.
@@ -27,20 +27,19 @@ from safetensors.numpy import save_file
 from diffusers_flax.loading.files import read_json, write_json
 from diffusers_flax.messages import first_names, reason_of, warn_once
 
-# PyTorch before 1.6 wrote pickles one after another: a magic number, the version, the machine, the
-# content, and the names of the storages, whose bytes follow.
+# PyTorch before 1.6 wrote a file of pickles: a magic number, the version, the machine, the content,
+# and the names of the storages, whose bytes follow.
 PICKLES_OF_OLD_FILES = 5
 TENSORS_NEED = re.compile(
     r"torch\.(_utils\._rebuild_\w+|(storage\.)?\w*Storage|Size|device|(b?float|u?int)\d\w*|"
     r"nn\.parameter\.Parameter)$|"
     r"collections\.(OrderedDict|Counter)$|_codecs\.encode$"
 )
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")  # of files that torch.save wrote
-# Objects beside the weights, which are not needed and not made: of the training loop, in files of
-# PyTorch Lightning, numbers of NumPy, paths, times, flags.
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")  # of torch.save
+# Objects beside the weights, which are not made: PyTorch Lightning's training loop, numbers, paths.
 NOT_NEEDED = ("pytorch_lightning.", "lightning.", "numpy.", "pathlib.", "datetime.", "argparse.")
 PARAMETER_DICT = "torch.nn.modules.container.ParameterDict"  # of the first textual inversions
-# By `weights_name`: the file names to look for, in this order.
+# File names by `weights_name`, in the order in which they are looked for.
 WEIGHT_FILES = {
     "diffusion_pytorch_model": (
         "diffusion_pytorch_model.safetensors",
@@ -50,7 +49,7 @@ WEIGHT_FILES = {
     "model": ("model.safetensors", "pytorch_model.bin", "flax_model.msgpack"),
 }
 
-# Lists whose index the Flax trees join to the name; the index of CLIP's `layers` stays separate.
+# Lists whose index is part of the name in Flax trees; the index of CLIP's `layers` is not.
 JOINED_LISTS = (
     "attentions|blocks|controlnet_down_blocks|down_blocks|downsamplers|net|resnets|to_out|"
     "transformer_blocks|up_blocks|upsamplers"
@@ -58,7 +57,7 @@ JOINED_LISTS = (
 TORCH_LIST = re.compile(rf"\b({JOINED_LISTS})\.(\d+)\b")
 FLAX_LIST = re.compile(rf"\b({JOINED_LISTS})_(\d+)\b")
 
-# Flax has older names of the VAE's attention than PyTorch.
+# Flax trees have older names of the VAE's attention.
 VAE_ATTENTION = re.compile(r"(?:encoder|decoder)[./]mid_block[./]attentions")
 VAE_TORCH_TO_FLAX = {
     ".to_q.": ".query.",
@@ -67,7 +66,7 @@ VAE_TORCH_TO_FLAX = {
     ".to_out.0.": ".proj_attn.",
 }
 
-# By safetensors' names. Its F4 and F6 are packed: their scales are in other tensors.
+# By safetensors' names. F4 and F6 are packed: their scales are in other tensors.
 DTYPES = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -90,18 +89,18 @@ DTYPES = {
     "C64": np.complex64,
 }
 
-# A shard is in the directory of its index: letters, digits and a few signs, no path.
+# Shards are in the directory of their index: letters, digits and a few signs, no path.
 SHARD_NAME = re.compile(r"\w[\w.+ -]{0,254}", re.ASCII)
 
 
 def torch_to_flax(key, array):
-    """Rename one PyTorch tensor to its place in the Flax tree and turn its axes.
+    """Give a PyTorch tensor its name and axes in the Flax tree.
 
     Args:
         key: name in a state dict of UNet2DConditionModel, ControlNetModel, AutoencoderKL,
             AutoencoderTiny, CLIPTextModel, CLIPTextModelWithProjection or
             StableDiffusionSafetyChecker, e.g. "down_blocks.0.resnets.1.conv1.weight".
-        array: the tensor, NumPy; convolution OIHW, linear (out, in), anything of one axis.
+        array: NumPy; convolution OIHW, linear (out, in), or one axis.
 
     Returns:
         (path, array): path joined by "/", array a view; convolution HWIO, linear (in, out).
@@ -110,7 +109,7 @@ def torch_to_flax(key, array):
         for torch_name, flax_name in VAE_TORCH_TO_FLAX.items():
             key = key.replace(torch_name, flax_name)
         if array.ndim == 4 and not key.endswith("group_norm.weight"):
-            array = array[:, :, 0, 0]  # the oldest files have 1x1 convolutions here
+            array = array[:, :, 0, 0]  # a 1x1 convolution in the oldest files
     module, _, leaf = key.rpartition(".")
     if leaf == "weight":
         if module.endswith(("token_embedding", "position_embedding")):
@@ -126,15 +125,15 @@ def torch_to_flax(key, array):
 
 
 def flax_to_torch(key, array):
-    """Rename one Flax parameter to its PyTorch state dict name; the inverse of torch_to_flax.
+    """Give a Flax parameter its name and axes in PyTorch; the inverse of torch_to_flax.
 
     Args:
         key: path in the Flax tree joined by "/", e.g. "down_blocks_0/resnets_1/conv1/kernel".
-        array: the parameter, NumPy; convolution HWIO, linear (in, out), anything of one axis.
+        array: NumPy; convolution HWIO, linear (in, out), or one axis.
 
     Returns:
-        (name, array): today's diffusers name, or CLIP's published one with its `text_model.`
-        prefix, which every transformers opens; array a view; convolution OIHW, linear (out, in).
+        (name, array): diffusers' name, or CLIP's with the published prefix `text_model.`, which
+        every version of transformers opens; array a view; convolution OIHW, linear (out, in).
     """
     is_vae_attention = VAE_ATTENTION.match(key)
     key = FLAX_LIST.sub(r"\1.\2", key).replace("/", ".")
@@ -150,24 +149,31 @@ def flax_to_torch(key, array):
 
 
 def find_weights(fetch, weights_name, variant, from_pt, where):
-    """The files that hold the weights, in the first format that exists.
+    """The files of the weights, in the first format that exists.
 
-    If no weights have the variant, weights without a variant are found: the published classes
-    ignored the argument, and scripts for them name variants that do not exist.
+    Weights without a variant take the place of a missing variant: the published classes ignored the
+    argument, and scripts for them name variants that do not exist.
+
+    Args:
+        fetch: function from a file name to its Path, or None.
+        weights_name: key of WEIGHT_FILES.
+        variant: e.g. "fp16", or None.
+        from_pt: True leaves out Flax msgpack.
+        where: the place in words, for errors.
     """
     tried = []
     for dot_variant in dict.fromkeys([f".{variant}" if variant else "", ""]):
         for file_name in WEIGHT_FILES[weights_name][: 2 if from_pt else 3]:
             stem, suffix = file_name.split(".")
             tried.append(f"{stem}{dot_variant}.{suffix}")
-            if files := _weight_files(fetch, stem, suffix, dot_variant):
+            if files := find_weight_files(fetch, stem, suffix, dot_variant):
                 if variant and not dot_variant:
                     warn_once(f"{where} has no weights with variant={variant!r}: read without it")
                 return files
     raise ValueError(f"no weights in {where}: neither {', '.join(tried)} nor shards of one")
 
 
-def _weight_files(fetch, stem, suffix, dot_variant):
+def find_weight_files(fetch, stem, suffix, dot_variant):
     """One file, or all shards; [] if there are neither."""
     if file := fetch(f"{stem}{dot_variant}.{suffix}"):
         return [file]
@@ -185,7 +191,7 @@ def _weight_files(fetch, stem, suffix, dot_variant):
 
 
 def shard_names(index):
-    """The names of the files that an index of a sharded checkpoint lists, sorted.
+    """Sorted names of the files in the index of a sharded checkpoint.
 
     Args:
         index: Path of a *.index.json.
@@ -206,25 +212,22 @@ def shard_names(index):
 
 
 def index_names(stem, suffix, dot_variant=""):
-    """Names of the index of a sharded checkpoint: today's, diffusers' older one, huggingface_hub's.
+    """Names of an index: diffusers' of today, its older one, and huggingface_hub's.
 
     Args:
         stem, suffix: of the single file, "model" and "safetensors".
         dot_variant: "" or the variant with its dot, ".fp16".
     """
-    return list(
-        dict.fromkeys(
-            (
-                f"{stem}.{suffix}.index{dot_variant}.json",
-                f"{stem}.{suffix}{dot_variant}.index.json",
-                f"{stem}{dot_variant}.{suffix}.index.json",
-            )
-        )
+    names = (
+        f"{stem}.{suffix}.index{dot_variant}.json",
+        f"{stem}.{suffix}{dot_variant}.index.json",
+        f"{stem}{dot_variant}.{suffix}.index.json",
     )
+    return list(dict.fromkeys(names))
 
 
 def weights_pattern(stem, dot_variant=""):
-    """Pattern of the safetensors files of a model: single, sharded, index, under all names.
+    """Pattern of a model's safetensors files and indices, under all names.
 
     Args:
         stem: weights_name.
@@ -237,11 +240,11 @@ def weights_pattern(stem, dot_variant=""):
 
 
 class NotWeights(ValueError):
-    """A file is not damaged, but is not what is needed."""
+    """A file is not damaged, but has other content than weights."""
 
 
 class NotNeeded:
-    """Stands for an object in a pickle that is not needed."""
+    """In place of an object in a pickle that is not needed."""
 
     def __init__(self, *args, **kwargs):
         """Take what the pickle gives."""
@@ -279,13 +282,13 @@ def read_weights(file, read=None, kinds=(jnp.floating,)):
 
 @contextmanager
 def naming_damage(file):
-    """Turn the error of reading a file of weights into a ValueError that names it.
+    """Turn an error while a file of weights is read into a ValueError that names the file.
 
-    file: Path, or the words for it.
+    file: Path, or text.
     """
     try:
         yield
-    except (ImportError, MemoryError, PermissionError):  # not caused by the file's content
+    except (ImportError, MemoryError, PermissionError):  # not for the file's content
         raise
     except NotWeights as error:
         raise ValueError(f"{file} cannot be read as weights: {error}") from error
@@ -297,7 +300,7 @@ def naming_damage(file):
 
 
 def load_pickle(file):
-    """The content of a PyTorch file, with its tensors in a memory map; nothing in it is run.
+    """The content of a PyTorch file, with memory-mapped tensors; no code in it is run.
 
     Args:
         file: Path or str.
@@ -305,10 +308,10 @@ def load_pickle(file):
     Raises:
         NotWeights: it needs code.
         ImportError: PyTorch is not installed.
-        Exception: of many types, if it is damaged; see naming_damage.
+        Exception: of many types, for damaged data; see naming_damage.
     """
     try:
-        import torch  # seconds to import, and needed for such files only
+        import torch  # takes seconds, and is needed for these files alone
     except ImportError as error:
         message = f"reading {file} needs PyTorch: pip install torch, or take .safetensors"
         raise ImportError(message) from error
@@ -325,15 +328,12 @@ def load_pickle(file):
         safe = [torch.nn.ParameterDict, *((NotNeeded, name) for name in names)]
         with torch.serialization.safe_globals(safe):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (pickle.UnpicklingError, EOFError):  # whose text explains how to run code
+    except (pickle.UnpicklingError, EOFError):  # their text explains how to run code
         raise ValueError("it is no pickle of tensors") from None
 
 
 def code_in_pickle(file):
-    """Names of the functions and classes that a PyTorch file needs besides tensors.
-
-    Nothing in it is run. Needs PyTorch.
-    """
+    """Names of functions and classes that a PyTorch file needs besides tensors; none is run."""
     import torch
 
     if zipfile.is_zipfile(file):
@@ -349,13 +349,13 @@ def code_in_pickle(file):
                         names.append(".".join(words[-2:]))
                     elif isinstance(value, str):
                         words.append(value)
-        except (ValueError, MemoryError, OverflowError):  # it is over, or damaged
+        except (ValueError, MemoryError, OverflowError):  # the end, or damage
             pass
     return sorted({name for name in names if not TENSORS_NEED.match(name)})
 
 
 def state_dict_of(content):
-    """The state dict in the content of a PyTorch file, also if it is an entry of another dict.
+    """The state dict in the content of a PyTorch file: the content, or an entry of it.
 
     Raises:
         NotWeights: it has none.
@@ -399,13 +399,14 @@ class SafetensorsFile:
                 f"its entry {key!r} has the packed dtype {entry['dtype']}; take a file with float "
                 "or float8 tensors"
             )
-        # Read, not mapped: the pages of a memory map would stay in memory next to the copies.
+        # Not mapped: the pages of a memory map would stay in memory beside the copies.
         start, end = entry["data_offsets"]
         data = np.fromfile(self.file, np.uint8, end - start, offset=self.start + start)
         return data.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def read_pickle(file):
+    """Yield (name, NumPy array) of a PyTorch file."""
     for key, tensor in state_dict_of(load_pickle(file)).items():
         if not hasattr(tensor, "detach"):
             raise NotWeights(
@@ -415,7 +416,7 @@ def read_pickle(file):
 
 
 def as_array(tensor):
-    """A PyTorch tensor as a NumPy array of the same memory, of any dtype but packed ones."""
+    """A PyTorch tensor of any dtype that is not packed, as a NumPy array of the same memory."""
     import torch
 
     tensor, name = tensor.detach(), str(tensor.dtype).removeprefix("torch.")
@@ -431,13 +432,14 @@ def as_array(tensor):
 
 
 def read_msgpack(file):
+    """Yield (path joined by "/", NumPy array) of a Flax msgpack."""
     with open(file, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
         tree = msgpack_restore(data)
     if not isinstance(tree, dict):
         raise NotWeights("it holds no tree of parameters")
     flat = flatten_dict(tree, sep="/")
     del tree
-    while flat:  # each array can be freed before the next is read
+    while flat:  # frees each array before the next
         yield flat.popitem()
 
 
@@ -465,7 +467,7 @@ def write_safetensors(folder, flat, weights_name, dot_variant, dtype, max_shard_
     )
     for file_name, torch_keys in shards.filename_to_tensors.items():
         tensors = {
-            # save_file stores the memory as it lies, so a transposed view would be lost.
+            # save_file stores memory as it is, so a transposed view would be lost.
             k: np.asarray(
                 flax_to_torch(flax_keys[k], as_stored(flat[flax_keys[k]], dtype))[1], order="C"
             )
@@ -479,10 +481,10 @@ def write_safetensors(folder, flat, weights_name, dot_variant, dtype, max_shard_
 
 
 def write_msgpack(file, params, dtype):
-    """Write the published Flax msgpack of a nested dict; dtype as for write_safetensors."""
+    """Write a nested dict as the published Flax msgpack; dtype as for write_safetensors."""
     with open(file, "wb") as f:
-        for part in _msgpack_parts(params, dtype):
-            f.write(part)
+        for piece in msgpack_pieces(params, dtype):
+            f.write(piece)
 
 
 def host_device():
@@ -506,8 +508,8 @@ def as_stored(array, dtype):
     return array if dtype is None else array.astype(dtype, copy=False)
 
 
-def _msgpack_parts(tree, dtype):
-    """Yield msgpack_serialize's bytes leaf by leaf; at once they take twice the file's size."""
+def msgpack_pieces(tree, dtype):
+    """Yield the bytes of msgpack_serialize leaf by leaf; all at once take twice the file's size."""
     if not isinstance(tree, dict):
         yield msgpack_serialize(as_stored(tree, dtype))
         return
@@ -515,4 +517,4 @@ def _msgpack_parts(tree, dtype):
     yield packer.pack_map_header(len(tree))
     for key, subtree in sorted(tree.items()):
         yield packer.pack(key)
-        yield from _msgpack_parts(subtree, dtype)
+        yield from msgpack_pieces(subtree, dtype)
