@@ -2,7 +2,7 @@
 
     from diffusers_flax import FlaxStableDiffusionPipeline
 
-A name is imported from its module when it is first used, as jax takes seconds to import.
+A name is imported when it is first used, as jax takes seconds to import.
 """
 
 import importlib

@@ -1,9 +1,9 @@
-"""Runs a script of diffusers 0.39 as it is: python -m diffusers_flax SCRIPT ARGS
+"""Run a script of diffusers 0.39 as it is: python -m diffusers_flax SCRIPT ARGS
 
 While the script runs, `diffusers` and `transformers` have their Flax classes again, `jax` has
-`jax.tree_map` and its kin, and `compilation_cache` has `initialize_cache`. Each name appears right
-after the script imports its module, and its value is imported when the script asks for it. So a
-script may still set environment variables before it imports jax.
+`jax.tree_map` and its kin, and `compilation_cache` has `initialize_cache`. A module gets its names
+after the script imports it, and a name is imported when the script uses it, so that a script may
+set environment variables before it imports jax.
 
     python -m diffusers_flax train_text_to_image_flax.py ARGS
 """
@@ -21,7 +21,7 @@ import diffusers_flax
 
 USAGE = "usage: python -m diffusers_flax SCRIPT ARGS, a script for diffusers' Flax classes"
 CLASSES = {name: f"diffusers_flax:{name}" for name in diffusers_flax.__all__}
-# {module that exists today: {name that it lacks: "module:name" of its value}}
+# {module of today: {name that it lacks: "module:name" of its value}}
 OLD_NAMES = {
     **dict.fromkeys(
         (
@@ -48,17 +48,17 @@ OLD_NAMES = {
         "initialize_cache": "diffusers_flax.compilation_cache:initialize_cache"
     },
 }
-# {module: module that is a new object, without the added names, after the first is imported}
+# {module: module that its import replaces by a new object, without the added names}
 RENEWS = {"transformers.processing_utils": "transformers"}
-# Files of Flax classes, such as diffusers.models.vae_flax, which do not exist today.
+# Removed files, such as diffusers.models.vae_flax.
 FLAX_FILE = re.compile(r"(diffusers|transformers)\.(\w+\.)*\w*flax\w*")
 
 
 def add_names(module, values):
-    """Give a module names that are resolved when they are used.
+    """Add names to a module; they are imported when they are used.
 
     Args:
-        module: changed in place; what it has already stays.
+        module: changed in place; its own names stay.
         values: {name: "module:name" of its value}.
     """
     fallback = getattr(type(module), "__getattr__", None)
@@ -75,14 +75,14 @@ def add_names(module, values):
 
 
 class EmptyModule(Loader):
-    """Loads a module that FLAX_FILE describes."""
+    """Loads a module that matches FLAX_FILE."""
 
     def exec_module(self, module):
         add_names(module, CLASSES)
 
 
 class OldNamesFinder(MetaPathFinder):
-    """Adds OLD_NAMES to modules after their import, and finds what FLAX_FILE describes."""
+    """Adds OLD_NAMES to modules after their import, and finds modules that match FLAX_FILE."""
 
     def find_spec(self, fullname, path=None, target=None):
         changed = RENEWS.get(fullname, fullname)

@@ -1,4 +1,4 @@
-"""JAX's persistent cache of compiled programs: its directory, or compiling without it."""
+"""JAX's persistent compilation cache: its directory, or compiling without it."""
 
 import os
 from contextlib import contextmanager
@@ -50,7 +50,7 @@ def initialize_cache(path):
 def no_compilation_cache():
     """Compile without reading or writing jax's persistent cache.
 
-    An executable that was read from that cache and saved again can be loaded on a CPU, but not run.
+    On a CPU, an executable that was read from the cache and saved again can be loaded, but not run.
     """
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)

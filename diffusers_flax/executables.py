@@ -1,4 +1,4 @@
-"""Executables saved on disk, which are loaded without tracing or compiling.
+"""Executables on disk, loaded without tracing or compiling.
 
     store = ExecutableStore("~/.cache/jax_executables")
     cache_key = {"program": "f of 8 images"} | surroundings(devices, [__file__])
@@ -9,9 +9,8 @@
             compiled = jax.jit(f).lower(*args).compile()
         store.save(name, cache_key, compiled)
 
-An executable is code: whoever can write the file can run code as its reader. The directory is
-therefore made for its owner only (mode 0700), and a directory or file that other users may write to
-is refused.
+An executable is code: whoever can write the file can run code as the user who loads it. So the
+directory is made with mode 0700, and a directory or file that other users may write to is refused.
 """
 
 import hashlib
@@ -42,8 +41,8 @@ class ExecutableStore:
         folder: directory, created if missing with mode 0700.
 
     Raises:
-        ValueError: it is not a directory, is not readable, belongs to another user, can be written
-            to by others, or is in a directory where anybody could replace it.
+        ValueError: it is no directory, is not readable, belongs to another user, or others may
+            write to it or replace it.
     """
 
     def __init__(self, folder):
@@ -79,12 +78,12 @@ class ExecutableStore:
 
         Args:
             name: of the program, a file name without extension.
-            cache_key: everything it depends on, a flat dict for JSON; see surroundings.
-            devices: that it runs on.
+            cache_key: everything that it depends on, a flat dict for JSON; see surroundings.
+            devices: to run on.
             in_tree, out_tree: structures of (args, kwargs) and of the result.
 
         Returns:
-            (jax.stages.Compiled, None), or (None, the reason why it has to be compiled).
+            (jax.stages.Compiled, None), or (None, why it must be compiled).
         """
         file = self.folder / f"{name}{SUFFIX}"
         try:
@@ -113,11 +112,11 @@ class ExecutableStore:
         try:
             compiled = deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
             return compiled, None
-        except Exception as error:  # any error of the runtime: it can be compiled again
+        except Exception as error:  # of the runtime; the program can be compiled again
             return None, f"{file} cannot be loaded ({one_line(error, 200)})"
 
     def save(self, name, cache_key, compiled):
-        """Save an executable; it appears under its name when it is complete."""
+        """Save an executable; its file appears when it is complete."""
         content, _, _ = serialize(compiled)
         header = {"cache_key": cache_key, "sha256": hashlib.sha256(content).hexdigest()}
         file = self.folder / f"{name}{SUFFIX}"
@@ -131,7 +130,7 @@ class ExecutableStore:
 
 
 def is_private(status):
-    """Whether only this user may write to a file or directory, given os.stat's result."""
+    """Whether only this user may write to a file or directory; status: of os.stat."""
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
@@ -141,13 +140,13 @@ def _short(value):
 
 
 def surroundings(devices, files):
-    """What a compiled program depends on apart from its function, a flat dict.
+    """What a compiled program depends on besides its function, a flat dict.
 
     Versions, devices, settings of XLA and jax, and a checksum of the code.
 
     Args:
-        devices: that it runs on.
-        files: the code that calls the models; the code of the models is always included.
+        devices: to run on.
+        files: code that calls the library, whose own code always counts.
     """
     library = Path(__file__).parent
     code = hashlib.sha256()
@@ -172,13 +171,13 @@ def surroundings(devices, files):
 
 
 def _library_versions():
-    """Versions of an accelerator's installed libraries, such as cuDNN."""
+    """Versions of the accelerator's libraries, such as cuDNN."""
     found = {(package.name or "", package.version) for package in distributions()}
     return ", ".join(f"{n} {v}" for n, v in sorted(found) if n.startswith(("nvidia", "libtpu")))
 
 
 def _cpu_features():
-    """A checksum of the CPU's features, as listed by Linux."""
+    """The CPU's architecture, and on Linux a checksum of its features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

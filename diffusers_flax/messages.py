@@ -7,7 +7,7 @@ logger = logging.getLogger(__name__)
 
 
 def one_line(error: BaseException | str, limit: int | None = None) -> str:
-    """What an exception says, on one line of at most `limit` characters; its type if nothing."""
+    """An exception's text on one line, of at most `limit` characters; without text, its type."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
@@ -18,7 +18,7 @@ def warn_once(message):
 
 
 def first_names(names):
-    """The first ten of a list of names, and how many more there are."""
+    """The first ten of a list of names, and the number of the others."""
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return f"{', '.join(names[:10])}{more}"
 
@@ -33,6 +33,6 @@ def differences(saved: dict, current: dict) -> list[str]:
 
 
 def reason_of(error):
-    """What went wrong, on one line; the type of errors that are not meant for users."""
+    """An exception's text on one line, with the type if it is not a ValueError."""
     is_ours = isinstance(error, ValueError)
     return one_line(error, 200) if is_ours else f"{type(error).__name__}: {one_line(error, 200)}"

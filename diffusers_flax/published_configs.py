@@ -1,6 +1,5 @@
-"""Configs of published models: their sizes, where they differ from the classes' defaults."""
+"""Configs of published models, where they differ from the defaults of the Flax classes."""
 
-# The configs of published pipelines, where they differ from the defaults of the Flax classes.
 _VAE = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -55,14 +54,14 @@ PUBLISHED_CONFIGS = {
         "scheduler": _NOISE_SCHEDULE
         | {"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "leading"},
     },
-    # Tiny autoencoders in place of the VAE of Stable Diffusion and SDXL: all entries are defaults.
+    # Tiny autoencoders of Stable Diffusion and SDXL: all entries are defaults.
     "taesd": {"vae": {}},
     "taesdxl": {"vae": {}},
 }
 
 REFINER_FEATURES = 2560  # of pooled text and time ids of SDXL's refiner: 1280 + 5 * 256
 
-# The scheduler that PyTorch's users give CosXL and CosXL Edit, which are published as single files.
+# CosXL and CosXL Edit are published as single files; PyTorch's users give them this scheduler.
 COSXL_SCHEDULER = {
     "_class_name": "EDMEulerScheduler",
     "sigma_min": 0.002,
@@ -71,17 +70,15 @@ COSXL_SCHEDULER = {
     "sigma_schedule": "exponential",
     "prediction_type": "v_prediction",
 }
-# Entries of a single file of CosXL beside its weights: option of the scheduler, name.
+# Scheduler option: name of its entry in a single file of CosXL.
 COSXL_ENTRIES = {"sigma_min": "edm_vpred.sigma_min", "sigma_max": "edm_vpred.sigma_max"}
 
 
 def cosxl_scheduler(checkpoint):
-    """The content of scheduler_config.json for a single file of CosXL; None for another model.
-
-    With 8 input channels it is CosXL Edit, whose model_index.json has is_cosxl_edit: true.
+    """scheduler_config.json's content for a single file of CosXL; None for another model.
 
     Args:
-        checkpoint: {name in the file: number, an array or tensor of one element}.
+        checkpoint: {name in the file: array or tensor}.
     """
     if COSXL_ENTRIES["sigma_max"] not in checkpoint:
         return None
@@ -94,7 +91,7 @@ def cosxl_scheduler(checkpoint):
 
 
 def kind_of_unet(in_channels, out_channels):
-    """The kind of a UNet, in words, by its channels; None: not known."""
+    """A UNet's kind, in words, by its channels; None: not known."""
     kinds = {
         1: "Stable Diffusion 2 depth",
         3: "Stable Diffusion upscaler",

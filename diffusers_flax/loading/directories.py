@@ -1,4 +1,4 @@
-"""Pipeline directories: model_index.json, the components, and writing a directory."""
+"""Pipeline directories: model_index.json, configs of components, and writing."""
 
 import os
 import shutil
@@ -11,7 +11,9 @@ from diffusers_flax.loading.single_file import INDEX_NAME
 from diffusers_flax.loading.weights import weights_pattern
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # PyTorch diffusers' name
-CONV_IN_FILE = "conv_in.safetensors"  # of training with LoRA: the first convolution, in full
+CONV_IN_FILE = (
+    "conv_in.safetensors"  # the first convolution, which training with LoRA writes in full
+)
 # File that a component of a pipeline directory has at least.
 COMPONENT_FILES = {
     **dict.fromkeys(("unet", "vae", "text_encoder", "text_encoder_2", "controlnet"), "config.json"),
@@ -31,17 +33,17 @@ def read_index(path, revision=None, **hub_options):
                 "merge_lora, which writes a whole pipeline, or open the model that it was trained "
                 "from, with lora="
             )
-        found = (
+        where = (
             ""
             if os.path.isdir(path)
-            else " (it is no directory, and neither the hub nor the cache has the file of revision "
-            f"{revision or 'main'})"
+            else (
+                " (it is no directory, and neither the hub nor the cache has the file of revision "
+                f"{revision or 'main'})"
+            )
         )
-        of_revision = revision and f"with revision={revision}"
-        remedy = download_hint(path, of_revision) or (
-            "; give the directory or hub id of a complete pipeline"
-        )
-        raise ValueError(f"{path} has no model_index.json{found}{remedy}")
+        remedy = download_hint(path, revision and f"with revision={revision}")
+        remedy = remedy or "; give the directory or hub id of a complete pipeline"
+        raise ValueError(f"{path} has no model_index.json{where}{remedy}")
     return index
 
 
@@ -86,11 +88,11 @@ def read_component_configs(path, names, revision=None, replaced=None, **hub_opti
 def writing_pipeline(save_directory):
     """Yield an empty directory for a pipeline, then move its files into save_directory.
 
-    Only files are moved, so save_directory may be a mount point or a link to a directory. An old
-    model_index.json is removed first and the new one is moved last: a directory that has one is
+    Only files are moved, so save_directory may be a mount point or a link to a directory. The old
+    model_index.json is removed first and the new one is moved last: a directory with one is
     complete. Other files in save_directory are not changed.
 
-    If the caller fails, save_directory is not changed. If a file cannot be moved, it stays in
+    If the caller's block fails, save_directory is not changed. Files that cannot be moved stay in
     save_directory/.saving-*.
 
     Args:
@@ -101,9 +103,9 @@ def writing_pipeline(save_directory):
 
     Raises:
         ValueError: save_directory has a file where the model has a directory, or the reverse. The
-            old model is unchanged, and the message names the place of the new one.
+            old model is unchanged, and the message names the new one's place.
     """
-    # save_whole would replace the directory, with the files that are not of the model.
+    # save_whole would replace the directory, with files that are not the model's.
     folder = Path(save_directory).resolve()
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +128,7 @@ def writing_pipeline(save_directory):
             )
     files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
     (folder / INDEX_NAME).unlink(missing_ok=True)
-    # PyTorch prefers the index of an earlier save to a single file.
+    # PyTorch would prefer the index of an earlier save to a new single file.
     old_weights = [weights_pattern(stem) for stem in ("diffusion_pytorch_model", "model")]
     for name in {file.parts[0] for file in files if len(file.parts) > 1}:
         for old in (folder / name).glob("*"):

@@ -1,4 +1,4 @@
-"""Reading JSON files; writing files so that a reader never sees a part of one."""
+"""Reading JSON files; writing files that a reader never sees unfinished."""
 
 import errno
 import json
@@ -14,21 +14,22 @@ UNFINISHED_PREFIX = ".unfinished-"  # of files while they are written
 
 
 def save_whole(path: Path, save: Callable[[Path], None], shared: bool = False) -> None:
-    """Have save(path) write a file or directory that appears under its name when complete.
+    """Write a file or directory that appears under its name when it is complete.
 
     Args:
         path: file or directory; its parents are made.
-        save: writes to the path that it is given.
+        save: function that writes to a path.
         shared: several processes may write the path at the same time.
     """
-    unique = f"{uuid.uuid4().hex}-" if shared else ""  # else a later save removes what a kill left
+    # Without a unique name, a later save removes the file of a killed one.
+    unique = f"{uuid.uuid4().hex}-" if shared else ""
     unfinished = path.with_name(f"{UNFINISHED_PREFIX}{unique}{path.name}")
     with naming_full_disk(path):
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         remove(unfinished)
         try:
             save(unfinished)
-            if path.is_dir():  # of an earlier start of this run
+            if path.is_dir():  # of an earlier start
                 shutil.rmtree(path)
             unfinished.replace(path)
         except BaseException:
@@ -37,7 +38,7 @@ def save_whole(path: Path, save: Callable[[Path], None], shared: bool = False) -
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory if it exists."""
+    """Remove a file or directory, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -45,16 +46,16 @@ def remove(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, shared: bool = False) -> None:
-    """Write a text file so that no reader sees a partial file; shared: see save_whole."""
+    """Write a text file with save_whole; shared: see there."""
     save_whole(path, partial(Path.write_text, data=text, encoding="utf-8"), shared)
 
 
 @contextmanager
 def naming_full_disk(path: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn the error of a full disk, of any library, into an OSError that names the path.
+    """Turn any library's error for a full disk into an OSError that names the path.
 
     Args:
-        path: the file or directory that the caller's block writes, and removes if it fails.
+        path: file or directory that the block writes, and removes if it fails.
         num_bytes: size of the file; None: not known.
     """
     try:
@@ -71,7 +72,7 @@ def read_json(file):
     """Read a JSON object from a file; raise a ValueError that names the file if it has none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # RecursionError: brackets in brackets
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise ValueError(f"{file} is not valid JSON ({error}); fetch it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} is not a JSON object; fetch it again")
@@ -79,10 +80,10 @@ def read_json(file):
 
 
 def write_json(file, content):
-    """Write content to a JSON file, indented."""
+    """Write content to a JSON file."""
     file.write_text(json_text(content), encoding="utf-8")
 
 
 def json_text(content):
-    """Content as the text of a JSON file."""
+    """Content as indented JSON."""
     return json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -1,4 +1,4 @@
-"""CLIP's tokenizers of a pipeline directory: open them, tokenize prompts."""
+"""CLIP's tokenizers: open those of a pipeline directory, tokenize prompts."""
 
 from collections.abc import Iterable
 
@@ -23,7 +23,7 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
 
     Args:
         path: directory or hub id.
-        text_encoder: the module that gets its tokens.
+        text_encoder: the model that reads its tokens.
         revision: branch, tag or commit on the hub.
         subfolder: "tokenizer" or "tokenizer_2".
         hub_options: see fetch_file.
@@ -42,7 +42,7 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
         raise ValueError(
             f"the {subfolder} of {path} cannot be read: {reason}; copy or download it again"
         ) from error
-    # Without its files transformers silently makes a tokenizer of two tokens.
+    # Without the files transformers makes a tokenizer of two tokens, without an error.
     if not 2 < len(tokenizer) <= text_encoder.module.vocab_size:
         raise ValueError(
             f"the {subfolder} of {path} has {len(tokenizer)} tokens, its text encoder knows "
@@ -55,7 +55,7 @@ def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **h
 def tokenize(tokenizer, prompt, length):
     """Token ids, int32 (B, length), of a str or list of str; logs what it cuts off.
 
-    A token of an embedding with several vectors, such as "<cat>", becomes "<cat> <cat>_1 ...".
+    The token of an embedding with several vectors, such as "<cat>", becomes "<cat> <cat>_1 ...".
     """
     is_one = isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable)
     prompts = [prompt] if is_one else list(prompt)
@@ -71,12 +71,12 @@ def tokenize(tokenizer, prompt, length):
 
 
 def sequences_of_ids(tokenizer, prompts):
-    """Token ids of each of a list of str, of any length."""
+    """Token ids of a list of str, a list of any length for each."""
     for prompt in prompts:
         check_text(prompt)
     sequences = sequences_of_tokens(tokenizer)
     return [
-        [part for i in ids for part in sequences.get(i, [i])]
+        [token for i in ids for token in sequences.get(i, [i])]
         for ids in tokenizer(prompts, verbose=False).input_ids
     ]
 
@@ -87,7 +87,7 @@ def check_text(prompt):
         raise ValueError(f"prompt has {repr(prompt)[:EXCERPT]}, which is not a str; give texts")
     try:
         prompt.encode()
-    except UnicodeEncodeError as error:  # of tokenizers, which says nothing
+    except UnicodeEncodeError as error:  # the tokenizers library would say nothing
         around = ascii(prompt[max(0, error.start - EXCERPT // 2) : error.end])
         raise ValueError(
             f"prompt is not valid Unicode: character {error.start + 1} is an unpaired surrogate, "
@@ -96,7 +96,7 @@ def check_text(prompt):
 
 
 def too_long(tokenizer, ids, length):
-    """What tokenize cuts off of a prompt's ids, in words; "" if they fit."""
+    """What tokenize cuts off a prompt, in words; "" if its ids fit."""
     if len(ids) <= length:
         return ""
     number = len(ids) - length
@@ -110,14 +110,14 @@ def too_long(tokenizer, ids, length):
 
 
 def sequences_of_tokens(tokenizer):
-    """{id of TOKEN: ids of TOKEN, TOKEN_1, TOKEN_2, ...} of added tokens that have these."""
+    """{id of TOKEN: ids of TOKEN, TOKEN_1, ...} of added tokens with several vectors."""
     added = tokenizer.added_tokens_encoder
     sequences = {i: [added[x] for x in sequence_of(token, added)] for token, i in added.items()}
     return {i: sequence for i, sequence in sequences.items() if len(sequence) > 1}
 
 
 def sequence_of(token, added):
-    """[TOKEN, TOKEN_1, TOKEN_2, ...], as far as `added`, names of tokens, has them."""
+    """[TOKEN, TOKEN_1, TOKEN_2, ...], as many as are in `added`, the added tokens."""
     sequence = [token]
     while (following := f"{token}_{len(sequence)}") in added:
         sequence.append(following)
