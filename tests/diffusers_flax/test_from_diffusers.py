@@ -36,7 +36,8 @@ from transformers import CLIPTokenizer, FlaxCLIPTextModel, set_seed
 
 import beside_the_script
 
-check_min_version("0.39.0.dev0")
+check_min_version("0.39.0")
+check_min_version("0.40.0.dev0")  # of the scripts on the main branch of August 2026
 assert __name__ == "__main__" and sys.modules["__main__"].check_min_version is check_min_version
 assert jax.config.jax_enable_x64
 cc.initialize_cache(sys.argv[1])
