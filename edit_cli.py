@@ -46,27 +46,26 @@ from command_line import check_image_file, check_scale, check_seed, print_files,
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.images import IMAGE_FORMATS, save_image, to_pil
 from diffusers_flax.parameters import choose_dtype, place_params
-from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
-from diffusers_flax.pipelines.sampling import count_steps, timestep_options
+from diffusers_flax.pipelines.sampling import count_steps
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import (
     SOFTWARE,
+    EditList,
     check_model,
-    devices_for,
     edit_batches,
     edit_size,
     load_fitted,
-    load_model,
     plan_edits,
     read_edits,
+    rounds_of,
     shared_size,
-    stages_of,
     stretch,
 )
 from editing.masks import check_inputs, check_masks, finish_edit, load_mask, stretch_mask
 from generating.batches import IN_FLIGHT, DeviceClock, FileWriter
 from generating.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
-from generating.flags import DeviceFlags, ProcessFlags, layout_of_flags, note_single_words
+from generating.flags import DeviceFlags, ProcessFlags, layout_of_flags, note_single_words, take
+from generating.models import ModelOptions, Sampling, load_model
 from generating.previews import preview_files
 from generating.resuming import checksum_of, id_maker, is_finished, print_continued
 from generating.single_files import with_single_files
@@ -236,8 +235,8 @@ def number_edits(edits, sizes, program_sizes, config):
 
     edits, sizes, program_sizes, config: see run_edits.
     """
-    make_id, stages, ids = id_maker(config), stages_of(edits), [None] * len(edits)
-    for place in sorted(range(len(edits)), key=stages.__getitem__):
+    make_id, rounds, ids = id_maker(config), rounds_of(edits), [None] * len(edits)
+    for place in sorted(range(len(edits)), key=rounds.__getitem__):
         edit = edits[place]
         ids[place] = make_id(
             instruction=edit.instruction,
@@ -249,41 +248,34 @@ def number_edits(edits, sizes, program_sizes, config):
     return ids
 
 
-def load_edit_model(edits, program_sizes, checked, preview, layout, config):
+def load_edit_model(edit_list, checked, preview, layout, config):
     """Load the model.
 
     Args:
-        edits, program_sizes, config: as for run_edits.
+        edit_list: EditList.
         checked: of check_model.
         preview, layout: Preview and Layout, or None.
+        config: Config.
 
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
-    dtype = choose_dtype(config.dtype)
-    branches = edit_branches(config.guidance_scale, config.image_guidance_scale)
-    of_edits = {
-        "sizes": program_sizes,
-        "batch_size": config.batch_size,
-        "stages": stages_of(edits),
-        "masked": [edit.mask is not None for edit in edits],
-        "vae_tile": config.vae_tile,
-    }
+    sampling = take(Sampling, config)
+    options = dict(dtype=choose_dtype(config.dtype), preview=preview, layout=layout)
     pipeline, params = load_model(
         config.model,
         checked.pipeline_type,
         checked.scheduler,
-        dtype,
-        config.lora,
-        config.accelerate,
-        preview,
-        partial(plan_edits, branches=branches, **of_edits),
-        config.embedding,
-        config.unet_delta,
-        layout,
-        config.storage,
+        sampling,
+        take(ModelOptions, config, **options),
+        partial(
+            plan_edits,
+            edit_list=edit_list,
+            branches=sampling.branches(checked.pipeline_type),
+            vae_tile=config.vae_tile,
+        ),
     )
-    instructions = [edit.instruction for edit in edits]
+    instructions = [edit.instruction for edit in edit_list.edits]
     pipeline.embeddings.warn_unused([*instructions, config.negative_prompt])
     return pipeline, params
 
@@ -302,7 +294,7 @@ def write_edit(edited, edit, size, image_id, config):
     save_image(finish_edit(image, size, *of_mask), edit.output, SOFTWARE, image_id)
 
 
-def run_edits(pipeline, params, edits, sizes, program_sizes, finished, ids, config):
+def run_edits(pipeline, params, edit_list, sizes, ids, config):
     """Edit and write all images over the local devices, images of one program together.
 
     The parameters are moved there: afterwards params has no NumPy arrays.
@@ -310,53 +302,30 @@ def run_edits(pipeline, params, edits, sizes, program_sizes, finished, ids, conf
     Args:
         pipeline: InstructPix2Pix.
         params: its parameters, in the dtype to compute in.
-        edits: list of Edit.
+        edit_list: EditList.
         sizes: (width, height) of each result.
-        program_sizes: (width, height) of each edit's program.
-        finished: set of the places of edits whose outputs exist.
         ids: of number_edits.
         config: Config.
     """
-    stages = stages_of(edits)
-    devices = devices_for(len(edits), stages, pipeline.layout)
-    place_params(params, devices, pipeline.layout)
+    edits, finished = edit_list.edits, edit_list.finished
+    place_params(params, edit_list.devices(pipeline.layout), pipeline.layout)
     clock, todo = DeviceClock(), len(edits) - len(finished)
     size_of, id_of = dict(zip(edits, sizes)), dict(zip(edits, ids))
     is_writer = pipeline.layout is None or pipeline.layout.is_writer
     with tqdm(total=todo, unit="edit") as bar, FileWriter(is_writer) as files:
 
-        def load(edit, program_size):
+        def load(edit, program_size, is_masked):
             if edit.after is not None and edit.after not in finished:
                 files.wait_for(edits[edit.after].output)
-            return stretch(load_fitted(edit.input, size_of[edit]), program_size)
+            size, mask = size_of[edit], None
+            image = stretch(load_fitted(edit.input, size), program_size)
+            if is_masked:
+                mask = stretch_mask(load_mask(edit, size), program_size)
+            return image, mask
 
-        def load_program_mask(edit, program_size):
-            return stretch_mask(load_mask(edit, size_of[edit]), program_size)
-
-        batches = edit_batches(
-            pipeline,
-            params,
-            devices,
-            edits,
-            program_sizes,
-            load,
-            bar,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            num_inference_steps=config.num_inference_steps,
-            guidance_scale=config.guidance_scale,
-            image_guidance_scale=config.image_guidance_scale,
-            negative_prompt=config.negative_prompt,
-            timesteps=config.timesteps,
-            eta=config.eta,
-            lora=config.lora,
-            stages=stages,
-            load_mask=load_program_mask,
-            finished=finished,
-            clock=clock,
-            in_flight=IN_FLIGHT,
-        )
-        for batch, images, _ in batches:
+        for batch, images, _ in edit_batches(
+            pipeline, params, edit_list, take(Sampling, config), load, bar, clock, IN_FLIGHT
+        ):
             for edit, image in zip(batch, images):
                 of_edit = image, edit, size_of[edit], id_of[edit], config
                 files.write(edit.output, write_edit, *of_edit)
@@ -367,15 +336,15 @@ def run_edits(pipeline, params, edits, sizes, program_sizes, finished, ids, conf
 
 def layout_of_edits(config, edits):
     """The Layout of the flags, of no more groups than there are edits at once; None without."""
-    layout, stages = layout_of_flags(config), stages_of(edits)
+    layout, rounds = layout_of_flags(config), rounds_of(edits)
     if layout is None:
         return None
-    if not layout.is_local and any(stages):
+    if not layout.is_local and any(rounds):
         raise ValueError(
             "--edits_jsonl has edits of the outputs of others, which only process 0 writes; edit "
             "them with a second list, or in one process"
         )
-    return layout.first(max(Counter(stages).values()))
+    return layout.first(max(Counter(rounds).values()))
 
 
 def check_flags(config):
@@ -418,29 +387,18 @@ def run(config):
     image_sizes = check_inputs(edits, bar)
 
     config = with_single_files(config, "model")
-    checked = check_model(
-        config.model,
-        config.resolution,
-        config.num_inference_steps,
-        config.scheduler,
-        config.timesteps,
-        config.eta,
-        config.timestep_spacing,
-        config.accelerate,
-        (config.guidance_scale, config.image_guidance_scale),
-    )
+    sampling = take(Sampling, config)
+    checked = check_model(config.model, config.resolution, sampling)
     sizes = [edit_size(size, checked.resolution, checked.factor) for size in image_sizes]
     program_sizes = sizes
     if not config.exact_size:
         program_sizes = [shared_size(size, checked.factor) for size in sizes]
     outputs, inputs, masks = zip(*((edit.output, edit.input, edit.mask) for edit in edits))
-    ays = checked.pipeline_type.ays_timesteps
-    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta, ays)
     preview = preview_files(
         config.preview,
         config.preview_decoder,
         outputs,
-        count_steps(checked.scheduler, steps),
+        count_steps(checked.scheduler, sampling.steps(checked.pipeline_type)),
         config.seed,
         [*inputs, *masks, config.grid],
         sizes,
@@ -451,8 +409,16 @@ def run(config):
     finished = {*layout.agree(list(finished))} if layout else finished
     print_continued(len(finished), len(edits))
     if len(finished) < len(edits):
-        pipeline, params = load_edit_model(edits, program_sizes, checked, preview, layout, config)
-        run_edits(pipeline, params, edits, sizes, program_sizes, finished, ids, config)
+        edit_list = EditList(
+            edits,
+            program_sizes,
+            config.batch_size,
+            rounds_of(edits),
+            use_masks=True,
+            finished=frozenset(finished),
+        )
+        pipeline, params = load_edit_model(edit_list, checked, preview, layout, config)
+        run_edits(pipeline, params, edit_list, sizes, ids, config)
     if layout and not layout.is_writer:
         return
     if config.grid:

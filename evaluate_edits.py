@@ -65,6 +65,8 @@ from editing.results import (
     save_results,
     tiny_vae_checksum,
 )
+from generating.flags import take
+from generating.models import Sampling
 from generating.single_files import with_single_files
 
 FLAGS_OF_SHARDS = (
@@ -187,17 +189,9 @@ def check_compared_models(config, all_scales):
     scales_of_branches = {edit_branches(*scales): scales for scales in all_scales}
     checked = {}
     for model, scales in itertools.product(config.model, scales_of_branches.values()):
-        checked[model] = check_model(
-            model,
-            config.resolution,
-            config.num_inference_steps,
-            config.scheduler,
-            config.timesteps,
-            config.eta,
-            config.timestep_spacing,
-            config.accelerate,
-            scales,
-        )
+        scales = dict(zip(("guidance_scale", "image_guidance_scale"), scales))
+        sampling = take(Sampling, config, **scales)
+        checked[model] = check_model(model, config.resolution, sampling)
     resolutions = {model: found.resolution for model, found in checked.items()}
     if len(set(resolutions.values())) > 1:
         sizes = ", ".join(f"{model} {resolution}" for model, resolution in resolutions.items())

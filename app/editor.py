@@ -36,20 +36,19 @@ from diffusers_flax.pipelines.base import TEXT_ENCODERS
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 from diffusers_flax.pipelines.memory import plan_images
 from editing.edits import (
+    EditList,
     batch_inputs,
-    branches_of,
     check_model,
-    check_sampling,
-    devices_for,
     edit_size,
     fit_image,
-    load_model,
     plan_edits,
     shared_size,
     stretch,
 )
 from editing.masks import finish_edit, fit_mask, stretch_mask
-from generating.batches import check_finite_images
+from generating.batches import check_finite_images, devices_for
+from generating.flags import take
+from generating.models import ModelOptions, Sampling, check_sampling, load_model
 
 MAX_PROGRAMS = 24  # in memory; those before are in the compilation cache on the disk
 MAX_PREVIEWS = 10  # of an image
@@ -131,15 +130,8 @@ class Editor:
     def __init__(self, config, layout=None):
         """config: of edit_app.py; layout: of the devices, or None."""
         self.config, self.layout = config, layout and layout.first(1)
-        self.checked = check_model(
-            config.model,
-            config.resolution,
-            config.num_inference_steps,
-            config.scheduler,
-            accelerate=config.accelerate,
-            guidance_scales=(config.guidance_scale, config.image_guidance_scale),
-            text_to_image=True,
-        )
+        sampling = take(Sampling, config, lora=())
+        self.checked = check_model(config.model, config.resolution, sampling, text_to_image=True)
         _, configs = self.checked.pipeline_type.check(config.model)
         self.scheduler_config = configs["scheduler"]
         self.edits = issubclass(self.checked.pipeline_type, InstructPix2Pix)
@@ -151,7 +143,7 @@ class Editor:
         check_settings(replace(self.defaults(), instruction="red"), self.limits)
         self.check(self.defaults())
         # A single image runs on the first device or the layout, a comparison on all devices.
-        self.devices = devices_for(1, None, self.layout)
+        self.devices = devices_for(1, self.layout)
         self.all_devices = self.devices if self.layout else jax.local_devices()
         self.programs = {}
         self.compile_seconds = self.pixel_seconds = None  # of a program; of a step and pixel
@@ -182,18 +174,15 @@ class Editor:
         """Load the model, and start the thread."""
         config = self.config
         size = (self.checked.resolution,) * 2
+        preview = Preview(1, self._show, self.decoder) if config.progress else None
+        options = dict(dtype=choose_dtype(config.dtype), layout=self.layout, preview=preview)
         self.pipeline, params = load_model(
             config.model,
             self.checked.pipeline_type,
             self.checked.scheduler,
-            choose_dtype(config.dtype),
-            self._lora_specs(self.defaults()),
-            preview=Preview(1, self._show, self.decoder) if config.progress else None,
-            plan=partial(self._plan, settings=self.defaults(), size=size, is_masked=False),
-            embedding=config.embedding,
-            unet_delta=config.unet_delta,
-            layout=self.layout,
-            storage=config.storage,
+            Sampling(lora=self._lora_specs(self.defaults())),
+            take(ModelOptions, config, **options),
+            partial(self._plan, settings=self.defaults(), size=size),
         )
         if config.accelerate:  # int8 changes the parameters
             cast_params(self._with_settings(self.defaults()), params)
@@ -208,15 +197,13 @@ class Editor:
         Returns:
             The scheduler.
         """
-        return check_sampling(
-            self.checked.pipeline_type,
-            self.scheduler_config,
-            self.config.model,
-            settings.num_inference_steps,
-            settings.scheduler,
-            accelerate=self._acceleration(settings),
-            guidance_scales=(settings.guidance_scale, settings.image_guidance_scale),
-        )
+        pipeline_type, config = self.checked.pipeline_type, self.scheduler_config
+        sampling = self._sampling(settings)
+        return check_sampling(pipeline_type, config, self.config.model, sampling)
+
+    def _sampling(self, settings):
+        """The Sampling of settings."""
+        return take(Sampling, settings, accelerate=self._acceleration(settings), lora=())
 
     def size_of(self, settings, image_size=None):
         """(width, height) of an image; image_size: of the image to edit."""
@@ -357,12 +344,11 @@ class Editor:
         if settings.negative_prompt:
             neg_ids = pipeline.prepare_text_inputs([settings.negative_prompt] * num_devices)
         key, indices = jax.random.key(settings.seed), np.zeros(num_devices, int)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
         if self.edits:
             images = [stretch(image, size)] * num_devices
             masks = None if mask is None else [stretch_mask(mask, size)] * num_devices
-            of_edits = 0, prompt_ids, neg_ids, key, indices, num_devices
-            return batch_inputs(pipeline, images, masks, *of_edits)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
+            return batch_inputs(pipeline, images, masks, prompt_ids, neg_ids, keys, num_devices)
         return jax.tree.map(lambda x: x[:, None], (prompt_ids, keys, neg_ids))
 
     def _call(self, pipeline, arrays, settings, size, scales, num_devices):
@@ -395,8 +381,7 @@ class Editor:
 
     def _program(self, settings, size, is_masked, num_devices):
         """The Program of an image on each device, new ones not compiled."""
-        scales = settings.guidance_scale, settings.image_guidance_scale
-        branches = branches_of(self.checked.pipeline_type, *scales)
+        branches = take(Sampling, settings).branches(self.checked.pipeline_type)
         key = (
             *(settings.scheduler, settings.accelerate, settings.num_inference_steps, size),
             *(is_masked, branches, bool(settings.negative_prompt), num_devices),
@@ -406,7 +391,7 @@ class Editor:
                 self.programs.clear()
                 jax.clear_caches()
             pipeline = self._with_settings(settings)
-            pipeline, _ = self._plan(pipeline, settings, size, is_masked)
+            pipeline, _ = self._plan(pipeline, settings, size)
             self.programs[key] = Program(pipeline)
         return self.programs[key]
 
@@ -432,13 +417,11 @@ class Editor:
         named = {"taesd": f"taesd:path={self.decoder}"}
         return tuple(named.get(spec, spec) for spec in settings.accelerate)
 
-    def _plan(self, pipeline, settings, size, is_masked):
+    def _plan(self, pipeline, settings, size):
         """(pipeline, with tiles of the VAE if it needs them; a line about the memory)."""
-        scales = settings.guidance_scale, settings.image_guidance_scale
-        branches = branches_of(self.checked.pipeline_type, *scales)
+        branches = take(Sampling, settings).branches(self.checked.pipeline_type)
         if self.edits:
-            of_edit = {"masked": [is_masked], "vae_tile": self.config.vae_tile}
-            return plan_edits(pipeline, [size], 1, branches, **of_edit)
+            return plan_edits(pipeline, EditList([None], [size]), branches, self.config.vae_tile)
         pipeline.check_parallel(branches, size[1])
         of_image = self.devices, 1, 1, branches, size
         return plan_images(pipeline, *of_image, vae_tile=self.config.vae_tile)

@@ -16,7 +16,7 @@ from PIL import Image, ImageFilter
 
 from dataloading.images import decode_mask
 from diffusers_flax.images import ramp
-from editing.edits import fit_image, num_loaders, size_of_image, stages_of, stretch
+from editing.edits import fit_image, num_loaders, rounds_of, size_of_image, stretch
 
 BORDER = 4  # pixels, more than Lanczos reads beside a pixel
 
@@ -108,8 +108,8 @@ def check_inputs(edits, bar=iter):
         ValueError: an image or a mask cannot be read, or a mask has no white or another size than
             its image.
     """
-    stages, sizes = stages_of(edits), [None] * len(edits)
-    order = sorted(range(len(edits)), key=stages.__getitem__)
+    rounds, sizes = rounds_of(edits), [None] * len(edits)
+    order = sorted(range(len(edits)), key=rounds.__getitem__)
     with ThreadPoolExecutor(num_loaders()) as loaders:
         found = loaders.map(check_input, (edits[place] for place in order))
         for place, (size, mask) in zip(bar(order), found):

@@ -1,7 +1,7 @@
 """Measuring models on held-out pairs: baselines, the VAE alone, edits, and what they cost."""
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -15,13 +15,14 @@ from diffusers_flax.flops import matmul_flops
 from diffusers_flax.images import prepare_images, save_image
 from diffusers_flax.parameters import choose_dtype, replicate_params
 from diffusers_flax.pipelines.base import MODULES
-from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.pipelines.memory import peak_memory
-from diffusers_flax.pipelines.sampling import decode, make_schedule, timestep_options
-from editing.edits import edit_batches, edit_size, load_model, plan_edits
+from diffusers_flax.pipelines.sampling import decode, make_schedule
+from editing.edits import EditList, edit_batches, edit_size, plan_edits
 from editing.metrics import Clip, clip_metrics, features_or_nan, mask_metrics, pixel_metrics
 from editing.report import grid_rows
 from editing.results import find_row
+from generating.flags import take
+from generating.models import ModelOptions, Sampling, load_model
 
 IMAGES = "images"  # directory of the images of grid.png
 BASELINES = ("copied input", "truth")
@@ -167,10 +168,12 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
         bar: progress bar, in units of edits.
     """
     pairs, sizes = references.pairs, references.sizes
-    devices = jax.local_devices()[: len(pairs)]
+    masks = dict(use_masks=config.use_masks, mask_feather=config.mask_feather)
+    edit_list = EditList(pairs, sizes, config.batch_size, **masks)
+    devices = edit_list.devices(None)
     peak_memory(devices, reset=True)
     bar.set_description(f"loading {model}")
-    pipeline, params = load_largest(model, checked, todo, sizes, config)
+    pipeline, params = load_largest(model, checked, todo, edit_list, config)
     pipeline.embeddings.warn_unused([pair.instruction for pair in pairs])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     results["models"][model] |= {
@@ -183,38 +186,24 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
     replicate_params(params, devices)
 
     number = list(results["models"]).index(model)
-    steps = timestep_options(
-        config.num_inference_steps, config.timesteps, config.eta, pipeline.ays_timesteps
-    )
     flops = {}  # of an edit, by the branches of guidance for which the program is compiled
     for guidance_scale, image_guidance_scale, seed in todo:
         scales = {"guidance_scale": guidance_scale, "image_guidance_scale": image_guidance_scale}
-        edit_all = partial(
-            edit_batches,
-            pipeline,
-            params,
-            devices,
-            load=lambda pair, size: pair.fitted_original(size),
-            batch_size=config.batch_size,
-            seed=seed,
-            num_inference_steps=config.num_inference_steps,
-            timesteps=config.timesteps,
-            eta=config.eta,
-            lora=config.lora,
-            load_mask=(lambda pair, size: pair.fitted_mask(size)) if config.use_masks else None,
-            mask_feather=config.mask_feather,
-            **scales,
-        )
-        branches = edit_branches(**scales)
+        sampling = take(Sampling, config, seed=seed, **scales)
+        edit_all = partial(edit_batches, pipeline, params, sampling=sampling, load=load_pair)
+        branches = sampling.branches(checked.pipeline_type)
         compile_seconds = 0.0
         if branches not in flops:
             bar.set_description(f"compiling {model}")
-            at_once = config.batch_size * len(devices)
-            compile_seconds = warm_up_sizes(edit_all, references, at_once, config.use_masks)
+            compile_seconds = warm_up(edit_all, edit_list, len(devices))
+            steps = sampling.steps(checked.pipeline_type)
             flops[branches] = mean_flops(pipeline, shapes, sizes, branches, steps)
         folder = f"{number}_{guidance_scale}_{image_guidance_scale}_{seed}"
         metrics, seconds = measure_edits(
-            edit_all, pipeline, references, config.output_dir / IMAGES / folder, bar
+            edit_all(edit_list, bar=bar),
+            pipeline,
+            references,
+            config.output_dir / IMAGES / folder,
         )
         memory, memory_of = peak_memory(devices)
         results["rows"].append(
@@ -232,58 +221,63 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
         save()
 
 
-def load_largest(model, checked, todo, sizes, config):
+def load_pair(pair, size, is_masked):
+    """The original image and mask of a HeldOutPair for edit_batches."""
+    return pair.fitted_original(size), pair.fitted_mask(size) if is_masked else None
+
+
+def load_largest(model, checked, todo, edit_list, config):
     """Load a model; its largest program, with most branches of guidance, must fit into memory.
 
-    Arguments as for measure_model; sizes: (width, height) of each edit.
+    Arguments as for measure_model; edit_list: EditList.
 
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
-    branches = max((edit_branches(*scales) for *scales, _ in todo), key=len)
+    all_sampling = [
+        take(Sampling, config, guidance_scale=scale, image_guidance_scale=image_scale)
+        for scale, image_scale, _ in todo
+    ]
+    branches = max((x.branches(checked.pipeline_type) for x in all_sampling), key=len)
     return load_model(
         model,
         checked.pipeline_type,
         checked.scheduler,
-        choose_dtype(config.dtype),
-        config.lora,
-        config.accelerate,
-        plan=partial(plan_edits, sizes=sizes, batch_size=config.batch_size, branches=branches),
-        embedding=config.embedding,
-        unet_delta=config.unet_delta,
+        all_sampling[0],
+        take(ModelOptions, config, dtype=choose_dtype(config.dtype)),
+        partial(plan_edits, edit_list=edit_list, branches=branches),
     )
 
 
-def warm_up_sizes(edit_all, references, num_at_once, use_masks):
-    """Edit the first batch of every size before the clock starts.
+def warm_up(edit_all, edit_list, num_devices):
+    """Edit the first batch of every program before the clock starts.
 
     Args:
-        edit_all: edit_batches without pairs, sizes and bar.
-        references: References.
-        num_at_once: pairs of a batch over all devices.
-        use_masks: whether pairs with masks run in batches of their own.
+        edit_all: edit_batches without edit_list and bar.
+        edit_list: EditList.
+        num_devices: number of devices.
 
     Returns:
         Seconds.
     """
-    rows_of_size = defaultdict(list)
-    for row, (pair, size) in enumerate(zip(references.pairs, references.sizes)):
-        rows_of_size[size, use_masks and pair.mask is not None].append(row)
-    first = [row for rows in rows_of_size.values() for row in rows[:num_at_once]]
-    pairs = [references.pairs[row] for row in first]
-    sizes = [references.sizes[row] for row in first]
-    return sum(seconds for _, _, seconds in edit_all(pairs, sizes, bar=tqdm(disable=True)))
+    rows_of = defaultdict(list)
+    for row, group in enumerate(edit_list.groups):
+        rows_of[group].append(row)
+    at_once = edit_list.batch_size * num_devices
+    first = [row for rows in rows_of.values() for row in rows[:at_once]]
+    edits, sizes = ([x[row] for row in first] for x in (edit_list.edits, edit_list.sizes))
+    batches = edit_all(replace(edit_list, edits=edits, sizes=sizes), bar=tqdm(disable=True))
+    return sum(seconds for _, _, seconds in batches)
 
 
-def measure_edits(edit_all, pipeline, references, folder, bar):
+def measure_edits(batches, pipeline, references, folder):
     """Edit all pairs, measure the results and write the images that grid.png may show.
 
     Args:
-        edit_all: edit_batches without pairs, sizes and bar.
+        batches: of edit_batches.
         pipeline: InstructPix2Pix.
         references: References.
         folder: of the images.
-        bar: progress bar, in units of edits.
 
     Returns:
         (averages of the metrics, seconds of the pipeline's calls).
@@ -291,7 +285,7 @@ def measure_edits(edit_all, pipeline, references, folder, bar):
     shown = grid_rows([pair.instruction for pair in references.pairs])
     row_of_index = {pair.index: row for row, pair in enumerate(references.pairs)}
     metrics, total_seconds = defaultdict(list), 0.0
-    for batch, images, seconds in edit_all(references.pairs, references.sizes, bar=bar):
+    for batch, images, seconds in batches:
         rows = [row_of_index[pair.index] for pair in batch]
         images = pipeline.numpy_to_pil(images)
         total_seconds += seconds

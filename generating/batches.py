@@ -11,9 +11,10 @@ While the devices run one batch, a thread prepares the inputs of the next one, w
 before the results of the first are fetched, and other threads write the files of the batch before.
 """
 
+import math
 import os
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from threading import BoundedSemaphore, Lock
 
@@ -23,6 +24,55 @@ import numpy as np
 IN_FLIGHT = 2  # batches on the devices: one runs, the next one waits
 MAX_WRITERS = 8  # threads that write images; compressing a PNG takes longer than all else
 WAITING_PER_WRITER = 4  # images in memory
+
+
+def devices_for(num_images, layout=None):
+    """The local devices that make images, no more than images.
+
+    Args:
+        num_images: number of images that are made at once, at most.
+        layout: of the pipeline; the devices are the first ones of its groups.
+    """
+    return jax.local_devices()[:num_images] if layout is None else layout.groups
+
+
+def rows_at_once(groups, batch_size, num_devices):
+    """How many images of each kind a device makes at once: {kind: number}.
+
+    Args:
+        groups: the (round, kind) of each image.
+        batch_size: images per device at once, at most.
+        num_devices: number of devices.
+    """
+    largest = defaultdict(int)
+    for (_, kind), count in Counter(groups).items():
+        largest[kind] = max(largest[kind], count)
+    return {kind: min(batch_size, math.ceil(n / num_devices)) for kind, n in largest.items()}
+
+
+def rows_of_batches(groups, finished, batch_size, num_devices):
+    """Split images into batches of one round and kind; the last batch of each is padded.
+
+    Args:
+        groups: the (round, kind) of each image; the rounds run one after another.
+        finished: places of images to leave out.
+        batch_size: images per device at once, at most.
+        num_devices: number of devices.
+
+    Returns:
+        List of (kind, places of the images, as many as fill the devices, number without padding).
+    """
+    rows_of = defaultdict(list)
+    for row, group in enumerate(groups):
+        rows_of[group].append(row)
+    per_device, batches = rows_at_once(groups, batch_size, num_devices), []
+    for group in sorted(rows_of, key=lambda group: group[0]):
+        rows = [row for row in rows_of[group] if row not in finished]
+        at_once = per_device[group[1]] * num_devices
+        for start in range(0, len(rows), at_once):
+            batch = rows[start : start + at_once]
+            batches.append((group[1], batch + batch[-1:] * (at_once - len(batch)), len(batch)))
+    return batches
 
 
 class DeviceClock:

@@ -3,7 +3,7 @@
 import math
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -156,6 +156,18 @@ def layout_of_flags(flags):
         start_distributed(*(getattr(flags, name) for name in names))
         check_agreement(repr(replace(flags, process_id=None)))
     return replace(parse_layout(flags.parallel), offload=flags.offload)
+
+
+def take(group, config, **changes):
+    """An object of a dataclass with the values of the flags that have its fields' names.
+
+    Args:
+        group: dataclass, such as models.Sampling.
+        config: of a program; fields that are no flags of it keep their defaults.
+        changes: values of other fields, or in place of flags.
+    """
+    names = [field.name for field in fields(group) if hasattr(config, field.name)]
+    return group(**{name: getattr(config, name) for name in names} | changes)
 
 
 def list_prompts(config, per_batch):

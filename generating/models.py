@@ -1,10 +1,66 @@
-"""Opening models as the flags of a program say."""
+"""Models as the flags of a program choose them: checks that read no weights, then the weights."""
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from jax.typing import DTypeLike
+from tqdm import tqdm
+
+from diffusers_flax.acceleration.previews import Preview
+from diffusers_flax.devices.layout import Layout
 from diffusers_flax.loading.directories import read_index
 from diffusers_flax.loading.hub import locate
-from diffusers_flax.pipelines.base import MODULES
+from diffusers_flax.parameters import cast_params
+from diffusers_flax.pipelines.base import MODULES, Execution, read_acceleration
+from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix, edit_branches
+from diffusers_flax.pipelines.sampling import check_steps, text_branches, timestep_options
+from diffusers_flax.schedulers.factory import choose_scheduler
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a model makes images: what all images of a call share.
+
+    The fields are flags of the programs, see generating.flags.take.
+    """
+
+    num_inference_steps: int = 50
+    guidance_scale: float = 7.5
+    image_guidance_scale: float = 1.5  # of edits
+    negative_prompt: str = ""
+    seed: int = 0
+    timesteps: tuple = ()  # instead of num_inference_steps, integers or "ays"; (): none
+    eta: float | None = None
+    scheduler: str | None = None  # a name of SCHEDULERS; None: the model's own
+    timestep_spacing: str | None = None  # None: as in the scheduler's config
+    accelerate: tuple[str, ...] = ()  # see acceleration.plans.parse
+    lora: tuple[str, ...] = ()  # files to fold into the weights, see loading.lora.Loras
+
+    def steps(self, pipeline_type):
+        """The options of a pipeline's call that choose the steps, see timestep_options."""
+        options = self.num_inference_steps, self.timesteps, self.eta
+        return timestep_options(*options, pipeline_type.ays_timesteps)
+
+    def branches(self, pipeline_type):
+        """The branches of guidance; a pipeline that makes images from text has one scale."""
+        if issubclass(pipeline_type, InstructPix2Pix):
+            return edit_branches(self.guidance_scale, self.image_guidance_scale)
+        return text_branches(self.guidance_scale)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is opened."""
+
+    dtype: DTypeLike  # of computation and parameters, see cast_params
+    embedding: tuple[str, ...] = ()  # files with new tokens, see loading.embeddings.Embeddings
+    unet_delta: tuple[str, ...] = ()  # difference to add to the UNet, see loading.unet_delta
+    storage: str | None = None  # of the kernels, see models.quantization.store
+    layout: Layout | None = None  # of the devices; None: each device makes images of its own
+    preview: Preview | None = None
 
 
 def check_xl(model, revision, unet):
@@ -34,3 +90,66 @@ def check_xl(model, revision, unet):
             f"--unet {unet} is a UNet of Stable Diffusion 1.x or 2.x, the model is SDXL; give a "
             "UNet of SDXL"
         )
+
+
+def check_sampling(pipeline_type, scheduler_config, model, sampling):
+    """The scheduler of a model, after a check of all that its steps depend on.
+
+    Args:
+        pipeline_type: class of the pipeline.
+        scheduler_config: content of the model's scheduler_config.json.
+        model: its name, for errors.
+        sampling: Sampling.
+
+    Raises:
+        ValueError: the scheduler does not take the number of steps, or accelerations do not fit.
+    """
+    accelerate = read_acceleration(sampling.accelerate)
+    if accelerate:
+        pipeline_type.check_acceleration(accelerate)
+    options = sampling.scheduler, sampling.timestep_spacing
+    scheduler, state = choose_scheduler(scheduler_config, model, *options)
+    steps, branches = sampling.steps(pipeline_type), sampling.branches(pipeline_type)
+    check_steps(scheduler, state, steps, accelerate, branches)
+    return scheduler
+
+
+def load_model(
+    model: str,
+    pipeline_type: type,
+    scheduler: Any,
+    sampling: Sampling,
+    options: ModelOptions,
+    plan: Callable = lambda pipeline: (pipeline, ""),
+):
+    """Read a model.
+
+    Args:
+        model: directory, hub id or SingleFile.
+        pipeline_type: class of the pipeline.
+        scheduler: of check_sampling.
+        sampling: Sampling, of which accelerate and lora change the model.
+        options: ModelOptions.
+        plan: called with the pipeline before the weights are read; returns the pipeline to use
+            and a line to print after that, or "".
+
+    Returns:
+        (pipeline, its parameters as NumPy arrays).
+    """
+    execution = Execution(
+        sampling.accelerate, options.preview, options.layout, storage=options.storage
+    )
+    pipeline = pipeline_type.open(
+        model,
+        dtype=options.dtype,
+        scheduler=scheduler,
+        embeddings=options.embedding,
+        execution=execution,
+    )
+    pipeline, planned = plan(pipeline)
+    weights = dict(lora=sampling.lora, unet_delta=options.unet_delta)
+    params = pipeline.load_params(model, **weights)
+    cast_params(pipeline, params)
+    if planned:
+        tqdm.write(planned, file=sys.stderr)
+    return pipeline, params

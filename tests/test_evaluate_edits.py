@@ -376,7 +376,9 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(
         measuring,
         "edit_batches",
-        lambda *args, **options: seeds.append(options["seed"]) or edit_batches(*args, **options),
+        lambda *args, **options: (
+            seeds.append(options["sampling"].seed) or edit_batches(*args, **options)
+        ),
     )
     results = evaluate(**given)
     assert set(seeds) == {1}

@@ -3,17 +3,19 @@
 import threading
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
 
-from editing.edits import edit_batches
+from editing.edits import EditList, edit_batches
 from generating.batches import FileWriter
+from generating.models import Sampling
 
 
 class BrokenPipeline:
     """Its images are NaN once an event is set."""
+
+    layout = None
 
     def __init__(self, ready):
         self.ready = ready
@@ -37,20 +39,18 @@ def test_an_edit_fails_while_another_waits_for_its_output():
     files, is_loading, errors = FileWriter(), threading.Event(), []
     edits = [SimpleNamespace(index=i, instruction="red", input=f"{i}.png") for i in range(2)]
 
-    def load(edit, size):
+    def load(edit, size, is_masked):
         if edit.index == 1:
             is_loading.set()
             files.wait_for("1.png")
-        return Image.new("RGB", size)
+        return Image.new("RGB", size), None
 
     def edit_all():
         with pytest.raises(ValueError, match="NaN") as error:
             bar = SimpleNamespace(set_description=lambda text: None)
-            pipeline, devices = BrokenPipeline(is_loading), jax.local_devices()[:1]
-            options = dict(batch_size=1, seed=0, num_inference_steps=1, stages=[0, 1])
-            scales = dict(guidance_scale=1.0, image_guidance_scale=1.0, in_flight=2)
-            sizes = [(8, 8)] * 2
-            next(edit_batches(pipeline, {}, devices, edits, sizes, load, bar, **options, **scales))
+            pipeline, sampling = BrokenPipeline(is_loading), Sampling(1)
+            edit_list = EditList(edits, [(8, 8)] * 2, rounds=[0, 1])
+            next(edit_batches(pipeline, {}, edit_list, sampling, load, bar, in_flight=2))
         errors.append(error.value)
 
     thread = threading.Thread(target=edit_all)

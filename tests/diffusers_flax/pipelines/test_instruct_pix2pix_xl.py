@@ -29,7 +29,8 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
 from diffusers_flax.pipelines.sampling import resize
-from editing.edits import check_model, load_model
+from editing.edits import check_model
+from generating.models import ModelOptions, Sampling, load_model
 from training.sharding import replicate
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
@@ -95,9 +96,10 @@ def test_output_types(folder, loaded):
 
 def test_what_edits_in_bfloat16_round(folder, loaded):
     """Not the weights of a VAE that computes in float32."""
-    kind, _, resolution, scheduler = check_model(str(folder), None, 3)
+    sampling = Sampling(3)
+    kind, _, resolution, scheduler = check_model(str(folder), None, sampling)
     assert resolution == 64  # the UNet's 8 latents, of 8 pixels each
-    pipeline, params = load_model(folder, kind, scheduler, jnp.bfloat16)
+    pipeline, params = load_model(folder, kind, scheduler, sampling, ModelOptions(jnp.bfloat16))
     jax.tree.map(np.testing.assert_array_equal, params["vae"], loaded[1]["vae"])
     del params["scheduler"]
     dtypes = {name: {x.dtype for x in jax.tree.leaves(tree)} for name, tree in params.items()}

@@ -24,6 +24,7 @@ from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
 from editing import edits
+from generating.models import Sampling
 from training.flags import Config
 from training.models import load_models
 
@@ -59,9 +60,12 @@ def test_sdxl_programs_build_the_chosen_scheduler(tmp_path, program):
 
 def test_edits_and_tpu_programs_build_the_chosen_scheduler(tmp_path):
     folder = with_unipc(make_tiny_pipeline(tmp_path / "model"))
-    assert type(edits.check_model(folder, 64, 5, "ddim")[3]) is FlaxDDIMScheduler
+    assert (
+        type(edits.check_model(folder, 64, Sampling(5, scheduler="ddim")).scheduler)
+        is FlaxDDIMScheduler
+    )
     with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with --scheduler"):
-        edits.check_model(folder, 64, 5)
+        edits.check_model(folder, 64, Sampling(5))
     edit = jobs.Edit(tpu="v5e", pretrained_model_name_or_path=str(folder), scheduler="ddim")
     assert type(jobs.open_pipeline_of_flags(edit).scheduler) is FlaxDDIMScheduler
 
