@@ -75,6 +75,10 @@ from generating.single_files import with_single_files
 class EditFlags:
     """What to edit and how."""
 
+    FILES = ("model", "config_name_or_path", "unet_delta", "lora", "embedding", "accelerate")
+    SAME_IMAGES = ("input", "edit", "mask", "edits_jsonl", "output", "grid", "preview")
+    SAME_IMAGES += ("preview_decoder", "batch_size", "compilation_cache_dir")
+
     model: str  # directory, hub id or file of an InstructPix2Pix model, SD or SDXL
     # configs of a one-file model: a directory or hub id; default: its family's
     config_name_or_path: str | None = None
@@ -235,7 +239,7 @@ def number_edits(edits, sizes, program_sizes, config):
 
     edits, sizes, program_sizes, config: see run_edits.
     """
-    make_id, rounds, ids = id_maker(config), rounds_of(edits), [None] * len(edits)
+    make_id, rounds, ids = id_maker(config, config.model), rounds_of(edits), [None] * len(edits)
     for place in sorted(range(len(edits)), key=rounds.__getitem__):
         edit = edits[place]
         ids[place] = make_id(

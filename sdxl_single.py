@@ -65,7 +65,9 @@ SOFTWARE = "sdxl_single.py"  # marks the images
 
 @dataclass(frozen=True)
 class Config(ProcessFlags, DeviceFlags, BatchFlags, PreviewFlags, ImageFlags):
-    """Flags of command_line.py, and the flags of this script alone."""
+    """Flags of generating/flags.py, and the flag of this script alone."""
+
+    SAME_IMAGES = ("compilation_cache_dir",)
 
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
@@ -172,7 +174,7 @@ def run(config):
     layout = layout_of_flags(config)
     devices = jax.local_devices() if layout is None else layout.groups
     prompts = list_prompts(config, len(devices) * config.batch_size)
-    make_id = id_maker(config)
+    make_id = id_maker(config, config.pretrained_model_name_or_path)
     ids = [make_id(prompt=prompt, index=i) for i, prompt in enumerate(prompts)]
     outputs = image_files(config.output, len(prompts), config.grid)
     outputs, todo = continue_images(outputs, ids, config.output, SOFTWARE, config.grid)

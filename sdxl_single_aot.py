@@ -68,7 +68,9 @@ SOFTWARE = "sdxl_single.py"  # marks the images
 
 @dataclass(frozen=True)
 class Config(ProcessFlags, DeviceFlags, BatchFlags, ImageFlags):
-    """Flags of command_line.py, and the flags of this script alone."""
+    """Flags of generating/flags.py, and the flag of this script alone."""
+
+    SAME_IMAGES = ("executable_dir",)
 
     executable_dir: str = "~/.cache/sdxl_single_aot"  # not writable by others; "" saves none
 
@@ -229,7 +231,7 @@ def run(config):
     layout = layout_of_flags(config)
     devices = jax.local_devices() if layout is None else layout.groups
     prompts = list_prompts(config, len(devices) * config.batch_size)
-    make_id = id_maker(config)
+    make_id = id_maker(config, config.pretrained_model_name_or_path)
     ids = [make_id(prompt=prompt, index=i) for i, prompt in enumerate(prompts)]
     outputs = image_files(config.output, len(prompts), config.grid)
     outputs, todo = continue_images(outputs, ids, config.output, SOFTWARE, config.grid)

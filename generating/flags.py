@@ -1,4 +1,8 @@
-"""Flags of programs that make images, and what follows from them: prompts, latents, devices."""
+"""Flags of programs that make images, and what follows from them: prompts, latents, devices.
+
+Groups of flags say for resuming.py which flags name FILES, and which give the SAME_IMAGES whatever
+their value, or belong to one image. All other flags change images.
+"""
 
 import math
 import re
@@ -21,6 +25,10 @@ DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
 @dataclass(frozen=True)
 class ImageFlags:
     """What sdxl_single.py and sdxl_single_aot.py make. --help begins with the last base class."""
+
+    FILES = ("pretrained_model_name_or_path", "config_name_or_path", "unet", "unet_delta", "lora")
+    FILES += ("embedding", "accelerate")
+    SAME_IMAGES = ("prompt", "prompts_file", "num_images")
 
     # directory, hub id or file of an SDXL model
     pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
@@ -64,6 +72,8 @@ class ImageFlags:
 class PreviewFlags:
     """Previews of the images of sdxl_single.py; its twin has none."""
 
+    SAME_IMAGES = ("preview", "preview_decoder")
+
     # also write a preview of every N-th step, decoded by TAESD, next to each image
     preview: int | None = None
     # directory or hub id of the TAESD of previews; "": as for --accelerate taesd
@@ -73,6 +83,9 @@ class PreviewFlags:
 @dataclass(frozen=True)
 class BatchFlags:
     """How sdxl_single.py and sdxl_single_aot.py make images, and where they write them."""
+
+    FILES = ("latents",)
+    SAME_IMAGES = ("batch_size", "output", "grid")
 
     latents: Path | None = None  # .npy of initial noise, (images, channels, h, w) of the latents
     batch_size: int = 1  # images per device at once
@@ -84,6 +97,8 @@ class BatchFlags:
 @dataclass(frozen=True)
 class DeviceFlags:
     """Flags of the programs that make images: devices and their memory."""
+
+    SAME_IMAGES = ("parallel", "devices", "offload")
 
     # devices of all hosts that share the work: data=N groups with different images; in a group
     # branches=N with different branches of guidance, rows=N with different rows of an image; see
@@ -105,6 +120,8 @@ class DeviceFlags:
 @dataclass(frozen=True)
 class ProcessFlags:
     """Flags of the programs that may run on several hosts."""
+
+    SAME_IMAGES = ("coordinator_address", "num_processes", "process_id")
 
     # HOST:PORT of process 0, with --parallel over several hosts; a TPU slice, Slurm and Open MPI
     # tell it themselves

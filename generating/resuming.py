@@ -1,11 +1,11 @@
 """Continuing a list of images after an interruption.
 
-    make_id = id_maker(config)
+    make_id = id_maker(config, config.model)
     ids = [make_id(prompt=prompt, index=i) for i, prompt in enumerate(prompts)]
     files, missing = continue_images(files, ids, output, "sdxl_single.py", grid)
 
-An image file holds a number, made of all that the image depends on. A program that is started again
-finds its finished images by this number, whatever else is in the directory, and makes the others.
+An image file holds an id, a hash of all that the image depends on. A program that is started again
+finds its finished images by their ids, whatever else is in the directory, and makes the others.
 """
 
 import hashlib
@@ -20,43 +20,36 @@ from diffusers_flax.images import image_mark
 from diffusers_flax.loading.hub import WEIGHTS_SUFFIXES, fetch_file
 from diffusers_flax.loading.single_file import INDEX_NAME, SingleFile
 
-MODEL_FLAGS = {"model", "pretrained_model_name_or_path"}
-FILE_FLAGS = MODEL_FLAGS | {
-    *("config_name_or_path", "unet", "unet_delta", "lora", "embedding", "accelerate", "latents"),
-}
 MODEL_SUFFIXES = {*WEIGHTS_SUFFIXES, ".json", ".txt"}  # weights, configs and tokenizers
-# Flags that do not change an image, or that a program gives for each image.
-NOT_OF_AN_IMAGE = {
-    *("prompt", "prompts_file", "num_images", "input", "edit", "mask", "edits_jsonl", "output"),
-    *("grid", "preview", "preview_decoder", "batch_size", "parallel", "devices", "offload"),
-    *("compilation_cache_dir", "executable_dir"),
-    *("coordinator_address", "num_processes", "process_id"),
-}
 
 
-def id_maker(config):
-    """A function that numbers the images of a command.
+def id_maker(config, model):
+    """The function that makes the ids of a command's images.
 
     Args:
-        config: of a program; its flags, except for NOT_OF_AN_IMAGE, and the names, sizes and times
-            of the files that they name are part of all numbers. vae_tile counts as given: what
-            memory makes of None is not known before the model is open, and 0 is like None.
+        config: of a program. Its flags are part of all ids, with the names, sizes and times of
+            files, except for SAME_IMAGES, see flags.py. vae_tile counts as given: its default
+            depends on memory, which is not known before the model is open; 0 is like None.
+        model: the value of the flag of the model.
 
     Returns:
-        Function of keywords, all that an image depends on besides; it returns 32 hexadecimal
-        digits, as EXIF's ImageUniqueID has, that no image of another command or of other keywords
-        gets.
+        Function of keywords, all else that an image depends on; it returns 32 hexadecimal digits,
+        for EXIF's ImageUniqueID. Other commands and other keywords give other ids.
     """
-    given = {
-        name: identify(name, value) if name in FILE_FLAGS else value
+    classes = type(config).__mro__
+    files, same = (
+        {name for cls in classes for name in vars(cls).get(which, ())}
+        for which in ("FILES", "SAME_IMAGES")
+    )
+    values = {
+        name: identify(name, value) if name in files else value
         for name, value in vars(config).items()
-        if name not in NOT_OF_AN_IMAGE and value not in (None, "", ()) and value is not False
+        if name not in same and value not in (None, "", ()) and value is not False
     }
-    if given.get("vae_tile") == 0:
-        del given["vae_tile"]
-    for name in MODEL_FLAGS & given.keys():
-        given["commit"] = commit_of(getattr(config, name), vars(config).get("revision"))
-    common = hashlib.sha256(json.dumps(given, sort_keys=True, default=str).encode())
+    if values.get("vae_tile") == 0:
+        del values["vae_tile"]
+    values["commit"] = commit_of(model, vars(config).get("revision"))
+    common = hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode())
 
     def make_id(**image):
         digest = common.copy()
@@ -67,7 +60,7 @@ def id_maker(config):
 
 
 def identify(flag, value):
-    """What identifies the value of one of FILE_FLAGS: itself, and the files that it names."""
+    """What identifies the value of a flag: itself, and the files that it names."""
     if isinstance(value, tuple):
         return [identify(flag, x) for x in value]
     if isinstance(value, SingleFile):

@@ -1,20 +1,15 @@
-"""Batches that run while others are prepared and written; finding the images that exist."""
+"""Batches that run while others are prepared and written."""
 
-import os
 import re
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 
-from diffusers_flax.images import image_mark, save_image
 from generating.batches import DeviceClock, FileWriter, run_ahead
-from generating.resuming import continue_images, id_maker, is_finished
 
 
 def double(number):
@@ -152,116 +147,3 @@ def test_the_share_of_time_that_devices_wait(monkeypatch):
     assert clock.report(12) == (
         "12 images in 32.0 s after compiling; the devices waited 9.4% of the time"
     )
-
-
-@dataclass(frozen=True)
-class Config:
-    model: str
-    lora: tuple = ()
-    eta: float | None = None
-    seed: int = 0
-    batch_size: int = 1
-    grid: str | None = None
-    accelerate: tuple = ()
-    vae_tile: int | None = None
-    preview: int | None = None
-    preview_decoder: str = ""
-
-
-def test_what_the_number_of_an_image_depends_on(tmp_path):
-    model, lora = tmp_path / "model", tmp_path / "a.safetensors"
-    (model / "unet").mkdir(parents=True)
-    (model / "unet" / "weights.bin").write_text("1")
-    lora.write_text("1")
-    config = Config(str(model), lora=(f"{lora}:0.5",))
-    number = id_maker(config)(prompt="red", index=0)
-    assert len(number) == 32 and int(number, 16)
-    for same in (config, replace(config, batch_size=2, grid="grid.png")):
-        assert id_maker(same)(prompt="red", index=0) == number
-    make_id = id_maker(config)
-    others = {make_id(prompt="blue", index=0), make_id(prompt="red", index=1)}
-    for changes in ({"seed": 1}, {"eta": 0.0}, {"lora": (f"{lora}:0.6",)}, {"lora": ()}):
-        others.add(id_maker(replace(config, **changes))(prompt="red", index=0))
-    lora.write_text("12")
-    others.add(id_maker(config)(prompt="red", index=0))
-    lora.write_text("1")
-    os.utime(model / "unet" / "weights.bin", ns=(1, 1))
-    others.add(id_maker(config)(prompt="red", index=0))
-    assert len(others - {number}) == 8
-
-
-def test_what_the_number_of_an_image_does_not_depend_on(tmp_path, monkeypatch):
-    """Images that the program writes, and flags that make the same image."""
-    monkeypatch.chdir(tmp_path)
-    taesd = tmp_path / "taesd"
-    for folder in ("model/unet", "taesd"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "weights.safetensors").write_text("1")
-    chosen = ("deepcache", f"taesd:path={taesd}")
-    config = Config("model", lora=("owner/lora:0.5",), accelerate=chosen)
-    number = id_maker(config)(index=0)
-    for output in ("deepcache", "path", "owner/lora", "0.5", "model", "model/output"):
-        folder = tmp_path / output
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("000.png", "a.jpg"):
-            save_image(np.zeros((8, 8, 3)), folder / name)
-        assert id_maker(config)(index=0) == number
-    for same in ({"vae_tile": 0}, {"preview": 5}, {"preview_decoder": str(taesd)}):
-        assert id_maker(replace(config, **same))(index=0) == number
-    assert id_maker(replace(config, vae_tile=512))(index=0) != number
-    (taesd / "weights.safetensors").write_text("12")
-    assert id_maker(config)(index=0) != number
-
-
-def test_the_grid_is_no_image_of_an_interrupted_run(tmp_path):
-    ids = [f"{i:032x}" for i in range(4)]
-    for i in (0, 1, 3):
-        save_image(np.zeros((8, 8, 3)), tmp_path / f"{i:03}.png", "a.py", ids[i])
-    new = [tmp_path / f"{4 + i:03}.png" for i in range(4)]
-    for number in (0, 2):  # exists, is missing
-        with pytest.raises(ValueError, match=rf"--grid .*/{number:03}\.png is an image of"):
-            continue_images(new, ids, tmp_path, "a.py", tmp_path / f"{number:03}.png")
-    files, missing = continue_images(new, ids, tmp_path, "a.py", tmp_path / "004.png")
-    assert missing == [2] and files[2] == tmp_path / "002.png"
-
-
-def test_images_of_a_folder_that_exist(tmp_path):
-    """Names go on after other images; those of an interrupted run are kept."""
-    ids = [f"{i:032x}" for i in range(4)]
-    image = np.zeros((8, 8, 3))
-
-    def folder(*images):
-        """Of images: None is not by us, else the place of its number."""
-        for file in tmp_path.iterdir():
-            file.unlink()
-        for number, place in enumerate(images):
-            if place != "free":
-                mark = () if place is None else ("a.py", ids[place])
-                save_image(image, tmp_path / f"{number:03}.png", *mark)
-        new = [tmp_path / f"{len(images) + i:03}.png" for i in range(4)]
-        files, missing = continue_images(new, ids, tmp_path, "a.py")
-        return [int(file.stem) for file in files], missing
-
-    assert folder() == ([0, 1, 2, 3], [0, 1, 2, 3])
-    assert folder(None, None) == ([2, 3, 4, 5], [0, 1, 2, 3])
-    assert folder(0, 1) == ([0, 1, 2, 3], [2, 3])
-    assert folder(None, "free", 1, "free", 3) == ([1, 2, 3, 4], [0, 2])
-    assert folder(0, 1, 2, 3) == ([0, 1, 2, 3], [])
-    assert folder(0, 1, None) == ([0, 1, 5, 6], [2, 3])  # something else has the name
-    assert folder(1) == ([1, 0, 3, 4], [0, 2, 3])  # which would be -1
-
-
-def test_an_image_that_exists_is_replaced_if_it_is_ours(tmp_path):
-    image, number = Image.new("RGB", (8, 8)), "0" * 32
-    for name in ("a.png", "a.jpg"):
-        file = tmp_path / name
-        assert not is_finished(file, number, "a.py")
-        save_image(image, file, "a.py", number)
-        assert image_mark(file) == ("a.py", number)
-        assert is_finished(file, number, "a.py")
-        assert not is_finished(file, "1" * 32, "a.py")
-        image.save(file)
-        with pytest.raises(ValueError, match="exists, is not by a\\.py and would be overwritten"):
-            is_finished(file, number, "a.py")
-        file.write_text("text")
-        assert image_mark(file) == (None, None)
