@@ -34,14 +34,8 @@ from diffusers_flax.images import save_image
 from diffusers_flax.parameters import cast_params, choose_dtype, place_params
 from diffusers_flax.pipelines.base import Execution
 from diffusers_flax.pipelines.memory import plan_images
-from diffusers_flax.pipelines.sampling import (
-    AYS_SDXL,
-    check_steps,
-    count_steps,
-    keys_per_image,
-    timestep_options,
-)
-from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
+from diffusers_flax.pipelines.sampling import keys_per_image
+from diffusers_flax.schedulers.factory import check_scheduler
 from generating.batches import DeviceClock, FileWriter, check_finite_images, run_ahead, to_batches
 from generating.captions import GRID_IMAGES, image_grid
 from generating.flags import (
@@ -54,8 +48,9 @@ from generating.flags import (
     layout_of_flags,
     list_prompts,
     read_latents,
+    take,
 )
-from generating.models import check_xl
+from generating.models import Sampling, check_sampling, check_xl
 from generating.previews import preview_files
 from generating.resuming import continue_images, id_maker, image_files, print_continued
 from generating.single_files import with_single_files
@@ -72,27 +67,23 @@ class Config(ProcessFlags, DeviceFlags, BatchFlags, PreviewFlags, ImageFlags):
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
 
-def open_pipeline(config, layout, steps, outputs):
-    """(the pipeline with the chosen scheduler, without weights; its branches of guidance)."""
+def open_pipeline(config, layout, sampling, outputs):
+    """The pipeline with the chosen scheduler, without weights."""
     model, revision = config.pretrained_model_name_or_path, config.revision
     check_xl(model, revision, config.unet)
     dtype = choose_dtype(config.dtype)
     replaced = {"unet": config.unet} if config.unet else None
     _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, replaced)
-    chosen = config.scheduler, config.timestep_spacing, config.prediction_type
-    scheduler, state = choose_scheduler(configs["scheduler"], model, *chosen)
-    num_steps = count_steps(scheduler, steps)
-    preview = preview_files(
-        config.preview, config.preview_decoder, outputs, num_steps, config.seed, [config.grid]
-    )
+    given = FlaxStableDiffusionXLPipeline, configs["scheduler"], model
+    scheduler = check_sampling(*given, sampling)
+    steps = sampling.steps(FlaxStableDiffusionXLPipeline)
+    preview = preview_files(config, outputs, scheduler, steps, [config.grid])
     execution = Execution(config.accelerate, preview, layout, storage=config.storage)
     options = dict(embeddings=config.embedding, execution=execution)
     models = model, revision, dtype, scheduler, replaced
     pipeline = FlaxStableDiffusionXLPipeline.open(*models, **options)
-    branches = pipeline.guidance_branches(config.guidance_scale)
-    pipeline.check_parallel(branches, config.height)
-    check_steps(scheduler, state, steps, pipeline.accelerate, branches)
-    return pipeline, branches
+    pipeline.check_parallel(sampling.branches(type(pipeline)), config.height)
+    return pipeline
 
 
 def generate(config, layout, devices, prompts, outputs, ids, todo):
@@ -109,10 +100,11 @@ def generate(config, layout, devices, prompts, outputs, ids, todo):
     devices = devices[: math.ceil(len(prompts) / batch_size)]
     layout = layout and layout.first(len(devices))
     devices, is_writer = layout.groups if layout else devices, not layout or layout.is_writer
-    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta, AYS_SDXL)
+    sampling = take(Sampling, config)
 
     # 1. Load
-    pipeline, branches = open_pipeline(config, layout, steps, outputs)
+    pipeline = open_pipeline(config, layout, sampling, outputs)
+    branches, steps = sampling.branches(type(pipeline)), sampling.steps(type(pipeline))
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
     height, width = pipeline.image_size(config.height, config.width)

@@ -40,13 +40,8 @@ from diffusers_flax.messages import one_line
 from diffusers_flax.parameters import cast_params, choose_dtype, place_params
 from diffusers_flax.pipelines.base import Execution
 from diffusers_flax.pipelines.memory import plan_images
-from diffusers_flax.pipelines.sampling import (
-    AYS_SDXL,
-    check_steps,
-    keys_per_image,
-    timestep_options,
-)
-from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
+from diffusers_flax.pipelines.sampling import keys_per_image
+from diffusers_flax.schedulers.factory import check_scheduler
 from generating.batches import DeviceClock, FileWriter, check_finite_images, run_ahead, to_batches
 from generating.captions import GRID_IMAGES, image_grid
 from generating.flags import (
@@ -58,8 +53,9 @@ from generating.flags import (
     layout_of_flags,
     list_prompts,
     read_latents,
+    take,
 )
-from generating.models import check_xl
+from generating.models import Sampling, check_sampling, check_xl
 from generating.resuming import continue_images, id_maker, image_files, print_continued
 from generating.single_files import with_single_files
 
@@ -75,23 +71,21 @@ class Config(ProcessFlags, DeviceFlags, BatchFlags, ImageFlags):
     executable_dir: str = "~/.cache/sdxl_single_aot"  # not writable by others; "" saves none
 
 
-def open_pipeline(config, layout, steps):
-    """(the pipeline with the chosen scheduler, without weights; its branches of guidance)."""
+def open_pipeline(config, layout, sampling):
+    """The pipeline with the chosen scheduler, without weights."""
     model, revision = config.pretrained_model_name_or_path, config.revision
     check_xl(model, revision, config.unet)
     dtype = choose_dtype(config.dtype)
     replaced = {"unet": config.unet} if config.unet else None
     _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, replaced)
-    chosen = config.scheduler, config.timestep_spacing, config.prediction_type
-    scheduler, state = choose_scheduler(configs["scheduler"], model, *chosen)
+    given = FlaxStableDiffusionXLPipeline, configs["scheduler"], model
+    scheduler = check_sampling(*given, sampling)
     execution = Execution(config.accelerate, layout=layout, storage=config.storage)
     options = dict(embeddings=config.embedding, execution=execution)
     models = model, revision, dtype, scheduler, replaced
     pipeline = FlaxStableDiffusionXLPipeline.open(*models, **options)
-    branches = pipeline.guidance_branches(config.guidance_scale)
-    pipeline.check_parallel(branches, config.height)
-    check_steps(scheduler, state, steps, pipeline.accelerate, branches)
-    return pipeline, branches
+    pipeline.check_parallel(sampling.branches(type(pipeline)), config.height)
+    return pipeline
 
 
 def aot_compile(pipeline, store, devices, arguments, options):
@@ -157,10 +151,11 @@ def generate(config, layout, devices, prompts, outputs, ids, todo):
     devices = devices[: math.ceil(len(prompts) / batch_size)]
     layout = layout and layout.first(len(devices))
     devices, is_writer = layout.groups if layout else devices, not layout or layout.is_writer
-    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta, AYS_SDXL)
+    sampling = take(Sampling, config)
 
     # 1. Load
-    pipeline, branches = open_pipeline(config, layout, steps)
+    pipeline = open_pipeline(config, layout, sampling)
+    branches, steps = sampling.branches(type(pipeline)), sampling.steps(type(pipeline))
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
     height, width = pipeline.image_size(config.height, config.width)

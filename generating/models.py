@@ -36,6 +36,7 @@ class Sampling:
     eta: float | None = None
     scheduler: str | None = None  # a name of SCHEDULERS; None: the model's own
     timestep_spacing: str | None = None  # None: as in the scheduler's config
+    prediction_type: str | None = None  # likewise
     accelerate: tuple[str, ...] = ()  # see acceleration.plans.parse
     lora: tuple[str, ...] = ()  # files to fold into the weights, see loading.lora.Loras
 
@@ -107,7 +108,7 @@ def check_sampling(pipeline_type, scheduler_config, model, sampling):
     accelerate = read_acceleration(sampling.accelerate)
     if accelerate:
         pipeline_type.check_acceleration(accelerate)
-    options = sampling.scheduler, sampling.timestep_spacing
+    options = sampling.scheduler, sampling.timestep_spacing, sampling.prediction_type
     scheduler, state = choose_scheduler(scheduler_config, model, *options)
     steps, branches = sampling.steps(pipeline_type), sampling.branches(pipeline_type)
     check_steps(scheduler, state, steps, accelerate, branches)

@@ -8,22 +8,20 @@ import numpy as np
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.images import made_by, save_image, to_pil
 from diffusers_flax.messages import warn_once
-from diffusers_flax.pipelines.sampling import keys_per_image
+from diffusers_flax.pipelines.sampling import count_steps, keys_per_image
 
 PREVIEW = "preview by FlaxDiffusionPipeline"  # marks previews, which later previews may replace
 
 
-def preview_files(every, decoder, outputs, num_steps, seed, kept=(), sizes=None):
+def preview_files(config, outputs, scheduler, steps, kept=(), sizes=None):
     """Write previews next to the images: for OUT.png OUT-step-005.png, OUT-step-010.png, ...
 
     They replace previews of an earlier run, and no other file.
 
     Args:
-        every: --preview.
-        decoder: --preview_decoder.
+        config: with the flags preview, preview_decoder and seed.
         outputs: the file of each image, in the order of their keys.
-        num_steps: of the images, PNDM's repeated ones included.
-        seed: of the images' keys.
+        scheduler, steps: of the images, as for count_steps.
         kept: paths or None, files that previews must not replace, besides outputs.
         sizes: (width, height) to scale the previews of each image to; None: they are as decoded.
 
@@ -33,10 +31,12 @@ def preview_files(every, decoder, outputs, num_steps, seed, kept=(), sizes=None)
     Raises:
         ValueError: there would be no preview, or one would replace a file.
     """
+    every, decoder = config.preview, config.preview_decoder
     if every is None:
         if decoder:
             raise ValueError(f"--preview_decoder {decoder} is for --preview; give both or neither")
         return None
+    num_steps = count_steps(scheduler, steps)
     if every >= num_steps:
         raise ValueError(
             f"--preview {every} of {num_steps} steps makes no preview, as the last step makes the "
@@ -48,7 +48,7 @@ def preview_files(every, decoder, outputs, num_steps, seed, kept=(), sizes=None)
     ):
         if path.resolve() in kept or (path.exists() and not made_by(path, PREVIEW)):
             raise ValueError(f"{path} would be replaced by a preview; give it another name")
-    keys = jax.random.key_data(keys_per_image(jax.random.key(seed), len(outputs)))
+    keys = jax.random.key_data(keys_per_image(jax.random.key(config.seed), len(outputs)))
     names = [key.tobytes() for key in np.asarray(keys)]
     files, sizes = dict(zip(names, outputs)), dict(zip(names, sizes or ()))
     one_at_a_time = Lock()  # devices call it from several threads

@@ -18,12 +18,12 @@ from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
-from diffusers_flax.pipelines.sampling import timestep_options
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
 from editing import edits
+from generating.flags import take
 from generating.models import Sampling
 from training.flags import Config
 from training.models import load_models
@@ -51,9 +51,9 @@ def test_sdxl_programs_build_the_chosen_scheduler(tmp_path, program):
 
     def open_pipeline(**flags):
         config = program.Config(pretrained_model_name_or_path=str(folder), **flags)
-        return program.open_pipeline(config, None, timestep_options(4, None, None), *outputs)
+        return program.open_pipeline(config, None, take(Sampling, config), *outputs)
 
-    assert type(open_pipeline(scheduler="ddim")[0].scheduler) is FlaxDDIMScheduler
+    assert type(open_pipeline(scheduler="ddim").scheduler) is FlaxDDIMScheduler
     with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with --scheduler"):
         open_pipeline()
 
