@@ -34,6 +34,7 @@ from typing import Literal
 
 from command_line import ask_before_replacing, run_main
 from generating.single_files import with_single_files
+from training.flags import chosen_columns
 from training.latents import latent_dirs, write_latents
 
 
@@ -92,9 +93,9 @@ def run(config):
     write_latents(
         config,
         config.output_dir,
+        chosen_columns(config, config.cache_masks),
         config.batch_size,
         config.overwrite_output_dir,
-        config.mask_column if config.cache_masks else None,
     )
     output_dirs = latent_dirs(config.train_data_dir, config.output_dir)
     for data_dir, output_dir in zip(config.train_data_dir, output_dirs):

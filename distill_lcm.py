@@ -44,7 +44,7 @@ import numpy as np
 from command_line import check_scale, run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.mixture import Mixture
-from dataloading.shards import COLUMN_FLAGS
+from dataloading.options import Reading, Transform
 from diffusers_flax.loading.directories import LORA_FILE
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.pipelines.base import pipeline_class
@@ -62,7 +62,14 @@ from generating.single_files import with_single_files
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_plan
 from training.flags import Config as TrainingConfig
-from training.flags import check_flags, chosen_sizes, may_change, named_buckets, per_process
+from training.flags import (
+    check_flags,
+    chosen_columns,
+    chosen_sizes,
+    may_change,
+    named_buckets,
+    per_process,
+)
 from training.latents import check_vae
 from training.lora import save_lora
 from training.models import (
@@ -88,7 +95,6 @@ from training.sharding import (
 )
 
 HUBER_C = 0.001  # below it the loss is quadratic, above linear
-SAMPLE_FLAGS = ("resolution", "seed", "random_crop", "random_flip")  # as the datasets' names
 
 
 @dataclass(frozen=True)
@@ -345,13 +351,21 @@ def open_dataset(shared: TrainingConfig):
     directories = shared.train_data_dir
     options = dict(
         batch_size=shared.train_batch_size,
-        micro_conditioning=is_sdxl(shared),
-        max_rows=shared.max_train_samples,
-        num_threads=shared.dataloader_num_workers,
-        **{name: getattr(shared, name) for name in (*SAMPLE_FLAGS, *COLUMN_FLAGS)},
+        columns=chosen_columns(shared, masks=False),
+        transform=Transform(
+            resolution=shared.resolution,
+            sizes=chosen_sizes(shared),
+            random_crop=shared.random_crop,
+            random_flip=shared.random_flip,
+            micro_conditioning=is_sdxl(shared),
+        ),
+        seed=shared.seed,
+        reading=Reading(
+            max_rows=shared.max_train_samples, num_threads=shared.dataloader_num_workers
+        ),
     )
     if len(directories) == 1:
-        return ParquetImagePairs(directories[0], sizes=chosen_sizes(shared), **options)
+        return ParquetImagePairs(directories[0], **options)
     return Mixture(directories, shared.train_data_weights, **options)
 
 

@@ -33,12 +33,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.multihost_utils import process_allgather
 
 from command_line import run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.mixture import Mixture
-from dataloading.shards import COLUMN_FLAGS
+from dataloading.options import Columns, Reading, Transform
 from diffusers_flax.devices.processes import start_distributed
 from diffusers_flax.messages import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
@@ -50,8 +49,8 @@ from training.flags import (
     Config,
     check_flags,
     check_schedules,
+    chosen_columns,
     chosen_sizes,
-    masks_to_read,
     named_buckets,
 )
 from training.latents import check_vae, latent_dirs, write_latents
@@ -72,7 +71,7 @@ from training.output import (
     merge_finished_run,
     merges_finished_run,
 )
-from training.processes import from_process_0, wait_for_all
+from training.processes import all_processes, from_process_0, wait_for_all
 from training.report import fit_validation_images, load_validation_images
 from training.run import TrainRun, cache_programs, compile_steps
 from training.sharding import (
@@ -311,36 +310,38 @@ def train_step_options(config: Config):
 
 def open_dataset(config: Config):
     """Open --train_data_dir, or --cache_latents after writing its missing shards."""
-    num_processes, directories = jax.process_count(), config.train_data_dir
+    directories = config.train_data_dir
+    columns = chosen_columns(config, masks=config.mask_loss_weight != 1)
     if config.cache_latents:
         check_models(
             config, open_modules(config, mixed_precision_dtype(config))
         )  # before hours of encoding
-        write_latents(config, config.cache_latents, mask_column=masks_to_read(config))
+        write_latents(config, config.cache_latents, columns)
         wait_for_all("latents are cached")
         directories = latent_dirs(config.train_data_dir, config.cache_latents)
-    columns = {n: getattr(config, n) for n in COLUMN_FLAGS} | {"mask_column": masks_to_read(config)}
-    if config.cache_latents:  # their columns have the known names
-        columns = {name: column and "" for name, column in columns.items()}
+        columns = Columns(mask=columns.mask and "")  # latents have columns of known names
     options = dict(
-        batch_size=config.train_batch_size // num_processes,
-        resolution=config.resolution,
+        batch_size=config.train_batch_size // jax.process_count(),
+        columns=columns,
+        transform=Transform(
+            resolution=config.resolution,
+            sizes=chosen_sizes(config),
+            random_crop=config.random_crop,
+            random_flip=config.random_flip,
+            resample=config.image_interpolation_mode,
+            micro_conditioning=is_sdxl(config),
+        ),
         seed=config.seed,
-        random_crop=config.random_crop,
-        random_flip=config.random_flip,
-        micro_conditioning=is_sdxl(config),
-        resample=config.image_interpolation_mode,
-        **columns,
-        max_rows=config.max_train_samples,
-        process_index=jax.process_index(),
-        process_count=num_processes,
-        all_gather=process_allgather if num_processes > 1 else None,
-        num_threads=config.dataloader_num_workers,
-        shuffle_buffer=config.shuffle_buffer,
-        max_bad_fraction=config.max_bad_fraction,
+        processes=all_processes(),
+        reading=Reading(
+            max_rows=config.max_train_samples,
+            shuffle_buffer=config.shuffle_buffer,
+            num_threads=config.dataloader_num_workers,
+            max_bad_fraction=config.max_bad_fraction,
+        ),
     )
     if len(directories) == 1:
-        return ParquetImagePairs(directories[0], sizes=chosen_sizes(config), **options)
+        return ParquetImagePairs(directories[0], **options)
     return Mixture(directories, config.train_data_weights, **options)
 
 

@@ -43,6 +43,7 @@ from command_line import check_image_file, run_main
 from dataloading.dataset import ParquetImagePairs
 from dataloading.decoding import decode_pair, place_mask
 from dataloading.images import crop_image, decode_image
+from dataloading.options import Columns
 from dataloading.pairs import write_pairs
 from dataloading.shards import (
     COLUMN_FLAGS,
@@ -241,7 +242,7 @@ def check_flags(config: Config) -> None:
 
 
 def masks_to_check(config: Config) -> str | None:
-    """The mask_column of list_row_groups; None if there are no masks."""
+    """The column of masks to check; None if there are no masks."""
     try:
         path = shard_files(Path(config.train_data_dir))[0]
         find_mask_column(pq.read_schema(path), path)
@@ -258,10 +259,12 @@ def describe_and_preview(config: Config) -> None:
     """
     groups = list_row_groups(
         config.train_data_dir,
-        config.original_image_column,
-        config.edited_image_column,
-        config.edit_prompt_column,
-        mask_column=masks_to_check(config),
+        Columns(
+            config.original_image_column,
+            config.edited_image_column,
+            config.edit_prompt_column,
+            mask=masks_to_check(config),
+        ),
     )
     if latents_metadata(groups[0].metadata):
         raise ValueError(

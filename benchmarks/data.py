@@ -51,6 +51,7 @@ from tqdm import tqdm
 
 from benchmarks.rows import describe_machine, read_rows, report, rows_of, run_benchmark, write_rows
 from dataloading.decoding import decode_pair
+from dataloading.options import Reading, Transform
 from dataloading.order import bucket_sizes
 from dataloading.pairs import SCHEMA
 from dataloading.shards import Pair, list_row_groups, pair_at, read_row_group, shard_files
@@ -219,10 +220,8 @@ def ours(folder: Path, num_threads: int, resample: str, sizes=None) -> Iterator[
     dataset = ParquetImagePairs(
         str(folder),
         batch_size=BATCH_SIZE,
-        resolution=RESOLUTION,
-        resample=resample,
-        num_threads=num_threads,
-        sizes=sizes,
+        transform=Transform(RESOLUTION, sizes, resample=resample),
+        reading=Reading(num_threads=num_threads),
     )
     while True:
         yield from dataset

@@ -8,16 +8,15 @@ Images are prepared as in InstructPix2Pix (arXiv 2211.09800).
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
-from dataloading.images import RESAMPLING, num_usable_cores
+from dataloading.options import Columns, Processes, Reading, Transform, check_at_least
 from dataloading.order import choose_num_parts, partition_rows, size_name
-from dataloading.reading import BatchRow, StoredPairs, decode_batches
+from dataloading.reading import BatchRow, StoredPairs, decode_batches, stream_settings
 from diffusers_flax.messages import differences
 
-MAY_BE_0 = ("seed", "num_parts", "num_threads", "shuffle_buffer")  # other integers are at least 1
 MIN_LEFT_OUT = 0.01  # share of an epoch's pairs for which a better batch size is looked up
 
 
@@ -99,28 +98,10 @@ class ParquetImagePairs(StoredPairs):
     Args:
         train_data_dir: directory of *.parquet files.
         batch_size: pairs per batch of this process.
-        resolution: side R of the images, pixels.
-        sizes: heights and widths to choose from, of `order.bucket_sizes`; None: the square.
+        columns, transform, processes, reading: see options.py.
         seed: at least 0.
-        random_crop: crop at a random position along the longer side, else in the centre. Latents
-            need False.
-        random_flip: mirror half of the pairs.
-        micro_conditioning: also yield the time ids of SDXL.
-        resample: "dct", "lanczos" or "bicubic", see `decoding.decode_pair`.
-        original_image_column, edited_image_column, edit_prompt_column: "" finds the known names.
-        mask_column: also yield masks; "" finds the known names. None: none.
-        max_rows: use the first N rows only, over all processes; None: all.
-        process_index, process_count: `jax.process_index()` and `jax.process_count()`.
         num_parts: a divisor of the global batch size; 0: the greatest common divisor of the global
             batch size and DEFAULT_PARTS, with sizes 1.
-        all_gather: `jax.experimental.multihost_utils.process_allgather`; required if processes have
-            different shards, to compare their directories.
-        num_threads: decoding threads; 0: one per core.
-        prefetch_batches: batches decoded ahead of the consumer.
-        shuffle_buffer: encoded pairs to draw from, over all processes.
-        max_bad_fraction: largest fraction of pairs that cannot be used, in [0, 1]; it is tested as
-            if at least MIN_ROWS_FOR_BAD_FRACTION pairs were read, or a global epoch if that is
-            less.
 
     Raises:
         ValueError: an invalid argument, an invalid directory (see `list_row_groups` and
@@ -133,98 +114,61 @@ class ParquetImagePairs(StoredPairs):
         train_data_dir: str,
         *,
         batch_size: int,
-        resolution: int = 256,
-        sizes: tuple[tuple[int, int], ...] | None = None,
+        columns: Columns = Columns(),
+        transform: Transform = Transform(),
         seed: int = 0,
-        random_crop: bool = True,
-        random_flip: bool = True,
-        micro_conditioning: bool = False,
-        resample: str = "dct",
-        original_image_column: str = "",
-        edited_image_column: str = "",
-        edit_prompt_column: str = "",
-        mask_column: str | None = None,
-        max_rows: int | None = None,
-        process_index: int = 0,
-        process_count: int = 1,
+        processes: Processes = Processes(),
+        reading: Reading = Reading(),
         num_parts: int = 0,
-        all_gather: Callable[[np.ndarray], np.ndarray] | None = None,
-        num_threads: int = 0,
-        prefetch_batches: int = 2,
-        shuffle_buffer: int = 4096,
-        max_bad_fraction: float = 0.1,
     ):
         register_with_torch(type(self))
-        check_options(
-            process_index,
-            process_count,
-            resample,
-            max_bad_fraction,
-            batch_size=batch_size,
-            resolution=resolution,
-            num_parts=num_parts,
-            seed=seed,
-            max_rows=max_rows,
-            num_threads=num_threads,
-            prefetch_batches=prefetch_batches,
-            shuffle_buffer=shuffle_buffer,
-        )
-        if sizes is not None:
+        check_at_least(1, batch_size=batch_size)
+        check_at_least(0, seed=seed, num_parts=num_parts)
+        global_batch_size = batch_size * processes.process_count
+        if transform.sizes is not None:
             num_parts = num_parts or 1  # with more, more pairs wait until their batch is full
-        num_parts = choose_num_parts(num_parts, batch_size, process_count)
+        num_parts = choose_num_parts(num_parts, batch_size, processes.process_count)
 
-        super().__init__(
-            train_data_dir,
-            (original_image_column, edited_image_column, edit_prompt_column),
-            dict(
-                resolution=resolution,
-                sizes=sizes or ((resolution, resolution),),
-                resample=resample,
-                random_crop=random_crop,
-                random_flip=random_flip,
-                micro_conditioning=micro_conditioning,
-                masks=mask_column is not None,
-            ),
-            mask_column=mask_column,
-            max_rows=max_rows,
-            all_gather=all_gather,
-            max_bad_fraction=max_bad_fraction,
-        )
-        check_enough_rows(self.directory_rows, batch_size, process_count, max_rows, train_data_dir)
-        self.num_threads = num_threads or num_usable_cores()
-        if sizes is not None:
-            self.choose_sizes(
-                batch_size, self.num_threads, process_index, process_count, all_gather
-            )
+        super().__init__(train_data_dir, columns, transform, processes, reading)
+        self._check_enough_rows(batch_size)
+        if transform.sizes is not None:
+            self.choose_sizes(batch_size)
         self._partition = partition_rows(
-            self.directories,
-            self.size_rows,
-            batch_size,
-            num_parts,
-            process_index,
-            process_count,
+            self.directories, self.size_rows, batch_size, num_parts, processes
         )
-        self.epoch_rows = len(self) * batch_size * process_count
-        self.batch_size, self.seed = batch_size, seed
-        self.num_parts, self.shuffle_buffer = num_parts, shuffle_buffer
-        self.prefetch_batches = prefetch_batches
+        self.epoch_rows = len(self) * global_batch_size
+        self.batch_size, self.seed, self.num_parts = batch_size, seed, num_parts
         self.epoch = 0
         self._first_batch = 0  # at which the next iteration starts
         self._next_batch = 0  # position of state_dict
         self._stream_identity = {
             "seed": seed,
-            "global_batch_size": batch_size * process_count,
+            "global_batch_size": global_batch_size,
             "num_parts": num_parts,
-            "shuffle_buffer": shuffle_buffer,
-            "resolution": resolution,
-            "random_crop": random_crop,
-            "random_flip": random_flip,
-            "resample": resample,
-            "max_rows": max_rows,
+            **stream_settings(transform, reading),
             **self.identity(),
         }
-        if sizes is not None:
+        if transform.sizes is not None:
             self._stream_identity["sizes"] = " ".join(map(size_name, self.decoding.sizes))
+
+    def _check_enough_rows(self, batch_size: int) -> None:
+        """Raise a ValueError if a directory has less than one batch."""
+        process_count, max_rows = self.processes.process_count, self.reading.max_rows
+        is_shared = len(self.directory_rows) == 1
+        num_rows, num_sharing = min(self.directory_rows), process_count if is_shared else 1
+        if num_rows >= batch_size * num_sharing:
+            return
+        source = self.train_data_dir if is_shared else "the directory with the fewest rows"
+        if max_rows is not None:
+            source = f"--max_train_samples {max_rows} of {source}"
+        most = num_rows // num_sharing
+        remedy = f"use at most {most} pairs per process, --train_batch_size {most * process_count}"
+        if num_rows < num_sharing:
+            remedy = f"use at most {num_rows} processes"
+        raise ValueError(
+            f"a batch of {batch_size} pairs on each of {num_sharing} process(es) needs "
+            f"{batch_size * num_sharing} pairs, but {source} has {num_rows}; {remedy}"
+        )
 
     def describe_epoch(self, multiple: int = 1) -> str:
         """Say how many pairs an epoch uses, and a smaller batch that would leave out fewer.
@@ -322,7 +266,7 @@ class ParquetImagePairs(StoredPairs):
             [group.num_rows for group in self.groups],
             self.seed,
             self.epoch,
-            self.shuffle_buffer,
+            self.reading.shuffle_buffer,
             self.directory_sizes,
         )
         if self.directory_sizes:
@@ -332,63 +276,10 @@ class ParquetImagePairs(StoredPairs):
         encoded = (
             [BatchRow(self, row, of_row, draws[row]) for row, of_row in rows] for rows in found
         )
-        batches = decode_batches(encoded, self.num_threads, self.prefetch_batches)
+        batches = decode_batches(encoded, self.reading)
         with contextlib.closing(batches):
             for step, batch in enumerate(batches, start=start + 1):
                 self._next_batch = step
                 if step == len(self):
                     self.epoch, self._next_batch = self.epoch + 1, 0
                 yield batch
-
-
-def check_options(
-    process_index: int,
-    process_count: int,
-    resample: str,
-    max_bad_fraction: float,
-    **integers: int | None,
-) -> None:
-    """Raise a ValueError for arguments of ParquetImagePairs that are out of range.
-
-    Args:
-        process_index, process_count, resample, max_bad_fraction: see ParquetImagePairs.
-        integers: the other arguments with a lowest value; None: not given.
-    """
-    for name, value in [*integers.items(), ("process_count", process_count)]:
-        lowest = int(name not in MAY_BE_0)
-        if value is not None and value < lowest:
-            raise ValueError(f"{name}={value} must be at least {lowest}")
-    if not 0 <= process_index < process_count:
-        raise ValueError(
-            f"process_index={process_index} must be from 0 to process_count - 1 = "
-            f"{process_count - 1}"
-        )
-    if resample not in RESAMPLING:
-        raise ValueError(f"resample={resample} is unknown; use one of {', '.join(RESAMPLING)}")
-    if not 0 <= max_bad_fraction <= 1:
-        raise ValueError(f"max_bad_fraction={max_bad_fraction} must be from 0 to 1")
-
-
-def check_enough_rows(
-    directory_rows: list[int],
-    batch_size: int,
-    process_count: int,
-    max_rows: int | None,
-    train_data_dir: str,
-) -> None:
-    """Raise a ValueError if a directory has less than one batch; arguments as in partition_rows."""
-    is_shared = len(directory_rows) == 1
-    num_rows, num_sharing = min(directory_rows), process_count if is_shared else 1
-    if num_rows >= batch_size * num_sharing:
-        return
-    source = train_data_dir if is_shared else "the directory with the fewest rows"
-    if max_rows is not None:
-        source = f"--max_train_samples {max_rows} of {source}"
-    most = num_rows // num_sharing
-    remedy = f"use at most {most} pairs per process, --train_batch_size {most * process_count}"
-    if num_rows < num_sharing:
-        remedy = f"use at most {num_rows} processes"
-    raise ValueError(
-        f"a batch of {batch_size} pairs on each of {num_sharing} process(es) needs "
-        f"{batch_size * num_sharing} pairs, but {source} has {num_rows}; {remedy}"
-    )

@@ -23,6 +23,7 @@ from dataloading.images import (
     encoded_size,
     scaled_size,
 )
+from dataloading.options import Processes, Transform
 from dataloading.order import BUCKETS, size_name
 from dataloading.shards import (
     ImageColumn,
@@ -47,28 +48,21 @@ FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
 
 @dataclass(frozen=True)
 class Decoding:
-    """How pairs become arrays; for the options see ParquetImagePairs.
+    """How pairs become arrays."""
 
-    latents: latents_metadata of the shards, None if they have images.
-    sizes: heights and widths of the batches' images.
-    masks: whether batches have masks; 0 for pairs without one.
-    """
+    transform: Transform
+    latents: dict | None  # latents_metadata of the shards; None: they have images
+    masks: bool  # whether batches have masks; 0 for pairs without one
 
-    resolution: int
-    sizes: tuple[tuple[int, int], ...]
-    resample: str
-    random_crop: bool
-    random_flip: bool
-    micro_conditioning: bool
-    latents: dict | None
-    masks: bool = False
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Heights and widths of the batches' images."""
+        return self.transform.sizes or ((self.transform.resolution,) * 2,)
 
     def check(self, group: RowGroup) -> None:
         """Raise a ValueError if the options do not fit a row group."""
-        check_row_group(
-            group, self.latents, self.resolution, self.sizes, self.resample, self.random_crop
-        )
-        if self.micro_conditioning and self.latents and not has_time_ids(group):
+        check_row_group(group, self.latents, self.transform)
+        if self.transform.micro_conditioning and self.latents and not has_time_ids(group):
             raise ValueError(
                 f"{group.path} has no time ids of SDXL; delete the directory and make the "
                 "latents again"
@@ -92,7 +86,7 @@ class Decoding:
     def empty_batch(self, batch_size: int, size: int = 0) -> dict[str, np.ndarray]:
         """Arrays for batch_size pairs, without values; size: index of the size."""
         specs = self.image_specs(size)
-        if self.micro_conditioning:
+        if self.transform.micro_conditioning:
             specs["time_ids"] = ((6,), np.float32)
         if self.masks:
             specs["mask"] = (next(iter(specs.values()))[0][:2], np.uint8)
@@ -120,19 +114,20 @@ class Decoding:
             The instruction.
         """
         out = tuple(batch[name][place] for name in self.image_specs())
-        flip = self.random_flip and bool(draw[1] < 0.5)
+        transform = self.transform
+        flip = transform.random_flip and bool(draw[1] < 0.5)
         if self.latents:
             time_ids = copy_latents(pair, out, columns, flip)
         else:
-            crop = draw[0] if self.random_crop else 0.5
-            time_ids = decode_pair(pair, out, columns, self.resample, crop, flip)
-        if self.micro_conditioning:
+            crop = draw[0] if transform.random_crop else 0.5
+            time_ids = decode_pair(pair, out, columns, transform.resample, crop, flip)
+        if transform.micro_conditioning:
             batch["time_ids"][place] = time_ids[int(flip)]
         if self.masks and self.latents:
             copy_mask(pair, batch["mask"][place], flip)
         elif self.masks:
             stored = tuple(time_ids[0, :2])
-            place_mask(pair, batch["mask"][place], stored, self.resample, crop, flip)
+            place_mask(pair, batch["mask"][place], stored, transform.resample, crop, flip)
         return choose_instruction(pair.prompt, draw[2])
 
 
@@ -281,20 +276,13 @@ def latent_shape(latents: dict, size: tuple[int, int]) -> tuple[int, int, int]:
     return tuple(latents["shape"])
 
 
-def check_row_group(
-    group: RowGroup,
-    first: dict | None,
-    resolution: int,
-    sizes: tuple[tuple[int, int], ...],
-    resample: str,
-    random_crop: bool,
-) -> None:
-    """Raise a ValueError if a row group's latents or images do not match the arguments.
+def check_row_group(group: RowGroup, first: dict | None, transform: Transform) -> None:
+    """Raise a ValueError if a row group's latents do not fit the others or the transform.
 
     Args:
         group: the row group.
         first: latents_metadata of the first shard, which all shards must match.
-        resolution, sizes, resample, random_crop: arguments of ParquetImagePairs.
+        transform: of the batches.
     """
     latents = latents_metadata(group.metadata)
     for name in ("vae", "shape", "sizes"):
@@ -306,12 +294,17 @@ def check_row_group(
             )
     if latents is None:
         return
-    if random_crop:
+    if transform.random_crop:
         raise ValueError(
             "latents are of the centre of each image; add --no_random_crop (it changes nothing for "
             "square images)"
         )
-    for name, value in (("resolution", resolution), ("image_interpolation_mode", resample)):
+    resolution = transform.resolution
+    sizes = transform.sizes or ((resolution, resolution),)
+    for name, value in (
+        ("resolution", resolution),
+        ("image_interpolation_mode", transform.resample),
+    ):
         if latents[name] != value:
             raise ValueError(
                 f"{group.path.parent} contains latents of --{name} {latents[name]}, not {value}; "
@@ -332,7 +325,7 @@ def check_row_group(
 
 
 def stored_sizes(
-    groups: list[RowGroup], num_threads: int, process_index: int = 0, process_count: int = 1
+    groups: list[RowGroup], num_threads: int, processes: Processes = Processes()
 ) -> np.ndarray:
     """Height and width of the image to edit of every row, upright, from the files' headers.
 
@@ -343,8 +336,7 @@ def stored_sizes(
     Args:
         groups: row groups of images or of latents, in the order of their shards.
         num_threads: that read shards, up to SIZE_READERS.
-        process_index, process_count: of this process, and of all; if they share a directory they
-            start at different shards.
+        processes: that may share the directory; they start at different shards.
 
     Returns:
         Integers (N, 2); (0, 0): there is no image, or its header cannot be read.
@@ -361,7 +353,7 @@ def stored_sizes(
     shards = list({group.path: group for group in groups}.values())
     sizes_of = {shard.path: load_sizes(shard) for shard in shards}
     missing = [shard for shard in shards if sizes_of[shard.path] is None]
-    first = process_index * len(missing) // process_count
+    first = processes.process_index * len(missing) // processes.process_count
     missing = missing[first:] + missing[:first]
     if missing:
         total = sum(shard.metadata.num_rows for shard in missing)

@@ -2,7 +2,6 @@
 
 import io
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,14 +10,10 @@ import numpy as np
 import simplejpeg
 from PIL import ExifTags, Image, ImageOps
 
+from dataloading.options import RESAMPLING
 from diffusers_flax.images import MAX_PIXELS, mask_values, open_image, to_rgb
 from diffusers_flax.messages import one_line
 
-RESAMPLING = {
-    "dct": Image.Resampling.LANCZOS,  # after libjpeg has decoded at a reduced scale
-    "lanczos": Image.Resampling.LANCZOS,
-    "bicubic": Image.Resampling.BICUBIC,
-}
 JPEG_START = b"\xff\xd8"
 ORIENTATION = ExifTags.Base.Orientation
 EXIF_OF_PNG = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # Pillow reads all of them
@@ -261,8 +256,3 @@ def crop_image(
         pixels = np.asarray(image)
     top, left = crop_corner(height, width, size, crop)
     return pixels[top : top + size[0], left : left + size[1]]
-
-
-def num_usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -10,17 +10,17 @@ import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloading.dataset import check_options, refuse_torch_workers, register_with_torch
-from dataloading.images import num_usable_cores
+from dataloading.dataset import refuse_torch_workers, register_with_torch
+from dataloading.options import Columns, Processes, Reading, Transform, check_at_least
 from dataloading.order import BUCKETS, Partition
-from dataloading.reading import BatchRow, StoredPairs, decode_batches
+from dataloading.reading import BatchRow, StoredPairs, decode_batches, stream_settings
 from dataloading.shards import (
     MASK,
     MASK_COLUMNS,
@@ -64,13 +64,12 @@ class Mixture:
         train_data_dirs: directories of *.parquet files, all with images or all with latents of one
             VAE and size.
         weights: above 0, one for each directory; () draws in proportion to the sets' pairs.
-        original_image_column, edited_image_column, edit_prompt_column: apply to the sets that have
-            a column of this name, the other sets' columns are found by known names. "": likewise.
-        mask_column: likewise, and at least one set must have masks. None: no masks.
-        max_rows: use the first N rows of each set only, over all processes; None: all.
-        batch_size, resolution, seed, random_crop, random_flip, micro_conditioning, resample,
-            process_index, process_count, all_gather, num_threads, prefetch_batches, shuffle_buffer,
-            max_bad_fraction: see ParquetImagePairs.
+        batch_size: pairs per batch of this process.
+        columns: a name applies to the sets that have this column; the other sets' columns are found
+            by known names. With masks at least one set must have them.
+        transform: without sizes.
+        seed: at least 0.
+        processes, reading: see options.py.
 
     Attributes:
         sets: StoredPairs of each directory.
@@ -89,77 +88,40 @@ class Mixture:
         weights: Sequence[float] = (),
         *,
         batch_size: int,
-        resolution: int = 256,
+        columns: Columns = Columns(),
+        transform: Transform = Transform(),
         seed: int = 0,
-        random_crop: bool = True,
-        random_flip: bool = True,
-        micro_conditioning: bool = False,
-        resample: str = "dct",
-        original_image_column: str = "",
-        edited_image_column: str = "",
-        edit_prompt_column: str = "",
-        mask_column: str | None = None,
-        max_rows: int | None = None,
-        process_index: int = 0,
-        process_count: int = 1,
-        all_gather: Callable[[np.ndarray], np.ndarray] | None = None,
-        num_threads: int = 0,
-        prefetch_batches: int = 2,
-        shuffle_buffer: int = 4096,
-        max_bad_fraction: float = 0.1,
+        processes: Processes = Processes(),
+        reading: Reading = Reading(),
     ):
         register_with_torch(type(self))
-        check_options(
-            process_index,
-            process_count,
-            resample,
-            max_bad_fraction,
-            batch_size=batch_size,
-            resolution=resolution,
-            seed=seed,
-            max_rows=max_rows,
-            num_threads=num_threads,
-            prefetch_batches=prefetch_batches,
-            shuffle_buffer=shuffle_buffer,
-        )
-        check_sets(train_data_dirs, weights)
-        columns = (original_image_column, edited_image_column, edit_prompt_column)
-        decoding = dict(
-            resolution=resolution,
-            sizes=((resolution, resolution),),
-            resample=resample,
-            random_crop=random_crop,
-            random_flip=random_flip,
-            micro_conditioning=micro_conditioning,
-            masks=mask_column is not None,
-        )
-        options = dict(max_rows=max_rows, all_gather=all_gather, max_bad_fraction=max_bad_fraction)
+        check_at_least(1, batch_size=batch_size)
+        check_at_least(0, seed=seed)
+        check_sets(train_data_dirs, weights, transform.sizes)
         self.sets = [
-            StoredPairs(directory, columns, decoding, mask_column=mask_column, **options)
-            for directory, columns, mask_column in zip(
-                train_data_dirs,
-                columns_of_sets(train_data_dirs, columns),
-                masks_of_sets(train_data_dirs, mask_column),
+            StoredPairs(
+                directory, own, transform, processes, reading, masks=columns.mask is not None
             )
+            for directory, own in zip(train_data_dirs, columns_of_sets(train_data_dirs, columns))
         ]
         self.latents = self.sets[0].latents
         weights = np.asarray(weights or [pairs.num_rows for pairs in self.sets], np.float64)
         self.shares = (weights / weights.sum()).tolist()
         self.train_data_dir = ", ".join(map(str, train_data_dirs))
         self.names = distinct_names(train_data_dirs)
-        self.batch_size, self.global_batch_size = batch_size, batch_size * process_count
-        self.seed, self.shuffle_buffer = seed, shuffle_buffer
-        self.num_threads = num_threads or num_usable_cores()
-        self.prefetch_batches = prefetch_batches
+        self.batch_size, self.global_batch_size = batch_size, batch_size * processes.process_count
+        self.seed, self.reading = seed, reading
         # Of a global batch: this process's rows, and for each set the rows that draw from the
         # stream that this process reads.
-        self._own_rows = range(process_index * batch_size, (process_index + 1) * batch_size)
+        first_row = processes.process_index * batch_size
+        self._own_rows = range(first_row, first_row + batch_size)
         everyones = range(self.global_batch_size)
         self._drawing = [
             everyones if len(pairs.directories) == 1 else self._own_rows for pairs in self.sets
         ]
         self._partitions = [
-            one_part(pairs, number, process_index) for number, pairs in enumerate(self.sets)
+            one_part(pairs, number, processes.process_index)
+            for number, pairs in enumerate(self.sets)
         ]
         self._check_sets_fit()
         self._step = 0  # of the next batch
@@ -168,12 +130,7 @@ class Mixture:
             "seed": seed,
             "global_batch_size": self.global_batch_size,
             "shares": self.shares,
-            "shuffle_buffer": shuffle_buffer,
-            "resolution": resolution,
-            "random_crop": random_crop,
-            "random_flip": random_flip,
-            "resample": resample,
-            "max_rows": max_rows,
+            **stream_settings(transform, reading),
             **{
                 name: [pairs.identity()[name] for pairs in self.sets]
                 for name in self.sets[0].identity()
@@ -293,9 +250,7 @@ class Mixture:
 
     def __iter__(self) -> Iterator[dict]:
         refuse_torch_workers()
-        batches = decode_batches(
-            self._read_batches(self._step), self.num_threads, self.prefetch_batches
-        )
+        batches = decode_batches(self._read_batches(self._step), self.reading)
         with contextlib.closing(batches):
             for batch in batches:
                 self._step += 1
@@ -323,7 +278,10 @@ class Mixture:
     def _stream(self, number: int, first: int) -> Iterator[BatchRow]:
         """Yield the rows of a set from the first-th drawn on, pass after pass."""
         pairs, partition, draws = self.sets[number], self._partitions[number], deque()
-        num_rows, buffer = sum(partition.num_batches), self.shuffle_buffer * self.shares[number]
+        num_rows, buffer = (
+            sum(partition.num_batches),
+            self.reading.shuffle_buffer * self.shares[number],
+        )
         first_pass, skipped = divmod(first, num_rows)
 
         def orders() -> Iterator[np.ndarray]:
@@ -407,28 +365,30 @@ def check_sets(
         )
 
 
-def columns_of_sets(
-    train_data_dirs: Sequence[str], columns: tuple[str, ...]
-) -> list[tuple[str, ...]]:
-    """The named columns that each set has; "" for others, which makes it find a known name.
+def columns_of_sets(train_data_dirs: Sequence[str], columns: Columns) -> list[Columns]:
+    """Columns of each set: the names that it has, "" to find a known name, None without masks.
 
-    A name that no set has is kept for all, so that their first one is refused.
+    If no set has a name, all sets get it, so that the first is refused with an error.
     """
-    names = [column_names(first_metadata(directory)) for directory in train_data_dirs]
-    known = set().union(*names)
+    shards = list(map(first_metadata, train_data_dirs))
+    names = list(map(column_names, shards))
+    all_names = set().union(*names)
+    of_pairs = columns.original_image, columns.edited_image, columns.edit_prompt
     return [
-        tuple(name if name in own or name not in known else "" for name in columns) for own in names
+        Columns(*(name if name in own or name not in all_names else "" for name in of_pairs), mask)
+        for own, mask in zip(names, masks_of_sets(shards, columns.mask))
     ]
 
 
-def masks_of_sets(train_data_dirs: Sequence[str], mask_column: str | None) -> list[str | None]:
-    """The mask_column of list_row_groups for each set; None for a set without masks.
+def masks_of_sets(
+    shards: list[pq.FileMetaData | None], mask_column: str | None
+) -> list[str | None]:
+    """The mask column of each set, of its first shard; None for a set without masks.
 
-    If no set has the column, all are given it, so that their first one is refused. So are latents
-    without the masks that their set has.
+    If no set has the column, all sets get it, so that the first is refused. Latents without the
+    masks of their images are refused, too.
     """
-    everyones = [mask_column] * len(train_data_dirs)
-    shards = list(map(first_metadata, train_data_dirs))
+    everyones = [mask_column] * len(shards)
     names = list(map(column_names, shards))
     if mask_column is None or (mask_column and mask_column not in set().union(*names)):
         return everyones

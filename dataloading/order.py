@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dataloading.options import Processes
+
 # Parts of an epoch. A process holds a window of row groups in memory for each part that it reads.
 # Fewer parts need less memory in one process; with many processes, more parts mean less reading.
 DEFAULT_PARTS = 4
@@ -167,7 +169,8 @@ class Partition:
 
         Args:
             group_rows: number of rows of each row group of this process's directory.
-            seed, epoch, shuffle_buffer: see ParquetImagePairs.
+            seed, epoch: of ParquetImagePairs.
+            shuffle_buffer: see Reading.
             directories: with several sizes, of each directory the rows of its row groups, and for
                 each row the index of its size.
         """
@@ -277,8 +280,7 @@ def partition_rows(
     size_rows: np.ndarray,
     batch_size: int,
     num_parts: int,
-    process_index: int,
-    process_count: int,
+    processes: Processes,
 ) -> Partition:
     """Divide an epoch among processes.
 
@@ -288,8 +290,9 @@ def partition_rows(
         size_rows: (directories, sizes), number of rows.
         batch_size: pairs per batch of a process.
         num_parts: a divisor of the global batch size.
-        process_index, process_count: of this process, and of all.
+        processes: that share the epoch.
     """
+    process_index, process_count = processes.process_index, processes.process_count
     if len(directories) == 1:  # one order of global batches; each process takes its columns
         global_batch_size = batch_size * process_count
         return Partition(

@@ -35,9 +35,9 @@ from dataloading.images import (
     decode_image,
     decode_mask,
     encoded_size,
-    num_usable_cores,
 )
 from dataloading.lists import CAPTIONS, IMAGES, list_rows, raise_problems
+from dataloading.options import num_usable_cores
 from dataloading.shards import UNFINISHED_DIR
 from diffusers_flax.images import READ_FORMATS
 from diffusers_flax.loading.files import remove

@@ -1,6 +1,6 @@
 """Reading pairs by row: row groups ahead, in threads, with replacements for undecodable pairs.
 
-    pairs = StoredPairs("data", ("", "", ""), decoding)
+    pairs = StoredPairs("data", Columns(), Transform(), Processes(), Reading())
     for rows in pairs.read_batches([order]): ...
 
 dataset.py and mixture.py say which rows make up which batch.
@@ -12,7 +12,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 
 from dataloading.decoding import Decoding, stored_sizes
+from dataloading.options import Columns, Processes, Reading, Transform
 from dataloading.order import BUCKETS, choose_sizes, count_sizes, size_name
 from dataloading.shards import (
-    COLUMN_FLAGS,
     Cells,
     Pair,
     RowGroup,
@@ -57,10 +57,8 @@ class StoredPairs:
 
     Args:
         train_data_dir: directory of *.parquet files.
-        columns: see list_row_groups.
-        decoding: the fields of Decoding but `latents`.
-        mask_column: see list_row_groups.
-        max_rows, all_gather, max_bad_fraction: see ParquetImagePairs.
+        columns, transform, processes, reading: see options.py.
+        masks: batches have masks, even if columns.mask is None: zeros.
 
     Attributes:
         groups: the row groups of this process's directory.
@@ -83,27 +81,23 @@ class StoredPairs:
     def __init__(
         self,
         train_data_dir: str,
-        columns: tuple[str, str, str],
-        decoding: dict,
-        *,
-        mask_column: str | None = None,
-        max_rows: int | None = None,
-        all_gather: Callable[[np.ndarray], np.ndarray] | None = None,
-        max_bad_fraction: float = 0.1,
+        columns: Columns,
+        transform: Transform,
+        processes: Processes,
+        reading: Reading,
+        masks: bool = False,
     ):
-        self.train_data_dir, self.max_bad_fraction = train_data_dir, max_bad_fraction
+        self.train_data_dir, self.processes, self.reading = train_data_dir, processes, reading
         self.column_flags = {
-            name: column
-            for name, column in zip((*COLUMN_FLAGS, "mask_column"), (*columns, mask_column))
-            if column
+            f"{name}_column": column for name, column in asdict(columns).items() if column
         }
         self.groups, self.decoding, self.directories = open_directories(
-            train_data_dir, columns, mask_column, decoding, all_gather
+            train_data_dir, columns, transform, masks, processes.all_gather
         )
         self.directory_rows = [sum(rows for *_, rows in shards) for shards in self.directories]
         self.latents = self.decoding.latents
-        if max_rows is not None:
-            share = max_rows // len(self.directories)
+        if reading.max_rows is not None:
+            share = reading.max_rows // len(self.directories)
             self.directory_rows = [min(rows, share) for rows in self.directory_rows]
             self.groups = take_first_rows(self.groups, share)
         self.num_rows = self.epoch_rows = sum(self.directory_rows)
@@ -121,29 +115,21 @@ class StoredPairs:
         self.directory_sizes = None
         self.sizes_left_out = ()
 
-    def choose_sizes(
-        self,
-        batch_size: int,
-        num_threads: int,
-        process_index: int,
-        process_count: int,
-        all_gather: Callable[[np.ndarray], np.ndarray] | None,
-    ) -> None:
+    def choose_sizes(self, batch_size: int) -> None:
         """Find the sizes that have a batch of pairs, and each pair's, see order.choose_sizes.
 
         Args:
             batch_size: pairs per batch of a process.
-            num_threads: that read headers of images.
-            process_index, process_count, all_gather: see ParquetImagePairs.
 
         Raises:
             ValueError: a shard is damaged, or latents have a size of less than a batch.
         """
+        processes, all_gather = self.processes, self.processes.all_gather
         if len(self.directories) == 1:
-            batch_size, all_gather = batch_size * process_count, None
+            batch_size, all_gather = batch_size * processes.process_count, None
         group_rows = np.array([group.num_rows for group in self.groups], np.int32)
         try:
-            image_sizes = stored_sizes(self.groups, num_threads, process_index, process_count)
+            image_sizes = stored_sizes(self.groups, self.reading.threads, processes)
         except BaseException:
             if all_gather is not None:  # the other processes wait for this one
                 gather_rows(group_rows[:0], all_gather)
@@ -156,8 +142,10 @@ class StoredPairs:
         if self.latents:
             self._check_latent_sizes(np.concatenate(image_sizes), sizes, np.concatenate(size_of))
         self.sizes_left_out = tuple(size for size in self.decoding.sizes if size not in sizes)
-        self.decoding = replace(self.decoding, sizes=sizes)
-        self.size_of = size_of[process_index if len(size_of) > 1 else 0]
+        self.decoding = replace(
+            self.decoding, transform=replace(self.decoding.transform, sizes=sizes)
+        )
+        self.size_of = size_of[processes.process_index if len(size_of) > 1 else 0]
         self.size_rows = count_sizes(size_of, len(sizes))
         self.directory_sizes = [(rows.tolist(), of) for rows, of in zip(group_rows, size_of)]
 
@@ -375,7 +363,9 @@ class StoredPairs:
             self.bad_rows[name] = str(error)
             logger.warning("%s row %d: %s; another row takes its place", *name, error)
         num_rows = int(self._first_rows[-1])
-        if len(self.bad_rows) > self.max_bad_fraction * max(num_rows, MIN_ROWS_FOR_BAD_FRACTION):
+        if len(self.bad_rows) > self.reading.max_bad_fraction * max(
+            num_rows, MIN_ROWS_FOR_BAD_FRACTION
+        ):
             self._raise_too_many_bad(
                 f"{len(self.bad_rows)} of the {num_rows} pairs of {self.train_data_dir}"
             )
@@ -384,7 +374,8 @@ class StoredPairs:
         """Raise the ValueError for max_bad_fraction; count: e.g. "11 of the first 100 pairs"."""
         (shard, row), reason = next(reversed(self.bad_rows.items()))
         raise ValueError(
-            f"{count} cannot be used, more than --max_bad_fraction {self.max_bad_fraction} "
+            f"{count} cannot be used, more than --max_bad_fraction "
+            f"{self.reading.max_bad_fraction} "
             f"allows; for example {shard} row {row} ({reason}); check the directory with "
             f"python parquet_processing.py --train_data_dir {self.train_data_dir}"
             + "".join(f" --{name} {column}" for name, column in self.column_flags.items())
@@ -397,7 +388,7 @@ class StoredPairs:
         num_bad = min(self.num_bad, len(self.bad_rows))
         num_seen = min(self.num_seen, int(self._first_rows[-1]))
         num_counted = max(num_seen, min(MIN_ROWS_FOR_BAD_FRACTION, self.epoch_rows))
-        if num_bad > self.max_bad_fraction * num_counted:
+        if num_bad > self.reading.max_bad_fraction * num_counted:
             self._raise_too_many_bad(f"{num_bad} of the first {self.num_seen} pairs")
 
 
@@ -410,24 +401,21 @@ class BatchRow(NamedTuple):
     draw: np.ndarray  # (3,) in [0, 1), see Decoding.decode
 
 
-def decode_batches(
-    encoded: Iterator[list[BatchRow]], num_threads: int, prefetch_batches: int
-) -> Iterator[dict]:
+def decode_batches(encoded: Iterator[list[BatchRow]], reading: Reading) -> Iterator[dict]:
     """Decode batches in threads.
 
     One thread takes batches from `encoded` and submits their rows to the decoding threads.
 
     Args:
         encoded: generator of the rows of each batch.
-        num_threads: decoding threads.
-        prefetch_batches: batches decoded ahead of the consumer.
+        reading: number of threads and of batches decoded ahead.
 
     Yields:
         Batches, see ParquetImagePairs.
     """
     pool = pa.default_memory_pool()
     reader = ThreadPoolExecutor(1, "parquet-read")
-    decoders = ThreadPoolExecutor(num_threads, "parquet-decode")
+    decoders = ThreadPoolExecutor(reading.threads, "parquet-decode")
 
     def start_batch() -> tuple[dict, list[BatchRow], list[Future]] | None:
         rows = next(encoded, None)
@@ -443,7 +431,7 @@ def decode_batches(
         return batch, rows, futures
 
     try:
-        started = deque(reader.submit(start_batch) for _ in range(prefetch_batches))
+        started = deque(reader.submit(start_batch) for _ in range(reading.prefetch_batches))
         while result := started.popleft().result():
             started.append(reader.submit(start_batch))
             batch, rows, futures = result
@@ -464,6 +452,18 @@ def decode_batches(
         pool.release_unused()
 
 
+def stream_settings(transform: Transform, reading: Reading) -> dict:
+    """The options that change the stream of batches, for state_dict."""
+    return {
+        "shuffle_buffer": reading.shuffle_buffer,
+        "resolution": transform.resolution,
+        "random_crop": transform.random_crop,
+        "random_flip": transform.random_flip,
+        "resample": transform.resample,
+        "max_rows": reading.max_rows,
+    }
+
+
 def gather_rows(
     array: np.ndarray, all_gather: Callable[[np.ndarray], np.ndarray]
 ) -> list[np.ndarray]:
@@ -482,17 +482,17 @@ def gather_rows(
 
 def open_directories(
     train_data_dir: str,
-    columns: tuple[str, str, str],
-    mask_column: str | None,
-    decoding: dict,
+    columns: Columns,
+    transform: Transform,
+    masks: bool,
     all_gather: Callable[[np.ndarray], np.ndarray] | None,
 ) -> tuple[list[RowGroup], Decoding, list[list[tuple[int, int, int]]]]:
     """List the row groups of this process's directory, and the shards of all directories.
 
     Args:
         train_data_dir: directory of *.parquet files.
-        columns, mask_column: see list_row_groups.
-        decoding: the fields of Decoding but `latents`.
+        columns, transform: see options.py.
+        masks: see StoredPairs.
         all_gather: see gather_directories.
 
     Returns:
@@ -502,14 +502,15 @@ def open_directories(
         ValueError: see list_row_groups, Decoding.check and gather_directories.
     """
     try:
-        groups = list_row_groups(train_data_dir, *columns, mask_column=mask_column)
+        groups = list_row_groups(train_data_dir, columns)
         shards = shard_ids(groups)
-        decoded = Decoding(latents=latents_metadata(groups[0].metadata), **decoding)
+        latents = latents_metadata(groups[0].metadata)
+        decoding = Decoding(transform, latents, masks or columns.mask is not None)
         for group in groups:
-            decoded.check(group)
+            decoding.check(group)
     except BaseException:
         if all_gather is not None:
             # The other processes wait in gather_directories for this one.
             all_gather(np.array([0], np.int32))
         raise
-    return groups, decoded, gather_directories(shards, all_gather)
+    return groups, decoding, gather_directories(shards, all_gather)

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from dataloading.options import Columns
 from diffusers_flax.messages import first_names, one_line
 
 
@@ -80,24 +81,15 @@ class RowGroup(NamedTuple):
 
 
 def list_row_groups(
-    train_data_dir: str,
-    original_image_column: str = "",
-    edited_image_column: str = "",
-    edit_prompt_column: str = "",
-    flag: str = "--train_data_dir",
-    mask_column: str | None = None,
+    train_data_dir: str, columns: Columns = Columns(), flag: str = "--train_data_dir"
 ) -> list[RowGroup]:
     """Open every shard of a directory, check its columns and list its row groups.
 
     Args:
         train_data_dir: directory of *.parquet files, read in the order of their names; hidden
             files do not count.
-        original_image_column: column of the image to edit; "": of the nearest of KNOWN_SETS.
-        edited_image_column: column of the edited image; "" likewise.
-        edit_prompt_column: column of the instruction; "" likewise.
+        columns: names to look for; shards of latents have their masks in the column MASK.
         flag: that names the directory, for error messages.
-        mask_column: column of the masks; "": one of MASK_COLUMNS, of latents MASK. None: masks are
-            not read.
 
     Returns:
         All row groups with at least one row, in order.
@@ -135,14 +127,13 @@ def list_row_groups(
             f"{', '.join(unreadable)}; delete them and download them again"
         )
 
-    names = (original_image_column, edited_image_column, edit_prompt_column)
     groups = []
     for path, metadata in shards:
         schema = metadata.schema.to_arrow_schema()
-        columns, mask = find_columns(schema, path, *names), ""
-        if mask_column is not None:
+        names, mask = find_columns(schema, path, columns), ""
+        if columns.mask is not None:
             is_latents = latents_metadata(metadata) is not None
-            mask = MASK if is_latents else find_mask_column(schema, path, mask_column)
+            mask = MASK if is_latents else find_mask_column(schema, path, columns.mask)
             if mask not in schema.names:
                 raise ValueError(
                     f"{path} has latents without masks, which --mask_loss_weight needs; make them "
@@ -153,7 +144,7 @@ def list_row_groups(
         for index in range(metadata.num_row_groups):
             num_rows = metadata.row_group(index).num_rows
             if num_rows:
-                groups.append(RowGroup(path, metadata, columns, index, first_row, num_rows, mask))
+                groups.append(RowGroup(path, metadata, names, index, first_row, num_rows, mask))
             first_row += num_rows
     if not groups:
         raise ValueError(
@@ -209,15 +200,13 @@ def known_set(columns: tuple[str, str, str]) -> str:
     return next((known.name for known in KNOWN_SETS if known[1:] == columns), "")
 
 
-def find_columns(
-    schema: pa.Schema, path: Path, original: str = "", edited: str = "", prompt: str = ""
-) -> tuple[str, str, str]:
-    """Find the original, edited and prompt columns of a shard; "": of the nearest known set.
+def find_columns(schema: pa.Schema, path: Path, chosen: Columns) -> tuple[str, str, str]:
+    """Find a shard's columns of the original image, the edited image and the instruction.
 
     Raises:
         ValueError: a column is missing, ambiguous or of the wrong type.
     """
-    given = (original, edited, prompt)
+    given = (chosen.original_image, chosen.edited_image, chosen.edit_prompt)
     nearest = nearest_set(schema.names, given)
     columns = tuple(flag or column for flag, column in zip(given, nearest[1:]))
     missing = {flag: name for flag, name in zip(COLUMN_FLAGS, columns) if name not in schema.names}

@@ -15,6 +15,7 @@ from PIL import Image
 
 from dataloading.images import check_one_shape, decode_image, encoded_size
 from dataloading.lists import CAPTIONS, READ, read_list
+from dataloading.options import Columns
 from dataloading.shards import (
     MASK_COLUMNS,
     choose_instruction,
@@ -148,7 +149,7 @@ def pairs_of_shards(directory, columns, caption_columns, mask_column="", max_pai
         ValueError: see list_row_groups; or a given column of captions is missing, or the shards
             contain latents.
     """
-    groups = list_row_groups(directory, *columns, flag="--data_dir")
+    groups = list_row_groups(directory, Columns(*columns), flag="--data_dir")
     pairs, row_index = [], 0
     for group in groups:
         if latents_metadata(group.metadata) is not None:

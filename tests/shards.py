@@ -5,12 +5,17 @@ import io
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from helpers import PROMPTS
 from PIL import Image
+
+from dataloading.dataset import ParquetImagePairs
+from dataloading.mixture import Mixture
+from dataloading.options import Columns, Processes, Reading, Transform
 
 COLUMNS = ("original_image", "edit_prompt", "edited_image")
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -88,6 +93,26 @@ def write_numbered(folder, shard_rows, row_group_size=8, first=0, names=COLUMNS)
         write_shard(folder / f"shard-{k}.parquet", rows, names, row_group_size=row_group_size)
         first += count
     return folder
+
+
+def grouped(**options):
+    """Arguments of ParquetImagePairs and Mixture, of which options has the fields."""
+    groups = dict(columns=Columns, transform=Transform, processes=Processes, reading=Reading)
+    for name, group in groups.items():
+        names = [field.name for field in fields(group) if field.name in options]
+        if names:
+            options[name] = group(**{field: options.pop(field) for field in names})
+    return options
+
+
+def open_pairs(folder, **options):
+    """ParquetImagePairs with options by the names of their fields."""
+    return ParquetImagePairs(folder, **grouped(**options))
+
+
+def open_mixture(folders, weights=(), **options):
+    """Mixture likewise."""
+    return Mixture(folders, weights, **grouped(**options))
 
 
 def on_processes(make, process_count):

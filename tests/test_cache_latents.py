@@ -17,7 +17,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 from known_sets import write_known
-from shards import write_random_shard
+from shards import open_pairs, write_random_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 from trainer_runs import SIZE, config_of, read_metrics, run_trainer
 
@@ -26,9 +26,9 @@ import flax_train_instruct_pix2pix as trainer
 import parquet_processing
 from cache_latents import Config
 from dataloading import decoding
+from dataloading.options import Columns
 from dataloading.shards import list_row_groups, pair_at, read_row_group, shard_ids
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from parquet_processing import ParquetImagePairs
 from training import latents as training_latents
 from training.latents import write_latents
 from training.models import encode_images
@@ -43,7 +43,7 @@ def config_for(model, data, output_dir, **options):
 
 
 def fill(config):
-    write_latents(config, config.output_dir, config.batch_size)
+    write_latents(config, config.output_dir, Columns(), config.batch_size)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_latents_are_pytorchs(model, data, kept):
 def test_batches_are_flipped_as_images_are(model, data, kept):
     """Same rows, order, mirror images and replacement of the broken pair."""
     options = dict(batch_size=8, resolution=16, seed=1, random_crop=False)
-    images, latents = (ParquetImagePairs(str(folder), **options) for folder in (data, kept))
+    images, latents = (open_pairs(str(folder), **options) for folder in (data, kept))
     vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
     encode = jax.jit(lambda images: encode_images(vae, params, images))
     for _ in range(2):  # epochs
@@ -109,9 +109,7 @@ def test_all_instructions_of_a_pair_are_kept(model, tmp_path):
     folder = write_known(tmp_path / "data", "TIGER-Lab/OmniEdit-Filtered-1.2M")
     fill(config_for(model, folder, tmp_path / "latents"))
     options = dict(batch_size=8, resolution=16, random_crop=False)
-    images, latents = (
-        ParquetImagePairs(str(path), **options) for path in (folder, tmp_path / "latents")
-    )
+    images, latents = (open_pairs(str(path), **options) for path in (folder, tmp_path / "latents"))
     assert images.state_dict()["columns"] == latents.state_dict()["columns"]
     epochs = [
         [batch["edit_prompt"] for _ in range(4) for batch in dataset]
@@ -151,7 +149,7 @@ def test_batches_are_no_larger_than_row_groups(model, data, tmp_path, monkeypatc
 def test_latents_are_known_as_their_images(data, kept):
     """A run may resume with or without them, and several hosts draw the same random numbers."""
     states = [
-        ParquetImagePairs(str(folder), batch_size=8, resolution=16, random_crop=False).state_dict()
+        open_pairs(str(folder), batch_size=8, resolution=16, random_crop=False).state_dict()
         for folder in (data, kept)
     ]
     assert states[0].pop("latents") is None and states[1].pop("latents")
@@ -442,7 +440,7 @@ def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
     cells = [table["edited_image"][0].as_py()[:-2], *table["edited_image"].to_pylist()[1:]]
     table = table.set_column(1, "edited_image", pa.array(cells, pa.binary()))
     pq.write_table(table, short / "b.parquet")
-    dataset = ParquetImagePairs(
+    dataset = open_pairs(
         str(short), batch_size=7, resolution=16, random_crop=False, max_bad_fraction=1
     )
     assert len(list(dataset)) == 1

@@ -26,6 +26,7 @@ from safetensors.numpy import load_file
 
 import evaluate_edits
 from dataloading.images import crop_corner, scaled_size
+from dataloading.options import Transform
 from demo import (
     compare_families,
     evaluate,
@@ -93,7 +94,7 @@ def test_shards_hold_true_edits(output_dir):
     """What the loader makes of the shards is an instruction's effect on the image beside it."""
     apply = {edit.instruction: edit.apply for edit in EDITS}
     dataset = ParquetImagePairs(
-        str(output_dir / "data"), batch_size=40, resolution=64, random_flip=False
+        str(output_dir / "data"), batch_size=40, transform=Transform(64, random_flip=False)
     )
     (batch,) = dataset
     for original, edited, prompt in zip(

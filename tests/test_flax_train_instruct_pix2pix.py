@@ -37,6 +37,7 @@ from trainer_runs import RUN, config_of, flags_of, read_metrics, run_trainer
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import flax_train_instruct_pix2pix as trainer
+from dataloading.options import Transform
 from diffusers_flax.images import to_pil
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
@@ -306,7 +307,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
     dataset = ParquetImagePairs(
         str(data),
         batch_size=config.train_batch_size,
-        resolution=config.resolution,
+        transform=Transform(config.resolution),
         seed=config.seed,
     )
     tokenizer = CLIPTokenizer.from_pretrained(model / "tokenizer")

@@ -29,6 +29,7 @@ from shards import (
     ORIGINAL,
     encode,
     on_processes,
+    open_pairs,
     plain,
     prompts_of,
     same,
@@ -40,11 +41,11 @@ import parquet_processing
 from dataloading import decoding, reading
 from dataloading import shards as dataloading_shards
 from dataloading.images import crop_image, decode_image, encoded_size
+from dataloading.options import Columns
 from dataloading.order import epoch_order
 from dataloading.shards import Pair
 from editing.held_out import check_pairs, pairs_of_shards
 from generating.captions import LINE_HEIGHT
-from parquet_processing import ParquetImagePairs
 from training.latents import decode_into
 
 SCRIPT = Path(parquet_processing.__file__)
@@ -72,7 +73,7 @@ def numbered(tmp_path_factory):
 def test_pixels_are_pillows(tmp_path, resample, image_format, height, width):
     first, second = (encode(smooth(s, height, width), image_format) for s in (0, 1))
     write_shard(tmp_path / "a.parquet", [(first, "x", second)])
-    dataset = ParquetImagePairs(
+    dataset = open_pairs(
         tmp_path, batch_size=1, resolution=32, resample=resample, random_crop=False,
         random_flip=False,
     )  # fmt: skip
@@ -112,12 +113,12 @@ def test_scaling_while_decoding_is_close_to_the_filter(tmp_path, side):
     data = photograph(side)
     write_shard(tmp_path / "a.parquet", [(data, "x", data)])
     options = {"batch_size": 1, "resolution": 256, "random_crop": False, "random_flip": False}
-    (fast,) = ParquetImagePairs(tmp_path, **options)
-    (exact,) = ParquetImagePairs(tmp_path, resample="lanczos", **options)
+    (fast,) = open_pairs(tmp_path, **options)
+    (exact,) = open_pairs(tmp_path, resample="lanczos", **options)
     difference = fast[ORIGINAL].astype(float) - exact[ORIGINAL]
     psnr = 10 * np.log10(255**2 / np.mean(difference**2))
     assert 35 < psnr < 60  # close, but not the same algorithm
-    flipped = ParquetImagePairs(tmp_path, batch_size=1, random_crop=False)
+    flipped = open_pairs(tmp_path, batch_size=1, random_crop=False)
     for epoch in range(20):  # both flips, decoded into the batch
         flipped.set_epoch(epoch)
         (batch,) = flipped
@@ -304,7 +305,7 @@ def test_pair_is_cropped_and_flipped_alike(tmp_path):
         pixels = smooth(n, 24 + n % 3 * 8, 32)
         rows.append((encode(pixels), str(n), encode(255 - pixels)))
     write_shard(tmp_path / "a.parquet", rows)
-    dataset = ParquetImagePairs(tmp_path, batch_size=8, resolution=24, micro_conditioning=True)
+    dataset = open_pairs(tmp_path, batch_size=8, resolution=24, micro_conditioning=True)
     flips, places = Counter(), set()
     for batch in dataset:
         # Resampling rounds each image to integers separately.
@@ -356,7 +357,7 @@ def test_same_seed_and_epoch_same_batches_on_any_number_of_threads(tmp_path):
     write_shard(tmp_path / "b.parquet", rows[40:])
 
     def batches(epoch, **options):
-        dataset = ParquetImagePairs(tmp_path, batch_size=6, resolution=8, **options)
+        dataset = open_pairs(tmp_path, batch_size=6, resolution=8, **options)
         dataset.set_epoch(epoch)
         return list(dataset)
 
@@ -378,7 +379,7 @@ def test_flips_differ_between_epochs(tmp_path):
     half[:, :4] = 255
     rows = [(encode(half), str(n), encode(half)) for n in range(32)]
     write_shard(tmp_path / "a.parquet", rows)
-    dataset = ParquetImagePairs(tmp_path, batch_size=32, resolution=8)
+    dataset = open_pairs(tmp_path, batch_size=32, resolution=8)
     seen = []
     for epoch in range(2):
         dataset.set_epoch(epoch)
@@ -491,7 +492,7 @@ def test_every_row_once_and_the_rest_after_a_stop(tmp_path_factory, data):
             rows_of[k % process_count] += count
 
     def make(process_index, all_gather, process_count=process_count, **options):
-        dataset = ParquetImagePairs(
+        dataset = open_pairs(
             folders[process_index], batch_size=batch_size, resolution=4,
             process_index=process_index, process_count=process_count, all_gather=all_gather,
             shuffle_buffer=buffer, **options,
@@ -553,7 +554,7 @@ def test_every_row_once_and_the_rest_after_a_stop(tmp_path_factory, data):
 
 
 def test_epochs_follow_each_other_and_loading_goes_on_in_the_middle(numbered):
-    dataset = ParquetImagePairs(numbered, batch_size=10, resolution=8)
+    dataset = open_pairs(numbered, batch_size=10, resolution=8)
     epochs = [list(dataset) for _ in range(3)]
     assert len({tuple(prompts_of(epoch)) for epoch in epochs}) == 3
     dataset.set_epoch(1)
@@ -570,22 +571,22 @@ def test_epochs_follow_each_other_and_loading_goes_on_in_the_middle(numbered):
 
 
 def test_state_of_another_stream_is_refused(numbered, tmp_path):
-    state = ParquetImagePairs(numbered, batch_size=4).state_dict()
-    other = ParquetImagePairs(numbered, batch_size=5, seed=1)
+    state = open_pairs(numbered, batch_size=4).state_dict()
+    other = open_pairs(numbered, batch_size=5, seed=1)
     with pytest.raises(
         ValueError, match=r"seed was 0 and is 1; global_batch_size was 4 and is 5; num_"
     ):
         other.load_state_dict(state)
     write_numbered(tmp_path, [30, 4, 20])
     with pytest.raises(ValueError, match=r"data was \w+ and is \w+ \(other shards\)"):
-        ParquetImagePairs(tmp_path, batch_size=4).load_state_dict(state)
+        open_pairs(tmp_path, batch_size=4).load_state_dict(state)
 
 
 def test_folders_that_do_not_fit_together(numbered, tmp_path):
     write_numbered(tmp_path, [30])  # the first of three shards
 
     def make(process_index, all_gather, folders):
-        return ParquetImagePairs(
+        return open_pairs(
             folders[process_index], batch_size=1, process_index=process_index, process_count=2,
             all_gather=all_gather,
         )  # fmt: skip
@@ -603,11 +604,12 @@ import sys, jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize("localhost:" + sys.argv[1], 2, int(sys.argv[2]))
 from jax.experimental.multihost_utils import process_allgather
+from dataloading.options import Processes, Transform
 from parquet_processing import ParquetImagePairs
 for folder in sys.argv[3:]:
     dataset = ParquetImagePairs(
-        folder.replace("K", sys.argv[2]), batch_size=2, resolution=4, process_count=2,
-        process_index=jax.process_index(), all_gather=process_allgather,
+        folder.replace("K", sys.argv[2]), batch_size=2, transform=Transform(4),
+        processes=Processes(jax.process_index(), 2, process_allgather),
     )
     prompts = [prompt for batch in dataset for prompt in batch["edit_prompt"]]
     print("rows", sum(dataset.directory_rows), *prompts, sep=",")
@@ -643,7 +645,7 @@ def test_real_processes_find_out_what_they_have(tmp_path):
 
 
 def test_torch_data_loader(numbered, monkeypatch):
-    dataset = ParquetImagePairs(numbered, batch_size=10, resolution=8)
+    dataset = open_pairs(numbered, batch_size=10, resolution=8)
     assert isinstance(dataset, torch.utils.data.IterableDataset)
     batches = list(torch.utils.data.DataLoader(dataset, batch_size=None))
     assert len(batches) == 5 and batches[0][ORIGINAL].dtype == torch.uint8
@@ -660,7 +662,7 @@ def test_torch_data_loader(numbered, monkeypatch):
 def test_torch_is_imported_after_the_dataset_is_made(numbered):
     code = f"""
 from parquet_processing import ParquetImagePairs
-dataset = ParquetImagePairs({str(numbered)!r}, batch_size=10, resolution=4)
+dataset = ParquetImagePairs({str(numbered)!r}, batch_size=10)
 from torch.utils.data import DataLoader
 next(iter(DataLoader(dataset, batch_size=None)))
 """
@@ -674,14 +676,14 @@ def test_torch_is_not_needed(numbered):
 import sys
 sys.modules["torch"] = None  # importing it raises an ImportError
 from parquet_processing import ParquetImagePairs
-assert len(list(ParquetImagePairs({str(numbered)!r}, batch_size=10, resolution=4))) == 5
+assert len(list(ParquetImagePairs({str(numbered)!r}, batch_size=10))) == 5
 """
     subprocess.run([sys.executable, "-c", code], cwd=SCRIPT.parent, check=True, timeout=60)
 
 
 @pytest.mark.parametrize("max_rows", [1, 8, 33, 53, 60])
 def test_max_rows_are_the_first(numbered, max_rows):
-    dataset = ParquetImagePairs(numbered, batch_size=1, resolution=4, max_rows=max_rows)
+    dataset = open_pairs(numbered, batch_size=1, resolution=4, max_rows=max_rows)
     rows = sorted(int(prompt) for prompt in prompts_of(dataset))
     assert rows == list(range(min(max_rows, 53)))
 
@@ -690,9 +692,9 @@ def test_max_rows_are_too_few(numbered):
     with pytest.raises(
         ValueError, match=r"a batch of 4 pairs .* needs 4 pairs.*--max_train_samples 3 of .* has 3"
     ):
-        ParquetImagePairs(numbered, batch_size=4, resolution=4, max_rows=3)
+        open_pairs(numbered, batch_size=4, resolution=4, max_rows=3)
     with pytest.raises(ValueError, match="max_rows=0 must be at least 1"):
-        ParquetImagePairs(numbered, batch_size=4, max_rows=0)
+        open_pairs(numbered, batch_size=4, max_rows=0)
 
 
 @pytest.mark.slow
@@ -710,7 +712,7 @@ def test_memory_is_a_few_row_groups(numbered, monkeypatch, num_parts, window):
 
     monkeypatch.setattr(reading, "read_row_group", watched)
     for epoch in range(4):
-        dataset = ParquetImagePairs(
+        dataset = open_pairs(
             numbered, batch_size=num_parts, resolution=4, shuffle_buffer=window * num_parts,
             num_parts=num_parts, prefetch_batches=1,
         )  # fmt: skip
@@ -742,7 +744,7 @@ def test_broken_pairs_are_replaced_counted_and_named(tmp_path, caplog):
         caplog.clear()
         options = {"batch_size": 4, "resolution": 8, "seed": seed, "max_bad_fraction": 0.3}
         options["num_parts"] = 1
-        dataset = ParquetImagePairs(tmp_path, num_threads=1, **options)
+        dataset = open_pairs(tmp_path, num_threads=1, **options)
         batches = list(dataset)
         (order,) = epoch_order(
             [5, 5, 5, 5, 4], seed=[seed, 0, 0], num_parts=1, rows_per_part=24, window=4096
@@ -767,7 +769,7 @@ def test_broken_pairs_are_replaced_counted_and_named(tmp_path, caplog):
         assert len(messages) == 6
         wanted = "a.parquet row 3: original_image: Premature end of JPEG file"
         assert any(message.startswith(wanted) for message in messages)
-        assert all(map(same, ParquetImagePairs(tmp_path, num_threads=5, **options), batches))
+        assert all(map(same, open_pairs(tmp_path, num_threads=5, **options), batches))
 
     # Counted in every epoch, logged once.
     caplog.clear()
@@ -791,11 +793,11 @@ def test_a_pair_of_two_shapes_is_bad_everywhere(tmp_path, capsys, caplog):
     reason += "them to the aspect ratio of the other"
     options = {"batch_size": 1, "resolution": 8, "max_bad_fraction": 0.5}
     for sizes in (None, ((8, 12), (8, 8))):
-        dataset = ParquetImagePairs(tmp_path, sizes=sizes, **options)
+        dataset = open_pairs(tmp_path, sizes=sizes, **options)
         assert {"0", "2", "3"} == {*prompts_of(dataset)}
         assert dataset.num_bad == 1 and dataset.bad_rows == {("a.parquet", 1): reason}
     with pytest.raises(ValueError, match=r"cannot be used.*a\.parquet row 1 \(original_image has"):
-        list(ParquetImagePairs(tmp_path, **options | {"max_bad_fraction": 0}))
+        list(open_pairs(tmp_path, **options | {"max_bad_fraction": 0}))
 
     parquet_processing.main(["--train_data_dir", str(tmp_path), "--preview="])
     out = capsys.readouterr().out
@@ -820,7 +822,7 @@ def test_a_pair_of_two_shapes_is_bad_everywhere(tmp_path, capsys, caplog):
 def test_row_group_without_a_good_pair(tmp_path):
     rows = [(plain(n), str(n), plain(n)) for n in range(4)] + [(b"bad", "x", b"bad")] * 4
     write_shard(tmp_path / "a.parquet", [*rows, (plain(8), "8", plain(8))], row_group_size=4)
-    dataset = ParquetImagePairs(tmp_path, batch_size=3, resolution=8, max_bad_fraction=0.5)
+    dataset = open_pairs(tmp_path, batch_size=3, resolution=8, max_bad_fraction=0.5)
     assert sorted(map(int, prompts_of(dataset))) == [0, 1, 2, 3, 8, 8, 8, 8, 8]
     assert dataset.num_bad == 4
 
@@ -834,7 +836,7 @@ def test_a_long_stretch_of_broken_pairs_is_looked_through_once(tmp_path, monkeyp
     monkeypatch.setattr(
         decoding, "decode_pair", lambda *a, **k: num_decoded.append(1) or decode(*a, **k)
     )
-    dataset = ParquetImagePairs(tmp_path, batch_size=20, resolution=4, shuffle_buffer=100)
+    dataset = open_pairs(tmp_path, batch_size=20, resolution=4, shuffle_buffer=100)
     seen = Counter(prompts_of(dataset))
     assert seen == Counter(str(n) for n in range(900)) + Counter({"0": 100})
     assert dataset.num_bad == 100 and len(num_decoded) < 1350
@@ -848,7 +850,7 @@ def test_text_that_is_none(tmp_path, capsys):
     data = (tmp_path / "a.parquet").read_bytes()
     at = data.index(b"abcd")
     (tmp_path / "a.parquet").write_bytes(data[:at] + b"ab\xff\xfe" + data[at + 4 :])
-    dataset = ParquetImagePairs(tmp_path, batch_size=4, resolution=4, max_bad_fraction=0.5)
+    dataset = open_pairs(tmp_path, batch_size=4, resolution=4, max_bad_fraction=0.5)
     assert prompts_of(dataset) == ["abcd"] * 4
     ((_, reason),) = dataset.bad_rows.items()
     assert reason.startswith("the instruction is not UTF-8")
@@ -861,7 +863,7 @@ def test_too_many_broken_pairs(tmp_path, monkeypatch):
     write_shard(tmp_path / "a.parquet", rows)
 
     def run(**options):
-        dataset = ParquetImagePairs(tmp_path, batch_size=10, resolution=4, **options)
+        dataset = open_pairs(tmp_path, batch_size=10, resolution=4, **options)
         try:
             list(dataset)
         except ValueError as error:
@@ -892,10 +894,10 @@ def test_a_whole_pass_with_all_that_goes_wrong(tmp_path, caplog):
     write_shard(tmp_path / "c.parquet", rows[140:], row_group_size=100)
     (tmp_path / "d.parquet").write_bytes((tmp_path / "c.parquet").read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"1 of 4 shards .*: d\.parquet \("):
-        ParquetImagePairs(tmp_path, batch_size=8)
+        open_pairs(tmp_path, batch_size=8)
     (tmp_path / "d.parquet").unlink()
 
-    dataset = ParquetImagePairs(tmp_path, batch_size=8, resolution=4, num_parts=4)
+    dataset = open_pairs(tmp_path, batch_size=8, resolution=4, num_parts=4)
     seen = Counter(prompts_of(dataset))
     good = {str(n) for n in range(200) if n not in bad}
     assert set(seen) == good  # no decodable row is lost
@@ -952,7 +954,7 @@ def test_a_struct_beside_its_flattened_copy(tmp_path, copy_first):
     names = sorted(columns, key="original_image.bytes".__ne__) if copy_first else columns
     pq.write_table(pa.table({name: columns[name] for name in names}), tmp_path / "a.parquet")
     for chosen, originals in {"": struct, "original_image.bytes": flat}.items():
-        (group,) = dataloading_shards.list_row_groups(tmp_path, chosen)
+        (group,) = dataloading_shards.list_row_groups(tmp_path, Columns(chosen))
         cells = dataloading_shards.read_row_group(group)
         rows = [dataloading_shards.pair_at(cells, row)[:3] for row in range(40)]
         assert rows == list(zip(originals, edits, map(str, range(40))))
@@ -984,7 +986,7 @@ def test_a_batch_that_leaves_out_fewer_pairs_is_named(
         write_numbered(folders[-1], [count], row_group_size=1000)
 
     def make(process_index, all_gather):
-        return ParquetImagePairs(
+        return open_pairs(
             folders[process_index], batch_size=batch_size, resolution=8,
             process_index=process_index, process_count=len(rows), all_gather=all_gather,
         )  # fmt: skip
@@ -1000,10 +1002,10 @@ def test_hidden_files_are_no_shards(numbered, tmp_path):
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "._shard-0.parquet").write_bytes(b"\0\5\x16\7 of macOS")
     (tmp_path / ".x.parquet").write_bytes((numbered / "shard-1.parquet").read_bytes())
-    assert ParquetImagePairs(tmp_path, batch_size=53, resolution=8).num_rows == 53
+    assert open_pairs(tmp_path, batch_size=53, resolution=8).num_rows == 53
     (tmp_path / ".unfinished").mkdir()
     with pytest.raises(ValueError, match="is not complete"):
-        ParquetImagePairs(tmp_path, batch_size=53, resolution=8)
+        open_pairs(tmp_path, batch_size=53, resolution=8)
 
 
 # Bad input
@@ -1050,7 +1052,7 @@ def test_bad_folder(tmp_path, capsys, kind):
     folder.mkdir()
     damage(folder)
     with pytest.raises(ValueError) as error:
-        ParquetImagePairs(folder, batch_size=1, resolution=8)
+        open_pairs(folder, batch_size=1, resolution=8)
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
 
@@ -1064,11 +1066,11 @@ def test_wrong_column_types(tmp_path):
     table = pa.table({"original_image": [2], "edit_prompt": [1], "edited_image": [b"x"]})
     pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"original_image is int64.*--original_image_column"):
-        ParquetImagePairs(tmp_path, batch_size=1)
+        open_pairs(tmp_path, batch_size=1)
     with pytest.raises(ValueError, match=r"edit_prompt is int64.*--edit_prompt_column"):
-        ParquetImagePairs(tmp_path, batch_size=1, original_image_column="edited_image")
+        open_pairs(tmp_path, batch_size=1, original_image="edited_image")
     with pytest.raises(ValueError, match="no column nothing; it has original_image, edit_prompt"):
-        ParquetImagePairs(tmp_path, batch_size=1, original_image_column="nothing")
+        open_pairs(tmp_path, batch_size=1, original_image="nothing")
 
 
 def test_columns_of_one_name(tmp_path):
@@ -1076,9 +1078,9 @@ def test_columns_of_one_name(tmp_path):
     names = ["original_image", "edited_image", "edit_prompt", "x", "x"]
     columns = [pa.array([plain(0)])] * 2 + [pa.array(["red"])] * 3
     pq.write_table(pa.Table.from_arrays(columns, names=names), tmp_path / "a.parquet")
-    assert prompts_of(ParquetImagePairs(tmp_path, batch_size=1, resolution=4)) == ["red"]
+    assert prompts_of(open_pairs(tmp_path, batch_size=1, resolution=4)) == ["red"]
     with pytest.raises(ValueError, match=r"a\.parquet has 2 columns named x; .*edit_prompt_column"):
-        ParquetImagePairs(tmp_path, batch_size=1, edit_prompt_column="x")
+        open_pairs(tmp_path, batch_size=1, edit_prompt="x")
 
 
 @pytest.mark.variants
@@ -1105,12 +1107,12 @@ def test_columns_of_one_name(tmp_path):
 )
 def test_bad_arguments(numbered, options, words):
     with pytest.raises(ValueError, match=words):
-        ParquetImagePairs(numbered, **{"batch_size": 2, **options})
+        open_pairs(numbered, **{"batch_size": 2, **options})
 
 
 def test_every_image_broken(tmp_path):
     all_broken(tmp_path)
-    dataset = ParquetImagePairs(tmp_path, batch_size=2, resolution=8)
+    dataset = open_pairs(tmp_path, batch_size=2, resolution=8)
     with pytest.raises(ValueError, match=r"none of the 3 pairs .*known image format") as error:
         list(dataset)
     assert "\n" not in str(error.value)
@@ -1123,7 +1125,7 @@ def test_damaged_row_group_is_named(tmp_path):
     offset = pq.read_metadata(path).row_group(0).column(0).dictionary_page_offset
     data[offset : offset + 40] = b"\xff" * 40  # damages the data but not the footer
     path.write_bytes(data)
-    dataset = ParquetImagePairs(tmp_path, batch_size=4, resolution=8)
+    dataset = open_pairs(tmp_path, batch_size=4, resolution=8)
     with pytest.raises(ValueError, match=r"shard-1\.parquet: row group 0 cannot be read") as error:
         list(dataset)
     assert "\n" not in str(error.value)

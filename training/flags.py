@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dataloading.mixture import check_sets
+from dataloading.options import Columns
 from dataloading.order import bucket_sizes, size_name
 from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from training.ema import ema_flags, ema_plan
@@ -173,9 +174,14 @@ def profiled_steps(text: str) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
-def masks_to_read(config: Config) -> str | None:
-    """The mask_column of ParquetImagePairs: None, if masks do not change the loss."""
-    return None if config.mask_loss_weight == 1 else config.mask_column
+def chosen_columns(config: Any, masks: bool) -> Columns:
+    """The columns that flags choose; masks: read masks, too."""
+    return Columns(
+        config.original_image_column,
+        config.edited_image_column,
+        config.edit_prompt_column,
+        mask=config.mask_column if masks else None,
+    )
 
 
 def check_flags(config: Config, num_devices: int) -> None:

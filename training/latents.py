@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jax.experimental.multihost_utils import process_allgather
 from tqdm import tqdm
 
 from command_line import check_writable
@@ -29,12 +28,11 @@ from dataloading.decoding import (
     reduce_mask,
     stored_sizes,
 )
-from dataloading.images import num_usable_cores
-from dataloading.mixture import check_sets, columns_of_sets, distinct_names, masks_of_sets
+from dataloading.mixture import check_sets, columns_of_sets, distinct_names
+from dataloading.options import Reading, Transform, num_usable_cores
 from dataloading.order import check_sides, nearest_sizes
 from dataloading.reading import MIN_ROWS_FOR_BAD_FRACTION, StoredPairs
 from dataloading.shards import (
-    COLUMN_FLAGS,
     LATENTS,
     MASK,
     TIME_IDS,
@@ -50,6 +48,7 @@ from diffusers_flax.loading.files import UNFINISHED_PREFIX, remove, save_whole
 from diffusers_flax.messages import differences
 from training.flags import chosen_sizes, nearest_multiples
 from training.models import encode_images, is_sdxl, load_vae, mixed_precision_dtype, tree_checksum
+from training.processes import all_processes
 
 logger = logging.getLogger(__name__)
 
@@ -326,19 +325,19 @@ def check_latent_flags(config, output_dirs, batch_size):
         check_writable(f"--{flag} {output_dir}", output_dir)
 
 
-def list_images(train_data_dir, columns, mask_column, output_dir, max_train_samples):
+def list_images(train_data_dir, columns, output_dir, max_train_samples):
     """The row groups of a directory; output_dir may contain their shards of latents only.
 
     Args:
         train_data_dir: directory of shards of images.
-        columns, mask_column: see list_row_groups.
+        columns: Columns.
         output_dir: Path of the directory of their shards of latents.
         max_train_samples: list the shards with the first N rows only; None: all.
 
     Raises:
         ValueError: train_data_dir has latents, or output_dir shards of other names.
     """
-    groups = list_row_groups(train_data_dir, *columns, mask_column=mask_column)
+    groups = list_row_groups(train_data_dir, columns)
     if latents_metadata(groups[0].metadata) is not None:
         raise ValueError(
             f"--train_data_dir {train_data_dir} already has latents; train on it directly"
@@ -355,7 +354,7 @@ def list_images(train_data_dir, columns, mask_column, output_dir, max_train_samp
     return [group for group in groups if group.path in selected]
 
 
-def choose_latent_sizes(config, train_data_dir, columns, mask_column, output_dir, overwrite):
+def choose_latent_sizes(config, train_data_dir, columns, output_dir, overwrite):
     """The heights and widths of a directory's latents; None without --aspect_ratio_buckets.
 
     Where output_dir has latents, their sizes are taken if the flag has them. Else they are those
@@ -363,34 +362,19 @@ def choose_latent_sizes(config, train_data_dir, columns, mask_column, output_dir
 
     Args:
         config, overwrite: as for write_latents.
-        train_data_dir, columns, mask_column, output_dir: as for list_images.
+        train_data_dir, columns, output_dir: as for list_images.
     """
-    sizes, num_processes = chosen_sizes(config), jax.process_count()
+    sizes = chosen_sizes(config)
     if sizes is None:
         return None
-    all_gather = process_allgather if num_processes > 1 else None
     pairs = StoredPairs(
         train_data_dir,
         columns,
-        dict(
-            resolution=config.resolution,
-            sizes=sizes,
-            resample=config.image_interpolation_mode,
-            random_crop=False,
-            random_flip=False,
-            micro_conditioning=False,
-        ),
-        max_rows=config.max_train_samples,
-        all_gather=all_gather,
-        mask_column=mask_column,
+        Transform(config.resolution, sizes, random_crop=False),
+        all_processes(),
+        Reading(max_rows=config.max_train_samples, num_threads=config.dataloader_num_workers),
     )
-    pairs.choose_sizes(
-        max(1, config.train_batch_size // num_processes),
-        config.dataloader_num_workers or num_usable_cores(),
-        jax.process_index(),
-        num_processes,
-        all_gather,
-    )
+    pairs.choose_sizes(max(1, config.train_batch_size // jax.process_count()))
     for path in [] if overwrite else shard_files(output_dir)[:1]:
         with contextlib.suppress(pa.ArrowException, OSError):  # see check_existing_shard
             stored = (latents_metadata(pq.read_metadata(path)) or {}).get("sizes", ())
@@ -488,15 +472,15 @@ def encoder_on(devices, vae, params):
     return lambda *images: program(params, *jax.device_put(images, sharded))
 
 
-def write_latents(config, output_dir, batch_size=None, overwrite=False, mask_column=None):
+def write_latents(config, output_dir, columns, batch_size=None, overwrite=False):
     """Write all missing shards of latents.
 
     Args:
         config: Config of cache_latents.py or of the trainer.
         output_dir: directory of the shards, see latent_dirs.
+        columns: Columns, with masks if these are also stored.
         batch_size: pairs per device; None: PIXELS_PER_BATCH pixels of original images.
         overwrite: replace shards of latents that were made with other settings.
-        mask_column: also store masks, see masks_of_sets; None: none.
 
     Raises:
         ValueError: invalid flags, data or VAE, or output_dir contains other files.
@@ -504,13 +488,7 @@ def write_latents(config, output_dir, batch_size=None, overwrite=False, mask_col
     check_sets(config.train_data_dir, sizes=chosen_sizes(config))
     output_dirs = [Path(folder) for folder in latent_dirs(config.train_data_dir, output_dir)]
     check_latent_flags(config, output_dirs, batch_size)
-    columns = [getattr(config, name) for name in COLUMN_FLAGS]
-    sets = zip(
-        config.train_data_dir,
-        columns_of_sets(config.train_data_dir, columns),
-        masks_of_sets(config.train_data_dir, mask_column),
-        output_dirs,
-    )
+    sets = zip(config.train_data_dir, columns_of_sets(config.train_data_dir, columns), output_dirs)
     sets = [  # before the VAE is loaded
         (
             paths[-1],

@@ -17,12 +17,20 @@ import numpy as np
 from filelock import FileLock, Timeout
 from jax.experimental import multihost_utils
 
+from dataloading.options import Processes
+
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 3600  # timeout of wait_for_all; meanwhile others compile, or process 0 uploads
 LOCK_SECONDS = 120  # timeout for the lock; NFS releases a crashed host's lock late
 MESSAGE_BYTES = 4096  # of an error message that process 0 sends to all processes
 _numbers = itertools.count()
+
+
+def all_processes() -> Processes:
+    """jax's processes, for the datasets."""
+    all_gather = multihost_utils.process_allgather if jax.process_count() > 1 else None
+    return Processes(jax.process_index(), jax.process_count(), all_gather)
 
 
 def wait_for_all(name):

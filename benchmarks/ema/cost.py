@@ -8,6 +8,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.ema.runs import AveragedRun, make_programs, trainer_config
+from dataloading.options import Transform
 from parquet_processing import ParquetImagePairs
 from training.ema import ema_plan, start_average
 from training.models import load_models
@@ -54,7 +55,7 @@ def measure_cost(folder, rounds, num_steps):
     dataset = ParquetImagePairs(
         *config.train_data_dir,
         batch_size=config.train_batch_size,
-        resolution=config.resolution,
+        transform=Transform(config.resolution),
     )
     batch = next(Batches(dataset, pipeline.prepare_text_inputs))
     inputs = replicate(frozen), batch, replicate(np.asarray(jax.random.PRNGKey(0)))

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 import flax_train_instruct_pix2pix as trainer
 from benchmarks.ema.runs import AveragedRun, make_programs, trainer_config
+from dataloading.options import Reading, Transform
 from demo.evaluate import load_edits, read_held_out_edits, read_image, summarize_edits
 from parquet_processing import ParquetImagePairs
 from training.ema import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma
@@ -53,12 +54,14 @@ def train_with_averages(config, programs, plans, pipeline, frozen, params):
     dataset = ParquetImagePairs(
         *config.train_data_dir,
         batch_size=config.train_batch_size,
-        resolution=config.resolution,
+        transform=Transform(
+            config.resolution,
+            random_crop=config.random_crop,
+            random_flip=config.random_flip,
+            resample=config.image_interpolation_mode,
+        ),
         seed=config.seed,
-        random_crop=config.random_crop,
-        random_flip=config.random_flip,
-        resample=config.image_interpolation_mode,
-        shuffle_buffer=config.shuffle_buffer,
+        reading=Reading(shuffle_buffer=config.shuffle_buffer),
     )
     batches = Batches(dataset, pipeline.prepare_text_inputs)
     host = partial(to_host, axes=programs.axes)

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from shards import EDITED, ORIGINAL, encode, on_processes, plain, write_shard
+from shards import EDITED, ORIGINAL, encode, on_processes, open_pairs, plain, write_shard
 
 from dataloading import decoding, reading
 from dataloading.decoding import SIZES_DIR, stored_sizes
+from dataloading.options import Processes
 from dataloading.order import bucket_sizes, nearest_sizes
 from dataloading.shards import list_row_groups
-from parquet_processing import ParquetImagePairs
 
 SIZES = bucket_sizes(8, ("6x12", "8x8", "12x6"))  # height before width, tallest first
 SHAPES = {"tall": (24, 11), "square": (16, 18), "wide": (9, 20)}  # of stored images
@@ -105,7 +105,7 @@ def test_every_pair_once_at_its_size_and_the_rest_after_a_kill(tmp_path_factory,
             rows_of[k % process_count] += len(kinds)
 
     def make(process_index, all_gather, process_count=process_count):
-        return ParquetImagePairs(
+        return open_pairs(
             folders[process_index], batch_size=global_batch // process_count, resolution=8,
             sizes=SIZES, process_index=process_index, process_count=process_count,
             all_gather=all_gather, shuffle_buffer=buffer, num_parts=num_parts,
@@ -175,9 +175,7 @@ def test_every_pair_once_at_its_size_and_the_rest_after_a_kill(tmp_path_factory,
 def test_sizes_come_mixed_and_each_pair_waits_as_often(tmp_path):
     kinds = (["tall"] + ["square"] * 6 + ["wide"] * 2) * 23
     write_kinds(tmp_path, [kinds], row_group_size=9)
-    dataset = ParquetImagePairs(
-        tmp_path, batch_size=4, resolution=8, sizes=SIZES, shuffle_buffer=36
-    )
+    dataset = open_pairs(tmp_path, batch_size=4, resolution=8, sizes=SIZES, shuffle_buffer=36)
     assert dataset.describe_sizes() == "pairs by size: 6x12 23, 8x8 138, 12x6 46"
     assert dataset.describe_epoch().startswith("200 of 207 pairs per epoch")
     drawn = Counter()
@@ -199,7 +197,7 @@ def test_sizes_come_mixed_and_each_pair_waits_as_often(tmp_path):
 def test_what_waits_of_shards_sorted_by_shape(tmp_path, num_parts, most):
     """With one part, the default, less than a batch of each size, however the shards are sorted."""
     write_kinds(tmp_path, [["tall"] * 64, ["square"] * 64, ["wide"] * 64], row_group_size=16)
-    dataset = ParquetImagePairs(
+    dataset = open_pairs(
         tmp_path, batch_size=8, resolution=8, sizes=SIZES, shuffle_buffer=16, num_parts=num_parts
     )
     waiting = []
@@ -216,15 +214,15 @@ def test_what_waits_of_shards_sorted_by_shape(tmp_path, num_parts, most):
 
 def test_a_size_without_a_batch_is_left_out(tmp_path):
     write_kinds(tmp_path, [["tall"] * 3 + ["square"] * 8 + ["wide"] * 5])
-    dataset = ParquetImagePairs(tmp_path, batch_size=4, resolution=8, sizes=SIZES)
+    dataset = open_pairs(tmp_path, batch_size=4, resolution=8, sizes=SIZES)
     assert dataset.decoding.sizes == ((8, 8), (6, 12)) and len(dataset) == 3
     counts = "8x8 11, 12x6 5; left out with less than a batch: 6x12"
     assert dataset.describe_sizes() == f"pairs by size: {counts}"
     # A smaller batch would have other sizes, so that none is suggested.
     assert dataset.describe_epoch() == "12 of 16 pairs per epoch"
-    assert len(ParquetImagePairs(tmp_path, batch_size=16, resolution=8, sizes=SIZES)) == 1
+    assert len(open_pairs(tmp_path, batch_size=16, resolution=8, sizes=SIZES)) == 1
     state = dataset.state_dict()
-    other = ParquetImagePairs(tmp_path, batch_size=4, resolution=8, sizes=SIZES[:2])
+    other = open_pairs(tmp_path, batch_size=4, resolution=8, sizes=SIZES[:2])
     with pytest.raises(ValueError, match="sizes was 8x8 12x6 and is 8x8"):
         other.load_state_dict(state)
 
@@ -240,7 +238,7 @@ def test_pairs_are_cut_alike_and_time_ids_say_where(tmp_path):
         rows.append((encode(pixels), str(n), encode(255 - pixels)))
     write_shard(tmp_path / "a.parquet", rows)
     sizes = bucket_sizes(24, ("24x24", "32x16", "16x32"))
-    dataset = ParquetImagePairs(
+    dataset = open_pairs(
         tmp_path, batch_size=2, resolution=24, sizes=sizes, micro_conditioning=True
     )
     flips = Counter()
@@ -278,7 +276,7 @@ def test_sizes_are_read_once(tmp_path, monkeypatch, caplog):
     expected = [[10, 30], [30, 10], [0, 0], [0, 0]] + [[10, 9]] * 5
     assert stored_sizes(groups, 2).tolist() == expected
     monkeypatch.setattr(decoding, "encoded_size", None)
-    assert stored_sizes(groups, 2, 1, 2).tolist() == expected
+    assert stored_sizes(groups, 2, Processes(1, 2)).tolist() == expected
     some = [groups[0]._replace(num_rows=3)]  # max_rows
     assert stored_sizes(some, 2).tolist() == expected[:3]
     for file in (tmp_path / SIZES_DIR).iterdir():
@@ -303,9 +301,7 @@ def test_broken_pairs_are_replaced_by_pairs_of_their_size(tmp_path):
     rows[2] = (rows[2][0][:-24], "2", rows[2][2])  # the header is whole
     rows[4] = (b"no image", "4", rows[4][2])  # counts as a square
     write_shard(tmp_path / "a.parquet", rows, row_group_size=3)
-    dataset = ParquetImagePairs(
-        tmp_path, batch_size=1, resolution=8, sizes=SIZES, max_bad_fraction=1
-    )
+    dataset = open_pairs(tmp_path, batch_size=1, resolution=8, sizes=SIZES, max_bad_fraction=1)
     assert dataset.size_rows.tolist() == [[5, 7]]
     prompts = Counter()
     for batch in dataset:
@@ -330,7 +326,7 @@ def test_a_row_group_of_many_broken_pairs_is_read_twice(tmp_path, monkeypatch):
         return read_row_group(group, *spare)
 
     monkeypatch.setattr(reading, "read_row_group", count)
-    dataset = ParquetImagePairs(
+    dataset = open_pairs(
         tmp_path, batch_size=4, resolution=8, sizes=SIZES, shuffle_buffer=0, max_bad_fraction=1
     )
     assert len(list(dataset)) == 16 and dataset.num_bad == 32
@@ -355,7 +351,7 @@ def test_a_process_with_other_latents_stops_all(tmp_path):
     pq.write_table(table.replace_schema_metadata(metadata), tmp_path / "b" / "c.parquet")
 
     def make(process_index, all_gather):
-        return ParquetImagePairs(
+        return open_pairs(
             tmp_path / "ab"[process_index], batch_size=2, resolution=8, sizes=SIZES,
             process_index=process_index, process_count=2, all_gather=all_gather,
         )  # fmt: skip

@@ -9,12 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 import simplejpeg
 from PIL import Image, ImageOps
+from shards import open_pairs
 
 from dataloading.images import crop_image, decode_image, encoded_size, load_image
 from dataloading.pairs import check_image, write_pairs
 from dataloading.shards import COLUMN_FLAGS, Cells
 from editing.held_out import HeldOutPair
-from parquet_processing import ParquetImagePairs, check_pair
+from parquet_processing import check_pair
 
 END = b"\xff\xd9"  # marker at the end of a JPEG
 
@@ -121,7 +122,7 @@ def test_warnings_do_not_count_as_damage(tmp_path, caplog):
     damaged["edit_prompt"] = "damaged"
     pq.write_table(pa.concat_tables([table, pa.Table.from_pylist([damaged], table.schema)]), shard)
     options = {"resolution": 8, "random_crop": False, "random_flip": False, "max_bad_fraction": 1}
-    dataset = ParquetImagePairs(tmp_path / "data", batch_size=5, **options)
+    dataset = open_pairs(tmp_path / "data", batch_size=5, **options)
     (batch,) = dataset
     assert set(batch["edit_prompt"]) == set(HARMLESS)
     assert dataset.num_bad == 1 and list(dataset.bad_rows) == [(shard.name, 4)]

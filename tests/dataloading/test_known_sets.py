@@ -6,11 +6,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from known_sets import IMAGE, SCHEMAS, plain, write_known
+from shards import open_pairs
 
 import parquet_processing
+from dataloading.options import Columns
 from dataloading.shards import find_columns, list_row_groups, pair_at, read_row_group
 from editing.held_out import pairs_of_shards
-from parquet_processing import ParquetImagePairs
 
 ORIGINAL, EDITED = "original_pixel_values", "edited_pixel_values"
 OPTIONS = {"batch_size": 4, "resolution": 8, "random_crop": False}
@@ -25,7 +26,7 @@ def write_table(folder, rows, schema=None):
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_known_set_needs_no_flags(tmp_path, capsys, name):
     folder = write_known(tmp_path / "data", name)
-    for batch in ParquetImagePairs(folder, **OPTIONS):
+    for batch in open_pairs(folder, **OPTIONS):
         for original, edited, prompt in zip(batch[ORIGINAL], batch[EDITED], batch["edit_prompt"]):
             n = int(prompt.partition(".")[0])
             assert (original == n).all() and (edited == 255 - n).all()
@@ -44,7 +45,7 @@ def test_a_known_set_needs_no_flags(tmp_path, capsys, name):
 
 def columns_of(*names, **given):
     schema = pa.schema([(n, pa.string() if "prompt" in n else pa.binary()) for n in names])
-    return find_columns(schema, "a.parquet", **given)
+    return find_columns(schema, "a.parquet", Columns(**given))
 
 
 def test_whole_sets_are_matched(tmp_path):
@@ -52,14 +53,14 @@ def test_whole_sets_are_matched(tmp_path):
     folder = write_known(tmp_path / "hq", "UCSC-VLAA/HQ-Edit")
     inverse = ("output_image", "input_image", "inverse_edit")
     for given in (inverse, ("", "", "inverse_edit")):
-        (group,) = list_row_groups(folder, *given)
+        (group,) = list_row_groups(folder, Columns(*given))
         assert group.columns == inverse
         assert pair_at(read_row_group(group), 3)[:3] == (plain(252), plain(3), "inverse_edit 3")
-    (group,) = list_row_groups(folder, edit_prompt_column="output")
+    (group,) = list_row_groups(folder, Columns(edit_prompt="output"))
     assert group.columns == ("input_image", "output_image", "output")
     names = ("original_image", "input_image", "edited_image", "edit_prompt", "output_image")
     assert columns_of(*names) == ("original_image", "edited_image", "edit_prompt")
-    assert columns_of(*names, original="input_image")[0] == "input_image"
+    assert columns_of(*names, original_image="input_image")[0] == "input_image"
     with pytest.raises(
         ValueError, match=r"known to have the edited image; it has .*--edited_image_column$"
     ):
@@ -92,7 +93,7 @@ def write_lists(folder, texts, kind=LISTS[0], row_group_size=8):
 def drawn(folder, epochs=3, **options):
     """{row: its instruction} of each epoch; images show the row."""
     datasets = [
-        ParquetImagePairs(folder, **OPTIONS | options | {"process_index": k})
+        open_pairs(folder, **OPTIONS | options | {"process_index": k})
         for k in range(options.get("process_count", 1))
     ]
     return [
@@ -133,9 +134,9 @@ def test_every_type_of_list(tmp_path, kind):
 
 def test_draws_continue_after_a_resume(tmp_path):
     folder = write_lists(tmp_path / "a", [[f"{n}.{k}" for k in range(5)] for n in range(16)])
-    dataset = ParquetImagePairs(folder, **OPTIONS)
+    dataset = open_pairs(folder, **OPTIONS)
     whole = [batch["edit_prompt"] for _ in range(2) for batch in dataset]
-    again = ParquetImagePairs(folder, **OPTIONS)
+    again = open_pairs(folder, **OPTIONS)
     again.load_state_dict(again.state_dict() | {"epoch": 1, "batch": 2})
     assert [batch["edit_prompt"] for batch in again] == whole[6:]
 
@@ -143,7 +144,7 @@ def test_draws_continue_after_a_resume(tmp_path):
 def test_a_list_without_instruction_is_a_bad_row(tmp_path):
     texts = [["a", "b"], [], None, ["a", None], ["c"], [""], ["d"], ["e"]]
     folder = write_lists(tmp_path / "a", texts)
-    dataset = ParquetImagePairs(folder, **OPTIONS, max_bad_fraction=0.5)
+    dataset = open_pairs(folder, **OPTIONS, max_bad_fraction=0.5)
     seen = [text for batch in dataset for text in batch["edit_prompt"]]
     assert {row for _, row in dataset.bad_rows} == {1, 2, 3} and len(seen) == 8
     assert set(dataset.bad_rows.values()) == {"edit_prompt: null"}
@@ -154,7 +155,7 @@ def test_a_list_without_instruction_is_a_bad_row(tmp_path):
 def test_a_list_of_numbers_is_no_instruction(tmp_path):
     folder = write_lists(tmp_path / "a", [[1]], pa.list_(pa.int8()))
     with pytest.raises(ValueError, match=r"edit_prompt is list<.*int8>, not text or a list of te"):
-        ParquetImagePairs(folder, batch_size=1)
+        open_pairs(folder, batch_size=1)
 
 
 def test_images_beside_the_shard(tmp_path):
@@ -179,7 +180,7 @@ def test_images_beside_the_shard(tmp_path):
     pq.write_table(pa.table(columns), folder / "a.parquet")
     wanted = {0: 0, 1: 1, 2: 2, 3: 103}
     for column in ("", "only", "untyped"):
-        (batch,) = ParquetImagePairs(folder, **OPTIONS, original_image_column=column)
+        (batch,) = open_pairs(folder, **OPTIONS, original_image=column)
         for prompt, original, edited in zip(batch["edit_prompt"], batch[ORIGINAL], batch[EDITED]):
             n = int(prompt)
             assert (original == wanted[n]).all()
@@ -208,7 +209,7 @@ def test_files_outside_of_the_directory_are_not_read(tmp_path):
         {"original_image": path, "edited_image": plain(2), "edit_prompt": "x"} for path in paths
     ]
     write_table(folder, rows)
-    dataset = ParquetImagePairs(folder, **OPTIONS | {"batch_size": 7}, max_bad_fraction=1)
+    dataset = open_pairs(folder, **OPTIONS | {"batch_size": 7}, max_bad_fraction=1)
     (batch,) = dataset
     assert (batch[ORIGINAL] == 2).all()
     reasons = [dataset.bad_rows["a.parquet", n] for n in range(6)]

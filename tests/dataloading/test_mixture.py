@@ -20,6 +20,8 @@ from shards import (
     EDITED,
     ORIGINAL,
     on_processes,
+    open_mixture,
+    open_pairs,
     plain,
     same,
     write_numbered,
@@ -27,8 +29,8 @@ from shards import (
 )
 
 from dataloading import reading
-from dataloading.dataset import ParquetImagePairs
-from dataloading.mixture import Mixture, check_sets, columns_of_sets, distinct_names
+from dataloading.mixture import check_sets, columns_of_sets, distinct_names
+from dataloading.options import Columns
 
 NUM_ROWS = (53, 16, 9)  # of the sets; the rows of set s have prompts from 100 s on
 MAGICBRUSH = ("source_img", "instruction", "target_img")
@@ -78,7 +80,7 @@ def test_a_mixture_of_three_sets(folders, seeds):
         weights = rng.uniform(0.5, 2, 3).tolist()
         buffer = int(rng.choice([0, 12, 4096]))
         options = dict(seed=seed, resolution=4, shuffle_buffer=buffer)
-        make = partial(Mixture, folders, weights, batch_size=8, **options)
+        make = partial(open_mixture, folders, weights, batch_size=8, **options)
         mixture, states, batches = make(num_threads=1), [], []
         stream = iter(mixture)
         for _ in range(14):
@@ -120,7 +122,7 @@ def test_shares_are_binomial(folders):
     """Of two hundred seeds: every count within five deviations, their spread as it should be."""
     weights, num_steps, B, squares = (2, 1, 1), 60, 8, []
     for seed in range(200):
-        mixture = Mixture(folders, weights, batch_size=B, seed=seed, resolution=4)
+        mixture = open_mixture(folders, weights, batch_size=B, seed=seed, resolution=4)
         counts, n = mixture.count_draws(num_steps), num_steps * B
         np.testing.assert_array_equal(
             counts, np.bincount(mixture.draw_sets(0, num_steps).ravel(), minlength=3)
@@ -136,7 +138,7 @@ def test_shares_are_binomial(folders):
 
 
 def test_without_weights_shares_are_the_numbers_of_pairs(folders):
-    mixture = Mixture(folders, batch_size=8, resolution=4)
+    mixture = open_mixture(folders, batch_size=8, resolution=4)
     assert mixture.shares == [n / sum(NUM_ROWS) for n in NUM_ROWS]
     assert mixture.num_rows == sum(NUM_ROWS) and mixture.names == ["a", "b", "c"]
     assert mixture.describe_epoch() == (
@@ -146,7 +148,7 @@ def test_without_weights_shares_are_the_numbers_of_pairs(folders):
 
 
 def test_one_directory_is_no_mixture(folders):
-    dataset = ParquetImagePairs(folders[0], batch_size=8, resolution=4)
+    dataset = open_pairs(folders[0], batch_size=8, resolution=4)
     assert dataset.passes(5) == {}
     dataset.set_step(len(dataset) * 2 + 3)
     assert (dataset.epoch, dataset.state_dict()["batch"]) == (2, 3)
@@ -160,26 +162,26 @@ def test_one_directory_is_no_mixture(folders):
 
 
 def test_it_continues_after_the_last_batch(folders):
-    expected = take(Mixture(folders, batch_size=4, resolution=4), 6)
-    mixture = Mixture(folders, batch_size=4, resolution=4)
+    expected = take(open_mixture(folders, batch_size=4, resolution=4), 6)
+    mixture = open_mixture(folders, batch_size=4, resolution=4)
     assert all(map(same, take(mixture, 2) + take(mixture, 4), expected))
     mixture.set_step(1)
     assert same(*take(mixture, 1), expected[1])
     loader = torch.utils.data.DataLoader(
-        Mixture(folders, batch_size=4, resolution=4), batch_size=None
+        open_mixture(folders, batch_size=4, resolution=4), batch_size=None
     )
     assert next(iter(loader))["edit_prompt"] == expected[0]["edit_prompt"]
 
 
 def test_state_of_another_mixture_is_refused(folders):
-    state = Mixture(folders, (2, 1, 1), batch_size=4).state_dict()
+    state = open_mixture(folders, (2, 1, 1), batch_size=4).state_dict()
     with pytest.raises(ValueError, match=r"shares was \[0.5, 0.25, 0.25\] and is \[0.25, 0.5, "):
-        Mixture(folders, (1, 2, 1), batch_size=4).load_state_dict(state)
+        open_mixture(folders, (1, 2, 1), batch_size=4).load_state_dict(state)
     with pytest.raises(ValueError, match=r"columns was .*; data was "):
-        Mixture([*folders[1::-1], folders[2]], (2, 1, 1), batch_size=4).load_state_dict(state)
-    Mixture(folders, (4, 2, 2), batch_size=4).load_state_dict(state)  # the same shares
+        open_mixture([*folders[1::-1], folders[2]], (2, 1, 1), batch_size=4).load_state_dict(state)
+    open_mixture(folders, (4, 2, 2), batch_size=4).load_state_dict(state)  # the same shares
     with pytest.raises(ValueError, match="step=-1 is not a position"):
-        Mixture(folders, (2, 1, 1), batch_size=4).load_state_dict(state | {"step": -1})
+        open_mixture(folders, (2, 1, 1), batch_size=4).load_state_dict(state | {"step": -1})
 
 
 @pytest.fixture
@@ -209,7 +211,7 @@ def check_divided(streams):
 
 def test_processes_with_their_own_shards_of_one_set(divided):
     def make(process_index, all_gather, state=None, **options):
-        mixture = Mixture(
+        mixture = open_mixture(
             [divided / "shared", divided / f"own{process_index}"], [1, 2], batch_size=4,
             resolution=4, shuffle_buffer=6, process_index=process_index, process_count=2,
             all_gather=all_gather, **options,
@@ -237,10 +239,11 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize("localhost:" + sys.argv[1], 2, int(sys.argv[2]))
 from jax.experimental.multihost_utils import process_allgather
 from dataloading.mixture import Mixture
+from dataloading.options import Processes, Reading, Transform
 mixture = Mixture(
-    [name.replace("K", sys.argv[2]) for name in sys.argv[3:]], [1, 2], batch_size=4, resolution=4,
-    shuffle_buffer=6, process_count=2, process_index=jax.process_index(),
-    all_gather=process_allgather,
+    [name.replace("K", sys.argv[2]) for name in sys.argv[3:]], [1, 2], batch_size=4,
+    transform=Transform(4), reading=Reading(shuffle_buffer=6),
+    processes=Processes(jax.process_index(), 2, process_allgather),
 )
 for _, batch in zip(range(16), mixture):
     print("row", *batch["edit_prompt"])
@@ -267,7 +270,7 @@ def test_real_processes(divided):
 def test_undecodable_rows_are_replaced_within_their_set(folders, tmp_path):
     rows = [(plain(n % 256), str(n), b"damaged" if n == 303 else plain(0)) for n in range(300, 312)]
     write_shard(tmp_path / "d.parquet", rows, row_group_size=4)
-    mixture = Mixture([folders[0], tmp_path], batch_size=8, resolution=4, max_bad_fraction=0.5)
+    mixture = open_mixture([folders[0], tmp_path], batch_size=8, resolution=4, max_bad_fraction=0.5)
     batches = take(mixture, 25)
     rows = rows_of(batches)
     np.testing.assert_array_equal(rows >= 300, mixture.draw_sets(0, 25) == 1)
@@ -276,7 +279,9 @@ def test_undecodable_rows_are_replaced_within_their_set(folders, tmp_path):
     assert mixture.num_bad == mixture.sets[1].num_bad and not mixture.sets[0].bad_rows
     assert list(mixture.sets[1].bad_rows) == [("d.parquet", 3)]
     with pytest.raises(ValueError, match=r"--max_bad_fraction 0 .*d\.parquet row 3"):
-        take(Mixture([folders[0], tmp_path], batch_size=8, resolution=4, max_bad_fraction=0), 25)
+        take(
+            open_mixture([folders[0], tmp_path], batch_size=8, resolution=4, max_bad_fraction=0), 25
+        )
 
 
 def test_memory_and_reading(folders, monkeypatch):
@@ -294,7 +299,7 @@ def test_memory_and_reading(folders, monkeypatch):
 
     reading_group = reading.read_row_group
     monkeypatch.setattr(reading, "read_row_group", watched)
-    mixture = Mixture(folders[:2], [1, 1], batch_size=4, resolution=4, shuffle_buffer=34)
+    mixture = open_mixture(folders[:2], [1, 1], batch_size=4, resolution=4, shuffle_buffer=34)
     take(mixture, 80)
     gc.collect()
     assert readings["b"] == 6  # row groups of 16 rows, in a window of 17
@@ -309,20 +314,19 @@ def test_columns_belong_to_sets(folders, tmp_path):
     write_numbered(tmp_path, [6], first=300, names=("first", "edit_prompt", "edited_image"))
     places = [*folders[:2], str(tmp_path)]
     options = dict(batch_size=4, resolution=4)
-    mixture = Mixture(places, original_image_column="first", **options)
+    mixture = open_mixture(places, original_image="first", **options)
     assert [pairs.groups[0].columns[0] for pairs in mixture.sets] == [
         "original_image", "source_img", "first",
     ]  # fmt: skip
     assert {300, 0} <= set((rows_of(take(mixture, 12)) // 300 * 300).ravel().tolist())
     with pytest.raises(ValueError, match="has no column nothing; it has"):
-        Mixture(places, edit_prompt_column="nothing", **options)
-    assert columns_of_sets([*folders, "missing"], ("source_img", "")) == [
-        ("", ""), ("source_img", ""), ("", ""), ("", ""),
-    ]  # fmt: skip
+        open_mixture(places, edit_prompt="nothing", **options)
+    found = columns_of_sets([*folders, "missing"], Columns("source_img"))
+    assert found == [Columns(), Columns("source_img"), Columns(), Columns()]
 
 
 def test_first_rows_are_of_each_set(folders):
-    mixture = Mixture(folders, (1, 1, 1), batch_size=4, resolution=4, max_rows=6)
+    mixture = open_mixture(folders, (1, 1, 1), batch_size=4, resolution=4, max_rows=6)
     rows = set(rows_of(take(mixture, 30)).ravel().tolist())
     assert rows == {first + n for first in (0, 100, 200) for n in range(6)}
 
@@ -360,4 +364,4 @@ def test_bad_arguments(folders, options, message):
     options = dict(batch_size=16, resolution=4) | options
     places = [f"{Path(folders[0]).parent}/{name}" for name in options.pop("places", "abc")]
     with pytest.raises(ValueError, match=re.escape(message)):
-        Mixture(places, **options)
+        open_mixture(places, **options)

@@ -10,14 +10,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
-from shards import write_list
+from shards import open_pairs, write_list
 
 import parquet_processing
 from dataloading import lists, pairs
 from dataloading import shards as dataloading_shards
 from dataloading.pairs import write_pairs
 from edit_cli import edits_of_jsonl
-from parquet_processing import ParquetImagePairs
 
 ORIENTATION = 0x0112
 HEADER = "input,edit,edited\n"
@@ -112,7 +111,7 @@ def test_bytes_are_copied_and_read_upright(tmp_path, capsys, form):
             "edited_image": {"bytes": edited.read_bytes(), "path": edited.name},
         }
     options = {"random_crop": False, "random_flip": False, "shuffle_buffer": 0}
-    (batch,) = ParquetImagePairs(data, batch_size=len(KINDS), resolution=16, **options)
+    (batch,) = open_pairs(data, batch_size=len(KINDS), resolution=16, **options)
     pixels = dict(zip(batch["edit_prompt"], batch["original_pixel_values"]))
     for n, (original, _) in enumerate(names):
         upright = ImageOps.exif_transpose(Image.open(original)).convert("RGBA")
@@ -218,8 +217,8 @@ def test_masks_go_with_their_pairs(tmp_path, capsys):
         assert ("mask" in row) == bool(n % 2)
         if n % 2:
             assert Path(row["mask"]).read_bytes() == (tmp_path / f"mask-{n}.png").read_bytes()
-    options = dict(batch_size=4, resolution=16, mask_column="", random_flip=False)
-    (batch,) = ParquetImagePairs(tmp_path / "data", **options)
+    options = dict(batch_size=4, resolution=16, mask="", random_flip=False)
+    (batch,) = open_pairs(tmp_path / "data", **options)
     has_mask = [mask.any() for mask in batch["mask"]]
     assert has_mask == [bool(int(text) % 2) for text in batch["edit_prompt"]]
 

@@ -9,14 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 from known_sets import png
 from PIL import Image
-from shards import write_random_shard
+from shards import open_mixture, write_random_shard
 from tiny_models import make_tiny_xl
 from trainer_runs import config_of, flags_of, read_metrics, run_trainer
 
 import cache_latents
 import distill_lcm
 import flax_train_instruct_pix2pix as trainer
-from dataloading.mixture import Mixture
 from dataloading.shards import latents_metadata
 from training.report import fit_validation_images, load_validation_images
 
@@ -171,7 +170,7 @@ def test_latents_of_sizes(model, data, tmp_path, monkeypatch, capsys):
     some = error(aspect_ratio_buckets=("16x16", "12x20"))
     assert "12x20 16x16 20x12 with this --train_data_dir alone, or another directory" in some
     with pytest.raises(ValueError, match="20x12 with this --train_data_dir alone"):
-        Mixture([str(out), str(data)], batch_size=8, resolution=16, random_crop=False)
+        open_mixture([str(out), str(data)], batch_size=8, resolution=16, random_crop=False)
     few = error(aspect_ratio_buckets=(), train_batch_size=12)
     assert "latents of 12x20 for 10 pairs" in few or "latents of 20x12 for 8 pairs" in few
     assert "make the latents again with --aspect_ratio_buckets 16x16" in few

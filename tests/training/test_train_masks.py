@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from known_sets import SCHEMAS, half_mask, known_rows, png, write_known
 from PIL import Image
+from shards import open_mixture, open_pairs
 from tiny_models import make_tiny_xl
 from trainer_runs import config_of, read_metrics, run_trainer
 
@@ -23,9 +24,7 @@ import flax_train_instruct_pix2pix as trainer
 import parquet_processing
 from dataloading.decoding import reduce_mask
 from dataloading.images import decode_mask
-from dataloading.mixture import Mixture
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
-from parquet_processing import ParquetImagePairs
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 ULTRA, MAGIC = "BleachNick/UltraEdit", "osunlp/MagicBrush"
@@ -138,7 +137,7 @@ def write_pairs_with_masks(folder, count=24, size=(24, 40)):
 
 def test_masks_are_cropped_and_flipped_with_their_pairs(tmp_path):
     folder = write_pairs_with_masks(tmp_path / "data")
-    dataset = ParquetImagePairs(folder, batch_size=8, resolution=16, mask_column="")
+    dataset = open_pairs(folder, batch_size=8, resolution=16, mask="")
     for _ in range(2):
         for batch in dataset:
             assert batch["mask"].shape == (8, 16, 16) and batch["mask"].dtype == np.uint8
@@ -146,9 +145,7 @@ def test_masks_are_cropped_and_flipped_with_their_pairs(tmp_path):
                 batch["mask"], batch["edited_pixel_values"], batch["edit_prompt"]
             ):
                 np.testing.assert_array_equal(mask, 0 if int(prompt) % 6 == 0 else edited[..., 0])
-    wide = ParquetImagePairs(
-        folder, batch_size=8, resolution=16, mask_column="", sizes=((16, 24), (16, 16))
-    )
+    wide = open_pairs(folder, batch_size=8, resolution=16, mask="", sizes=((16, 24), (16, 16)))
     for batch in wide:
         assert batch["mask"].shape == (8, 16, 24)
         with_mask = [int(prompt) % 6 != 0 for prompt in batch["edit_prompt"]]
@@ -156,7 +153,7 @@ def test_masks_are_cropped_and_flipped_with_their_pairs(tmp_path):
         np.testing.assert_array_equal(batch["mask"][with_mask], edited)
     identity = dataset.state_dict()
     assert identity["columns"] == ["original_image, edited_image, edit_prompt, mask_image"]
-    plain = ParquetImagePairs(folder, batch_size=8, resolution=16)
+    plain = open_pairs(folder, batch_size=8, resolution=16)
     assert "mask" not in next(iter(plain))
     with pytest.raises(ValueError, match=r"columns was .*, mask_image"):
         plain.load_state_dict(identity)
@@ -167,7 +164,7 @@ def test_sets_with_and_without_masks(tmp_path):
     names = (ULTRA, "fusing/instructpix2pix-1000-samples", MAGIC)
     folders = [write_known(tmp_path / str(n), name) for n, name in enumerate(names)]
     options = dict(batch_size=8, resolution=8, random_crop=False, random_flip=False)
-    mixture = Mixture(folders, (1, 1, 1), mask_column="", **options)
+    mixture = open_mixture(folders, (1, 1, 1), mask="", **options)
     shares = Counter()
     for batch in itertools.islice(mixture, 20):
         assert batch["mask"].shape == (8, 8, 8)
@@ -177,16 +174,16 @@ def test_sets_with_and_without_masks(tmp_path):
     # Half of UltraEdit's rows and all of MagicBrush's have a mask: the half of 160, give or take
     # three standard deviations.
     assert shares.total() == 160 and abs(shares[True] - 80) < 19
-    mixture = Mixture(folders, (1, 1, 1), mask_column="mask_img", **options)
+    mixture = open_mixture(folders, (1, 1, 1), mask="mask_img", **options)
     assert [pairs.groups[0].mask_column for pairs in mixture.sets] == ["mask_image", "", "mask_img"]
     for given, words in {
         "gone": "no column gone",
         "": "no column mask_img or mask_image or mask;",
     }.items():
         with pytest.raises(ValueError, match=words):
-            ParquetImagePairs(folders[1], mask_column=given, **options)
+            open_pairs(folders[1], mask=given, **options)
     with pytest.raises(ValueError, match=r"0.* has no column gone"):
-        Mixture(folders, mask_column="gone", **options)
+        open_mixture(folders, mask="gone", **options)
 
 
 def test_bad_masks_are_bad_rows(tmp_path, capsys):
@@ -196,27 +193,27 @@ def test_bad_masks_are_bad_rows(tmp_path, capsys):
     table = pa.Table.from_pylist(rows, pa.schema(SCHEMAS[ULTRA][0]))
     pq.write_table(table, tmp_path / "a.parquet")
     options = dict(batch_size=8, resolution=8, max_bad_fraction=1)
-    dataset = ParquetImagePairs(tmp_path, mask_column="mask_image", **options)
+    dataset = open_pairs(tmp_path, mask="mask_image", **options)
     list(dataset)
     assert dataset.bad_rows == {
         ("a.parquet", 0): "mask: no known image format (3 bytes); save it as PNG or JPEG",
         ("a.parquet", 1): "the mask has 32x16 pixels (width x height) and the edited image 16x16; "
         "crop one of them to the aspect ratio of the other",
     }
-    strict = options | {"max_bad_fraction": 0, "mask_column": "mask_image"}
+    strict = options | {"max_bad_fraction": 0, "mask": "mask_image"}
     remedy = f"parquet_processing.py --train_data_dir {tmp_path} --mask_column mask_image$"
     with pytest.raises(ValueError, match=remedy):
-        list(ParquetImagePairs(tmp_path, **strict))
+        list(open_pairs(tmp_path, **strict))
     for flags in ([], ["--mask_column", "mask_image"]):
         parquet_processing.main(["--train_data_dir", str(tmp_path), "--preview=", *flags])
         out = capsys.readouterr().out
         assert "unreadable  2 of 8 rows" in out and "row 0: mask: no known image format" in out
-    dataset = ParquetImagePairs(tmp_path, **options)
+    dataset = open_pairs(tmp_path, **options)
     list(dataset)
     assert not dataset.bad_rows  # masks are not even read
     for given, words in {"gone": "no column gone", "clip_sim_source": "double"}.items():
         with pytest.raises(ValueError, match=f"{words}.*--mask_column"):
-            ParquetImagePairs(tmp_path, mask_column=given, **options)
+            open_pairs(tmp_path, mask=given, **options)
 
 
 def test_a_bad_mask_costs_its_pair_only_where_masks_are_read(model, tmp_path):
@@ -236,7 +233,7 @@ def test_a_bad_mask_costs_its_pair_only_where_masks_are_read(model, tmp_path):
     options = dict(batch_size=8, resolution=16, random_crop=False, max_bad_fraction=1)
     for given, bad in ((None, [3]), ("", [0, 1, 2, 3])):
         for folder in ("images", "latents"):
-            dataset = ParquetImagePairs(tmp_path / folder, mask_column=given, **options)
+            dataset = open_pairs(tmp_path / folder, mask=given, **options)
             list(dataset)
             assert sorted(row for _, row in dataset.bad_rows) == bad
     assert dataset.bad_rows["a.parquet", 0].startswith("mask: none in the shard of latents")
@@ -309,7 +306,7 @@ def test_masks_of_cached_latents(model, tmp_path, monkeypatch, capsys, is_xl):
     assert "has latents without masks, which --mask_loss_weight needs" in capsys.readouterr().err
     folders = [tmp_path / "latents", tmp_path / "without"]  # nor does a mixture drop them
     with pytest.raises(ValueError, match=r"without.* has latents without masks"):
-        Mixture(folders, mask_column="", batch_size=8, resolution=16, random_crop=False)
+        open_mixture(folders, mask="", batch_size=8, resolution=16, random_crop=False)
     cache_latents.main([*without, "--cache_masks", "--overwrite_output_dir"])
     run_trainer(bad, monkeypatch)
     np.testing.assert_allclose(losses(tmp_path / "d"), losses(tmp_path / "b"), rtol=1e-6)
