@@ -21,8 +21,8 @@ NAMES = {  # by module
         "FlaxDiagonalGaussianDistribution",
     ),
     "models.tiny_vae": ("FlaxAutoencoderTiny", "FlaxAutoencoderTinyOutput"),
-    "models.blocks": ("FlaxBaseModelOutput",),
     "models.clip": (
+        "FlaxBaseModelOutput",
         "FlaxBaseModelOutputWithPooling",
         "FlaxCLIPTextModel",
         "FlaxCLIPTextModelOutput",

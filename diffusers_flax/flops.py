@@ -13,24 +13,24 @@ from jax.extend.core import jaxprs_in_params
 def matmul_flops(jaxpr, switches=()):
     """FLOPs of a traced program's matmuls and convolutions.
 
-    Of a choice by platform (jax.lax.platform_dependent) the default counts, XLA's own operations:
-    kernels hide their FLOPs, and other algorithms have fewer.
+    For jax.lax.platform_dependent the default, XLA's own operations, counts: kernels hide their
+    FLOPs, and other algorithms have fewer.
 
     Args:
-        jaxpr: its Jaxpr. A loop counts once for each of its trips, 1 if unknown.
-        switches: of each `lax.switch` in a loop, in their order: the share of the trips that each
-            branch runs in. Of other conditions the branch with the most FLOPs counts.
+        jaxpr: its Jaxpr. A loop counts once per trip, a loop with unknown trips once.
+        switches: for each `lax.switch` in a loop, in their order, the fraction of trips per branch.
+            For other conditions the branch with the most FLOPs counts.
 
     Returns:
         (number of all FLOPs, number of FLOPs with int8 operands).
     """
-    shares = iter(switches)
+    fractions = iter(switches)
 
     def count(jaxpr, in_switch=False):
         total = np.zeros(2)
         for equation in jaxpr.eqns:
             name, params = equation.primitive.name, equation.params
-            platforms = params.get("branches_platforms", ())  # of a choice; None is the default
+            platforms = params.get("branches_platforms", ())  # None is the default
             if name in ("dot_general", "conv_general_dilated"):
                 flops = 2 * multiply_adds(name, equation)
                 is_int8 = all(x.aval.dtype == jnp.int8 for x in equation.invars)
@@ -39,8 +39,8 @@ def matmul_flops(jaxpr, switches=()):
                 total += count(params["branches"][platforms.index(None)].jaxpr, in_switch)
             elif name == "cond" and len(params["branches"]) > 1:
                 costs = np.array([count(branch.jaxpr, True) for branch in params["branches"]])
-                share = None if in_switch else next(shares, None)
-                total += costs.max(0) if share is None else np.array(share) @ costs
+                fraction = None if in_switch else next(fractions, None)
+                total += costs.max(0) if fraction is None else np.array(fraction) @ costs
             else:
                 trips = params["length"] if name == "scan" else 1
                 inner = jaxprs_in_params(params)
@@ -58,6 +58,6 @@ def multiply_adds(name, equation):
         (summed, _), _ = equation.params["dimension_numbers"]
         return math.prod(out) * math.prod(left[axis] for axis in summed)
     outputs, *_ = equation.params["dimension_numbers"].rhs_spec  # the axis of output channels
-    # Zeros between the inputs, of gradients of strided convolutions, are no work.
+    # Zeros between inputs, in gradients of strided convolutions, do not count.
     zeros = math.prod(equation.params["lhs_dilation"])
     return math.prod(out) * math.prod(right) // (right[outputs] * zeros)

@@ -1,4 +1,4 @@
-"""The base of what models, schedulers and pipelines return.
+"""ModelOutput, the base of outputs of models, schedulers and pipelines.
 
 @flax.struct.dataclass
 class FlaxDecoderOutput(ModelOutput):
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class ModelOutput(OrderedDict):
-    """Base of output dataclasses: a dict of the fields that are not None, in the order of fields.
+    """Base of output dataclasses: a dict of the fields that are not None, in their order.
 
     Values are read by attribute, name, index or slice. Iteration gives names, as in any dict;
     to_tuple() gives values. With flax.struct.dataclass an output is a pytree of all its fields.

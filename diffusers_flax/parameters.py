@@ -1,4 +1,4 @@
-"""Trees of parameters: casting them, and replacing their arrays without holding them twice."""
+"""Trees of parameters: casting them, and replacing their arrays in place."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ PARAM_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 def replace_leaves(function, params):
     """Replace every array of parameters by function(array), in place, one at a time.
 
-    Only one array is in memory twice: each call waits for the devices, which copy in the
-    background. Old arrays stay in memory if something else refers to them.
+    It waits for the devices, which copy in the background, so one array at a time is in memory
+    twice; old arrays stay if something else refers to them.
 
     Args:
         function: array -> array.
@@ -32,14 +32,13 @@ def cast_floating(params, dtype, mask=None):
 
     Args:
         params: tree of NumPy and JAX arrays.
-        dtype: what to cast to.
-        mask: tree of bools of the same structure; arrays marked False stay as they are. None
+        dtype: of the result.
+        mask: tree of bools of the same structure, False for arrays to leave as they are; None
             casts all.
 
     Returns:
         A new tree.
     """
-
     if mask is None:
         mask = jax.tree.map(lambda _: True, params)
 
@@ -67,10 +66,10 @@ class FloatingCasts:
 
 
 def checked_param_dtype(dtype):
-    """The param_dtype of a from_pretrained as a NumPy dtype; None stays None.
+    """from_pretrained's param_dtype as a NumPy dtype; None stays None.
 
     Raises:
-        ValueError: parameters cannot have it.
+        ValueError: it is no dtype for parameters.
     """
     if dtype is None:
         return None
@@ -86,7 +85,7 @@ def checked_param_dtype(dtype):
 
 
 def warn_of_float16(params, model="UNet"):
-    """Log once that a model with parameters in float16 cannot be trained; params: its own."""
+    """Warn once if parameters are float16, in which a model cannot be trained."""
     if any(x.dtype == jnp.float16 for x in jax.tree.leaves(params)):
         warn_once(
             f"the {model}'s parameters are float16, as in its file: good for sampling, but updates "
@@ -95,14 +94,14 @@ def warn_of_float16(params, model="UNet"):
 
 
 def cast_params(pipeline, params):
-    """Cast a pipeline's parameters, in place, to the dtype in which they compute.
+    """Cast a pipeline's parameters, in place, to their compute dtype.
 
-    That is pipeline.dtype, but float32 for a VAE with force_upcast, and for the scheduler's state;
-    int8 for the UNet's kernels if the pipeline's acceleration says so. Kernels in the pipeline's
-    storage, with their scales, stay as they are.
+    This is pipeline.dtype; float32 for a VAE with force_upcast; int8 for the UNet's kernels if the
+    pipeline's acceleration says so. The scheduler's state, and kernels in the pipeline's storage
+    with their scales, stay as they are.
 
     Args:
-        pipeline: as from open or from_pretrained.
+        pipeline: from open or from_pretrained.
         params: its parameters, arrays on the host.
     """
     for name in params.keys() - {"scheduler", "safety_checker"}:
@@ -112,7 +111,7 @@ def cast_params(pipeline, params):
 
 
 def _cast(params, dtype, storage):
-    """Cast arrays in place; with a storage not the arrays of 8 bits and their scales."""
+    """Cast arrays in place, except kernels in 8 bits and their scales if there is a storage."""
     for name, x in params.items():
         if isinstance(x, dict):
             _cast(x, dtype, storage)
@@ -121,7 +120,7 @@ def _cast(params, dtype, storage):
 
 
 def is_stored_array(name, x):
-    """Whether an array belongs to a storage: a kernel of 8 bits, or its scale, by its path."""
+    """Whether an array, with its path, is a kernel in 8 bits or the scale of one."""
     return np.dtype(x.dtype).itemsize == 1 or name.rpartition("/")[2] == "weight_scale"
 
 
@@ -131,7 +130,7 @@ def replicate_params(params, devices):
 
 
 def place_params(params, devices, layout=None):
-    """replicate_params, or where a Layout has the parameters."""
+    """Place parameters on devices as a Layout says; None: copies on every device."""
     if layout is None:
         replicate_params(params, devices)
     else:
@@ -139,5 +138,5 @@ def place_params(params, devices, layout=None):
 
 
 def choose_dtype(name):
-    """The dtype of a --dtype flag; None: float32 on a CPU, else bfloat16."""
+    """The dtype with this name; None: float32 on a CPU, else bfloat16."""
     return jnp.dtype(name or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))

@@ -137,7 +137,7 @@ def test_settings_in_a_png_file(tmp_path):
         ({"seed": 2**32}, "--seed 4294967296 must be from 0 to 4294967295"),
         ({"num_inference_steps": 151}, "--num_inference_steps 151 must be from 1 to 150"),
         ({"resolution": 136}, "--resolution 136 must be from 16 to 128 pixels"),
-        ({"scheduler": "eular"}, "--scheduler eular is unknown"),
+        ({"scheduler": "eular"}, "scheduler=eular is unknown"),
         ({"lora": ("/etc/x",)}, "--lora /etc/x is not among the files that this page offers"),
         ({"lora_weight": 2.5}, "--lora_weight 2.5 must be from 0 to 2"),
         ({"mask_feather": -1}, "--mask_feather -1 must be from 0 to 64 pixels"),

@@ -1,8 +1,7 @@
 """Attention, with an implementation per platform.
 
-Splash attention, a kernel of jax, for long sequences on a TPU; cuDNN's kernel in half precision on
-an NVIDIA GPU; blocks that fit a core's caches on a CPU; otherwise XLA's operations, which also
-support masks.
+On a TPU jax's splash attention for long sequences; on an NVIDIA GPU cuDNN's kernel in half
+precision; on a CPU blocks that fit a core's caches; otherwise, and with masks, XLA's operations.
 """
 
 from functools import partial
@@ -18,12 +17,12 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False):
         query: (B, T, C), C divisible by num_heads.
         key, value: (B, S, C).
         num_heads: number of heads.
-        mask: bool, broadcastable to (B, num_heads, T, S), True where a key may be seen; or None.
-        is_causal: True lets position t see positions 0 to t only.
+        mask: bool, broadcastable to (B, num_heads, T, S), True for visible keys; or None.
+        is_causal: True hides later positions.
 
     Returns:
-        (B, T, C) in query's dtype; logits and softmax are float32. It has gradients in reverse
-        mode only, and under jax.shard_map with check_vma=False.
+        (B, T, C) in query's dtype; logits and softmax are float32. Gradients are in reverse mode
+        only, and under jax.shard_map with check_vma=False.
 
     Source: Attention Is All You Need (arXiv 1706.03762), equation 1.
     """
@@ -51,7 +50,7 @@ def _attention(query, key, value, **options):
 
 
 def _attention_in_float32(*args, **options):
-    """For float16 on CPUs, which do not have jax.nn's sums of float16 products in float32."""
+    """For float16 on CPUs, which cannot sum float16 products in float32."""
     out = _attention(*(x.astype(jnp.float32) for x in args), implementation="xla", **options)
     return out.astype(args[0].dtype)
 
@@ -68,7 +67,7 @@ def fits_cudnn(query_shape, key_shape, dtype, device):
     return half and even and generation >= 8 and head_dim <= largest and head_dim % 8 == 0
 
 
-# Shortest sequences for which splash attention is faster on a TPU.
+# Least length at which splash attention is faster on a TPU.
 SPLASH_LENGTH = 1024
 
 
@@ -103,8 +102,8 @@ def splash(query, key, value, interpret=False):
     def block(length, limit):
         return max(n for n in (128, 256, 512, 1024, 2048) if length % n == 0 and n <= limit)
 
-    # The blocks with the fewest cycles, of the tried blocks that fit a v4's VMEM:
-    # python -m benchmarks.tpu_kernels attention
+    # The fastest of the blocks that python -m benchmarks.tpu_kernels attention tries and that fit a
+    # v4's VMEM.
     small = head_dim <= 128
     sizes = dict(
         block_q=block(T, 512),
@@ -133,7 +132,7 @@ def splash(query, key, value, interpret=False):
         return jax.vmap(kernel)(query, key, value).swapaxes(1, 2)
 
 
-# Logits that are computed at once: up to 8 MB of all heads, else up to 4 MB of one head.
+# Most logits in a block: 8 MB of all heads, else 4 MB of one head.
 ALL_LOGITS = 2**21
 BLOCK_LOGITS = 2**20
 
@@ -149,7 +148,7 @@ def blockwise(query, key, value):
     Returns:
         (B, T, N, H) in query's dtype; logits and softmax are float32.
 
-    Source: FlashAttention (arXiv 2205.14135), without its running softmax, as a block has all keys.
+    Source: FlashAttention (arXiv 2205.14135); a block has all keys and needs no running softmax.
     """
     B, _, N, H = query.shape
     heads_first = (x.swapaxes(1, 2).reshape(B * N, -1, H) for x in (query, key, value))
@@ -160,7 +159,7 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _num_blocks(G, T, S):
-    """Number of blocks of each of G heads; None: one block has all heads."""
+    """Number of blocks per head, of G heads; None: one block for all heads."""
     return None if G * T * S <= ALL_LOGITS else -(-T // max(BLOCK_LOGITS // S, 1))
 
 
@@ -183,7 +182,7 @@ def _blockwise(query, key, value):
 
 
 def _block_forward(query, key, value):
-    """(..., T, H), (..., S, H) twice -> (..., T, H), logarithms of the sums (..., T, 1)."""
+    """(..., T, H), (..., S, H) twice -> (..., T, H), logarithms of softmax sums (..., T, 1)."""
     logits = _product("...th,...sh->...ts", query, key) * query.shape[-1] ** -0.5
     largest = logits.max(-1, keepdims=True)
     weights = jnp.exp(logits - largest)
@@ -211,7 +210,7 @@ def _blockwise_forward(query, key, value):
 def _block_backward(key, value, query, g, log_total, mean):
     """Gradients of _block_forward's arguments: query's in its dtype, the rest in float32."""
     scale = query.shape[-1] ** -0.5
-    # Keys first, (..., S, T): only one of the four products then needs a transpose.
+    # With keys first, (..., S, T), only one of the four products needs a transpose.
     logits = _product("...sh,...th->...st", key, query) * scale
     weights = jnp.exp(logits - log_total.swapaxes(-1, -2))
     g_logits = weights * (_product("...sh,...th->...st", value, g) - mean.swapaxes(-1, -2))
@@ -247,7 +246,7 @@ _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 
 
 def attention_weights(query, key, num_heads, mask, is_causal):
-    """The softmax weights of attention; its kernels do not return them.
+    """The softmax weights, which attention does not return.
 
     Args:
         query, key, num_heads, mask, is_causal: as for attention.

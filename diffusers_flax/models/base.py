@@ -1,4 +1,4 @@
-"""FlaxModelMixin: from_pretrained, save_pretrained and the config of the Flax models.
+"""FlaxModelMixin: from_pretrained, save_pretrained and config of the Flax models.
 
 unet, params = FlaxUNet2DConditionModel.from_pretrained("my_model", subfolder="unet")
 unet.save_pretrained("copy/unet", params)
@@ -66,14 +66,14 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
     """Loading, saving, config and casts of all models.
 
     A model is a Linen module whose dataclass fields are config.json entries, with a method
-    `init_weights(rng) -> params` and these class attributes (assigned without an annotation, which
-    would make fields of them):
+    `init_weights(rng) -> params` and these class attributes, which have no annotation, as that
+    would make them fields:
 
         weights_name: "diffusion_pytorch_model" (diffusers) or "model" (transformers).
         torch_class_name: the PyTorch class that opens the same directory.
-        model_type: of a transformers config, else None.
-        is_trained: whether from_pretrained says that float16 parameters do not train.
-        fixed_config: config keys that are not implemented -> the only supported value.
+        model_type: a transformers config's, else None.
+        is_trained: True: from_pretrained warns that float16 parameters cannot be trained.
+        fixed_config: {config key that is not implemented: the only supported value}.
         ignored_config: config keys without effect on the numbers.
     """
 
@@ -86,7 +86,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
 
     @property
     def config(self):
-        """The entries of config.json this model understands; lists are tuples."""
+        """The config.json entries that the model has; lists are tuples."""
         names = [field.name for field in dataclasses.fields(self)]
         return FrozenConfig(
             {n: lists_to_tuples(getattr(self, n)) for n in names if n not in RUNTIME_FIELDS}
@@ -98,14 +98,14 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
 
     @classmethod
     def own_config(cls, config):
-        """The model's entries in the content of a config.json, which may describe a larger one."""
+        """The model's entries in a config.json's content, which may be a larger model's."""
         return config
 
     @classmethod
     def path_in_tree(cls, path, config):
-        """Where a parameter of a file belongs in the tree, joined by "/"; None: nowhere.
+        """The path in the tree of a file's parameter, joined by "/"; None: it is no parameter.
 
-        path: of torch_to_flax; config: the content of the config.json beside the file.
+        path: from torch_to_flax; config: the content of the config.json beside the file.
         """
         return path
 
@@ -114,17 +114,17 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         """Build the module, without parameters, from the content of a config.json.
 
         Args:
-            config: mapping, or a directory or hub id with overrides subfolder= and revision=;
-                entries it lacks take the module's defaults.
-            return_unused_kwargs: True returns (module, {overrides that it does not know}).
+            config: mapping, or a directory or hub id (then also subfolder= and revision=); missing
+                entries have the module's defaults.
+            return_unused_kwargs: True returns (module, {unknown overrides}).
             **overrides: entries that win over `config`, and dtype=, gradient_checkpointing=.
 
         Returns:
             The module.
 
         Raises:
-            ValueError: an entry that this model does not implement or that has the wrong type, or
-                an override that it does not know.
+            ValueError: an entry is not implemented or has the wrong type, or an override is
+                unknown.
         """
         if isinstance(config, str | Path):
             places = {name: overrides.pop(name, None) for name in ("subfolder", "revision")}
@@ -181,32 +181,30 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         Args:
             pretrained_model_name_or_path: a directory, or a hub id ("owner/name"); or, with config,
                 a file of weights.
-            dtype: compute dtype of the module; each parameter is cast where the computation uses
-                it.
-            param_dtype: of the parameters: jnp.float32 to train, jnp.bfloat16 or jnp.float16 to
-                sample with half the memory; kernels of a storage and their scales have their own.
+            dtype: compute dtype of the module, to which it casts parameters where it uses them.
+            param_dtype: dtype of the parameters: jnp.float32 to train, jnp.bfloat16 or jnp.float16
+                to sample with half the memory; stored kernels and their scales have their own.
                 None: as in the files, float8 included.
             subfolder: the model's directory in a pipeline, e.g. "unet".
             revision: branch, tag or commit on the hub.
-            variant: the part in the middle of the weights' name, e.g. "fp16"; if no weights have
-                it, weights without a variant are read, with a warning.
-            from_pt: True looks for PyTorch's files only (safetensors, .bin), not for Flax msgpack.
+            variant: middle of the weights' file name, e.g. "fp16"; if there are no such files, the
+                weights without a variant are read, with a warning.
+            from_pt: True reads PyTorch's files only (safetensors, .bin), not Flax msgpack.
             config: mapping that replaces config.json, or its directory or hub id.
-            convert: (name joined by "/", array) -> array, called for each parameter as it is read.
-            storage: "float8" or "int8", of the kernels, see models.quantization.store; None: as in
-                the files, which must not be int8.
+            convert: (path joined by "/", array) -> array, called for each parameter as it is read.
+            storage: "float8" or "int8" kernels, see models.quantization.store; None: as in the
+                files, which must not be int8.
             **config_overrides: config entries that win over config.json; and cache_dir,
                 force_download, local_files_only, token of huggingface_hub.hf_hub_download.
 
         Returns:
-            (module, params): params a nested dict of JAX arrays on the host's CPU device, where
-            programs with them run; jax.device_put(params, jax.devices()[0]), or replicate, moves
-            them to an accelerator.
+            (module, params): params is a nested dict of JAX arrays on the host's CPU device;
+            jax.device_put(params, jax.devices()[0]), or replicate, moves them to an accelerator.
 
         Raises:
-            ValueError: files are missing, damaged, outside the directory or of another class, or
-                the weights do not fit the config; the message names the file and all problems. Or
-                param_dtype is no dtype for parameters.
+            ValueError: files are missing, damaged, outside the directory or another class's, or the
+                weights do not fit the config; the message names the file and all problems. Or
+                param_dtype or storage is unknown.
         """
         param_dtype = checked_param_dtype(param_dtype)
         source, hub_options = pretrained_model_name_or_path, take_hub_options(config_overrides)
@@ -232,7 +230,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         check_stored(config, storage, where)
         try:
             module = cls.from_config(cls.own_config(config), **config_overrides, dtype=dtype)
-            expected = module._param_shapes()  # finds faults of the config before a long download
+            expected = module._param_shapes()  # finds config errors before a long download
         except Exception as error:  # a bad size may fail anywhere in the model
             changes = "".join(f", {name}={value!r}" for name, value in config_overrides.items())
             raise ValueError(
@@ -257,7 +255,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                     unexpected.append(key)  # left out, as by PyTorch's from_single_file
                     continue
                 if param_dtype is not None and array.dtype != np.int8:
-                    array = array.astype(np.float32, copy=False)  # what convert adds is not rounded
+                    array = array.astype(np.float32, copy=False)  # convert adds in float32
                 array = array if convert is None else convert(key, array)
                 for name, x in store_array(key, array, storage).items():
                     if param_dtype is not None and not is_stored_array(name, x):
@@ -290,19 +288,19 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
     ):
         """Write config.json and the weights; PyTorch's from_pretrained opens the directory.
 
-        All files are written under temporary names and moved into place at the end, so an
-        interrupted save changes nothing. Shards and index of an earlier save are removed.
+        Files have temporary names until all are complete, so an interrupted save changes nothing.
+        Shards and index of an earlier save are removed.
 
         Args:
             save_directory: directory, made if absent.
             params: nested dict of NumPy or JAX arrays, not replicated over devices.
             is_main_process: False writes nothing.
             push_to_hub: must be False; `hf upload` sends a directory to the hub.
-            variant: name part as in from_pretrained, e.g. "fp16".
+            variant: as for from_pretrained, e.g. "fp16".
             dtype: of the file; None: each array's own.
-            flax_msgpack: True writes the published Flax msgpack as well (it has no variant).
-            max_shard_size: largest safetensors file, in bytes or as "5GB"; one such file at a time
-                is held in memory on top of params. Larger weights are shards with an index.
+            flax_msgpack: True also writes the published Flax msgpack, without a variant.
+            max_shard_size: largest safetensors file, in bytes or as "5GB", for which there must be
+                memory besides params. Larger weights are shards with an index.
 
         Raises:
             ValueError: params are not this model's.
@@ -326,7 +324,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             if flax_msgpack:
                 tree = unflatten_dict(flat, sep="/")
                 write_msgpack(tmp / WEIGHT_FILES[self.weights_name][2], tree, dtype)
-            # save_whole would replace the directory, which may have other files, or save one file.
+            # The directory may have other files, so save_whole cannot replace it.
             written = {file.name for file in tmp.iterdir()}
             for name in written:
                 os.replace(tmp / name, folder / name)
@@ -338,15 +336,15 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                 file.unlink()
 
     def _file_content(self):
-        """The config.json for PyTorch; it contains the options that are fixed here."""
+        """The config.json for PyTorch, with fixed_config."""
         fixed = {key: value for key, value in self.fixed_config.items() if value is not None}
         return {**self._file_header(), **fixed, **self.config}
 
     def _file_header(self):
-        """The entries of config.json that say what PyTorch opens."""
+        """The config.json entries with PyTorch's class."""
         if self.weights_name != "model":
             return {"_class_name": self.torch_class_name}
-        # transformers computes in this dtype, or in the weights' without it; diffusers in float32.
+        # transformers computes in this dtype, without it in the weights'; diffusers in float32.
         return {
             "architectures": [self.torch_class_name],
             "model_type": self.model_type,
@@ -354,7 +352,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         }
 
     def _param_shapes(self):
-        """{path joined by "/": shape} of this configuration; nothing is computed."""
+        """{path joined by "/": shape} of all parameters; nothing is computed."""
         return _trace_shapes(type(self)(**self.config))
 
     def _check_params(self, flat, expected, where):
@@ -371,7 +369,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         problems = [f"{name}: {first_names(keys)}" for name, keys in groups.items() if keys]
         has_added = [any("add_embedding" in key for key in keys) for keys in (expected, found)]
         if has_added[0] != has_added[1] and "conv_in/kernel" in found:
-            families = [f"{'SDXL' if x else 'Stable Diffusion 1.x or 2.x'}" for x in has_added]
+            families = ["SDXL" if x else "Stable Diffusion 1.x or 2.x" for x in has_added]
             problems.insert(0, f"the weights are of {families[1]}, the config is of {families[0]}")
         if "conv_in/kernel" in misshaped:
             kernel, wanted = found["conv_in/kernel"], expected["conv_in/kernel"]
@@ -386,6 +384,5 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
 
 @functools.cache  # loading and saving share it; tracing a large model takes seconds
 def _trace_shapes(module):
-    """{path joined by "/": shape} of a module's parameters."""
     params = jax.eval_shape(lambda: module.init_weights(jax.random.key(0)))
     return {key: leaf.shape for key, leaf in flatten_dict(params, sep="/").items()}

@@ -1,4 +1,4 @@
-"""Blocks of UNet, VAE and CLIP: norms, convolutions, residual blocks, transformers, resampling.
+"""Layers and blocks of UNet, ControlNet and VAE, from norms to transformers.
 
 Everything here works channels-last, (B, H, W, C). Matmuls, convolutions and stored activations use
 `dtype`; norms accumulate in float32 and return `dtype`. `rows_axis` is the mesh's axis, or a tuple
@@ -13,34 +13,32 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from flax.errors import ScopeParamShapeError
 from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
-from diffusers_flax.models.attention import attention, attention_weights
+from diffusers_flax.models.attention import attention
 from diffusers_flax.models.convolution import convolve
 from diffusers_flax.models.quantization import eight_bit_layer, is_eight_bit
 from diffusers_flax.models.spatial_parallelism import gather_positions, global_moments, with_halo
-from diffusers_flax.outputs import ModelOutput
 
-# How the names of blocks begin that a UNet with gradient_checkpointing recomputes.
+# Name prefixes of blocks that gradient checkpointing recomputes.
 CHECKPOINTED_BLOCKS = ("resnets_", "transformer_blocks_")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
 def group_norm(x, scale, bias, num_groups, epsilon, activate, dtype, rows_axis=None):
-    """Group normalisation over the last axis, SiLU if activate; only x is saved for the gradient.
+    """Group normalisation over the last axis, then SiLU if activate; the gradient saves x only.
 
-    Channels stay the innermost axis throughout: means are taken per channel, then over each group.
+    Channels stay the innermost axis: means are taken per channel, then over each group.
 
     Args:
         x: (B, ..., C), C divisible by num_groups.
         scale, bias: (C,).
         num_groups, epsilon: of the normalisation.
-        activate: True: SiLU of the result.
-        dtype: of the result; everything before it is float32.
-        rows_axis: of GroupNorm. The gradient is right for None only.
+        activate: True applies SiLU.
+        dtype: of the result; the computation is float32.
+        rows_axis: as GroupNorm's; the gradient is correct for None only.
 
     Returns:
         (B, ..., C).
@@ -51,14 +49,14 @@ def group_norm(x, scale, bias, num_groups, epsilon, activate, dtype, rows_axis=N
 
 
 def _per_group(x, num_groups):
-    """Means of channels (B, C) -> mean of each channel's group (B, 1, C)."""
+    """Channels' means (B, C) -> their groups' means (B, 1, C)."""
     B, C = x.shape
     means = x.reshape(B, num_groups, -1).mean(-1)
     return jnp.repeat(means, C // num_groups, axis=1)[:, None]
 
 
 def _normalized(x, scale, bias, mean, rstd):
-    """(x, (B, N, C), standardised, then scaled and shifted), float32."""
+    """(x standardised, x also scaled and shifted), float32 (B, N, C)."""
     standard = (x.reshape(x.shape[0], -1, x.shape[-1]).astype(jnp.float32) - mean) * rstd
     return standard, standard * scale.astype(jnp.float32) + bias.astype(jnp.float32)
 
@@ -99,13 +97,13 @@ group_norm.defvjp(_group_norm_forward, _group_norm_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def layer_norm(x, scale, bias, epsilon, dtype):
-    """Layer normalisation over the last axis; only x is saved for the gradient.
+    """Layer normalisation over the last axis; the gradient saves x only.
 
     Args:
         x: (..., C).
         scale, bias: (C,).
         epsilon: of the normalisation.
-        dtype: of the result; everything before it is float32.
+        dtype: of the result; the computation is float32.
 
     Returns:
         (..., C).
@@ -139,11 +137,11 @@ def _layer_norm_backward(epsilon, dtype, kept, g):
 layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
-class GivenParams:
-    """Mixin of modules: of a parameter that the caller gives, only the shape is checked.
+class NoInitTrace:
+    """Mixin of modules: a call with parameters does not trace their initializers.
 
-    Flax traces the initial value of each parameter in each call to compare shapes, which takes a
-    third of the time of tracing SDXL's UNet. Parameters are arrays, not boxes of flax.linen.meta.
+    Flax traces them in each call to compare shapes, a third of the time of tracing SDXL's UNet.
+    Parameters must be arrays, not boxes of flax.linen.meta.
     """
 
     def param(self, name, init, shape, dtype=jnp.float32):
@@ -161,8 +159,8 @@ def _scale_and_bias(module, num_channels):
     return scale, module.param("bias", nn.initializers.zeros, (num_channels,))
 
 
-class GroupNorm(GivenParams, nn.Module):
-    """Group normalisation over the last axis of (B, ..., C), and SiLU if activate; group_norm."""
+class GroupNorm(NoInitTrace, nn.Module):
+    """Group normalisation of (B, ..., C) over the last axis, then SiLU if activate; group_norm."""
 
     num_groups: int = 32
     epsilon: float = 1e-5
@@ -182,7 +180,7 @@ class GroupNorm(GivenParams, nn.Module):
         return group_norm(x, scale, bias, *options)
 
 
-class LayerNorm(GivenParams, nn.Module):
+class LayerNorm(NoInitTrace, nn.Module):
     """Layer normalisation over the last axis; layer_norm."""
 
     epsilon: float = 1e-5
@@ -193,13 +191,13 @@ class LayerNorm(GivenParams, nn.Module):
         return layer_norm(x, *_scale_and_bias(self, x.shape[-1]), self.epsilon, self.dtype)
 
 
-class Conv(GivenParams, nn.Module):
-    """A convolution with bias, in 8 bits and with LoRA if its parameters say so; convolve."""
+class Conv(NoInitTrace, nn.Module):
+    """A convolution with bias; its parameters may be in 8 bits or have LoRA factors; convolve."""
 
     features: int
     size: int = 3
     stride: int = 1
-    padding: tuple | None = None  # None: an odd size with stride 1 preserves height and width
+    padding: tuple | None = None  # None: size // 2 on all sides
     dtype: DTypeLike = jnp.float32
     starts_at_zero: bool = False
     rows_axis: str | tuple | None = None
@@ -229,21 +227,21 @@ class Conv(GivenParams, nn.Module):
 
 
 def lora_product(params, x, dtype, apply_kernel=jnp.matmul):
-    """The output that LoRA adds to a layer's.
+    """The output that LoRA adds to a layer's output.
 
     Args:
         params: the layer's parameters, with lora_A, lora_B and lora_scale.
         x: the layer's input.
-        dtype: of the computation.
-        apply_kernel: (x, kernel) -> output; used for A. B is a matrix.
+        dtype: compute dtype.
+        apply_kernel: (x, kernel) -> output, for A; B is a matrix.
     """
     a, b = (params[name]["kernel"].astype(dtype) for name in ("lora_A", "lora_B"))
     b = b.reshape(b.shape[-2:])  # (1, 1, rank, out) of a convolution
     return apply_kernel(x.astype(dtype), a) @ b * params["lora_scale"].astype(dtype)
 
 
-class Dense(GivenParams, nn.Dense):
-    """A dense layer, in 8 bits and with LoRA if its parameters say so."""
+class Dense(NoInitTrace, nn.Dense):
+    """A dense layer; its parameters may be in 8 bits or have LoRA factors."""
 
     def __call__(self, x):
         """x (..., C) -> (..., features)."""
@@ -258,7 +256,7 @@ class Dense(GivenParams, nn.Dense):
 
 
 class ResnetBlock2D(nn.Module):
-    """Twice GroupNorm, SiLU and 3x3 convolution, plus the input; the time embedding in between."""
+    """Twice norm, SiLU and 3x3 convolution, with the time embedding in between; plus the input."""
 
     out_channels: int
     num_groups: int = 32
@@ -306,21 +304,27 @@ class Upsample2D(nn.Module):
     rows_axis: str | tuple | None = None
 
     @nn.compact
-    def __call__(self, x, size=None):
-        """x (B, H, W, C), size (height, width) or None to double -> (B, *size, out_channels)."""
-        B, H, W, C = x.shape
-        if size is None or tuple(size) == (2 * H, 2 * W):
-            x = jnp.broadcast_to(x[:, :, None, :, None], (B, H, 2, W, 2, C))
-            x = x.reshape(B, 2 * H, 2 * W, C)
-        else:  # the skip connection came from an odd size
-            rows, columns = (np.arange(n) * m // n for n, m in zip(size, (H, W)))
+    def __call__(self, x, shape=None):
+        """x (B, H, W, C), shape (height, width) or None to double -> (B, *shape, out_channels)."""
+        _, H, W, _ = x.shape
+        if shape is None or tuple(shape) == (2 * H, 2 * W):
+            x = repeat_pixels(x, 2)
+        else:  # the skip connection has an odd height or width
+            rows, columns = (np.arange(n) * m // n for n, m in zip(shape, (H, W)))
             x = x[:, rows][:, :, columns]
         options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
         return Conv(self.out_channels, name="conv", **options)(x)
 
 
+def repeat_pixels(x, factor):
+    """Nearest-neighbour upsampling: x (B, H, W, C) -> (B, factor H, factor W, C)."""
+    B, H, W, C = x.shape
+    x = jnp.broadcast_to(x[:, :, None, :, None], (B, H, factor, W, factor, C))
+    return x.reshape(B, factor * H, factor * W, C)
+
+
 class Attention(nn.Module):
-    """Multi-head attention of x over itself, or over a context; projections without bias."""
+    """Multi-head attention of x to itself or to a context; query, key and value have no bias."""
 
     dim: int
     num_heads: int
@@ -330,12 +334,12 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x, context=None):
         """x (B, T, dim), context (B, S, D) or None for x itself -> (B, T, dim)."""
-        of_itself = context is None
-        context = x if of_itself else context
+        is_self_attention = context is None
+        context = x if is_self_attention else context
         query = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_q")(x)
         key = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_k")(context)
         value = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_v")(context)
-        if of_itself and self.rows_axis is not None:
+        if is_self_attention and self.rows_axis is not None:
             key, value = (gather_positions(each, self.rows_axis) for each in (key, value))
         out = attention(query, key, value, self.num_heads)
         return Dense(self.dim, dtype=self.dtype, name="to_out_0")(out)
@@ -343,7 +347,7 @@ class Attention(nn.Module):
 
 @jax.custom_vjp
 def gated_gelu(x):
-    """x (..., 2 C) -> (..., C): the first half times GELU (erf) of the second; only x is saved.
+    """x (..., 2 C) -> (..., C): the first half times the second's GELU (erf); saves x only.
 
     Source: GLU variants (arXiv 2002.05202), equation 6.
     """
@@ -353,16 +357,16 @@ def gated_gelu(x):
 
 def _gated_gelu_backward(x, g):
     hidden, gate, g = (y.astype(jnp.float32) for y in (*jnp.split(x, 2, -1), g))
-    share = 0.5 * (1 + jax.lax.erf(gate * 2**-0.5))  # GELU is gate * share
-    slope = share + gate * jnp.exp(-0.5 * jnp.square(gate)) * (2 * np.pi) ** -0.5
-    return (jnp.concatenate((g * gate * share, g * hidden * slope), -1).astype(x.dtype),)
+    cdf = 0.5 * (1 + jax.lax.erf(gate * 2**-0.5))  # GELU is gate * cdf
+    slope = cdf + gate * jnp.exp(-0.5 * jnp.square(gate)) * (2 * np.pi) ** -0.5
+    return (jnp.concatenate((g * gate * cdf, g * hidden * slope), -1).astype(x.dtype),)
 
 
 gated_gelu.defvjp(lambda x: (gated_gelu(x), x), _gated_gelu_backward)
 
 
 class GEGLU(nn.Module):
-    """Half of a projection gates the other half through GELU (erf). Source: arXiv 2002.05202."""
+    """A projection, half of which is multiplied by the other half's GELU; gated_gelu."""
 
     dim_out: int
     dtype: DTypeLike = jnp.float32
@@ -385,7 +389,7 @@ class FeedForward(nn.Module):
 
 
 class BasicTransformerBlock(nn.Module):
-    """Self-attention, cross-attention, feed-forward: each normalises its input and adds to it."""
+    """Self-attention, cross-attention, feed-forward, each with a norm and a residual."""
 
     dim: int
     num_heads: int
@@ -452,8 +456,8 @@ class Transformer2D(nn.Module):
 def checkpointed(module: Callable, enabled: bool) -> Callable:
     """The module class; if enabled, the backward pass recomputes its activations.
 
-    Its parameters may then be functions that make the arrays (training.sharding.gather_by_block);
-    the backward pass calls them again instead of keeping the arrays.
+    Parameters may then be functions that return arrays (training.sharding.gather_by_block), which
+    the backward pass calls again instead of keeping the arrays.
     """
     if not enabled:
         return module
@@ -461,152 +465,9 @@ def checkpointed(module: Callable, enabled: bool) -> Callable:
 
 
 def make_arrays(params):
-    """Replace every jax.tree_util.Partial in a tree of parameters by the array that it returns."""
+    """Replace each jax.tree_util.Partial in a tree by the array that it returns."""
     return jax.tree.map(
         lambda x: x() if isinstance(x, Partial) else x,
         params,
         is_leaf=lambda x: isinstance(x, Partial),
     )
-
-
-# CLIP
-
-ACTIVATIONS = {
-    "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x),
-    "gelu": partial(nn.gelu, approximate=False),
-}
-
-
-@struct.dataclass
-class FlaxBaseModelOutput(ModelOutput):
-    """What the CLIP encoder returns.
-
-    Args:
-        last_hidden_state: (B, T, D), before any final norm.
-        hidden_states: the embeddings and every layer's output, (B, T, D) each.
-        attentions: every layer's softmax weights, (B, heads, T, T) each; None if not asked for.
-    """
-
-    last_hidden_state: jax.Array | None = None
-    hidden_states: tuple | None = None
-    attentions: tuple | None = None
-
-
-class CLIPEmbeddings(nn.Module):
-    """Token plus position embeddings."""
-
-    vocab_size: int
-    hidden_size: int
-    max_position_embeddings: int
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, input_ids, position_ids):
-        embed = partial(
-            nn.Embed,
-            features=self.hidden_size,
-            dtype=self.dtype,
-            embedding_init=nn.initializers.normal(0.02),
-        )
-        tokens = embed(self.vocab_size, name="token_embedding")(input_ids)
-        positions = embed(self.max_position_embeddings, name="position_embedding")(position_ids)
-        return tokens + positions
-
-
-class CLIPAttention(nn.Module):
-    """Self-attention; projections with bias."""
-
-    num_heads: int
-    dtype: DTypeLike
-    is_causal: bool
-    dropout: float
-
-    @nn.compact
-    def __call__(self, x, mask, deterministic, output_attentions):
-        """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
-        dense = partial(Dense, x.shape[-1], dtype=self.dtype)
-        query, key, value = (dense(name=f"{name}_proj")(x) for name in "qkv")
-        weights = None
-        if output_attentions or (self.dropout and not deterministic):
-            weights = attention_weights(query, key, self.num_heads, mask, self.is_causal)
-            weights = nn.Dropout(self.dropout)(weights, deterministic=deterministic)
-            value = value.reshape(*value.shape[:2], self.num_heads, -1)
-            out = jnp.einsum("bhts,bshd->bthd", weights, value).reshape(x.shape)
-        else:
-            out = attention(query, key, value, self.num_heads, mask, self.is_causal)
-        return dense(name="out_proj")(out), weights if output_attentions else None
-
-
-class CLIPMLP(nn.Module):
-    """Two dense layers with the configured activation between."""
-
-    intermediate_size: int
-    hidden_act: str
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x):
-        if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(
-                f"hidden_act={self.hidden_act} is not supported; {' and '.join(ACTIVATIONS)} are"
-            )
-        h = Dense(self.intermediate_size, dtype=self.dtype, name="fc1")(x)
-        h = ACTIVATIONS[self.hidden_act](h)
-        return Dense(x.shape[-1], dtype=self.dtype, name="fc2")(h)
-
-
-class CLIPEncoderLayer(nn.Module):
-    """Attention and MLP: each normalises its input and adds to it."""
-
-    num_heads: int
-    intermediate_size: int
-    hidden_act: str
-    epsilon: float
-    dtype: DTypeLike
-    is_causal: bool
-    attention_dropout: float = 0.0
-
-    @nn.compact
-    def __call__(self, x, mask, deterministic, output_attentions):
-        """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
-        normed = LayerNorm(self.epsilon, self.dtype, name="layer_norm1")(x)
-        attend = CLIPAttention(
-            self.num_heads, self.dtype, self.is_causal, self.attention_dropout, name="self_attn"
-        )
-        attended, weights = attend(normed, mask, deterministic, output_attentions)
-        x = x + attended
-        normed = LayerNorm(self.epsilon, self.dtype, name="layer_norm2")(x)
-        mlp = CLIPMLP(self.intermediate_size, self.hidden_act, self.dtype, name="mlp")
-        return x + mlp(normed), weights
-
-
-class CLIPLayers(nn.Module):
-    """The layers, with the published names "0", "1", ..."""
-
-    num_layers: int
-    layer: partial
-
-    @nn.compact
-    def __call__(self, x, mask, deterministic, output_attentions):
-        """(B, T, D) -> FlaxBaseModelOutput with hidden_states of num_layers + 1 entries."""
-        states, attentions = [x], []
-        for i in range(self.num_layers):
-            layer = self.layer(name=str(i))
-            x, weights = layer(x, mask, deterministic, output_attentions)
-            states.append(x)
-            attentions.append(weights)
-        return FlaxBaseModelOutput(
-            x, tuple(states), tuple(attentions) if output_attentions else None
-        )
-
-
-class CLIPEncoder(nn.Module):
-    """The encoder, a level of the published parameter tree that holds the layers."""
-
-    num_layers: int
-    layer: partial
-
-    @nn.compact
-    def __call__(self, x, mask=None, deterministic=True, output_attentions=False):
-        layers = CLIPLayers(self.num_layers, self.layer, name="layers")
-        return layers(x, mask, deterministic, output_attentions)

@@ -1,8 +1,8 @@
 """CLIP's encoders: FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection, FlaxCLIPVisionModel.
 
-The published class names and parameter trees; CLIP-L (quick-GELU) of SD 1.x, OpenCLIP-H (GELU) of
-SD 2.x, OpenCLIP-bigG of SDXL, from their transformers `config.json`; FlaxCLIPVisionModel, CLIP's
-image encoder. clip_similarities.py has the models of both.
+The published class names and parameter trees, for any transformers `config.json`: CLIP-L (quick
+GELU) of SD 1.x, OpenCLIP-H (GELU) of SD 2.x, OpenCLIP-bigG of SDXL; and CLIP's image encoder.
+Models that compare images with texts are in clip_similarities.py.
 
     text_encoder, params = FlaxCLIPTextModel.from_pretrained(
         "MODEL", subfolder="text_encoder", _do_init=False
@@ -22,33 +22,50 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from diffusers_flax.loading.configs import RUNTIME_FIELDS
+from diffusers_flax.models.attention import attention, attention_weights
 from diffusers_flax.models.base import FlaxModelMixin
-from diffusers_flax.models.blocks import (
-    CLIPEmbeddings,
-    CLIPEncoder,
-    CLIPEncoderLayer,
-    LayerNorm,
-)
+from diffusers_flax.models.blocks import Dense, LayerNorm
 from diffusers_flax.models.pretrained import CALL_SETTINGS, FlaxPreTrainedModel, FromTransformers
 from diffusers_flax.outputs import ModelOutput
 
-# transformers 5 saves the towers without the published prefix, and loads them with or without.
+# Paths in files of transformers 5, which saves an encoder without its published prefix.
 WITHOUT_PREFIX = re.compile(
     r"embeddings/|encoder/layers/\d+/(layer_norm|mlp|self_attn)"
     "|(final_layer_norm|pre_layrnorm|post_layernorm)/"
 )
 
 
+ACTIVATIONS = {
+    "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x),
+    "gelu": partial(nn.gelu, approximate=False),
+}
+
+
 @flax.struct.dataclass
-class FlaxBaseModelOutputWithPooling(ModelOutput):
-    """What a text model returns.
+class FlaxBaseModelOutput(ModelOutput):
+    """The output of CLIP's layers.
 
     Args:
-        last_hidden_state: (B, T, D), after the final norm.
-        pooler_output: (B, D), its end-of-text row.
+        last_hidden_state: (B, T, D), before any final norm.
+        hidden_states: the embeddings and every layer's output, (B, T, D) each.
+        attentions: every layer's softmax weights, (B, heads, T, T) each; None if not asked for.
+    """
+
+    last_hidden_state: jax.Array | None = None
+    hidden_states: tuple | None = None
+    attentions: tuple | None = None
+
+
+@flax.struct.dataclass
+class FlaxBaseModelOutputWithPooling(ModelOutput):
+    """The output of an encoder.
+
+    Args:
+        last_hidden_state: (B, T, D), of a text encoder after the final norm.
+        pooler_output: (B, D), its end-of-text row; of an image encoder the normed class token.
         hidden_states: the embeddings and every layer's output, (B, T, D) each, before the final
             norm; None if not asked for.
-        attentions: every layer's softmax weights, (B, heads, T, T) each; None if not asked for.
+        attentions: as in FlaxBaseModelOutput.
     """
 
     last_hidden_state: jax.Array | None = None
@@ -59,7 +76,7 @@ class FlaxBaseModelOutputWithPooling(ModelOutput):
 
 @flax.struct.dataclass
 class FlaxCLIPTextModelOutput(ModelOutput):
-    """What a text model with projection returns.
+    """The output of a text encoder with projection.
 
     Args:
         text_embeds: (B, projection_dim), the end-of-text row, projected.
@@ -72,9 +89,129 @@ class FlaxCLIPTextModelOutput(ModelOutput):
     attentions: tuple | None = None
 
 
-def encoder_layer(module, is_causal):
-    """CLIPEncoderLayer with the settings of a text or vision module."""
-    return partial(
+class CLIPEmbeddings(nn.Module):
+    """Token plus position embeddings."""
+
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, input_ids, position_ids):
+        embed = partial(
+            nn.Embed,
+            features=self.hidden_size,
+            dtype=self.dtype,
+            embedding_init=nn.initializers.normal(0.02),
+        )
+        tokens = embed(self.vocab_size, name="token_embedding")(input_ids)
+        positions = embed(self.max_position_embeddings, name="position_embedding")(position_ids)
+        return tokens + positions
+
+
+class CLIPAttention(nn.Module):
+    """Self-attention; projections with bias."""
+
+    num_heads: int
+    dtype: DTypeLike
+    is_causal: bool
+    dropout: float
+
+    @nn.compact
+    def __call__(self, x, mask, deterministic, output_attentions):
+        """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
+        dense = partial(Dense, x.shape[-1], dtype=self.dtype)
+        query, key, value = (dense(name=f"{name}_proj")(x) for name in "qkv")
+        weights = None
+        if output_attentions or (self.dropout and not deterministic):
+            weights = attention_weights(query, key, self.num_heads, mask, self.is_causal)
+            weights = nn.Dropout(self.dropout)(weights, deterministic=deterministic)
+            value = value.reshape(*value.shape[:2], self.num_heads, -1)
+            out = jnp.einsum("bhts,bshd->bthd", weights, value).reshape(x.shape)
+        else:
+            out = attention(query, key, value, self.num_heads, mask, self.is_causal)
+        return dense(name="out_proj")(out), weights if output_attentions else None
+
+
+class CLIPMLP(nn.Module):
+    """Two dense layers with the configured activation between."""
+
+    intermediate_size: int
+    hidden_act: str
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"hidden_act={self.hidden_act} is not supported; {' and '.join(ACTIVATIONS)} are"
+            )
+        h = Dense(self.intermediate_size, dtype=self.dtype, name="fc1")(x)
+        h = ACTIVATIONS[self.hidden_act](h)
+        return Dense(x.shape[-1], dtype=self.dtype, name="fc2")(h)
+
+
+class CLIPEncoderLayer(nn.Module):
+    """Attention and MLP: each normalises its input and adds to it."""
+
+    num_heads: int
+    intermediate_size: int
+    hidden_act: str
+    epsilon: float
+    dtype: DTypeLike
+    is_causal: bool
+    attention_dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x, mask, deterministic, output_attentions):
+        """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
+        normed = LayerNorm(self.epsilon, self.dtype, name="layer_norm1")(x)
+        attend = CLIPAttention(
+            self.num_heads, self.dtype, self.is_causal, self.attention_dropout, name="self_attn"
+        )
+        attended, weights = attend(normed, mask, deterministic, output_attentions)
+        x = x + attended
+        normed = LayerNorm(self.epsilon, self.dtype, name="layer_norm2")(x)
+        mlp = CLIPMLP(self.intermediate_size, self.hidden_act, self.dtype, name="mlp")
+        return x + mlp(normed), weights
+
+
+class CLIPLayers(nn.Module):
+    """The layers, with the published names "0", "1", ..."""
+
+    num_layers: int
+    layer: partial
+
+    @nn.compact
+    def __call__(self, x, mask, deterministic, output_attentions):
+        """(B, T, D) -> FlaxBaseModelOutput with hidden_states of num_layers + 1 entries."""
+        states, attentions = [x], []
+        for i in range(self.num_layers):
+            layer = self.layer(name=str(i))
+            x, weights = layer(x, mask, deterministic, output_attentions)
+            states.append(x)
+            attentions.append(weights)
+        return FlaxBaseModelOutput(
+            x, tuple(states), tuple(attentions) if output_attentions else None
+        )
+
+
+class CLIPEncoder(nn.Module):
+    """The encoder, a level of the published parameter tree that holds the layers."""
+
+    num_layers: int
+    layer: partial
+
+    @nn.compact
+    def __call__(self, x, mask=None, deterministic=True, output_attentions=False):
+        layers = CLIPLayers(self.num_layers, self.layer, name="layers")
+        return layers(x, mask, deterministic, output_attentions)
+
+
+def make_encoder(module, is_causal):
+    """The CLIPEncoder of a text or image module's settings."""
+    layer = partial(
         CLIPEncoderLayer,
         module.num_attention_heads,
         module.intermediate_size,
@@ -84,20 +221,18 @@ def encoder_layer(module, is_causal):
         is_causal,
         module.attention_dropout or 0.0,
     )
+    return CLIPEncoder(module.num_hidden_layers, layer, name="encoder")
 
 
 def check_shape(name, array, shapes):
-    """Raise ValueError if an array, unless None, has none of the shapes; name is the argument's."""
+    """Raise a ValueError unless an argument is None or has one of the shapes."""
     if array is not None and array.shape not in shapes:
         expected = " or ".join(map(str, dict.fromkeys(shapes)))
         raise ValueError(f"{name} has shape {array.shape}; with these input_ids it is {expected}")
 
 
 class CLIPTextSettings(nn.Module):
-    """The entries of a text encoder's `config.json`, as fields.
-
-    `dtype` is the dtype of the computation, not of the parameters.
-    """
+    """The entries of a text encoder's `config.json`; `dtype` is the compute dtype."""
 
     vocab_size: int = 49408
     hidden_size: int = 512
@@ -144,13 +279,11 @@ class CLIPTextTransformer(CLIPTextSettings):
         sizes = self.vocab_size, self.hidden_size, self.max_position_embeddings
         embeddings = CLIPEmbeddings(*sizes, self.dtype, name="embeddings")
         x = embeddings(input_ids, position_ids)
-        layer = encoder_layer(self, is_causal=True)
-        encoder = CLIPEncoder(self.num_hidden_layers, layer, name="encoder")
-        output = encoder(x, mask, deterministic, output_attentions)
+        output = make_encoder(self, is_causal=True)(x, mask, deterministic, output_attentions)
         norm = LayerNorm(self.layer_norm_eps, self.dtype, name="final_layer_norm")
         states = norm(output.last_hidden_state)
-        # Configs written before transformers 4.30 carry eos_token_id=2, which is wrong; in CLIP's
-        # vocabulary the end of text has the highest number.
+        # Configs older than transformers 4.30 have a wrong eos_token_id, 2; the end of text has the
+        # highest id of CLIP's vocabulary.
         ends = input_ids if self.eos_token_id in (None, 2) else input_ids == self.eos_token_id
         pooled = states[jnp.arange(len(input_ids)), jnp.argmax(ends, axis=-1)]
         return FlaxBaseModelOutputWithPooling(
@@ -159,41 +292,41 @@ class CLIPTextTransformer(CLIPTextSettings):
 
 
 class CLIPFiles(FlaxModelMixin):
-    """Reading a CLIP module: the files are its own, or a complete CLIP model's.
+    """Reads a CLIP module from its own files or from a complete CLIP model's.
 
-    A subclass has `prefix`, the first name of its paths in the tree, and `config_part`, its entry
-    in the config of a complete model.
+    A subclass has `prefix`, the first name of its paths in the tree, and `config_entry`, the key of
+    its config in a complete model's config.
     """
 
     weights_name = "model"
     also_opens = ("CLIPModel",)
-    projection = None  # the name of the projection after the tower, if there is one
-    # Initial values, outputs of a call, and dropout, which PyTorch's class reads and does not use.
+    projection = None  # the name of the projection after the encoder, if there is one
+    # Initial values, outputs of a call, and dropout, which PyTorch's class does not use either.
     ignored_config = ("dropout", "initializer_factor", "initializer_range", *CALL_SETTINGS)
 
     @classmethod
     def own_config(cls, config):
-        """See FlaxModelMixin.own_config; leaves out what has no effect."""
-        if cls.config_part not in config:
+        """See FlaxModelMixin.own_config; a complete model's entries without effect are left out."""
+        if cls.config_entry not in config:
             return config
-        part = part_of_config(config, cls.config_part)
-        return {name: part[name] for name in entries_of_tower(cls) if name in part}
+        own = nested_config(config, cls.config_entry)
+        return {name: own[name] for name in config_names(cls) if name in own}
 
     @classmethod
     def path_in_tree(cls, path, config):
-        """See FlaxModelMixin.path_in_tree; transformers 5 saves the towers without their prefix."""
+        """See FlaxModelMixin.path_in_tree; transformers 5 saves encoders without their prefix."""
         if WITHOUT_PREFIX.match(path):
             return f"{cls.prefix}/{path}"
         is_other = path.split("/")[0] not in (cls.prefix, cls.projection)
-        return None if is_other and cls.config_part in config else path
+        return None if is_other and cls.config_entry in config else path
 
 
-def entries_of_tower(tower):
+def config_names(module_class):
     """The names of a module's entries in a config.json."""
-    return tower.__dataclass_fields__.keys() - RUNTIME_FIELDS
+    return module_class.__dataclass_fields__.keys() - RUNTIME_FIELDS
 
 
-def part_of_config(config, name):
+def nested_config(config, name):
     """text_config or vision_config of a complete model's config; "{name}_dict" replaces it."""
     return config.get(f"{name}_dict") or config.get(name) or {}
 
@@ -204,7 +337,7 @@ class FlaxCLIPTextModule(CLIPTextSettings, CLIPFiles):
     torch_class_name = "CLIPTextModel"
     model_type = "clip_text_model"
     prefix = "text_model"
-    config_part = "text_config"
+    config_entry = "text_config"
 
     def init_weights(self, rng):
         """Random float32 parameters of this configuration. rng: a PRNG key."""
@@ -229,13 +362,17 @@ class FlaxCLIPTextModule(CLIPTextSettings, CLIPFiles):
         output = transformer(
             input_ids, attention_mask, position_ids, deterministic, output_attentions
         )
-        return as_requested(output, output_hidden_states, return_dict)
-
-
-def as_requested(output, output_hidden_states, return_dict):
-    """The output of a tower without what a call does not ask for."""
-    output = output if output_hidden_states else output.replace(hidden_states=None)
-    return output if return_dict else output.to_tuple()
+        if self.projection is not None:
+            project = nn.Dense(
+                self.projection_dim, use_bias=False, dtype=self.dtype, name=self.projection
+            )
+            output = FlaxCLIPTextModelOutput(
+                project(output.pooler_output),
+                output.last_hidden_state,
+                output.hidden_states,
+                output.attentions,
+            )
+        return select_outputs(output, output_hidden_states, return_dict)
 
 
 class FlaxCLIPTextModelWithProjectionModule(FlaxCLIPTextModule):
@@ -244,45 +381,15 @@ class FlaxCLIPTextModelWithProjectionModule(FlaxCLIPTextModule):
     torch_class_name = "CLIPTextModelWithProjection"
     projection = "text_projection"
 
-    @nn.compact
-    def __call__(
-        self,
-        input_ids,
-        attention_mask=None,
-        position_ids=None,
-        deterministic=True,
-        output_attentions=False,
-        output_hidden_states=False,
-        return_dict=True,
-    ):
-        """As FlaxCLIPTextModule; returns FlaxCLIPTextModelOutput, whose [0] is text_embeds."""
-        transformer = CLIPTextTransformer(**self.config, dtype=self.dtype, name="text_model")
-        output = transformer(
-            input_ids, attention_mask, position_ids, deterministic, output_attentions
-        )
-        projection = nn.Dense(
-            self.projection_dim, use_bias=False, dtype=self.dtype, name="text_projection"
-        )
-        output = FlaxCLIPTextModelOutput(
-            projection(output.pooler_output),
-            output.last_hidden_state,
-            output.hidden_states,
-            output.attentions,
-        )
-        return as_requested(output, output_hidden_states, return_dict)
 
-
-def dropout_rngs(dropout, train, dropout_rng):
-    """The rngs of a call; a ValueError if it applies attention_dropout and has none."""
-    if train and dropout and dropout_rng is None:
-        raise ValueError(
-            f"train=True applies attention_dropout={dropout}; pass a PRNG key as dropout_rng="
-        )
-    return None if dropout_rng is None else {"dropout": dropout_rng}
+def select_outputs(output, output_hidden_states, return_dict):
+    """An encoder's output without hidden states that a call does not ask for."""
+    output = output if output_hidden_states else output.replace(hidden_states=None)
+    return output if return_dict else output.to_tuple()
 
 
 class FlaxCLIPTextPreTrainedModel(FlaxPreTrainedModel):
-    """What FlaxCLIPTextModel and FlaxCLIPTextModelWithProjection share."""
+    """Base of FlaxCLIPTextModel and FlaxCLIPTextModelWithProjection."""
 
     config_class = FromTransformers("CLIPTextConfig")
 
@@ -302,8 +409,8 @@ class FlaxCLIPTextPreTrainedModel(FlaxPreTrainedModel):
 
         Args:
             input_ids: (B, T) integers, T at most max_position_embeddings.
-            attention_mask: (B, T) or (1, T), 0 for tokens that no token attends to; None attends
-                to all, as Stable Diffusion was trained. Attention is causal either way.
+            attention_mask: (B, T) or (1, T), 0 for tokens that no token attends to; None: no mask,
+                as Stable Diffusion was trained. Attention is causal either way.
             position_ids: (B, T), (1, T) or (T,) integers; None counts from 0.
             params: nested dict of arrays; None or {} for the model's own.
             dropout_rng: PRNG key, needed with train=True where config.attention_dropout is not 0.
@@ -320,18 +427,9 @@ class FlaxCLIPTextPreTrainedModel(FlaxPreTrainedModel):
             ValueError: input_ids, attention_mask or position_ids have another shape, or
                 dropout_rng or the parameters are missing.
         """
-        module = self.module
-        return module.apply(
-            self._variables(params),
-            *map(as_int32, (input_ids, attention_mask, position_ids)),
-            deterministic=not train,
-            rngs=dropout_rngs(module.attention_dropout, train, dropout_rng),
-            **self._call_settings(
-                output_attentions=output_attentions,
-                output_hidden_states=output_hidden_states,
-                return_dict=return_dict,
-            ),
-        )
+        arrays = map(as_int32, (input_ids, attention_mask, position_ids))
+        settings = self._call_settings(output_attentions, output_hidden_states, return_dict)
+        return self._apply(params, arrays, train, dropout_rng, **settings)
 
 
 def as_int32(array):
@@ -346,7 +444,7 @@ class FlaxCLIPTextModel(FlaxCLIPTextPreTrainedModel):
 
 
 class FlaxCLIPTextModelWithProjection(FlaxCLIPTextPreTrainedModel):
-    """The same with a linear projection of the end-of-text row, as SDXL uses it."""
+    """CLIP's text encoder with a linear projection of the end-of-text row, SDXL's second."""
 
     module_class = FlaxCLIPTextModelWithProjectionModule
 
@@ -355,7 +453,7 @@ class FlaxCLIPTextModelWithProjection(FlaxCLIPTextPreTrainedModel):
 
 
 class CLIPVisionSettings(nn.Module):
-    """The entries of an image encoder's `config.json`, as fields; see CLIPTextSettings."""
+    """The entries of an image encoder's `config.json`; `dtype` is the compute dtype."""
 
     hidden_size: int = 768
     intermediate_size: int = 3072
@@ -422,9 +520,7 @@ class CLIPVisionTransformer(CLIPVisionSettings):
         embeddings = CLIPVisionEmbeddings(*sizes, self.dtype, name="embeddings")
         # The published name has this spelling.
         x = norm(name="pre_layrnorm")(embeddings(pixel_values))
-        layer = encoder_layer(self, is_causal=False)
-        encoder = CLIPEncoder(self.num_hidden_layers, layer, name="encoder")
-        output = encoder(x, None, deterministic, output_attentions)
+        output = make_encoder(self, is_causal=False)(x, None, deterministic, output_attentions)
         states = output.last_hidden_state
         pooled = norm(name="post_layernorm")(states[:, 0])
         return FlaxBaseModelOutputWithPooling(
@@ -438,7 +534,7 @@ class FlaxCLIPVisionModule(CLIPVisionSettings, CLIPFiles):
     torch_class_name = "CLIPVisionModel"
     model_type = "clip_vision_model"
     prefix = "vision_model"
-    config_part = "vision_config"
+    config_entry = "vision_config"
 
     def init_weights(self, rng):
         """Random float32 parameters of this configuration. rng: a PRNG key."""
@@ -454,24 +550,17 @@ class FlaxCLIPVisionModule(CLIPVisionSettings, CLIPFiles):
         output_hidden_states=False,
         return_dict=True,
     ):
-        """Encode images.
+        """Encode images (B, H, W, C); other arguments and output as for FlaxCLIPVisionModel.
 
-        Args:
-            pixel_values: (B, H, W, C), normalised by a CLIPImageProcessor.
-            deterministic: False applies attention_dropout, with an rng "dropout".
-            output_attentions, output_hidden_states, return_dict: as for FlaxCLIPVisionModel.
-
-        Returns:
-            FlaxBaseModelOutputWithPooling: last_hidden_state (B, 1 + number of patches, D) without
-            a norm, pooler_output (B, D), the class token after post_layernorm.
+        deterministic: False applies attention_dropout, with an rng "dropout".
         """
         transformer = CLIPVisionTransformer(**self.config, dtype=self.dtype, name="vision_model")
         output = transformer(pixel_values, deterministic, output_attentions)
-        return as_requested(output, output_hidden_states, return_dict)
+        return select_outputs(output, output_hidden_states, return_dict)
 
 
 def check_images(name, images, shape):
-    """Raise ValueError if images are not (B, *shape); name is the argument's."""
+    """Raise a ValueError unless images, an argument, are (B, *shape)."""
     if images.shape[1:] != shape:
         expected = f"(batch, {str(shape)[1:]}"
         raise ValueError(
@@ -502,8 +591,8 @@ class FlaxCLIPVisionPreTrainedModel(FlaxPreTrainedModel):
     def __init__(self, config, input_shape=None, seed=0, dtype=jnp.float32, _do_init=True):
         super().__init__(config, input_shape, seed, dtype, _do_init)
         module = self.module
-        default = (1, module.image_size, module.image_size, module.num_channels)
-        self.input_shape = default if input_shape is None else input_shape
+        if input_shape is None:
+            self.input_shape = 1, module.image_size, module.image_size, module.num_channels
 
     def __call__(
         self,
@@ -529,18 +618,9 @@ class FlaxCLIPVisionPreTrainedModel(FlaxPreTrainedModel):
         Raises:
             ValueError: pixel_values has another size, or dropout_rng or the parameters are missing.
         """
-        module = self.module
-        return module.apply(
-            self._variables(params),
-            channels_last(pixel_values, module.config),
-            deterministic=not train,
-            rngs=dropout_rngs(module.attention_dropout, train, dropout_rng),
-            **self._call_settings(
-                output_attentions=output_attentions,
-                output_hidden_states=output_hidden_states,
-                return_dict=return_dict,
-            ),
-        )
+        arrays = (channels_last(pixel_values, self.module.config),)
+        settings = self._call_settings(output_attentions, output_hidden_states, return_dict)
+        return self._apply(params, arrays, train, dropout_rng, **settings)
 
 
 class FlaxCLIPVisionModel(FlaxCLIPVisionPreTrainedModel):

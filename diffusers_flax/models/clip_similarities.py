@@ -1,4 +1,4 @@
-"""Similarities of images with texts and concepts: FlaxCLIPModel and the safety checker.
+"""Similarities of images to texts and concepts: FlaxCLIPModel and the safety checker.
 
     clip = FlaxCLIPModel.from_pretrained("openai/clip-vit-large-patch14")
     features = clip.get_image_features(pixel_values)  # of a CLIPImageProcessor
@@ -27,13 +27,12 @@ from diffusers_flax.models.clip import (
     FlaxCLIPTextModule,
     FlaxCLIPVisionModule,
     as_int32,
-    as_requested,
     channels_last,
     check_images,
-    dropout_rngs,
-    entries_of_tower,
+    config_names,
     image_shape,
-    part_of_config,
+    nested_config,
+    select_outputs,
 )
 from diffusers_flax.models.pretrained import FlaxPreTrainedModel, FromTransformers
 from diffusers_flax.outputs import ModelOutput
@@ -41,26 +40,27 @@ from diffusers_flax.outputs import ModelOutput
 logger = logging.getLogger(__name__)
 
 NUM_CONCEPTS, NUM_SPECIAL_CARE = 17, 3
-# Added to the scores of all concepts if an image matches a special-care concept.
+# Added to all of an image's scores if it matches a special-care concept.
 ADJUSTMENT = 0.01
 
 
-class CLIPConfigs(FlaxModelMixin):
-    """Modules whose config.json has other modules' configs in it.
+class NestedConfigs(FlaxModelMixin):
+    """Base of modules whose config.json contains their encoders' configs.
 
-    A subclass has `towers`, {entry of the config, a field: module that has its fields}.
+    A subclass has a field for each key of `encoders`, {config entry: module with its fields}.
     """
 
     weights_name = "model"
     model_type = "clip"
-    own_entries = ("projection_dim",)  # fields that are not a tower's
-    towers = {"vision_config": FlaxCLIPVisionModule}  # noqa: RUF012 (a Linen field otherwise)
+    own_entries = ("projection_dim",)  # the other fields
+    encoders = {"vision_config": FlaxCLIPVisionModule}  # noqa: RUF012 (a Linen field otherwise)
 
     @classmethod
     def from_config(cls, config=None, dtype=jnp.float32, **overrides):
         """Build the module from the content of a CLIPConfig's config.json.
 
-        As in transformers, text_config_dict replaces text_config entirely, and so for vision.
+        As in transformers, text_config_dict and vision_config_dict replace text_config and
+        vision_config entirely.
         """
         if unknown := overrides.keys() - set(cls.own_entries):
             raise ValueError(
@@ -70,39 +70,39 @@ class CLIPConfigs(FlaxModelMixin):
             )
         config = {**(config or {}), **overrides}
         fields = {name: config[name] for name in cls.own_entries if name in config}
-        for name, tower in cls.towers.items():
-            part = part_of_config(config, name)
-            part = {entry: part[entry] for entry in entries_of_tower(tower) if entry in part}
-            fields[name] = FrozenDict(tower.from_config(part).config)
+        for name, encoder in cls.encoders.items():
+            nested = nested_config(config, name)
+            entries = {entry: nested[entry] for entry in config_names(encoder) if entry in nested}
+            fields[name] = FrozenDict(encoder.from_config(entries).config)
         return cls(**fields, dtype=dtype)
 
     @classmethod
     def entries_of(cls, config):
-        """What the module needs of a CLIPConfig, as in a config.json."""
+        """A CLIPConfig's entries that the module has, as in a config.json."""
         entries = {name: getattr(config, name) for name in cls.own_entries}
-        for name, tower in cls.towers.items():
-            part = getattr(config, name)
-            entries[name] = {entry: getattr(part, entry) for entry in entries_of_tower(tower)}
+        for name, encoder in cls.encoders.items():
+            nested = getattr(config, name)
+            entries[name] = {entry: getattr(nested, entry) for entry in config_names(encoder)}
         return entries
 
     def _file_content(self):
         content = self._file_header()
-        for name, tower in self.towers.items():
-            content[name] = {"model_type": tower.model_type, **getattr(self, name)}
+        for name, encoder in self.encoders.items():
+            content[name] = {"model_type": encoder.model_type, **getattr(self, name)}
         return content | {name: getattr(self, name) for name in self.own_entries}
 
 
 @flax.struct.dataclass
 class FlaxCLIPOutput(ModelOutput):
-    """What FlaxCLIPModel returns for n images and m texts.
+    """The output of FlaxCLIPModel for n images and m texts.
 
     Args:
         logits_per_image: (n, m), cosines of image_embeds and text_embeds, times exp(logit_scale).
         logits_per_text: (m, n), the same.
         text_embeds: (m, projection_dim), each of length 1.
         image_embeds: (n, projection_dim), each of length 1.
-        text_model_output, vision_model_output: FlaxBaseModelOutputWithPooling of the encoders;
-            to_tuple() makes tuples of them.
+        text_model_output, vision_model_output: FlaxBaseModelOutputWithPooling of the encoders,
+            which to_tuple() turns into tuples.
     """
 
     logits_per_image: jax.Array | None = None
@@ -113,12 +113,12 @@ class FlaxCLIPOutput(ModelOutput):
     vision_model_output: FlaxBaseModelOutputWithPooling | None = None
 
     def to_tuple(self):
-        """The values that are not None, in the order of the fields; tuples of the encoders'."""
+        """The values that are not None, in the order of the fields, outputs as tuples."""
         values = super().to_tuple()
         return tuple(x.to_tuple() if isinstance(x, ModelOutput) else x for x in values)
 
 
-class FlaxCLIPModule(nn.Module, CLIPConfigs):
+class FlaxCLIPModule(nn.Module, NestedConfigs):
     """The Linen module of FlaxCLIPModel; its images are channels-last.
 
     Args:
@@ -137,7 +137,7 @@ class FlaxCLIPModule(nn.Module, CLIPConfigs):
 
     torch_class_name = "CLIPModel"
     own_entries = ("projection_dim", "logit_scale_init_value")
-    towers = {  # noqa: RUF012 (a Linen field otherwise)
+    encoders = {  # noqa: RUF012 (a Linen field otherwise)
         "text_config": FlaxCLIPTextModule,
         "vision_config": FlaxCLIPVisionModule,
     }
@@ -162,13 +162,21 @@ class FlaxCLIPModule(nn.Module, CLIPConfigs):
         initial = nn.initializers.constant(self.logit_scale_init_value)
         self.logit_scale = self.param("logit_scale", initial, ())
 
-    def text_features(self, *inputs):
-        """Projected end-of-text rows, (B, projection_dim); inputs as for CLIPTextTransformer."""
-        return self.text_projection(self.text_model(*inputs).pooler_output)
+    @property
+    def attention_dropout(self):
+        """The larger attention_dropout of both encoders."""
+        return max(
+            config["attention_dropout"] or 0.0 for config in (self.text_config, self.vision_config)
+        )
 
-    def image_features(self, *inputs):
-        """Projected class tokens, (B, projection_dim); inputs as for CLIPVisionTransformer."""
-        return self.visual_projection(self.vision_model(*inputs).pooler_output)
+    def text_features(self, *arrays, deterministic=True):
+        """Projected end-of-text rows, (B, projection_dim); arrays as for CLIPTextTransformer."""
+        output = self.text_model(*arrays, deterministic=deterministic)
+        return self.text_projection(output.pooler_output)
+
+    def image_features(self, pixel_values, deterministic=True):
+        """Projected class tokens, (B, projection_dim)."""
+        return self.visual_projection(self.vision_model(pixel_values, deterministic).pooler_output)
 
     def __call__(
         self,
@@ -190,15 +198,15 @@ class FlaxCLIPModule(nn.Module, CLIPConfigs):
         text_embeds = normalize(self.text_projection(text.pooler_output)).astype(self.dtype)
         scale = jnp.exp(self.logit_scale.astype(jnp.float32)).astype(self.dtype)
         logits_per_text = text_embeds @ image_embeds.T * scale
-        text, vision = (as_requested(x, output_hidden_states, True) for x in (text, vision))
+        text, vision = (select_outputs(x, output_hidden_states, True) for x in (text, vision))
         output = FlaxCLIPOutput(
             logits_per_text.T, logits_per_text, text_embeds, image_embeds, text, vision
         )
         return output if return_dict else output.to_tuple()
 
 
-class OfCLIPConfig(FlaxPreTrainedModel):
-    """Base of models whose configuration is a CLIPConfig; see CLIPConfigs."""
+class CLIPConfigModel(FlaxPreTrainedModel):
+    """Base of models with a CLIPConfig, whose module has NestedConfigs."""
 
     config_class = FromTransformers("CLIPConfig")
 
@@ -211,22 +219,14 @@ class OfCLIPConfig(FlaxPreTrainedModel):
         return cls.module_class.own_entries
 
 
-class FlaxCLIPPreTrainedModel(OfCLIPConfig):
+class FlaxCLIPPreTrainedModel(CLIPConfigModel):
     """Base of FlaxCLIPModel; input_shape, None for the config's, has no effect."""
 
     def __init__(self, config, input_shape=None, seed=0, dtype=jnp.float32, _do_init=True):
         super().__init__(config, input_shape, seed, dtype, _do_init)
-        _, channels, *sides = image_shape(self.module.vision_config)
-        default = (1, 1), (1, *sides, channels)
-        self.input_shape = default if input_shape is None else input_shape
-
-    def _apply(self, params, arrays, train, dropout_rng, **options):
-        """Linen's apply of the module, with dropout if train."""
-        module = self.module
-        towers = (module.text_config, module.vision_config)
-        dropout = max(tower["attention_dropout"] or 0.0 for tower in towers)
-        rngs = dropout_rngs(dropout, train, dropout_rng)
-        return module.apply(self._variables(params), *arrays, not train, rngs=rngs, **options)
+        if input_shape is None:
+            _, channels, *sides = image_shape(self.module.vision_config)
+            self.input_shape = (1, 1), (1, *sides, channels)
 
     def _images(self, pixel_values):
         return channels_last(pixel_values, self.module.vision_config)
@@ -258,11 +258,7 @@ class FlaxCLIPPreTrainedModel(OfCLIPConfig):
             ValueError: an array has another shape, or dropout_rng or the parameters are missing.
         """
         ids, mask, positions = map(as_int32, (input_ids, attention_mask, position_ids))
-        settings = self._call_settings(
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-        )
+        settings = self._call_settings(output_attentions, output_hidden_states, return_dict)
         arrays = ids, self._images(pixel_values), mask, positions
         return self._apply(params, arrays, train, dropout_rng, **settings)
 
@@ -296,7 +292,7 @@ class FlaxCLIPModel(FlaxCLIPPreTrainedModel):
 # --------------------------------------------------------------------- safety checker
 
 
-class FlaxStableDiffusionSafetyCheckerModule(nn.Module, CLIPConfigs):
+class FlaxStableDiffusionSafetyCheckerModule(nn.Module, NestedConfigs):
     """The Linen module of FlaxStableDiffusionSafetyChecker.
 
     Args:
@@ -313,9 +309,9 @@ class FlaxStableDiffusionSafetyCheckerModule(nn.Module, CLIPConfigs):
 
     @classmethod
     def path_in_tree(cls, path, config):
-        """See FlaxModelMixin.path_in_tree; the published prefix is in files twice."""
-        is_tower = path.startswith("vision_model/") and not path.startswith("vision_model/vision_m")
-        return f"vision_model/{path}" if is_tower else path
+        """See FlaxModelMixin.path_in_tree; published files have the prefix twice."""
+        has_one = path.startswith("vision_model/") and not path.startswith("vision_model/vision_m")
+        return f"vision_model/{path}" if has_one else path
 
     def init_weights(self, rng):
         """Random float32 parameters of this configuration; concepts are ones. rng: a PRNG key."""
@@ -335,13 +331,13 @@ class FlaxStableDiffusionSafetyCheckerModule(nn.Module, CLIPConfigs):
         )
 
     def cosine_distances(self, clip_input):
-        """Cosines between the images' embeddings and the concepts'.
+        """Cosine similarities of images to the concepts.
 
         Args:
             clip_input: (B, 3, H, W), from a CLIPImageProcessor.
 
         Returns:
-            float32 similarities, (B, 17) to the concepts and (B, 3) to the special-care concepts.
+            float32 (B, 17), to the concepts, and (B, 3), to the special-care concepts.
         """
         check_images("clip_input", clip_input, image_shape(self.vision_config)[1:])
         pixels = jnp.transpose(clip_input, (0, 2, 3, 1)).astype(self.dtype)
@@ -351,7 +347,7 @@ class FlaxStableDiffusionSafetyCheckerModule(nn.Module, CLIPConfigs):
         return cosines(concepts.T), cosines(special.T)
 
     def __call__(self, clip_input):
-        """Find images that show a concept; clip_input as above. Returns bool (B,)."""
+        """Whether images show a concept, bool (B,); clip_input as for cosine_distances."""
         concept_cosines, special_cosines = self.cosine_distances(clip_input)
         weights, special_weights = (
             x.astype(jnp.float32)
@@ -369,8 +365,8 @@ def normalize(rows):
     return rows / jnp.linalg.norm(rows, axis=1, keepdims=True).clip(1e-12)
 
 
-class FlaxStableDiffusionSafetyChecker(OfCLIPConfig):
-    """Finds images that show a concept; see FlaxPreTrainedModel. input_shape has no effect."""
+class FlaxStableDiffusionSafetyChecker(CLIPConfigModel):
+    """Detects images that show a concept; see FlaxPreTrainedModel. input_shape has no effect."""
 
     module_class = FlaxStableDiffusionSafetyCheckerModule
     main_input_name = "clip_input"
@@ -379,7 +375,7 @@ class FlaxStableDiffusionSafetyChecker(OfCLIPConfig):
         super().__init__(config, input_shape or (1, 224, 224, 3), seed, dtype, _do_init)
 
     def __call__(self, clip_input, params=None):
-        """Find images that show a concept.
+        """Detect images that show a concept.
 
         Args:
             clip_input: (B, 3, H, W), the pixel_values of a CLIPImageProcessor.
@@ -389,24 +385,24 @@ class FlaxStableDiffusionSafetyChecker(OfCLIPConfig):
             bool (B,).
 
         Raises:
-            ValueError: clip_input of another size, or the parameters are missing.
+            ValueError: clip_input has another size, or the parameters are missing.
         """
-        return _flags(self.module, self._variables(params), jnp.asarray(clip_input))
+        return _detect(self.module, self._variables(params), jnp.asarray(clip_input))
 
     def filter_images(self, images, feature_extractor, params=None):
         """Blacken the images that show a concept.
 
         Args:
             images: (B, H, W, 3), float in [0, 1].
-            feature_extractor: CLIPImageProcessor of this model.
+            feature_extractor: this model's CLIPImageProcessor.
             params: nested dict of arrays; None for the model's own.
 
         Returns:
             (images, has_nsfw_concepts): a NumPy array like images, and a list of B bools, True
-            where the image is black.
+            for a black image.
 
         Raises:
-            ValueError: the feature extractor makes images of another size than the model takes.
+            ValueError: the feature extractor's images have another size than the model takes.
         """
         images = np.asarray(images)
         pixels = (images * 255).round().astype(np.uint8)
@@ -424,5 +420,5 @@ class FlaxStableDiffusionSafetyChecker(OfCLIPConfig):
 
 
 @partial(jax.jit, static_argnums=0)
-def _flags(module, variables, clip_input):
+def _detect(module, variables, clip_input):
     return module.apply(variables, clip_input)

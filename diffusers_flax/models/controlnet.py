@@ -1,7 +1,7 @@
-"""FlaxControlNetModel: what an image adds to the features of a UNet of Stable Diffusion or SDXL.
+"""FlaxControlNetModel: residuals from an image, for a UNet of Stable Diffusion or SDXL.
 
-The published class name, call signature, parameter tree and layout of the results, channels-last;
-any `config.json` of PyTorch's ControlNetModel.
+Class name, call signature, parameter tree and the residuals' layout, channels-last, are the
+published ones; any `config.json` of PyTorch's ControlNetModel.
 
     controlnet, params = FlaxControlNetModel.from_pretrained("MODEL")
     residuals = controlnet.apply({"params": params}, sample, timesteps, states, image)
@@ -31,7 +31,7 @@ from diffusers_flax.models.blocks import Conv
 from diffusers_flax.models.unet import DownPath
 from diffusers_flax.outputs import ModelOutput
 
-# Entries of PyTorch's ControlNetModel that from_unet copies from the UNet.
+# Config entries that from_unet copies from the UNet.
 SHARED_ENTRIES = (
     *("in_channels", "down_block_types", "mid_block_type", "only_cross_attention"),
     *("block_out_channels", "layers_per_block", "attention_head_dim", "num_attention_heads"),
@@ -43,10 +43,10 @@ SHARED_ENTRIES = (
 
 @struct.dataclass
 class FlaxControlNetOutput(ModelOutput):
-    """What the model returns, channels-last.
+    """The model's output, channels-last.
 
     Args:
-        down_block_res_samples: list, one (B, h, w, C) for each skip connection of the UNet.
+        down_block_res_samples: list of (B, h, w, C), one per skip connection of the UNet.
         mid_block_res_sample: (B, h, w, C), for its middle block.
     """
 
@@ -55,9 +55,9 @@ class FlaxControlNetOutput(ModelOutput):
 
 
 class FlaxControlNetConditioningEmbedding(nn.Module):
-    """Convolutions with SiLU from an image to features of the latents' size.
+    """Convolutions with SiLU from an image to features with the latents' height and width.
 
-    Each entry of block_out_channels after the first halves height and width. The last convolution
+    Each entry of block_out_channels but the first halves height and width. The last convolution
     starts at zero.
     """
 
@@ -87,7 +87,7 @@ class FlaxControlNetConditioningEmbedding(nn.Module):
 
 
 class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
-    """The encoder of a UNet with an image as a further input; its outputs start at zero.
+    """A UNet's encoder with an image as a further input; its outputs start at zero.
 
     Its fields are the entries of a ControlNet's `config.json`, see FlaxUNet2DConditionModel.
     """
@@ -113,28 +113,28 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
     dtype: DTypeLike = jnp.float32
     flip_sin_to_cos: bool = True
     freq_shift: int = 0
-    controlnet_conditioning_channel_order: str = "rgb"  # "bgr": the image's channels are turned
+    controlnet_conditioning_channel_order: str = "rgb"  # "bgr" reverses the image's channels
     conditioning_embedding_out_channels: tuple = (16, 32, 96, 256)
     conditioning_channels: int = 3  # of the image
     mid_block_type: str = "UNetMidBlock2DCrossAttn"  # "UNetMidBlock2D": one residual block
     transformer_layers_per_block: int | tuple = 1
     addition_embed_type: str | None = None  # "text_time": SDXL's added_cond_kwargs
     addition_time_embed_dim: int | None = None  # length of each time id's embedding
-    addition_embed_type_num_heads: int = 64  # no effect on "text_time"
-    projection_class_embeddings_input_dim: int | None = None  # of text_embeds and time ids together
+    addition_embed_type_num_heads: int = 64  # no effect with "text_time"
+    projection_class_embeddings_input_dim: int | None = None  # length of text_embeds and time ids
     global_pool_conditions: bool = False  # True: residuals are means over all positions
     norm_num_groups: int = 32
     norm_eps: float = 1e-5
     upcast_attention: bool | None = False  # logits and softmax are float32 either way
     gradient_checkpointing: bool = False
-    rows_axis: str | tuple | None = None  # None: this device has all rows
+    rows_axis: str | tuple | None = None  # None: this device has all rows; not in the config
 
     weights_name = "diffusion_pytorch_model"
     single_file_component = "controlnet"
     torch_class_name = "ControlNetModel"
     kind = "ControlNet"
     mid_block_types = "UNetMidBlock2DCrossAttn", "UNetMidBlock2D"
-    # Options that are not implemented: the only value that each may have, besides null.
+    # The only supported value of options that are not implemented, besides null.
     fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
         "act_fn": "silu",
         "class_embed_type": None,
@@ -176,11 +176,11 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
             rng: PRNG key of the other parameters; None is jax.random.key(0).
 
         Returns:
-            (module, params): it computes in the UNet's dtype; the copied parameters are the given
-            arrays, the new ones float32.
+            (module, params): module computes in the UNet's dtype; copied parameters are the
+            UNet's arrays, new ones float32.
 
         Raises:
-            ValueError: the parameters to copy are not given, or the UNet has no middle block.
+            ValueError: params are missing, or the UNet has no middle block.
         """
         if load_weights_from_unet and params is None:
             raise ValueError("from_unet copies the UNet's parameters; give params=unet_params")
@@ -248,14 +248,14 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
             timesteps: (B,), or a scalar for all.
             encoder_hidden_states: text states, (B, T, cross_attention_dim).
             controlnet_cond: image in [0, 1], (B, conditioning_channels, 8 H, 8 W).
-            conditioning_scale: factor of the residuals, a number or one per image, (B,).
+            conditioning_scale: factor of the residuals, a number or (B,).
             return_dict: False returns a plain tuple.
-            train: part of the published signature; without dropout it has no effect.
+            train: without effect, as there is no dropout.
             added_cond_kwargs: for SDXL as in the UNet's call, else None.
             guess_mode: True scales the residuals from 0.1 (the first) to 1 (the middle block's).
 
         Returns:
-            FlaxControlNetOutput: residuals in `dtype`, which the UNet takes as they are.
+            FlaxControlNetOutput: residuals in `dtype`.
 
         Raises:
             ValueError: an input's shape does not match the configuration.
@@ -282,7 +282,7 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
         return FlaxControlNetOutput(down, middle) if return_dict else (down, middle)
 
     def embed_condition(self, image, shape):
-        """Features (B, H, W, C) of an image, of the shape of the sample's features."""
+        """An image's features; shape (B, H, W, C): theirs and the sample's."""
         factor = 2 ** (len(self.conditioning_embedding_out_channels) - 1)
         wanted = shape[0], self.conditioning_channels, factor * shape[1], factor * shape[2]
         if tuple(image.shape) != wanted:
@@ -298,10 +298,10 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
 
 
 class FlaxMultiControlNetModel(nn.Module):
-    """Several ControlNets as one, whose residuals are summed.
+    """Several ControlNets as one, with the sum of their residuals.
 
-    Its parameters are {"nets_0": the first one's, "nets_1": ...}. It is stored in directories
-    beside each other, controlnet, controlnet_1, ..., as PyTorch's MultiControlNetModel.
+    Its parameters are {"nets_0": the first ControlNet's, "nets_1": ...}. Its files are in the
+    directories controlnet, controlnet_1, ..., as PyTorch's MultiControlNetModel's.
 
     Args:
         nets: tuple of FlaxControlNetModel.
@@ -324,8 +324,8 @@ class FlaxMultiControlNetModel(nn.Module):
         """The sums of the ControlNets' residuals.
 
         Args:
-            controlnet_cond: one image for each ControlNet, (B, nets, C, 8 H, 8 W), or a sequence.
-            conditioning_scale: a number for all, or a sequence of one for each.
+            controlnet_cond: an image per ControlNet, (B, nets, C, 8 H, 8 W), or a sequence.
+            conditioning_scale: one for all, or a sequence with one per ControlNet.
             sample, timesteps, encoder_hidden_states, return_dict, **options: as for
                 FlaxControlNetModel.
 
@@ -333,7 +333,7 @@ class FlaxMultiControlNetModel(nn.Module):
             FlaxControlNetOutput.
 
         Raises:
-            ValueError: numbers of images or scales differ from the ControlNets'.
+            ValueError: the number of images or scales is not the number of ControlNets.
         """
         images = controlnet_cond
         if not isinstance(images, list | tuple):
@@ -350,17 +350,19 @@ class FlaxMultiControlNetModel(nn.Module):
             net(sample, timesteps, encoder_hidden_states, image, scale, False, **options)
             for net, image, scale in zip(self.nets, images, scales)
         ]
-        down, middle = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *outputs)
+        down, middle = jax.tree.map(lambda first, *rest: sum(rest, first), *outputs)
         return FlaxControlNetOutput(down, middle) if return_dict else (down, middle)
 
     @property
     def config(self):
-        """{"controlnet": the first one's config, "controlnet_1": ...}, read-only."""
-        return FrozenConfig({part_name(i): net.config for i, net in enumerate(self.nets)})
+        """{"controlnet": the first ControlNet's config, "controlnet_1": ...}, read-only."""
+        return FrozenConfig(
+            {f"controlnet{suffix(i)}": net.config for i, net in enumerate(self.nets)}
+        )
 
     @nn.nowrap
     def params_of(self, params):
-        """The parameters as a tree: they may also be given as a list, one entry per ControlNet."""
+        """The parameters as a tree; params: the tree, or a list with an entry per ControlNet."""
         if isinstance(params, list | tuple):
             return {f"nets_{i}": tree for i, tree in enumerate(params)}
         return params
@@ -376,12 +378,12 @@ class FlaxMultiControlNetModel(nn.Module):
 
     @classmethod
     def from_config(cls, configs, dtype=jnp.float32):
-        """The module of the ControlNets' configs, in their order."""
+        """The module with these ControlNets' configs."""
         return cls(tuple(FlaxControlNetModel.from_config(x, dtype=dtype) for x in configs))
 
     @classmethod
     def load_config(cls, path, subfolder="controlnet", revision=None, **hub_options):
-        """The configs of all ControlNets of a pipeline directory or hub id, a list."""
+        """The configs of a pipeline directory's or hub id's ControlNets, a list."""
         configs = []
         options = {"revision": revision, **hub_options}
         while fetch_file(path, "config.json", f"{subfolder}{suffix(len(configs))}", **options):
@@ -395,8 +397,8 @@ class FlaxMultiControlNetModel(nn.Module):
     ):
         """Read several ControlNets; see FlaxModelMixin.
 
-        path: a pipeline directory or hub id with all of them, or a sequence with the directory, hub
-        id or file of each.
+        path: a pipeline's directory or hub id, or a sequence with the directory, hub id or file of
+        each ControlNet.
         """
         options |= {"dtype": dtype, "revision": revision}
         if isinstance(path, list | tuple):
@@ -423,10 +425,5 @@ class FlaxMultiControlNetModel(nn.Module):
 
 
 def suffix(i):
-    """The end of the directory's name of ControlNet i, as PyTorch has it."""
+    """The end of ControlNet i's directory name, as PyTorch's."""
     return f"_{i}" if i else ""
-
-
-def part_name(i):
-    """The name of ControlNet i in a pipeline directory."""
-    return f"controlnet{suffix(i)}"

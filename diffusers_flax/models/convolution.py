@@ -1,6 +1,6 @@
 """Convolution, with an implementation per platform.
 
-On a CPU Winograd's algorithm for 3x3 kernels, and matmuls of patches for small inputs; on a TPU a
+On a CPU Winograd's algorithm for 3x3 kernels and matmuls of patches for small inputs; on a TPU a
 sum of matmuls for 3x3 kernels and small batches; otherwise XLA's convolution.
 """
 
@@ -12,15 +12,14 @@ import numpy as np
 
 # Least numbers of input and output channels for Winograd's algorithm and for shifted_matmuls.
 LEAST_CHANNELS = 320
-# Winograd's algorithm is the fastest with at most so many output channels per position: few
-# positions do not pay for transforming the kernel.
+# Most output channels per position for Winograd's algorithm; few positions do not pay for
+# transforming the kernel.
 MOST_CHANNELS_PER_POSITION = 2
 # Most numbers in input and output together; the algorithm needs four times as many, here 1 GiB.
 MOST_NUMBERS = 2**26
-# A TPU's convolution wants BATCH_UNIT images or more. With fewer the compiler expects 1.5 to 2.4
-# times the cycles of shifted_matmuls on v5e, 0.9 to 2.0 times on v6e
-# (python -m benchmarks.tpu_kernels convolution), if there are at least LEAST_POSITIONS and at most
-# MOST_SUMS results: the matmuls' float32 sums should stay in VMEM.
+# With less than BATCH_UNIT images, LEAST_POSITIONS or more and at most MOST_SUMS results, whose
+# float32 sums stay in VMEM, a TPU's convolution takes 1.5 to 2.4 times the estimated cycles of
+# shifted_matmuls on v5e, 0.9 to 2.0 times on v6e (python -m benchmarks.tpu_kernels convolution).
 BATCH_UNIT = 8
 LEAST_POSITIONS = 512
 MOST_SUMS = 2**24
@@ -36,8 +35,8 @@ def convolve(x, kernel, stride, padding):
         padding: ((top, bottom), (left, right)), zeros.
 
     Returns:
-        (B, h, w, D), of x's dtype. It has gradients in reverse mode only, on all platforms, and
-        under jax.shard_map with check_vma=False.
+        (B, h, w, D), of x's dtype. Gradients are in reverse mode only, and under jax.shard_map with
+        check_vma=False.
     """
     xla = partial(xla_convolve, stride=stride, padding=padding)
     kernels = {}
@@ -103,7 +102,7 @@ def shifted_matmuls(x, kernel, rows=(1, 1)):
     Args:
         x: (B, H, W, C).
         kernel: (3, 3, C, D).
-        rows: of zeros above and below x; (1, 1) keeps the height.
+        rows: number of rows of zeros above and below x; (1, 1) keeps the height.
 
     Returns:
         (B, h, W, D), in x's dtype; summed in float32.
@@ -128,14 +127,14 @@ shifted_matmuls.defvjp(_shifted_matmuls_forward, _shifted_matmuls_backward)
 def multiply_patches(x, kernel, stride, padding):
     """convolve as a matmul of patches, forward and backward.
 
-    For 1x1 kernels and few positions, because XLA's CPU compiler rearranges the kernel in every
-    call.
+    For 1x1 kernels and few positions, for which XLA's CPU compiler would rearrange the kernel in
+    every call.
     """
     size, *_, D = kernel.shape
     x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
     _, H, W, _ = x.shape
 
-    def taps(n):  # rows, or columns, that each row of the kernel reads
+    def taps(n):  # the rows or columns that each row or column of the kernel reads
         return [slice(i, n - size + i + 1, stride) for i in range(size)]
 
     patches = jnp.concatenate([x[:, i, j] for i in taps(H) for j in taps(W)], -1)
@@ -147,7 +146,7 @@ def multiply_patches(x, kernel, stride, padding):
 # map 3 weights to 4 numbers, 4 inputs to 4 numbers, and 4 products to 2 results.
 _KERNEL = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], np.float32)
 _BOTH_AXES = np.kron(_KERNEL, _KERNEL)  # (16, 9)
-_TURNED = np.kron(_KERNEL[:, ::-1], _KERNEL[:, ::-1])  # of a kernel with both axes reversed
+_REVERSED = np.kron(_KERNEL[:, ::-1], _KERNEL[:, ::-1])  # for a kernel with both axes reversed
 
 
 def _of_inputs(d):
@@ -164,18 +163,18 @@ def _of_results(y):
 
 
 def _transform_kernel(matrix, kernel):
-    """(3, 3, C, D) -> (16, C, D); as a matmul, which XLA does not duplicate for several users."""
+    """(3, 3, C, D) -> (16, C, D), by a matmul, which XLA does not compute once per use."""
     _, _, C, D = kernel.shape
     return (matrix @ kernel.reshape(9, C * D)).reshape(16, C, D)
 
 
 def _transform_inputs(x):
-    """(B, H, W, C) -> (16, B th tw, C), of the 4x4 inputs of every tile of 2x2 results."""
+    """(B, H, W, C) -> (16, B th tw, C), from the 4x4 inputs of each tile of 2x2 results."""
     B, H, W, C = x.shape
     th, tw = -(-H // 2), -(-W // 2)
     x = jnp.pad(x, ((0, 0), (1, 1 + 2 * th - H), (1, 1 + 2 * tw - W), (0, 0)))
     rows = jnp.stack(_of_inputs([x[:, i : i + 2 * th - 1 : 2] for i in range(4)]))
-    rows = jax.lax.optimization_barrier(rows)  # otherwise each is computed four times
+    rows = jax.lax.optimization_barrier(rows)  # otherwise XLA computes each four times
     tiles = _of_inputs([rows[:, :, :, j : j + 2 * tw - 1 : 2] for j in range(4)])
     return jnp.stack(tiles, 1).reshape(16, B * th * tw, C)
 
@@ -226,10 +225,10 @@ def _winograd_forward(x, kernel):
 def _winograd_backward(kept, g):
     x, kernel = kept
     x32, kernel32, g32 = (y.astype(jnp.float32) for y in (x, kernel, g))
-    turned = _transform_kernel(_TURNED, kernel32)
-    g_products = jnp.einsum("ipd,icd->ipc", _transform_inputs(g32), turned)
+    transformed = _transform_kernel(_REVERSED, kernel32)
+    g_products = jnp.einsum("ipd,icd->ipc", _transform_inputs(g32), transformed)
     g_x = _make_results(g_products, x.shape)
-    # XLA reuses the transformed x of the forward pass.
+    # XLA reuses the forward pass's transformed x.
     g_kernel = jnp.einsum("ipc,ipd->icd", _transform_inputs(x32), _transform_results(g32))
     g_kernel = _BOTH_AXES.T @ g_kernel.reshape(16, -1)
     return g_x.astype(x.dtype), g_kernel.reshape(kernel.shape).astype(kernel.dtype)

@@ -1,7 +1,7 @@
 """FlaxPreTrainedModel: a Linen module, its config and its parameters in one object.
 
-transformers' Flax classes had this form: called like a function, with their own parameters
-or with the argument `params`.
+transformers' Flax classes had this form: they are called like a function, with their own
+parameters or the argument `params`.
 
     text_encoder = FlaxCLIPTextModel.from_pretrained("MODEL", subfolder="text_encoder")
     states = text_encoder(input_ids)[0]
@@ -27,12 +27,12 @@ from diffusers_flax.loading.hub import fetch_directory, refuse_push_to_hub, take
 from diffusers_flax.messages import one_line
 from diffusers_flax.parameters import FloatingCasts
 
-# Config entries that choose what a call returns, not what it computes; their defaults.
+# Config entries that choose a call's outputs, in the order of its arguments; their defaults.
 CALL_SETTINGS = {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
 
 
 class FromTransformers:
-    """A class attribute that imports a class of transformers when read, as configs import torch."""
+    """A class attribute that imports a transformers config, and torch with it, when read."""
 
     def __init__(self, name):
         self.name = name
@@ -50,13 +50,12 @@ class FlaxPreTrainedModel(FloatingCasts):
     FlaxModelMixin; and `__call__`.
 
     Args:
-        config: config_class; the model refers to this object, so changing it changes the model. Or
-            the content of a config.json; the first access to `config` then makes the object.
+        config: a config_class, to which the model refers: changing it changes the model. Or the
+            content of a config.json, of which the first access to `config` makes a config_class.
         input_shape: stored as an attribute; no parameter depends on it.
         seed: of the random parameters.
-        dtype: compute dtype of the module, not the dtype of the parameters.
-        _do_init: True makes random float32 parameters. False makes none: a call then takes
-            params=.
+        dtype: compute dtype of the module.
+        _do_init: True makes random float32 parameters; False none, and calls need params=.
 
     Raises:
         ValueError: config is of another class.
@@ -104,31 +103,32 @@ class FlaxPreTrainedModel(FloatingCasts):
 
     @property
     def module(self):
-        """The Linen module of the current config; equal configs give equal modules."""
+        """The Linen module of the current config; equal configs have equal modules."""
         if "config" not in vars(self):  # not read, therefore unchanged
             return self._first_module
         return self.module_class.from_config(self._entries(self.config), dtype=self.dtype)
 
     @classmethod
     def _entries(cls, config):
-        """What the module needs of a config, as in a config.json."""
+        """A config's entries that the module has, as in a config.json."""
         return {name: getattr(config, name) for name in cls._entry_names()}
 
     @classmethod
     def _entry_names(cls):
         return cls.module_class.__dataclass_fields__.keys() - RUNTIME_FIELDS
 
-    def _call_settings(self, **given):
-        """The given CALL_SETTINGS; the config's in place of None."""
+    def _call_settings(self, *values):
+        """The CALL_SETTINGS with these values; the config's in place of None."""
         if "config" in vars(self):
-            defaults = {name: getattr(self.config, name) for name in given}
+            defaults = {name: getattr(self.config, name) for name in CALL_SETTINGS}
         else:  # reading config would import torch
             defaults = CALL_SETTINGS | self._content
-        return {name: defaults[name] if x is None else x for name, x in given.items()}
+        settings = zip(CALL_SETTINGS, values, strict=True)
+        return {name: defaults[name] if value is None else value for name, value in settings}
 
     @functools.cached_property
     def key(self):
-        """PRNG key of the random parameters; made when read, as it starts JAX."""
+        """PRNG key of the random parameters; made when read, as this starts JAX."""
         return jax.random.PRNGKey(self.seed)
 
     @property
@@ -138,7 +138,7 @@ class FlaxPreTrainedModel(FloatingCasts):
 
     @property
     def params(self):
-        """The parameters, a nested dict of arrays. Assigned arrays may have other shapes.
+        """The parameters, a nested dict of arrays; assigned arrays may have other shapes.
 
         Raises:
             ValueError: _do_init was False, or an assigned tree lacks parameters.
@@ -179,7 +179,7 @@ class FlaxPreTrainedModel(FloatingCasts):
         Args:
             rng: PRNG key.
             input_shape: no effect, as no parameter depends on it.
-            params: tree to complete; missing parameters are random.
+            params: tree to complete with random parameters.
 
         Returns:
             Nested dict of arrays.
@@ -190,8 +190,20 @@ class FlaxPreTrainedModel(FloatingCasts):
         return unflatten_dict(flatten_dict(random) | flatten_dict(unfreeze(params)))
 
     def _variables(self, params):
-        """What Linen's apply takes: the given parameters, or the model's own for None or {}."""
+        """What Linen's apply takes: the parameters, or the model's own for None or {}."""
         return {"params": params or self.params}
+
+    def _apply(self, params, arrays, train, dropout_rng, **options):
+        """Linen's apply of the module, with attention_dropout if train."""
+        module = self.module
+        if train and module.attention_dropout and dropout_rng is None:
+            raise ValueError(
+                f"train=True applies attention_dropout={module.attention_dropout}; pass a PRNG key "
+                "as dropout_rng="
+            )
+        rngs = None if dropout_rng is None else {"dropout": dropout_rng}
+        variables = self._variables(params)
+        return module.apply(variables, *arrays, deterministic=not train, rngs=rngs, **options)
 
     @classmethod
     def can_generate(cls):
@@ -205,7 +217,7 @@ class FlaxPreTrainedModel(FloatingCasts):
         """Build the model, without parameters, from the content of a config.json.
 
         Args:
-            config: mapping; entries it lacks take the module's defaults.
+            config: mapping; missing entries have the module's defaults.
             dtype: compute dtype of the module.
             **overrides: entries that win over `config`.
 
@@ -213,7 +225,7 @@ class FlaxPreTrainedModel(FloatingCasts):
             The model, as with _do_init=False.
 
         Raises:
-            ValueError: an entry that this model does not implement or that has the wrong type.
+            ValueError: an entry is not implemented or has the wrong type.
         """
         cls.module_class.from_config(config, **_without_call_settings(overrides))
         return cls({**config, **overrides}, dtype=dtype, _do_init=False)
@@ -237,20 +249,19 @@ class FlaxPreTrainedModel(FloatingCasts):
         Args:
             pretrained_model_name_or_path: a directory, or a hub id ("owner/name").
             dtype: compute dtype of the module.
-            config: config_class that replaces the directory's config.json, or a directory or hub id
-                that has one.
+            config: config_class that replaces config.json, or its directory or hub id.
             subfolder: the model's directory in a pipeline, e.g. "text_encoder".
             revision: branch, tag or commit on the hub.
-            ignore_mismatched_sizes: must be False; weights fit the config or are refused.
+            ignore_mismatched_sizes: must be False; weights that do not fit the config are refused.
             trust_remote_code: without effect, as no code is downloaded.
-            _do_init: True returns the model with its parameters, False both apart.
+            _do_init: False returns the parameters apart from the model.
             **kwargs: param_dtype, variant, from_pt and the hub's keywords as in
                 FlaxModelMixin.from_pretrained, and config entries that override config.json, e.g.
                 output_hidden_states=True.
 
         Returns:
-            The model; its `params` are on the default device. With _do_init=False (model, params),
-            params a nested dict of JAX arrays on the host's CPU device.
+            The model, with `params` on the default device; with _do_init=False (model, params),
+            params on the host's CPU device.
 
         Raises:
             ValueError: as FlaxModelMixin.from_pretrained.
@@ -304,8 +315,7 @@ class FlaxPreTrainedModel(FloatingCasts):
             params: nested dict of arrays, not replicated; None for the model's own.
             push_to_hub: must be False.
             max_shard_size: largest safetensors file, in bytes or as "10GB".
-            token, safe_serialization: without effect; nothing is uploaded, and the files are
-                safetensors.
+            token, safe_serialization: without effect: nothing is uploaded, files are safetensors.
             **kwargs: variant, dtype and flax_msgpack of FlaxModelMixin.save_pretrained.
 
         Raises:

@@ -4,18 +4,17 @@
     params["unet"] = quantize(params["unet"], "fast")    # int8 matmuls where they are faster
     sample = unet.apply({"params": params["unet"]}, ...).sample
 
-A layer is in 8 bits if its parameters say so. Dense and Conv cast a float8 kernel up before each
-use; an int8 kernel has a `weight_scale` beside it, by which it is multiplied, or a `dynamic_scale`:
-then the layer computes in int8. Both scales are the largest absolute weight of an output channel
-divided by 127. In dynamic mode the activations are quantized in the program, with their own scales.
-This is for inference; dynamic layers have no gradients. LoRA factors of an 8-bit layer stay as they
-are and are added in `dtype`.
+A layer is in 8 bits if its kernel is. Dense and Conv cast a float8 kernel up before each use. An
+int8 kernel has a `weight_scale` beside it, by which it is multiplied, or a `dynamic_scale`: then
+the layer multiplies int8 activations, which it quantizes with scales of their own. A scale is the
+largest absolute weight of an output channel divided by 127. LoRA factors of an 8-bit layer keep
+their dtype and are added in `dtype`. 8 bits are for inference; dynamic layers have no gradients.
 
-A TPU multiplies int8 at twice the rate of bfloat16, but finding the scales of activations costs two
-passes over them. By the compiler's estimate for a v5e this pays for wide convolutions and the first
-layer of wide feed-forwards (the mode "fast"), not for the other layers. Convolutions are matmuls
-here, because XLA has no integer convolution for GPUs (github.com/jax-ml/jax/issues/7637). On a CPU
-int8 is slow, and in a loop 8 bits save no memory: XLA keeps the kernels that it has cast up.
+A TPU multiplies int8 at twice the rate of bfloat16, but the scales of activations cost two passes
+over them. By the compiler's estimate for a v5e this pays for wide convolutions and for the first
+layer of wide feed-forwards (the mode "fast"). Convolutions are matmuls here, because XLA has no
+integer convolution for GPUs (github.com/jax-ml/jax/issues/7637). On a CPU int8 is slow, and in a
+loop 8 bits save no memory, as XLA keeps the kernels that it has cast up.
 
 Source: Integer Quantization for Deep Learning Inference (arXiv 2004.09602), sections 3.1.2 and 3.2.
 """
@@ -50,28 +49,26 @@ TEXT_KERNEL = re.compile(
     r"text_model/encoder/layers/\d+/(?:self_attn/(?:[qkv]|out)_proj|mlp/fc[12])/kernel"
 )
 ONE_OF_SEVERAL = re.compile(r"^(?:nets_)?\d+/")  # ControlNets, in a dict or list
-# The dtypes of stored kernels; an int8 kernel has a scale. The value of config.json's
-# quantization_config in a directory with int8 kernels, which PyTorch's classes refuse by name.
 STORAGES = {"float8": np.dtype(ml_dtypes.float8_e4m3fn), "int8": np.dtype(np.int8)}
+# quantization_config in the config.json of int8 kernels, which PyTorch's classes refuse by name.
 INT8_FILES = {"quant_method": "diffusers_flax_int8"}
-# In mode "fast" the dense layers of this name with at least so many input channels.
+# The dense layers of mode "fast", and their least number of input channels.
 FAST_DENSE, FAST_WIDTH = "ff/net_0/proj/kernel", 1280
 SMALLEST_SCALE = 1e-30  # an array of zeros stays zeros; 1 / SMALLEST_SCALE is finite
 
 
 def check_storage(storage, int8=None):
-    """Raise a ValueError unless storage is None or a key of STORAGES; int8: of an Acceleration."""
+    """Raise a ValueError unless storage is None or a key of STORAGES; int8: Acceleration.int8."""
     if storage is not None and storage not in STORAGES:
         raise ValueError(f"storage={storage!r} is not known; known are {', '.join(STORAGES)}")
     if storage and int8:
         raise ValueError(
-            f"--storage {storage} and --accelerate int8 both change the UNet's kernels; leave one "
-            "out"
+            f"storage={storage} and accelerate=int8 both change the UNet's kernels; leave one out"
         )
 
 
 def check_stored(config, storage, where):
-    """Raise a ValueError if a directory's weights cannot be opened with a storage.
+    """Raise a ValueError if a storage does not suit a directory's weights.
 
     Args:
         config: the content of its config.json.
@@ -81,27 +78,27 @@ def check_stored(config, storage, where):
     check_storage(storage)
     if config.get("quantization_config") == INT8_FILES and storage != "int8":
         raise ValueError(
-            f"the weights in {where} are int8; open them with storage='int8' (--storage int8), or "
-            "take the model that they were made from"
-        )
-
-
-def check_foldable(x, where):
-    """Raise a ValueError if an array of a directory is int8, to which nothing can be added."""
-    if x.dtype == np.int8:
-        raise ValueError(
-            f"--lora and --unet_delta change weights, which {where} has as int8; take the model "
+            f"the weights in {where} are int8; open them with storage='int8', or take the model "
             "that they were made from"
         )
 
 
+def check_foldable(x, where):
+    """Raise a ValueError if a directory's array is int8, to which nothing can be added."""
+    if x.dtype == np.int8:
+        raise ValueError(
+            f"lora= and unet_delta= change weights, which {where} has as int8; take the model that "
+            "they were made from"
+        )
+
+
 def check_quantized(params, storage, mode):
-    """Raise a ValueError unless a pipeline's parameters are as it wants them.
+    """Raise a ValueError unless a pipeline's parameters suit its storage and accelerate.
 
     Args:
-        params: of a pipeline.
-        storage: of all parts but the VAE.
-        mode: of quantize, for the UNet; None: not quantized.
+        params: the pipeline's parameters.
+        storage: of all components but the VAE.
+        mode: as for quantize, the UNet's; None: not quantized.
     """
     for name in sorted(params.keys() - {"vae", "tiny_vae", "scheduler", "safety_checker"}):
         if storage and storage != (found := storage_of(params[name])):
@@ -120,11 +117,11 @@ def check_quantized(params, storage, mode):
 
 
 def is_stored_kernel(name):
-    """Whether `store` takes a parameter, by its path joined by "/".
+    """Whether `store` changes a parameter, by its path joined by "/".
 
-    It takes what quantize takes of UNets and ControlNets, and the layers of text encoders. Norms,
-    biases, embeddings, also of time, conv_in, conv_out, projections of text and 1x1 convolutions of
-    residual blocks stay, and VAEs.
+    It changes the kernels that quantize changes, in UNets and ControlNets, and those of text
+    encoders' layers. Norms, biases, embeddings, conv_in, conv_out, text projections, 1x1
+    convolutions of residual blocks and VAEs stay as they are.
     """
     name = ONE_OF_SEVERAL.sub("", name)
     patterns = DENSE_KERNEL, CONVOLUTION_KERNEL, TEXT_KERNEL
@@ -132,7 +129,7 @@ def is_stored_kernel(name):
 
 
 def scale_name(kernel, mode="weight"):
-    """The path of an int8 kernel's scale; kernel: its path. mode: of quantize."""
+    """The path of the scale of an int8 kernel at a path; mode as for quantize."""
     return f"{kernel.removesuffix('kernel')}{SCALE_NAMES[mode]}"
 
 
@@ -142,7 +139,8 @@ def store(params, storage):
     A layer casts its kernel up before each use.
 
     Args:
-        params: nested dict of NumPy or JAX arrays (also inside jit), one array at a time.
+        params: nested dict of NumPy or JAX arrays (also inside jit); one array is converted at a
+            time.
         storage: "float8", e4m3 as PyTorch's enable_layerwise_casting; or "int8", with a float32
             (output channels,) weight_scale beside each kernel. None: params stay as they are.
 
@@ -150,8 +148,8 @@ def store(params, storage):
         params with float8 or int8 kernels.
 
     Raises:
-        ValueError: storage is unknown, a kernel is in another storage already, or has a weight that
-            float8 cannot have.
+        ValueError: storage is unknown, or a kernel has another storage or a weight beyond float8's
+            range.
     """
     stored = {}
     for name, x in flatten_dict(params, sep="/").items():
@@ -160,7 +158,7 @@ def store(params, storage):
 
 
 def store_array(name, x, storage):
-    """As store, for one parameter: {its path, or its and its scale's: array}."""
+    """store for one parameter: {path: array}, also with the path of its scale."""
     check_storage(storage)
     if storage is None or x.dtype == STORAGES[storage] or not is_stored_kernel(name):
         return {name: x}
@@ -180,7 +178,7 @@ def store_array(name, x, storage):
 
 
 def storage_of(params):
-    """How a model's parameters are stored: "float8", "int8", or None."""
+    """The storage of a model's parameters: "float8", "int8" or None."""
     arrays = jax.tree_util.tree_leaves_with_path(params)  # several ControlNets may be in a list
     names = {keystr(path, simple=True, separator="/"): x.dtype for path, x in arrays}
     kernels = {dtype for name, dtype in names.items() if is_stored_kernel(name)}
@@ -192,14 +190,14 @@ def storage_of(params):
 def quantize(params, mode="dynamic"):
     """Quantize the kernels of a UNet's transformers and 3x3 convolutions.
 
-    The other parameters are unchanged: norms, time and text embeddings, conv_in, conv_out and 1x1
-    convolutions of residual blocks.
+    Norms, time and text embeddings, conv_in, conv_out and 1x1 convolutions of residual blocks stay
+    as they are.
 
     Args:
-        params: the UNet's parameters, nested dict of NumPy or JAX arrays (also inside jit), one
-            array at a time.
-        mode: "dynamic", int8 activations and kernels; "fast", these only in convolutions and wide
-            feed-forwards, the other layers are unchanged; or "weight", int8 kernels only.
+        params: the UNet's parameters, nested dict of NumPy or JAX arrays (also inside jit); one
+            array is converted at a time.
+        mode: "dynamic", int8 activations and kernels; "fast", the same in convolutions and wide
+            feed-forwards only; or "weight", int8 kernels only.
 
     Returns:
         params with int8 kernels and a float32 (output channels,) dynamic_scale or weight_scale
@@ -232,11 +230,11 @@ def quantize(params, mode="dynamic"):
 
 
 def to_int8(x, axes, rows_axis=None):
-    """Symmetric quantization, to the nearest even number.
+    """Symmetric quantization, rounding half to even.
 
     Args:
         x: NumPy or jax array of any real dtype.
-        axes: the axes along which all numbers share a scale.
+        axes: along which all numbers share a scale.
         rows_axis: the axis of the mesh whose devices' arrays share a scale; None: x has its own.
 
     Returns:
@@ -254,7 +252,7 @@ def to_int8(x, axes, rows_axis=None):
 
 
 def mode_of(params):
-    """The mode in which a UNet's parameters were quantized; None: they are not int8."""
+    """The mode of a UNet's quantized parameters; None: they are not int8."""
     names = flatten_dict(params, sep="/").keys()
     if any(name.endswith("/weight_scale") for name in names):
         return "weight"
@@ -272,9 +270,9 @@ def eight_bit_layer(params, x, dtype, stride=1, padding=((0, 0), (0, 0)), rows_a
     """The output of a Dense or Conv whose kernel is int8 or float8.
 
     Args:
-        params: of the layer: kernel; of int8 dynamic_scale or weight_scale; bias if it has one.
+        params: the layer's kernel; dynamic_scale or weight_scale of int8; bias if it has one.
         x: (..., C); (B, H, W, C) for a convolution.
-        dtype: of the result. Sums are int32 in dynamic mode, times float32 scales.
+        dtype: of the result; dynamic mode sums in int32 and multiplies by float32 scales.
         stride, padding: of a convolution, as for convolve.
         rows_axis: of a convolution, see blocks.py.
 
@@ -304,11 +302,11 @@ def eight_bit_layer(params, x, dtype, stride=1, padding=((0, 0), (0, 0)), rows_a
 
 
 def cast_later(kernel, x):
-    """A kernel and a layer's input, tied so that XLA casts the kernel when the layer runs.
+    """A layer's kernel and input, tied so that XLA casts the kernel up when the layer runs.
 
-    Otherwise it might cast the kernels of all layers before a loop, and keep them. A TPU's compiler
-    casts within each matmul, to which the tie would cost other fusions (9% of the cycles that it
-    expects of a UNet); a CPU's drops the tie and keeps the kernels.
+    XLA might otherwise cast all kernels before a loop, and keep them. On a TPU, whose compiler
+    casts within each matmul, the tie would prevent fusions (9% of a UNet's estimated cycles); on a
+    CPU the compiler drops it.
     """
 
     def together(kernel, x):
@@ -327,10 +325,10 @@ int8_matmul = partial(jnp.matmul, preferred_element_type=jnp.int32)
 
 
 def int8_convolution(x, kernel, stride, padding):
-    """A convolution as one int8 matmul per position of the kernel.
+    """A convolution as one int8 matmul per kernel position.
 
-    XLA's own integer convolution does not exist for GPUs, and on a TPU v5e it is no faster than
-    bfloat16 by the compiler's estimate.
+    XLA has no integer convolution for GPUs; on a TPU v5e its own is no faster than bfloat16, by the
+    compiler's estimate.
 
     Args:
         x: int8 (B, H, W, C).

@@ -1,8 +1,7 @@
 """FlaxAutoencoderTiny: TAESD, a small approximation of the VAE, for fast decoding and previews.
 
 One architecture for Stable Diffusion (madebyollin/taesd) and SDXL (madebyollin/taesdxl); any
-`AutoencoderTiny` config.json. It takes the UNet's latents, which are already scaled: its own
-scaling_factor is 1.
+`AutoencoderTiny` config.json. Its latents are scaled like the UNet's: its scaling_factor is 1.
 
     vae, params = FlaxAutoencoderTiny.from_pretrained("madebyollin/taesd")
     images = vae.apply({"params": params}, scaled_latents, method=vae.decode).sample
@@ -21,24 +20,24 @@ from jax.typing import DTypeLike
 
 from diffusers_flax.loading.hub import download_hint, locate
 from diffusers_flax.models.base import FlaxModelMixin
-from diffusers_flax.models.blocks import Conv, GivenParams
+from diffusers_flax.models.blocks import Conv, NoInitTrace, repeat_pixels
 from diffusers_flax.models.convolution import convolve
 from diffusers_flax.models.spatial_parallelism import with_halo
-from diffusers_flax.models.vae import FlaxDecoderOutput
+from diffusers_flax.models.vae import FlaxDecoderOutput, check_sample
 from diffusers_flax.outputs import ModelOutput
 
-# Hub ids of the published ones: of Stable Diffusion 1 and 2, of SDXL.
+# Hub ids of the published models, for Stable Diffusion 1 and 2, and for SDXL.
 TINY_VAES = ("madebyollin/taesd", "madebyollin/taesdxl")
 
 
 @struct.dataclass
 class FlaxAutoencoderTinyOutput(ModelOutput):
-    """What encode returns: scaled latents (B, latent_channels, h, w)."""
+    """The output of encode: scaled latents (B, latent_channels, h, w)."""
 
     latents: jax.Array
 
 
-class BiasFreeConv(GivenParams, nn.Module):
+class BiasFreeConv(NoInitTrace, nn.Module):
     """A 3x3 convolution without bias."""
 
     features: int
@@ -87,7 +86,7 @@ class TinyBlock(nn.Module):
 
 
 class EncoderLayers(nn.Module):
-    """The layers of the encoder, named by number as PyTorch's nn.Sequential names them."""
+    """The encoder's layers, numbered as in PyTorch's nn.Sequential."""
 
     latent_channels: int
     width: int
@@ -108,30 +107,8 @@ class EncoderLayers(nn.Module):
         return Conv(self.latent_channels, name=next(names), **options)(x)
 
 
-class Encoder(nn.Module):
-    """Images (B, H, W, 3) in [-1, 1] to scaled latents (B, h, w, latent_channels)."""
-
-    latent_channels: int
-    width: int
-    num_blocks: tuple
-    dtype: DTypeLike
-    rows_axis: str | tuple | None = None
-
-    @nn.compact
-    def __call__(self, x):
-        layers = EncoderLayers(
-            self.latent_channels,
-            self.width,
-            self.num_blocks,
-            self.dtype,
-            self.rows_axis,
-            name="layers",
-        )
-        return layers((x + 1) / 2)
-
-
 class DecoderLayers(nn.Module):
-    """The layers of the decoder, named by number as PyTorch's nn.Sequential names them."""
+    """The decoder's layers, numbered as in PyTorch's nn.Sequential."""
 
     out_channels: int
     width: int
@@ -148,7 +125,7 @@ class DecoderLayers(nn.Module):
         next(names)  # PyTorch numbers the ReLU
         for level, num_blocks in enumerate(self.num_blocks):
             if level > 0:
-                x = upsample_nearest(x, self.upsampling_factor)
+                x = repeat_pixels(x, self.upsampling_factor)
                 next(names)  # PyTorch numbers the upsampling
                 x = BiasFreeConv(self.width, name=next(names), **options)(x)
             for _ in range(num_blocks):
@@ -156,120 +133,29 @@ class DecoderLayers(nn.Module):
         return Conv(self.out_channels, name=next(names), **options)(x)
 
 
+class Encoder(nn.Module):
+    """Images (B, H, W, 3) in [-1, 1] to scaled latents (B, h, w, latent_channels)."""
+
+    layers: EncoderLayers
+
+    def __call__(self, x):
+        return self.layers((x + 1) / 2)
+
+
 class Decoder(nn.Module):
     """Scaled latents (B, h, w, latent_channels) to images (B, H, W, 3), about [-1, 1]."""
 
-    out_channels: int
-    width: int
-    num_blocks: tuple
-    upsampling_factor: int
-    dtype: DTypeLike
-    rows_axis: str | tuple | None = None
+    layers: DecoderLayers
 
-    @nn.compact
     def __call__(self, x):
-        layers = DecoderLayers(
-            self.out_channels,
-            self.width,
-            self.num_blocks,
-            self.upsampling_factor,
-            self.dtype,
-            self.rows_axis,
-            name="layers",
-        )
-        return 2 * layers(3 * jnp.tanh(x / 3)) - 1
-
-
-def choose_tiny_vae(decoder, preview, published):
-    """Directory or hub id of the TAESD that previews or --accelerate taesd need; None without.
-
-    Args:
-        decoder: acceleration.plans.TinyDecoder or None.
-        preview: acceleration.previews.Preview or None.
-        published: the hub id in TINY_VAES for the model's family.
-
-    Raises:
-        ValueError: both name one, it does not exist, or is the published one of the other family.
-    """
-    if not decoder and (not preview or preview.path is None):
-        return None
-    if decoder and preview and preview.path:
-        raise ValueError(
-            f"--preview_decoder {preview.path} and --accelerate taesd: previews are decoded as the "
-            "images are; leave --preview_decoder out"
-        )
-    source = (decoder or preview).path or published
-    if source in TINY_VAES and source != published:
-        raise ValueError(
-            f"the TAESD {source} is of the other family of models; this one's is {published}"
-        )
-    source, file = locate("accelerate=taesd:path" if decoder else "preview_decoder", source)
-    if file:
-        raise ValueError(f"the TAESD {source}/{file} is not a directory or hub id; name one")
-    return source
-
-
-def open_tiny_vae(source, vae, dtype, **hub_options):
-    """The FlaxAutoencoderTiny of a directory or hub id, without weights.
-
-    Args:
-        source: directory or hub id.
-        vae: config of the VAE whose latents it decodes.
-        dtype: of the computation.
-
-    Raises:
-        ValueError: its config is missing, or it does not decode these latents.
-    """
-    try:
-        config = FlaxAutoencoderTiny.load_config(source, **hub_options)
-    except ValueError as error:
-        if source not in TINY_VAES:
-            raise
-        raise ValueError(
-            f"the TAESD {source} cannot be read from the hub; name a copy's directory with "
-            "--accelerate taesd:path=DIRECTORY or --preview_decoder DIRECTORY"
-            f"{download_hint(source)}"
-        ) from error
-    if not str(config.get("_class_name")).endswith("AutoencoderTiny"):
-        raise ValueError(
-            f"{source} is of class {config.get('_class_name', 'unknown')}, not AutoencoderTiny; "
-            "name the directory of a TAESD"
-        )
-    tiny = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
-    check_latents(tiny, vae, source)
-    return tiny
-
-
-def check_latents(tiny, vae, source):
-    """Raise a ValueError unless a FlaxAutoencoderTiny decodes the latents of a VAE's config."""
-    sizes = [
-        (module.latent_channels, 2 ** (len(channels) - 1))
-        for module, channels in (
-            (tiny, tiny.encoder_block_out_channels),
-            (vae, vae.block_out_channels),
-        )
-    ]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"the TAESD {source} decodes latents of {sizes[0][0]} channels to images "
-            f"{sizes[0][1]} times as large; the model's have {sizes[1][0]} and {sizes[1][1]}; name "
-            "one for this model"
-        )
-
-
-def upsample_nearest(x, factor):
-    """Repeat every pixel: x (B, H, W, C) -> (B, factor H, factor W, C)."""
-    B, H, W, C = x.shape
-    x = jnp.broadcast_to(x[:, :, None, :, None], (B, H, factor, W, factor, C))
-    return x.reshape(B, factor * H, factor * W, C)
+        return 2 * self.layers(3 * jnp.tanh(x / 3)) - 1
 
 
 class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
     """The tiny autoencoder; its fields are the entries of an AutoencoderTiny `config.json`.
 
-    `dtype` is the dtype of the computation, `rows_axis` as of FlaxAutoencoderKL. block_out_channels
-    is decoder_block_out_channels and force_upcast is False, as in PyTorch, whatever values are
-    given.
+    `dtype` is the compute dtype, `rows_axis` for spatial parallelism, see blocks.py. As in PyTorch,
+    block_out_channels is always decoder_block_out_channels, and force_upcast False.
     """
 
     in_channels: int = 3
@@ -286,7 +172,7 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
     force_upcast: bool = False
     block_out_channels: tuple | None = None
     dtype: DTypeLike = jnp.float32
-    rows_axis: str | tuple | None = None  # not in the config; None: this device has all rows
+    rows_axis: str | tuple | None = None  # None: this device has all rows; not in the config
 
     weights_name = "diffusion_pytorch_model"
     torch_class_name = "AutoencoderTiny"
@@ -303,33 +189,34 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
         super().__post_init__()
 
     def setup(self):
-        for part in ("encoder", "decoder"):
-            widths = tuple(getattr(self, f"{part}_block_out_channels"))
-            counts = tuple(getattr(self, f"num_{part}_blocks"))
+        for name in ("encoder", "decoder"):
+            widths = tuple(getattr(self, f"{name}_block_out_channels"))
+            counts = tuple(getattr(self, f"num_{name}_blocks"))
             if len(set(widths)) != 1 or len(widths) != len(counts):
                 raise ValueError(
-                    f"{part}_block_out_channels={widths} does not suit num_{part}_blocks={counts}: "
+                    f"{name}_block_out_channels={widths} does not suit num_{name}_blocks={counts}: "
                     f"it must be one width, repeated {len(counts)} times"
                 )
         if self.upsampling_scaling_factor < 1:
             raise ValueError(
                 f"upsampling_scaling_factor={self.upsampling_scaling_factor} must be at least 1"
             )
-        self.encoder = Encoder(
+        # parent=None: the layers are children of the encoder, not of this module.
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis, "parent": None}
+        encoder = EncoderLayers(
             self.latent_channels,
             self.encoder_block_out_channels[0],
             tuple(self.num_encoder_blocks),
-            self.dtype,
-            self.rows_axis,
+            **options,
         )
-        self.decoder = Decoder(
+        decoder = DecoderLayers(
             self.out_channels,
             self.decoder_block_out_channels[0],
             tuple(self.num_decoder_blocks),
             self.upsampling_scaling_factor,
-            self.dtype,
-            self.rows_axis,
+            **options,
         )
+        self.encoder, self.decoder = Encoder(encoder), Decoder(decoder)
 
     def init_weights(self, rng):
         """Random float32 parameters of this configuration. rng: a PRNG key."""
@@ -358,17 +245,7 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
         Raises:
             ValueError: sample has another shape.
         """
-        if sample.ndim != 4 or sample.shape[1] != self.in_channels:
-            raise ValueError(
-                f"sample has shape {tuple(sample.shape)}, this VAE encodes "
-                f"(batch, {self.in_channels}, height, width)"
-            )
-        factor = 2 ** (len(self.num_encoder_blocks) - 1)
-        if sample.shape[2] % factor or sample.shape[3] % factor:
-            raise ValueError(
-                f"image size {sample.shape[2]}x{sample.shape[3]} is not divisible by {factor}; "
-                "resize or crop it first"
-            )
+        check_sample(sample, self.in_channels, 2 ** (len(self.num_encoder_blocks) - 1))
         latents = self.encoder(jnp.transpose(sample.astype(jnp.float32), (0, 2, 3, 1)))
         latents = jnp.transpose(latents, (0, 3, 1, 2))
         return FlaxAutoencoderTinyOutput(latents) if return_dict else (latents,)
@@ -400,3 +277,74 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
         latents = self.encode(sample).latents.astype(jnp.float32)
         stored = jnp.round(255 * self.scale_latents(latents))
         return self.decode(self.unscale_latents(stored / 255), return_dict)
+
+
+def choose_tiny_vae(decoder, preview, published):
+    """Directory or hub id of the TAESD that images or previews need; None: neither does.
+
+    Args:
+        decoder: acceleration.plans.TinyDecoder or None.
+        preview: acceleration.previews.Preview or None.
+        published: the hub id in TINY_VAES for the model's family.
+
+    Raises:
+        ValueError: both arguments name a TAESD, or it does not exist or is of another family.
+    """
+    if not decoder and (not preview or preview.path is None):
+        return None
+    if decoder and preview and preview.path:
+        raise ValueError(
+            f"preview_decoder={preview.path} and accelerate=taesd: previews have the images' "
+            "decoder; leave preview_decoder= out"
+        )
+    source = (decoder or preview).path or published
+    if source in TINY_VAES and source != published:
+        raise ValueError(
+            f"the TAESD {source} is of the other family of models; this one's is {published}"
+        )
+    source, file = locate("accelerate=taesd:path" if decoder else "preview_decoder", source)
+    if file:
+        raise ValueError(f"the TAESD {source}/{file} is not a directory or hub id; name one")
+    return source
+
+
+def open_tiny_vae(source, vae, dtype, **hub_options):
+    """The FlaxAutoencoderTiny of a directory or hub id, without weights.
+
+    Args:
+        source: directory or hub id.
+        vae: the VAE whose latents it decodes, or its config.
+        dtype: compute dtype.
+
+    Raises:
+        ValueError: its config is missing, or it decodes other latents.
+    """
+    try:
+        config = FlaxAutoencoderTiny.load_config(source, **hub_options)
+    except ValueError as error:
+        if source not in TINY_VAES:
+            raise
+        raise ValueError(
+            f"the TAESD {source} cannot be read from the hub; name a copy's directory with "
+            "accelerate=taesd:path=DIRECTORY or preview_decoder=DIRECTORY"
+            f"{download_hint(source)}"
+        ) from error
+    if not str(config.get("_class_name")).endswith("AutoencoderTiny"):
+        raise ValueError(
+            f"{source} is of class {config.get('_class_name', 'unknown')}, not AutoencoderTiny; "
+            "name the directory of a TAESD"
+        )
+    tiny = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
+    check_latents(tiny, vae, source)
+    return tiny
+
+
+def check_latents(tiny, vae, source):
+    """Raise a ValueError unless a FlaxAutoencoderTiny decodes the latents of vae, or its config."""
+    channels, factor = tiny.latent_channels, 2 ** (len(tiny.encoder_block_out_channels) - 1)
+    wanted = vae.latent_channels, 2 ** (len(vae.block_out_channels) - 1)
+    if (channels, factor) != wanted:
+        raise ValueError(
+            f"the TAESD {source} decodes latents of {channels} channels to images {factor} times "
+            f"as large; the model's have {wanted[0]} and {wanted[1]}; name one for this model"
+        )

@@ -1,6 +1,7 @@
 """FlaxUNet2DConditionModel: the denoiser of Stable Diffusion 1.x, 2.x, XL and InstructPix2Pix.
 
-The published class name, call signature and parameter tree; any `config.json` of these families.
+Class name, call signature and parameter tree are the published ones; any `config.json` of these
+families.
 
     unet, params = FlaxUNet2DConditionModel.from_pretrained("MODEL", subfolder="unet")
     noise = unet.apply({"params": params}, sample, timesteps, encoder_hidden_states).sample
@@ -42,19 +43,19 @@ CROSS_ATTENTION_BLOCKS = {
 
 @struct.dataclass
 class FlaxUNet2DConditionOutput(ModelOutput):
-    """What the model returns: sample, (B, out_channels, H, W)."""
+    """The model's output: sample, (B, out_channels, H, W)."""
 
     sample: jax.Array
 
 
-class DownBlock(nn.Module):
-    """Residual blocks, each followed by a transformer if there is one, then downsampling."""
+class LevelBlock(nn.Module):
+    """Base of DownBlock and UpBlock: residual blocks, each with an optional transformer."""
 
     out_channels: int
     num_layers: int
     resnet: partial
     transformer: partial | None
-    downsample: bool
+    resample: bool  # after the residual blocks
     dtype: DTypeLike
     rows_axis: str | tuple | None
 
@@ -62,7 +63,18 @@ class DownBlock(nn.Module):
         self.resnets = [self.resnet(self.out_channels) for _ in range(self.num_layers)]
         if self.transformer is not None:
             self.attentions = [self.transformer() for _ in range(self.num_layers)]
-        if self.downsample:
+
+    def attend(self, i, x, context):
+        """The transformer of layer i, if there is one."""
+        return x if self.transformer is None else self.attentions[i](x, context)
+
+
+class DownBlock(LevelBlock):
+    """Residual blocks with optional transformers, then downsampling."""
+
+    def setup(self):
+        super().setup()
+        if self.resample:
             options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
             self.downsamplers = [Downsample2D(self.out_channels, **options)]
 
@@ -72,45 +84,37 @@ class DownBlock(nn.Module):
         for i in range(self.num_layers):
             x = self.layer(i, x, time_emb, context)
             skips.append(x)
-        if self.downsample:
+        if self.resample:
             x = self.downsamplers[0](x)
             skips.append(x)
         return x, skips
 
     def layer(self, i, x, time_emb, context):
-        """Layer i: a residual block and its transformer."""
-        x = self.resnets[i](x, time_emb)
-        return x if self.transformer is None else self.attentions[i](x, context)
+        """Residual block i and its transformer."""
+        return self.attend(i, self.resnets[i](x, time_emb), context)
 
 
-class UpBlock(nn.Module):
-    """Residual blocks over the skips, each with a transformer if there is one, then upsampling."""
-
-    out_channels: int
-    num_layers: int
-    resnet: partial
-    transformer: partial | None
-    upsample: bool
-    dtype: DTypeLike
-    rows_axis: str | tuple | None
+class UpBlock(LevelBlock):
+    """Residual blocks over skip connections, with optional transformers, then upsampling."""
 
     def setup(self):
-        self.resnets = [self.resnet(self.out_channels) for _ in range(self.num_layers)]
-        if self.transformer is not None:
-            self.attentions = [self.transformer() for _ in range(self.num_layers)]
-        if self.upsample:
+        super().setup()
+        if self.resample:
             self.upsamplers = [Upsample2D(self.out_channels, self.dtype, self.rows_axis)]
 
-    def __call__(self, x, skips, time_emb, context, size):
-        """x (B, H, W, C) -> (B, *size, out_channels); skips are taken from the end."""
+    def __call__(self, x, skips, time_emb, context, shape):
+        """x (B, H, W, C) -> (B, *shape, out_channels); the last skip connection is the first used.
+
+        shape: (height, width) after upsampling.
+        """
         for i in range(self.num_layers):
             x = self.layer(i, x, skips[-1 - i], time_emb, context)
-        return self.upsamplers[0](x, size) if self.upsample else x
+        return self.upsamplers[0](x, shape) if self.resample else x
 
     def layer(self, i, x, skip, time_emb, context):
-        """Layer i: a residual block over the features and the skip, and its transformer."""
+        """Residual block i over the features and the skip connection, and its transformer."""
         x = self.resnets[i](jnp.concatenate((x, skip), axis=-1), time_emb)
-        return x if self.transformer is None else self.attentions[i](x, context)
+        return self.attend(i, x, context)
 
 
 class MidBlock(nn.Module):
@@ -136,7 +140,7 @@ def sinusoidal_embedding(timesteps, dim, flip_sin_to_cos=True, freq_shift=0):
         timesteps: (B,), any real dtype.
         dim: length of the embedding, even.
         flip_sin_to_cos: True puts the cosines first, as Stable Diffusion does.
-        freq_shift: 0 (Stable Diffusion) or 1: subtracted from the number of frequencies.
+        freq_shift: 0 (Stable Diffusion) or 1, subtracted from the number of frequencies.
 
     Returns:
         (B, dim) float32.
@@ -146,19 +150,16 @@ def sinusoidal_embedding(timesteps, dim, flip_sin_to_cos=True, freq_shift=0):
     half = dim // 2
     frequencies = np.exp(-np.log(10000.0) * np.arange(half) / (half - freq_shift))
     angles = timesteps.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
-    parts = (
-        (jnp.cos(angles), jnp.sin(angles))
-        if flip_sin_to_cos
-        else (jnp.sin(angles), jnp.cos(angles))
-    )
-    return jnp.concatenate(parts, axis=-1)
+    if flip_sin_to_cos:
+        return jnp.concatenate((jnp.cos(angles), jnp.sin(angles)), axis=-1)
+    return jnp.concatenate((jnp.sin(angles), jnp.cos(angles)), axis=-1)
 
 
 def guidance_embedding(guidance_scale, dim):
     """The timestep_cond of a UNet that is distilled with guidance.
 
     Args:
-        guidance_scale: (B,), as without distillation: 1 is no guidance.
+        guidance_scale: (B,), 1 for no guidance.
         dim: the UNet's time_cond_proj_dim.
 
     Returns:
@@ -171,7 +172,7 @@ def guidance_embedding(guidance_scale, dim):
 
 
 class TimestepEmbedding(nn.Module):
-    """Two dense layers with SiLU between; a condition is projected and added first."""
+    """Two dense layers with SiLU between, over the input plus a projected condition."""
 
     dim: int
     dtype: DTypeLike = jnp.float32
@@ -186,16 +187,16 @@ class TimestepEmbedding(nn.Module):
 
 
 class DownPath(nn.Module):
-    """What UNet and ControlNet have in common: embeddings, down blocks and the middle block.
+    """Base of UNet and ControlNet: embeddings, down blocks and the middle block.
 
-    A subclass has the fields of its config.json, and `kind`, the word for it in errors.
+    A subclass has the fields of its config.json, and `kind`, its name in errors.
     """
 
     kind = "UNet"
     mid_block_types = None, "UNetMidBlock2DCrossAttn"
 
     def example_inputs(self):
-        """The smallest arguments of a call, zeros: (positional, keywords)."""
+        """A call's smallest arguments, zeros: (positional, keywords)."""
         factor = 2 ** (len(self.block_out_channels) - 1)
         sample = jnp.zeros((1, self.in_channels, factor, factor))
         context = jnp.zeros((1, 1, self.cross_attention_dim))
@@ -206,13 +207,13 @@ class DownPath(nn.Module):
                 "null and 'text_time' (SDXL) are"
             )
         if self.addition_embed_type is not None:
-            per_id = self.addition_time_embed_dim  # how many ids there are, makes no difference
+            per_id = self.addition_time_embed_dim  # one id; no parameter depends on their number
             text_dim = self.projection_class_embeddings_input_dim - per_id
             added = {"text_embeds": jnp.zeros((1, text_dim)), "time_ids": jnp.zeros((1, 1))}
         return (sample, jnp.zeros((1,), jnp.int32), context), {"added_cond_kwargs": added}
 
     def per_block(self, name):
-        """The config entry `name` as one value per down block."""
+        """A config entry as one value per down block."""
         value, num_blocks = getattr(self, name), len(self.block_out_channels)
         values = tuple(value) if isinstance(value, tuple | list) else (value,) * num_blocks
         if len(values) != num_blocks:
@@ -223,7 +224,7 @@ class DownPath(nn.Module):
         return values
 
     def resnet(self):
-        """What makes a residual block."""
+        """Constructor of residual blocks."""
         return partial(
             checkpointed(ResnetBlock2D, self.gradient_checkpointing),
             num_groups=self.norm_num_groups,
@@ -233,7 +234,7 @@ class DownPath(nn.Module):
         )
 
     def transformer(self, i, only_cross_attention=False):
-        """What makes a transformer of level i."""
+        """Constructor of level i's transformers."""
         heads = "attention_head_dim" if self.num_attention_heads is None else "num_attention_heads"
         return partial(
             Transformer2D,
@@ -248,7 +249,7 @@ class DownPath(nn.Module):
         )
 
     def block_transformer(self, block_type, i):
-        """What makes a transformer of a block on level i; None: the type of block has none."""
+        """Constructor of the transformers of a level's block; None: this block type has none."""
         if block_type not in CROSS_ATTENTION_BLOCKS:
             raise ValueError(
                 f"block type {block_type} is not supported; supported types: "
@@ -259,7 +260,7 @@ class DownPath(nn.Module):
         return None
 
     def make_down_path(self):
-        """Check the configuration and make the modules; called by setup."""
+        """Check the configuration and make the modules."""
         for name in self.fixed_config.keys() & {"num_attention_heads", "dropout"}:
             value, supported = getattr(self, name), self.fixed_config[name]
             if value != supported:
@@ -281,7 +282,7 @@ class DownPath(nn.Module):
                 num_layers[i],
                 resnet,
                 self.block_transformer(block_type, i),
-                downsample=i < len(channels) - 1,
+                resample=i < len(channels) - 1,
                 dtype=self.dtype,
                 rows_axis=self.rows_axis,
             )
@@ -300,9 +301,9 @@ class DownPath(nn.Module):
         added_cond_kwargs=None,
         timestep_cond=None,
     ):
-        """The features after conv_in, the time embedding (B, D) and the text states in `dtype`.
+        """The features after conv_in, the time embedding (B, D) and the text states, in `dtype`.
 
-        Arguments and errors as in __call__.
+        Arguments and errors as for __call__.
         """
         if sample.ndim != 4 or sample.shape[1] != self.in_channels:
             raise ValueError(
@@ -336,7 +337,7 @@ class DownPath(nn.Module):
         return self.conv_in(x), time_emb, encoder_hidden_states.astype(self.dtype)
 
     def _embed_added(self, text_embeds, time_ids):
-        """SDXL's embedding of the pooled text and of sizes and crop, (B, 4 * channels[0]).
+        """SDXL's embedding of pooled text, sizes and crop, (B, 4 * channels[0]).
 
         Source: SDXL (arXiv 2307.01952), section 2.2.
         """
@@ -358,9 +359,9 @@ class DownPath(nn.Module):
         return self.add_embedding(added)
 
     def down(self, x, time_emb, context):
-        """The down blocks: features (B, h, w, C), and the skip connections, x the first.
+        """The down blocks: features (B, h, w, C), and the skip connections, x first.
 
-        x, time_emb, context: as from embed.
+        x, time_emb, context: from embed.
         """
         skips = [x]
         for block in self.down_blocks:
@@ -372,10 +373,8 @@ class DownPath(nn.Module):
 class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
     """The noise predictor; its fields are the entries of a diffusers UNet `config.json`.
 
-    `attention_head_dim` is the number of heads, despite its name, as in every released
-    Stable Diffusion. `dtype` is the dtype of the computation, not of the parameters. `rows_axis`,
-    not in the config, is the axis of blocks.py: inside jax.shard_map each device of the axis then
-    computes its part of the sample's rows.
+    `attention_head_dim` is the number of heads, despite its name, as in every released Stable
+    Diffusion. `dtype` is the compute dtype. `rows_axis` is for spatial parallelism, see blocks.py.
     """
 
     is_trained = True
@@ -412,19 +411,19 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
     transformer_layers_per_block: int | tuple = 1
     addition_embed_type: str | None = None  # "text_time": SDXL's added_cond_kwargs
     addition_time_embed_dim: int | None = None  # length of each time id's embedding
-    addition_embed_type_num_heads: int = 64  # no effect on "text_time"
-    projection_class_embeddings_input_dim: int | None = None  # of text_embeds and time ids together
-    time_cond_proj_dim: int | None = None  # of distilled UNets: length of timestep_cond
+    addition_embed_type_num_heads: int = 64  # no effect with "text_time"
+    projection_class_embeddings_input_dim: int | None = None  # length of text_embeds and time ids
+    time_cond_proj_dim: int | None = None  # length of timestep_cond, of distilled UNets
     norm_num_groups: int = 32
     norm_eps: float = 1e-5
     upcast_attention: bool | None = False  # logits and softmax are float32 either way
     gradient_checkpointing: bool = False
-    rows_axis: str | tuple | None = None  # None: this device has all rows
+    rows_axis: str | tuple | None = None  # None: this device has all rows; not in the config
 
     weights_name = "diffusion_pytorch_model"
     single_file_component = "unet"
     torch_class_name = "UNet2DConditionModel"
-    # Options that are not implemented: the only value that each may have, besides null.
+    # The only supported value of options that are not implemented, besides null.
     fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
         "act_fn": "silu",
         "attention_type": "default",
@@ -451,7 +450,7 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
         "time_embedding_type": "positional",
         "timestep_post_act": None,
     }
-    # Read and dropped: they change no number of this class.
+    # Entries without effect on the numbers.
     ignored_config = (
         "mid_block_only_cross_attention",
         "split_head_dim",
@@ -476,7 +475,7 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
                 num_layers[-1 - i] + 1,
                 resnet,
                 self.block_transformer(block_type, num_blocks - 1 - i),
-                upsample=i < num_blocks - 1,
+                resample=i < num_blocks - 1,
                 dtype=self.dtype,
                 rows_axis=self.rows_axis,
             )
@@ -507,15 +506,15 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
             timesteps: (B,), or a scalar for all.
             encoder_hidden_states: text states, (B, T, cross_attention_dim).
             added_cond_kwargs: for SDXL {"text_embeds": (B, D), the pooled text, "time_ids": (B, 6),
-                heights and widths of the original, the crop's corner and the result; the refiner
-                takes five, the last an aesthetic score}; else None.
-            down_block_additional_residuals: a ControlNet's, one (B, h, w, C) per skip, added to
-                it; or (B, 1, 1, C), added at all positions; or None.
-            mid_block_additional_residual: the same, added before the up blocks, or None.
+                height and width of the original image, top and left of the crop, height and width
+                of the result; the refiner's five end with an aesthetic score}; else None.
+            down_block_additional_residuals: a ControlNet's, one (B, h, w, C) to add to each skip
+                connection, or (B, 1, 1, C) to add at all positions; or None.
+            mid_block_additional_residual: the same for the middle block's output, or None.
             return_dict: False returns a plain tuple.
-            train: part of the published signature; without dropout it has no effect.
+            train: without effect, as there is no dropout.
             timestep_cond: embedding of the guidance scale, (B, time_cond_proj_dim), for UNets that
-                are distilled to need one; see guidance_embedding.
+                are distilled with guidance; see guidance_embedding.
 
         Returns:
             FlaxUNet2DConditionOutput, sample (B, out_channels, H, W) in `dtype`.
@@ -531,13 +530,13 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
         x = self.predict(x)
         return FlaxUNet2DConditionOutput(x) if return_dict else (x,)
 
-    # The parts of a call, after embed. Features are channels-last, (B, H, W, C).
+    # A call is embed, blocks and predict. Features are channels-last, (B, H, W, C).
 
     def blocks(self, x, time_emb, context, down_residuals=None, mid_residual=None):
-        """All blocks: features for `predict`.
+        """All blocks; returns the features for `predict`.
 
         Args:
-            x, time_emb, context: as from embed.
+            x, time_emb, context: from embed.
             down_residuals, mid_residual: __call__'s additional residuals.
         """
         x, skips = self.down(x, time_emb, context)
@@ -552,12 +551,12 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
             x = self.add_residual(x, mid_residual)
         for block in self.up_blocks:
             taken, skips = skips[-block.num_layers :], skips[: -block.num_layers]
-            size = skips[-1].shape[1:3] if skips else None
-            x = block(x, taken, time_emb, context, size)
+            shape = skips[-1].shape[1:3] if skips else None
+            x = block(x, taken, time_emb, context, shape)
         return x
 
     def add_residual(self, x, residual):
-        """Features (B, H, W, C) plus a residual of that shape, or of (B, 1, 1, C)."""
+        """Features (B, H, W, C) plus a residual (B, H, W, C) or (B, 1, 1, C)."""
         B, H, W, C = x.shape
         if residual.shape not in ((B, H, W, C), (B, 1, 1, C)):
             raise ValueError(

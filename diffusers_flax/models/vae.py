@@ -34,7 +34,7 @@ from diffusers_flax.models.blocks import (
 from diffusers_flax.models.spatial_parallelism import gather_positions
 from diffusers_flax.outputs import ModelOutput
 
-OVERLAP = 0.25  # of a tile and the next one, PyTorch's tile_overlap_factor
+OVERLAP = 0.25  # of neighbouring tiles, PyTorch's tile_overlap_factor
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -56,7 +56,7 @@ class FlaxDiagonalGaussianDistribution:
         self.deterministic = deterministic
 
     def tree_flatten_with_keys(self):
-        """For JAX: the arrays with their names, and what is static."""
+        """For JAX: the arrays with their names, and the static field."""
         names = ("mean", "logvar")
         children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names]
         return children, self.deterministic
@@ -108,14 +108,14 @@ class FlaxDiagonalGaussianDistribution:
 
 @struct.dataclass
 class FlaxAutoencoderKLOutput(ModelOutput):
-    """What encode returns."""
+    """The output of encode."""
 
     latent_dist: FlaxDiagonalGaussianDistribution
 
 
 @struct.dataclass
 class FlaxDecoderOutput(ModelOutput):
-    """What decode returns: images (B, 3, H, W), about [-1, 1]."""
+    """The output of decode: images (B, 3, H, W), about [-1, 1]."""
 
     sample: jax.Array
 
@@ -156,15 +156,13 @@ class MidBlock(nn.Module):
         resnet = (self.out_channels, self.num_groups, 1e-6, self.dtype, self.rows_axis)
         x = ResnetBlock2D(*resnet, name="resnets_0")(x)
         if self.add_attention:
-            attend = AttentionBlock(
-                self.num_groups, self.dtype, self.rows_axis, name="attentions_0"
-            )
-            x = attend(x)
+            attend = (self.num_groups, self.dtype, self.rows_axis)
+            x = AttentionBlock(*attend, name="attentions_0")(x)
         return ResnetBlock2D(*resnet, name="resnets_1")(x)
 
 
 class LevelBlock(nn.Module):
-    """The residual blocks of one resolution, then down- or upsampling if given."""
+    """The residual blocks of one resolution, then down- or upsampling."""
 
     out_channels: int
     num_layers: int
@@ -178,10 +176,8 @@ class LevelBlock(nn.Module):
     def __call__(self, x):
         options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
         for i in range(self.num_layers):
-            resnet = ResnetBlock2D(
-                self.out_channels, self.num_groups, 1e-6, name=f"resnets_{i}", **options
-            )
-            x = resnet(x)
+            resnet = (self.out_channels, self.num_groups, 1e-6)
+            x = ResnetBlock2D(*resnet, name=f"resnets_{i}", **options)(x)
         if self.downsample:
             padding = ((0, 1), (0, 1))
             x = Downsample2D(self.out_channels, padding, name="downsamplers_0", **options)(x)
@@ -265,11 +261,11 @@ class Decoder(nn.Module):
 class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
     """The variational autoencoder; its fields are the entries of a diffusers VAE `config.json`.
 
-    `dtype` is the dtype of the computation; the latent distribution is always float32. `tile`, see
-    with_tile, makes encode and decode compute larger images in overlapping tiles, one at a time, of
-    this side in pixels, and blend them, as PyTorch's enable_tiling. The result differs from a whole
-    image's: norms and the attention in the middle see one tile. `rows_axis` is the axis of
-    blocks.py: inside jax.shard_map each device of the axis then computes its part of the rows.
+    `dtype` is the compute dtype; the latent distribution is always float32. With `tile`, see
+    with_tile, encode and decode split larger images into overlapping tiles with this side in
+    pixels, compute one at a time and blend them, as PyTorch's enable_tiling does. The result
+    differs from a whole image's, as norms and the middle block's attention see one tile.
+    `rows_axis` is for spatial parallelism, see blocks.py.
     """
 
     in_channels: int = 3
@@ -288,8 +284,8 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
     use_quant_conv: bool = True
     use_post_quant_conv: bool = True
     mid_block_add_attention: bool = True
-    tile: int | None = None  # not in the config; None: whole images
-    rows_axis: str | tuple | None = None  # not in the config; None: this device has all rows
+    tile: int | None = None  # None: whole images; not in the config
+    rows_axis: str | tuple | None = None  # None: this device has all rows; not in the config
 
     weights_name = "diffusion_pytorch_model"
     single_file_component = "vae"
@@ -335,20 +331,11 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
         return self.init(rng, sample)["params"]
 
     def moments(self, sample):
-        """The encoder's output of images as for encode: (B, h, w, 2 * latent_channels)."""
-        if sample.ndim != 4 or sample.shape[1] != self.in_channels:
-            raise ValueError(
-                f"sample has shape {tuple(sample.shape)}, this VAE encodes "
-                f"(batch, {self.in_channels}, height, width)"
-            )
+        """Mean and logvar of images as for encode, (B, h, w, 2 * latent_channels)."""
         factor = 2 ** (len(self.block_out_channels) - 1)
-        if sample.shape[2] % factor or sample.shape[3] % factor:
-            raise ValueError(
-                f"image size {sample.shape[2]}x{sample.shape[3]} is not divisible by {factor}; "
-                "resize or crop it first"
-            )
+        check_sample(sample, self.in_channels, factor)
         if self.tile and max(sample.shape[2:]) > self.tile:
-            module, variables = self.unbind()  # jax's loops take no method of a bound module
+            module, variables = self.unbind()  # jax's loops take no bound module's method
 
             def moments(tile):
                 found = module.apply(variables, tile, method="moments")
@@ -365,7 +352,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
         Args:
             sample: images (B, in_channels, H, W) in [-1, 1]; H and W multiples of
                 2 ** (len(block_out_channels) - 1).
-            deterministic: part of the published signature; there is no dropout.
+            deterministic: without effect, as there is no dropout.
             return_dict: False returns a plain tuple.
 
         Returns:
@@ -378,9 +365,9 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
         """Images of latents.
 
         Args:
-            latents: unscaled, (B, latent_channels, h, w); (B, h, w, latent_channels) is taken as
-                well where axis 1 is not latent_channels long.
-            deterministic: part of the published signature; there is no dropout.
+            latents: unscaled, (B, latent_channels, h, w), or (B, h, w, latent_channels) if axis 1
+                is not latent_channels long.
+            deterministic: without effect, as there is no dropout.
             return_dict: False returns a plain tuple.
 
         Returns:
@@ -410,7 +397,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
         return FlaxDecoderOutput(sample) if return_dict else (sample,)
 
     def __call__(self, sample, sample_posterior=False, deterministic=True, return_dict=True):
-        """Encode and decode; with sample_posterior a latent is drawn (rng "gaussian")."""
+        """Encode and decode; sample_posterior draws the latents (rng "gaussian")."""
         posterior = self.encode(sample, deterministic).latent_dist
         latents = (
             posterior.sample(self.make_rng("gaussian")) if sample_posterior else posterior.mode()
@@ -418,68 +405,62 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
         return self.decode(jnp.transpose(latents, (0, 3, 1, 2)), deterministic, return_dict)
 
 
+def check_sample(sample, in_channels, factor):
+    """Raise a ValueError unless a VAE that divides sides by factor can encode the images."""
+    if sample.ndim != 4 or sample.shape[1] != in_channels:
+        raise ValueError(
+            f"sample has shape {tuple(sample.shape)}, this VAE encodes "
+            f"(batch, {in_channels}, height, width)"
+        )
+    if sample.shape[2] % factor or sample.shape[3] % factor:
+        raise ValueError(
+            f"image size {sample.shape[3]}x{sample.shape[2]} is not divisible by {factor}; "
+            "resize or crop it first"
+        )
+
+
 def least_tile(vae):
-    """The smallest side of a tile, pixels, of which each side is a multiple."""
+    """The smallest side of a tile in pixels; others are its multiples."""
     return round(2 ** (len(vae.block_out_channels) - 1) / OVERLAP)
 
 
 def check_tile(vae, tile):
-    """Raise a ValueError for the side of a tile, pixels, that does not divide into latents."""
+    """Raise a ValueError for a side in pixels that makes no whole latents and overlaps."""
     least = least_tile(vae)
     if tile < least or tile % least:
         raise ValueError(
-            f"--vae_tile {tile} is not a multiple of {least} pixels, {least} or more; try "
+            f"vae_tile={tile} is not a multiple of {least} pixels, {least} or more; try "
             f"{max(1, round(tile / least)) * least}"
         )
 
 
 def with_tile(vae, tile):
-    """The VAE that computes images larger than a tile in tiles; tile 0 or None: whole images."""
+    """The VAE with tiles for images larger than one; tile None or 0: whole images."""
     if tile:
         check_tile(vae, tile)
     return vae.clone(tile=tile or None)
 
 
 def tiled_encode(vae, params, sample, tile):
-    """encode, in tiles; see FlaxAutoencoderKL.
-
-    Args:
-        vae: FlaxAutoencoderKL.
-        params: its parameters.
-        sample: as for encode.
-        tile: side of a tile, pixels; see check_tile.
-
-    Returns:
-        As encode.
-    """
+    """vae.encode(sample) in tiles, see FlaxAutoencoderKL; tile: side in pixels, see check_tile."""
     return with_tile(vae, tile).apply({"params": params}, sample, method="encode")
 
 
 def tiled_decode(vae, params, latents, tile):
-    """decode, in tiles; see tiled_encode.
-
-    Args:
-        vae: FlaxAutoencoderKL.
-        params: its parameters.
-        latents: as for decode.
-        tile: side of a tile, pixels of the image; see check_tile.
-
-    Returns:
-        As decode.
-    """
+    """vae.decode(latents) in tiles; other arguments as for tiled_encode."""
     return with_tile(vae, tile).apply({"params": params}, latents, method="decode")
 
 
-def map_tiles(function, x, size, out_size):
-    """Apply a function to overlapping tiles of x, one after the other, and blend the results.
+def map_tiles(function, x, side, out_side):
+    """Apply a function to overlapping tiles of x, one at a time, and blend the results.
 
-    Memory holds the results of one row of tiles at a time, and the rows that are blended.
+    Memory has the blended rows and one row of results.
 
     Args:
-        function: (B, C, h, w) -> (B, C', h', w'), where sizes scale as out_size / size.
+        function: (B, C, h, w) -> (B, C', h', w'); heights and widths scale by out_side / side.
         x: (B, C, H, W).
-        size: side of a tile of x; a tile at the end may be smaller.
-        out_size: side of its result.
+        side: a tile's side; tiles at the end may be smaller.
+        out_side: its result's side.
 
     Returns:
         (B, C', H', W').
@@ -487,61 +468,61 @@ def map_tiles(function, x, size, out_size):
     Source: PyTorch diffusers' AutoencoderKL.tiled_decode.
     """
     B, C, H, W = x.shape
-    extent = int(out_size * OVERLAP)
-    kept = out_size - extent
+    extent = int(out_side * OVERLAP)
+    kept = out_side - extent
 
-    def row_of_tiles(below, corner, height):
-        """(the ends of the tiles, for the next row; the row, of which the end is cut off).
+    def row_of_tiles(ends, corner, height):
+        """(ends of the row's tiles, which the next row blends with; the row without its end).
 
-        below: the ends of the tiles of the row before; corner: (index of the row, its top).
+        ends: of the row above; corner: (the row's index, its top).
         """
         index, top = corner
         tiles = []
-        for width, starts in starts_by_length(W, size):
+        for width, starts in starts_by_length(W, side):
 
             def result(left, width=width):
                 return function(jax.lax.dynamic_slice(x, (0, 0, top, left), (B, C, height, width)))
 
             tiles.extend(jax.lax.map(result, starts))
         for j, tile in enumerate(tiles):
-            if below is not None:
-                tile = fade(below[j], tile, extent, 2, is_alone=index == 0)
+            if ends is not None:
+                tile = fade(ends[j], tile, extent, 2, is_alone=index == 0)
             tiles[j] = fade(tiles[j - 1], tile, extent, 3) if j else tile
         row = jnp.concatenate([tile[:, :, :kept, :kept] for tile in tiles], 3)
         return [tile[:, :, -extent:] for tile in tiles], row
 
-    rows, below, number = [], None, 0
-    for height, tops in starts_by_length(H, size):
+    rows, ends, number = [], None, 0
+    for height, tops in starts_by_length(H, side):
         step = partial(row_of_tiles, height=height)
         corners = number + jnp.arange(len(tops)), tops
         number += len(tops)
         if len(tops) == 1:
-            below, row = step(below, jax.tree.map(lambda values: values[0], corners))
+            ends, row = step(ends, jax.tree.map(lambda values: values[0], corners))
         else:  # the first rows
             shapes, _ = jax.eval_shape(step, None, jax.tree.map(lambda values: values[0], corners))
             zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
-            below, row = jax.lax.scan(step, zeros, corners)  # (rows, B, C', kept, W')
+            ends, row = jax.lax.scan(step, zeros, corners)  # (rows, B, C', kept, W')
             row = jnp.moveaxis(row, 0, 2).reshape(*row.shape[1:3], -1, row.shape[-1])
         rows.append(row)
     return jnp.concatenate(rows, 2)
 
 
-def starts_by_length(total, size):
-    """Where the tiles of a side start: [(length, the starts of tiles of this length)], in order."""
+def starts_by_length(total, side):
+    """Starts of the tiles along an axis of length total, in order: [(tile's length, starts)]."""
     by_length = {}
-    for start in range(0, total, int(size * (1 - OVERLAP))):
-        by_length.setdefault(min(size, total - start), []).append(start)
+    for start in range(0, total, int(side * (1 - OVERLAP))):
+        by_length.setdefault(min(side, total - start), []).append(start)
     return [(length, jnp.array(starts)) for length, starts in by_length.items()]
 
 
 def fade(first, second, extent, axis, is_alone=False):
-    """The second tile, whose beginning along an axis fades in over the end of the first.
+    """The second tile, faded in over the first one's end.
 
     Args:
         first, second: tiles, (B, C, h, w).
-        extent: length of the overlap; less if a tile is shorter.
-        axis: 2 or 3.
-        is_alone: True leaves the second tile as it is.
+        extent: length of the overlap, at most a tile's length.
+        axis: 2 or 3, along which the second follows the first.
+        is_alone: True returns the second tile as it is.
     """
     extent = min(first.shape[axis], second.shape[axis], extent)
     shape = [extent if i == axis else 1 for i in range(4)]

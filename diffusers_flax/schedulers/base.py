@@ -1,8 +1,7 @@
-"""The base class of the schedulers: options, files, states, forward noising.
+"""The schedulers' base class: options, files, states, forward noising.
 
-A scheduler object holds options only and hashes, so it may be a static argument of jit; every
-array lives in its state. The names and call signatures follow the removed Flax schedulers,
-the numbers follow PyTorch diffusers:
+A scheduler is a hashable set of options, so it may be a static argument of jit; all arrays are in
+its state. Names and call signatures are the removed Flax schedulers', numbers PyTorch diffusers':
 
     scheduler, state = scheduler_from_pretrained("my_model")  # factory.py
     state = scheduler.set_timesteps(state, 20, latents.shape)
@@ -42,7 +41,7 @@ CONFIG_NAME = "scheduler_config.json"
 
 
 class FlaxKarrasDiffusionSchedulers(Enum):
-    """The schedulers that can be built from one another's config."""
+    """The published schedulers, each of which can be built from another's config."""
 
     FlaxDDIMScheduler = 1
     FlaxDDPMScheduler = 2
@@ -55,7 +54,7 @@ class FlaxKarrasDiffusionSchedulers(Enum):
 
 @struct.dataclass
 class FlaxSchedulerOutput(ModelOutput):
-    """What step returns: the sample at the next timestep and the state for it."""
+    """The output of step: the sample at the next timestep, and the next state."""
 
     prev_sample: jax.Array
     state: "SchedulerState | None" = None
@@ -66,20 +65,20 @@ class SchedulerState:
 
     @classmethod
     def create(cls, *args, **kwargs):
-        """The state with the given fields, and defaults for all other fields."""
+        """A state of these fields; the other fields have their defaults."""
         return cls(*args, **kwargs)
 
 
 def timestep_grid(config, num_steps, last=None):
-    """Choose the timesteps to visit.
+    """Timesteps of a run, as timestep_spacing says.
 
     Args:
         config: timestep_spacing, num_train_timesteps, steps_offset.
-        num_steps: how many, 1 to num_train_timesteps.
-        last: number of training timesteps to spread them over; None takes all.
+        num_steps: number of steps, 1 to num_train_timesteps.
+        last: number of training timesteps that the run covers; None: all.
 
     Returns:
-        Timesteps, falling, float64 (num_steps,); whole numbers unless the spacing is linspace.
+        Decreasing timesteps, float64 (num_steps,); whole numbers unless the spacing is linspace.
 
     Source: arXiv 2305.08891, table 2.
     """
@@ -88,7 +87,7 @@ def timestep_grid(config, num_steps, last=None):
         return np.linspace(0, last - 1, num_steps)[::-1]
     if config.timestep_spacing == "leading":
         return (np.arange(num_steps) * (last // num_steps) + config.steps_offset)[::-1] * 1.0
-    # The slice drops an extra entry that rounding adds for some counts (61, 103, ...).
+    # The slice drops the extra entry that rounding adds for some counts (61, 103, ...).
     return np.round(np.arange(last, 0, -config.num_train_timesteps / num_steps)[:num_steps]) - 1
 
 
@@ -98,25 +97,24 @@ def append(arrays, newest):
 
 
 class FlaxSchedulerMixin(ConfigMixin):
-    """Base class of the schedulers: options, files, states, forward noising.
+    """Base class of the schedulers; schedulers of one class with equal options are equal.
 
-    A scheduler holds options only: it equals every scheduler with the same options, hashes, and may
-    be a static argument of jit. A subclass defines `defaults` (its options), `arguments` (names
-    that the constructor takes by position, after first_arguments), `choices` (supported values, the
-    default first; also of options with a single supported value), `create_state`, `_plan`, `step`.
+    A subclass defines `defaults` (its options), `arguments` (positional arguments of the
+    constructor after first_arguments), `choices` (an option's supported values, the default first,
+    also where there is one), `create_state`, `_plan` and `step`.
     """
 
     defaults = DEFAULTS
     first_arguments = FIRST_ARGUMENTS
     arguments = ()
     choices = CHOICES
-    synonyms = {}  # noqa: RUF012 - (option, another class's value): this class's
+    synonyms = {}  # noqa: RUF012 - (option, another class's value): this class's value
 
     config_name = CONFIG_NAME
     ignore_for_config = ("dtype",)
     has_compatibles = True
     has_state = True
-    takes_timesteps = False  # whether set_timesteps takes timesteps, as in PyTorch diffusers
+    takes_timesteps = False  # True: set_timesteps takes timesteps, as in PyTorch diffusers
     order = 1
     _compatibles = tuple(FlaxKarrasDiffusionSchedulers.__members__)
 
@@ -137,7 +135,7 @@ class FlaxSchedulerMixin(ConfigMixin):
         # Keys that begin with an underscore describe a config, not the scheduler.
         options = {k: v for k, v in options.items() if not k.startswith("_")}
         options |= dict(zip(names, args))
-        self.dtype = options.pop("dtype", None) or jnp.float32  # the arithmetic is float32's
+        self.dtype = options.pop("dtype", None) or jnp.float32  # without effect: steps are float32
 
         unknown = sorted(options.keys() - self.defaults.keys() - self.choices.keys())
         if unknown:
@@ -168,18 +166,18 @@ class FlaxSchedulerMixin(ConfigMixin):
         lowest, highest = values.get("sigma_min"), values.get("sigma_max")
         if None not in (lowest, highest) and lowest >= highest:
             raise ValueError(f"sigma_min={lowest} must be below sigma_max={highest}")
-        # As in diffusers: another class takes over the options that were given, not the defaults.
+        # As in diffusers, another class's config takes over these options' values, not defaults.
         values["_use_default_values"] = tuple(sorted(self.defaults.keys() - given.keys()))
         self._config = FrozenConfig(values)
 
     @property
     def config(self):
-        """The options, read-only, and options carried over from the config of another class."""
+        """The options, read-only, and options carried over from another class's config."""
         return self._config
 
     @property
     def init_noise_sigma(self):
-        """Standard deviation of the noise to start from; a run's own is state.init_noise_sigma."""
+        """Standard deviation of the initial noise; a run's own is state.init_noise_sigma."""
         return 1.0
 
     @property
@@ -208,12 +206,11 @@ class FlaxSchedulerMixin(ConfigMixin):
     def from_config(cls, config=None, return_unused_kwargs=False, **overrides):
         """Build from the options of this or another class.
 
-        Options that this class lacks have no effect; its config carries them over.
+        The config carries over options that this class lacks, without effect.
 
         Args:
             config: mapping, such as another scheduler's `config`, or a path as for from_pretrained.
-            return_unused_kwargs: True also returns the unknown arguments, instead of
-                raising for an override.
+            return_unused_kwargs: True also returns unknown options, and accepts unknown overrides.
             **overrides: options to replace.
 
         Returns:
@@ -227,15 +224,15 @@ class FlaxSchedulerMixin(ConfigMixin):
         if isinstance(config, str | Path):
             config = cls._read_config(config)
         known = {*cls.defaults, *cls.choices, "dtype"}
-        left_open = config.get("_use_default_values", ())
-        config = {k: v for k, v in config.items() if k not in left_open and not k.startswith("_")}
+        defaults = config.get("_use_default_values", ())
+        config = {k: v for k, v in config.items() if k not in defaults and not k.startswith("_")}
         carried = {name: value for name, value in config.items() if name not in known}
         unused = {name: value for name, value in overrides.items() if name not in known}
-        taken = {name: value for name, value in config.items() if name in known - {"dtype"}}
-        taken |= overrides
+        options = {name: value for name, value in config.items() if name in known - {"dtype"}}
+        options |= overrides
         if return_unused_kwargs:
-            taken = {name: value for name, value in taken.items() if name not in unused}
-        scheduler = cls(**taken)
+            options = {name: value for name, value in options.items() if name not in unused}
+        scheduler = cls(**options)
         scheduler._config = FrozenConfig({**carried, **scheduler.config})
         return (scheduler, carried | unused) if return_unused_kwargs else scheduler
 
@@ -273,8 +270,8 @@ class FlaxSchedulerMixin(ConfigMixin):
 
     @classmethod
     def from_file_content(cls, config, source, return_unused_kwargs=False, **overrides):
-        """from_config of a scheduler_config.json's content; errors name source, its directory."""
-        # diffusers sets _use_default_values on configs in memory and never writes it to a file.
+        """from_config of a scheduler_config.json's content; source: its directory, for errors."""
+        # diffusers sets _use_default_values in memory only; in a file it means nothing.
         config = {name: value for name, value in config.items() if name != "_use_default_values"}
         try:
             return cls.from_config(config, return_unused_kwargs, **overrides)
@@ -297,19 +294,18 @@ class FlaxSchedulerMixin(ConfigMixin):
         Args:
             state: from create_state or an earlier run.
             num_inference_steps: Python or NumPy integer, 1 to num_train_timesteps.
-            shape: shape of the samples; PNDM, LMS and DPM-Solver need it for their memory.
-            first_step: Python int, how many steps at the noisy end are left out, for a run that
+            shape: shape of the samples; PNDM, LMS and DPM-Solver need it for their history.
+            first_step: Python int, number of steps to leave out at the noisy end, for a run that
                 begins with a noised image; multistep methods start there without history.
-            timesteps: the timesteps to visit, num_inference_steps integers, decreasing; None: the
-                scheduler's own choice. Only of classes with takes_timesteps.
+            timesteps: num_inference_steps decreasing integers; None: the scheduler's own choice.
+                Only for classes with takes_timesteps.
 
         Returns:
-            The state at its first step. state.timesteps has an entry per step that is left (PNDM:
+            The state before its first step. state.timesteps has an entry per remaining step (PNDM:
             one more, or nine).
 
         Raises:
-            ValueError: num_inference_steps is out of range or leads to timesteps that are, or
-                timesteps do not fit.
+            ValueError: num_inference_steps or a timestep is out of range, or timesteps do not fit.
         """
         is_integer = isinstance(num_inference_steps, int | np.integer)
         if not is_integer or not 1 <= num_inference_steps <= len(self):
@@ -329,11 +325,11 @@ class FlaxSchedulerMixin(ConfigMixin):
         return state.replace(
             num_inference_steps=int(num_inference_steps),
             **jax.tree.map(to_device, plan),
-            **self._memory(tuple(shape)),
+            **self._empty_history(tuple(shape)),
         )
 
     def _check_visited(self, num_inference_steps, timesteps):
-        """Raise a ValueError for timesteps of a run that training did not have."""
+        """Raise a ValueError for timesteps outside training's."""
         first, final = timesteps.max(), timesteps.min()
         if first >= len(self) or final < 0:
             raise ValueError(
@@ -343,7 +339,7 @@ class FlaxSchedulerMixin(ConfigMixin):
             )
 
     def _checked_timesteps(self, timesteps, num_inference_steps):
-        """Given timesteps as an array, int (num_inference_steps,)."""
+        """The caller's timesteps as an array, int (num_inference_steps,)."""
         name = type(self).__name__
         if not self.takes_timesteps:
             raise ValueError(
@@ -362,18 +358,18 @@ class FlaxSchedulerMixin(ConfigMixin):
         return values
 
     def _plan(self, num_inference_steps, first_step, timesteps):
-        """The state's fields that a run sets, NumPy arrays: timesteps, step counter, sigmas, ...
+        """A run's fields of the state, NumPy arrays: timesteps, step counter, sigmas, ...
 
         timesteps: the caller's own timesteps, or None.
         """
         raise NotImplementedError
 
-    def _memory(self, shape):
-        """The state's history arrays, empty, for samples of this shape."""
+    def _empty_history(self, shape):
+        """The state's fields for past model outputs, zeros, for samples of this shape."""
         return {}
 
     def _option(self, name):
-        """An option of this class; None where its config merely carries it for another one."""
+        """An option's value; None for an option that the config carries for another class."""
         return self.config[name] if name in self.defaults else None
 
     def _noise_schedule(self):
@@ -383,11 +379,11 @@ class FlaxSchedulerMixin(ConfigMixin):
 
     @property
     def vp_prediction_type(self):
-        """What the model's output is for model inputs alpha x_0 + sigma eps, see noise_scales."""
+        """The prediction_type for model inputs alpha x_0 + sigma eps, see noise_scales."""
         return self.config.prediction_type
 
     def model_timesteps(self, state, timesteps):
-        """What the model takes as timesteps in training: the timesteps, whose range EDM changes.
+        """The model's timesteps in training: the timesteps, but log(sigma) / 4 for EDM.
 
         Args:
             state: from create_state.
@@ -396,18 +392,17 @@ class FlaxSchedulerMixin(ConfigMixin):
         return timesteps
 
     def scale_model_input(self, state, sample, timestep=None):
-        """The model's input at this timestep: the sample, which Euler and LMS scale."""
+        """The model's input at a timestep: the sample, scaled by Euler and LMS."""
         return sample
 
     def add_noise(self, state, original_samples, noise, timesteps):
-        """Noise clean samples to given timesteps (the forward process).
+        """Add the noise of timesteps to clean samples (the forward process).
 
         Args:
             state: from create_state or set_timesteps.
             original_samples: clean samples, (B, ...).
             noise: standard normal, same shape.
-            timesteps: (B,) or scalar; for Euler, LMS and DPM-Solver after set_timesteps, of the
-                run.
+            timesteps: (B,) or scalar; the run's for Euler, LMS and DPM-Solver after set_timesteps.
 
         Returns:
             Noisy samples in original_samples' dtype; for Euler and LMS before scale_model_input.
@@ -417,24 +412,24 @@ class FlaxSchedulerMixin(ConfigMixin):
         return add_noise_common(state.common, original_samples, noise, timesteps)
 
     def get_velocity(self, state, sample, noise, timesteps):
-        """What a v-prediction model learns: alpha_t eps - sigma_t x0; arguments as in add_noise.
+        """The target of a v-prediction model, alpha_t eps - sigma_t x0; arguments as in add_noise.
 
         Source: progressive distillation (arXiv 2202.00512) appendix D.
         """
         return get_velocity_common(state.common, sample, noise, timesteps)
 
-    def _check_run(self, state, sample, memory=None):
-        """Raise if set_timesteps was not called, or for samples of another shape than memory's."""
+    def _check_run(self, state, sample, history=None):
+        """Raise a ValueError if set_timesteps was not called, or not with the sample's shape."""
         if state.num_inference_steps is None:
             raise ValueError("the state has no timesteps; call set_timesteps before step")
-        if memory is not None and memory.shape[memory.ndim - sample.ndim :] != sample.shape:
+        if history is not None and history.shape[history.ndim - sample.ndim :] != sample.shape:
             raise ValueError(
                 f"sample has shape {sample.shape}, which set_timesteps was not told; "
                 f"call set_timesteps(state, {state.num_inference_steps}, sample.shape)"
             )
 
     def _noise(self, key, noise, sample):
-        """The noise of a step, float32: as given, or drawn as the published DDPM scheduler drew."""
+        """A step's noise in float32; key draws the published DDPM scheduler's."""
         if noise is not None:
             return noise.astype(jnp.float32)
         if key is None:
@@ -443,3 +438,8 @@ class FlaxSchedulerMixin(ConfigMixin):
                 "pass key=jax.random.fold_in(key, i), or noise="
             )
         return jax.random.normal(jax.random.split(key, 1)[0], sample.shape, jnp.float32)
+
+    def _result(self, output_class, x_prev, sample, state, return_dict):
+        """The result of step, x_prev in sample's dtype."""
+        output = output_class(x_prev.astype(sample.dtype), state)
+        return output if return_dict else output.to_tuple()

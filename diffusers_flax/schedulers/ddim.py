@@ -1,4 +1,4 @@
-"""FlaxDDIMScheduler: few steps, deterministic or with a share of DDPM's noise."""
+"""FlaxDDIMScheduler: few steps, deterministic or with some of DDPM's noise."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ class DDIMSchedulerState(SchedulerState):
 
 @struct.dataclass
 class FlaxDDIMSchedulerOutput(FlaxSchedulerOutput):
-    """What FlaxDDIMScheduler.step returns."""
+    """The output of FlaxDDIMScheduler.step."""
 
 
 class FlaxDDIMScheduler(AlphaScheduler):
@@ -51,7 +51,7 @@ class FlaxDDIMScheduler(AlphaScheduler):
     state_class = DDIMSchedulerState
 
     def _get_variance(self, state, timestep, prev_timestep):
-        """Variance of DDPM's noise in a step between two timesteps; below 0 is the clean end."""
+        """Variance of DDPM's noise between two timesteps; a timestep below 0 is the clean end."""
         alpha_bar = alpha_bar_at(state, as_index(timestep))
         alpha_bar_prev = alpha_bar_at(state, as_index(prev_timestep), state.final_alpha_cumprod)
         return (1 - alpha_bar_prev) / (1 - alpha_bar) * (1 - alpha_bar / alpha_bar_prev)
@@ -72,27 +72,26 @@ class FlaxDDIMScheduler(AlphaScheduler):
 
         Args:
             state, model_output, timestep, sample, return_dict, key, noise: as in
-                FlaxDDPMScheduler.step; timestep may be any integer; noise is added where
-                eta is not 0.
-            eta: 0 to 1, the share of DDPM's noise.
+                FlaxDDPMScheduler.step; timestep may be any integer, and noise is added unless
+                eta is 0.
+            eta: 0 (none of DDPM's noise) to 1.
 
         Raises:
             ValueError: set_timesteps was not called, or eta needs key or noise.
         """
         self._check_run(state, sample)
         t = as_index(timestep)
-        # As in diffusers, a step is this long even where the grid is spaced otherwise.
+        # As in diffusers, a step has this length in grids with another spacing, too.
         prev_t = t - len(self) // state.num_inference_steps
         alpha_bar = alpha_bar_at(state, t)
         alpha_bar_prev = alpha_bar_at(state, prev_t, state.final_alpha_cumprod)
         x_t, model_output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
         x_0, eps = self._predict(alpha_bar, x_t, model_output)
         variance = eta**2 * self._get_variance(state, t, prev_t)
-        # Up to rounding, the difference is 0 at the first timestep with eta=1.
+        # At the first timestep with eta=1 the difference is 0, up to rounding.
         eps_weight = jnp.sqrt(jnp.maximum(1 - alpha_bar_prev - variance, 0))
         x_prev = jnp.sqrt(alpha_bar_prev) * x_0 + eps_weight * eps
         if isinstance(eta, jax.Array) or eta != 0:
             x_prev = x_prev + jnp.sqrt(variance) * self._noise(key, noise, sample)
         state = state.replace(step_index=state.step_index + 1)
-        output = FlaxDDIMSchedulerOutput(x_prev.astype(sample.dtype), state)
-        return output if return_dict else output.to_tuple()
+        return self._result(FlaxDDIMSchedulerOutput, x_prev, sample, state, return_dict)

@@ -1,4 +1,4 @@
-"""FlaxDDPMScheduler, and AlphaScheduler, the base of the schedulers that step in alpha_bar."""
+"""FlaxDDPMScheduler, and AlphaScheduler, the base of schedulers that step in alpha_bar."""
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,19 @@ LEARNED_VARIANCES = ("learned", "learned_range")
 
 
 class AlphaScheduler(FlaxSchedulerMixin):
-    """Steps between values of alpha_bar, looked up by timestep: DDPM, DDIM, PNDM, LCM and TCD."""
+    """Base of DDPM, DDIM, PNDM, LCM and TCD, which look alpha_bar up by timestep."""
 
     state_class = None
-    count = "step_index"  # the state's field that counts steps
+    counter = "step_index"  # the state's field that counts steps
 
     def create_state(self, common=None):
-        """The state before set_timesteps: enough for add_noise and get_velocity in training.
+        """The state before set_timesteps, for add_noise and get_velocity in training.
 
         Args:
             common: CommonSchedulerState.create(self), to share it between schedulers.
         """
         common = CommonSchedulerState.create(self) if common is None else common
-        fields = {self.count: to_device(0)}
+        fields = {self.counter: to_device(0)}
         if "set_alpha_to_one" in self.defaults:
             clean = self.config.set_alpha_to_one
             fields["final_alpha_cumprod"] = to_device(1.0) if clean else common.alphas_cumprod[0]
@@ -47,14 +47,14 @@ class AlphaScheduler(FlaxSchedulerMixin):
 
     def _plan(self, num_inference_steps, first_step, timesteps):
         grid = self._grid(num_inference_steps, first_step, timesteps)
-        return {"timesteps": grid, self.count: 0}
+        return {"timesteps": grid, self.counter: 0}
 
     def _even_grid(self, num_inference_steps):
-        """The scheduler's own choice of timesteps, integers, decreasing."""
+        """The scheduler's own choice of timesteps, decreasing integers."""
         return np.round(timestep_grid(self.config, num_inference_steps)).astype(int)
 
     def _grid(self, num_inference_steps, first_step, timesteps=None):
-        """Integer timesteps, decreasing, from the step first_step on."""
+        """Decreasing integer timesteps, from first_step on."""
         if timesteps is None:
             timesteps = self._even_grid(num_inference_steps)
         timesteps = timesteps[first_step:]
@@ -68,7 +68,7 @@ class AlphaScheduler(FlaxSchedulerMixin):
         return timesteps
 
     def _predict(self, alpha_bar, x_t, model_output):
-        """(x0, eps), x0 within clip_sample_range if the options say so."""
+        """(x0, eps); with clip_sample x0 is within clip_sample_range."""
         x_0, eps = predict_x0_and_eps(
             self.config.prediction_type,
             jnp.sqrt(alpha_bar),
@@ -82,17 +82,17 @@ class AlphaScheduler(FlaxSchedulerMixin):
 
 
 def as_index(timestep):
-    """A timestep of any integer type as int32."""
+    """An integer timestep as int32."""
     return jnp.asarray(timestep).astype(jnp.int32)
 
 
 def alpha_bar_at(state, timestep, final=1.0):
-    """alpha_bar at a timestep; `final` below the first."""
+    """alpha_bar at a timestep, `final` below timestep 0."""
     return jnp.where(timestep < 0, final, state.common.alphas_cumprod[timestep])
 
 
 def next_timestep(state, timestep):
-    """The timestep that a run visits after this one; -1 at its end."""
+    """The run's next timestep, -1 at its end."""
     return jnp.max(jnp.where(state.timesteps < timestep, state.timesteps, -1))
 
 
@@ -101,15 +101,15 @@ class DDPMSchedulerState(SchedulerState):
     """State of FlaxDDPMScheduler."""
 
     common: CommonSchedulerState
-    init_noise_sigma: jax.Array  # standard deviation of the noise to start from
-    timesteps: jax.Array  # in the order they are visited, int32
+    init_noise_sigma: jax.Array  # standard deviation of the initial noise
+    timesteps: jax.Array  # in the order of the run, int32
     num_inference_steps: int | None = struct.field(pytree_node=False, default=None)
     step_index: jax.Array = np.int32(0)  # steps taken so far
 
 
 @struct.dataclass
 class FlaxDDPMSchedulerOutput(FlaxSchedulerOutput):
-    """What FlaxDDPMScheduler.step returns."""
+    """The output of FlaxDDPMScheduler.step."""
 
 
 class FlaxDDPMScheduler(AlphaScheduler):
@@ -144,13 +144,13 @@ class FlaxDDPMScheduler(AlphaScheduler):
         return next_timestep(state, timestep)
 
     def _get_variance(self, state, t, predicted_variance=None, variance_type=None):
-        """Variance of the noise that a step adds, or what the variance type has in its place.
+        """Variance of a step's noise, or the variance type's equivalent.
 
         Args:
             state: from create_state or set_timesteps.
-            t: timestep, an integer.
+            t: integer timestep.
             predicted_variance: the second half of the model's output, for learned variances.
-            variance_type: None takes the option.
+            variance_type: None: the option's.
 
         Returns:
             float32: the standard deviation for fixed_small_log, the logarithm of the variance for
@@ -163,15 +163,15 @@ class FlaxDDPMScheduler(AlphaScheduler):
         alpha_bar = alpha_bar_at(state, t)
         alpha_bar_prev = alpha_bar_at(state, self.previous_timestep(state, t))
         beta = (alpha_bar_prev - alpha_bar) / alpha_bar_prev
-        # Above 0, for the logarithm.
+        # Positive, for the logarithm.
         posterior = jnp.maximum((1 - alpha_bar_prev) / (1 - alpha_bar) * beta, 1e-20)
         if variance_type in LEARNED_VARIANCES and predicted_variance is None:
             raise ValueError(f"variance_type={variance_type!r} needs predicted_variance")
         if variance_type == "learned":
             return predicted_variance
         if variance_type == "learned_range":
-            share = (predicted_variance + 1) / 2
-            return share * jnp.log(beta) + (1 - share) * jnp.log(posterior)
+            weight = (predicted_variance + 1) / 2
+            return weight * jnp.log(beta) + (1 - weight) * jnp.log(posterior)
         if variance_type == "fixed_small_log":
             return jnp.sqrt(posterior)
         if variance_type == "fixed_large_log":
@@ -179,34 +179,26 @@ class FlaxDDPMScheduler(AlphaScheduler):
         return beta if variance_type == "fixed_large" else posterior
 
     def step(
-        self,
-        state,
-        model_output,
-        timestep,
-        sample,
-        key=None,
-        return_dict=True,
-        *,
-        noise=None,
+        self, state, model_output, timestep, sample, key=None, return_dict=True, *, noise=None
     ):
         """Step from a timestep to the next one, in float32.
 
         Args:
-            state: from set_timesteps or an earlier step; from create_state, where the next timestep
-                is timestep - 1.
-            model_output: of scale_model_input(state, sample, timestep), as prediction_type says;
+            state: from set_timesteps or an earlier step; or from create_state, then the next
+                timestep is timestep - 1.
+            model_output: for scale_model_input(state, sample, timestep), of prediction_type's kind;
                 same shape, with learned variances (B, 2 C, ...).
             timestep: integer, traced or not, one of state.timesteps.
             sample: the noisy sample, any shape and float dtype.
             key: PRNG key of this step's noise.
             return_dict: False returns a plain tuple.
-            noise: standard normal noise of the sample's shape, to use in place of key.
+            noise: standard normal noise of the sample's shape, in place of key.
 
         Returns:
             An output, or the tuple, of prev_sample in sample's dtype and the next state.
 
         Raises:
-            ValueError: neither key nor noise is given, or model_output lacks the variance.
+            ValueError: key and noise are missing, or model_output lacks the variance.
         """
         t = as_index(timestep)
         x_t, model_output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
@@ -236,5 +228,4 @@ class FlaxDDPMScheduler(AlphaScheduler):
         x_prev = x_prev + jnp.where(t > 0, std, 0.0) * self._noise(key, noise, sample)
 
         state = state.replace(step_index=state.step_index + 1)
-        output = FlaxDDPMSchedulerOutput(x_prev.astype(sample.dtype), state)
-        return output if return_dict else output.to_tuple()
+        return self._result(FlaxDDPMSchedulerOutput, x_prev, sample, state, return_dict)

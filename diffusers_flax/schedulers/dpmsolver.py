@@ -1,4 +1,4 @@
-"""FlaxDPMSolverMultistepScheduler: DPM-Solver++ of order 1, 2 or 3, also for models of EDM."""
+"""FlaxDPMSolverMultistepScheduler: DPM-Solver++ of order 1, 2 or 3, also for EDM models."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from diffusers_flax.schedulers.base import (
 )
 from diffusers_flax.schedulers.euler import (
     EDM_DEFAULTS,
-    KARRAS_CHOOSES,
+    TIMESTEPS_WITH_KARRAS,
     EDMScheduler,
     SigmaScheduler,
     vp_scales,
@@ -22,7 +22,7 @@ from diffusers_flax.schedulers.euler import (
 from diffusers_flax.schedulers.noise_schedule import CommonSchedulerState, to_device
 from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
-# Config entries of the solver, and their values: for models of diffusion and of EDM alike.
+# The solver's options and supported values, also for EDM models.
 SOLVER_DEFAULTS = {
     "solver_order": 2,
     "thresholding": False,
@@ -50,18 +50,18 @@ class DPMSolverMultistepSchedulerState(SchedulerState):
     sigma_t: jax.Array  # sqrt(1 - alpha_bar)
     lambda_t: jax.Array  # log(alpha_t / sigma_t)
     init_noise_sigma: jax.Array
-    timesteps: jax.Array  # in the order they are visited, int32
+    timesteps: jax.Array  # in the order of the run, int32
     num_inference_steps: int | None = struct.field(pytree_node=False, default=None)
-    model_outputs: jax.Array | None = None  # clean samples predicted, (order, ...), newest last
-    lower_order_nums: jax.Array | None = None  # how many of them are known, int32
+    model_outputs: jax.Array | None = None  # predicted clean samples, (order, ...), newest last
+    lower_order_nums: jax.Array | None = None  # number of known model_outputs, int32
     sigmas: jax.Array | None = None  # sigma_t / alpha_t at each timestep of the run and at the end
     step_index: jax.Array = np.int32(0)  # steps taken so far
-    x0_weights: jax.Array | None = None  # (steps, outputs known before, output, the newest first)
+    x0_weights: jax.Array | None = None  # (steps, number known before, output, newest first)
 
 
 @struct.dataclass
 class FlaxDPMSolverMultistepSchedulerOutput(FlaxSchedulerOutput):
-    """What FlaxDPMSolverMultistepScheduler.step returns."""
+    """The output of FlaxDPMSolverMultistepScheduler.step."""
 
 
 class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
@@ -75,7 +75,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         "timestep_spacing": "linspace",
         **SOLVER_DEFAULTS,
         "use_karras_sigmas": False,
-        "sigma_min": None,  # diffusers' class lacks this option but reads it from the config
+        "sigma_min": None,  # not an option of diffusers' class, which reads it from the config
         "sigma_max": None,
         "final_sigmas_type": "zero",
         "lambda_min_clipped": -float("inf"),
@@ -103,7 +103,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         "use_flow_sigmas": (False,),
         "use_lu_lambdas": (False,),
     }
-    # Values of UniPC and DEIS, which diffusers' class takes for its own.
+    # Values of UniPC and DEIS, which diffusers' class accepts.
     synonyms = {  # noqa: RUF012 - see FlaxSchedulerMixin
         **{("solver_type", name): "midpoint" for name in ("bh1", "bh2", "logrho")},
         ("algorithm_type", "deis"): "dpmsolver++",
@@ -111,7 +111,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
     takes_timesteps = True
 
     def create_state(self, common=None):
-        """The state before set_timesteps: enough for add_noise and get_velocity in training.
+        """The state before set_timesteps, for add_noise and get_velocity in training.
 
         Args:
             common: CommonSchedulerState.create(self), to share it between schedulers.
@@ -133,7 +133,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         training_sigmas = self._training_sigmas()
         if self.config.use_karras_sigmas:
             if timesteps is not None:
-                raise ValueError(KARRAS_CHOOSES)
+                raise ValueError(TIMESTEPS_WITH_KARRAS)
             highest, lowest = training_sigmas[-1], training_sigmas[0]
             sigmas, timesteps = self._karras(highest, lowest, num_inference_steps)
             if self.config.beta_schedule != "squaredcos_cap_v2":  # as in diffusers
@@ -152,7 +152,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         return self._steps(timesteps, sigmas, alpha_t, num_inference_steps, first_step)
 
     def _steps(self, timesteps, sigmas, alpha_t, num_inference_steps, first_step):
-        """The plan of a run, see _plan; alpha_t: of x_t = alpha_t (x0 + sigma eps), like sigmas."""
+        """The run's plan; sigmas and alpha_t: each timestep's, x_t = alpha_t (x0 + sigma eps)."""
         timesteps = timesteps[first_step:]
         sigmas, alpha_t = sigmas[first_step:], alpha_t[first_step:]
         is_short_run = self.config.lower_order_final and num_inference_steps < 15
@@ -175,14 +175,14 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         last = int((-np.log(training_sigmas) >= self.config.lambda_min_clipped).sum())
         if self.config.timestep_spacing == "trailing":
             return timestep_grid(self.config, num_inference_steps, last).astype(int)
-        # The lowest point of these grids is the clean end, not a timestep to visit.
+        # The lowest point of these grids is the clean end, not a timestep of the run.
         grid = timestep_grid(self.config, num_inference_steps + 1, last)[:-1]
         return np.round(grid).astype(int)
 
     def _x0_weights(self, sigmas, i, known, is_short_run):
-        """Weights in step i of the clean samples predicted at i, i - 1, ...: (solver_order,).
+        """Step i's weights of the clean samples predicted in steps i, i - 1, ...: (solver_order,).
 
-        known: number of predictions from steps before i.
+        known: number of predictions before step i.
         """
         with np.errstate(divide="ignore"):
             log_snr = -np.log(sigmas)  # lambda in the papers
@@ -193,7 +193,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
             order = min(order, steps_left)
         if steps_left == 1 and (self.config.euler_at_final or sigmas[-1] == 0):
             order = 1
-        if h == 0:  # from sigma_min to sigma_min: nothing is left to do
+        if h == 0:  # from sigma_min to sigma_min, nothing changes
             order = 1
 
         # x_t / alpha_t gains phi_1 D0 + phi_2 D1 + phi_3 D2, where Dn is h^n times the n-th
@@ -213,7 +213,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
             weights = weights + phi_2 * (d1 + r0 * d2) + (1 / 2 - phi_2 / h) * d2
         return weights[: self.config.solver_order]
 
-    def _memory(self, shape):
+    def _empty_history(self, shape):
         return {"model_outputs": jnp.zeros((self.config.solver_order, *shape), jnp.float32)}
 
     def _noise_kept(self, sigma, next_sigma):
@@ -228,19 +228,11 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         return self._predict(sigma, x_t, model_output)[0]
 
     def step(
-        self,
-        state,
-        model_output,
-        timestep,
-        sample,
-        return_dict=True,
-        *,
-        key=None,
-        noise=None,
+        self, state, model_output, timestep, sample, return_dict=True, *, key=None, noise=None
     ):
         """Step from a timestep to the next one of the run; arguments as in FlaxDDPMScheduler.step.
 
-        key and noise are not used.
+        key and noise have no effect.
         """
         self._check_run(state, sample, state.model_outputs)
         i = self._position(state, timestep)
@@ -257,12 +249,13 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
             lower_order_nums=jnp.minimum(state.lower_order_nums + 1, self.config.solver_order),
             step_index=i + 1,
         )
-        output = FlaxDPMSolverMultistepSchedulerOutput(x_prev.astype(sample.dtype), state)
-        return output if return_dict else output.to_tuple()
+        return self._result(
+            FlaxDPMSolverMultistepSchedulerOutput, x_prev, sample, state, return_dict
+        )
 
 
 class FlaxEDMDPMSolverMultistepScheduler(EDMScheduler, FlaxDPMSolverMultistepScheduler):
-    """DPM-Solver++ for models that EDM preconditions, as FlaxDPMSolverMultistepScheduler."""
+    """DPM-Solver++ for models with EDM's preconditioning."""
 
     defaults = EDM_DEFAULTS | {
         **SOLVER_DEFAULTS,

@@ -1,8 +1,7 @@
-"""Euler's schedulers, and SigmaScheduler, the base of the schedulers that step in sigma.
+"""Euler's schedulers, and SigmaScheduler, the base of schedulers that step in sigma.
 
-sigma is noise over signal, sigma_t / alpha_t. A step finds its index by its timestep: it is
-state.step_index if that entry of state.timesteps equals the timestep, or if no entry does (a
-rounded timestep).
+sigma is noise over signal, sigma_t / alpha_t. A step finds its index by its timestep; it is
+state.step_index if state.timesteps has the timestep there, or nowhere (a rounded timestep).
 """
 
 import jax
@@ -25,13 +24,13 @@ from diffusers_flax.schedulers.noise_schedule import (
 )
 from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
-# Replaces the last alpha_bar of a zero-SNR schedule, 0, where sigma would be infinite.
+# Replaces the last alpha_bar of a zero-SNR schedule, 0, for which sigma would be infinite.
 SMALLEST_ALPHA_BAR = 2.0**-24
-KARRAS_CHOOSES = "timesteps cannot be chosen with use_karras_sigmas=True; leave one out"
+TIMESTEPS_WITH_KARRAS = "timesteps cannot be chosen with use_karras_sigmas=True; leave one out"
 
 
 def karras_sigmas(sigma_max, sigma_min, num_steps, rho=7.0):
-    """Decreasing noise levels that are denser at low noise, (num_steps,).
+    """Decreasing noise levels, denser at low noise, (num_steps,).
 
     Source: arXiv 2206.00364, equation 5.
     """
@@ -40,7 +39,7 @@ def karras_sigmas(sigma_max, sigma_min, num_steps, rho=7.0):
 
 
 def weighted_sum(weights, newest_last):
-    """Weighted sum of arrays, weights[0] for the last.
+    """Weighted sum of arrays; weights[0] is the last array's.
 
     Not a dot product, which TPUs compute in bfloat16.
     """
@@ -48,13 +47,13 @@ def weighted_sum(weights, newest_last):
 
 
 def vp_scales(sigma):
-    """alpha_t and sigma_t, whose squares sum to 1, where sigma is sigma_t / alpha_t."""
+    """alpha_t and sigma_t with alpha_t^2 + sigma_t^2 = 1 and sigma_t / alpha_t = sigma."""
     alpha_t = 1 / jnp.sqrt(sigma**2 + 1)
     return alpha_t, sigma * alpha_t
 
 
 class SigmaScheduler(FlaxSchedulerMixin):
-    """Common to Euler, LMS and DPM-Solver: noise levels, and the index of a step in its run."""
+    """Base of Euler, LMS and DPM-Solver: noise levels, and a step's index in its run."""
 
     def _training_sigmas(self):
         alpha_bar = self._noise_schedule()[2].astype(np.float64)
@@ -71,7 +70,7 @@ class SigmaScheduler(FlaxSchedulerMixin):
         return to_device(np.append(self._training_sigmas()[::-1], 0))
 
     def _karras(self, highest, lowest, num_inference_steps):
-        """Karras sigmas and the fractional timesteps at which training had these noise levels.
+        """Karras sigmas and the fractional timesteps of these noise levels in training.
 
         The options sigma_max and sigma_min win over highest and lowest.
         """
@@ -85,15 +84,15 @@ class SigmaScheduler(FlaxSchedulerMixin):
     def _with_final_sigma(self, sigmas):
         is_noisy = self._option("final_sigmas_type") == "sigma_min"
         sigmas = np.append(sigmas, self._training_sigmas()[0] if is_noisy else 0)
-        # Rounded to the state's float32, so that levels that are equal there are equal here.
+        # Rounded to float32, so that equal levels of the state are equal here.
         return sigmas.astype(np.float32).astype(np.float64)
 
     def _position(self, state, timestep):
-        """Index of a timestep in the run."""
+        """A timestep's index in the run."""
         timestep = jnp.asarray(timestep).astype(state.timesteps.dtype)
         found, current = state.timesteps == timestep, state.timesteps[state.step_index]
         truncated = current.astype(jnp.int32).astype(current.dtype)
-        # Several steps may have the same rounded timestep; step_index tells them apart.
+        # Several steps may share a rounded timestep; step_index tells them apart.
         is_current = (current == timestep) | (truncated == timestep) | ~found.any()
         return jnp.where(is_current, state.step_index, jnp.argmax(found).astype(jnp.int32))
 
@@ -102,12 +101,12 @@ class SigmaScheduler(FlaxSchedulerMixin):
         return predict_x0_and_eps(self.config.prediction_type, *vp_scales(sigma), x_t, model_output)
 
     def add_noise(self, state, original_samples, noise, timesteps):
-        """Noise clean samples to given timesteps; see FlaxSchedulerMixin.add_noise."""
+        """Add the noise of timesteps to clean samples; see FlaxSchedulerMixin.add_noise."""
         alpha_t, sigma_t = self._alpha_sigma(state, original_samples, timesteps)
         return mix(alpha_t, original_samples, sigma_t, noise).astype(original_samples.dtype)
 
     def get_velocity(self, state, sample, noise, timesteps):
-        """What a v-prediction model learns; see FlaxSchedulerMixin.get_velocity."""
+        """The target of a v-prediction model; see FlaxSchedulerMixin.get_velocity."""
         alpha_t, sigma_t = self._alpha_sigma(state, sample, timesteps)
         return mix(alpha_t, noise, -sigma_t, sample).astype(sample.dtype)
 
@@ -116,9 +115,8 @@ class SigmaScheduler(FlaxSchedulerMixin):
         return vp_scales(sigma.reshape(sigma.shape + (1,) * (sample.ndim - sigma.ndim)))
 
     def _sigma_at(self, state, timesteps):
-        # Interpolates between the run's noise levels, which Karras sigmas choose independently of
-        # training's. Steps with the same rounded timestep differ in sigma, so the current step is
-        # tested first.
+        # Interpolated between the run's noise levels, as Karras sigmas are not training's levels.
+        # Steps with the same rounded timestep differ in sigma, so the current step comes first.
         timesteps = jnp.asarray(timesteps).astype(jnp.float32)
         run_timesteps, run_sigmas = state.timesteps.astype(jnp.float32), state.sigmas[:-1]
         return jnp.where(
@@ -133,8 +131,8 @@ class EulerDiscreteSchedulerState(SchedulerState):
     """State of the Euler schedulers; timesteps are float32, sigmas one longer."""
 
     common: CommonSchedulerState
-    init_noise_sigma: jax.Array  # standard deviation of the noise to start from
-    timesteps: jax.Array  # in the order they are visited
+    init_noise_sigma: jax.Array  # standard deviation of the initial noise
+    timesteps: jax.Array  # in the order of the run
     sigmas: jax.Array  # noise over signal at each timestep and at the end
     num_inference_steps: int | None = struct.field(pytree_node=False, default=None)
     step_index: jax.Array = struct.field(default=np.int32(0), kw_only=True)  # steps taken so far
@@ -142,7 +140,7 @@ class EulerDiscreteSchedulerState(SchedulerState):
 
 @struct.dataclass
 class FlaxEulerDiscreteSchedulerOutput(FlaxSchedulerOutput):
-    """What FlaxEulerDiscreteScheduler.step returns."""
+    """The output of FlaxEulerDiscreteScheduler.step."""
 
 
 class FlaxEulerDiscreteScheduler(SigmaScheduler):
@@ -172,16 +170,16 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
 
     @property
     def init_noise_sigma(self):
-        """Standard deviation of the noise to start from; a run's own is state.init_noise_sigma."""
+        """Standard deviation of the initial noise; a run's own is state.init_noise_sigma."""
         return self._init_noise_sigma(self._training_sigmas())
 
     def _init_noise_sigma(self, sigmas):
-        # "leading" starts at a timestep with some signal left, of variance 1.
+        # "leading" starts at a timestep that has some signal, of variance 1.
         signal = 1.0 if self.config.timestep_spacing == "leading" else 0.0
         return float(np.hypot(np.max(sigmas), signal))
 
     def create_state(self, common=None):
-        """The state before set_timesteps: enough for scale_model_input, add_noise, get_velocity.
+        """The state before set_timesteps, for scale_model_input, add_noise and get_velocity.
 
         Args:
             common: CommonSchedulerState.create(self), to share it between schedulers.
@@ -198,7 +196,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
         if timesteps is None:
             timesteps = timestep_grid(self.config, num_inference_steps)
         elif self._option("use_karras_sigmas"):
-            raise ValueError(KARRAS_CHOOSES)
+            raise ValueError(TIMESTEPS_WITH_KARRAS)
         timesteps = timesteps.astype(np.float32)
         sigmas = np.interp(timesteps, np.arange(len(self)), self._training_sigmas())
         if self._option("use_karras_sigmas"):
@@ -212,7 +210,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
         }
 
     def scale_model_input(self, state, sample, timestep=None):
-        """The sample times alpha_t, in its dtype: what the model was trained on.
+        """The model's input: the sample times alpha_t, in its dtype.
 
         Args:
             state: from create_state, set_timesteps or step.
@@ -224,25 +222,17 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
         return (sample.astype(jnp.float32) / scale).astype(sample.dtype)
 
     def add_noise(self, state, original_samples, noise, timesteps):
-        """Noise clean samples to given timesteps, x0 + sigma eps; see FlaxSchedulerMixin."""
+        """Noisy samples x0 + sigma eps; see FlaxSchedulerMixin.add_noise."""
         alpha_t, sigma_t = self._alpha_sigma(state, original_samples, timesteps)
         noisy = mix(1.0, original_samples, sigma_t / alpha_t, noise)
         return noisy.astype(original_samples.dtype)
 
     def step(
-        self,
-        state,
-        model_output,
-        timestep,
-        sample,
-        return_dict=True,
-        *,
-        key=None,
-        noise=None,
+        self, state, model_output, timestep, sample, return_dict=True, *, key=None, noise=None
     ):
         """Step from a timestep to the next one of the run; arguments as in FlaxDDPMScheduler.step.
 
-        Only Euler-ancestral uses key or noise.
+        Only Euler-ancestral draws noise.
         """
         self._check_run(state, sample)
         i = self._position(state, timestep)
@@ -250,8 +240,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
         x_0, eps = self._predict(sigma, sample.astype(jnp.float32), model_output)
         x_prev = self._move(x_0, eps, sigma, next_sigma, lambda: self._noise(key, noise, sample))
         state = state.replace(step_index=i + 1)
-        output = FlaxEulerDiscreteSchedulerOutput(x_prev.astype(sample.dtype), state)
-        return output if return_dict else output.to_tuple()
+        return self._result(FlaxEulerDiscreteSchedulerOutput, x_prev, sample, state, return_dict)
 
     def _predict(self, sigma, x_t, model_output):
         scaled = x_t / jnp.sqrt(sigma**2 + 1)
@@ -262,7 +251,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
 
 
 class FlaxEulerAncestralDiscreteScheduler(FlaxEulerDiscreteScheduler):
-    """Euler steps that remove too much noise and add fresh noise back.
+    """Euler steps that remove more noise, then add fresh noise.
 
     Source: ancestral sampling, Song et al. (arXiv 2011.13456), appendix F, of x_t / alpha_t.
     """
@@ -276,7 +265,7 @@ class FlaxEulerAncestralDiscreteScheduler(FlaxEulerDiscreteScheduler):
         return x_0 + next_sigma**2 / sigma * eps + fresh * draw_noise()
 
 
-# The options that EDM's schedulers have in common.
+# Options of EDM's schedulers.
 EDM_DEFAULTS = {
     "sigma_min": 0.002,
     "sigma_max": 80.0,
@@ -289,14 +278,14 @@ EDM_DEFAULTS = {
 
 
 class EDMScheduler(SigmaScheduler):
-    """Common to the schedulers of models that EDM preconditions, such as CosXL.
+    """Base of schedulers for models with EDM's preconditioning, such as CosXL.
 
     The model takes c_in x_t and the timestep log(sigma) / 4; x_0 is c_skip x_t + c_out F, where F
-    is its output and x_t = x_0 + sigma eps. prediction_type v_prediction has the sign of c_out that
-    makes F the velocity of x_0 / sigma_data; epsilon has the paper's.
+    is its output and x_t = x_0 + sigma eps. With prediction_type epsilon c_out has the paper's
+    sign; with v_prediction the opposite, which makes F the velocity of x_0 / sigma_data.
 
-    A run of one step goes from sigma_max to 0 or, with final_sigmas_type sigma_min, to sigma_min.
-    diffusers leaves the noise in the image in two of these runs: with exponential sigmas it visits
+    A run of one step goes from sigma_max to 0, with final_sigmas_type sigma_min to sigma_min.
+    diffusers leaves noise in the image in two of these runs: with exponential sigmas it visits
     sigma_min alone, and EDMEulerScheduler with Karras sigmas and sigma_min ends at sigma_max.
 
     Source: Karras et al. (arXiv 2206.00364), table 1. Names, defaults and the start at
@@ -314,12 +303,12 @@ class EDMScheduler(SigmaScheduler):
 
     @property
     def init_noise_sigma(self):
-        """Standard deviation of the noise to start from."""
+        """Standard deviation of the initial noise."""
         return float(np.hypot(self.config.sigma_max, 1))
 
     @property
     def vp_prediction_type(self):
-        """See FlaxSchedulerMixin.vp_prediction_type; a ValueError for options unlike CosXL's."""
+        """See FlaxSchedulerMixin; a ValueError unless the options are CosXL's."""
         if (self.config.prediction_type, self.config.sigma_data) != ("v_prediction", 1):
             raise ValueError(
                 "previews and acceleration need a scheduler with prediction_type='v_prediction' "
@@ -336,22 +325,22 @@ class EDMScheduler(SigmaScheduler):
         return tuple(table.astype(np.float32) for table in (alphas, 1 - alphas, alpha_bar))
 
     def _run(self, num_inference_steps):
-        """Falling (timesteps, sigmas) of a run; sigmas also have the level after its last step."""
+        """A run's decreasing timesteps and sigmas; the last sigma is the level after the run."""
         highest, lowest = self.config.sigma_max, self.config.sigma_min
         if self.config.sigma_schedule == "karras":
             sigmas = karras_sigmas(highest, lowest, num_inference_steps, self.config.rho)
         else:
             sigmas = np.geomspace(highest, lowest, num_inference_steps)
-        # The last sigma visited, rounding included, so the last step changes nothing. A run of one
-        # step ends at sigma_min, as in PyTorch's DPM-Solver.
+        # With the last sigma's rounding, so that the last step changes nothing. A run of one step
+        # ends at sigma_min, as in PyTorch's DPM-Solver.
         final = sigmas[-1] if num_inference_steps > 1 else lowest
         final = final if self.config.final_sigmas_type == "sigma_min" else 0
         return np.log(sigmas) / 4, np.append(sigmas, final)
 
     def create_state(self, common=None):
-        """The state before set_timesteps; timesteps and sigmas are of the longest run.
+        """The state before set_timesteps; timesteps and sigmas are the longest run's.
 
-        common has the noise levels of training, see noise_schedule.edm_levels.
+        common has training's noise levels, see noise_schedule.edm_levels.
         """
         timesteps, sigmas = map(to_device, self._run(len(self)))
         start = to_device(self.init_noise_sigma)
@@ -359,7 +348,7 @@ class EDMScheduler(SigmaScheduler):
         return state.replace(timesteps=timesteps, sigmas=sigmas, init_noise_sigma=start)
 
     def _check_visited(self, num_inference_steps, timesteps):
-        """All timesteps of a run are within the noise levels of training."""
+        """No run leaves training's noise levels."""
 
     def _checked_timesteps(self, timesteps, num_inference_steps):
         raise ValueError(
@@ -377,13 +366,13 @@ class EDMScheduler(SigmaScheduler):
         return (sample.astype(jnp.float32) / scale).astype(sample.dtype)
 
     def add_noise(self, state, original_samples, noise, timesteps):
-        """Noise clean samples to given timesteps, x0 + sigma eps; see FlaxSchedulerMixin."""
+        """Noisy samples x0 + sigma eps; see FlaxSchedulerMixin.add_noise."""
         alpha_t, sigma_t = self._alpha_sigma(state, original_samples, timesteps)
         sigma = self.config.sigma_data * sigma_t / alpha_t
         return mix(1.0, original_samples, sigma, noise).astype(original_samples.dtype)
 
     def get_velocity(self, state, sample, noise, timesteps):
-        """What a v-prediction model learns, the F whose c_skip x_t + c_out F is x_0."""
+        """The target of a v-prediction model: F in x_0 = c_skip x_t + c_out F."""
         scaled = sample.astype(jnp.float32) / self.config.sigma_data
         return super().get_velocity(state, scaled, noise, timesteps).astype(sample.dtype)
 
@@ -397,7 +386,7 @@ class EDMScheduler(SigmaScheduler):
 
 
 class FlaxEDMEulerScheduler(EDMScheduler, FlaxEulerDiscreteScheduler):
-    """Euler steps for models that EDM preconditions.
+    """Euler steps for models with EDM's preconditioning.
 
     Source: Karras et al. (arXiv 2206.00364), algorithm 1 without its second-order correction.
     """
@@ -416,23 +405,23 @@ class FlaxEDMEulerScheduler(EDMScheduler, FlaxEulerDiscreteScheduler):
 
 
 class FlaxEDMTrainingScheduler(FlaxEDMEulerScheduler):
-    """The noise of training a model of EDM; timesteps are indices of noise_schedule.edm_levels.
+    """The noise of an EDM model's training; timesteps are indices of noise_schedule.edm_levels.
 
-    The model predicts v. A plain mean squared error of the velocity weights x_0 by 1 / c_out^2, as
-    the paper does.
+    The model predicts v. The velocity's plain mean squared error weights x_0 by 1 / c_out^2, as in
+    the paper.
 
     Source: Karras et al. (arXiv 2206.00364), equation 8.
     """
 
     def create_state(self, common=None):
-        """The state; sigmas are the levels of all timesteps, rising."""
+        """The state; sigmas are the levels of all timesteps, increasing."""
         return super().create_state(common).replace(sigmas=to_device(self._training_sigmas()))
 
     def _sigma_at(self, state, timesteps):
         return state.sigmas[timesteps] / self.config.sigma_data
 
     def model_timesteps(self, state, timesteps):
-        """What the model takes as timesteps: log(sigma) / 4."""
+        """The model's timesteps, log(sigma) / 4."""
         return jnp.log(state.sigmas[timesteps]) / 4
 
     def add_noise(self, state, original_samples, noise, timesteps):

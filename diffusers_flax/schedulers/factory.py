@@ -30,7 +30,8 @@ SCHEDULERS = {
     "tcd": FlaxTCDScheduler,
 }
 
-# PyTorch's classes without a Flax class, with the same noise schedule: others can take their place.
+# PyTorch's classes without a Flax class; the schedulers above can replace them, as their noise
+# schedule is the same.
 REPLACEABLE = (
     "DDIMParallelScheduler",
     "DDPMParallelScheduler",
@@ -43,19 +44,19 @@ REPLACEABLE = (
     "UniPCMultistepScheduler",
 )
 
-# What takes the place of a scheduler for a model that EDM preconditions, such as CosXL.
+# The schedulers of models with EDM's preconditioning, such as CosXL.
 EDM_SCHEDULERS = {
     "euler": FlaxEDMEulerScheduler,
     "dpmsolver++": FlaxEDMDPMSolverMultistepScheduler,
 }
 EDM_CLASSES = tuple(cls.__name__.removeprefix("Flax") for cls in EDM_SCHEDULERS.values())
 
-# The options that training depends on.
+# Options that change training.
 TRAINING_OPTIONS = (*FIRST_ARGUMENTS, "prediction_type", "rescale_betas_zero_snr")
 
 
 def make_scheduler(name, config):
-    """Build (scheduler, state) of a name in SCHEDULERS from the config of any scheduler."""
+    """(scheduler, state) of a name in SCHEDULERS, from any scheduler's config."""
     if name not in SCHEDULERS:
         raise ValueError(f"scheduler {name!r} is unknown; choose from {', '.join(SCHEDULERS)}")
     scheduler = SCHEDULERS[name].from_config(config)
@@ -65,7 +66,7 @@ def make_scheduler(name, config):
 def scheduler_from_pretrained(
     pretrained_model_name_or_path, subfolder="scheduler", revision=None, **hub_options
 ):
-    """Build (scheduler, state) of the class that scheduler_config.json names; see load_config."""
+    """(scheduler, state) of the class that scheduler_config.json names; see load_config."""
     config = FlaxSchedulerMixin._read_config(
         pretrained_model_name_or_path, subfolder, revision, **hub_options
     )
@@ -73,61 +74,52 @@ def scheduler_from_pretrained(
 
 
 def scheduler_from_config(config, source, name=None, **changes):
-    """Build (scheduler, state) of a scheduler_config.json's content.
+    """(scheduler, state) of a scheduler_config.json's content.
 
     Args:
         config: mapping.
         source: its directory or hub id, for errors.
-        name: of SCHEDULERS; None: the class that the config names.
+        name: a key of SCHEDULERS; None: the class that the config names.
         **changes: options to replace.
 
     Raises:
-        ValueError: the config is of a class that is not supported, unless name replaces one of
-            REPLACEABLE; it is of EDM and name is not in EDM_SCHEDULERS; or as in from_config.
+        ValueError: the config names an unsupported class, unless name replaces one of REPLACEABLE;
+            or EDM's, and name is not in EDM_SCHEDULERS; or as in from_config.
     """
-    by_class_name = {cls.__name__.removeprefix("Flax"): cls for cls in SCHEDULERS.values()}
-    own = class_name(config)
-    if own in EDM_CLASSES:
-        return edm_scheduler(config, source, name, changes)
-    if own not in by_class_name and not (name and own in REPLACEABLE):
-        remedy = "; choose one with --scheduler or scheduler=" if own in REPLACEABLE else ""
+    named = class_name(config)
+    schedulers = EDM_SCHEDULERS if named in EDM_CLASSES else SCHEDULERS
+    if named in EDM_CLASSES and name not in (None, *EDM_SCHEDULERS):
         raise ValueError(
-            f"{CONFIG_NAME} of {source} names _class_name={own}, which is not supported; "
-            f"supported are {', '.join(by_class_name)}{remedy}"
-        )
-    cls = SCHEDULERS[name] if name else by_class_name[own]
-    scheduler = cls.from_file_content(config, source, **changes)
-    return scheduler, scheduler.create_state()
-
-
-def edm_scheduler(config, source, name, changes):
-    """scheduler_from_config of one of EDM_CLASSES."""
-    if name not in (None, *EDM_SCHEDULERS):
-        raise ValueError(
-            f"--scheduler {name} has other noise levels than EDM, with which {source} was trained; "
+            f"scheduler={name} has other noise levels than EDM, with which {source} was trained; "
             f"take {' or '.join(EDM_SCHEDULERS)}"
         )
-    by_class_name = dict(zip(EDM_CLASSES, EDM_SCHEDULERS.values()))
-    cls = EDM_SCHEDULERS[name] if name else by_class_name[class_name(config)]
+    by_class_name = {cls.__name__.removeprefix("Flax"): cls for cls in schedulers.values()}
+    if named not in by_class_name and not (name and named in REPLACEABLE):
+        remedy = "; choose one with scheduler=" if named in REPLACEABLE else ""
+        raise ValueError(
+            f"{CONFIG_NAME} of {source} names _class_name={named}, which is not supported; "
+            f"supported are {', '.join(by_class_name)}{remedy}"
+        )
+    cls = schedulers[name] if name else by_class_name[named]
     scheduler = cls.from_file_content(config, source, **changes)
     return scheduler, scheduler.create_state()
 
 
 def class_name(config):
-    """The class of a scheduler_config.json's content, as PyTorch names it."""
+    """PyTorch's name of the class in a scheduler_config.json's content."""
     return str(config.get("_class_name")).removeprefix("Flax")
 
 
 def training_scheduler(config, source):
-    """Build (FlaxDDPMScheduler, state) with the noise schedule of a config, for training.
+    """(FlaxDDPMScheduler, state) with a config's noise schedule, for training.
 
-    A config of EDM makes a FlaxEDMTrainingScheduler.
+    An EDM config makes a FlaxEDMTrainingScheduler.
 
     Args:
-        config, source: as for scheduler_from_config. Options of sampling may have any value.
+        config, source: as for scheduler_from_config; the options for sampling may have any value.
 
     Raises:
-        ValueError: as for scheduler_from_config, or EDM's prediction_type is not v_prediction.
+        ValueError: as for scheduler_from_config, or an EDM config does not predict v.
     """
     if class_name(config) in EDM_CLASSES:
         scheduler = FlaxEDMTrainingScheduler.from_file_content(config, source)
@@ -143,28 +135,27 @@ def training_scheduler(config, source):
 
 
 def check_scheduler(name):
-    """Raise a ValueError for an unknown --scheduler; None is the model's own."""
+    """Raise a ValueError for an unknown scheduler name; None is the model's own."""
     if name not in (None, *SCHEDULERS):
-        raise ValueError(f"--scheduler {name} is unknown; choose from {', '.join(SCHEDULERS)}")
+        raise ValueError(f"scheduler={name} is unknown; choose from {', '.join(SCHEDULERS)}")
 
 
 def choose_scheduler(config, source, name=None, timestep_spacing=None, prediction_type=None):
-    """Build (scheduler, state) of --scheduler, --timestep_spacing and --prediction_type.
+    """(scheduler, state) of a model, with the user's choices.
 
     Args:
-        config, source: content of the model's scheduler_config.json, and the model.
-        name: of SCHEDULERS; None: the class that the config names.
-        timestep_spacing, prediction_type: None: as in the config.
+        config, source, name: as for scheduler_from_config.
+        timestep_spacing, prediction_type: None: the config's.
 
     Raises:
-        ValueError: the scheduler does not use timestep_spacing, or is not supported.
+        ValueError: the scheduler has no timestep_spacing; or as for scheduler_from_config.
     """
     changes = {"timestep_spacing": timestep_spacing, "prediction_type": prediction_type}
     changes = {option: value for option, value in changes.items() if value}
     scheduler, state = scheduler_from_config(config, source, name, **changes)
     if timestep_spacing and isinstance(scheduler, (SCHEDULERS["lcm"], SCHEDULERS["tcd"])):
         raise ValueError(
-            f"--timestep_spacing {timestep_spacing} has no effect with "
+            f"timestep_spacing={timestep_spacing} has no effect with "
             f"{type(scheduler).__name__}, which visits timesteps of the distillation; leave it out"
         )
     return scheduler, state

@@ -1,4 +1,4 @@
-"""FlaxLCMScheduler and FlaxTCDScheduler: for models that are distilled to 1 to 8 steps."""
+"""FlaxLCMScheduler and FlaxTCDScheduler, for models distilled to 1 to 8 steps."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from diffusers_flax.schedulers.ddpm import AlphaScheduler, alpha_bar_at, as_inde
 from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
 from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
-SIGMA_DATA = 0.5  # standard deviation of the data in the boundary conditions of LCM
+SIGMA_DATA = 0.5  # standard deviation of the data in LCM's boundary conditions
 
 
 def boundary_scalings(t, timestep_scaling):
@@ -18,7 +18,7 @@ def boundary_scalings(t, timestep_scaling):
 
     Args:
         t: timesteps, integers of any shape.
-        timestep_scaling: of the scheduler's config.
+        timestep_scaling: the scheduler's option.
 
     Source: Consistency Models (arXiv 2303.01469), equation 5 and appendix C.
     """
@@ -29,16 +29,16 @@ def boundary_scalings(t, timestep_scaling):
 
 @struct.dataclass
 class FlaxLCMSchedulerOutput(FlaxSchedulerOutput):
-    """What FlaxLCMScheduler.step returns."""
+    """The output of FlaxLCMScheduler.step."""
 
 
 @struct.dataclass
 class FlaxTCDSchedulerOutput(FlaxSchedulerOutput):
-    """What FlaxTCDScheduler.step returns."""
+    """The output of FlaxTCDScheduler.step."""
 
 
 class ConsistencyScheduler(AlphaScheduler):
-    """Common to LCM and TCD: options, the choice of timesteps."""
+    """Base of LCM and TCD: options and timesteps."""
 
     defaults = DEFAULTS | {
         "beta_start": 0.00085,
@@ -64,7 +64,7 @@ class ConsistencyScheduler(AlphaScheduler):
     takes_timesteps = True
 
     def _even_grid(self, num_inference_steps):
-        """Timesteps of a run, decreasing; source: LCM (arXiv 2310.04378), section 4.3."""
+        """A run's decreasing timesteps. Source: LCM (arXiv 2310.04378), section 4.3."""
         num_distilled = self.config.original_inference_steps
         if num_distilled > len(self):
             raise ValueError(
@@ -90,15 +90,7 @@ class FlaxLCMScheduler(ConsistencyScheduler):
     """
 
     def step(
-        self,
-        state,
-        model_output,
-        timestep,
-        sample,
-        return_dict=True,
-        *,
-        key=None,
-        noise=None,
+        self, state, model_output, timestep, sample, return_dict=True, *, key=None, noise=None
     ):
         """Step from a timestep to the next one of the run; arguments as in FlaxDDPMScheduler.step.
 
@@ -116,12 +108,11 @@ class FlaxLCMScheduler(ConsistencyScheduler):
         noisy = jnp.sqrt(alpha_bar) * denoised
         noisy = noisy + jnp.sqrt(1 - alpha_bar) * self._noise(key, noise, sample)
         state = state.replace(step_index=state.step_index + 1)
-        output = FlaxLCMSchedulerOutput(noisy.astype(sample.dtype), state)
-        return output if return_dict else output.to_tuple()
+        return self._result(FlaxLCMSchedulerOutput, noisy, sample, state, return_dict)
 
 
 class FlaxTCDScheduler(ConsistencyScheduler):
-    """Strategic stochastic sampling: denoise to an earlier timestep than the next, add noise.
+    """Strategic stochastic sampling: denoise beyond the next timestep, then add noise.
 
     clip_sample and thresholding have no effect, as in diffusers.
 
@@ -145,8 +136,9 @@ class FlaxTCDScheduler(ConsistencyScheduler):
         """Step from a timestep to the next one of the run; arguments as in FlaxDDPMScheduler.step.
 
         Args:
-            eta: gamma in the paper, 0 (deterministic) to 1; larger values suit more steps. The last
-                step adds no noise.
+            eta: gamma in the paper, 0 (deterministic) to 1; larger values suit more steps.
+
+        The last step adds no noise.
         """
         self._check_run(state, sample)
         t = as_index(timestep)
@@ -166,5 +158,4 @@ class FlaxTCDScheduler(ConsistencyScheduler):
         x_next = jnp.sqrt(kept) * x_s
         x_next = x_next + jnp.sqrt(1 - kept) * self._noise(key, noise, sample)
         state = state.replace(step_index=state.step_index + 1)
-        output = FlaxTCDSchedulerOutput(x_next.astype(sample.dtype), state)
-        return output if return_dict else output.to_tuple()
+        return self._result(FlaxTCDSchedulerOutput, x_next, sample, state, return_dict)

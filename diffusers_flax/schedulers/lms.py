@@ -13,21 +13,21 @@ from diffusers_flax.schedulers.euler import (
 )
 from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
-LMS_ORDER = 4  # outputs that LMS remembers
+LMS_ORDER = 4  # number of slopes in the state
 
 
 @struct.dataclass
 class LMSDiscreteSchedulerState(EulerDiscreteSchedulerState):
-    """State of FlaxLMSDiscreteScheduler: Euler's, and the derivatives of the latest steps."""
+    """State of FlaxLMSDiscreteScheduler: Euler's, and the slopes of the latest steps."""
 
-    derivatives: jax.Array | None = None  # (4, *sample.shape), the newest last
-    num_derivatives: jax.Array | None = None  # how many of them are known, int32
-    coefficients: jax.Array | None = None  # (steps, order - 1, derivative, the newest first)
+    derivatives: jax.Array | None = None  # slopes, (4, *sample.shape), newest last
+    num_derivatives: jax.Array | None = None  # number of known slopes, int32
+    coefficients: jax.Array | None = None  # (steps, order - 1, slope, newest first)
 
 
 @struct.dataclass
 class FlaxLMSSchedulerOutput(FlaxSchedulerOutput):
-    """What FlaxLMSDiscreteScheduler.step returns."""
+    """The output of FlaxLMSDiscreteScheduler.step."""
 
 
 class FlaxLMSDiscreteScheduler(FlaxEulerDiscreteScheduler):
@@ -54,11 +54,11 @@ class FlaxLMSDiscreteScheduler(FlaxEulerDiscreteScheduler):
                 coefficients[i, order - 1, :order] = lms_coefficients(plan["sigmas"], i, order)
         return plan | {"coefficients": coefficients, "num_derivatives": 0}
 
-    def _memory(self, shape):
+    def _empty_history(self, shape):
         return {"derivatives": jnp.zeros((LMS_ORDER, *shape), jnp.float32)}
 
     def get_lms_coefficient(self, state, order, t, current_order):
-        """Weight of the slope of `current_order` steps ago in the step number t of this order."""
+        """Weight of the slope of `current_order` steps ago, in step t with this order."""
         return state.coefficients[t, order - 1, current_order]
 
     def step(
@@ -76,8 +76,8 @@ class FlaxLMSDiscreteScheduler(FlaxEulerDiscreteScheduler):
         """Step from a timestep to the next one of the run; arguments as in FlaxDDPMScheduler.step.
 
         Args:
-            order: Python int, 1 to 4, the number of slopes used; fewer while fewer are known.
-            key, noise: not used.
+            order: Python int, 1 to 4, the number of slopes; fewer while fewer are known.
+            key, noise: without effect.
         """
         if order not in range(1, LMS_ORDER + 1):
             raise ValueError(f"order={order} must be a whole number from 1 to {LMS_ORDER}")
@@ -92,15 +92,14 @@ class FlaxLMSDiscreteScheduler(FlaxEulerDiscreteScheduler):
         state = state.replace(
             step_index=i + 1, derivatives=derivatives, num_derivatives=num_derivatives
         )
-        output = FlaxLMSSchedulerOutput(x_prev.astype(sample.dtype), state)
-        return output if return_dict else output.to_tuple()
+        return self._result(FlaxLMSSchedulerOutput, x_prev, sample, state, return_dict)
 
 
 def lms_coefficients(sigmas, i, order):
     """Weights of the slopes at sigmas[i], sigmas[i - 1], ... in the step to sigmas[i + 1].
 
-    Each is the integral over the step of the Lagrange polynomial that is 1 at its own sigma and 0
-    at every other sigma: float64 (order,).
+    A weight is the integral over the step of the slope's Lagrange polynomial, which is 1 at its own
+    sigma and 0 at the others: float64 (order,).
     """
     nodes = sigmas[i - order + 1 : i + 1][::-1] - sigmas[i]
     weights = []

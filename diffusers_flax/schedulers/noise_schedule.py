@@ -1,10 +1,7 @@
-"""The noise schedule of training: how much noise each timestep has, and noising a sample.
+"""The noise schedule of training: the noise level of each timestep, and adding noise to samples.
 
-    schedule = CommonSchedulerState.create(scheduler)  # alphas, betas, alphas_cumprod
-    noisy = add_noise_common(schedule, latents, noise, timesteps)
-
-`noise_schedule` makes the tables from a scheduler's config. Training takes it from the model's own
-scheduler, see factory.training_scheduler.
+schedule = CommonSchedulerState.create(scheduler)  # alphas, betas, alphas_cumprod
+noisy = add_noise_common(schedule, latents, noise, timesteps)
 """
 
 import jax
@@ -29,12 +26,12 @@ class CommonSchedulerState:
 
     @classmethod
     def create(cls, scheduler):
-        """The schedule that a scheduler's config describes."""
+        """The schedule of a scheduler's config."""
         return cls(*map(to_device, scheduler._noise_schedule()))
 
 
 def training_betas(config):
-    """Noise variance added by each training timestep, float32 (num_train_timesteps,).
+    """The noise variance that each training timestep adds, float32 (num_train_timesteps,).
 
     Source: linear, DDPM (arXiv 2006.11239) section 4; scaled_linear, latent diffusion
     (arXiv 2112.10752); squaredcos_cap_v2, cosine_betas.
@@ -62,7 +59,7 @@ def cosine_betas(num_steps, max_beta=0.999):
 
 
 def betas_for_alpha_bar(num_diffusion_timesteps, max_beta=0.999, dtype=jnp.float32):
-    """cosine_betas as a JAX array of the given dtype."""
+    """cosine_betas as a JAX array of this dtype."""
     return jnp.asarray(cosine_betas(num_diffusion_timesteps, max_beta), dtype)
 
 
@@ -95,17 +92,17 @@ def noise_schedule(config, zero_snr=False):
 
 
 def broadcast_to_shape_from_left(x, shape):
-    """Broadcast x over new last axes to shape, whose first axes are x's."""
+    """Broadcast x, whose axes are shape's first, to shape."""
     return jnp.broadcast_to(x.reshape(x.shape + (1,) * (len(shape) - x.ndim)), shape)
 
 
 def get_sqrt_alpha_prod(state, original_samples, noise, timesteps):
-    """sqrt(alpha_bar) and sqrt(1 - alpha_bar) at the timesteps, shaped to multiply a sample.
+    """sqrt(alpha_bar) and sqrt(1 - alpha_bar) at timesteps, shaped to multiply a sample.
 
     Args:
         state: CommonSchedulerState.
         original_samples: (B, ...).
-        noise: not used; part of the published signature.
+        noise: without effect.
         timesteps: (B,) or scalar integers.
 
     Returns:
@@ -142,10 +139,10 @@ def mix(weight, x, other_weight, other):
 
 
 def predict_x0_and_eps(prediction_type, alpha_t, sigma_t, x_t, model_output):
-    """Read a model's output as the clean sample and as the noise in x_t = alpha_t x0 + sigma_t eps.
+    """The clean sample and the noise in x_t = alpha_t x0 + sigma_t eps, from a model's output.
 
     Args:
-        prediction_type: epsilon, v_prediction or sample: what model_output is.
+        prediction_type: model_output's kind, epsilon, v_prediction or sample.
         alpha_t: sqrt(alpha_bar_t), scalar in [0, 1]; above 0 where model_output is epsilon.
         sigma_t: sqrt(1 - alpha_bar_t), scalar in (0, 1].
         x_t: noisy sample, any shape.
@@ -164,10 +161,10 @@ def predict_x0_and_eps(prediction_type, alpha_t, sigma_t, x_t, model_output):
 
 
 def edm_levels(config):
-    """The noise levels that a model of EDM is trained with, rising, float64 (num_train_timesteps,).
+    """Noise levels of an EDM model's training, increasing, float64 (num_train_timesteps,).
 
-    Each stands for an equal share of the training: sigma = sigma_data tan(pi u / 2), u uniform, the
-    cosine schedule in continuous time, within sigma_min and sigma_max.
+    They are equally probable: sigma = sigma_data tan(pi u / 2) with uniform u, the cosine schedule
+    in continuous time, between sigma_min and sigma_max.
 
     Args:
         config: num_train_timesteps, sigma_min, sigma_max, sigma_data.
@@ -176,18 +173,18 @@ def edm_levels(config):
     "Cosine-Continuous EDM VPred schedule" of CosXL's model card.
     """
     lowest, highest = np.arctan(np.array([config.sigma_min, config.sigma_max]) / config.sigma_data)
-    shares = (np.arange(config.num_train_timesteps) + 0.5) / config.num_train_timesteps
-    return config.sigma_data * np.tan(lowest + shares * (highest - lowest))
+    fractions = (np.arange(config.num_train_timesteps) + 0.5) / config.num_train_timesteps
+    return config.sigma_data * np.tan(lowest + fractions * (highest - lowest))
 
 
 def noise_scales(scheduler, state):
-    """The steps' alpha and sigma in model inputs alpha x_0 + sigma eps, alpha^2 + sigma^2 = 1.
+    """Each step's alpha and sigma in model inputs alpha x_0 + sigma eps, alpha^2 + sigma^2 = 1.
 
     For EDM x_0 is in units of sigma_data.
 
     Args:
-        scheduler: whose state it is.
-        state: of its set_timesteps, concrete arrays.
+        scheduler: the state's scheduler.
+        state: from set_timesteps, concrete arrays.
 
     Returns:
         (alpha, sigma), NumPy float32 (steps,).

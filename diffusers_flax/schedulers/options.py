@@ -1,11 +1,11 @@
-"""Options of the schedulers: names, defaults, and the values that they may have."""
+"""Options of the schedulers: names, defaults, supported values."""
 
 import math
 from numbers import Real
 
 import numpy as np
 
-# Options every scheduler has, and the values that some of them may take.
+# Options of every scheduler, and the supported values of some.
 DEFAULTS = {
     "num_train_timesteps": 1000,
     "beta_start": 0.0001,
@@ -21,7 +21,7 @@ CHOICES = {
     "prediction_type": ("epsilon", "v_prediction", "sample"),
     "timestep_spacing": ("leading", "linspace", "trailing"),
 }
-# The first arguments of all constructors; the arguments of a class follow.
+# The first arguments of all constructors; a class's own arguments follow.
 FIRST_ARGUMENTS = (
     "num_train_timesteps",
     "beta_start",
@@ -29,7 +29,7 @@ FIRST_ARGUMENTS = (
     "beta_schedule",
     "trained_betas",
 )
-# Options are of their default's type; options without a default are numbers.
+# An option has its default's type; options without a default are numbers.
 TYPES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 SMALLEST_SIGMA = 1e-6
 RANGES = {
@@ -43,9 +43,9 @@ RANGES = {
 
 
 def checked_option(name, value, default):
-    """The value as its default's type; a ValueError if it is not of that type or out of range.
+    """The value in its default's type; a ValueError for another type or a value out of range.
 
-    An integer may be written as 1.0, and true or false as 1 or 0.
+    1.0 passes as an integer, 1 and 0 as true and false.
     """
     if name == "trained_betas":
         is_array = isinstance(value, list | tuple) or np.ndim(value) > 0

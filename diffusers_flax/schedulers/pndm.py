@@ -13,8 +13,8 @@ from diffusers_flax.schedulers.noise_schedule import CommonSchedulerState
 from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
 # Weights of PNDM's linear multistep method. Row i is for step i, the last row for all later steps;
-# columns are the current model output, then the stored ones, the newest first. Step 1 repeats step
-# 0 and stores no output.
+# the columns are the current model output, then the stored outputs, newest first. Step 1 repeats
+# step 0 and stores no output.
 MULTISTEP_WEIGHTS = np.array(
     [
         [1, 0, 0, 0, 0],
@@ -29,19 +29,20 @@ MULTISTEP_WEIGHTS = np.array(
 
 @struct.dataclass
 class PNDMSchedulerState(SchedulerState):
-    """State of FlaxPNDMScheduler; fields as in DDIMSchedulerState. None before set_timesteps."""
+    """State of FlaxPNDMScheduler; other fields as in DDIMSchedulerState."""
 
     common: CommonSchedulerState
     final_alpha_cumprod: jax.Array
     init_noise_sigma: jax.Array
     timesteps: jax.Array
     num_inference_steps: int | None = struct.field(pytree_node=False, default=None)
+    # Below, None is before set_timesteps.
     prk_timesteps: jax.Array | None = None  # of the Runge-Kutta start, int32, may be empty
-    plms_timesteps: jax.Array | None = None  # of the multistep method
+    plms_timesteps: jax.Array | None = None  # of the multistep method, int32
     cur_model_output: jax.Array | None = None  # weighted sum over the current Runge-Kutta step
     counter: jax.Array | None = None  # steps taken so far, int32
-    cur_sample: jax.Array | None = None  # where the current Runge-Kutta or repeated step began
-    ets: jax.Array | None = None  # model outputs, float32 (4, *sample.shape), the newest last
+    cur_sample: jax.Array | None = None  # start of the current Runge-Kutta or repeated step
+    ets: jax.Array | None = None  # model outputs, float32 (4, *sample.shape), newest last
 
     @property
     def step_index(self):
@@ -51,14 +52,14 @@ class PNDMSchedulerState(SchedulerState):
 
 @struct.dataclass
 class FlaxPNDMSchedulerOutput(FlaxSchedulerOutput):
-    """What FlaxPNDMScheduler.step returns."""
+    """The output of FlaxPNDMScheduler.step."""
 
 
 class FlaxPNDMScheduler(AlphaScheduler):
-    """DDIM steps along a linear multistep mean of the latest model outputs.
+    """DDIM steps along a weighted mean of the latest model outputs (linear multistep).
 
-    It starts with Runge-Kutta steps (n + 9 timesteps for n steps) or, with skip_prk_steps, by
-    taking the first step twice (n + 1 timesteps; 1 for n = 1).
+    A run starts with Runge-Kutta steps (n + 9 timesteps for n steps) or, with skip_prk_steps, takes
+    the first step twice (n + 1 timesteps; 1 for n = 1).
 
     Source: PNDM (arXiv 2202.09778), equations 9, 12, 13 and algorithm 2.
     """
@@ -70,7 +71,7 @@ class FlaxPNDMScheduler(AlphaScheduler):
         "rescale_betas_zero_snr": (False,),
     }
     state_class = PNDMSchedulerState
-    count = "counter"
+    counter = "counter"
     pndm_order = 4
 
     def _plan(self, num_inference_steps, first_step, timesteps):
@@ -91,31 +92,23 @@ class FlaxPNDMScheduler(AlphaScheduler):
             "timesteps": np.concatenate([prk, plms]),
             "prk_timesteps": prk,
             "plms_timesteps": plms,
-            self.count: 0,
+            self.counter: 0,
         }
 
-    def _memory(self, shape):
+    def _empty_history(self, shape):
         zeros = jnp.zeros(shape, jnp.float32)
         ets = jnp.zeros((self.pndm_order, *shape), jnp.float32)
         return {"cur_model_output": zeros, "cur_sample": zeros, "ets": ets}
 
     def step(
-        self,
-        state,
-        model_output,
-        timestep,
-        sample,
-        return_dict=True,
-        *,
-        key=None,
-        noise=None,
+        self, state, model_output, timestep, sample, return_dict=True, *, key=None, noise=None
     ):
-        """Take step_prk while state.counter is within prk_timesteps, then step_plms.
+        """step_prk while state.counter is within prk_timesteps, then step_plms.
 
-        Args and Returns as in FlaxDDPMScheduler.step; key and noise are not used.
+        Args and Returns as in FlaxDDPMScheduler.step; key and noise have no effect.
 
         Raises:
-            ValueError: set_timesteps was not called, or with another shape than the sample's.
+            ValueError: set_timesteps was not called, or not with the sample's shape.
         """
         prev_sample, next_state = self.step_plms(state, model_output, timestep, sample)
         if not self.config.skip_prk_steps:
@@ -129,7 +122,7 @@ class FlaxPNDMScheduler(AlphaScheduler):
         return output if return_dict else output.to_tuple()
 
     def step_prk(self, state, model_output, timestep, sample):
-        """One of the four model evaluations of a Runge-Kutta step; the fourth ends the step.
+        """One of a Runge-Kutta step's four model evaluations.
 
         Args and Raises as in step.
 
@@ -164,7 +157,7 @@ class FlaxPNDMScheduler(AlphaScheduler):
         return x_prev.astype(sample.dtype), state
 
     def step_plms(self, state, model_output, timestep, sample):
-        """One linear multistep step; step 1 of a run repeats step 0 with the mean of both outputs.
+        """One linear multistep step; step 1 repeats step 0 with the mean of both outputs.
 
         Args and Raises as in step.
 
@@ -186,7 +179,7 @@ class FlaxPNDMScheduler(AlphaScheduler):
         return x_prev.astype(sample.dtype), state
 
     def _get_prev_sample(self, state, sample, timestep, prev_timestep, model_output):
-        """DDIM's step between two timesteps, equation 9; below 0 is final_alpha_cumprod."""
+        """DDIM's step between two timesteps, equation 9; below 0 stands final_alpha_cumprod."""
         alpha_bar = alpha_bar_at(state, timestep)
         alpha_bar_prev = alpha_bar_at(state, prev_timestep, state.final_alpha_cumprod)
         if self.config.prediction_type == "v_prediction":

@@ -1,4 +1,4 @@
-"""Norms, gate, convolution and attention against PyTorch, values and gradients."""
+"""Norms, gate, convolutions and attention against PyTorch, values and gradients."""
 
 import math
 from functools import partial
@@ -37,7 +37,7 @@ from diffusers_flax.models.convolution import convolve, shifted_matmuls, winogra
 
 
 def value_and_gradients(function, args):
-    """A function's value and its vector-Jacobian product with random numbers, NumPy arrays."""
+    """A function's value and gradients of a random weighted sum of it, NumPy arrays."""
     out, pull = jax.vjp(function, *map(jnp.asarray, args))
     weights = random_normal(*out.shape, seed=1)
     return [np.asarray(x) for x in (out, *pull(jnp.asarray(weights, out.dtype)))]
@@ -52,7 +52,7 @@ def torch_value_and_gradients(function, args):
 
 
 def assert_close(found, expected, tolerance, least=0.0):
-    """Each array is within tolerance of its largest value, or of `least` if that is larger."""
+    """Errors are at most tolerance times an array's largest value, or times `least`."""
     for ours, theirs in zip(found, expected, strict=True):
         atol = tolerance * max(np.abs(theirs).max(), least)
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
@@ -120,8 +120,8 @@ def test_bfloat16_goes_in_and_comes_out():
     assert out.dtype == pull(out)[0].dtype == jnp.bfloat16
 
 
-def test_norms_keep_their_input_alone():
-    """Only x is saved for the backward pass, and a few numbers per channel or position."""
+def test_norms_save_only_their_input():
+    """And a few numbers per channel or position."""
     x, scale, bias = jnp.ones((2, 64, 32), jnp.bfloat16), jnp.ones(32), jnp.zeros(32)
     for function in (
         lambda x: group_norm(x, scale, bias, 8, 1e-5, True, jnp.bfloat16),
@@ -136,7 +136,7 @@ def test_norms_keep_their_input_alone():
 @pytest.mark.parametrize("lengths", [(128, 384), *slow(((256, 256),), ((1024, 2048),))])
 @pytest.mark.parametrize("head_dim", [40, 64, 128, pytest.param(512, marks=pytest.mark.slow)])
 def test_splash_is_attention(lengths, head_dim):
-    """The TPU's kernel, interpreted, with its smallest and largest blocks."""
+    """The TPU's kernel, interpreted, with smallest and largest blocks."""
     T, S = lengths
     shapes = (1, T, 2, head_dim), (1, S, 2, head_dim), (1, S, 2, head_dim)
     args = [random_normal(*shape, seed=i) for i, shape in enumerate(shapes)]
@@ -245,8 +245,9 @@ def test_convolution_algorithms(size, ours, tolerance):
     assert_close([np.float32(x) for x in found], expected, 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least_channels", [1, 320])
-@pytest.mark.parametrize("features", [8, *slow(200)])
+@pytest.mark.parametrize("features", [8, 200])
 def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
     """Parameters, values and gradients of flax.linen.Conv, in float32 and bfloat16."""
     monkeypatch.setattr("diffusers_flax.models.convolution.LEAST_CHANNELS", least_channels)

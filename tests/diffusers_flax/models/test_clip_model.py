@@ -162,8 +162,8 @@ def test_pytorch_opens_what_it_writes(folder, tmp_path):
     before = CLIPModel.from_pretrained(folder)
     for key, tensor in before.state_dict().items():
         torch.testing.assert_close(theirs.state_dict()[key], tensor, rtol=0, atol=0)
-    for part in ("text_config", "vision_config"):
-        saved, original = (getattr(model.config, part).to_dict() for model in (theirs, before))
+    for name in ("text_config", "vision_config"):
+        saved, original = (getattr(model.config, name).to_dict() for model in (theirs, before))
         assert saved == original
     reopened = FlaxCLIPModel.from_pretrained(tmp_path / "ours")
     jax.tree.map(np.testing.assert_array_equal, reopened.params, ours.params)
@@ -182,9 +182,9 @@ def test_config_of_openai(tmp_path, caplog, has_dicts):
     tensors["text_model.embeddings.position_ids"] = torch.arange(6)[None]
     safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    for part, tower in (("text_config", TEXT), ("vision_config", VISION)):
-        config[part] |= {"top_k": 50, "add_cross_attention": False, "return_dict": True}
-        config[f"{part}_dict"] = tower if has_dicts else None
+    for name, encoder in (("text_config", TEXT), ("vision_config", VISION)):
+        config[name] |= {"top_k": 50, "add_cross_attention": False, "return_dict": True}
+        config[f"{name}_dict"] = encoder if has_dicts else None
     (folder / "config.json").write_text(json.dumps(config))
     theirs = CLIPModel.from_pretrained(folder).eval()
     expected = theirs(torch.tensor(IDS), torch.tensor(PIXELS)).logits_per_text

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import ControlNetModel, MultiControlNetModel, UNet2DConditionModel
 from flax.traverse_util import flatten_dict
-from helpers import ROOT, slow
+from helpers import ROOT
 from references import flax_params, to_jax
 
 from diffusers_flax.models.controlnet import FlaxControlNetModel, FlaxMultiControlNetModel
@@ -93,7 +93,8 @@ def check_equal(ours, theirs, tolerance=TOLERANCE):
         assert np.abs(np.asarray(mine, np.float32) - other).max() < tolerance * np.abs(other).max()
 
 
-@pytest.mark.parametrize("name", ["sd1", *slow(*[name for name in CONFIGS if name != "sd1"])])
+@pytest.mark.variants
+@pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_outputs_equal_pytorch(name):
     theirs, ours, params = pair(**CONFIGS[name])

@@ -1,4 +1,4 @@
-"""Every public model and pipeline in float16 and bfloat16 on a CPU, against float32."""
+"""All models and pipelines in float16 and bfloat16 on a CPU, against float32."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.parameters import cast_floating
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
-# Of the largest value. float16 rounds by 0.05%, bfloat16 by 0.4%, dozens of times.
+# Relative to the largest value. float16 rounds by 0.05%, bfloat16 by 0.4%, dozens of times.
 TOLERANCES = {"float16": 6e-3, "bfloat16": 5e-2}
 BLOCKS = dict(
     block_out_channels=(32, 64),
@@ -74,7 +74,10 @@ def vae(dtype):
     def call(params):
         apply = partial(module.apply, {"params": params})
         posterior = apply(normal(1, 3, 32, 32), method=module.encode).latent_dist
-        return posterior.mode(), apply(normal(1, 4, 16, 16), method=module.decode).sample
+        assert posterior.mean.dtype == jnp.float32
+        decoded = apply(normal(1, 4, 16, 16), method=module.decode).sample
+        assert decoded.dtype == dtype
+        return posterior.mode(), decoded
 
     return module, call
 
@@ -123,26 +126,25 @@ def safety_checker(dtype):
 
 
 MODELS = {
+    "CLIP text": partial(text_model, FlaxCLIPTextModel),
     "UNet": unet,
     "UNet of SDXL": partial(unet, **XL),
     "VAE": vae,
     "TAESD": tiny_vae,
-    "CLIP text": partial(text_model, FlaxCLIPTextModel),
     "CLIP text with projection": partial(text_model, FlaxCLIPTextModelWithProjection),
     "safety checker": safety_checker,
 }
 
 
 def error(ours, expected):
-    """Largest difference as a share of the largest value."""
+    """Largest difference, relative to the largest value."""
     return np.abs(np.asarray(ours, np.float32) - expected).max() / np.abs(expected).max()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=() if x == "CLIP text" else pytest.mark.slow) for x in MODELS]
-)
+@pytest.mark.variants
+@pytest.mark.parametrize("name", MODELS)
 def test_models(name):
-    """Compute dtypes; the parameters are float32."""
+    """With float32 parameters."""
     module, call = MODELS[name](jnp.float32)
     params = jax.jit(module.init_weights)(jax.random.key(0))
     exact = jax.tree.leaves(jax.jit(call)(params))
@@ -186,9 +188,9 @@ def test_param_dtype(half_pipeline, caplog):
 
 
 def test_param_dtype_of_pipelines(half_pipeline, caplog):
-    """Of all parts but the scheduler's state; kernels in 8 bits keep their dtypes."""
+    """It is the dtype of all components but the scheduler's state and kernels in 8 bits."""
     load = partial(FlaxDiffusionPipeline.from_pretrained, half_pipeline)
-    parts = ("unet", "vae", "text_encoder")
+    components = ("unet", "vae", "text_encoder")
     for param_dtype, storage, stored in (
         ("float32", None, set()),
         ("bfloat16", None, set()),
@@ -196,14 +198,14 @@ def test_param_dtype_of_pipelines(half_pipeline, caplog):
     ):
         pipeline, params = load(param_dtype=param_dtype, storage=storage)
         assert dtypes(params["vae"]) == {param_dtype}
-        for part in ("unet", "text_encoder"):
-            assert dtypes(params[part]) == {param_dtype, *stored}
+        for component in ("unet", "text_encoder"):
+            assert dtypes(params[component]) == {param_dtype, *stored}
         assert dtypes(params["scheduler"]) >= {"float32"}
         assert pipeline.unet.dtype == jnp.float32
     assert not caplog.messages
     warn_once.cache_clear()
     _, params = load()
-    assert [dtypes(params[part]) for part in parts] == [{"float16"}] * 3
+    assert [dtypes(params[component]) for component in components] == [{"float16"}] * 3
     assert ["param_dtype" in message for message in caplog.messages] == [True]
 
 
@@ -215,7 +217,7 @@ def test_pytorch_opens_a_saved_pipeline_in_one_dtype(half_pipeline, tmp_path, dt
         theirs = StableDiffusionInstructPix2PixPipeline.from_pretrained(
             tmp_path / "saved", **options
         )
-        found = [part.dtype for part in (theirs.unet, theirs.vae, theirs.text_encoder)]
+        found = [component.dtype for component in (theirs.unet, theirs.vae, theirs.text_encoder)]
         assert found == [expected] * 3
         if expected == torch.float32:
             image = torch.zeros((1, 3, 32, 32))

@@ -17,6 +17,7 @@ from diffusers.pipelines.stable_diffusion.safety_checker import (
     cosine_distance,
 )
 from flax.traverse_util import flatten_dict
+from helpers import slow
 from transformers import CLIPConfig, CLIPImageProcessorPil
 
 from diffusers_flax.models.clip_similarities import FlaxStableDiffusionSafetyChecker
@@ -61,9 +62,9 @@ def torch_flags(theirs, features):
     return theirs(torch.tensor(features), [np.ones((2, 2, 3)) for _ in features])[1]
 
 
-@pytest.fixture(scope="module", params=["quick_gelu", "gelu"])
+@pytest.fixture(scope="module", params=["quick_gelu", *slow("gelu")])
 def theirs(request, features):
-    """PyTorch's checker, random; thresholds are such that special care changes flags."""
+    """PyTorch's checker, random, with thresholds for which special care changes flags."""
     config = CLIPConfig(vision_config=VISION | {"hidden_act": request.param}, projection_dim=8)
     torch.manual_seed(0)
     checker = StableDiffusionSafetyChecker(config).eval()
@@ -71,8 +72,8 @@ def theirs(request, features):
         noise = torch.randn_like(parameter) * (0.4 if parameter.ndim > 1 else 0.1)
         parameter.data = noise + 1 if "norm" in name and "weight" in name else noise
     cosines, special_cosines = torch_cosines(checker, features)
-    # Concept 0 flags three images. The others are missed by 0.005 by the image nearest to each,
-    # less than what special care adds, which half of the images get.
+    # Concept 0 flags three images. The others miss the image nearest to each by 0.005, less than
+    # special care adds to the scores of half of the images.
     thresholds = cosines.max(0) + 0.005
     thresholds[0] = np.sort(cosines[:, 0])[-4:-2].mean()
     checker.concept_embeds_weights.data = torch.tensor(thresholds)

@@ -136,8 +136,8 @@ def test_saved_weights_are_those_that_were_stored(saved, storage):
     _, found = FlaxDiffusionPipeline.from_pretrained(saved[storage], storage=storage)
     found.pop("scheduler")
     expected.pop("scheduler")
-    for name, part in found.items():
-        assert storage_of(part) == (None if name == "vae" else storage)
+    for name, tree in found.items():
+        assert storage_of(tree) == (None if name == "vae" else storage)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert {x.dtype for x in jax.tree.leaves(found)} == {x.dtype for x in jax.tree.leaves(expected)}
 
@@ -162,7 +162,7 @@ def test_opening_in_another_storage(saved):
 def test_refusals(saved):
     with pytest.raises(ValueError, match="storage='int4' is not known; known are float8, int8"):
         FlaxDiffusionPipeline.from_pretrained(saved[None], storage="int4")
-    with pytest.raises(ValueError, match="--storage int8 and --accelerate int8 both change"):
+    with pytest.raises(ValueError, match="storage=int8 and accelerate=int8 both change"):
         FlaxStableDiffusionXLPipeline.open(saved[None], execution=Execution("int8", storage="int8"))
     with pytest.raises(ValueError, match="has weights up to 500, float8 has numbers up to 448"):
         store({"mid_block": {"resnets_0": {"conv1": {"kernel": np.full((2, 2), 500.0)}}}}, "float8")

@@ -79,11 +79,11 @@ def test_the_config_has_no_tile(folders):
     assert "tile" not in pipeline.vae.config
     assert replace(pipeline, vae=with_tile(pipeline.vae, 0)).vae.tile is None
     with pytest.raises(
-        ValueError, match="--vae_tile 40 is not a multiple of 32 pixels, 32 or more; try 32"
+        ValueError, match="vae_tile=40 is not a multiple of 32 pixels, 32 or more; try 32"
     ):
         FlaxDiffusionPipeline.from_pretrained(folders["xl"], vae_tile=40)
     with pytest.raises(
-        ValueError, match="--vae_tile -8 is not a multiple of 32 pixels, 32 or more; try 32"
+        ValueError, match="vae_tile=-8 is not a multiple of 32 pixels, 32 or more; try 32"
     ):
         FlaxDiffusionPipeline.from_pretrained(folders["xl"], vae_tile=-8)
 
@@ -182,7 +182,7 @@ def test_the_plan_says_which_tile(folders, monkeypatch):
     assert planned.vae.tile == 64
     assert line.endswith("tiles of 64 pixels, as whole images would not fit")
     assert plan(vae_tile=0)[0].vae.tile is None
-    with pytest.raises(ValueError, match="--vae_tile 33 is not a multiple of 32"):
+    with pytest.raises(ValueError, match="vae_tile=33 is not a multiple of 32"):
         plan(vae_tile=33)
 
 

@@ -138,7 +138,7 @@ def test_wrong_uses_are_one_line():
     for wrong, message in (
         (
             lambda: scheduler_from_config(COSXL_SCHEDULER, "MODEL", "ddim"),
-            "--scheduler ddim has other",
+            "scheduler=ddim has other",
         ),
         (
             lambda: training_scheduler(COSXL_SCHEDULER | {"prediction_type": "epsilon"}, "MODEL"),
