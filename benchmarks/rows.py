@@ -1,7 +1,7 @@
 """Results files and command lines of the benchmarks.
 
-`benchmarks/results/NAME.json` has the rows of benchmarks.NAME, {case: row}; families.json has the
-rows of demo/compare_families.py. Every row has "command" and "machine".
+`benchmarks/results/NAME.json` has the rows of benchmarks.NAME, {case: row}. Every row has "command"
+and "machine".
 """
 
 import functools
@@ -58,13 +58,10 @@ def check_output(output):
 
 
 def benchmark_command():
-    """The command of this process, a module of benchmarks/ or a script of demo/."""
+    """The command of this process, which runs a module of benchmarks/."""
     program = Path(sys.argv[0])
     name = program.parent.name if program.stem == "__main__" else program.stem
-    words = ["-m", f"benchmarks.{name}"]
-    if program.resolve().parent.name == "demo":
-        words = [f"demo/{program.name}"]
-    return shlex.join(["python", *words, *sys.argv[1:]])
+    return shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
 
 
 def describe_machine(packages=PACKAGES):

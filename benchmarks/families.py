@@ -1,7 +1,7 @@
 """Compare tiny Stable Diffusion and SDXL models, fine-tuned alike, on the demo's held-out images.
 
-    python demo/compare_families.py          # 21 minutes on 2 CPU cores
-    python demo/compare_families.py --max_train_steps 20 --seeds 0 --guidance_scale 2 \\
+    python -m benchmarks.families          # 21 minutes on 2 CPU cores
+    python -m benchmarks.families --max_train_steps 20 --seeds 0 --guidance_scale 2 \\
         --work_dir /tmp/families --output /tmp/families.json --image_dir /tmp/families   # minutes
 
 Fine-tunes demo/base_model and demo/base_model_xl with flax_train_instruct_pix2pix.py, once per
@@ -10,8 +10,8 @@ evaluate_edits.py. Runs that --work_dir holds, finished with the same flags, are
 
 Writes --output, with a row per family and seed, per family over all seeds, and for the baselines;
 and to --image_dir families_loss.png (training loss), families_validation.jpg (validation images
-over training steps) and families.gif (the same as an animation). There is no CLIP model in this
-repository, so CLIP's metrics are left out.
+over training steps) and families.gif (the same as an animation). CLIP's metrics are left out, as
+this repository has no CLIP model.
 """
 
 import json
@@ -29,9 +29,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
+from benchmarks.rows import ROOT, check_output, describe_machine, read_rows, write_rows
 from command_line import run_main
 from dataloading.images import load_image
 from demo.photographs import EDITS
@@ -69,8 +67,6 @@ class Config:
 
 def check_flags(config):
     """Raise a ValueError for invalid flags; evaluate_edits.py checks the scales."""
-    from benchmarks.rows import check_output, read_rows
-
     if not config.seeds or len(set(config.seeds)) < len(config.seeds):
         given = " ".join(map(str, config.seeds))
         raise ValueError(f"--seeds {given} must be one or more different numbers")
@@ -340,8 +336,6 @@ def save_figures(config, curves):
 
 def run(config):
     """Train, measure, write."""
-    from benchmarks.rows import describe_machine, write_rows
-
     check_flags(config)
     os.environ["JAX_NUM_CPU_DEVICES"] = "2"  # XLA runs small operations on one core per device
     machine = describe_machine(("jax", "jaxlib", "flax", "optax", "numpy"))
