@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 DESCRIPTION = "DESCRIPTION"  # its place in the help of tyro, which would join its lines
 DEFAULTS = {  # in the help, of equal length
@@ -72,7 +72,7 @@ def run_main(
     Ctrl-C; 1 for failed arithmetic and for what `explain` explains. Other exceptions are raised.
 
     Args:
-        config_class: dataclass of the flags, or a union of dataclasses, one per subcommand.
+        config_class: dataclass of the flags, or {subcommand: dataclass}.
         description: for --help.
         work: takes the config.
         args: the flags; None: this process's command line.
@@ -132,10 +132,14 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
         if count > 1:
             refuse(f"--{name} is given {count} times; write all values after one --{name}")
     options = {"description": DESCRIPTION, "use_underscores": True, "return_unknown_args": True}
+    kind = config_class
+    if isinstance(config_class, dict):
+        named = [Annotated[x, tyro.conf.subcommand(name)] for name, x in config_class.items()]
+        kind = Union[tuple(named)]  # noqa: UP007
     shown = io.StringIO()
     try:
         with one_line_errors(config_class, words), redirect_stdout(shown):
-            config, unknown = tyro.cli(config_class, args=words, **options)
+            config, unknown = tyro.cli(kind, args=words, **options)
     except SystemExit as stop:
         if not stop.code:  # --help
             text = shown.getvalue()
@@ -243,9 +247,11 @@ def explain_unknown(unknown: list[str], config_class: Any, words: list[str]) -> 
         config_class: as for run_main.
         words: the command line.
     """
-    classes = get_args(config_class) or (config_class,)
-    chosen = [cls for cls in classes if words[:1] == [cls.__name__.lower()]]  # the subcommand
-    hints = {name: hint for cls in chosen or classes for name, hint in get_type_hints(cls).items()}
+    classes = classes_of(config_class)
+    chosen = [cls for subcommand, cls in classes.items() if words[:1] == [subcommand]]
+    hints = {}
+    for cls in chosen or classes.values():
+        hints |= get_type_hints(cls)
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     if not flags:
         said = " ".join(unknown)
@@ -283,11 +289,16 @@ def wrap_paragraphs(text: str) -> str:
     )
 
 
+def classes_of(config_class: Any) -> dict[str, Any]:
+    """{subcommand: dataclass}; {"": dataclass} without subcommands."""
+    return config_class if isinstance(config_class, dict) else {"": config_class}
+
+
 def list_flags(config_class: Any) -> set[str]:
-    """The flags of a dataclass, or of a union of them, that take several values."""
+    """The flags that take several values."""
     return {
         name
-        for cls in get_args(config_class) or (config_class,)
+        for cls in classes_of(config_class).values()
         for name, hint in get_type_hints(cls).items()
         if tuple in (get_origin(hint), *map(get_origin, get_args(hint)))
     }

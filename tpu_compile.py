@@ -36,9 +36,8 @@ all operations but kernels (Pallas), without waiting for data, show what an opti
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -47,32 +46,23 @@ import jax.numpy as jnp
 
 import flax_train_instruct_pix2pix as trainer
 from command_line import check_scale, check_writable, run_main
-from compiling.jobs import (
+from compiling.chips import find_slice, slice_devices
+from compiling.costs import program_costs, replicated_shapes
+from compiling.programs import (
     DTYPES,
     FAMILIES,
-    Edit,
-    Images,
-    Job,
-    Sdxl,
-    Target,
-    Unet,
-    image_job,
-    read_configs,
-    unet_job,
-)
-from compiling.programs import (
-    GIB,
-    find_slice,
-    largest_fitting,
-    num_bytes,
+    EditFlags,
+    ImageFlags,
+    Program,
+    SdxlFlags,
+    TargetFlags,
+    UnetFlags,
+    image_program,
     param_shapes,
-    print_report,
-    program_costs,
-    replicated_shapes,
-    roofline_seconds,
-    slice_devices,
-    verdict,
+    read_configs,
+    unet_program,
 )
+from compiling.report import changed_flags, make_report, print_report, verdict
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
@@ -104,7 +94,7 @@ from training.sharding import MAX_STEPS_IN_FLIGHT, cast_kernels, shard_axes, sta
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(trainer.Config, Target):
+class TrainFlags(trainer.Config, TargetFlags):
     """The training step."""
 
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
@@ -119,7 +109,7 @@ def training_model_shapes(config):
     """The modules of a training step and the shapes of their parameters, as train() has them.
 
     Args:
-        config: Train.
+        config: TrainFlags.
 
     Returns:
         (Models, train_step's `frozen`, trained parameters), the last two of ShapeDtypeStructs.
@@ -180,21 +170,21 @@ def training_model_shapes(config):
 
 
 def largest_size(config):
-    """Height and width of the images with most pixels; config: Train."""
+    """Height and width of the images with most pixels; config: TrainFlags."""
     return max(chosen_sizes(config) or [(config.resolution,) * 2], key=math.prod)
 
 
-def train_job(config, devices):
+def train_program(config, devices):
     """The trainer's step and the update of its averages, under pmap as in training.
 
     Of several sizes it is the step of the largest.
 
     Args:
-        config: Train.
+        config: TrainFlags.
         devices: to compile for.
 
     Returns:
-        Job.
+        Program.
     """
     n = len(devices)
     models, frozen, params = training_model_shapes(config)
@@ -227,7 +217,7 @@ def train_job(config, devices):
     state = state_shapes(params, tx, axes, n)
     average = state.params  # an average is sharded like the parameters
     num_averages = plan.num_averages
-    return Job(
+    return Program(
         step=jax.pmap(train_step, axis_name="batch", donate_argnums=0, devices=devices),
         args=(state, frozen, batch, replicated_shapes(jax.random.PRNGKey(0), n)),
         held={
@@ -244,110 +234,31 @@ def train_job(config, devices):
     )
 
 
-SUBCOMMANDS = {Train: train_job, Unet: unet_job, Sdxl: image_job, Edit: image_job}
-BATCH_FLAGS = {Train: "train_batch_size", Unet: "batch_size"} | dict.fromkeys(
-    (Sdxl, Edit), "num_images"
-)
+SUBCOMMANDS = {"train": TrainFlags, "unet": UnetFlags, "sdxl": SdxlFlags, "edit": EditFlags}
+BATCH_FLAGS = {"train": "train_batch_size", "unet": "batch_size"}
+BATCH_FLAGS |= dict.fromkeys(("sdxl", "edit"), "num_images")
 
 
 def subcommand_of(config):
-    """The subcommand: train, unet, sdxl or edit."""
-    return type(config).__name__.lower()
+    """The subcommand of the flags."""
+    return next(name for name, flags in SUBCOMMANDS.items() if flags is type(config))
 
 
-def count_step_flops(config, batch_per_chip, job=None):
+def count_step_flops(config, batch_per_chip, program=None):
     """(FLOPs of a chip's step, the part of them that is in int8).
 
     They are XLA's own operations, see matmul_flops: a TPU's attention is a kernel.
 
     Args:
-        config: Train, Unet, Sdxl or Edit.
+        config: TrainFlags, UnetFlags, SdxlFlags or EditFlags.
         batch_per_chip: pairs, samples or images of a chip.
-        job: Job of which all chips do the same work; None: of one chip and this batch.
+        program: Program of which all chips do the same work; None: of one chip and this batch.
     """
-    if job is None:
-        config = replace(config, **{BATCH_FLAGS[type(config)]: batch_per_chip})
-        job = make_job(config, jax.devices("cpu")[:1])
-    program = jax.make_jaxpr(job.step)(*job.args)
-    return matmul_flops(program.jaxpr, job.switches)
-
-
-def memory_parts(job, step, update):
-    """A chip's memory during a step by name, in bytes; the parts of job.held first.
-
-    Args:
-        job: Job.
-        step, update: what program_costs returned for its programs; update None: no average.
-    """
-    parts = {name: num_bytes(tree) for name, tree in job.held.items()}
-    temporaries, padding, code = step["temporaries"], step["padding"], step["code"]
-    if update:
-        temporaries = max(temporaries, update["temporaries"])
-        padding += update["padding"] * parts["ema"] // num_bytes(job.update_args)
-        code += update["code"]
-    return parts | {
-        "padding": padding,
-        "temporaries": temporaries,
-        "outputs": step["outputs"],
-        "code": code,
-    }
-
-
-def make_report(config, tpu, job, step, update, flops):
-    """The report on one compilation.
-
-    Args:
-        config: Train, Unet, Sdxl or Edit.
-        tpu: Slice.
-        job: Job.
-        step, update: what program_costs returned for its programs; update None: no average.
-        flops: (FLOPs of a chip's step, the part of them that is in int8).
-
-    Returns:
-        dict, ready for JSON. Memory, FLOPs and bytes are for one chip and one step.
-    """
-    n, usable = job.num_chips or tpu.num_chips, round(tpu.chip.memory * GIB)
-    report = {
-        "tpu": config.tpu,
-        "chips": n,
-        "hosts": tpu.num_hosts,
-        "program": subcommand_of(config),
-        "flags": changed_flags(config),
-        "batch_per_chip": job.batch_per_chip,
-        **({"unet_evaluations": job.evaluations} if job.evaluations else {}),
-        **({"vae_tile": job.vae_tile} if job.vae_tile else {}),
-        "memory_usable": usable,
-        "compile_seconds": step["compile_seconds"],
-        "versions": {name: version(name) for name in ("jax", "libtpu")},
-    }
-    if "needs" in step:
-        return report | {"fits": False, "memory_total": round(step["needs"])}
-    memory = memory_parts(job, step, update)
-    total = sum(memory.values())
-    traffic, averages = ("bytes_accessed", "hbm_bytes", "interconnect_bytes", "host_bytes"), {}
-    for name in traffic[:2]:
-        averages[f"ema_{name}"] = update[name] * job.updates_per_step if update else 0.0
-    flops, int8_flops = flops
-    moved, sent = step["hbm_bytes"], step["interconnect_bytes"]
-    seconds = roofline_seconds(tpu.chip, flops, moved, sent, int8_flops)
-    fetching = step["host_bytes"] / tpu.chip.host
-    # Only groups are fetched while others compute.
-    is_ahead = getattr(config, "offload", None) == "group"
-    seconds = max(seconds, fetching) if is_ahead else seconds + fetching
-    seconds += roofline_seconds(tpu.chip, 0.0, averages["ema_hbm_bytes"])
-    return report | {
-        "fits": total <= usable,
-        "memory": memory,
-        "memory_total": total,
-        "flops": flops,
-        "int8_flops": int8_flops,
-        **{name: step[name] for name in traffic},
-        "cycles": step["cycles"],
-        **averages,
-        "step_seconds": seconds,
-        "images_per_second_per_chip": job.batch_per_chip / seconds,
-        "images_per_second": n * job.batch_per_chip / seconds,
-    }
+    if program is None:
+        config = replace(config, **{BATCH_FLAGS[subcommand_of(config)]: batch_per_chip})
+        program = make_program(config, jax.devices("cpu")[:1])
+    traced = jax.make_jaxpr(program.step)(*program.args)
+    return matmul_flops(traced.jaxpr, program.switches)
 
 
 def check_flags(config, num_devices):
@@ -358,7 +269,7 @@ def check_flags(config, num_devices):
             raise ValueError(f"--compiler_options {option} is not NAME=VALUE")
         if (count := names.count(name)) > 1:
             raise ValueError(f"--compiler_options names {name} {count} times; give it once")
-    if isinstance(config, Train):
+    if isinstance(config, TrainFlags):
         check_numbers(config)
         check_batch(config, num_devices)
         check_combinations(config)  # no check of --output_dir, as nothing is written there
@@ -366,7 +277,7 @@ def check_flags(config, num_devices):
     for name in ("batch_size", "resolution", "num_images", "num_inference_steps", "image_size"):
         if (value := getattr(config, name, 1)) < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
-    if isinstance(config, Images):
+    if isinstance(config, ImageFlags):
         check_scale("guidance_scale", config.guidance_scale)
         check_scheduler(config.scheduler)
         if config.devices:
@@ -376,32 +287,33 @@ def check_flags(config, num_devices):
             )
 
 
-def make_job(config, devices):
-    """The Job of the flags; a ValueError for flags or models that do not go together."""
-    return SUBCOMMANDS[type(config)](config, devices)
+def make_program(config, devices):
+    """The Program of the flags; a ValueError for flags or models that do not go together."""
+    makers = {"train": train_program, "unet": unet_program}
+    return makers.get(subcommand_of(config), image_program)(config, devices)
 
 
-def compile_job(config, job, tpu):
-    """Compile the programs of a Job.
+def compile_program(config, program, tpu):
+    """Compile a Program.
 
     Args:
-        config: Train, Unet, Sdxl or Edit.
-        job: what make_job returned.
+        config: TrainFlags, UnetFlags, SdxlFlags or EditFlags.
+        program: what make_program returned.
         tpu: Slice.
 
     Returns:
         The report, see make_report.
     """
     options = dict(option.split("=", 1) for option in config.compiler_options)
-    step = program_costs(job.step, job.args, job.switches, options)
+    step = program_costs(program.step, program.args, program.switches, options)
     if "needs" in step:
-        return make_report(config, tpu, job, step, None, None)
+        return make_report(config, subcommand_of(config), tpu, program, step, None, None)
     update = None
-    if job.update:
-        update = program_costs(job.update, job.update_args, compiler_options=options)
+    if program.update:
+        update = program_costs(program.update, program.update_args, compiler_options=options)
     is_shared = bool(getattr(config, "parallel", ()))  # the work on an image
-    flops = count_step_flops(config, job.batch_per_chip, job if is_shared else None)
-    return make_report(config, tpu, job, step, update, flops)
+    flops = count_step_flops(config, program.batch_per_chip, program if is_shared else None)
+    return make_report(config, subcommand_of(config), tpu, program, step, update, flops)
 
 
 def compile_sizes(config, tpu, devices):
@@ -410,14 +322,14 @@ def compile_sizes(config, tpu, devices):
     The program of every size stays in memory, so the code of all of them counts.
 
     Args:
-        config: Train with --aspect_ratio_buckets.
+        config: TrainFlags with --aspect_ratio_buckets.
         tpu: Slice.
         devices: to compile for.
     """
     reports = {}
     for size in named_buckets(config).aspect_ratio_buckets:
         at_size = replace(config, aspect_ratio_buckets=(size,))
-        reports[size] = report = compile_job(at_size, make_job(at_size, devices), tpu)
+        reports[size] = report = compile_program(at_size, make_program(at_size, devices), tpu)
         print(
             f"{size}: {verdict(report)} (compiled in {report['compile_seconds']:.0f} s)", flush=True
         )
@@ -438,32 +350,46 @@ def compile_sizes(config, tpu, devices):
     return report | {"fits": fits and all(row["fits"] for row in rows.values())}
 
 
+def largest_fitting(fits, start):
+    """Find the largest number that fits, to within an eighth: double, then bisect.
+
+    Args:
+        fits: number, at least 1 -> bool; slow.
+        start: first number to try.
+
+    Returns:
+        (number, or 0 if 1 does not fit; the smallest number known not to fit).
+    """
+    good, bad, number = 0, None, start
+    while bad is None or bad - good > max(1, good // 8):
+        if fits(number):
+            good = number
+        else:
+            bad = number
+        number = 2 * good if bad is None else (good + bad) // 2
+    return good, bad
+
+
 def find_batch(config, tpu, devices):
     """The report of the largest batch that fits, or of the smallest if none does.
 
     Of several sizes only the largest is compiled.
     """
-    flag = BATCH_FLAGS[type(config)]
+    flag = BATCH_FLAGS[subcommand_of(config)]
     unit = 1  # batches are multiples of it
-    if isinstance(config, Train):
+    if isinstance(config, TrainFlags):
         unit = tpu.num_chips * config.gradient_accumulation_steps
     reports = {}
 
     def fits(number):
         at_number = replace(config, **{flag: number * unit})
-        report = compile_job(at_number, make_job(at_number, devices), tpu)
+        report = compile_program(at_number, make_program(at_number, devices), tpu)
         reports[number] = report
         print(f"{verdict(report)} (compiled in {report['compile_seconds']:.0f} s)", flush=True)
         return report["fits"]
 
     good, bad = largest_fitting(fits, max(1, getattr(config, flag) // unit))
     return reports[good or bad] | {"smallest_not_fitting": reports[bad]["batch_per_chip"]}
-
-
-def changed_flags(config):
-    """The flags that are not the defaults, ready for JSON, without --output."""
-    defaults = {field.name: field.default for field in fields(config)} | {"output": config.output}
-    return {k: v for k, v in asdict(config).items() if v != defaults[k]}
 
 
 def report_file(config):
@@ -476,7 +402,7 @@ def report_file(config):
     name = f"tpu_compile_{config.tpu}_{subcommand_of(config)}"
     if config.find_batch:
         name += "_largest"
-    elif isinstance(config, Images):
+    elif isinstance(config, ImageFlags):
         name += f"_{config.num_images}"
     file = Path(config.output or f"{name}.json")
     if file.is_dir():
@@ -501,19 +427,19 @@ def run(config):
     devices = slice_devices(tpu)
     check_flags(config, len(devices))
     output = report_file(config)
-    parts = PARTS_OF_FLAGS if isinstance(config, Train) else {}
+    parts = PARTS_OF_FLAGS if isinstance(config, TrainFlags) else {}
     config = with_single_files(config, "pretrained_model_name_or_path", **parts)
-    job = make_job(config, devices)
+    program = make_program(config, devices)
     place = f"{config.tpu}, {tpu.num_chips} chip(s) in {tpu.num_hosts} host(s)"
     print(
         f"compiling {subcommand_of(config)} for {place}; at full size 5 to 75 minutes", flush=True
     )
     if config.find_batch:
         report = find_batch(config, tpu, devices)
-    elif isinstance(config, Train) and config.aspect_ratio_buckets is not None:
+    elif isinstance(config, TrainFlags) and config.aspect_ratio_buckets is not None:
         report = compile_sizes(config, tpu, devices)
     else:
-        report = compile_job(config, job, tpu)
+        report = compile_program(config, program, tpu)
     print_report(report)
     save_whole(output, partial(write_json, content=report))
     print(f"wrote {output}")
@@ -521,7 +447,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    run_main(Train | Unet | Sdxl | Edit, __doc__, run, args)
+    run_main(SUBCOMMANDS, __doc__, run, args)
 
 
 if __name__ == "__main__":

@@ -1,129 +1,131 @@
-"""Types of TPU; memory, traffic and least time of programs that are compiled for them.
+"""The programs that tpu_compile.py compiles besides the training step: UNets and images.
 
-tpu = find_slice("v5e-16")
-costs = program_costs(jax.pmap(f, devices=slice_devices(tpu)), args)
+Each has a dataclass of flags, and a function that makes its Program for devices.
 """
 
-import importlib.util
-import math
-import os
-import re
-import time
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.experimental.topologies import get_topology_desc
+import jax.numpy as jnp
 
-from compiling.hlo import (
-    expected_cycles,
-    hbm_bytes,
-    host_bytes,
-    interconnect_bytes,
-    kernel_bytes,
+from compiling.chips import find_slice
+from compiling.costs import GIB, replicated_shapes
+from diffusers_flax.acceleration.caches import switch_shares
+from diffusers_flax.acceleration.plans import count_evaluations, plan_steps
+from diffusers_flax.devices.layout import Layout, parse_layout
+from diffusers_flax.devices.parallelism import num_row_devices
+from diffusers_flax.loading.configs import ConfigMixin
+from diffusers_flax.models.quantization import store
+from diffusers_flax.models.tiny_vae import (
+    TINY_VAES,
+    FlaxAutoencoderTiny,
+    check_latents,
+    choose_tiny_vae,
+    open_tiny_vae,
 )
-from diffusers_flax.compilation_cache import no_compilation_cache
-from diffusers_flax.messages import one_line
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.models.vae import with_tile
+from diffusers_flax.pipelines.base import MODULES, pipeline_class, read_acceleration
+from diffusers_flax.pipelines.instruct_pix2pix import (
+    FlaxStableDiffusionInstructPix2PixPipeline,
+    InstructPix2Pix,
+    edit_branches,
+    pixels_per_latent,
+)
+from diffusers_flax.pipelines.instruct_pix2pix_xl import (
+    FlaxStableDiffusionXLInstructPix2PixPipeline,
+)
+from diffusers_flax.pipelines.memory import choose_vae_tile, num_bytes_at_once
+from diffusers_flax.pipelines.sampling import make_schedule
+from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
+from diffusers_flax.published_configs import PUBLISHED_CONFIGS
+from diffusers_flax.schedulers.factory import choose_scheduler
+from generating.flags import DeviceFlags
 
-GIB = 2**30
-
-
-class Chip(NamedTuple):
-    """A type of TPU. Source: Cloud TPU's documentation; memory is the compiler's limit.
-
-    host: "How to Scale Your Model" (jax-ml.github.io/scaling-book), part 2.
-    """
-
-    topology: str  # its name in jax.experimental.topologies
-    cores: int  # TensorCores per chip if the slice's name counts them, else 1
-    flops: float  # peak in bfloat16, per second
-    int8: float  # peak in int8, operations per second
-    bandwidth: float  # of the memory, bytes per second
-    interconnect: float  # sum over a chip's links, one direction, bytes per second
-    memory: float  # usable by a program, GiB
-    host: float = 15e9  # from the host's memory, bytes per second
-
-
-CHIPS = {
-    "v4": Chip("v4", 2, 275e12, 275e12, 1.23e12, 0.3e12, 30.75),
-    "v5e": Chip("v5e", 1, 197e12, 393e12, 0.82e12, 0.2e12, 15.75),
-    "v5p": Chip("v5", 2, 459e12, 918e12, 2.8e12, 0.6e12, 95.74),
-    "v6e": Chip("v6e", 1, 918e12, 1836e12, 1.64e12, 0.448e12, 31.25, 32e9),
-}
-# Slices have three dimensions (v4, v5p) or two.
-SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
-SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-
-# Without these settings the compiler looks for a TPU in the network, writes logs to /tmp, and runs
-# in only one process at a time.
-LIBTPU_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_LOG_DIR": "disabled",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
+FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
+DTYPES = {"no": jnp.float32, "bf16": jnp.bfloat16}
 
 
-class Slice(NamedTuple):
-    """Connected chips and their hosts."""
+@dataclass(frozen=True, kw_only=True)
+class TargetFlags:
+    """Flags of all programs."""
 
-    chip: Chip
-    num_chips: int
-    num_hosts: int
-    shape: str
-
-
-def slices():
-    """All types of slices, {name: Slice}."""
-    types = {}
-    for family, chip in CHIPS.items():
-        for shape in SHAPES_3D if chip.cores == 2 else SHAPES_2D:
-            num_chips = math.prod(map(int, shape.split("x")))
-            # Four chips per host; v5e and v6e slices of up to eight chips have one host.
-            num_hosts = 1 if chip.cores == 1 and num_chips <= 8 else num_chips // 4
-            types[f"{family}-{num_chips * chip.cores}"] = Slice(chip, num_chips, num_hosts, shape)
-    return types
+    tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
+    find_batch: bool = False  # find the largest batch that fits, starting from the one given
+    # XLA's optimization level; O0 and O1 compile faster, but keep nothing in VMEM
+    optimization_level: Literal["O0", "O1", "O2", "O3"] | None = None
+    # XLA's options for this compilation, NAME=VALUE, such as xla_tpu_scoped_vmem_limit_kib=65536
+    compiler_options: tuple[str, ...] = ()
 
 
-def find_slice(name):
-    """The Slice of an accelerator type.
+class Program(NamedTuple):
+    """Programs to compile; their arguments are ShapeDtypeStructs, for pmap of (chips, ...)."""
 
-    Args:
-        name: such as v4-32 or v5p-8, which count TensorCores, two per chip; or v5e-16 (also as
-            v5litepod-16) or v6e-8, which count chips.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    types = slices()
-    name = name.replace("v5litepod-", "v5e-")
-    if name not in types:
-        raise ValueError(f"--tpu {name} is not known; known are {', '.join(types)}")
-    return types[name]
-
-
-def check_compiler():
-    """Raise a ValueError unless the TPU's compiler is installed."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            "libtpu, the TPU's compiler, is not installed; get the one for this jax: "
-            f'pip install "jax[tpu]=={jax.__version__}"'
-        )
+    step: Callable
+    args: tuple
+    held: dict[str, Any]  # arrays in memory before the step: trees by their names in the report
+    batch_per_chip: float  # pairs, samples or images
+    switches: tuple = ()  # of acceleration.caches.switch_shares
+    num_chips: int | None = None  # that take part; None: all
+    evaluations: int | None = None  # of the UNet per image, for programs that make images
+    vae_tile: int = 0  # side of the tiles in which the VAE works, pixels; 0: whole images
+    update: Callable | None = None  # of an average of the weights
+    update_args: tuple = ()
+    updates_per_step: float = 0.0
 
 
-def slice_devices(tpu):
-    """The devices of a Slice, to compile for.
+@dataclass(frozen=True, kw_only=True)
+class UnetFlags(TargetFlags):
+    """A UNet: forward and backward pass, or the forward pass of one sampling step."""
 
-    Raises:
-        ValueError: the compiler is not installed.
-    """
-    check_compiler()
-    for name, value in LIBTPU_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    options = {"chip_config_name": "megacore"} if tpu.chip.cores == 2 else {}
-    if tpu.num_chips == 1:
-        options["chips_per_host_bounds"] = (1, 1, 1)
-    return get_topology_desc(f"{tpu.chip.topology}:{tpu.shape}", "tpu", **options).devices
+    family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
+    gradient: bool = True  # also the gradient of float32 parameters; --no_gradient: forward pass
+    batch_size: int = 8  # samples per chip; two per image with guidance
+    in_channels: int | None = None  # input channels; default: 8 with gradient, else the config's
+    resolution: int = 256  # side of the images, pixels
+    mixed_precision: Literal["no", "bf16"] = "bf16"  # compute dtype
+    output: str = ""  # report; "" is tpu_compile_TPU_unet.json in the current directory
+    pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
+    revision: str | None = None  # branch, tag or commit of a hub id
+    config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFlags(DeviceFlags, TargetFlags):
+    """Flags of the programs that make images, in bfloat16."""
+
+    num_images: int = 1  # images at once on each chip, with --parallel in each group of chips
+    num_inference_steps: int = 20  # denoising steps
+    guidance_scale: float = 7.5  # weight of the text; up to 1: no guidance
+    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
+    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
+    # int8, taesd; see docs/acceleration.md
+    accelerate: tuple[str, ...] = ()
+    # report; "" is tpu_compile_TPU_PROGRAM_NUM_IMAGES.json in the current directory
+    output: str = ""
+    revision: str | None = None  # branch, tag or commit of a hub id
+    config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
+
+
+@dataclass(frozen=True, kw_only=True)
+class SdxlFlags(ImageFlags):
+    """SDXL images from text."""
+
+    image_size: int = 1024  # side of the images, pixels
+    pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is SDXL base 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditFlags(ImageFlags):
+    """Edited images, by InstructPix2Pix."""
+
+    family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
+    resolution: int = 512  # side of the images, pixels
+    image_guidance_scale: float = 1.5  # similarity to the input
+    pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family, widened
 
 
 def param_shapes(module, dtype):
@@ -132,157 +134,219 @@ def param_shapes(module, dtype):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
 
 
-def replicated_shapes(tree, num_devices):
-    """Shapes of arrays that pmap takes: (num_devices, ...)."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), tree)
+def read_configs(source, revision, *names):
+    """{name: the content of its config.json} of parts of a pipeline directory."""
+    read = partial(ConfigMixin.load_config, source, revision=revision)
+    return {name: read(subfolder=name) for name in names}
 
 
-def num_bytes(tree):
-    """Bytes that a tree of arrays takes on each chip, without padding.
-
-    Arrays are (chips, ...), or ShapeDtypeStructs with a sharding; those in the host's memory do not
-    count.
-    """
-
-    def on_a_chip(x):
-        sharding = getattr(x, "sharding", None)
-        if sharding is not None and sharding.memory_kind == "pinned_host":
-            return (0,)
-        return x.shape[1:] if sharding is None else sharding.shard_shape(x.shape)
-
-    return sum(math.prod(on_a_chip(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def program_costs(program, args, switches=(), compiler_options=None):
-    """Compile a program and measure its memory and traffic on each chip.
+def unet_program(config, devices):
+    """A UNet on each device: loss and gradient, or one prediction.
 
     Args:
-        program: what pmap returned.
-        args: its arguments, of ShapeDtypeStructs.
-        switches: see sum_over_run.
-        compiler_options: {name: value} of XLA's options.
+        config: UnetFlags.
+        devices: to compile for.
 
     Returns:
-        dict: "padding" (of the arguments), "temporaries", "outputs" (unless they replace an
-        argument) and "code", bytes; "hbm_bytes", to and from the memory;
-        "host_bytes", from the host's memory;
-        "interconnect_bytes", sent to other chips; "cycles", of expected_cycles;
-        "bytes_accessed", the compiler's count plus kernel_bytes, a loop's body once;
-        "compile_seconds". If the memory is too small, only "needs", bytes, and "compile_seconds".
+        Program.
+    """
+    n, B = len(devices), config.batch_size
+    configs = PUBLISHED_CONFIGS[FAMILIES[config.family]]
+    if source := config.pretrained_model_name_or_path:
+        configs = read_configs(source, config.revision, "unet", "vae")
+    pretrained_channels = configs["unet"].get("in_channels", 4)
+    in_channels = config.in_channels or (8 if config.gradient else pretrained_channels)
+    dtype = DTYPES[config.mixed_precision]
+    unet = FlaxUNet2DConditionModel.from_config(
+        configs["unet"] | {"in_channels": in_channels}, dtype=dtype
+    )
+    side = config.resolution // pixels_per_latent(configs, config.resolution)
+    inputs = [
+        jax.ShapeDtypeStruct((n, B, in_channels, side, side), jnp.float32),
+        jax.ShapeDtypeStruct((n, B), jnp.int32),
+        jax.ShapeDtypeStruct((n, B, 77, unet.cross_attention_dim), dtype),
+    ]
+    if unet.addition_embed_type == "text_time":
+        width = unet.projection_class_embeddings_input_dim - 6 * unet.addition_time_embed_dim
+        added = {"text_embeds": ((n, B, width), dtype), "time_ids": ((n, B, 6), jnp.float32)}
+        inputs.append({name: jax.ShapeDtypeStruct(*x) for name, x in added.items()})
+
+    def predict(params, *inputs):
+        return unet.apply({"params": params}, *inputs).sample
+
+    def loss(params, *inputs):
+        return jnp.square(predict(params, *inputs).astype(jnp.float32)).mean()
+
+    params = replicated_shapes(param_shapes(unet, jnp.float32 if config.gradient else dtype), n)
+    function = jax.value_and_grad(loss) if config.gradient else predict
+    return Program(
+        step=jax.pmap(function, axis_name="batch", devices=devices),
+        args=(params, *inputs),
+        held={"parameters": params, "batches": inputs},
+        batch_per_chip=B,
+    )
+
+
+def open_pipeline_of_flags(config, layout=None):
+    """The pipeline of SdxlFlags's or EditFlags's flags, from config files only.
 
     Raises:
-        ValueError: XLA does not take a compiler option.
+        ValueError: the model or flags do not fit.
     """
-    started = time.perf_counter()
-    try:
-        with no_compilation_cache():  # reading from it needs the chip
-            compiled = program.lower(*args).compile(compiler_options=compiler_options)
-    except jax.errors.JaxRuntimeError as error:
-        # The first number is the memory needed.
-        size = re.search(r"\b([\d.]+)([KMGT])\b", str(error))
-        if re.search("No such compile option|Failed to parse .* into flag", str(error)):
-            given = " ".join(f"{name}={value}" for name, value in compiler_options.items())
+    is_edit, dtype = isinstance(config, EditFlags), jnp.bfloat16
+    source, settings = config.pretrained_model_name_or_path, {}
+    if source:
+        cls = pipeline_class(source, config.revision) if is_edit else FlaxStableDiffusionXLPipeline
+        if is_edit and not issubclass(cls, InstructPix2Pix):
             raise ValueError(
-                f"XLA does not take the compiler options {given} ({one_line(error, 200)}); leave "
-                "out or correct the one that it names"
-            ) from error
-        if "RESOURCE_EXHAUSTED" not in str(error) or size is None:
-            raise
-        if compiler_options and "hbm" not in str(error).lower():  # another memory, such as VMEM
-            raise ValueError(
-                f"the program does not compile with these options: {one_line(error, 200)}"
-            ) from error
-        needs = float(size[1]) * 1024 ** (1 + "KMGT".index(size[2]))
-        return {"needs": needs, "compile_seconds": time.perf_counter() - started}
-    memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()
-    formats = jax.tree.leaves(compiled.input_formats)
-    used = [x for x, form in zip(jax.tree.leaves(args), formats) if form.layout is not None]
-    shardings = jax.tree.leaves(compiled.input_shardings)
-    meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
-    chips = meshes[0].devices.ravel() if meshes else []
-    coords = [chip.coords for chip in chips if hasattr(chip, "coords")] or None  # a CPU has none
-    return {
-        "padding": memory.argument_size_in_bytes - num_bytes(used),
-        "temporaries": memory.temp_size_in_bytes,
-        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-        "bytes_accessed": cost["bytes accessed"] + kernel_bytes(text),
-        "hbm_bytes": hbm_bytes(text, switches),
-        "interconnect_bytes": interconnect_bytes(text, coords),
-        "host_bytes": host_bytes(text, switches),
-        "cycles": expected_cycles(text, switches),
-        "compile_seconds": time.perf_counter() - started,
+                f"--pretrained_model_name_or_path {source} is a {cls.torch_class_name}; edit takes "
+                "an InstructPix2Pix model"
+            )
+        index, configs = cls.check(source, config.revision)
+        settings = cls._settings(index)
+    else:
+        family = config.family if is_edit else "sdxl"
+        configs = dict(PUBLISHED_CONFIGS[FAMILIES[family]])
+        cls = FlaxStableDiffusionXLPipeline
+        if is_edit:
+            cls = {
+                "sd15": FlaxStableDiffusionInstructPix2PixPipeline,
+                "sdxl": FlaxStableDiffusionXLInstructPix2PixPipeline,
+            }[family]
+            configs["unet"] = configs["unet"] | {"in_channels": 8}
+    scheduler, _ = choose_scheduler(configs["scheduler"], source, config.scheduler)
+    modules = {
+        name: MODULES[name].from_config(configs[name], dtype=dtype)
+        for name in MODULES.keys() & configs.keys()
     }
+    accelerate = read_acceleration(config.accelerate)
+    decoder = accelerate and accelerate.tiny_decoder
+    if tiny_vae := choose_tiny_vae(decoder, None, cls.tiny_vae_name):
+        settings["tiny_vae_source"] = tiny_vae
+        settings["tiny_vae"] = tiny_vae_module(tiny_vae, modules["vae"], dtype)
+    # Prompts are given as tokens, so no tokenizer is needed.
+    tokenizers = {
+        name.replace("text_encoder", "tokenizer"): True
+        for name in modules
+        if name.startswith("text_encoder")
+    }
+    settings |= {"dtype": dtype, "accelerate": accelerate, "layout": layout}
+    settings["storage"] = config.storage
+    return cls(**modules, **tokenizers, **settings, scheduler=scheduler)
 
 
-def roofline_seconds(chip, flops, moved, sent=0, int8_flops=0):
-    """The least time that a program can take on a Chip.
+def tiny_vae_module(source, vae, dtype):
+    """The module of a TAESD; the published ones are known without the hub."""
+    if source not in TINY_VAES:
+        return open_tiny_vae(source, vae, dtype)
+    published = PUBLISHED_CONFIGS[source.split("/")[1]]["vae"]
+    module = FlaxAutoencoderTiny.from_config(published, dtype=dtype)
+    check_latents(module, vae, source)
+    return module
 
-    Args:
-        flops: of the work.
-        moved, sent: bytes to and from the memory, and to other chips.
-        int8_flops: the part of flops that is in int8.
 
-    Source: Roofline (Williams, Waterman, Patterson 2009), section 3.
+def pipeline_shapes(pipeline):
+    """Shapes of a pipeline's parameters, as parameters.cast_params leaves them."""
+
+    def stored(params):
+        return jax.eval_shape(partial(store, storage=pipeline.storage), params)
+
+    params = {
+        name: stored(param_shapes(module, pipeline.dtype))
+        for name in (*MODULES, "tiny_vae")
+        if (module := getattr(pipeline, name, None)) is not None
+    }
+    params["vae"] = param_shapes(pipeline.compute_vae, pipeline.compute_vae.dtype)
+
+    def quantized(unet):
+        params = {"unet": unet}
+        pipeline.quantize_params(params)
+        return params["unet"]
+
+    params["unet"] = jax.eval_shape(quantized, params["unet"])
+    params["scheduler"] = jax.eval_shape(pipeline.scheduler.create_state)
+    return params
+
+
+def with_vae_tile(pipeline, config, side):
+    """(the pipeline with --vae_tile, or with tiles if the chip needs them; the tile, 0: none).
+
+    side: of the images, pixels.
     """
-    compute = (flops - int8_flops) / chip.flops + int8_flops / chip.int8
-    return max(compute, moved / chip.bandwidth, sent / chip.interconnect)
+    tile, size = config.vae_tile, (side, side)
+    if tile is None:
+        left = find_slice(config.tpu).chip.memory * GIB - num_bytes_at_once(pipeline)
+        if layout := pipeline.layout:
+            left *= num_row_devices(layout, side // pipeline.vae_scale_factor)
+        tile = choose_vae_tile(pipeline, config.num_images, size, left, "tpu")
+    pipeline = replace(pipeline, vae=with_tile(pipeline.vae, tile))
+    return pipeline, tile if side > tile else 0
 
 
-def largest_fitting(fits, start):
-    """Find the largest number that fits, to within an eighth: double, then bisect.
+def image_program(config, devices):
+    """The program of sdxl_single.py or edit_cli.py: prompts, images and noise to images.
 
     Args:
-        fits: number, at least 1 -> bool; slow.
-        start: first number to try.
+        config: SdxlFlags or EditFlags.
+        devices: to compile for.
 
     Returns:
-        (number, or 0 if 1 does not fit; the smallest number known not to fit).
+        Program.
     """
-    good, bad, number = 0, None, start
-    while bad is None or bad - good > max(1, good // 8):
-        if fits(number):
-            good = number
-        else:
-            bad = number
-        number = 2 * good if bad is None else (good + bad) // 2
-    return good, bad
+    layout = parse_layout(config.parallel, devices)
+    if config.offload:
+        layout = replace(layout or Layout(devices), offload=config.offload)
+    n = len(devices) if layout is None else layout.data
+    B, num_steps = config.num_images, config.num_inference_steps
+    side = config.resolution if isinstance(config, EditFlags) else config.image_size
+    pipeline, vae_tile = with_vae_tile(open_pipeline_of_flags(config, layout), config, side)
+    params = pipeline_shapes(pipeline)
+    keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
+    length = pipeline.text_encoder.module.max_position_embeddings
+    encoders = (2,) * (pipeline.text_axes - 1)
+    ids = jax.ShapeDtypeStruct((n, B, *encoders, length), jnp.int32)
+    scale = jax.ShapeDtypeStruct((n, 1), jnp.float32)
+    inputs = {"prompt_ids": ids, "neg_prompt_ids": ids, "guidance_scale": scale}
+    if isinstance(config, EditFlags):
+        branches = edit_branches(config.guidance_scale, config.image_guidance_scale)
+        inputs["image"] = jax.ShapeDtypeStruct((n, B, 3, side, side), jnp.float32)
+        inputs["image_guidance_scale"] = scale
+    else:
+        branches = pipeline.guidance_branches(config.guidance_scale)
 
-
-def verdict(report):
-    """Whether the program fits, in a line."""
-    total, usable = report["memory_total"] / GIB, report["memory_usable"] / GIB
-    answer = "fits" if report["fits"] else "does not fit"
-    return f"{answer}: {report['batch_per_chip']} per chip need {total:.2f} of {usable:.2f} GiB"
-
-
-def print_report(report):
-    """The report as a table."""
-    print(f"{report['program']} on {report['tpu']}, {report['chips']} chip(s), each:")
-    if "vae_tile" in report:
-        print(f"  the VAE works in tiles of {report['vae_tile']} pixels")
-    for name, size in report.get("memory", {}).items():
-        print(f"  {name:<14}{size / GIB:8.3f} GiB")
-    print(verdict(report))
-    for size, row in report.get("sizes", {}).items():
-        time = f", at least {row['step_seconds'] * 1e3:.3g} ms" if "step_seconds" in row else ""
-        flops = f", {row['flops'] / 1e12:.3g} TFLOP" if "flops" in row else ""
-        seconds = f", compiled in {row['compile_seconds']:.0f} s"
-        print(f"  {size:<14}{row['memory_total'] / GIB:8.3f} GiB{flops}{time}{seconds}")
-    if "smallest_not_fitting" in report:
-        print(f"{report['smallest_not_fitting']} per chip do not fit")
-    if "flops" in report:
-        ema, fetched = report["ema_hbm_bytes"] / 1e9, report.get("host_bytes", 0)
-        unit = {"train": "pairs", "unet": "samples"}.get(report["program"], "images")
-        print(
-            f"{report['flops'] / 1e12:.3g} TFLOP, {report['hbm_bytes'] / 1e9:.3g} GB to and from "
-            f"the memory{f', {ema:.3g} GB for averages of the weights' if ema else ''}, "
-            f"{report['interconnect_bytes'] / 1e9:.3g} GB to other chips"
-            + (f", {fetched / 1e9:.3g} GB from the host's memory" if fetched else "")
+    def generate(inputs_and_keys, params):
+        inputs, keys = inputs_and_keys
+        return pipeline._generate(
+            params=params,
+            prng_seed=keys,
+            num_inference_steps=num_steps,
+            height=side,
+            width=side,
+            branches=branches,
+            **inputs,
         )
-        print(f"{report['cycles'] / 1e6:.4g} million cycles expected, without kernels")
-        print(
-            f"at least {report['step_seconds'] * 1e3:.3g} ms, so at most "
-            f"{report['images_per_second_per_chip']:.1f} {unit}/s per chip, "
-            f"{report['images_per_second']:.0f} on the slice"
-        )
+
+    latents = pipeline.latent_shape(B, side, side)
+    schedule = make_schedule(pipeline.scheduler, latents, num_steps)
+    steps = plan_steps(pipeline.accelerate, branches, schedule.scales)
+    keys = jax.ShapeDtypeStruct((n, B), keys.dtype)
+    if layout is None:
+        step, batch_per_chip = jax.pmap(generate, axis_name="batch", devices=devices), B
+        params = replicated_shapes(params, n)
+    else:
+        pipeline.check_parallel(branches, side)
+        group_size = layout.branches * layout.rows
+        batch_per_chip = B if group_size == 1 else B / group_size
+        step = layout.jit_batches(generate)
+        inputs, keys = layout.with_shardings((inputs, keys))
+        params = layout.shapes_of_params(params)
+    return Program(
+        step=step,
+        args=((inputs, keys), params),
+        held={"parameters": params, "batches": inputs},
+        batch_per_chip=batch_per_chip,
+        num_chips=None if layout is None else len(layout.devices),
+        evaluations=count_evaluations(steps),
+        vae_tile=vae_tile,
+        switches=switch_shares(steps),
+    )

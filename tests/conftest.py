@@ -170,3 +170,12 @@ def data(tmp_path_factory):
     write_random_shard(folder / "a.parquet", 9, seed=1, broken=[3])
     write_random_shard(folder / "b.parquet", 7, seed=2)
     return folder
+
+
+@pytest.fixture
+def libtpu_environment(monkeypatch):
+    """Restores the settings that slice_devices changes."""
+    from compiling.chips import LIBTPU_ENVIRONMENT
+
+    for name, value in LIBTPU_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)

@@ -189,7 +189,7 @@ def test_a_text_without_quotation_marks_is_noticed(capsys):
 )
 def test_a_wrong_subcommand_is_one_line(args, message, capsys):
     with pytest.raises(SystemExit) as stopped:
-        run_main(Train | Edit, "", lambda config: None, args)
+        run_main({"train": Train, "edit": Edit}, "", lambda config: None, args)
     assert stopped.value.code == 2
     assert capsys.readouterr().err == f"error: {message}; --help lists the flags\n"
 

@@ -57,11 +57,11 @@ def commands(text):
 
 
 def flags_in(script):
-    """The flags of a script and of its subcommands, with --no_ for switches."""
+    """Flags of a script and of its subcommands, with --no_ for switches."""
     module = importlib.import_module(script.removesuffix(".py"))
     if script.startswith("examples."):
         return {f"--{name}" for name in module.FLAGS}
-    configs = [module.Config] if hasattr(module, "Config") else module.SUBCOMMANDS
+    configs = [module.Config] if hasattr(module, "Config") else module.SUBCOMMANDS.values()
     fields = [field for config in configs for field in dataclasses.fields(config)]
     return {f"--{field.name}" for field in fields} | {
         f"--no_{field.name}" for field in fields if field.type in (bool, "bool")

@@ -151,11 +151,11 @@ def test_latents_distillation_and_compilation(tmp_path):
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").exists()
     assert ".from_single_file(" in (tmp_path / "lora" / "README.md").read_text()
 
-    config = tpu_compile.Edit(
+    config = tpu_compile.EditFlags(
         tpu="v5e-1", pretrained_model_name_or_path=str(file), config_name_or_path=str(folder)
     )
     config = with_single_files(config, "pretrained_model_name_or_path")
-    assert tpu_compile.make_job(config, jax.devices()[:1]).batch_per_chip == 1
+    assert tpu_compile.make_program(config, jax.devices()[:1]).batch_per_chip == 1
 
 
 @pytest.mark.slow

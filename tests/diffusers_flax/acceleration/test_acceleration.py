@@ -22,7 +22,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 import edit_cli
 import sdxl_single
 import sdxl_single_aot
-from compiling import jobs
+from compiling.programs import SdxlFlags, open_pipeline_of_flags
 from diffusers_flax.acceleration.plans import (
     Acceleration,
     DeepCache,
@@ -567,7 +567,7 @@ def test_parts_that_do_not_fit_are_refused(models, tmp_path):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(pipeline, unet=unet, accelerate="tome")
     with pytest.raises(ValueError, match=message):
-        jobs.open_pipeline_of_flags(jobs.Sdxl(tpu="v5e-1", accelerate=("tome",)))
+        open_pipeline_of_flags(SdxlFlags(tpu="v5e-1", accelerate=("tome",)))
 
 
 @pytest.mark.parametrize("scales", [("7.5", "1.5"), ("1.5", "1.5"), ("1", "1")])

@@ -1,6 +1,5 @@
 """Int8 inference against NumPy and bfloat16, and which layers of published UNets are int8."""
 
-import importlib.util
 import json
 import re
 from functools import cache, partial
@@ -12,8 +11,9 @@ import pytest
 import torch
 from flax.traverse_util import flatten_dict, unflatten_dict
 from helpers import ROOT, psnr, random_normal
+from tpu_programs import needs_libtpu
 
-from compiling.programs import LIBTPU_ENVIRONMENT, find_slice, slice_devices
+from compiling.chips import find_slice, slice_devices
 from diffusers_flax.models.blocks import BasicTransformerBlock, Conv, Dense, ResnetBlock2D
 from diffusers_flax.models.quantization import quantize
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
@@ -254,11 +254,9 @@ def test_full_size_resnet(channels):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPUs")
-def test_a_tpu_keeps_weights_in_int8_in_a_loop(monkeypatch):
+@needs_libtpu
+def test_a_tpu_keeps_weights_in_int8_in_a_loop(libtpu_environment):
     """Compiled for a v5e, the loop has no copy of the kernels in the compute dtype."""
-    for name, value in LIBTPU_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     layer = Dense(1024, use_bias=False, dtype=jnp.bfloat16)
     params = [
         quantize_at(DENSE, {"kernel": random_normal(1024, 1024, seed=i)}, "weight") for i in (0, 1)
@@ -283,11 +281,9 @@ def test_a_tpu_keeps_weights_in_int8_in_a_loop(monkeypatch):
     assert memory.argument_size_in_bytes < 3.5 * 2**20
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no compiler for TPUs")
-def test_tpu_multiplies_int8(monkeypatch):
+@needs_libtpu
+def test_tpu_multiplies_int8(libtpu_environment):
     """Compiled for a v5e, a dynamic layer is one matmul of s8 with an s32 result."""
-    for name, value in LIBTPU_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
     params = quantize_at(DENSE, {"kernel": random_normal(256, 512), "bias": random_normal(512)})
     layer = Dense(512, dtype=jnp.bfloat16)
     device = slice_devices(find_slice("v5e-1"))[0]

@@ -12,7 +12,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import sdxl_single
 import sdxl_single_aot
 import tpu_compile
-from compiling import jobs
+from compiling.programs import EditFlags, open_pipeline_of_flags
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -66,8 +66,8 @@ def test_edits_and_tpu_programs_build_the_chosen_scheduler(tmp_path):
     )
     with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with scheduler="):
         edits.check_model(folder, 64, Sampling(5))
-    edit = jobs.Edit(tpu="v5e", pretrained_model_name_or_path=str(folder), scheduler="ddim")
-    assert type(jobs.open_pipeline_of_flags(edit).scheduler) is FlaxDDIMScheduler
+    edit = EditFlags(tpu="v5e", pretrained_model_name_or_path=str(folder), scheduler="ddim")
+    assert type(open_pipeline_of_flags(edit).scheduler) is FlaxDDIMScheduler
 
 
 def test_training_needs_the_noise_schedule_only(tmp_path, caplog):
@@ -87,7 +87,7 @@ def test_training_needs_the_noise_schedule_only(tmp_path, caplog):
     assert "has a UniPCMultistepScheduler, which is not supported: DPM-Solver++" in warning.message
 
     shutil.move(folder / "vae", tmp_path / "vae")
-    train = tpu_compile.Train(
+    train = tpu_compile.TrainFlags(
         tpu="v5e", **flags, pretrained_vae_model_name_or_path=str(tmp_path / "vae")
     )
     assert tpu_compile.training_model_shapes(train)[0].scheduler == models.scheduler

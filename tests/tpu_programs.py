@@ -1,0 +1,35 @@
+"""What the tests of programs for TPUs share."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from compiling.programs import EditFlags
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason='the TPU\'s compiler is not installed: pip install "jax[tpu]"',
+)
+
+
+def tensor_shapes(folder):
+    """The shapes of a directory's weights, in PyTorch's naming."""
+    with safe_open(next(folder.glob("*.safetensors")), "np") as tensors:
+        return [tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()]  # noqa: SIM118
+
+
+def elements(shapes, num_slices=1):
+    """Number of values in one of num_slices shards; arrays without a divisible axis count fully."""
+    cut = [any(size % num_slices == 0 for size in shape) for shape in shapes]
+    return sum(int(np.prod(shape)) // (num_slices if c else 1) for shape, c in zip(shapes, cut))
+
+
+def accelerated(model, *accelerate, **more):
+    """Flags of `edit` with a tiny model."""
+    return EditFlags(
+        tpu="v5e-1",
+        pretrained_model_name_or_path=str(model),
+        **{"resolution": 64, "scheduler": "ddim", "accelerate": accelerate, **more},
+    )
