@@ -1,11 +1,11 @@
-"""Compare the demo's edits with the truth, draw them, sum them up.
+"""Compare the demo's results with the true edits, draw them, summarize.
 
     python demo/evaluate.py --output_dir demo/output          # after edit_cli.py; seconds
 
 Reads OUTPUT_DIR/held_out/edits.jsonl and the images it names. Writes OUTPUT_DIR/summary.json and
-OUTPUT_DIR/edits.png: a row per held-out crop; the input, then result and truth of each instruction.
---others adds the edit_error_ratio of results of other models or scales, files of the same names in
-other directories; copies of the inputs are always added.
+OUTPUT_DIR/edits.png: a row per held-out crop; the original image, then result and true edit of each
+instruction. --others adds the edit_error_ratio of other results, files of the same names in other
+directories; copies of the original images are always added.
 """
 
 import json
@@ -38,8 +38,8 @@ class Config:
     started: float | None = None  # when the demo began, seconds since 1970; None leaves it out
 
 
-def read_image(path):
-    """(H, W, 3) float32 in [0, 1]."""
+def read_pixels(path):
+    """An image file: (H, W, 3) float32 in [0, 1]."""
     return np.asarray(load_image(path), np.float32) / 255
 
 
@@ -56,36 +56,43 @@ def read_held_out_edits(output_dir):
 
 
 def load_edits(output_dir, results_dir=None):
-    """Per held-out crop: its image, its results and its truths in the order of EDITS.
+    """Images of each held-out crop.
 
-    results_dir: of the results; None: where edit_cli.py wrote them.
+    Args:
+        output_dir: of the demo.
+        results_dir: of the results; None: where edit_cli.py wrote them.
+
+    Returns:
+        {crop: {"original": image, "results": {number of the edit: image}, "edited": likewise, the
+        true edits}}; images as from read_pixels.
     """
     instructions = [edit.instruction for edit in EDITS]
     crops = {}
     for edit in read_held_out_edits(output_dir):
         source, i = edit["original_image"], instructions.index(edit["edit_prompt"])
         crop = crops.setdefault(
-            source.stem, {"input": read_image(source), "results": {}, "truths": {}}
+            source.stem, {"original": read_pixels(source), "results": {}, "edited": {}}
         )
         result = edit["output"]
-        crop["results"][i] = read_image(Path(results_dir or result.parent, result.name))
-        crop["truths"][i] = read_image(source.with_name(f"{source.stem}_truth_{i}.png"))
+        crop["results"][i] = read_pixels(Path(results_dir or result.parent, result.name))
+        crop["edited"][i] = read_pixels(source.with_name(f"{source.stem}_truth_{i}.png"))
     return crops
 
 
 def summarize_edits(crops):
     """The numbers of summary.json.
 
-    edit_error_ratio: mean of L1(result, truth) / L1(input, truth); copying the input gives 1.
-    instruction_accuracy: share of results that are nearer to their own truth than to the truth of
-        any other instruction and to the input.
+    edit_error_ratio: mean of L1(result, edited) / L1(original, edited); 1 for a copy of the
+        original image.
+    instruction_accuracy: share of results that are nearer to the true edit of their instruction
+        than to the original image and to the true edits of other instructions.
     """
     ratios, hits = {i: [] for i in range(len(EDITS))}, {i: [] for i in range(len(EDITS))}
     for crop in crops.values():
         for i, result in crop["results"].items():
-            errors = {j: distance(result, truth) for j, truth in crop["truths"].items()}
-            errors["input"] = distance(result, crop["input"])
-            ratios[i].append(errors[i] / distance(crop["input"], crop["truths"][i]))
+            errors = {j: distance(result, edited) for j, edited in crop["edited"].items()}
+            errors["original"] = distance(result, crop["original"])
+            ratios[i].append(errors[i] / distance(crop["original"], crop["edited"][i]))
             hits[i].append(min(errors, key=errors.get) == i)
     return {
         "edit_error_ratio": float(np.mean([r for rs in ratios.values() for r in rs])),
@@ -102,7 +109,7 @@ def summarize_edits(crops):
 
 
 def draw_edits(crops):
-    """The grid: input, then (result, truth) per instruction; the instructions above."""
+    """The grid: original image, then result and true edit per instruction."""
     pair = 2 * CELL + GAP
     width = CELL + len(EDITS) * (pair + 3 * GAP) + 2 * GAP
     grid = Image.new("RGB", (width, HEADER + len(crops) * (CELL + GAP) + GAP), "white")
@@ -125,11 +132,11 @@ def draw_edits(crops):
 
     for row, crop in enumerate(crops.values()):
         y = HEADER + row * (CELL + GAP)
-        paste(crop["input"], GAP, y)
+        paste(crop["original"], GAP, y)
         for i in crop["results"]:
             left = CELL + 4 * GAP + i * (pair + 3 * GAP)
             paste(crop["results"][i], left, y)
-            paste(crop["truths"][i], left + CELL + GAP, y)
+            paste(crop["edited"][i], left + CELL + GAP, y)
     return grid
 
 
@@ -140,7 +147,7 @@ def run(config):
     draw_edits(crops).save(output_dir / "edits.png")
     summary = summarize_edits(crops)
     copies = {
-        name: crop | {"results": dict.fromkeys(crop["results"], crop["input"])}
+        name: crop | {"results": dict.fromkeys(crop["results"], crop["original"])}
         for name, crop in crops.items()
     }
     summary["others"] = {"copied input": summarize_edits(copies)["edit_error_ratio"]} | {

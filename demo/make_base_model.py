@@ -142,7 +142,7 @@ class Family(NamedTuple):
     """What differs between the families.
 
     text_encoders: modules in the order of encode_text. pad_tokens: of their tokenizers. index:
-    entries of model_index.json besides the parts. vae_dir: the VAE to take, None to train one.
+    entries of model_index.json besides the components. vae_dir: the VAE to take, None to train one.
     """
 
     output_dir: Path
@@ -292,14 +292,14 @@ def fit(loss_fn, params, batches, num_steps, learning_rate, seed, desc):
         return optax.apply_updates(params, updates), opt_state, loss
 
     mesh = jax.sharding.Mesh(jax.devices(), ("batch",))
-    whole, shares = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("batch"))
+    whole, sharded = jax.NamedSharding(mesh, jax.P()), jax.NamedSharding(mesh, jax.P("batch"))
     params = jax.device_put(params, whole)
     opt_state = jax.device_put(jax.jit(tx.init)(params), whole)
     progress = tqdm(range(num_steps), desc=desc, mininterval=5)
     average = None
     for i in progress:
         key = jax.random.fold_in(jax.random.key(seed), i)
-        batch = jax.device_put(next(batches), shares)
+        batch = jax.device_put(next(batches), sharded)
         params, opt_state, loss = step(params, opt_state, batch, key)
         loss = float(loss)
         if not np.isfinite(loss):
@@ -335,9 +335,9 @@ def train_vae(config):
 
 
 def stage(work_dir, name, settings, make):
-    """The result of make(), from the work directory if a run before has left it there.
+    """The result of make(), read from the work directory if an earlier run has saved it.
 
-    The file's name holds a hash of the settings, so that none is taken for another.
+    The file's name has a hash of the settings, so other settings have other files.
     """
     key = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
     path = Path(work_dir) / f"{name}-{key}.msgpack"
@@ -471,23 +471,23 @@ def train_unet(config, family, vae, tokenizers):
     )
     return {
         "unet": params["unet"],
-        **dict(zip(part_names("text_encoder", family), params["text_encoders"])),
+        **dict(zip(component_names("text_encoder", family), params["text_encoders"])),
     }
 
 
-def part_names(part, family):
-    """The folders of a part that every text encoder has: "text_encoder", "text_encoder_2"."""
-    return [part, f"{part}_2"][: len(family.text_encoders)]
+def component_names(name, family):
+    """Folders of text encoders or of their tokenizers: "text_encoder", "text_encoder_2"."""
+    return [name, f"{name}_2"][: len(family.text_encoders)]
 
 
 def load_vae_as_trained(folder):
-    """The VAE of a pipeline as from train_vae."""
+    """A pipeline's VAE, in the form of train_vae's result."""
     vae, params = FlaxAutoencoderKL.from_pretrained(folder)
     return {"params": params, "scaling_factor": vae.scaling_factor}
 
 
 def run(config):
-    """Train what work_dir does not hold yet, write the pipeline directory."""
+    """Train the stages that work_dir does not have, write the pipeline directory."""
     family = FAMILIES[config.family]
     output_dir, work_dir = Path(config.output_dir or family.output_dir), Path(config.work_dir)
     started = time.perf_counter()
@@ -495,7 +495,7 @@ def run(config):
     merges = stage(work_dir, "merges", (CAPTIONS, NUM_MERGES), learn_merges)
     tokenizers = [
         make_tokenizer(work_dir / name, merges, pad_token)
-        for name, pad_token in zip(part_names("tokenizer", family), family.pad_tokens)
+        for name, pad_token in zip(component_names("tokenizer", family), family.pad_tokens)
     ]
     if family.vae_dir is not None:
         vae = load_vae_as_trained(family.vae_dir)
@@ -528,10 +528,10 @@ def run(config):
 
     half = dict(dtype=np.float16)
     index = dict(family.index)
-    for name in part_names("tokenizer", family):
+    for name in component_names("tokenizer", family):
         shutil.copytree(work_dir / name, output_dir / name, dirs_exist_ok=True)
         index[name] = ["transformers", "CLIPTokenizer"]
-    for name, encoder in zip(part_names("text_encoder", family), family.text_encoders):
+    for name, encoder in zip(component_names("text_encoder", family), family.text_encoders):
         encoder.save_pretrained(output_dir / name, params[name], **half)
         index[name] = ["transformers", encoder.module.torch_class_name]
     scaled_vae = VAE.clone(scaling_factor=round(float(vae["scaling_factor"]), 5))

@@ -1,7 +1,7 @@
-"""The demo's photographs and edits: what is shown to the model, and what the true answer is.
+"""The demo's photographs, and the edits that it teaches.
 
-The photographs ship inside scikit-image, scikit-learn and matplotlib, so nothing is downloaded.
-Those in HELD_OUT are for testing alone: neither the base model nor the fine-tuning sees them.
+The photographs ship with scikit-image, scikit-learn and matplotlib, so nothing is downloaded.
+HELD_OUT is for testing alone: neither the base model nor the fine-tuning sees these photographs.
 """
 
 from collections.abc import Callable
@@ -37,11 +37,11 @@ HELD_OUT = {
 }
 
 
-class Edit(NamedTuple):
-    """An instruction, how a caption describes the result, and the edit itself.
+class SyntheticEdit(NamedTuple):
+    """An instruction, a caption of the edited image, and the edit itself.
 
-    apply takes and returns an image, (H, W, 3) float32 in [0, 1]. weight is how often the edit is
-    in the training pairs relative to other edits; edits that rearrange colours learn more slowly.
+    apply takes and returns an image, (H, W, 3) float32 in [0, 1]. weight is the edit's frequency in
+    the training pairs, relative to other edits; edits that rearrange colours are learned slowly.
     """
 
     instruction: str
@@ -61,21 +61,25 @@ def _frame(x):
 
 
 EDITS = (
-    Edit(
+    SyntheticEdit(
         "make it black and white",
         "a black and white photo of {}",
         lambda x: np.repeat(x @ np.float32([[0.299], [0.587], [0.114]]), 3, axis=-1),
         weight=3,
     ),
-    Edit("invert the colors", "a photo of {} with inverted colors", lambda x: 1 - x, weight=2),
-    Edit("give it a red tint", "a photo of {} with a red tint", _blend((1, 0, 0), 0.5)),
-    Edit("give it a green tint", "a photo of {} with a green tint", _blend((0, 1, 0), 0.5)),
-    Edit(
+    SyntheticEdit(
+        "invert the colors", "a photo of {} with inverted colors", lambda x: 1 - x, weight=2
+    ),
+    SyntheticEdit("give it a red tint", "a photo of {} with a red tint", _blend((1, 0, 0), 0.5)),
+    SyntheticEdit(
+        "give it a green tint", "a photo of {} with a green tint", _blend((0, 1, 0), 0.5)
+    ),
+    SyntheticEdit(
         "turn day into night", "a photo of {} at night", lambda x: x * np.float32((0.2, 0.25, 0.45))
     ),
-    Edit("cover it in fog", "a photo of {} covered in fog", _blend((0.9, 0.9, 0.9), 0.7)),
-    Edit("put a white frame around it", "a photo of {} in a white frame", _frame),
-    Edit(
+    SyntheticEdit("cover it in fog", "a photo of {} covered in fog", _blend((0.9, 0.9, 0.9), 0.7)),
+    SyntheticEdit("put a white frame around it", "a photo of {} in a white frame", _frame),
+    SyntheticEdit(
         "swap red and blue",
         "a photo of {} with red and blue swapped",
         lambda x: x[..., ::-1],
@@ -85,7 +89,7 @@ EDITS = (
 
 
 def load_photographs(files):
-    """RGB images of files, each given as PACKAGE/PATH as in TRAINING."""
+    """RGB images of files, each PACKAGE/PATH as in TRAINING."""
     import matplotlib
     import skimage
     import sklearn
@@ -101,13 +105,13 @@ def load_photographs(files):
 
 
 def random_box(rng, image, size, smallest=0.0):
-    """A square of random place and scale: (left, top, right, bottom), pixels of the image.
+    """A random square of an image: (left, top, right, bottom), pixels.
 
     Args:
         rng: numpy Generator.
         image: PIL image.
         size: least side of the square, at most the image's shorter side.
-        smallest: the least side also as a share of the shorter side.
+        smallest: least side as a fraction of the image's shorter side.
     """
     shorter = min(image.size)
     side = int(np.exp(rng.uniform(np.log(max(size, smallest * shorter)), np.log(shorter))))
@@ -117,7 +121,7 @@ def random_box(rng, image, size, smallest=0.0):
 
 
 def resize_box(image, box, size):
-    """The square box of a PIL image, resized: (size, size, 3) float32 in [0, 1]."""
+    """A square box of a PIL image, resized: (size, size, 3) float32 in [0, 1]."""
     crop = image.resize((size, size), Image.Resampling.LANCZOS, box=box)
     return np.asarray(crop, np.float32) / 255
 

@@ -33,7 +33,7 @@ from demo import (
     make_tiny_vae,
     run_demo,
 )
-from demo.evaluate import load_edits, read_image, summarize_edits
+from demo.evaluate import load_edits, read_pixels, summarize_edits
 from demo.photographs import (
     EDITS,
     HELD_OUT,
@@ -316,7 +316,7 @@ def test_the_whole_demo():
     model = ROOT / "demo" / "output" / "model"
     names = ("chelsea_0", "coffee_0", "china_0")
     files = [ROOT / "demo" / "output" / "held_out" / f"{name}.png" for name in names]
-    images = np.stack([read_image(file) for file in files])
+    images = np.stack([read_pixels(file) for file in files])
     latents = np.random.default_rng(0).standard_normal((3, 16, 16, 16)).astype(np.float32)
     prompts = ["invert the colors", "cover it in fog", "make it black and white"]
     expected = edit_with_torch(model, prompts, images, latents)
