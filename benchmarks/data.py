@@ -22,7 +22,7 @@ Methods:
     torch             DataLoader over pyarrow and Pillow, with the same transforms
     squares, buckets  with --aspect_ratios: ParquetImagePairs, without and with sizes
 
-Writes all figures to --output and prints a table. Needs two CPU cores, 16 GB of memory and 1 GB of
+Writes all figures to --output and prints them. Needs two CPU cores, 16 GB of memory and 1 GB of
 disk (Linux); about 20 minutes. The method `datasets` needs `pip install datasets` and is left out
 without it.
 """
@@ -49,7 +49,7 @@ from PIL import Image, ImageEnhance, ImageFilter
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
-from benchmarks.rows import describe_machine, read_rows, report, rows_of, run_benchmark, write_rows
+from benchmarks.rows import check_counts, describe_machine, run_benchmark, write_rows
 from dataloading.decoding import decode_pair
 from dataloading.options import Reading, Transform
 from dataloading.order import bucket_sizes
@@ -98,15 +98,7 @@ EDITS = {  # name in the prompt: function
 ASPECT_RATIOS = (9 / 16, 3 / 4, 1, 4 / 3, 16 / 9)  # width to height, equally often
 
 OURS = ("ours", "ours_lanczos", "squares", "buckets")  # methods with a shuffle buffer to fill
-RATIOS = (
-    ("ours", "ceiling"),
-    ("ours_lanczos", "ceiling_lanczos"),
-    ("ours", "datasets"),
-    ("ours_lanczos", "datasets"),
-    ("ours", "torch"),
-    ("ours_lanczos", "torch"),
-    ("buckets", "squares"),
-)
+RATIOS = (("ours", "ceiling"), ("ours", "datasets"), ("buckets", "squares"))
 
 
 @dataclass(frozen=True)
@@ -120,7 +112,6 @@ class Config:
     warm_up_pairs: int = 6000  # pairs of ours before the measurement: its shuffle buffer and more
     memory_epochs: int = 3  # epochs of the memory measurement; 0: none
     output: str = "benchmarks/results/data.json"
-    seed: int = 0
     # measure batches of several sizes instead, with images of ASPECT_RATIOS
     aspect_ratios: bool = False
 
@@ -128,12 +119,12 @@ class Config:
 # ---------------------------------------------------------------------------- shards
 
 
-def make_pair(photographs: list[Image.Image], seed: int, row: int, aspects=(1,)) -> dict:
+def make_pair(photographs: list[Image.Image], row: int, aspects=(1,)) -> dict:
     """A random crop and an edit of it, as a row of SCHEMA; no other row has its edit_prompt.
 
     All images have about as many pixels, and an aspect ratio of aspects.
     """
-    rng = np.random.default_rng([seed, row])
+    rng = np.random.default_rng([0, row])
     photograph = photographs[rng.integers(len(photographs))]
     root = aspects[row % len(aspects)] ** 0.5
     side = int(min(photograph.width / root, photograph.height * root) * rng.uniform(0.6, 1))
@@ -158,11 +149,9 @@ def make_pair(photographs: list[Image.Image], seed: int, row: int, aspects=(1,))
     }
 
 
-def make_shards(
-    folder: Path, num_shards: int, rows_per_shard: int, seed: int, aspects=(1,)
-) -> None:
+def make_shards(folder: Path, num_shards: int, rows_per_shard: int, aspects=(1,)) -> None:
     """Write shards of real photographs to a new directory, which appears when it is complete."""
-    make = partial(make_pair, load_photographs(PHOTOGRAPHS), seed, aspects=aspects)
+    make = partial(make_pair, load_photographs(PHOTOGRAPHS), aspects=aspects)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     unfinished.mkdir(parents=True)
     with (
@@ -430,70 +419,36 @@ def summarize_rounds(rounds: list[dict]) -> tuple[dict, dict]:
     return methods, ratios
 
 
-def format_methods(results: dict) -> str:
-    """The figures as Markdown: medians, and least to largest of the ratios."""
-    lines = [
-        "| | " + " | ".join(f"pairs/s, {t} thread{'s'[: t - 1]}" for t in THREADS)
-        + " | " + " | ".join(f"pairs per CPU second, {t}" for t in THREADS) + " |",
-        "|---" * (1 + 2 * len(THREADS)) + "|",
-    ]  # fmt: skip
-    for kind, form in (
-        ("method", "{median:.0f}"),
-        ("ratio", "{median:.2f} ({min:.2f}-{max:.2f})"),
-    ):
-        for name, row in rows_of(results, kind).items():
-            figures = row["summary"]
-            cells = [
-                form.format(**figures[str(t)][figure]) if figures else "-"
-                for figure in ("pairs_per_second", "pairs_per_cpu_second")
-                for t in THREADS
-            ]
-            title = name.replace("_lanczos", " (Lanczos)").replace("/", " / ")
-            lines.append(f"| {title} | {' | '.join(cells)} |")
-    for memory in rows_of(results, "memory").values():
-        after = ", ".join(f"{mb / 1e3:.2f}" for mb in memory["increase_after_epochs_mb"])
-        lines.append(
-            f"\nMemory, num_parts={memory['num_parts']}: peak "
-            f"{memory['peak_increase_mb'] / 1e3:.2f} GB; after each epoch {after} GB."
-        )
-    return "\n".join(lines)
-
-
 def run_rounds(
+    config: Config,
     streams: dict[str, Callable[[int], Iterator[dict]] | None],
-    rounds: int,
     rows_at_once: int,
-    seconds: float,
-    warm_up_pairs: int,
 ) -> list[dict]:
     """Measure every method with every number of threads, once per round.
 
     Args:
+        config: with the number of rounds and the length of a measurement.
         streams: method -> (threads -> its stream); None: it is left out.
-        rounds: each measures every method once.
-        rows_at_once, seconds, warm_up_pairs: see `measure_stream`; the last is for ours.
+        rows_at_once: see `measure_stream`.
 
     Returns:
         Of each round {method: {threads: figures}}, with None for what is left out.
     """
     names = [name for name, stream in streams.items() if stream]
-    total = rounds * len(THREADS) * len(names)
+    total = config.rounds * len(THREADS) * len(names)
     results = []
     with tqdm(total=total, desc="measuring", unit="slice", disable=None) as bar:
-        for number in range(rounds):
+        for number in range(config.rounds):
             results.append({name: stream and {} for name, stream in streams.items()})
             shift = number % len(names)  # no method always comes after the same other, warm or hot
             for threads in THREADS:
                 torch.set_num_threads(threads)
                 for name in names[shift:] + names[:shift]:
                     bar.set_postfix_str(f"{name}, {threads}")
+                    warm_up_pairs = config.warm_up_pairs if name in OURS else 0
+                    lengths = (rows_at_once, config.slice_seconds, warm_up_pairs)
                     with contextlib.closing(streams[name](threads)) as stream:
-                        results[-1][name][str(threads)] = measure_stream(
-                            stream,
-                            rows_at_once,
-                            seconds,
-                            warm_up_pairs if name in OURS else 0,
-                        )
+                        results[-1][name][str(threads)] = measure_stream(stream, *lengths)
                     bar.update()
     return results
 
@@ -525,26 +480,23 @@ def bench(config: Config) -> tuple[dict, dict]:
     Raises:
         ValueError: a bad argument, bad shards, or an output of another command.
     """
-    for name, lowest in (
-        ("num_shards", 2),  # one for each of two worker processes
-        ("rows_per_shard", BATCH_SIZE),
-        ("epoch_rows", 2 * BATCH_SIZE),
-        ("rounds", 1),
-        ("slice_seconds", 0),
-        ("warm_up_pairs", 0),
-        ("memory_epochs", 0),
-        ("seed", 0),
-    ):
-        if getattr(config, name) < lowest:
-            raise ValueError(f"--{name} {getattr(config, name)} must be at least {lowest}")
-    read_rows(config.output)
+    check_counts(
+        config,
+        num_shards=2,  # one for each of two worker processes
+        rows_per_shard=BATCH_SIZE,
+        epoch_rows=2 * BATCH_SIZE,
+        rounds=1,
+        slice_seconds=0,
+        warm_up_pairs=0,
+        memory_epochs=0,
+    )
     packages = ["numpy", "pyarrow", "simplejpeg", "pillow", "torch"]
     machine = describe_machine(packages + (["datasets"] if datasets else []))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.shards_dir or f"{temporary}/shards")
         if not shard_files(folder):
             aspects = ASPECT_RATIOS if config.aspect_ratios else (1,)
-            make_shards(folder, config.num_shards, config.rows_per_shard, config.seed, aspects)
+            make_shards(folder, config.num_shards, config.rows_per_shard, aspects)
         shards = shard_files(folder)
         links = link_shards(shards, Path(temporary) / "links", config.epoch_rows)
         linked = links[0].parent
@@ -560,8 +512,7 @@ def bench(config: Config) -> tuple[dict, dict]:
             "links": len(links),
         }
 
-        lengths = (config.rounds, rows_at_once, config.slice_seconds, config.warm_up_pairs)
-        rounds = run_rounds(streams_of(config, links, pairs), *lengths)
+        rounds = run_rounds(config, streams_of(config, links, pairs), rows_at_once)
 
         memory = []
         for num_parts in (1, 8) if config.memory_epochs and not config.aspect_ratios else ():
@@ -582,17 +533,16 @@ def bench(config: Config) -> tuple[dict, dict]:
 
 
 def run(config: Config) -> None:
-    """Measure, write, print."""
+    """Measure, write."""
     rows, machine = bench(config)
-    results = write_rows(rows, machine, config.output)
-    report(format_methods(results), config.output)
+    write_rows(rows, machine, config.output)
     if datasets is None and not config.aspect_ratios:
         print("`datasets` was not measured: pip install datasets")
 
 
 def main(args=None):
     """Command line."""
-    run_benchmark({Config: run}, __doc__, args)
+    run_benchmark(Config, run, __doc__, args)
 
 
 if __name__ == "__main__":

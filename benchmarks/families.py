@@ -29,7 +29,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from benchmarks.rows import ROOT, check_output, describe_machine, read_rows, write_rows
+from benchmarks.rows import ROOT, check_output, describe_machine, write_rows
 from command_line import run_main
 from dataloading.images import load_image
 from demo.photographs import EDITS
@@ -76,7 +76,6 @@ def check_flags(config):
             "for each validation"
         )
     check_output(config.output)
-    read_rows(config.output)
 
 
 # Training and measuring

@@ -7,7 +7,7 @@ images, then runs the user's command lines, each in its own process: widen the U
 pixels with batch 1 and an EMA from the first step until the checkpoint of step 1 exists, then kill
 the process (SIGKILL); run the same command again, which resumes; edit an image. Tiny, in a minute:
 
-    python -m benchmarks.full_size commands --quick --output full_size.json
+    python -m benchmarks.full_size commands --tiny --output full_size.json
 
 Needs 20 GB of memory and 30 GB of disk; a quarter of an hour on two cores.
 
@@ -21,7 +21,7 @@ quarter of an hour on two cores.
 
 starts sdxl_single.py without a cache and with jax's persistent cache, and sdxl_single_aot.py
 without and with its executable on disk, each in its own process and twice, for one image of one
-step. The UNet has Stable Diffusion 1.5's size (860M parameters, 256 pixels). Tiny: --size tiny.
+step. The UNet has Stable Diffusion 1.5's size (860M parameters, 256 pixels). Tiny: --tiny.
 Needs 16 GB of memory; three minutes on two otherwise idle cores.
 
     python -m benchmarks.full_size serving
@@ -66,10 +66,8 @@ from benchmarks.random_models import (
 from benchmarks.rows import (
     GIB,
     ROOT,
+    check_counts,
     describe_machine,
-    read_rows,
-    report,
-    rows_of,
     run_benchmark,
     write_rows,
 )
@@ -77,25 +75,26 @@ from demo.photographs import load_photographs
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule
 
 POLL_SECONDS = 0.05
+NUM_DEVICES = 4  # of `serving`
 
 
 @dataclass(frozen=True)
-class Commands:
+class CommandFlags:
     """Time and peak memory of the command lines."""
 
     family: Literal["sd15", "sdxl"] = "sd15"
     work_dir: str = ""  # a new directory for models and checkpoints; "": a temporary one, removed
-    quick: bool = False  # tiny models and images of 64 pixels, to try this script
+    tiny: bool = False  # tiny models and images of 64 pixels, to try this
     output: str = "benchmarks/results/full_size.json"
 
 
-def make_files(folder, family, quick):
+def make_files(folder, family, tiny):
     """Write a pipeline (base), data for the trainer (data) and an image to edit (image.png)."""
     if family == "sdxl":
-        make_xl_pipeline(folder / "base", quick)
+        make_xl_pipeline(folder / "base", tiny)
     else:
-        make_pipeline(folder / "base", quick)
-    make_shards(folder / "data", num_shards=1, rows_per_shard=8, seed=0)
+        make_pipeline(folder / "base", tiny)
+    make_shards(folder / "data", num_shards=1, rows_per_shard=8)
     load_photographs(PHOTOGRAPHS[:1])[0].save(folder / "image.png")
 
 
@@ -147,7 +146,7 @@ def run_command(arguments, kill_when=None):
     if process.returncode != expected or killed != bool(kill_when):
         raise ChildProcessError(
             f"exit code {process.returncode} of: {command}; with -9 it was killed, by the system "
-            "when memory is short: close other programs, or try --quick"
+            "when memory is short: close other programs, or try --tiny"
         )
     figures = {
         "command_line": command,
@@ -158,13 +157,13 @@ def run_command(arguments, kill_when=None):
     return figures, output
 
 
-def bench_commands(folder, family, quick):
+def bench_commands(folder, family, tiny):
     """Make the inputs in a directory, run the commands.
 
     Returns:
         {name of the command: figures of run_command}.
     """
-    in_new_process(make_files, folder, family, quick)
+    in_new_process(make_files, folder, family, tiny)
     widen = ["create_modified_unet.py", "--pretrained_model_name_or_path", f"{folder}/base"]
     widen += ["--output_dir", f"{folder}/wide"]
     figures = {"widen": run_command(widen)[0]}
@@ -174,16 +173,16 @@ def bench_commands(folder, family, quick):
     train += ["--train_batch_size", "1", "--output_dir", str(model)]
     train += ["--compilation_cache_dir", f"{folder}/cache"]
     if family == "sdxl":
-        resolution = "64" if quick else "512"
+        resolution = "64" if tiny else "512"
         train += ["--lora_rank", "16", "--merge_lora", "--max_train_steps", "1", "--ema", "none"]
         # In bfloat16 XLA's program for a CPU converts the weights to float32 and keeps them.
         train += ["--checkpointing_steps", "0", "--mixed_precision", "no"]
         train += ["--gradient_checkpointing"]
         figures["train a LoRA"], _ = run_command([*train, "--resolution", resolution])
     else:
-        resolution = "64" if quick else "256"
+        resolution = "64" if tiny else "256"
         train += ["--resolution", resolution]
-        figures |= train_killed_and_resumed(train, model, quick)
+        figures |= train_killed_and_resumed(train, model, tiny)
     losses = [json.loads(row)["loss"] for row in (model / "metrics.jsonl").read_text().splitlines()]
     if not np.isfinite(losses).all():
         raise ChildProcessError(f"losses {losses} are not all finite")
@@ -196,19 +195,19 @@ def bench_commands(folder, family, quick):
     return figures
 
 
-def train_killed_and_resumed(train, model, quick):
+def train_killed_and_resumed(train, model, tiny):
     """Run a training command until its first checkpoint, kill it, and run it again.
 
     Args:
         train: arguments of Python.
         model: Path, the output directory.
-        quick: the model is tiny.
+        tiny: the model is tiny.
 
     Returns:
         {what was done: figures of run_command}.
     """
     checkpoints = model / "checkpoints"
-    num_steps = "5" if quick else "2"  # tiny ones may be over before a checkpoint is noticed
+    num_steps = "5" if tiny else "2"  # tiny ones may be over before a checkpoint is noticed
     train = [*train, "--max_train_steps", num_steps, "--ema", "full", "--ema_decay", "0.9999"]
     train += ["--checkpointing_steps", "1", "--checkpoints_total_limit", "1"]
 
@@ -225,47 +224,34 @@ def train_killed_and_resumed(train, model, quick):
     return {"train, killed": killed, "train, resumed": resumed}
 
 
-def format_commands(figures):
-    """The figures as Markdown."""
-    lines = ["| | seconds | peak memory, GiB | reached after, s |", "|---|---|---|---|"]
-    for name, row in figures.items():
-        lines.append(
-            f"| {name} | {row['seconds']:.0f} | {row['peak_gib']:.1f} | "
-            f"{row['peak_after_seconds']:.0f} |"
-        )
-    return "\n".join(lines)
-
-
 def run_commands(config):
     """Make the directory, measure, write."""
-    read_rows(config.output)
     machine = describe_machine(("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.work_dir or temporary).absolute()
         if any(folder.glob("[!.]*")):
             raise ValueError(f"--work_dir {folder} is not empty; name a new directory")
         folder.mkdir(parents=True, exist_ok=True)
-        figures = bench_commands(folder, config.family, config.quick)
+        figures = bench_commands(folder, config.family, config.tiny)
     kind = "command" if config.family == "sd15" else "sdxl_command"
     rows = {f"{kind} {name}": row for name, row in figures.items()}
-    results = write_rows(rows, machine, config.output)
-    report(format_commands(rows_of(results, kind)), config.output)
+    write_rows(rows, machine, config.output)
 
 
 SECONDS = re.compile(r"^(?:compiled|loaded).* in ([\d.]+) s$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Starts:
+class StartFlags:
     """Starts of the SDXL scripts to the first image."""
 
-    size: Literal["tiny", "sd15"] = "sd15"  # of the UNet
+    tiny: bool = False  # a tiny UNet, to try this
     rounds: int = 1  # starts of each kind
     output: str = "benchmarks/results/full_size.json"
 
 
-def make_xl_model(folder, size):
-    """Write a pipeline of SDXL's kind: the UNet of that size, the rest tiny.
+def make_xl_model(folder, tiny):
+    """Write a pipeline of SDXL's kind: a UNet of Stable Diffusion 1.5's size, or tiny; tiny others.
 
     Call it in a new process, which frees the memory.
     """
@@ -285,7 +271,7 @@ def make_xl_model(folder, size):
         addition_time_embed_dim=256,
         projection_class_embeddings_input_dim=384 + 6 * 256,
     )
-    if size == "tiny":
+    if tiny:
         unet = unet.clone(sample_size=8, **TINY_UNET)
     modules = {
         "unet": unet,
@@ -328,13 +314,13 @@ def time_start(script, folder, *options):
     return {"seconds": seconds, "compile_seconds": float(told[1]) if told else None}
 
 
-def bench_starts(folder, size, rounds):
+def bench_starts(folder, tiny, rounds):
     """All starts.
 
     Returns:
         {name of the start: [figures of start, one per round]}.
     """
-    in_new_process(make_xl_model, folder / "model", size)
+    in_new_process(make_xl_model, folder / "model", tiny)
     cache, kept = folder / "cache", folder / "kept"
     figures = {}
     for _ in range(rounds):
@@ -353,40 +339,22 @@ def bench_starts(folder, size, rounds):
     return figures
 
 
-def format_starts(results):
-    """Markdown of the rows of starts, medians."""
-    lines = [
-        "| UNet, start | to the image, s | of which compiling or loading, s |",
-        "|---|---|---|",
-    ]
-    for name, row in rows_of(results, "start").items():
-        starts = sorted(row["starts"], key=lambda figure: figure["seconds"])
-        middle = starts[len(starts) // 2]
-        told = middle["compile_seconds"]
-        cell = "" if told is None else f"{told:.2f}"
-        lines.append(f"| {name} | {middle['seconds']:.1f} | {cell} |")
-    return "\n".join(lines)
-
-
 def run_starts(config):
-    """Make the model, measure, write, print."""
-    if config.rounds < 1:
-        raise ValueError(f"--rounds {config.rounds} must be at least 1")
-    read_rows(config.output)
+    """Make the model, measure, write."""
+    check_counts(config, rounds=1)
     machine = describe_machine(("jax", "jaxlib", "flax", "numpy"))
     with tempfile.TemporaryDirectory() as temporary:
-        figures = bench_starts(Path(temporary), config.size, config.rounds)
-    rows = {f"start {config.size} {name}": {"starts": starts} for name, starts in figures.items()}
-    results = write_rows(rows, machine, config.output)
-    report(format_starts(results), config.output)
+        figures = bench_starts(Path(temporary), config.tiny, config.rounds)
+    size = "tiny" if config.tiny else "sd15"
+    rows = {f"start {size} {name}": {"starts": starts} for name, starts in figures.items()}
+    write_rows(rows, machine, config.output)
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServingFlags:
     """A long list of prompts by sdxl_single.py, with a tiny model on CPU devices."""
 
     num_prompts: int = 1000
-    num_devices: int = 4
     num_inference_steps: int = 25
     kills: int = 4  # of the second run
     output: str = "benchmarks/results/full_size.json"
@@ -403,7 +371,7 @@ def serve(folder, config, output, most=None):
     command += ["--prompts_file", str(folder / "prompts.txt")]
     command += ["--pretrained_model_name_or_path", str(folder / "model")]
     command += ["--compilation_cache_dir", str(folder / "cache")]
-    flags = f"--xla_force_host_platform_device_count={config.num_devices}"
+    flags = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     with tempfile.TemporaryFile("w+") as said:
         files = {"stdout": subprocess.DEVNULL, "stderr": said}
@@ -427,11 +395,11 @@ def images_in(folder):
 
 
 def run_serving(config):
-    """Make the images in one run, and in several that are killed; write, print."""
+    """Make the images in one run, and in several that are killed; write."""
     machine = describe_machine(("jax", "jaxlib", "flax", "numpy"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        in_new_process(make_xl_model, folder / "model", "tiny")
+        in_new_process(make_xl_model, folder / "model", True)
         prompts = (f"a photograph, number {i}" for i in range(config.num_prompts))
         (folder / "prompts.txt").write_text("\n".join(prompts))
         said = serve(folder, config, folder / "whole")
@@ -453,7 +421,7 @@ def run_serving(config):
         )
     row = {
         "images": config.num_prompts,
-        "devices": config.num_devices,
+        "devices": NUM_DEVICES,
         "seconds": float(seconds),
         "devices_waited_percent": float(waited),
         "files_after_each_kill": finished,
@@ -461,15 +429,15 @@ def run_serving(config):
         "images_that_differ": int(different),
     }
     write_rows({"serving": row}, machine, config.output)
-    print(json.dumps(row))
 
 
-SUBCOMMANDS = {Commands: run_commands, Starts: run_starts, Serving: run_serving}
+SUBCOMMANDS = {"commands": CommandFlags, "starts": StartFlags, "serving": ServingFlags}
+RUN = {CommandFlags: run_commands, StartFlags: run_starts, ServingFlags: run_serving}
 
 
 def main(args=None):
     """Command line."""
-    run_benchmark(SUBCOMMANDS, __doc__, args)
+    run_benchmark(SUBCOMMANDS, lambda config: RUN[type(config)](config), __doc__, args)
 
 
 if __name__ == "__main__":

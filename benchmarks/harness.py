@@ -1,18 +1,17 @@
 """Measurements of contenders that alternate in one run.
 
-Rows of contenders have "device", "case", "work", "batch_size", "dtype", "flops" of a pass (of its
-UNet), "peak_flops_per_second", "seconds" {contender: [of a pass, per round]}, "first_seconds"
+Rows of contenders have "device", "batch_size", "dtype", "flops" of a pass (of its UNet),
+"peak_flops_per_second", "seconds" {contender: [of a pass, per round]}, "first_seconds"
 {contender: [until the first result]} and "summary".
 """
 
 import math
 import os
-import shutil
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
+from dataclasses import dataclass
 from multiprocessing import get_context
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is on the same GPU
@@ -23,8 +22,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.rows import markdown_table, read_rows, report, write_rows
-from diffusers_flax.parameters import replace_leaves
+from benchmarks.rows import check_counts, write_rows
 
 PROMPT = "invert the colors"
 SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}  # of edits
@@ -54,6 +52,32 @@ ACCELERATIONS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimingFlags:
+    """Flags of benchmarks that time ours and PyTorch in turn."""
+
+    rounds: int = 2  # each contender is measured once in each
+    seconds: float = 30.0  # of a measurement, at least; one pass at least
+
+
+def check_timing(config, side=None, **lowest):
+    """Check the flags and the device before anything is measured.
+
+    Args:
+        config: of TimingFlags.
+        side: name of the flag with the side of the images, if there is one.
+        **lowest: see check_counts.
+
+    Raises:
+        ValueError: a flag is invalid, or jax's device is not a CPU.
+    """
+    check_counts(config, rounds=1, **lowest)
+    if side and ((pixels := getattr(config, side)) < 64 or pixels % 64):
+        raise ValueError(f"--{side} {pixels} must be a multiple of 64")
+    if jax.default_backend() != "cpu":
+        raise ValueError("this measures a CPU; set JAX_PLATFORMS=cpu. For GPUs: benchmarks.gpu")
+
+
 def psnr_db(images, others):
     """PSNR of all pixels of float images in [0, 1], dB; None: they are equal."""
     error = np.mean(np.square(images - others))
@@ -76,32 +100,8 @@ def in_new_process(function, *args):
             ) from error
 
 
-def find_device():
-    """The device of both libraries, by PyTorch's name: "cuda" or "cpu".
-
-    Raises:
-        ValueError: only one of them sees a GPU, there are several GPUs, or there is a TPU.
-    """
-    backend = jax.default_backend()
-    if backend not in ("cpu", "gpu"):
-        raise ValueError(f"PyTorch does not run on this {backend}; set JAX_PLATFORMS=cpu")
-    if (backend == "gpu") != torch.cuda.is_available():
-        sees, blind = ("jax", "torch") if backend == "gpu" else ("torch", "jax")
-        raise ValueError(f"{sees} sees a GPU and {blind} does not; install {blind} with CUDA")
-    if backend == "cpu":
-        return "cpu"
-    if jax.device_count() > 1:
-        raise ValueError(f"{jax.device_count()} GPUs; set CUDA_VISIBLE_DEVICES=0")
-    return "cuda"
-
-
-def can_compile():
-    """Whether the C++ compiler that torch.compile needs is installed."""
-    return shutil.which("g++") is not None or shutil.which("clang++") is not None
-
-
 def synchronize(device):
-    """Wait for PyTorch's asynchronous operations."""
+    """Wait for PyTorch's asynchronous operations; device: "cuda" or "cpu"."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -124,36 +124,6 @@ def in_turn(names, rounds):
     for number in range(rounds):
         for name in names[::-1] if number % 2 else names:
             yield number, name
-
-
-def contenders_on(device, ours, theirs):
-    """{name: its function}: ours, and theirs(..., compiled=) in the variants for the device."""
-    contenders = {"ours": ours, "torch eager": partial(theirs, compiled=False)}
-    if device == "cuda" and can_compile():
-        contenders["torch compiled"] = partial(theirs, compiled=True)
-    return contenders
-
-
-def params_on_device(params, dtype):
-    """A pipeline's parameters from from_pretrained, in dtype on the first device.
-
-    The scheduler's state stays float32, as its steps need the precision.
-    """
-    state = params.pop("scheduler")
-    replace_leaves(lambda x: jax.device_put(np.asarray(x, dtype)), params)
-    return params | {"scheduler": state}
-
-
-def torch_pipeline(pipeline_class, folder, device, compiled):
-    """A PyTorch pipeline of a directory, in bfloat16 on a GPU; compiled: UNet and VAE."""
-    pipeline = pipeline_class.from_pretrained(
-        folder, dtype=torch.bfloat16 if device == "cuda" else torch.float32
-    ).to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    if compiled:
-        pipeline.unet = torch.compile(pipeline.unet.to(memory_format=torch.channels_last))
-        pipeline.vae.decode = torch.compile(pipeline.vae.decode)
-    return pipeline
 
 
 def time_contender(make_run, args, seconds, started):
@@ -190,31 +160,33 @@ def time_in_this_process(contenders, rounds, seconds):
     return {"first_seconds": first, "seconds": passes}
 
 
-def time_in_turn(contenders, args, rounds, seconds):
+def time_in_turn(contenders, args, config):
     """Time contenders, each measurement in a new process.
 
     Args:
         contenders: {name: make_run}; make_run(*args) -> run, which does a pass to its end.
         args: for all of them.
-        rounds: how often each is measured.
-        seconds: of a measurement, see mean_seconds.
+        config: of TimingFlags.
 
     Returns:
         {"first_seconds": {name: [from the process's start to the first pass's end]},
         "seconds": {name: [of a pass]}}.
     """
     figures = {kind: {name: [] for name in contenders} for kind in ("first_seconds", "seconds")}
-    for _, name in tqdm(list(in_turn(list(contenders), rounds)), unit="measurement"):
+    for _, name in tqdm(list(in_turn(list(contenders), config.rounds)), unit="measurement"):
         started = time.time()
-        took = in_new_process(time_contender, contenders[name], args, seconds, started)
+        took = in_new_process(time_contender, contenders[name], args, config.seconds, started)
         for kind, value in zip(figures, took):
             figures[kind][name].append(value)
     return figures
 
 
-def matmul_peak(half, device):
-    """FLOPs per second of a large matmul in jax or PyTorch, whichever is faster."""
-    n = 2048 if device == "cpu" else 8192
+def matmul_peak(device):
+    """FLOPs per second of a large matmul in jax or PyTorch, whichever is faster.
+
+    In float32 on a CPU, in bfloat16 on a GPU.
+    """
+    n, half = (2048, False) if device == "cpu" else (8192, True)
     x = np.random.default_rng(0).standard_normal((n, n), np.float32)
     ours = jnp.asarray(x, jnp.bfloat16 if half else jnp.float32)
     theirs = torch.from_numpy(x).to(device, torch.bfloat16 if half else torch.float32)
@@ -232,18 +204,22 @@ def matmul_peak(half, device):
     return best
 
 
-def make_row(case, work, batch_size, flops, device, figures):
-    """A row of results; figures: "seconds" and "first_seconds", flops: of a pass."""
-    half = device == "cuda"
-    return {
-        "case": case,
-        "work": work,
-        "batch_size": batch_size,
-        "dtype": "bfloat16" if half else "float32",
-        "flops": flops,
-        "peak_flops_per_second": matmul_peak(half, device),
-        **figures,
+def write_contenders(case, row, machine, output):
+    """Complete a row of contenders and write it.
+
+    Args:
+        case: "CASE WORK BATCH_SIZE"; the row is named "DEVICE CASE WORK BATCH_SIZE".
+        row: "batch_size", "flops" of a pass, and what time_in_turn returned.
+        machine, output: as for write_rows.
+    """
+    kind = jax.devices()[0].device_kind
+    row = {
+        "device": kind,
+        "dtype": "float32",
+        "peak_flops_per_second": matmul_peak("cuda" if jax.default_backend() == "gpu" else "cpu"),
+        **row,
     }
+    write_rows({f"{kind} {case}": row | {"summary": summarize(row)}}, machine, output)
 
 
 def summarize(row):
@@ -260,62 +236,3 @@ def summarize(row):
             "ours_times_as_fast_range": [min(ratios), max(ratios)],
         }
     return summary
-
-
-def check_config(config, *names):
-    """Find mistakes before anything is measured.
-
-    Args:
-        config: with rounds and output.
-        *names: further flags that are counts or tuples of counts.
-
-    Raises:
-        ValueError: a count below 1, no count, or an output that read_rows refuses.
-    """
-    for name in (*names, "rounds"):
-        values = getattr(config, name)
-        if values == ():
-            raise ValueError(f"--{name} is empty; give at least one number")
-        if (least := min(values) if isinstance(values, tuple) else values) < 1:
-            raise ValueError(f"--{name} {least} must be at least 1")
-    read_rows(config.output)
-
-
-def format_contenders(results):
-    """Markdown of the rows of contenders."""
-    lines = []
-    for row in results.values():
-        for name, figures in row.get("summary", {}).items():
-            low, high = figures["ours_times_as_fast_range"]
-            ratio = f"{figures['ours_times_as_fast']:.2f} ({low:.2f}-{high:.2f})"
-            rate = figures["samples_per_second"]
-            lines.append(
-                [
-                    row["device"],
-                    f"{row['case']} {row['work']}",
-                    str(row["batch_size"]),
-                    name,
-                    f"{row['batch_size'] / rate:.3g}",
-                    f"{rate:.3g}",
-                    f"{figures['peak_share']:.0%}",
-                    f"{figures['first_seconds']:.1f}",
-                    "1" if name == "ours" else ratio,
-                ]
-            )
-    header = "device | case | batch | | s | samples/s | of the peak | first, s"
-    return markdown_table(f"{header} | ours times as fast", lines)
-
-
-def write_contenders(rows, machine, output):
-    """Write rows of make_row, each as soon as it is measured, then print the file's table.
-
-    Args:
-        rows: iterable of rows.
-        machine, output: as for write_rows.
-    """
-    kind = jax.devices()[0].device_kind
-    for row in rows:
-        case = f"{kind} {row['case']} {row['work']} {row['batch_size']}"
-        row |= {"device": kind, "summary": summarize(row)}
-        results = write_rows({case: row}, machine, output)
-    report(format_contenders(results), output)

@@ -70,20 +70,20 @@ def write_module(folder, module):
     module.save_pretrained(folder, params=params, max_shard_size="2GB")
 
 
-def make_pipeline(folder, quick, in_channels=4, scheduler="PNDMScheduler"):
+def make_pipeline(folder, tiny, in_channels=4, scheduler="PNDMScheduler"):
     """Write a pipeline's directory with random weights, of Stable Diffusion 1.5's shapes or tiny.
 
     Call it in a new process, which frees the memory.
 
     Args:
         folder: Path of a new directory.
-        quick: tiny models.
+        tiny: tiny models.
         in_channels: of the UNet; 8 for InstructPix2Pix.
         scheduler: PyTorch's class.
     """
     jax.config.update("jax_platforms", "cpu")
     unet, vae, text_encoder = UNET.clone(in_channels=in_channels), VAE, TEXT_ENCODER
-    if quick:
+    if tiny:
         unet = unet.clone(**TINY_UNET)
         vae = VAE.clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1)
         text_encoder = TEXT_ENCODER.clone(vocab_size=END_OF_TEXT + 1, num_hidden_layers=1)
@@ -100,7 +100,7 @@ def make_pipeline(folder, quick, in_channels=4, scheduler="PNDMScheduler"):
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def make_xl_pipeline(folder, quick):
+def make_xl_pipeline(folder, tiny):
     """Write a pipeline's directory with random weights, of SDXL's shapes or tiny.
 
     Call it in a new process, which frees the memory.
@@ -117,13 +117,13 @@ def make_xl_pipeline(folder, quick):
         "text_encoder": FlaxCLIPTextModule(**SDXL["text_encoder"], **ids),
         "text_encoder_2": FlaxCLIPTextModelWithProjectionModule(**SDXL["text_encoder_2"], **ids),
     }
-    if quick:
-        tiny = {"vocab_size": END_OF_TEXT + 1, "num_hidden_layers": 2}
+    if tiny:
+        text = {"vocab_size": END_OF_TEXT + 1, "num_hidden_layers": 2}
         modules = {
             "unet": modules["unet"].clone(**TINY_XL_UNET),
             "vae": modules["vae"].clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1),
-            "text_encoder": modules["text_encoder"].clone(**tiny),
-            "text_encoder_2": modules["text_encoder_2"].clone(**tiny),
+            "text_encoder": modules["text_encoder"].clone(**text),
+            "text_encoder_2": modules["text_encoder_2"].clone(**text),
         }
     write_pipeline(folder, modules)
 

@@ -4,9 +4,7 @@
 and "machine".
 """
 
-import functools
 import json
-import operator
 import os
 import platform
 import shlex
@@ -16,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from command_line import run_main
-from compiling.programs import check_compiler
+from compiling.chips import check_compiler
 from diffusers_flax.loading.files import save_whole
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,30 +22,25 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformer
 GIB = 2**30
 
 
-def run_benchmark(subcommands, description, args=None):
-    """Parse the flags, check that --output can be written, and run.
-
-    Args:
-        subcommands: {dataclass of the flags: function of the config}; several are subcommands.
-        description: for --help.
-        args: the flags; None: this process's command line.
-    """
+def run_benchmark(config_class, run, description, args=None):
+    """Parse the flags, check --output, and run; arguments as for command_line.run_main."""
 
     def work(config):
         check_output(config.output)
-        subcommands[type(config)](config)
+        run(config)
 
-    run_main(
-        functools.reduce(operator.or_, subcommands),
-        description,
-        work,
-        args,
-        interrupted="the rows written so far are kept",
-    )
+    run_main(config_class, description, work, args, interrupted="the rows written so far are kept")
+
+
+def check_counts(config, **lowest):
+    """Raise a ValueError for a flag below its lowest value."""
+    for name, least in lowest.items():
+        if (value := getattr(config, name)) < least:
+            raise ValueError(f"--{name} {value} must be at least {least}")
 
 
 def check_output(output):
-    """Raise a ValueError, before anything is measured, if a file cannot be written."""
+    """Raise a ValueError for a file that cannot be written or is not a results file."""
     folder = Path(output).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,6 +48,7 @@ def check_output(output):
             pass
     except OSError as error:
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
+    read_rows(output)
 
 
 def benchmark_command():
@@ -112,7 +106,7 @@ def describe_compiler():
 
 
 def write_rows(rows, machine, output):
-    """Write rows into a results file, next to the rows of other cases.
+    """Write rows into a results file, next to the rows of other cases, and print their numbers.
 
     Args:
         rows: {case: dict}.
@@ -126,7 +120,23 @@ def write_rows(rows, machine, output):
     results = read_rows(output) | {case: row | origin for case, row in rows.items()}
     text = json.dumps(results, indent=1) + "\n"
     save_whole(Path(output), lambda file: file.write_text(text))
+    for case, row in rows.items():
+        print_numbers(row, case)
     return results
+
+
+def print_numbers(row, title):
+    """Print a row's numbers and texts, a line for each dict that has some."""
+    cells = [
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row.items()
+        if isinstance(value, int | float | str)
+    ]
+    if cells:
+        print(f"{title}: {', '.join(cells)}", flush=True)
+    for name, value in row.items():
+        if isinstance(value, dict):
+            print_numbers(value, f"{title}, {name}")
 
 
 def psnr_cell(psnr, equal=""):
@@ -144,11 +154,6 @@ def markdown_table(header, lines):
     columns = [title.strip() for title in header.split("|")]
     form = ["| " + " | ".join(cells) + " |" for cells in [columns, *lines]]
     return "\n".join([form[0], "|---" * len(columns) + "|", *form[1:]]) + "\n"
-
-
-def report(table, output):
-    """Print the table of a results file."""
-    print(f"\n{table}\nwrote {output}")
 
 
 def rows_of(results, kind):

@@ -11,7 +11,7 @@ from tqdm import tqdm
 import flax_train_instruct_pix2pix as trainer
 from benchmarks.ema.runs import AveragedRun, make_programs, trainer_config
 from dataloading.options import Reading, Transform
-from demo.evaluate import load_edits, read_held_out_edits, read_image, summarize_edits
+from demo.evaluate import load_edits, read_held_out_edits, read_pixels, summarize_edits
 from parquet_processing import ParquetImagePairs
 from training.ema import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma
 from training.models import encode_batch, load_models
@@ -99,8 +99,8 @@ def read_held_out(folder):
     instructions, images, truths = [], [], []
     for row in read_held_out_edits(folder):
         instructions.append(row["edit_prompt"])
-        images.append(np.uint8(np.rint(read_image(row["original_image"]) * 255)))
-        truths.append(np.uint8(np.rint(read_image(row["edited_image"]) * 255)))
+        images.append(np.uint8(np.rint(read_pixels(row["original_image"]) * 255)))
+        truths.append(np.uint8(np.rint(read_pixels(row["edited_image"]) * 255)))
     return instructions, np.stack(images), np.stack(truths)
 
 
@@ -160,12 +160,7 @@ def edit_and_measure(pipeline, params, held_out, folder):
 
 
 def study_quality(config, folder):
-    """All runs.
-
-    Yields:
-        (schedule, [{"seed", "seconds", "variants": {name: {measure: number}}, "best_sigma_rel"}]),
-        as soon as all seeds of a schedule are done.
-    """
+    """All runs: [{"seed", "seconds", "variants": {name: {measure: number}}, "best_sigma_rel"}]."""
     plans = study_plans(config.max_train_steps)
     flags = partial(
         trainer_config,
@@ -180,32 +175,27 @@ def study_quality(config, folder):
     loss = make_loss(models, pipeline, frozen, held_out, config.loss_draws)
     others = {name: frozen[name] for name in ("vae", "text_encoder")}
     others["scheduler"] = pipeline.scheduler.create_state()
-
-    for lr_scheduler in config.lr_schedulers:
-        results = []
-        programs = make_programs(flags(lr_scheduler=lr_scheduler), models, params)
-        for seed in config.seeds:
-            started = time.perf_counter()
-            run_config = flags(lr_scheduler=lr_scheduler, seed=seed)
-            ends, snapshots = train_with_averages(
-                run_config, programs, plans, pipeline, frozen, params
-            )
-            trained = time.perf_counter() - started
-            ends |= {f"post-hoc {s}": rebuild(snapshots, s) for s in config.sigma_rels}
-            variants = {}
-            for name, unet in tqdm(ends.items(), desc="measure", unit="variant"):
-                unet = jax.device_put(unet, jax.devices()[0])
-                edits = edit_and_measure(pipeline, {"unet": unet, **others}, held_out, folder)
-                variants[name] = {"loss": float(loss(unet))} | {m: edits[m] for m in MEASURES[1:]}
-            best = min(config.sigma_rels, key=lambda s: variants[f"post-hoc {s}"]["loss"])
-            variants["post-hoc, best"] = variants[f"post-hoc {best}"]
-            results.append(
-                {
-                    "seed": seed,
-                    "seconds_training": trained,
-                    "seconds": time.perf_counter() - started,
-                    "best_sigma_rel": best,
-                    "variants": variants,
-                }
-            )
-        yield lr_scheduler, results
+    programs, results = make_programs(flags(), models, params), []
+    for seed in config.seeds:
+        started = time.perf_counter()
+        args = (programs, plans, pipeline, frozen, params)
+        ends, snapshots = train_with_averages(flags(seed=seed), *args)
+        trained = time.perf_counter() - started
+        ends |= {f"post-hoc {s}": rebuild(snapshots, s) for s in config.sigma_rels}
+        variants = {}
+        for name, unet in tqdm(ends.items(), desc="measure", unit="variant"):
+            unet = jax.device_put(unet, jax.devices()[0])
+            edits = edit_and_measure(pipeline, {"unet": unet, **others}, held_out, folder)
+            variants[name] = {"loss": float(loss(unet))} | {m: edits[m] for m in MEASURES[1:]}
+        best = min(config.sigma_rels, key=lambda s: variants[f"post-hoc {s}"]["loss"])
+        variants["post-hoc, best"] = variants[f"post-hoc {best}"]
+        results.append(
+            {
+                "seed": seed,
+                "seconds_training": trained,
+                "seconds": time.perf_counter() - started,
+                "best_sigma_rel": best,
+                "variants": variants,
+            }
+        )
+    return results

@@ -4,14 +4,14 @@
 
 exports InstructPix2Pix of Stable Diffusion 1.5's shapes with random weights, or with --family sdxl
 SDXL, by export_model.py; the comparison with the Flax model is part of the time. Needs 16 GB of
-memory, 20 GB of disk and an hour. Tiny: --quick --output export.json.
+memory, 20 GB of disk and an hour. Tiny: --tiny --output export.json.
 
     python -m benchmarks.export runtimes
 
 times exported files on a CPU: an evaluation of the UNet with the three branches of an edit, and an
 edit of 20 steps with DDIM, by our pipeline, PyTorch's, and examples/run_onnx.py with onnxruntime
 and with OpenVINO, in turn, all in float32. Needs 16 GB of memory and, on two otherwise idle cores,
-an hour. Tiny: --size tiny --resolution 64 --rounds 1 --seconds 1 --output export.json.
+an hour. Tiny: --tiny --resolution 64 --rounds 1 --seconds 1 --output export.json.
 
 Both need requirements-export.txt. Rows go to benchmarks/results/full_size.json.
 """
@@ -30,29 +30,18 @@ import numpy as np
 import torch
 from diffusers import UNet2DConditionModel
 
-from benchmarks.full_size import format_commands, run_command
+from benchmarks.full_size import run_command
 from benchmarks.harness import (
     PROMPT,
     SCALES,
-    check_config,
-    contenders_on,
-    find_device,
+    check_timing,
     in_new_process,
-    make_row,
     time_in_turn,
     write_contenders,
 )
-from benchmarks.images import make_images, our_edit, torch_edit
+from benchmarks.images import EditTiming, our_edit, random_image, torch_edit
 from benchmarks.random_models import TINY_UNET, make_pipeline, make_xl_pipeline
-from benchmarks.rows import (
-    PACKAGES,
-    describe_machine,
-    read_rows,
-    report,
-    rows_of,
-    run_benchmark,
-    write_rows,
-)
+from benchmarks.rows import PACKAGES, describe_machine, run_benchmark, write_rows
 from benchmarks.unet import SD15_EDIT, Case, count_flops, make_inputs
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.instruct_pix2pix import BRANCHES
@@ -70,24 +59,24 @@ AGREEMENT = re.compile(r"^(\w+): largest difference (\S+) of (\S+),", re.MULTILI
 
 
 @dataclass(frozen=True)
-class Files:
+class ExportFlags:
     """Time and peak memory of export_model.py."""
 
     family: Literal["sd15", "sdxl"] = "sd15"
     names: tuple[Literal[tuple(EXPORTS)], ...] = ("onnx", "onnx int8", "openvino float16")
     work_dir: str = ""  # directory of the model and its exports, kept; "": a temporary one
-    quick: bool = False  # tiny models, to try this script
+    tiny: bool = False  # tiny models, to try this
     output: str = "benchmarks/results/full_size.json"
 
 
-def make_model_to_export(folder, family, quick):
+def make_model_to_export(folder, family, tiny):
     """Write the model to export into folder / "model" unless it is there."""
     if (folder / "model" / "model_index.json").is_file():
         return
     if family == "sdxl":
-        in_new_process(make_xl_pipeline, folder / "model", quick)
+        in_new_process(make_xl_pipeline, folder / "model", tiny)
     else:
-        in_new_process(make_pipeline, folder / "model", quick, 8, "DDIMScheduler")
+        in_new_process(make_pipeline, folder / "model", tiny, 8, "DDIMScheduler")
 
 
 def bench_export(folder, name):
@@ -95,36 +84,29 @@ def bench_export(folder, name):
     target = folder / name.replace(" ", "_")
     flags = ["--model", f"{folder}/model", "--output_dir", str(target), "--overwrite_output_dir"]
     figures, output = run_command(["export_model.py", *flags, *EXPORTS[name]])
-    parts = {part: [float(x), float(y)] for part, x, y in AGREEMENT.findall(output)}
+    components = {name: [float(x), float(y)] for name, x, y in AGREEMENT.findall(output)}
     files = target.rglob("*")
     num_bytes = sum(file.stat().st_size for file in files if file.is_file())
-    shares = [difference / scale for difference, scale in parts.values()]
-    return figures | {"bytes": num_bytes, "parts": parts, "largest_share": max(shares)}
+    shares = [difference / scale for difference, scale in components.values()]
+    return figures | {"bytes": num_bytes, "components": components, "largest_share": max(shares)}
 
 
 def run_files(config):
     """Make the model, export it, write a row as soon as it is known."""
-    read_rows(config.output)
     machine = describe_machine(("jax", "torch", "onnx", "onnxscript", "onnxruntime", "openvino"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.work_dir or temporary).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        make_model_to_export(folder, config.family, config.quick)
+        make_model_to_export(folder, config.family, config.tiny)
         for name in config.names:
             row = bench_export(folder, name)
-            results = write_rows({f"export {config.family} {name}": row}, machine, config.output)
-    report(format_commands(rows_of(results, "export")), config.output)
+            write_rows({f"export {config.family} {name}": row}, machine, config.output)
 
 
-@dataclass(frozen=True)
-class Runtimes:
+@dataclass(frozen=True, kw_only=True)
+class RuntimeFlags(EditTiming):
     """Exported models in other runtimes."""
 
-    size: Literal["sd15", "tiny"] = "sd15"
-    resolution: int = 256  # pixels
-    num_inference_steps: int = 20
-    rounds: int = 2  # each contender is measured once in each
-    seconds: float = 30.0  # of a measurement, at least; one pass at least
     work_dir: str = ""  # as of files; "": a temporary one
     output: str = "benchmarks/results/full_size.json"
 
@@ -134,7 +116,7 @@ RUNTIMES = {"onnxruntime": "onnx", "openvino": "openvino"}  # contender: folder 
 
 def unet_inputs(config):
     """(case, sample, timestep, text states) of an evaluation for one edit, NumPy arrays."""
-    case = Case(SD15_EDIT | (TINY_UNET if config.size == "tiny" else {}), config.resolution // 8)
+    case = Case(SD15_EDIT | (TINY_UNET if config.tiny else {}), config.resolution // 8)
     sample, timesteps, text, _ = make_inputs(case, len(BRANCHES))
     return case, sample, np.float32(timesteps[:1]), text
 
@@ -168,55 +150,54 @@ def open_exported(folder):
 
 def exported_unet(model, config, folder):
     """The UNet of an exported folder."""
-    *_, parts = open_exported(model.with_name(folder))
+    *_, components = open_exported(model.with_name(folder))
     _, sample, timestep, text = unet_inputs(config)
-    return partial(parts["unet"], sample=sample, timestep=timestep, encoder_hidden_states=text)
+    return partial(components["unet"], sample=sample, timestep=timestep, encoder_hidden_states=text)
 
 
 def exported_edit(model, config, folder):
     """examples/run_onnx.py with an exported folder, as a function that edits an image."""
     folder = model.with_name(folder)
-    make_images(config, 1)[0].save(folder / "input.png")
+    random_image(config).save(folder / "input.png")
     flags = {name: None if isinstance(x, type) else x for name, x in run_onnx.FLAGS.items()}
     flags |= {"model": folder, "input": folder / "input.png", "prompt": PROMPT} | SCALES
     flags["num_inference_steps"] = config.num_inference_steps
     return partial(run_onnx.make_image, SimpleNamespace(**flags), *open_exported(folder))
 
 
-def bench_runtimes(model, config):
-    """Rows of the UNet and of an edit, see harness.make_row."""
+def bench_runtimes(model, config, machine):
+    """Measure the UNet and an edit, write their rows."""
     case, *inputs = unet_inputs(config)
     flops, steps = count_flops(case, (*inputs, None), False), config.num_inference_steps
-    edit = dict(batch_size=1, device="cpu")
-    edits = contenders_on("cpu", partial(our_edit, **edit), partial(torch_edit, **edit))
+    edits = {"ours": our_edit, "torch eager": torch_edit}
     unets = {"ours": our_unet, "torch eager": torch_unet}
     for name, folder in RUNTIMES.items():
         edits[name] = partial(exported_edit, folder=folder)
         unets[name] = partial(exported_unet, folder=folder)
     for work, count, contenders in (("UNet", 1, unets), (f"edit, {steps} steps", steps, edits)):
-        figures = time_in_turn(contenders, (model, config), config.rounds, config.seconds)
-        name = f"{config.size}_{config.resolution}"
-        yield make_row(name, f"runtimes, {work}", 1, count * flops, "cpu", figures)
+        figures = time_in_turn(contenders, (model, config), config)
+        name = f"{'tiny' if config.tiny else 'sd15'}_{config.resolution} runtimes, {work} 1"
+        row = {"batch_size": 1, "flops": count * flops, **figures}
+        write_contenders(name, row, machine, config.output)
 
 
 def run_runtimes(config):
-    """Export what is missing, measure, write, print."""
-    check_config(config, "num_inference_steps")
-    if find_device() != "cpu":
-        raise ValueError("runtimes compares on a CPU; set JAX_PLATFORMS=cpu and hide the GPU")
+    """Export what is missing, measure, write."""
+    check_timing(config, side="resolution", num_inference_steps=1)
     machine = describe_machine((*PACKAGES, *RUNTIMES))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.work_dir or temporary).absolute()
-        make_model_to_export(folder, "sd15", config.size == "tiny")
+        make_model_to_export(folder, "sd15", config.tiny)
         for name in RUNTIMES.values():
             if not (folder / name / "model_index.json").is_file():
                 bench_export(folder, name)
-        write_contenders(bench_runtimes(folder / "model", config), machine, config.output)
+        bench_runtimes(folder / "model", config, machine)
 
 
-SUBCOMMANDS = {Files: run_files, Runtimes: run_runtimes}
+SUBCOMMANDS = {"files": ExportFlags, "runtimes": RuntimeFlags}
+RUN = {ExportFlags: run_files, RuntimeFlags: run_runtimes}
 
 
 def main(args=None):
     """Command line."""
-    run_benchmark(SUBCOMMANDS, __doc__, args)
+    run_benchmark(SUBCOMMANDS, lambda config: RUN[type(config)](config), __doc__, args)

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import tpu_compile
-from benchmarks.gpu.plan import SIZES
 from benchmarks.harness import PROMPT, SCALES, in_new_process, psnr_db
-from compiling.jobs import Edit, Sdxl, Unet, open_pipeline_of_flags
+from compiling.programs import EditFlags, SdxlFlags, UnetFlags, open_pipeline_of_flags
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import make_scheduler
@@ -26,29 +25,29 @@ def our_flags(config, sources):
         config: Config.
         sources: directories of the pipelines' configs, {"sd15", "sdxl"}; "": the published ones.
     """
-    size = SIZES[config.size]
+    sizes = config.sizes
     sd15 = {"tpu": "", "pretrained_model_name_or_path": sources["sd15"]}
     # vae_tile 0: the VAE decodes whole images, as PyTorch's does.
-    of_images = {"num_inference_steps": size.num_inference_steps, "vae_tile": 0}
-    unet = Unet(
+    of_images = {"num_inference_steps": sizes.num_inference_steps, "vae_tile": 0}
+    unet = UnetFlags(
         **sd15,
         in_channels=8,
-        batch_size=size.batch_size,
-        resolution=size.resolution,
+        batch_size=sizes.batch_size,
+        resolution=sizes.resolution,
         gradient=False,
     )
-    train = tpu_compile.Train(
+    train = tpu_compile.TrainFlags(
         **sd15,
-        train_batch_size=size.pairs,
-        resolution=size.train_resolution,
+        train_batch_size=sizes.pairs,
+        resolution=sizes.train_resolution,
         mixed_precision="bf16",
         train_data_dir=(),
         ema="full",
     )
-    images = Sdxl(
+    images = SdxlFlags(
         tpu="",
         pretrained_model_name_or_path=sources["sdxl"],
-        image_size=size.image_size,
+        image_size=sizes.image_size,
         **of_images,
     )
     return {
@@ -56,21 +55,21 @@ def our_flags(config, sources):
         "gradient": {"ours": replace(unet, gradient=True)},
         "train": {"ours": train},
         "images": {"ours": images, ACCELERATED: replace(images, accelerate=ACCELERATE)},
-        "edit": {"ours": Edit(**sd15, resolution=size.resolution, **of_images)},
+        "edit": {"ours": EditFlags(**sd15, resolution=sizes.resolution, **of_images)},
     }
 
 
 def compile_ours(flags):
-    """Compile a program for the first device: (Job, program, update of the average or None)."""
-    job = tpu_compile.SUBCOMMANDS[type(flags)](flags, jax.devices()[:1])
-    program = job.step.lower(*job.args).compile()
-    update = job.update.lower(*job.update_args).compile() if job.update else None
-    return job, program, update
+    """Compile for the first device: (Program, its step, update of the average or None)."""
+    program = tpu_compile.make_program(flags, jax.devices()[:1])
+    step = program.step.lower(*program.args).compile()
+    update = program.update.lower(*program.update_args).compile() if program.update else None
+    return program, step, update
 
 
 def scheduler_state(flags, configs):
     """The state of the scheduler that a program takes."""
-    if isinstance(flags, tpu_compile.Train):
+    if isinstance(flags, tpu_compile.TrainFlags):
         return FlaxDDPMScheduler.from_config(configs["sd15"]["scheduler"]).create_state()
     return open_pipeline_of_flags(flags).scheduler.create_state()
 
@@ -78,7 +77,7 @@ def scheduler_state(flags, configs):
 def random_arrays(shapes):
     """Arrays on the first device: zeros for counters and moments, ones for scales of norms.
 
-    Kernels are 0.02 times normal: parts of one random array, as many arrays of billions take long.
+    Kernels are 0.02 times normal, slices of one array: billions of random numbers take long.
 
     Args:
         shapes: ShapeDtypeStructs of (1, ...).
@@ -115,20 +114,20 @@ def our_run(flags, compiled, configs):
     Args:
         flags: of the program.
         compiled: what compile_ours returned.
-        configs: {family: {part: config}}.
+        configs: {family: {component: config}}.
     """
-    job, program, update = compiled
-    args = list(random_arrays(job.args))
-    if not isinstance(flags, Unet):
+    program, step, update = compiled
+    args = list(random_arrays(program.args))
+    if not isinstance(flags, UnetFlags):
         state = scheduler_state(flags, configs)
         args[1]["scheduler"] = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
     if update is None:
-        return lambda: jax.block_until_ready(program(*args))
-    held = {"state": args[0], "average": random_arrays(job.update_args[0])}
+        return lambda: jax.block_until_ready(step(*args))
+    held = {"state": args[0], "average": random_arrays(program.update_args[0])}
     decay = jnp.full((1,), flags.ema_decay or 0.9999, jnp.float32)
 
     def run():
-        held["state"], metrics = program(held["state"], *args[1:])
+        held["state"], metrics = step(held["state"], *args[1:])
         held["average"] = update(held["average"], held["state"].params, decay)
         jax.block_until_ready((metrics, held))
 

@@ -1,7 +1,7 @@
-"""PyTorch's contenders of benchmarks.gpu, with random weights that are made on the GPU.
+"""PyTorch's contenders, with random weights that are made on the GPU.
 
-Every function returns {name: (prepare, run)}, see harness.time_in_this_process, for the given names
-of "eager" and "compiled".
+Every function of contenders returns {name: (prepare, run)}, see harness.time_in_this_process, for
+the names, "eager" and "compiled" or one of them.
 """
 
 from functools import partial
@@ -21,9 +21,9 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from benchmarks.harness import PROMPT, SCALES, synchronize
 from benchmarks.random_models import TOKENIZER
-from benchmarks.train import Step, make_batch, torch_training
+from benchmarks.train import make_batch, torch_training
 from benchmarks.unet import make_inputs, torch_contenders
-from compiling.jobs import Sdxl
+from compiling.programs import SdxlFlags
 
 
 def torch_module(cls, config, device, dtype):
@@ -37,7 +37,7 @@ def torch_module(cls, config, device, dtype):
     return module.to(device, dtype)
 
 
-def torch_unet(names, case, batch_size, with_gradient, device):
+def unet_contenders(names, case, batch_size, with_gradient, device):
     """A pass of the UNet; case: see benchmarks/unet.py."""
     dtype = torch.float32 if with_gradient else torch.bfloat16
     unet = torch_module(UNet2DConditionModel, case.config, device, dtype)
@@ -48,13 +48,13 @@ def torch_unet(names, case, batch_size, with_gradient, device):
     return {name: found[f"torch {name}"] for name in names}
 
 
-def torch_train(names, configs, size, device):
-    """An optimizer step; size: see plan.SIZES."""
+def train_contenders(names, configs, sizes, device):
+    """An optimizer step; configs: {component: config}; sizes: of flags.Sizes."""
     unet = torch_module(UNet2DConditionModel, configs["unet"], device, torch.float32)
     vae = torch_module(AutoencoderKL, configs["vae"], device, torch.bfloat16)
     text_encoder = torch_module(CLIPTextModel, configs["text_encoder"], device, torch.bfloat16)
     scheduler = DDPMScheduler.from_config(dict(configs["scheduler"]))
-    batch = make_batch(Step(resolution=size.train_resolution, batch_size=size.pairs))
+    batch = make_batch(sizes.train_resolution, sizes.pairs)
     run = torch_training(unet, vae, text_encoder, scheduler, batch)
     programs = {
         "eager": (unet, torch.contiguous_format),
@@ -67,10 +67,10 @@ def torch_train(names, configs, size, device):
     return {name: (partial(prepare, name), partial(run, programs[name][0])) for name in names}
 
 
-def torch_images(names, pipeline, run):
+def image_contenders(names, pipeline, run):
     """Images of a pipeline, whose UNet and decoder may be compiled."""
     unet, decode = pipeline.unet, pipeline.vae.decode
-    parts = {
+    programs = {
         "eager": (unet, decode, torch.contiguous_format),
         "compiled": (
             torch.compile(unet, dynamic=False),
@@ -81,14 +81,14 @@ def torch_images(names, pipeline, run):
     pipeline.set_progress_bar_config(disable=True)
 
     def prepare(name):
-        pipeline.unet, pipeline.vae.decode, memory_format = parts[name]
+        pipeline.unet, pipeline.vae.decode, memory_format = programs[name]
         unet.to(memory_format=memory_format)
 
     return {name: (partial(prepare, name), run) for name in names}
 
 
-def torch_sdxl(names, configs, size, device):
-    """An SDXL image; configs: {part: config}."""
+def sdxl_contenders(names, configs, sizes, device):
+    """An SDXL image; arguments as for train_contenders."""
     make = partial(torch_module, device=device, dtype=torch.bfloat16)
     pipeline = StableDiffusionXLPipeline(
         vae=make(AutoencoderKL, configs["vae"]),
@@ -104,19 +104,19 @@ def torch_sdxl(names, configs, size, device):
     def run():
         pipeline(
             PROMPT,
-            height=size.image_size,
-            width=size.image_size,
-            num_inference_steps=size.num_inference_steps,
-            guidance_scale=Sdxl.guidance_scale,
+            height=sizes.image_size,
+            width=sizes.image_size,
+            num_inference_steps=sizes.num_inference_steps,
+            guidance_scale=SdxlFlags.guidance_scale,
             output_type="pt",
         )
         synchronize(device)
 
-    return torch_images(names, pipeline, run)
+    return image_contenders(names, pipeline, run)
 
 
-def torch_edit(names, configs, size, device):
-    """An edit; configs: {part: config}."""
+def edit_contenders(names, configs, sizes, device):
+    """An edit; arguments as for train_contenders."""
     make = partial(torch_module, device=device, dtype=torch.bfloat16)
     pipeline = StableDiffusionInstructPix2PixPipeline(
         vae=make(AutoencoderKL, configs["vae"]),
@@ -128,11 +128,11 @@ def torch_edit(names, configs, size, device):
         feature_extractor=None,
         requires_safety_checker=False,
     )
-    image = torch.rand(1, 3, size.resolution, size.resolution, device=device)
+    image = torch.rand(1, 3, sizes.resolution, sizes.resolution, device=device)
 
     def run():
-        steps = size.num_inference_steps
+        steps = sizes.num_inference_steps
         pipeline(PROMPT, image, num_inference_steps=steps, output_type="pt", **SCALES)
         synchronize(device)
 
-    return torch_images(names, pipeline, run)
+    return image_contenders(names, pipeline, run)

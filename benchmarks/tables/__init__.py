@@ -36,7 +36,6 @@ TABLES = {
     "tpu_sdxl": tpu.sdxl_table,
     "tpu_shared": tpu.shared_table,
     "tpu_memory": tpu.little_memory_table,
-    "tpu_unet": tpu.unet_table,
     "gpu_memory": tpu.gpu_memory_table,
     "acceleration_flops": tpu.acceleration_flops_table,
 }

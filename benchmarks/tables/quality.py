@@ -30,7 +30,7 @@ def demo_evaluation_table() -> str:
 def ema_table() -> str:
     """Benefit of an average: held-out loss and edit error."""
     lines = []
-    for name, row in results("ema")["quality constant"]["summary"].items():
+    for name, row in results("ema")["quality"]["summary"].items():
         if name.startswith("post-hoc 0"):
             continue
         cells = [median_spread(row["loss"], 3)]

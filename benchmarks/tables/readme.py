@@ -27,7 +27,7 @@ def on_gpu() -> str:
 
 def with_average() -> str:
     """The edit error with an average of the weights and without."""
-    summary = results("ema")["quality constant"]["summary"]
+    summary = results("ema")["quality"]["summary"]
     late, none = (summary[x]["edit_error_ratio"]["median"] for x in ("late 20%", "none"))
     return f"{late:.2f}; {none:.2f} without"
 
@@ -56,7 +56,7 @@ def results_table() -> str:
         (
             "UNet and gradient, two CPU cores, to PyTorch",
             to_pytorch("unet", "cpu sd15_256 gradient 2"),
-            "python -m benchmarks.unet time --cases sd15_256 --rounds 4",
+            "python -m benchmarks.unet --cases sd15_256 --rounds 4",
         ),
         (
             "edit of 20 steps and training step, H100, bfloat16, to eager PyTorch",

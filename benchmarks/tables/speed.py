@@ -3,11 +3,7 @@
 import statistics
 
 from benchmarks.rows import markdown_table, psnr_cell, rows_of
-from benchmarks.tables.cells import (
-    results,
-    seconds,
-    spread,
-)
+from benchmarks.tables.cells import results, seconds, spread
 
 EDIT = ("images", "cpu sd15_256 edit, 20 steps 1")
 SDXL_IMAGE = ("images", "cpu sdxl_256 images, 4 steps 1")

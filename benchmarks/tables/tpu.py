@@ -10,8 +10,8 @@ from benchmarks.tables.cells import (
     results,
     seconds,
 )
-from benchmarks.tpu import LITTLE_MEMORY, SHARED
-from compiling.programs import find_slice, roofline_seconds
+from benchmarks.tpu import GPU_CASES, LITTLE_MEMORY, SHARED, memory_case
+from compiling.chips import find_slice, roofline_seconds
 from training.flags import Config as TrainingConfig
 
 CHIPS = ("v5e", "v6e")  # that images and edits are counted for
@@ -168,33 +168,15 @@ def little_memory_table() -> str:
     )
 
 
-def unet_table() -> str:
-    """The UNet's forward and backward pass on a v5e chip."""
-    row = results("tpu")["program v5e-1 unet"]
-    line = [
-        "ours",
-        f"{row['memory']['temporaries'] / 1e9:.2f} GB",
-        f"{row['bytes_accessed'] / 1e9:.1f} GB",
-        f"{row['hbm_bytes'] / 1e9:.1f} GB",
-        f"{row['flops'] / 1e12:.2f} T",
-    ]
-    header = "| temporaries | bytes accessed | of them to and from HBM | FLOPs"
-    return markdown_table(header, [line])
-
-
 def gpu_memory_table() -> str:
     """Full fine-tuning on one GPU: memory as compiled for a chip as if it were alone."""
     lines, totals = [], {}
-    parts = ("parameters", "optimizer", "ema", "frozen models", "batches", "temporaries")
-    parts += ("padding", "outputs", "code")
-    for gpu, pairs, variant in (
-        ("24 GB", 32, "bf16, checkpointing"),
-        ("24 GB", 32, "bf16"),
-        ("40 GB", 64, "bf16"),
-    ):
-        row = results("train")[f"memory v5p-8 one chip, {pairs} pairs, ema full {variant}"]
-        total, temporaries = sum(row[part] for part in parts) / GIB, row["temporaries"] / GIB
-        flags = "`--gradient_checkpointing`" if "checkpointing" in variant else ""
+    held = ("parameters", "optimizer", "ema", "frozen models", "batches", "temporaries")
+    held += ("padding", "outputs", "code")
+    for gpu, (pairs, checkpointing) in zip(("24 GB", "24 GB", "40 GB"), GPU_CASES):
+        row = results("tpu")[memory_case(pairs, checkpointing)]
+        total, temporaries = sum(row[name] for name in held) / GIB, row["temporaries"] / GIB
+        flags = "`--gradient_checkpointing`" if checkpointing else ""
         lines.append([gpu, str(pairs), flags, f"{total:.1f}", f"{temporaries:.1f}"])
         totals[pairs] = total
     more = totals[64] + 128 * (totals[64] - totals[32]) / 32

@@ -15,7 +15,6 @@ from benchmarks.data import (
     BATCH_SIZE,
     COLUMNS,
     PIXELS,
-    RATIOS,
     RESOLUTION,
     SCHEMA,
     ceiling,
@@ -40,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def shards_dir(tmp_path_factory):
     """Two shards of a batch each."""
     folder = tmp_path_factory.mktemp("bench") / "shards"
-    make_shards(folder, num_shards=2, rows_per_shard=BATCH_SIZE, seed=0)
+    make_shards(folder, num_shards=2, rows_per_shard=BATCH_SIZE)
     return folder
 
 
@@ -158,12 +157,10 @@ def test_summarize():
         return {"1": {"pairs_per_second": wall, "pairs_per_cpu_second": cpu}}
 
     rounds = [
-        {"ours": figures(8, 4), "ceiling": figures(10, 5), "datasets": None, "torch": None},
-        {"ours": figures(12, 6), "ceiling": figures(12, 5), "datasets": None, "torch": None},
-        {"ours": figures(9, 5), "ceiling": figures(18, 5), "datasets": None, "torch": None},
+        {"ours": figures(8, 4), "ceiling": figures(10, 5), "datasets": None},
+        {"ours": figures(12, 6), "ceiling": figures(12, 5), "datasets": None},
+        {"ours": figures(9, 5), "ceiling": figures(18, 5), "datasets": None},
     ]
-    for measured in rounds:
-        measured |= {f"{name}_lanczos": measured[name] for name in ("ours", "ceiling")}
     methods, ratios = summarize_rounds(rounds)
     assert methods["ours"]["1"]["pairs_per_second"] == {"median": 9, "min": 8, "max": 12}
     assert methods["datasets"] is None
@@ -176,16 +173,8 @@ def test_summarize():
 def test_command_line(shards_dir, tmp_path):
     output = tmp_path / "results" / "quick.json"
     command = [sys.executable, "-m", "benchmarks.data", "--shards_dir", shards_dir]
-    command += [
-        "--epoch_rows",
-        "64",
-        "--rounds",
-        "1",
-        "--slice_seconds",
-        "0.05",
-        "--warm_up_pairs",
-        "0",
-    ]
+    command += ["--epoch_rows", "64", "--rounds", "1", "--slice_seconds", "0.05"]
+    command += ["--warm_up_pairs", "0"]
     command += ["--memory_epochs", "1", "--output", output]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -201,15 +190,15 @@ def test_command_line(shards_dir, tmp_path):
     names = {"ceiling", "ours", "ceiling_lanczos", "ours_lanczos", "datasets", "torch"}
     assert methods.keys() == names
     ratios = rows_of(results, "ratio")
-    assert ratios.keys() == {f"{a}/{b}" for a, b in RATIOS} - {"buckets/squares"}
+    assert ratios.keys() == {"ours/ceiling", "ours/datasets"}
     for threads in ("1", "2"):
         measured = methods["torch"]["rounds"][0][threads]
         assert measured["pairs"] >= BATCH_SIZE
         assert measured["pairs_per_second"] == measured["pairs"] / measured["seconds"]
         # Its worker processes' time is counted: decoding a pair takes 1 ms at the very least.
         assert measured["cpu_seconds"] > 1e-3 * measured["pairs"]
-        a, b = (methods[name]["summary"][threads] for name in ("ours", "torch"))
-        ratio = ratios["ours/torch"]["summary"][threads]["pairs_per_second"]["median"]
+        a, b = (methods[name]["summary"][threads] for name in ("ours", "ceiling"))
+        ratio = ratios["ours/ceiling"]["summary"][threads]["pairs_per_second"]["median"]
         expected = a["pairs_per_second"]["median"] / b["pairs_per_second"]["median"]
         assert ratio == pytest.approx(expected)
     if methods["datasets"]["summary"] is None:
@@ -218,11 +207,4 @@ def test_command_line(shards_dir, tmp_path):
     assert [row["num_parts"] for row in memory] == [1, 8]
     for row in memory:
         assert row["peak_increase_mb"] >= max(row["increase_after_epochs_mb"]) > 0
-    assert "| ours / ceiling |" in done.stdout
-
-
-def test_bad_arguments_end_in_one_line(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.data", "--num_shards", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "error: --num_shards 1 must be at least 2\n"
+    assert "ratio ours/ceiling, summary, 1, pairs_per_second: median " in done.stdout

@@ -1,4 +1,4 @@
-"""benchmarks/full_size.py with tiny models; and, slow, PyTorch parity at full size.
+"""benchmarks/full_size.py with tiny models, and PyTorch parity at full size.
 
 SDXL's UNet is compared at 512 pixels. Minutes, 20 GB of memory, 11 of disk:
 
@@ -58,11 +58,10 @@ def test_peak_memory_and_killing(tmp_path):
         run_command(["-c", ""], kill_when=lambda: False)
 
 
-@pytest.mark.slow
 def test_command_line(tmp_path, capfd, monkeypatch):
     """All commands with tiny models; the trainer is killed and resumes."""
     monkeypatch.delenv("XLA_FLAGS")  # on one device
-    arguments = ["commands", "--quick", "--output", str(tmp_path / "out" / "quick.json")]
+    arguments = ["commands", "--tiny", "--output", str(tmp_path / "out" / "quick.json")]
     full_size.main([*arguments, "--work_dir", str(tmp_path / "work")])
     results = json.loads((tmp_path / "out" / "quick.json").read_text())
     names = ["widen", "train, killed", "train, resumed", "edit"]
@@ -82,7 +81,6 @@ def test_command_line(tmp_path, capfd, monkeypatch):
     assert error.startswith("error: --work_dir ") and "is not empty" in error
 
 
-@pytest.mark.slow
 def test_widening_and_pytorch_parity(tmp_path):
     torch.manual_seed(0)
     UNet2DConditionModel(cross_attention_dim=768).save_pretrained(tmp_path / "narrow")
@@ -154,7 +152,6 @@ def sdxl_of_ours(folder):
     return np.asarray(jax.jit(unet.apply)({"params": params}, *sdxl_inputs()).sample)
 
 
-@pytest.mark.slow
 def test_sdxl_unet(tmp_path, monkeypatch):
     """One forward pass of the published shapes at 512 pixels, float32."""
     for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
