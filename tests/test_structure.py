@@ -30,7 +30,7 @@ BELOW = {
 # Folders of the library, from the bottom; a folder imports from lower layers only.
 LAYERS = (("loading",), ("models", "schedulers"), ("devices",), ("acceleration",), ("pipelines",))
 # Imports that still close a circle.
-CIRCULAR = ((f"{LIBRARY}/acceleration", f"{LIBRARY}/pipelines"), ("demo", "benchmarks"))
+CIRCULAR = ((f"{LIBRARY}/acceleration", f"{LIBRARY}/pipelines"),)
 # Programs that import another folder besides generating/ and one more, or another program.
 EXCEPTIONS = {
     "flax_train_instruct_pix2pix": {"training", "dataloading"},  # batches come from the shards
