@@ -33,7 +33,6 @@ from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.images import save_image
 from diffusers_flax.parameters import cast_params, choose_dtype, place_params
 from diffusers_flax.pipelines.base import Execution
-from diffusers_flax.pipelines.memory import plan_images
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.schedulers.factory import check_scheduler
 from generating.batches import DeviceClock, FileWriter, check_finite_images, run_ahead, to_batches
@@ -50,6 +49,7 @@ from generating.flags import (
     read_latents,
     take,
 )
+from generating.memory import plan_images
 from generating.models import Sampling, check_sampling, check_xl
 from generating.previews import preview_files
 from generating.resuming import continue_images, id_maker, image_files, print_continued

@@ -39,7 +39,6 @@ from diffusers_flax.images import save_image
 from diffusers_flax.messages import one_line
 from diffusers_flax.parameters import cast_params, choose_dtype, place_params
 from diffusers_flax.pipelines.base import Execution
-from diffusers_flax.pipelines.memory import plan_images
 from diffusers_flax.pipelines.sampling import keys_per_image
 from diffusers_flax.schedulers.factory import check_scheduler
 from generating.batches import DeviceClock, FileWriter, check_finite_images, run_ahead, to_batches
@@ -55,6 +54,7 @@ from generating.flags import (
     read_latents,
     take,
 )
+from generating.memory import plan_images
 from generating.models import Sampling, check_sampling, check_xl
 from generating.resuming import continue_images, id_maker, image_files, print_continued
 from generating.single_files import with_single_files

@@ -34,7 +34,6 @@ from diffusers_flax.loading.tokenizer import sequences_of_ids, too_long
 from diffusers_flax.parameters import cast_params, choose_dtype, place_params
 from diffusers_flax.pipelines.base import TEXT_ENCODERS
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
-from diffusers_flax.pipelines.memory import plan_images
 from editing.edits import (
     EditList,
     batch_inputs,
@@ -48,6 +47,7 @@ from editing.edits import (
 from editing.masks import finish_edit, fit_mask, stretch_mask
 from generating.batches import check_finite_images, devices_for
 from generating.flags import take
+from generating.memory import plan_images
 from generating.models import ModelOptions, Sampling, check_sampling, load_model
 
 MAX_PROGRAMS = 24  # in memory; those before are in the compilation cache on the disk

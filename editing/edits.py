@@ -26,7 +26,6 @@ from diffusers_flax.images import made_by
 from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix, pixels_per_latent
-from diffusers_flax.pipelines.memory import plan_images
 from generating.batches import (
     check_finite_images,
     devices_for,
@@ -34,6 +33,7 @@ from generating.batches import (
     rows_of_batches,
     run_ahead,
 )
+from generating.memory import plan_images
 from generating.models import check_sampling
 
 SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace

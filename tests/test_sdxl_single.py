@@ -530,7 +530,7 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
         raise AssertionError("too late: the weights are being read")
 
     monkeypatch.setattr(FlaxModelMixin, "from_pretrained", read_weights)
-    monkeypatch.setattr(memory, "host_memory", lambda: 10**9)
+    monkeypatch.setattr("diffusers_flax.devices.memory.host_memory", lambda: 10**9)
     if "EDITS" in flags:
         make_tiny_xl(tmp_path / "EDITS", edits=True)
     if "SD" in flags:

@@ -20,8 +20,8 @@ from jax.experimental.multihost_utils import process_allgather
 from tqdm import tqdm
 
 from diffusers_flax.compilation_cache import use_compilation_cache
+from diffusers_flax.devices.memory import peak_memory
 from diffusers_flax.loading.files import save_whole
-from diffusers_flax.pipelines.memory import peak_memory
 from training.checkpoints import (
     CHECKPOINTS_DIR,
     Checkpoints,

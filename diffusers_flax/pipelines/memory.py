@@ -1,161 +1,72 @@
-"""Memory: what images will take at least, and what a program has used."""
+"""Estimates of the memory that a pipeline takes, from its configs alone."""
 
-import inspect
 import math
-import re
-import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from diffusers_flax.devices.layout import BALANCED, COMPONENTS
+from diffusers_flax.devices.memory import available_memory
 from diffusers_flax.devices.offload import KEPT_MODELS, group_of
 from diffusers_flax.devices.parallelism import num_row_devices
 from diffusers_flax.models.attention import fits_splash
 from diffusers_flax.models.quantization import is_stored_kernel
-from diffusers_flax.models.vae import least_tile, with_tile
+from diffusers_flax.models.vae import least_tile
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.sampling import DECODED_PIXELS
 
-# How many arrays of the features at full size the VAE has in memory, by programs compiled for a CPU
-# and v5e (there 3.5 in the decoder).
+# Arrays of features at full size that the VAE holds at once, by programs compiled for a CPU and v5e
+# (there 3.5 in the decoder).
 DECODER_ARRAYS, ENCODER_ARRAYS = 4.1, 4.5
 
 
-def peak_memory(devices, reset=False):
-    """The most memory in use since the process began, or since the last reset where possible.
+class MemoryBound(NamedTuple):
+    """Lower bounds on the memory of a batch of images, bytes.
+
+    Fields:
+        needed: of the fullest device; of all devices for CPUs, which share the host's memory.
+        params: what the parameters take of it, on all devices.
+        available: memory of a device, or of the host for CPUs; None: unknown.
+        left: what the VAE may take for the images of a device; inf: unknown.
+    """
+
+    needed: int
+    params: int
+    available: int | None
+    left: float
+
+
+def bound_memory(pipeline, devices, batch_size, num_branches, size):
+    """The MemoryBound of a batch on each device.
 
     Args:
-        devices: jax devices.
-        reset: start again from what is in use; Linux can do it, a device cannot.
-
-    Returns:
-        (bytes of the fullest device, "device"), or (bytes of this process, "process") for devices
-        that do not report it, such as a CPU.
+        pipeline: as from open; its components' devices are chosen.
+        devices: that make images: all of them, or the first of each group of the layout.
+        batch_size, num_branches, size: as for bytes_of_devices.
     """
-    stats = [device.memory_stats() or {} for device in devices]
-    if all("peak_bytes_in_use" in x for x in stats):
-        return max(x["peak_bytes_in_use"] for x in stats), "device"
-    try:
-        if reset:
-            Path("/proc/self/clear_refs").write_text("5")
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024, "process"
-    except (OSError, ValueError, IndexError):
-        import resource  # not on Windows
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process"
-
-
-def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to="", vae_tile=None):
-    """What will be made, in words; what cannot fit into memory is refused. Reads no weights.
-
-    Args:
-        pipeline: as from open.
-        devices: that make the images.
-        num_images, batch_size: of all, and of a device at once.
-        branches: of guidance.
-        size: (width, height) of the images of a batch, pixels.
-        up_to: "up to " if there are smaller ones.
-        vae_tile: side of the VAE's tiles, pixels; 0: whole images; None: tiles if whole images
-            would not fit into the memory.
-
-    Returns:
-        (the pipeline, whose VAE has the tile; a line for the user, with a lower bound on the
-        memory).
-
-    Raises:
-        ValueError: a lower bound on the memory is more than there is, vae_tile is not a side of
-            tiles, or nothing would be computed in tiles.
-    """
-    is_chosen = vae_tile is None
-    if not is_chosen:
-        check_vae_computes(pipeline, vae_tile)
-        pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
-    pipeline = with_balanced_components(pipeline, batch_size, len(branches), size)
-    held = bytes_of_devices(pipeline, batch_size, len(branches), size)
-    params = sum(params for params, _ in held)
-    all_devices = devices if pipeline.layout is None else pipeline.layout.devices
-    # The devices of other processes do not tell.
-    ours = (x for x in all_devices if x.process_index == x.client.process_index())
-    stats = next(ours).memory_stats() or {}
-    on_host = devices[0].platform == "cpu"  # its devices share memory, and may share weights
-    available = host_memory() if on_host else stats.get("bytes_limit")
-    sharing = len(devices) if on_host else 1  # groups of devices that share the memory
+    layout, on_host = pipeline.layout, devices[0].platform == "cpu"
+    held = bytes_of_devices(pipeline, batch_size, num_branches, size)
+    params = sum(of_params for of_params, _ in held)
     needed = max(map(sum, held))
-    if on_host:
+    sharing = len(devices) if on_host else 1  # groups of devices that share the memory
+    if on_host:  # they may share weights, too
         needed = params + sharing * sum(batch for _, batch in held)
-    layout = pipeline.layout
-    on_each = f"on each of {len(devices)} {devices[0].device_kind}"
-    if layout is not None and layout.group_size > 1:
-        on_each = f"on each of {len(devices)} x {layout.group_size} {devices[0].device_kind}"
-    if layout is not None and layout.components:
-        places = ", ".join(
-            f"{component} on {layout.devices.index(layout.device_of(component))}"
-            for component in COMPONENTS
-        )
-        on_each = f"with {places} of {len(layout.devices)} {devices[0].device_kind}"
-    what = (
-        f"{num_images} image{'s' * (num_images > 1)} of {up_to}{size[0]}x{size[1]} pixels, "
-        f"{batch_size} at once {on_each}"
-    )
-    memory = f"at least {_in_bytes(needed)}"
+    available = available_memory(devices if layout is None else layout.devices)
+    left = math.inf
     if available:
-        memory += f" of the {_in_bytes(available)} of {'this machine' if on_host else 'a device'}"
-    if available and needed > available:
-        raise ValueError(
-            f"{what} take {memory}, of which the weights are {_in_bytes(params)}; lower "
-            "--batch_size or the size"
-        )
-    if is_chosen:
-        place = (
-            0 if layout is None or not layout.components else dict(layout.components).get("vae", 0)
-        )
-        left = math.inf
-        if available:
-            left = (available - (params if on_host else held[place][0])) / sharing
-        if layout is not None and not on_host:  # the devices of a group share its rows
-            left *= num_row_devices(layout, size[1] // pipeline.vae_scale_factor)
-        vae_tile = choose_vae_tile(pipeline, batch_size, size, left, devices[0].platform)
-        pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
-    tiles = ""
-    if vae_tile and max(size) > vae_tile:
-        reason = ", as whole images would not fit" if is_chosen else ""
-        tiles = f"; the VAE works in tiles of {vae_tile} pixels{reason}"
-    return pipeline, f"{what}; memory: {memory}{tiles}{words_of_offload(layout)}"
-
-
-def check_vae_computes(pipeline, vae_tile):
-    """Raise a ValueError for tiles of a VAE that neither encodes nor decodes."""
-    if vae_tile and decodes_tiny(pipeline) and not encodes_images(pipeline):
-        raise ValueError(
-            f"--vae_tile {vae_tile} has no effect with --accelerate taesd, which decodes whole "
-            "images; give one of them"
-        )
-
-
-def encodes_images(pipeline):
-    """Whether a pipeline's VAE encodes images."""
-    return "image" in inspect.signature(type(pipeline)._generate).parameters
+        place = 0 if layout is None else dict(layout.components).get("vae", 0)
+        left = (available - (params if on_host else held[place][0])) / sharing
+    if layout is not None and not on_host:  # the devices of a group share its rows
+        left *= num_row_devices(layout, size[1] // pipeline.vae_scale_factor)
+    return MemoryBound(needed, params, available, left)
 
 
 def decodes_tiny(pipeline):
     """Whether TAESD decodes a pipeline's images."""
     return bool(pipeline.accelerate and pipeline.accelerate.tiny_decoder)
-
-
-def words_of_offload(layout):
-    """What a layout's offload does, for the line of plan_images."""
-    if layout is None or layout.offload is None:
-        return ""
-    if not layout.fetches:
-        return f"; --offload {layout.offload} changes nothing on a {layout.devices[0].platform}"
-    return f"; parameters are in the host's memory, fetched by {layout.offload}"
 
 
 def bytes_of_devices(pipeline, batch_size, num_branches, size):
@@ -200,7 +111,7 @@ def with_balanced_components(pipeline, batch_size, num_branches, size):
     sizes = {name: num_bytes_of_params(pipeline, modules_of(name)) for name in COMPONENTS}
     sizes["unet"] += batch_size * bytes_per_image(pipeline, num_branches, *size)
     platform = layout.devices[0].platform
-    of_batch = batch_size, size, platform, pipeline.vae.tile, encodes_images(pipeline)
+    of_batch = batch_size, size, platform, pipeline.vae.tile, pipeline.encodes_images
     sizes["vae"] += bytes_of_vae(pipeline.compute_vae, *of_batch)
     components = balance(sizes, len(layout.devices))
     return replace(pipeline, layout=replace(layout, components=components))
@@ -232,7 +143,7 @@ def choose_vae_tile(pipeline, batch_size, size, available, platform):
         platform: of the device, "cpu", "gpu" or "tpu".
     """
     vae = pipeline.compute_vae
-    encodes = encodes_images(pipeline)
+    encodes = pipeline.encodes_images
     needs = partial(bytes_of_vae, vae, batch_size, size, platform, encodes=encodes)
     if (decodes_tiny(pipeline) and not encodes) or needs() <= available:
         return 0
@@ -333,20 +244,3 @@ def bytes_per_image(pipeline, num_branches, width, height):
             h, w = math.ceil(h / 2), math.ceil(w / 2)
             features += h * w * C
     return max(num_branches * features * np.dtype(pipeline.dtype).itemsize, width * height * 3 * 4)
-
-
-def host_memory():
-    """Bytes of memory and swap that this machine or container has; None: unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text()
-        total = sum(int(x) << 10 for x in re.findall(r"(?:Mem|Swap)Total: +(\d+) kB", lines))
-        limit = Path("/sys/fs/cgroup/memory.max")
-        limit = limit.read_text().strip() if limit.exists() else "max"
-        return total if limit == "max" else min(total, int(limit))
-    except (OSError, ValueError):
-        return None
-
-
-def _in_bytes(number):
-    """A number of bytes in words, such as 3.40 GB."""
-    return re.sub(r"(?=[kMG]B)", " ", tqdm.format_sizeof(number, "B"))
