@@ -94,6 +94,7 @@ def check(folder, before, prompt="make it red"):
     return changed
 
 
+@pytest.mark.slow
 def test_text_to_image(model, images, safety_checker, tmp_path):
     losses = run(
         "text_to_image",

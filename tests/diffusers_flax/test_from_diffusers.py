@@ -68,7 +68,6 @@ def run(cwd, *args, **env):
     )
 
 
-@pytest.mark.slow  # make test runs a longer script, in test_drop_in.py
 def test_a_script_runs_as_it_is(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/train.py").write_text(SCRIPT)

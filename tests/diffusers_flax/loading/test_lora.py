@@ -15,7 +15,7 @@ from diffusers import (
     UNet2DConditionModel,
 )
 from flax.traverse_util import flatten_dict
-from helpers import psnr
+from helpers import psnr, slow
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
@@ -152,7 +152,7 @@ def assert_params_are(pipeline, params):
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("sd", "peft"), ("xl", "peft"), ("sd", "diffusers"), ("sd", "kohya"), ("xl", "sgm")],
+    [("xl", "peft"), ("sd", "diffusers"), ("xl", "sgm"), *slow(("sd", "peft"), ("sd", "kohya"))],
 )
 def test_weights_are_those_of_pytorch(models, tmp_path, family, layout):
     theirs, file = torch_pipeline(family, models[family]), tmp_path / "lora.safetensors"
@@ -247,6 +247,7 @@ def test_each_layer_has_its_own_alpha(models, tmp_path):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6, err_msg=key)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
 def test_several_with_weights(models, tmp_path):
     theirs, specs = torch_pipeline("sd", models["sd"]), []
