@@ -35,16 +35,13 @@ import shlex
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from command_line import check_scale, run_main
-from dataloading.dataset import ParquetImagePairs
-from dataloading.mixture import Mixture
-from dataloading.options import Reading, Transform
 from diffusers_flax.loading.directories import LORA_FILE
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.pipelines.base import pipeline_class
@@ -59,33 +56,29 @@ from diffusers_flax.schedulers.factory import EDM_CLASSES, class_name
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
 from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predict_x0_and_eps
 from generating.single_files import with_single_files
+from training.batches import Batches, open_dataset
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_plan
 from training.flags import Config as TrainingConfig
-from training.flags import (
-    check_flags,
-    chosen_columns,
-    chosen_sizes,
-    may_change,
-    named_buckets,
-    per_process,
-)
+from training.flags import check_flags, may_change, named_buckets, per_process
 from training.latents import check_vae
 from training.lora import save_lora
 from training.models import (
+    Models,
     encode_batch,
-    is_sdxl,
     load_models,
     lora_options,
     mixed_precision_dtype,
     move_to_devices,
 )
-from training.optimizer import make_optimizer
-from training.output import check_run_dir, lock_output_dir, remove_replaced_model
-from training.report import this_command, write_readme
-from training.run import TrainRun, cache_programs, compile_steps
+from training.output import (
+    check_run_dir,
+    lock_output_dir,
+    remove_replaced_model,
+    write_readme,
+)
+from training.run import Optimization, TrainRun, cache_programs, compile_steps, make_optimizer
 from training.sharding import (
-    Batches,
     combine,
     gather,
     replicate,
@@ -152,8 +145,34 @@ class Config:
     compilation_cache_dir: str = per_process("~/.cache/jax")  # cache of compiled programs; "": none
 
 
+class Teacher(NamedTuple):
+    """The guided model that is distilled; the scales are numbers >= 0."""
+
+    models: Models  # with FlaxLCMScheduler
+    guidance_scale: float
+    image_guidance_scale: float
+
+
+class Sample(NamedTuple):
+    """The arrays of a distillation step.
+
+    Attributes:
+        x_0: scaled latents of the edited image, (B, C, h, w) float32.
+        condition: unscaled latents of the original image, (B, C, h, w) float32.
+        text: as from encode_text.
+        noise: standard normal, (B, C, h, w) float32.
+        timesteps: integers (B,), of the grid of the teacher's steps.
+    """
+
+    x_0: jax.Array
+    condition: jax.Array
+    text: dict
+    noise: jax.Array
+    timesteps: jax.Array
+
+
 def predict(params, unet, x_t, timesteps, condition, text):
-    """The UNet's output, float32 (B, C, h, w); arguments as for consistency_loss."""
+    """The UNet's output, float32 (B, C, h, w); arguments as in Sample."""
     added = {}
     if "pooled" in text:  # SDXL
         added["added_cond_kwargs"] = {"text_embeds": text["pooled"], "time_ids": text["time_ids"]}
@@ -163,9 +182,10 @@ def predict(params, unet, x_t, timesteps, condition, text):
 
 
 def guided_prediction(params, unet, x_t, timesteps, condition, text, null_text, scales):
-    """The guided prediction, from up to three branches in one batch; arguments as for predict.
+    """The guided prediction, from up to three branches in one batch.
 
     Args:
+        params, unet, x_t, timesteps, condition, text: as for predict.
         null_text: of the empty prompt, (1, ...) each; missing entries are taken from text.
         scales: (guidance_scale, image_guidance_scale), numbers >= 0.
 
@@ -174,7 +194,7 @@ def guided_prediction(params, unet, x_t, timesteps, condition, text, null_text, 
     branches, weights = edit_branches(*scales), dict(zip(BRANCHES, guidance_weights(*scales)))
     null = {name: jnp.broadcast_to(null_text.get(name, x), x.shape) for name, x in text.items()}
     texts = [{"text": text, "null": null}[TEXT_OF_BRANCH[branch]] for branch in branches]
-    text = jax.tree.map(lambda *parts: jnp.concatenate(parts), *texts)
+    text = jax.tree.map(lambda *branches: jnp.concatenate(branches), *texts)
     conditions = [jnp.zeros_like(condition) if b == "null" else condition for b in branches]
     x_t, timesteps = (jnp.concatenate([x] * len(branches)) for x in (x_t, timesteps))
     outputs = predict(params, unet, x_t, timesteps, jnp.concatenate(conditions), text)
@@ -183,12 +203,12 @@ def guided_prediction(params, unet, x_t, timesteps, condition, text, null_text, 
 
 
 def ddim_step(scheduler, scheduler_state, output, x_t, timesteps, earlier):
-    """The sample at earlier timesteps, by one deterministic step, float32.
+    """One deterministic step: the latents at earlier timesteps, float32.
 
     Args:
         scheduler, scheduler_state: FlaxLCMScheduler and its state.
-        output: the model's, float32 (B, C, h, w).
-        x_t: sample at timesteps, float32 (B, C, h, w).
+        output: of the UNet, float32 (B, C, h, w).
+        x_t: latents at timesteps, float32 (B, C, h, w).
         timesteps, earlier: integers (B,).
 
     Source: DDIM (arXiv 2010.02502), equation 12 with sigma 0.
@@ -200,9 +220,9 @@ def ddim_step(scheduler, scheduler_state, output, x_t, timesteps, earlier):
 
 
 def consistency_function(scheduler, scheduler_state, output, x_t, timesteps):
-    """f(x_t, t) = c_skip x_t + c_out x_0, the sample that FlaxLCMScheduler.step denoises to.
+    """f(x_t, t) = c_skip x_t + c_out x_0, the denoised latents of FlaxLCMScheduler.step.
 
-    It is x_t at timestep 0; arguments as for ddim_step.
+    At timestep 0 it is x_t. Arguments as for ddim_step.
 
     Source: Consistency Models (arXiv 2303.01469), equation 5 and appendix C.
     """
@@ -213,18 +233,14 @@ def consistency_function(scheduler, scheduler_state, output, x_t, timesteps):
     return c_skip * x_t + c_out * x_0
 
 
-def consistency_loss(lora, frozen, models, x_0, condition, text, noise, timesteps, scales):
+def consistency_loss(lora, frozen, teacher, sample):
     """Distance of f at a timestep from f at the end of the teacher's DDIM step.
 
     Args:
         lora: trained parameters of add_lora; without them the UNet is the teacher.
-        frozen, models: as for distill_step.
-        x_0: scaled latents of the edited image, (B, C, h, w) float32.
-        condition: unscaled latents of the image to edit, (B, C, h, w) float32.
-        text: as from encode_text.
-        noise: standard normal, (B, C, h, w) float32.
-        timesteps: integers (B,), of the grid of the teacher's steps.
-        scales: of the teacher, see guided_prediction.
+        frozen: as for distill_step.
+        teacher: Teacher.
+        sample: Sample.
 
     Returns:
         The mean pseudo-Huber loss of the elements, a float32 scalar.
@@ -232,6 +248,8 @@ def consistency_loss(lora, frozen, models, x_0, condition, text, noise, timestep
     Source: Latent Consistency Models (arXiv 2310.04378), algorithm 1; the student itself is the
     target, as in LCM-LoRA (arXiv 2311.05556).
     """
+    models, *scales = teacher
+    x_0, condition, text, noise, timesteps = sample
     unet, scheduler, schedule = models.unet, models.scheduler, frozen["scheduler"]
     step_size = len(scheduler) // scheduler.config.original_inference_steps
     earlier = jnp.maximum(timesteps - step_size, 0)
@@ -249,10 +267,10 @@ def consistency_loss(lora, frozen, models, x_0, condition, text, noise, timestep
     return (jnp.sqrt(jnp.square(error) + HUBER_C**2) - HUBER_C).mean()
 
 
-def distill_step(state, frozen, batch, base_rng, *, models, tx, axes, scales, max_grad_norm=1.0):
+def distill_step(state, frozen, batch, base_rng, *, teacher, tx, axes, max_grad_norm=1.0):
     """One optimizer step on one device's rows of the batch; call it under pmap(axis_name="batch").
 
-    A sample's random numbers depend only on base_rng, state.step and its row of the global batch.
+    The random numbers of a sample depend on base_rng, state.step and its row of the global batch.
 
     Args:
         state: TrainState of the LoRA; parameters and moments are this device's shards.
@@ -260,16 +278,15 @@ def distill_step(state, frozen, batch, base_rng, *, models, tx, axes, scales, ma
             "null_text", see guided_prediction; "scheduler", the state of set_timesteps.
         batch: this device's rows, see encode_batch.
         base_rng: PRNG key, the same on every device and in every step.
-        models: Models with FlaxLCMScheduler.
+        teacher: Teacher.
         tx: element-wise optax optimizer, such as Adam; others would see only one shard.
         axes: shard_axes of the LoRA.
-        scales: of the teacher, see guided_prediction.
         max_grad_norm: gradients with a larger global norm are scaled down to it.
 
     Returns:
         (state, {"loss", "grad_norm"}): mean loss and gradient norm over the global batch.
     """
-    B = len(batch["input_ids"])
+    models, B = teacher.models, len(batch["input_ids"])
     rows = jax.lax.axis_index("batch") * B + jnp.arange(B)  # rows of the global batch
     step_rng = jax.random.fold_in(base_rng, state.step)
     keys = jax.vmap(partial(jax.random.fold_in, step_rng))(rows)
@@ -289,18 +306,18 @@ def distill_step(state, frozen, batch, base_rng, *, models, tx, axes, scales, ma
 
     def loss_fn(shards):
         lora = gather(shards, axes, models.unet.dtype)
-        inputs = x_0, condition, text, noise, grid[indices]
-        return consistency_loss(lora, frozen, models, *inputs, scales)
+        sample = Sample(x_0, condition, text, noise, grid[indices])
+        return consistency_loss(lora, frozen, teacher, sample)
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
     return update_state(tx, state, loss, grads, axes, max_grad_norm)
 
 
 def training_config(config: Config):
-    """The trainer's Config with these flags, for the functions that the scripts share.
+    """The trainer's Config with these flags, for the functions of training/.
 
     Raises:
-        ValueError: a flag is invalid, or it is not a directory of an InstructPix2Pix model.
+        ValueError: a flag is invalid, or the model is not InstructPix2Pix.
     """
     source = config.pretrained_model_name_or_path
     is_file = isinstance(source, SingleFile)
@@ -335,38 +352,15 @@ def load_teacher(shared: TrainingConfig):
     """Load the models of a run onto the host.
 
     Returns:
-        (models, pipeline, frozen, lora): Models with FlaxLCMScheduler; the pipeline, for its
-        tokenizers; distill_step's frozen parameters; the LoRA's initial parameters.
+        (models, pipeline, frozen, lora): Models with FlaxLCMScheduler; the teacher's pipeline;
+        distill_step's frozen parameters; the LoRA's initial parameters.
     """
     models, pipeline, frozen, lora = load_models(shared, mixed_precision_dtype(shared))
-    frozen["unet"]["conv_in"] = lora.pop("conv_in")  # which the trainer trains as a whole
+    frozen["unet"]["conv_in"] = lora.pop("conv_in")  # the trainer trains it in full
     scheduler = FlaxLCMScheduler.from_config(pipeline.scheduler.config)
     num_teacher_steps = scheduler.config.original_inference_steps
     frozen["scheduler"] = scheduler.set_timesteps(scheduler.create_state(), num_teacher_steps)
     return models._replace(scheduler=scheduler), pipeline, frozen, lora
-
-
-def open_dataset(shared: TrainingConfig):
-    """Open --train_data_dir, of images or latents."""
-    directories = shared.train_data_dir
-    options = dict(
-        batch_size=shared.train_batch_size,
-        columns=chosen_columns(shared, masks=False),
-        transform=Transform(
-            resolution=shared.resolution,
-            sizes=chosen_sizes(shared),
-            random_crop=shared.random_crop,
-            random_flip=shared.random_flip,
-            micro_conditioning=is_sdxl(shared),
-        ),
-        seed=shared.seed,
-        reading=Reading(
-            max_rows=shared.max_train_samples, num_threads=shared.dataloader_num_workers
-        ),
-    )
-    if len(directories) == 1:
-        return ParquetImagePairs(directories[0], **options)
-    return Mixture(directories, shared.train_data_weights, **options)
 
 
 class FinalLora:
@@ -390,15 +384,7 @@ class FinalLora:
         """
         config, output_dir = self.config, Path(self.config.output_dir)
         introduction = introduce(config, self.pipeline.torch_class_name)
-        write_readme(
-            output_dir,
-            config.output_dir,
-            ["lora", "lcm"],
-            introduction,
-            this_command(),
-            asdict(config),
-            metrics,
-        )
+        write_readme(config, config.output_dir, introduction, metrics, tags=("lora", "lcm"))
         remove_replaced_model(self.shared, self.pipeline)
         options = lora_options(self.shared)
         save_lora(output_dir / LORA_FILE, weights["unet"], **options, run=asdict(config))
@@ -476,15 +462,9 @@ def run_distillation(config: Config, shared: TrainingConfig):
     axes = shard_axes(lora, jax.device_count())
     identity = run_identity(config, config.max_train_steps, dataset, models, lora, frozen)
     start = find_start(shared, dataset, identity, plan, flags=config)
-    options = dict(
-        scales=(config.guidance_scale, config.image_guidance_scale),
-        max_grad_norm=config.max_grad_norm,
-    )
-    p_train_step = jax.pmap(
-        partial(distill_step, models=models, tx=tx, axes=axes, **options),
-        axis_name="batch",
-        donate_argnums=0,
-    )
+    teacher = Teacher(models, config.guidance_scale, config.image_guidance_scale)
+    options = dict(teacher=teacher, tx=tx, axes=axes, max_grad_norm=config.max_grad_norm)
+    p_train_step = jax.pmap(partial(distill_step, **options), axis_name="batch", donate_argnums=0)
 
     # Frozen weights in the compute dtype, batches and sharded state go to the devices
     p_frozen = move_to_devices(frozen, models, with_vae=not dataset.latents)
@@ -494,21 +474,12 @@ def run_distillation(config: Config, shared: TrainingConfig):
         shapes = state_shapes(lora, tx, axes, jax.device_count())
         p_train_step = compile_steps(p_train_step, shapes, p_frozen, batches, p_rng)
     state, averages = start.load(lora, tx, axes, plan)
-    run = TrainRun(
-        shared,
-        max_train_steps=config.max_train_steps,
-        start=start,
-        batches=batches,
-        unet=models.unet,
-        params=lora,
-        tx=tx,
-        schedule=schedule,
-        plan=plan,
-        final_model=FinalLora(config, shared, pipeline),
-        pipeline=pipeline,
-        flags=config,
+    optimization = Optimization(
+        config.max_train_steps, jax.eval_shape(lambda x: x, lora), tx, schedule, plan
     )
     del lora
+    final_model = FinalLora(config, shared, pipeline)
+    run = TrainRun(shared, start, batches, optimization, pipeline, final_model, flags=config)
 
     # Loop
     for step in run.steps():

@@ -27,7 +27,6 @@ MosaicML's Stable Diffusion 2 for the late EMA.
 """
 
 import logging
-import re
 from functools import partial
 
 import jax
@@ -35,35 +34,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from command_line import run_main
-from dataloading.dataset import ParquetImagePairs
-from dataloading.mixture import Mixture
-from dataloading.options import Columns, Reading, Transform
 from diffusers_flax.devices.processes import start_distributed
-from diffusers_flax.messages import one_line
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
 from generating.single_files import with_single_files
+from training.batches import Batches, open_dataset
 from training.checkpoints import find_start, run_identity
 from training.ema import ema_flags, ema_plan
 from training.flags import (
-    PARTS_OF_FLAGS,
+    COMPONENT_FLAGS,
     Config,
     check_flags,
     check_schedules,
-    chosen_columns,
-    chosen_sizes,
     named_buckets,
 )
-from training.latents import check_vae, latent_dirs, write_latents
-from training.models import (
-    check_models,
-    encode_batch,
-    is_sdxl,
-    load_models,
-    mixed_precision_dtype,
-    move_to_devices,
-    open_modules,
-)
-from training.optimizer import make_optimizer
+from training.latents import check_vae
+from training.models import encode_batch, load_models, mixed_precision_dtype, move_to_devices
 from training.output import (
     FinalModel,
     check_run_dir,
@@ -71,11 +56,9 @@ from training.output import (
     merge_finished_run,
     merges_finished_run,
 )
-from training.processes import all_processes, from_process_0, wait_for_all
-from training.report import fit_validation_images, load_validation_images
-from training.run import TrainRun, cache_programs, compile_steps
+from training.processes import explain_lost_process, from_process_0
+from training.run import Optimization, TrainRun, cache_programs, compile_steps, make_optimizer
 from training.sharding import (
-    Batches,
     combine,
     gather,
     gather_by_block,
@@ -84,23 +67,21 @@ from training.sharding import (
     state_shapes,
     update_state,
 )
-
-# Errors of a process whose peer has died.
-LOST_PROCESS = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"
+from training.validation import fit_validation_images, load_validation_images
 
 
 def conditioning_dropout(keys, text, null_text, image_latents, rate):
     """Drop text, image or both, so that one network learns all branches of the guidance.
 
-    One uniform number u per sample decides: text is dropped for u < rate, text and image for
-    rate <= u < 2 rate, the image for 2 rate <= u < 3 rate.
+    For one uniform number u per sample, text is dropped if u < rate, text and image if
+    rate <= u < 2 rate, the image if 2 rate <= u < 3 rate.
 
     Args:
         keys: one PRNG key per sample, (B, ...).
         text: the text encoder's outputs, {"states": (B, T, D)}; for SDXL also "pooled" (B, P) and
             "time_ids" (B, 6).
         null_text: replaces dropped text, (1, ...) each; entries missing here are never dropped.
-        image_latents: unscaled latents of the image to edit, (B, C, h, w).
+        image_latents: unscaled latents of the original image, (B, C, h, w).
         rate: probability of each of the three cases, in [0, 1/3]; 0 disables dropout.
 
     Returns:
@@ -144,16 +125,16 @@ def diffusion_loss(
         scheduler, scheduler_state: FlaxDDPMScheduler and its state; for CosXL
             FlaxEDMTrainingScheduler.
         x_0: scaled latents of the edited image, (B, C, h, w) float32.
-        condition: unscaled latents of the image to edit, (B, C, h, w); for CosXL scaled.
+        condition: unscaled latents of the original image, (B, C, h, w); for CosXL scaled.
         text: as for conditioning_dropout.
         noise: standard normal, (B, C, h, w) float32.
         timesteps: (B,) integers in [0, num_train_timesteps).
         snr_gamma: > 0, 5 in the paper; the loss in terms of x_0 is weighted by
             min(SNR, snr_gamma). None: equal weights for noise or v.
         mask: uint8 (B, H, W), 255 where the image may change; H, W are multiples of h, w. None:
-            all latents weigh the same.
-        mask_loss_weight: > 0, weight of the latents inside the mask to the ones outside. The mean
-            weight of a sample is 1.
+            all latents have the same weight.
+        mask_loss_weight: > 0, weight inside the mask relative to outside. The mean weight of a
+            sample is 1.
 
     Returns:
         The mean loss, a float32 scalar.
@@ -208,8 +189,8 @@ def train_step(
 ):
     """One optimizer step on one device's rows of the batch; call it under pmap(axis_name="batch").
 
-    Parameters, gradients and moments are this device's shards. A sample's random numbers depend
-    only on base_rng, state.step and its row of the global batch, not on the number of devices or
+    Parameters, gradients and moments are this device's shards. Random numbers of a sample depend on
+    base_rng, state.step and its row of the global batch, not on the number of devices or
     micro-batches. No RNG state needs to be saved.
 
     Args:
@@ -281,14 +262,14 @@ def train_step(
         loss, grads = loss_and_grads(batch, keys)
     else:
 
-        def add(total, part):
-            return jax.tree.map(jnp.add, total, loss_and_grads(*part)), None
+        def add(total, micro_batch):
+            return jax.tree.map(jnp.add, total, loss_and_grads(*micro_batch)), None
 
-        parts = jax.tree.map(
+        micro_batches = jax.tree.map(
             lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), (batch, keys)
         )
         zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.params))
-        total, _ = jax.lax.scan(add, zeros, parts)
+        total, _ = jax.lax.scan(add, zeros, micro_batches)
         loss, grads = jax.tree.map(lambda x: x / num_micro_batches, total)
 
     return update_state(tx, state, loss, grads, axes, max_grad_norm)
@@ -308,49 +289,12 @@ def train_step_options(config: Config):
     )
 
 
-def open_dataset(config: Config):
-    """Open --train_data_dir, or --cache_latents after writing its missing shards."""
-    directories = config.train_data_dir
-    columns = chosen_columns(config, masks=config.mask_loss_weight != 1)
-    if config.cache_latents:
-        check_models(
-            config, open_modules(config, mixed_precision_dtype(config))
-        )  # before hours of encoding
-        write_latents(config, config.cache_latents, columns)
-        wait_for_all("latents are cached")
-        directories = latent_dirs(config.train_data_dir, config.cache_latents)
-        columns = Columns(mask=columns.mask and "")  # latents have columns of known names
-    options = dict(
-        batch_size=config.train_batch_size // jax.process_count(),
-        columns=columns,
-        transform=Transform(
-            resolution=config.resolution,
-            sizes=chosen_sizes(config),
-            random_crop=config.random_crop,
-            random_flip=config.random_flip,
-            resample=config.image_interpolation_mode,
-            micro_conditioning=is_sdxl(config),
-        ),
-        seed=config.seed,
-        processes=all_processes(),
-        reading=Reading(
-            max_rows=config.max_train_samples,
-            shuffle_buffer=config.shuffle_buffer,
-            num_threads=config.dataloader_num_workers,
-            max_bad_fraction=config.max_bad_fraction,
-        ),
-    )
-    if len(directories) == 1:
-        return ParquetImagePairs(directories[0], **options)
-    return Mixture(directories, config.train_data_weights, **options)
-
-
 def train(config: Config):
     """Train a model and write it to config.output_dir."""
     start_distributed(config.coordinator_address, config.num_processes, config.process_id)
     check_flags(config, jax.device_count())
     config = named_buckets(config)
-    config = with_single_files(config, "pretrained_model_name_or_path", **PARTS_OF_FLAGS)
+    config = with_single_files(config, "pretrained_model_name_or_path", **COMPONENT_FLAGS)
     check_run_dir(config)
     validation_images = load_validation_images(config)
     with lock_output_dir(config):
@@ -396,21 +340,11 @@ def run_training(config: Config, validation_images):
         shapes = state_shapes(params, tx, axes, jax.device_count())
         p_train_step = compile_steps(p_train_step, shapes, p_frozen, batches, p_rng)
     state, averages = start.load(params, tx, axes, plan)
-    run = TrainRun(
-        config,
-        max_train_steps=max_train_steps,
-        start=start,
-        batches=batches,
-        unet=models.unet,
-        params=params,
-        tx=tx,
-        schedule=schedule,
-        plan=plan,
-        final_model=final_model,
-        pipeline=pipeline,
-        validation_images=validation_images,
+    optimization = Optimization(
+        max_train_steps, jax.eval_shape(lambda x: x, params), tx, schedule, plan
     )
     del params
+    run = TrainRun(config, start, batches, optimization, pipeline, final_model, validation_images)
 
     # Loop
     for step in run.steps():
@@ -424,21 +358,6 @@ def run_training(config: Config, validation_images):
     weights = run.final_weights(state, averages)
     del state, averages, p_frozen  # free device memory: writing the model needs as much
     run.finish(weights)
-
-
-def explain_error(error):
-    """The message for an error caused by a lost process; None for other errors."""
-    reason = one_line(error, 200)
-    if (
-        isinstance(error, jax.errors.JaxRuntimeError)
-        and jax.process_count() > 1
-        and re.search(LOST_PROCESS, reason)
-    ):
-        return (
-            f"process {jax.process_index()} has lost another process ({reason}); start all "
-            "processes with the same command to resume from the last checkpoint"
-        )
-    return None
 
 
 def main(args=None):
@@ -455,7 +374,7 @@ def main(args=None):
         out_of_memory="raise --gradient_accumulation_steps, lower --train_batch_size, or use "
         "--mixed_precision bf16, --gradient_checkpointing, --lora_rank 16 and, on several "
         "devices, --gather_by_block",
-        explain=explain_error,
+        explain=explain_lost_process,
     )
 
 

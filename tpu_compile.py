@@ -72,9 +72,10 @@ from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import check_scheduler, training_scheduler
 from generating.single_files import with_single_files
+from training.batches import MAX_STEPS_IN_FLIGHT
 from training.ema import ema_flags, ema_plan, make_update_average
 from training.flags import (
-    PARTS_OF_FLAGS,
+    COMPONENT_FLAGS,
     check_batch,
     check_combinations,
     check_numbers,
@@ -90,7 +91,7 @@ from training.models import (
     lora_options,
     store_frozen,
 )
-from training.sharding import MAX_STEPS_IN_FLIGHT, cast_kernels, shard_axes, state_shapes
+from training.sharding import cast_kernels, shard_axes, state_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,8 +428,8 @@ def run(config):
     devices = slice_devices(tpu)
     check_flags(config, len(devices))
     output = report_file(config)
-    parts = PARTS_OF_FLAGS if isinstance(config, TrainFlags) else {}
-    config = with_single_files(config, "pretrained_model_name_or_path", **parts)
+    components = COMPONENT_FLAGS if isinstance(config, TrainFlags) else {}
+    config = with_single_files(config, "pretrained_model_name_or_path", **components)
     program = make_program(config, devices)
     place = f"{config.tpu}, {tpu.num_chips} chip(s) in {tpu.num_hosts} host(s)"
     print(

@@ -182,13 +182,10 @@ def test_loss_and_gradients_are_pytorchs(models, family):
     lora = unflatten_dict(lora, sep="/")
     scheduler, state = lcm_scheduler(model)
     frozen = {"unet": frozen, "null_text": null_text, "scheduler": state}
-    loss = partial(
-        distill_lcm.consistency_loss,
-        models=Models(unet, None, None, scheduler),
-        scales=SCALES,
-    )
-    inputs = dict(x_0=x_0, condition=condition, text=text, noise=noise, timesteps=timesteps)
-    value, grads = jax.jit(jax.value_and_grad(loss))(lora, frozen, **inputs)
+    teacher = distill_lcm.Teacher(Models(unet, None, None, scheduler), *SCALES)
+    loss = partial(distill_lcm.consistency_loss, teacher=teacher)
+    sample = distill_lcm.Sample(x_0, condition, text, noise, timesteps)
+    value, grads = jax.jit(jax.value_and_grad(loss))(lora, frozen, sample=sample)
 
     tensors = jax.tree.map(torch.tensor, (x_0, condition, text, null_text, noise))
     theirs, expected = torch_loss(model, names, *tensors, timesteps)
@@ -235,7 +232,8 @@ def run_on(num_devices, model, batch, num_steps=3):
     batch = {"input_ids": pipeline.prepare_text_inputs(["make it red"] * 8), **batch}
     devices, axes = jax.devices()[:num_devices], shard_axes(lora, num_devices)
     tx = optax.sgd(3.0)  # Adam would enlarge rounding errors of small gradients
-    step = partial(distill_lcm.distill_step, models=modules, tx=tx, axes=axes, scales=SCALES)
+    teacher = distill_lcm.Teacher(modules, *SCALES)
+    step = partial(distill_lcm.distill_step, teacher=teacher, tx=tx, axes=axes)
     p_step = jax.pmap(step, axis_name="batch", donate_argnums=0, devices=devices)
     state, rng = start_state(lora, tx, axes, devices), np.asarray(jax.random.PRNGKey(3))
     frozen, rng = replicate((frozen, rng), devices)

@@ -234,7 +234,7 @@ def test_every_device_holds_its_shard(parallel):
         for key, x in flatten_dict(tree, sep="/").items():
             shape = list(whole[key].shape)
             split = flatten_dict(parallel.axes, sep="/")[key]
-            shape[split.axis] //= split.parts
+            shape[split.axis] //= split.num_shards
             assert x.shape == (NUM_DEVICES, *shape)
         sizes[name] = sum(x.nbytes for x in jax.tree.leaves(tree)) / NUM_DEVICES
     total = sum(x.nbytes for x in whole.values())

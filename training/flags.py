@@ -11,7 +11,7 @@ from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from training.ema import ema_flags, ema_plan
 
 FINAL_FILES = (LORA_FILE, INDEX_NAME)  # written last, by runs with and without LoRA
-PARTS_OF_FLAGS = {  # of models that replace parts of the main one
+COMPONENT_FLAGS = {  # flags of models that replace components of the main model
     "unet_model_name_or_path": "unet",
     "pretrained_vae_model_name_or_path": "vae",
 }

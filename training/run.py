@@ -1,22 +1,22 @@
 """A training run: its steps, their metrics, checkpoints, validation images and the final model.
 
-run_training of flax_train_instruct_pix2pix.py shows how the parts work together. TrainRun handles
-files and steps, not gradients. All processes make the same calls; only process 0 writes files.
+TrainRun handles steps and files, not gradients; flax_train_instruct_pix2pix.py shows the loop. All
+processes make the same calls; only process 0 writes files.
 """
 
-import contextlib
 import shutil
 import signal
 import sys
 import time
-from collections import deque
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.multihost_utils import process_allgather
+import optax
 from tqdm import tqdm
 
 from diffusers_flax.compilation_cache import use_compilation_cache
@@ -29,40 +29,36 @@ from training.checkpoints import (
     flatten_by_name,
     release_memory,
 )
-from training.ema import SIGMA_RELS, explain_average
+from training.ema import SIGMA_RELS, EmaPlan, explain_average
 from training.flags import profiled_steps, snapshot_steps, steps_between_rows
+from training.metrics import MetricsLog, StepMetrics
 from training.output import write_flags
 from training.processes import StopSignal, wait_for_all
-from training.report import MetricsLog, Validation, drop_step_images
-from training.sharding import (
-    MAX_STEPS_IN_FLIGHT,
-    first_replica,
-    gather,
-    replicate,
-    shard_axes,
-    to_host,
-)
+from training.sharding import gather, replicate, shard_axes, to_host
+from training.validation import Validation, drop_step_images
 
 
 def cache_programs(folder):
-    """Keep all compiled programs in a directory; "": keep none."""
+    """Keep all compiled programs in a directory; "": none."""
     if use_compilation_cache(folder):
-        # Saving runs many small programs; a preemption leaves no time to compile them.
+        # Saving runs many small programs; at a preemption there is no time to compile them.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
     """Compile a training step for the batches of every size.
 
+    In several processes pmap compiles a step only by a call. For batches of one size that is the
+    first step, for several sizes a call with zeros.
+
     Args:
         p_train_step: pmapped train_step.
-        state: its shapes, of state_shapes for all devices.
-        p_frozen, p_rng: its other arguments.
+        state: state_shapes for all devices.
+        p_frozen, p_rng: as for train_step, replicated.
         batches: Batches.
 
     Returns:
-        A function like p_train_step. In several processes pmap compiles a step only by a call: for
-        batches of one size that is the first step, for several sizes a call with zeros.
+        A function like p_train_step.
     """
     shapes, are_several = batches.shapes(), jax.process_count() > 1
     if "" in shapes:
@@ -77,10 +73,10 @@ def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
         if are_several:
             state, _ = p_train_step(state, p_frozen, zeros_like(batch), p_rng)
             jax.block_until_ready(state)
-            programs[shapes_of(batch)] = p_train_step
+            program = p_train_step
         else:
             program = p_train_step.lower(state, p_frozen, batch, p_rng).compile()
-            programs[shapes_of(batch)] = program
+        programs[shapes_of(batch)] = program
         if jax.process_index() == 0:
             seconds = time.perf_counter() - start
             print(f"compiled {size} in {seconds:.3g} s, {number} of {len(shapes)}", flush=True)
@@ -93,7 +89,7 @@ def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
 
 
 def zeros_like(shapes):
-    """Zeros on this process's devices, (local devices, ...); shapes: a tree, (any, ...)."""
+    """Zeros on this process's devices, (local devices, ...), for a tree of shapes (any, ...)."""
     return replicate(jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), shapes))
 
 
@@ -102,61 +98,99 @@ def shapes_of(batch):
     return frozenset((name, x.shape) for name, x in batch.items())
 
 
+def lr_schedule(name, learning_rate, num_warmup_steps, max_train_steps):
+    """Schedule with linear warm-up, then "constant", or "linear" or "cosine" decay to zero."""
+    num_decay_steps = max_train_steps - num_warmup_steps
+    after = {
+        "constant": optax.constant_schedule(learning_rate),
+        "linear": optax.linear_schedule(learning_rate, 0.0, num_decay_steps),
+        "cosine": optax.cosine_decay_schedule(learning_rate, num_decay_steps),
+    }[name]
+    if num_warmup_steps == 0:
+        return after
+    warmup = optax.linear_schedule(0.0, learning_rate, num_warmup_steps)
+    return optax.join_schedules([warmup, after], [num_warmup_steps])
+
+
+def make_optimizer(config, max_train_steps):
+    """AdamW without clipping; returns (optax optimizer, schedule: step -> learning rate).
+
+    Args:
+        config: Config.
+        max_train_steps: length of the run.
+    """
+    schedule = lr_schedule(
+        config.lr_scheduler, config.learning_rate, config.lr_warmup_steps, max_train_steps
+    )
+    tx = optax.adamw(
+        schedule,
+        b1=config.adam_beta1,
+        b2=config.adam_beta2,
+        eps=config.adam_epsilon,
+        weight_decay=config.adam_weight_decay,
+    )
+    return tx, schedule
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """What a run optimizes, and how."""
+
+    num_steps: int  # length of the run
+    shapes: Any  # of the trained parameters, not sharded: a tree of ShapeDtypeStructs
+    tx: optax.GradientTransformation  # of make_optimizer
+    schedule: Callable[[int], float]  # step from 0 -> learning rate, of make_optimizer
+    plan: EmaPlan
+
+
 class TrainRun:
     """The steps of one run and its output directory.
 
     Args:
         config: Config that check_flags has accepted.
-        max_train_steps: length of the run.
         start: Start, of find_start.
         batches: Batches from start.step on.
-        unet, params: the UNet's module and its initial trained parameters, or their shapes.
-        tx, schedule: of make_optimizer.
-        plan: EmaPlan.
+        optimization: Optimization.
+        pipeline: of load_models.
         final_model: an object with the methods of FinalModel.
-        pipeline, validation_images: see load_models and fit_validation_images.
-        flags: the flags of a program that is not the trainer, a dataclass; they identify the run
-            in place of config's.
+        validation_images: of fit_validation_images.
+        flags: the flags of another program than the trainer, a dataclass; they identify the run in
+            place of config.
     """
 
     def __init__(
         self,
         config,
-        *,
-        max_train_steps,
         start,
         batches,
-        unet,
-        params,
-        tx,
-        schedule,
-        plan,
-        final_model,
+        optimization,
         pipeline,
+        final_model,
         validation_images=(),
         flags=None,
     ):
-        self.config, self.max_train_steps = config, max_train_steps
-        self.flags = flags or config
-        self.start, self.batches, self.unet, self.plan = start, batches, unet, plan
-        self.final_model = final_model
-        self.output_dir = Path(config.output_dir)
+        num_steps, plan = optimization.num_steps, optimization.plan
+        self.config, self.flags = config, flags or config
+        self.start, self.batches, self.optimization = start, batches, optimization
+        self.unet, self.final_model = pipeline.unet, final_model
+        self.max_train_steps, self.output_dir = num_steps, Path(config.output_dir)
         self.is_main = jax.process_index() == 0
-        self.shapes, self.tx = jax.eval_shape(lambda: params), tx
-        self.axes = shard_axes(self.shapes, jax.device_count())
-        gather_all = partial(gather, axes=self.axes, dtype=unet.dtype)
+        self.axes = shard_axes(optimization.shapes, jax.device_count())
+        gather_all = partial(gather, axes=self.axes, dtype=self.unet.dtype)
         self.p_gather = jax.pmap(gather_all, axis_name="batch")
-        self.snapshot_steps = snapshot_steps(config, max_train_steps)
-        self.logging_steps = steps_between_rows(config, max_train_steps)
-        self.validation = Validation(config, pipeline, validation_images, max_train_steps)
-        self.metrics = StepMetrics(batches, config.train_batch_size, schedule, plan, start.saved)
+        self.snapshot_steps = snapshot_steps(config, num_steps)
+        self.logging_steps = steps_between_rows(config, num_steps)
+        self.validation = Validation(config, pipeline, validation_images, num_steps)
+        self.metrics = StepMetrics(
+            batches, config.train_batch_size, optimization.schedule, plan, start.saved
+        )
         self.stop_signal, self.is_stopping = StopSignal(), False
         self.last_save_error = None
         self.metrics_log, self.checkpoints = self._open_files() if self.is_main else (None, None)
         if self.is_main:
             self._announce()
         self.bar = tqdm(
-            total=max_train_steps,
+            total=num_steps,
             initial=start.step,
             unit="step",
             desc="train",
@@ -164,7 +198,7 @@ class TrainRun:
         )
 
     def _open_files(self):
-        """Open the run's files; metrics.jsonl first, because it marks the directory of a run."""
+        """Open the run's files; metrics.jsonl first, as it marks the directory of a run."""
         config, output_dir, flags = self.config, self.output_dir, asdict(self.flags)
         metrics_log = MetricsLog(
             output_dir, flags, config.report_to, config.tracker_project_name, self.start.step
@@ -179,8 +213,9 @@ class TrainRun:
         return metrics_log, checkpoints
 
     def _announce(self):
-        """Print the size of the run, the device and the first step."""
-        num_params = sum(x.size for x in jax.tree.leaves(self.shapes))
+        """Print the size of the run, its devices and its first step."""
+        plan, shapes = self.optimization.plan, self.optimization.shapes
+        num_params = sum(x.size for x in jax.tree.leaves(shapes))
         batch_size, num_devices = self.config.train_batch_size, jax.device_count()
         multiple = num_devices * self.config.gradient_accumulation_steps
         print(
@@ -196,11 +231,11 @@ class TrainRun:
         if self.validation.images:
             s_T, s_I = self.validation.scales
             print(f"validation images have guidance scale {s_T:g}, image guidance scale {s_I:g}")
-        for line in explain_average(self.config, self.plan, self.max_train_steps, self.start):
+        for line in explain_average(self.config, plan, self.max_train_steps, self.start):
             print(line)
 
     def steps(self):
-        """Yield the remaining step numbers; show a progress bar and run the profiler.
+        """Yield the remaining step numbers, with a progress bar and the profiler.
 
         Ends early after SIGTERM or Ctrl-C, once save_if_due has saved a checkpoint.
         """
@@ -224,7 +259,7 @@ class TrainRun:
         return step == self.max_train_steps
 
     def log(self, step, metrics):
-        """Record a step's metrics; append a row to metrics.jsonl if one is due.
+        """Record a step's metrics and append a row to metrics.jsonl if one is due.
 
         Rows are due at the first step, every logging_steps and at the last step.
 
@@ -248,8 +283,8 @@ class TrainRun:
     def save_if_due(self, step, state, averages):
         """Save snapshots of the averages and a checkpoint at their intervals and at the end.
 
-        After a stop signal, save a checkpoint. Every process must call it once per step, so that
-        all stop after the same step.
+        After a stop signal, save a checkpoint. Every process calls this once per step, so that all
+        stop after the same step.
 
         Args:
             step: number of completed steps.
@@ -257,7 +292,7 @@ class TrainRun:
             averages: Averages.
 
         Raises:
-            OSError: the checkpoint cannot be written; the last one's error is raised by finish.
+            OSError: a checkpoint cannot be written; for the last one, finish raises the error.
         """
         is_last, every = self._is_last_step(step), self.config.checkpointing_steps
         if self.snapshot_steps and (step % self.snapshot_steps == 0 or is_last):
@@ -271,14 +306,12 @@ class TrainRun:
         with self.metrics.pause():
             self.metrics.fetch(step)
             if self.is_main:
-                self._try(step, self.checkpoints.wait)  # so that memory holds one checkpoint only
+                self._try(step, self.checkpoints.wait)  # memory then holds one checkpoint only
             release_memory()  # writing takes gigabytes
             trees = averages.trees
             content = {"params": state.params, "opt_state": state.opt_state, "ema": trees}
-            axes = shard_axes(
-                checkpoint_shapes(self.shapes, self.tx, len(trees)), jax.device_count()
-            )
-            content = flatten_by_name(to_host(content, axes))
+            shapes = checkpoint_shapes(self.optimization.shapes, self.optimization.tx, len(trees))
+            content = flatten_by_name(to_host(content, shard_axes(shapes, jax.device_count())))
             record = {
                 "identity": self.start.identity,
                 "losses": self.metrics.unlogged,
@@ -294,7 +327,7 @@ class TrainRun:
                     release_memory()
 
     def _try(self, step, write):
-        """Write a checkpoint; an error at the last step is kept for finish: the model is whole."""
+        """Write a checkpoint; finish raises an error of the last step, after saving the model."""
         if self.last_save_error is None:
             try:
                 write()
@@ -306,8 +339,8 @@ class TrainRun:
     def _save_snapshots(self, step, averages):
         """Write the averages in float16 to OUTPUT_DIR/ema_snapshots, for ema_posthoc.py."""
         with self.metrics.pause():
-            # The last update may be earlier than step if --ema_every does not divide it.
-            updated = self.plan.last_update_step(step)
+            # With --ema_every the last update may be earlier than step.
+            updated = self.optimization.plan.last_update_step(step)
             for sigma_rel, average in zip(SIGMA_RELS, averages.trees):
                 average = to_host(average, self.axes)
                 if self.is_main:
@@ -319,7 +352,7 @@ class TrainRun:
     def validate_if_due(self, step, state, averages, p_frozen):
         """Edit the validation images at their interval and at the end, with the first average.
 
-        Never after a stop signal, as time is short.
+        Not after a stop signal, as time is short.
 
         Args:
             step, state, averages: as for save_if_due.
@@ -340,7 +373,7 @@ class TrainRun:
         """Gather the trained parameters as NumPy arrays.
 
         Returns:
-            {"unet"}, and {"unet_raw"} with --save_raw_unet; {} if the run was stopped early.
+            {"unet"}, with --save_raw_unet also {"unet_raw"}; {} if the run was stopped early.
         """
         self.batches.close()
         if self.is_stopping:
@@ -354,17 +387,17 @@ class TrainRun:
         """Write the model and its card and close all files; after a stop signal, exit instead.
 
         Args:
-            weights: from final_weights. Free device memory first, as writing copies them.
+            weights: of final_weights. Free device memory first, as writing copies them.
 
         Raises:
             SystemExit: a signal stopped the run; the exit code is 128 + signal number.
-            OSError: the last checkpoint cannot be written; the model is saved.
+            OSError: the last checkpoint cannot be written, but the model is saved.
         """
         release_memory()
         if self.is_main:
             # A run is finished if its model is newer than its newest complete checkpoint. So the
-            # model follows when the last checkpoint is complete or has failed: after a kill before
-            # the end there is a checkpoint to resume from, after it the whole model.
+            # model is written once the last checkpoint is complete or has failed; a run killed
+            # before that resumes from a checkpoint.
             self._try(self.bar.n, self.checkpoints.close)
             self.metrics_log.finish_plot()
             if weights:
@@ -390,120 +423,3 @@ class TrainRun:
             + ("" if resumes else " with --resume_from_checkpoint latest")
         )
         sys.exit(128 + number)
-
-
-class StepMetrics:
-    """The metrics of steps, which make the rows of metrics.jsonl.
-
-    They are fetched when a row is due, so that the host need not wait for each step.
-
-    Args:
-        batches: Batches.
-        batch_size: pairs per step.
-        schedule: step from 0 -> learning rate.
-        plan: EmaPlan.
-        saved: what the checkpoint says about the run; {} at step 0.
-
-    Attributes:
-        unlogged: [loss, grad_norm] of each fetched step since the last row.
-    """
-
-    def __init__(self, batches, batch_size, schedule, plan, saved):
-        self.batches, self.batch_size, self.schedule, self.plan = (
-            batches,
-            batch_size,
-            schedule,
-            plan,
-        )
-        self.unfetched = deque()  # of steps that may still run on the devices
-        self.unlogged = saved.get("losses", [])
-        self.num_bad_before = saved.get("num_bad", 0)  # undecodable pairs before the run resumed
-        self.num_timed_pairs, self.clock_start = 0, None
-
-    def add(self, metrics):
-        """Add {"loss", "grad_norm"} of a step, replicated arrays."""
-        self.unfetched.append(metrics)
-        if self.clock_start is None:  # the first step includes compilation
-            jax.block_until_ready(metrics)
-            self._restart_clock()
-            return
-        # The host must not run far ahead, or the progress bar would show steps not yet done.
-        if len(self.unfetched) > MAX_STEPS_IN_FLIGHT:
-            jax.block_until_ready(self.unfetched[-1 - MAX_STEPS_IN_FLIGHT])
-        self.num_timed_pairs += self.batch_size
-
-    def row(self, step):
-        """The row of all steps since the last one, a dict of numbers and None.
-
-        Args:
-            step: number of completed steps.
-
-        Raises:
-            FloatingPointError: a loss or gradient is not finite.
-        """
-        self.fetch(step)
-        seconds = time.perf_counter() - self.clock_start
-        plan, timed = self.plan, self.num_timed_pairs > 0
-        is_averaging = plan.averages_after(step) > 0
-        num_updates = (step - plan.first_step) // plan.every if is_averaging else 0
-        row = {
-            "step": step,
-            "loss": float(np.mean(self.unlogged, axis=0)[0]),
-            "lr": float(self.schedule(step - 1)),
-            "grad_norm": self.unlogged[-1][1],
-            "pairs_per_second": self.num_timed_pairs / seconds if timed else None,
-            "data_wait": self.batches.seconds_waited / seconds if timed else None,  # fraction
-            "memory_gb": peak_memory(jax.local_devices())[0] / 1e9,
-            "ema_decay": plan.decays(num_updates)[0] if num_updates else None,
-            "num_bad": self.total_bad(),
-        } | {f"passes/{name}": n for name, n in self.batches.dataset.passes(step).items()}
-        self.unlogged.clear()
-        self._restart_clock()
-        return row
-
-    def _restart_clock(self):
-        self.num_timed_pairs, self.clock_start = 0, time.perf_counter()
-        self.batches.seconds_waited = 0.0
-
-    def wait(self):
-        """Wait for all steps."""
-        jax.block_until_ready(list(self.unfetched))
-
-    def fetch(self, step):
-        """Wait for all steps up to this one and move their metrics to unlogged.
-
-        Raises:
-            FloatingPointError: a loss or gradient is not finite.
-        """
-        while self.unfetched:
-            metrics = self.unfetched.popleft()
-            self.unlogged.append(
-                [float(first_replica(metrics[name])) for name in ("loss", "grad_norm")]
-            )
-        sums = np.reshape(self.unlogged, (-1, 2)).sum(axis=1)
-        check_losses_finite(sums, step - len(self.unlogged) + 1)
-
-    def total_bad(self):
-        """Undecodable pairs in the run so far, over all processes."""
-        num_bad = np.int32(self.batches.num_bad)
-        total = process_allgather(num_bad).sum() if jax.process_count() > 1 else num_bad
-        return self.num_bad_before + int(total)
-
-    @contextlib.contextmanager
-    def pause(self):
-        """A context for work outside the timed steps; all processes leave it together."""
-        pause_start = time.perf_counter()
-        yield
-        wait_for_all("process 0 has written")
-        self.clock_start += time.perf_counter() - pause_start
-
-
-def check_losses_finite(numbers, first_step):
-    """Raise a FloatingPointError that names the first step with a non-finite number."""
-    bad = [first_step + int(i) for i in np.flatnonzero(~np.isfinite(numbers))]
-    if bad:
-        raise FloatingPointError(
-            f"the loss or gradient is not finite at step {bad[0]} ({len(bad)} of the last "
-            f"{len(numbers)} steps); nothing was saved since the last checkpoint; start again with "
-            "a lower --learning_rate, or without --mixed_precision bf16"
-        )

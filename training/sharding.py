@@ -1,8 +1,8 @@
 """Training state that is sharded over all devices, under pmap(axis_name="batch").
 
-Parameters, optimizer moments and averages are split along one axis of every array, so that each
-device holds its shard (ZeRO, stage 3, arXiv 1910.02054). A training step gathers the parameters in
-the compute dtype; the gradient of the gather is a reduce-scatter that adds in float32:
+Parameters, optimizer moments and averages are split along one axis of every array; each device
+holds one shard (ZeRO, stage 3, arXiv 1910.02054). A training step gathers the parameters in the
+compute dtype. The gradient of the gather is a reduce-scatter that adds in float32:
 
     axes = shard_axes(params, jax.device_count())
     state = start_state(params, tx, axes)                         # host to devices
@@ -13,13 +13,10 @@ the compute dtype; the gradient of the gather is a reduce-scatter that adds in f
     state, metrics = update_state(tx, state, loss, grads, axes, max_grad_norm)
 
 On one device each of these operations returns its argument. gather_by_block replaces gather for
-models that do not fit into a device's memory as a whole.
+models that do not fit into a device's memory.
 """
 
-import itertools
 import math
-import time
-from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,19 +30,18 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.tree_util import Partial
 
-MAX_STEPS_IN_FLIGHT = 2  # steps that the host may run ahead of the devices; batches to prefetch
-CHIPS_PER_HOST = 4  # of TPU slices of several hosts; their device numbers are consecutive
+CHIPS_PER_HOST = 4  # in TPU slices of several hosts; their device numbers are consecutive
 
 
 @dataclass(frozen=True)
 class Split:
-    """How an array is split: along axis into parts, one for each of that many devices.
+    """An array is split along axis into num_shards, one per device.
 
-    With fewer parts than devices, every group of `parts` consecutive devices has all of them.
+    With fewer shards than devices, every group of num_shards consecutive devices holds all of them.
     """
 
     axis: int
-    parts: int
+    num_shards: int
 
 
 REPLICATED = Split(0, 1)  # every device has the whole array
@@ -53,7 +49,7 @@ REPLICATED = Split(0, 1)  # every device has the whole array
 
 @struct.dataclass
 class TrainState:
-    """The state of training: number of steps, float32 shards of parameters and moments."""
+    """Number of steps done, float32 shards of parameters and optimizer moments."""
 
     step: jax.Array
     params: Any
@@ -63,7 +59,7 @@ class TrainState:
 def shard_axes(tree, num_devices):
     """The Split of each array: along the longest axis that num_devices divides.
 
-    Matrices and kernels without such an axis are split into fewer parts, as many as possible.
+    Matrices and kernels without such an axis are split into fewer shards, as many as possible.
 
     Args:
         tree: arrays or their shapes (ShapeDtypeStructs), not sharded.
@@ -75,9 +71,9 @@ def shard_axes(tree, num_devices):
 
     def split_of(x):
         splits = [Split(i, math.gcd(size, num_devices)) for i, size in enumerate(x.shape) if size]
-        best = max(splits, key=lambda s: (s.parts, x.shape[s.axis]), default=REPLICATED)
-        is_worth_it = best.parts == num_devices or x.ndim > 1
-        return best if best.parts > 1 and is_worth_it else REPLICATED
+        best = max(splits, key=lambda s: (s.num_shards, x.shape[s.axis]), default=REPLICATED)
+        is_worth_it = best.num_shards == num_devices or x.ndim > 1
+        return best if best.num_shards > 1 and is_worth_it else REPLICATED
 
     return jax.tree.map(split_of, tree)
 
@@ -88,8 +84,8 @@ def gather(shards, axes, dtype):
     Args:
         shards: this device's shards, float32.
         axes: of shard_axes.
-        dtype: of the matrices and kernels that are returned. Vectors (biases, scales of norms)
-            stay in float32: they are small, and the norms compute in float32.
+        dtype: of the matrices and kernels. Vectors (biases, scales of norms) stay float32: they are
+            small, and norms compute in float32.
 
     Source: ZeRO (arXiv 1910.02054), section 5.3.
     """
@@ -102,7 +98,7 @@ def gather(shards, axes, dtype):
         x = cast_kernels(x, dtype)
         if split == REPLICATED:
             return x
-        groups = groups_at_once(split.parts, jax.lax.axis_size("batch"))
+        groups = groups_at_once(split.num_shards, jax.lax.axis_size("batch"))
         return jax.lax.all_gather(x, "batch", axis=split.axis, axis_index_groups=groups, tiled=True)
 
     def forward(shards):
@@ -116,18 +112,18 @@ def gather(shards, axes, dtype):
 
 
 def gather_by_block(shards, axes, dtype, blocks):
-    """As gather, but blocks gather their parameters when they run, forward and backward.
+    """Like gather, but blocks gather their own parameters when they run, forward and backward.
 
-    A device then holds the parameters and gradients of a few blocks instead of all of them; each
-    block's parameters are sent twice. The blocks must be checkpointed, see
-    models.blocks.checkpointed; otherwise all parameters are kept for the backward pass.
+    A device then holds parameters and gradients of a few blocks instead of all blocks; each block's
+    parameters are sent twice. The blocks must be checkpointed, see models.blocks.checkpointed;
+    otherwise all parameters are kept for the backward pass.
 
     Args:
         shards, axes, dtype: as for gather; shards is a nested dict.
-        blocks: beginnings of the blocks' names, such as "resnets_".
+        blocks: name prefixes of the blocks, such as "resnets_".
 
     Returns:
-        The parameters; in blocks, functions without arguments that gather an array.
+        The parameters; in blocks, each is a function without arguments that gathers it.
     """
     flat, flat_axes = flatten_dict(shards), flatten_dict(axes)
     later = {
@@ -141,12 +137,12 @@ def gather_by_block(shards, axes, dtype, blocks):
 
 
 def cast_kernels(params, dtype):
-    """Cast matrices and convolution kernels of a tree to dtype; vectors keep theirs."""
+    """Cast the matrices and convolution kernels of a tree to dtype; vectors keep their dtype."""
     return jax.tree.map(lambda x: x.astype(dtype, copy=False) if x.ndim > 1 else x, params)
 
 
 def combine(frozen, trained):
-    """Combine two nested dicts of parameters that have no array in common."""
+    """Merge two nested dicts of parameters that have no array in common."""
     return unflatten_dict(flatten_dict(frozen) | flatten_dict(trained))
 
 
@@ -167,16 +163,16 @@ def reduce_scatter_mean(grads, axes):
         if split == REPLICATED:
             return jax.lax.pmean(g.astype(jnp.float32), "batch")
         g = scatter(g, split)
-        if split.parts < num_devices:
-            replicas = np.arange(num_devices).reshape(-1, split.parts).T.tolist()
+        if split.num_shards < num_devices:
+            replicas = np.arange(num_devices).reshape(-1, split.num_shards).T.tolist()
             g = jax.lax.psum(g, "batch", axis_index_groups=replicas)
         return g / num_devices
 
     def scatter_at_once(g, split):
-        return sum_scatter(g, split.axis, groups_at_once(split.parts, num_devices))
+        return sum_scatter(g, split.axis, groups_at_once(split.num_shards, num_devices))
 
     def scatter_in_stages(g, split):
-        for groups in reduce_scatter_stages(split.parts, num_devices):
+        for groups in reduce_scatter_stages(split.num_shards, num_devices):
             g = sum_scatter(g, split.axis, groups)
         return g
 
@@ -191,13 +187,11 @@ def reduce_scatter_mean(grads, axes):
 
 
 def sum_scatter(g, axis, groups):
-    """This device's part of the sum over its group, added in float32.
-
-    An array of a smaller dtype is sent as it is.
+    """This device's shard of the sum over its group, sent in g's dtype and added in float32.
 
     Args:
         g: array of any floating dtype.
-        axis: that is split.
+        axis: the axis to split.
         groups: axis_index_groups; None: all devices.
     """
     if g.dtype == jnp.float32:
@@ -206,36 +200,32 @@ def sum_scatter(g, axis, groups):
         )
     size = len(groups[0]) if groups else jax.lax.axis_size("batch")
     g = g.reshape(*g.shape[:axis], size, -1, *g.shape[axis + 1 :])
-    parts = jax.lax.all_to_all(g, "batch", axis, 0, axis_index_groups=groups)
-    return parts.astype(jnp.float32).sum(axis=0)
+    received = jax.lax.all_to_all(g, "batch", axis, 0, axis_index_groups=groups)
+    return received.astype(jnp.float32).sum(axis=0)
 
 
-def stage_sizes(parts):
-    """Sizes of the groups of a reduce-scatter in stages, the last stage first.
+def stage_sizes(num_shards):
+    """Group sizes of a reduce-scatter in stages, last stage first.
 
     XLA compiles a reduce-scatter over 16 chips of a v5e slice, and over most larger numbers, as an
-    all-reduce, which sends twice as much and holds the full sum. In groups of at most 8 a chip
-    sends and holds what it should. The first groups are the chips of a host, because the first
-    stage sends most.
+    all-reduce, which sends twice as much and holds the full sum. In groups of at most 8 chips it
+    does not. The first groups are the chips of a host, because the first stage sends most.
     """
     sizes = []
-    while parts > 2 * CHIPS_PER_HOST and parts % CHIPS_PER_HOST == 0:
+    while num_shards > 2 * CHIPS_PER_HOST and num_shards % CHIPS_PER_HOST == 0:
         sizes.insert(0, CHIPS_PER_HOST)
-        parts //= CHIPS_PER_HOST
-    return [parts, *sizes]
+        num_shards //= CHIPS_PER_HOST
+    return [num_shards, *sizes]
 
 
-def reduce_scatter_stages(parts, num_devices):
-    """The groups of devices of each stage of a reduce-scatter, for TPUs.
+def reduce_scatter_stages(num_shards, num_devices):
+    """The axis_index_groups of each stage of a reduce-scatter, in order, for TPUs.
 
     Args:
-        parts: of a Split.
-        num_devices: a multiple of parts.
-
-    Returns:
-        List of axis_index_groups, one per stage, in their order.
+        num_shards: of a Split.
+        num_devices: a multiple of num_shards.
     """
-    sizes = stage_sizes(parts)
+    sizes = stage_sizes(num_shards)
     devices = np.arange(num_devices).reshape(-1, *sizes)
     return [
         np.moveaxis(devices, stage + 1, -1).reshape(-1, sizes[stage]).tolist()
@@ -243,23 +233,23 @@ def reduce_scatter_stages(parts, num_devices):
     ]
 
 
-def shard_order(parts):
-    """The device, of `parts` consecutive ones, that has each shard: where the stages end."""
-    return np.arange(parts).reshape(stage_sizes(parts)).T.ravel()
+def shard_order(num_shards):
+    """The device that holds each shard after all stages, of num_shards consecutive devices."""
+    return np.arange(num_shards).reshape(stage_sizes(num_shards)).T.ravel()
 
 
-def groups_at_once(parts, num_devices):
+def groups_at_once(num_shards, num_devices):
     """The axis_index_groups of a gather or reduce-scatter in one stage; None: all, in order."""
-    order = shard_order(parts)
-    groups = [(first + order).tolist() for first in range(0, num_devices, parts)]
+    order = shard_order(num_shards)
+    groups = [(first + order).tolist() for first in range(0, num_devices, num_shards)]
     return None if groups == [list(range(num_devices))] else groups
 
 
 def wait_for_devices(tree):
-    """Wait for all devices, then return the tree; only CPUs of several processes need it.
+    """Wait for all devices, then return the tree; needed only on CPUs of several processes.
 
-    Another process may still be compiling. Gloo's all-reduce waits for it for
-    xla_cpu_collective_timeout_seconds, its other collectives for half a minute only.
+    Another process may still be compiling. Gloo's all-reduce then waits for
+    xla_cpu_collective_timeout_seconds, its other collectives for only half a minute.
     """
     if jax.default_backend() != "cpu" or jax.process_count() == 1:
         return tree
@@ -269,41 +259,22 @@ def wait_for_devices(tree):
 
 
 def global_norm(shards, axes):
-    """L2 norm of a tree of which every device has its shards; the same on all devices."""
+    """L2 norm of a sharded tree, the same on all devices."""
     squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), shards)
     pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(axes)))
     total = sum(square for square, split in pairs if split == REPLICATED)
-    sharded = [(square, split.parts) for square, split in pairs if split != REPLICATED]
+    sharded = [(square, split.num_shards) for square, split in pairs if split != REPLICATED]
     if sharded:
         num_devices = jax.lax.axis_size("batch")
         shares = [
-            square / (num_devices // parts) if parts < num_devices else square
-            for square, parts in sharded
+            square / (num_devices // n) if n < num_devices else square for square, n in sharded
         ]
         total = total + jax.lax.psum(sum(shares), "batch")
     return jnp.sqrt(total)
 
 
-def update_shards(tx, grads, opt_state, params):
-    """Apply the optimizer to this device's shards, in place if they are donated.
-
-    Args:
-        tx: element-wise optax optimizer, such as Adam.
-        grads, opt_state, params: this device's shards.
-
-    Returns:
-        (params, opt_state) after the update.
-    """
-
-    def update(params, opt_state, grads):
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return in_place(update)(params, opt_state, grads)
-
-
 def update_state(tx, state, loss, grads, axes, max_grad_norm):
-    """The end of a training step: clip the gradient, apply the optimizer, average the loss.
+    """End a training step: clip the gradient, apply the optimizer, average the loss.
 
     Args:
         tx: element-wise optax optimizer, such as Adam.
@@ -319,7 +290,12 @@ def update_state(tx, state, loss, grads, axes, max_grad_norm):
     grad_norm = global_norm(grads, axes)
     scale = jnp.minimum(1, max_grad_norm / grad_norm)
     grads = jax.tree.map(lambda g: g * scale, grads)
-    params, opt_state = update_shards(tx, grads, state.opt_state, state.params)
+
+    def update(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = in_place(update)(state.params, state.opt_state, grads)
     state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
 
@@ -327,9 +303,9 @@ def update_state(tx, state, loss, grads, axes, max_grad_norm):
 def in_place(update):
     """Make XLA update donated arrays in place.
 
-    pmap removes the device axis of its arguments and adds it to its results. Between the two
-    reshapes XLA's CPU compiler copies every donated array. The wrapped function gets the arrays
-    with the axis, where the reshapes cancel; on TPUs without it, which moves fewer bytes.
+    pmap removes the device axis from its arguments and adds it to its results. Between these two
+    reshapes XLA's CPU compiler copies every donated array. Here the function gets arrays with the
+    axis, so the reshapes cancel; on TPUs without the axis, which moves fewer bytes.
 
     Args:
         update: trees of arrays -> tree of arrays, elementwise.
@@ -356,22 +332,22 @@ def replicate(tree, devices=None):
         devices: of this process; None: all of them.
 
     Returns:
-        The tree with arrays (local devices, ...), which a program may overwrite (donate).
+        Tree of arrays (local devices, ...), which may be donated.
     """
     devices = devices or jax.local_devices()
     return jax.tree.map(lambda x: _place([np.asarray(x)[None]] * len(devices), devices), tree)
 
 
 def shard(tree, axes, devices=None):
-    """Put each device's shard of NumPy arrays on it.
+    """Put the shards of NumPy arrays on their devices.
 
     Args:
         tree: whole arrays, the same on all processes.
         axes: of shard_axes.
-        devices: that share the arrays; None: the devices of all processes.
+        devices: to divide the arrays over; None: the devices of all processes.
 
     Returns:
-        The tree with arrays (local devices, ...), which a program may overwrite (donate).
+        Tree of arrays (local devices, ...), which may be donated.
     """
     devices = devices or jax.devices()
     local = [device for device in devices if device.process_index == jax.process_index()]
@@ -379,17 +355,16 @@ def shard(tree, axes, devices=None):
     def shard_array(x, split):
         if split == REPLICATED:
             return replicate(x, local)
-        shards = np.split(np.asarray(x), split.parts, split.axis)
-        number = np.argsort(shard_order(split.parts))  # of each device's shard
-        return _place(
-            [shards[number[devices.index(device) % split.parts]][None] for device in local], local
-        )
+        shards = np.split(np.asarray(x), split.num_shards, split.axis)
+        number = np.argsort(shard_order(split.num_shards))  # of each device's shard
+        numbers = [number[devices.index(device) % split.num_shards] for device in local]
+        return _place([shards[n][None] for n in numbers], local)
 
     return jax.tree.map(shard_array, tree, axes)
 
 
 def shard_batch(batch):
-    """Put equal shares of this process's rows on its devices.
+    """Divide this process's rows equally over its devices.
 
     Args:
         batch: dict of NumPy arrays (B, ...); B is a multiple of the number of local devices.
@@ -398,7 +373,7 @@ def shard_batch(batch):
         dict of arrays (local devices, B / local devices, ...), for a pmapped function.
 
     Raises:
-        ValueError: the arrays have different numbers of rows, or one that cannot be divided.
+        ValueError: the arrays differ in their number of rows, or it cannot be divided.
     """
     devices = jax.local_devices()
     rows, n = {name: len(x) for name, x in batch.items()}, len(devices)
@@ -417,67 +392,8 @@ def shard_batch(batch):
     }
 
 
-class Batches:
-    """An endless iterator of batches on the devices, with prefetching.
-
-    Args:
-        dataset: ParquetImagePairs or Mixture.
-        tokenize: list of prompts -> ids (B, T).
-        start_step: number of steps whose batches were consumed before.
-
-    Attributes:
-        num_bad: undecodable pairs in this process's batches so far.
-        seconds_waited: time spent waiting for batches; readers may reset it.
-    """
-
-    def __init__(self, dataset, tokenize, start_step=0):
-        dataset.set_step(start_step)
-        self.num_bad, self.seconds_waited = 0, 0.0
-        self.dataset = dataset
-        self.stream = self._endless_batches(dataset, tokenize)
-        self.queue = deque(itertools.islice(self.stream, MAX_STEPS_IN_FLIGHT))
-
-    @staticmethod
-    def _endless_batches(dataset, tokenize):
-        while True:
-            for batch in dataset:
-                batch = {"input_ids": tokenize(batch.pop("edit_prompt")), **batch}
-                yield shard_batch(batch), dataset.num_bad
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        wait_start = time.perf_counter()
-        batch, self.num_bad = self.queue.popleft()
-        self.queue.append(next(self.stream))
-        self.seconds_waited += time.perf_counter() - wait_start
-        return batch
-
-    def peek(self):
-        """Return the next batch without consuming it."""
-        return self.queue[0][0]
-
-    def shapes(self):
-        """The shapes and dtypes of the batches of each size, by the names of image_shapes."""
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.peek())
-        return {
-            size: batch
-            | {
-                name: jax.ShapeDtypeStruct((*batch[name].shape[:2], *shape), batch[name].dtype)
-                for name, shape in shapes.items()
-            }
-            for size, shapes in self.dataset.image_shapes().items()
-        }
-
-    def close(self):
-        """Stop the dataset's threads and free the batches."""
-        self.stream.close()
-        self.queue.clear()
-
-
 def to_host(tree, axes):
-    """Whole NumPy arrays of shards on the devices; all processes call it together.
+    """Join shards to whole NumPy arrays; all processes call it together.
 
     Args:
         tree: arrays (local devices, ...), as pmap returns them.
@@ -489,7 +405,7 @@ def to_host(tree, axes):
             return first_replica(x)
         if jax.process_count() > 1:
             x = multihost_utils.process_allgather(x, tiled=True)
-        return np.concatenate(np.asarray(x)[shard_order(split.parts)], split.axis)
+        return np.concatenate(np.asarray(x)[shard_order(split.num_shards)], split.axis)
 
     return jax.tree.map(gather_array, tree, axes)
 
@@ -516,7 +432,7 @@ def start_state(params, tx, axes, devices=None):
 def check_float32(params):
     """Raise a ValueError unless all parameters are float32.
 
-    In float16 updates overflow to NaN within a few steps; in bfloat16 small updates round to zero.
+    float16 parameters overflow to NaN within a few steps; in bfloat16 small updates round to zero.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     others = [(path, x.dtype) for path, x in leaves if x.dtype != jnp.float32]
@@ -536,7 +452,7 @@ def state_shapes(params, tx, axes, num_devices):
     Args:
         params: whole arrays or their shapes.
         tx, axes: as for start_state.
-        num_devices: that the axes are for.
+        num_devices: as for shard_axes.
 
     Raises:
         ValueError: as start_state.
@@ -544,7 +460,7 @@ def state_shapes(params, tx, axes, num_devices):
     check_float32(params)
 
     def shard_shape(x, split):
-        shape = [n // split.parts if i == split.axis else n for i, n in enumerate(x.shape)]
+        shape = [n // split.num_shards if i == split.axis else n for i, n in enumerate(x.shape)]
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     shards = jax.tree.map(shard_shape, params, axes)
@@ -553,29 +469,28 @@ def state_shapes(params, tx, axes, num_devices):
 
 
 def first_replica(x):
-    """A replicated array's copy on this process's first device, as a NumPy array."""
+    """A replicated array as NumPy array, from this process's first device."""
     copy = np.asarray(x.addressable_shards[0].data)
     return copy.reshape(copy.shape[1:])
 
 
 def local_rows(x):
-    """The rows (B, ...) that this process's devices hold of (devices, B / devices, ...)."""
+    """This process's rows, (B, ...), of an array (devices, B / devices, ...)."""
     return np.concatenate([np.asarray(shard.data)[0] for shard in x.addressable_shards])
 
 
-def _place(parts, devices):
-    """One array (devices, ...) of an array (1, ...) for each device of this process."""
+def _place(shards, devices):
+    """Make one array (devices, ...) of an array (1, ...) for each device of this process."""
     sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(devices), ("batch",)), jax.P("batch"))
-    arrays = [jax.device_put(_unaligned(x), device) for x, device in zip(parts, devices)]
-    shape = (len(devices), *parts[0].shape[1:])
+    arrays = [jax.device_put(_unaligned(x), device) for x, device in zip(shards, devices)]
+    shape = (len(devices), *shards[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _unaligned(x):
-    """Copy x to memory that is not aligned to 64 bytes; for CPUs.
+    """On CPUs, copy x to memory that is not aligned to 64 bytes.
 
-    JAX uses aligned NumPy data in place and cannot donate them, so that a step would hold the state
-    twice.
+    JAX uses aligned NumPy memory in place and cannot donate it; a step would hold the state twice.
     """
     if jax.default_backend() != "cpu":
         return x

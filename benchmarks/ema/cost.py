@@ -10,9 +10,10 @@ from tqdm import tqdm
 from benchmarks.ema.runs import AveragedRun, make_programs, trainer_config
 from dataloading.options import Transform
 from parquet_processing import ParquetImagePairs
+from training.batches import Batches
 from training.ema import ema_plan, start_average
 from training.models import load_models
-from training.sharding import Batches, replicate, start_state
+from training.sharding import replicate, start_state
 
 COST_DEVICES = 4
 COST_PLANS = {

@@ -12,7 +12,7 @@ from PIL import Image
 
 from benchmarks import families
 from demo.photographs import EDITS
-from training.report import validation_grid
+from training.validation import validation_grid
 
 
 def test_summary_of_families():

@@ -10,8 +10,8 @@ import pytest
 from helpers import ROOT
 from PIL import Image
 
-from training import report
-from training.report import MetricsLog
+from training import metrics
+from training.metrics import MetricsLog
 
 TOKEN = "hf_stand_in_5f0c"
 
@@ -76,7 +76,7 @@ def test_the_plot_shows_all_losses(tmp_path):
     (tmp_path / "loss.png").unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
-        report.draw_losses(tmp_path / "metrics.jsonl")
+        metrics.draw_losses(tmp_path / "metrics.jsonl")
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
@@ -86,7 +86,7 @@ def test_a_plot_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, caplog, 
     log = MetricsLog(tmp_path, {})
     log.write({"step": 1, "loss": 1.0 if failure == "full disk" else {}})
     if failure == "full disk":
-        monkeypatch.setattr(report, "save_whole", full_disk)
+        monkeypatch.setattr(metrics, "save_whole", full_disk)
     for _ in range(2):
         log.draw()
         assert log.plot.result() is None
@@ -113,13 +113,13 @@ def test_smoothed_losses(num_rows, span):
     """The closed form of an unbiased exponential average, over five rows in short runs."""
     values = np.random.default_rng(0).uniform(size=num_rows)
     decay = 1 - 1 / span
-    for n, found in enumerate(report.smoothed(list(values)), start=1):
+    for n, found in enumerate(metrics.smoothed(list(values)), start=1):
         weights = decay ** np.arange(n)[::-1]
         assert found == pytest.approx(weights @ values[:n] / weights.sum())
 
 
 def test_wandb_is_imported_only_if_asked_for():
-    code = "import sys, training.report; sys.exit('wandb' in sys.modules)"
+    code = "import sys, training.metrics, training.run; sys.exit('wandb' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
@@ -130,7 +130,7 @@ WANDB_RUN = """
 import sys
 from pathlib import Path
 from PIL import Image
-from training.report import MetricsLog
+from training.metrics import MetricsLog
 folder, first_step, last_step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 options = {"report_to": "wandb", "project": "test", "first_step": first_step}
 try:

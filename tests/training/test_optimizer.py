@@ -7,7 +7,7 @@ import torch
 from diffusers.optimization import get_scheduler
 
 import flax_train_instruct_pix2pix as trainer
-from training.optimizer import lr_schedule
+from training.run import lr_schedule
 from training.sharding import global_norm, shard_axes
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")

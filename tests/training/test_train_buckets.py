@@ -17,7 +17,7 @@ import cache_latents
 import distill_lcm
 import flax_train_instruct_pix2pix as trainer
 from dataloading.shards import latents_metadata
-from training.report import fit_validation_images, load_validation_images
+from training.validation import fit_validation_images, load_validation_images
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 

@@ -20,7 +20,7 @@ import cache_latents
 import distill_lcm
 import flax_train_instruct_pix2pix as trainer
 from dataloading.mixture import Mixture
-from training.sharding import Batches
+from training.batches import Batches
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 MIXED = dict(train_data_weights=(3.0, 1.0), max_train_steps=3, checkpointing_steps=1, ema="none")

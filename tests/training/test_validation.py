@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from generating.captions import LINE_HEIGHT
-from training import report
-from training.report import drop_step_images, validation_grid, write_progress
+from training import validation
+from training.validation import drop_step_images, validation_grid, write_progress
 
 
 def image(color, size=(64, 48)):
@@ -74,7 +74,7 @@ def test_progress_shows_the_images_of_all_steps(tmp_path, monkeypatch):
     for frame, color in zip(shown, ((255, 0, 0), (0, 255, 0), (0, 0, 255))):
         assert (frame[:40, :60] == color).all()
     assert (shown[1][40:80] == 255).all() and (shown[2][:80, 60:] == 255).all()
-    monkeypatch.setattr(report, "GIF_FRAMES", 2)
+    monkeypatch.setattr(validation, "GIF_FRAMES", 2)
     write_progress(tmp_path)
     assert [tuple(frame[0, 0]) for frame, _ in frames()] == [(255, 0, 0), (0, 0, 255)]
     drop_step_images(tmp_path, 50)
@@ -118,4 +118,4 @@ def test_guidance_scales_of_validation(family, num_steps, flags, expected):
         torch_class_name=f"StableDiffusion{family[-2:]}InstructPix2PixPipeline",
         is_cosxl_edit=family == "CosXL",
     )
-    assert report.guidance_scales(config, pipeline, num_steps) == expected
+    assert validation.guidance_scales(config, pipeline, num_steps) == expected

@@ -1,0 +1,113 @@
+"""Batches of a training run: the dataset that the flags name, batches prefetched on the devices."""
+
+import itertools
+import time
+from collections import deque
+
+import jax
+
+from dataloading.dataset import ParquetImagePairs
+from dataloading.mixture import Mixture
+from dataloading.options import Columns, Reading, Transform
+from training.flags import Config, chosen_columns, chosen_sizes
+from training.latents import latent_dirs, write_latents
+from training.models import check_models, is_sdxl, mixed_precision_dtype, open_modules
+from training.processes import all_processes, wait_for_all
+from training.sharding import shard_batch
+
+MAX_STEPS_IN_FLIGHT = 2  # steps that the host may run ahead of the devices; batches to prefetch
+
+
+def open_dataset(config: Config):
+    """Open --train_data_dir, or --cache_latents after writing its missing shards."""
+    directories = config.train_data_dir
+    columns = chosen_columns(config, masks=config.mask_loss_weight != 1)
+    if config.cache_latents:
+        # before hours of encoding
+        check_models(config, open_modules(config, mixed_precision_dtype(config)))
+        write_latents(config, config.cache_latents, columns)
+        wait_for_all("latents are cached")
+        directories = latent_dirs(config.train_data_dir, config.cache_latents)
+        columns = Columns(mask=columns.mask and "")  # latents have columns of known names
+    options = dict(
+        batch_size=config.train_batch_size // jax.process_count(),
+        columns=columns,
+        transform=Transform(
+            resolution=config.resolution,
+            sizes=chosen_sizes(config),
+            random_crop=config.random_crop,
+            random_flip=config.random_flip,
+            resample=config.image_interpolation_mode,
+            micro_conditioning=is_sdxl(config),
+        ),
+        seed=config.seed,
+        processes=all_processes(),
+        reading=Reading(
+            max_rows=config.max_train_samples,
+            shuffle_buffer=config.shuffle_buffer,
+            num_threads=config.dataloader_num_workers,
+            max_bad_fraction=config.max_bad_fraction,
+        ),
+    )
+    if len(directories) == 1:
+        return ParquetImagePairs(directories[0], **options)
+    return Mixture(directories, config.train_data_weights, **options)
+
+
+class Batches:
+    """An endless iterator of batches on the devices, with prefetching.
+
+    Args:
+        dataset: ParquetImagePairs or Mixture.
+        tokenize: list of prompts -> ids (B, T).
+        start_step: number of completed steps, whose batches are skipped.
+
+    Attributes:
+        num_bad: undecodable pairs in this process's batches so far.
+        seconds_waited: time spent waiting for batches; readers may reset it.
+    """
+
+    def __init__(self, dataset, tokenize, start_step=0):
+        dataset.set_step(start_step)
+        self.num_bad, self.seconds_waited = 0, 0.0
+        self.dataset = dataset
+        self.stream = self._endless_batches(dataset, tokenize)
+        self.queue = deque(itertools.islice(self.stream, MAX_STEPS_IN_FLIGHT))
+
+    @staticmethod
+    def _endless_batches(dataset, tokenize):
+        while True:
+            for batch in dataset:
+                batch = {"input_ids": tokenize(batch.pop("edit_prompt")), **batch}
+                yield shard_batch(batch), dataset.num_bad
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        wait_start = time.perf_counter()
+        batch, self.num_bad = self.queue.popleft()
+        self.queue.append(next(self.stream))
+        self.seconds_waited += time.perf_counter() - wait_start
+        return batch
+
+    def peek(self):
+        """Return the next batch without consuming it."""
+        return self.queue[0][0]
+
+    def shapes(self):
+        """Shapes and dtypes of a batch of each size, by the names of image_shapes."""
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.peek())
+        return {
+            size: batch
+            | {
+                name: jax.ShapeDtypeStruct((*batch[name].shape[:2], *shape), batch[name].dtype)
+                for name, shape in shapes.items()
+            }
+            for size, shapes in self.dataset.image_shapes().items()
+        }
+
+    def close(self):
+        """Stop the dataset's threads and free the batches."""
+        self.stream.close()
+        self.queue.clear()
