@@ -1,8 +1,8 @@
 """Compute the VAE's latents of a dataset once, so that training does not encode images.
 
-At 256 pixels, encoding two images is half of a training step's FLOPs, and the VAE is frozen. The
-trainer's --cache_latents DIR writes such a directory before training if it does not exist; later
-runs with the same flag reuse it. To write it in advance, e.g. on another machine:
+The VAE is frozen, and at 256 pixels encoding two images is half of a training step's FLOPs. The
+trainer's --cache_latents DIR writes the latents before training and reuses them in later runs. To
+write them in advance, e.g. on another machine:
 
     python cache_latents.py --train_data_dir data --output_dir latents \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5
@@ -13,19 +13,19 @@ With the demo's model and data, in two minutes on a CPU:
         --train_data_dir demo/output/data --resolution 64 --output_dir /tmp/latents
 
 Each shard of images gives a shard of latents with the same name and rows. `original_image` is the
-mode of the VAE's posterior, `edited_image` its mean and standard deviation; both are stored for the
-image and for its mirror image, in float16, 49 kB per pair at 256 pixels. `edit_prompt` is copied,
-all of it where a pair has several. With --cache_masks, `mask` is the mask at the latents' size.
-Images are cropped to the central square. In every step, training draws new samples of the edited
-images' latents, as without the cache. Undecodable pairs are logged and stored as nulls; training
-replaces them as usual.
+mode of the VAE's posterior, `edited_image` its mean and standard deviation, both for the image and
+for its mirror image, in float16, 49 kB per pair at 256 pixels. `edit_prompt` is copied with all
+instructions of a pair. With --cache_masks, `mask` is the mask at the latents' size. Images are
+cropped to the central square. Training draws new samples of the edited images' latents in every
+step, as without the cache. Undecodable pairs are logged and stored as nulls; training replaces them
+as usual.
 
-Several directories, --train_data_dir A B, get subdirectories of --output_dir, which the trainer's
---train_data_dir takes one by one.
+With several directories, --train_data_dir A B, each gets a subdirectory of --output_dir, to name in
+the trainer's --train_data_dir.
 
-Existing shards are kept if VAE, size, precision and dataset match, else the script stops, or
+Existing shards are kept if VAE, size, precision and dataset match. Otherwise the script stops, or
 replaces them with --overwrite_output_dir. Several hosts can share the work in one output directory;
-hosts with different shards need one directory each. Runs on GPU, TPU or CPU (5 s per pair on two
+hosts with different shards need a directory each. Runs on GPU, TPU or CPU (5 s per pair on two
 cores).
 """
 
@@ -44,15 +44,15 @@ class Config:
     # another VAE, directory, hub id or file; "": the model's own
     pretrained_vae_model_name_or_path: str = ""
     train_data_dir: tuple[str, ...] = ("data",)  # directories of *.parquet shards
-    output_dir: str = "latents"  # for the shards of latents; a subdirectory for each of several
-    overwrite_output_dir: bool = False  # replace latents in output_dir of other settings
+    output_dir: str = "latents"  # for the latents; of several directories in subdirectories
+    overwrite_output_dir: bool = False  # replace latents of other settings
     revision: str | None = None  # branch, tag or commit of a hub id
     variant: str | None = None  # variant of the VAE's files, e.g. fp16
     # configs of one-file models: a directory or hub id; default: their family's
     config_name_or_path: str | None = None
-    original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
-    edited_image_column: str = ""  # image after the edit; "": likewise
-    edit_prompt_column: str = ""  # instruction or several; "": likewise
+    original_image_column: str = ""  # original image; "": as in a known set, docs/data.md
+    edited_image_column: str = ""  # edited image; "": likewise
+    edit_prompt_column: str = ""  # one or several instructions; "": likewise
     cache_masks: bool = False  # also store masks, for training with --mask_loss_weight
     mask_column: str = ""  # with cache_masks: masks; "": mask_img, mask_image or mask
     # only the shards with the first N pairs of each directory; default: all
@@ -60,7 +60,7 @@ class Config:
     resolution: int = 256  # side of the square images, pixels
     # sizes of about resolution² pixels, WIDTHxHEIGHT, as the trainer's; default: only squares
     aspect_ratio_buckets: tuple[str, ...] | None = None
-    # with aspect_ratio_buckets: of later runs, as sizes with fewer pairs are left out
+    # with aspect_ratio_buckets: batch size of later runs; sizes with fewer pairs are left out
     train_batch_size: int = 16
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype of the VAE

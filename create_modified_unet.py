@@ -1,4 +1,4 @@
-"""Widen a UNet of Stable Diffusion or SDXL from 4 to 8 input channels, for the image to edit.
+"""Widen a UNet of Stable Diffusion or SDXL from 4 to 8 input channels, for the original image.
 
     python create_modified_unet.py --output_dir modified_unet \\
         --pretrained_model_name_or_path stable-diffusion-v1-5/stable-diffusion-v1-5
@@ -8,9 +8,9 @@ On a CPU within seconds, with the demo's model:
     python create_modified_unet.py --pretrained_model_name_or_path demo/base_model \\
         --output_dir /tmp/modified_unet
 
-The new channels' weights are zero and the bias is kept, so the widened UNet computes exactly what
-the original does for any values of the new channels; the script checks that before it saves. Needs
-about 8 GB of memory for Stable Diffusion 1.5, 23 GB for SDXL, and no accelerator.
+The new channels' weights are zero, so the widened UNet has the same output as the original for any
+values of the new channels; the script checks that before it saves. Needs about 8 GB of memory for
+Stable Diffusion 1.5, 23 GB for SDXL, and no accelerator.
 
 Paper: InstructPix2Pix (arXiv 2211.09800), section 3.2.
 """
@@ -39,7 +39,7 @@ CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums 
 class Config:
     pretrained_model_name_or_path: str  # pipeline directory, hub id or file with the UNet
     output_dir: str  # directory for the widened UNet
-    in_channels: int | None = None  # input channels to make; default: twice the latents' channels
+    in_channels: int | None = None  # new number; default: twice the latents' channels
     subfolder: str = "unet"  # subdirectory of the UNet; "": the directory itself
     revision: str | None = None  # branch, tag or commit, if a hub id is given
     variant: str | None = None  # variant of the UNet's files, e.g. fp16
@@ -50,14 +50,14 @@ class Config:
 
 
 def widen(params, in_channels):
-    """Parameters whose conv_in takes more channels: the old kernel, then zeros; the bias kept.
+    """Pad the kernel of conv_in with zeros for more input channels.
 
     Args:
         params: the UNet's parameter tree, NumPy or jax arrays; not changed.
-        in_channels: channels wanted, more than there are.
+        in_channels: new number of input channels, larger than before.
 
     Returns:
-        A tree that shares everything but conv_in's kernel, (3, 3, in_channels, C).
+        The tree with another kernel of conv_in, (3, 3, in_channels, C).
 
     Source: InstructPix2Pix (arXiv 2211.09800), section 3.2.
     """
@@ -67,11 +67,11 @@ def widen(params, in_channels):
 
 
 def largest_difference(narrow, narrow_params, wide, wide_params, key):
-    """How far the widened UNet is from the narrow one, on random inputs.
+    """Compare the widened UNet with the narrow one on random inputs.
 
     Args:
-        narrow, wide: the modules; narrow_params, wide_params: their parameters.
-        key: PRNG key of the latents, the new channels, the text states and SDXL's pooled text.
+        narrow, narrow_params, wide, wide_params: modules and their parameters.
+        key: PRNG key of the inputs.
 
     Returns:
         (largest absolute difference, largest absolute output of the narrow UNet), floats.
@@ -166,7 +166,7 @@ def create_modified_unet(config: Config):
         subfolder=config.subfolder or None,
         revision=config.revision,
         variant=config.variant,
-        convert=lambda name, x: x,  # without the warning about float16, which the trainer casts
+        convert=lambda name, x: x,  # no warning about float16, which the trainer casts
     )
     print(f"loaded {config.pretrained_model_name_or_path}: {narrow.in_channels} input channels")
     in_channels = choose_in_channels(config, narrow)

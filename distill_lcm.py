@@ -99,19 +99,19 @@ class Config:
     config_name_or_path: str | None = per_process(None)
     use_ema_weights: bool = may_change(False)  # of a one-file model: the UNet's averages
     guidance_scale: float = 7.5  # of the teacher: weight of the instruction, >= 0
-    image_guidance_scale: float = 1.5  # of the teacher: similarity to the input, >= 0
+    image_guidance_scale: float = 1.5  # of the teacher: similarity to the original image, >= 0
     # data
-    # directory of *.parquet shards or of latents; of several each is a set to draw from
+    # directories of *.parquet shards or of latents; batches are drawn from all directories
     train_data_dir: tuple[str, ...] = per_process(("data",))
-    # of several sets: shares of each batch, in any unit; default: in proportion to their pairs
+    # weights of several directories, in any unit; default: in proportion to their pairs
     train_data_weights: tuple[float, ...] = may_change(())
-    original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
-    edited_image_column: str = ""  # image after the edit; "": likewise
-    edit_prompt_column: str = ""  # instruction or several; "": likewise
+    original_image_column: str = ""  # original image; "": as in a known set, docs/data.md
+    edited_image_column: str = ""  # edited image; "": likewise
+    edit_prompt_column: str = ""  # one or several instructions; "": likewise
     max_train_samples: int | None = None  # use the first N pairs of each set only; None: all
     resolution: int = 256  # side of the square training images, pixels
-    # train at sizes of about resolution² pixels, WIDTHxHEIGHT, each pair at the one nearest to its
-    # aspect ratio; without values: the default sizes; default: only squares
+    # train at these sizes, WIDTHxHEIGHT, of about resolution² pixels; each pair gets the size
+    # nearest in aspect ratio; no values: default sizes; default: only squares
     aspect_ratio_buckets: tuple[str, ...] | None = None
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
@@ -394,7 +394,7 @@ class FinalLora:
 
 
 def introduce(config: Config, pipeline_class):
-    """What the LoRA does and how to use it, Markdown for the model card.
+    """Markdown for the model card: what the LoRA does and how to use it.
 
     Args:
         config: of the run.

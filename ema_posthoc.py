@@ -6,22 +6,22 @@
         --output_dir models
 
 The first command writes model-0.08, the second models/0.03, models/0.08 and models/0.15; each is a
-pipeline directory for edit_cli.py and PyTorch diffusers. The run must have been trained with
---ema power, which saves snapshots of two averages. The script prints the error of their best
-weighted sum. sigma_rel is the average's standard deviation in time as a fraction of the run: an
-average with 0.1 is about twice as long as one with 0.05.
+pipeline directory for edit_cli.py and PyTorch diffusers. The run must have --ema power, which saves
+snapshots of two averages; the result is their best weighted sum, and its error is printed.
+sigma_rel is the average's standard deviation in time as a fraction of the run: an average with 0.1
+is about twice as long as one with 0.05.
 
-Needs a CPU, memory for the UNet in float32 (3.4 GB for Stable Diffusion 1.5) and reads all
+Needs a CPU and memory for the UNet in float32 (3.4 GB for Stable Diffusion 1.5), and reads all
 snapshots up to --step once for each length. A model of a few MB takes seconds.
 
 Paper: EDM2 (arXiv 2312.02696), section 3.
 """
 
-import itertools
 import re
 import shutil
 import sys
 from dataclasses import dataclass
+from itertools import chain, product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -73,10 +73,10 @@ def find_snapshots(train_output_dir, last_step=None):
         last_step: a step that has snapshots; None: the last.
 
     Returns:
-        list of Snapshot, by step and length.
+        List of Snapshot, sorted by step and length.
 
     Raises:
-        ValueError: there are no snapshots, none of last_step, or a step lacks one of the lengths.
+        ValueError: there are no snapshots, none of last_step, or a step lacks a length.
     """
     parent = Path(train_output_dir, "ema_snapshots")
     snapshots = sorted(
@@ -98,7 +98,7 @@ def find_snapshots(train_output_dir, last_step=None):
         )
     lengths = {snapshot.sigma_rel for snapshot in snapshots}
     snapshots = [snapshot for snapshot in snapshots if snapshot.step <= last_step]
-    expected = set(itertools.product({snapshot.step for snapshot in snapshots}, lengths))
+    expected = set(product({snapshot.step for snapshot in snapshots}, lengths))
     if missing := sorted(expected - {snapshot[:2] for snapshot in snapshots}):
         names = ", ".join(f"{step:08d}-{sigma_rel:.3f}" for step, sigma_rel in missing)
         raise ValueError(
@@ -118,7 +118,10 @@ def weight_files(folder):
 
 
 def entries_and_shapes(folder):
-    """What snapshots must have in common: {config entry: value} and {tensor name: shape}, merged.
+    """Config entries and shapes of tensors of a snapshot, which must be the same for all.
+
+    Returns:
+        {config entry: value, tensor name: shape}.
 
     Raises:
         ValueError: files are missing or damaged.
@@ -136,11 +139,7 @@ def entries_and_shapes(folder):
 
 
 def check_alike(folders):
-    """Raise an error if the snapshots are of different models.
-
-    Raises:
-        ValueError: names what differs.
-    """
+    """Raise a ValueError that names the differences if the snapshots are of different models."""
     first = entries_and_shapes(folders[0])
     for folder in folders[1:]:
         other = entries_and_shapes(folder)
@@ -154,14 +153,8 @@ def check_alike(folders):
             )
 
 
-def iterate_tensors(folder):
-    """Yield (name, array) of a UNet directory, one at a time."""
-    for file in weight_files(folder):
-        yield from read_safetensors(file)
-
-
 def sum_snapshots(folders, weights, description):
-    """The sum of UNets, tensor by tensor.
+    """The weighted sum of UNets, tensor by tensor.
 
     Args:
         folders: UNet directories with the same tensors.
@@ -169,7 +162,7 @@ def sum_snapshots(folders, weights, description):
         description: of the progress bar.
 
     Returns:
-        {name in PyTorch's naming: float32 array}.
+        {PyTorch name: float32 array}.
 
     Raises:
         ValueError: the sum is not finite.
@@ -177,12 +170,12 @@ def sum_snapshots(folders, weights, description):
     total = {}
     with tqdm(zip(folders, weights), description, len(folders), unit="snapshot") as bar:
         for folder, weight in bar:
-            for key, array in iterate_tensors(folder):
-                part = np.multiply(array, weight, dtype=np.float32)
+            for key, array in chain.from_iterable(map(read_safetensors, weight_files(folder))):
+                term = np.multiply(array, weight, dtype=np.float32)
                 if key in total:
-                    total[key] += part
+                    total[key] += term
                 else:
-                    total[key] = part
+                    total[key] = term
     if broken := [key for key, array in total.items() if not np.isfinite(array).all()]:
         raise ValueError(
             f"the average is not finite in {len(broken)} tensors ({', '.join(broken[:3])}), as "
@@ -192,7 +185,7 @@ def sum_snapshots(folders, weights, description):
 
 
 def save_model(config, snapshots, weights, sigma_rel, folder):
-    """Write the pipeline: the UNet reconstructed, the rest copied from the run.
+    """Write the pipeline with the reconstructed UNet; other components are copied from the run.
 
     Args:
         config: Config.
@@ -219,7 +212,7 @@ def output_folders(config):
     """{sigma_rel: directory to write}.
 
     Raises:
-        ValueError: a directory that must not be written to.
+        ValueError: a directory must not be written to.
     """
     if not config.sigma_rel:
         raise ValueError("--sigma_rel is empty; give one length or several, e.g. --sigma_rel 0.08")

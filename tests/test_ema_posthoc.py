@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,24 +113,18 @@ def read_unet(folder, shapes):
     return np.concatenate([state[name].numpy().ravel() for name in shapes])
 
 
-def run_posthoc(monkeypatch, *args):
+def run_posthoc(*args):
     ema_posthoc.main([*map(str, args)])
 
 
-def test_the_command_line(run, tmp_path):
+def test_the_command_line(run, tmp_path, monkeypatch, capsys):
     before = files_of(run.folder)
+    monkeypatch.chdir(tmp_path)
     args = ["--train_output_dir", run.folder, "--output_dir", "models"]
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *args, "--sigma_rel", "0.03", "0.15", "0.05"],
-        cwd=tmp_path,
-        env=os.environ | {"XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "30/30" in done.stderr
-    assert "warning" not in done.stderr
-    lines = done.stdout.splitlines()
+    run_posthoc(*args, "--sigma_rel", 0.03, 0.15, 0.05)
+    captured = capsys.readouterr()
+    assert "30/30" in captured.err and "warning" not in captured.err
+    lines = captured.out.splitlines()
     assert lines[0] == "30 snapshots, steps 4 to 60"
     assert lines[-1] == f"saved {tmp_path / 'models' / '0.05'}"
     assert [path.name for path in tmp_path.iterdir()] == ["models"]
@@ -166,7 +157,7 @@ def test_an_earlier_step_in_half_precision_over_an_old_model(run, tmp_path, monk
     out.mkdir(parents=True)
     refuse_to_rename_folders(monkeypatch)
     args = ["--train_output_dir", run.folder, "--output_dir", out, "--sigma_rel", 0.15]
-    run_posthoc(monkeypatch, *args, "--step", 40, "--dtype", "float16")
+    run_posthoc(*args, "--step", 40, "--dtype", "float16")
     assert "20 snapshots, steps 4 to 40" in capsys.readouterr().out
     assert {array.dtype.name for array in load_file(out / "unet" / WEIGHTS).values()} == {"float16"}
     at_40 = run.kept[40]
@@ -175,15 +166,15 @@ def test_an_earlier_step_in_half_precision_over_an_old_model(run, tmp_path, monk
 
     (out / "old").touch()
     with pytest.raises(SystemExit):
-        run_posthoc(monkeypatch, *args)
+        run_posthoc(*args)
     assert f"--output_dir {out} is not empty (model_index.json, " in capsys.readouterr().err
-    run_posthoc(monkeypatch, *args, "--overwrite_output_dir")
+    run_posthoc(*args, "--overwrite_output_dir")
     assert sorted(path.name for path in out.iterdir()) == sorted([*PARTS, "old"])
     assert [path.name for path in out.parent.iterdir()] == ["model"]
     assert relative_distance(read_unet(out, run.shapes), run.kept[60][3], at_40[0] - at_40[1]) < 0.1
 
 
-def test_snapshots_as_the_trainer_writes_them(run, tmp_path, monkeypatch):
+def test_snapshots_as_the_trainer_writes_them(run, tmp_path):
     """Snapshots in half precision, sharded; the sum is computed in float32."""
     folder = tmp_path / "run"
     shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("ema_snapshots"))
@@ -193,7 +184,7 @@ def test_snapshots_as_the_trainer_writes_them(run, tmp_path, monkeypatch):
         shifted = jax.tree.map(lambda x, i=i: x + np.float32(0.01 * i), params)
         unet.save_pretrained(snapshot, shifted, dtype=np.float16, max_shard_size="100KB")
     args = ["--train_output_dir", folder, "--sigma_rel", 0.08]
-    run_posthoc(monkeypatch, *args, "--output_dir", tmp_path / "out")
+    run_posthoc(*args, "--output_dir", tmp_path / "out")
     gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in SIGMA_RELS]
     weights = posthoc_weights([10, 10], gammas, 10, sigma_rel_to_gamma(0.08))
     base = load_file(folder / "unet" / WEIGHTS)
@@ -216,9 +207,9 @@ def small_run(run, tmp_path, monkeypatch):
     return Path("run")
 
 
-def test_too_few_snapshots_are_said(small_run, monkeypatch, capsys):
+def test_too_few_snapshots_are_said(small_run, capsys):
     args = ["--train_output_dir", small_run, "--output_dir", "out", "--sigma_rel", 0.01]
-    run_posthoc(monkeypatch, *args)
+    run_posthoc(*args)
     output = capsys.readouterr()
     assert "warning: these snapshots cannot give sigma_rel 0.01 well" in output.err
     (line,) = [line for line in output.out.splitlines() if line.startswith("sigma_rel 0.01")]
@@ -321,7 +312,7 @@ SNAPSHOT = "the snapshot run/ema_snapshots/"
         ),
     ],
 )
-def test_bad_input_is_one_line(small_run, monkeypatch, capsys, spoil, flags, message):
+def test_bad_input_is_one_line(small_run, capsys, spoil, flags, message):
     spoil(small_run)
     Path("file").touch()
     Path("full/0.08").mkdir(parents=True)
@@ -332,7 +323,7 @@ def test_bad_input_is_one_line(small_run, monkeypatch, capsys, spoil, flags, mes
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         args = [part for name, value in flags.items() for part in (f"--{name}", *value.split())]
-        run_posthoc(monkeypatch, output_dir, *args)
+        run_posthoc(output_dir, *args)
     assert stop.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert message in lines[-1]
@@ -357,7 +348,7 @@ def test_an_old_model_outlives_a_failure(small_run, monkeypatch, capsys, error, 
     monkeypatch.setattr(FlaxUNet2DConditionModel, "save_pretrained", fail)
     args = ["--train_output_dir", small_run, "--output_dir", "out", "--sigma_rel", 0.08]
     with pytest.raises(SystemExit) as stop:
-        run_posthoc(monkeypatch, *args, "--overwrite_output_dir")
+        run_posthoc(*args, "--overwrite_output_dir")
     assert stop.value.code == code
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert sorted(Path().rglob("*")) == paths

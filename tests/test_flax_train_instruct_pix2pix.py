@@ -705,7 +705,8 @@ def test_bf16_with_checkpointing_and_wandb_by_the_command_line(model, data, tmp_
     assert psnr(result, expected) > 60
 
 
-@pytest.mark.parametrize("name", ["TIGER-Lab/OmniEdit-Filtered-1.2M", *slow(*list(SCHEMAS)[:-1])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEMAS)
 def test_a_known_set_trains_without_flags(model, tmp_path, monkeypatch, name):
     data = write_known(tmp_path / "data", name)
     out = tmp_path / "out"

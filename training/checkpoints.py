@@ -4,12 +4,12 @@ Checkpoints are written in the background by orbax-checkpoint:
 
     checkpoints = Checkpoints("out/checkpoints", total_limit=2)
     if (step := checkpoints.latest()) is not None:
-        run, state = checkpoints.read_run(step), checkpoints.read_state(step)
-    checkpoints.save(step, state, run)      # returns before the files are written
+        record, state = checkpoints.read_record(step), checkpoints.read_state(step)
+    checkpoints.save(step, state, record)   # returns before the files are written
     checkpoints.close()                     # waits for the last save
 
-A checkpoint contains unsharded NumPy arrays and a dict that identifies the run. Incomplete
-checkpoints are never read. With several processes, only process 0 writes.
+A checkpoint has whole NumPy arrays and a record of the run, a dict. Incomplete checkpoints are
+never read. Only process 0 writes.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ from training.processes import from_process_0, on_process_0, wait_for_all
 from training.sharding import TrainState, replicate, shard, shard_axes, start_state
 
 CHECKPOINTS_DIR = "checkpoints"  # a checkpoint is the directory OUTPUT_DIR/checkpoints/STEP
-ARRAYS_PER_READ = 32  # limits the host memory for reading a checkpoint
+ARRAYS_PER_READ = 32  # limits the host memory that reading takes
 
 
 def make_handlers():
-    """(handlers of a checkpoint's items, options for one process), of orbax."""
+    """Orbax's handlers of a checkpoint's items, and its options for one process."""
     import orbax.checkpoint as ocp  # seconds to import
 
     # No copies: the arrays may take a large part of the host's memory.
@@ -57,13 +57,13 @@ def make_handlers():
 
 
 class Checkpoints:
-    """The checkpoints of one run; one process reads and writes them.
+    """The checkpoints FOLDER/STEP of one run; one process reads and writes them.
 
     Args:
-        folder: directory; a checkpoint is in FOLDER/STEP.
+        folder: directory.
         total_limit: number of newest checkpoints to keep; None: all.
-        first_step: step at which the run starts. Checkpoints of later steps, which are outdated,
-            are removed at the first save. None keeps them.
+        first_step: step at which the run starts; the first save removes checkpoints of later steps.
+            None keeps them.
     """
 
     def __init__(self, folder, total_limit=None, first_step=None):
@@ -89,13 +89,13 @@ class Checkpoints:
         """Step of the newest complete checkpoint, or None."""
         return self.manager.latest_step()
 
-    def save(self, step, state, run):
-        """Write a checkpoint in the background, after the previous one is complete.
+    def save(self, step, state, record):
+        """Write a checkpoint in the background, once the previous one is complete.
 
         Args:
-            step: number of completed optimizer steps.
+            step: number of completed steps.
             state: dict of NumPy arrays; must not change until `wait` returns.
-            run: JSON-serialisable dict that identifies the run.
+            record: JSON dict that identifies the run.
 
         Raises:
             OSError: this checkpoint or the previous one cannot be written; older ones are intact.
@@ -112,14 +112,14 @@ class Checkpoints:
             self.manager.save(
                 step,
                 args=self.ocp.args.Composite(
-                    state=self.ocp.args.PyTreeSave(state), run=self.ocp.args.JsonSave(run)
+                    state=self.ocp.args.PyTreeSave(state), run=self.ocp.args.JsonSave(record)
                 ),
             )
         except Exception as error:
             raise self._close_and_explain(error) from error
 
-    def read_run(self, step):
-        """Read the dict that identifies the run.
+    def read_record(self, step):
+        """Read the record of the run.
 
         Raises:
             ValueError: the checkpoint is missing or damaged.
@@ -130,8 +130,8 @@ class Checkpoints:
         """Read the arrays.
 
         Args:
-            step: step of the checkpoint.
-            names: names of the arrays to read; None: all.
+            step: of the checkpoint.
+            names: arrays to read; None: all.
 
         Raises:
             ValueError: the checkpoint is missing or damaged.
@@ -190,13 +190,13 @@ class Checkpoints:
 def run_identity(flags, max_train_steps, dataset, models, params, frozen):
     """A flat JSON dict of the flags, data and weights that must not change on resume.
 
-    Of these max_train_steps alone may change, see refuse_length.
+    Only max_train_steps may change, see refuse_length.
     """
     data = dataset.state_dict()
     encoders = models.text_encoder
     first, *second = encoders if isinstance(encoders, tuple) else [encoders]
     modules = models._asdict() | {"text_encoder": first.module}
-    del modules["condition_scale"]  # no module; it belongs to the model, whose weights are compared
+    del modules["condition_scale"]  # no module, and fixed by the model
     modules |= {f"text_encoder_{i}": encoder.module for i, encoder in enumerate(second, 2)}
     configs = {name: dict(module.config) for name, module in modules.items()}
     return fixed_flags(flags, "may_change") | {
@@ -211,7 +211,7 @@ def run_identity(flags, max_train_steps, dataset, models, params, frozen):
 
 
 def new_flags(identity, flags):
-    """The defaults of the flags in a run_identity, which older checkpoints do not have, as JSON.
+    """Default values, as JSON, of the flags in a run_identity; older checkpoints lack new flags.
 
     Args:
         identity: run_identity.
@@ -222,7 +222,7 @@ def new_flags(identity, flags):
 
 
 def newest_run(config):
-    """The checkpoint that --resume_from_checkpoint latest continues, (Checkpoints, step, run).
+    """The checkpoint of --resume_from_checkpoint latest, (Checkpoints, step, record).
 
     None: output_dir has no checkpoint, or the flag is not latest.
     """
@@ -231,17 +231,17 @@ def newest_run(config):
         return None
     checkpoints = Checkpoints(folder)
     step = checkpoints.latest()
-    return None if step is None else (checkpoints, step, checkpoints.read_run(step))
+    return None if step is None else (checkpoints, step, checkpoints.read_record(step))
 
 
 def has_newer_model(config, checkpoint):
-    """Whether output_dir has a model that was written after the checkpoint, a Path."""
+    """Whether the model in output_dir is newer than the checkpoint, a Path."""
     final = Path(config.output_dir, final_file(config))
     return final.exists() and final.stat().st_mtime > checkpoint.stat().st_mtime
 
 
 def refuse_model(config):
-    """Why output_dir is not written to, and what to do."""
+    """The message for an output_dir that contains a model."""
     return (
         f"{flag(config, 'output_dir')} contains a model; name another directory, or replace the "
         "model with --overwrite_output_dir"
@@ -249,14 +249,14 @@ def refuse_model(config):
 
 
 def check_goes_on(config, max_train_steps=None):
-    """Check that a run goes on over the model in output_dir: it was killed, or gets more steps.
+    """Check that the run of the model in output_dir goes on: it was killed, or gets more steps.
 
     Args:
         config: Config, without --overwrite_output_dir.
         max_train_steps: length of the run; None: not known yet.
 
     Raises:
-        ValueError: the model is of a finished run of this length or more, or of no known run.
+        ValueError: a finished run of this length or more wrote the model, or no known run did.
     """
     newest = newest_run(config)
     if newest is None:
@@ -264,9 +264,9 @@ def check_goes_on(config, max_train_steps=None):
         if unet.is_dir():
             further = f"; another run trains it further with --unet_model_name_or_path {unet}"
         raise ValueError(refuse_model(config) + further)
-    checkpoints, step, run = newest
+    checkpoints, step, record = newest
     checkpoints.close()
-    num_steps, checkpoint = run["identity"]["max_train_steps"], checkpoints.folder / str(step)
+    num_steps, checkpoint = record["identity"]["max_train_steps"], checkpoints.folder / str(step)
     is_longer = max_train_steps is None or max_train_steps > num_steps
     if not is_longer and has_newer_model(config, checkpoint):
         advice = refuse_length(config, checkpoint, num_steps, max_train_steps, True)
@@ -277,7 +277,7 @@ def find_checkpoint(config, identity, flags=None):
     """Find the checkpoint to resume from.
 
     A run is finished if its model is newer than its newest complete checkpoint. With
-    --overwrite_output_dir it starts again, unless it can go on to more steps.
+    --overwrite_output_dir a finished run starts again, unless it can go on to more steps.
 
     Args:
         config: Config that check_flags has accepted.
@@ -285,7 +285,7 @@ def find_checkpoint(config, identity, flags=None):
         flags: as for TrainRun.
 
     Returns:
-        (Checkpoints, step, run), with run as it was saved; (None, 0, {}) to start from step 0.
+        (Checkpoints, step, record); (None, 0, {}) to start from step 0.
 
     Raises:
         ValueError: the checkpoint is missing, damaged, or belongs to another run.
@@ -294,9 +294,9 @@ def find_checkpoint(config, identity, flags=None):
     if resume_from in ("none", "latest"):
         newest = newest_run(config)
         if newest is None:
-            make_handlers()  # an error of orbax ends a run before its step is compiled
+            make_handlers()  # an error of orbax ends the run before it compiles
             return None, 0, {}
-        checkpoints, step, run = newest
+        checkpoints, step, record = newest
     else:
         path = Path(resume_from)
         if not (path.is_dir() and path.name.isdecimal()):
@@ -305,9 +305,9 @@ def find_checkpoint(config, identity, flags=None):
                 "its directory, such as OUTPUT_DIR/checkpoints/500"
             )
         checkpoints, step = Checkpoints(path.parent), int(path.name)
-        run = checkpoints.read_run(step)
+        record = checkpoints.read_record(step)
 
-    saved, checkpoint = run["identity"], checkpoints.folder / str(step)
+    saved, checkpoint = record["identity"], checkpoints.folder / str(step)
     num_steps = saved["max_train_steps"]
     current = json.loads(json.dumps(identity))  # tuples become lists
     current["max_train_steps"] = num_steps  # see refuse_length
@@ -322,7 +322,7 @@ def find_checkpoint(config, identity, flags=None):
             change = f" ({'; '.join(different)})" if different else ""
             print(f"starts again, replacing the finished run of {num_steps} steps{change}")
             return None, 0, {}
-        # Without a checkpoint of its last step a run may have been killed: it goes on.
+        # Without a checkpoint of its last step the run may have been killed: it goes on.
         refusal = refuse_length(config, checkpoint, num_steps, max_train_steps, False)
     elif is_finished and max_train_steps <= num_steps:
         raise ValueError(f"{refuse_model(config)}; {refusal}")
@@ -334,11 +334,11 @@ def find_checkpoint(config, identity, flags=None):
         )
     if refusal:
         raise ValueError(refusal)
-    return checkpoints, step, run
+    return checkpoints, step, record
 
 
 def refuse_length(config, checkpoint, num_steps, new_num_steps, is_finished):
-    """Why a run does not go on to another last step, and what to do; None: it goes on.
+    """The message for a run that cannot go on to another last step; None: it goes on.
 
     Args:
         config: Config.
@@ -363,7 +363,7 @@ def refuse_length(config, checkpoint, num_steps, new_num_steps, is_finished):
         )
     if new_num_steps == num_steps or not has_decayed:
         return None
-    is_lora = final_file(config) != INDEX_NAME  # which no run starts from
+    is_lora = final_file(config) != INDEX_NAME  # no run starts from a LoRA
     if is_lora or new_num_steps < num_steps:
         remedy = f"name another --output_dir to train for {new_num_steps} steps from the start"
     elif is_finished or (step == num_steps and unet.is_dir()):
@@ -392,9 +392,9 @@ class Start:
     Attributes:
         step: number of completed steps.
         identity: run_identity of the run that starts.
-        num_averages: that the checkpoint has.
-        checkpoints: Checkpoints that have the step, on process 0; None at step 0.
-        saved: what the checkpoint says about its run, on process 0; {} at step 0.
+        num_averages: number of averages in the checkpoint.
+        checkpoints: Checkpoints with the step, on process 0; None at step 0.
+        saved: record of the checkpoint's run, on process 0; {} at step 0.
     """
 
     step: int
@@ -407,7 +407,7 @@ class Start:
         """Create the training state on the devices.
 
         Args:
-            params: the UNet's parameters at step 0, or their shapes if step is later.
+            params: the UNet's parameters at step 0; their shapes if step is later.
             tx: element-wise optax optimizer, such as Adam.
             axes: of shard_axes(params).
             plan: EmaPlan.
@@ -426,7 +426,7 @@ class Start:
             params_shapes = jax.eval_shape(lambda: params)
             shapes = checkpoint_shapes(params_shapes, tx, num_to_read)
             state, averages = read_state(self.checkpoints, self.step, shapes)
-            if num_to_read < num_averages:  # the run was longer before, and its average later
+            if num_to_read < num_averages:  # a longer run began its average later
                 averages = [start_average(state.params) for _ in range(num_averages)]
             if self.checkpoints:
                 self.checkpoints.close()
@@ -434,7 +434,7 @@ class Start:
         return state, Averages(plan, averages)
 
     def describe_resume(self, max_train_steps):
-        """Say which step a run of this length resumes after, and what has changed."""
+        """Describe the step after which a run of this length resumes, and what has changed."""
         num_devices, num_steps = jax.device_count(), self.saved["identity"]["max_train_steps"]
         saved_on = self.saved.get("num_devices", num_devices)
         change = "" if saved_on == num_devices else f", which ran on {saved_on} device(s)"
@@ -465,38 +465,36 @@ def find_start(config, dataset, identity, plan, flags=None):
     find = partial(find_checkpoint, config, identity, flags)
     checkpoints, step, saved = on_process_0(find) or (None, 0, {})
     step = int(from_process_0(np.int32(step)))
-    due = plan.averages_after(step)  # a checkpoint that does not say it has as many
+    due = plan.averages_after(step)  # as many as in a checkpoint that does not say
     num_averages = int(from_process_0(np.int32(saved.get("num_averages", due))))
     return Start(step, identity, num_averages, checkpoints, saved)
 
 
 def checkpoint_shapes(params, tx, num_averages):
-    """Unsharded shapes of a checkpoint's arrays; params: shapes of the UNet's parameters."""
+    """Whole shapes of a checkpoint's arrays; params: shapes of the trained parameters."""
     opt_state = jax.eval_shape(tx.init, params)
     return {"params": params, "opt_state": opt_state, "ema": [params] * num_averages}
 
 
 def read_state(checkpoints, step, shapes):
-    """Read a checkpoint onto the devices; process 0 reads it in parts and broadcasts them.
+    """Read a checkpoint onto the devices; process 0 reads some arrays at a time and sends them.
 
     Args:
         checkpoints: Checkpoints on process 0, None on other processes.
-        step: step of the checkpoint.
-        shapes: see checkpoint_shapes.
+        step: of the checkpoint.
+        shapes: of checkpoint_shapes.
 
     Returns:
         (TrainState, list of averages).
     """
-    shape_of, axis_of = (
-        flatten_by_name(shapes),
-        flatten_by_name(shard_axes(shapes, jax.device_count())),
-    )
+    shape_of = flatten_by_name(shapes)
+    axis_of = flatten_by_name(shard_axes(shapes, jax.device_count()))
     names, arrays = list(shape_of), []
     for start in range(0, len(names), ARRAYS_PER_READ):
-        part = names[start : start + ARRAYS_PER_READ]
-        saved = checkpoints.read_state(step, part) if checkpoints else {}
+        some = names[start : start + ARRAYS_PER_READ]
+        saved = checkpoints.read_state(step, some) if checkpoints else {}
         wait_for_all("process 0 has read")
-        for name in part:
+        for name in some:
             shape = shape_of[name]
             x = saved.pop(name) if checkpoints else np.zeros(shape.shape, shape.dtype)
             arrays.append(shard(from_process_0(x), axis_of[name]))
@@ -506,6 +504,6 @@ def read_state(checkpoints, step, shapes):
 
 
 def release_memory():
-    """Return freed memory to the system, of which glibc otherwise retains gigabytes."""
+    """Return freed memory to the system; glibc otherwise keeps gigabytes."""
     if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         malloc_trim(0)

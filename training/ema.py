@@ -1,14 +1,14 @@
-"""Averages of the weights over training (EMA): their plan, their decays, their updates.
+"""Averages of the weights over training (EMA): plan, decays, updates.
 
     ema = ema_start(params)
     for n in range(1, num_steps + 1):
         params = ...
         ema = ema_update(ema, params, power_decay(n, gamma))
 
-An exponential average has a constant decay (with warm-up, smaller decays at first). The decay of
-EDM2's power-function averages (arXiv 2312.02696) grows with the step, so that their length is a
-fixed fraction of the run. From snapshots of two of them, averages of other lengths can be
-reconstructed after training (`posthoc_weights`, and ema_posthoc.py).
+An exponential average has a constant decay (with warm-up, smaller at first). The decay of EDM2's
+power-function averages (arXiv 2312.02696) grows with the step, so their length is a fixed fraction
+of the run. Snapshots of two of them give averages of other lengths after training
+(`posthoc_weights`, ema_posthoc.py).
 """
 
 import math
@@ -22,7 +22,7 @@ import numpy as np
 from training.sharding import in_place, replicate
 
 SIGMA_RELS = (0.05, 0.1)  # lengths of the two tracked averages, fractions of the run
-HORIZONS = 5  # window times (1 - decay): the initial weights have e^-5 = 0.7% of the average
+HORIZONS = 5  # window times (1 - decay): the initial weights keep a share of e^-5 = 0.7%
 
 
 def ema_start(params):
@@ -36,7 +36,7 @@ def ema_update(ema_params, params, decay):
 
 
 def window_decay(window):
-    """The default decay for a window of steps: 1 - 5 / window, at least 0.
+    """Default decay for a window of steps: 1 - 5 / window, at least 0.
 
     Source: MosaicML's Stable Diffusion 2: 0.9999 over the last 50k of 1.4M steps.
     """
@@ -44,9 +44,9 @@ def window_decay(window):
 
 
 def warmup_decay(num_updates, decay):
-    """The decay of update number num_updates (from 1) with warm-up.
+    """Decay of update num_updates, from 1, with warm-up.
 
-    It is (1 + s) / (10 + s), at most decay, where s = num_updates - 1. The first update copies the
+    It is (1 + s) / (10 + s), at most decay, with s = num_updates - 1. The first update copies the
     weights.
 
     Source: diffusers' EMAModel.
@@ -56,7 +56,7 @@ def warmup_decay(num_updates, decay):
 
 
 def power_decay(num_updates, gamma):
-    """The decay of update number num_updates (from 1) of a power-function average.
+    """Decay of update num_updates, from 1, of a power-function average.
 
     Source: EDM2 (arXiv 2312.02696), equation 3 and its discrete form: (1 - 1/n)^(gamma + 1).
     """
@@ -85,25 +85,25 @@ def sigma_rel_to_gamma(sigma_rel):
 
 
 class EmaPlan(NamedTuple):
-    """When averages are updated, and with which decays."""
+    """Which steps update the averages, with which decays."""
 
-    first_step: int | None  # the first averaged step; None: no average
+    first_step: int | None  # first averaged step; None: no average
     every: int  # steps between updates
     num_averages: int
-    decays: Callable[[int], list[float]]  # of each average at an update, counted from 1
+    decays: Callable[[int], list[float]]  # number of an update, from 1 -> decay of each average
 
     def averages_after(self, num_steps):
-        """The number of averages that a run has after num_steps steps: 0, then num_averages."""
+        """Number of averages after num_steps steps: 0, later num_averages."""
         has_begun = self.first_step is not None and num_steps > self.first_step
         return self.num_averages if has_begun else 0
 
     def update_of(self, num_steps):
-        """The number of the update that is due after num_steps steps, from 1; 0: none."""
+        """Number of the update due after num_steps steps, from 1; 0: none."""
         averaged = 0 if self.first_step is None else num_steps - self.first_step
         return averaged // self.every if averaged > 0 and averaged % self.every == 0 else 0
 
     def last_update_step(self, num_steps):
-        """The step of the last update by step num_steps, at least first_step, which must be set."""
+        """Step of the last update up to num_steps, at least first_step, which is not None."""
         return num_steps - (num_steps - self.first_step) % self.every
 
 
@@ -115,16 +115,15 @@ def ema_plan(
 ):
     """Plan the averages of a run: none, one, or the two of "power".
 
-    The default decay is 1 - 5 / window: for any length of the run, the initial weights have
-    e^-5 = 0.7% of the average. A window of 5 steps or fewer has the decay 0, so that the average
-    would be the last weights; there is none then.
+    The default decay is 1 - 5 / window: for any length of the run, the initial weights keep a share
+    of e^-5 = 0.7%. With a window of 5 steps or fewer the decay would be 0, and there is no average.
 
     Args:
         ema: "none", "late" (in the final stage), "full" (from the first step) or "power" (two
             power-function averages from the first step, of the lengths SIGMA_RELS).
-        max_train_steps: length of the run, steps.
-        fraction: late: the fraction of the run that is averaged, in (0, 1].
-        start_step: late: the first averaged step, in [0, max_train_steps); None: from fraction.
+        max_train_steps: length of the run.
+        fraction: late: fraction of the run to average, in (0, 1].
+        start_step: late: first averaged step, in [0, max_train_steps); None: from fraction.
         decay: per step, in [0, 1); None: the default.
         every: steps between updates, each with decay^every.
         warmup: smaller decays at first, see warmup_decay.
@@ -177,12 +176,7 @@ def ema_plan(
 
 
 def ema_flags(config, max_train_steps):
-    """The arguments of ema_plan that come from flags.
-
-    Args:
-        config: training.flags.Config, or an object with its flags of the average.
-        max_train_steps: length of the run, steps.
-    """
+    """The arguments of ema_plan for a Config and the length of its run."""
     return (
         config.ema,
         max_train_steps,
@@ -195,11 +189,11 @@ def ema_flags(config, max_train_steps):
 
 
 def explain_no_average(config, max_train_steps):
-    """Why a run whose EmaPlan has no first step has no average, and which flag gives one.
+    """Say why a run has no average, and which flag gives one.
 
     Args:
-        config: training.flags.Config with --ema late or full and without --ema_decay.
-        max_train_steps: length of the run, steps.
+        config: Config with --ema late or full and without --ema_decay.
+        max_train_steps: length of the run.
     """
     needed, remedy = HORIZONS + 1, "give more steps, or an --ema_decay"
     run = f"{max_train_steps} step{'s' * (max_train_steps > 1)}"
@@ -218,7 +212,7 @@ def explain_no_average(config, max_train_steps):
 
 
 def explain_average(config, plan, num_steps, start):
-    """Say when the average of a run starts, and what happens to the checkpoint's average.
+    """Describe when the average of a run starts, and what happens to the checkpoint's average.
 
     Args:
         config: Config.
@@ -255,7 +249,7 @@ class Averages:
 
     Args:
         plan: EmaPlan.
-        trees: the averages of a run that resumes, like its parameters.
+        trees: averages of a checkpoint, sharded like the parameters.
 
     Attributes:
         trees: list of averages; empty before the plan's first step.
@@ -266,12 +260,12 @@ class Averages:
         self.p_update = make_update_average()
 
     def start(self, step, params):
-        """Copy the parameters before the plan's first step; at other steps do nothing."""
+        """Before the plan's first step, copy the parameters."""
         if step == self.plan.first_step:
             self.trees = [start_average(params) for _ in range(self.plan.num_averages)]
 
     def update(self, num_steps, params):
-        """Move the averages towards the parameters, if an update is due after num_steps steps."""
+        """Move the averages towards the parameters if an update is due after num_steps steps."""
         if num_updates := self.plan.update_of(num_steps):
             self.trees = [
                 self.p_update(tree, params, replicate(np.float32(decay)))
@@ -313,7 +307,7 @@ def profile_products(t_a, gamma_a, t_b, gamma_b):
 def posthoc_weights(times, gammas, target_time, target_gamma):
     """Weights of the snapshots for an average that was not tracked.
 
-    Their weighted sum of profiles is the closest one to the target's profile.
+    The weighted sum of the snapshots' profiles is as close as possible to the target's profile.
 
     Args:
         times, gammas: step number and exponent of each snapshot, (K,) each.
@@ -339,7 +333,7 @@ def posthoc_error(times, gammas, weights, target_time, target_gamma):
         target_time, target_gamma: step number and exponent of the target.
 
     Returns:
-        L2 norm of the difference to the target's profile over the norm of that, 0 to 1.
+        L2 norm of the difference to the target's profile, divided by the profile's norm, 0 to 1.
 
     Source: EDM2 (arXiv 2312.02696), appendix C: the squared norm by its inner products.
     """

@@ -24,7 +24,7 @@ POSITIVE = (
 
 
 def may_change(default: Any = MISSING) -> Any:
-    """A flag that may change on resume, as it changes results by rounding at most."""
+    """A flag that may change on resume; it changes results at most by rounding."""
     return field(default=default, metadata={"may_change": True})
 
 
@@ -47,19 +47,20 @@ class Config:
     config_name_or_path: str | None = per_process(None)
     use_ema_weights: bool = may_change(False)  # of a one-file UNet: the averages of its weights
     # data
-    # directory of *.parquet shards, all or this host's; of several each is a set to draw from
+    # directories of *.parquet shards, all or this host's; batches are drawn from all directories
     train_data_dir: tuple[str, ...] = per_process(("data",))
-    # of several sets: shares of each batch, in any unit; default: in proportion to their pairs
+    # weights of several directories, in any unit; default: in proportion to their pairs
     train_data_weights: tuple[float, ...] = may_change(())
-    original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
-    edited_image_column: str = ""  # image after the edit; "": likewise
-    edit_prompt_column: str = ""  # instruction or several; "": likewise
-    # mask of what may change, read for mask_loss_weight; "": mask_img, mask_image or mask
+    original_image_column: str = ""  # original image; "": as in a known set, docs/data.md
+    edited_image_column: str = ""  # edited image; "": likewise
+    edit_prompt_column: str = ""  # one or several instructions; "": likewise
+    # masks, white where an image may change; read for mask_loss_weight; "": known names
     mask_column: str = ""
     max_train_samples: int | None = None  # use the first N pairs of each set only; None: all
     resolution: int = 256  # side of the square training images, pixels
-    # train at sizes of about resolution² pixels, WIDTHxHEIGHT, each pair at the one nearest to its
-    # aspect ratio, of one train_data_dir; without values: the default sizes; default: only squares
+    # train at these sizes, WIDTHxHEIGHT, of about resolution² pixels; each pair gets the size
+    # nearest in aspect ratio; goes with one train_data_dir; no values: default sizes; default: only
+    # squares
     aspect_ratio_buckets: tuple[str, ...] | None = None
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
@@ -67,7 +68,7 @@ class Config:
     shuffle_buffer: int = 4096  # encoded pairs in memory to draw from, over all hosts
     max_bad_fraction: float = may_change(0.1)  # stop if more pairs cannot be used
     dataloader_num_workers: int = per_process(0)  # decoding threads; 0: one per core
-    # directory for the VAE's latents, of several sets each in a subdirectory; "": no cache
+    # directory for the VAE's latents; a subdirectory for each train_data_dir; "": no cache
     cache_latents: str = per_process("")
     # training
     train_batch_size: int = 16  # global batch: pairs per optimizer step
@@ -84,23 +85,23 @@ class Config:
     adam_epsilon: float = 1e-8  # added to the root of the second moment
     max_grad_norm: float = 1.0  # clip the gradient to this global norm
     snr_gamma: float | None = None  # min-SNR loss weighting, 5 in the paper; None: off
-    mask_loss_weight: float = 1.0  # of the loss inside the mask to outside; 1: masks are not read
-    # probability of dropping text, image or both, for each of the three; at most 1/3; 0: off
+    mask_loss_weight: float = 1.0  # loss inside the mask relative to outside; 1: no masks are read
+    # probability of each: dropping the text, the image, both; at most 1/3; 0: off
     conditioning_dropout_prob: float = 0.05
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
     gradient_checkpointing: bool = may_change(False)  # less memory, slower
-    # with gradient_checkpointing: gather a block's parameters when it runs, for models that do not
-    # fit into a device's memory as a whole; devices send the parameters twice
+    # with gradient_checkpointing: a block gathers its parameters when it runs, for models that do
+    # not fit into a device's memory; parameters are sent twice
     gather_by_block: bool = may_change(False)
     seed: int = 42  # of data order, augmentation, noise and dropout
-    # LoRA: train low-rank updates and the UNet's first convolution; the rest is frozen
+    # LoRA: train low-rank updates and the UNet's first convolution; all else is frozen
     lora_rank: int | None = None  # rank of the updates; None: train the whole UNet
     lora_alpha: float | None = None  # updates are scaled by alpha / rank; None: the rank
-    # layers that get updates, by the ends of their names in PyTorch
+    # layers with updates, by the ends of their PyTorch names
     lora_target_modules: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     # 8-bit kernels of the frozen UNet and text encoders, with --lora_rank; None: the compute dtype
     storage: Literal["float8", "int8"] | None = None
-    merge_lora: bool = may_change(False)  # also write a pipeline with the updates added
+    merge_lora: bool = may_change(False)  # also write a pipeline that contains the updates
     # exponential moving average (EMA) of the weights
     ema: Literal["none", "late", "full", "power"] = "late"  # late: only the last steps
     ema_fraction: float = 0.036  # late: fraction of the run, at its end, to average
@@ -122,9 +123,9 @@ class Config:
     resume_from_checkpoint: str = may_change("latest")  # latest, none, or DIR/checkpoints/STEP
     validation_image: tuple[str, ...] = may_change(())  # images to edit during training
     validation_prompt: tuple[str, ...] = may_change(())  # an instruction for each, or one for all
-    # of these edits: weight of the instruction; default: 7.5, SDXL 3, CosXL 7, short runs 2
+    # weight of the instruction in these edits; default: 7.5, SDXL 3, CosXL 7, short runs 2
     validation_guidance_scale: float | None = may_change(None)
-    # of these edits: similarity to the input; default: 1.5, short runs 1.2
+    # similarity of these edits to the original image; default: 1.5, short runs 1.2
     validation_image_guidance_scale: float | None = may_change(None)
     validation_steps: int = may_change(500)  # steps between validations, saved in validation/
     profile_steps: str = may_change("")  # FIRST:LAST, steps to trace into profile/; "": none
@@ -138,7 +139,7 @@ class Config:
 
 
 def fixed_flags(config: Any, unless: str) -> dict[str, Any]:
-    """The flags of a dataclass, {name: value}, without metadata `unless`.
+    """{name: value} of the flags of a dataclass that lack the metadata `unless`.
 
     Args:
         config: dataclass.
@@ -155,7 +156,7 @@ def flag(config: Config, name: str) -> str:
 
 
 def nearest_multiples(number: int, factor: int) -> str:
-    """Format the positive multiples of factor next to number: "2 or 4"."""
+    """Format the positive multiples of factor nearest to number: "2 or 4"."""
     below = number // factor * factor
     return " or ".join(str(n) for n in (below, below + factor) if n > 0)
 
@@ -243,7 +244,7 @@ def check_batch(config: Config, num_devices: int) -> None:
 
 
 def chosen_sizes(config: Any) -> tuple[tuple[int, int], ...] | None:
-    """The heights and widths of --aspect_ratio_buckets; None without it."""
+    """The sizes of --aspect_ratio_buckets; None without the flag."""
     if config.aspect_ratio_buckets is None:
         return None
     return bucket_sizes(config.resolution, config.aspect_ratio_buckets)
@@ -326,7 +327,7 @@ def check_lora(config: Config) -> None:
 
 
 def final_file(config: Config) -> str:
-    """The name of the file that a run writes last, which marks it as finished."""
+    """Name of the file that a run writes last, which marks the run as finished."""
     is_lora_only = config.lora_rank is not None and not config.merge_lora
     return LORA_FILE if is_lora_only else INDEX_NAME
 

@@ -84,20 +84,19 @@ def vae_checksum(params):
 
 
 def decode_into(out, group, cells, position, resample, factor):
-    """Decode a pair; an undecodable one is no error, as its row is stored without latents.
+    """Decode a pair; the row of an undecodable pair is stored without latents.
 
     Args:
         out: the two images to write, uint8 (H, W, 3) each.
         group: row group.
-        cells: its cells, of read_row_group.
+        cells: of read_row_group.
         position: row of the group.
         resample: --image_interpolation_mode.
-        factor: pixels per latent, along a side.
+        factor: pixels per latent along a side.
 
     Returns:
-        (instruction or instructions or None, time ids as bytes, None for an undecodable pair, mask
-        at the size of the latents as bytes or None, DAMAGED_MASK for an undecodable one, error
-        message or None).
+        (prompt, time ids, mask, error message): the instruction or instructions; bytes, None for an
+        undecodable pair; bytes at the latents' size, None, or DAMAGED_MASK; None without an error.
     """
     prompt, name = None, f"{group.path.name} row {group.first_row + position}"
     try:
@@ -107,7 +106,7 @@ def decode_into(out, group, cells, position, resample, factor):
     except ValueError as error:
         return prompt, None, None, f"{name}: {error}"
     stored, mask = time_ids.tobytes(), None
-    if group.mask_column:  # apart, as the pair serves runs that read no masks
+    if group.mask_column:  # separately, as runs that read no masks use the pair anyway
         pixels = np.empty(out[0].shape[:2], np.uint8)
         try:
             pair = pair._replace(mask=cells.masks[position])
@@ -119,7 +118,7 @@ def decode_into(out, group, cells, position, resample, factor):
 
 
 def encode_group(group, size_of, sizes, encode, batch_size, config, threads, factor):
-    """Encode a row group; each batch is decoded while the devices encode the batch before it.
+    """Encode a row group; a batch is decoded while the devices encode the previous one.
 
     Args:
         group: row group of images.
@@ -127,10 +126,10 @@ def encode_group(group, size_of, sizes, encode, batch_size, config, threads, fac
         sizes: heights and widths.
         encode, batch_size, config: as for write_latent_shard.
         threads: executor that decodes.
-        factor: pixels per latent, along a side.
+        factor: pixels per latent along a side.
 
     Yields:
-        (positions, encode's result, [decode_into's result for every pair]) of a batch of one size.
+        (positions, encode's result, [decode_into's result of each pair]) of a batch of one size.
     """
     cells, in_flight = read_row_group(group), None
     of_sizes = [np.flatnonzero(size_of == size).tolist() for size in range(len(sizes))]
@@ -160,7 +159,7 @@ def encode_group(group, size_of, sizes, encode, batch_size, config, threads, fac
 
 
 def latent_rows(encoded, decoded, config, bar, bad):
-    """Wait for a batch of encode_group; return its rows, dicts of LATENT_COLUMNS and the mask.
+    """Wait for a batch of encode_group; return its rows, dicts of LATENT_COLUMNS and MASK.
 
     Args:
         encoded, decoded: of encode_group.
@@ -202,7 +201,7 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
         batch_size: pairs per call of encode.
         config: Config.
         bar: tqdm bar that counts pairs.
-        bad: list of the undecodable pairs' error messages, which grows.
+        bad: list of error messages; those of undecodable pairs are appended.
 
     Raises:
         ValueError: more pairs are undecodable than config.max_bad_fraction allows.
@@ -269,13 +268,13 @@ def describe_source(path, groups):
 
 
 def group_by_shard(groups):
-    """Yield each shard with its row groups, which must be in the order of the shards."""
+    """Yield each shard with its row groups; the groups are in the order of the shards."""
     for path, shard_groups in groupby(groups, key=lambda group: group.path):
         yield path, list(shard_groups)
 
 
 def is_outdated(path, metadata):
-    """Whether a file is a shard of latents that was made with other settings than metadata."""
+    """Whether a file is a shard of latents made with other settings than metadata."""
     try:
         existing = latents_metadata(pq.read_metadata(path))
     except (pa.ArrowException, OSError):  # missing, or unreadable, see check_existing_shard
@@ -284,7 +283,7 @@ def is_outdated(path, metadata):
 
 
 def remove_leftovers(output_dir):
-    """Remove what killed processes left: unfinished files not touched for a day."""
+    """Remove unfinished files of killed processes: those not touched for a day."""
     for path in output_dir.glob(f"{UNFINISHED_PREFIX}*"):
         with contextlib.suppress(OSError):  # already removed, or no permission
             if time.time() - path.stat().st_mtime > STALE_SECONDS:
@@ -292,7 +291,7 @@ def remove_leftovers(output_dir):
 
 
 def latent_dirs(train_data_dirs, output_dir):
-    """The directory of each set's latents: output_dir, or of several sets subdirectories of it."""
+    """The directory of each set's latents: output_dir; for several sets, its subdirectories."""
     if len(train_data_dirs) == 1:
         return [output_dir]
     return [str(Path(output_dir, name)) for name in distinct_names(train_data_dirs)]
@@ -326,7 +325,7 @@ def check_latent_flags(config, output_dirs, batch_size):
 
 
 def list_images(train_data_dir, columns, output_dir, max_train_samples):
-    """The row groups of a directory; output_dir may contain their shards of latents only.
+    """The row groups of a directory of images, once output_dir is checked.
 
     Args:
         train_data_dir: directory of shards of images.
@@ -357,8 +356,8 @@ def list_images(train_data_dir, columns, output_dir, max_train_samples):
 def choose_latent_sizes(config, train_data_dir, columns, output_dir, overwrite):
     """The heights and widths of a directory's latents; None without --aspect_ratio_buckets.
 
-    Where output_dir has latents, their sizes are taken if the flag has them. Else they are those
-    with a batch of pairs, as in training.
+    Latents in output_dir keep their sizes if the flag has them. Otherwise the sizes are those with
+    a batch of pairs, as in training.
 
     Args:
         config, overwrite: as for write_latents.
@@ -384,7 +383,7 @@ def choose_latent_sizes(config, train_data_dir, columns, output_dir, overwrite):
 
 
 def latent_settings(config, vae, params, sizes):
-    """The settings that latents are made with, for the metadata of every shard.
+    """The settings of latents, for the metadata of their shards.
 
     Args:
         config: as for write_latents.
@@ -527,7 +526,7 @@ def write_latents(config, output_dir, columns, batch_size=None, overwrite=False)
 
 
 def check_vae(dataset, vae_params, config):
-    """Raise a ValueError if a dataset's cached latents are of another VAE.
+    """Raise a ValueError if another VAE made a dataset's cached latents.
 
     Args:
         dataset: ParquetImagePairs or Mixture, of latents or images.

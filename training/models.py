@@ -1,4 +1,4 @@
-"""Models of a training run: load, check, encode text and images."""
+"""Models of a training run: load and check them, encode text and images."""
 
 import zlib
 from functools import partial
@@ -50,7 +50,7 @@ class Models(NamedTuple):
     vae: FlaxAutoencoderKL
     text_encoder: FlaxCLIPTextModel | tuple  # for SDXL a tuple of two
     scheduler: FlaxDDPMScheduler
-    condition_scale: float = 1.0  # of the latents of the image to edit
+    condition_scale: float = 1.0  # factor of the original image's latents
 
 
 def encode_text(text_encoder, params, input_ids, time_ids=None):
@@ -63,8 +63,8 @@ def encode_text(text_encoder, params, input_ids, time_ids=None):
         time_ids: micro-conditioning of SDXL, (B, 6).
 
     Returns:
-        {"states": (B, T, D)}; for SDXL the states of both encoders before their last layer, and
-        also "pooled" (B, P) and "time_ids".
+        {"states": (B, T, D)}; for SDXL the states before the last layer of both encoders, and also
+        "pooled" (B, P) and "time_ids".
 
     Source: SDXL (arXiv 2307.01952), section 2.1.
     """
@@ -86,7 +86,7 @@ def encode_images(vae, params, images):
         images: uint8 (B, R, R, 3).
 
     Returns:
-        The posterior, a distribution with mean and std, float32 (B, h, w, C), unscaled.
+        The posterior, with mean and std, float32 (B, h, w, C), unscaled.
     """
 
     def encode(params, images):
@@ -107,7 +107,7 @@ def encode_batch(batch, frozen, models):
         batch: {"input_ids"} integers (B, T), for SDXL (B, 2, T) and {"time_ids"} (B, 6); and either
             {"original_pixel_values", "edited_pixel_values"} uint8 (B, R, R, 3), or from
             cache_latents.py {"original_latents"} (B, h, w, C), {"edited_latents"} (B, h, w, 2 C).
-            {"mask"}, see diffusion_loss, is not encoded.
+            A "mask", see diffusion_loss, is not encoded.
         frozen: {"vae", "text_encoder"} parameters; cached latents need no "vae".
         models: Models.
 
@@ -141,8 +141,8 @@ def load_models(config: Config, dtype: Any):
 
     Returns:
         (models, pipeline, frozen, params): Models; the pipeline to save at the end; train_step's
-        frozen parameters, float32, with LoRA except for the VAE as in cast_frozen; the UNet's
-        trained parameters, float32.
+        frozen parameters, float32, with LoRA in dtype but for the VAE; the UNet's trained
+        parameters, float32.
 
     Raises:
         ValueError: files are missing or damaged, or the models do not fit together.
@@ -251,8 +251,8 @@ def is_pipeline(source, part):
 def open_sampler(config, source):
     """The scheduler of validation images and of the saved pipeline.
 
-    It is the model's own, or DPM-Solver++ where that has no Flax class: it has the same noise
-    schedule and, unlike DDIM, clips nothing that the config does not ask for.
+    It is the model's own, or DPM-Solver++ if its class is not supported: DPM-Solver++ has the same
+    noise schedule and, unlike DDIM, clips only if the config asks for it.
 
     Args:
         config, source: as for schedulers.factory.scheduler_from_config.
@@ -268,7 +268,7 @@ def open_sampler(config, source):
 
 
 def load_text_encoder(config, dtype, is_xl, convert):
-    """Load the text encoder or encoders; returns (modules, params), for SDXL two tuples.
+    """Load the text encoders; returns (module, params), for SDXL two tuples.
 
     Args:
         config, dtype: as for load_models.
@@ -305,11 +305,11 @@ def lora_options(config: Config):
 
 
 def cast_frozen(frozen, models, storage=None):
-    """train_step's frozen parameters in the compute dtypes; vectors of the UNet stay float32.
+    """Cast train_step's frozen parameters to the compute dtypes; the UNet's vectors stay float32.
 
     Args:
         frozen, models: of load_models.
-        storage: of the kernels of UNet and text encoders, see models.quantization.store.
+        storage: of UNet and text encoders, see models.quantization.store.
     """
     dtype = models.unet.dtype
     casts = {
@@ -323,7 +323,7 @@ def cast_frozen(frozen, models, storage=None):
 
 
 def store_frozen(frozen, storage):
-    """Store frozen kernels in 8 bits, see models.quantization.store; None: as they are."""
+    """Store the kernels of UNet and text encoders in 8 bits, see store; None: unchanged."""
     encoders = frozen["text_encoder"]
     are_two = isinstance(encoders, tuple)
     encoders = tuple(store(x, storage) for x in (encoders if are_two else (encoders,)))
@@ -375,7 +375,7 @@ def load_vae(config, dtype, is_xl):
 
 
 def check_vae_family(config, vae, is_xl):
-    """Raise a ValueError for Stable Diffusion's VAE with SDXL, and the reverse.
+    """Raise a ValueError for Stable Diffusion's VAE with SDXL and for the reverse.
 
     Args:
         config: of the trainer or of cache_latents.py, names the VAE.
@@ -402,7 +402,7 @@ def tree_checksum(tree):
 
 
 def checksums(frozen, params):
-    """The checksums of a run's models, as entries of run_identity; arguments: of load_models."""
+    """Checksums of a run's weights, for run_identity; arguments: of load_models."""
     unet = combine(frozen.get("unet", {}), params)
     trees = unet, [frozen["vae"], frozen["text_encoder"]]
     return dict(zip(WEIGHTS, map(tree_checksum, trees)))
@@ -412,9 +412,9 @@ def move_to_devices(frozen, models, with_vae, storage=None):
     """Put train_step's frozen parameters on every device, in the compute dtypes.
 
     Args:
-        frozen: of load_models; emptied, so that the host's copies can be freed one by one.
+        frozen: of load_models; emptied, to free the host's copies one by one.
         models: Models.
-        with_vae: whether a program encodes or decodes images; cached latents need no VAE.
+        with_vae: whether images are encoded or decoded; cached latents need no VAE.
         storage: as for cast_frozen.
     """
     p_frozen = cast_frozen(frozen, models, storage)
@@ -426,7 +426,7 @@ def move_to_devices(frozen, models, with_vae, storage=None):
 
 
 def params_beside_unet(frozen):
-    """The pipeline's parameters other than the UNet's, of train_step's frozen ones."""
+    """Parameters of the pipeline's other components, from train_step's frozen parameters."""
     encoders = frozen["text_encoder"]
     if not isinstance(encoders, tuple):
         return {"vae": frozen["vae"], "text_encoder": encoders}
@@ -477,7 +477,7 @@ def check_models(config: Config, models: Models):
 
 
 def check_resolution(config, unet, vae):
-    """Raise a ValueError unless the sides of the images, of the latents and in the UNet are even.
+    """Raise a ValueError unless VAE and UNet can halve the sides of images and latents.
 
     Args:
         config: with the flags resolution and aspect_ratio_buckets.

@@ -42,7 +42,7 @@ from training.models import (
 from training.processes import lock_folder, on_process_0
 from training.validation import guidance_scales, step_images
 
-# Files of a run that are not part of the model: checkpoints, other weights, logs, hidden files.
+# Files of a run that do not belong to the model: checkpoints, other weights, logs, hidden files.
 UNPUBLISHED_PATTERNS = (
     f"{CHECKPOINTS_DIR}/*",
     "ema_snapshots/*",
@@ -70,7 +70,7 @@ def check_run_dir(config: Config) -> None:
     if output_dir.resolve() in [Path(directory).resolve() for directory in config.train_data_dir]:
         raise ValueError(f"{given} is --train_data_dir too; name another directory")
     has_model = any((output_dir / name).exists() for name in FINAL_FILES)
-    # A run with checkpoints that crashed while it wrote its final files leaves this one, too.
+    # A run with checkpoints that crashed while writing its final files leaves this file, too.
     if not any(output_dir.glob(f"{CHECKPOINTS_DIR}/*")):
         has_model = has_model or (output_dir / CONV_IN_FILE).exists()
     if has_model and not (config.overwrite_output_dir or merges_finished_run(config)):
@@ -80,12 +80,12 @@ def check_run_dir(config: Config) -> None:
     others = (config.cache_latents, config.compilation_cache_dir, *config.train_data_dir)
     others = [Path(path).expanduser() for path in others if path]
     replaces = config.overwrite_output_dir or is_run
-    # Other processes write nothing into their directories.
+    # Only process 0 writes to its directory.
     on_process_0(lambda: ask_before_replacing("output_dir", output_dir, replaces, others=others))
 
 
 def merges_finished_run(config: Config) -> bool:
-    """Whether only --merge_lora is left to do: output_dir has the LoRA of a run of this length."""
+    """Whether only --merge_lora is left: output_dir has the LoRA of a run of this length."""
     file, pipeline = (Path(config.output_dir, name) for name in FINAL_FILES)
     is_replaced = config.overwrite_output_dir or pipeline.exists()
     if not config.merge_lora or is_replaced or not file.exists():
@@ -93,14 +93,14 @@ def merges_finished_run(config: Config) -> bool:
     saved = read_record(file)
     if saved is None:
         return True  # merge_lora says what is wrong with the file
-    if config.num_train_epochs is not None:  # their number of steps is known with the data only
+    if config.num_train_epochs is not None:  # without the data the number of steps is unknown
         return config.num_train_epochs == saved.get("num_train_epochs")
     return config.max_train_steps == saved.get("max_train_steps")
 
 
 @contextlib.contextmanager
 def lock_output_dir(config: Config):
-    """A context that locks --output_dir for this run; all processes must enter it together.
+    """A context that locks --output_dir for this run; all processes enter it together.
 
     Raises:
         ValueError: another run uses the directory or has just written a model to it.
@@ -112,7 +112,7 @@ def lock_output_dir(config: Config):
 
         def lock():
             stack.enter_context(lock_folder(output_dir))
-            # --overwrite_output_dir covers only models that existed before the lock was requested.
+            # --overwrite_output_dir replaces only a model from before the lock was requested.
             if modified_at(final) != model_before:
                 raise ValueError(
                     f"a run that has just ended has written a model to --output_dir {output_dir}; "
@@ -129,7 +129,7 @@ def modified_at(path):
 
 
 def write_flags(folder, flags):
-    """Write FOLDER/config.json, the flags of a run, a dataclass."""
+    """Write the flags of a run, a dataclass, to FOLDER/config.json."""
     write_text(Path(folder, "config.json"), json.dumps(asdict(flags), indent=2) + "\n")
 
 
@@ -148,13 +148,13 @@ class FinalModel:
     def __init__(self, config, models, pipeline, frozen, identity):
         self.config, self.unet, self.pipeline = config, models.unet, pipeline
         self.identity, self.output_dir = identity, Path(config.output_dir)
-        # --merge_lora reads the files again.
+        # With LoRA, --merge_lora reads the files again.
         self.frozen_params = {} if config.lora_rank is not None else params_beside_unet(frozen)
         check = partial(check_hub, config.hub_model_id, self.output_dir)
         self.repo_id = on_process_0(check) if config.push_to_hub else None
 
     def save(self, weights, metrics):
-        """Write the model and its card; final_file(config) last, as it marks a finished run.
+        """Write the model and its card; final_file(config) comes last and marks a finished run.
 
         Args:
             weights: of TrainRun.final_weights.
@@ -190,7 +190,7 @@ def remove_replaced_model(config, pipeline):
 
     Args:
         config: Config of the run.
-        pipeline: that the run trains.
+        pipeline: the pipeline that the run trains.
     """
     output_dir, is_lora_only = Path(config.output_dir), final_file(config) == LORA_FILE
     parts = {} if is_lora_only else pipeline.components
@@ -208,7 +208,7 @@ def remove_replaced_model(config, pipeline):
 
 
 def merge_lora(config: Config, dtype):
-    """Write the pipeline of a finished run with LoRA, read from its files, to output_dir.
+    """Write the merged pipeline of a finished run with LoRA, read from its files, to output_dir.
 
     Args:
         config: as for load_models, with the output_dir of the run.
@@ -253,9 +253,9 @@ def merge_lora(config: Config, dtype):
 
 
 def lora_identity(config: Config, checksums):
-    """The flags and checksums of a run that --merge_lora must find again, as JSON returns them.
+    """The flags and checksums, as JSON, that must be the same when --merge_lora is given later.
 
-    The length of the run is not among them, see merges_finished_run.
+    For the length of the run see merges_finished_run.
     """
     flags = fixed_flags(config, "may_change")
     del flags["max_train_steps"]
@@ -264,13 +264,13 @@ def lora_identity(config: Config, checksums):
 
 
 def lora_record(config: Config, max_train_steps, checksums):
-    """What a LoRA file says about its run: lora_identity and the length, steps and epochs."""
+    """The record of a run in its LoRA file: lora_identity and the length in steps and epochs."""
     length = {"max_train_steps": max_train_steps, "num_train_epochs": config.num_train_epochs}
     return lora_identity(config, checksums) | length
 
 
 def merged_unet(config: Config, trained):
-    """The UNet's float32 parameters after training with LoRA, read from its files again.
+    """Read the UNet's files again and merge the LoRA; returns float32 parameters.
 
     Args:
         config: as for load_models.
@@ -483,7 +483,7 @@ def table_of_values(values):
 
 
 def check_hub(repo_id, folder):
-    """Create the hub repository before training, to check that the upload will be possible.
+    """Create the hub repository before training, to check that an upload is possible.
 
     Args:
         repo_id: NAME or OWNER/NAME; None: the name of folder.

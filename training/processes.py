@@ -1,6 +1,6 @@
-"""Processes of a training run: wait, lock the output directory, stop; see devices.processes.
+"""Processes of a training run: wait, lock the output directory, stop.
 
-At SIGTERM all processes stop after the same step. Every function also works for a single process.
+At SIGTERM all processes stop after the same step. All functions also work for a single process.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from diffusers_flax.messages import one_line
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 3600  # timeout of wait_for_all; meanwhile others compile, or process 0 uploads
+WAIT_SECONDS = 3600  # timeout of wait_for_all, while others compile or process 0 uploads
 LOCK_SECONDS = 120  # timeout for the lock; NFS releases a crashed host's lock late
-MESSAGE_BYTES = 4096  # of an error message that process 0 sends to all processes
+MESSAGE_BYTES = 4096  # maximum size of an error message that process 0 sends
 # Errors of a process whose peer has died.
 LOST_PROCESS = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"
 _numbers = itertools.count()
@@ -38,9 +38,9 @@ def all_processes() -> Processes:
 
 
 def wait_for_all(name):
-    """Wait until all processes have made the same call; `name` is for error messages.
+    """Wait until all processes have made the same call; error messages contain `name`.
 
-    Collective operations of the devices would time out after half a minute.
+    Collectives of the devices would time out after half a minute.
     """
     if jax.process_count() > 1:
         import orbax.checkpoint as ocp  # seconds to import
@@ -65,7 +65,7 @@ def on_process_0(function):
         The function's result on process 0, None on the other processes.
 
     Raises:
-        ValueError: function raised a ValueError or an OSError; all processes raise its message.
+        ValueError: function raised a ValueError or OSError; all processes raise its message.
     """
     result, error = None, None
     if jax.process_index() == 0:
@@ -104,13 +104,12 @@ def explain_lost_process(error):
 def lock_folder(folder):
     """A context that locks --output_dir against other runs, by flock on FOLDER/.lock.
 
-    The system releases the lock when its process ends, also after SIGKILL, and it applies to
-    all paths of the directory. The file names the process; a leftover file does not lock. On a file
-    system without flock there is a warning and no lock. File systems in user space, such as
-    gcsfuse, lock only between the processes of one host.
+    The file names the process. The system releases the lock when the process ends, also after
+    SIGKILL; a leftover file does not lock. On a file system without flock there is a warning and no
+    lock. File systems in user space, such as gcsfuse, lock only between processes of one host.
 
     Args:
-        folder: Path; created if missing, and then removed if it is empty at the end.
+        folder: Path; created if missing, and then removed at the end if it is empty.
 
     Raises:
         ValueError: another process holds the lock for LOCK_SECONDS.
@@ -155,7 +154,7 @@ def acquire(lock, folder):
         try:
             lock.acquire(timeout=max(0, deadline - time.monotonic()))
             return
-        except FileNotFoundError:  # its last holder has just removed the folder, which it had made
+        except FileNotFoundError:  # the last holder has just removed the folder that it created
             if time.monotonic() > deadline:
                 raise
             time.sleep(lock.poll_interval)
@@ -169,8 +168,8 @@ def acquire(lock, folder):
 class StopSignal:
     """A context that turns SIGTERM (preemption) and Ctrl-C into a request to stop after a step.
 
-    If one of several processes gets the signal, `requested` is true on all of them at the same
-    step. A second signal ends the process at once.
+    A signal to one of several processes makes `requested` true on all at the same step. A second
+    signal ends the process at once.
     """
 
     def __init__(self):

@@ -69,4 +69,4 @@ def test_model_card_of_a_local_base_model(tmp_path):
     base = tmp_path / "base"
     base.mkdir()
     card = card_of(tmp_path, pretrained_model_name_or_path=str(base))
-    assert "base_model" not in card.data.to_dict() and "metrics" not in card.text
+    assert "base_model" not in card.data.to_dict() and "Last metrics" not in card.text

@@ -118,6 +118,7 @@ def test_smoothed_losses(num_rows, span):
         assert found == pytest.approx(weights @ values[:n] / weights.sum())
 
 
+@pytest.mark.slow
 def test_wandb_is_imported_only_if_asked_for():
     code = "import sys, training.metrics, training.run; sys.exit('wandb' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -133,7 +133,7 @@ def contents(out):
 def uninterrupted(model, data, tmp_path_factory):
     """The directory of a run that nothing interrupts, on four devices of one process."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    run(config_of(model, data, out, **RUN))
+    run_here(config_of(model, data, out, **RUN))
     return out
 
 

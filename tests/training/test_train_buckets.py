@@ -54,6 +54,7 @@ def on_one_device(monkeypatch):
         monkeypatch.setattr(jax, name, lambda *args, **options: 1)
 
 
+@pytest.mark.slow
 def test_each_size_is_compiled_once_and_trains(model, data, tmp_path, monkeypatch, capsys):
     sizes = ("20x12", "16x16")
     config = config_of(
