@@ -57,19 +57,19 @@ PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
 STALE_SECONDS = 24 * 3600  # age at which an unfinished file is removed
 
 
-def encode_pairs(vae, params, originals, edits):
+def encode_pairs(vae, params, originals, edited):
     """Encode pairs and their mirror images.
 
     Args:
         vae, params: FlaxAutoencoderKL and its parameters.
-        originals, edits: uint8 (B, H, W, 3).
+        originals, edited: uint8 (B, H, W, 3).
 
     Returns:
-        (modes, moments), float16: modes of the originals (B, 2, h, w, C); means and standard
-        deviations of the edits (B, 2, h, w, 2 C). Index 1 of axis 1 is the mirror image.
+        (modes, moments), float16: modes of the original images (B, 2, h, w, C); means and standard
+        deviations of the edited images (B, 2, h, w, 2 C). Index 1 of axis 1 is the mirror image.
     """
     B = len(originals)
-    images = jnp.concatenate((originals, edits))
+    images = jnp.concatenate((originals, edited))
     posterior = encode_images(vae, params, jnp.concatenate((images, images[:, :, ::-1])))
     mean, std = (
         jnp.stack(jnp.split(x, 2), axis=1).astype(jnp.float16)  # (2 B, 2, h, w, C)
@@ -168,7 +168,7 @@ def latent_rows(encoded, decoded, config, bar, bad):
     Raises:
         ValueError: more pairs are undecodable than config.max_bad_fraction allows.
     """
-    originals, edits = (np.asarray(x) for x in encoded)
+    originals, edited_images = (np.asarray(x) for x in encoded)
     bar.update(len(decoded))
     for _, time_ids, _, reason in decoded:
         if reason:
@@ -182,7 +182,7 @@ def latent_rows(encoded, decoded, config, bar, bad):
             f"for example {bad[-1]}"
         )
     rows = []
-    for original, edited, (prompt, time_ids, mask, _) in zip(originals, edits, decoded):
+    for original, edited, (prompt, time_ids, mask, _) in zip(originals, edited_images, decoded):
         values = (original.tobytes(), edited.tobytes(), prompt, time_ids, mask)
         if time_ids is None:
             values = (None, None, prompt, None, None)
@@ -196,7 +196,7 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
     Args:
         path: file to write.
         groups: the row groups of the shard of images.
-        encode: (originals, edits), uint8 (B, H, W, 3) each -> encode_pairs' result on the devices.
+        encode: (originals, edited), uint8 (B, H, W, 3) each -> encode_pairs' result on the devices.
         metadata: dict to store in the file.
         batch_size: pairs per call of encode.
         config: Config.
@@ -448,7 +448,7 @@ def missing_shards(output_dir, groups, settings, overwrite):
 
 
 def encoder_on(devices, vae, params):
-    """Compile encode_pairs for devices: (originals, edits) -> latents on the devices.
+    """Compile encode_pairs for devices: (originals, edited) -> latents on the devices.
 
     Args:
         devices: their number divides the number of pairs.
