@@ -21,12 +21,7 @@ from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from training.ema import SIGMA_RELS, posthoc_weights, sigma_rel_to_gamma
 
-SCRIPT = Path(ema_posthoc.__file__)
-
-
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
 PARTS = ["model_index.json", "scheduler", "text_encoder", "tokenizer", "unet", "vae"]
 
 
@@ -251,8 +246,6 @@ def nothing(folder):
 
 
 LACKS = "lacks 00000004-0.050; copy it again, remove the other snapshots of that step, or give"
-
-
 SNAPSHOT = "the snapshot run/ema_snapshots/"
 
 

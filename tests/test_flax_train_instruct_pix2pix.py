@@ -47,8 +47,6 @@ from training.models import Models
 from training.sharding import replicate, shard_axes, start_state
 
 SCRIPT = Path(trainer.__file__)
-
-
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 
 
@@ -416,36 +414,33 @@ def run_counting(model, data, out, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "first_length", "decays", "start", "message"),
+    ("options", "first_length", "average", "message"),  # average: its first step and its decays
     [
         # Both lengths from the first step: the average goes on with the new decay.
         (
             {"ema": "full"},
             10,
-            [0.5] * 10 + [0.75] * 10,
-            0,
+            (0, [0.5] * 10 + [0.75] * 10),
             "from step 0 with decay 0.75, until step 10 with decay 0.5\n",
         ),
         # The first from step 4, the second from 8, which is past: it goes on, too.
         (
             {"ema_fraction": 0.6},
             10,
-            [1 / 6] * 6 + [7 / 12] * 10,
-            4,
+            (4, [1 / 6] * 6 + [7 / 12] * 10),
             "from step 8 with decay 0.583333, until step 10 with decay 0.166667\n",
         ),
         # The second from step 12: it starts again.
         (
             {"ema_fraction": 0.4, "ema_decay": 0.5},
             8,
-            [0.5] * 8,
-            12,
+            (12, [0.5] * 8),
             "from step 12 with decay 0.5\n",
         ),
     ],
 )
 def test_a_longer_run_averages(
-    model, data, tmp_path, capsys, options, first_length, decays, start, message
+    model, data, tmp_path, capsys, options, first_length, average, message
 ):
     """A finished run goes on to step 20; its average is the closed form."""
     run_counting(model, data, tmp_path, max_train_steps=first_length, **options)
@@ -454,9 +449,9 @@ def test_a_longer_run_averages(
     output = capsys.readouterr().out
     resuming = f"resuming after step {first_length}; the run had {first_length} steps and has 20"
     assert resuming in output and message in output
-    assert ("is dropped" in output) == (start == 12)
-    average = start
-    for step, decay in enumerate(decays, start + 1):
+    average, decays = average
+    assert ("is dropped" in output) == (average == 12)
+    for step, decay in enumerate(decays, average + 1):
         average = decay * average + (1 - decay) * step
     before = params_of(model, "unet")
     for name, p in params_of(tmp_path, "unet").items():

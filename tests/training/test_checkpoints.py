@@ -80,8 +80,6 @@ def test_a_run_without_its_last_checkpoint_is_not_started_again(tmp_path):
 
 
 FURTHER = "--unet_model_name_or_path OUT/unet"
-
-
 DECAYED = "--lr_scheduler cosine has lowered the learning rate for 30 steps; "
 
 

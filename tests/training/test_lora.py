@@ -48,17 +48,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.usefixtures("lenient_optimizer"),
 ]
-
-
 RANK, ALPHA = 4, 6.0
-
-
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-
-
 SCALES = dict(guidance_scale=5.0, image_guidance_scale=1.5)
-
-
 LORA = dict(lora_rank=RANK, lora_alpha=ALPHA)
 
 

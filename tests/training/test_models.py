@@ -54,8 +54,6 @@ def columns_named(*names):
 
 
 NOWHERE = "nowhere/model"
-
-
 BAD_FOLDERS = [
     ({"unet_model_name_or_path": NOWHERE}, None, f"no config.json in {NOWHERE}"),
     (
@@ -121,15 +119,18 @@ BAD_FOLDERS = [
 ]
 
 
-@pytest.mark.variants
-@pytest.mark.parametrize(("flags", "spoil", "message"), BAD_FOLDERS)
-def test_bad_folders_are_one_line(
-    model, data, unet_of, tmp_path, monkeypatch, capsys, flags, spoil, message
-):
+@pytest.fixture
+def copies(model, data, tmp_path, monkeypatch):
+    """Copies of model and data, to spoil, in the working directory."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model, "model")
     shutil.copytree(data, "data")
-    Path("file").touch()
+
+
+@pytest.mark.variants
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize(("flags", "spoil", "message"), BAD_FOLDERS)
+def test_bad_folders_are_one_line(unet_of, monkeypatch, capsys, flags, spoil, message):
     if spoil is not None:
         spoil()
     if (name := flags.get("unet_model_name_or_path")) in unet_of:

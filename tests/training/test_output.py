@@ -94,8 +94,6 @@ try:
 except ValueError as error:
     sys.exit(f"error: {error}")
 """
-
-
 CHECKS = """
 import json, os, sys
 from training.output import check_hub
@@ -105,8 +103,6 @@ for repo_id, os.environ["HF_TOKEN"] in json.loads(sys.argv[2]):
     except ValueError as error:
         print(error)
 """
-
-
 PUBLISHED = {
     "README.md": b"---\ntags:\n- jax\n---\n# model\n",
     "model_index.json": b"{}",
@@ -117,8 +113,6 @@ PUBLISHED = {
     "vae/diffusion_pytorch_model.safetensors": np.random.default_rng(1).bytes(1000),
     "validation/step-1.png": np.random.default_rng(2).bytes(500),
 }
-
-
 KEPT = [
     "checkpoints/100/params/shard.bin",
     "ema_snapshots/100.safetensors",

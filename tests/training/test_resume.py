@@ -33,14 +33,8 @@ from training.checkpoints import Checkpoints
 from training.processes import lock_folder
 
 SCRIPT = Path(trainer.__file__)
-
-
 NUM_STEPS = 12
-
-
 SIZE = dict(vae_channels=(16, 32), unet_channels=(16,))  # few arrays, each of them a collective
-
-
 RUN = dict(
     max_train_steps=NUM_STEPS,
     ema_start_step=3,

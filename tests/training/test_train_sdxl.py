@@ -28,8 +28,6 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
 )
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
-
-
 SIDE = RUN["resolution"] // 8  # of the latents
 
 
