@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
+from diffusers_flax.devices.memory import peak_memory
 from diffusers_flax.loading.files import save_whole, write_text
 from diffusers_flax.messages import one_line
-from diffusers_flax.pipelines.memory import peak_memory
 from training.batches import MAX_STEPS_IN_FLIGHT
 from training.processes import wait_for_all
 from training.sharding import first_replica

@@ -20,7 +20,6 @@ import optax
 from tqdm import tqdm
 
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.devices.memory import peak_memory
 from diffusers_flax.loading.files import save_whole
 from training.checkpoints import (
     CHECKPOINTS_DIR,
