@@ -107,23 +107,23 @@ class TrainFlags(trainer.Config, TargetFlags):
 
 
 def training_model_shapes(config):
-    """The modules of a training step and the shapes of their parameters, as train() has them.
+    """Modules and parameter shapes of a training step, the same as in train().
 
     Args:
         config: TrainFlags.
 
     Returns:
-        (Models, train_step's `frozen`, trained parameters), the last two of ShapeDtypeStructs.
+        (Models, train_step's `frozen`, trained parameters); arrays are ShapeDtypeStructs.
 
     Raises:
         ValueError: a config file is missing, or models do not fit together or to the resolution.
     """
     configs = PUBLISHED_CONFIGS[FAMILIES[config.family]]
     if source := config.pretrained_model_name_or_path:
-        parts = [] if config.unet_model_name_or_path else ["unet"]
-        parts += [] if config.pretrained_vae_model_name_or_path else ["vae"]
-        parts += ["text_encoder"] + ["text_encoder_2"] * is_sdxl(config)
-        configs = read_configs(source, config.revision, *parts)
+        names = [] if config.unet_model_name_or_path else ["unet"]
+        names += [] if config.pretrained_vae_model_name_or_path else ["vae"]
+        names += ["text_encoder"] + ["text_encoder_2"] * is_sdxl(config)
+        configs = read_configs(source, config.revision, *names)
         configs["scheduler"] = FlaxDDPMScheduler.load_config(
             source, subfolder="scheduler", revision=config.revision
         )
@@ -171,7 +171,7 @@ def training_model_shapes(config):
 
 
 def largest_size(config):
-    """Height and width of the images with most pixels; config: TrainFlags."""
+    """Height and width of the largest images; config: TrainFlags."""
     return max(chosen_sizes(config) or [(config.resolution,) * 2], key=math.prod)
 
 
@@ -253,7 +253,7 @@ def count_step_flops(config, batch_per_chip, program=None):
     Args:
         config: TrainFlags, UnetFlags, SdxlFlags or EditFlags.
         batch_per_chip: pairs, samples or images of a chip.
-        program: Program of which all chips do the same work; None: of one chip and this batch.
+        program: Program that all chips run on one image; None: a chip's own with this batch.
     """
     if program is None:
         config = replace(config, **{BATCH_FLAGS[subcommand_of(config)]: batch_per_chip})

@@ -57,11 +57,12 @@ from benchmarks.random_models import (
     END_OF_TEXT,
     TEXT_ENCODER,
     TINY_UNET,
+    TINY_VAE,
     UNET,
     VAE,
     make_pipeline,
     make_xl_pipeline,
-    write_pipeline,
+    write_xl_pipeline,
 )
 from benchmarks.rows import (
     GIB,
@@ -204,7 +205,7 @@ def train_killed_and_resumed(train, model, tiny):
         tiny: the model is tiny.
 
     Returns:
-        {what was done: figures of run_command}.
+        {name of the command: figures of run_command}.
     """
     checkpoints = model / "checkpoints"
     num_steps = "5" if tiny else "2"  # tiny ones may be over before a checkpoint is noticed
@@ -275,13 +276,11 @@ def make_xl_model(folder, tiny):
         unet = unet.clone(sample_size=8, **TINY_UNET)
     modules = {
         "unet": unet,
-        "vae": VAE.clone(
-            block_out_channels=(32, 32, 32, 32), layers_per_block=1, scaling_factor=0.13025
-        ),
+        "vae": VAE.clone(scaling_factor=0.13025, **TINY_VAE),
         "text_encoder": text_encoder,
         "text_encoder_2": FlaxCLIPTextModelWithProjectionModule(**options),
     }
-    write_pipeline(folder, modules)
+    write_xl_pipeline(folder, modules)
 
 
 def time_start(script, folder, *options):

@@ -241,7 +241,7 @@ def run_accelerations(config):
 
 @dataclass(frozen=True)
 class QualityFlags:
-    """What accelerations cost in quality, on the demo's model."""
+    """Quality of accelerated images, with the demo's model."""
 
     demo_dir: Path = Path("demo/output")  # of `make demo`
     text_to_image_model: Path = Path("demo/base_model")  # makes images of the edits' captions

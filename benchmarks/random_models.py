@@ -1,6 +1,5 @@
 """Models with random weights in the shapes of the published ones, and tiny ones."""
 
-import json
 import shutil
 
 import jax
@@ -12,7 +11,6 @@ from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, Fl
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
-from diffusers_flax.schedulers.euler import FlaxEulerDiscreteScheduler
 
 TOKENIZER = ROOT / "demo" / "base_model" / "tokenizer"
 END_OF_TEXT = 633  # the last id of TOKENIZER
@@ -20,29 +18,26 @@ SD15 = PUBLISHED_CONFIGS["stable-diffusion-v1-5"]
 SDXL = PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]
 UNET = FlaxUNet2DConditionModel(**SD15["unet"])
 VAE = FlaxAutoencoderKL(**SD15["vae"])
-TEXT_ENCODER = FlaxCLIPTextModule(
-    **SD15["text_encoder"],
-    bos_token_id=END_OF_TEXT - 1,
-    eos_token_id=END_OF_TEXT,
-    pad_token_id=END_OF_TEXT,
-)
+IDS = {
+    "bos_token_id": END_OF_TEXT - 1,
+    "eos_token_id": END_OF_TEXT,
+    "pad_token_id": END_OF_TEXT,
+}
+TEXT_ENCODER = FlaxCLIPTextModule(**SD15["text_encoder"], **IDS)
+XL_SCHEDULER = {
+    "_class_name": "EulerDiscreteScheduler",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+}
 TINY_UNET = {  # overrides for a tiny UNet of 64 pixels
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
     "block_out_channels": (32, 64),
     "layers_per_block": 1,
 }
+TINY_VAE = {"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1}
 TINY_XL_UNET = TINY_UNET | {"attention_head_dim": (2, 4), "transformer_layers_per_block": (1, 1)}
-MODEL_INDEX = {
-    "_class_name": "StableDiffusionPipeline",
-    "feature_extractor": [None, None],
-    "requires_safety_checker": False,
-    "safety_checker": [None, None],
-    "text_encoder": ["transformers", "CLIPTextModel"],
-    "tokenizer": ["transformers", "CLIPTokenizer"],
-    "unet": ["diffusers", "UNet2DConditionModel"],
-    "vae": ["diffusers", "AutoencoderKL"],
-}
 
 
 def write_module(folder, module):
@@ -84,20 +79,20 @@ def make_pipeline(folder, tiny, in_channels=4, scheduler="PNDMScheduler"):
     jax.config.update("jax_platforms", "cpu")
     unet, vae, text_encoder = UNET.clone(in_channels=in_channels), VAE, TEXT_ENCODER
     if tiny:
-        unet = unet.clone(**TINY_UNET)
-        vae = VAE.clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1)
-        text_encoder = TEXT_ENCODER.clone(vocab_size=END_OF_TEXT + 1, num_hidden_layers=1)
-    for name, module in {"unet": unet, "vae": vae, "text_encoder": text_encoder}.items():
-        write_module(folder / name, module)
-    shutil.copytree(TOKENIZER, folder / "tokenizer")
-    (folder / "scheduler").mkdir()
-    kind = {"_class_name": "StableDiffusionInstructPix2PixPipeline"} if in_channels == 8 else {}
-    kind |= {"scheduler": ["diffusers", scheduler]}
-    for file, content in (
-        ("scheduler/scheduler_config.json", SD15["scheduler"] | {"_class_name": scheduler}),
-        ("model_index.json", MODEL_INDEX | kind),
-    ):
-        (folder / file).write_text(json.dumps(content, indent=2) + "\n")
+        unet, vae = unet.clone(**TINY_UNET), vae.clone(**TINY_VAE)
+        text_encoder = text_encoder.clone(vocab_size=END_OF_TEXT + 1, num_hidden_layers=1)
+    is_edit = in_channels == 8
+    write_pipeline(
+        folder,
+        {"unet": unet, "vae": vae, "text_encoder": text_encoder},
+        f"StableDiffusion{'InstructPix2Pix' * is_edit}Pipeline",
+        SD15["scheduler"] | {"_class_name": scheduler},
+        {
+            "feature_extractor": [None, None],
+            "requires_safety_checker": False,
+            "safety_checker": [None, None],
+        },
+    )
 
 
 def make_xl_pipeline(folder, tiny):
@@ -106,40 +101,45 @@ def make_xl_pipeline(folder, tiny):
     Call it in a new process, which frees the memory.
     """
     jax.config.update("jax_platforms", "cpu")
-    ids = {
-        "bos_token_id": END_OF_TEXT - 1,
-        "eos_token_id": END_OF_TEXT,
-        "pad_token_id": END_OF_TEXT,
-    }
     modules = {
         "unet": FlaxUNet2DConditionModel(**SDXL["unet"]),
         "vae": FlaxAutoencoderKL(**SDXL["vae"]),
-        "text_encoder": FlaxCLIPTextModule(**SDXL["text_encoder"], **ids),
-        "text_encoder_2": FlaxCLIPTextModelWithProjectionModule(**SDXL["text_encoder_2"], **ids),
+        "text_encoder": FlaxCLIPTextModule(**SDXL["text_encoder"], **IDS),
+        "text_encoder_2": FlaxCLIPTextModelWithProjectionModule(**SDXL["text_encoder_2"], **IDS),
     }
     if tiny:
         text = {"vocab_size": END_OF_TEXT + 1, "num_hidden_layers": 2}
-        modules = {
-            "unet": modules["unet"].clone(**TINY_XL_UNET),
-            "vae": modules["vae"].clone(block_out_channels=(32, 32, 32, 32), layers_per_block=1),
-            "text_encoder": modules["text_encoder"].clone(**text),
-            "text_encoder_2": modules["text_encoder_2"].clone(**text),
-        }
-    write_pipeline(folder, modules)
+        changes = {"unet": TINY_XL_UNET, "vae": TINY_VAE}
+        modules = {name: x.clone(**changes.get(name, text)) for name, x in modules.items()}
+    write_xl_pipeline(folder, modules)
 
 
-def write_pipeline(folder, modules):
+def write_xl_pipeline(folder, modules):
     """Write an SDXL pipeline's directory with random weights; modules: {name: module}."""
-    index = {"_class_name": "StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": True}
+    settings = {"force_zeros_for_empty_prompt": True}
+    name = "StableDiffusionXLPipeline"
+    write_pipeline(folder, modules, name, XL_SCHEDULER, settings)
+
+
+def write_pipeline(folder, modules, class_name, scheduler, settings):
+    """Write a pipeline's directory with random weights.
+
+    Args:
+        folder: Path of a new directory.
+        modules: {name: module}.
+        class_name: PyTorch's class of the pipeline.
+        scheduler: its config, with PyTorch's class.
+        settings: further entries of model_index.json.
+    """
+    index = {"_class_name": class_name, "scheduler": ["diffusers", scheduler["_class_name"]]}
     for name, module in modules.items():
         write_module(folder / name, module)
         library = "transformers" if name.startswith("text") else "diffusers"
         index[name] = [library, module.torch_class_name]
-    for name in ("tokenizer", "tokenizer_2"):
-        shutil.copytree(TOKENIZER, folder / name)
-        index[name] = ["transformers", "CLIPTokenizer"]
-    FlaxEulerDiscreteScheduler(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
-    ).save_pretrained(folder / "scheduler")
-    index["scheduler"] = ["diffusers", "EulerDiscreteScheduler"]
-    write_json(folder / "model_index.json", index)
+        if name.startswith("text"):
+            tokenizer = name.replace("text_encoder", "tokenizer")
+            shutil.copytree(TOKENIZER, folder / tokenizer)
+            index[tokenizer] = ["transformers", "CLIPTokenizer"]
+    (folder / "scheduler").mkdir()
+    write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
+    write_json(folder / "model_index.json", index | settings)

@@ -28,10 +28,10 @@ def replicated_shapes(tree, num_devices):
 
 
 def num_bytes(tree):
-    """Bytes that a tree of arrays takes on each chip, without padding.
+    """Bytes of a tree of arrays on each chip, without padding.
 
-    Arrays are (chips, ...), or ShapeDtypeStructs with a sharding; those in the host's memory do not
-    count.
+    Arrays are (chips, ...), or ShapeDtypeStructs with a sharding; arrays in the host's memory do
+    not count.
     """
 
     def on_a_chip(x):
@@ -54,10 +54,8 @@ def program_costs(program, args, switches=(), compiler_options=None):
 
     Returns:
         dict: "padding" (of the arguments), "temporaries", "outputs" (unless they replace an
-        argument) and "code", bytes; "hbm_bytes", to and from the memory;
-        "host_bytes", from the host's memory;
-        "interconnect_bytes", sent to other chips; "cycles", of expected_cycles;
-        "bytes_accessed", the compiler's count plus kernel_bytes, a loop's body once;
+        argument) and "code", bytes; "hbm_bytes", "host_bytes", "interconnect_bytes" and "cycles",
+        see compiling/hlo.py; "bytes_accessed", XLA's count plus kernel_bytes, a loop's body once;
         "compile_seconds". If the memory is too small, only "needs", bytes, and "compile_seconds".
 
     Raises:
@@ -71,9 +69,9 @@ def program_costs(program, args, switches=(), compiler_options=None):
         # The first number is the memory needed.
         size = re.search(r"\b([\d.]+)([KMGT])\b", str(error))
         if re.search("No such compile option|Failed to parse .* into flag", str(error)):
-            given = " ".join(f"{name}={value}" for name, value in compiler_options.items())
+            options = " ".join(f"{name}={value}" for name, value in compiler_options.items())
             raise ValueError(
-                f"XLA does not take the compiler options {given} ({one_line(error, 200)}); leave "
+                f"XLA does not take the compiler options {options} ({one_line(error, 200)}); leave "
                 "out or correct the one that it names"
             ) from error
         if "RESOURCE_EXHAUSTED" not in str(error) or size is None:

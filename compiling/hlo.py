@@ -1,10 +1,10 @@
-"""What the text of a program that is compiled for a TPU says: traffic, cycles.
+"""Traffic and cycles of a program, from the HLO that XLA compiled for a TPU.
 
-The compiler's own "bytes accessed" counts every operand and result, also values in the chip's
-VMEM; a prefetched value counts three times (read, written to VMEM, read there). hbm_bytes counts
-only traffic of the chip's memory (HBM), from the program's text: a layout with S(1) is in VMEM, one
-without S in HBM, S(5) in the host's memory. kernel_bytes adds what Pallas kernels access,
-which the compiler does not count. interconnect_bytes counts what the chips send to each other.
+XLA's own "bytes accessed" counts every operand and result, also values in the chip's VMEM; a
+prefetched value counts three times (read, written to VMEM, read there). hbm_bytes counts only
+traffic of the chip's memory (HBM): a layout with S(1) is in VMEM, one without S in HBM, S(5) in the
+host's memory. kernel_bytes counts the accesses of Pallas kernels, which XLA leaves out.
+interconnect_bytes counts bytes between chips.
 """
 
 import math
@@ -33,13 +33,13 @@ UNKNOWN_CYCLES = 2**64 - 1  # of an operation that the compiler has no estimate 
 
 
 def array_bytes(dtype, shape):
-    """Size of an array: "bf16", "8,1024" -> 16384; s4 takes half a byte."""
+    """Bytes of an array: "bf16", "8,1024" -> 16384; s4 takes half a byte."""
     bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
     return -(-bits * math.prod(int(size) for size in shape.split(",") if size) // 8)
 
 
 def in_hbm(kind):
-    """[bytes] of the arrays in a type's text; 0 for arrays in another memory."""
+    """[bytes] of the arrays of a type, such as "(f32[8]{0}, bf16[8]{0:S(1)})"; 0 outside HBM."""
     return [
         0 if "S(" in layout else array_bytes(dtype, shape)
         for dtype, shape, layout in SHAPE.findall(kind)
@@ -47,17 +47,17 @@ def in_hbm(kind):
 
 
 def all_bytes(kind):
-    """Bytes of all arrays in a type's text, in HBM and VMEM."""
+    """Bytes of all arrays of a type, in HBM and VMEM."""
     return sum(array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind))
 
 
 def operands_of(rest):
-    """The names of an instruction's operands, from the text after its opening parenthesis."""
+    """Names of an instruction's operands, from the text after its opening parenthesis."""
     return NAME.findall(rest.split(")")[0])
 
 
 def parse_program(text):
-    """({computation: [(name, type, operation, rest of the line)]}, name of the entry)."""
+    """({computation: [(name, type, operation, rest of the line)]}, entry computation)."""
     computations, current, entry = {}, None, None
     for line in text.splitlines():
         if found := COMPUTATION.match(line):
@@ -93,7 +93,7 @@ def num_trips(loop, condition):
 
 
 def slices_of(computation):
-    """Bytes that a fusion reads of parameters that it only slices.
+    """Bytes that a fusion reads from parameters that it only slices.
 
     Args:
         computation: its instructions.
@@ -117,15 +117,15 @@ def slices_of(computation):
 
 
 def sum_over_run(text, cost, switches=()):
-    """Sum a cost over the computations of a program, each as often as one run executes it.
+    """Sum a cost over the computations of a program; a loop's body counts once per trip.
 
     All branches of a condition count, unless `switches` gives their shares.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
         cost: (instructions of a computation, all computations as of parse_program) -> number.
-        switches: of each `lax.switch` in a loop, in their order: the share of the trips that each
-            branch runs in.
+        switches: for each `lax.switch` in a loop, in order: the share of the trips in which each
+            branch runs.
 
     Returns:
         int.
@@ -161,11 +161,11 @@ def sum_over_run(text, cost, switches=()):
 
 
 def hbm_bytes(text, switches=()):
-    """Bytes read from and written to the chip's memory, by one run of a program.
+    """Bytes that one run of a program reads from and writes to the chip's memory.
 
     Each operand and result counts once, a sliced operand by its slices. This is too little if a
-    kernel reads an operand several times, and too much if a part of an array is replaced in place,
-    as the whole array counts as read and written.
+    kernel reads an operand several times, and too much for an update of some elements in place,
+    where the whole array counts as read and written.
 
     Args and errors: as for sum_over_run.
 
@@ -176,7 +176,7 @@ def hbm_bytes(text, switches=()):
 
 
 def moved_by(instructions, computations):
-    """Bytes that the instructions of a computation move to and from HBM."""
+    """Bytes that a computation's instructions move to and from HBM."""
     total, sizes = 0, {}  # bytes in HBM of each value
     for name, kind, operation, rest in instructions:
         written = sizes[name] = sum(in_hbm(kind))
@@ -202,7 +202,7 @@ def moved_by(instructions, computations):
 
 
 def host_bytes(text, switches=()):
-    """Bytes that a program fetches from the host's memory in one run; layouts with S(5) are there.
+    """Bytes that one run of a program fetches from the host's memory, S(5).
 
     Args and errors: as for sum_over_run.
 
@@ -222,7 +222,7 @@ def host_bytes(text, switches=()):
 
 
 def expected_cycles(text, switches=()):
-    """Cycles that the compiler expects of a program's operations, without kernels (Pallas).
+    """XLA's estimate of a program's cycles, without Pallas kernels.
 
     Args and errors: as for sum_over_run.
 
@@ -250,7 +250,7 @@ MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 
 
 def first_group(rest):
-    """The chips of a collective's first group, from the rest of its line."""
+    """Chips of a collective's first group; rest: of its line."""
     if listed := LISTED_GROUP.search(rest):
         return integers(listed[1])
     if tiled := TILED_GROUPS.search(rest):
@@ -269,25 +269,25 @@ def first_group(rest):
 
 
 def integers(text):
-    """The numbers of a list: "4,2" -> [4, 2]."""
+    """Numbers of a list: "4,2" -> [4, 2]."""
     return [int(number) for number in text.split(",")]
 
 
 def links_between(coords, group):
-    """Links between the chips of a group, an array (n, n), on a mesh whose axes do not close."""
+    """Numbers of links between the chips of a group, (n, n), on a mesh without wrap-around."""
     places = np.array([coords[chip] for chip in group])
     return np.abs(places[:, None] - places).sum(axis=-1)
 
 
 def interconnect_bytes(text, coords=None):
-    """Bytes that cross a chip's links to other chips in one run of a program.
+    """Bytes that a chip sends over its links in one run of a program.
 
     In a ring of n chips (n - 1) / n of the gathered array leave a chip for an all-gather or a
     reduce-scatter, and twice as much for an all-reduce. A fusion of an all-reduce and a slice is a
     reduce-scatter (its emitter is called AllReduceScatterFusion). In an all-to-all a chip sends
-    1 / n of its array to each chip of the group, in a collective-permute all of it to one. What
-    passes through other chips counts once for each link; a ring's neighbours are as far apart as
-    the two closest chips of the group.
+    1 / n of its array to each chip of the group, in a collective-permute all of it to one. Bytes
+    count once for each link that they cross; a ring's neighbours are as far apart as the two
+    closest chips of the group.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
@@ -346,14 +346,14 @@ def interconnect_bytes(text, coords=None):
 
 
 def kernel_bytes(text):
-    """Bytes that a program's kernels (Pallas) access; the compiler does not count them.
+    """Bytes that a program's Pallas kernels access, which XLA does not count.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
 
     Returns:
-        int; operands and results count once each, in HBM or VMEM, and a loop's body once, as in the
-        compiler's count.
+        int; operands and results count once each, in HBM or VMEM, and a loop's body once, as in
+        XLA's count.
     """
     total = 0
     for computation in parse_program(text)[0].values():

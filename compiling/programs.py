@@ -62,14 +62,17 @@ class TargetFlags:
 
 
 class Program(NamedTuple):
-    """Programs to compile; their arguments are ShapeDtypeStructs, for pmap of (chips, ...)."""
+    """A step to compile, and an update of an average; arguments are ShapeDtypeStructs.
+
+    Under pmap their shapes are (chips, ...).
+    """
 
     step: Callable
     args: tuple
-    held: dict[str, Any]  # arrays in memory before the step: trees by their names in the report
+    held: dict[str, Any]  # arrays in memory before the step, {name in the report: tree}
     batch_per_chip: float  # pairs, samples or images
     switches: tuple = ()  # of acceleration.caches.switch_shares
-    num_chips: int | None = None  # that take part; None: all
+    num_chips: int | None = None  # chips that take part; None: all
     evaluations: int | None = None  # of the UNet per image, for programs that make images
     vae_tile: int = 0  # side of the tiles in which the VAE works, pixels; 0: whole images
     update: Callable | None = None  # of an average of the weights
@@ -135,7 +138,7 @@ def param_shapes(module, dtype):
 
 
 def read_configs(source, revision, *names):
-    """{name: the content of its config.json} of parts of a pipeline directory."""
+    """{name: content of its config.json} of a pipeline's components."""
     read = partial(ConfigMixin.load_config, source, revision=revision)
     return {name: read(subfolder=name) for name in names}
 
@@ -188,7 +191,7 @@ def unet_program(config, devices):
 
 
 def open_pipeline_of_flags(config, layout=None):
-    """The pipeline of SdxlFlags's or EditFlags's flags, from config files only.
+    """The pipeline of SdxlFlags or EditFlags, from config files only.
 
     Raises:
         ValueError: the model or flags do not fit.
@@ -236,7 +239,7 @@ def open_pipeline_of_flags(config, layout=None):
 
 
 def tiny_vae_module(source, vae, dtype):
-    """The module of a TAESD; the published ones are known without the hub."""
+    """The module of a TAESD; the configs of the published ones need no hub."""
     if source not in TINY_VAES:
         return open_tiny_vae(source, vae, dtype)
     published = PUBLISHED_CONFIGS[source.split("/")[1]]["vae"]
@@ -246,7 +249,7 @@ def tiny_vae_module(source, vae, dtype):
 
 
 def pipeline_shapes(pipeline):
-    """Shapes of a pipeline's parameters, as parameters.cast_params leaves them."""
+    """Shapes of a pipeline's parameters, cast as by parameters.cast_params."""
 
     def stored(params):
         return jax.eval_shape(partial(store, storage=pipeline.storage), params)
@@ -269,7 +272,7 @@ def pipeline_shapes(pipeline):
 
 
 def with_vae_tile(pipeline, config, side):
-    """(the pipeline with --vae_tile, or with tiles if the chip needs them; the tile, 0: none).
+    """(pipeline with --vae_tile, or with tiles if the chip's memory needs them; tile, 0: none).
 
     side: of the images, pixels.
     """

@@ -8,7 +8,7 @@ from compiling.costs import GIB, num_bytes
 
 
 def chip_memory(program, step, update):
-    """A chip's memory during a step, {name: bytes}; what program.held names comes first.
+    """A chip's memory during a step, {name: bytes}, beginning with program.held.
 
     Args:
         program: Program.
@@ -87,13 +87,13 @@ def make_report(config, subcommand, tpu, program, step, update, flops):
 
 
 def changed_flags(config):
-    """The flags that are not the defaults, ready for JSON, without --output."""
+    """Flags that differ from the defaults, without --output; ready for JSON."""
     defaults = {field.name: field.default for field in fields(config)} | {"output": config.output}
     return {k: v for k, v in asdict(config).items() if v != defaults[k]}
 
 
 def verdict(report):
-    """Whether the program fits, in a line."""
+    """A line that says whether the program fits."""
     total, usable = report["memory_total"] / GIB, report["memory_usable"] / GIB
     answer = "fits" if report["fits"] else "does not fit"
     return f"{answer}: {report['batch_per_chip']} per chip need {total:.2f} of {usable:.2f} GiB"

@@ -1,4 +1,4 @@
-"""What an average costs: time, memory and bytes of a step."""
+"""Cost of an average: time, memory and bytes of a step."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What averages of the weights are worth: runs on the demo's task, and their measures."""
+"""Quality with averages of the weights: runs on the demo's task, and their measures."""
 
 import time
 from functools import partial
@@ -97,12 +97,12 @@ def rebuild(snapshots, sigma_rel):
 
 def read_held_out(folder):
     """The held-out edits: lists of instructions, images to edit and true edits, uint8 (N,...)."""
-    instructions, images, truths = [], [], []
+    instructions, images, edited = [], [], []
     for row in read_held_out_edits(folder):
         instructions.append(row["edit_prompt"])
         images.append(np.uint8(np.rint(read_pixels(row["original_image"]) * 255)))
-        truths.append(np.uint8(np.rint(read_pixels(row["edited_image"]) * 255)))
-    return instructions, np.stack(images), np.stack(truths)
+        edited.append(np.uint8(np.rint(read_pixels(row["edited_image"]) * 255)))
+    return instructions, np.stack(images), np.stack(edited)
 
 
 def make_loss(models, pipeline, frozen, held_out, num_draws):
@@ -111,10 +111,10 @@ def make_loss(models, pipeline, frozen, held_out, num_draws):
     Without dropout, of the posterior's mode; noises and timesteps are the same at every call, the
     timesteps evenly spread over all.
     """
-    instructions, images, truths = held_out
+    instructions, images, edited = held_out
     batch = {
         "original_pixel_values": images,
-        "edited_pixel_values": truths,
+        "edited_pixel_values": edited,
         "input_ids": pipeline.prepare_text_inputs(instructions),
     }
     mean, _, mode, text = jax.jit(partial(encode_batch, models=models))(batch, frozen)

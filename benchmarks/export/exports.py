@@ -3,8 +3,8 @@
     python -m benchmarks.export files
 
 exports InstructPix2Pix of Stable Diffusion 1.5's shapes with random weights, or with --family sdxl
-SDXL, by export_model.py; the comparison with the Flax model is part of the time. Needs 16 GB of
-memory, 20 GB of disk and an hour. Tiny: --tiny --output export.json.
+SDXL, to ONNX by export_model.py; the comparison with the Flax model is part of the time. Needs 16
+GB of memory, 20 GB of disk and an hour. Tiny: --tiny --output export.json.
 
     python -m benchmarks.export runtimes
 
@@ -47,14 +47,6 @@ from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.instruct_pix2pix import BRANCHES
 from examples import run_onnx
 
-EXPORTS = {  # flags of export_model.py
-    "onnx": [],
-    "onnx float16": ["--dtype", "float16"],
-    "onnx int8": ["--quantize", "int8"],
-    "openvino": ["--format", "openvino"],
-    "openvino float16": ["--format", "openvino", "--dtype", "float16"],
-    "openvino int8": ["--format", "openvino", "--quantize", "int8"],
-}
 AGREEMENT = re.compile(r"^(\w+): largest difference (\S+) of (\S+),", re.MULTILINE)
 
 
@@ -63,7 +55,6 @@ class ExportFlags:
     """Time and peak memory of export_model.py."""
 
     family: Literal["sd15", "sdxl"] = "sd15"
-    names: tuple[Literal[tuple(EXPORTS)], ...] = ("onnx", "onnx int8", "openvino float16")
     work_dir: str = ""  # directory of the model and its exports, kept; "": a temporary one
     tiny: bool = False  # tiny models, to try this
     output: str = "benchmarks/results/full_size.json"
@@ -79,11 +70,11 @@ def make_model_to_export(folder, family, tiny):
         in_new_process(make_pipeline, folder / "model", tiny, 8, "DDIMScheduler")
 
 
-def bench_export(folder, name):
+def bench_export(folder, file_format):
     """Figures of run_command for one export, with its bytes and its agreement with our model."""
-    target = folder / name.replace(" ", "_")
+    target = folder / file_format
     flags = ["--model", f"{folder}/model", "--output_dir", str(target), "--overwrite_output_dir"]
-    figures, output = run_command(["export_model.py", *flags, *EXPORTS[name]])
+    figures, output = run_command(["export_model.py", *flags, "--format", file_format])
     components = {name: [float(x), float(y)] for name, x, y in AGREEMENT.findall(output)}
     files = target.rglob("*")
     num_bytes = sum(file.stat().st_size for file in files if file.is_file())
@@ -92,15 +83,14 @@ def bench_export(folder, name):
 
 
 def run_files(config):
-    """Make the model, export it, write a row as soon as it is known."""
+    """Make the model, export it, write."""
     machine = describe_machine(("jax", "torch", "onnx", "onnxscript", "onnxruntime", "openvino"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.work_dir or temporary).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         make_model_to_export(folder, config.family, config.tiny)
-        for name in config.names:
-            row = bench_export(folder, name)
-            write_rows({f"export {config.family} {name}": row}, machine, config.output)
+        row = bench_export(folder, "onnx")
+    write_rows({f"export {config.family} onnx": row}, machine, config.output)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +101,7 @@ class RuntimeFlags(EditTiming):
     output: str = "benchmarks/results/full_size.json"
 
 
-RUNTIMES = {"onnxruntime": "onnx", "openvino": "openvino"}  # contender: folder beside the model's
+RUNTIMES = {"onnxruntime": "onnx", "openvino": "openvino"}  # contender: format
 
 
 def unet_inputs(config):
@@ -188,9 +178,9 @@ def run_runtimes(config):
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.work_dir or temporary).absolute()
         make_model_to_export(folder, "sd15", config.tiny)
-        for name in RUNTIMES.values():
-            if not (folder / name / "model_index.json").is_file():
-                bench_export(folder, name)
+        for file_format in RUNTIMES.values():
+            if not (folder / file_format / "model_index.json").is_file():
+                bench_export(folder, file_format)
         bench_runtimes(folder / "model", config, machine)
 
 

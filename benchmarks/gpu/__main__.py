@@ -59,7 +59,7 @@ from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 
 class Row(NamedTuple):
-    """What is measured.
+    """A row to measure.
 
     ours: {contender: flags of tpu_compile.py's programs}. theirs: () -> PyTorch's contenders,
     {name: (prepare, run)}, for the names in Config.pytorch.
