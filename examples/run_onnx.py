@@ -8,8 +8,8 @@ Diffusion and SDXL, text to image and InstructPix2Pix. The steps are those of th
 scheduler/scheduler_config.json, or of --scheduler with the same noise levels; an entry of that file
 that this example lacks is refused by name. An image to edit is scaled until its longer side is the
 model's; --height and --width choose other sides, to which it is cropped. --noise is an .npy of
-normal noise, (1, C, h, w) of the latents, else of --seed, not edit_cli.py's. An --output that ends
-in .npy gets floats in [0, 1].
+normal noise, (1, C, h, w) of the latents; else it is drawn from --seed, not as edit_cli.py draws
+it. An --output that ends in .npy gets floats in [0, 1].
 """
 
 import json
@@ -24,7 +24,7 @@ from PIL import Image, ImageOps
 from tokenizers import Tokenizer
 
 FILES = ("model.onnx", "openvino_model.xml")
-# Images to edit: formats, as Pillow runs other programs for some, and the largest
+# Of images to edit: formats, as Pillow runs other programs for some, and the largest size
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA"]
 MAX_PIXELS = 150_000_000
 TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64"}
@@ -32,8 +32,8 @@ FLAGS = dict(model=Path, prompt=str, input=Path, output=Path("image.png"), negat
 FLAGS |= dict(num_inference_steps=20, guidance_scale=7.5, image_guidance_scale=1.5, height=int)
 FLAGS |= dict(width=int, scheduler=str, seed=0, noise=Path)  # types or defaults
 
-# Entries of scheduler_config.json that the classes of PyTorch diffusers have, and their defaults. A
-# class ignores the entries of other classes.
+# Entries of scheduler_config.json by PyTorch diffusers' classes, with defaults. A class ignores the
+# entries of other classes.
 COMMON = dict(num_train_timesteps=1000, beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
 COMMON |= dict(trained_betas=None, prediction_type="epsilon", steps_offset=0)
 DDIM = dict(timestep_spacing="leading", clip_sample=True, clip_sample_range=1.0, thresholding=False)
@@ -53,7 +53,7 @@ SCHEDULERS = {
     "euler_ancestral": ("EulerAncestralDiscreteScheduler", COMMON | ANCESTRAL),
     "dpmsolver++": ("DPMSolverMultistepScheduler", COMMON | SOLVER),
 }
-SUPPORTED = dict(  # the values that this example has; of entries that are not here, all
+SUPPORTED = dict(  # values that this example has; all values of entries that are not here
     beta_schedule=("linear", "scaled_linear", "squaredcos_cap_v2"),
     prediction_type=("epsilon", "v_prediction", "sample"),
     timestep_spacing=("leading", "linspace", "trailing"),
@@ -73,8 +73,8 @@ PNDM_WEIGHTS = [[1], [3 / 2, -1 / 2], [23 / 12, -16 / 12, 5 / 12]]
 PNDM_WEIGHTS += [[55 / 24, -59 / 24, 37 / 24, -9 / 24]]
 
 
-class Part:
-    """A part of the model: a file that onnxruntime or OpenVINO runs, and the config beside it."""
+class Model:
+    """A model: a file that onnxruntime or OpenVINO runs, and the config beside it."""
 
     def __init__(self, folder):
         self.config = read(folder, "config.json")
@@ -96,7 +96,7 @@ class Part:
             self.run = lambda given: model(given).values()
 
     def __call__(self, **inputs):
-        """Outputs by name, in float32; inputs are cast to the types that the file has."""
+        """Outputs by name, in float32; inputs are cast to the file's types."""
         given = {name: np.asarray(x).astype(self.types[name]) for name, x in inputs.items()}
         return {n: x.astype(np.float32) for n, x in zip(self.names, self.run(given))}
 
@@ -134,7 +134,7 @@ def read_scheduler(folder, name=None):
 
 
 def open_folder(folder, scheduler=None):
-    """(content of model_index.json, read_scheduler's result, {name: Part}) of an export."""
+    """(content of model_index.json, read_scheduler's result, {name: Model}) of an export."""
     if not (folder / "model_index.json").is_file():
         raise ValueError(f"--model {folder} is no complete export; make one with export_model.py")
     kind = (index := read(folder, "model_index.json"))["_class_name"]
@@ -144,17 +144,17 @@ def open_folder(folder, scheduler=None):
         raise ValueError(f"{folder} has no {missing[0]}/model.onnx; export with onnx or openvino")
     found = read_scheduler(folder, scheduler)
     try:
-        parts = {name: Part(folder / name) for name in names}
+        models = {name: Model(folder / name) for name in names}
     except Exception as error:  # both packages have exceptions of their own
         raise ValueError(f"--model {folder} cannot be opened: {error}") from error
-    if "Inpaint" in kind or "timestep_cond" in parts["unet"].types:
+    if "Inpaint" in kind or "timestep_cond" in models["unet"].types:
         raise ValueError(f"{folder} is a {kind} or embeds its guidance, which this example lacks")
-    return index, found, parts
+    return index, found, models
 
 
-def encode_texts(folder, index, parts, texts):
+def encode_texts(folder, index, models, texts):
     """(states (B, 77, D), SDXL's pooled states (B, D) or None) of [prompt, negative prompt]."""
-    names, found = [x for x in ("text_encoder", "text_encoder_2") if x in parts], []
+    names, found = [x for x in ("text_encoder", "text_encoder_2") if x in models], []
     for name in names:
         files = folder / name.replace("text_encoder", "tokenizer")
         tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
@@ -162,13 +162,13 @@ def encode_texts(folder, index, parts, texts):
         tokenizer.enable_truncation(77)
         tokenizer.enable_padding(length=77, pad_id=pad)
         rows = tokenizer.encode_batch(texts)
-        found.append(parts[name](input_ids=[row.ids for row in rows]))
+        found.append(models[name](input_ids=[row.ids for row in rows]))
     for flag, row in zip(("--prompt", "--negative_prompt"), rows):
         if row.overflowing:
             print(f"{flag} is too long: its first 75 tokens are used", file=sys.stderr)
     if len(names) == 1:
         return found[0]["last_hidden_state"], None
-    last = [parts[name].config["num_hidden_layers"] - 1 for name in names]  # but one
+    last = [models[name].config["num_hidden_layers"] - 1 for name in names]  # but one
     states = [out[f"hidden_states.{i}"] for out, i in zip(found, last)]
     states, pooled = np.concatenate(states, axis=-1), found[1]["text_embeds"]
     if index.get("force_zeros_for_empty_prompt", True):
@@ -340,9 +340,9 @@ def read_noise(file, shape):
     return noise
 
 
-def choose_size(options, parts, image):
+def choose_size(options, models, image):
     """(height, width) to make an image at; image: the one to edit, PIL, or None."""
-    vae, unet = (parts[name].config for name in ("vae_decoder", "unet"))
+    vae, unet = (models[name].config for name in ("vae_decoder", "unet"))
     factor = 2 ** (len(vae["block_out_channels"]) - 1)
     sides = np.broadcast_to(unet["sample_size"], 2) * factor
     if image is not None:  # the longer side is the model's
@@ -359,14 +359,14 @@ def choose_size(options, parts, image):
     return tuple(int(side) for side in sides)
 
 
-def make_image(options, index, scheduler, parts):
-    """The image that the flags ask for, float32 (H, W, 3) in [0, 1]; the rest is of open_folder."""
-    folder, vae, is_edit = options.model, parts["vae_decoder"].config, "vae_encoder" in parts
+def make_image(options, index, scheduler, models):
+    """The image of the flags, float32 (H, W, 3) in [0, 1]; other arguments: of open_folder."""
+    folder, vae, is_edit = options.model, models["vae_decoder"].config, "vae_encoder" in models
     if is_edit != (options.input is not None):
         does = "edits images and needs" if is_edit else "makes images from text and takes no"
         raise ValueError(f"--model {folder} {does} --input")
     image = read_image(options.input) if is_edit else None
-    height, width = size = choose_size(options, parts, image)
+    height, width = size = choose_size(options, models, image)
     factor = 2 ** (len(vae["block_out_channels"]) - 1)
     shape = (1, vae["latent_channels"], *(side // factor for side in size))
     rng = np.random.default_rng(options.seed)
@@ -375,14 +375,14 @@ def make_image(options, index, scheduler, parts):
     planned = plan(*scheduler, options.num_inference_steps)
     what = f"{options.input}, {image.width}x{image.height}, " if is_edit else ""
     print(f"{what}at {width}x{height} with {scheduler[0]}", file=sys.stderr)
-    states, pooled = encode_texts(folder, index, parts, [options.prompt, options.negative_prompt])
+    states, pooled = encode_texts(folder, index, models, [options.prompt, options.negative_prompt])
     # Branches of guidance by their weights: text and image, for edits image alone, and neither
     # (arXiv 2211.09800). From text, a scale up to 1 is no guidance.
     scale, image_scale = options.guidance_scale, options.image_guidance_scale
     if is_edit:
         weights = [scale, image_scale - scale, 1 - image_scale]
         pixels = np.float32(ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)) / 127.5 - 1
-        encoded = parts["vae_encoder"](sample=pixels.transpose(2, 0, 1)[None])["latent_parameters"]
+        encoded = models["vae_encoder"](sample=pixels.transpose(2, 0, 1)[None])["latent_parameters"]
         latents = encoded[:, : shape[1]]
         condition = np.concatenate([latents, latents, np.zeros_like(latents)])
     else:
@@ -397,16 +397,16 @@ def make_image(options, index, scheduler, parts):
 
     def predict(x, t):
         sample = np.concatenate([np.repeat(x, len(rows), 0), condition], axis=1)
-        out = parts["unet"](sample=sample, timestep=[t], **inputs)["out_sample"]
+        out = models["unet"](sample=sample, timestep=[t], **inputs)["out_sample"]
         return np.tensordot(weights, out, 1)[None]
 
     x_0 = denoise(predict, noise, *scheduler, planned, rng)
-    decoded = parts["vae_decoder"](latent_sample=x_0 / vae["scaling_factor"])["sample"]
+    decoded = models["vae_decoder"](latent_sample=x_0 / vae["scaling_factor"])["sample"]
     return (decoded[0].transpose(1, 2, 0) / 2 + 0.5).clip(0, 1)
 
 
 def check_flags(options):
-    """Raise a ValueError for a flag that cannot be right, before anything is opened."""
+    """Raise a ValueError for a flag out of its range, before anything is opened."""
     for name in ("guidance_scale", "image_guidance_scale"):
         if not 0 <= getattr(options, name) < inf:
             raise ValueError(f"--{name} {getattr(options, name)} must be 0 or more")

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A text-to-image pipeline; its parts have .bin files too."""
+    """A text-to-image pipeline; its components have .bin files too."""
     folder = tmp_path_factory.mktemp("sd") / "model"
     make_tiny_pipeline(folder, in_channels=4, scheduler="pndm", vae_channels=(8, 16))
     for file in folder.rglob("*.safetensors"):
@@ -67,7 +67,7 @@ def check(folder, before, prompt="make it red"):
     """PyTorch and our classes open the saved pipeline, with a safety checker.
 
     Returns:
-        {part: names of its arrays that differ from the arrays in the folder `before`}.
+        {component: names of its arrays that differ from the arrays in the folder `before`}.
     """
     theirs = StableDiffusionPipeline.from_pretrained(folder)
     assert type(theirs.safety_checker).__name__ == "StableDiffusionSafetyChecker"
@@ -86,11 +86,13 @@ def check(folder, before, prompt="make it red"):
 
     old = StableDiffusionPipeline.from_pretrained(before)
     changed = {"safety_checker": checker.state_dict()}
-    for part in ("unet", "vae", "text_encoder"):
-        a, b = (getattr(pipeline, part).state_dict() for pipeline in (old, theirs))
+    for component in ("unet", "vae", "text_encoder"):
+        a, b = (getattr(pipeline, component).state_dict() for pipeline in (old, theirs))
         assert a.keys() == b.keys()
         assert all(array.isfinite().all() for array in b.values())
-        changed[part] = {k for k in a if a[k].shape != b[k].shape or not torch.equal(a[k], b[k])}
+        changed[component] = {
+            k for k in a if a[k].shape != b[k].shape or not torch.equal(a[k], b[k])
+        }
     return changed
 
 
@@ -212,7 +214,7 @@ def test_controlnet(images, tmp_path):
     weights = theirs.state_dict()
     shared = [key for key in weights if key in unet]
     assert len(shared) > 50
-    for key in shared:  # the first step's gradient of the UNet's part is zero
+    for key in shared:  # the first step's gradient of the UNet's arrays is zero
         assert torch.allclose(weights[key], unet[key], atol=3e-3) and weights[key].isfinite().all()
     assert all(weights[f"controlnet_{x}.weight"].any() for x in ("mid_block", "down_blocks.0"))
 

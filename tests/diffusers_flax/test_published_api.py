@@ -62,13 +62,17 @@ def make(name):
         return cls(CLIPConfig(text_config=TOWER, vision_config=TOWER, projection_dim=4))
     if "Diffusion" in name and name.endswith("Pipeline") and name != "FlaxDiffusionPipeline":
         text = make("FlaxCLIPTextModel")
-        parts = {"vae": make("FlaxAutoencoderKL"), "unet": make("FlaxUNet2DConditionModel")}
-        parts |= {"tokenizer": None, "text_encoder": text, "scheduler": make("FlaxDDIMScheduler")}
+        components = {"vae": make("FlaxAutoencoderKL"), "unet": make("FlaxUNet2DConditionModel")}
+        components |= {
+            "tokenizer": None,
+            "text_encoder": text,
+            "scheduler": make("FlaxDDIMScheduler"),
+        }
         if "ControlNet" in name:
-            parts["controlnet"] = make("FlaxControlNetModel")
+            components["controlnet"] = make("FlaxControlNetModel")
         if "XL" in name:
-            return cls(**parts, text_encoder_2=text, tokenizer_2=None)
-        return cls(**parts, safety_checker=None, feature_extractor=None)
+            return cls(**components, text_encoder_2=text, tokenizer_2=None)
+        return cls(**components, safety_checker=None, feature_extractor=None)
     return None if "Mixin" in name or "PreTrained" in name or "Pipeline" in name else cls()
 
 

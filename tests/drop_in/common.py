@@ -76,10 +76,10 @@ def first(replicated):
     return jax.device_get(jax.tree_util.tree_map(lambda x: x[0], replicated))
 
 
-def save(folder, safety_checker, params, **parts):
-    """Write a pipeline of parts with their trained params and the safety checker of a directory."""
+def save(folder, safety_checker, params, **components):
+    """Write a pipeline with trained params and the safety checker of a directory."""
     checker = FlaxStableDiffusionSafetyChecker.from_pretrained(safety_checker, from_pt=True)
     pipeline = FlaxStableDiffusionPipeline(
-        **parts, safety_checker=checker, feature_extractor=CLIPImageProcessor()
+        **components, safety_checker=checker, feature_extractor=CLIPImageProcessor()
     )
     pipeline.save_pretrained(folder, params={**params, "safety_checker": checker.params})

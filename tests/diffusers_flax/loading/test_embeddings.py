@@ -318,7 +318,7 @@ def test_bad_files_in_one_line(models, tmp_path, family, name, message):
 
 
 @pytest.mark.slow
-def test_old_pickle_and_given_parts(models, files, tmp_path):
+def test_old_pickle_and_replaced_components(models, files, tmp_path):
     (tmp_path / "old.pt").write_bytes(pickle.dumps(RunsCode()))
     with pytest.raises(ValueError, match=r"old\.pt cannot be read as weights: it is a pickle that"):
         FlaxDiffusionPipeline.from_pretrained(models["sd"], embeddings=tmp_path / "old.pt")

@@ -27,7 +27,7 @@ RANK = 3
 ATTENTION = ("attn1.to_q", "attn1.to_v", "attn2.to_k", "attn2.to_out.0")
 TARGETS = (*ATTENTION, "proj_in", "ff.net.0.proj", "conv1", "time_emb_proj", "samplers.0.conv")
 TEXT_TARGETS = ("self_attn.q_proj", "self_attn.out_proj", "mlp.fc1")
-PARTS = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
+COMPONENTS = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
 # Blocks of the two-level SDXL UNet below in the names of the original repository.
 SGM = {
     "down_blocks.0.resnets.1": "input_blocks_2_0",
@@ -74,19 +74,19 @@ def torch_pipeline(family, folder):
 
 
 def random_factors(pipeline, targets, seed=0):
-    """{(part, layer): (down, up)} of all layers whose name ends with a target."""
+    """{(component, layer): (down, up)} of all layers whose name ends with a target."""
     generator = torch.Generator().manual_seed(seed)
     factors = {}
-    for part in PARTS:
-        if (model := getattr(pipeline, part, None)) is None:
+    for component in COMPONENTS:
+        if (model := getattr(pipeline, component, None)) is None:
             continue
         for layer, module in model.named_modules():
-            if not f".{layer}".endswith(tuple(f".{t}" for t in targets[part])):
+            if not f".{layer}".endswith(tuple(f".{t}" for t in targets[component])):
                 continue
             out, num_in, *kernel = module.weight.shape
             shapes = (RANK, num_in, *kernel), (out, RANK, *(1 for _ in kernel))
             down, up = (torch.randn(shape, generator=generator) / 4 for shape in shapes)
-            factors[part, layer] = down, up
+            factors[component, layer] = down, up
     return factors
 
 
@@ -96,11 +96,11 @@ def all_targets(unet, text=TEXT_TARGETS):
 
 def peft_file(path, factors, alpha):
     tensors, settings = {}, {}
-    for (part, layer), (down, up) in factors.items():
-        tensors[f"{part}.{layer}.lora_A.weight"] = down
-        tensors[f"{part}.{layer}.lora_B.weight"] = up
-        settings |= {f"{part}.r": RANK, f"{part}.lora_alpha": alpha}
-        targets = settings.setdefault(f"{part}.target_modules", [])
+    for (component, layer), (down, up) in factors.items():
+        tensors[f"{component}.{layer}.lora_A.weight"] = down
+        tensors[f"{component}.{layer}.lora_B.weight"] = up
+        settings |= {f"{component}.r": RANK, f"{component}.lora_alpha": alpha}
+        targets = settings.setdefault(f"{component}.target_modules", [])
         targets.append(layer)
     save_file(tensors, path, metadata={"lora_adapter_metadata": json.dumps(settings)})
 
@@ -108,29 +108,33 @@ def peft_file(path, factors, alpha):
 def diffusers_file(path, factors):
     """The layout of diffusers 0.14 to 0.20; alpha is the rank."""
     tensors = {}
-    for (part, layer), pair in factors.items():
+    for (component, layer), pair in factors.items():
         for direction, tensor in zip(("down", "up"), pair):
-            if part == "unet":
+            if component == "unet":
                 block, _, name = layer.removesuffix(".0").rpartition(".")
                 name = f"unet.{block}.processor.{name}_lora.{direction}.weight"
             else:
-                name = f"{part}.{layer}.lora_linear_layer.{direction}.weight"
+                name = f"{component}.{layer}.lora_linear_layer.{direction}.weight"
             tensors[name] = tensor
     save_file(tensors, path)
 
 
+def sgm_names(layer):
+    """(block, layer in it) in the names of the original repository; None without such a block."""
+    if block := next((b for b in SGM if layer.startswith(b)), None):
+        rest = layer.removeprefix(block).strip(".")
+        return SGM[block], SGM_LAYERS.get(rest, rest)
+
+
 def kohya_file(path, factors, alpha, sgm=False):
     tensors = {}
-    for (part, layer), (down, up) in factors.items():
+    for (component, layer), (down, up) in factors.items():
         name = layer.replace(".", "_")
-        if sgm and part == "unet":
-            block = next((b for b in SGM if layer.startswith(b)), None)
-            if block is None:
+        if sgm and component == "unet":
+            if not (names := sgm_names(layer)):
                 continue
-            rest = layer.removeprefix(block).strip(".")
-            rest = SGM_LAYERS.get(rest, rest)
-            name = "_".join(filter(None, (SGM[block], rest.replace(".", "_"))))
-        prefix = "lora_te" if part == "text_encoder" and not sgm else PARTS[part]
+            name = "_".join(filter(None, names)).replace(".", "_")
+        prefix = "lora_te" if component == "text_encoder" and not sgm else COMPONENTS[component]
         tensors[f"{prefix}_{name}.lora_down.weight"] = down
         tensors[f"{prefix}_{name}.lora_up.weight"] = up
         tensors[f"{prefix}_{name}.alpha"] = torch.tensor(alpha)
@@ -140,11 +144,11 @@ def kohya_file(path, factors, alpha, sgm=False):
 
 def assert_params_are(pipeline, params):
     """Our parameters equal the parameters of a PyTorch pipeline, whose LoRA is fused."""
-    for part in PARTS:
-        if (model := getattr(pipeline, part, None)) is None:
+    for component in COMPONENTS:
+        if (model := getattr(pipeline, component, None)) is None:
             continue
         expected = {name: x.numpy() for name, x in model.state_dict().items()}
-        for key, x in flatten_dict(params[part], sep="/").items():
+        for key, x in flatten_dict(params[component], sep="/").items():
             name, x = flax_to_torch(key, np.asarray(x))
             name = name if name in expected else name.removeprefix("text_model.")
             np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=2e-6, err_msg=name)
@@ -178,19 +182,15 @@ def test_names_of_comfyui(models, tmp_path):
     """The updates of the same factors in kohya's file, which PyTorch reads too."""
     factors = random_factors(torch_pipeline("xl", models["xl"]), all_targets(TARGETS))
     kohya_file(tmp_path / "kohya.safetensors", factors, alpha=2, sgm=True)
-    tensors, blocks = {}, {block: name.replace("_", ".") for block, name in SGM.items()}
-    blocks = {block: re.sub("^(input|output|middle).", r"\1_", x) for block, x in blocks.items()}
-    encoders = {"text_encoder": "clip_l", "text_encoder_2": "clip_g"}
-    for (part, layer), pair in factors.items():
-        block = next((b for b in SGM if layer.startswith(b)), None)
-        if part == "unet" and block is None:
-            continue
+    tensors, encoders = {}, {"text_encoder": "clip_l", "text_encoder_2": "clip_g"}
+    for (component, layer), pair in factors.items():
         inner = layer.removeprefix("text_model.")  # as transformers may or may not name it
-        name = f"text_encoders.{encoders.get(part)}.transformer.text_model.{inner}"
-        if part == "unet":
-            rest = layer.removeprefix(block).strip(".")
-            rest = SGM_LAYERS.get(rest, rest)
-            name = ".".join(filter(None, ("diffusion_model", blocks[block], rest)))
+        name = f"text_encoders.{encoders.get(component)}.transformer.text_model.{inner}"
+        if component == "unet":
+            if not (names := sgm_names(layer)):
+                continue
+            block = re.sub(r"^(input|output|middle)\.", r"\1_", names[0].replace("_", "."))
+            name = ".".join(filter(None, ("diffusion_model", block, names[1])))
         tensors |= {f"{name}.lora_{way}.weight": x for way, x in zip(("down", "up"), pair)}
         tensors[f"{name}.alpha"] = torch.tensor(2.0)
     save_file(tensors, tmp_path / "comfyui.safetensors")
@@ -223,27 +223,29 @@ def test_every_dtype_and_file(tmp_path, name):
 def test_each_layer_has_its_own_alpha(models, tmp_path):
     """Closed form: (alpha / rank) B A, and B A without alpha, which diffusers 0.42 gets wrong."""
     theirs, file = torch_pipeline("sd", models["sd"]), tmp_path / "lora.safetensors"
-    before = {part: getattr(theirs, part).state_dict() for part in ("unet", "text_encoder")}
+    before = {
+        component: getattr(theirs, component).state_dict() for component in ("unet", "text_encoder")
+    }
     factors = random_factors(theirs, all_targets(TARGETS))
     kohya_file(file, factors, alpha=1.0)
     tensors = load_file(file)
     alphas = dict(zip(factors, itertools.cycle((1.0, 2.0, 4.0, None))))
-    for (part, layer), alpha in alphas.items():
-        prefix = "lora_te" if part == "text_encoder" else PARTS[part]
+    for (component, layer), alpha in alphas.items():
+        prefix = "lora_te" if component == "text_encoder" else COMPONENTS[component]
         name = f"{prefix}_{layer.replace('.', '_')}.alpha"
         tensors[name] = torch.tensor(alpha or 0.0)
         if alpha is None:
             del tensors[name]
     save_file(tensors, file)
     _, params = FlaxDiffusionPipeline.from_pretrained(models["sd"], lora=[str(file)])
-    for (part, layer), alpha in alphas.items():
-        down, up = (x.numpy() for x in factors[part, layer])
+    for (component, layer), alpha in alphas.items():
+        down, up = (x.numpy() for x in factors[component, layer])
         update = np.tensordot(up.reshape(len(up), RANK), down, 1) * ((alpha or RANK) / RANK)
-        prefix = "text_model." if part == "text_encoder" else ""
+        prefix = "text_model." if component == "text_encoder" else ""
         key, expected = torch_to_flax(
-            f"{prefix}{layer}.weight", before[part][f"{layer}.weight"].numpy() + update
+            f"{prefix}{layer}.weight", before[component][f"{layer}.weight"].numpy() + update
         )
-        found = flatten_dict(params[part], sep="/")[key]
+        found = flatten_dict(params[component], sep="/")[key]
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6, err_msg=key)
 
 

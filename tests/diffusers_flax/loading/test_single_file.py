@@ -88,8 +88,8 @@ def make_file(tmp_path, family, variance=True):
     return f"StableDiffusion{kind}Pipeline", folder, file
 
 
-def torch_parts(pipeline):
-    """{part: its state dict} of a PyTorch pipeline."""
+def torch_components(pipeline):
+    """{component: its state dict} of a PyTorch pipeline."""
     modules = {name: x for name, x in pipeline.components.items() if isinstance(x, torch.nn.Module)}
     return {name: module.state_dict() for name, module in modules.items()}
 
@@ -105,11 +105,13 @@ def test_weights_of_every_family(tmp_path, family):
     assert equal_trees(params, expected)
     assert pipeline.unet == expected_pipeline.unet
     assert pipeline.scheduler.config == expected_pipeline.scheduler.config
-    theirs = torch_parts(getattr(diffusers, kind).from_single_file(str(file), config=str(folder)))
-    directory = torch_parts(getattr(diffusers, kind).from_pretrained(folder))
+    theirs = torch_components(
+        getattr(diffusers, kind).from_single_file(str(file), config=str(folder))
+    )
+    directory = torch_components(getattr(diffusers, kind).from_pretrained(folder))
     assert theirs.keys() == directory.keys() == params.keys() - {"scheduler"}
-    for part, state in directory.items():
-        assert all((theirs[part][name] == x).all() for name, x in state.items())
+    for component, state in directory.items():
+        assert all((theirs[component][name] == x).all() for name, x in state.items())
 
 
 def open_single_file(kind, file, folder):
@@ -237,7 +239,7 @@ def test_averages_and_half_precision(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_parts_alone(tmp_path, caplog):
+def test_components_alone(tmp_path, caplog):
     """A UNet without prefix, with diffusers' names, and a VAE with and without records around."""
     folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4, unet_channels=LEVELS)
     expected = {
@@ -248,8 +250,8 @@ def test_parts_alone(tmp_path, caplog):
     unet = {n.removeprefix(prefix): x for n, x in original_layout(folder, ["unet"]).items()}
     state, config = read_directory(folder, "vae")
     vae = vae_layout(state, len(config["block_out_channels"]))
-    of_part = {"unet": FlaxUNet2DConditionModel, "vae": FlaxAutoencoderKL}
-    for part, name, tensors in (
+    of_component = {"unet": FlaxUNet2DConditionModel, "vae": FlaxAutoencoderKL}
+    for component, name, tensors in (
         ("unet", "unet.safetensors", unet),
         ("unet", "prefixed.ckpt", original_layout(folder, ["unet"])),
         ("unet", "diffusers.safetensors", read_directory(folder, "unet")[0]),
@@ -259,16 +261,18 @@ def test_parts_alone(tmp_path, caplog):
         ("vae", "diffusers.ckpt", state),
     ):
         file = write_single_file(tmp_path / name, {k: x.contiguous() for k, x in tensors.items()})
-        for configs in (folder, folder / part):
-            assert equal_trees(of_part[part].from_single_file(file, configs)[1], expected[part])
-        if part == "unet":
+        for configs in (folder, folder / component):
+            assert equal_trees(
+                of_component[component].from_single_file(file, configs)[1], expected[component]
+            )
+        if component == "unet":
             _, params = FlaxDiffusionPipeline.from_pretrained(folder, unet=str(file))
             assert equal_trees(params["unet"], expected["unet"])
     assert not caplog.messages
 
 
 @pytest.mark.slow
-def test_a_missing_part_is_the_configs(tmp_path, caplog):
+def test_a_missing_component_is_the_configs(tmp_path, caplog):
     """PyTorch takes a text encoder so, and asks for the VAE."""
     folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4)
     tensors = original_layout(folder, ["unet", "text_encoder"])
@@ -277,7 +281,7 @@ def test_a_missing_part_is_the_configs(tmp_path, caplog):
     _, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
     assert equal_trees(params["vae"], FlaxAutoencoderKL.from_pretrained(folder / "vae")[1])
     assert caplog.messages == [
-        f"{file} has tensors of no part, which are not read: other.part",
+        f"{file} has tensors of no component, which are not read: other.part",
         f"{file} has no vae: it is read from {folder}",
         f"{file} has tensors that FlaxUNet2DConditionModel lacks, which are not read: "
         "model/diffusion_model/more/scale",
@@ -490,7 +494,7 @@ def test_configs_of_another_family(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_part_of_another_family(tmp_path, capsys):
+def test_a_component_of_another_family(tmp_path, capsys):
     """Of a UNet's file the width of the text tells it."""
     folder = make_tiny_xl(tmp_path / "xl")
     other = make_tiny_pipeline(tmp_path / "other", in_channels=4)
