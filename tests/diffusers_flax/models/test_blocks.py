@@ -104,7 +104,7 @@ def test_gated_gelu():
     )
 
 
-def test_bfloat16_goes_in_and_comes_out():
+def test_bfloat16_inputs_and_results():
     """The result is float32's, rounded once; gradients have their arguments' dtypes."""
     x, scale, bias = jnp.asarray(random_normal(2, 8, 64), jnp.bfloat16), jnp.ones(64), jnp.zeros(64)
     norms = {
@@ -442,7 +442,7 @@ def test_a_parameter_of_another_shape_is_refused(layer):
         layer.apply({"params": params}, x)
 
 
-def test_given_parameters_are_not_initialized():
+def test_calls_do_not_trace_initializers():
     """Tracing initial values would take a third of the time of tracing SDXL's UNet."""
 
     def refuse(*args):

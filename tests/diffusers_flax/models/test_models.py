@@ -32,6 +32,12 @@ SD1_BLOCKS = dict(
     block_out_channels=(32, 64, 96),
     cross_attention_dim=24,
 )
+SDXL = dict(
+    attention_head_dim=(2, 4, 6),
+    use_linear_projection=True,
+    addition_embed_type="text_time",
+    addition_time_embed_dim=8,
+)
 # name: (config of both, batch, height, width)
 UNETS = {
     "instruct-pix2pix": (dict(attention_head_dim=8, in_channels=8), 3, 16, 8),
@@ -63,14 +69,11 @@ UNETS = {
         8,
     ),
     "sdxl base": (
-        dict(
+        SDXL
+        | dict(
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
             up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            attention_head_dim=(2, 4, 6),
             transformer_layers_per_block=(1, 2, 3),
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
             projection_class_embeddings_input_dim=20 + 6 * 8,
         ),
         2,
@@ -78,14 +81,11 @@ UNETS = {
         24,
     ),
     "sdxl refiner": (
-        dict(
+        SDXL
+        | dict(
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            attention_head_dim=(2, 4, 6),
             transformer_layers_per_block=2,
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
             projection_class_embeddings_input_dim=20 + 5 * 8,
         ),
         1,
@@ -93,14 +93,6 @@ UNETS = {
         8,
     ),
 }
-
-
-TWO_LEVELS = dict(
-    block_out_channels=(32, 64),
-    down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    layers_per_block=1,
-)
 
 
 def error(ours, theirs):
@@ -215,7 +207,14 @@ def test_unet_takes_scalar_timestep_tuple_output_and_residuals():
 
 @pytest.mark.slow
 def test_unet_gradients_equal_pytorch_and_checkpointing_recomputes():
-    theirs, ours, params = unet_pair(TWO_LEVELS | dict(attention_head_dim=4))
+    two_levels = dict(
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1,
+        attention_head_dim=4,
+    )
+    theirs, ours, params = unet_pair(two_levels)
     (x, t, text), _ = unet_inputs(ours, 2, 8, 8)
     target = torch.randn(2, 4, 8, 8)
     torch.nn.functional.mse_loss(theirs(x, t, text).sample, target).backward()

@@ -110,7 +110,7 @@ def test_unet_is_that_of_pytorch_with_layerwise_casting(tmp_path):
         )
     )
     added = {"text_embeds": pooled, "time_ids": ids}
-    found = ours.apply({"params": params}, x, 500, text, added).sample
+    found = jax.jit(ours.apply)({"params": params}, x, 500, text, added).sample
     with torch.no_grad():
         added = {name: torch.from_numpy(y) for name, y in added.items()}
         arguments = torch.from_numpy(x), torch.tensor(500), torch.from_numpy(text)

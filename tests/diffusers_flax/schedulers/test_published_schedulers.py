@@ -160,7 +160,7 @@ def test_unused_keywords_are_returned(tmp_path):
 
 
 @pytest.mark.parametrize("through_files", [False, True])
-def test_options_of_other_classes_are_carried_as_in_diffusers(tmp_path, through_files):
+def test_options_of_other_classes_are_kept_as_in_diffusers(tmp_path, through_files):
     """Stable Diffusion 1.5's PNDM file says clip_sample=False, which only DDIM and DDPM read."""
     published = STABLE_DIFFUSION | {
         "_class_name": "PNDMScheduler",
@@ -201,7 +201,7 @@ def test_options_of_other_classes_are_carried_as_in_diffusers(tmp_path, through_
     np.testing.assert_allclose(y, x.numpy(), rtol=1e-5, atol=1e-5)
 
 
-def test_carried_options_do_not_act():
+def test_options_of_other_classes_have_no_effect():
     """Euler-ancestral has no final_sigmas_type, LMS no sigma_max, Euler no clip_sample."""
     config = STABLE_DIFFUSION | {"clip_sample": True, "set_alpha_to_one": False}
     config |= {"final_sigmas_type": "sigma_min", "use_karras_sigmas": True, "sigma_max": 5.0}
@@ -253,7 +253,7 @@ def test_outputs_and_states_have_the_published_names(name):
 
 
 @pytest.mark.parametrize("name", ["ddpm", "ddim", "euler", "euler_ancestral"])
-def test_steps_are_chosen_by_the_timestep_and_can_be_repeated(name):
+def test_steps_follow_the_timestep_and_can_be_repeated(name):
     """Scripts drop the returned state, go back, or begin in the middle."""
     scheduler, start = make_scheduler(name, STABLE_DIFFUSION | BASE[name] | {"steps_offset": 1})
     start = scheduler.set_timesteps(start, 10, SHAPE)
@@ -269,7 +269,7 @@ def test_steps_are_chosen_by_the_timestep_and_can_be_repeated(name):
 
 
 @pytest.mark.parametrize("name", ["euler", "lms", "dpmsolver++"])
-def test_rounded_timesteps_are_told_apart_by_the_count(name):
+def test_rounded_timesteps_are_told_apart_by_step_index(name):
     """Published pipelines cut Euler's fractional timesteps to integers."""
     config = STABLE_DIFFUSION | {"use_karras_sigmas": True}
     scheduler, state = make_scheduler(name, config)
@@ -416,7 +416,7 @@ def test_ddpm_with_learned_variance_matches_pytorch(kind, monkeypatch):
         scheduler.step(state, jnp.asarray(START), 5, jnp.asarray(START), jax.random.key(0))
 
 
-def test_ddpm_takes_the_logarithm_of_the_large_variance_back():
+def test_ddpm_exponentiates_the_logarithm_of_the_variance():
     """PyTorch's step takes the root of the logarithm, which is not a number."""
     log = STABLE_DIFFUSION | {"variance_type": "fixed_large_log"}
     large = STABLE_DIFFUSION | {"variance_type": "fixed_large"}

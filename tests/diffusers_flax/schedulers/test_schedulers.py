@@ -220,7 +220,7 @@ def test_chosen_timesteps_match_pytorch(name, monkeypatch):
         )
 
 
-def test_chosen_timesteps_that_do_not_fit():
+def test_chosen_timesteps_that_are_refused():
     for name, timesteps, reason in (
         ("ddim", [999, 499], "cannot be chosen with FlaxDDIMScheduler; take another scheduler"),
         ("lms", [999, 499], "cannot be chosen with FlaxLMSDiscreteScheduler"),
@@ -273,7 +273,7 @@ def test_noise_schedules_match_pytorch():
     assert common.alphas_cumprod[-1] == 0  # zero terminal SNR is exactly that
 
 
-def test_trailing_visits_as_many_timesteps_as_asked():
+def test_trailing_has_as_many_timesteps_as_steps():
     # NumPy's arange, and PyTorch's schedulers with it, gives one too many for some counts.
     for num_steps in (61, 103, 121, 999, 1000):
         scheduler = FlaxDDIMScheduler(timestep_spacing="trailing")
@@ -312,7 +312,7 @@ def test_compiled_loop_matches_eager_steps(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_bfloat16_samples_keep_their_type_and_the_state_its_own(name):
+def test_samples_and_states_keep_their_dtypes(name):
     scheduler = SCHEDULERS[name](dtype=jnp.bfloat16, **STABLE_DIFFUSION, **BASE[name])
     state = scheduler.set_timesteps(scheduler.create_state(), 4, SHAPE)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(state)}
@@ -369,7 +369,7 @@ def test_add_noise_and_velocity_match_pytorch(name):
 @pytest.mark.variants
 @pytest.mark.parametrize("name", ["euler", "dpmsolver++"])
 @pytest.mark.parametrize("num_steps, first_step", [(50, 47), (10, 3), (50, 46), (50, 49), (75, 73)])
-def test_add_noise_takes_the_current_steps_own_level(name, num_steps, first_step):
+def test_add_noise_uses_the_current_steps_level(name, num_steps, first_step):
     """Some Karras steps of DPM-Solver share a timestep: 47 and 48 of 50, 73 and 74 of 75."""
     config = STABLE_DIFFUSION | {"use_karras_sigmas": True}
     scheduler, start = make_scheduler(name, config)
@@ -431,7 +431,7 @@ def test_files_go_through_pytorch_and_back(name, tmp_path):
     assert again.config.prediction_type == "v_prediction"
 
 
-def test_one_schedulers_options_build_another_as_in_diffusers(tmp_path):
+def test_configs_of_other_schedulers_are_read_as_in_diffusers(tmp_path):
     # Stable Diffusion 1.5's file: written before timestep_spacing, which Euler defaults otherwise.
     published = {
         "_class_name": "PNDMScheduler",
@@ -466,7 +466,7 @@ def test_one_schedulers_options_build_another_as_in_diffusers(tmp_path):
 @pytest.mark.variants
 @pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")  # as above
 @pytest.mark.parametrize("own", sorted(REPLACEABLE))
-def test_another_scheduler_takes_the_place_of_one_without_flax_class(own, tmp_path, monkeypatch):
+def test_schedulers_without_a_flax_class_can_be_replaced(own, tmp_path, monkeypatch):
     """With the numbers of PyTorch's classes for its config, also in training."""
     options = {"clip_sample": False, "skip_prk_steps": True, "prediction_type": "v_prediction"}
     config = STABLE_DIFFUSION | options
@@ -609,7 +609,7 @@ def test_damaged_options_are_refused_by_name(tmp_path, name, value):
         assert str(error.value).startswith(f"scheduler_config.json of {tmp_path}: ")
 
 
-def test_numbers_of_another_type_are_taken():
+def test_numbers_of_another_type_are_converted():
     options = {"num_train_timesteps": 1000.0, "steps_offset": 1.0, "clip_sample": 0}
     plain = {"num_train_timesteps": 1000, "steps_offset": 1, "clip_sample": False}
     scheduler = FlaxDDIMScheduler(**options)
@@ -617,7 +617,7 @@ def test_numbers_of_another_type_are_taken():
     assert [type(scheduler.config[name]) for name in options] == [int, int, bool]
 
 
-def test_bad_input_is_refused_with_the_way_out(tmp_path):
+def test_bad_input_is_refused_with_a_remedy(tmp_path):
     ddim, dpm = FlaxDDIMScheduler(), FlaxDPMSolverMultistepScheduler()
     state, x = ddim.create_state(), jnp.asarray(START)
     with pytest.raises(ValueError, match=r"sigma_min=9\.0 must be below sigma_max=0\.1"):
