@@ -143,119 +143,79 @@ class AttentionBlock(nn.Module):
 
 
 class MidBlock(nn.Module):
-    """Two residual blocks, with self-attention between them if add_attention."""
+    """Two residual blocks, with self-attention between them unless attention is None."""
 
-    out_channels: int
-    num_groups: int
-    add_attention: bool
-    dtype: DTypeLike
-    rows_axis: str | tuple | None = None
+    resnet: partial
+    attention: partial | None
 
     @nn.compact
     def __call__(self, x):
-        resnet = (self.out_channels, self.num_groups, 1e-6, self.dtype, self.rows_axis)
-        x = ResnetBlock2D(*resnet, name="resnets_0")(x)
-        if self.add_attention:
-            attend = (self.num_groups, self.dtype, self.rows_axis)
-            x = AttentionBlock(*attend, name="attentions_0")(x)
-        return ResnetBlock2D(*resnet, name="resnets_1")(x)
+        channels = x.shape[-1]
+        x = self.resnet(channels, name="resnets_0")(x)
+        if self.attention is not None:
+            x = self.attention(name="attentions_0")(x)
+        return self.resnet(channels, name="resnets_1")(x)
 
 
 class LevelBlock(nn.Module):
-    """The residual blocks of one resolution, then down- or upsampling."""
+    """The residual blocks of one level, then down- or upsampling unless resample is None."""
 
     out_channels: int
     num_layers: int
-    num_groups: int
-    dtype: DTypeLike
-    downsample: bool = False
-    upsample: bool = False
-    rows_axis: str | tuple | None = None
+    resnet: partial
+    resample: partial | None
 
     @nn.compact
     def __call__(self, x):
-        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
         for i in range(self.num_layers):
-            resnet = (self.out_channels, self.num_groups, 1e-6)
-            x = ResnetBlock2D(*resnet, name=f"resnets_{i}", **options)(x)
-        if self.downsample:
-            padding = ((0, 1), (0, 1))
-            x = Downsample2D(self.out_channels, padding, name="downsamplers_0", **options)(x)
-        if self.upsample:
-            x = Upsample2D(self.out_channels, name="upsamplers_0", **options)(x)
-        return x
+            x = self.resnet(self.out_channels, name=f"resnets_{i}")(x)
+        return x if self.resample is None else self.resample(self.out_channels)(x)
 
 
-class Encoder(nn.Module):
-    """Images (B, H, W, 3) to moments before quant_conv, (B, h, w, 2 * latent_channels)."""
-
-    latent_channels: int
-    block_out_channels: tuple
-    layers_per_block: int
-    num_groups: int
-    mid_block_add_attention: bool
-    dtype: DTypeLike
-    rows_axis: str | tuple | None = None
-
-    @nn.compact
-    def __call__(self, x):
-        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
-        x = Conv(self.block_out_channels[0], name="conv_in", **options)(x)
-        last = len(self.block_out_channels) - 1
-        for i, width in enumerate(self.block_out_channels):
-            x = LevelBlock(
-                width,
-                self.layers_per_block,
-                self.num_groups,
-                downsample=i < last,
-                name=f"down_blocks_{i}",
-                **options,
-            )(x)
-        x = MidBlock(
-            self.block_out_channels[-1],
-            self.num_groups,
-            self.mid_block_add_attention,
-            name="mid_block",
-            **options,
-        )(x)
-        x = GroupNorm(self.num_groups, 1e-6, activate=True, name="conv_norm_out", **options)(x)
-        return Conv(2 * self.latent_channels, name="conv_out", **options)(x)
-
-
-class Decoder(nn.Module):
-    """Latents after post_quant_conv, (B, h, w, latent_channels), to images (B, H, W, 3)."""
+class Coder(nn.Module):
+    """Base of Encoder and Decoder; the partials are constructors of their layers."""
 
     out_channels: int
     block_out_channels: tuple
-    layers_per_block: int
-    num_groups: int
-    mid_block_add_attention: bool
-    dtype: DTypeLike
-    rows_axis: str | tuple | None = None
+    num_layers: int  # of each level
+    conv: partial
+    resnet: partial
+    mid_block: partial
+    norm: partial
+    resample: partial
+
+    def level(self, i, width, name):
+        """Level i, of this width, in the order of the levels' execution."""
+        resample = self.resample if i < len(self.block_out_channels) - 1 else None
+        return LevelBlock(width, self.num_layers, self.resnet, resample, name=f"{name}_{i}")
+
+    def head(self, x):
+        """Norm, SiLU and the last convolution."""
+        x = self.norm(name="conv_norm_out")(x)
+        return self.conv(self.out_channels, name="conv_out")(x)
+
+
+class Encoder(Coder):
+    """Images (B, H, W, 3) to moments before quant_conv, (B, h, w, 2 * latent_channels)."""
 
     @nn.compact
     def __call__(self, x):
-        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
-        x = Conv(self.block_out_channels[-1], name="conv_in", **options)(x)
-        x = MidBlock(
-            self.block_out_channels[-1],
-            self.num_groups,
-            self.mid_block_add_attention,
-            name="mid_block",
-            **options,
-        )(x)
-        last = len(self.block_out_channels) - 1
+        x = self.conv(self.block_out_channels[0], name="conv_in")(x)
+        for i, width in enumerate(self.block_out_channels):
+            x = self.level(i, width, "down_blocks")(x)
+        return self.head(self.mid_block(name="mid_block")(x))
+
+
+class Decoder(Coder):
+    """Latents after post_quant_conv, (B, h, w, latent_channels), to images (B, H, W, 3)."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.conv(self.block_out_channels[-1], name="conv_in")(x)
+        x = self.mid_block(name="mid_block")(x)
         for i, width in enumerate(reversed(self.block_out_channels)):
-            x = LevelBlock(
-                width,
-                self.layers_per_block + 1,
-                self.num_groups,
-                upsample=i < last,
-                name=f"up_blocks_{i}",
-                **options,
-            )(x)
-        x = GroupNorm(self.num_groups, 1e-6, activate=True, name="conv_norm_out", **options)(x)
-        return Conv(self.out_channels, name="conv_out", **options)(x)
+            x = self.level(i, width, "up_blocks")(x)
+        return self.head(x)
 
 
 class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
@@ -310,15 +270,30 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
                     f"VAE block types {list(types)} are not supported, only {known} is"
                 )
         options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
-        shared = dict(
-            block_out_channels=tuple(self.block_out_channels),
-            layers_per_block=self.layers_per_block,
-            num_groups=self.norm_num_groups,
-            mid_block_add_attention=self.mid_block_add_attention,
-            **options,
+        groups = {"num_groups": self.norm_num_groups, **options}
+        resnet = partial(ResnetBlock2D, epsilon=1e-6, **groups)
+        attend = partial(AttentionBlock, **groups) if self.mid_block_add_attention else None
+        layers = dict(
+            conv=partial(Conv, **options),
+            resnet=resnet,
+            mid_block=partial(MidBlock, resnet, attend),
+            norm=partial(GroupNorm, epsilon=1e-6, activate=True, **groups),
         )
-        self.encoder = Encoder(self.latent_channels, **shared)
-        self.decoder = Decoder(self.out_channels, **shared)
+        downsample = partial(Downsample2D, padding=((0, 1), (0, 1)), **options)
+        self.encoder = Encoder(
+            2 * self.latent_channels,
+            tuple(self.block_out_channels),
+            self.layers_per_block,
+            resample=partial(downsample, name="downsamplers_0"),
+            **layers,
+        )
+        self.decoder = Decoder(
+            self.out_channels,
+            tuple(self.block_out_channels),
+            self.layers_per_block + 1,
+            resample=partial(Upsample2D, name="upsamplers_0", **options),
+            **layers,
+        )
         if self.use_quant_conv:
             self.quant_conv = Conv(2 * self.latent_channels, 1, **options)
         if self.use_post_quant_conv:
