@@ -320,7 +320,7 @@ def test_refuses_masks_and_positions_of_other_shapes(folder, shape):
 
 
 def test_one_row_of_mask_or_positions_serves_all(folder):
-    """Against PyTorch with a row per prompt, as it takes no mask of one row."""
+    """PyTorch gets a row per prompt, as it takes no mask of one row."""
     path, torch_class = folder
     theirs = torch_class.from_pretrained(path, attn_implementation="eager").eval()
     ours = CLASSES[torch_class].from_pretrained(path)
@@ -338,7 +338,7 @@ def test_one_row_of_mask_or_positions_serves_all(folder):
 
 
 def test_the_content_of_a_config_file(model):
-    """The content serves as the config; transformers' config is made at the first access."""
+    """It serves as the config; transformers' config is made at the first access."""
     bare = FlaxCLIPTextModel.from_config(CONFIG, dtype=jnp.bfloat16, output_hidden_states=True)
     assert bare.module.dtype == jnp.bfloat16
     assert bare(IDS, params=model.params).hidden_states is not None

@@ -82,7 +82,7 @@ def theirs_of(torch_class, folder):
 
 
 def assert_same_output(ours, theirs):
-    """All entries within 2e-4, lists of them too."""
+    """Entries, also in tuples, agree within 2e-4."""
     assert list(ours.keys()) == list(theirs.keys())
     for name, value in ours.items():
         if isinstance(value, dict):
@@ -119,7 +119,7 @@ def test_texts_and_images_equal_pytorch(folder):
 
 @pytest.mark.slow
 def test_images_equal_pytorch(folder, tmp_path):
-    """Of a vision model's own directory, with its prefix and without, and of a complete model's."""
+    """From an image encoder's directory, with prefix and without, and from a complete model's."""
     theirs = theirs_of(CLIPVisionModel, folder)
     expected = theirs(torch.tensor(PIXELS), **ALL)
     theirs.save_pretrained(tmp_path / "own")  # transformers 5: without the prefix
@@ -144,7 +144,7 @@ def test_images_equal_pytorch(folder, tmp_path):
     ],
 )
 def test_text_model_of_a_complete_model(folder, torch_class, ours, tmp_path):
-    """As the examples of transformers 4.57 open the complete CLIP."""
+    """transformers 4.57's examples open the complete CLIP like this."""
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["projection_dim"] = 8
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -176,7 +176,7 @@ def test_pytorch_opens_what_it_writes(folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("has_dicts", [True, False])
 def test_config_of_openai(tmp_path, caplog, has_dicts):
-    """Its towers have entries of no effect, and stand twice in some files."""
+    """It has entries without effect, and its encoders' configs are in some files twice."""
     folder = make_clip(tmp_path, {})
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     tensors["text_model.embeddings.position_ids"] = torch.arange(6)[None]

@@ -58,7 +58,7 @@ CONFIGS = {
 
 
 def pair(seed=0, **config):
-    """PyTorch's class with random weights, zero convolutions too, ours and its parameters."""
+    """(PyTorch's model, random also in zero convolutions; our module; its parameters)."""
     torch.manual_seed(seed)
     config = SD1 | config
     theirs = ControlNetModel(**config).eval()
@@ -84,7 +84,7 @@ def inputs_of(module, batch, height, width):
 
 
 def check_equal(ours, theirs, tolerance=TOLERANCE):
-    """Residuals, channels-last here, within a share of PyTorch's largest value of each."""
+    """Our residuals, channels-last, differ by less than tolerance times PyTorch's largest value."""
     ours, theirs = ([*down, middle] for down, middle in (ours, theirs))
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs):
@@ -236,7 +236,7 @@ def test_wrong_inputs():
 
 @pytest.mark.slow
 def test_parameter_tree_is_the_published_one():
-    """Of the class's default config with the text states of Stable Diffusion 1.5."""
+    """With the default config and Stable Diffusion 1.5's text states."""
     found = FlaxControlNetModel(cross_attention_dim=768)._param_shapes()
     published = json.loads((ROOT / "tests" / "published_flax_param_shapes.json").read_text())
     unet = {key: tuple(shape) for key, shape in published["sd15_unet"].items()}

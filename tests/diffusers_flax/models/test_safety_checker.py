@@ -192,7 +192,7 @@ def test_files_of_pytorch_and_the_hub(theirs, ours, features, tmp_path):
 
 
 def test_published_tree_and_config():
-    """config.json of the hub's checkers: a second dict of the same entries, unknown keys."""
+    """The hub's config.json has vision_config_dict and unknown keys."""
     vision = dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=16)
     vision |= dict(num_hidden_layers=1, patch_size=14)
     config = dict(

@@ -31,7 +31,7 @@ STORED = re.compile(
 
 
 def dequantized(params, storage, dtype):
-    """Parameters as a layer sees them after its cast, by NumPy."""
+    """Parameters after a layer's cast, by NumPy."""
     found = {}
     for name, x in flatten_dict(params, sep="/").items():
         x = np.asarray(x, np.float32)
@@ -64,8 +64,8 @@ def run_pipeline(pipeline, params):
         ("xl", "float8", jnp.bfloat16),
     ],
 )
-def test_images_are_those_of_the_numbers(family, storage, dtype, tmp_path):
-    """Images of stored parameters are the images of the numbers that they stand for."""
+def test_images_equal_those_of_dequantized_parameters(family, storage, dtype, tmp_path):
+    """Stored parameters make the images of the numbers that they stand for."""
     folder = (make_tiny_pipeline if family == "edit" else make_tiny_xl)(tmp_path / "model")
     plain, params = FlaxDiffusionPipeline.from_pretrained(folder, dtype=dtype)
     exact = {
@@ -87,7 +87,7 @@ def test_images_are_those_of_the_numbers(family, storage, dtype, tmp_path):
     assert num_bytes_of_params(pipeline) == num_bytes
 
 
-def test_unet_is_that_of_pytorch_with_layerwise_casting(tmp_path):
+def test_float8_unet_equals_pytorchs_layerwise_casting(tmp_path):
     folder = make_tiny_xl(tmp_path / "model") / "unet"
     theirs = UNet2DConditionModel.from_pretrained(folder)
     kept = ("norm", "conv_in", "conv_out", "time_emb", "add_embedding", "conv_shortcut")
@@ -120,7 +120,7 @@ def test_unet_is_that_of_pytorch_with_layerwise_casting(tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """{storage: a directory that a pipeline with it has saved}; None: the one that it opened."""
+    """{storage: directory that a pipeline with it saved}; None: the original."""
     root = tmp_path_factory.mktemp("saved")
     folders = {None: make_tiny_xl(root / "model")}
     for storage in ("float8", "int8"):

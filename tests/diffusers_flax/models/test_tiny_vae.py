@@ -102,7 +102,7 @@ def test_forward_rounds_latents_to_8_bits():
 
 
 @pytest.mark.parametrize("safe_serialization", [True, False])
-def test_weights_and_config_go_there_and_back(tmp_path, safe_serialization):
+def test_files_of_pytorch_and_back(tmp_path, safe_serialization):
     theirs = torch_vae(OTHER_VALUES)
     theirs.save_pretrained(tmp_path / "theirs", safe_serialization=safe_serialization)
     module, params = FlaxAutoencoderTiny.from_pretrained(tmp_path / "theirs")
@@ -133,8 +133,8 @@ def test_published_configs_have_the_published_sizes():
     assert ours == {k: theirs[k] for k in ours}
 
 
-def test_entries_that_other_entries_decide():
-    """Pipelines read both."""
+def test_entries_that_follow_from_others():
+    """block_out_channels and force_upcast, which pipelines read."""
     stale = dict(block_out_channels=(8,), force_upcast=True)
     vae = FlaxAutoencoderTiny.from_config({**SMALL, **stale})
     assert vae.config.block_out_channels == (16, 16, 16)
