@@ -185,7 +185,7 @@ class Coder(nn.Module):
     resample: partial
 
     def level(self, i, width, name):
-        """Level i, of this width, in the order of the levels' execution."""
+        """The i-th level that runs; all but the last resample."""
         resample = self.resample if i < len(self.block_out_channels) - 1 else None
         return LevelBlock(width, self.num_layers, self.resnet, resample, name=f"{name}_{i}")
 
@@ -279,12 +279,12 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
             mid_block=partial(MidBlock, resnet, attend),
             norm=partial(GroupNorm, epsilon=1e-6, activate=True, **groups),
         )
-        downsample = partial(Downsample2D, padding=((0, 1), (0, 1)), **options)
+        padding = ((0, 1), (0, 1))
         self.encoder = Encoder(
             2 * self.latent_channels,
             tuple(self.block_out_channels),
             self.layers_per_block,
-            resample=partial(downsample, name="downsamplers_0"),
+            resample=partial(Downsample2D, padding=padding, name="downsamplers_0", **options),
             **layers,
         )
         self.decoder = Decoder(
