@@ -36,7 +36,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import jax
 from PIL import ImageOps
@@ -63,7 +62,15 @@ from editing.edits import (
 from editing.masks import check_inputs, check_masks, finish_edit, load_mask, stretch_mask
 from generating.batches import IN_FLIGHT, DeviceClock, FileWriter
 from generating.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
-from generating.flags import DeviceFlags, ProcessFlags, layout_of_flags, note_single_words, take
+from generating.flags import (
+    DeviceFlags,
+    PreviewFlags,
+    ProcessFlags,
+    SamplingFlags,
+    layout_of_flags,
+    note_single_words,
+    take,
+)
 from generating.models import ModelOptions, Sampling, load_model
 from generating.previews import preview_files
 from generating.resuming import checksum_of, id_maker, is_finished, print_continued
@@ -74,9 +81,9 @@ from generating.single_files import with_single_files
 class EditFlags:
     """What to edit and how."""
 
-    FILES = ("model", "config_name_or_path", "unet_delta", "lora", "embedding", "accelerate")
-    SAME_IMAGES = ("input", "edit", "mask", "edits_jsonl", "output", "grid", "preview")
-    SAME_IMAGES += ("preview_decoder", "batch_size", "compilation_cache_dir")
+    FILES = ("model", "config_name_or_path")
+    SAME_IMAGES = ("input", "edit", "mask", "edits_jsonl", "output", "grid", "batch_size")
+    SAME_IMAGES += ("compilation_cache_dir",)
 
     model: str  # directory, hub id or file of an InstructPix2Pix model, SD or SDXL
     # configs of a one-file model: a directory or hub id; default: its family's
@@ -92,40 +99,19 @@ class EditFlags:
     mask: tuple[str, ...] | None = None
     mask_feather: int = 0  # pixels inside of the white part, from its border, to fade the edit in
     num_inference_steps: int = 50  # denoising steps
-    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
-    # ays, the ten of Align-Your-Steps for the model's family
-    timesteps: tuple[int | Literal["ays"], ...] = ()
-    eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 7.5  # weight of the instruction, >= 0
     image_guidance_scale: float = 1.5  # similarity to the input, >= 0
     negative_prompt: str = ""  # what to avoid
     seed: int = 0  # seed of the noise
     resolution: int | None = None  # pixels, longer side; default: the model's
     exact_size: bool = False  # a program for each size; default: similar shapes share one
-    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    # how timesteps are spaced; default: the scheduler's config
-    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
-    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
-    # is a directory, hub id or file
-    unet_delta: tuple[str, ...] = ()
-    lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
-    # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
-    embedding: tuple[str, ...] = ()
-    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, fbcache, tome, int8,
-    # taesd; see docs/acceleration.md
-    accelerate: tuple[str, ...] = ()
-    # also write a preview of every N-th step, decoded by TAESD, next to each image
-    preview: int | None = None
-    # directory or hub id of the TAESD of previews; "": as for --accelerate taesd
-    preview_decoder: str = ""
     batch_size: int = 1  # images per device at once
-    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     grid: Path | None = None  # image of the first 64 edits, before and after
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
 
 @dataclass(frozen=True)
-class Config(ProcessFlags, DeviceFlags, EditFlags):
+class Config(ProcessFlags, DeviceFlags, PreviewFlags, SamplingFlags, EditFlags):
     """Flags of the script."""
 
 

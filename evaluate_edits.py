@@ -65,7 +65,7 @@ from editing.results import (
     save_results,
     tiny_vae_checksum,
 )
-from generating.flags import take
+from generating.flags import SamplingFlags, take
 from generating.models import Sampling
 from generating.single_files import with_single_files
 
@@ -76,8 +76,8 @@ FLAGS_OF_SHARDS = (
 
 
 @dataclass(frozen=True)
-class Config:
-    """Flags of the script."""
+class EvaluationFlags:
+    """Models, held-out pairs, metrics and files."""
 
     model: tuple[str, ...]  # directories, hub ids or files of InstructPix2Pix models, SD or SDXL
     # configs of one-file models: a directory or hub id; default: their family's
@@ -101,25 +101,8 @@ class Config:
     image_guidance_scale: tuple[float, ...] = (1.5,)  # similarity to the input, >= 0
     seeds: tuple[int, ...] = (0,)  # seeds of the noise
     num_inference_steps: int = 50  # denoising steps
-    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
-    # ays, the ten of Align-Your-Steps for the model's family
-    timesteps: tuple[int | Literal["ays"], ...] = ()
-    eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     resolution: int | None = None  # pixels, longer side; default: the models'
-    scheduler: str | None = None  # ddim, euler_ancestral, ...; default: each model's own
-    # how timesteps are spaced; default: the scheduler's config
-    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
-    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
-    # is a directory, hub id or file
-    unet_delta: tuple[str, ...] = ()
-    lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into all models: FILE or FILE:WEIGHT
-    # textual-inversion files or hub ids, whose token instructions may have: FILE or FILE:TOKEN
-    embedding: tuple[str, ...] = ()
-    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, fbcache, tome, int8,
-    # taesd; see docs/acceleration.md
-    accelerate: tuple[str, ...] = ()
     batch_size: int = 1  # images per device at once
-    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     # metrics
     clip_model: str = "openai/clip-vit-large-patch14"  # directory or hub id; "": no CLIP
     # what computes CLIP: flax, on the first device, or torch, on the CPU; both in float32
@@ -128,6 +111,11 @@ class Config:
     output_dir: Path = Path("evaluation")  # of results.json, the table, the curve and images
     overwrite_output_dir: bool = False  # replace earlier results in output_dir
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
+
+
+@dataclass(frozen=True)
+class Config(SamplingFlags, EvaluationFlags):
+    """Flags of the script."""
 
 
 def check_flags(config):

@@ -43,6 +43,7 @@ from generating.flags import (
     ImageFlags,
     PreviewFlags,
     ProcessFlags,
+    SamplingFlags,
     check_image_flags,
     layout_of_flags,
     list_prompts,
@@ -59,7 +60,7 @@ SOFTWARE = "sdxl_single.py"  # marks the images
 
 
 @dataclass(frozen=True)
-class Config(ProcessFlags, DeviceFlags, BatchFlags, PreviewFlags, ImageFlags):
+class Config(ProcessFlags, DeviceFlags, BatchFlags, PreviewFlags, SamplingFlags, ImageFlags):
     """Flags of generating/flags.py, and the flag of this script alone."""
 
     SAME_IMAGES = ("compilation_cache_dir",)

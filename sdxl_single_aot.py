@@ -48,6 +48,7 @@ from generating.flags import (
     DeviceFlags,
     ImageFlags,
     ProcessFlags,
+    SamplingFlags,
     check_image_flags,
     layout_of_flags,
     list_prompts,
@@ -63,7 +64,7 @@ SOFTWARE = "sdxl_single.py"  # marks the images
 
 
 @dataclass(frozen=True)
-class Config(ProcessFlags, DeviceFlags, BatchFlags, ImageFlags):
+class Config(ProcessFlags, DeviceFlags, BatchFlags, SamplingFlags, ImageFlags):
     """Flags of generating/flags.py, and the flag of this script alone."""
 
     SAME_IMAGES = ("executable_dir",)

@@ -24,10 +24,12 @@ DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
 
 @dataclass(frozen=True)
 class ImageFlags:
-    """What sdxl_single.py and sdxl_single_aot.py make. --help begins with the last base class."""
+    """What sdxl_single.py and sdxl_single_aot.py make.
 
-    FILES = ("pretrained_model_name_or_path", "config_name_or_path", "unet", "unet_delta", "lora")
-    FILES += ("embedding", "accelerate")
+    --help lists the flags of the last base class first.
+    """
+
+    FILES = ("pretrained_model_name_or_path", "config_name_or_path", "unet")
     SAME_IMAGES = ("prompt", "prompts_file", "num_images")
 
     # directory, hub id or file of an SDXL model
@@ -43,34 +45,43 @@ class ImageFlags:
     num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
     seed: int = 33  # seed of the noise
     num_inference_steps: int = 25  # denoising steps
-    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
-    # ays, the ten of Align-Your-Steps for the model's family
-    timesteps: tuple[int | Literal["ays"], ...] = ()
-    eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
     guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
     guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
     height: int | None = None  # pixels; default: the model's
     width: int | None = None  # pixels; default: the model's
-    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    # how timesteps are spaced; default: the scheduler's config
-    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
     # what the UNet predicts; default: the scheduler's config
     prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
     unet: str | None = None  # file, directory or hub id of a UNet in place of the model's
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How a model makes images, besides the flags whose defaults differ between programs."""
+
+    FILES = ("unet_delta", "lora", "embedding", "accelerate")
+
+    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
+    # ays, the ten of Align-Your-Steps for the model's family
+    timesteps: tuple[int | Literal["ays"], ...] = ()
+    eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
+    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
+    # how timesteps are spaced; default: the scheduler's config
+    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
     # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
     # is a directory, hub id or file
     unet_delta: tuple[str, ...] = ()
     lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
     # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
     embedding: tuple[str, ...] = ()
-    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
-    # int8, taesd; see docs/acceleration.md
+    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, fbcache, tome, int8,
+    # taesd, for images from text also tgate; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
+    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
 
 
 @dataclass(frozen=True)
 class PreviewFlags:
-    """Previews of the images of sdxl_single.py; its twin has none."""
+    """Previews of images."""
 
     SAME_IMAGES = ("preview", "preview_decoder")
 
@@ -89,7 +100,6 @@ class BatchFlags:
 
     latents: Path | None = None  # .npy of initial noise, (images, channels, h, w) of the latents
     batch_size: int = 1  # images per device at once
-    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
     output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
     grid: Path | None = None  # also write the first 64 images into one file
 
