@@ -195,7 +195,7 @@ def settings_of_results(config, pairs, resolution, factor):
     steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
     return {
         "num_pairs": len(pairs),
-        "num_truths": sum(pair.truth is not None for pair in pairs),
+        "num_truths": sum(pair.edited is not None for pair in pairs),
         "num_masks": sum(pair.mask is not None for pair in pairs) or None,
         "checksum of the masks": checksum_of_masks(pairs),
         "checksum of the pairs": checksum_of_pairs(pairs),

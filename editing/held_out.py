@@ -1,8 +1,8 @@
-"""Held-out pairs: images to edit with their instructions, and the results that are wanted.
+"""Held-out pairs: original images with instructions and, as far as known, edited images.
 
     pairs = pairs_of_jsonl(Path("pairs.jsonl"))
 
-They are in memory as encoded images, from a list or from parquet shards.
+They come from a list or from parquet shards; encoded images are in memory.
 """
 
 import hashlib
@@ -39,48 +39,48 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class HeldOutPair:
-    """An image to edit with its instruction, and what the result should be, as far as known.
+    """An original image, an instruction, and the edited image if it is known.
 
-    index is its place in the list, on which the noise depends; input names it in messages; images
-    are encoded. mask: white where the truth may differ from the image to edit.
+    Images are encoded. The noise depends on index, the place in the list; input names the pair in
+    messages. mask is white where the edited image may differ from the original.
     """
 
     index: int
     input: str
     instruction: str
     original: bytes
-    truth: bytes | None = None
-    input_caption: str | None = None
-    output_caption: str | None = None
+    edited: bytes | None = None
+    original_caption: str | None = None
+    edited_caption: str | None = None
     mask: bytes | None = None
 
     def size(self):
-        """(width, height) of the image to edit."""
+        """(width, height) of the original image."""
         return self._decode(self.original).size
 
     def fitted_original(self, size):
-        """The image to edit, PIL, scaled and cropped to size (width, height)."""
+        """The original image, PIL, scaled and cropped to size (width, height)."""
         return fit_image(self._decode(self.original), size)
 
-    def fitted_truth(self, size):
-        """The true result, PIL, likewise; None if unknown."""
-        return None if self.truth is None else fit_image(self._decode(self.truth), size)
+    def fitted_edited(self, size):
+        """The edited image, likewise; None if unknown."""
+        return None if self.edited is None else fit_image(self._decode(self.edited), size)
 
     def fitted_mask(self, size):
-        """The mask, PIL of mode 1, likewise; None if there is none."""
+        """The mask, PIL of mode 1, likewise, or None."""
         if self.mask is None:
             return None
         return fit_mask(read_mask_of(self.mask, f"the mask of {self.input}"), size)
 
     def check(self):
         """Raise a ValueError if an image cannot be decoded."""
-        for data in filter(None, (self.original, self.truth)):
+        for data in filter(None, (self.original, self.edited)):
             self._decode(data)
 
     def check_shape(self):
         """Raise a ValueError if the images have two aspect ratios."""
-        if self.truth is not None:
-            sizes = encoded_size(self.original), encoded_size(self.truth)
+        if self.edited is not None:
+            sizes = encoded_size(self.original), encoded_size(self.edited)
             check_one_shape(self.input, sizes[0], "its truth", sizes[1])
 
     def check_mask(self):
@@ -97,7 +97,7 @@ class HeldOutPair:
 
 
 def pairs_of_jsonl(file, max_pairs=None):
-    """Read a list of pairs; see dataloading/lists.py. Image to edit and instruction are required.
+    """Read a list of pairs; see dataloading/lists.py. Original image and instruction are required.
 
     Args:
         file: path.
@@ -265,9 +265,9 @@ def checksum_of_pairs(pairs):
     """A checksum of the pairs' images and texts."""
     total = hashlib.sha256()
     for pair in pairs:
-        texts = [pair.index, pair.instruction, pair.input_caption, pair.output_caption]
+        texts = [pair.index, pair.instruction, pair.original_caption, pair.edited_caption]
         total.update(json.dumps(texts).encode())
-        for data in (pair.original, pair.truth):
+        for data in (pair.original, pair.edited):
             total.update(hashlib.sha256(data or b"").digest())
     return total.hexdigest()[:16]
 
@@ -307,9 +307,11 @@ def left_out(pairs, clip_model):
         ValueError: nothing can be measured.
     """
     known = {
-        "truth": [pair.truth is not None for pair in pairs],
-        "both captions": [None not in (pair.input_caption, pair.output_caption) for pair in pairs],
-        "the caption of the truth": [pair.output_caption is not None for pair in pairs],
+        "truth": [pair.edited is not None for pair in pairs],
+        "both captions": [
+            None not in (pair.original_caption, pair.edited_caption) for pair in pairs
+        ],
+        "the caption of the truth": [pair.edited_caption is not None for pair in pairs],
     }
     names = {"truth": ["l1", "mse", "error_ratio"]}
     known["mask"] = [pair.mask is not None for pair in pairs]

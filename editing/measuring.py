@@ -31,15 +31,12 @@ VAE_BASELINES = ("VAE round trip of the input", "VAE round trip of the truth")
 
 @dataclass(frozen=True)
 class References:
-    """What results are compared with, and the sizes (width, height) of the edits.
+    """What results are compared with."""
 
-    features: {"original", "truth", "input_text", "output_text"}, each (n, D), NaN where unknown;
-    None without CLIP.
-    """
-
-    pairs: list
-    sizes: list
+    pairs: list  # of HeldOutPair
+    sizes: list  # (width, height) of each edit
     clip: Clip | None
+    # {"original", "edited", "original_text", "edited_text"}, each (n, D), NaN where unknown
     features: dict | None
 
 
@@ -54,14 +51,15 @@ def load_references(pairs, clip, resolution, factor):
             bar.update(len(images))
             return clip.image_features(images)
 
-        originals, truths = [], []
+        originals, edited_images = [], []
         for pair, size in zip(pairs, sizes):
             originals.append(encode([pair.fitted_original(size)])[0])
-            truth = pair.fitted_truth(size)
-            bar.update(truth is None)
-            truths.append(np.full(clip.dim, np.nan) if truth is None else encode([truth])[0])
-    features = {"original": np.stack(originals), "truth": np.stack(truths)}
-    for name in ("input", "output"):
+            edited = pair.fitted_edited(size)
+            bar.update(edited is None)
+            unknown = np.full(clip.dim, np.nan)
+            edited_images.append(unknown if edited is None else encode([edited])[0])
+    features = {"original": np.stack(originals), "edited": np.stack(edited_images)}
+    for name in ("original", "edited"):
         captions = [getattr(pair, f"{name}_caption") for pair in pairs]
         features[f"{name}_text"] = features_or_nan(clip.text_features, captions, clip.dim)
     return References(pairs, sizes, clip, features)
@@ -83,7 +81,7 @@ def measure_images(references, rows, images):
         pair, size = references.pairs[row], references.sizes[row]
         arrays = [
             None if x is None else np.asarray(x, np.float32) / 255
-            for x in (image, pair.fitted_original(size), pair.fitted_truth(size))
+            for x in (image, pair.fitted_original(size), pair.fitted_edited(size))
         ]
         values = pixel_metrics(*arrays)
         if (mask := pair.fitted_mask(size)) is not None:
@@ -111,7 +109,7 @@ def measure_baseline(references, make_image):
 
 
 def measure_baselines(references, results):
-    """Add the rows of what needs no model: the copied input, and the truth itself.
+    """Add the rows of what needs no model: the copied original and the edited image.
 
     They are saved with the first row of a model, so that one that cannot be loaded changes nothing.
     """
@@ -119,7 +117,7 @@ def measure_baselines(references, results):
         if find_row(results["baselines"], baseline=name) is None:
             make = {
                 "copied input": lambda pair, size: pair.fitted_original(size),
-                "truth": lambda pair, size: pair.fitted_truth(size),
+                "truth": lambda pair, size: pair.fitted_edited(size),
             }[name]
             row = measure_baseline(references, make)
             if row["num_pairs"]:
@@ -127,18 +125,18 @@ def measure_baselines(references, results):
 
 
 def measure_vae(references, results, save, model, pipeline, params):
-    """Add the rows of a model's VAE: input and truth, encoded and decoded."""
+    """Add the rows of a model's VAE: original and edited image, encoded and decoded."""
 
     def through_vae(image):
         decoded = vae_round_trip(pipeline.compute_vae, params, prepare_images(image))
         return pipeline.numpy_to_pil(decoded)[0]
 
-    def of_truth(pair, size):
-        truth = pair.fitted_truth(size)
-        return None if truth is None else through_vae(truth)
+    def of_edited(pair, size):
+        edited = pair.fitted_edited(size)
+        return None if edited is None else through_vae(edited)
 
     params = jax.device_put(params, jax.local_devices()[0])
-    makes = (lambda pair, size: through_vae(pair.fitted_original(size)), of_truth)
+    makes = (lambda pair, size: through_vae(pair.fitted_original(size)), of_edited)
     for name, make in zip(VAE_BASELINES, makes):
         if find_row(results["baselines"], baseline=name, model=model) is None:
             row = measure_baseline(references, make)

@@ -119,9 +119,9 @@ def markdown(results, sentences):
     lines += ["", *costs(rows, names)] if rows else []
     for name, model in results["models"].items():
         if "parameters" in model:
-            parts = ", ".join(f"{part} {n:,}" for part, n in model["parameters"].items())
+            sizes = ", ".join(f"{component} {n:,}" for component, n in model["parameters"].items())
             also = "" if names[name] == name else f" ({name})"
-            lines.append(f"\n{names[name]}{also}: {model['pipeline']}; parameters: {parts}.")
+            lines.append(f"\n{names[name]}{also}: {model['pipeline']}; parameters: {sizes}.")
     return "\n".join(lines) + "\n"
 
 
@@ -146,8 +146,8 @@ def metrics_table(results, metrics, names):
 
 def heading(metric):
     """The heading of a metric's column: "L1 inside" for l1_inside."""
-    name, _, part = metric.rpartition("_")
-    return f"{HEADINGS[name]} {part}" if metric in MASK_METRICS else HEADINGS[metric]
+    name, _, side = metric.rpartition("_")
+    return f"{HEADINGS[name]} {side}" if metric in MASK_METRICS else HEADINGS[metric]
 
 
 def table_head(heads):
@@ -373,13 +373,13 @@ def draw_grid(results, pairs, folder):
     box = (CELL_SIZE, CELL_SIZE)
     rows = best_rows(results["rows"], folder, [i for i, _, _ in pairs])
     names = short_names(results["models"])
-    has_truth = any(pair.truth is not None for _, pair, _ in pairs)
+    has_truth = any(pair.edited is not None for _, pair, _ in pairs)
     tiles = []
     for i, pair, size in pairs:
         cells = [(pair.fitted_original(size), pair.instruction)]
         if has_truth:
-            truth = pair.fitted_truth(size)
-            cells.append((truth, "truth") if truth else (Image.new("RGB", size, "white"), ""))
+            edited = pair.fitted_edited(size)
+            cells.append((edited, "truth") if edited else (Image.new("RGB", size, "white"), ""))
         for row in rows:
             scales = f"{row['guidance_scale']:g} and {row['image_guidance_scale']:g}"
             image = load_image(Path(folder, row["images"], f"{i}.png"))

@@ -83,7 +83,7 @@ def find_row(rows, **key):
 def model_checksum(model):
     """What identifies the weights of a model: CRC-32 of its directory, or the hub's commit.
 
-    Of a file also what identifies its configs, from which parts that it lacks are read.
+    Of a file also what identifies its configs: components that it lacks are read from there.
     """
     if isinstance(model, SingleFile):
         averages = "-averages" if model.use_ema_weights else ""
@@ -92,8 +92,8 @@ def model_checksum(model):
     if not Path(model).is_dir():
         return fetch_file(model, INDEX_NAME, None, None).parent.name
     files = [Path(model, INDEX_NAME)]
-    for part in sorted(COMPONENTS):
-        files += visible_files(Path(model, part))
+    for name in sorted(COMPONENTS):
+        files += visible_files(Path(model, name))
     return files_checksum(files, model)
 
 
@@ -126,7 +126,7 @@ def tiny_vae_checksum(acceleration):
 
 
 def visible_files(folder):
-    """The files of a directory that are not hidden, by name; .DS_Store is no part of a model."""
+    """The files of a directory that are not hidden, by name; .DS_Store does not count."""
     return sorted(file for file in folder.glob("[!.]*") if file.is_file())
 
 

@@ -959,7 +959,7 @@ def test_a_struct_beside_its_flattened_copy(tmp_path, copy_first):
         rows = [dataloading_shards.pair_at(cells, row)[:3] for row in range(40)]
         assert rows == list(zip(originals, edits, map(str, range(40))))
         pairs = pairs_of_shards(tmp_path, (chosen, "", ""), ("", ""))
-        assert [(pair.original, pair.truth) for pair in pairs] == list(zip(originals, edits))
+        assert [(pair.original, pair.edited) for pair in pairs] == list(zip(originals, edits))
 
 
 @pytest.mark.parametrize(

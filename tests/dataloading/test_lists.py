@@ -45,9 +45,9 @@ def read_by_all(file, folder):
     (pair,) = pairs_of_jsonl(file)
     (edit,) = edits_of_jsonl(file)
     captions = (row["original_prompt"], row["edited_prompt"])
-    assert captions == (pair.input_caption, pair.output_caption)
+    assert captions == (pair.original_caption, pair.edited_caption)
     images = row["original_image"]["bytes"], row["edited_image"]["bytes"]
-    assert images == (pair.original, pair.truth) and edit.input.read_bytes() == pair.original
+    assert images == (pair.original, pair.edited) and edit.input.read_bytes() == pair.original
     assert row["edit_prompt"] == pair.instruction == edit.instruction
     return (*images, pair.instruction, captions), edit.output
 

@@ -36,9 +36,9 @@ def test_clip_metrics_in_closed_form():
     found = clip_metrics(
         result=at(60, 90, 60, 0),
         original=at(0, 30, 0, 0),  # the last is a copy
-        truth=np.stack([at(60), at(45), unknown[None], at(90)]).reshape(4, 2),
-        input_text=np.stack([at(0), at(120), unknown[None], at(0)]).reshape(4, 2),
-        output_text=at(60, 0, 45, 60),
+        edited=np.stack([at(60), at(45), unknown[None], at(90)]).reshape(4, 2),
+        original_text=np.stack([at(0), at(120), unknown[None], at(0)]).reshape(4, 2),
+        edited_text=at(60, 0, 45, 60),
     )
     chord = [30 + 90, 60 + 90, None, None]  # directions of result - original, at mid-arc + 90
     np.testing.assert_allclose(found["image_similarity"], [0.5, 0.5, 0.5, 1])
@@ -57,18 +57,18 @@ def test_means_leave_out_undefined_values():
 
 
 def test_mask_metrics_in_closed_form():
-    """An edit of half of the way inside, and of a quarter of the truth's change outside."""
+    """An edit of half of the way inside, and of a quarter of the pair's change outside."""
     inside = np.zeros((4, 6), bool)
     inside[:, :2] = True
-    result, truth = (
+    result, edited = (
         np.where(inside[..., None], *values) * np.ones(3) for values in ((0.5, 0.1), (1.0, 0.4))
     )
-    found = mask_metrics(inside, result, np.zeros((4, 6, 3)), truth)
+    found = mask_metrics(inside, result, np.zeros((4, 6, 3)), edited)
     expected = {"l1_inside": 0.5, "mse_inside": 0.25, "error_ratio_inside": 0.5}
     expected |= {"l1_to_input_inside": 0.5, "l1_to_input_outside": 0.1}
     expected |= {"l1_outside": 0.3, "mse_outside": 0.09, "error_ratio_outside": 0.75}
     assert tuple(found) == MASK_METRICS
     assert found == pytest.approx(expected)
-    everywhere = mask_metrics(np.ones((4, 6), bool), result, truth)
+    everywhere = mask_metrics(np.ones((4, 6), bool), result, edited)
     assert np.isnan(everywhere["l1_to_input_outside"]) and np.isnan(everywhere["l1_inside"])
-    assert everywhere["l1_to_input_inside"] == pytest.approx(np.abs(result - truth).mean())
+    assert everywhere["l1_to_input_inside"] == pytest.approx(np.abs(result - edited).mean())
