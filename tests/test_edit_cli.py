@@ -56,15 +56,15 @@ EDITS = [
 
 
 @pytest.mark.slow
-def test_tiles_and_parts_of_the_model(model, input_images, monkeypatch, capsys):
-    """Parts on devices of their own edit as one device does; tiles change an image a little."""
+def test_tiles_and_component_parallelism(model, input_images, monkeypatch, capsys):
+    """Components on several devices edit as one device does; tiles change an image a little."""
     monkeypatch.chdir(input_images)
     arguments = ["--model", str(model), "--input", "a.png", "--edit", "make it red"]
     arguments += ["--num_inference_steps", "3", "--resolution", "64"]
     found = {}
     for name, flags in {
         "plain": ["--vae_tile", "0"],
-        "parts": ["--devices", "text=1", "unet=0", "vae=3"],
+        "components": ["--devices", "text=1", "unet=0", "vae=3"],
         "tiles": ["--vae_tile", "32"],
         "both": ["--vae_tile", "32", "--devices", "balanced"],
     }.items():
@@ -72,8 +72,8 @@ def test_tiles_and_parts_of_the_model(model, input_images, monkeypatch, capsys):
         found[name] = np.int16(Image.open(f"{name}.png"))
         errors = capsys.readouterr().err
         assert ("tiles of 32 pixels" in errors) == (name in ("tiles", "both"))
-        assert ("text on 1, unet on 0, vae on 3 of 4 cpu" in errors) == (name == "parts")
-    for name, other in (("plain", "parts"), ("tiles", "both")):
+        assert ("text on 1, unet on 0, vae on 3 of 4 cpu" in errors) == (name == "components")
+    for name, other in (("plain", "components"), ("tiles", "both")):
         assert np.abs(found[name] - found[other]).max() <= 1
     assert (found["plain"] != found["tiles"]).any()
 
@@ -196,8 +196,9 @@ def test_masks_and_several_edits_in_a_row(model, input_images, monkeypatch, caps
     assert not {file.name for file in Path("out").iterdir()} - {"red.png", "both.png"}
 
 
-def test_similar_shapes_share_a_program(model, input_images, monkeypatch, capsys):
-    """The program gets the image stretched to its size; the result has the photograph's shape."""
+@pytest.fixture
+def edit_b(model, input_images, monkeypatch, capsys):
+    """(function that edits a.png and b.png of similar shapes, b.png's edit by the pipeline)."""
     monkeypatch.chdir(input_images)
     photo(96, 70, 5).save("b.png")
     mask_image((96, 70), (48, 0, 96, 70)).save("right.png")
@@ -211,36 +212,44 @@ def test_similar_shapes_share_a_program(model, input_images, monkeypatch, capsys
         found = [np.asarray(Image.open(Path("out", name)), np.int16) for name in names]
         return *found, {*re.findall(r"compiling (\d+x\d+)", errors)}, errors
 
-    a, b, programs, errors = run("a.png", "b.png")
-    assert (a.shape, b.shape, programs) == ((96, 128, 3), (92, 128, 3), {"128x96"})
-    assert "--resolution 127 is not a multiple of 4; the longer side of images becomes" in errors
-
     pipeline, params = FlaxStableDiffusionInstructPix2PixPipeline.from_pretrained(model)
-    image = load_fitted("b.png", (128, 92))
 
-    def edit(image, mask=None, index=0):
+    def by_pipeline(size, mask=None, index=0):
+        image = load_fitted("b.png", (128, 92)).resize(size, Image.Resampling.LANCZOS)
         inputs = pipeline.prepare_inputs("make it red", image, mask)
         key = jax.random.fold_in(jax.random.key(0), index)[None]
         options = dict(num_inference_steps=2, mask=inputs[2] if mask else None)
-        return pipeline.numpy_to_pil(pipeline(*inputs[:2], params, key, **options).images)[0]
+        (edited,) = pipeline.numpy_to_pil(pipeline(*inputs[:2], params, key, **options).images)
+        return np.asarray(edited.resize((128, 92), Image.Resampling.LANCZOS))
 
-    stretched = image.resize((128, 96), Image.Resampling.LANCZOS)
-    expected = edit(stretched, index=1).resize((128, 92), Image.Resampling.LANCZOS)
-    assert np.abs(b - np.asarray(expected)).max() <= 2
+    return run, by_pipeline
+
+
+def test_similar_shapes_share_a_program(edit_b):
+    """The program gets the image stretched to its size; the result has the photograph's shape."""
+    run, by_pipeline = edit_b
+    a, b, programs, errors = run("a.png", "b.png")
+    assert (a.shape, b.shape, programs) == ((96, 128, 3), (92, 128, 3), {"128x96"})
+    assert "--resolution 127 is not a multiple of 4; the longer side of images becomes" in errors
+    assert np.abs(b - by_pipeline((128, 96), index=1)).max() <= 2
+
+
+@pytest.mark.slow
+def test_exact_sizes_and_masks_of_shared_programs(edit_b):
+    """Outside of a mask no pixel changes, inside no pixel is the image's, up to the border."""
+    run, by_pipeline = edit_b
     exact, programs, _ = run("b.png", more=["--exact_size"])
     assert programs == {"128x92"}
-    assert np.abs(exact - np.asarray(edit(image))).max() <= 1
-
-    # Outside of a mask no pixel changes, inside of it no pixel is the image's, up to the border.
+    assert np.abs(exact - by_pipeline((128, 92))).max() <= 1
+    image = np.asarray(load_fitted("b.png", (128, 92)))
     masked, programs, _ = run("b.png", more=["--mask", "right.png"])
     assert programs == {"128x96"}
-    np.testing.assert_array_equal(masked[:, :64], np.asarray(image)[:, :64])
-    wide = mask_image((128, 96), (60, 0, 128, 96))
-    expected = edit(stretched, wide).resize((128, 92), Image.Resampling.LANCZOS)
-    assert np.abs(masked[:, 64:] - np.asarray(expected)[:, 64:]).max() <= 2
+    np.testing.assert_array_equal(masked[:, :64], image[:, :64])
+    expected = by_pipeline((128, 96), mask_image((128, 96), (60, 0, 128, 96)))
+    assert np.abs(masked[:, 64:] - expected[:, 64:]).max() <= 2
     soft, _, _ = run("b.png", more=["--mask", "right.png", "--mask_feather", "3"])
     weights = np.array([0.25, 0.5, 0.75, 1])[:, None]
-    mixed = weights * masked[:, 64:68] + (1 - weights) * np.asarray(image)[:, 64:68]
+    mixed = weights * masked[:, 64:68] + (1 - weights) * image[:, 64:68]
     assert np.abs(soft[:, 64:68] - mixed).max() <= 1
 
 

@@ -1,11 +1,9 @@
-"""sdxl_single.py and its twin sdxl_single_aot.py, on a tiny SDXL and by their command lines."""
+"""sdxl_single.py by its command line, with a tiny SDXL, and the same images by sdxl_single_aot.py."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -17,18 +15,8 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import sdxl_single
 import sdxl_single_aot
-from diffusers_flax import executables
-from diffusers_flax.compilation_cache import (
-    initialize_cache,
-    no_compilation_cache,
-    use_compilation_cache,
-)
-from diffusers_flax.devices.layout import Layout
-from diffusers_flax.executables import ExecutableStore, surroundings
 from diffusers_flax.models.base import FlaxModelMixin
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines import memory
-from generating.batches import check_finite_images
 from generating.captions import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
 
 PROMPTS = ("make it", "make it red", "it")
@@ -149,7 +137,7 @@ def test_same_images_on_any_number_of_devices(model, made, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_parts_on_devices_of_their_own_make_the_same(model, made, tmp_path, capsys):
+def test_components_on_devices_of_their_own_make_the_same(model, made, tmp_path, capsys):
     flags = ["--devices", "text=3", "unet=1", "vae=2", "--batch_size", "4"]
     errors = run("sdxl_single.py", model, tmp_path, *OPTIONS, *flags)
     assert "4 at once with text on 3, unet on 1, vae on 2 of 4 cpu; memory" in errors
@@ -164,27 +152,6 @@ def test_parts_on_devices_of_their_own_make_the_same(model, made, tmp_path, caps
         with pytest.raises(SystemExit):
             sdxl_single.main([*model_flags(model, tmp_path / "out"), *given])
         assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_processes_save_executables_of_their_own(monkeypatch):
-    """A home that hosts share has one of each process."""
-    saved = []
-
-    class Store:
-        def load(self, name, cache_key, *others):
-            saved.append((name, cache_key.get("process")))
-            return others, None
-
-    layout = Layout(jax.devices()[:1])
-    pipeline = SimpleNamespace(description=lambda: "tiny", layout=layout)
-    arguments = pipeline, Store(), layout.groups, (np.ones(1), {}), {}
-    sdxl_single_aot.aot_compile(*arguments)
-    monkeypatch.setattr(Layout, "is_local", False)
-    for process in (0, 1):
-        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        sdxl_single_aot.aot_compile(*arguments)
-    assert [process for _, process in saved] == [None, "0 of 1", "1 of 1"]
-    assert len({name for name, _ in saved}) == 3
 
 
 @pytest.mark.slow
@@ -263,189 +230,6 @@ def test_an_interrupted_run_is_continued(model, made, tmp_path, capsys, monkeypa
         script.main(flags)
         assert "made already by this command: 6 of 6 images\n" in capsys.readouterr().err
     assert states(folder) == after
-
-
-def damage(file):
-    content = bytearray(file.read_bytes())
-    content[-1000] ^= 1
-    file.write_bytes(content)
-
-
-def cut_off(file):
-    file.write_bytes(file.read_bytes()[:50])
-
-
-def other(**changes):
-    """Return a function that changes the cache key of a saved executable."""
-
-    def spoil(file):
-        header, content = file.read_bytes().split(b"\n", 1)
-        header = json.loads(header)
-        header["cache_key"] |= changes
-        file.write_bytes(json.dumps(header).encode() + b"\n" + content)
-
-    return spoil
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (damage, "is damaged"),
-        (cut_off, "is damaged"),
-        (other(jax="0.9.0"), f"jax was 0.9.0 and is {jax.__version__}"),
-    ],
-)
-def test_what_is_stale_or_damaged_is_compiled_again(
-    model, store, tmp_path, monkeypatch, capsys, spoil, reason
-):
-    """The script prints the reason, and the next start loads again."""
-    folder = tmp_path / "store"
-    options = ["--num_inference_steps", "1", "--prompt", "it", "--num_images", "1"]
-
-    def run(name):
-        flags = [*model_flags(model, tmp_path / name), "--executable_dir", str(folder)]
-        sdxl_single_aot.main([*flags, *options])
-
-    small = store.with_name("small")
-    if small.exists():
-        shutil.copytree(small, folder)
-    else:
-        run("first")
-        shutil.copytree(folder, small)
-    (file,) = folder.iterdir()
-    spoil(file)
-    run("second")
-    assert reason in capsys.readouterr().err
-    run("third")
-    assert "loaded in" in capsys.readouterr().err
-
-
-def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
-    folder = tmp_path / "store"
-    folder.mkdir(mode=0o700)
-    ExecutableStore(folder)
-    folder.chmod(0o770)
-    with pytest.raises(
-        ValueError, match="may be written to by others, who can run code as you; name"
-    ):
-        ExecutableStore(folder)
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(ValueError, match="cannot be used for executables"):
-        ExecutableStore(file / "store")
-
-    folder.chmod(0o700)
-    (tmp_path / "link").symlink_to(folder)
-    assert ExecutableStore(tmp_path / "link").folder == folder
-    tmp_path.chmod(0o777)
-    with pytest.raises(ValueError, match="who could replace"):
-        ExecutableStore(folder)
-    tmp_path.chmod(0o1777)  # like /tmp
-    ExecutableStore(folder)
-
-
-def test_a_file_that_others_may_write_to_is_not_loaded(tmp_path):
-    store = ExecutableStore(tmp_path / "store")
-    args = (np.ones(3, np.float32),)
-    with no_compilation_cache():  # an executable from that cache cannot be saved
-        compiled = jax.jit(lambda x: x + 1).lower(*args).compile()
-    store.save("add", {"a": 1}, compiled)
-    trees = jax.tree.structure((args, {})), jax.tree.structure(0)
-
-    def load():
-        return store.load("add", {"a": 1}, jax.devices()[:1], *trees)
-
-    compiled, reason = load()
-    assert reason is None
-    np.testing.assert_array_equal(compiled(*args), args[0] + 1)
-    file = store.folder / "add.executable"
-    file.chmod(0o666)
-    assert load() == (None, f"{file} belongs to another user or may be written to by others")
-    file.rename(tmp_path / "elsewhere")
-    file.symlink_to(tmp_path / "elsewhere")
-    assert "cannot be read" in load()[1]
-    file.unlink()
-    file.write_bytes(b'{"cache_key": 1, "sha256": ""}\n')
-    assert load() == (None, f"{file} is damaged")
-
-
-@pytest.mark.slow
-def test_kept_though_jax_has_it_in_its_cache(tmp_path, monkeypatch):
-    """Executables are compiled without jax's cache, as cached ones could not run after loading."""
-    program = """if True:
-        import sys
-        import jax
-        import numpy as np
-        from diffusers_flax.executables import ExecutableStore
-        from diffusers_flax.compilation_cache import no_compilation_cache
-        store, args = ExecutableStore(sys.argv[1]), (np.arange(1000.0, dtype=np.float32),)
-        trees = jax.tree.structure((args, {})), jax.tree.structure(0)
-        compiled, _ = store.load("sort", {}, jax.devices()[:1], *trees)
-        if compiled is None:
-            with no_compilation_cache():
-                compiled = jax.jit(lambda x: x[(x % 7).astype(int)].cumsum()).lower(*args).compile()
-            store.save("sort", {}, compiled)
-        jax.block_until_ready(compiled(*args))
-        assert jax.config.jax_enable_compilation_cache
-        jax.block_until_ready(jax.jit(lambda x: x[(x % 7).astype(int)].cumsum())(*args))
-    """
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for folder in ("first", "second", "second"):
-        subprocess.run([sys.executable, "-c", program, tmp_path / folder], check=True)
-    assert any((tmp_path / "cache").iterdir())
-
-
-def test_what_an_executable_depends_on(tmp_path, monkeypatch):
-    """Each of these changes gives another cache key."""
-    caller = tmp_path / "caller.py"
-    caller.write_text("1")
-    seen = []
-
-    def look():
-        now = surroundings(jax.devices(), [caller])
-        assert now not in seen
-        seen.append(now)
-
-    look()
-    caller.write_text("2")
-    look()
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    look()
-    (tmp_path / "library").mkdir()
-    monkeypatch.setattr(executables, "__file__", str(tmp_path / "library" / "executables.py"))
-    look()
-    monkeypatch.setattr(executables, "version", lambda name: "0" if name == "flax" else "1")
-    look()
-    with jax.default_matmul_precision("highest"):
-        look()
-    assert surroundings(jax.devices()[:2], [caller]) not in seen
-
-
-@pytest.mark.slow
-def test_an_executable_that_cannot_be_kept(model, tmp_path, capsys, monkeypatch):
-    """The images are made."""
-
-    def full(*arguments):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(ExecutableStore, "save", full)
-    flags = [*model_flags(model, tmp_path / "out"), "--executable_dir", str(tmp_path / "store")]
-    flags += ["--num_inference_steps", "1", "--num_images", "2", "--batch_size", "2"]
-    sdxl_single_aot.main([*flags, "--negative_prompt", "", "--dtype", "bfloat16"])
-    assert "; not saved: No space left on device" in capsys.readouterr().err
-    assert len(images(tmp_path / "out")) == 2
-    flags = [
-        *model_flags(model, tmp_path / "out"),
-        "--num_inference_steps",
-        "1",
-        "--num_images",
-        "1",
-    ]
-    sdxl_single.main([*flags, "--compilation_cache_dir", "", "--prompt", "it"])
-    assert len(images(tmp_path / "out")) == 3  # nothing overwritten
 
 
 @pytest.mark.slow
@@ -551,16 +335,6 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
     assert not (tmp_path / "out").exists()
 
 
-def test_a_result_that_is_not_finite_suspects_the_lora_first():
-    images = np.zeros((2, 8, 8, 3))
-    check_finite_images(images, "images from 0 on", ("a.safetensors",))
-    images[1, 2, 3, 0] = np.nan
-    with pytest.raises(ValueError, match=r"^images from 0 on are NaN; try it with --dtype float32"):
-        check_finite_images(images, "images from 0 on")
-    with pytest.raises(ValueError, match=r"try it without --lora a b:2, then with --dtype float32"):
-        check_finite_images(images, "images from 0 on", ("a", "b:2"))
-
-
 @pytest.mark.slow
 def test_embeddings(model, store, tmp_path, caplog):
     """Both programs make the same image, which depends on the vectors; unused tokens are named."""
@@ -583,80 +357,3 @@ def test_embeddings(model, store, tmp_path, caplog):
     options = ["--embedding", str(file), "--num_inference_steps", "2", "--prompt", "it"]
     sdxl_single.main([*model_flags(model, tmp_path / "unused"), *options])
     assert f"--embedding {file} has no effect: no prompt has its token, style-1" in caplog.text
-
-
-@pytest.mark.slow
-def test_the_bound_on_memory_is_below_what_xla_allocates():
-    """A UNet of three levels, so that features of all sizes wait for the up blocks."""
-    unet = FlaxUNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(16, 32, 64),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        layers_per_block=1,
-        attention_head_dim=2,
-        cross_attention_dim=24,
-        norm_num_groups=8,
-    )
-    params = jax.eval_shape(lambda: unet.init_weights(jax.random.key(0)))
-    compiled = (
-        jax.jit(unet.apply)
-        .lower({"params": params}, np.zeros((2, 4, 16, 16)), np.zeros(2), np.zeros((2, 77, 24)))
-        .compile()
-    )
-    pipeline = SimpleNamespace(unet=unet, vae_scale_factor=8, dtype=np.dtype(np.float32))
-    bound = memory.bytes_per_image(pipeline, 2, 128, 128)
-    features = 16 * 16 * 16 * 2 + 8 * 8 * (16 + 32) + 4 * 4 * (32 + 64)
-    assert memory.bytes_per_image(pipeline, 20, 128, 128) == 20 * features * 4
-    assert bound == 128 * 128 * 3 * 4
-    assert 2 * features * 4 < compiled.memory_analysis().temp_size_in_bytes
-
-
-@pytest.fixture
-def no_programs(programs):
-    """Unsets the directory of jax's compilation cache during a test."""
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield
-    jax.config.update("jax_compilation_cache_dir", programs)
-
-
-def test_compilation_cache_dir(no_programs, tmp_path):
-    assert not use_compilation_cache("")
-    assert use_compilation_cache(str(tmp_path / "new" / "folder"))
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "new" / "folder")
-    assert not use_compilation_cache(str(tmp_path / "other"))  # one is set already
-    assert [path.name for path in tmp_path.iterdir()] == ["new"]
-
-
-def test_initialize_cache(no_programs, tmp_path):
-    for name in ("first", "second"):  # the second call counts
-        initialize_cache(tmp_path / name)
-        jax.jit(lambda x: x + 1)(1.0)
-        assert list((tmp_path / name).iterdir())
-
-
-def test_bad_compilation_cache_dir(model, tmp_path, capsys, no_programs):
-    (tmp_path / "file").write_text("")
-    flags = model_flags(model, tmp_path / "out")
-    with pytest.raises(SystemExit) as ended:
-        sdxl_single.main([*flags, "--compilation_cache_dir", str(tmp_path / "file")])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: --compilation_cache_dir {tmp_path / 'file'} cannot be made")
-
-
-@pytest.mark.parametrize(
-    ("mode", "message"), [(0o777, "may be written to by others"), (None, "cannot be used")]
-)
-def test_bad_executable_dir(model, tmp_path, capsys, mode, message):
-    folder = tmp_path / "store"
-    if mode is None:
-        folder.write_text("")
-    else:
-        folder.mkdir()
-        folder.chmod(mode)
-    with pytest.raises(SystemExit) as ended:
-        flags = model_flags(model, tmp_path / "out")
-        sdxl_single_aot.main([*flags, "--executable_dir", str(folder)])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]

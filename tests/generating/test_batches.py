@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from generating.batches import DeviceClock, FileWriter, run_ahead
+from generating.batches import DeviceClock, FileWriter, check_finite_images, run_ahead
 
 
 def double(number):
@@ -147,3 +147,13 @@ def test_the_share_of_time_that_devices_wait(monkeypatch):
     assert clock.report(12) == (
         "12 images in 32.0 s after compiling; the devices waited 9.4% of the time"
     )
+
+
+def test_a_result_that_is_not_finite_suspects_the_lora_first():
+    images = np.zeros((2, 8, 8, 3))
+    check_finite_images(images, "images from 0 on", ("a.safetensors",))
+    images[1, 2, 3, 0] = np.nan
+    with pytest.raises(ValueError, match=r"^images from 0 on are NaN; try it with --dtype float32"):
+        check_finite_images(images, "images from 0 on")
+    with pytest.raises(ValueError, match=r"try it without --lora a b:2, then with --dtype float32"):
+        check_finite_images(images, "images from 0 on", ("a", "b:2"))
