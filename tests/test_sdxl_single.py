@@ -1,4 +1,4 @@
-"""sdxl_single.py by its command line, with a tiny SDXL, and the same images by sdxl_single_aot.py."""
+"""sdxl_single.py by its command line, on a tiny SDXL; sdxl_single_aot.py makes the same images."""
 
 import os
 import shutil
