@@ -42,15 +42,9 @@ MAX_LOADERS = 8
 
 
 def edit_size(size, resolution, factor):
-    """Width and height at which an image is edited.
+    """The size of a result: the longer side is resolution, both sides multiples of factor.
 
-    Args:
-        size: its (width, height).
-        resolution: of the longer side.
-        factor: both are multiples of it.
-
-    Returns:
-        (width, height), each the nearest multiple of factor, at least one.
+    size, result: (width, height).
     """
     longer = max(size)
     sides = (side * resolution / longer for side in size)
@@ -58,15 +52,15 @@ def edit_size(size, resolution, factor):
 
 
 def shared_size(size, factor):
-    """Width and height of the program that edits an image; images of similar shapes have the same.
+    """The size of the program for a result; images of similar shapes share it.
 
-    The shorter side becomes the nearest of 8/16, 9/16, ..., 16/16 of the longer one. 1:1, 4:3,
-    16:10, 16:9 and 2:1 stay as they are, 3:2 changes by about 3%, the most is 7% from 256 pixels
+    The shorter side becomes the nearest of 8/16, 9/16, ..., 16/16 of the longer side. 1:1, 4:3,
+    16:10, 16:9 and 2:1 do not change, 3:2 changes by about 3%, others by at most 7% from 256 pixels
     on. Images longer than 2:1 keep their size.
 
     Args:
-        size: (width, height) of the result, of edit_size.
-        factor: both are multiples of it.
+        size: (width, height) of edit_size.
+        factor: both sides are multiples of it.
     """
     shorter, longer = sorted(size)
     sides = [math.floor(longer * k / 16 / factor + 0.5) * factor for k in range(8, 17)]
@@ -82,16 +76,16 @@ def fit_image(image, size):
 
 
 def stretch(image, size):
-    """A PIL image scaled to size (width, height), each side by itself."""
+    """A PIL image resized to (width, height) without keeping its aspect ratio."""
     return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 
 def read_edits(file, flag="edits_jsonl"):
-    """Read a list of edits, see dataloading/lists.py; flag: that names the file, for errors.
+    """Read a list of edits, see dataloading/lists.py; flag: name of the file's flag, for errors.
 
     Returns:
-        List of (path of the image, instruction, output, mask or None, the place in the list of the
-        edit whose output the image is, or None).
+        List of (original image, instruction, output, mask or None, place of the edit whose output
+        is the original image, or None).
 
     Raises:
         ValueError: a row is invalid, or would overwrite an image that another row edits.
@@ -104,14 +98,7 @@ def read_edits(file, flag="edits_jsonl"):
 
 
 def overwritten_images(rows):
-    """Problems of rows whose output exists, is read by another row and is not by edit_cli.py.
-
-    Args:
-        rows: of list_rows.
-
-    Returns:
-        List of (line, description).
-    """
+    """[(line, problem)] of rows whose output exists, is not by edit_cli.py and is read by a row."""
     outputs = {row["line"]: row["output"] for row in rows}
     readers = {row["after"]: row["line"] for row in reversed(rows)}  # the first of several
     return [
@@ -127,10 +114,9 @@ def overwritten_images(rows):
 
 
 def rounds_of(edits):
-    """The round of each edit, from 0: an edit of another's output comes in a later round.
+    """The round of each edit, from 0; an edit of another's output is in a later round.
 
-    Args:
-        edits: objects with after, the place of another edit in the list, or None; no circles.
+    edits: objects with after, the place of another edit or None, without circles.
     """
     after = {place: [] if e.after is None else [e.after] for place, e in enumerate(edits)}
     rounds = [0] * len(edits)
@@ -140,17 +126,12 @@ def rounds_of(edits):
 
 
 def num_loaders():
-    """How many threads decode images."""
+    """Number of threads that decode images."""
     return min(MAX_LOADERS, os.cpu_count() or 1)
 
 
-def size_of_image(path):
-    """(width, height) of the image in a file, which is decoded to check it."""
-    return load_image(path).size
-
-
 def load_fitted(path, size):
-    """The image in a file, scaled to cover size (width, height) and cropped to it evenly."""
+    """fit_image for the image in a file."""
     return fit_image(load_image(path), size)
 
 
@@ -168,16 +149,15 @@ def check_model(model, resolution, sampling, text_to_image=False):
 
     Args:
         model: directory or hub id of an InstructPix2Pix pipeline, SD or SDXL.
-        resolution: of the longer side, pixels; None: the size that the model was made for.
+        resolution: of the longer side, pixels; None: the model's own.
         sampling: generating.models.Sampling.
-        text_to_image: take a model that makes images from text, too.
+        text_to_image: accept text-to-image models too.
 
     Returns:
         CheckedModel.
 
     Raises:
-        ValueError: it is no such model, resolution is too small for it, or the scheduler does not
-            take the number of steps, or accelerations do not fit.
+        ValueError: it is another kind of model; resolution, steps or accelerations do not fit it.
     """
     pipeline_type = pipeline_class(model)
     is_known = text_to_image and pipeline_type.torch_class_name in TEXT_TO_IMAGE
@@ -203,7 +183,7 @@ def check_model(model, resolution, sampling, text_to_image=False):
 
 @dataclass(frozen=True)
 class EditList:
-    """Edits, in the order of their outputs, and how many run at once."""
+    """Edits and their batches."""
 
     edits: Sequence  # objects with index, instruction, mask, and input, which names the image
     sizes: Sequence  # (width, height) of each edit's program
@@ -215,13 +195,13 @@ class EditList:
 
     @property
     def groups(self):
-        """(round, (size, whether it has a mask)) of each edit; those of one group share batches."""
+        """(round, (size, is masked)) of each edit; equal groups share batches."""
         rounds = self.rounds or [0] * len(self.edits)
         masked = [self.use_masks and edit.mask is not None for edit in self.edits]
         return list(zip(rounds, zip(self.sizes, masked)))
 
     def devices(self, layout):
-        """The devices that edit, see devices_for; layout: of the pipeline."""
+        """See devices_for; layout: the pipeline's."""
         largest = max(Counter(self.rounds or [0] * len(self.edits)).values())
         return devices_for(largest, layout)
 
@@ -241,8 +221,7 @@ def plan_edits(pipeline, edit_list, branches, vae_tile=None):
 def edit_batches(pipeline, params, edit_list, sampling, load, bar, clock=None, in_flight=1):
     """Edit images over several devices, images of one size together.
 
-    The noise of an edit depends on its seed and index only. Threads load the images of the next
-    batch.
+    The noise of an edit depends on seed and index only. Threads load the next batch.
 
     Args:
         pipeline: InstructPix2Pix.
@@ -250,14 +229,13 @@ def edit_batches(pipeline, params, edit_list, sampling, load, bar, clock=None, i
             places them.
         edit_list: EditList.
         sampling: generating.models.Sampling.
-        load: (edit, size, is_masked) -> the PIL image to edit, of that size, and its PIL mask or
-            None; called in threads, round by round; it waits for outputs that it needs.
+        load: (edit, size, is_masked) -> (original image of this size, mask or None), both PIL;
+            called in threads, round by round; waits for the outputs that it needs.
         bar: tqdm progress bar in units of edits.
         clock, in_flight: see run_ahead.
 
     Yields:
-        (list of edits, their results, NumPy float32 (n, H, W, 3) in [0, 1], seconds that the
-        devices took).
+        (list of edits, results: NumPy float32 (n, H, W, 3) in [0, 1], seconds on the devices).
 
     Raises:
         ValueError: a result is not finite.
@@ -332,7 +310,7 @@ def edit_batches(pipeline, params, edit_list, sampling, load, bar, clock=None, i
 def batch_inputs(
     pipeline, images, masks, prompt_ids, neg_prompt_ids, keys, num_devices, mask_feather=0
 ):
-    """The arrays of the pipeline's call for a batch of edits.
+    """Arrays for the pipeline's call, of a batch of edits.
 
     Args:
         pipeline: InstructPix2Pix.
@@ -345,8 +323,7 @@ def batch_inputs(
         mask_feather: see InstructPix2Pix.prepare_inputs.
 
     Returns:
-        (prompt_ids, image, keys, neg_prompt_ids, mask), each (devices, B, ...); the last two may
-        be None.
+        (prompt_ids, image, keys, neg_prompt_ids, mask), each (devices, B, ...) or None.
     """
     _, image, *mask = pipeline.prepare_inputs("", images, masks, mask_feather)
     mask = mask[0] if mask else None

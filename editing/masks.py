@@ -1,4 +1,4 @@
-"""Masks of edits: reading, and checking against the images to edit.
+"""Masks of edits: reading them, and checking them against the original images.
 
     mask = read_mask(Path("mask.png"))
     image_sizes = check_inputs(edits)
@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image, ImageFilter
 
-from dataloading.images import decode_mask
+from dataloading.images import decode_mask, load_image
 from diffusers_flax.images import ramp
-from editing.edits import fit_image, num_loaders, rounds_of, size_of_image, stretch
+from editing.edits import fit_image, num_loaders, rounds_of, stretch
 
 BORDER = 4  # pixels, more than Lanczos reads beside a pixel
 
@@ -55,7 +55,7 @@ def read_mask(path):
 def fit_mask(mask, size):
     """A mask scaled to cover size (width, height) and cropped to it, as its image is.
 
-    White is what is white in at least half of the pixels that it covers.
+    A pixel is white if at least half of what it covers is white.
     """
     return white_mask(np.asarray(fit_image(mask.convert("L"), size)))
 
@@ -66,10 +66,10 @@ def load_mask(edit, size):
 
 
 def stretch_mask(mask, size):
-    """A mask for a program of another size (width, height) than its edit's result.
+    """A mask resized for a program of another size (width, height) than the result.
 
-    Its white part is wider by BORDER pixels: the result, scaled back, has no pixels of the image to
-    edit inside of the mask.
+    White is wider by BORDER pixels, so that no pixel of the original is left inside of the mask
+    when the result is scaled back.
     """
     if mask.size == size:
         return mask
@@ -77,20 +77,21 @@ def stretch_mask(mask, size):
     return wider.resize(size, Image.Resampling.NEAREST).convert("1")
 
 
-def finish_edit(edited, size, image=None, mask=None, feather=0):
-    """The result of an edit, of size (width, height), from what a program of any size has made.
+def finish_edit(result, size, original=None, mask=None, feather=0):
+    """Resize a program's result to size (width, height); outside of a mask it is the original.
 
     Args:
-        edited: PIL image; with a mask, of an edit with a hard edge.
-        image: to edit, PIL, of this size; for a mask.
-        mask: of fit_mask, of this size, or None. Outside of it the pixels are the image's.
-        feather: pixels inside of the white part to fade the edit in.
+        result: PIL image; with a mask, of an edit with a hard edge.
+        size: of original and mask.
+        original: PIL image, for a mask.
+        mask: of fit_mask, or None.
+        feather: pixels inside of the white part over which the edit fades in.
     """
-    edited = stretch(edited, size)
+    result = stretch(result, size)
     if mask is None:
-        return edited
+        return result
     weights = np.rint(ramp(np.asarray(mask), feather) * 255).astype(np.uint8)
-    return Image.composite(edited, image, Image.fromarray(weights))
+    return Image.composite(result, original, Image.fromarray(weights))
 
 
 def check_inputs(edits, bar=iter):
@@ -101,8 +102,7 @@ def check_inputs(edits, bar=iter):
         bar: function of an iterable, for progress.
 
     Returns:
-        (width, height) of the image that each edit, or the first of the edits before it, begins
-        with.
+        (width, height) of the first original image of each edit's chain.
 
     Raises:
         ValueError: an image or a mask cannot be read, or a mask has no white or another size than
@@ -121,8 +121,8 @@ def check_inputs(edits, bar=iter):
 
 
 def check_input(edit):
-    """The size of an edit's image, unless another edit makes it, and its mask or None."""
-    size = size_of_image(edit.input) if edit.after is None else None
+    """(size of an edit's original image, None if another edit writes it; its mask or None)."""
+    size = load_image(edit.input).size if edit.after is None else None
     if edit.mask is None:
         return size, None
     mask = read_mask(edit.mask)
@@ -149,13 +149,13 @@ def check_masks(edits, image_sizes, sizes, feather=0):
 
     Args:
         edits: list of edits.
-        image_sizes: of check_inputs. The mask of an edit after another may have this size, or the
-            size of the edit.
-        sizes: (width, height) of each edit.
-        feather: --mask_feather; a warning says so if it is wider than the white part.
+        image_sizes: of check_inputs; a mask has this size, or the result's if the edit is of
+            another's output.
+        sizes: (width, height) of each result.
+        feather: --mask_feather; too wide a value is a warning.
 
     Returns:
-        The edits; a mask that is all white is None, as it restricts nothing.
+        The edits; all-white masks are None, as they restrict nothing.
 
     Raises:
         ValueError: a mask has another size, or no white is left at the size of the edit.

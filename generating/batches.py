@@ -1,4 +1,4 @@
-"""Batches of images: their inputs, and keeping the devices busy over a long list.
+"""Batches of images: splitting a list, keeping the devices busy, writing files.
 
     clock = DeviceClock()
     with FileWriter() as files:
@@ -7,8 +7,8 @@
                 files.write(file, save_image, image, file)
     print(clock.report(num_images))
 
-While the devices run one batch, a thread prepares the inputs of the next one, which is dispatched
-before the results of the first are fetched, and other threads write the files of the batch before.
+While the devices run a batch, a thread prepares the next one, which is dispatched before the first
+results are fetched; other threads write the files of the previous batch.
 """
 
 import math
@@ -27,23 +27,12 @@ WAITING_PER_WRITER = 4  # images in memory
 
 
 def devices_for(num_images, layout=None):
-    """The local devices that make images, no more than images.
-
-    Args:
-        num_images: number of images that are made at once, at most.
-        layout: of the pipeline; the devices are the first ones of its groups.
-    """
+    """The local devices for a number of images, or the first device of each group of a layout."""
     return jax.local_devices()[:num_images] if layout is None else layout.groups
 
 
 def rows_at_once(groups, batch_size, num_devices):
-    """How many images of each kind a device makes at once: {kind: number}.
-
-    Args:
-        groups: the (round, kind) of each image.
-        batch_size: images per device at once, at most.
-        num_devices: number of devices.
-    """
+    """{kind: images per device at once}; arguments as for rows_of_batches."""
     largest = defaultdict(int)
     for (_, kind), count in Counter(groups).items():
         largest[kind] = max(largest[kind], count)
@@ -60,7 +49,7 @@ def rows_of_batches(groups, finished, batch_size, num_devices):
         num_devices: number of devices.
 
     Returns:
-        List of (kind, places of the images, as many as fill the devices, number without padding).
+        List of (kind, places of the images, padded to fill the devices, number without padding).
     """
     rows_of = defaultdict(list)
     for row, group in enumerate(groups):
@@ -76,11 +65,9 @@ def rows_of_batches(groups, finished, batch_size, num_devices):
 
 
 class DeviceClock:
-    """The share of a run in which no program ran on the devices.
+    """The share of a run in which the devices waited, from the first program to the report.
 
-    It counts from the start of the first program until the report. The time between a result and
-    the end of the call that gives the next program to the devices counts in full, though that may
-    have begun before.
+    The time between a result and the dispatch of the next program counts as waiting.
     """
 
     def __init__(self):
@@ -88,12 +75,7 @@ class DeviceClock:
         self.waited, self.num_batches = 0.0, 0
 
     def add(self, dispatched, ready):
-        """Count a batch.
-
-        Args:
-            dispatched: time.perf_counter() after its program was given to the devices.
-            ready: likewise, when its result was ready.
-        """
+        """Count a batch; dispatched, ready: time.perf_counter() of dispatch and result."""
         if self.begin is None:
             self.begin = dispatched  # the first call compiles
         else:
@@ -101,7 +83,7 @@ class DeviceClock:
         self.ready, self.num_batches = ready, self.num_batches + 1
 
     def report(self, num_images):
-        """A line for the user, once all files are written; "" for one batch, which says nothing."""
+        """A line for the user, once all files are written; "" for a single batch."""
         if self.num_batches < 2:
             return ""
         now = time.perf_counter()
@@ -113,19 +95,19 @@ class DeviceClock:
 
 
 def run_ahead(batches, dispatch, collect, clock=None, in_flight=IN_FLIGHT):
-    """Run batches on devices, and prepare and dispatch the next ones meanwhile.
+    """Run batches on devices; prepare and dispatch the next ones meanwhile.
 
     Args:
-        batches: iterable, which a thread advances, one batch ahead of the dispatched ones.
+        batches: iterable; a thread advances it one batch ahead.
         dispatch: batch -> arrays on devices; does not wait for them.
         collect: (batch, arrays) -> the result on the host, in a thread.
         clock: DeviceClock or None.
-        in_flight: batches that are dispatched and not yet yielded, at most; with 1 nothing runs
-            while the caller works.
+        in_flight: maximum number of dispatched batches that are not yet yielded; with 1 nothing
+            runs while the caller works.
 
     Yields:
-        (batch, result, seconds that the devices took), in order. The first of a shape compiles,
-        which is part of the seconds.
+        (batch, result, seconds on the devices), in order. The seconds of the first batch of a
+        shape include its compilation.
     """
     clock = clock or DeviceClock()
     batches, end, failed = iter(batches), object(), None
@@ -140,7 +122,7 @@ def run_ahead(batches, dispatch, collect, clock=None, in_flight=IN_FLIGHT):
         seconds = watched.result()
         return batch, collect(batch, arrays), seconds
 
-    # The watcher does nothing else, so that its times are those at which results are ready.
+    # The watcher does nothing else, so that its times are exact.
     preparer, watcher, collector = pools = [ThreadPoolExecutor(1) for _ in range(3)]
     following, running = preparer.submit(next, batches, end), deque()
     try:
@@ -169,14 +151,14 @@ def run_ahead(batches, dispatch, collect, clock=None, in_flight=IN_FLIGHT):
 
 
 class FileWriter:
-    """Writes files in a few threads, and waits for them at the end of its `with` block.
+    """Writes files in threads, and waits for them at the end of its `with` block.
 
-    An error ends the block, at the next file or at its end. After an exception in the block, such
-    as Ctrl-C, the files that were given to `write` are still written.
+    An error is raised at the next file or at the end of the block. After an exception in the block,
+    such as Ctrl-C, submitted files are still written.
     """
 
     def __init__(self, is_writer=True):
-        """is_writer: False writes nothing, in a process whose files another one writes."""
+        """is_writer: False writes nothing, as another process does."""
         self._is_writer = is_writer
         num_threads = min(MAX_WRITERS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(num_threads)
@@ -188,7 +170,7 @@ class FileWriter:
         return self
 
     def write(self, path, function, *args):
-        """Have a thread call function(*args), which writes the file; waits if many are waiting."""
+        """Have a thread call function(*args), which writes the file; blocks if many are waiting."""
         if not self._is_writer:
             return
         self._places.acquire()
@@ -197,14 +179,14 @@ class FileWriter:
         self._pool.submit(self._write, path, function, args)
 
     def wait_for(self, path):
-        """In another thread: wait until a file is written.
+        """Wait in another thread until a file is written.
 
         Args:
-            path: as given to `write`, before or after this.
+            path: of `write`, called before or after this.
 
         Raises:
-            CancelledError: the `with` block ends and nobody writes the file.
-            BaseException: the error that prevents it.
+            CancelledError: the `with` block has ended without the file.
+            BaseException: the error of a writing thread.
         """
         self._file(path).result()
 
@@ -232,7 +214,7 @@ class FileWriter:
     def __exit__(self, kind, error, trace):
         try:
             self._pool.shutdown(cancel_futures=self._error is not None)
-        finally:  # also after Ctrl-C: who waits for a file that nobody writes goes on
+        finally:  # also after Ctrl-C: releases threads in wait_for
             with self._closing:
                 self._is_closed = True
                 for file in self._files.values():
@@ -267,11 +249,11 @@ def to_batches(arrays, num_devices, batch_size, images):
 
 
 def check_finite_images(images, which, lora=()):
-    """Raise a ValueError, with what to try, if images are not finite.
+    """Raise a ValueError with a remedy if images are not finite.
 
     Args:
         images: array.
-        which: the images, in words.
+        which: what the images are, for the error.
         lora: values of --lora.
     """
     if not np.isfinite(images).all():

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-CAPTION_SIZE = 14  # of the font, pixels
+CAPTION_SIZE = 14  # font size, pixels
 LINE_HEIGHT = 20  # of a caption, pixels
-NO_LETTER = "\U0010ffff"  # drawn as letters that a font lacks
-GRID_IMAGES = 64  # of a grid, at most; more cannot be looked at in one image
+NO_LETTER = "\U0010ffff"  # fonts draw missing letters like this one
+GRID_IMAGES = 64  # in a grid, at most
 GRID_IMAGE_SIZE = 256  # pixels, longer side
 GRID_MARGIN = 8  # pixels
 
@@ -39,7 +39,7 @@ def captioned(images, text, max_lines=None):
     Args:
         images: list of PIL images.
         text: the caption; letters that no installed font has become \\uXXXX, with a warning.
-        max_lines: of the caption, which then ends with an ellipsis if it is longer; None: all.
+        max_lines: longer captions end with an ellipsis; None: all lines.
     """
     width, height = sum(image.width for image in images), max(image.height for image in images)
     size = max(CAPTION_SIZE, width // 40)
@@ -61,13 +61,9 @@ def captioned(images, text, max_lines=None):
 
 
 def wrap(text, font, width, max_lines=None):
-    """The lines of a text in a font, none wider than width; at least one, which may be empty.
+    """Split a text into lines of at most width pixels, wide words too; at least one line.
 
-    Args:
-        text: words that are wider are broken, as are texts without spaces.
-        font: of Pillow.
-        width: pixels.
-        max_lines: see captioned.
+    font: Pillow's; max_lines: see captioned.
     """
     lines = [""]
     for word in text.split():
@@ -90,14 +86,9 @@ def wrap(text, font, width, max_lines=None):
 
 
 def caption_font(letters, size):
-    """The first font that has all letters, or the one that lacks the fewest.
+    """(the first font with all letters, or with the most; the set of letters that it lacks).
 
-    Args:
-        letters: set of characters.
-        size: pixels.
-
-    Returns:
-        (font, set of the letters that it lacks).
+    letters: set of characters; size: pixels.
     """
     # Spaces, controls and combining marks have no shape of their own.
     letters = {x for x in letters if unicodedata.category(x)[0] not in "ZCM"}
@@ -113,7 +104,7 @@ def caption_font(letters, size):
 
 @functools.cache
 def open_font(file, size):
-    """Pillow's font from a file, or its own for None; None if FreeType cannot read the file."""
+    """A font for Pillow from a file, for None its own; None if FreeType cannot read the file."""
     try:
         return ImageFont.truetype(file, size) if file else ImageFont.load_default(size)
     except OSError:
@@ -132,10 +123,10 @@ def has_letter(file, letter):
 
 @functools.cache
 def font_files():
-    """Files of fonts besides Pillow's own: matplotlib's, then the system's."""
+    """Font files besides Pillow's own: matplotlib's, then the system's."""
     from matplotlib import font_manager, get_data_path  # only captions need it
 
-    # Chinese, Japanese and Korean are what most fonts lack.
+    # Most fonts lack Chinese, Japanese and Korean.
     system = sorted(font_manager.findSystemFonts(), key=lambda file: ("CJK" not in file, file))
     own = Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
     return [str(own), *(file for file in system if "LastResort" not in file)]
@@ -143,7 +134,7 @@ def font_files():
 
 @functools.cache
 def warn_of_missing_letters():
-    """Log, once, that captions have letters that no font has."""
+    """Log once that no font has all letters of the captions."""
     logger.warning(
         "no installed font has all letters of the captions: the others are written as \\uXXXX; "
         "install a font that has them, such as the packages fonts-noto and fonts-noto-cjk"
@@ -151,12 +142,12 @@ def warn_of_missing_letters():
 
 
 def tile_grid(tiles, columns, margin=0):
-    """One image of tiles of any size, row by row, each at the top left of its cell.
+    """One image of tiles, row by row, each at the top left of its cell.
 
     Args:
-        tiles: list of PIL images.
+        tiles: list of PIL images of any sizes.
         columns: tiles per row.
-        margin: between the tiles and around them, pixels, white.
+        margin: white pixels between and around the tiles.
     """
     width = max(tile.width for tile in tiles) + margin
     height = max(tile.height for tile in tiles) + margin

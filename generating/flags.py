@@ -1,7 +1,7 @@
 """Flags of programs that make images, and what follows from them: prompts, latents, devices.
 
-Groups of flags say for resuming.py which flags name FILES, and which give the SAME_IMAGES whatever
-their value, or belong to one image. All other flags change images.
+For resuming.py, the FILES of a group are flags that name files. SAME_IMAGES are flags that do not
+change an image, or belong to a single image; all other flags change images.
 """
 
 import math
@@ -153,10 +153,9 @@ def check_image_flags(config):
 
 
 def layout_of_flags(flags):
-    """The Layout of DeviceFlags, or None if each device makes images of its own.
+    """The Layout of DeviceFlags, or None if each device makes its own images.
 
-    ProcessFlags say which processes join before, so no device may be used before this call. Flags
-    without them are of a program of one process.
+    With ProcessFlags, processes join first: no device may be used before this call.
 
     Raises:
         ValueError: the flags are not valid, or exclude each other.
@@ -186,23 +185,23 @@ def layout_of_flags(flags):
 
 
 def take(group, config, **changes):
-    """An object of a dataclass with the values of the flags that have its fields' names.
+    """Fill a dataclass, such as models.Sampling, from the flags with its fields' names.
 
     Args:
-        group: dataclass, such as models.Sampling.
-        config: of a program; fields that are no flags of it keep their defaults.
-        changes: values of other fields, or in place of flags.
+        group: dataclass; fields without a flag keep their defaults.
+        config: of a program.
+        changes: values of fields, instead of flags.
     """
     names = [field.name for field in fields(group) if hasattr(config, field.name)]
     return group(**{name: getattr(config, name) for name in names} | changes)
 
 
 def list_prompts(config, per_batch):
-    """Each image's prompt.
+    """The prompt of each image.
 
     Args:
         config: with the flags prompt, prompts_file and num_images.
-        per_batch: images of one prompt without num_images.
+        per_batch: number of images of a single prompt without num_images.
     """
     if config.prompts_file and config.prompt != type(config).prompt:
         raise ValueError("--prompt and --prompts_file are both given; give one of them")
@@ -216,7 +215,7 @@ def list_prompts(config, per_batch):
 
 
 def note_single_words(flag, texts):
-    """Say so if the texts of a flag look like the words of one text without quotation marks."""
+    """Print a note if the texts of a flag look like one text without quotation marks."""
     if len(texts) > 2 and all(re.fullmatch(r"[A-Za-z]+[,.]?", text.strip()) for text in texts):
         print(
             f"--{flag} has {len(texts)} texts of one word each; if they are one text, write it in "
@@ -226,7 +225,7 @@ def note_single_words(flag, texts):
 
 
 def read_prompts(file):
-    """The lines of a text file that are not empty; raise a ValueError if there are none."""
+    """The non-empty lines of a text file, at least one."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Models as the flags of a program choose them: checks that read no weights, then the weights."""
+"""Models as flags choose them: checks that read no weights, then the weights."""
 
 import sys
 from collections.abc import Callable
@@ -22,10 +22,7 @@ from diffusers_flax.schedulers.factory import choose_scheduler
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a model makes images: what all images of a call share.
-
-    The fields are flags of the programs, see generating.flags.take.
-    """
+    """How a model makes images. The fields are flags of the programs, see flags.take."""
 
     num_inference_steps: int = 50
     guidance_scale: float = 7.5
@@ -46,7 +43,7 @@ class Sampling:
         return timestep_options(*options, pipeline_type.ays_timesteps)
 
     def branches(self, pipeline_type):
-        """The branches of guidance; a pipeline that makes images from text has one scale."""
+        """The branches of guidance; text to image has one scale."""
         if issubclass(pipeline_type, InstructPix2Pix):
             return edit_branches(self.guidance_scale, self.image_guidance_scale)
         return text_branches(self.guidance_scale)
@@ -94,7 +91,7 @@ def check_xl(model, revision, unet):
 
 
 def check_sampling(pipeline_type, scheduler_config, model, sampling):
-    """The scheduler of a model, after a check of all that its steps depend on.
+    """Check a model's steps and accelerations; returns its scheduler.
 
     Args:
         pipeline_type: class of the pipeline.
@@ -131,8 +128,7 @@ def load_model(
         scheduler: of check_sampling.
         sampling: Sampling, of which accelerate and lora change the model.
         options: ModelOptions.
-        plan: called with the pipeline before the weights are read; returns the pipeline to use
-            and a line to print after that, or "".
+        plan: pipeline -> (pipeline to use, line to print), called before the weights are read.
 
     Returns:
         (pipeline, its parameters as NumPy arrays).

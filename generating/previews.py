@@ -20,10 +20,10 @@ def preview_files(config, outputs, scheduler, steps, kept=(), sizes=None):
 
     Args:
         config: with the flags preview, preview_decoder and seed.
-        outputs: the file of each image, in the order of their keys.
-        scheduler, steps: of the images, as for count_steps.
-        kept: paths or None, files that previews must not replace, besides outputs.
-        sizes: (width, height) to scale the previews of each image to; None: they are as decoded.
+        outputs: file of each image, in the order of their keys.
+        scheduler, steps: see count_steps.
+        kept: other files that previews must not replace; paths or None.
+        sizes: (width, height) of each image's previews; None: as decoded.
 
     Returns:
         Preview, or None without --preview.

@@ -27,14 +27,14 @@ def id_maker(config, model):
     """The function that makes the ids of a command's images.
 
     Args:
-        config: of a program. Its flags are part of all ids, with the names, sizes and times of
-            files, except for SAME_IMAGES, see flags.py. vae_tile counts as given: its default
-            depends on memory, which is not known before the model is open; 0 is like None.
-        model: the value of the flag of the model.
+        config: of a program. All flags are part of an id except SAME_IMAGES, see flags.py; of FILES
+            also names, sizes and times. The default of vae_tile depends on memory and counts as
+            None; 0 is like None.
+        model: value of the model's flag.
 
     Returns:
-        Function of keywords, all else that an image depends on; it returns 32 hexadecimal digits,
-        for EXIF's ImageUniqueID. Other commands and other keywords give other ids.
+        Function of keywords, what else an image depends on; it returns 32 hexadecimal digits, for
+        EXIF's ImageUniqueID.
     """
     classes = type(config).__mro__
     files, same = (
@@ -60,7 +60,7 @@ def id_maker(config, model):
 
 
 def identify(flag, value):
-    """What identifies the value of a flag: itself, and the files that it names."""
+    """The value of a flag as JSON, with the state of the files that it names."""
     if isinstance(value, tuple):
         return [identify(flag, x) for x in value]
     if isinstance(value, SingleFile):
@@ -78,9 +78,9 @@ def identify(flag, value):
 
 
 def state_of_files(path):
-    """(name, bytes, time of the last change) of a file, or of the files of a model's directory.
+    """(name, bytes, time of the last change) of a file, or of each file of a model's directory.
 
-    Images, which a program may write into the directory, are no files of a model.
+    Images in the directory do not count: a program may write them there.
     """
     files = sorted(x for x in path.rglob("[!.]*") if x.suffix.lower() in MODEL_SUFFIXES)
     files = [path] if path.is_file() else files
@@ -89,7 +89,7 @@ def state_of_files(path):
 
 
 def commit_of(model, revision):
-    """The commit of a model of the hub; None: it is a directory or a file, or cannot be found."""
+    """The commit of a model on the hub; None for a file or directory, or if it is unknown."""
     if isinstance(model, SingleFile) or os.path.exists(model):
         return None
     try:
@@ -100,21 +100,21 @@ def commit_of(model, revision):
 
 
 def checksum_of(path):
-    """What identifies the content of a file."""
+    """SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_finished(path, image_id, software):
-    """Whether an image is in place; False: it does not exist, or another command made it.
+    """Whether a file is the image with an id; False if it is missing or from another command.
 
     Args:
         path: of the image.
         image_id: of id_maker's function.
-        software: of the program that makes it.
+        software: the program's mark.
 
     Raises:
-        ValueError: the file is not by the program, so that it must not be replaced.
+        ValueError: the file is not by the program, so it must not be replaced.
     """
     if not path.exists():
         return False
@@ -128,15 +128,15 @@ def is_finished(path, image_id, software):
 
 
 def image_files(output, num_images, grid=None):
-    """The files to write images to.
+    """The files for new images.
 
     Args:
         output: directory; for one image also a file name with an extension.
         num_images: number of images.
-        grid: another image file that will be written, or None.
+        grid: file of the grid, or None.
 
     Returns:
-        Paths; in a directory 000.png, 001.png, ..., numbered on from the existing files.
+        Paths; in a directory 000.png, 001.png, ..., after the existing numbers.
 
     Raises:
         ValueError: output is one file for several images; output or the grid cannot be written.
@@ -161,15 +161,13 @@ def image_files(output, num_images, grid=None):
 
 
 def continue_images(files, ids, output, software, grid=None):
-    """The files of images, some of which this command may have made already.
+    """The files of all images of a command that may have made some of them already.
 
     Args:
-        files: names for all images in the directory output, 007.png, 008.png, ... that are not in
-            use; or output alone, the file of one image.
-        ids: of id_maker's function.
-        output: path.
+        files: of image_files.
+        ids: the id of each image.
+        output, grid: as for image_files.
         software: see is_finished.
-        grid: another image file that will be written, or None.
 
     Returns:
         (files, list of the places of the missing files).
@@ -187,7 +185,7 @@ def continue_images(files, ids, output, software, grid=None):
 
 
 def images_of_folder(files, ids):
-    """continue_images for images in a directory."""
+    """As continue_images, in a directory."""
     folder = files[0].parent
     numbered = {int(x.stem): x for x in sorted(folder.glob("*.png")) if x.stem.isdecimal()}
     place_of, found = {image_id: i for i, image_id in enumerate(ids)}, {}
@@ -206,7 +204,7 @@ def images_of_folder(files, ids):
 
 
 def print_continued(num_finished, num_images):
-    """Say how many images an earlier start of this command has made."""
+    """Print the number of images that an earlier start of this command has made."""
     if num_finished:
         made = f"{num_finished} of {num_images} image{'s' * (num_images > 1)}"
         print(f"made already by this command: {made}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Models that are one file: a program's flags name them as directories and hub ids are named."""
+"""Flags whose value is a model in one file."""
 
 from dataclasses import replace
 
@@ -7,12 +7,12 @@ from diffusers_flax.loading.single_file import SingleFile
 
 
 def with_single_files(config, model, component=None, **components):
-    """A program's config with a SingleFile for each flag whose value is the file of a model.
+    """Replace the values of flags that name a model in one file by SingleFile objects.
 
     Args:
         config: dataclass of the flags, with config_name_or_path.
-        model: name of the flag of the main model, or models.
-        component: the one that the program needs of the main model; None: a pipeline.
+        model: name of the main model's flag, which may have several values.
+        component: what the program needs of the main model; None: the whole pipeline.
         **components: {name of another flag: its component}; configs are the main model's.
 
     Raises:
