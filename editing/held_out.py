@@ -101,14 +101,13 @@ def pairs_of_jsonl(file, max_pairs=None):
 
     Args:
         file: path.
-        max_pairs: read the first ones only; None: all.
+        max_pairs: number of pairs to read; None: all.
 
     Returns:
         List of HeldOutPair.
 
     Raises:
-        ValueError: a row lacks a required key or has a value that is not text, or a file cannot be
-            read.
+        ValueError: a row is invalid, or a file cannot be read.
     """
     required, optional = ("original_image", "edit_prompt"), ("edited_image", "mask", *CAPTIONS)
     pairs = []
@@ -134,20 +133,17 @@ def pairs_of_shards(directory, columns, caption_columns, mask_column="", max_pai
 
     Args:
         directory: of the shards.
-        columns: names of the columns of original image, edited image and instruction; "": the
-            names that public datasets have.
-        caption_columns: names of the columns of the captions before and after; "":
-            original_prompt and edited_prompt, which may be missing.
-        mask_column: name of the column of masks; "": one of MASK_COLUMNS, which may be missing.
-        max_pairs: read the first ones only; None: all.
+        columns: of original image, edited image and instruction; "": as in public datasets.
+        caption_columns: of both captions; "": original_prompt and edited_prompt, if they exist.
+        mask_column: "": one of MASK_COLUMNS, if it exists.
+        max_pairs: number of pairs to read; None: all.
 
     Returns:
-        List of HeldOutPair. Rows without image or instruction are left out, but count in index. Of
-        several instructions the first is taken.
+        List of HeldOutPair. Rows without image or instruction are left out, but count in index.
+        The first of several instructions is taken.
 
     Raises:
-        ValueError: see list_row_groups; or a given column of captions is missing, or the shards
-            contain latents.
+        ValueError: see list_row_groups; a named column is missing, or the shards have latents.
     """
     groups = list_row_groups(directory, Columns(*columns), flag="--data_dir")
     pairs, row_index = [], 0
@@ -205,14 +201,7 @@ def pairs_of_shards(directory, columns, caption_columns, mask_column="", max_pai
 
 
 def caption_at(texts, column, number, name):
-    """A caption, or None.
-
-    Args:
-        texts: pyarrow Table, which may lack the column.
-        column: its name.
-        number: of the row.
-        name: of the row, for errors.
-    """
+    """A caption of a pyarrow Table, or None; number: of the row, name: of it, for errors."""
     if column not in texts.column_names:
         return None
     try:
@@ -230,8 +219,8 @@ def check_pairs(pairs, use_masks, bar=iter):
         bar: function of an iterable, for progress.
 
     Returns:
-        The pairs, without those of two aspect ratios. Without use_masks a pair whose mask is
-        damaged has none. A warning counts both.
+        The pairs of one aspect ratio. Without use_masks a damaged mask becomes None. Warnings count
+        both.
 
     Raises:
         ValueError: an image cannot be decoded; with use_masks, a mask; or no pair is left.
@@ -262,7 +251,7 @@ def check_pairs(pairs, use_masks, bar=iter):
 
 
 def checksum_of_pairs(pairs):
-    """A checksum of the pairs' images and texts."""
+    """Checksum of the pairs' images and texts."""
     total = hashlib.sha256()
     for pair in pairs:
         texts = [pair.index, pair.instruction, pair.original_caption, pair.edited_caption]
@@ -273,7 +262,7 @@ def checksum_of_pairs(pairs):
 
 
 def checksum_of_masks(pairs):
-    """A checksum of the pairs' masks; None: no pair has one."""
+    """Checksum of the pairs' masks; None without masks."""
     if all(pair.mask is None for pair in pairs):
         return None
     total = hashlib.sha256()
@@ -283,12 +272,7 @@ def checksum_of_masks(pairs):
 
 
 def require_masks(pairs, sizes):
-    """Raise a ValueError unless some pair has a mask, and all masks have white.
-
-    Args:
-        pairs: list of HeldOutPair.
-        sizes: (width, height) of each edit.
-    """
+    """Raise a ValueError if no pair has a mask, or a mask has no white at the edit's size."""
     if all(pair.mask is None for pair in pairs):
         raise ValueError("--use_masks: no pair has a mask; give masks, or leave the flag out")
     for pair, size in zip(pairs, sizes):
@@ -301,39 +285,32 @@ def require_masks(pairs, sizes):
 
 
 def left_out(pairs, clip_model):
-    """What the pairs and flags do not allow to measure, one sentence each.
+    """The metrics that pairs and flags do not allow, one sentence each.
 
     Raises:
         ValueError: nothing can be measured.
     """
-    known = {
-        "truth": [pair.edited is not None for pair in pairs],
-        "both captions": [
-            None not in (pair.original_caption, pair.edited_caption) for pair in pairs
-        ],
-        "the caption of the truth": [pair.edited_caption is not None for pair in pairs],
-    }
-    names = {"truth": ["l1", "mse", "error_ratio"]}
-    known["mask"] = [pair.mask is not None for pair in pairs]
-    if any(known["mask"]):
-        names["mask"] = ["the metrics inside and outside of the mask"]
-    sentences = []
-    if clip_model:
-        names["truth"].append("truth_similarity")
-        names["both captions"] = ["direction_similarity"]
-        names["the caption of the truth"] = ["text_similarity"]
-    else:
-        if not any(known["truth"]):
+    num_pairs, sentences = len(pairs), []
+    num_edited = sum(pair.edited is not None for pair in pairs)
+    num_captions = sum(pair.edited_caption is not None for pair in pairs)
+    num_both = sum(None not in (pair.original_caption, pair.edited_caption) for pair in pairs)
+    num_masks = sum(pair.mask is not None for pair in pairs)
+    if not clip_model:
+        if not num_edited:
             raise ValueError(
                 'no metric is possible: the pairs have no "truth" and --clip_model is ""; give one '
                 "of the two"
             )
         sentences.append(f'left out, as --clip_model is "": {", ".join(CLIP_METRICS)}')
-    for requirement, metrics in names.items():
-        missing = known[requirement].count(False)
-        if missing:
-            which = "all" if missing == len(pairs) else f"{missing} of {len(pairs)}"
-            sentences.append(
-                f"left out for {which} pairs, without {requirement}: {', '.join(metrics)}"
-            )
+    similarity = ", truth_similarity" if clip_model else ""
+    needs = [("truth", num_edited, f"l1, mse, error_ratio{similarity}")]
+    if num_masks:
+        needs.append(("mask", num_masks, "the metrics inside and outside of the mask"))
+    if clip_model:
+        needs.append(("both captions", num_both, "direction_similarity"))
+        needs.append(("the caption of the truth", num_captions, "text_similarity"))
+    for requirement, number, metrics in needs:
+        if number < num_pairs:
+            which = f"{num_pairs - number} of {num_pairs}" if number else "all"
+            sentences.append(f"left out for {which} pairs, without {requirement}: {metrics}")
     return sentences

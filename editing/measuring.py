@@ -1,4 +1,4 @@
-"""Measuring models on held-out pairs: baselines, the VAE alone, edits, and what they cost."""
+"""Measuring models on held-out pairs: baselines, the VAE alone, edits and their costs."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ class References:
 
 
 def load_references(pairs, clip, resolution, factor):
-    """See References."""
+    """The References for pairs at a resolution."""
     sizes = [edit_size(pair.size(), resolution, factor) for pair in pairs]
     if clip is None:
         return References(pairs, sizes, None, None)
@@ -70,8 +70,8 @@ def measure_images(references, rows, images):
 
     Args:
         references: References.
-        rows: of the pairs that the results belong to, int.
-        images: PIL images, of the sizes of the edits.
+        rows: place of each result's pair, int.
+        images: results, PIL images of the edits' sizes.
 
     Returns:
         {metric: list of floats}, NaN where it is not defined.
@@ -109,9 +109,9 @@ def measure_baseline(references, make_image):
 
 
 def measure_baselines(references, results):
-    """Add the rows of what needs no model: the copied original and the edited image.
+    """Add the rows of the copied original and of the edited image, which need no model.
 
-    They are saved with the first row of a model, so that one that cannot be loaded changes nothing.
+    The first row of a model saves them too: a model that cannot be loaded changes no file.
     """
     for name in BASELINES:
         if find_row(results["baselines"], baseline=name) is None:
@@ -154,13 +154,13 @@ def vae_round_trip(vae, params, image):
 
 
 def measure_model(references, results, save, model, checked, todo, config, bar):
-    """Measure a model at all scales and seeds of todo and add a row to results for each.
+    """Measure a model at scales and seeds; add a row to results for each.
 
     Args:
         references: References.
         results, save: content of results.json, and a function that writes it.
         model: its name.
-        checked: what check_model has returned for it.
+        checked: of check_model.
         todo: list of (guidance_scale, image_guidance_scale, seed), not empty.
         config: Config of evaluate_edits.py.
         bar: progress bar, in units of edits.
@@ -225,7 +225,7 @@ def load_pair(pair, size, is_masked):
 
 
 def load_largest(model, checked, todo, edit_list, config):
-    """Load a model; its largest program, with most branches of guidance, must fit into memory.
+    """Load a model; its program with most branches of guidance must fit into memory.
 
     Arguments as for measure_model; edit_list: EditList.
 
@@ -296,13 +296,13 @@ def measure_edits(batches, pipeline, references, folder):
 
 
 def averages(metrics):
-    """Means over pairs and standard deviations; NaN, a metric that is undefined, is left out.
+    """Means and standard deviations over the pairs with a defined metric, which is not NaN.
 
     Args:
         metrics: {name: one float per pair}.
 
     Returns:
-        {name: mean, NAME_std: sample standard deviation}; None if there are not enough pairs.
+        {name: mean, NAME_std: sample standard deviation}; None for too few pairs.
     """
     row = {}
     for name, values in metrics.items():
@@ -313,7 +313,7 @@ def averages(metrics):
 
 
 def mean_flops(pipeline, shapes, sizes, branches, steps):
-    """The mean of count_edit_flops over edits of these sizes (width, height)."""
+    """Mean of count_edit_flops over edits; sizes: (width, height)."""
     counts = Counter(sizes)
     flops = [count_edit_flops(pipeline, shapes, size, branches, steps) for size in counts]
     return float(np.average(flops, weights=list(counts.values())))
@@ -322,8 +322,8 @@ def mean_flops(pipeline, shapes, sizes, branches, steps):
 def count_edit_flops(pipeline, params, size, branches, steps):
     """FLOPs of the matmuls and convolutions of one edit.
 
-    A step of a cache counts the functions that it calls. fbcache decides during the run, so its
-    steps count as if nothing were reused.
+    A step of a cache counts what it computes. fbcache decides during the run: all its steps count
+    in full.
 
     Args:
         pipeline: InstructPix2Pix.

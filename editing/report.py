@@ -16,7 +16,7 @@ from generating.captions import GRID_MARGIN, captioned, tile_grid
 CELL_SIZE = 192  # of the longer side of an image in grid.png, pixels
 GRID_PAIRS = 8  # rows of grid.png, at most
 LABEL_SIZE = 8  # of the font in the curve, points
-# Where a label may stand beside its point, points; a negative x: to the left of it
+# Places of a label beside its point, in points; negative x: to the left
 LABEL_PLACES = [(x, y) for y in (4, -11, 14, -21, 24, -31) for x in (4, -4)]
 FLOP_UNITS = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"))
 SAMPLING_FLAGS = (
@@ -39,7 +39,7 @@ HEADINGS = {
     "text_similarity": "text sim.",
     "truth_similarity": "truth sim.",
 }
-# x and y of the curve, the first pair that all rows have; the names of the axes
+# x and y of the curve: the first pair of metrics that all rows have
 CURVES = (
     ("direction_similarity", "image_similarity"),
     ("l1", "l1_to_input"),
@@ -53,11 +53,7 @@ AXES = {
 
 
 def over_seeds(rows):
-    """Rows of the same model and scales, in their order.
-
-    Returns:
-        {(model, guidance_scale, image_guidance_scale): list of rows, one per seed}.
-    """
+    """{(model, guidance_scale, image_guidance_scale): list of rows, one per seed}."""
     groups = defaultdict(list)
     for row in rows:
         groups[row["model"], row["guidance_scale"], row["image_guidance_scale"]].append(row)
@@ -65,14 +61,14 @@ def over_seeds(rows):
 
 
 def mean_and_spread(rows, name):
-    """Mean of a metric over rows and its sample standard deviation; None if there is none."""
+    """Mean and sample standard deviation of a metric over rows; None for too few rows."""
     values = [row[name] for row in rows if row.get(name) is not None]
     mean = float(np.mean(values)) if values else None
     return mean, float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 def cell(rows, name, digits=4):
-    """A metric of rows for a table: "mean ± spread", the mean, or nothing."""
+    """A table's cell: "mean ± spread", the mean, or nothing."""
     mean, spread = mean_and_spread(rows, name)
     if mean is None:
         return ""
@@ -80,12 +76,7 @@ def cell(rows, name, digits=4):
 
 
 def markdown(results, sentences):
-    """The content of results.md.
-
-    Args:
-        results: content of results.json.
-        sentences: what is left out.
-    """
+    """The content of results.md; results: of results.json; sentences: what is left out."""
     settings, rows = results["settings"], results["rows"]
     seeds = sorted({row["seed"] for row in rows})
     names = short_names(results["models"])
@@ -126,13 +117,7 @@ def markdown(results, sentences):
 
 
 def metrics_table(results, metrics, names):
-    """Lines of a Markdown table of the given metrics that at least one row has.
-
-    Args:
-        results: content of results.json.
-        metrics: names.
-        names: of short_names.
-    """
+    """Lines of a Markdown table, without metrics that no row has; names: of short_names."""
     rows, baselines = results["rows"], results["baselines"]
     metrics = [x for x in metrics if any(row.get(x) is not None for row in rows + baselines)]
     lines = table_head(("model", "guidance", "image guidance", "seeds", *map(heading, metrics)))
@@ -156,18 +141,18 @@ def table_head(heads):
 
 
 def short_names(models):
-    """{model: the last part of its path or hub id, or all of it if several have that part}."""
+    """{model: last name of its path or hub id, or all of it if models share that name}."""
     last = {model: Path(model).name or model for model in models}
     counts = Counter(last.values())
     return {model: name if counts[name] == 1 else model for model, name in last.items()}
 
 
 def merge_baselines(baselines, metrics, names):
-    """The baselines, one for all models with the same VAE: [(label, row)].
+    """[(label, row)] of baselines; models with the same VAE have one.
 
     Args:
         baselines: rows of results.json.
-        metrics: names of the metrics that are shown.
+        metrics: names of the shown metrics.
         names: of short_names.
     """
     groups = defaultdict(list)
@@ -182,9 +167,9 @@ def merge_baselines(baselines, metrics, names):
 
 
 def costs(rows, names):
-    """A table of what an edit costs; runs of one model with the same FLOPs are one line.
+    """Table of an edit's costs; runs of a model with the same FLOPs are one line.
 
-    Their seconds differ by noise only, so the median is shown, with the range.
+    Their seconds differ by noise only: the table shows median and range.
     """
     groups = defaultdict(list)
     for row in rows:
@@ -214,11 +199,11 @@ def costs(rows, names):
 def draw_curve(results, file):
     """Draw one metric against another over image_guidance_scale, a line per model.
 
-    The paper's curve, CLIP direction similarity (x) and image similarity (y); without captions or
-    CLIP, L1 to the truth and to the input.
+    As in the paper, CLIP direction similarity (x) and image similarity (y); without captions or
+    CLIP, L1 to the edited image and to the original.
 
     Returns:
-        What was drawn, a sentence; None if neither can be drawn.
+        A sentence about the axes; None if no curve can be drawn.
 
     Source: InstructPix2Pix (arXiv 2211.09800), section 4.1.
     """
@@ -253,7 +238,7 @@ def draw_curve(results, file):
         line, *_ = plot.errorbar(x, y, y_spread, x_spread, **style)
         for (scale, *_), point in zip(points, zip(x, y)):
             labels.append((f"{scale:g}", point, line.get_color()))
-    # The baselines may be so far away that they would squeeze the curves into points.
+    # Distant baselines would squeeze the curves into points.
     limits = [widened(values) for values in zip(*(point for _, point, _ in labels))]
     for label, row in merge_baselines(results["baselines"], axes, names):
         if all(row.get(name) is not None for name in axes):
@@ -283,9 +268,9 @@ def widened(values):
 
 
 def write_labels(plot, labels):
-    """Write texts next to points, at the first of some places where they cover no other text.
+    """Write texts next to points, at the first of LABEL_PLACES that covers no other text.
 
-    A text that would cover others at all of them is left out.
+    Texts without such a place are left out.
 
     Args:
         plot: matplotlib Axes, with its final size and limits.
@@ -316,14 +301,7 @@ def write_labels(plot, labels):
 
 
 def grid_rows(instructions):
-    """The pairs that grid.png shows: of all instructions, or of some at equal distances.
-
-    Args:
-        instructions: of each pair.
-
-    Returns:
-        Their indices, sorted.
-    """
+    """Sorted places of the pairs in grid.png: of all instructions, or of evenly spaced ones."""
     rows_of = defaultdict(list)
     for row, instruction in enumerate(instructions):
         rows_of[instruction].append(row)
@@ -331,8 +309,8 @@ def grid_rows(instructions):
     groups = list(rows_of.values())
     if len(groups) > n:
         groups = [groups[i * len(groups) // n] for i in range(n)]
-    # The instructions take turns until their pairs are used up. Each turn takes a later one of the
-    # pairs, at turn / n of them if it can, so that the images differ.
+    # Instructions take turns until their pairs are used up. Each turn takes a later pair, at
+    # turn / n of them if it can, so that the images differ.
     places = [(i, group) for i in range(n) for group in groups if i < len(group)][:n]
     chosen = []
     for group in groups:
@@ -346,9 +324,9 @@ def grid_rows(instructions):
 
 
 def best_rows(rows, folder, shown):
-    """Per model the row with images in folder whose L1 to the truth is least.
+    """Per model the row with the least L1 to the edited images, else the first row.
 
-    Without truth, the row that was measured first; shown: the pairs whose images are needed.
+    Rows need images in folder of all pairs of shown.
     """
     best = {}
     for row in rows:
@@ -360,7 +338,7 @@ def best_rows(rows, folder, shown):
 
 
 def draw_grid(results, pairs, folder):
-    """The grid: a row per pair; input, truth if known, and the best row of each model.
+    """The grid: a row per pair; original, edited image if known, best result of each model.
 
     Args:
         results: content of results.json.

@@ -1,4 +1,4 @@
-"""The content of results.json: rows per model, scales and seed, continued after an interruption."""
+"""results.json: a row per model, scales and seed; continued after an interruption."""
 
 import json
 import os
@@ -15,8 +15,7 @@ from diffusers_flax.loading.unet_delta import split_specs, unet_files
 from diffusers_flax.messages import differences, one_line
 
 RESULTS = "results.json"
-# Settings that earlier results may lack, or have alone: a row without metrics inside and outside of
-# masks has the other metrics all the same.
+# Settings that may differ from earlier results: masks do not change the other metrics.
 MASK_SETTINGS = ("num_masks", "checksum of the masks")
 
 
@@ -25,8 +24,8 @@ def load_results(output_dir, settings, checksums, overwrite):
 
     Args:
         output_dir: directory of results.json.
-        settings: {name: value}, which the earlier results must have too, but for MASK_SETTINGS.
-        checksums: {model: what identifies its weights}, likewise.
+        settings: {name: value}; except for MASK_SETTINGS, earlier results must have the same.
+        checksums: {model: checksum of its weights}, likewise.
         overwrite: begin with empty results.
 
     Returns:
@@ -43,7 +42,7 @@ def load_results(output_dir, settings, checksums, overwrite):
             saved = json.loads(file.read_text(encoding="utf-8"))
             results = {name: saved[name] for name in results}
             saved_sums = {name: model["checksum"] for name, model in results["models"].items()}
-            # An error here means that the rows lack a name or a number.
+            # Errors here: a row lacks a name or a number.
             for row in results["rows"]:
                 row["model"], row["guidance_scale"], row["image_guidance_scale"], row["seed"]
             for row in results["rows"] + results["baselines"]:
@@ -76,14 +75,14 @@ def save_results(output_dir, results):
 
 
 def find_row(rows, **key):
-    """The row with these entries, or None."""
+    """The first row with these entries, or None."""
     return next((row for row in rows if all(row.get(k) == v for k, v in key.items())), None)
 
 
 def model_checksum(model):
-    """What identifies the weights of a model: CRC-32 of its directory, or the hub's commit.
+    """CRC-32 of a model's directory, or its commit on the hub.
 
-    Of a file also what identifies its configs: components that it lacks are read from there.
+    For a model in one file also of its configs, the source of components that it lacks.
     """
     if isinstance(model, SingleFile):
         averages = "-averages" if model.use_ema_weights else ""
@@ -98,26 +97,26 @@ def model_checksum(model):
 
 
 def lora_checksum(specs):
-    """What identifies the weights of LoRA files, CRC-32; None: there are none."""
+    """CRC-32 of LoRA files; None without any."""
     files = [find_lora(split_weight(spec)[0]) for spec in specs]
     return files_checksum(files) if files else None
 
 
 def delta_checksum(specs):
-    """What identifies the weights of --unet_delta, CRC-32; None: there are none."""
+    """CRC-32 of the weights of --unet_delta; None without it."""
     sources, _ = split_specs(specs)
     files = [file for source in sources for file in unet_files(source)]
     return files_checksum(files) if files else None
 
 
 def embedding_checksum(specs):
-    """What identifies the vectors of embeddings, CRC-32; None: there are none."""
+    """CRC-32 of embeddings; None without any."""
     files = [find_embedding(split_token(spec)[0]) for spec in specs]
     return files_checksum(files) if files else None
 
 
 def tiny_vae_checksum(acceleration):
-    """What identifies the weights of a TAESD in a directory, CRC-32; None: there is none."""
+    """CRC-32 of a TAESD in a directory; None without one."""
     source = getattr(acceleration.tiny_decoder, "path", "")
     path = Path(source).expanduser()
     if not source or not path.is_dir():
@@ -126,7 +125,7 @@ def tiny_vae_checksum(acceleration):
 
 
 def visible_files(folder):
-    """The files of a directory that are not hidden, by name; .DS_Store does not count."""
+    """The files of a directory, sorted, without hidden ones such as .DS_Store."""
     return sorted(file for file in folder.glob("[!.]*") if file.is_file())
 
 
