@@ -1,4 +1,4 @@
-"""What the programs share: parsing flags, checks of their values, one-line errors."""
+"""The command line of all programs: parsing and checking flags, one-line errors."""
 
 import errno
 import gc
@@ -17,13 +17,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
-DESCRIPTION = "DESCRIPTION"  # its place in the help of tyro, which would join its lines
-DEFAULTS = {  # in the help, of equal length
+DESCRIPTION = "DESCRIPTION"  # placeholder in the help of tyro, which would join its lines
+DEFAULTS = {  # replacements in the help, of equal length
     "None)": "none)",
     "(default: )": "(optional) ",
 }
-IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg")  # of images that programs write
-ALSO_CALLED = {  # name of a flag in other programs: names of such flags here
+IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg")  # that programs write
+ALSO_CALLED = {  # name of a flag in other programs: its names here
     **dict.fromkeys(("prompt", "instruction"), ("edit",)),
     **dict.fromkeys(("image", "images", "input_image"), ("input",)),
     **dict.fromkeys(("model", "model_id", "model_path"), ("pretrained_model_name_or_path",)),
@@ -37,12 +37,12 @@ ALSO_CALLED = {  # name of a flag in other programs: names of such flags here
     "lr": ("learning_rate",),
     "fp16": ("dtype", "mixed_precision"),
 }
-ARGUMENTS = {  # flag: the name of the library's argument, where it is another
+ARGUMENTS = {  # flag: the library's argument, if it has another name
     "config_name_or_path": "config",
     "embedding": "embeddings",
     "model": "pretrained_model_name_or_path",
 }
-OUTPUT_FLAGS = (  # for files that a program writes
+OUTPUT_FLAGS = (  # of files that a program writes
     "output",
     "output_dir",
     "held_out_dir",
@@ -69,15 +69,15 @@ def run_main(
     """Parse a script's flags and call its work; errors end in one line on stderr.
 
     Exit codes: 0; 2 for a user's mistake (ValueError, OSError, too little device memory); 130 for
-    Ctrl-C; 1 for failed arithmetic and for what `explain` explains. Other exceptions are raised.
+    Ctrl-C; 1 for an ArithmeticError and exceptions that `explain` knows. Others are raised.
 
     Args:
         config_class: dataclass of the flags, or {subcommand: dataclass}.
         description: for --help.
         work: takes the config.
         args: the flags; None: this process's command line.
-        interrupted: what Ctrl-C leaves, unless the KeyboardInterrupt says it.
-        out_of_memory: what helps against too little device memory; None raises the error.
+        interrupted: message for a KeyboardInterrupt without one.
+        out_of_memory: remedy for too little device memory; None raises the error.
         explain: the message for an exception, or None.
     """
     if args is None:
@@ -94,7 +94,7 @@ def run_main(
         hint = comma_hint(said, config)
         code, message = 2, f"error: {said}{hint}{free_space(error, config)}"
     except Exception as error:
-        # jaxlib's class is known by name, as scripts without jax do not import it.
+        # By name, as some scripts do not import jax.
         ran_out = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
         if ran_out and out_of_memory:
             code, message = 2, f"error: out of device memory; {out_of_memory}"
@@ -109,8 +109,8 @@ def run_main(
         else:
             raise
     sys.stderr.write(f"{message}\n")  # at once, as print lets another thread write before the \n
-    # XLA's compiler threads outlive the interpreter and die of a segmentation fault after Ctrl-C;
-    # a process of several would wait for the other processes at an orderly exit.
+    # After Ctrl-C, XLA's compiler threads would outlive the interpreter and segfault; at an orderly
+    # exit a process would wait for the others.
     if args is None and (code == 130 or is_distributed()):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -121,9 +121,9 @@ def run_main(
 def parse_flags(config_class: Any, description: str, args: list[str] | None) -> Any:
     """An object of config_class, parsed by tyro; arguments as for run_main.
 
-    A mistake of the user ends the program with one line: what is wrong, and what would be right.
+    A mistake ends the program with one line: what is wrong, and what would be right.
     """
-    import tyro  # only scripts need it, not the programs' parts that import this file's helpers
+    import tyro  # only scripts need it
 
     words = sys.argv[1:] if args is None else args
     check_unicode(words)
@@ -159,7 +159,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def check_unicode(words: list[str]) -> None:
-    """End the program for a word that is not valid Unicode, such as bytes that are not UTF-8."""
+    """End the program if a word is not valid Unicode."""
     for place, word in enumerate(words):
         try:
             word.encode()
@@ -175,10 +175,9 @@ def check_unicode(words: list[str]) -> None:
 
 @contextmanager
 def one_line_errors(config_class: Any, words: list[str]) -> Iterator[None]:
-    """While it lasts, an error of tyro is one line; tyro itself frames it over several.
+    """Context in which errors of tyro, which it frames over several lines, are one line.
 
-    The events that tyro reports errors by are no part of its public interface: in a version
-    without them, or with other ones, the frame is printed.
+    tyro's events are private: versions without them, or with others, print the frame.
     """
     try:
         from tyro._errors import (
@@ -219,7 +218,7 @@ def one_line_errors(config_class: Any, words: list[str]) -> Iterator[None]:
 
 
 def usage(argument: Any) -> str:
-    """A flag and the kind of its value, such as "--steps INT"; argument: of tyro."""
+    """A flag and the type of its value, such as "--steps INT"; argument: tyro's."""
     kind = re.sub(r"\[/?bold\]", "", argument.lowered.metavar)
     if kind.startswith("{None}|"):  # of an optional flag: {None}|INT, {None}|{FLOAT FLOAT}
         kind = kind.removeprefix("{None}|").strip("{}")
@@ -227,7 +226,7 @@ def usage(argument: Any) -> str:
 
 
 def explain_value(argument: Any, message: str) -> str:
-    """Say that a flag cannot have its value; argument and message: of tyro's event."""
+    """Message for a value of the wrong type; argument, message: of tyro's event."""
     flag, needed = argument.display_name(), usage(argument)
     value = message.rpartition(": ")[2]  # Python says what it could not convert: '9.5', ['1', 'a']
     given = f"{flag} {value}" if value.startswith(("'", '"', "[")) else flag
@@ -240,7 +239,7 @@ def explain_value(argument: Any, message: str) -> str:
 
 
 def explain_unknown(unknown: list[str], config_class: Any, words: list[str]) -> str:
-    """Name the words that are neither flags nor values of a flag, and flags with similar names.
+    """Name words that are neither flags nor values, and flags with similar names.
 
     Args:
         unknown: some of the words.
@@ -279,7 +278,7 @@ def explain_unknown(unknown: list[str], config_class: Any, words: list[str]) -> 
 
 
 def wrap_paragraphs(text: str) -> str:
-    """Paragraphs wrapped at the terminal's width; indented ones, commands, stay as they are."""
+    """Wrap paragraphs at the terminal's width; indented ones are commands and stay."""
     width = shutil.get_terminal_size().columns
     return "\n\n".join(
         paragraph
@@ -295,7 +294,7 @@ def classes_of(config_class: Any) -> dict[str, Any]:
 
 
 def list_flags(config_class: Any) -> set[str]:
-    """The flags that take several values."""
+    """Flags with several values."""
     return {
         name
         for cls in classes_of(config_class).values()
@@ -311,17 +310,14 @@ def is_distributed() -> bool:
 
 
 def one_line(error: BaseException | str) -> str:
-    """What an exception says, on one line; its type if it says nothing.
-
-    As diffusers_flax.messages.one_line, which script.py must not need.
-    """
+    """An exception's message on one line, or its type; the library's copy is not for script.py."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def with_flags(message: str, config: Any) -> str:
-    """A message of the library with flags: NAME=VALUE is --NAME VALUE, and NAME= is --NAME.
+    """Replace arguments in a message by flags: NAME=VALUE by --NAME VALUE, NAME= by --NAME.
 
-    Quoted texts stay as they are, and words that are part of a path.
+    Quoted texts and paths stay as they are.
     """
     flags = {ARGUMENTS.get(name, name): name for name in vars(config)}
 
@@ -348,8 +344,8 @@ def with_flags(message: str, config: Any) -> str:
 
 @contextmanager
 def messages_with_flags(config: Any) -> Iterator[None]:
-    """While it lasts, logged messages name flags and end the line of a progress bar."""
-    from tqdm.contrib.logging import logging_redirect_tqdm  # only scripts need it, as tyro
+    """Context in which logged messages name flags and end the line of a progress bar."""
+    from tqdm.contrib.logging import logging_redirect_tqdm  # only scripts need it
 
     def name_flags(record):
         record.msg, record.args = with_flags(record.getMessage(), config), ()
@@ -367,9 +363,9 @@ def messages_with_flags(config: Any) -> Iterator[None]:
 
 
 def comma_hint(said: str, config: Any) -> str:
-    """For an error about a value with commas, of a flag with several: how to separate them.
+    """The remedy for an error about a value that is a list with commas, else "".
 
-    Values with spaces are texts, and NAME:PARAMETER=VALUE,... has commas of its own.
+    Values with spaces are texts, and NAME:PARAMETER=VALUE,... has its own commas.
     """
     for name, values in vars(config).items():
         for value in map(str, values if isinstance(values, tuple) else ()):
@@ -380,7 +376,7 @@ def comma_hint(said: str, config: Any) -> str:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an exception, of any library, says that a disk is full or a quota is used up."""
+    """Whether an exception of any library is about a full disk or a used quota."""
     codes = (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, OSError):
         return error.errno in codes
@@ -390,7 +386,7 @@ def is_full_disk(error: BaseException) -> bool:
 def free_space(error: Exception, config: Any) -> str:
     """For the error of a full disk: "; PATH is on a disk with N GB free", else "".
 
-    The path is the file in the error, else the output in config with the least free space.
+    The path is the error's file, else the output in config with the least free space.
     """
     if not is_full_disk(error):
         return ""
@@ -405,7 +401,7 @@ def free_space(error: Exception, config: Any) -> str:
     free = {
         given: disk_space(path)
         for given, path in paths.items()
-        if os.access(nearest_existing(path), os.W_OK)  # a read-only disk has no free space
+        if os.access(nearest_existing(path), os.W_OK)  # not read-only
     }
     if not free:
         return ""
@@ -425,7 +421,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def in_bytes(number: float) -> str:
-    """A number of bytes in words, such as 3.4 GB."""
+    """A number of bytes, such as 3.4 GB."""
     unit, name = next((x for x in ((1e9, "GB"), (1e6, "MB")) if number >= x[0]), (1e3, "kB"))
     return f"{number / unit:.3g} {name}"
 
@@ -440,12 +436,12 @@ def ask_before_replacing(
     """Raise a ValueError unless a program may write its files into a directory.
 
     Args:
-        flag: that names the directory.
-        directory: as given.
-        overwrite: --overwrite_output_dir, which replaces files of the program and leaves others.
-            False refuses a directory with files that are not hidden.
-        continues: pattern of the files of an earlier start that the program continues.
-        others: paths of other flags, which may be in the directory.
+        flag: name of the directory's flag.
+        directory: its value.
+        overwrite: --overwrite_output_dir, which replaces the program's own files only. False
+            refuses a directory with visible files.
+        continues: pattern of files of an earlier start that the program continues.
+        others: paths of other flags that may be in the directory.
     """
     given, folder = f"--{flag} {directory}", Path(directory)
     if not str(directory):
@@ -471,7 +467,7 @@ def ask_before_replacing(
 
 
 def check_writable(given: str, directory: Path) -> None:
-    """Raise a ValueError naming the flag as given if a directory cannot be made or written to."""
+    """Raise a ValueError if a directory cannot be made or written to; given: --FLAG VALUE."""
     parent = nearest_existing(directory)
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise ValueError(
@@ -481,7 +477,7 @@ def check_writable(given: str, directory: Path) -> None:
 
 
 def check_scale(name, value):
-    """Raise a ValueError unless a guidance scale is a number >= 0; name: of its flag."""
+    """Raise a ValueError unless a guidance scale is finite and >= 0; name: of its flag."""
     if not 0 <= value < math.inf:
         raise ValueError(
             f"--{name} {value} must be 0 or more; --guidance_scale 1 --image_guidance_scale 1 "
@@ -508,7 +504,7 @@ def check_image_file(path):
 
 
 def print_files(paths):
-    """Print the first ten of the files that a program has written, and how many there are."""
+    """Print the first ten files that a program has written, and their number."""
     for path in paths[:10]:
         print(path)
     if len(paths) > 10:

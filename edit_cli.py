@@ -5,27 +5,27 @@
     python edit_cli.py --model MODEL --edits_jsonl edits.jsonl --batch_size 8 --grid grid.png
     python edit_cli.py --model MODEL --input in.png --mask mask.png --edit "make it red"
 
-The third takes lines {"input": "a.jpg", "edit": "make it red", "output": "edited/a.png"} with paths
-relative to the list; docs/data.md has the table of keys. A line may edit the output of another. In
-the last the image changes where the mask is white; all other pixels are as in the image at the
-size of the result, see below. With the model of `make demo`, on a CPU:
+The list has lines {"input": "a.jpg", "edit": "make it red", "output": "edited/a.png"} with paths
+relative to it; docs/data.md has the table of keys. A line may edit the output of another. With a
+mask the image changes where the mask is white; all other pixels are the input's at the size of the
+result. With the model of `make demo`, on a CPU:
 
     python edit_cli.py --model demo/output/model --input demo/output/held_out/chelsea_0.png \\
         --edit "invert the colors" --output inverted.png \\
         --num_inference_steps 20 --guidance_scale 2 --image_guidance_scale 1.2
 
-Sizes: the EXIF orientation is applied. The longer side becomes --resolution, by default the size
-that the model was made for, and the aspect ratio is kept, each side rounded to the nearest multiple
-of the VAE's factor. The image is resized (Lanczos) to cover that size and cropped evenly on both
-sides. Transparent parts become white. Photographs of similar shapes share one compiled program: the
-shorter side is scaled to a multiple of a sixteenth of the longer one, by 7% at most from 256 pixels
-on, and the result is scaled back, unless --exact_size.
+Sizes: the EXIF orientation is applied. The longer side becomes --resolution, by default the model's
+own; the aspect ratio is kept, with each side rounded to the nearest multiple of the VAE's factor.
+The image is resized (Lanczos) to cover that size and cropped evenly. Transparent areas become
+white. Photographs of similar shapes share a compiled program: the shorter side is scaled to a
+multiple of a sixteenth of the longer one, by at most 7% from 256 pixels on, and the result is
+scaled back, unless --exact_size.
 
-The noise of an edit depends on --seed and its index in the list, not on batch size, devices or
+The noise of an edit depends on --seed and its place in the list, not on batch size, devices or
 other edits: the same command gives the same images on any machine, up to rounding. Started again,
-it makes the missing images. Images of one program run in one batch. Each program compiles once,
-which takes most of the time of a short list; --compilation_cache_dir saves the programs for the
-next start. Runs on TPU, GPU and CPU, with --batch_size images at once on each device.
+it makes the missing images. Images of one program run in one batch. Compilation takes most of the
+time of a short list; --compilation_cache_dir saves programs for the next start. Runs on TPU, GPU
+and CPU, with --batch_size images at once on each device.
 
 Source: InstructPix2Pix (arXiv 2211.09800); masks, Blended Latent Diffusion (arXiv 2206.02779).
 """
@@ -117,9 +117,9 @@ class Config(ProcessFlags, DeviceFlags, PreviewFlags, SamplingFlags, EditFlags):
 
 @dataclass(frozen=True)
 class Edit:
-    """One image to edit; its noise depends on index, its place in the list."""
+    """One image to edit."""
 
-    index: int
+    index: int  # place in the list, on which the noise depends
     input: Path
     instruction: str
     output: Path
@@ -128,17 +128,14 @@ class Edit:
 
 
 def edits_of_flags(inputs, instructions, output, masks=()):
-    """Pair the images, instructions and masks of the command line and name the outputs.
+    """Pair inputs, instructions and masks of the command line; returns a list of Edit.
 
     Args:
         inputs: paths.
-        instructions: as many, or one.
-        output: file or existing directory for one edit, directory for several; None: next to each,
-            NAME-edited.png.
-        masks: as many as inputs, or one, or none.
-
-    Returns:
-        List of Edit.
+        instructions: one per input, or one.
+        output: file or existing directory for one edit, directory for several; None:
+            NAME-edited.png next to each input.
+        masks: one per input, or one, or none.
     """
     missing = [flag for flag, x in (("--input", inputs), ("--edit", instructions)) if not x]
     if missing:
@@ -177,12 +174,12 @@ def edits_of_flags(inputs, instructions, output, masks=()):
 
 
 def edits_of_jsonl(file):
-    """Read a list of edits, rows of {"input", "edit", "output", "mask"}."""
+    """Read a list of edits, see read_edits."""
     return [Edit(i, *row) for i, row in enumerate(read_edits(file))]
 
 
 def check_outputs(edits, grid):
-    """Raise an error for outputs that cannot be written, coincide, or would overwrite an input."""
+    """Raise a ValueError for outputs that cannot be written, coincide or overwrite an input."""
     paths = [edit.output for edit in edits] + ([grid] if grid else [])
     for path in paths:
         check_image_file(path)
@@ -200,15 +197,7 @@ def check_outputs(edits, grid):
 
 
 def before_after_grid(edits, sizes):
-    """An image of the first edits, before and after, each with its instruction below.
-
-    Args:
-        edits: list of Edit, their outputs written.
-        sizes: (width, height) of each edit.
-
-    Returns:
-        PIL image.
-    """
+    """A PIL image of the first edits: input, result and instruction; sizes: of the results."""
     box = (GRID_IMAGE_SIZE, GRID_IMAGE_SIZE)
     tiles = []
     for edit, size in zip(edits[:GRID_IMAGES], sizes):
@@ -219,10 +208,10 @@ def before_after_grid(edits, sizes):
     return tile_grid(tiles, max(1, round(math.sqrt(len(tiles) / 2))), GRID_MARGIN)
 
 
-def number_edits(edits, sizes, program_sizes, config):
-    """The number of each edit, see id_maker; an input that another edit makes has its number.
+def ids_of_edits(edits, sizes, program_sizes, config):
+    """The id of each edit, see id_maker; another edit's output as input counts with that id.
 
-    edits, sizes, program_sizes, config: see run_edits.
+    sizes, program_sizes: (width, height) of each result, and of its program.
     """
     make_id, rounds, ids = id_maker(config, config.model), rounds_of(edits), [None] * len(edits)
     for place in sorted(range(len(edits)), key=rounds.__getitem__):
@@ -269,31 +258,24 @@ def load_edit_model(edit_list, checked, preview, layout, config):
     return pipeline, params
 
 
-def write_edit(edited, edit, size, image_id, config):
-    """Write the result of an edit.
-
-    Args:
-        edited: what its program has made, NumPy (H, W, 3) in [0, 1].
-        edit, size, image_id, config: see run_edits.
-    """
+def write_edit(result, edit, size, image_id, mask_feather):
+    """Write a program's result, NumPy (H, W, 3) in [0, 1], at size (width, height)."""
     of_mask = ()
     if edit.mask is not None:
-        of_mask = load_fitted(edit.input, size), load_mask(edit, size), config.mask_feather
-    (image,) = to_pil(edited)
+        of_mask = load_fitted(edit.input, size), load_mask(edit, size), mask_feather
+    (image,) = to_pil(result)
     save_image(finish_edit(image, size, *of_mask), edit.output, SOFTWARE, image_id)
 
 
 def run_edits(pipeline, params, edit_list, sizes, ids, config):
-    """Edit and write all images over the local devices, images of one program together.
-
-    The parameters are moved there: afterwards params has no NumPy arrays.
+    """Edit and write all images on the local devices.
 
     Args:
         pipeline: InstructPix2Pix.
-        params: its parameters, in the dtype to compute in.
+        params: its parameters, NumPy arrays that are moved to the devices.
         edit_list: EditList.
         sizes: (width, height) of each result.
-        ids: of number_edits.
+        ids: of ids_of_edits.
         config: Config.
     """
     edits, finished = edit_list.edits, edit_list.finished
@@ -316,7 +298,7 @@ def run_edits(pipeline, params, edit_list, sizes, ids, config):
             pipeline, params, edit_list, take(Sampling, config), load, bar, clock, IN_FLIGHT
         ):
             for edit, image in zip(batch, images):
-                of_edit = image, edit, size_of[edit], id_of[edit], config
+                of_edit = image, edit, size_of[edit], id_of[edit], config.mask_feather
                 files.write(edit.output, write_edit, *of_edit)
     jax.effects_barrier()  # waits for the previews
     if report := clock.report(todo):
@@ -324,7 +306,7 @@ def run_edits(pipeline, params, edit_list, sizes, ids, config):
 
 
 def layout_of_edits(config, edits):
-    """The Layout of the flags, of no more groups than there are edits at once; None without."""
+    """The Layout of the flags, with no more groups than edits at once, or None."""
     layout, rounds = layout_of_flags(config), rounds_of(edits)
     if layout is None:
         return None
@@ -386,7 +368,7 @@ def run(config):
     steps, kept = sampling.steps(checked.pipeline_type), [*inputs, *masks, config.grid]
     preview = preview_files(config, outputs, checked.scheduler, steps, kept, sizes)
     edits = check_masks(edits, image_sizes, sizes, config.mask_feather)
-    ids = number_edits(edits, sizes, program_sizes, config)
+    ids = ids_of_edits(edits, sizes, program_sizes, config)
     finished = {i for i, edit in enumerate(edits) if is_finished(edit.output, ids[i], SOFTWARE)}
     finished = {*layout.agree(list(finished))} if layout else finished
     print_continued(len(finished), len(edits))

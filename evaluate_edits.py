@@ -10,12 +10,11 @@ With the model of `make demo`, on a CPU, in a minute and without CLIP:
         --pairs_jsonl demo/output/held_out/edits.jsonl --num_inference_steps 20 \\
         --guidance_scale 2 --image_guidance_scale 1.2 --batch_size 18 --clip_model ""
 
-Every model edits every pair at every combination of the two scales and every seed. --data_dir is a
-directory of parquet shards as for training. --pairs_jsonl has lines {"input": "a.jpg",
-"instruction": "make it red", "truth": "a_red.jpg", "input_caption": "an apple",
-"output_caption": "a red apple", "mask": "apple.png"}, of which the last four are optional, with
-paths relative to the list; docs/data.md has the table of keys. Where pairs have masks, pixels are
-also measured inside and outside of them.
+Every model edits every pair at every combination of scales and seeds. --data_dir has parquet shards
+as for training. --pairs_jsonl has lines {"input": "a.jpg", "instruction": "make it red", "truth":
+"a_red.jpg", "input_caption": "an apple", "output_caption": "a red apple", "mask": "apple.png"}; the
+last four are optional, paths are relative to the list, and docs/data.md has the table of keys.
+Metrics of pixels also exist inside and outside of masks.
 
 Writes to --output_dir: results.json, one row per model, scales and seed; results.md, a table;
 curve.png, the two CLIP similarities over image_guidance_scale; grid.png, images. The same command
@@ -164,16 +163,16 @@ def read_compared_pairs(config):
 
 
 def check_compared_models(config, all_scales):
-    """Check all models without reading their weights; all edit images of the same size.
+    """Check all models without reading their weights.
 
     Args:
         config: Config.
         all_scales: list of (guidance_scale, image_guidance_scale).
 
     Returns:
-        ({model: what check_model returns}, resolution, what all sides are multiples of).
+        ({model: CheckedModel}, resolution and factor of all images).
     """
-    # An acceleration may fit the branches of some scales only.
+    # An acceleration may not fit the branches of all scales.
     scales_of_branches = {edit_branches(*scales): scales for scales in all_scales}
     checked = {}
     for model, scales in itertools.product(config.model, scales_of_branches.values()):
@@ -189,7 +188,7 @@ def check_compared_models(config, all_scales):
 
 
 def settings_of_results(config, pairs, resolution, factor):
-    """What all rows of results.json have in common, by name."""
+    """The settings that all rows of results.json share."""
     devices = jax.local_devices()[: len(pairs)]
     accelerate = parse(config.accelerate)
     steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
@@ -224,7 +223,7 @@ def settings_of_results(config, pairs, resolution, factor):
 
 
 def missing_runs(config, all_scales, rows):
-    """{model: list of (guidance_scale, image_guidance_scale, seed) that have no row}."""
+    """{model: list of (guidance_scale, image_guidance_scale, seed) without a row}."""
     runs = [(*map(float, scales), seed) for scales in all_scales for seed in config.seeds]
     names = ("guidance_scale", "image_guidance_scale", "seed")
     return {
