@@ -16,7 +16,6 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import sdxl_single
 import sdxl_single_aot
 from diffusers_flax.models.base import FlaxModelMixin
-from diffusers_flax.pipelines import memory
 from generating.captions import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
 
 PROMPTS = ("make it", "make it red", "it")
