@@ -79,14 +79,6 @@ def test_the_plan_of_power_averages():
         expected = [power_decay(n, sigma_rel_to_gamma(sigma_rel)) for sigma_rel in SIGMA_RELS]
         assert plan.decays(n) == expected
     assert plan.decays(50)[0] < plan.decays(50)[1]  # the shorter average forgets faster
-    for flags, message in (
-        ({"decay": 0.9}, "--ema_decay 0.9 goes with --ema late or full, not power"),
-        ({"warmup": True}, "--ema_warmup True goes with --ema late or full, not power"),
-        ({"start_step": 3}, "--ema_start_step 3 goes with --ema late, not power"),
-        ({"every": 101}, "--ema_every 101 must be from 1 to the averaged steps, 100"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ema_plan("power", 100, **flags)
 
 
 # Profiles

@@ -92,8 +92,6 @@ BAD_FOLDERS = [
     ),
     ({"resolution": 17}, None, "--resolution 17 is not a multiple of 2; try 16 or 18"),
     ({"resolution": 1}, None, "--resolution 1 is too small: this model's VAE and UNet reduce"),
-    ({"resolution": -6}, None, "--resolution -6 must be at least 1"),
-    ({"resolution": 0}, None, "--resolution 0 must be at least 1"),
     ({"dataloader_num_workers": -1}, None, "workers -1 must be at least 0"),
     ({"train_data_dir": (NOWHERE,)}, None, f"--train_data_dir {NOWHERE} is not a dir"),
     ({"train_data_dir": ("model",)}, None, "--train_data_dir model contains no *.parquet file"),
