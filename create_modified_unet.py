@@ -108,7 +108,7 @@ def check_flags(config):
             )
         if (output_dir.parent / INDEX_NAME).exists():
             raise ValueError(
-                f"--output_dir {config.output_dir} is a part of the pipeline in "
+                f"--output_dir {config.output_dir} is a component of the pipeline in "
                 f"{output_dir.parent}, whose UNet would be overwritten; name another directory"
             )
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir)

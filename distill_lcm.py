@@ -101,6 +101,7 @@ class Config:
     guidance_scale: float = 7.5  # of the teacher: weight of the instruction, >= 0
     image_guidance_scale: float = 1.5  # of the teacher: similarity to the original image, >= 0
     # data
+
     # directories of *.parquet shards or of latents; batches are drawn from all directories
     train_data_dir: tuple[str, ...] = per_process(("data",))
     # weights of several directories, in any unit; default: in proportion to their pairs

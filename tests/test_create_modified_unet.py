@@ -236,7 +236,7 @@ REFINER = {"projection_class_embeddings_input_dim": 2560, "addition_time_embed_d
         ({"output_dir": "run"}, "--output_dir run is not empty (config.json, metrics.jsonl); name"),
         ({"output_dir": "narrow"}, "--output_dir narrow is the model that is read"),
         ({"output_dir": "narrow/unet"}, "--output_dir narrow/unet is the model that is read"),
-        ({"output_dir": "trained/unet"}, "is a part of the pipeline in "),
+        ({"output_dir": "trained/unet"}, "is a component of the pipeline in "),
         (
             {"source": "nowhere/model", "output_dir": "file/out"},  # checked before it reads
             "--output_dir file/out cannot be written: ",

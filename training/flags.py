@@ -47,6 +47,7 @@ class Config:
     config_name_or_path: str | None = per_process(None)
     use_ema_weights: bool = may_change(False)  # of a one-file UNet: the averages of its weights
     # data
+
     # directories of *.parquet shards, all or this host's; batches are drawn from all directories
     train_data_dir: tuple[str, ...] = per_process(("data",))
     # weights of several directories, in any unit; default: in proportion to their pairs

@@ -32,7 +32,7 @@ def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), se
         params: nested dict of arrays or of their shapes (ShapeDtypeStructs).
         rank: columns of A and rows of B.
         alpha: the update is scaled by alpha / rank; None: rank.
-        target_modules: last parts of the PyTorch names of dense and convolution layers, such as
+        target_modules: ends of the PyTorch names of dense and convolution layers, such as
             "to_q" or "to_out.0".
         fully_trained: names of top-level modules that are trained without LoRA.
         seed: seed of the initial values.

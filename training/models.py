@@ -241,9 +241,9 @@ def open_modules(config: Config, dtype):
     return Models(unet, vae, encoders if len(encoders) > 1 else encoders[0], scheduler)
 
 
-def is_pipeline(source, part):
-    """Whether a directory is a pipeline with this part; some have a config.json, of flags."""
-    return Path(source, part).is_dir() and (
+def is_pipeline(source, component):
+    """Whether a directory is a pipeline with this component; its config.json may have flags."""
+    return Path(source, component).is_dir() and (
         Path(source, INDEX_NAME).exists() or not Path(source, "config.json").exists()
     )
 

@@ -193,16 +193,16 @@ def remove_replaced_model(config, pipeline):
         pipeline: the pipeline that the run trains.
     """
     output_dir, is_lora_only = Path(config.output_dir), final_file(config) == LORA_FILE
-    parts = {} if is_lora_only else pipeline.components
+    components = {} if is_lora_only else pipeline.components
     index = output_dir / INDEX_NAME
-    if index.exists():  # without it, directories of these names are not parts of a model
+    if index.exists():  # without it, directories of these names are not components
         for name in COMPONENTS:
-            if parts.get(name) is None:
-                part = output_dir / name
-                if part.is_symlink():
-                    part.unlink()
+            if components.get(name) is None:
+                folder = output_dir / name
+                if folder.is_symlink():
+                    folder.unlink()
                 else:
-                    shutil.rmtree(part, ignore_errors=True)  # a mount point stays, empty
+                    shutil.rmtree(folder, ignore_errors=True)  # a mount point stays, empty
     for file in [index] if is_lora_only else [output_dir / LORA_FILE, output_dir / CONV_IN_FILE]:
         file.unlink(missing_ok=True)
 

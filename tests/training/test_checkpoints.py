@@ -11,15 +11,15 @@ from diffusers_flax.loading.directories import LORA_FILE
 from training.checkpoints import Checkpoints, check_goes_on, find_checkpoint
 
 
-def make_small_run(out, step, num_steps, final="model_index.json", parts=("unet",)):
+def make_small_run(out, step, num_steps, final="model_index.json", components=("unet",)):
     """The directory of a run with a checkpoint and, if final, a newer model."""
     checkpoints = Checkpoints(out / "checkpoints")
     run = {"identity": {"max_train_steps": num_steps, "seed": 3}}
     checkpoints.save(step, {"x": np.zeros(1)}, run)
     checkpoints.close()
     os.utime(out / "checkpoints" / str(step), (10, 10))
-    for part in parts:
-        (out / part).mkdir()
+    for component in components:
+        (out / component).mkdir()
     if final:
         (out / final).touch()
 
@@ -61,7 +61,7 @@ def test_a_new_run_makes_the_handlers_of_checkpoints_before_it_compiles(tmp_path
 
 
 def test_a_checkpoint_from_before_a_flag_has_its_default(tmp_path):
-    make_small_run(tmp_path, 20, 30, final="", parts=())
+    make_small_run(tmp_path, 20, 30, final="", components=())
     config = trainer.Config("", "", output_dir=str(tmp_path))
     identity = {"max_train_steps": 30, "seed": 3}
     flags = {"mask_loss_weight": 1.0, "train_data_weights": (), "mask_column": ""}
@@ -97,13 +97,13 @@ DECAYED = "--lr_scheduler cosine has lowered the learning rate for 30 steps; "
             f"{DECAYED}start another run from its UNet: {FURTHER} --max_train_steps 30 and another",
         ),
         (
-            {"step": 20, "final": "", "parts": ()},
+            {"step": 20, "final": "", "components": ()},
             60,
             {"lr_scheduler": "cosine"},
             f"{DECAYED}finish the run with 30 steps, then start another one from its UNet with",
         ),
         (
-            {"step": 20, "final": "", "parts": ()},
+            {"step": 20, "final": "", "components": ()},
             25,
             {"lr_scheduler": "cosine"},
             f"{DECAYED}name another --output_dir to train for 25 steps from the start",
@@ -111,13 +111,13 @@ DECAYED = "--lr_scheduler cosine has lowered the learning rate for 30 steps; "
         ({"step": 20, "final": ""}, 10, {}, "its checkpoint has done 20; give 20 or more, name"),
         # no run starts from a LoRA
         (
-            {"final": LORA_FILE, "parts": ()},
+            {"final": LORA_FILE, "components": ()},
             60,
             {"lr_scheduler": "cosine", "lora_rank": 4},
             f"{DECAYED}name another --output_dir to train for 60 steps from the start",
         ),
         (
-            {"final": LORA_FILE, "parts": ()},
+            {"final": LORA_FILE, "components": ()},
             30,
             {"lr_scheduler": "cosine", "lora_rank": 4},
             f"longer, as {DECAYED[:-2]}$",

@@ -57,12 +57,12 @@ def test_a_replaced_model_leaves_no_files(tmp_path):
     lora = trainer.Config("", "", output_dir=str(tmp_path), lora_rank=4)
     full = dataclasses.replace(lora, lora_rank=None)
     merged = dataclasses.replace(lora, merge_lora=True)
-    parts = {"unet", "vae", "text_encoder_2", "safety_checker"}
+    components = {"unet", "vae", "text_encoder_2", "safety_checker"}
     loras = {LORA_FILE, CONV_IN_FILE}
     users = {"notes", "unet_raw", "checkpoints"}
 
     def left(config, *, index):
-        for name in parts | users:
+        for name in components | users:
             (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / "vae" / "config.json").touch()
         for name in (*loras, *["model_index.json"] * index):
@@ -70,7 +70,7 @@ def test_a_replaced_model_leaves_no_files(tmp_path):
         remove_replaced_model(config, pipeline)
         return {path.name for path in tmp_path.iterdir()} - users
 
-    assert left(lora, index=False) == parts | loras
+    assert left(lora, index=False) == components | loras
     assert left(lora, index=True) == loras
     assert left(full, index=True) == left(merged, index=True) == {"unet", "model_index.json"}
     assert all((tmp_path / name).is_dir() for name in users)

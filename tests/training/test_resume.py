@@ -110,12 +110,12 @@ def contents(out):
     checkpoints.close()
     arrays = {name: (x.dtype, x.shape, x.tobytes()) for name, x in state.items()}
     index = json.loads((out / "model_index.json").read_text())
-    parts = [name for name, value in index.items() if isinstance(value, list) and value[0]]
-    assert {"unet", "vae", "text_encoder", "scheduler", "tokenizer"} <= set(parts)
+    components = [name for name, value in index.items() if isinstance(value, list) and value[0]]
+    assert {"unet", "vae", "text_encoder", "scheduler", "tokenizer"} <= set(components)
     files = {
         str(file.relative_to(out)): file.read_bytes()
-        for part in parts
-        for file in sorted(Path(out, part).iterdir())
+        for component in components
+        for file in sorted(Path(out, component).iterdir())
     }
     files["model_index.json"] = index
     timings = ("pairs_per_second", "data_wait", "memory_gb")

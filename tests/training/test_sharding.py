@@ -141,12 +141,12 @@ for choose in (jax.lax.platform_dependent, on_tpu):
 
 
 @pytest.mark.parametrize(
-    ("parts", "num_devices", "sizes"),
+    ("num_shards", "num_devices", "sizes"),
     [(1, 1, [1]), (8, 8, [8]), (9, 9, [9]), (12, 12, [4, 3]), (64, 256, [4, 4, 4])],
 )
-def test_stages_of_a_reduce_scatter(parts, num_devices, sizes):
+def test_stages_of_a_reduce_scatter(num_shards, num_devices, sizes):
     """The first groups are hosts of four chips."""
-    stages = reduce_scatter_stages(parts, num_devices)
+    stages = reduce_scatter_stages(num_shards, num_devices)
     assert [len(groups[0]) for groups in stages] == sizes
     assert all(sorted(np.ravel(groups)) == list(range(num_devices)) for groups in stages)
     assert stages[0][0] == list(range(sizes[0]))
