@@ -68,8 +68,8 @@ class Config:
 def check_flags(config):
     """Raise a ValueError for invalid flags; evaluate_edits.py checks the scales."""
     if not config.seeds or len(set(config.seeds)) < len(config.seeds):
-        given = " ".join(map(str, config.seeds))
-        raise ValueError(f"--seeds {given} must be one or more different numbers")
+        seeds = " ".join(map(str, config.seeds))
+        raise ValueError(f"--seeds {seeds} must be one or more different numbers")
     if config.max_train_steps < NUM_VALIDATIONS:
         raise ValueError(
             f"--max_train_steps {config.max_train_steps} must be at least {NUM_VALIDATIONS}, one "
@@ -113,7 +113,7 @@ def model_dir(config, family, seed):
 
 
 def train_family(config, family, seed):
-    """Train a model unless a run with the same command has finished; returns its seconds."""
+    """Train a model unless a run of the same command has finished; returns its seconds."""
     command = training_command(config, family, seed)
     file = model_dir(config, family, seed) / "finished.json"
     finished = json.loads(file.read_text()) if file.exists() else {}
@@ -189,7 +189,7 @@ def summarize_family(rows):
     """Mean and spread of a family's runs.
 
     Args:
-        rows: of run_row, one per seed.
+        rows: one per seed, see run_row.
 
     Returns:
         {"num_seeds", "parameters", "train_seconds", "final_loss", "edits": one dict per pair of
@@ -254,7 +254,7 @@ def validation_edits(folder):
 
 
 def held_out_images(config):
-    """[(input, truth)] of VALIDATION, PIL images."""
+    """[(original image, edited image)] of VALIDATION, PIL images."""
     folder = config.work_dir / "held_out"
     return [
         tuple(Image.open(folder / f"{stem}.png") for stem in (name, f"{name}_truth_{i}"))
@@ -295,9 +295,9 @@ def draw_validation(pairs, edits):
     steps = list(next(iter(edits.values())))
     columns = ["input", *(f"step {step}" for step in steps), "truth"]
     rows, titles = [], []
-    for i, (before, truth) in enumerate(pairs):
+    for i, (original, edited) in enumerate(pairs):
         for family, by_step in edits.items():
-            rows.append([before, *(by_step[step][i] for step in steps), truth])
+            rows.append([original, *(by_step[step][i] for step in steps), edited])
             instruction = EDITS[list(VALIDATION.values())[i]].instruction
             titles.append(f"{TITLES[family]}:\n{instruction}")
     return draw_rows(columns, rows, titles)
@@ -308,8 +308,8 @@ def draw_frames(pairs, edits):
     columns = ["input", *(SHORT[family] for family in edits), "truth"]
     for step in next(iter(edits.values())):
         rows = [
-            [before, *(by_step[step][i] for by_step in edits.values()), truth]
-            for i, (before, truth) in enumerate(pairs)
+            [original, *(by_step[step][i] for by_step in edits.values()), edited]
+            for i, (original, edited) in enumerate(pairs)
         ]
         titles = [EDITS[i].instruction for i in VALIDATION.values()]
         frame = draw_rows(columns, rows, titles)

@@ -54,7 +54,7 @@ class TargetFlags:
     """Flags of all programs."""
 
     tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
-    find_batch: bool = False  # find the largest batch that fits, starting from the one given
+    find_batch: bool = False  # find the largest batch that fits; starts from this one
     # XLA's optimization level; O0 and O1 compile faster, but keep nothing in VMEM
     optimization_level: Literal["O0", "O1", "O2", "O3"] | None = None
     # XLA's options for this compilation, NAME=VALUE, such as xla_tpu_scoped_vmem_limit_kib=65536
@@ -227,7 +227,7 @@ def open_pipeline_of_flags(config, layout=None):
     if tiny_vae := choose_tiny_vae(decoder, None, cls.tiny_vae_name):
         settings["tiny_vae_source"] = tiny_vae
         settings["tiny_vae"] = tiny_vae_module(tiny_vae, modules["vae"], dtype)
-    # Prompts are given as tokens, so no tokenizer is needed.
+    # Prompts are tokens here, so no tokenizer is needed.
     tokenizers = {
         name.replace("text_encoder", "tokenizer"): True
         for name in modules

@@ -21,12 +21,12 @@ def seconds(value: float) -> str:
 
 
 def estimate(bound: float) -> float:
-    """The time of a program whose lower bound, at the chip's peak, is given."""
+    """Estimated time of a program; bound: its time at the chip's peak."""
     return bound / MEASURED_SHARE
 
 
 def estimated_seconds(bound: float) -> str:
-    """The estimated time of a bound, with the two digits that the measured share has."""
+    """The estimate with two digits, as many as the measured share has."""
     return f"{estimate(bound):#.2g}".rstrip(".") + " s"
 
 

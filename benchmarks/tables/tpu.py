@@ -143,8 +143,7 @@ def little_memory_table() -> str:
     """An image of SDXL on a v5e chip with less memory; times count FLOPs and what is fetched."""
     lines, chip = [], find_slice("v5e-1").chip
     for name, flags in LITTLE_MEMORY.items():
-        if (row := results("tpu").get(f"program v5e-1 sdxl, {name} O0")) is None:
-            continue
+        row = results("tpu")[f"program v5e-1 sdxl, {name} O0"]
         compute = roofline_seconds(chip, row["flops"], 0)
         fetched = row.get("host_bytes", 0) / chip.host
         at_once = "group" in flags  # blocks are fetched while others compute
