@@ -39,6 +39,7 @@ ALSO_CALLED = {  # name of a flag in other programs: its names here
 }
 ARGUMENTS = {  # flag: the library's argument, if it has another name
     "config_name_or_path": "config",
+    "devices": "components",
     "embedding": "embeddings",
     "model": "pretrained_model_name_or_path",
 }

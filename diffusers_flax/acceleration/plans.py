@@ -66,7 +66,7 @@ class Guidance:
 
 @dataclass(frozen=True)
 class DeepCache:
-    """The whole UNet in every interval-th step; else its last layer alone, on the cached input.
+    """The whole UNet in every interval-th step; in others its last layer alone, on cached input.
 
     Args:
         interval: 2 or more: one step in `interval` is a whole one.
@@ -118,7 +118,7 @@ class DeepCache:
                 return [0, *(inner + self.center).tolist()]
             power -= 0.02
         raise ValueError(
-            f"--accelerate {describe(self)}: {number} whole steps of {num_steps} do not fit around "
+            f"accelerate={describe(self)}: {number} whole steps of {num_steps} do not fit around "
             f"step {self.center}; change center, power or interval"
         )
 
@@ -199,8 +199,9 @@ class Spectrum:
 class TGate:
     """Text to image: after the gate, cross-attention is reused and guidance is off.
 
-    Before the gate, self-attention is reused between every interval-th step. After it, the text
-    has no effect but through the reused attention; SDXL gets the null text's pooled states.
+    Before the gate, self-attention is computed in every interval-th step and reused in between.
+    After it, the text acts through the reused attention only; SDXL gets the null text's pooled
+    states.
 
     Args:
         gate: number of steps before the gate.
@@ -242,10 +243,10 @@ class FirstBlockCache:
     """If the UNet's first layer changes little, what the other layers add is reused.
 
     Args:
-        threshold: mean absolute change of what the first layer adds, relative to its mean absolute
-            value at the latest whole step; each image decides for itself.
+        threshold: largest change of the first layer's residual since the latest whole step, mean
+            absolute values, relative; each image is compared on its own.
 
-    A program skips a step's work only if all images of the device's batch reuse.
+    The program skips work only if all images of the device's batch are below the threshold.
 
     Source: first-block cache of ParaAttention, a form of TeaCache (arXiv 2411.19108).
     """
@@ -332,6 +333,12 @@ TECHNIQUES = {
         TinyDecoder,
     )
 }
+VALUES = {  # type of a parameter: how its text is read, and what it must be
+    bool: (lambda text: {"true": True, "false": False}[text.lower()], "true or false"),
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+    str: (str, "a text"),
+}
 
 
 @dataclass(frozen=True)
@@ -351,9 +358,7 @@ class Acceleration:
                 (self.tome, "tgate caches the attention that tome changes; take one of them"),
             ):
                 if other:
-                    raise ValueError(
-                        f"--accelerate tgate {other.name} do not go together: {reason}"
-                    )
+                    raise ValueError(f"accelerate=tgate {other.name} do not go together: {reason}")
 
     def __bool__(self):
         return any(getattr(self, field.name) is not None for field in fields(self))
@@ -374,7 +379,7 @@ def require(is_valid, technique, name, constraint):
     """Raise a ValueError that names a technique's parameter, unless it is valid."""
     if not is_valid:
         value = getattr(technique, name)
-        raise ValueError(f"--accelerate {technique.name}:{name}={value} {constraint}")
+        raise ValueError(f"accelerate={technique.name}:{name}={value} {constraint}")
 
 
 def describe(technique):
@@ -403,20 +408,19 @@ def parse(specs):
         return specs
     if isinstance(specs, str):
         specs = specs.split()
-    elif isinstance(specs, tuple(TECHNIQUES.values())):
-        specs = [specs]
+    elif not isinstance(specs, list | tuple):
+        specs = [specs] if specs else []
     chosen = {}
-    if specs and not isinstance(specs, list | tuple):
-        raise ValueError(f"accelerate={specs!r} must be NAME:PARAMETER=VALUE,... or a list of them")
-    for spec in specs or ():
+    for spec in specs:
         technique = parse_one(spec) if isinstance(spec, str) else spec
         if not isinstance(technique, tuple(TECHNIQUES.values())):
-            raise ValueError(f"accelerate={spec!r} must be NAME:PARAMETER=VALUE,...")
-        if technique.slot in chosen:
-            first = chosen[technique.slot].name
-            reason = "is given twice" if first == technique.name else "are two caches"
-            names = first if first == technique.name else f"{first} and {technique.name}"
-            raise ValueError(f"--accelerate {names} {reason}; take one of them")
+            raise ValueError(f"accelerate={spec!r} must be NAME:PARAMETER=VALUE,... or several")
+        if first := chosen.get(technique.slot):
+            if first.name == technique.name:
+                raise ValueError(f"accelerate={first.name} is given twice; give it once")
+            raise ValueError(
+                f"accelerate={first.name} and {technique.name} are two caches; take one of them"
+            )
         chosen[technique.slot] = technique
     return Acceleration(**chosen)
 
@@ -426,42 +430,30 @@ def parse_one(spec):
     name, colon, settings = spec.partition(":")
     if name not in TECHNIQUES:
         raise ValueError(
-            f"--accelerate {spec}: {name!r} is unknown; known: {', '.join(TECHNIQUES)}; several "
+            f"accelerate={spec}: {name!r} is unknown; known: {', '.join(TECHNIQUES)}; several "
             "are separated by spaces, without quotation marks"
         )
     if colon and not settings:
-        raise ValueError(f"--accelerate {spec} has no parameter after the colon; write {name}")
-    cls = TECHNIQUES[name]
-    types = {field.name: field.type for field in fields(cls)}
+        raise ValueError(f"accelerate={spec} has no parameter after the colon; write {name}")
+    types = {field.name: field.type for field in fields(TECHNIQUES[name])}
     values = {}
     for setting in filter(None, settings.split(",")):
         key, equals, text = setting.partition("=")
-        if key in types and not equals:
-            raise ValueError(f"--accelerate {spec}: write {name}:{key}=VALUE")
         if key not in types:
             raise ValueError(
-                f"--accelerate {spec}: {name} has no parameter {key!r}; write "
+                f"accelerate={spec}: {name} has no parameter {key!r}; write "
                 f"{name}:PARAMETER=VALUE with {', '.join(types)}"
             )
+        if not equals:
+            raise ValueError(f"accelerate={spec}: write {name}:{key}=VALUE")
         if key in values:
-            raise ValueError(f"--accelerate {spec}: {key} is given twice")
+            raise ValueError(f"accelerate={spec}: {key} is given twice")
+        read, kind = VALUES[types[key]]
         try:
-            values[key] = parse_value(text, types[key])
-        except ValueError as error:
-            kinds = {bool: "true or false", int: "a whole number", float: "a number"}
-            raise ValueError(
-                f"--accelerate {spec}: {key}={text} is not {kinds[types[key]]}"
-            ) from error
-    return cls(**values)
-
-
-def parse_value(text, kind):
-    """A parameter's text as bool, int, float or str."""
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(text)
-        return text.lower() == "true"
-    return kind(text)
+            values[key] = read(text)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"accelerate={spec}: {key}={text} is not {kind}") from error
+    return TECHNIQUES[name](**values)
 
 
 def plan_steps(acceleration, branches, scales):
@@ -494,14 +486,14 @@ def plan_steps(acceleration, branches, scales):
         return [Step(active, "full") for active in chosen]
     if num_steps <= FEW_STEPS:
         raise ValueError(
-            f"--accelerate {cache.name} needs more than {FEW_STEPS} steps, not {num_steps} "
+            f"accelerate={cache.name} needs more than {FEW_STEPS} steps, not {num_steps} "
             "(including the steps that PNDM repeats): with few steps neighbours differ too much; "
             "leave it out"
         )
     if isinstance(cache, TGate):
         if cache.gate >= num_steps:
             raise ValueError(
-                f"--accelerate tgate:gate={cache.gate} must be below the {num_steps} steps"
+                f"accelerate=tgate:gate={cache.gate} must be below the {num_steps} steps"
             )
         gated = ("null",) if "null" in branches else branches
         chosen = [branches if i < cache.gate else gated for i in range(num_steps)]
@@ -509,7 +501,7 @@ def plan_steps(acceleration, branches, scales):
     kinds = cache.kinds(num_steps, starts)
     if "full" in kinds and len(set(kinds)) == 1:
         raise ValueError(
-            f"--accelerate {describe(cache)} has no effect: each of the {num_steps} steps is a "
+            f"accelerate={describe(cache)} has no effect: each of the {num_steps} steps is a "
             "whole one; change its parameters, or leave it out"
         )
     return list(map(Step, chosen, kinds))
@@ -527,7 +519,7 @@ def check_fits(acceleration, unet, layout):
     whole = tome or (cache if isinstance(cache, FirstBlockCache) else None)  # need all rows
     if whole and layout is not None and layout.rows > 1:
         raise ValueError(
-            f"--accelerate {whole.name} needs all rows of an image on one device, and "
+            f"accelerate={whole.name} needs all rows of an image on one device, and "
             f"rows={layout.rows} splits them among several; take branches and data, or leave it out"
         )
     if not tome:
@@ -535,7 +527,7 @@ def check_fits(acceleration, unet, layout):
     levels = [2**i for i, kind in enumerate(unet.down_block_types) if "CrossAttn" in kind]
     if levels and levels[0] > tome.max_downsample:
         raise ValueError(
-            f"--accelerate tome:max_downsample={tome.max_downsample} has no effect: this UNet has "
+            f"accelerate=tome:max_downsample={tome.max_downsample} has no effect: this UNet has "
             f"attention from 1/{levels[0]} of the latents' size on; set max_downsample={levels[0]}"
         )
 
@@ -544,27 +536,25 @@ def check_guidance(guidance, branches, chosen):
     """Raise a ValueError if Guidance has no effect: chosen, the branches of each step."""
     spec = describe(guidance)
     if len(branches) == 1:
-        raise ValueError(
-            f"--accelerate {spec}: these guidance scales need no guidance; leave it out"
-        )
+        raise ValueError(f"accelerate={spec}: these guidance scales need no guidance; leave it out")
     if "text" not in branches:
         raise ValueError(
-            f"--accelerate {spec}: with guidance_scale 0 there is no text branch to end guidance "
+            f"accelerate={spec}: with guidance_scale=0 there is no text branch to end guidance "
             "with; leave it out"
         )
     if guidance.image_stop < guidance.stop and len(branches) < 3:
         raise ValueError(
-            f"--accelerate {spec}: image_stop is for edits whose guidance has three branches; give "
+            f"accelerate={spec}: image_stop is for edits whose guidance has three branches; give "
             "stop alone"
         )
     if all(active == branches for active in chosen):
         raise ValueError(
-            f"--accelerate {spec} leaves guidance in all steps; set stop or sigma_max lower, or "
+            f"accelerate={spec} leaves guidance in all steps; set stop or sigma_max lower, or "
             "leave it out"
         )
     if all(len(active) == 1 for active in chosen):
         raise ValueError(
-            f"--accelerate {spec} leaves no step with guidance; widen it, or set the "
+            f"accelerate={spec} leaves no step with guidance; widen it, or set the "
             "guidance scales to 1"
         )
 

@@ -83,7 +83,7 @@ class Layout:
     def _check_components(self):
         if self.offload and (has_pinned_memory(self.devices) or self.components != ON_ONE_DEVICE):
             raise ValueError(
-                f"--offload {self.offload} and --devices both choose where parameters are; give one"
+                f"offload={self.offload} and components= both choose where parameters are; give one"
             )
         if self.data not in (None, 1) or self.branches != 1 or self.rows != 1:
             raise ValueError(
@@ -239,7 +239,7 @@ class Layout:
 
         if self.components:
             raise ValueError(
-                "there is a program for each component; leave --devices and --offload out"
+                "there is a program for each component; leave components= and offload= out"
             )
 
         def on_group(images, shared):
@@ -308,7 +308,7 @@ def component_of(model):
 
 
 def parse_layout(parallel, devices=None):
-    """The Layout of --parallel, or None without.
+    """The Layout that a text describes, or None without.
 
     Args:
         parallel: NAME=NUMBER,... with names of AXES, or several such texts. Without data there are
@@ -327,18 +327,18 @@ def parse_layout(parallel, devices=None):
         name, _, number = word.strip().partition("=")
         if name not in AXES or not number.isdecimal() or int(number) < 1:
             raise ValueError(
-                f"--parallel {word} must be NAME=NUMBER, with a name of {', '.join(AXES)} and a "
+                f"parallel={word} must be NAME=NUMBER, with a name of {', '.join(AXES)} and a "
                 "number of devices, 1 or more"
             )
         if name in sizes:
-            raise ValueError(f"--parallel has {name} twice; give it once")
+            raise ValueError(f"parallel= has {name} twice; give it once")
         sizes[name] = int(number)
     devices = jax.devices() if devices is None else list(devices)
     branches, rows = sizes.get("branches", 1), sizes.get("rows", 1)
     data = sizes.get("data", max(1, len(devices) // (branches * rows)))
     if (needed := data * branches * rows) > len(devices):
         raise ValueError(
-            f"--parallel {' '.join(words)} takes {needed} devices, there are {len(devices)}; take "
+            f"parallel={' '.join(words)} takes {needed} devices, there are {len(devices)}; take "
             "smaller numbers"
         )
     shape = data, branches, rows
@@ -349,7 +349,7 @@ def parse_layout(parallel, devices=None):
     idle = {x.process_index for x in devices} - {x.process_index for x in chosen}
     if idle:
         raise ValueError(
-            f"--parallel {' '.join(words)} takes {len(chosen)} of {len(devices)} devices, none of "
+            f"parallel={' '.join(words)} takes {len(chosen)} of {len(devices)} devices, none of "
             f"process {', '.join(map(str, sorted(idle)))}; leave data out, or start fewer processes"
         )
     return Layout(chosen, *shape)
@@ -359,7 +359,7 @@ def parse_components(words, num_devices):
     """The components of a Layout: {component: index of its device}, or "balanced".
 
     Args:
-        words: of --devices, COMPONENT=NUMBER each, or balanced alone.
+        words: COMPONENT=NUMBER each, or balanced alone.
         num_devices: how many devices there are.
 
     Raises:
@@ -369,21 +369,21 @@ def parse_components(words, num_devices):
         return BALANCED
     if BALANCED in words:
         raise ValueError(
-            f"--devices {' '.join(words)}: {BALANCED} chooses all devices; give it alone"
+            f"components={' '.join(words)}: {BALANCED} chooses all devices; give it alone"
         )
     components = {}
     for word in words:
         name, _, number = word.partition("=")
         if name not in COMPONENTS or not number.isdecimal():
             raise ValueError(
-                f"--devices {word} must be COMPONENT=NUMBER, with a component of "
+                f"components={word} must be COMPONENT=NUMBER, with a component of "
                 f"{', '.join(COMPONENTS)} and the number of a device, or balanced alone"
             )
         if name in components:
-            raise ValueError(f"--devices has {name} twice; give it once")
+            raise ValueError(f"components= has {name} twice; give it once")
         if int(number) >= num_devices:
             raise ValueError(
-                f"--devices {word} does not exist; this machine has {num_devices}, numbered from 0"
+                f"components={word} does not exist; this machine has {num_devices}, numbered from 0"
             )
         components[name] = int(number)
     return components

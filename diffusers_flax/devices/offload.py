@@ -11,8 +11,7 @@ before computes, so two of them are on the device. layer: residual blocks and bl
 are fetched when they run, one at a time. What is in no group, such as time embeddings, is on the
 device while its model runs.
 
-Devices without pinned memory have component alone, on one device, as one program per part
-(stages.py).
+Devices without pinned memory have component alone, on one device, as one program per component.
 
 A fetch is tied to a value of the program by an optimization barrier: XLA can start it when the
 value is known, neither before a loop nor all at once.
@@ -55,13 +54,13 @@ def check_offload(offload, devices):
         return
     if offload != "component":
         raise ValueError(
-            f"--offload {offload} needs pinned memory of the host, which {devices[0].platform} "
-            "does not have; take --offload component"
+            f"offload={offload} needs pinned memory of the host, which {devices[0].platform} "
+            "does not have; take offload=component"
         )
     if len(devices) > 1:
         raise ValueError(
-            f"--offload component is for one device on {devices[0].platform}, which has no pinned "
-            f"memory of the host; there are {len(devices)}: hide the others, or take --devices"
+            f"offload=component is for one device on {devices[0].platform}, which has no pinned "
+            f"memory of the host; there are {len(devices)}: hide the others, or take components="
         )
 
 

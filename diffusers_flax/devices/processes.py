@@ -55,18 +55,19 @@ def start_distributed(coordinator_address=None, num_processes=None, process_id=N
     """
     arguments = (coordinator_address, num_processes, process_id)
     if any(argument is not None for argument in arguments):
-        if any(argument is None for argument in arguments) or not 0 <= process_id < num_processes:
+        if any(argument is None for argument in arguments):
             raise ValueError(
-                f"--coordinator_address {coordinator_address}, --num_processes {num_processes}, "
-                f"--process_id {process_id}: give all three, process_id from 0 to num_processes-1"
+                "coordinator_address=, num_processes= and process_id= go together; give all three"
             )
+        if not 0 <= process_id < num_processes:
+            raise ValueError(f"process_id={process_id} must be from 0 to {num_processes - 1}")
     elif jax.distributed.is_initialized():
         return
     elif not (several_tasks() or on_tpu_vm()):
         if jax.process_count() > 1:
             raise ValueError(
                 f"jax finds {jax.process_count()} processes and no coordinator; give "
-                "--coordinator_address, --num_processes and --process_id"
+                "coordinator_address=, num_processes= and process_id="
             )
         return
     # On CPUs the default is half a minute, less than a busy machine takes to compile a step.

@@ -57,10 +57,10 @@ BAD_FLAGS = [
         "3 must be a multiple",
     ),
     ({"hub_model_id": "me/model"}, "--hub_model_id me/model goes with --push_to_hub"),
-    ({"num_processes": 2}, "--num_processes 2, --process_id None: give all three"),
+    ({"num_processes": 2}, "--num_processes and --process_id go together; give all three"),
     (
         {"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 2},
-        "--process_id 2: give all three, process_id from 0 to num_processes-1",
+        "--process_id 2 must be from 0 to 1",
     ),
     ({"seed": 2**32}, "--seed 4294967296 must be from 0 to 4294967295"),
     ({"gradient_accumulation_steps": 3}, "steps 3 must divide the 2 pairs per device"),

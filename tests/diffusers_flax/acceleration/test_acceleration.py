@@ -494,7 +494,7 @@ BOTH, ALL = ("text", "null"), ("text", "image", "null")
 @pytest.mark.parametrize(
     ("spec", "branches", "message"),
     [
-        ("guidance", BOTH, "--accelerate guidance leaves guidance in all steps; set stop or"),
+        ("guidance", BOTH, "accelerate=guidance leaves guidance in all steps; set stop or"),
         ("guidance:stop=0.5", ("text",), "guidance scales need no guidance; leave it out"),
         ("guidance:image_stop=0.5", BOTH, "image_stop is for edits whose guidance has three"),
         ("guidance:sigma_min=2", ALL, "guidance:sigma_min=2.0 leaves no step with guidance"),

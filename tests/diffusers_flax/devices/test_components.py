@@ -166,7 +166,7 @@ def test_offload_without_pinned_memory(folders, case, monkeypatch):
     assert places["vae"] == places["text_encoder"] == {jax.devices()[0]}
     images = pipeline(*inputs, params, KEY, **options).images
     np.testing.assert_allclose(images, expected, atol=4e-6)  # XLA fuses other operations
-    with pytest.raises(ValueError, match="leave --devices and --offload out"):
+    with pytest.raises(ValueError, match="leave components= and offload= out"):
         layout.jit_batches(None)
 
 
@@ -198,11 +198,11 @@ def test_previews(folders, tmp_path):
 def test_what_does_not_fit(folders):
     devices = jax.devices()[:2]
     for error, call in (
-        ("--devices unte=1 must be COMPONENT=NUMBER", lambda: parse_components(["unte=1"], 4)),
-        ("--devices unet=a must be COMPONENT=NUMBER", lambda: parse_components(["unet=a"], 4)),
-        ("--devices has unet twice", lambda: parse_components(["unet=0", "unet=1"], 4)),
+        ("components=unte=1 must be COMPONENT=NUMBER", lambda: parse_components(["unte=1"], 4)),
+        ("components=unet=a must be COMPONENT=NUMBER", lambda: parse_components(["unet=a"], 4)),
+        ("components= has unet twice", lambda: parse_components(["unet=0", "unet=1"], 4)),
         (
-            "--devices vae=4 does not exist; this machine has 4",
+            "components=vae=4 does not exist; this machine has 4",
             lambda: parse_components(["vae=4"], 4),
         ),
         (

@@ -191,10 +191,10 @@ def test_refusals():
     device = SimpleNamespace(
         platform="metal", addressable_memories=lambda: [SimpleNamespace(kind="device")]
     )
-    error = "--offload group needs pinned memory of the host, which metal does not have"
+    error = "offload=group needs pinned memory of the host, which metal does not have"
     with pytest.raises(ValueError, match=error):
         Layout((device,), offload="group")
-    with pytest.raises(ValueError, match="--offload layer and --devices both choose"):
+    with pytest.raises(ValueError, match="offload=layer and components= both choose"):
         Layout(jax.devices()[:2], components={"unet": 1}, offload="layer")
 
 

@@ -307,11 +307,11 @@ def test_controlnet(tmp_path):
 @pytest.mark.parametrize(
     "parallel, message",
     [
-        (["rows=2,branches"], "--parallel branches must be NAME=NUMBER"),
+        (["rows=2,branches"], "parallel=branches must be NAME=NUMBER"),
         (["row=2"], "with a name of data, branches, rows"),
         (["rows=0"], "1 or more"),
-        (["rows=2", "rows=2"], "--parallel has rows twice"),
-        (["data=3", "rows=2"], "--parallel data=3 rows=2 takes 6 devices, there are 4"),
+        (["rows=2", "rows=2"], "parallel= has rows twice"),
+        (["data=3", "rows=2"], "parallel=data=3 rows=2 takes 6 devices, there are 4"),
     ],
 )
 def test_wrong_flags(parallel, message):
