@@ -1,6 +1,6 @@
 """The denoising loop with accelerations: caches, fewer branches of guidance, token merging.
 
-    denoise_accelerated(pipeline.accelerate, unet, params, ...)  # in place of sampling.denoise
+    denoise_accelerated(pipeline, params, schedule, ...)  # in place of sampling.denoise
 
 Consecutive steps with the same branches of guidance are one segment, a compiled loop. In it, each
 step calls the function of its kind; a static table says which. A cache begins empty in every run
@@ -38,40 +38,22 @@ from diffusers_flax.acceleration.token_merging import merging_hook
 from diffusers_flax.devices.offload import path_in_model
 from diffusers_flax.devices.parallelism import choose_axes
 from diffusers_flax.models.blocks import Attention
-from diffusers_flax.pipelines.sampling import check_eta, take_step
 from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
 
 
 def denoise_accelerated(
-    acceleration,
-    unet,
-    params,
-    schedule,
-    x_t,
-    keys,
-    branches,
-    inputs,
-    combine,
-    eta=None,
-    watch=None,
-    after_step=None,
-    layout=None,
+    pipeline, params, schedule, keys, prediction, x_t, watch=None, after_step=None
 ):
     """x_0 of x_t, like sampling.denoise.
 
     Args:
-        acceleration: Acceleration.
-        unet, params: FlaxUNet2DConditionModel and its parameters.
-        schedule: the scheduler, its state and the noise_scales of the steps to make.
-        x_t, keys, eta, watch, after_step: as for sampling.denoise.
-        branches: of guidance in a plain run.
-        inputs: as for choose_denoising.
-        combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided (B, C, h, w).
-        layout: Layout of the devices that share the work; None: this one does it.
+        pipeline, params: FlaxDiffusionPipeline, its acceleration is used, and its parameters.
+        schedule, keys, x_t, watch, after_step: as for sampling.denoise.
+        prediction: GuidedPrediction of a plain run.
     """
-    scheduler, state, scales = schedule
-    check_eta(scheduler, eta)
-    steps = plan_steps(acceleration, branches, scales)
+    acceleration, unet = pipeline.accelerate, pipeline.unet
+    scheduler, state, scales, _ = schedule
+    steps = plan_steps(acceleration, prediction.branches, scales)
     hooks = ()
     if acceleration.tome:
         hooks = (merging_hook(acceleration.tome, x_t.shape[2]),)
@@ -81,8 +63,8 @@ def denoise_accelerated(
     )
     first, cache = 0, None
     for active, kinds in group_steps(steps):
-        axes = choose_axes(layout, unet, len(active), x_t.shape[2], rows_on_branches)
-        model = ActiveUNet(unet, params, active, inputs, combine, hooks, axes)
+        axes = choose_axes(pipeline.layout, unet, len(active), x_t.shape[2], rows_on_branches)
+        model = ActiveUNet(unet, params["unet"], active, prediction, hooks, axes)
         segment = make_segment(
             acceleration.cache, model, kinds, steps, scheduler.vp_prediction_type, scales
         )
@@ -98,8 +80,8 @@ def denoise_accelerated(
                 guided, cache = jax.lax.switch(table[i - first], segment.functions, *arguments)
             if watch is not None:
                 watch(i, arguments[0], guided)
-            step = take_step(scheduler, state, i, t, x_t, keys, guided, eta, after_step)
-            return *step, cache
+            x_t, state = schedule.step(state, i, t, x_t, guided, keys)
+            return (x_t if after_step is None else after_step(i, x_t, state)), state, cache
 
         last = first + len(kinds)
         carry = x_t, state, segment.enter(cache, x_t)
@@ -114,14 +96,14 @@ class ActiveUNet:
     Args:
         unet, params: FlaxUNet2DConditionModel and its parameters.
         branches: of guidance.
-        inputs, combine: as for denoise_accelerated.
+        prediction: as for denoise_accelerated.
         hooks: functions for flax.linen.intercept_methods, in all calls.
         axes: ParallelAxes of the UNet's work.
     """
 
-    def __init__(self, unet, params, branches, inputs, combine, hooks, axes):
+    def __init__(self, unet, params, branches, prediction, hooks, axes):
         self.unet, self.branches, self.axes = unet, branches, axes
-        self.inputs, self.combine, self.hooks = inputs, combine, hooks
+        self.prediction, self.hooks = prediction, hooks
         self.apply = partial(unet.clone(rows_axis=axes.rows).apply, {"params": params})
 
     def embed(self, x, t):
@@ -129,7 +111,7 @@ class ActiveUNet:
 
         A ControlNet's residuals follow, if there is one: the arguments of unet.blocks.
         """
-        *arguments, timestep_cond = self.axes.split(self.inputs(self.branches, x, t))
+        *arguments, timestep_cond = self.axes.split(self.prediction.inputs(self.branches, x, t))
         embedded = self.apply(*arguments[:4], timestep_cond, method="embed")
         return *embedded, *arguments[4:]
 
@@ -143,7 +125,7 @@ class ActiveUNet:
     def finish(self, features):
         """The guided prediction of features, float32."""
         predictions = self.apply(features, method="predict").astype(jnp.float32)
-        return self.combine(self.axes.gather(predictions), self.branches)
+        return self.prediction.guide(self.axes.gather(predictions), self.branches)
 
 
 class Segment(NamedTuple):

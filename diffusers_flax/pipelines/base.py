@@ -60,7 +60,7 @@ from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
 from diffusers_flax.parameters import checked_param_dtype, warn_of_float16
 from diffusers_flax.pipelines.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
 from diffusers_flax.pipelines.running import output_options
-from diffusers_flax.pipelines.sampling import AYS_SD, decode, timestep_options
+from diffusers_flax.pipelines.sampling import AYS_SD, decode, make_schedule, timestep_options
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 from diffusers_flax.schedulers.factory import scheduler_from_config
 
@@ -664,6 +664,19 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
     def compute_vae(self):
         """The VAE in the dtype that it computes in."""
         return self.vae
+
+    def make_schedule(self, options, shape):
+        """The Schedule of a run with these Options; shape: of the latents."""
+        return make_schedule(
+            self.scheduler,
+            shape,
+            options.num_inference_steps,
+            options.timesteps,
+            options.eta,
+            options.first_step,
+            options.denoising_start,
+            options.denoising_end,
+        )
 
     def step_options(self, num_inference_steps, timesteps, eta):
         """The Options of a call that choose the steps; see timestep_options."""

@@ -40,7 +40,7 @@ from diffusers_flax.models.controlnet import (
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines.running import Options, generate, run
+from diffusers_flax.pipelines.running import Options, choose_denoising, generate, run
 from diffusers_flax.pipelines.sampling import keys_per_image, resize, starting_noise
 from diffusers_flax.pipelines.stable_diffusion import StableDiffusionFamily
 from diffusers_flax.pipelines.stable_diffusion_xl import XLParts
@@ -385,9 +385,8 @@ class WithControlNet(TextToImage):
         schedule = self.make_schedule(options, shape)
         x_T = starting_noise(inputs["latents"], keys, shape) * schedule.state.init_noise_sigma
         residuals = self.residuals_of(params, condition, inputs, options)
-        of_run = inputs, options, text, schedule, shape, keys
-        denoise = self.guided_denoising(params, *of_run, residuals=residuals)
-        return denoise(x_T, eta=options.eta)
+        prediction = self.text_prediction(inputs, options, text, B, residuals=residuals)
+        return choose_denoising(self, params, schedule, keys, prediction, shape[2])(x_T)
 
     def residuals_of(self, params, image, inputs, options):
         """The function of a step that gives the UNet's residuals: (sample, t, states, added).

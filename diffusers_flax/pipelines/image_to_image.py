@@ -9,7 +9,7 @@ Source: SDEdit (arXiv 2108.01073).
 import jax.numpy as jnp
 
 from diffusers_flax.images import pair_up, prepare_images
-from diffusers_flax.pipelines.running import Options, generate, run
+from diffusers_flax.pipelines.running import Options, choose_denoising, generate, run
 from diffusers_flax.pipelines.sampling import (
     encode,
     keys_of_sequel,
@@ -237,5 +237,5 @@ class ImageToImage(TextToImage):
                 raise ValueError(f"noise has shape {noise.shape}, need {image.shape}")
             state = schedule.state
             x_t = self.scheduler.add_noise(state, image, noise, state.timesteps[0])
-        of_run = inputs, options, text, schedule, image.shape, keys
-        return self.guided_denoising(params, *of_run)(x_t, eta=options.eta)
+        prediction = self.text_prediction(inputs, options, text, len(image))
+        return choose_denoising(self, params, schedule, keys, prediction, image.shape[2])(x_t)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from diffusers_flax.pipelines.image_to_image import ImageToImage
+from diffusers_flax.pipelines.running import choose_denoising
 from diffusers_flax.pipelines.sampling import (
     keep_outside,
     keys_of_sequel,
@@ -87,11 +88,10 @@ class Inpainting(ImageToImage):
         keys = self.keys_of(inputs, options)
         shape = (image.masked if self.sees_mask else image.whole).shape
         schedule = self.make_schedule(options, shape)
-        state, given = schedule.state, inputs["latents"]
-        noise = starting_noise(given, keys, shape)
+        state, noise = schedule.state, starting_noise(inputs["latents"], keys, shape)
         if options.denoising_start:
             x_t = image.whole
-            if self.sees_mask and given is not None:
+            if self.sees_mask and inputs["latents"] is not None:
                 raise ValueError("latents are not used with denoising_start; leave one of them out")
         elif options.first_step:
             x_t = self.scheduler.add_noise(state, image.whole, noise, state.timesteps[0])
@@ -99,11 +99,10 @@ class Inpainting(ImageToImage):
             x_t = noise * state.init_noise_sigma
         after_step, extra = None, (mask, image.masked)
         if not self.sees_mask:
-            num_steps, extra = schedule.num_steps, ()
-            after_step = keep_outside(self.scheduler, mask, image.whole, noise, num_steps)
-        of_run = inputs, options, text, schedule, shape, keys, extra
-        denoise = self.guided_denoising(params, *of_run)
-        return denoise(x_t, eta=options.eta, after_step=after_step)
+            after_step, extra = keep_outside(schedule, mask, image.whole, noise), ()
+        prediction = self.text_prediction(inputs, options, text, B, extra)
+        denoise = choose_denoising(self, params, schedule, keys, prediction, shape[2])
+        return denoise(x_t, after_step=after_step)
 
     def keys_of(self, inputs, options):
         """Keys of a run, one per image: others than of a run that made the image."""

@@ -30,12 +30,17 @@ import numpy as np
 from diffusers_flax.images import pair_up, pair_with_masks, prepare_images
 from diffusers_flax.pipelines.base import MODULES, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
-from diffusers_flax.pipelines.running import Options, choose_denoising, generate, run
+from diffusers_flax.pipelines.running import (
+    GuidedPrediction,
+    Options,
+    choose_denoising,
+    generate,
+    run,
+)
 from diffusers_flax.pipelines.sampling import (
     keep_outside,
     keys_per_image,
     latent_mask,
-    make_schedule,
     paste,
     posterior_of,
     rescale_guidance,
@@ -371,22 +376,20 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
 
         # Noise, one key per image
         keys = keys_per_image(inputs["prng_seed"], len(latents))
-        schedule = make_schedule(
-            self.scheduler, latents.shape, options.num_inference_steps, options.timesteps
-        )
+        schedule = self.make_schedule(options, latents.shape)
         noise = starting_noise(inputs["latents"], keys, latents.shape)
         after_step = None
         if image.mask is not None:
             weights = latent_mask(image.mask, self.vae_scale_factor, MASK_MARGIN)
             kept = image.latents.astype(jnp.float32) * scaling_factor
-            after_step = keep_outside(self.scheduler, weights, kept, noise, schedule.num_steps)
+            after_step = keep_outside(schedule, weights, kept, noise)
 
         def unet_inputs(active, x_t, t):
             rows = rows_of_branches([latents_of_branches, *text], branches, active)
             model_input = jnp.concatenate([x_t] * len(active))
             return jnp.concatenate([model_input, rows[0]], axis=1), t, *rows[1:], None
 
-        def combine(eps_pred, active):
+        def guide(eps_pred, active):
             weights = (guidance_scale, image_guidance_scale)
             if active != branches:  # guidance by the image has ended, or all guidance
                 weights = (guidance_scale if len(active) > 1 else 1.0, 1.0)
@@ -401,10 +404,9 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
 
         finish = partial(outside_of_mask, image)
-        of_run = schedule, latents.shape, keys, branches, unet_inputs, combine, finish
-        denoise = choose_denoising(self, params, *of_run)
-        x_T = noise * schedule.state.init_noise_sigma
-        return denoise(x_T, eta=options.eta, after_step=after_step)
+        prediction, height = GuidedPrediction(branches, unet_inputs, guide), latents.shape[2]
+        denoise = choose_denoising(self, params, schedule, keys, prediction, height, finish)
+        return denoise(noise * schedule.state.init_noise_sigma, after_step=after_step)
 
     def decode(self, params, inputs, options, image, latents):
         """Images, float32 (B, H, W, 3) in [0, 1]: the last stage of a run."""

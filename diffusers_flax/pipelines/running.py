@@ -10,8 +10,10 @@ It runs on one device, on all devices (pmap), or on the devices of a Layout: as 
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,10 +140,27 @@ def run_stages(pipeline, options, inputs, params, wrap=lambda stage: stage):
     return wrap(pipeline.decode)(params, inputs, options, image, latents)
 
 
+class GuidedPrediction(NamedTuple):
+    """How the UNet's predictions of several branches become one.
+
+    Fields:
+        branches: names, in the order of the rows.
+        inputs: (branches, x_t, t) -> the UNet's sample, t, text states, added_cond_kwargs, a
+            ControlNet's residuals if there is one (two arguments), timestep_cond, a tuple; arrays
+            hold all rows of one branch, then all rows of the next.
+        guide: (predictions, float32 (branches * B, C, h, w), branches) -> guided prediction,
+            (B, C, h, w).
+    """
+
+    branches: tuple
+    inputs: Callable
+    guide: Callable
+
+
 def choose_denoising(
-    pipeline, params, schedule, shape, keys, branches, inputs, combine, finish=lambda images: images
+    pipeline, params, schedule, keys, prediction, height, finish=lambda images: images
 ):
-    """The function (x_T, eta=None, after_step=None) -> x_0 of a pipeline; see sampling.denoise.
+    """The function (x_T, after_step=None) -> x_0 of a pipeline; see sampling.denoise.
 
     Accelerations, several devices and previews are chosen here alone. A plain image runs none of
     their code.
@@ -149,53 +168,31 @@ def choose_denoising(
     Args:
         pipeline, params: FlaxDiffusionPipeline and its parameters.
         schedule: Schedule.
-        shape: of x_T, (B, C, h, w).
         keys: one per image.
-        branches: of guidance.
-        inputs: (branches, x_t, t) -> the UNet's sample, t, text states, added_cond_kwargs, a
-            ControlNet's residuals if there is one (two arguments), timestep_cond, a tuple; arrays
-            hold all rows of one branch, then all rows of the next.
-        combine: (predictions, float32 (branches * B, C, h, w), branches) -> guided prediction,
-            (B, C, h, w).
+        prediction: GuidedPrediction.
+        height: of the latents.
         finish: changes the decoded images of previews.
     """
     watch = watch_for_previews(pipeline, params, schedule, keys, finish)
     if pipeline.accelerate:
-        from diffusers_flax.acceleration import caches
+        from diffusers_flax.acceleration.caches import denoise_accelerated
 
         return partial(
-            caches.denoise_accelerated,
-            pipeline.accelerate,
-            pipeline.unet,
-            params["unet"],
-            (pipeline.scheduler, *schedule),
-            keys=keys,
-            branches=branches,
-            inputs=inputs,
-            combine=combine,
-            watch=watch,
-            layout=pipeline.layout,
+            denoise_accelerated, pipeline, params, schedule, keys, prediction, watch=watch
         )
     apply = pipeline.unet.apply
     if pipeline.layout is not None:
         from diffusers_flax.devices.parallelism import parallel_apply
 
-        apply = parallel_apply(pipeline.layout, pipeline.unet, len(branches), shape[2])
+        num_branches = len(prediction.branches)
+        apply = parallel_apply(pipeline.layout, pipeline.unet, num_branches, height)
 
     def predict(x_t, t):
-        *arguments, timestep_cond = inputs(branches, x_t, t)
+        *arguments, timestep_cond = prediction.inputs(prediction.branches, x_t, t)
         output = apply({"params": params["unet"]}, *arguments, timestep_cond=timestep_cond)
-        return combine(output.sample.astype(jnp.float32), branches)
+        return prediction.guide(output.sample.astype(jnp.float32), prediction.branches)
 
-    return partial(
-        denoise,
-        pipeline.scheduler,
-        schedule.state,
-        keys=keys,
-        predict=predict,
-        watch=watch,
-        num_steps=schedule.num_steps,
-    )
+    return partial(denoise, schedule, keys=keys, predict=predict, watch=watch)
 
 
 def watch_for_previews(pipeline, params, schedule, keys, finish):

@@ -3,14 +3,14 @@
 They run inside a compiled program and do not depend on the pipelines:
 
     keys = keys_per_image(key, B)
-    state, _ = make_schedule(scheduler, (B, 4, h, w), num_inference_steps=20)
-    x_t = starting_noise(None, keys, (B, 4, h, w)) * state.init_noise_sigma
+    schedule = make_schedule(scheduler, (B, 4, h, w), num_inference_steps=20)
+    x_t = starting_noise(None, keys, (B, 4, h, w)) * schedule.state.init_noise_sigma
 
     def predict(x_in, t):
         eps_pred = unet.apply({"params": params}, jnp.tile(x_in, (2, 1, 1, 1)), t, text).sample
         return guide(eps_pred, ("text", "null"), guidance_scale=7.5, guidance_rescale=0.0)
 
-    images = decode(vae, vae_params, denoise(scheduler, state, x_t, keys, predict))
+    images = decode(vae, vae_params, denoise(schedule, x_t, keys, predict))
 
 The noise of an image depends only on its key, not on the batch or the devices.
 """
@@ -192,20 +192,42 @@ def starting_noise(latents, keys, shape):
 
 
 class Schedule(NamedTuple):
-    """A scheduler's state after set_timesteps, and the noise of the steps to make.
+    """The steps of a run.
 
     Fields:
-        state: float32; its timesteps may be more than the steps to make.
+        scheduler: a scheduler of diffusers_flax/schedulers/.
+        state: of set_timesteps, float32; it may have more timesteps than the steps to make.
         scales: (alphas, sigmas) of the steps to make, see noise_scales.
+        eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1; None: default.
     """
 
+    scheduler: Any
     state: Any
     scales: tuple
+    eta: float | None = None
 
     @property
     def num_steps(self):
         """Number of steps to make, PNDM's repeated ones included."""
         return len(self.scales[0])
+
+    def step(self, state, i, t, x_t, guided, keys):
+        """One step of the denoising.
+
+        Args:
+            state: of the scheduler before the step.
+            i, t: number and timestep of the step.
+            x_t: noisy sample (B, C, h, w), float32.
+            guided: prediction, like x_t.
+            keys: one per image, for schedulers that draw noise in each step.
+
+        Returns:
+            (x_t, state) of the next step.
+        """
+        noise = normal(keys, i + 1, x_t.shape[1:])
+        options = {} if self.eta is None else {"eta": self.eta}
+        options |= {"noise": noise, "return_dict": False}
+        return self.scheduler.step(state, guided, t, x_t, **options)
 
 
 def make_schedule(
@@ -213,6 +235,7 @@ def make_schedule(
     shape,
     num_inference_steps,
     timesteps=None,
+    eta=None,
     first_step=0,
     denoising_start=None,
     denoising_end=None,
@@ -222,12 +245,15 @@ def make_schedule(
     Args:
         scheduler: a scheduler of diffusers_flax/schedulers/.
         shape, num_inference_steps, timesteps, first_step: as in set_timesteps.
+        eta: see Schedule.
         denoising_start: fraction of the denoising that is done already; wins over first_step.
         denoising_end: fraction of the denoising; the steps after it are not made.
 
     Raises:
-        ValueError: a fraction is not between 0 and 1, leaves no step, or is not for this scheduler.
+        ValueError: a fraction is not between 0 and 1, leaves no step, or is not for this scheduler;
+            or the scheduler does not take this eta.
     """
+    check_eta(scheduler, eta)
     check_denoising_range(scheduler, denoising_start, denoising_end)
     with jax.ensure_compile_time_eval():
         plan = partial(
@@ -238,7 +264,7 @@ def make_schedule(
         constants = jax.tree.map(np.asarray, plan(first_step, timesteps))
     num_steps = num_steps_until(scheduler, constants, denoising_end)
     scales = tuple(scale[:num_steps] for scale in noise_scales(scheduler, constants))
-    return Schedule(jax.tree.map(jnp.asarray, constants), scales)
+    return Schedule(scheduler, jax.tree.map(jnp.asarray, constants), scales, eta)
 
 
 def check_denoising_range(scheduler, denoising_start, denoising_end):
@@ -382,74 +408,48 @@ def check_eta(scheduler, eta):
         raise ValueError(f"eta={eta} must be from 0 to 1")
 
 
-def denoise(
-    scheduler,
-    state,
-    x_t,
-    keys,
-    predict,
-    eta=None,
-    watch=None,
-    num_steps=None,
-    after_step=None,
-):
+def denoise(schedule, x_t, keys, predict, watch=None, after_step=None):
     """The denoising loop.
 
     Args:
-        scheduler: a scheduler of diffusers_flax/schedulers/.
-        state: its state, of set_timesteps.
+        schedule: Schedule.
         x_t: noisy sample (B, C, h, w), float32.
         keys: one per image, for schedulers that draw noise in each step.
         predict: (model_input, t) -> guided prediction, float32.
-        eta: share of noise in a step of DDIM (0 to 1; default 0) and TCD (0 to 1; default 0.3).
         watch: (i, model_input, guided) -> None, called in each step, for previews.
-        num_steps: how many of the run's steps to make; None: all.
         after_step: (i, x_t, state) -> x_t, changes the result of step i, whose state is the next
             step's; see keep_outside.
 
     Returns:
-        x_0, like x_t; x_t of the next step if num_steps leaves some.
-
-    Raises:
-        ValueError: the scheduler has no eta, or it is out of range.
+        x_0, like x_t; x_t of the next step if the schedule ends early.
     """
-    check_eta(scheduler, eta)
 
     def body(i, carry):
         x_t, state = carry
         t = state.timesteps[i]
-        model_input = scheduler.scale_model_input(state, x_t, t)
+        model_input = schedule.scheduler.scale_model_input(state, x_t, t)
         guided = predict(model_input, t)
         if watch is not None:
             watch(i, model_input, guided)
-        return take_step(scheduler, state, i, t, x_t, keys, guided, eta, after_step)
+        x_t, state = schedule.step(state, i, t, x_t, guided, keys)
+        return (x_t if after_step is None else after_step(i, x_t, state)), state
 
-    num_steps = len(state.timesteps) if num_steps is None else num_steps
-    x_0, _ = jax.lax.fori_loop(0, num_steps, body, (x_t, state))
+    x_0, _ = jax.lax.fori_loop(0, schedule.num_steps, body, (x_t, schedule.state))
     return x_0
 
 
-def take_step(scheduler, state, i, t, x_t, keys, guided, eta, after_step=None):
-    """Step i of a run, at timestep t: (the next x_t, the next state); arguments as in denoise."""
-    noise = normal(keys, i + 1, x_t.shape[1:])
-    options = {} if eta is None else {"eta": eta}
-    x_t, state = scheduler.step(state, guided, t, x_t, noise=noise, return_dict=False, **options)
-    return (x_t if after_step is None else after_step(i, x_t, state)), state
-
-
-def keep_outside(scheduler, mask, latents, noise, num_steps):
+def keep_outside(schedule, mask, latents, noise):
     """A function for denoise that keeps an image outside a mask.
 
     Outside, the result of each step is the image's latents, noised to the next timestep; the result
     of the last step is the latents themselves. The first step begins with x_T, noise everywhere.
 
     Args:
-        scheduler: as for denoise.
+        schedule: Schedule.
         mask: (B, 1, h, w) from 0 (keep the image) to 1 (keep the result of the step); values in
             between mix both.
         latents: scaled latents of the image, (B, C, h, w), float32.
         noise: standard normal, like latents.
-        num_steps: how many steps denoise makes.
 
     Returns:
         (i, x_t, state) -> x_t.
@@ -459,8 +459,8 @@ def keep_outside(scheduler, mask, latents, noise, num_steps):
 
     def after_step(i, x_t, state):
         next_t = state.timesteps[jnp.minimum(i + 1, len(state.timesteps) - 1)]
-        noisy = scheduler.add_noise(state, latents, noise, next_t)
-        outside = jnp.where(i + 1 < num_steps, noisy, latents)
+        noisy = schedule.scheduler.add_noise(state, latents, noise, next_t)
+        outside = jnp.where(i + 1 < schedule.num_steps, noisy, latents)
         return mask * x_t + (1 - mask) * outside
 
     return after_step

@@ -9,11 +9,16 @@ import jax.numpy as jnp
 
 from diffusers_flax.models.unet import guidance_embedding
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.pipelines.running import Options, choose_denoising, generate, run
+from diffusers_flax.pipelines.running import (
+    GuidedPrediction,
+    Options,
+    choose_denoising,
+    generate,
+    run,
+)
 from diffusers_flax.pipelines.sampling import (
     guide,
     keys_per_image,
-    make_schedule,
     rows_of_branches,
     starting_noise,
     text_branches,
@@ -186,42 +191,27 @@ class TextToImage(FlaxDiffusionPipeline):
         keys = keys_per_image(inputs["prng_seed"], B)
         schedule = self.make_schedule(options, shape)
         x_T = starting_noise(inputs["latents"], keys, shape) * schedule.state.init_noise_sigma
-        denoise = self.guided_denoising(params, inputs, options, text, schedule, shape, keys)
-        return denoise(x_T, eta=options.eta)
+        prediction = self.text_prediction(inputs, options, text, B)
+        return choose_denoising(self, params, schedule, keys, prediction, shape[2])(x_T)
 
     def guidance_branches(self, guidance_scale, guidance_rescale=0.0):
         """The branches to compute; a UNet that is distilled with guidance needs only one."""
         branches = text_branches(guidance_scale)
         return ("text",) if self.unet.time_cond_proj_dim is not None else branches
 
-    def make_schedule(self, options, shape):
-        """The Schedule of a run with these Options; shape: of the latents."""
-        return make_schedule(
-            self.scheduler,
-            shape,
-            options.num_inference_steps,
-            options.timesteps,
-            options.first_step,
-            options.denoising_start,
-            options.denoising_end,
-        )
-
-    def guided_denoising(
-        self, params, inputs, options, text, schedule, shape, keys, extra=(), residuals=None
-    ):
-        """The function of choose_denoising with guidance by text.
+    def text_prediction(self, inputs, options, text, batch_size, extra=(), residuals=None):
+        """The GuidedPrediction for texts.
 
         Args:
-            params, inputs, options, text: of the stage `denoise`.
-            schedule, shape, keys: as for choose_denoising.
+            inputs, options, text: of the stage `denoise`.
+            batch_size: number of images.
             extra: arrays (B, C, h, w) that join the UNet's input.
             residuals: None, or a ControlNet's function of the UNet's arguments, for further ones.
         """
-        branches, B = options.branches, shape[0]
-        timestep_cond = None
+        branches, timestep_cond = options.branches, None
         if (dim := self.unet.time_cond_proj_dim) is not None:
             scale = jnp.asarray(inputs["guidance_scale"], jnp.float32).reshape(-1)
-            timestep_cond = guidance_embedding(jnp.broadcast_to(scale, (B,)), dim)
+            timestep_cond = guidance_embedding(jnp.broadcast_to(scale, (batch_size,)), dim)
 
         def unet_inputs(active, x_t, t):
             model_input = jnp.concatenate([x_t, *extra], axis=1)
@@ -231,5 +221,4 @@ class TextToImage(FlaxDiffusionPipeline):
             return *arguments, *more, timestep_cond
 
         scales = {name: inputs[name] for name in ("guidance_scale", "guidance_rescale")}
-        combine = partial(guide, **scales)
-        return choose_denoising(self, params, schedule, shape, keys, branches, unet_inputs, combine)
+        return GuidedPrediction(branches, unet_inputs, partial(guide, **scales))

@@ -36,8 +36,8 @@ from diffusers_flax.acceleration.token_merging import match, window_offsets
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, FlaxUNet2DConditionOutput
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
-from diffusers_flax.pipelines.running import choose_denoising
-from diffusers_flax.pipelines.sampling import Schedule, keys_per_image, make_schedule, normal
+from diffusers_flax.pipelines.running import GuidedPrediction, choose_denoising
+from diffusers_flax.pipelines.sampling import keys_per_image, make_schedule, normal
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import make_scheduler
@@ -201,7 +201,7 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
     pipeline, _ = open_ours(models["sd"], accelerate=spec)
     config = pipeline.scheduler.config | dict(prediction_type=prediction_type, clip_sample=False)
     pipeline = dataclasses.replace(pipeline, scheduler=make_scheduler(scheduler, config)[0])
-    state, scales = make_schedule(pipeline.scheduler, (1, *SHAPE), 20)
+    schedule = make_schedule(pipeline.scheduler, (1, *SHAPE), 20)
     clean = jnp.full((1, *SHAPE), 0.7)
 
     class Constant:
@@ -216,8 +216,8 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
             if method == "predict":
                 return args[0]
             x, t, *_ = args
-            i = jnp.argmin(jnp.abs(state.timesteps - t))
-            alpha, sigma = (jnp.asarray(s)[i] for s in scales)
+            i = jnp.argmin(jnp.abs(schedule.state.timesteps - t))
+            alpha, sigma = (jnp.asarray(s)[i] for s in schedule.scales)
             eps = (x - alpha * clean) / sigma
             v = alpha * eps - sigma * clean
             prediction = v if prediction_type == "v_prediction" else eps
@@ -227,17 +227,11 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
     for acceleration in (pipeline.accelerate, Acceleration()):
         fake = dataclasses.replace(pipeline, unet=Constant(), accelerate=acceleration)
         keys = keys_per_image(jax.random.key(0), 1)
-        x_t = normal(keys, 0, SHAPE) * state.init_noise_sigma
-        denoise = choose_denoising(
-            fake,
-            {"unet": {}},
-            Schedule(state, scales),
-            x_t.shape,
-            keys,
-            ("text",),
-            lambda active, x, t: (x, t, None),
-            lambda eps, active: eps,
+        x_t = normal(keys, 0, SHAPE) * schedule.state.init_noise_sigma
+        prediction = GuidedPrediction(
+            ("text",), lambda active, x, t: (x, t, None), lambda eps, active: eps
         )
+        denoise = choose_denoising(fake, {"unet": {}}, schedule, keys, prediction, SHAPE[1])
         results.append(denoise(x_t))
     np.testing.assert_allclose(*results, atol=1e-3)
     assert jnp.abs(results[0] - clean).mean() < 0.05

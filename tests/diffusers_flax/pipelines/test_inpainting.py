@@ -23,7 +23,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.images import prepare_images
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.pipelines.sampling import keep_outside, make_schedule
+from diffusers_flax.pipelines.sampling import Schedule, keep_outside, make_schedule
 from diffusers_flax.pipelines.stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
     FlaxStableDiffusionInpaintPipeline,
@@ -190,8 +190,9 @@ def test_a_feathered_mask_mixes():
     """A mask of 0.25, from the noised image to the image itself after the last step."""
     scheduler, state = make_scheduler("ddim", {})
     state = scheduler.set_timesteps(state, 4)
+    schedule = Schedule(scheduler, state, (np.ones(3), np.ones(3)))
     latents, noise, x_t = (RNG.standard_normal((1, 4, 2, 2), np.float32) for _ in range(3))
-    after_step = keep_outside(scheduler, jnp.full((1, 1, 2, 2), 0.25), latents, noise, 3)
+    after_step = keep_outside(schedule, jnp.full((1, 1, 2, 2), 0.25), latents, noise)
     for i, alpha_bar in enumerate([*state.common.alphas_cumprod[state.timesteps[1:3]], 1.0]):
         noisy = np.sqrt(alpha_bar) * latents + np.sqrt(1 - alpha_bar) * noise
         expected = 0.25 * x_t + 0.75 * noisy
@@ -265,18 +266,17 @@ def test_one_model_in_two_parts_makes_the_same_steps(folders, scheduler):
     pipeline, _ = open_ours(folders["sd 4"], scheduler, FlaxStableDiffusionPipeline)
     shape = (1, 4, 8, 6)
     plan = partial(make_schedule, pipeline.scheduler, shape, STEPS)
-    whole, _ = plan()
+    whole = plan().state
     for share in (0.15, 0.3, 0.5, 0.8, 0.85):
-        first, first_scales = plan(denoising_end=share)
-        second, second_scales = plan(denoising_start=share)
-        num_steps = len(first_scales[0])
+        schedule, sequel = plan(denoising_end=share), plan(denoising_start=share)
+        first, second, num_steps = schedule.state, sequel.state, schedule.num_steps
         np.testing.assert_array_equal(first.timesteps, whole.timesteps)
         rest = np.unique(whole.timesteps[num_steps:])[::-1]
         np.testing.assert_array_equal(np.unique(second.timesteps)[::-1], rest)
         assert min(first.timesteps[:num_steps]) >= round(1000 * (1 - share)) > max(rest)
-        assert len(second_scales[0]) == len(second.timesteps)
-    third, third_scales = plan(denoising_start=0.3, denoising_end=0.8)
-    steps = np.asarray(third.timesteps)[: len(third_scales[0])]
+        assert sequel.num_steps == len(second.timesteps)
+    middle = plan(denoising_start=0.3, denoising_end=0.8)
+    steps = np.asarray(middle.state.timesteps)[: middle.num_steps]
     assert ((steps >= 200) & (steps < 700)).all()
 
 
