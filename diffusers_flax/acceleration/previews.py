@@ -22,13 +22,13 @@ class Preview:
     """Previews of a pipeline's images.
 
     Args:
-        every: a preview is made after each `every`-th step, except for the last.
+        every: number of steps between previews; the last step has none.
         show: (number of steps done, uint32 (B, 2), the data of the images' PRNG keys, float32
             (B, H, W, 3) in [0, 1]) -> None, for the images of one device. Arrays are NumPy's. An
             error that it raises ends the call of the pipeline.
-        path: directory or hub id of the TAESD; "": the path that --accelerate taesd names, or
-            madebyollin/taesd, for SDXL madebyollin/taesdxl. None: nothing is decoded, and show
-            gets None for the images; it counts the steps.
+        path: directory or hub id of the TAESD; "": the path of accelerate="taesd:path=...", or
+            madebyollin/taesd, for SDXL madebyollin/taesdxl. None: nothing is decoded, and show gets
+            None for the images, to count steps.
     """
 
     every: int
@@ -37,7 +37,7 @@ class Preview:
 
     def __post_init__(self):
         if not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"--preview {self.every} must be a whole number, at least 1")
+            raise ValueError(f"preview={self.every} must be a whole number, at least 1")
         if not callable(self.show):
             raise ValueError(f"Preview: show={self.show!r} must be a function")
 

@@ -602,7 +602,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         """Height and width of the result, in pixels.
 
         Args:
-            height, width: None: the size of the input image, or, without one, the size that the
+            height, width: None: the size of the input image or, without one, the size that the
                 model was trained at.
             image_shape: (..., 3, H, W) of the input image, or (..., 4, h, w) of its latents.
 
@@ -639,7 +639,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         return tuple(map(int, sides))
 
     def check_parallel(self, branches, height=None):
-        """Raise a ValueError for branches or a height that the layout's devices cannot share.
+        """Raise a ValueError for branches or a height that the layout does not divide.
 
         Args:
             branches: of guidance.
@@ -652,6 +652,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             check_parallel(self.layout, self.unet, branches, height, self.vae_scale_factor)
 
     def is_latents(self, image_shape):
+        """Whether an image's shape, (..., C, H, W), is of latents."""
         return image_shape[-3] == self.vae.latent_channels
 
     def latent_shape(self, batch_size, height=None, width=None):
@@ -679,18 +680,18 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         )
 
     def step_options(self, num_inference_steps, timesteps, eta):
-        """The Options of a call that choose the steps; see timestep_options."""
+        """The Options that choose the steps; see timestep_options."""
         return timestep_options(num_inference_steps, timesteps, eta, self.ays_timesteps)
 
     def size_options(self, height, width, output_type, image_shape=None):
-        """The Options of a call that say what it returns; image_shape: as for image_size."""
+        """The Options of the result's size and kind; image_shape: as for image_size."""
         height, width = self.image_size(height, width, image_shape)
         return {"height": height, "width": width, **output_options(output_type)}
 
     def decode(self, params, inputs, options, image, latents):
         """Images, float32 (B, H, W, 3) in [0, 1]: the last stage of a run.
 
-        By the tiny VAE if the acceleration says so.
+        The tiny VAE decodes if the acceleration has taesd.
 
         Args:
             params, inputs, options: see running.generate.

@@ -10,8 +10,8 @@ An image, such as edges, depth or a pose, guides what the text describes:
     prompt_ids, image = pipeline.prepare_inputs("a red panda reading", Image.open("edges.png"))
     images = pipeline(prompt_ids, image, params, jax.random.key(0)).images  # (1, H, W, 3), [0, 1]
 
-controlnet="CONTROLNET", a directory, hub id or file, reads the weights too. A list has several
-ControlNets, whose residuals are summed; params["controlnet"] may then be a list too, and
+controlnet="CONTROLNET", a directory, hub id or file, also reads the weights. With a list of
+ControlNets their residuals are summed; params["controlnet"] may then be a list too, and
 prepare_inputs takes a list with an image for each.
 
 Source: ControlNet (arXiv 2302.05543).
@@ -43,7 +43,7 @@ from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.running import Options, choose_denoising, generate, run
 from diffusers_flax.pipelines.sampling import keys_per_image, resize, starting_noise
 from diffusers_flax.pipelines.stable_diffusion import StableDiffusionFamily
-from diffusers_flax.pipelines.stable_diffusion_xl import XLParts
+from diffusers_flax.pipelines.stable_diffusion_xl import XLComponents
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
@@ -51,7 +51,7 @@ from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 SAME_AS_UNET = ("in_channels", "block_out_channels", "cross_attention_dim", "addition_embed_type")
 
 
-class WithControlNet(TextToImage):
+class ControlNetTextToImage(TextToImage):
     """Base of the pipelines with ControlNets of Stable Diffusion and SDXL.
 
     A subclass has the field controlnet, a FlaxControlNetModel or a list of several.
@@ -102,7 +102,7 @@ class WithControlNet(TextToImage):
     def _open_more_components(cls, path, revision, dtype, replaced, index, **hub_options):
         """See FlaxDiffusionPipeline; replaced["controlnet"] may be one module or several.
 
-        It may also be a directory, hub id or single file, or several.
+        Each may also be a directory, hub id or file.
         """
         controlnet = replaced.get("controlnet")
         if controlnet is None:
@@ -131,12 +131,12 @@ class WithControlNet(TextToImage):
     # ----------------------------------------------------------------- inputs
 
     def prepare_image_inputs(self, image):
-        """Turn the conditions, such as edges, into an array.
+        """Turn control images, such as edges, into an array.
 
         Args:
             image: image or list of images of one size: PIL of any mode, whose sides become
                 multiples of 8, or array (H, W, 3), or arrays (B, H, W, 3); uint8, or float in
-                [0, 1]. For several ControlNets a list with that for each.
+                [0, 1]. For several ControlNets, a list with such an entry for each.
 
         Returns:
             float32 (B, 3, H, W) in [0, 1], for several ControlNets (B, ControlNets, 3, H, W).
@@ -145,21 +145,21 @@ class WithControlNet(TextToImage):
             ValueError: sizes or numbers differ, or it is not an image.
         """
         if not isinstance(self.controlnet, FlaxMultiControlNetModel):
-            return self._prepare_conditions(image)
+            return self._prepare_control_images(image)
         if not isinstance(image, list | tuple) or len(image) != len(self.nets):
             found = f"{len(image)}" if isinstance(image, list | tuple) else "one"
             raise ValueError(
                 f"there are {len(self.nets)} ControlNets and {found} images; give a list with an "
                 "image, or a list of images, for each ControlNet"
             )
-        conditions = [self._prepare_conditions(one) for one in image]
+        conditions = [self._prepare_control_images(one) for one in image]
         most = max(conditions, key=len)
         conditions = [pair_up(most, one, "images", "images")[1] for one in conditions]
         if len(sizes := sorted({one.shape[2:] for one in conditions})) > 1:
             raise ValueError(f"the images of the ControlNets have the sizes {sizes}; resize them")
         return np.stack(conditions, axis=1)
 
-    def _prepare_conditions(self, image):
+    def _prepare_control_images(self, image):
         factor = self.vae_scale_factor
 
         def resized(one):
@@ -173,7 +173,7 @@ class WithControlNet(TextToImage):
         return (prepare_images(image) + 1) / 2
 
     def prepare_inputs(self, prompt, image):
-        """prepare_text_inputs and prepare_image_inputs; a single one of either is repeated.
+        """Turn prompts and control images into arrays; a single one of either is repeated.
 
         Returns:
             (prompt_ids, image).
@@ -209,12 +209,12 @@ class WithControlNet(TextToImage):
         guess_mode=False,
         denoising_end=None,
     ):
-        """Make images that follow conditions; compiles at the first call of each size.
+        """Make images that follow control images; compiles at the first call of each size.
 
         Args:
             prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
                 are (devices, B, ...), for a Layout (data, B, ...).
-            image: the condition, in [0, 1], as from prepare_image_inputs: (B, 3, H, W), for several
+            image: control image in [0, 1], as from prepare_image_inputs: (B, 3, H, W), for several
                 ControlNets (B, ControlNets, 3, H, W).
             params: from from_pretrained; with jit replicated. Without jit the call runs where
                 they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
@@ -224,7 +224,7 @@ class WithControlNet(TextToImage):
                 not depend on how many images or devices there are.
             num_inference_steps: of the scheduler, at least 1.
             guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
-                number up to 1: no guidance, half of the work.
+                number up to 1: no guidance, half the work.
             latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
                 it.
             neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
@@ -240,15 +240,15 @@ class WithControlNet(TextToImage):
             timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
                 choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
                 "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
+            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
             height, width: of the result, multiples of 8; the image is resized to it. None: the size
                 of the image.
-            control_guidance_start, control_guidance_end: the part of the steps with the ControlNet,
-                fractions from 0 to 1; for several also a list of one for each.
+            control_guidance_start, control_guidance_end: fractions of the steps, from 0 to 1,
+                between which the ControlNet acts; for several also a list with one for each.
             guess_mode: True: the ControlNet acts on the branch of the prompt alone, and its first
                 residuals less, for images without a prompt.
-            denoising_end: the share of the denoising to end at, between 0 and 1, for another
-                pipeline that goes on, with output_type="latent"; None: all.
+            denoising_end: fraction of the denoising to end at, between 0 and 1, with
+                output_type="latent", for another pipeline to continue; None: all.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
@@ -274,7 +274,7 @@ class WithControlNet(TextToImage):
         inputs = dict(prompt_ids=prompt_ids, image=image, latents=latents)
         inputs["neg_prompt_ids"] = neg_prompt_ids
         scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        # An array has an entry for each image, a list for each ControlNet, for all images.
+        # An array has a scale per image, a list a scale per ControlNet.
         scale = controlnet_conditioning_scale
         if isinstance(scale, list | tuple) or not np.ndim(scale):
             scale = self.scale_of_each(scale)
@@ -285,7 +285,7 @@ class WithControlNet(TextToImage):
         return self.output(result, params, jit, output_type, return_dict)
 
     def check_condition(self, image, jit):
-        """Raise a ValueError for an image that prepare_image_inputs has not made."""
+        """Raise a ValueError for an image that does not come from prepare_image_inputs."""
         if image.dtype == np.uint8:
             raise ValueError("image is uint8; prepare_image_inputs makes it float32 in [0, 1]")
         is_several = isinstance(self.controlnet, FlaxMultiControlNetModel)
@@ -299,7 +299,7 @@ class WithControlNet(TextToImage):
             )
 
     def scale_of_each(self, scale):
-        """A controlnet_conditioning_scale as an array with a number for each ControlNet."""
+        """controlnet_conditioning_scale as float32 (ControlNets,)."""
         scales = self.one_for_each("controlnet_conditioning_scale", scale)
         if not all(math.isfinite(x) for x in scales):
             raise ValueError(
@@ -309,7 +309,7 @@ class WithControlNet(TextToImage):
         return np.array(scales, np.float32)
 
     def one_for_each(self, name, value):
-        """A value as a tuple with one for each ControlNet."""
+        """A value, or a list of one per ControlNet, as a tuple of one per ControlNet."""
         values = tuple(value) if isinstance(value, list | tuple) else (value,) * len(self.nets)
         if len(values) != len(self.nets):
             raise ValueError(
@@ -341,7 +341,7 @@ class WithControlNet(TextToImage):
         guess_mode=False,
         denoising_end=None,
     ):
-        """Text and conditions to an image as one pure function of arrays; jit or pmap it.
+        """Text and control images to images as one pure function of arrays; jit or pmap it.
 
         Args as in __call__; controlnet_conditioning_scale may also be an array, (B,) or for several
         ControlNets (ControlNets,).
@@ -371,7 +371,7 @@ class WithControlNet(TextToImage):
         return generate(self, options, (), inputs, scales, params)
 
     def denoise(self, params, inputs, options, text, image):
-        """Scaled latents (B, 4, h, w) of the texts and conditions; image: not used."""
+        """Scaled latents (B, 4, h, w) of the texts and control images; image: not used."""
         condition, B = inputs["image"], len(inputs["prompt_ids"])
         if len(condition) != B:
             raise ValueError(
@@ -379,7 +379,7 @@ class WithControlNet(TextToImage):
                 "need the same batch; prepare_inputs makes both"
             )
         size = self.image_size(options.height, options.width, condition.shape)
-        condition = resize_conditions(condition, size)
+        condition = resize_control_images(condition, size)
         shape = self.latent_shape(B, *size)
         keys = keys_per_image(inputs["prng_seed"], B)
         schedule = self.make_schedule(options, shape)
@@ -389,10 +389,10 @@ class WithControlNet(TextToImage):
         return choose_denoising(self, params, schedule, keys, prediction, shape[2])(x_T)
 
     def residuals_of(self, params, image, inputs, options):
-        """The function of a step that gives the UNet's residuals: (sample, t, states, added).
+        """The function (sample, t, states, added) -> the UNet's residuals.
 
-        It runs no ControlNet in steps in which none acts. In guess mode the rows after the first
-        branch, the text's, have residuals of zero.
+        It runs no ControlNet in steps in which none acts. In guess mode only the rows of the first
+        branch, the text's, have residuals; the others are zero.
         """
         B, is_several = len(image), isinstance(self.controlnet, FlaxMultiControlNetModel)
         guess_mode = options.guess_mode or self.nets[0].global_pool_conditions
@@ -460,10 +460,10 @@ class WithControlNet(TextToImage):
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionControlNetPipeline(WithControlNet, StableDiffusionFamily):
-    """Text and an image as its condition in, image out, with Stable Diffusion 1.x and 2.x.
+class FlaxStableDiffusionControlNetPipeline(ControlNetTextToImage, StableDiffusionFamily):
+    """Text and a control image in, image out, with Stable Diffusion 1.x and 2.x.
 
-    See TextToImage for what is compiled in; fields as of StableDiffusionParts, and controlnet.
+    See TextToImage for what is compiled in; fields as of StableDiffusionComponents, and controlnet.
     """
 
     vae: FlaxAutoencoderKL
@@ -481,8 +481,8 @@ class FlaxStableDiffusionControlNetPipeline(WithControlNet, StableDiffusionFamil
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionXLControlNetPipeline(WithControlNet, XLParts):
-    """Text and an image as its condition in, image out, with SDXL; see XLParts."""
+class FlaxStableDiffusionXLControlNetPipeline(ControlNetTextToImage, XLComponents):
+    """Text and a control image in, image out, with SDXL; see XLComponents."""
 
     controlnet: FlaxControlNetModel | FlaxMultiControlNetModel | list | tuple = field(kw_only=True)
 
@@ -490,12 +490,12 @@ class FlaxStableDiffusionXLControlNetPipeline(WithControlNet, XLParts):
 
 
 def check_control_range(starts, ends):
-    """Raise a ValueError unless each ControlNet acts in a part of the steps."""
+    """Raise a ValueError unless each ControlNet acts in a range of the steps."""
     for start, end in zip(starts, ends):
         if not (isinstance(start, Real) and isinstance(end, Real) and 0 <= start < end <= 1):
             raise ValueError(
                 f"control_guidance_start={start} and control_guidance_end={end} must be from 0 "
-                "to 1, shares of the steps, the start below the end"
+                "to 1, fractions of the steps, the start below the end"
             )
 
 
@@ -513,8 +513,8 @@ def read_module(path, index, revision, dtype, **hub_options):
     return FlaxControlNetModel.from_config(path, dtype=dtype, **options)
 
 
-def resize_conditions(image, size):
-    """Conditions (..., C, H, W) in [0, 1] resized to size (height, width) by Lanczos."""
+def resize_control_images(image, size):
+    """Control images (..., C, H, W) in [0, 1] resized to height and width by Lanczos."""
     if size == image.shape[-2:]:
         return image
     flat = image.reshape(-1, *image.shape[-3:])

@@ -1,7 +1,7 @@
 """Image to image, of all families.
 
-A run makes the last part of the steps: from a noised image (strength), or from the latents of
-another pipeline that ended early (denoising_end), to which no noise is added (denoising_start).
+A run makes the last steps of a schedule: from a noised image (strength), or from the latents of
+another pipeline that ended early (denoising_end), without adding noise (denoising_start).
 
 Source: SDEdit (arXiv 2108.01073).
 """
@@ -21,10 +21,10 @@ from diffusers_flax.pipelines.text_to_image import TextToImage
 
 
 class ImageToImage(TextToImage):
-    """Text and an image to begin with in, image out.
+    """Text and a first image in, image out.
 
-    An image's noise differs from the noise that TextToImage draws for the same key, so one key can
-    make an image and continue from it. With strength below 1 it differs from PyTorch for two
+    The noise differs from TextToImage's for the same key, so one key can make an image and continue
+    from it. With strength below 1 it differs from PyTorch for two
     schedulers: PyTorch's PNDM is then one timestep late (38 dB apart at strength 0.7), and its LMS
     takes coefficients for derivatives that it does not have.
 
@@ -39,8 +39,8 @@ class ImageToImage(TextToImage):
         Args:
             prompt: str or list of str.
             image: image or list of images of one size: PIL of any mode, or array (H, W, 3),
-                or arrays (B, H, W, 3); uint8, or float in [0, 1]; or what output_type="latent"
-                gave, (B, 4, h, w).
+                or arrays (B, H, W, 3); uint8, or float in [0, 1]; or latents (B, 4, h, w), as
+                from output_type="latent".
 
         Returns:
             (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1], or the latents.
@@ -53,17 +53,17 @@ class ImageToImage(TextToImage):
         return pair_up(super().prepare_inputs(prompt), image)
 
     def get_timestep_start(self, num_inference_steps, strength):
-        """Number of first steps to skip: the noised image replaces their result.
+        """Number of first steps to skip; the noised image replaces their result.
 
         Args:
             num_inference_steps: of the full schedule.
-            strength: share of the steps to run, in [0, 1].
+            strength: fraction of the steps to run, in [0, 1].
 
         Raises:
             ValueError: strength is out of range, or leaves no step.
         """
         if not 0 <= strength <= 1:
-            raise ValueError(f"strength={strength} must be from 0 to 1, the share of the steps")
+            raise ValueError(f"strength={strength} must be from 0 to 1, a fraction of the steps")
         num_done = min(int(num_inference_steps * strength), num_inference_steps)
         if num_done < 1:
             raise ValueError(
@@ -94,12 +94,12 @@ class ImageToImage(TextToImage):
         denoising_start=None,
         denoising_end=None,
     ):
-        """Make images that begin with images; compiles at the first call of each size.
+        """Make images from images; compiles at the first call of each size.
 
         Args:
             prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
                 are (devices, B, ...), for a Layout (data, B, ...).
-            image: to begin with, float32 (B, 3, H, W) in [-1, 1], or scaled latents (B, 4, h, w),
+            image: float32 (B, 3, H, W) in [-1, 1], or scaled latents (B, 4, h, w),
                 as from output_type="latent"; as from prepare_inputs.
             params: from from_pretrained; with jit replicated. Without jit the call runs where
                 they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
@@ -112,7 +112,7 @@ class ImageToImage(TextToImage):
             height, width: of the result, multiples of 8; the image is resized to it. None: the size
                 of the image.
             guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
-                number up to 1: no guidance, half of the work.
+                number up to 1: no guidance, half the work.
             noise: standard normal noise that is added to the image, (B, 4, height / 8, width / 8);
                 None draws it.
             neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
@@ -126,12 +126,12 @@ class ImageToImage(TextToImage):
             timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
                 choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
                 "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
-            denoising_start: the share of the denoising that is done already, between 0 and 1: image
-                is the latents that another pipeline gave for this denoising_end, and no noise is
+            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
+            denoising_start: fraction of the denoising that is done already, between 0 and 1: image
+                is the latents of another pipeline that ended there (denoising_end), and no noise is
                 added. None: strength chooses the first step.
-            denoising_end: the share of the denoising to end at, between 0 and 1, for another
-                pipeline that goes on, with output_type="latent"; None: all.
+            denoising_end: fraction of the denoising to end at, between 0 and 1, with
+                output_type="latent", for another pipeline to continue; None: all.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
@@ -181,8 +181,8 @@ class ImageToImage(TextToImage):
     ):
         """Image to image as one pure function of arrays, for one device; jit or pmap it.
 
-        Args as in __call__; start_timestep, a Python int, is get_timestep_start's, without effect
-        if there is a denoising_start.
+        Args as in __call__; start_timestep, a Python int, is the result of get_timestep_start and
+        has no effect with denoising_start.
 
         Returns:
             As FlaxStableDiffusionPipeline._generate.
@@ -216,7 +216,7 @@ class ImageToImage(TextToImage):
         return self.latents_of(params, image, keys, options)
 
     def latents_of(self, params, image, keys, options):
-        """Scaled latents of images, or those given, float32 (B, 4, h, w)."""
+        """Scaled latents of images, float32 (B, 4, h, w); latents are returned as they are."""
         size = self.image_size(options.height, options.width, image.shape)
         if self.is_latents(image.shape):
             return image.astype(jnp.float32)

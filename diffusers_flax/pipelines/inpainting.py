@@ -1,4 +1,4 @@
-"""Inpainting, of all families: a part of an image is repainted.
+"""Inpainting, of all families: repaints the masked area of an image.
 
 Source: inpainting with any text-to-image model, Blended Latent Diffusion (arXiv 2206.02779).
 """
@@ -21,10 +21,10 @@ from diffusers_flax.pipelines.text_to_image import check_channels
 
 
 class InpaintedLatents(NamedTuple):
-    """Scaled latents (B, 4, h, w), or None where a run does not need them.
+    """Scaled latents (B, 4, h, w), or None if a run does not need them.
 
     Fields:
-        masked: of the image without the part that is repainted.
+        masked: of the image with the masked area blank.
         whole: of the whole image.
     """
 
@@ -33,15 +33,15 @@ class InpaintedLatents(NamedTuple):
 
 
 class Inpainting(ImageToImage):
-    """Text, an image and a mask in, an image that is repainted within the mask out.
+    """Text, an image and a mask in, the image with the masked area repainted out.
 
     A UNet of 9 channels sees the mask and the latents of the masked image. With any text-to-image
-    model, whose UNet has 4 channels, the latents outside the mask are replaced after every step by
-    the image's, noised to the next timestep; see sampling.keep_outside. With strength 1 the
-    repainted part begins as noise, below 1 as the noised image.
+    model, whose UNet has 4 channels, the image's latents, noised to the next timestep, replace the
+    latents outside the mask after every step; see sampling.keep_outside. With strength 1 the masked
+    area begins as noise, below 1 as the noised image.
 
-    `latents`, standard normal noise, is added to the image if strength is below 1; PyTorch's
-    pipelines then begin with this noise alone.
+    If strength is below 1, `latents`, standard normal noise, is added to the image; PyTorch's
+    pipelines begin with this noise alone.
     """
 
     check_channels = staticmethod(partial(check_channels, for_inpainting=True))
@@ -52,7 +52,7 @@ class Inpainting(ImageToImage):
         return self.unet.in_channels != self.vae.latent_channels
 
     def first_step(self, num_inference_steps, strength, denoising_start):
-        """Number of first steps to leave out."""
+        """Number of first steps to skip."""
         if denoising_start is not None:
             return 0
         return self.get_timestep_start(num_inference_steps, strength)
@@ -105,7 +105,7 @@ class Inpainting(ImageToImage):
         return denoise(x_t, after_step=after_step)
 
     def keys_of(self, inputs, options):
-        """Keys of a run, one per image: others than of a run that made the image."""
+        """Keys of a run, one per image; they differ from the keys of a run that made the image."""
         keys = keys_per_image(inputs["prng_seed"], len(inputs["prompt_ids"]))
         if options.first_step or options.denoising_start:
             keys = keys_of_sequel(keys)

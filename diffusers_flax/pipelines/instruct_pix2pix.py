@@ -4,12 +4,12 @@
     prompt_ids, image = pipeline.prepare_inputs("make it red", Image.open("in.png"))
     images = pipeline(prompt_ids, image, params, jax.random.key(0)).images    # (1, H, W, 3), [0, 1]
 
-An edit of a part of the image, the white part of a mask; all other pixels stay as they are:
+With a mask only its white area changes; all other pixels stay as they are:
 
     prompt_ids, image, mask = pipeline.prepare_inputs("make it red", image, Image.open("mask.png"))
     images = pipeline(prompt_ids, image, params, jax.random.key(0), mask=mask).images
 
-On several devices, each with an equal part of the images:
+On several devices, each with an equal number of images:
 
     p_params = flax.jax_utils.replicate(params)
     prompt_ids, image = flax.training.common_utils.shard((prompt_ids, image))
@@ -48,14 +48,15 @@ from diffusers_flax.pipelines.sampling import (
     rows_of_branches,
     starting_noise,
 )
-from diffusers_flax.pipelines.stable_diffusion import StableDiffusionParts
+from diffusers_flax.pipelines.stable_diffusion import StableDiffusionComponents
 
 __all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPipelineOutput"]
 
 # Branches of guidance: the UNet sees instruction and image, the image only, or neither.
 BRANCHES = ("text", "image", "null")
-# Latents around the white part of a mask that an edit may change too; their pixels are the input's
-# in the result. With 0 they would pull the edit back to the input, see docs/editing.md.
+# Latents around the white area of a mask that an edit may change, too. The result has the original
+# image's pixels there. With 0 they would pull the edit towards the original image, see
+# docs/editing.md.
 MASK_MARGIN = 6
 
 
@@ -72,16 +73,16 @@ def guidance_weights(guidance_scale, image_guidance_scale):
 
 
 def edit_branches(guidance_scale, image_guidance_scale, guidance_rescale=0.0):
-    """Choose the branches that are needed; all three for JAX arrays.
+    """The branches to compute; all three for JAX arrays.
 
-    A branch is needed if its weight is not zero, and the text's for guidance_rescale.
+    A branch is computed if its weight is not zero; the text's also for guidance_rescale.
 
     Args:
         guidance_scale, image_guidance_scale: s_T and s_I, numbers >= 0 or JAX arrays.
         guidance_rescale: number from 0 to 1, or a JAX array.
 
     Returns:
-        Some of BRANCHES, in their order.
+        Names of BRANCHES, in their order.
 
     Raises:
         ValueError: a scale is negative or not finite, or guidance_rescale is not from 0 to 1.
@@ -108,20 +109,19 @@ def check_channels(path, configs):
 
     Args:
         path: pipeline directory or hub id.
-        configs: {part: its config}, with "unet" and "vae".
+        configs: {component: its config}, with "unet" and "vae".
     """
     in_channels = configs["unet"].get("in_channels", 4)
     latent_channels = configs["vae"].get("latent_channels", 4)
     if (dim := configs["unet"].get("time_cond_proj_dim")) is not None:
         raise ValueError(
             f"the UNet of {path} has time_cond_proj_dim={dim}: it embeds one guidance scale, and "
-            "edits have two; distil a LoRA with distill_lcm.py instead"
+            "edits have two; take a UNet without it, and distil it into a LoRA"
         )
     if in_channels == latent_channels:
         raise ValueError(
             f"{path} is not an InstructPix2Pix model: its UNet has in_channels={in_channels}, so "
-            "it makes images from text only; widen it with create_modified_unet.py and train it "
-            "with flax_train_instruct_pix2pix.py"
+            "it makes images from text only; widen it to 8 input channels and train it for edits"
         )
     if in_channels != 2 * latent_channels:
         raise ValueError(
@@ -131,11 +131,11 @@ def check_channels(path, configs):
 
 
 def pixels_per_latent(configs, resolution):
-    """How many pixels of a side the VAE turns into one; checks --resolution as well.
+    """Pixels per latent along a side; checks that images are not too small.
 
     Args:
-        configs: {part: its config}, with "unet" and "vae".
-        resolution: of the longer side of the images, pixels.
+        configs: {component: its config}, with "unet" and "vae".
+        resolution: length of the images' longer side, pixels.
 
     Raises:
         ValueError: the UNet would have to halve latents with a side of one pixel.
@@ -147,19 +147,19 @@ def pixels_per_latent(configs, resolution):
         side = unet.get("sample_size")
         usual = f"; its UNet was made for {factor * side}" if isinstance(side, int) else ""
         raise ValueError(
-            f"--resolution {resolution} is too small: this model's VAE and UNet reduce sides to "
+            f"resolution={resolution} is too small: this model's VAE and UNet reduce sides to "
             f"1/{smallest}, which takes {smallest} pixels or more{usual}"
         )
     return factor
 
 
-class EditedImage(NamedTuple):
-    """What an edit needs of the image to edit.
+class OriginalImage(NamedTuple):
+    """The original images of a batch of edits.
 
     Fields:
-        latents: the mode of the VAE's posterior, unscaled, (B, C, h, w).
-        image: of the result's size, (B, 3, H, W) in [-1, 1].
-        mask: likewise, (B, 1, H, W), or None.
+        latents: mode of the VAE's posterior, unscaled, (B, C, h, w).
+        image: (B, 3, H, W) in [-1, 1], at the size of the result.
+        mask: (B, 1, H, W) from 0 to 1, at the same size, or None.
     """
 
     latents: Any
@@ -172,7 +172,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
 
     encodes_images = True
     check_channels = staticmethod(check_channels)
-    is_cosxl_edit = False  # the UNet takes the latents of the image to edit scaled, as CosXL Edit
+    is_cosxl_edit = False  # True: the UNet takes scaled latents of the original image
 
     @classmethod
     def check_acceleration(cls, acceleration):
@@ -181,7 +181,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
 
         if isinstance(acceleration.cache, TGate):
             raise ValueError(
-                "--accelerate tgate is for text to image; for edits take guidance:stop=0.6"
+                "accelerate=tgate is for text to image; for edits take guidance:stop=0.6"
             )
 
     def prepare_inputs(self, prompt, image, mask=None, mask_feather=0):
@@ -191,10 +191,10 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             prompt: str or list of str.
             image: image or list of images of one size: PIL of any mode, or array (H, W, 3),
                 or arrays (B, H, W, 3); uint8, or float in [0, 1].
-            mask: one or as many, of the images' size, white (1) where an image may change; see
-                images.prepare_masks. None: everywhere.
-            mask_feather: pixels inside of the white part, along its border, in which the edit fades
-                in.
+            mask: one, or one per image, of the images' size; white (1) where an image may change;
+                see images.prepare_masks. None: everywhere.
+            mask_feather: width in pixels of the border inside the white area in which the edit
+                fades in.
 
         Returns:
             (prompt_ids, image): int32 (B, 77), float32 (B, 3, H, W) in [-1, 1]; with a mask
@@ -209,7 +209,9 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             return pair_up(prompt_ids, image)
         prompt_ids, image, mask = pair_with_masks(prompt_ids, image, mask, feather=mask_feather)
         if not mask.any((1, 2, 3)).all():
-            raise ValueError("a mask has no white, so nothing may change; white may change")
+            raise ValueError(
+                "a mask has no white, so nothing may change; make the area to edit white"
+            )
         return prompt_ids, image, mask
 
     def __call__(
@@ -264,7 +266,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
                 choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
                 "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
+            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
             mask: float32 (B, 1, H, W), weights from 0, where the image stays as it is, to 1, where
                 it may change; None: it may change everywhere.
 
@@ -331,7 +333,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
         return generate(self, options, (), inputs, scales, params)
 
     def guidance_branches(self, guidance_scale, image_guidance_scale, guidance_rescale=0.0):
-        """The branches of guidance to compute; all for arrays of scales; see edit_branches."""
+        """The branches to compute, all of them for arrays of scales; see edit_branches."""
         scales, phi = (guidance_scale, image_guidance_scale), float(guidance_rescale)
         if not any(map(np.ndim, scales)):
             return edit_branches(*map(float, scales), phi)
@@ -340,7 +342,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
         return BRANCHES
 
     def encode_image(self, params, inputs, options):
-        """The EditedImage: a stage of a run.
+        """The OriginalImage: a stage of a run.
 
         The latents are the posterior's mode, as in training (section 3.2).
         """
@@ -359,16 +361,16 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
         if mask is not None:
             mask = jax.image.resize(mask, (B, 1, *image.shape[2:]), "nearest")
         mode = posterior_of(self.compute_vae, params["vae"], image, self.layout).mode()
-        return EditedImage(jnp.transpose(mode, (0, 3, 1, 2)), image, mask)
+        return OriginalImage(jnp.transpose(mode, (0, 3, 1, 2)), image, mask)
 
     def denoise(self, params, inputs, options, text, image):
-        """Scaled latents (B, 4, h, w) of the edited images; image: EditedImage."""
+        """Scaled latents (B, 4, h, w) of the edited images; image: OriginalImage."""
         branches, scaling_factor = options.branches, self.vae.scaling_factor
         guidance_rescale = inputs["guidance_rescale"]
         guidance_scale, image_guidance_scale = (
             inputs[name] for name in ("guidance_scale", "image_guidance_scale")
         )
-        # Unscaled but for CosXL Edit, as in training.
+        # Unscaled except for CosXL Edit, as in training.
         latents = image.latents * scaling_factor if self.is_cosxl_edit else image.latents
         latents_of_branches = jnp.concatenate(
             [jnp.zeros_like(latents) if x == "null" else latents for x in branches]
@@ -403,23 +405,23 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
                 return guided
             return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
 
-        finish = partial(outside_of_mask, image)
+        finish = partial(keep_pixels_outside, image)
         prediction, height = GuidedPrediction(branches, unet_inputs, guide), latents.shape[2]
         denoise = choose_denoising(self, params, schedule, keys, prediction, height, finish)
         return denoise(noise * schedule.state.init_noise_sigma, after_step=after_step)
 
     def decode(self, params, inputs, options, image, latents):
         """Images, float32 (B, H, W, 3) in [0, 1]: the last stage of a run."""
-        return outside_of_mask(image, super().decode(params, inputs, options, image, latents))
+        return keep_pixels_outside(image, super().decode(params, inputs, options, image, latents))
 
 
-def outside_of_mask(edited, images):
-    """Images with the pixels of the image to edit outside of the mask; edited: EditedImage."""
-    return images if edited.mask is None else paste(images, edited.image, edited.mask)
+def keep_pixels_outside(original, images):
+    """Images with the original image's pixels outside the mask; original: OriginalImage."""
+    return images if original.mask is None else paste(images, original.image, original.mask)
 
 
 def check_edit_inputs(image, mask):
-    """Raise a ValueError for an image or a mask that prepare_inputs has not made."""
+    """Raise a ValueError for an image or a mask that does not come from prepare_inputs."""
     if image.dtype == np.uint8:
         raise ValueError("image is uint8; prepare_inputs makes it float32 in [-1, 1]")
     if mask is not None and getattr(mask, "dtype", None) != np.float32:
@@ -432,16 +434,18 @@ def check_edit_inputs(image, mask):
         if not (low >= 0 and high <= 1):
             raise ValueError(f"mask has values from {low} to {high}; they are from 0 to 1")
         if not mask.any(tuple(range(mask.ndim - 3, mask.ndim))).all():
-            raise ValueError("a mask is 0 everywhere, so nothing may change; 1 may change")
+            raise ValueError(
+                "a mask is 0 everywhere, so nothing may change; set the area to edit to 1"
+            )
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionParts, InstructPix2Pix):
+class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionComponents, InstructPix2Pix):
     """Edit images with Stable Diffusion 1.x and 2.x.
 
-    Scheduler, number of steps, image size and branches are compiled in; another choice compiles
-    again and logs it. The guidance scales are arguments of the compiled program; it changes only if
-    a branch of guidance is added or removed.
+    The scheduler, number of steps, image size and branches are compiled in; another choice compiles
+    again and logs it. The guidance scales are arguments of the program, which is compiled again
+    only if they add or remove a branch.
     """
 
     torch_class_name = "StableDiffusionInstructPix2PixPipeline"

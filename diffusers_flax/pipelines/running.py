@@ -25,7 +25,7 @@ from diffusers_flax.pipelines.sampling import as_keys, decode, denoise, keys_per
 
 logger = logging.getLogger(__name__)
 
-# The keys of params whose models a stage runs; some of them may be absent.
+# Models that a stage runs, by their keys in params; some may be absent.
 MODELS_OF_STAGE = {
     "encode_text": ("text_encoder", "text_encoder_2"),
     "encode_image": ("vae",),
@@ -36,14 +36,14 @@ MODELS_OF_STAGE = {
 
 @dataclass(frozen=True)
 class Options:
-    """What is compiled into a program; another value compiles another program.
+    """Settings that are compiled into a program; another value compiles another program.
 
     Fields:
         num_inference_steps, timesteps, eta: of timestep_options.
         height, width: of the result, pixels; None: of the input image, or the model's.
-        branches: of guidance, those to compute; None: those that the scales need.
-        return_latents: True leaves the last stage out.
-        first_step: number of first steps to leave out, see ImageToImage.
+        branches: of guidance, to compute; None: the ones that the scales need.
+        return_latents: True skips the last stage.
+        first_step: number of first steps to skip, see ImageToImage.
         denoising_start, denoising_end: fractions of the denoising, see make_schedule.
         control_guidance_start, control_guidance_end: of each ControlNet, fractions of the steps.
         guess_mode: of ControlNets.
@@ -65,7 +65,7 @@ class Options:
 
 
 def run(pipeline, options, inputs, scales, params, prng_seed, jit, shared=None):
-    """Run a pipeline's program; the end of each pipeline's call.
+    """Run a pipeline's program; every pipeline's call ends here.
 
     Args:
         pipeline: FlaxDiffusionPipeline.
@@ -73,7 +73,7 @@ def run(pipeline, options, inputs, scales, params, prng_seed, jit, shared=None):
         inputs: {argument: array with an entry for each image, or None}, with prompt_ids.
         scales: {argument: number, or array with an entry for each image}.
         params, prng_seed, jit: of the call.
-        shared: {argument: further array for all images}.
+        shared: {argument: array for all images}.
 
     Returns:
         Images or latents, an array; with jit with a leading axis of devices.

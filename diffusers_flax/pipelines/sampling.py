@@ -28,15 +28,15 @@ import numpy as np
 from diffusers_flax.devices.parallelism import map_rows
 from diffusers_flax.schedulers.noise_schedule import noise_scales
 
-# Indices folded into an image's key: 0 for its initial noise, i + 1 for the noise of step i.
+# Numbers folded into an image's key: 0 for the initial noise, i + 1 for the noise of step i.
 POSTERIOR_NOISE = 2**31 - 1  # for the sample of the VAE's posterior
-SEQUEL = 2**31 - 2  # for a second pipeline that continues from the image (refiner, image to image)
+SEQUEL = 2**31 - 2  # for a pipeline that continues from the image (refiner, image to image)
 
-# Pixels that the VAE decodes at once; more are not faster, and a million take 3 GiB in float32.
+# Pixels that the VAE decodes at once. More are not faster; a million take 3 GiB in float32.
 DECODED_PIXELS = 1024 * 1024
 # The branches of guidance of a text-to-image model.
 BRANCHES = ("text", "null")
-# The text of a branch, also of the branches of edits, see instruct_pix2pix.
+# The text of each branch, also for edits, see instruct_pix2pix.
 TEXT_OF_BRANCH = {"text": "text", "image": "null", "null": "null"}
 # Align-Your-Steps (arXiv 2404.14507): timesteps to visit in 10 steps, of Stable Diffusion and SDXL.
 AYS_SD = (999, 850, 736, 645, 545, 455, 343, 233, 124, 24)
@@ -44,14 +44,14 @@ AYS_SDXL = (999, 845, 730, 587, 443, 310, 193, 116, 53, 13)
 
 
 def text_branches(guidance_scale):
-    """The branches of guidance to compute: as in PyTorch, both if the scale is above 1.
+    """The branches to compute: as in PyTorch, both if the scale is above 1.
 
     Args:
-        guidance_scale: number >= 0, or an array of any values, which needs both branches; from 0
-            to 1 it interpolates between the null text and the text.
+        guidance_scale: number >= 0, or an array, which needs both branches; values from 0 to 1
+            interpolate between the null text and the text.
 
     Returns:
-        A part of BRANCHES, in its order.
+        BRANCHES, or ("text",).
 
     Raises:
         ValueError: the scale is negative or not finite.
@@ -72,7 +72,7 @@ def guide(eps_pred, branches, guidance_scale, guidance_rescale):
 
     Args:
         eps_pred: float32 (branches * B, C, h, w).
-        branches: BRANCHES or one of them.
+        branches: of the rows, of text_branches.
         guidance_scale: scalar or one per image, (B,).
         guidance_rescale: phi, scalar in [0, 1]; 0: off.
 
@@ -92,7 +92,7 @@ def rescale_guidance(guided, text, guidance_rescale):
     """Bring the standard deviation of guided predictions closer to the text prediction's.
 
     Args:
-        guided, text: guided prediction and the prediction for the text, (B, C, h, w).
+        guided, text: guided prediction, and the text's prediction, (B, C, h, w).
         guidance_rescale: phi, scalar in [0, 1]; 0: off.
 
     Returns:
@@ -122,8 +122,8 @@ def rows_of_branches(tree, branches, active):
         return tree
 
     def rows(x):
-        parts = jnp.split(x, len(branches))
-        return jnp.concatenate([parts[branches.index(branch)] for branch in active])
+        of_branch = dict(zip(branches, jnp.split(x, len(branches))))
+        return jnp.concatenate([of_branch[branch] for branch in active])
 
     return jax.tree.map(rows, tree)
 
@@ -151,7 +151,7 @@ def keys_per_image(prng_seed, num_images):
 
 
 def keys_of_sequel(keys):
-    """Keys for a pipeline that continues from these images; reused noise would be visible."""
+    """Keys for a pipeline that continues from images; the same noise again would be visible."""
     return jax.vmap(jax.random.fold_in, (0, None))(keys, SEQUEL)
 
 
@@ -274,8 +274,8 @@ def check_denoising_range(scheduler, denoising_start, denoising_end):
             continue
         if not isinstance(value, Real) or not 0 < value < 1:
             raise ValueError(
-                f"{name}={value!r} must be a number between 0 and 1, the share of the denoising "
-                "that is done there; leave it out for all of it"
+                f"{name}={value!r} must be a number between 0 and 1, a fraction of the denoising; "
+                "leave it out for all of it"
             )
         if scheduler._option("sigma_data"):
             raise ValueError(
@@ -332,7 +332,7 @@ def num_steps_until(scheduler, state, denoising_end):
 
 
 def num_steps_before(scheduler, state, fraction):
-    """Number of timesteps that are visited before a fraction of the denoising is done."""
+    """Number of timesteps before a fraction of the denoising is done."""
     reached = round(len(scheduler) - fraction * len(scheduler))
     return int((np.asarray(state.timesteps) >= reached).sum())
 
@@ -342,7 +342,7 @@ def timestep_options(num_inference_steps, timesteps, eta, ays=AYS_SD):
 
     Args:
         num_inference_steps, eta: of a call.
-        timesteps: of a call, integers or "ays"; a flag's tuple of them.
+        timesteps: of a call, integers or "ays", or a tuple of them.
         ays: the timesteps that "ays" stands for, AYS_SD or AYS_SDXL.
 
     Returns:
@@ -441,13 +441,12 @@ def denoise(schedule, x_t, keys, predict, watch=None, after_step=None):
 def keep_outside(schedule, mask, latents, noise):
     """A function for denoise that keeps an image outside a mask.
 
-    Outside, the result of each step is the image's latents, noised to the next timestep; the result
-    of the last step is the latents themselves. The first step begins with x_T, noise everywhere.
+    Outside, the result of each step is the image's latents, noised to the next timestep; after the
+    last step it is the latents themselves. The first step begins with x_T, noise everywhere.
 
     Args:
         schedule: Schedule.
-        mask: (B, 1, h, w) from 0 (keep the image) to 1 (keep the result of the step); values in
-            between mix both.
+        mask: (B, 1, h, w) from 0 (the image) to 1 (the result of the step).
         latents: scaled latents of the image, (B, C, h, w), float32.
         noise: standard normal, like latents.
 
@@ -514,7 +513,7 @@ def encode(vae, params, image, keys, layout=None):
         vae, params: FlaxAutoencoderKL and its parameters.
         image: (B, 3, H, W) in [-1, 1].
         keys: one per image.
-        layout: Layout of the devices that share the work; None: this one does it.
+        layout: Layout of the devices that share the work; None: one device.
 
     Returns:
         float32 (B, C, h, w).

@@ -4,7 +4,7 @@
     prompt_ids = pipeline.prepare_inputs("a red panda reading")
     images = pipeline(prompt_ids, params, jax.random.key(0)).images  # (1, H, W, 3), [0, 1]
 
-On several devices, with a share of the prompts on each:
+On several devices, each with an equal number of prompts:
 
     p_params = flax.jax_utils.replicate(params)
     prompt_ids = flax.training.common_utils.shard(prompt_ids)
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class StableDiffusionFamily(FlaxDiffusionPipeline):
-    """Base of the pipelines of Stable Diffusion 1.x and 2.x: the text, the safety checker."""
+    """Text encoding and safety checker of Stable Diffusion 1.x and 2.x."""
 
     text_axes = 1  # of one image's prompt_ids
 
@@ -67,13 +67,13 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
         return ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
 
     def encode_text(self, params, inputs, options):
-        """The texts of all branches of guidance: the first stage of a run.
+        """Text states of all branches of guidance: the first stage of a run.
 
         Args:
             params, inputs, options: see running.generate.
 
         Returns:
-            (states, (branches * B, 77, D); None, for SDXL further conditions).
+            (states (branches * B, 77, D); None, as only SDXL has added conditions).
         """
         prompt_ids = inputs["prompt_ids"]
         ids, B = {"text": prompt_ids}, len(prompt_ids)
@@ -93,7 +93,7 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
         return jnp.concatenate([states[TEXT_OF_BRANCH[x]] for x in options.branches]), None
 
     def output(self, result, params, jit, output_type, return_dict):
-        """The result of a call, after the safety checker, if there is one."""
+        """What a call returns; runs the safety checker if there is one."""
         flags = False
         if self.safety_checker is not None and output_type != "latent":
             result, flags = self.check_images(result, params, jit)
@@ -103,7 +103,7 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
         return output if return_dict else output.to_tuple()
 
     def check_images(self, images, params, jit):
-        """Make images black that the safety checker flags: (images, flat list of bool)."""
+        """(images, black where the safety checker flags them; flat list of bool)."""
         if "safety_checker" not in params:
             raise ValueError("params has no safety_checker; add safety_checker.params under it")
         params = params["safety_checker"]
@@ -117,12 +117,12 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
 
 
 @dataclass(frozen=True, eq=False)
-class StableDiffusionParts(StableDiffusionFamily):
-    """The parts of Stable Diffusion 1.x and 2.x pipelines, in the published order.
+class StableDiffusionComponents(StableDiffusionFamily):
+    """Components of Stable Diffusion 1.x and 2.x pipelines, in the published order.
 
-    Fields: modules, which compute in the dtype that from_pretrained gave them; tokenizer, a
-    transformers CLIPTokenizer; scheduler; safety_checker, a FlaxStableDiffusionSafetyChecker, and
-    feature_extractor, its CLIPImageProcessor, or None; dtype.
+    Fields: modules, which compute in `dtype`; tokenizer, a transformers CLIPTokenizer; scheduler;
+    safety_checker, a FlaxStableDiffusionSafetyChecker, and feature_extractor, its
+    CLIPImageProcessor, or None.
     """
 
     vae: FlaxAutoencoderKL
@@ -136,21 +136,21 @@ class StableDiffusionParts(StableDiffusionFamily):
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionPipeline(StableDiffusionParts, TextToImage):
+class FlaxStableDiffusionPipeline(StableDiffusionComponents, TextToImage):
     """Text in, image out, with Stable Diffusion 1.x and 2.x; see TextToImage."""
 
     torch_class_name = "StableDiffusionPipeline"
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionImg2ImgPipeline(StableDiffusionParts, ImageToImage):
+class FlaxStableDiffusionImg2ImgPipeline(StableDiffusionComponents, ImageToImage):
     """Text and an image in, image out, with Stable Diffusion 1.x and 2.x; see ImageToImage."""
 
     torch_class_name = "StableDiffusionImg2ImgPipeline"
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, Inpainting):
+class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
     """Inpainting with Stable Diffusion 1.x and 2.x; see Inpainting.
 
     A UNet of 9 channels needs masked_image at strength 1; otherwise it takes the whole `image`.
@@ -159,7 +159,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, Inpainting):
     torch_class_name = "StableDiffusionInpaintPipeline"
 
     def prepare_inputs(self, prompt, image, mask):
-        """Turn prompts, images and masks into arrays; one of each is repeated for many of the rest.
+        """Turn prompts, images and masks into arrays; a single one of any is repeated.
 
         Args:
             prompt: str or list of str.
@@ -169,9 +169,9 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, Inpainting):
                 prepare_masks.
 
         Returns:
-            (prompt_ids, masked_image, mask): int32 (B, 77); float32 (B, 3, H, W) in [-1, 1], 0
-            where it is repainted; float32 (B, 1, H, W) of 0 and 1. The call takes them in another
-            order: prompt_ids, mask, masked_image.
+            (prompt_ids, masked_image, mask): int32 (B, 77); float32 (B, 3, H, W) in [-1, 1], 0 in
+            the masked area; float32 (B, 1, H, W) of 0 and 1. The call's order is prompt_ids, mask,
+            masked_image.
 
         Raises:
             ValueError: numbers or sizes differ, or one is not an image.
@@ -204,7 +204,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, Inpainting):
         denoising_end=None,
         image=None,
     ):
-        """Repaint a part of images; compiles at the first call of each size.
+        """Repaint the masked area of images; compiles at the first call of each size.
 
         Args:
             prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
@@ -222,7 +222,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, Inpainting):
             height, width: of the result, multiples of 8; the image is resized to it. None: the size
                 of the image.
             guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
-                number up to 1: no guidance, half of the work.
+                number up to 1: no guidance, half the work.
             latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
                 it.
             neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
@@ -236,13 +236,13 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionParts, Inpainting):
             timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
                 choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
                 "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
-            strength: fraction of the steps to run, in (0, 1]; 1 ignores the repainted part.
-            denoising_start: the share of the denoising that is done already, between 0 and 1: image
-                is the latents that another pipeline gave for this denoising_end, and no noise is
+            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
+            strength: fraction of the steps to run, in (0, 1]; 1 ignores the masked area.
+            denoising_start: fraction of the denoising that is done already, between 0 and 1: image
+                is the latents of another pipeline that ended there (denoising_end), and no noise is
                 added. None: strength chooses the first step.
-            denoising_end: the share of the denoising to end at, between 0 and 1, for another
-                pipeline that goes on, with output_type="latent"; None: all.
+            denoising_end: fraction of the denoising to end at, between 0 and 1, with
+                output_type="latent", for another pipeline to continue; None: all.
             image: the whole image, float32 (B, 3, H, W) in [-1, 1], or scaled latents (B, 4, h, w);
                 needed by a UNet of 4 channels, by strength below 1 and by denoising_start.
 

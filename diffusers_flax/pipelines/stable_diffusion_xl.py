@@ -4,7 +4,7 @@
     prompt_ids = pipeline.prepare_inputs("a red panda reading")  # (1, 2, 77)
     images = pipeline(prompt_ids, params, jax.random.key(0)).images  # (1, H, W, 3), [0, 1]
 
-Base, then refiner, which makes the last fifth of the same steps:
+Base, then refiner, which makes the last fifth of the steps:
 
     options = dict(num_inference_steps=40, output_type="latent", denoising_end=0.8)
     latents = pipeline(prompt_ids, params, key, **options).images
@@ -12,9 +12,9 @@ Base, then refiner, which makes the last fifth of the same steps:
     options = dict(num_inference_steps=40, denoising_start=0.8)
     images = refiner(refiner.prepare_text_inputs(prompt), latents, params, key, **options).images
 
-On several devices as with FlaxStableDiffusionPipeline. As in PyTorch's pipelines by default, micro-
-conditioning says that the original has the result's size and was not cropped, and the refiner gets
-the aesthetic scores 6 and, for the null text, 2.5. Other sizes are not supported.
+On several devices as with FlaxStableDiffusionPipeline. As in PyTorch's pipelines by default,
+micro-conditioning says that the original has the result's size and was not cropped, and the refiner
+gets the aesthetic scores 6 and, for the null text, 2.5. Other values are not supported.
 
 Source: SDXL (arXiv 2307.01952).
 """
@@ -47,8 +47,8 @@ SD_SCALING_FACTOR, SDXL_SCALING_FACTOR = 0.18215, 0.13025  # of the VAEs' latent
 
 
 @dataclass(frozen=True, eq=False)
-class XLParts(FlaxDiffusionPipeline):
-    """Parts of SDXL's pipelines: two text encoders, micro-conditioning, VAE.
+class XLComponents(FlaxDiffusionPipeline):
+    """Components of SDXL's pipelines: two text encoders, micro-conditioning, VAE.
 
     force_zeros_for_empty_prompt: without a negative prompt the text states are zeros instead of the
     states of an empty prompt. requires_aesthetics_score: a refiner, whose UNet takes five time ids.
@@ -71,8 +71,7 @@ class XLParts(FlaxDiffusionPipeline):
 
     @classmethod
     def required_components(cls, path, index):
-        """See FlaxDiffusionPipeline.required_components; accepts SDXL and, for image to image, its
-        refiner."""
+        """See FlaxDiffusionPipeline.required_components; image to image accepts a refiner, too."""
         class_name = str(index.get("_class_name"))
         if "XL" not in class_name:
             raise ValueError(
@@ -118,7 +117,7 @@ class XLParts(FlaxDiffusionPipeline):
         }
 
     @property
-    def _text_parts(self):
+    def _text_encoders(self):
         """[(name, text encoder, its tokenizer)] of the existing text encoders."""
         pairs = [(encoder, getattr(self, name)) for name, encoder in TEXT_ENCODERS.items()]
         return [(name, getattr(self, name), tokenizer) for name, tokenizer in pairs if tokenizer]
@@ -135,7 +134,7 @@ class XLParts(FlaxDiffusionPipeline):
         return np.stack(
             [
                 tokenize(tokenizer, prompt, encoder.module.max_position_embeddings)
-                for _, encoder, tokenizer in self._text_parts
+                for _, encoder, tokenizer in self._text_encoders
             ],
             axis=1,
         )
@@ -153,10 +152,10 @@ class XLParts(FlaxDiffusionPipeline):
 
         Source: SDXL (arXiv 2307.01952), section 2.1.
         """
-        if prompt_ids.shape[1] != len(self._text_parts):
+        if prompt_ids.shape[1] != len(self._text_encoders):
             raise ValueError(
                 f"prompt_ids has shape {prompt_ids.shape}, this pipeline has "
-                f"{len(self._text_parts)} text encoders; make it with this pipeline's "
+                f"{len(self._text_encoders)} text encoders; make it with this pipeline's "
                 "prepare_text_inputs"
             )
         outputs = [
@@ -166,19 +165,19 @@ class XLParts(FlaxDiffusionPipeline):
                 output_hidden_states=True,
                 return_dict=True,
             )
-            for i, (name, encoder, _) in enumerate(self._text_parts)
+            for i, (name, encoder, _) in enumerate(self._text_encoders)
         ]
         states = jnp.concatenate([output.hidden_states[-2] for output in outputs], axis=-1)
         return states, outputs[-1].text_embeds
 
     def encode_text(self, params, inputs, options):
-        """The texts of all branches of guidance: the first stage of a run.
+        """Text states of all branches of guidance: the first stage of a run.
 
         Args:
             params, inputs, options: see running.generate.
 
         Returns:
-            (states, (branches * B, 77, D); {"text_embeds", "time_ids"} of the UNet).
+            (states (branches * B, 77, D); the UNet's {"text_embeds", "time_ids"}).
         """
         prompt_ids, null_ids = inputs["prompt_ids"], inputs["neg_prompt_ids"]
         B, texts = len(prompt_ids), {"text": prompt_ids}
@@ -222,7 +221,7 @@ class XLParts(FlaxDiffusionPipeline):
         return jnp.array([*size, 0, 0, *size], jnp.float32)
 
     def output(self, result, params, jit, output_type, return_dict):
-        """The result of a call."""
+        """What a call returns."""
         result = self.numpy_to_pil(result) if output_type == "pil" else result
         output = FlaxStableDiffusionXLPipelineOutput(result)
         return output if return_dict else output.to_tuple()
@@ -234,8 +233,8 @@ class XLParts(FlaxDiffusionPipeline):
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
-    """Text to image with SDXL; see XLParts, and TextToImage for what is compiled in."""
+class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
+    """Text to image with SDXL; see XLComponents, and TextToImage for what is compiled in."""
 
     torch_class_name = "StableDiffusionXLPipeline"
 
@@ -271,7 +270,7 @@ class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
                 not depend on how many images or devices there are.
             num_inference_steps: of the scheduler, at least 1.
             guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
-                number up to 1: no guidance, half of the work.
+                number up to 1: no guidance, half the work.
             height, width: of the images, multiples of 8; None: the size that the model was trained
                 at.
             latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
@@ -287,9 +286,9 @@ class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
             timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
                 choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
                 "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
-            denoising_end: the share of the denoising to end at, between 0 and 1, for another
-                pipeline that goes on, with output_type="latent"; None: all.
+            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
+            denoising_end: fraction of the denoising to end at, between 0 and 1, with
+                output_type="latent", for another pipeline to continue; None: all.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
@@ -312,14 +311,14 @@ class FlaxStableDiffusionXLPipeline(XLParts, TextToImage):
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionXLImg2ImgPipeline(XLParts, ImageToImage):
+class FlaxStableDiffusionXLImg2ImgPipeline(XLComponents, ImageToImage):
     """Image to image with SDXL's base or refiner, from an image or latents."""
 
     torch_class_name = "StableDiffusionXLImg2ImgPipeline"
 
 
 @dataclass(frozen=True, eq=False)
-class FlaxStableDiffusionXLInpaintPipeline(XLParts, Inpainting):
+class FlaxStableDiffusionXLInpaintPipeline(XLComponents, Inpainting):
     """Inpainting with SDXL's inpainting model, base or refiner; see Inpainting.
 
     The call takes the whole image; masked_image is for a UNet of 9 channels whose image is latents.
@@ -329,7 +328,7 @@ class FlaxStableDiffusionXLInpaintPipeline(XLParts, Inpainting):
     torch_class_name = "StableDiffusionXLInpaintPipeline"
 
     def prepare_inputs(self, prompt, image, mask):
-        """Turn prompts, images and masks into arrays; one of each is repeated for many of the rest.
+        """Turn prompts, images and masks into arrays; a single one of any is repeated.
 
         Args:
             prompt, image: as for FlaxStableDiffusionXLImg2ImgPipeline.
@@ -371,7 +370,7 @@ class FlaxStableDiffusionXLInpaintPipeline(XLParts, Inpainting):
         denoising_end=None,
         masked_image=None,
     ):
-        """Repaint a part of images; compiles at the first call of each size.
+        """Repaint the masked area of images; compiles at the first call of each size.
 
         Args:
             prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
@@ -385,12 +384,12 @@ class FlaxStableDiffusionXLInpaintPipeline(XLParts, Inpainting):
             prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
                 per device. With one key, image i gets the noise of fold_in(key, i), so it does
                 not depend on how many images or devices there are.
-            strength: fraction of the steps to run, in (0, 1]; 1 ignores the repainted part.
+            strength: fraction of the steps to run, in (0, 1]; 1 ignores the masked area.
             num_inference_steps: of the scheduler, at least 1.
             height, width: of the result, multiples of 8; the image is resized to it. None: the size
                 of the image.
             guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
-                number up to 1: no guidance, half of the work.
+                number up to 1: no guidance, half the work.
             latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
                 it.
             neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
@@ -404,12 +403,12 @@ class FlaxStableDiffusionXLInpaintPipeline(XLParts, Inpainting):
             timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
                 choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
                 "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
-            denoising_start: the share of the denoising that is done already, between 0 and 1: image
-                is the latents that another pipeline gave for this denoising_end, and no noise is
+            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
+            denoising_start: fraction of the denoising that is done already, between 0 and 1: image
+                is the latents of another pipeline that ended there (denoising_end), and no noise is
                 added. None: strength chooses the first step.
-            denoising_end: the share of the denoising to end at, between 0 and 1, for another
-                pipeline that goes on, with output_type="latent"; None: all.
+            denoising_end: fraction of the denoising to end at, between 0 and 1, with
+                output_type="latent", for another pipeline to continue; None: all.
             masked_image: float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted, or scaled
                 latents; read by a UNet of 9 channels.
 

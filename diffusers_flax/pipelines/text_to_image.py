@@ -26,10 +26,11 @@ from diffusers_flax.pipelines.sampling import (
 
 
 def check_channels(path, configs, for_inpainting=False):
-    """Refuse a UNet with other input channels than the pipeline feeds.
+    """Raise a ValueError unless the UNet takes the pipeline's input channels.
 
-    path, configs: as in FlaxDiffusionPipeline.check. Inpainting may add a mask and the latents of
-    the masked image to the noisy latents.
+    Args:
+        path, configs: as for FlaxDiffusionPipeline.check.
+        for_inpainting: the mask and the latents of the masked image may join the noisy latents.
     """
     in_channels = configs["unet"].get("in_channels", 4)
     latent_channels = configs["vae"].get("latent_channels", 4)
@@ -39,26 +40,25 @@ def check_channels(path, configs, for_inpainting=False):
     if in_channels not in expected:
         raise ValueError(
             f"the UNet of {path} has in_channels={in_channels}, this pipeline needs "
-            f"{' or '.join(map(str, expected))}; "
-            "edit with an InstructPix2Pix model by edit_cli.py, inpaint with "
-            "FlaxStableDiffusionInpaintPipeline or FlaxStableDiffusionXLInpaintPipeline"
+            f"{' or '.join(map(str, expected))}; edit with an InstructPix2Pix pipeline, "
+            "inpaint with an Inpaint pipeline"
         )
 
 
 class TextToImage(FlaxDiffusionPipeline):
     """Text to image; a base of the pipelines of Stable Diffusion 1.x, 2.x and XL.
 
-    Scheduler (dataclasses.replace changes it), number of steps and image size are compiled in;
-    another choice compiles again and logs it. The guidance scale is an argument of the program;
-    with 1 or less the program has one branch. The scheduler computes in float32, also if
-    params["scheduler"] has another dtype.
+    The scheduler (dataclasses.replace changes it), the number of steps and the image size are
+    compiled in; another choice compiles again and logs it. The guidance scale is an argument of
+    the program; with 1 or less the program has one branch. The scheduler computes in float32, also
+    if params["scheduler"] has another dtype.
     """
 
     check_channels = staticmethod(check_channels)
 
     remedy_for_xl = (
         "this pipeline is for Stable Diffusion 1.x and 2.x; for XL use "
-        "FlaxStableDiffusionXLPipeline (sdxl_single.py)"
+        "FlaxStableDiffusionXLPipeline"
     )
 
     def prepare_inputs(self, prompt):
@@ -106,7 +106,7 @@ class TextToImage(FlaxDiffusionPipeline):
             height, width: of the images, multiples of 8; None: the size that the model was trained
                 at.
             guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
-                number up to 1: no guidance, half of the work.
+                number up to 1: no guidance, half the work.
             latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
                 it.
             neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
@@ -120,9 +120,9 @@ class TextToImage(FlaxDiffusionPipeline):
             timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
                 choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
                 "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: share of noise in a step of DDIM (default 0) and TCD (default 0.3), 0 to 1.
-            denoising_end: the share of the denoising to end at, between 0 and 1, for another
-                pipeline that goes on, with output_type="latent"; None: all.
+            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
+            denoising_end: fraction of the denoising to end at, between 0 and 1, with
+                output_type="latent", for another pipeline to continue; None: all.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:

@@ -21,7 +21,7 @@ from diffusers_flax.images import (
     save_image,
     to_rgb,
 )
-from diffusers_flax.pipelines.controlnet import WithControlNet
+from diffusers_flax.pipelines.controlnet import ControlNetTextToImage
 
 WITHOUT_ALPHA = (
     *("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"),
@@ -90,7 +90,9 @@ def test_images_of_any_mode(mode):
     np.testing.assert_allclose(
         prepare_images(image), 2 * found.transpose(2, 0, 1)[None] / 255 - 1, atol=1e-6
     )
-    conditions = WithControlNet._prepare_conditions(SimpleNamespace(vae_scale_factor=8), image)
+    conditions = ControlNetTextToImage._prepare_conditions(
+        SimpleNamespace(vae_scale_factor=8), image
+    )
     scaled = Image.fromarray(expected.astype(np.uint8)).resize((24, 16), Image.Resampling.LANCZOS)
     expected = np.stack([scaled] * 3)[None] / 255
     np.testing.assert_allclose(conditions, expected, atol=(atol + 0.01) / 255)

@@ -640,6 +640,6 @@ def test_a_pipeline_cannot_change_under_its_compiled_programs(loaded):
 def test_images_that_the_unet_cannot_halve_are_refused(name, smallest, usual):
     configs = PUBLISHED_CONFIGS[name]
     assert pixels_per_latent(configs, smallest) == 8
-    message = rf"^--resolution {smallest - 1} is too small: .* takes {smallest} pixels or more; "
+    message = rf"^resolution={smallest - 1} is too small: .* takes {smallest} pixels or more; "
     with pytest.raises(ValueError, match=f"{message}its UNet was made for {usual}$"):
         pixels_per_latent(configs, smallest - 1)
