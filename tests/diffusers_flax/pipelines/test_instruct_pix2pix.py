@@ -531,7 +531,10 @@ def test_numpy_to_pil():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda f: edit_json(f / "unet/config.json", in_channels=4), r"create_modified_unet\.py.*"),
+        (
+            lambda f: edit_json(f / "unet/config.json", in_channels=4),
+            "widen it to 8 input channels and train it for edits",
+        ),
         (lambda f: edit_json(f / "unet/config.json", in_channels=9), "in_channels=9.*twice"),
         (lambda f: edit_json(f / "vae/config.json", latent_channels=16), "latent_channels=16"),
         (

@@ -141,7 +141,7 @@ def test_inputs_of_inpainting(folders):
     ("cls", "folder", "words"),
     [
         (FlaxStableDiffusionInpaintPipeline, "p2p", "in_channels=8, this pipeline needs 9 or 4"),
-        (FlaxStableDiffusionPipeline, "inpaint", "inpaint with FlaxStableDiffusionInpaintPipeline"),
+        (FlaxStableDiffusionPipeline, "inpaint", "inpaint with an Inpaint"),
     ],
 )
 def test_unets_of_another_task_are_refused(folders, cls, folder, words):
