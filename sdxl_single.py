@@ -4,13 +4,13 @@
     python sdxl_single.py --prompt "a red panda" "a fox in the snow" --num_images 4 --output out/
     python sdxl_single.py --prompts_file prompts.txt --batch_size 2 --output out/ --grid grid.png
 
-Each device makes an equal part of the images, --batch_size at once; the last batch is padded. The
-noise of image i of the list (--num_images of each prompt in a row) depends only on --seed and i, so
-the same command gives the same images on any number of devices, up to rounding. Started again, it
-makes the missing images. The first batch compiles; --compilation_cache_dir saves the program.
+Each device makes --batch_size images at once; the last batch is padded. The noise of image i of the
+list (--num_images of each prompt in a row) depends only on --seed and i: the same command gives the
+same images on any number of devices, up to rounding. Started again, it makes the missing images.
+The first batch compiles; --compilation_cache_dir saves the program.
 
-sdxl_single_aot.py makes the same images, but compiles ahead of time and saves the executable, so
-that later starts are faster; `diff sdxl_single.py sdxl_single_aot.py` shows the difference.
+sdxl_single_aot.py makes the same images, but compiles ahead of time and saves the executable for
+faster starts; `diff sdxl_single.py sdxl_single_aot.py` shows the difference.
 
 For TPU (v4, v5e and later), GPU and CPU (minutes per image). SDXL's weights take 7 GB in bfloat16
 and 14 GB in float32, which is the default on a CPU.
@@ -75,8 +75,7 @@ def open_pipeline(config, layout, sampling, outputs):
     dtype = choose_dtype(config.dtype)
     replaced = {"unet": config.unet} if config.unet else None
     _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, replaced)
-    given = FlaxStableDiffusionXLPipeline, configs["scheduler"], model
-    scheduler = check_sampling(*given, sampling)
+    scheduler = check_sampling(FlaxStableDiffusionXLPipeline, configs["scheduler"], model, sampling)
     steps = sampling.steps(FlaxStableDiffusionXLPipeline)
     preview = preview_files(config, outputs, scheduler, steps, [config.grid])
     execution = Execution(config.accelerate, preview, layout, storage=config.storage)
@@ -93,8 +92,8 @@ def generate(config, layout, devices, prompts, outputs, ids, todo):
     Args:
         config: Config.
         layout: Layout or None.
-        devices: that make images, each of its own, or the first ones of the layout's groups.
-        prompts, outputs, ids: of each image, its text, file and number of id_maker.
+        devices: that make images, or the first device of each group of the layout.
+        prompts, outputs, ids: text, file and id of each image.
         todo: list of the images to make.
     """
     batch_size = min(config.batch_size, math.ceil(len(prompts) / len(devices)))

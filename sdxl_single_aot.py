@@ -79,8 +79,7 @@ def open_pipeline(config, layout, sampling):
     dtype = choose_dtype(config.dtype)
     replaced = {"unet": config.unet} if config.unet else None
     _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, replaced)
-    given = FlaxStableDiffusionXLPipeline, configs["scheduler"], model
-    scheduler = check_sampling(*given, sampling)
+    scheduler = check_sampling(FlaxStableDiffusionXLPipeline, configs["scheduler"], model, sampling)
     execution = Execution(config.accelerate, layout=layout, storage=config.storage)
     options = dict(embeddings=config.embedding, execution=execution)
     models = model, revision, dtype, scheduler, replaced
@@ -95,7 +94,7 @@ def aot_compile(pipeline, store, devices, arguments, options):
     Args:
         pipeline: FlaxStableDiffusionXLPipeline.
         store: ExecutableStore or None.
-        devices: that the program runs on, or the first ones of a layout's groups.
+        devices: of the program, or the first device of each group of a layout.
         arguments: {argument of _generate: tree of arrays (devices, ...)}, and the parameters.
         options: {argument of _generate: hashable}, compiled in.
 
@@ -118,7 +117,7 @@ def aot_compile(pipeline, store, devices, arguments, options):
         "options": options,
         "arguments": str(jax.tree.map(jax.typeof, arguments)),
     }
-    if layout and not layout.is_local:  # an executable has the part of one process
+    if layout and not layout.is_local:  # an executable belongs to one process
         cache_key["process"] = f"{jax.process_index()} of {jax.process_count()}"
     name = hashlib.sha256(json.dumps(cache_key).encode()).hexdigest()[:16]
     cache_key |= surroundings(devices, [__file__])
@@ -143,8 +142,8 @@ def generate(config, layout, devices, prompts, outputs, ids, todo):
     Args:
         config: Config.
         layout: Layout or None.
-        devices: that make images, each of its own, or the first ones of the layout's groups.
-        prompts, outputs, ids: of each image, its text, file and number of id_maker.
+        devices: that make images, or the first device of each group of the layout.
+        prompts, outputs, ids: text, file and id of each image.
         todo: list of the images to make.
     """
     store = ExecutableStore(config.executable_dir) if config.executable_dir else None

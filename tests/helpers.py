@@ -75,3 +75,8 @@ def psnr(ours, theirs, peak=1.0):
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     assert ours.shape == theirs.shape
     return 10 * np.log10(peak**2 / (np.mean((ours - theirs) ** 2) + 1e-20))
+
+
+def model_flags(model, output):
+    """Flags of the SDXL programs."""
+    return ["--pretrained_model_name_or_path", str(model), "--output", str(output)]

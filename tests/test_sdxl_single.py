@@ -8,7 +8,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import ROOT, free_port
+from helpers import ROOT, free_port, model_flags
 from PIL import Image
 from safetensors.numpy import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
@@ -30,10 +30,6 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     return tmp_path_factory.mktemp("executables") / "store"
-
-
-def model_flags(model, output):
-    return ["--pretrained_model_name_or_path", str(model), "--output", str(output)]
 
 
 def run(script, model, output, *options, num_devices=4):

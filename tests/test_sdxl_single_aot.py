@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from helpers import model_flags
 from tiny_models import make_tiny_xl
 
 import sdxl_single
@@ -24,10 +25,6 @@ def model(tmp_path_factory):
 def store(tmp_path_factory):
     """Where the first start keeps its executable for the others."""
     return tmp_path_factory.mktemp("executables") / "store"
-
-
-def model_flags(model, output):
-    return ["--pretrained_model_name_or_path", str(model), "--output", str(output)]
 
 
 def damage(file):
