@@ -34,7 +34,6 @@ from diffusers_flax.images import save_image
 from diffusers_flax.parameters import cast_params, choose_dtype, place_params
 from diffusers_flax.pipelines.base import Execution
 from diffusers_flax.pipelines.sampling import keys_per_image
-from diffusers_flax.schedulers.factory import check_scheduler
 from generating.batches import DeviceClock, FileWriter, check_finite_images, run_ahead, to_batches
 from generating.captions import GRID_IMAGES, image_grid
 from generating.flags import (
@@ -160,7 +159,6 @@ def generate(config, layout, devices, prompts, outputs, ids, todo):
 def run(config):
     """Check the flags, make the images that this command has not made yet, and the grid."""
     check_image_flags(config)
-    check_scheduler(config.scheduler)
     config = with_single_files(config, "pretrained_model_name_or_path", unet="unet")
     use_compilation_cache(config.compilation_cache_dir)
     layout = layout_of_flags(config)

@@ -17,6 +17,7 @@ import numpy as np
 from command_line import check_seed
 from diffusers_flax.devices.layout import Layout, parse_components, parse_layout
 from diffusers_flax.devices.processes import check_agreement, start_distributed
+from diffusers_flax.schedulers.factory import check_scheduler
 
 DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
 DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
@@ -150,6 +151,7 @@ def check_image_flags(config):
     if not 0 <= config.guidance_rescale <= 1:
         raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
     check_seed("seed", config.seed)
+    check_scheduler(config.scheduler)
 
 
 def layout_of_flags(flags):
