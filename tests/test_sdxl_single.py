@@ -33,7 +33,7 @@ def store(tmp_path_factory):
 
 
 def run(script, model, output, *options, num_devices=4):
-    """A start by the command line; its stderr."""
+    """Run a program in a new process; return its stderr."""
     # The default code generators: with others the two scripts may differ in the last bit.
     flags = (
         f"--xla_force_host_platform_device_count={num_devices} "
@@ -87,7 +87,7 @@ def assert_alike(found, expected):
 
 
 @pytest.mark.slow
-def test_same_images_by_devices_that_share_them(model, made, tmp_path):
+def test_branch_and_spatial_parallelism(model, made, tmp_path):
     shared = [*OPTIONS, "--parallel", "branches=2", "rows=2"]
     run("sdxl_single.py", model, tmp_path / "jit", *shared)
     assert_alike(images(tmp_path / "jit"), images(made))
@@ -132,7 +132,7 @@ def test_same_images_on_any_number_of_devices(model, made, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_components_on_devices_of_their_own_make_the_same(model, made, tmp_path, capsys):
+def test_component_parallelism(model, made, tmp_path, capsys):
     flags = ["--devices", "text=3", "unet=1", "vae=2", "--batch_size", "4"]
     errors = run("sdxl_single.py", model, tmp_path, *OPTIONS, *flags)
     assert "4 at once with text on 3, unet on 1, vae on 2 of 4 cpu; memory" in errors
@@ -151,7 +151,7 @@ def test_components_on_devices_of_their_own_make_the_same(model, made, tmp_path,
 
 @pytest.mark.slow
 def test_offload_and_storage(model, made, tmp_path, store):
-    """A CPU has nothing to fetch, and says so; both programs store the same numbers."""
+    """A CPU fetches nothing; both programs store the same numbers."""
     stored = []
     for script in ("sdxl_single.py", "sdxl_single_aot.py"):
         flags = [*OPTIONS, *(["--executable_dir", store] if "aot" in script else [])]
@@ -181,7 +181,7 @@ def test_the_twin_makes_the_same_tiles(model, tmp_path, store):
     assert (found["single_aot", 0] != found["single_aot", 32]).any()
 
 
-def test_the_twin_makes_the_same_and_loads_what_it_kept(model, made, store, tmp_path):
+def test_the_twin_makes_the_same_and_loads_its_executable(model, made, store, tmp_path):
     kept = ["--executable_dir", store]
     errors = run("sdxl_single_aot.py", model, tmp_path / "first", *OPTIONS, *kept)
     assert "compiled (no executable of these settings is saved) in" in errors
@@ -199,7 +199,7 @@ def states(folder):
 
 
 def test_an_interrupted_run_is_continued(model, made, tmp_path, capsys, monkeypatch):
-    """Also by the twin, which makes the same images; when there are all, no model is loaded."""
+    """The twin continues it too; with all images in place no model is loaded."""
     folder = tmp_path / "made"
     shutil.copytree(made, folder)
     for name in ("001.png", "004.png", "grid.png"):
@@ -332,7 +332,7 @@ def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, fla
 
 @pytest.mark.slow
 def test_embeddings(model, store, tmp_path, caplog):
-    """Both programs make the same image, which depends on the vectors; unused tokens are named."""
+    """Both programs make the same image, which depends on the vectors; unused tokens warn."""
     made = {}
     for seed in (0, 1):
         rng = np.random.default_rng(seed)

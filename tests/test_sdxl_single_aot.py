@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """Where the first start keeps its executable for the others."""
+    """Directory of executables."""
     return tmp_path_factory.mktemp("executables") / "store"
 
 
@@ -81,7 +81,7 @@ def test_what_is_stale_or_damaged_is_compiled_again(model, store, tmp_path, caps
 
 
 def test_processes_save_executables_of_their_own(monkeypatch):
-    """A home that hosts share has one of each process."""
+    """Hosts may share a home."""
     saved = []
 
     class Store:
@@ -102,8 +102,8 @@ def test_processes_save_executables_of_their_own(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_executable_that_cannot_be_kept(model, tmp_path, capsys, monkeypatch):
-    """The images are made."""
+def test_an_executable_that_cannot_be_saved(model, tmp_path, capsys, monkeypatch):
+    """The images are made all the same."""
 
     def full(*arguments):
         raise OSError("No space left on device")

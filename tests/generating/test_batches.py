@@ -22,9 +22,9 @@ def fetch(number, array):
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_batches_in_flight(in_flight):
-    """Results come in order; of two in flight the second is dispatched before the first is there.
+    """Results come in order; with two in flight the second does not wait for the first.
 
-    The result of each is there once `in_flight` batches are dispatched.
+    A result is there once `in_flight` batches are dispatched.
     """
     prepared, dispatched, changed = [], [], threading.Condition()
 
@@ -53,7 +53,7 @@ def test_batches_in_flight(in_flight):
 
 
 def test_an_input_that_waits_for_an_earlier_result():
-    """The preparing thread may wait for the files of batches that are in flight."""
+    """The preparing thread may wait for files of batches in flight."""
     written, waited = [], []
     with FileWriter() as files:
 
@@ -71,7 +71,7 @@ def test_an_input_that_waits_for_an_earlier_result():
 
 @pytest.mark.parametrize("place", ["prepare", "dispatch", "collect", "write", "caller"])
 def test_an_error_anywhere_ends_the_run(place):
-    """Files that were given to the writer before are complete, and no thread goes on."""
+    """Files submitted before are complete, and no thread is left."""
     written, threads = [], threading.active_count()
 
     def fail_at(here, number):
@@ -100,27 +100,17 @@ def test_an_error_anywhere_ends_the_run(place):
         time.sleep(0.01)
 
 
-def test_who_waits_for_a_file_that_is_never_written_is_told():
-    told = threading.Event()
-
-    def wait(files):
-        try:
-            files.wait_for("b")
-        except OSError:
-            told.set()
-
+def test_wait_for_raises_the_error_of_the_writer():
     def fail():
         raise OSError("full")
 
     with pytest.raises(OSError, match="full"), FileWriter() as files:
-        thread = threading.Thread(target=wait, args=(files,))
-        thread.start()
+        waiting = ThreadPoolExecutor(1).submit(files.wait_for, "b")
         files.write("a", fail)
-    thread.join(10)
-    assert told.is_set()
+    assert isinstance(waiting.exception(timeout=10), OSError)
 
 
-def test_who_waits_for_a_file_after_the_end_is_told():
+def test_wait_for_after_the_end():
     with FileWriter() as files:
         files.write("a", int)
     files.wait_for("a")
@@ -128,15 +118,15 @@ def test_who_waits_for_a_file_after_the_end_is_told():
     assert isinstance(waiting.exception(timeout=10), CancelledError)
 
 
-def test_devices_that_wait_for_a_slow_collector():
-    """Fetching results counts as waiting: nearly the whole run, if the programs take no time."""
+def test_the_clock_counts_a_slow_collector():
+    """Fetching results counts as waiting."""
     clock = DeviceClock()
     for _ in run_ahead(range(8), np.ones, lambda *_: time.sleep(0.05), clock):
         pass
     assert float(re.search(r"waited (\S+)%", clock.report(8))[1]) > 70
 
 
-def test_the_share_of_time_that_devices_wait(monkeypatch):
+def test_the_clock_reports_the_share_of_waiting(monkeypatch):
     clock, now = DeviceClock(), [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     clock.add(dispatched=10.0, ready=20.0)  # before: compiling
@@ -149,7 +139,7 @@ def test_the_share_of_time_that_devices_wait(monkeypatch):
     )
 
 
-def test_a_result_that_is_not_finite_suspects_the_lora_first():
+def test_images_that_are_not_finite_suspect_the_lora_first():
     images = np.zeros((2, 8, 8, 3))
     check_finite_images(images, "images from 0 on", ("a.safetensors",))
     images[1, 2, 3, 0] = np.nan

@@ -25,7 +25,7 @@ CYRILLIC, CHINESE = "сделай ярче", "把天空变成紫色"
 
 @pytest.fixture
 def fresh_fonts():
-    """Fonts are searched, and their absence is logged, again."""
+    """Clear the caches of fonts and of the warning."""
     caches = (
         captions.font_files,
         captions.open_font,
@@ -54,7 +54,7 @@ def test_no_line_is_wider_than_the_image_and_no_letter_is_lost(text, width):
 
 
 def test_letters_that_the_first_font_lacks_are_drawn_with_another(caplog):
-    """Without a warning, and each letter by a shape of its own."""
+    """Without a warning; each letter has its own shape."""
     font, missing = caption_font(set(CYRILLIC), CAPTION_SIZE)
     assert not missing
     shapes = {bytes(font.getmask(letter)) for letter in set(CYRILLIC) - {" "}}
@@ -75,7 +75,7 @@ def test_letters_that_no_font_has_are_escaped_with_one_warning(monkeypatch, capl
 
 
 def test_captions_with_one_odd_letter_search_the_fonts_once(monkeypatch, fresh_fonts):
-    """The letter is in no font, and each caption has other letters besides."""
+    """No font has the letter, and captions also have different letters."""
     opened, truetype = [], ImageFont.truetype
 
     def count(file, *args, **options):
@@ -91,7 +91,7 @@ def test_captions_with_one_odd_letter_search_the_fonts_once(monkeypatch, fresh_f
 
 
 def test_fonts_of_last_resort_are_skipped(monkeypatch, fresh_fonts):
-    """Their shapes, one for many letters, say nothing."""
+    """They draw one shape for many letters."""
     files = ["/b/LastResort.otf", "/b/z.ttf", "/b/NotoSansCJK.ttc", "/b/a.ttf"]
     monkeypatch.setattr(font_manager, "findSystemFonts", lambda: files)
     assert captions.font_files()[1:] == ["/b/NotoSansCJK.ttc", "/b/a.ttf", "/b/z.ttf"]

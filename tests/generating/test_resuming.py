@@ -20,7 +20,7 @@ def id_maker_of(config):
 
 
 def test_ids_stay_the_same(tmp_path, monkeypatch):
-    """Images that were made by an earlier version are not made again."""
+    """Images of earlier versions are not made again."""
     monkeypatch.chdir(tmp_path)
     Path("model/unet").mkdir(parents=True)
     for file in ("a.safetensors", "model/unet/weights.bin"):
@@ -70,7 +70,7 @@ def test_what_an_image_id_depends_on(tmp_path):
 
 
 def test_what_an_image_id_does_not_depend_on(tmp_path, monkeypatch):
-    """Images that the program writes, and flags that make the same image."""
+    """Not on images in a model's directory, nor on flags that give the same image."""
     monkeypatch.chdir(tmp_path)
     taesd = tmp_path / "taesd"
     for folder in ("model/unet", "taesd"):
@@ -104,8 +104,8 @@ def test_the_grid_is_no_image_of_an_interrupted_run(tmp_path):
     assert missing == [2] and files[2] == tmp_path / "002.png"
 
 
-def test_images_of_a_folder_that_exist(tmp_path):
-    """Names go on after other images; those of an interrupted run are kept."""
+def test_existing_images_of_a_folder(tmp_path):
+    """New numbers follow the existing ones; an interrupted run keeps its numbers."""
     ids = [f"{i:032x}" for i in range(4)]
     image = np.zeros((8, 8, 3))
 
@@ -130,7 +130,7 @@ def test_images_of_a_folder_that_exist(tmp_path):
     assert folder(1) == ([1, 0, 3, 4], [0, 2, 3])  # which would be -1
 
 
-def test_an_image_that_exists_is_replaced_if_it_is_ours(tmp_path):
+def test_only_our_images_are_replaced(tmp_path):
     image, number = Image.new("RGB", (8, 8)), "0" * 32
     for name in ("a.png", "a.jpg"):
         file = tmp_path / name
