@@ -272,11 +272,6 @@ def image_mark(path):
         return None, None
 
 
-def made_by(path, software):
-    """Whether save_image wrote a file with this software text."""
-    return image_mark(path)[0] == software
-
-
 def to_pil(images):
     """Convert arrays (..., H, W, 3 or 1) in [0, 1] to a flat list of PIL images."""
     pixels = np.rint(np.asarray(images, np.float32) * 255).astype(np.uint8)

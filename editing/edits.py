@@ -22,7 +22,7 @@ from PIL import Image, ImageOps
 
 from dataloading.images import load_image
 from dataloading.lists import raise_problems, read_list
-from diffusers_flax.images import made_by
+from diffusers_flax.images import image_mark
 from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix, pixels_per_latent
@@ -109,7 +109,7 @@ def overwritten_images(rows):
             f"{readers[line]} is to edit the output of line {line}",
         )
         for line, path in outputs.items()
-        if line in readers and path.exists() and not made_by(path, SOFTWARE)
+        if line in readers and path.exists() and image_mark(path)[0] != SOFTWARE
     ]
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from diffusers_flax.acceleration.previews import Preview
-from diffusers_flax.images import made_by, save_image, to_pil
+from diffusers_flax.images import image_mark, save_image, to_pil
 from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.sampling import count_steps, keys_per_image
 
@@ -46,7 +46,7 @@ def preview_files(config, outputs, scheduler, steps, kept=(), sizes=None):
     for path in (
         preview_file(x, i) for x in outputs for i in range(every, num_steps, max(1, every))
     ):
-        if path.resolve() in kept or (path.exists() and not made_by(path, PREVIEW)):
+        if path.resolve() in kept or (path.exists() and image_mark(path)[0] != PREVIEW):
             raise ValueError(f"{path} would be replaced by a preview; give it another name")
     keys = jax.random.key_data(keys_per_image(jax.random.key(config.seed), len(outputs)))
     names = [key.tobytes() for key in np.asarray(keys)]
