@@ -10,10 +10,10 @@ import tomllib
 import zipfile
 from importlib.metadata import packages_distributions
 
-import numpy as np
 import pytest
+import torch
 from helpers import ROOT
-from safetensors.numpy import save_file
+from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline
 
 import diffusers_flax
@@ -124,13 +124,13 @@ def test_bin_files_name_what_they_need(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_single_files_name_what_they_need(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "diffusers.loaders", None)
-    file = tmp_path / "model.safetensors"
-    save_file({"model.diffusion_model.input_blocks.0.0.weight": np.ones((8, 4, 3, 3))}, file)
-    for name in (file, tmp_path / "model.ckpt"):
-        name.touch()
-        match = rf"{name.name} needs PyTorch and diffusers: pip install torch diffusers"
+    unet = {"model.diffusion_model.input_blocks.0.0.weight": torch.ones(8, 4, 3, 3)}
+    save_file(unet, tmp_path / "model.safetensors")
+    torch.save(unet, tmp_path / "model.ckpt")
+    for name in ("model.safetensors", "model.ckpt"):
+        match = rf"{name} needs PyTorch and diffusers: pip install torch diffusers"
         with pytest.raises(ImportError, match=match):
-            open_source("model", str(name))
+            open_source("model", str(tmp_path / name))
 
 
 def test_dependencies_are_the_imports():
