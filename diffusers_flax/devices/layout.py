@@ -44,15 +44,14 @@ ON_ONE_DEVICE = tuple((component, 0) for component in COMPONENTS)
 class Layout:
     """The devices of a program; data * branches * rows of them.
 
-    data: groups of devices, each with an equal part of the images; None: as many as there are
-    devices for. branches, rows: devices of a group, along the branches of guidance and along the
-    rows of the latents.
+    data: groups of devices, each with an equal number of images; None: as many as there are devices
+    for. branches, rows: devices of a group, for branch and spatial parallelism.
 
     components: {"text", "unet", "vae": index in devices}: component parallelism instead. Text
     encoders, UNet and VAE are programs of their own on these devices, on the first one if left out,
     and all images are one group. Or BALANCED, until with_balanced_components chooses the devices.
 
-    offload: a key of offload.GROUPS, parameters live in the host's memory; None: on the devices.
+    offload: a key of offload.GROUPS: parameters are in the host's memory; None: on the devices.
     """
 
     devices: tuple
@@ -124,7 +123,7 @@ class Layout:
 
     @property
     def group_size(self):
-        """How many devices share the work on an image."""
+        """Number of devices that share the work on an image."""
         return self.branches * self.rows
 
     @property
@@ -197,13 +196,10 @@ class Layout:
         return jax.process_index() == 0
 
     def agree(self, numbers):
-        """A list of process 0, in all processes: what it finds in its files.
+        """Process 0's numbers, in all processes.
 
         Args:
-            numbers: whole numbers below 2^31, of this process; all processes call this together.
-
-        Returns:
-            Process 0's numbers, a list.
+            numbers: this process's list of whole numbers below 2^31; all processes call this.
         """
         return numbers if self.is_local else list_of_process_0(numbers)
 
@@ -224,10 +220,10 @@ class Layout:
         return tree if self.is_local else jax.tree.map(convert, tree)
 
     def jit_batches(self, function):
-        """function as map takes it, of one batch, compiled for one batch of each group.
+        """A function of one batch, compiled for one batch of each group.
 
         Args:
-            function: (images, shared) -> array (B, ...); images are arrays (B, ...).
+            function: as for map: (images, shared) -> array (B, ...); images are arrays (B, ...).
 
         Returns:
             Its jit of (images, shared), where images are arrays (data, B, ...), as for jax.pmap,
@@ -248,7 +244,7 @@ class Layout:
         def on_all(images, shared):
             return self.on_all_devices(self.map(on_group)(images, shared))
 
-        # Each process passes all arrays, of which each device takes its part.
+        # Each process passes all arrays; each device takes its share.
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(on_all, in_shardings=(everywhere, None if self.fetches else everywhere))
 
@@ -278,9 +274,9 @@ class Layout:
         )
 
     def on_all_devices(self, x):
-        """An array of map, inside jit; all of it on all devices if they are of several processes.
+        """A result of map, inside jit, copied to all devices if they are of several processes.
 
-        A process can only read what its own devices have.
+        A process can read what its own devices have only.
         """
         if self.is_local:
             return x

@@ -7,9 +7,9 @@
 component: text encoders and VAE have their parameters on the device while they run; UNet and
 ControlNets, which run most of the time, stay there. group: residual blocks and transformers in
 UNet, ControlNet and VAE, and layers of text encoders, are fetched each time they run, while the one
-before computes, so two of them are on the device. layer: residual blocks and blocks of transformers
-are fetched when they run, one at a time. What is in no group, such as time embeddings, is on the
-device while its model runs.
+before computes: two of them are on the device. layer: residual blocks and transformer blocks are
+fetched when they run, one at a time. Other parameters, such as time embeddings, are on the device
+while their model runs.
 
 Devices without pinned memory have component alone, on one device, as one program per component.
 
@@ -26,7 +26,7 @@ import flax.linen as nn
 import jax
 from jax.tree_util import keystr
 
-# What a group is: the names of its module, from the model on, joined by "/".
+# Groups: patterns of a module's path in its model, names joined by "/".
 _LAYER_OF_TEXT = r"text_model/encoder/layers/\d+"
 _SAMPLERS = r"(?:.*/)?(?:down|up)samplers_\d+"
 GROUPS = {
@@ -38,7 +38,7 @@ GROUPS = {
 }
 # Platforms whose devices compute in the host's memory, so that parameters stay where they are.
 HOST_PLATFORMS = ("cpu",)
-NO_PARTS = ("scheduler", "safety_checker")  # in params, but in no part of a run
+NOT_OFFLOADED = ("scheduler", "safety_checker")  # in params, but in no stage of a run
 KEPT_MODELS = ("unet", "controlnet")  # in component
 
 PLACE = "place"  # the collection of variables that has the path of the group that runs
@@ -78,7 +78,7 @@ def lives_on_host(model, x, offload):
         x: array.
         offload: a key of GROUPS.
     """
-    if x.ndim < 2 or model in NO_PARTS:
+    if x.ndim < 2 or model in NOT_OFFLOADED:
         return False
     return offload != "component" or model not in KEPT_MODELS
 
@@ -141,7 +141,7 @@ def fetch(params, after):
 
 
 def path_in_model(module):
-    """The names of a module's places in its model; flax's path begins anew in a group."""
+    """A module's path in its model, names; flax's own path begins anew in a group."""
     return (*group_that_runs(module), *module.path)
 
 
