@@ -54,7 +54,7 @@ class TargetFlags:
     """Flags of all programs."""
 
     tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
-    find_batch: bool = False  # find the largest batch that fits; starts from this one
+    find_batch: bool = False  # find the largest batch that fits; the flags' batch is tried first
     # XLA's optimization level; O0 and O1 compile faster, but keep nothing in VMEM
     optimization_level: Literal["O0", "O1", "O2", "O3"] | None = None
     # XLA's options for this compilation, NAME=VALUE, such as xla_tpu_scoped_vmem_limit_kib=65536
