@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 from app import server
-from app.editor import Editor, NoStops, trial_job
+from app.editor import Editor, NoStops, trial_request
 from app.images import read_examples
 from command_line import check_scale, check_seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
@@ -119,7 +119,7 @@ def run(config):
         blocks = server.make_blocks(editor, examples, folder)
         address = server.start_server(blocks, config, password)
         print(f"open {address} in a browser; Ctrl-C ends", flush=True)
-        editor.submit(trial_job(editor, examples[0]))
+        editor.submit(trial_request(editor, examples[0]))
         server.wait_for_end()
     raise KeyboardInterrupt("the page is closed, and its images are deleted")
 

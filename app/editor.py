@@ -1,12 +1,12 @@
-"""The model of the page, and the one thread that makes images with it.
+"""The page's model, and the one thread that makes images with it.
 
     editor = Editor(config, layout)
     editor.open()
-    job = editor.submit(Job(settings, image))
-    async for progress in editor.follow(job): ...
-    image, = job.images
+    request = editor.submit(ImageRequest(settings, image))
+    async for progress in editor.follow(request): ...
+    image, = request.images
 
-Jobs run one after another, in the order in which they come.
+Requests run one after another, first come, first served.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from PIL import Image
 
-from app.settings import SHAPES, Limits, Settings, check_settings
+from app.settings import SCALES, SHAPES, Limits, Settings, check_settings
 from dataloading.images import load_image
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.acceleration.previews import Preview
@@ -50,40 +50,40 @@ from generating.flags import take
 from generating.memory import plan_images
 from generating.models import ModelOptions, Sampling, check_sampling, load_model
 
-MAX_PROGRAMS = 24  # in memory; those before are in the compilation cache on the disk
-MAX_PREVIEWS = 10  # of an image
-POLL = 0.15  # seconds between two looks at a job
+MAX_PROGRAMS = 24  # in memory; older ones stay in the compilation cache on the disk
+MAX_PREVIEWS = 10  # for each image
+POLL = 0.15  # seconds between two checks of a request's progress
 
 logger = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """A job was cancelled, or its page closed."""
+    """A request was cancelled, or its page was closed."""
 
 
 class Progress(NamedTuple):
-    """How far a job is."""
+    """How far a request is."""
 
     stage: str  # "waiting", "loading", "compiling", "making"
-    since: float  # time.monotonic() of the beginning of the stage
-    step: int = 0  # denoising steps done
-    image: int = 0  # number of the first image in work, of a comparison
-    first: int = 0  # steps of all images that were done when the stage began
-    per_step: float | None = None  # seconds, measured
+    since: float  # time.monotonic() at which the stage began
+    step: int = 0  # denoising steps done, of the current batch
+    image: int = 0  # index of the batch's first image, in a comparison
+    first: int = 0  # steps of all batches done before the stage began
+    per_step: float | None = None  # measured seconds of a step
     preview: Any = None  # PIL image
 
 
 @dataclass(eq=False)
-class Job:
-    """Images of one request."""
+class ImageRequest:
+    """One page's request for an image, or for a comparison."""
 
     settings: Settings
-    image: Image.Image | None = None  # to edit, of any size
-    mask: Image.Image | None = None  # of its size, white where it may change
-    scales: tuple = ()  # (guidance_scale, image_guidance_scale) of each image; (): of settings
-    is_trial: bool = False  # compiles, and makes no image
+    image: Image.Image | None = None  # original image, of any size
+    mask: Image.Image | None = None  # of the image's size, white where it may change
+    scales: tuple = ()  # (guidance_scale, image_guidance_scale) of each image; (): the settings'
+    is_trial: bool = False  # only compiles
     at_once: int = 1  # batch size
-    size: tuple[int, int] = (0, 0)  # (width, height) of the images, known when the job begins
+    size: tuple[int, int] = (0, 0)  # (width, height) of the images, set when the request starts
     has_compiled: bool = False
     progress: Progress = field(default_factory=lambda: Progress("waiting", time.monotonic()))
     images: list = field(default_factory=list)  # PIL
@@ -97,7 +97,7 @@ class Job:
         self.scales = self.scales or ((settings.guidance_scale, settings.image_guidance_scale),)
 
     def report(self, stage, **more):
-        """Set the progress."""
+        """Update the progress; a new stage starts its clock."""
         progress = self.progress._replace(stage=stage, **more)
         if stage != self.progress.stage:
             done = self.steps_done(progress)
@@ -105,12 +105,12 @@ class Job:
         self.progress = progress
 
     def steps_done(self, progress):
-        """Denoising steps done, of all batches; the images of a batch share its steps."""
+        """Denoising steps done in all batches; the images of a batch share its steps."""
         batches = progress.image // self.at_once
         return batches * self.settings.num_inference_steps + progress.step
 
     def steps_left(self, progress):
-        """Denoising steps to do, of all batches."""
+        """Denoising steps to do in all batches."""
         batches = -(-len(self.scales) // self.at_once)
         num_steps = batches * self.settings.num_inference_steps
         return max(0, num_steps - self.steps_done(progress))
@@ -125,10 +125,10 @@ class Program:
 
 
 class Editor:
-    """The model, its programs, and the queue of jobs."""
+    """The model, its programs, and the queue of requests."""
 
     def __init__(self, config, layout=None):
-        """config: of edit_app.py; layout: of the devices, or None."""
+        """config: edit_app.py's flags; layout: Layout of the devices, or None."""
         self.config, self.layout = config, layout and layout.first(1)
         sampling = take(Sampling, config, lora=())
         self.checked = check_model(config.model, config.resolution, sampling, text_to_image=True)
@@ -146,13 +146,14 @@ class Editor:
         self.devices = devices_for(1, self.layout)
         self.all_devices = self.devices if self.layout else jax.local_devices()
         self.programs = {}
-        self.compile_seconds = self.pixel_seconds = None  # of a program; of a step and pixel
+        self.compile_seconds = None  # of the last program
+        self.pixel_seconds = None  # of a denoising step, per pixel
         self.params, self.weights = None, None
-        self.jobs, self.condition = deque(), threading.Condition()
+        self.requests, self.condition = deque(), threading.Condition()
         self.current = self.program = self.trial_error = None  # of the thread
 
     def _limits(self, configs):
-        """The Limits, from the configs of the model."""
+        """The model's Limits; configs: of its components."""
         levels = len(configs["unet"].get("block_out_channels", (0,) * 4))
         smallest = self.checked.factor * 2 ** (levels - 1)
         largest = self.config.max_resolution or 2 * self.checked.resolution
@@ -164,14 +165,13 @@ class Editor:
         return Limits(smallest, largest, tuple(self.loras))
 
     def defaults(self):
-        """The Settings that the page begins with."""
-        names = ("guidance_scale", "image_guidance_scale", "num_inference_steps", "scheduler")
-        given = {name: getattr(self.config, name) for name in names}
-        given |= {"accelerate": self.config.accelerate, "lora": tuple(self.loras)}
-        return Settings("", seed=self.config.seed, resolution=self.checked.resolution, **given)
+        """The page's initial Settings."""
+        names = (*SCALES, "num_inference_steps", "scheduler", "accelerate", "seed")
+        flags = {name: getattr(self.config, name) for name in names}
+        return Settings("", resolution=self.checked.resolution, lora=tuple(self.loras), **flags)
 
     def open(self):
-        """Load the model, and start the thread."""
+        """Load the model and start the thread."""
         config = self.config
         size = (self.checked.resolution,) * 2
         preview = Preview(1, self._show, self.decoder) if config.progress else None
@@ -189,13 +189,12 @@ class Editor:
         self._place(params, self._weights_of(self.defaults()))
         threading.Thread(target=self._work, name="editor", daemon=True).start()
 
-    # ------------------------------------------------------------ of a request
+    # ------------------------------------------------------------ checks and estimates
 
     def check(self, settings):
-        """Raise a ValueError for settings that the model does not take; check_settings is before.
+        """The scheduler for settings; a ValueError if the model does not take them.
 
-        Returns:
-            The scheduler.
+        check_settings comes first.
         """
         pipeline_type, config = self.checked.pipeline_type, self.scheduler_config
         sampling = self._sampling(settings)
@@ -206,30 +205,30 @@ class Editor:
         return take(Sampling, settings, accelerate=self._acceleration(settings), lora=())
 
     def size_of(self, settings, image_size=None):
-        """(width, height) of an image; image_size: of the image to edit."""
+        """(width, height) of the result; image_size: of the original image."""
         shape = image_size if self.edits else SHAPES[settings.shape]
         return edit_size(shape, settings.resolution, self.checked.factor)
 
-    def program_size(self, job):
-        """(width, height) of the program that makes a job's images, see shared_size."""
-        size = self.size_of(job.settings, job.image and job.image.size)
+    def program_size(self, request):
+        """(width, height) of a request's program, see shared_size."""
+        size = self.size_of(request.settings, request.image and request.image.size)
         return shared_size(size, self.checked.factor) if self.edits else size
 
-    def seconds_left(self, job, progress):
-        """About how long the denoising steps of a job take from here; None: nothing is measured.
+    def seconds_left(self, request, progress):
+        """Estimated seconds of a request's remaining denoising steps; None without a measurement.
 
-        Before its own first step a job is as fast as the one before it, by pixels and steps.
+        Before its first step, the estimate scales the previous request's time by pixels and steps.
         """
         per_step = progress.per_step
         if per_step is None and self.pixel_seconds:
-            per_step = self.pixel_seconds * self._pixels(job)
-        return per_step and per_step * job.steps_left(progress)
+            per_step = self.pixel_seconds * self._pixels(request)
+        return per_step and per_step * request.steps_left(progress)
 
-    def _pixels(self, job):
-        return math.prod(self.program_size(job))
+    def _pixels(self, request):
+        return math.prod(self.program_size(request))
 
     def cut_text(self, text):
-        """What the text encoders cut off of a text, a sentence; "" if it fits."""
+        """A sentence about the tokens that a text encoder cuts off; "" if the text fits."""
         for name, encoder in TEXT_ENCODERS.items():
             if tokenizer := getattr(self.pipeline, name, None):
                 length = getattr(self.pipeline, encoder).module.max_position_embeddings
@@ -240,103 +239,106 @@ class Editor:
 
     # ------------------------------------------------------------ the queue
 
-    def submit(self, job):
-        """Add a job to the queue; raise a ValueError if it is full."""
+    def submit(self, request):
+        """Add a request to the queue; raise a ValueError if it is full."""
         with self.condition:
-            if len(self.jobs) > self.config.max_queue:
+            if len(self.requests) > self.config.max_queue:
                 raise ValueError(
                     f"{self.config.max_queue} requests wait already; try again in a few minutes"
                 )
-            self.jobs.append(job)
+            self.requests.append(request)
             self.condition.notify()
-        return job
+        return request
 
-    def num_before(self, job):
-        """How many jobs run or wait before this one."""
+    def num_before(self, request):
+        """Number of requests that run or wait before this one."""
         with self.condition:
-            return self.jobs.index(job) if job in self.jobs else 0
+            return self.requests.index(request) if request in self.requests else 0
 
-    def stop(self, job):
-        """Cancel a job: it leaves the queue, or ends after its current step."""
-        job.stopped.set()
+    def stop(self, request):
+        """Cancel a request. It leaves the queue, or ends after its current step."""
+        request.stopped.set()
         with self.condition:
-            if job in self.jobs and job is not self.current:
-                self.jobs.remove(job)
-                job.error = Stopped()
-                job.done.set()
+            if request in self.requests and request is not self.current:
+                self.requests.remove(request)
+                request.error = Stopped()
+                request.done.set()
 
-    async def follow(self, job):
-        """Wait for a job and yield its Progress meanwhile; a job that nobody follows ends."""
+    async def follow(self, request):
+        """Yield a request's Progress until it is done. A request that nobody follows ends."""
         try:
-            while not job.done.is_set():
-                yield job.progress
+            while not request.done.is_set():
+                yield request.progress
                 await asyncio.sleep(POLL)
         finally:
-            if not job.done.is_set():
-                self.stop(job)
-        if job.error:
-            raise job.error
+            if not request.done.is_set():
+                self.stop(request)
+        if request.error:
+            raise request.error
 
     def _work(self):
         while True:
             with self.condition:
-                self.condition.wait_for(lambda: self.jobs)
-                job = self.current = self.jobs[0]
+                self.condition.wait_for(lambda: self.requests)
+                request = self.current = self.requests[0]
             try:
-                self._make(job)
+                self._make(request)
             except Exception as error:
-                job.error = error_of(error, job)
-                if job.is_trial and not isinstance(job.error, Stopped):
-                    self.trial_error = job.error
+                request.error = error_of(error, request)
+                if request.is_trial and not isinstance(request.error, Stopped):
+                    self.trial_error = request.error
             with self.condition:
                 self.current = None
-                self.jobs.popleft()
-            job.done.set()
+                self.requests.popleft()
+            request.done.set()
 
     # ------------------------------------------------------------ the model, in the thread
 
-    def _make(self, job):
+    def _make(self, request):
         started = time.perf_counter()
-        settings = job.settings
-        self._load_weights(job)
-        if job.stopped.is_set():
+        settings = request.settings
+        self._load_weights(request)
+        if request.stopped.is_set():
             raise Stopped
-        job.size = self.size_of(settings, job.image and job.image.size)
-        size = self.program_size(job)
-        mask = None if job.mask is None else fit_mask(job.mask, job.size)
+        request.size = self.size_of(settings, request.image and request.image.size)
+        size = self.program_size(request)
+        mask = None if request.mask is None else fit_mask(request.mask, request.size)
         mask = None if mask and mask.getextrema()[0] else mask  # all white restricts nothing
-        image = job.image and fit_image(job.image, job.size)
-        job.at_once = len(self.all_devices) if len(job.scales) > 1 else 1
-        arrays = self._arrays(settings, size, image, mask, job.at_once)
-        for first in range(0, len(job.scales), job.at_once):
-            job.report("making", image=first, step=0)
-            scales = job.scales[first : first + job.at_once]
-            if len(job.scales) > 1:
+        image = request.image and fit_image(request.image, request.size)
+        request.at_once = len(self.all_devices) if len(request.scales) > 1 else 1
+        arrays = self._arrays(settings, size, image, mask, request.at_once)
+        for first in range(0, len(request.scales), request.at_once):
+            request.report("making", image=first, step=0)
+            scales = request.scales[first : first + request.at_once]
+            if len(request.scales) > 1:
                 scales = [with_all_branches(*one) for one in scales]
-            of_image = dict(zip(("guidance_scale", "image_guidance_scale"), scales[0]))
-            of_image = replace(settings, **of_image)
-            self.program = program = self._program(of_image, size, mask is not None, job.at_once)
+            of_image = replace(settings, **dict(zip(SCALES, scales[0])))
+            self.program = program = self._program(
+                of_image, size, mask is not None, request.at_once
+            )
             if not program.is_compiled:
-                job.report("compiling")
-                job.has_compiled = True
-            images = self._call(program.pipeline, arrays, settings, size, scales, job.at_once)
-            if job.stopped.is_set():
+                request.report("compiling")
+                request.has_compiled = True
+            images = self._call(program.pipeline, arrays, settings, size, scales, request.at_once)
+            if request.stopped.is_set():
                 raise Stopped
             images = np.asarray(images).reshape(-1, size[1], size[0], 3)[: len(scales)]
             if not program.is_compiled:  # no step was shown
-                self.compile_seconds = time.monotonic() - job.progress.since
+                self.compile_seconds = time.monotonic() - request.progress.since
                 program.is_compiled = True
             elif not self.config.progress:
-                self._measure(job, (first // job.at_once + 1) * settings.num_inference_steps)
+                self._measure(
+                    request, (first // request.at_once + 1) * settings.num_inference_steps
+                )
             check_finite_images(images, "the images", settings.lora)
-            of_mask = job.size, image, mask, settings.mask_feather
-            job.images += [finish_edit(made, *of_mask) for made in to_pil(images)]
-        job.seconds = time.perf_counter() - started
+            of_mask = request.size, image, mask, settings.mask_feather
+            request.images += [finish_edit(made, *of_mask) for made in to_pil(images)]
+        request.seconds = time.perf_counter() - started
 
     def _arrays(self, settings, size, image, mask, num_devices):
-        """The arrays of a call, the same for each device: of text, keys, and of an edit.
+        """A call's arrays, the same for each device: token ids, keys, and an edit's image and mask.
 
-        image, mask: PIL, of the result's size, or None; size: (width, height) of the program.
+        size: (width, height) of the program; image, mask: PIL, of the result's size, or None.
         """
         pipeline = self.pipeline
         prompt_ids = pipeline.prepare_text_inputs([settings.instruction] * num_devices)
@@ -352,9 +354,9 @@ class Editor:
         return jax.tree.map(lambda x: x[:, None], (prompt_ids, keys, neg_ids))
 
     def _call(self, pipeline, arrays, settings, size, scales, num_devices):
-        """The images, on devices; they may not be ready.
+        """Start a program; returns its images, on devices.
 
-        scales: of each image, at most as many as there are devices.
+        scales: of each image, at most one per device.
         """
         steps, params = settings.num_inference_steps, self.params[num_devices]
         if num_devices == 1:
@@ -380,7 +382,7 @@ class Editor:
         ).images
 
     def _program(self, settings, size, is_masked, num_devices):
-        """The Program of an image on each device, new ones not compiled."""
+        """The Program that makes an image on each device; a new one is not compiled yet."""
         branches = take(Sampling, settings).branches(self.checked.pipeline_type)
         key = (
             *(settings.scheduler, settings.accelerate, settings.num_inference_steps, size),
@@ -396,12 +398,12 @@ class Editor:
         return self.programs[key]
 
     def _with_settings(self, settings):
-        """The pipeline with the scheduler and the accelerations of settings."""
+        """The pipeline with the scheduler and accelerations of settings."""
         accelerate = parse(self._acceleration(settings))
         every, decoder = 1, self.decoder
         if decoder:
             every = -(-settings.num_inference_steps // MAX_PREVIEWS)
-            decoder = "" if accelerate.tiny_decoder else decoder  # the same one
+            decoder = "" if accelerate.tiny_decoder else decoder  # the pipeline's is the same
         return replace(
             self.pipeline,
             scheduler=self.check(settings),
@@ -411,14 +413,14 @@ class Editor:
         )
 
     def _acceleration(self, settings):
-        """--accelerate of settings, taesd with the page's decoder."""
+        """The accelerations of settings; taesd gets the path of the page's decoder."""
         if "taesd" in settings.accelerate and not self.decoder:
             raise ValueError("--accelerate taesd needs a TAESD; start with --preview_decoder")
         named = {"taesd": f"taesd:path={self.decoder}"}
         return tuple(named.get(spec, spec) for spec in settings.accelerate)
 
     def _plan(self, pipeline, settings, size):
-        """(pipeline, with tiles of the VAE if it needs them; a line about the memory)."""
+        """(pipeline, with a tiled VAE if it needs one; a line about the memory)."""
         branches = take(Sampling, settings).branches(self.checked.pipeline_type)
         if self.edits:
             return plan_edits(pipeline, EditList([None], [size]), branches, self.config.vae_tile)
@@ -427,29 +429,29 @@ class Editor:
         return plan_images(pipeline, *of_image, vae_tile=self.config.vae_tile)
 
     def _lora_specs(self, settings):
-        """--lora of settings: FILE:WEIGHT of each name."""
+        """FILE:WEIGHT of each LoRA in settings."""
         chosen = (split_weight(self.loras[name]) for name in settings.lora)
         return tuple(f"{file}:{weight * settings.lora_weight}" for file, weight in chosen)
 
     def _weights_of(self, settings):
-        """What the parameters depend on."""
+        """The settings that parameters depend on: LoRA files and the mode of int8."""
         int8 = parse(self._acceleration(settings)).int8
         return self._lora_specs(settings), int8 and int8.mode
 
-    def _load_weights(self, job):
-        """Read the model again if the job has another LoRA than the one before, or int8."""
-        weights = self._weights_of(job.settings)
+    def _load_weights(self, request):
+        """Read the parameters again if a request has other LoRA files or another int8 mode."""
+        weights = self._weights_of(request.settings)
         if weights == self.weights:
             return
-        job.report("loading")
-        self.params = self.weights = None  # never twice in memory
+        request.report("loading")
+        self.params = self.weights = None  # frees the memory first
         options = {"lora": weights[0], "unet_delta": self.config.unet_delta}
         params = self.pipeline.load_params(self.config.model, **options)
-        cast_params(self._with_settings(job.settings), params)
+        cast_params(self._with_settings(request.settings), params)
         self._place(params, weights)
 
     def _place(self, params, weights):
-        """Move parameters to all devices; weights: of _weights_of."""
+        """Move parameters to all devices; weights: their _weights_of."""
         place_params(params, self.all_devices, self.pipeline.layout)
         self.params = {len(self.all_devices): params}
         if len(self.all_devices) > 1:  # the same memory
@@ -458,41 +460,41 @@ class Editor:
         self.weights = weights
 
     def _show(self, step, keys, images):
-        """Called by the program after a step, in any thread."""
-        job = self.current
-        if job is None:
+        """Take a step's preview; the program calls it, in any thread."""
+        request = self.current
+        if request is None:
             return
-        if job.progress.stage == "compiling":
-            self.compile_seconds = time.monotonic() - job.progress.since
+        if request.progress.stage == "compiling":
+            self.compile_seconds = time.monotonic() - request.progress.since
             self.program.is_compiled = True
-        preview = job.progress.preview
+        preview = request.progress.preview
         if images is not None:
-            preview = stretch(to_pil(images)[0], job.size)
-        job.report("making", step=step, preview=preview)
-        self._measure(job, job.steps_done(job.progress))
-        # An error ends the program at once. A TPU's program ends by itself, and its image is
-        # dropped: there an error of a callback was never tried.
-        is_unwanted = job.stopped.is_set() or job.is_trial
+            preview = stretch(to_pil(images)[0], request.size)
+        request.report("making", step=step, preview=preview)
+        self._measure(request, request.steps_done(request.progress))
+        # An error ends the program at once. On TPUs, where this is untested, the program runs to
+        # its end and its image is dropped.
+        is_unwanted = request.stopped.is_set() or request.is_trial
         if is_unwanted and self.devices[0].platform != "tpu":
             raise Stopped
 
-    def _measure(self, job, num_steps):
-        """Note how long a step takes; num_steps: of the job that are done."""
-        if (num_steps := num_steps - job.progress.first) > 0:
-            per_step = (time.monotonic() - job.progress.since) / num_steps
-            job.report(job.progress.stage, per_step=per_step)
-            self.pixel_seconds = per_step / self._pixels(job)
+    def _measure(self, request, num_steps):
+        """Measure the seconds of a step; num_steps: the request's steps done."""
+        if (num_steps := num_steps - request.progress.first) > 0:
+            per_step = (time.monotonic() - request.progress.since) / num_steps
+            request.report(request.progress.stage, per_step=per_step)
+            self.pixel_seconds = per_step / self._pixels(request)
 
 
 class NoStops(logging.Filter):
-    """Drops jax's log entry about an error in a callback that is Stopped."""
+    """Drops jax's log entry about a callback that raises Stopped."""
 
     def filter(self, record):
         return not (record.exc_info and isinstance(record.exc_info[1], Stopped))
 
 
 def named_loras(specs):
-    """{a short name for the page: spec} of --lora; of files of one name the folder's too."""
+    """{short name on the page: spec} of --lora; a name used before gets its folder's in front."""
     named = {}
     for spec in specs:
         path = Path(split_weight(spec)[0])
@@ -501,9 +503,9 @@ def named_loras(specs):
 
 
 def with_all_branches(guidance_scale, image_guidance_scale):
-    """The scales, enlarged by less than float32 has where they would leave a branch out.
+    """The scales, moved by less than float32 resolves where a branch would be left out.
 
-    The images of a comparison then have one program.
+    All images of a comparison then share one program.
     """
     if image_guidance_scale in (1, guidance_scale):
         image_guidance_scale = math.nextafter(image_guidance_scale, math.inf)
@@ -512,10 +514,10 @@ def with_all_branches(guidance_scale, image_guidance_scale):
     return guidance_scale, image_guidance_scale
 
 
-def error_of(error, job):
-    """The exception for a job's user."""
+def error_of(error, request):
+    """The exception that a request's page shows."""
     text = str(error)
-    if job.stopped.is_set() or (job.is_trial and "Stopped" in text):
+    if request.stopped.is_set() or (request.is_trial and "Stopped" in text):
         return Stopped()
     if "RESOURCE_EXHAUSTED" in text:
         return ValueError("the memory of the device is too small; choose a smaller size")
@@ -524,12 +526,12 @@ def error_of(error, job):
     return error
 
 
-def trial_job(editor, images):
-    """The Job that compiles the program of the first example, or of a square.
+def trial_request(editor, images):
+    """A request that compiles the program of the first example image, or of a square.
 
     images: paths of the examples.
     """
     settings, image = replace(editor.defaults(), instruction="a photograph"), None
     if editor.edits:
         image = load_image(images[0]) if images else Image.new("RGB", (64, 64), "grey")
-    return Job(settings, image, is_trial=True)
+    return ImageRequest(settings, image, is_trial=True)

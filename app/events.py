@@ -9,7 +9,7 @@ from dataclasses import asdict, fields, replace
 import gradio as gr
 from PIL import Image
 
-from app.editor import Job, Stopped
+from app.editor import ImageRequest, Stopped
 from app.images import (
     image_to_paint_on,
     middle_of_change,
@@ -27,6 +27,7 @@ from app.layout import (
     show,
 )
 from app.settings import (
+    SCALES,
     Settings,
     as_unicode,
     check_settings,
@@ -71,9 +72,9 @@ class Events:
         c, private = self.c, {"api_visibility": "private"}
         quick = private | {"queue": False, "show_progress": "hidden"}
         slow = private | {"concurrency_limit": None, "show_progress": "hidden"}
-        request = {c.image, c.use_mask, c.mask, c.keep_seed, *self.controls.values()}
-        gr.on([c.run.click, c.instruction.submit], self.make, request, self._all(), **slow)
-        c.compare.click(self.compare, request | {c.compared, c.values}, self._all(), **slow)
+        inputs = {c.image, c.use_mask, c.mask, c.keep_seed, *self.controls.values()}
+        gr.on([c.run.click, c.instruction.submit], self.make, inputs, self._all(), **slow)
+        c.compare.click(self.compare, inputs | {c.compared, c.values}, self._all(), **slow)
         c.cancel.click(self.cancel, None, None, **quick)
         c.roll.click(lambda: (draw_seed(), True), None, [c.seed, c.keep_seed], **quick)
         shown = [*self.controls.values(), c.keep_seed, c.result, c.status, c.download, c.use]
@@ -111,15 +112,15 @@ class Events:
 
     # ------------------------------------------------------------ requests
 
-    async def make(self, data, request: gr.Request):
+    async def make(self, data, page: gr.Request):
         """Make an image."""
-        session = self.sessions.get(request.session_hash)
+        session = self.sessions.get(page.session_hash)
         async for update in self._run(data, session, self._scales_of_one):
             yield update
 
-    async def compare(self, data, request: gr.Request):
+    async def compare(self, data, page: gr.Request):
         """Make the same image at several values of a scale."""
-        session = self.sessions.get(request.session_hash)
+        session = self.sessions.get(page.session_hash)
         async for update in self._run(data, session, self._scales_of_several):
             yield update
 
@@ -133,14 +134,14 @@ class Events:
         try:
             settings = self._settings(data)
             scales = scales_of(settings, data)
-            job = await asyncio.to_thread(self._job, settings, data, scales)
-            self.editor.submit(job)
+            request = await asyncio.to_thread(self._request, settings, data, scales)
+            self.editor.submit(request)
         except (ValueError, OSError) as error:
             yield self._failed(error, session)
             raise self._toast(error) from error
-        session.job = job
+        session.request = request
         try:
-            async for update in self._watch(job, session):
+            async for update in self._watch(request, session):
                 yield update
         except Stopped:
             yield self._without_preview(session) | {c.status: status("cancelled", "info")}
@@ -152,19 +153,21 @@ class Events:
             yield self._idle() | self._failed(message, session)
             raise
         finally:
-            self.editor.stop(job)  # of a page that was closed
+            self.editor.stop(request)  # of a page that was closed
 
-    async def _watch(self, job, session):
-        """The updates of a job that was submitted."""
+    async def _watch(self, request, session):
+        """The updates of a request that was submitted."""
         c, before, seen = self.c, None, None
         busy = gr.update(interactive=False)
         yield {c.run: busy, c.compare: busy, c.cancel: show()}
-        if job.image is not None:
-            fitted = fit_image(job.image, self.editor.size_of(job.settings, job.image.size))
+        if request.image is not None:
+            fitted = fit_image(
+                request.image, self.editor.size_of(request.settings, request.image.size)
+            )
             before = self.sessions.save(session, fitted, "input")
-        async with aclosing(self.editor.follow(job)) as following:
+        async with aclosing(self.editor.follow(request)) as following:
             async for progress in following:
-                update = {c.status: status_of(self.editor, job, progress)}
+                update = {c.status: status_of(self.editor, request, progress)}
                 if progress.preview not in (None, seen):
                     shown = self.sessions.save(session, progress.preview, "preview")
                     if seen is None:
@@ -173,7 +176,7 @@ class Events:
                         update[c.result] = (before, shown) if before else shown
                     seen = progress.preview
                 yield update
-        yield await asyncio.to_thread(self._finished, job, before, session)
+        yield await asyncio.to_thread(self._finished, request, before, session)
 
     def _settings(self, data):
         """The Settings of the controls; a new seed unless it is kept."""
@@ -206,17 +209,17 @@ class Events:
                 gr.Warning(html.escape(message))
         return settings
 
-    def _job(self, settings, data, scales):
-        """The Job of a request."""
+    def _request(self, settings, data, scales):
+        """The ImageRequest of the controls' values."""
         c = self.c
         if not self.editor.edits:
-            return Job(settings, scales=scales)
+            return ImageRequest(settings, scales=scales)
         if not data[c.image]:
             raise ValueError("there is no image; drop one, paste one, or take an example")
         image, mask = read_image(data[c.image]), None
         if data[c.use_mask]:
             mask = painted_mask((data[c.mask] or {}).get("layers") or [])
-        return Job(settings, image, mask, scales)
+        return ImageRequest(settings, image, mask, scales)
 
     def _scales_of_one(self, settings, data):
         return ()
@@ -234,22 +237,24 @@ class Events:
             self.editor.check(one)
         return tuple((one.guidance_scale, one.image_guidance_scale) for one in several)
 
-    def _finished(self, job, before, session):
-        """Save the images of a job; the updates that show them."""
+    def _finished(self, request, before, session):
+        """Save the images of a request; the updates that show them."""
         c, edits = self.c, self.editor.edits
         for file in session.folder.glob("preview-*.png"):
             file.unlink()
         names = ("guidance_scale", "image_guidance_scale")
-        several = [replace(job.settings, **dict(zip(names, scales))) for scales in job.scales]
-        results = self.sessions.add(session, job.images, before, several, edits)
+        several = [
+            replace(request.settings, **dict(zip(names, scales))) for scales in request.scales
+        ]
+        results = self.sessions.add(session, request.images, before, several, edits)
         gallery = [(result.path, result.settings.instruction) for result in session.results]
         update = self._idle() | self._shown(results[-1], session)
         update |= {
             c.gallery: show(value=gallery),
             c.gallery_title: show(),
-            c.seed: job.settings.seed,
+            c.seed: request.settings.seed,
         }
-        seconds = f"{job.seconds:.1f} s{', with compiling' * job.has_compiled}"
+        seconds = f"{request.seconds:.1f} s{', with compiling' * request.has_compiled}"
         text = f"{results[-1].summary}; {seconds}"
         if len(results) > 1:
             session.comparison = results
@@ -257,23 +262,23 @@ class Events:
             captions = [self._caption(one, several) for one in several]
             strip = [(result.path, caption) for result, caption in zip(results, captions)]
             update[c.comparison] = show(value=strip, columns=len(strip))
-            update[c.figure] = show(value=self._figure(job, before, captions, session))
+            update[c.figure] = show(value=self._figure(request, before, captions, session))
         return update | {c.status: status(text, "done")}
 
     def _caption(self, settings, several):
         """The scale in which the images of a comparison differ."""
-        for name in ("guidance_scale", "image_guidance_scale"):
+        for name in SCALES:
             if len({getattr(one, name) for one in several}) > 1:
                 return f"{self.labels[name].lower()} {getattr(settings, name):g}"
         return ""
 
-    def _figure(self, job, before, captions, session):
+    def _figure(self, request, before, captions, session):
         """The file of a comparison: the input and the images in a row, with captions."""
-        images, captions = [*job.images], [*captions]
+        images, captions = [*request.images], [*captions]
         if before is not None:
             with Image.open(before) as image:
                 before = image.convert("RGB")
-            images, captions = [before, *images], [job.settings.instruction, *captions]
+            images, captions = [before, *images], [request.settings.instruction, *captions]
         scale = -(-192 // max(images[0].size)) if max(images[0].size) < 192 else 1
         large = [image.resize([side * scale for side in image.size]) for image in images]
         tiles = [captioned([image], text) for image, text in zip(large, captions)]
@@ -333,19 +338,19 @@ class Events:
 
     # ------------------------------------------------------------ other events
 
-    def cancel(self, request: gr.Request):
+    def cancel(self, page: gr.Request):
         """Stop the session's request."""
-        if job := self.sessions.get(request.session_hash).job:
-            self.editor.stop(job)
+        if request := self.sessions.get(page.session_hash).request:
+            self.editor.stop(request)
 
-    def pick(self, picked: gr.SelectData, request: gr.Request):
+    def pick(self, picked: gr.SelectData, page: gr.Request):
         """Show an image of the session again, with its settings."""
-        session = self.sessions.get(request.session_hash)
+        session = self.sessions.get(page.session_hash)
         return self._picked(session.results, picked.index, session)
 
-    def pick_compared(self, picked: gr.SelectData, request: gr.Request):
+    def pick_compared(self, picked: gr.SelectData, page: gr.Request):
         """Show an image of the comparison, with its settings."""
-        session = self.sessions.get(request.session_hash)
+        session = self.sessions.get(page.session_hash)
         return self._picked(session.comparison, picked.index, session)
 
     def _picked(self, results, index, session):
@@ -355,17 +360,17 @@ class Events:
         update = self._restored(result.settings) | self._shown(result, session)
         return update | {self.c.status: status(result.summary, "done")}
 
-    def use_result(self, request: gr.Request):
+    def use_result(self, page: gr.Request):
         """Make the shown result the input."""
-        shown = self.sessions.get(request.session_hash).shown
+        shown = self.sessions.get(page.session_hash).shown
         return shown.path if shown else gr.skip()
 
-    def restore(self, file, request: gr.Request):
+    def restore(self, file, page: gr.Request):
         """Take the settings out of an uploaded file of this program."""
         try:
             read_image(file)
         except UnreadableImage as error:
-            yield self._failed(error, self.sessions.get(request.session_hash))
+            yield self._failed(error, self.sessions.get(page.session_hash))
             raise self._toast(error) from error
         if (settings := read_settings(file)) is None:
             yield {self.c.status: ""}
@@ -386,9 +391,9 @@ class Events:
             update[self.controls[name]] = [*getattr(settings, name)]
         return update | {self.c.keep_seed: True}
 
-    def paint(self, use_mask, file, resolution, request: gr.Request):
+    def paint(self, use_mask, file, resolution, page: gr.Request):
         """Put the image into the editor of masks, or hide that."""
-        session = self.sessions.get(request.session_hash)
+        session = self.sessions.get(page.session_hash)
         if file:
             self.sessions.add_upload(session, file)
         if not use_mask:
@@ -406,12 +411,12 @@ class Events:
 
     def tick(self):
         """The state of the model, every second until it is ready."""
-        is_busy = any(job.is_trial for job in [*self.editor.jobs])
+        is_busy = any(request.is_trial for request in [*self.editor.requests])
         return self.state(), gr.update(active=is_busy)
 
     def state(self):
         """The state of the model, HTML."""
-        trial = next((job for job in [*self.editor.jobs] if job.is_trial), None)
+        trial = next((request for request in [*self.editor.requests] if request.is_trial), None)
         if trial is None and self.editor.trial_error:
             error = html.escape(self._in_words(self.editor.trial_error))
             return f'<span class="failed" title="{error}">the first program failed</span>'
@@ -421,10 +426,10 @@ class Events:
         seconds = time.monotonic() - trial.progress.since
         return f'<span class="busy">compiling for {width}x{height}, {seconds:.0f} s</span>'
 
-    def close(self, request: gr.Request):
+    def close(self, page: gr.Request):
         """Forget the session."""
-        self.cancel(request)
-        self.sessions.close(request.session_hash)
+        self.cancel(page)
+        self.sessions.close(page.session_hash)
 
     # ------------------------------------------------------------ the API
 
@@ -444,11 +449,11 @@ class Events:
         negative_prompt,
         mask_feather,
         mask=None,
-        request: gr.Request = None,
+        page: gr.Request = None,
     ):
         """Edit an image; intermediate results are the progress, the last one the image."""
         values = {name: value for name, value in locals().items() if name in LABELS}
-        async for update in self._api_run(values, image, mask, request):
+        async for update in self._api_run(values, image, mask, page):
             yield update
 
     async def api_image(
@@ -464,15 +469,15 @@ class Events:
         lora,
         lora_weight,
         negative_prompt,
-        request: gr.Request,
+        page: gr.Request,
     ):
         """Make an image from text; intermediate results are the progress."""
         values = {name: value for name, value in locals().items() if name in LABELS}
-        async for update in self._api_run(values, None, None, request):
+        async for update in self._api_run(values, None, None, page):
             yield update
 
-    async def _api_run(self, values, image, mask, request):
-        session = self.sessions.get(request.session_hash)
+    async def _api_run(self, values, image, mask, page):
+        session = self.sessions.get(page.session_hash)
         for file in filter(None, (image, mask)):
             self.sessions.add_upload(session, file)
         try:
@@ -487,16 +492,16 @@ class Events:
                         "the mask has {}x{} pixels, the image {}x{}; make it of the same "
                         "size".format(*mask.size, *image.size)
                     )
-            job = self.editor.submit(Job(settings, image, mask))
-            async with aclosing(self.editor.follow(job)) as following:
+            request = self.editor.submit(ImageRequest(settings, image, mask))
+            async with aclosing(self.editor.follow(request)) as following:
                 async for progress in following:
                     yield None, {"stage": progress.stage, "step": progress.step}
         except Stopped as error:
             raise gr.Error("cancelled", print_exception=False) from error
         except (ValueError, OSError) as error:
             raise gr.Error(self._in_words(error), print_exception=False) from error
-        (result,) = self.sessions.add(session, job.images, None, [settings], self.editor.edits)
-        yield result.path, asdict(settings) | {"seconds": job.seconds}
+        (result,) = self.sessions.add(session, request.images, None, [settings], self.editor.edits)
+        yield result.path, asdict(settings) | {"seconds": request.seconds}
 
 
 def as_number(name, value, kind):

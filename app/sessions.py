@@ -36,7 +36,7 @@ class Session:
     results: list = field(default_factory=list)
     comparison: list = field(default_factory=list)  # Results of the last one
     shown: Result | None = None
-    job: Any = None  # the last one
+    request: Any = None  # the last one
     uploads: set = field(default_factory=set)  # Paths
     number: int = 0  # of images that were made
     used: float = field(default_factory=time.monotonic)

@@ -23,6 +23,7 @@ SHAPES = {  # width to height of images from text
     "portrait 3:4": (3, 4),
     "portrait 9:16": (9, 16),
 }
+SCALES = ("guidance_scale", "image_guidance_scale")
 RANGES = {  # of the page's sliders
     "guidance_scale": (0, 20),
     "image_guidance_scale": (0, 5),

@@ -18,39 +18,39 @@ def status(text, kind, share=None):
     return f'<div class="line {kind}" role="{role}">{bar}<span>{text}</span></div>'
 
 
-def status_of(editor, job, progress):
-    """The status line of a job.
+def status_of(editor, request, progress):
+    """The status line of a request.
 
     Args:
-        editor: Editor, which has the job.
-        job: Job.
-        progress: of the job.
+        editor: Editor, which has the request.
+        request: ImageRequest.
+        progress: of the request.
     """
     seconds = time.monotonic() - progress.since
     if progress.stage == "waiting":
-        return status(waiting(editor, job, seconds), "busy")
+        return status(waiting(editor, request, seconds), "busy")
     if progress.stage == "loading":
         return status(f"reading the model with other weights, {seconds:.0f} s", "busy")
-    num_images, steps = len(job.scales), job.settings.num_inference_steps
-    first, last = progress.image + 1, min(progress.image + job.at_once, num_images)
+    num_images, steps = len(request.scales), request.settings.num_inference_steps
+    first, last = progress.image + 1, min(progress.image + request.at_once, num_images)
     numbers = f"image {first}" if first == last else f"images {first} to {last}"
     of_several = f"{numbers} of {num_images}, " * (num_images > 1)
     if progress.stage == "compiling":
-        return status(of_several + compiling(editor, job, progress, seconds), "busy")
+        return status(of_several + compiling(editor, request, progress, seconds), "busy")
     if not editor.config.progress:
-        whole = editor.seconds_left(job, progress._replace(image=0))
+        whole = editor.seconds_left(request, progress._replace(image=0))
         whole = f" of {about(whole)}" if whole else ""
         return status(f"{of_several}{seconds:.0f} s{whole}", "busy")
     text = f"{of_several}step {min(progress.step, steps)} of {steps}"
-    if left := editor.seconds_left(job, progress):
+    if left := editor.seconds_left(request, progress):
         text += f", {about(left)} left"
     done = progress.image + (last - first + 1) * progress.step / steps
     return status(text, "busy", min(1, done / num_images))
 
 
-def waiting(editor, job, seconds):
-    """What a job waits for."""
-    current, number = editor.current, editor.num_before(job)
+def waiting(editor, request, seconds):
+    """What a request waits for."""
+    current, number = editor.current, editor.num_before(request)
     if number == 1 and current and current.is_trial:
         return f"waiting for the program, which compiles, {seconds:.0f} s"
     if number == 0:
@@ -58,15 +58,15 @@ def waiting(editor, job, seconds):
     return f"waiting for {number} request{'s' * (number > 1)} before this one"
 
 
-def compiling(editor, job, progress, seconds):
+def compiling(editor, request, progress, seconds):
     """How long a program compiles, and then its images take, as far as others were measured."""
-    width, height = editor.program_size(job)
-    steps = job.settings.num_inference_steps
+    width, height = editor.program_size(request)
+    steps = request.settings.num_inference_steps
     text = f"compiling for {width}x{height} and {steps} steps, once: {seconds:.0f} s"
     if editor.compile_seconds:
         text += f" of {about(editor.compile_seconds)}"
-    if left := editor.seconds_left(job, progress):
-        text += f", then {about(left)} for the image{'s' * (len(job.scales) > 1)}"
+    if left := editor.seconds_left(request, progress):
+        text += f", then {about(left)} for the image{'s' * (len(request.scales) > 1)}"
     return text
 
 

@@ -29,7 +29,7 @@ import app.editor
 import edit_app
 import edit_cli
 from app import server
-from app.editor import Editor, Job, Stopped, named_loras
+from app.editor import Editor, ImageRequest, Stopped, named_loras
 from app.images import image_to_paint_on, middle_of_change, painted_mask, read_upload
 from app.sessions import MAX_RESULTS, Sessions
 from app.settings import (
@@ -330,13 +330,13 @@ def open_editor(model, **options):
     return editor
 
 
-async def run_job(editor, job, until=lambda progress: False):
-    """All Progress of a job; it is left when one is as wanted."""
+async def follow_request(editor, request, until=lambda progress: False):
+    """All Progress of a request; it is left when one is as wanted."""
     found = []
-    async for progress in editor.follow(editor.submit(job)):
+    async for progress in editor.follow(editor.submit(request)):
         found.append(progress)
         if until(progress):
-            editor.stop(job)
+            editor.stop(request)
     return found
 
 
@@ -344,10 +344,10 @@ def test_the_queue(model, monkeypatch):
     """Jobs run in order; a stopped or abandoned one leaves; a full queue takes no more."""
     made, go_on = [], threading.Event()
 
-    def make(self, job):
+    def make(self, request):
         go_on.wait(10)
-        made.append(job.settings.seed)
-        if job.settings.seed == 3:
+        made.append(request.settings.seed)
+        if request.settings.seed == 3:
             raise ValueError("no memory")
 
     monkeypatch.setattr(Editor, "_make", make)
@@ -355,24 +355,24 @@ def test_the_queue(model, monkeypatch):
         Editor, "open", lambda self: threading.Thread(target=self._work, daemon=True).start()
     )
     editor = open_editor(model, max_queue=4)
-    jobs = [editor.submit(Job(Settings("red", seed=seed))) for seed in range(5)]
+    requests = [editor.submit(ImageRequest(Settings("red", seed=seed))) for seed in range(5)]
     with pytest.raises(ValueError, match="4 requests wait already; try again"):
-        editor.submit(Job(Settings("red")))
-    assert [editor.num_before(job) for job in jobs] == [0, 1, 2, 3, 4]
+        editor.submit(ImageRequest(Settings("red")))
+    assert [editor.num_before(request) for request in requests] == [0, 1, 2, 3, 4]
 
     async def abandon():
-        async with aclosing(editor.follow(jobs[1])) as following:
+        async with aclosing(editor.follow(requests[1])) as following:
             async for progress in following:
                 assert progress.stage == "waiting"
                 break
 
     asyncio.run(abandon())
-    editor.stop(jobs[2])
+    editor.stop(requests[2])
     go_on.set()
-    for job in jobs:
-        assert job.done.wait(10)
+    for request in requests:
+        assert request.done.wait(10)
     assert made == [0, 3, 4]
-    assert [type(job.error) for job in jobs] == [
+    assert [type(request.error) for request in requests] == [
         type(None),
         Stopped,
         Stopped,
@@ -381,30 +381,30 @@ def test_the_queue(model, monkeypatch):
     ]
 
 
-def test_a_job_says_how_long_it_takes(model):
-    """By its own steps; before them by the job before, in proportion to pixels and steps."""
+def test_a_request_says_how_long_it_takes(model):
+    """By its own steps; before them by the request before, in proportion to pixels and steps."""
     editor = Editor(edit_app.Config(str(model), compilation_cache_dir=""))
     settings, image = Settings("red", num_inference_steps=10, resolution=32), photo(96, 72)
 
-    def line(job, stage, seconds, **more):
-        job.report(stage, **more)
-        job.progress = job.progress._replace(since=time.monotonic() - seconds)
-        if job.progress.step:
-            editor._measure(job, job.steps_done(job.progress))
-        return status_of(editor, job, job.progress)
+    def line(request, stage, seconds, **more):
+        request.report(stage, **more)
+        request.progress = request.progress._replace(since=time.monotonic() - seconds)
+        if request.progress.step:
+            editor._measure(request, request.steps_done(request.progress))
+        return status_of(editor, request, request.progress)
 
-    job = Job(settings, image)
-    assert "Compiling for 32x24 and 10 steps, once: 3 s<" in line(job, "compiling", 3)
+    request = ImageRequest(settings, image)
+    assert "Compiling for 32x24 and 10 steps, once: 3 s<" in line(request, "compiling", 3)
     editor.compile_seconds = 8
-    job.report("making", step=1)  # the first step, which the program's compilation was for
-    assert "Step 1 of 10<" in line(job, "making", 0, step=1)
-    assert "Step 4 of 10, about 12 s left<" in line(job, "making", 6, step=4)
+    request.report("making", step=1)  # the first step, which the program's compilation was for
+    assert "Step 1 of 10<" in line(request, "making", 0, step=1)
+    assert "Step 4 of 10, about 12 s left<" in line(request, "making", 6, step=4)
 
     twice = dataclasses.replace(settings, num_inference_steps=20, resolution=64)
     assert "once: 2 s of about 8 s, then about 3 min for the image<" in line(
-        Job(twice, image), "compiling", 2
+        ImageRequest(twice, image), "compiling", 2
     )
-    several = Job(settings, image, scales=((2.0, 1.0),) * 4, at_once=2)
+    several = ImageRequest(settings, image, scales=((2.0, 1.0),) * 4, at_once=2)
     several.report("making")
     assert "Images 1 to 2 of 4, step 5 of 10, about 15 s left<" in line(
         several, "making", 5, step=5
@@ -417,21 +417,21 @@ def test_a_job_says_how_long_it_takes(model):
 
 @pytest.mark.slow
 def test_the_editor_makes_the_images_of_edit_cli(model, photograph, tmp_path):
-    """Also after a job that was cancelled in its first steps, which ends early."""
+    """Also after a request that was cancelled in its first steps, which ends early."""
     settings = Settings("make it red", 3.0, 1.2, 4, seed=7, resolution=32)
     editor, image = open_editor(model), Image.open(photograph)
-    many = Job(dataclasses.replace(settings, num_inference_steps=100), image)
+    many = ImageRequest(dataclasses.replace(settings, num_inference_steps=100), image)
     with pytest.raises(Stopped):
-        asyncio.run(run_job(editor, many, lambda progress: progress.step > 0))
-    job, waiting = Job(settings, image), Job(settings, image)
-    editor.submit(job)
+        asyncio.run(follow_request(editor, many, lambda progress: progress.step > 0))
+    request, waiting = ImageRequest(settings, image), ImageRequest(settings, image)
+    editor.submit(request)
     editor.submit(waiting)
     editor.stop(waiting)
-    assert editor.num_before(job) <= 1
-    assert job.done.wait(60) and job.error is None and isinstance(waiting.error, Stopped)
-    assert many.progress.step < 100 and job.progress.step == 3
+    assert editor.num_before(request) <= 1
+    assert request.done.wait(60) and request.error is None and isinstance(waiting.error, Stopped)
+    assert many.progress.step < 100 and request.progress.step == 3
     expected = edit_by_cli(model, photograph, tmp_path / "cli.png", settings=settings)
-    np.testing.assert_array_equal(np.asarray(job.images[0]), expected)
+    np.testing.assert_array_equal(np.asarray(request.images[0]), expected)
 
     # A shape that is scaled for its program, and a mask.
     photo(96, 70).save(tmp_path / "near.png")
@@ -439,16 +439,16 @@ def test_the_editor_makes_the_images_of_edit_cli(model, photograph, tmp_path):
     mask.paste(1, (48, 0, 96, 70))
     mask.save(tmp_path / "mask.png")
     near = dataclasses.replace(settings, resolution=128, mask_feather=3)
-    job = editor.submit(Job(near, Image.open(tmp_path / "near.png"), mask))
-    assert job.done.wait(60) and job.error is None
+    request = editor.submit(ImageRequest(near, Image.open(tmp_path / "near.png"), mask))
+    assert request.done.wait(60) and request.error is None
     flags = ["--mask", str(tmp_path / "mask.png"), "--mask_feather", "3"]
     expected_near = edit_by_cli(
         model, tmp_path / "near.png", tmp_path / "b.png", *flags, settings=near
     )
     assert expected_near.shape == (92, 128, 3)
-    np.testing.assert_array_equal(np.asarray(job.images[0]), expected_near)
+    np.testing.assert_array_equal(np.asarray(request.images[0]), expected_near)
 
-    without = open_editor(model, progress=False).submit(Job(settings, image))
+    without = open_editor(model, progress=False).submit(ImageRequest(settings, image))
     assert without.done.wait(60) and without.error is None and without.progress.step == 0
     np.testing.assert_array_equal(np.asarray(without.images[0]), expected)
 
@@ -462,12 +462,14 @@ def test_a_comparison_runs_on_all_devices(tmp_path, photograph, text):
     settings = Settings("make it red", 2.0, 1.5, 3, seed=7, resolution=32)
     scales = [(2.0, x) for x in (1.0, 1.2, 1.5, 2.0, 3.0)]
     scales = [(1.0, 1.5), (2.0, 1.5), (7.5, 1.5)] if text else scales
-    job = editor.submit(Job(settings, image, scales=tuple(scales)))
-    assert job.done.wait(120) and job.error is None and job.at_once == 4
-    assert len(job.images) == len(scales) and len(editor.programs) == 1
+    request = editor.submit(ImageRequest(settings, image, scales=tuple(scales)))
+    assert request.done.wait(120) and request.error is None and request.at_once == 4
+    assert len(request.images) == len(scales) and len(editor.programs) == 1
     names = ("guidance_scale", "image_guidance_scale")
-    for one, found in zip(scales, job.images):
-        single = editor.submit(Job(dataclasses.replace(settings, **dict(zip(names, one))), image))
+    for one, found in zip(scales, request.images):
+        single = editor.submit(
+            ImageRequest(dataclasses.replace(settings, **dict(zip(names, one))), image)
+        )
         assert single.done.wait(120) and single.error is None
         difference = np.int16(single.images[0]) - np.int16(found)
         assert np.abs(difference).max() <= 1
@@ -481,11 +483,13 @@ def test_one_image_on_several_devices(model, photograph, tmp_path, flag):
     config = edit_app.Config(str(model), compilation_cache_dir="", **options)
     editor = Editor(config, edit_app.layout_of_flags(config))
     editor.open()
-    job = editor.submit(Job(settings, Image.open(photograph), scales=((3.0, 1.2), (3.0, 2.0))))
-    assert job.done.wait(120) and job.error is None and job.at_once == 1
+    request = editor.submit(
+        ImageRequest(settings, Image.open(photograph), scales=((3.0, 1.2), (3.0, 2.0)))
+    )
+    assert request.done.wait(120) and request.error is None and request.at_once == 1
     expected = edit_by_cli(model, photograph, tmp_path / "cli.png", *flag, settings=settings)
-    assert np.abs(np.int16(job.images[0]) - expected).max() <= 1
-    assert job.progress.step == 2
+    assert np.abs(np.int16(request.images[0]) - expected).max() <= 1
+    assert request.progress.step == 2
 
 
 @pytest.mark.slow
@@ -517,9 +521,9 @@ def test_lora_and_int8_of_a_request(model, photograph, tmp_path, monkeypatch):
     }
     images = {}
     for name, (change, flags) in changes.items():
-        job = editor.submit(Job(dataclasses.replace(plain, **change), image))
-        assert job.done.wait(120) and job.error is None
-        images[name] = np.asarray(job.images[0])
+        request = editor.submit(ImageRequest(dataclasses.replace(plain, **change), image))
+        assert request.done.wait(120) and request.error is None
+        images[name] = np.asarray(request.images[0])
         output = tmp_path / f"{name}.png"
         expected = edit_by_cli(model, photograph, output, *flags, settings=plain)
         assert np.abs(np.int16(images[name]) - expected).max() <= 1
