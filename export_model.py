@@ -24,11 +24,12 @@ with the names of Optimum's exports. Graphs are of PyTorch's classes with this m
 Every file is run by onnxruntime and compared with the Flax model, at two sizes and batches, before
 it gets its name; the largest difference is printed and stays in the file's metadata.
 
-openvino: the same parts for OpenVINO, compared in its runtime; examples/run_onnx.py runs them too.
---dtype float16 halves the weights, --quantize int8 has them in 8 bits.
+openvino: the same components for OpenVINO, compared in its runtime; examples/run_onnx.py runs
+them too. --dtype float16 halves the weights, --quantize int8 has them in 8 bits.
 
-coreml: the same parts for one --batch_size, --height and --width, as .mlpackage. Experimental: they
-are converted and never run here. --quantize palette8 or palette6 stores 256 or 64 values a matrix.
+coreml: the same components for one --batch_size, --height and --width, as .mlpackage.
+Experimental: they are converted and never run here. --quantize palette8 or palette6 stores 256 or
+64 values a matrix.
 
 stablehlo: the whole run as one program of jax.export, for one --batch_size, --height, --width and
 --num_inference_steps, which its name has; a file for each --platform. --run makes an image with it
@@ -115,18 +116,18 @@ class Config:
 
 
 def given_flags(config):
-    """Names of the flags that do not have their defaults."""
+    """Names of flags that differ from their defaults."""
     fields = dataclasses.fields(config)
     return [field.name for field in fields if getattr(config, field.name) != field.default]
 
 
 def is_installed(package):
-    """Whether a package is there, by the name of its module."""
+    """Whether a package is installed; package: its module's name."""
     return find_spec(package) is not None
 
 
 def require_packages(config):
-    """Raise a ValueError that says what to install for the format, if it is missing."""
+    """Raise a ValueError if packages that the format needs are not installed."""
     if missing := [name for name in PACKAGES[config.format] if not is_installed(name)]:
         raise ValueError(
             f"--format {config.format} needs {', '.join(missing)}: "
@@ -135,7 +136,7 @@ def require_packages(config):
 
 
 def check_flags(config):
-    """Raise a ValueError for flags that do not go together, or missing packages."""
+    """Raise a ValueError for flags that do not go together or for missing packages."""
     if not config.model or not config.output_dir:
         raise ValueError("give --model and --output_dir to export, or --run and --prompt")
     if given := [name for name in given_flags(config) if name in OF_RUN]:
@@ -176,7 +177,7 @@ def check_flags(config):
 
 
 def load_model_to_export(config):
-    """(the pipeline, (height, width) of images, its parameters with --lora folded in)."""
+    """(pipeline, (height, width) of images, parameters with --lora folded in)."""
     import jax.numpy as jnp
 
     from diffusers_flax.pipelines.base import pipeline_class
@@ -215,23 +216,23 @@ def export(config):
     jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
     pipeline, size, params = load_model_to_export(config)
     output_dir, batch_size = config.output_dir, config.batch_size or 1
-    of_parts = pipeline, params, output_dir, config.dtype or DTYPES[config.format][0]
+    arguments = pipeline, params, output_dir, config.dtype or DTYPES[config.format][0]
     if config.format == "onnx":
         from exporting.onnx_files import export_onnx
 
-        export_onnx(*of_parts, config.quantize)
+        export_onnx(*arguments, config.quantize)
     elif config.format == "openvino":
         os.environ.setdefault("CI", "true")  # else the import of openvino starts its telemetry
         from exporting.openvino_files import export_openvino
 
-        export_openvino(*of_parts, config.quantize)
+        export_openvino(*arguments, config.quantize)
     elif config.format == "coreml":
         from exporting.folders import quiet
 
         with quiet():
             from exporting.coreml_files import export_coreml
 
-        export_coreml(*of_parts, config.quantize, batch_size, size)
+        export_coreml(*arguments, config.quantize, batch_size, size)
     else:
         from exporting.stablehlo_files import export_stablehlo
 

@@ -5,6 +5,7 @@ import html
 import time
 from contextlib import aclosing
 from dataclasses import asdict, fields, replace
+from types import SimpleNamespace
 
 import gradio as gr
 from PIL import Image
@@ -29,15 +30,13 @@ from app.layout import (
 from app.settings import (
     SCALES,
     Settings,
-    as_unicode,
     check_settings,
     draw_seed,
     read_settings,
     within_limits,
 )
-from app.status import status, status_of
+from app.status import in_words, status, status_of
 from diffusers_flax.images import save_image
-from diffusers_flax.messages import one_line
 from editing.edits import fit_image
 from editing.masks import read_mask_of
 from generating.captions import GRID_MARGIN, captioned, tile_grid
@@ -46,11 +45,11 @@ MAX_COMPARED = 8
 
 
 class UnreadableImage(ValueError):
-    """The image that a user has given."""
+    """The page's image cannot be read."""
 
 
-def read_image(file):
-    """The image of a user, see read_upload; an UnreadableImage says what is wrong."""
+def open_image_of_page(file):
+    """read_upload, but an UnreadableImage says what is wrong."""
     try:
         return read_upload(file)
     except FileNotFoundError as error:
@@ -60,12 +59,13 @@ def read_image(file):
 
 
 class Events:
-    """The handlers of the page's events."""
+    """Handlers of the page's events."""
 
     def __init__(self, editor, sessions, components):
         self.editor, self.sessions, self.c = editor, sessions, components
         self.controls = settings_components(components)
         self.labels = labels_of(editor.edits) | {"values": "Values"}
+        self.names = SimpleNamespace(**asdict(editor.defaults()) | vars(editor.config))
 
     def connect(self, blocks):
         """Attach the handlers, in the current gr.Blocks."""
@@ -98,7 +98,7 @@ class Events:
         blocks.unload(self.close)
 
     def _all(self):
-        """The components that a request changes."""
+        """Components that a request changes."""
         c = self.c
         result = [c.result, c.status, c.download, c.use, c.gallery_title, c.gallery, c.seed]
         return [c.image, c.run, c.cancel, c.compare, *result, c.comparison, c.figure]
@@ -119,18 +119,18 @@ class Events:
             yield update
 
     async def compare(self, data, page: gr.Request):
-        """Make the same image at several values of a scale."""
+        """Make an image at several values of a scale."""
         session = self.sessions.get(page.session_hash)
         async for update in self._run(data, session, self._scales_of_several):
             yield update
 
     async def _run(self, data, session, scales_of):
-        """Make the images of the controls' values; yields the updates of the page."""
+        """Make the images that the controls describe; yields the page's updates."""
         c = self.c
         if data[c.image]:
             self.sessions.add_upload(session, data[c.image])
         if data[c.use_mask] and session.painted_since == float("inf"):
-            session.painted_since = 0  # the session is new after a lost connection, its mask is not
+            session.painted_since = 0  # a mask from before a lost connection
         try:
             settings = self._settings(data)
             scales = scales_of(settings, data)
@@ -156,7 +156,7 @@ class Events:
             self.editor.stop(request)  # of a page that was closed
 
     async def _watch(self, request, session):
-        """The updates of a request that was submitted."""
+        """The page's updates for a submitted request."""
         c, before, seen = self.c, None, None
         busy = gr.update(interactive=False)
         yield {c.run: busy, c.compare: busy, c.cancel: show()}
@@ -179,14 +179,14 @@ class Events:
         yield await asyncio.to_thread(self._finished, request, before, session)
 
     def _settings(self, data):
-        """The Settings of the controls; a new seed unless it is kept."""
+        """Settings from the controls; the seed is new unless it is kept."""
         values = {name: data[control] for name, control in self.controls.items()}
         if not data[self.c.keep_seed] or values["seed"] is None:
             values["seed"] = draw_seed()
         return self._checked(values)
 
     def _checked(self, values):
-        """The Settings of {name: value of its control}."""
+        """Checked Settings; values: {name: value of its control}."""
         own = values["scheduler"] in (None, OWN_SCHEDULER)
         changes = {"scheduler": None if own else values["scheduler"]}
         changes |= {name: values[name] or "" for name in ("instruction", "negative_prompt")}
@@ -196,7 +196,7 @@ class Events:
             if not isinstance(several, list | tuple) or not all(
                 isinstance(value, str) for value in several
             ):
-                raise ValueError(f"--{name} {several} is no list of names")
+                raise ValueError(f"--{name} {several} is not a list of names")
             changes[name] = tuple(several)
         for field in fields(Settings):
             if isinstance(field.default, float | int) and field.name in values:
@@ -216,7 +216,7 @@ class Events:
             return ImageRequest(settings, scales=scales)
         if not data[c.image]:
             raise ValueError("there is no image; drop one, paste one, or take an example")
-        image, mask = read_image(data[c.image]), None
+        image, mask = open_image_of_page(data[c.image]), None
         if data[c.use_mask]:
             mask = painted_mask((data[c.mask] or {}).get("layers") or [])
         return ImageRequest(settings, image, mask, scales)
@@ -225,7 +225,7 @@ class Events:
         return ()
 
     def _scales_of_several(self, settings, data):
-        """(guidance_scale, image_guidance_scale) at each value."""
+        """(guidance_scale, image_guidance_scale) for each value."""
         words = data[self.c.values].replace(",", " ").split()
         values = [as_number("values", word, float) for word in words]
         if not 2 <= len(values) <= MAX_COMPARED:
@@ -238,7 +238,7 @@ class Events:
         return tuple((one.guidance_scale, one.image_guidance_scale) for one in several)
 
     def _finished(self, request, before, session):
-        """Save the images of a request; the updates that show them."""
+        """Save a request's images; returns the updates that show them."""
         c, edits = self.c, self.editor.edits
         for file in session.folder.glob("preview-*.png"):
             file.unlink()
@@ -266,14 +266,14 @@ class Events:
         return update | {c.status: status(text, "done")}
 
     def _caption(self, settings, several):
-        """The scale in which the images of a comparison differ."""
+        """An image's value of the compared scale."""
         for name in SCALES:
             if len({getattr(one, name) for one in several}) > 1:
                 return f"{self.labels[name].lower()} {getattr(settings, name):g}"
         return ""
 
     def _figure(self, request, before, captions, session):
-        """The file of a comparison: the input and the images in a row, with captions."""
+        """Save a comparison as one image: original and results in a row, with captions."""
         images, captions = [*request.images], [*captions]
         if before is not None:
             with Image.open(before) as image:
@@ -287,7 +287,7 @@ class Events:
         return file
 
     def _shown(self, result, session):
-        """The updates that show a Result."""
+        """Updates that show a Result."""
         c, session.shown = self.c, result
         return self._compared(result.before, result.path) | {
             c.download: gr.update(value=result.path, interactive=True),
@@ -295,9 +295,9 @@ class Events:
         }
 
     def _compared(self, before, after):
-        """The update that shows an image; before: the input, or None. Paths.
+        """The update that shows a result; before, after: paths of the original and of the result.
 
-        The slider begins where the edit is, with half of the change on each side.
+        The slider starts in the middle of the change.
         """
         if not before:
             return {self.c.result: after}
@@ -306,18 +306,18 @@ class Events:
         return {self.c.result: gr.update(value=(before, after), slider_position=middle)}
 
     def _idle(self):
-        """The updates after a request."""
+        """Updates after a request."""
         c, ready = self.c, gr.update(interactive=True)
         return {c.run: ready, c.compare: ready, c.cancel: hide()}
 
     def _without_preview(self, session):
-        """The updates after a request that made nothing: the result before it."""
+        """Updates after a request without images: the previous result."""
         if session.shown and session.shown.path.exists():
             return self._idle() | self._shown(session.shown, session)
         return self._idle() | {self.c.result: None}
 
     def _failed(self, error, session):
-        """The updates that show an error, and no result, nor a file that is the cause."""
+        """Updates that show an error instead of the result; an unreadable image goes too."""
         c, session.shown = self.c, None
         update = {c.status: status(self._in_words(error), "failed"), c.result: None}
         update[c.download] = gr.update(value=None, interactive=False)
@@ -325,16 +325,13 @@ class Events:
         return update | ({c.image: None} if isinstance(error, UnreadableImage) else {})
 
     def _toast(self, error):
-        """The exception that shows an error over the page, where a phone shows it too."""
+        """An exception that Gradio shows over the page, also on a phone."""
         text = self._in_words(error)
         return gr.Error(html.escape(text[:1].upper() + text[1:]), print_exception=False)
 
     def _in_words(self, error):
-        """What an error says, with the page's names for flags."""
-        text = as_unicode(one_line(error))
-        for name, shown in self.labels.items():
-            text = text.replace(f"--{name} ", f"{shown} ")
-        return text
+        """An error's message, with the page's labels."""
+        return in_words(error, self.names, self.labels)
 
     # ------------------------------------------------------------ other events
 
@@ -344,12 +341,12 @@ class Events:
             self.editor.stop(request)
 
     def pick(self, picked: gr.SelectData, page: gr.Request):
-        """Show an image of the session again, with its settings."""
+        """Show one of the session's images again, with its settings."""
         session = self.sessions.get(page.session_hash)
         return self._picked(session.results, picked.index, session)
 
     def pick_compared(self, picked: gr.SelectData, page: gr.Request):
-        """Show an image of the comparison, with its settings."""
+        """Show one of the comparison's images, with its settings."""
         session = self.sessions.get(page.session_hash)
         return self._picked(session.comparison, picked.index, session)
 
@@ -361,14 +358,14 @@ class Events:
         return update | {self.c.status: status(result.summary, "done")}
 
     def use_result(self, page: gr.Request):
-        """Make the shown result the input."""
+        """Take the shown result as the original image."""
         shown = self.sessions.get(page.session_hash).shown
         return shown.path if shown else gr.skip()
 
     def restore(self, file, page: gr.Request):
-        """Take the settings out of an uploaded file of this program."""
+        """Restore the settings that an uploaded image of this program has."""
         try:
-            read_image(file)
+            open_image_of_page(file)
         except UnreadableImage as error:
             yield self._failed(error, self.sessions.get(page.session_hash))
             raise self._toast(error) from error
@@ -384,7 +381,7 @@ class Events:
         yield self._restored(settings) | {self.c.status: status(text, "info")}
 
     def _restored(self, settings):
-        """The updates of all controls."""
+        """Updates of all controls."""
         update = {control: getattr(settings, name) for name, control in self.controls.items()}
         update[self.controls["scheduler"]] = settings.scheduler or OWN_SCHEDULER
         for name in ("accelerate", "lora"):
@@ -392,7 +389,7 @@ class Events:
         return update | {self.c.keep_seed: True}
 
     def paint(self, use_mask, file, resolution, page: gr.Request):
-        """Put the image into the editor of masks, or hide that."""
+        """Put the image into the mask editor, or hide the editor."""
         session = self.sessions.get(page.session_hash)
         if file:
             self.sessions.add_upload(session, file)
@@ -400,7 +397,7 @@ class Events:
             return hide(), hide()
         session.painted_since = min(session.painted_since, time.time())
         try:
-            image = read_image(file) if file else None
+            image = open_image_of_page(file) if file else None
         except UnreadableImage:
             image = None
         if image is None:
@@ -410,12 +407,12 @@ class Events:
         return show(value={"background": str(large), "layers": [], "composite": None}), show()
 
     def tick(self):
-        """The state of the model, every second until it is ready."""
+        """Refresh the model's state, every second until it is ready."""
         is_busy = any(request.is_trial for request in [*self.editor.requests])
         return self.state(), gr.update(active=is_busy)
 
     def state(self):
-        """The state of the model, HTML."""
+        """The model's state, HTML."""
         trial = next((request for request in [*self.editor.requests] if request.is_trial), None)
         if trial is None and self.editor.trial_error:
             error = html.escape(self._in_words(self.editor.trial_error))
@@ -451,7 +448,7 @@ class Events:
         mask=None,
         page: gr.Request = None,
     ):
-        """Edit an image; intermediate results are the progress, the last one the image."""
+        """Edit an image; yields the progress, then the result."""
         values = {name: value for name, value in locals().items() if name in LABELS}
         async for update in self._api_run(values, image, mask, page):
             yield update
@@ -471,7 +468,7 @@ class Events:
         negative_prompt,
         page: gr.Request,
     ):
-        """Make an image from text; intermediate results are the progress."""
+        """Make an image from text; yields the progress, then the result."""
         values = {name: value for name, value in locals().items() if name in LABELS}
         async for update in self._api_run(values, None, None, page):
             yield update
@@ -505,7 +502,7 @@ class Events:
 
 
 def as_number(name, value, kind):
-    """A number of the page, of type float or int; a ValueError if it is none."""
+    """The page's value as a number; kind: float or int."""
     try:
         number = kind(value)
     except (TypeError, ValueError, OverflowError):

@@ -1,16 +1,21 @@
-"""The status line of the page: how far a request is, and about how long it takes."""
+"""The page's status line: a request's progress, estimated time and errors."""
 
 import html
+import re
 import time
+
+from app.settings import as_unicode
+from command_line import with_flags
+from diffusers_flax.messages import one_line
 
 
 def status(text, kind, share=None):
     """The HTML of the status line.
 
     Args:
-        text: what it says.
+        text: a sentence.
         kind: "busy", "done", "info" or "failed".
-        share: of the work that is done, from 0 to 1, for a bar; None: no bar.
+        share: work done, from 0 to 1, for a progress bar; None: no bar.
     """
     bar = "" if share is None else f'<progress value="{share:.3f}" max="1"></progress>'
     role = "alert" if kind == "failed" else "status"
@@ -22,9 +27,9 @@ def status_of(editor, request, progress):
     """The status line of a request.
 
     Args:
-        editor: Editor, which has the request.
+        editor: the request's Editor.
         request: ImageRequest.
-        progress: of the request.
+        progress: the request's Progress.
     """
     seconds = time.monotonic() - progress.since
     if progress.stage == "waiting":
@@ -49,7 +54,7 @@ def status_of(editor, request, progress):
 
 
 def waiting(editor, request, seconds):
-    """What a request waits for."""
+    """What a waiting request waits for."""
     current, number = editor.current, editor.num_before(request)
     if number == 1 and current and current.is_trial:
         return f"waiting for the program, which compiles, {seconds:.0f} s"
@@ -59,7 +64,7 @@ def waiting(editor, request, seconds):
 
 
 def compiling(editor, request, progress, seconds):
-    """How long a program compiles, and then its images take, as far as others were measured."""
+    """Time since compilation began, with estimates from earlier programs and images."""
     width, height = editor.program_size(request)
     steps = request.settings.num_inference_steps
     text = f"compiling for {width}x{height} and {steps} steps, once: {seconds:.0f} s"
@@ -71,5 +76,17 @@ def compiling(editor, request, progress, seconds):
 
 
 def about(seconds):
-    """An estimate in words."""
+    """An estimated time in words."""
     return f"about {max(1, seconds):.0f} s" if seconds < 120 else f"about {seconds / 60:.0f} min"
+
+
+def in_words(error, names, labels):
+    """An error's message for the page.
+
+    Args:
+        error: exception or text; it may name flags (`--seed 7`) or arguments (`seed=7`).
+        names: namespace of the flags and settings.
+        labels: {name: label on the page}.
+    """
+    text = with_flags(as_unicode(one_line(error)), names)
+    return re.sub(r"--(\w+)", lambda flag: labels.get(flag[1], flag[0]), text)

@@ -1,34 +1,34 @@
-"""The comparison of an exported part with our model."""
+"""Comparison of exported components with our models."""
 
 import numpy as np
 
-from exporting.parts import CHECKED_SIZES, random_inputs, run_flax
+from exporting.components import CHECKED_SIZES, random_inputs, run_flax
 
-# Largest difference of a part, as a share of its largest output.
+# Largest allowed difference, relative to a component's largest output.
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "int8": 0.15}
 
 
-def references(part, pipeline, params):
-    """Inputs and our model's outputs of a part, [(inputs, outputs)], at every checked size."""
-    inputs = [random_inputs(part, pipeline, *checked) for checked in CHECKED_SIZES]
-    return [(given, run_flax(part, pipeline, params, given)) for given in inputs]
+def references(component, pipeline, params):
+    """[(inputs, our model's outputs)] of a component at every checked size."""
+    inputs = [random_inputs(component, pipeline, *checked) for checked in CHECKED_SIZES]
+    return [(x, run_flax(component, pipeline, params, x)) for x in inputs]
 
 
-def compare_with_flax(part, found_by, expected, precision):
-    """How far an exported part is from our model.
+def compare_with_flax(component, found_by, expected, precision):
+    """Compare an exported component with our model.
 
     Args:
-        part: Part.
+        component: Component.
         found_by: function {input: array} -> list of outputs.
-        expected: of references.
+        expected: from references.
         precision: key of TOLERANCES.
 
     Returns:
-        {"largest_difference", "largest_output": floats of the output that differs most;
-        "compared_at": text}.
+        {"largest_difference", "largest_output": numbers of the output that differs most;
+        "compared_at": sizes}, texts.
 
     Raises:
-        ArithmeticError: it differs by more than the tolerance, or is not finite.
+        ArithmeticError: a difference exceeds the tolerance or is not finite.
     """
     worst = 0.0, 0.0, 1.0
     for inputs, outputs in expected:
@@ -39,8 +39,8 @@ def compare_with_flax(part, found_by, expected, precision):
     share, difference, scale = worst
     if not share <= TOLERANCES[precision]:
         raise ArithmeticError(
-            f"{part.name} in {precision} differs from the Flax model by {difference:.2e}, with "
-            f"outputs up to {scale:.2e}; nothing was written"
+            f"{component.name} in {precision} differs from the Flax model by {difference:.2e}, "
+            f"with outputs up to {scale:.2e}; nothing was written"
         )
     sizes = [f"batch {batch}, latents {h} x {w}" for batch, (h, w) in CHECKED_SIZES]
     return {
@@ -51,5 +51,5 @@ def compare_with_flax(part, found_by, expected, precision):
 
 
 def relative_difference(row):
-    """Key for max: the difference as a share of the largest output; NaN counts as the largest."""
+    """Key for max: the difference relative to the largest output, infinite for NaN."""
     return float("inf") if np.isnan(row[0]) else row[0]

@@ -1,4 +1,4 @@
-"""Writing an export, part by part: a directory appears when all of it is compared."""
+"""Writing an export; its directory appears when all components are compared."""
 
 import contextlib
 import gc
@@ -17,9 +17,9 @@ from diffusers_flax.loading.directories import INDEX_NAME, writing_pipeline
 from diffusers_flax.loading.files import remove, write_json
 from diffusers_flax.parameters import replace_leaves
 from exporting.agreement import compare_with_flax, references
-from exporting.parts import PARTS, exported_parts
+from exporting.components import COMPONENTS, exported_components
 
-# The files of a part, by format.
+# A component's files, by format.
 ONNX, ONNX_DATA = "model.onnx", "model.onnx_data"
 XML, BIN = "openvino_model.xml", "openvino_model.bin"
 PACKAGE = "model.mlpackage"
@@ -29,7 +29,7 @@ PROGRAM, WEIGHTS = ".jaxexport", "weights.safetensors"
 
 @contextlib.contextmanager
 def quiet():
-    """Without what the converters say about themselves."""
+    """Silence the converters' messages."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -48,8 +48,8 @@ def quiet():
 def writing_export(output_dir, keep_programs=False):
     """Yield an empty directory, then move its files into output_dir, model_index.json last.
 
-    Files of an earlier export that no new one replaces go, of any format, and so does what a killed
-    export left. If the caller fails, output_dir is not changed.
+    Deletes files of earlier exports, of any format, and of killed ones. If the caller fails,
+    output_dir does not change.
 
     Args:
         output_dir: Path of a directory, made if absent.
@@ -59,64 +59,71 @@ def writing_export(output_dir, keep_programs=False):
         shutil.rmtree(unfinished)
     with writing_pipeline(output_dir) as folder:
         yield folder
-        # From here on a kill leaves a directory that says that it is incomplete.
+        # A directory without its index is incomplete, as after a kill from here on.
         (output_dir / INDEX_NAME).unlink(missing_ok=True)
-        for part in PARTS:
+        for component in COMPONENTS:
             for name in (ONNX, ONNX_DATA, XML, BIN, PACKAGE):
-                if not (folder / part / name).exists():
-                    remove(output_dir / part / name)
+                if not (folder / component / name).exists():
+                    remove(output_dir / component / name)
         for program in [] if keep_programs else output_dir.glob(f"*{PROGRAM}"):
             for file in (program, program.with_suffix(".json"), output_dir / WEIGHTS):
                 file.unlink(missing_ok=True)
 
 
-def write_parts(pipeline, params, output_dir, write, precision_of):
-    """Write all parts of a pipeline, compared with our models, and what a run needs beside them.
+def write_components(pipeline, params, output_dir, write, precision_of):
+    """Write a pipeline's components, compared with our models, and the other files of a run.
 
     Args:
         pipeline: in float32.
-        params: its parameters; a module's are removed when its parts are written.
+        params: its parameters; a module's are removed when its components are written.
         output_dir: directory, made if absent.
-        write: function (part, saved, folder) that writes a part's files into a folder and returns
-            a function {input: array} -> list of outputs that runs them, and a function that takes
-            the agreement, to keep it in the files; two times None if this machine cannot run them.
-        precision_of: function (part) -> key of TOLERANCES; None if this machine cannot run it.
+        write: function (component, saved, folder) that writes a component's files into a folder.
+            Returns a function {input: array} -> list of outputs that runs them, and a function
+            that notes the agreement in them; None and None if this machine cannot run them.
+        precision_of: function (component) -> key of TOLERANCES; None if this machine cannot run
+            the files.
     """
-    parts = exported_parts(pipeline)
+    components = exported_components(pipeline)
     with writing_export(output_dir) as folder:
         write_beside(pipeline, folder)
-        with tqdm(parts, unit="part") as bar:
-            for i, part in enumerate(bar):
-                bar.set_description(part.name)
+        with tqdm(components, unit="component") as bar:
+            for i, component in enumerate(bar):
+                bar.set_description(component.name)
                 started = time.perf_counter()
-                (folder / part.name).mkdir()
-                module = getattr(pipeline, part.module)
-                getattr(module, "module", module).save_config(folder / part.name)
-                # Each comparison would copy NumPy's arrays once more.
-                replace_leaves(jnp.asarray, params[part.module])
+                (folder / component.name).mkdir()
+                module = getattr(pipeline, component.module)
+                getattr(module, "module", module).save_config(folder / component.name)
+                # jax would copy NumPy's arrays in each comparison.
+                replace_leaves(jnp.asarray, params[component.module])
                 runs = precision_of is not None
-                expected = references(part, pipeline, params[part.module]) if runs else None
-                is_last = all(later.module != part.module for later in parts[i + 1 :])
+                expected = (
+                    references(component, pipeline, params[component.module]) if runs else None
+                )
+                is_last = all(later.module != component.module for later in components[i + 1 :])
                 take = params.pop if is_last else params.get
                 with tempfile.TemporaryDirectory(dir=folder) as saved:
-                    # Our weights leave the memory before the part's file is written and run.
-                    module.save_pretrained(saved, params=take(part.module), max_shard_size="1GB")
-                    gc.collect()  # traces of run_flax have the parameters in reference cycles
-                    run, note = write(part, saved, folder / part.name)
+                    # Frees our weights before the component's file is written and run.
+                    module.save_pretrained(
+                        saved, params=take(component.module), max_shard_size="1GB"
+                    )
+                    gc.collect()  # run_flax's traces keep the parameters in reference cycles
+                    run, note = write(component, saved, folder / component.name)
                 text = "converted, never run here"
                 if runs:
-                    agreement = compare_with_flax(part, run, expected, precision_of(part))
+                    agreement = compare_with_flax(component, run, expected, precision_of(component))
                     note(agreement)
                     text = "largest difference {largest_difference} of {largest_output}".format(
                         **agreement
                     )
-                num_bytes = sum(file.stat().st_size for file in (folder / part.name).rglob("*"))
+                num_bytes = sum(
+                    file.stat().st_size for file in (folder / component.name).rglob("*")
+                )
                 seconds = time.perf_counter() - started
-                bar.write(f"{part.name}: {text}, {in_bytes(num_bytes)}, {seconds:.0f} s")
+                bar.write(f"{component.name}: {text}, {in_bytes(num_bytes)}, {seconds:.0f} s")
 
 
 def write_beside(pipeline, folder):
-    """Write tokenizers, scheduler and model_index.json, as in a pipeline's directory."""
+    """Write tokenizers, scheduler and model_index.json."""
     for name in ("tokenizer", "tokenizer_2"):
         if (tokenizer := getattr(pipeline, name, None)) is not None:
             tokenizer.save_pretrained(folder / name)

@@ -1,4 +1,4 @@
-"""ONNX files of the parts of a pipeline, compared with our models by onnxruntime.
+"""ONNX files of a pipeline's components, compared with our models in onnxruntime.
 
 Names, folders and opset are as in Optimum's exports.
 """
@@ -16,13 +16,13 @@ from onnx_ir.tensor_adapters import TorchTensor
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from safetensors import safe_open
 
-from exporting.folders import ONNX, ONNX_DATA, quiet, write_parts
-from exporting.twins import example_tensors, open_twin
+from exporting.folders import ONNX, ONNX_DATA, quiet, write_components
+from exporting.torch_models import example_tensors, open_torch_model
 
 OPSET = 18
 # Protocol buffers end at 2 GB; the graph itself takes a few MB.
 LARGEST_FILE = 1_900_000_000
-# With convolutions in int8 too the demo's image is 35 dB from the Flax pipeline's instead of 41.
+# With int8 convolutions the demo's image has 35 dB to the Flax pipeline's, instead of 41.
 QUANTIZED_OPERATORS = ["MatMul", "Gemm"]
 NOTE = (
     "The graph is PyTorch's model of the same architecture with the weights of the Flax model; "
@@ -32,61 +32,60 @@ NOTE = (
 
 
 def export_onnx(pipeline, params, output_dir, dtype, quantize):
-    """Write the ONNX files of a pipeline.
+    """Write a pipeline's ONNX files.
 
     Args:
-        pipeline, params, output_dir: as for write_parts.
-        dtype: "float32" or "float16", of weights, inputs and outputs; timesteps and numbers of
-            pixels are float32, and so is a VAE whose activations exceed float16.
+        pipeline, params, output_dir: as for write_components.
+        dtype: "float32" or "float16", of weights, inputs and outputs; timesteps, time_ids and a
+            VAE whose activations exceed float16 stay in float32.
         quantize: "int8", or None.
     """
 
-    def write(part, saved, folder):
+    def write(component, saved, folder):
         with quiet():
-            own = dtype_of(part, pipeline, dtype)
-            write_onnx(part, pipeline, saved, folder, own, quantize is not None)
+            own = dtype_of(component, pipeline, dtype)
+            write_onnx(component, pipeline, saved, folder, own, quantize is not None)
         return open_onnx(folder / ONNX), partial(note_agreement, folder / ONNX)
 
-    def precision_of(part):
-        return quantize or dtype_of(part, pipeline, dtype)
+    def precision_of(component):
+        return quantize or dtype_of(component, pipeline, dtype)
 
-    write_parts(pipeline, params, output_dir, write, precision_of)
+    write_components(pipeline, params, output_dir, write, precision_of)
 
 
-def dtype_of(part, pipeline, dtype):
-    """The dtype of a part's weights, if float16 is wanted."""
-    is_vae = part.module == "vae"
+def dtype_of(component, pipeline, dtype):
+    """The dtype of a component's weights; a VAE with force_upcast stays in float32."""
+    is_vae = component.module == "vae"
     return "float32" if is_vae and pipeline.vae.config.force_upcast else dtype
 
 
-def write_onnx(part, pipeline, saved, folder, dtype="float32", int8=False):
-    """Write a part's ONNX file, and its weights beside it if they are too many for one file.
+def write_onnx(component, pipeline, saved, folder, dtype="float32", int8=False):
+    """Write a component's ONNX file; weights above LARGEST_FILE get a file of their own.
 
     Args:
-        part: Part.
-        pipeline: has the part.
-        saved: directory of the part's module, as its save_pretrained writes it.
-        folder: Path of the part's folder, which exists.
+        component: Component.
+        pipeline: the component's pipeline.
+        saved: directory that the module's save_pretrained wrote.
+        folder: Path of the component's folder, which exists.
         dtype: name of the weights' dtype.
-        int8: whether to quantize the weights of matrix products.
+        int8: quantize the weights of matrix products.
     """
-    file, axes = folder / ONNX, tuple(part.axes().values())
-    # The UNet is traced without weights, which would double the peak of memory; other parts are
-    # small.
-    device = "meta" if part.name == "unet" else "cpu"
-    tensors = [tensor.to(device) for tensor in example_tensors(part, pipeline, dtype)]
+    file, axes = folder / ONNX, tuple(component.axes().values())
+    # Weights would double the peak memory of the UNet's trace; other components are small.
+    device = "meta" if component.name == "unet" else "cpu"
+    tensors = [tensor.to(device) for tensor in example_tensors(component, pipeline, dtype)]
     program = torch.onnx.export(
-        open_twin(part, saved, dtype, device),
+        open_torch_model(component, saved, dtype, device),
         tuple(tensors),
         dynamo=True,
         optimize=False,
         verbose=False,
         opset_version=OPSET,
         external_data=False,
-        input_names=list(part.inputs),
-        output_names=list(part.outputs),
-        # The UNet's twin takes its inputs as *arrays, one argument.
-        dynamic_shapes=(axes,) if part.name == "unet" else axes,
+        input_names=list(component.inputs),
+        output_names=list(component.outputs),
+        # TorchUNet takes its inputs as *arrays, one argument.
+        dynamic_shapes=(axes,) if component.name == "unet" else axes,
     )
     if device == "meta":
         add_weights(program.model.graph, saved, dtype)
@@ -99,12 +98,12 @@ def write_onnx(part, pipeline, saved, folder, dtype="float32", int8=False):
 
 
 def add_weights(graph, folder, dtype):
-    """Give the initializers of a twin's graph its weights, which are read when they are needed.
+    """Give the initializers of a graph their weights, which are read when needed.
 
     Args:
         graph: of onnx_ir.
-        folder: as for open_twin.
-        dtype: name of the dtype that they are cast to.
+        folder: as for open_torch_model.
+        dtype: name of the weights' dtype.
     """
     files = {}
     for file in Path(folder).glob("*.safetensors"):
@@ -124,7 +123,7 @@ def add_weights(graph, folder, dtype):
 
 
 def save(model, file):
-    """Write a model of onnx_ir, with its weights beside it if they are too many for one file."""
+    """Write a model of onnx_ir; weights above LARGEST_FILE get a file of their own."""
     weights = [value.const_value for value in model.graph.initializers.values()]
     if sum(array.nbytes for array in weights if array is not None) > LARGEST_FILE:
         onnx_ir.save(model, file, external_data=ONNX_DATA)
@@ -133,7 +132,7 @@ def save(model, file):
 
 
 def quantize_file(file):
-    """Replace an ONNX file by one with int8 weights in matrix products."""
+    """Quantize the weights of matrix products in an ONNX file to int8."""
     whole, quantized = file.with_name("float.onnx"), file.with_name("int8.onnx")
     file.rename(whole)
     quantize_dynamic(
@@ -152,21 +151,21 @@ def quantize_file(file):
 
 
 def open_onnx(file):
-    """A function {input: array} -> list of outputs, by onnxruntime on the CPU."""
+    """A function {input: array} -> list of outputs that runs a file in onnxruntime on the CPU."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
     session = onnxruntime.InferenceSession(file, options, ["CPUExecutionProvider"])
     types = {x.name: np.float16 if "float16" in x.type else None for x in session.get_inputs()}
 
     def run(inputs):
-        given = {name: array.astype(types[name] or array.dtype) for name, array in inputs.items()}
-        return session.run(None, given)
+        cast = {name: array.astype(types[name] or array.dtype) for name, array in inputs.items()}
+        return session.run(None, cast)
 
     return run
 
 
 def note_agreement(file, agreement):
-    """Write the result of the comparison into an ONNX file, without reading its weights.
+    """Write the agreement into an ONNX file's metadata, without reading its weights.
 
     Args:
         file: Path.

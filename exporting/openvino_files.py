@@ -1,23 +1,23 @@
-"""OpenVINO's files of the parts of a pipeline, made from ONNX files, compared in its runtime."""
+"""OpenVINO files of a pipeline's components, made from ONNX files, compared in its runtime."""
 
 import openvino
 
-from exporting.folders import BIN, ONNX, ONNX_DATA, XML, quiet, write_parts
+from exporting.folders import BIN, ONNX, ONNX_DATA, XML, quiet, write_components
 from exporting.onnx_files import NOTE, write_onnx
 
 
 def export_openvino(pipeline, params, output_dir, dtype, quantize):
-    """Write OpenVINO's files of a pipeline.
+    """Write a pipeline's OpenVINO files.
 
     Args:
-        pipeline, params, output_dir: as for write_parts.
+        pipeline, params, output_dir: as for write_components.
         dtype: "float32" or "float16", of the weights; inputs and outputs are float32.
         quantize: "int8", of all weights, or None.
     """
 
-    def write(part, saved, folder):
+    def write(component, saved, folder):
         with quiet():
-            write_onnx(part, pipeline, saved, folder)
+            write_onnx(component, pipeline, saved, folder)
             model = openvino.Core().read_model(folder / ONNX)
             if quantize:
                 import nncf  # seconds
@@ -39,16 +39,16 @@ def export_openvino(pipeline, params, output_dir, dtype, quantize):
 
         return open_openvino(folder / XML), note
 
-    write_parts(pipeline, params, output_dir, write, lambda part: quantize or dtype)
+    write_components(pipeline, params, output_dir, write, lambda component: quantize or dtype)
 
 
 def save(model, folder, dtype):
-    """Write a model; the weights of float16 are half as large and computed with in float32."""
+    """Write a model; dtype "float16" stores weights in half the bytes, computed in float32."""
     openvino.save_model(model, folder / XML, compress_to_fp16=dtype == "float16")
 
 
 def open_openvino(file):
-    """A function {input: array} -> list of outputs, by OpenVINO on the CPU, in float32."""
+    """A function {input: array} -> list of outputs that runs a file on the CPU in float32."""
     exact = {"INFERENCE_PRECISION_HINT": "f32"}
     compiled = openvino.Core().compile_model(file, "CPU", exact)
 

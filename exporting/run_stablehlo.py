@@ -26,15 +26,15 @@ def run_program(file, prompt, negative_prompt, image_file, seed, guidance_scales
     Args:
         file: Path of the .jaxexport.
         prompt, negative_prompt: texts, for all images.
-        image_file: Path of the image to edit, or None.
+        image_file: Path of the original image, or None.
         seed: of the noise.
-        guidance_scales: of the prompt and of the image.
+        guidance_scales: (guidance_scale, image_guidance_scale).
 
     Returns:
         float32 (B, H, W, 3) in [0, 1].
 
     Raises:
-        ValueError: it is no such program, or the flags do not fit it.
+        ValueError: it is not a program, or the flags do not fit it.
     """
     program, settings, weights = open_program(file)
     shapes = {name: shape for name, (shape, _) in settings["arrays"].items()}
@@ -64,7 +64,7 @@ def run_program(file, prompt, negative_prompt, image_file, seed, guidance_scales
 
 
 def open_program(file):
-    """(jax.export.Exported, its settings, its weights) of a file."""
+    """(jax.export.Exported, settings, weights) of a file."""
     settings_file = file.with_suffix(".json")
     if not file.is_file() or not settings_file.is_file():
         raise ValueError(
@@ -103,13 +103,13 @@ def open_program(file):
 
 
 def token_ids(folder, text, shape, flag):
-    """Token ids of a text by every tokenizer, padded or cut, which is printed.
+    """Token ids of a text from every tokenizer, padded or cut; a cut is printed.
 
     Args:
-        folder: of the export.
-        text: of all images.
+        folder: the export.
+        text: for all images.
         shape: (B, T) or (B, encoders, T).
-        flag: that has the text.
+        flag: the text's flag.
     """
     rows, used = [], shape[-1] - 2  # without the tokens of start and end
     for name in ("tokenizer", "tokenizer_2"):
@@ -129,7 +129,7 @@ def token_ids(folder, text, shape, flag):
 
 
 def read_input_image(file, shape):
-    """The image in a file, float32 of shape (B, 3, H, W) in [-1, 1], cropped to its sides."""
+    """An image file, resized and cropped to a shape (B, 3, H, W): float32 in [-1, 1]."""
     try:
         with open(file, "rb") as opened:
             image = to_rgb(ImageOps.exif_transpose(open_image(opened)))
@@ -143,7 +143,7 @@ def read_input_image(file, shape):
 
 
 def save_images(images, output):
-    """Write images as PNGs, or as the floats of an .npy; return the paths."""
+    """Write images as PNG files, or as floats to an .npy file; returns the paths."""
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     if output.suffix == ".npy":

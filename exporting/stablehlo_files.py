@@ -1,7 +1,7 @@
-"""The whole run of a pipeline as one program of jax.export, for run_stablehlo.py.
+"""A pipeline's whole run as one program of jax.export, for run_stablehlo.py.
 
 The file has no weights and no model code; weights lie beside it. jax refuses such files after about
-six months, see jax.export's compatibility guarantees: the weights are the archive.
+six months, see jax.export's compatibility guarantees. The weights remain readable.
 """
 
 import shutil
@@ -20,7 +20,7 @@ from exporting.folders import PROGRAM, WEIGHTS, write_beside, writing_export
 
 
 def program_name(pipeline, platform, batch_size, size, num_inference_steps):
-    """The file's name without its ending."""
+    """A program's file name without suffix."""
     kind = "edit" if is_edit(pipeline) else "image"
     height, width = size
     return f"{kind}-batch{batch_size}-{width}x{height}-{num_inference_steps}steps-{platform}"
@@ -32,14 +32,14 @@ def is_edit(pipeline):
 
 
 def generate_function(pipeline, size, num_inference_steps):
-    """(weights, arrays) -> images, float32 (B, H, W, 3) in [0, 1]; one pure function.
+    """A pure function (weights, arrays) -> images, float32 (B, H, W, 3) in [0, 1].
 
-    weights: {path joined by "/": array}; arrays: as of abstract_arrays.
+    weights: {path joined by "/": array}; arrays: see abstract_arrays.
     """
     height, width = size
     options = dict(num_inference_steps=num_inference_steps, height=height, width=width)
     state = pipeline.scheduler.create_state()
-    # From text, numbers up to 1 are no guidance. The scale of a program is an array, with which the
+    # From text, scales up to 1 are no guidance. A program's scale is an array, with which the
     # pipelines would interpolate between the null text and the text.
     embeds_scale = pipeline.unet.config.time_cond_proj_dim is not None
     ends_at_1 = not is_edit(pipeline) and not embeds_scale
@@ -47,16 +47,16 @@ def generate_function(pipeline, size, num_inference_steps):
     def generate(weights, arrays):
         params = unflatten_dict(weights, sep="/") | {"scheduler": state}
         rng = jax.random.wrap_key_data(arrays["key"])
-        given = {name: x for name, x in arrays.items() if name != "key"}
+        inputs = {name: x for name, x in arrays.items() if name != "key"}
         if ends_at_1:
-            given["guidance_scale"] = jnp.maximum(given["guidance_scale"], 1)
-        return pipeline._generate(params=params, prng_seed=rng, **given, **options)
+            inputs["guidance_scale"] = jnp.maximum(inputs["guidance_scale"], 1)
+        return pipeline._generate(params=params, prng_seed=rng, **inputs, **options)
 
     return generate
 
 
 def abstract_arrays(pipeline, batch_size, size):
-    """{argument: jax.ShapeDtypeStruct} of a program."""
+    """A program's inputs, {argument: jax.ShapeDtypeStruct}."""
     struct = jax.ShapeDtypeStruct
     ids = np.asarray(pipeline.prepare_text_inputs([""] * batch_size))
     arrays = {
@@ -64,7 +64,7 @@ def abstract_arrays(pipeline, batch_size, size):
         "key": struct((2,), jnp.uint32),
         "guidance_scale": struct((), jnp.float32),
     }
-    # SDXL's states of no negative prompt are zeros, of which a program with the ids has none.
+    # Without a negative prompt, SDXL's states are zeros, which no token ids give.
     if not getattr(pipeline, "force_zeros_for_empty_prompt", False):
         arrays["neg_prompt_ids"] = struct(ids.shape, jnp.int32)
     if is_edit(pipeline):
@@ -76,16 +76,15 @@ def abstract_arrays(pipeline, batch_size, size):
 def export_stablehlo(
     pipeline, params, output_dir, platforms, batch_size, size, num_inference_steps
 ):
-    """Write a program, and the weights, tokenizers and schedule that it needs.
+    """Write programs, and the weights, tokenizers and scheduler that they need.
 
     Args:
         pipeline: in the dtype to compute in.
         params: its parameters, cast in place.
-        output_dir: Path of a directory, made if absent; a program of another size joins those in
-            it.
-        platforms: names of jax. Each has a program of its own: one for several chooses kernels
-            while it runs, which changes XLA's fusions and so the last bits of the image.
-        batch_size: images at once.
+        output_dir: Path of a directory, made if absent; it may have programs of other sizes.
+        platforms: jax's names, a program for each. One program for several would choose kernels
+            while it runs, which changes XLA's fusions and so the image's last bits.
+        batch_size: images.
         size: (height, width), pixels.
         num_inference_steps: denoising steps.
 
@@ -93,8 +92,8 @@ def export_stablehlo(
         Paths of the programs.
     """
     cast_params(pipeline, params)
-    parts = {name: tree for name, tree in params.items() if name != "scheduler"}
-    weights = {key: np.asarray(x) for key, x in flatten_dict(parts, sep="/").items()}
+    components = {name: tree for name, tree in params.items() if name != "scheduler"}
+    weights = {key: np.asarray(x) for key, x in flatten_dict(components, sep="/").items()}
     arrays = abstract_arrays(pipeline, batch_size, size)
     struct = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
     function = jax.jit(generate_function(pipeline, size, num_inference_steps))

@@ -343,14 +343,14 @@ def test_image_of_openvino_files(exports, tmp_path, name, flags, least):
     ("name", "flags"),
     [*((name, ()) for name in MODELS), *((name, OPENVINO) for name in ("demo", "edit", "xl_edit"))],
 )
-def test_parts_at_other_sizes(exports, name, flags):
+def test_components_at_other_sizes(exports, name, flags):
+    from exporting.components import exported_components, random_inputs, run_flax
     from exporting.onnx_files import open_onnx
     from exporting.openvino_files import open_openvino
-    from exporting.parts import exported_parts, random_inputs, run_flax
 
     model, folder = exports(name, *flags)
     pipeline, params = pipeline_class(model).from_pretrained(model)
-    for part in exported_parts(pipeline):
+    for part in exported_components(pipeline):
         file = folder / part.name / ("openvino_model.xml" if flags else "model.onnx")
         run = (open_openvino if flags else open_onnx)(file)
         for checked in ((1, (8, 8)), (3, (24, 16)), (2, (9, 7))):
@@ -407,8 +407,8 @@ def test_weights_beside_a_large_file(tmp_path, monkeypatch, flags):
 @needs("onnx")
 def test_lora_in_a_single_file(tmp_path):
     """The UNet and the text encoder are PyTorch's with the LoRA fused."""
+    from exporting.components import exported_components, random_inputs
     from exporting.onnx_files import open_onnx
-    from exporting.parts import exported_parts, random_inputs
 
     model = make_tiny_pipeline(tmp_path / "model", in_channels=4, unet_channels=(16, 32))
     file = write_single_file(tmp_path / "model.safetensors", original_layout(model))
@@ -429,7 +429,7 @@ def test_lora_in_a_single_file(tmp_path):
     export(file, tmp_path / "export", *flags)
 
     pipeline, _ = pipeline_class(model).from_pretrained(model)
-    unet, text, *_ = exported_parts(pipeline)
+    unet, text, *_ = exported_components(pipeline)
     inputs = random_inputs(unet, pipeline, 2, (9, 6))
     given = {name: torch.from_numpy(x) for name, x in inputs.items()}
     ids = random_inputs(text, pipeline, 2, None)["input_ids"]

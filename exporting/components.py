@@ -1,6 +1,7 @@
-"""The parts of a pipeline that are exported one by one: their inputs, and what our models give.
+"""Exported components of a pipeline: their inputs, and our models' outputs.
 
-Parts, inputs, outputs and axes have the names of Optimum's ONNX exports.
+Components, inputs, outputs and axes have the names of Optimum's ONNX exports, which has a VAE's
+encoder and decoder as two components.
 """
 
 from dataclasses import dataclass
@@ -10,20 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
-PARTS = (*TEXT_ENCODERS, "vae_encoder", "vae_decoder", "unet")
-# Latents (height, width) and batches at which every part is compared. The sides of the second are
-# odd: the UNet halves them and has to come back to the same size.
+COMPONENTS = (*TEXT_ENCODERS, "vae_encoder", "vae_decoder", "unet")
+# (batch, (height, width) of latents) at which every component is compared. The second has an odd
+# side, which the UNet halves and has to restore.
 CHECKED_SIZES = ((1, (16, 16)), (3, (13, 24)))
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a pipeline.
+class Component:
+    """An exported component of a pipeline.
 
     Fields:
-        name: of its folder in the export.
-        module: name of the pipeline's module, whose parameters it has.
-        inputs: {name: (shape, dtype)}; a shape has numbers and names of axes of any length.
+        name: its folder in the export.
+        module: name of the pipeline's module with its parameters.
+        inputs: {name: (shape, dtype)}; a dynamic axis of a shape is a name.
         outputs: names.
     """
 
@@ -33,22 +34,28 @@ class Part:
     outputs: tuple
 
     def axes(self):
-        """{input: {number of an axis: its name}} of the axes of any length."""
+        """{input: {index: name}} of dynamic axes."""
         return {
             name: {i: axis for i, axis in enumerate(shape) if isinstance(axis, str)}
             for name, (shape, _) in self.inputs.items()
         }
 
 
-def exported_parts(pipeline):
-    """The Parts of a pipeline, the UNet first, as its parameters are freed after its export."""
-    texts = [text_part(pipeline, name) for name in TEXT_ENCODERS if getattr(pipeline, name, None)]
+def exported_components(pipeline):
+    """A pipeline's Components, the UNet first, whose parameters are freed after its export."""
+    texts = [
+        text_component(pipeline, name) for name in TEXT_ENCODERS if getattr(pipeline, name, None)
+    ]
     num_time_ids = 5 if getattr(pipeline, "requires_aesthetics_score", False) else 6
-    return [unet_part(pipeline.unet.config, num_time_ids), *texts, *vae_parts(pipeline.vae)]
+    return [
+        unet_component(pipeline.unet.config, num_time_ids),
+        *texts,
+        *vae_components(pipeline.vae),
+    ]
 
 
-def text_part(pipeline, name):
-    """The Part of a text encoder; SDXL's UNet reads its hidden states."""
+def text_component(pipeline, name):
+    """A text encoder's Component; SDXL's UNet reads its hidden states."""
     encoder = getattr(pipeline, name)
     outputs = ["last_hidden_state", "pooler_output"]
     if name == "text_encoder_2":
@@ -56,21 +63,21 @@ def text_part(pipeline, name):
     if hasattr(pipeline, "text_encoder_2"):
         outputs += [f"hidden_states.{i}" for i in range(encoder.module.num_hidden_layers + 1)]
     inputs = {"input_ids": (("batch_size", "sequence_length"), np.int64)}
-    return Part(name, name, inputs, tuple(outputs))
+    return Component(name, name, inputs, tuple(outputs))
 
 
-def vae_parts(vae):
-    """The Parts of a VAE; the encoder's output has the mean and the logarithm of the variance."""
+def vae_components(vae):
+    """A VAE's Components; the encoder returns the mean and the logarithm of the variance."""
     image = ("batch_size", vae.in_channels, "height", "width")
     latents = ("batch_size", vae.latent_channels, "height_latent", "width_latent")
     return [
-        Part("vae_encoder", "vae", {"sample": (image, np.float32)}, ("latent_parameters",)),
-        Part("vae_decoder", "vae", {"latent_sample": (latents, np.float32)}, ("sample",)),
+        Component("vae_encoder", "vae", {"sample": (image, np.float32)}, ("latent_parameters",)),
+        Component("vae_decoder", "vae", {"latent_sample": (latents, np.float32)}, ("sample",)),
     ]
 
 
-def unet_part(config, num_time_ids):
-    """The Part of a UNet. Timesteps are floats, as some schedulers have fractions of them."""
+def unet_component(config, num_time_ids):
+    """A UNet's Component. Timesteps are floats, as some schedulers have fractional ones."""
     sample = ("batch_size", config.in_channels, "height", "width")
     text = ("batch_size", "sequence_length", config.cross_attention_dim)
     inputs = {
@@ -85,32 +92,32 @@ def unet_part(config, num_time_ids):
         inputs["time_ids"] = (("batch_size", num_time_ids), np.float32)
     if config.time_cond_proj_dim is not None:  # distilled with guidance
         inputs["timestep_cond"] = (("batch_size", config.time_cond_proj_dim), np.float32)
-    return Part("unet", "unet", inputs, ("out_sample",))
+    return Component("unet", "unet", inputs, ("out_sample",))
 
 
-def random_inputs(part, pipeline, batch, size):
-    """Inputs of a part, {name: array}, the same at every call.
+def random_inputs(component, pipeline, batch, size):
+    """Inputs {name: array} of a component, the same in every call.
 
     Args:
-        part: Part.
-        pipeline: has the part.
+        component: Component.
+        pipeline: the component's pipeline.
         batch: rows.
         size: (height, width) of the latents.
     """
     rng = np.random.default_rng(0)
     lengths = {"batch_size": batch, "sequence_length": 77}
-    if part.module in TEXT_ENCODERS:
-        module = getattr(pipeline, part.module).module
+    if component.module in TEXT_ENCODERS:
+        module = getattr(pipeline, component.module).module
         length = module.max_position_embeddings
         ids = rng.integers(0, module.vocab_size, (batch, length), np.int64)
         ids[:, -1] = module.eos_token_id if module.eos_token_id != 2 else module.vocab_size - 1
         return {"input_ids": ids}
-    scale = pipeline.vae_scale_factor if part.name == "vae_encoder" else 1
+    scale = pipeline.vae_scale_factor if component.name == "vae_encoder" else 1
     height, width = (side * scale for side in size)
     lengths |= {"height": height, "width": width, "height_latent": height, "width_latent": width}
     inputs = {
         name: rng.standard_normal([lengths.get(axis, axis) for axis in shape]).astype(dtype)
-        for name, (shape, dtype) in part.inputs.items()
+        for name, (shape, dtype) in component.inputs.items()
     }
     if "timestep" in inputs:
         inputs["timestep"] = np.array([500], np.float32)
@@ -120,35 +127,35 @@ def random_inputs(part, pipeline, batch, size):
     return inputs
 
 
-def run_flax(part, pipeline, params, inputs):
-    """Our model's outputs of a part, in its order, as NumPy arrays.
+def run_flax(component, pipeline, params, inputs):
+    """Our model's outputs, NumPy arrays in the component's order.
 
     Args:
-        part, pipeline: as for random_inputs.
-        params: of the part's module.
-        inputs: of random_inputs.
+        component, pipeline: as for random_inputs.
+        params: parameters of the component's module.
+        inputs: from random_inputs.
     """
     given = {name: jnp.asarray(array) for name, array in inputs.items()}
-    return [np.asarray(x) for x in jax.jit(flax_function(part, pipeline))(params, given)]
+    return [np.asarray(x) for x in jax.jit(flax_function(component, pipeline))(params, given)]
 
 
-def output_shapes(part, pipeline, inputs):
-    """Shapes of our model's outputs of a part, without its parameters; arguments of run_flax."""
-    module = getattr(pipeline, part.module)
+def output_shapes(component, pipeline, inputs):
+    """Shapes of our model's outputs, for random_inputs; needs no parameters."""
+    module = getattr(pipeline, component.module)
     params = jax.eval_shape(getattr(module, "module", module).init_weights, jax.random.key(0))
     given = {name: jnp.asarray(array) for name, array in inputs.items()}
-    return [x.shape for x in jax.eval_shape(flax_function(part, pipeline), params, given)]
+    return [x.shape for x in jax.eval_shape(flax_function(component, pipeline), params, given)]
 
 
-def flax_function(part, pipeline):
+def flax_function(component, pipeline):
     """(params, {input: array}) -> list of outputs, by our model."""
-    module = getattr(pipeline, part.module)
+    module = getattr(pipeline, component.module)
 
     def encode_text(params, given):
         ids = given["input_ids"].astype(jnp.int32)
         found = module(ids, params=params, output_hidden_states=True, return_dict=True)
         states = {f"hidden_states.{i}": x for i, x in enumerate(found.hidden_states)}
-        return [states[name] if name in states else found[name] for name in part.outputs]
+        return [states[name] if name in states else found[name] for name in component.outputs]
 
     def encode(params, given):
         moments = module.apply({"params": params}, given["sample"], method=module.moments)
@@ -166,4 +173,4 @@ def flax_function(part, pipeline):
         return [module.apply({"params": params}, *arguments, **options).sample]
 
     functions = {"vae_encoder": encode, "vae_decoder": decode, "unet": predict}
-    return functions.get(part.name, encode_text)
+    return functions.get(component.name, encode_text)
