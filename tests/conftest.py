@@ -20,7 +20,8 @@ os.environ["WANDB_MODE"] = "offline"
 import pytest
 
 pytest.register_assert_rewrite(
-    "helpers", "references", "torch_training", "trainer_runs", "trajectories"
+    *("exported", "helpers", "references", "served_app"),
+    *("torch_training", "trainer_runs", "trajectories"),
 )
 
 # A test run in the background of a shell inherits an ignored SIGINT.

@@ -43,9 +43,7 @@ from demo.photographs import (
     random_crop,
 )
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
-from diffusers_flax.pipelines.instruct_pix2pix import (
-    FlaxStableDiffusionInstructPix2PixPipeline,
-)
+from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionPipeline
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from parquet_processing import ParquetImagePairs

@@ -32,9 +32,7 @@ import evaluate_edits
 from dataloading.images import decode_image
 from dataloading.pairs import SCHEMA, image_cell
 from diffusers_flax.acceleration.plans import parse
-from diffusers_flax.pipelines.instruct_pix2pix import (
-    FlaxStableDiffusionInstructPix2PixPipeline,
-)
+from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.sampling import timestep_options
 from editing import measuring
 from editing.held_out import HeldOutPair, check_pairs, checksum_of_pairs, pairs_of_shards

@@ -1,0 +1,98 @@
+"""Settings: their ranges, and the PNG files that carry them."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+from helpers import photo
+from PIL import Image
+
+from app.settings import (
+    KEYWORD,
+    SOFTWARE,
+    Limits,
+    Settings,
+    check_settings,
+    read_settings,
+    within_limits,
+)
+from diffusers_flax.images import save_image
+
+LIMITS = Limits(16, 128, ("style",))
+
+
+def test_settings_in_a_png_file(tmp_path):
+    """They come back as they were; other files have none, damaged ones are no error."""
+    settings = Settings(
+        "écris « rouge »", 3.5, 1.2, 7, 2**32 - 1, 48, "square", "euler", ("tome",), ("style",), 0.5
+    )
+    image = photo(8, 6)
+    save_image(image, tmp_path / "a.png", SOFTWARE, texts=settings.as_texts("demo"))
+    assert read_settings(tmp_path / "a.png") == settings
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a.png")), np.asarray(image))
+    save_image(image, tmp_path / "plain.png", SOFTWARE)
+    texts = {KEYWORD: '{"instruction": "red", "seed": "7", "guidance_scale": 2, "lora": ["x"]}'}
+    save_image(image, tmp_path / "other.png", texts=texts)
+    assert read_settings(tmp_path / "plain.png") is None
+    other = Settings("red", guidance_scale=2.0, lora=("x",))  # the seed is no number
+    assert read_settings(tmp_path / "other.png") == other
+    assert within_limits(other, LIMITS) == (
+        dataclasses.replace(other, resolution=128, lora=()),
+        ["resolution", "lora"],
+    )
+    for wrong in (
+        {"instruction": "x" * 9999, "negative_prompt": "y" * 9999},
+        {"seed": -1, "resolution": 10**30, "num_inference_steps": 0, "mask_feather": -5},
+        {"guidance_scale": 99, "image_guidance_scale": float("inf"), "lora_weight": float("nan")},
+        {"accelerate": [{"a": 1}, ["x"], 5], "lora": [["style"]], "scheduler": "<b>"},
+        {"accelerate": ["taesd:path=/etc/passwd"], "shape": "round"},
+        {"instruction": "half an emoji \ud83d", "negative_prompt": "\udcff"},
+    ):
+        texts = {KEYWORD: json.dumps({"instruction": "red", "resolution": 64} | wrong)}
+        save_image(image, tmp_path / "wrong.png", texts=texts)
+        allowed, changed = within_limits(read_settings(tmp_path / "wrong.png"), LIMITS)
+        check_settings(allowed, LIMITS)
+        assert sorted(changed) == sorted(wrong)
+    for damaged in ('{"instruction": ', "[]", "7"):
+        save_image(image, tmp_path / "broken.png", texts={KEYWORD: damaged})
+        assert read_settings(tmp_path / "broken.png") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"instruction": " "}, "--instruction is empty; write a few words"),
+        ({"instruction": "red " * 300}, "--instruction has 1200 characters; write 1000 or less"),
+        (
+            {"negative_prompt": "half an emoji \ud83d"},
+            "--negative_prompt is not valid Unicode: character 15 is an unpaired surrogate",
+        ),
+        ({"guidance_scale": float("nan")}, "--guidance_scale nan must be from 0 to 20"),
+        ({"seed": 2**32}, "--seed 4294967296 must be from 0 to 4294967295"),
+        ({"num_inference_steps": 151}, "--num_inference_steps 151 must be from 1 to 150"),
+        ({"resolution": 136}, "--resolution 136 must be from 16 to 128 pixels"),
+        ({"scheduler": "eular"}, "scheduler=eular is unknown"),
+        ({"lora": ("/etc/x",)}, "--lora /etc/x is not among the files that this page offers"),
+        ({"lora_weight": 2.5}, "--lora_weight 2.5 must be from 0 to 2"),
+        ({"mask_feather": -1}, "--mask_feather -1 must be from 0 to 64 pixels"),
+        ({"accelerate": ("tea",)}, "--accelerate tea: 'tea' is unknown"),
+        ({"accelerate": ("taesd:path=/etc",)}, "the page has one TAESD; write taesd"),
+        ({"shape": "round"}, "--shape round is unknown"),
+    ],
+)
+def test_settings_out_of_range(change, message):
+    settings = Settings("red", resolution=64, lora=("style",))
+    check_settings(settings, LIMITS)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_settings(dataclasses.replace(settings, **change), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("edits", "words"),
+    [(True, "instruction scale 7.5, image scale 1.2"), (False, "prompt scale 7.5")],
+)
+def test_the_summary_names_each_scale(edits, words):
+    settings = Settings("red", 7.5, 1.2, 3, seed=7, scheduler="euler")
+    assert settings.summary(edits) == f"{words}, 3 steps, seed 7, euler"

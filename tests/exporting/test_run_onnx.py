@@ -1,0 +1,276 @@
+"""examples/run_onnx.py: its schedulers, images and errors."""
+
+import json
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from exported import (
+    MODELS,
+    export,
+    needs,
+    ours_and_theirs,
+    refusal,
+    run_example,
+    write_scheduler,
+)
+from helpers import photo, psnr
+from PIL import Image
+from trajectories import (
+    NOISE,
+    STABLE_DIFFUSION,
+    START,
+    model,
+    torch_class,
+    torch_trajectory,
+)
+
+from diffusers_flax.images import MAX_PIXELS, READ_FORMATS
+from examples import run_onnx
+
+V, ZERO_SNR = {"prediction_type": "v_prediction"}, {"rescale_betas_zero_snr": True}
+
+SPACINGS = [{"timestep_spacing": x, "steps_offset": 1} for x in ("leading", "linspace", "trailing")]
+
+KARRAS, NOT_ZERO = {"use_karras_sigmas": True}, {"final_sigmas_type": "sigma_min"}
+
+OPTIONS = {  # of schedulers; what is left out is the default of diffusers' class
+    "ddim": [{}, {"clip_sample_range": 0.5}, {"set_alpha_to_one": False, "clip_sample": False}],
+    "pndm": [{}, {"set_alpha_to_one": True}],
+    "euler": [KARRAS, KARRAS | {"sigma_min": 0.1, "sigma_max": 8.0}, NOT_ZERO, KARRAS | NOT_ZERO],
+    "euler_ancestral": [{}],
+    "dpmsolver++": [
+        *({"solver_order": 1}, {"lower_order_final": False}, {"euler_at_final": True}),
+        *(KARRAS, KARRAS | {"sigma_min": 0.1, "sigma_max": 8.0}, KARRAS | NOT_ZERO),
+        NOT_ZERO | {"lower_order_final": False},
+    ],
+}
+
+EULER = {"_class_name": "EulerDiscreteScheduler", "beta_schedule": "linear"}
+
+SOLVER = {"_class_name": "DPMSolverMultistepScheduler", "beta_schedule": "linear"}
+
+LACKING = [  # (content, --scheduler, what is said)
+    ({"_class_name": "EDMEulerScheduler"}, None, "EDMEulerScheduler, which this example lacks\n"),
+    (
+        {"_class_name": "EDMEulerScheduler"},
+        "euler",
+        "EDMEulerScheduler, which this example lacks\n",
+    ),
+    (EULER | {"_class_name": "UniPCMultistepScheduler"}, None, "choose one with --scheduler: ddim"),
+    (EULER | {"prediction_type": "flow_prediction"}, None, "prediction_type='flow_prediction'"),
+    (EULER | {"timestep_type": "continuous"}, None, "timestep_type='continuous'"),
+    (EULER | {"interpolation_type": "log_linear"}, None, "interpolation_type='log_linear'"),
+    (EULER | {"use_beta_sigmas": True}, None, "use_beta_sigmas=True for EulerDiscreteScheduler"),
+    (SOLVER | {"use_exponential_sigmas": True}, None, "this example has False"),
+    (SOLVER | {"solver_order": 3}, None, "solver_order=3 for DPMSolver"),
+    (SOLVER | {"thresholding": True}, None, "thresholding=True"),
+    (EULER, "pndm", "skip_prk_steps=False for PNDMScheduler; this example has True"),
+]
+
+WRONG_FOR_RUN_ONNX = [
+    ([], "--model and --prompt must be given; --help lists the flags"),
+    (["--model", "m"], "error: --prompt must be given"),
+    (["--model", "m", "--promt", "it"], "--promt is unknown; --help lists the flags"),
+    (["--model", "m", "--prompt", "make it \udcff red"], "it \\udcff red' is not valid UTF-8"),
+    (["--model", "m", "--prompt", "it"], "--model m is no complete export"),
+    (["--model", "m", "--prompt", "it", "--scheduler", "unipc"], "choose from"),
+    (["--model", "m", "--prompt", "it", "--guidance_scale", "nan"], "--guidance_scale nan must"),
+    (["--model", "m", "--prompt", "it", "--seed", "-1"], "--seed -1 must be from 0"),
+    (["--model", "m", "--prompt", "it", "--input", "no.png"], "--input no.png is not a file"),
+    (["--model", "m", "--prompt", "it", "--output", "a.gif"], "--output a.gif must be a file that"),
+]
+
+
+def test_run_onnx_reads_the_images_of_all_programs():
+    assert [*READ_FORMATS] == run_onnx.FORMATS and run_onnx.MAX_PIXELS == MAX_PIXELS
+
+
+@pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")  # of diffusers
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steps_of_run_onnx_match_pytorch(tmp_path, monkeypatch, name):
+    cases = [*OPTIONS[name], *SPACINGS, *(spacing | V for spacing in SPACINGS)]
+    cases += [{"beta_schedule": "squaredcos_cap_v2"}, {"beta_start": 0.001}]
+    cases += [{"num_train_timesteps": 100, "trained_betas": list(np.linspace(0.001, 0.03, 100))}]
+    if name not in ("pndm", "euler_ancestral"):  # which have no such predictions
+        cases += [{"prediction_type": "sample"}]
+    if name != "pndm":
+        cases += [spacing | V | ZERO_SNR for spacing in SPACINGS]
+    for options in cases:
+        config = STABLE_DIFFUSION | ({"skip_prk_steps": True} if name == "pndm" else {}) | options
+        content = config | {"_class_name": torch_class(name).__name__}
+        scheduler = run_onnx.read_scheduler(write_scheduler(tmp_path, content))
+        for num_steps in (1, 3, 20):
+            timesteps, samples = torch_trajectory(name, config, num_steps, monkeypatch)
+            noise, visited = iter(NOISE), []
+            rng = SimpleNamespace(standard_normal=lambda *_, noise=noise: next(noise))
+
+            def predict(x, t, visited=visited):
+                visited.append(t)
+                return model(x, t)
+
+            planned = run_onnx.plan(*scheduler, num_steps)
+            found = run_onnx.denoise(predict, START, *scheduler, planned, rng)
+            np.testing.assert_allclose(visited, timesteps, atol=1e-3)
+            # With a sigma of 4096 diffusers' float32 has three digits left of x_0.
+            share = 3e-3 if "rescale_betas_zero_snr" in options and num_steps < 20 else 1e-5
+            atol = share * max(1, np.abs(samples[-1]).max())
+            np.testing.assert_allclose(found, samples[-1], 0, atol, err_msg=f"{options}")
+
+
+@pytest.mark.parametrize(("content", "scheduler", "said"), LACKING)
+def test_scheduler_entries_that_run_onnx_lacks(tmp_path, content, scheduler, said):
+    with pytest.raises(ValueError) as error:
+        run_onnx.read_scheduler(write_scheduler(tmp_path, content), scheduler)
+    assert said in f"{error.value}\n"
+
+
+def test_another_scheduler_does_not_clip_latents(tmp_path):
+    """Unless the file says so; DDIM itself clips where its file has no entry, as in diffusers."""
+    for content, clips in (
+        (EULER, False),
+        (EULER | {"clip_sample": True}, True),
+        (EULER | {"_class_name": "DDIMScheduler"}, True),
+    ):
+        _, entries = run_onnx.read_scheduler(write_scheduler(tmp_path, content), "ddim")
+        assert entries["clip_sample"] == clips
+
+
+def test_images_that_run_onnx_reads(tmp_path):
+    """Transparent pixels are white, 16 bits are scaled."""
+    half = Image.fromarray(np.uint8([[[200, 0, 0, 0], [200, 0, 0, 128]]]))
+    on_white = [[255, 255, 255], [227, 127, 127]]
+    deep = Image.fromarray(np.uint16([[25700, 65535]]))
+    palette = Image.fromarray(np.uint8([[0, 1]])).convert("P")
+    palette.putpalette([200, 0, 0, 9, 8, 7])
+    palette.info["transparency"] = 0
+    for image, pixels in (
+        (half, on_white),
+        (half.convert("LA").convert("La"), [[255] * 3, [157] * 3]),
+        (palette, [[255] * 3, [9, 8, 7]]),
+        (deep, [[100] * 3, [255] * 3]),
+        (deep.convert("I"), [[100] * 3, [255] * 3]),
+        (half.convert("CMYK"), [[200, 0, 0]] * 2),
+    ):
+        found = np.asarray(run_onnx.to_rgb(image))[0]
+        np.testing.assert_allclose(found, pixels, atol=1, err_msg=image.mode)
+    deep.save(tmp_path / "deep.png", transparency=25700)
+    found = np.asarray(run_onnx.read_image(tmp_path / "deep.png"))
+    assert (found == 255).all()
+    deep.convert("F").save(tmp_path / "float.tiff")
+    with pytest.raises(ValueError, match=r"float\.tiff cannot be read as an image: mode F"):
+        run_onnx.read_image(tmp_path / "float.tiff")
+
+
+def test_sizes_of_edits_by_run_onnx():
+    configs = {"vae_decoder": {"block_out_channels": [8] * 4}, "unet": {"sample_size": 64}}
+    parts = {name: SimpleNamespace(config=config) for name, config in configs.items()}
+    for size, flags, wanted in (
+        ((4000, 3000), {}, (384, 512)),
+        ((100, 200), {}, (512, 256)),
+        ((4000, 30), {}, (8, 512)),
+        ((4000, 3000), {"width": 256}, (384, 256)),
+        (None, {"height": 64}, (64, 512)),
+    ):
+        options = SimpleNamespace(**{"height": None, "width": None} | flags)
+        image = Image.new("RGB", size) if size else None
+        assert run_onnx.choose_size(options, parts, image) == wanted
+    with pytest.raises(ValueError, match="--width 30 is not a multiple of 8; try 24 or 32"):
+        run_onnx.choose_size(SimpleNamespace(height=None, width=30), parts, None)
+
+
+@pytest.mark.parametrize(("flags", "said"), WRONG_FOR_RUN_ONNX)
+def test_wrong_flags_of_run_onnx(flags, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run_onnx.py", *flags])
+    with pytest.raises(SystemExit) as stop:
+        run_onnx.main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and said in error
+
+
+@needs("onnx")
+def test_folders_that_run_onnx_refuses(exports, tmp_path, capsys):
+    model, whole = exports("edit")
+    assert "has no unet/model.onnx; export with onnx or openvino" in refusal("--model", model)
+    assert "is no complete export; make one with export_model.py" in refusal("--model", tmp_path)
+    assert "edits images and needs --input" in refusal("--model", whole)
+    photo(64, 64).save(image := tmp_path / "in.png")
+    flags = ["--model", whole, "--input", image]
+    assert "--height 30 is not a multiple of 4" in refusal(*flags, "--height", "30")
+    assert "--num_inference_steps 0 must be" in refusal(*flags, "--num_inference_steps", "0")
+    shutil.copytree(whole, broken := tmp_path / "broken")
+    file = broken / "unet" / "model.onnx"
+    file.write_bytes(file.read_bytes()[:5000])
+    assert "broken cannot be opened: " in refusal("--model", broken, "--input", image)
+    # An export is no model to export, and a model is no place for an export.
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):
+        export(whole, tmp_path / "other")
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "vae" in error and not (tmp_path / "other").exists()
+    with pytest.raises(SystemExit, match="2"):
+        export(model, model, "--overwrite_output_dir")
+    assert f"--output_dir {model} is a model, not an export" in capsys.readouterr().err
+
+
+@needs("onnx")
+def test_scales_up_to_1_are_no_guidance_from_text(exports, tmp_path):
+    _, folder = exports("text")
+    scales = [["--guidance_scale", scale] for scale in ("0", "0.5", "1", "1.5")]
+    images = [run_example(folder, tmp_path / "image.npy", *scale)[0] for scale in scales]
+    assert (images[0] == images[2]).all() and (images[1] == images[2]).all()
+    assert (images[3] != images[2]).any()
+
+
+@needs("onnx")
+def test_edit_of_a_transparent_photograph(exports, tmp_path):
+    """It has the model's size, and is the edit of the photograph on white; progress is printed."""
+    _, folder = exports("edit")
+    clear = photo(400, 300).convert("RGBA")
+    clear.putalpha(100)
+    white = Image.alpha_composite(Image.new("RGBA", clear.size, "white"), clear)
+    edits = []
+    for image in (clear, white.convert("RGB")):
+        image.save(file := tmp_path / "in.png")
+        edit, written, progress = run_example(folder, tmp_path / "out.npy", "--input", file)
+        edits.append(edit)
+    assert edits[0].shape == (48, 64, 3) and (edits[0] == edits[1]).all()
+    assert written == f"{tmp_path / 'out.npy'}\n"
+    assert f"{file}, 400x300, at 64x48 with ddim" in progress and "step 2 of 2" in progress
+    run_example(folder, tmp_path / "new" / "out.jpg", "--input", file, "--width", "32")
+    with Image.open(tmp_path / "new" / "out.jpg") as written:
+        assert written.size == (32, 48)
+
+
+@needs("onnx")
+def test_scheduler_of_an_export(tmp_path):
+    """--scheduler takes the place of one that is not supported."""
+    model = MODELS["text"](tmp_path / "model")
+    write_scheduler(model, EULER | {"_class_name": "UniPCMultistepScheduler"})
+    export(model, folder := tmp_path / "export", "--scheduler", "dpmsolver++")
+    content = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+    index = json.loads((folder / "model_index.json").read_text())
+    assert content["_class_name"] == index["scheduler"][1] == "DPMSolverMultistepScheduler"
+    *_, progress = run_example(folder, tmp_path / "image.png")
+    assert "with dpmsolver++" in progress
+
+
+@needs("onnx")
+def test_example_without_jax_and_torch(exports, tmp_path):
+    model, folder = exports("xl_edit")
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    packages = ["onnxruntime", "numpy", "tokenizers", "pillow"]
+    done = subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", *packages], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"pip cannot install {', '.join(packages)}: {done.stderr[-200:]}")
+    for name in ("jax", "torch"):
+        assert subprocess.run([python, "-c", f"import {name}"], capture_output=True).returncode
+    ours, theirs = ours_and_theirs(model, folder, tmp_path, python)
+    assert psnr(ours, theirs) > 60
