@@ -1,4 +1,4 @@
-"""Images and masks that come from the page."""
+"""Images and masks from the page."""
 
 import io
 from pathlib import Path
@@ -11,11 +11,11 @@ from diffusers_flax.images import open_image
 from editing.edits import fit_image, read_edits
 from editing.masks import white_mask
 
-PAINTING_SIZE = 512  # pixels, the longer side of the image to paint a mask on, at least
+PAINTING_SIZE = 512  # pixels, smallest longer side of an image in the mask editor
 
 
 def read_bytes(path):
-    """The bytes of an image file. Its header is checked, its pixels are not decoded.
+    """The bytes of an image file, after a check of its header.
 
     Raises:
         ValueError: it is not an image, or too large; the message has no path.
@@ -30,7 +30,7 @@ def read_bytes(path):
 
 
 def read_upload(path):
-    """An image file of the page's user, upright, PIL of mode RGB; ValueErrors as read_bytes."""
+    """An uploaded image, upright, PIL of mode RGB; raises ValueErrors as read_bytes."""
     data = read_bytes(path)
     try:
         return Image.fromarray(decode_image(data))
@@ -39,9 +39,9 @@ def read_upload(path):
 
 
 def image_to_paint_on(image, size):
-    """An image for the editor of masks: what the model sees, enlarged if it is small.
+    """The image for the mask editor: what the model sees, enlarged if it is small.
 
-    size: (width, height) of the edit.
+    size: (width, height) of the result.
     """
     scale = -(-PAINTING_SIZE // max(size)) if max(size) < PAINTING_SIZE else 1
     fitted = fit_image(image, size)
@@ -49,7 +49,7 @@ def image_to_paint_on(image, size):
 
 
 def middle_of_change(before, after):
-    """The column that halves what differs between two images, by the squares of the differences.
+    """The column with half of the squared differences of two images on each side.
 
     Args:
         before, after: PIL images of one size and mode.
@@ -64,7 +64,7 @@ def middle_of_change(before, after):
 
 
 def painted_mask(layers):
-    """The mask of an editor's layers: PIL of mode 1, white where one of them has paint.
+    """The mask of the mask editor's layers: PIL of mode 1, white where a layer has paint.
 
     Args:
         layers: PIL images of mode RGBA, of one size.
@@ -80,11 +80,11 @@ def painted_mask(layers):
 
 
 def read_examples(file, edits):
-    """The images and instructions of a list, each once: (paths, texts).
+    """The original images and instructions of a list, each once: (paths, texts).
 
     Args:
-        file: see --examples; None: there are none.
-        edits: whether the model edits images; else no paths.
+        file: list of --examples, or None.
+        edits: whether the model edits images; else there are no paths.
     """
     rows = read_edits(file, "examples") if file else []
     paths = [str(path) for path, *_ in rows] if edits else []

@@ -1,4 +1,4 @@
-"""The components of the page."""
+"""The page's controls, Gradio components."""
 
 import html
 from functools import partial
@@ -17,12 +17,12 @@ ACCELERATIONS = (
     *("guidance:stop=0.6", "deepcache:interval=2", "deepcache:interval=3", "spectrum", "fbcache"),
     *("tome", "int8"),
 )
-MAX_EXAMPLES = 12  # of each kind
-COMPARED = {  # radio button: setting, values to begin with
+MAX_EXAMPLES = 12  # shown at once
+COMPARED = {  # radio button: setting
     "Instruction scale": "guidance_scale",
     "Image scale": "image_guidance_scale",
 }
-LABELS = {  # of settings, on the page
+LABELS = {  # of settings
     "instruction": "Instruction",
     "guidance_scale": "Instruction scale",
     "image_guidance_scale": "Image scale",
@@ -40,14 +40,14 @@ LABELS = {  # of settings, on the page
 
 
 def labels_of(edits):
-    """LABELS of a model; edits: whether it edits images."""
+    """LABELS for a model; edits: whether it edits images."""
     return LABELS if edits else LABELS | {"instruction": "Prompt", "guidance_scale": "Prompt scale"}
 
 
 def image_file(**options):
-    """A gr.Image whose value is the path of the uploaded file, with its metadata, or a broken one.
+    """A gr.Image whose value is the path of the unchanged uploaded file, which may be broken.
 
-    A subclass would do, but Gradio writes a stub next to the file of each.
+    Not a subclass, as Gradio writes a stub file beside each.
     """
     image = gr.Image(type="filepath", image_mode=None, format="png", **options)
     image.preprocess = lambda payload: payload and payload.path
@@ -55,7 +55,7 @@ def image_file(**options):
 
 
 def theme():
-    """Colors and fonts; fonts of the system, as others would be loaded from another host."""
+    """Colors, and fonts of the system, as others would be loaded from another host."""
     return gr.themes.Base(
         primary_hue=gr.themes.colors.teal,
         secondary_hue=gr.themes.colors.teal,
@@ -80,18 +80,18 @@ def theme():
 
 
 def build(editor, examples):
-    """All components, in the current gr.Blocks.
+    """Build the page in the current gr.Blocks.
 
     Args:
         editor: Editor.
         examples: (paths of images, instructions) to try.
 
     Returns:
-        Namespace with the components; components of a setting have its name.
+        Namespace of Gradio components; a setting's control has its name.
     """
     c, defaults = SimpleNamespace(), editor.defaults()
     kind = "Edit images by instruction" if editor.edits else "Images from text"
-    name = "/".join(Path(str(editor.config.model)).parts[-2:])  # of a hub id, all of it
+    name = "/".join(Path(str(editor.config.model)).parts[-2:])  # a whole hub id
     with gr.Row(elem_id="head"):
         gr.HTML(f"<h1>{kind}</h1><p>{html.escape(name)}</p>", padding=False)
         c.state = gr.HTML(elem_id="state", padding=False)
@@ -111,7 +111,7 @@ def build(editor, examples):
         c.api_button = gr.Button()
     for control in settings_components(c).values():
         if isinstance(control, gr.Slider | gr.Number | gr.Dropdown):
-            # check_settings checks it; Gradio's own error leaves a traceback in the terminal.
+            # check_settings checks values; Gradio's checks leave tracebacks in the terminal.
             control.preprocess = lambda payload: payload
     return c
 
@@ -138,7 +138,7 @@ def build_request(c, editor):
 
 
 def build_mask(c, editor, defaults):
-    """The editor of masks."""
+    """The mask editor."""
     with gr.Accordion("Only a part of the image", open=False, visible=editor.edits):
         c.use_mask = gr.Checkbox(
             False, label="Restrict the edit to what I paint", elem_id="use_mask"
@@ -184,7 +184,7 @@ def build_examples(c, editor, examples):
 
 
 def build_settings(c, editor, defaults):
-    """The controls of Settings."""
+    """The controls of settings."""
     limits, labels = editor.limits, labels_of(editor.edits)
     step = max(editor.checked.factor, editor.checked.resolution // 8)
     c.guidance_scale = gr.Slider(
@@ -257,7 +257,7 @@ def build_settings(c, editor, defaults):
 
 
 def build_results(c, editor):
-    """The right column: result, what to do with it, and those before."""
+    """The result, its buttons, and earlier results."""
     component = gr.ImageSlider if editor.edits else gr.Image
     c.result = component(
         label="Input and result" if editor.edits else "Result",
@@ -302,7 +302,7 @@ def build_results(c, editor):
 
 
 def build_comparison(c, editor):
-    """The same instruction at several values of a scale."""
+    """Controls and images of a comparison."""
     with gr.Accordion("Compare values of a scale, side by side", open=False, elem_id="compare"):
         with gr.Row():
             c.compared = gr.Radio(
@@ -335,7 +335,7 @@ def build_comparison(c, editor):
 
 
 def settings_components(c):
-    """The components of Settings, by its names."""
+    """{setting: its control}."""
     return {name: getattr(c, name) for name in LABELS}
 
 

@@ -1,4 +1,4 @@
-"""The server of the page: its port, its password, its files, and its end."""
+"""The page's server: port, password, files, and shutdown."""
 
 import logging
 import os
@@ -13,17 +13,17 @@ from pathlib import Path
 
 PASSWORD = "EDIT_APP_PASSWORD"  # environment variable
 LOCAL = ("127.0.0.1", "localhost", "::1")
-HEARTBEAT = "3"  # seconds; a closed page is noticed after about twice as many
+HEARTBEAT = "3"  # seconds; a closed page is noticed after about twice this time
 MAX_FILE_AGE = 24 * 3600  # seconds, of uploads
 PAGE = Path(__file__).parent / "page"
 
 
 def read_password(username, password_file, host):
-    """The password of the page; None: it has none.
+    """The page's password, or None.
 
     Raises:
-        ValueError: there is a password without a user, or the reverse, or the page would be open
-            to others without one.
+        ValueError: a password without a user, a user without a password, or a page open to other
+            machines without both.
     """
     password = os.environ.get(PASSWORD)
     if password_file is not None:
@@ -57,7 +57,7 @@ def check_port(host, port):
     except OSError as error:
         raise ValueError(f"--host {host} is no address of this machine: {error}") from error
     with socket.socket(family) as opened:
-        # As the server does: the port of a server that has ended a moment ago is free.
+        # As the server does, so that the port of a server that has just ended is free.
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             opened.bind(address)
@@ -70,7 +70,7 @@ def check_port(host, port):
 
 @contextmanager
 def files_of_sessions():
-    """A new directory for the files of all pages; it is deleted at the end, also after SIGTERM."""
+    """A new directory for the files of all pages, deleted at the end, also after SIGTERM."""
     earlier = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with tempfile.TemporaryDirectory(prefix="edit_app_", ignore_cleanup_errors=True) as folder:
@@ -95,12 +95,12 @@ def files_of_sessions():
 
 
 def make_blocks(editor, examples, folder):
-    """The page, a gr.Blocks that is not served.
+    """The page, a gr.Blocks.
 
     Args:
-        editor: Editor, open.
+        editor: open Editor.
         examples: see layout.build.
-        folder: of files_of_sessions.
+        folder: from files_of_sessions.
     """
     import gradio as gr
 
@@ -114,16 +114,16 @@ def make_blocks(editor, examples, folder):
         warnings.catch_warnings(),
         gr.Blocks(title=title, fill_width=True, **options) as blocks,
     ):
-        warnings.simplefilter("ignore")  # of Gradio about itself
+        warnings.simplefilter("ignore")  # Gradio's own
         components = build(editor, examples)
         sessions = Sessions(folder, Path(str(editor.config.model)).name)
         Events(editor, sessions, components).connect(blocks)
-    # Requests wait in the editor's queue, so that the page can say how many are before.
+    # Requests wait in the editor's queue, which knows how many are before each.
     return blocks.queue(max_size=None, default_concurrency_limit=None)
 
 
 class NoClosedPages(logging.Filter):
-    """Drops the server's tracebacks about a page that is closed while it sends or loads a file."""
+    """Drops tracebacks of pages that are closed while they send or load a file."""
 
     def filter(self, record):
         from starlette.requests import ClientDisconnect
@@ -136,7 +136,7 @@ class NoClosedPages(logging.Filter):
 
 
 def start_server(blocks, config, password):
-    """Serve the page in threads; returns the address."""
+    """Serve the page in threads; returns its address."""
     from app.layout import theme
 
     logging.getLogger("uvicorn.error").addFilter(NoClosedPages())

@@ -1,4 +1,4 @@
-"""The images of each open page, and their files, which are deleted when it is closed."""
+"""Images and files of each open page; the files are deleted when it is closed."""
 
 import re
 import secrets
@@ -20,10 +20,10 @@ PAINTED = ("background*.png", "composite*.png", "layer_*.png")  # uploads of Gra
 
 @dataclass(frozen=True)
 class Result:
-    """An image that was made."""
+    """A result of a page."""
 
     path: Path  # PNG
-    before: Path | None  # PNG of the input at the same size; None: from text
+    before: Path | None  # PNG of the original image at the same size; None: from text
     settings: Settings
     summary: str
 
@@ -38,28 +38,28 @@ class Session:
     shown: Result | None = None
     request: Any = None  # the last one
     uploads: set = field(default_factory=set)  # Paths
-    number: int = 0  # of images that were made
+    number: int = 0  # of results so far
     used: float = field(default_factory=time.monotonic)
     painted_since: float = float("inf")  # seconds since 1970, of the first mask; inf: none
 
 
 class Sessions:
-    """Sessions by their number, which Gradio chooses."""
+    """Sessions by Gradio's session hash."""
 
     def __init__(self, root, model):
-        """root: directory for files, of Gradio; model: its name, for the files."""
+        """root: Gradio's directory; model: name of the model, for PNG files."""
         self.root, self.model = Path(root), model
         self.open, self.lock = {}, Lock()
-        self.examples = {*self.root.rglob("*")}  # which Gradio has copied
+        self.examples = {*self.root.rglob("*")}  # Gradio's copies
 
     def get(self, number):
-        """The Session of a number, a new one if it is unknown."""
+        """The Session of a hash, new if it is unknown."""
         with self.lock:
             now = time.monotonic()
             for old in [x for x, session in self.open.items() if now - session.used > MAX_AGE]:
                 self._delete(old)
             if number not in self.open:
-                # Gradio serves files to whoever knows their names.
+                # A secret name: Gradio serves files to everybody who knows their paths.
                 folder = self.root / f"session-{secrets.token_urlsafe(16)}"
                 folder.mkdir(parents=True)
                 self.open[number] = Session(folder)
@@ -69,7 +69,7 @@ class Sessions:
     def close(self, number):
         """Forget a Session and delete its files.
 
-        Gradio does not say which page painted a mask. A mask stays while another page that may have
+        Gradio does not say which page painted a mask, so a mask stays while any page that may have
         painted it is open.
         """
         with self.lock:
@@ -78,7 +78,7 @@ class Sessions:
     def _delete(self, number):
         if session := self.open.pop(number, None):
             shutil.rmtree(session.folder, ignore_errors=True)
-            # Gradio has one file of uploads with the same content.
+            # Uploads with the same content share a file.
             others = self.open.values()
             kept = self.examples.union(*(other.uploads for other in others))
             for file in session.uploads - kept:
@@ -91,28 +91,28 @@ class Sessions:
                         file.unlink()
 
     def add_upload(self, session, path):
-        """Note a file that Gradio has saved for a session, to delete it at the end."""
+        """Note a session's uploaded file, to delete it with the session."""
         if (file := Path(path)).is_relative_to(self.root):
             session.uploads.add(file)
 
     def save(self, session, image, name):
-        """Save an image that is shown for a while; its path."""
+        """Save a temporary image; returns its path."""
         file = session.folder / f"{name}-{secrets.token_hex(4)}.png"
         image.save(file, compress_level=1)
         return file
 
     def add(self, session, images, before, settings, edits):
-        """Save images that were made.
+        """Save results.
 
         Args:
             session: Session.
             images: PIL images.
-            before: path of the input at their size, of save, or None.
-            settings: Settings of each.
+            before: path of the original image at their size, from save, or None.
+            settings: Settings of each image.
             edits: whether the model edits images.
 
         Returns:
-            The Results, which are in session.results too.
+            The Results, also at the start of session.results.
         """
         made = []
         for image, of_image in zip(images, settings):

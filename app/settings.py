@@ -1,8 +1,8 @@
-"""What an image of the page is made with, and how a PNG file carries it.
+"""Settings of an image, and the PNG text chunk that carries them.
 
 settings = Settings("make it red", guidance_scale=2, seed=7, resolution=64)
 save_image(image, path, SOFTWARE, texts=settings.as_texts("demo"))
-settings = read_settings(path)  # of an uploaded file; None: it has none
+settings = read_settings(path)  # of an uploaded file, or None
 """
 
 import json
@@ -16,7 +16,7 @@ from diffusers_flax.schedulers.factory import check_scheduler
 
 SOFTWARE = "edit_app.py"  # marks the images of the page
 KEYWORD = "edit_app"  # of the PNG text chunk with the settings
-SHAPES = {  # width to height of images from text
+SHAPES = {  # width : height of images from text
     "square": (1, 1),
     "landscape 4:3": (4, 3),
     "landscape 16:9": (16, 9),
@@ -36,7 +36,7 @@ MAX_TEXT = 1000  # characters; 77 tokens are about 300
 
 @dataclass(frozen=True)
 class Settings:
-    """What an image is made with, besides the model, the input image and the mask."""
+    """All that an image depends on but the model, the original image and the mask."""
 
     instruction: str  # for models that make images from text, the prompt
     guidance_scale: float = 7.5
@@ -47,8 +47,8 @@ class Settings:
     shape: str = "square"  # of SHAPES, for images from text
     scheduler: str | None = None  # None: the model's own
     accelerate: tuple[str, ...] = ()
-    lora: tuple[str, ...] = ()  # names of the files that the page offers
-    lora_weight: float = 1.0  # a factor of each one's own weight
+    lora: tuple[str, ...] = ()  # names of files that the page offers
+    lora_weight: float = 1.0  # factor of each file's own weight
     negative_prompt: str = ""
     mask_feather: int = 0  # pixels
 
@@ -68,7 +68,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the page lets its users choose."""
+    """The page's choices."""
 
     smallest: int  # pixels, longer side
     largest: int
@@ -76,10 +76,7 @@ class Limits:
 
 
 def check_settings(settings, limits):
-    """Raise a ValueError for settings that are out of range.
-
-    What depends on the model is checked where it is opened, see Editor.check.
-    """
+    """Raise a ValueError for settings out of range. Editor.check has the model's own checks."""
     if not settings.instruction.strip():
         raise ValueError("--instruction is empty; write a few words")
     for name in ("instruction", "negative_prompt"):
@@ -106,13 +103,13 @@ def check_settings(settings, limits):
     if unknown := sorted({*settings.lora} - {*limits.loras}):
         raise ValueError(f"--lora {unknown[0]} is not among the files that this page offers")
     parse(settings.accelerate)  # raises errors
-    for spec in settings.accelerate:  # a path of the server, or a hub id to download
+    for spec in settings.accelerate:  # users must not choose a path of the server or a hub id
         if spec.startswith("taesd:"):
             raise ValueError(f"--accelerate {spec}: the page has one TAESD; write taesd")
 
 
 def as_unicode(text):
-    """A text without unpaired surrogates, which no answer to a browser can have."""
+    """A text with unpaired surrogates escaped, which JSON for browsers cannot have."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -122,9 +119,9 @@ def draw_seed():
 
 
 def read_settings(path):
-    """The Settings that as_texts has written into a PNG file; None: it has none.
+    """The Settings in a PNG file with the text chunk of as_texts, else None.
 
-    Entries that are missing or of another type have their defaults.
+    Missing entries and entries of another type get their defaults.
     """
     try:
         with open(path, "rb") as file:
@@ -138,7 +135,7 @@ def read_settings(path):
 
 
 def settings_of(saved):
-    """The Settings of a dict from JSON."""
+    """Settings from a dict of JSON values."""
     settings = Settings(str(saved["instruction"]))
     changes = {}
     for field in fields(Settings)[1:]:
@@ -153,12 +150,12 @@ def settings_of(saved):
 
 
 def within_limits(settings, limits):
-    """Settings of another page or model, or of a file that anyone may have written.
+    """Adapt untrusted settings, or another page's, to this page.
 
-    What this page does not allow becomes the nearest value, or the default.
+    Values that this page does not allow become the nearest value or the default.
 
     Returns:
-        (Settings, which check_settings takes, list of the names that were changed).
+        (Settings that pass check_settings, list of changed names).
     """
     largest_steps = RANGES["num_inference_steps"][1]
     allowed = replace(
