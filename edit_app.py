@@ -10,11 +10,11 @@ With the model of `make demo`, on a CPU, also started by `make app`:
         --guidance_scale 2 --image_guidance_scale 1.2 --num_inference_steps 20
 
 It prints the address to open, http://127.0.0.1:7860, and runs until Ctrl-C. edit_cli.py makes
-the same image from the same settings. Models of Stable Diffusion and SDXL that make images from
-text have the page without the input.
+the same image from the same settings. Text-to-image models of Stable Diffusion and SDXL have the
+page without an original image.
 
 The program of the first size is compiled at the start; another size, number of steps or scheduler
-compiles when it is first used, and the page says so. Requests of all pages run one after another.
+compiles when first used, and the page says so. Requests of all pages run one after another.
 The page loads nothing from other hosts and is open to this machine only; others need --host, a
 --username and a password, which is in a file or in the environment variable EDIT_APP_PASSWORD.
 Images of a page are deleted when it is closed, painted masks when the other pages with masks are
@@ -53,11 +53,11 @@ class AppFlags:
     username: str | None = None  # who may open the page, with a password
     password_file: Path | None = None  # file with the password; default: EDIT_APP_PASSWORD
     open_browser: bool = False  # open the page in a browser
-    # list of edits, as of edit_cli.py --edits_jsonl, whose images and instructions can be clicked
+    # list of edits, as for edit_cli.py --edits_jsonl; the page offers its images and instructions
     examples: Path | None = None
-    num_inference_steps: int = 50  # denoising steps that the page begins with
+    num_inference_steps: int = 50  # denoising steps, the page's initial value
     guidance_scale: float = 7.5  # weight of the instruction, likewise
-    image_guidance_scale: float = 1.5  # similarity to the input, likewise
+    image_guidance_scale: float = 1.5  # similarity to the original image, likewise
     seed: int = 0  # of the noise, likewise
     resolution: int | None = None  # pixels, longer side, likewise; default: the model's
     max_resolution: int | None = None  # the largest choice; default: twice the resolution
@@ -73,8 +73,8 @@ class AppFlags:
     unet_delta: tuple[str, ...] = ()
     # directory or hub id of a TAESD, which shows images while they are made; default: a bar only
     preview_decoder: str | None = None
-    # shows the steps of an image, and Cancel ends it; without it a later start reads programs from
-    # the compilation cache, which never has programs that show steps
+    # shows steps, and Cancel ends an image at once; such programs are not saved in the compilation
+    # cache
     progress: bool = True
     max_queue: int = 16  # requests that may wait, of all pages
     max_upload_mb: int = 20  # size of an image's file
