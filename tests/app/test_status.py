@@ -64,5 +64,5 @@ def test_a_request_says_how_long_it_takes(model):
 def test_errors_have_the_labels_of_the_page(message, shown):
     names = SimpleNamespace(**dataclasses.asdict(Settings("red")), preview_decoder="no/such")
     labels = {"num_inference_steps": "Steps", "accelerate": "Acceleration"}
-    labels |= {"lora": "LoRA", "lora_weight": "LoRA weight", "seed": "Seed"}
+    labels |= {"lora": "LoRA", "lora_weight": "LoRA weight", "scheduler": "Scheduler"}
     assert in_words(ValueError(message), names, labels) == shown
