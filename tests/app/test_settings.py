@@ -77,7 +77,7 @@ def test_settings_in_a_png_file(tmp_path):
         ({"lora": ("/etc/x",)}, "--lora /etc/x is not among the files that this page offers"),
         ({"lora_weight": 2.5}, "--lora_weight 2.5 must be from 0 to 2"),
         ({"mask_feather": -1}, "--mask_feather -1 must be from 0 to 64 pixels"),
-        ({"accelerate": ("tea",)}, "--accelerate tea: 'tea' is unknown"),
+        ({"accelerate": ("tea",)}, "accelerate=tea: 'tea' is unknown"),
         ({"accelerate": ("taesd:path=/etc",)}, "the page has one TAESD; write taesd"),
         ({"shape": "round"}, "--shape round is unknown"),
     ],
