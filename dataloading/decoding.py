@@ -3,16 +3,11 @@
 Source: InstructPix2Pix (arXiv 2211.09800); SDXL (arXiv 2307.01952), section 2.2, for time ids.
 """
 
-import os
-import zlib
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
+from dataloading.buckets import BUCKETS, size_name
 from dataloading.images import (
     JPEG_START,
     check_one_shape,
@@ -23,27 +18,16 @@ from dataloading.images import (
     encoded_size,
     scaled_size,
 )
-from dataloading.options import Processes, Transform
-from dataloading.order import BUCKETS, size_name
+from dataloading.options import Transform
 from dataloading.shards import (
-    ImageColumn,
     Pair,
     RowGroup,
     choose_instruction,
     has_time_ids,
     latents_metadata,
-    open_row_group,
-    read_column,
-    read_images,
 )
-from diffusers_flax.loading.files import save_whole
-from diffusers_flax.messages import one_line, warn_once
 
-SIZE = "size"  # column of shards of latents of several sizes: index in the list of sizes
 DAMAGED_MASK = b""  # in shards of latents, of a mask that could not be decoded
-SIZES_DIR = ".image_sizes"  # subdirectory of a directory of shards, see stored_sizes
-SIZE_READERS = 4  # threads that read image sizes, at most: each holds the images of a row group
-FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
 
 
 @dataclass(frozen=True)
@@ -321,122 +305,4 @@ def check_row_group(group: RowGroup, first: dict | None, transform: Transform) -
             f"{group.path.parent} contains latents of several sizes; use {BUCKETS} "
             f"{' '.join(map(size_name, stored))} with this --train_data_dir alone, or another "
             "directory for new latents"
-        )
-
-
-def stored_sizes(
-    groups: list[RowGroup], num_threads: int, processes: Processes = Processes()
-) -> np.ndarray:
-    """Height and width of the image to edit of every row, upright, from the files' headers.
-
-    The first time this reads a column of all shards. The sizes of a shard are saved beside it, in
-    SIZES_DIR, if that can be written; not for images that are files beside the shard, as these may
-    change on their own. Of latents they are the sizes that the images were scaled to.
-
-    Args:
-        groups: row groups of images or of latents, in the order of their shards.
-        num_threads: that read shards, up to SIZE_READERS.
-        processes: that may share the directory; they start at different shards.
-
-    Returns:
-        Integers (N, 2); (0, 0): there is no image, or its header cannot be read.
-
-    Raises:
-        ValueError: a shard is damaged.
-    """
-    if latents := latents_metadata(groups[0].metadata):
-        if "sizes" not in latents:
-            num_rows = sum(group.num_rows for group in groups)
-            return np.full((num_rows, 2), latents["resolution"])
-        sizes = np.array(latents["sizes"])
-        return np.concatenate([sizes[read_size_column(group)] for group in groups])
-    shards = list({group.path: group for group in groups}.values())
-    sizes_of = {shard.path: load_sizes(shard) for shard in shards}
-    missing = [shard for shard in shards if sizes_of[shard.path] is None]
-    first = processes.process_index * len(missing) // processes.process_count
-    missing = missing[first:] + missing[:first]
-    if missing:
-        total = sum(shard.metadata.num_rows for shard in missing)
-        with tqdm(total=total, desc="image sizes", unit="row") as bar:
-
-            def read_shard(shard):
-                sizes = load_sizes(shard)  # another process may have read it
-                if sizes is None:
-                    sizes, are_in_shard = read_sizes(shard)
-                    if are_in_shard:
-                        save_sizes(shard, sizes)
-                bar.update(len(sizes))
-                return sizes
-
-            with ThreadPoolExecutor(min(num_threads, SIZE_READERS)) as threads:
-                sizes_of |= zip([s.path for s in missing], threads.map(read_shard, missing))
-    return np.concatenate(
-        [sizes_of[g.path][g.first_row : g.first_row + g.num_rows] for g in groups]
-    )
-
-
-def read_size_column(group: RowGroup) -> np.ndarray:
-    """The indices of the sizes of a row group of latents."""
-    with open_row_group(group) as file:
-        parts = [part.to_numpy() for part in read_column(file, group, SIZE)]
-    return np.concatenate(parts)[: group.num_rows]
-
-
-def read_sizes(shard: RowGroup) -> tuple[np.ndarray, bool]:
-    """stored_sizes of a shard, of which one row group is given, read from its images.
-
-    Returns:
-        (sizes, whether all images are in the shard).
-    """
-    sizes, spare = np.zeros((shard.metadata.num_rows, 2), np.uint32), []
-    row, are_in_shard = 0, True
-    for index in range(shard.metadata.num_row_groups):
-        group = shard._replace(index=index)
-        with open_row_group(group) as file:
-            images = read_images(file, group, group.columns[0], spare)
-        are_in_shard &= isinstance(images, ImageColumn) or not images.has_files()
-        for position in range(len(images)):
-            with suppress(Exception):  # null, or damaged data, which make decoders raise anything
-                sizes[row] = encoded_size(images[position])
-            row += 1
-        del images
-    return sizes, are_in_shard
-
-
-def end_checksum(path: Path) -> str:
-    """A CRC-32 of the end of a shard, where parquet keeps the statistics of all columns."""
-    with path.open("rb") as file:
-        file.seek(-min(FOOTER_BYTES, path.stat().st_size), os.SEEK_END)
-        return f"{zlib.crc32(file.read()):08x}"
-
-
-def sizes_file(shard: RowGroup) -> Path:
-    """The file with stored_sizes of a shard; its name identifies the shard's content and column."""
-    key = f"{shard.columns[0]} {shard.path.stat().st_size} {end_checksum(shard.path)}"
-    return shard.path.parent / SIZES_DIR / f"{shard.path.name}.{zlib.crc32(key.encode()):08x}.npy"
-
-
-def load_sizes(shard: RowGroup) -> np.ndarray | None:
-    """The saved stored_sizes of a shard, or None."""
-    with suppress(OSError, ValueError, EOFError):  # missing or damaged
-        sizes = np.load(sizes_file(shard))
-        if sizes.shape == (shard.metadata.num_rows, 2):
-            return sizes
-    return None
-
-
-def save_sizes(shard: RowGroup, sizes: np.ndarray) -> None:
-    """Save stored_sizes of a shard, if its directory can be written."""
-    path = sizes_file(shard)
-
-    def save(unfinished):
-        with open(unfinished, "wb") as file:
-            np.save(file, sizes)
-
-    try:
-        save_whole(path, save, shared=True)
-    except OSError as error:
-        warn_once(
-            f"the sizes of the images cannot be saved in {path.parent} ({one_line(error, 200)}); "
-            "the next start reads them again"
         )

@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloading.dataset import refuse_torch_workers, register_with_torch
+from dataloading.buckets import BUCKETS
+from dataloading.dataset import Partition, refuse_torch_workers, register_with_torch
 from dataloading.options import Columns, Processes, Reading, Transform, check_at_least
-from dataloading.order import BUCKETS, Partition
 from dataloading.reading import BatchRow, StoredPairs, decode_batches, stream_settings
 from dataloading.shards import (
     MASK,

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from dataloading.decoding import Decoding, stored_sizes
+from dataloading.buckets import BUCKETS, choose_sizes, count_sizes, size_name, stored_sizes
+from dataloading.decoding import Decoding
 from dataloading.options import Columns, Processes, Reading, Transform
-from dataloading.order import BUCKETS, choose_sizes, count_sizes, size_name
 from dataloading.shards import (
     Cells,
     Pair,
@@ -116,7 +116,7 @@ class StoredPairs:
         self.sizes_left_out = ()
 
     def choose_sizes(self, batch_size: int) -> None:
-        """Find the sizes that have a batch of pairs, and each pair's, see order.choose_sizes.
+        """Find the sizes that have a batch of pairs, and each pair's, see buckets.choose_sizes.
 
         Args:
             batch_size: pairs per batch of a process.

@@ -40,9 +40,9 @@ from shards import (
 import parquet_processing
 from dataloading import decoding, reading
 from dataloading import shards as dataloading_shards
+from dataloading.dataset import epoch_order
 from dataloading.images import crop_image, decode_image, encoded_size
 from dataloading.options import Columns
-from dataloading.order import epoch_order
 from dataloading.shards import Pair
 from editing.held_out import check_pairs, pairs_of_shards
 from generating.captions import LINE_HEIGHT

@@ -4,9 +4,9 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dataloading.buckets import bucket_sizes, size_name
 from dataloading.mixture import check_sets
 from dataloading.options import Columns
-from dataloading.order import bucket_sizes, size_name
 from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from training.ema import ema_flags, ema_plan
 

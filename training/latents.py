@@ -19,18 +19,15 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from command_line import check_writable
+from dataloading.buckets import SIZE, check_sides, end_checksum, nearest_sizes, stored_sizes
 from dataloading.decoding import (
     DAMAGED_MASK,
-    SIZE,
     decode_pair,
-    end_checksum,
     place_mask,
     reduce_mask,
-    stored_sizes,
 )
 from dataloading.mixture import check_sets, columns_of_sets, distinct_names
 from dataloading.options import Reading, Transform, num_usable_cores
-from dataloading.order import check_sides, nearest_sizes
 from dataloading.reading import MIN_ROWS_FOR_BAD_FRACTION, StoredPairs
 from dataloading.shards import (
     LATENTS,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dataloading.order import bucket_sizes, check_sides
+from dataloading.buckets import bucket_sizes, check_sides
 from diffusers_flax.loading.configs import ConfigMixin
 from diffusers_flax.loading.directories import INDEX_NAME, has_component, read_index
 from diffusers_flax.loading.tokenizer import load_tokenizer

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from PIL import Image, ImageOps
 
+from dataloading.buckets import nearest_sizes
 from dataloading.images import load_image
-from dataloading.order import nearest_sizes
 from diffusers_flax.loading.files import save_whole
 from generating.captions import GRID_IMAGE_SIZE, GRID_MARGIN, captioned, tile_grid
 from training.flags import Config

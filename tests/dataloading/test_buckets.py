@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from shards import EDITED, ORIGINAL, encode, on_processes, open_pairs, plain, write_shard
 
-from dataloading import decoding, reading
-from dataloading.decoding import SIZES_DIR, stored_sizes
+from dataloading import buckets, reading
+from dataloading.buckets import SIZES_DIR, bucket_sizes, nearest_sizes, stored_sizes
 from dataloading.options import Processes
-from dataloading.order import bucket_sizes, nearest_sizes
 from dataloading.shards import list_row_groups
 
 SIZES = bucket_sizes(8, ("6x12", "8x8", "12x6"))  # height before width, tallest first
@@ -275,7 +274,7 @@ def test_sizes_are_read_once(tmp_path, monkeypatch, caplog):
     groups = list_row_groups(tmp_path)
     expected = [[10, 30], [30, 10], [0, 0], [0, 0]] + [[10, 9]] * 5
     assert stored_sizes(groups, 2).tolist() == expected
-    monkeypatch.setattr(decoding, "encoded_size", None)
+    monkeypatch.setattr(buckets, "encoded_size", None)
     assert stored_sizes(groups, 2, Processes(1, 2)).tolist() == expected
     some = [groups[0]._replace(num_rows=3)]  # max_rows
     assert stored_sizes(some, 2).tolist() == expected[:3]
@@ -286,7 +285,7 @@ def test_sizes_are_read_once(tmp_path, monkeypatch, caplog):
 
     # Another shard of the same name, in a directory that cannot be written.
     write_shard(tmp_path / "b.parquet", [(encode(pixels[:, :5]), "x", b"")] * 5)
-    monkeypatch.setattr(decoding, "save_whole", lambda *args, **options: os.mkdir("/proc/x"))
+    monkeypatch.setattr(buckets, "save_whole", lambda *args, **options: os.mkdir("/proc/x"))
     for _ in range(2):
         found = stored_sizes(list_row_groups(tmp_path), 2)
         assert found[4:].tolist() == [[10, 5]] * 5

@@ -1,0 +1,265 @@
+"""Aspect ratio buckets: the sizes of batches, and which of them each pair has.
+
+Source: NovelAI's aspect ratio bucketing; SDXL (arXiv 2307.01952), section 2.3.
+"""
+
+import math
+import os
+import re
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from dataloading.images import encoded_size
+from dataloading.options import Processes
+from dataloading.shards import (
+    ImageColumn,
+    RowGroup,
+    latents_metadata,
+    open_row_group,
+    read_column,
+    read_images,
+)
+from diffusers_flax.loading.files import save_whole
+from diffusers_flax.messages import one_line, warn_once
+
+MAX_STEP = 64  # pixels; sides of buckets are multiples of it, at low resolutions of less
+MAX_BUCKET_ASPECT = 2  # of the default sizes: the longer side to the shorter
+BUCKETS = "--aspect_ratio_buckets"
+SIZE = "size"  # column of shards of latents of several sizes: index in the list of sizes
+SIZES_DIR = ".image_sizes"  # subdirectory of a directory of shards, see stored_sizes
+SIZE_READERS = 4  # threads that read image sizes, at most: each holds the images of a row group
+FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
+
+
+def side_step(resolution: int) -> int:
+    """What the sides of buckets are multiples of: 64, or a power of two of a quarter at most."""
+    return min(MAX_STEP, 1 << max(0, (resolution // 4).bit_length() - 1))
+
+
+def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[int, int], ...]:
+    """The sizes of --aspect_ratio_buckets, from the tallest to the widest.
+
+    By default each shorter side, a multiple of `side_step`, has the longest side with which the
+    image has at most resolution² pixels, up to an aspect ratio of MAX_BUCKET_ASPECT; all of them
+    upright and lying.
+
+    Args:
+        resolution: --resolution.
+        texts: sizes as WIDTHxHEIGHT; (): the default sizes; None: only the square.
+
+    Raises:
+        ValueError: a text is no size, or the sizes do not fit the resolution or each other.
+    """
+    if texts is None:
+        return ((resolution, resolution),)
+    step = side_step(resolution)
+    if not texts:
+        check_side(f"--resolution {resolution}", resolution, step)
+        shorts = range(step, resolution + 1, step)
+        sides = [(short, resolution**2 // short // step * step) for short in shorts]
+        sides = [(short, long) for short, long in sides if long <= MAX_BUCKET_ASPECT * short]
+        return tuple(sorted({*sides, *((long, short) for short, long in sides)}, reverse=True))
+    sizes = {}  # by aspect ratio
+    for text in texts:
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+        if not match:
+            raise ValueError(f"{BUCKETS} {text} is no size; write WIDTHxHEIGHT, such as 640x384")
+        width, height = map(int, match.groups())
+        for side in (width, height):
+            check_side(f"{BUCKETS} {text}: {side}", side, step)
+        if not 0.5 <= width * height / resolution**2 <= 2:
+            raise ValueError(
+                f"{BUCKETS} {text} has {width * height / resolution**2:.3g} times the pixels of "
+                f"--resolution {resolution}; it may have from a half to twice as many"
+            )
+        if other := sizes.get(width / height):
+            raise ValueError(
+                f"{BUCKETS} {size_name(other)} and {text} have one aspect ratio; leave out one"
+            )
+        sizes[width / height] = (height, width)
+    return tuple(sizes[aspect] for aspect in sorted(sizes))
+
+
+def check_side(named: str, side: int, step: int) -> None:
+    """Raise a ValueError that begins with `named` unless a side is a multiple of step."""
+    if side % step:
+        below = side // step * step
+        near = " or ".join(str(n) for n in (below, below + step) if n)
+        raise ValueError(f"{named} is not a multiple of {step}; try {near}")
+
+
+def check_sides(size: tuple[int, int], step: int) -> None:
+    """Raise a ValueError unless height and width of a bucket are multiples of step."""
+    for side in size:
+        check_side(f"{BUCKETS} {size_name(size)}: {side}", side, step)
+
+
+def size_name(size: tuple[int, int]) -> str:
+    """WIDTHxHEIGHT."""
+    return f"{size[1]}x{size[0]}"
+
+
+def nearest_sizes(image_sizes: np.ndarray, sizes: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """For each image the index of the size with the nearest aspect ratio, by its logarithm.
+
+    Args:
+        image_sizes: integers (N, 2), height and width; (0, 0), unknown, counts as a square.
+        sizes: to choose from.
+    """
+    logs = np.log(np.maximum(image_sizes, 1))
+    aspects = logs[:, 1] - logs[:, 0]
+    return np.abs(aspects[:, None] - [math.log(w / h) for h, w in sizes]).argmin(axis=1)
+
+
+def choose_sizes(
+    image_sizes: list[np.ndarray], sizes: tuple[tuple[int, int], ...], batch_size: int
+) -> tuple[tuple[tuple[int, int], ...], list[np.ndarray]]:
+    """The sizes that have a batch of pairs, and for each pair the nearest of these sizes.
+
+    A size with fewer pairs is left out, first the one with the fewest, and its pairs go to the
+    nearest remaining size.
+
+    Args:
+        image_sizes: of the rows of each directory, see nearest_sizes.
+        sizes: to choose from.
+        batch_size: pairs that every directory needs of every size.
+
+    Returns:
+        (sizes, size_of): the remaining sizes; for each directory's rows the index of their size.
+    """
+    while True:
+        size_of = [nearest_sizes(of_directory, sizes) for of_directory in image_sizes]
+        counts = count_sizes(size_of, len(sizes))
+        too_few = np.flatnonzero(counts.min(axis=0) < batch_size)
+        if len(sizes) == 1 or not len(too_few):
+            return sizes, size_of
+        left_out = too_few[counts.sum(axis=0)[too_few].argmin()]
+        sizes = sizes[:left_out] + sizes[left_out + 1 :]
+
+
+def count_sizes(size_of: list[np.ndarray], num_sizes: int) -> np.ndarray:
+    """Number of rows of each size in each directory, (directories, sizes)."""
+    return np.array([np.bincount(of_rows, minlength=num_sizes) for of_rows in size_of])
+
+
+def stored_sizes(
+    groups: list[RowGroup], num_threads: int, processes: Processes = Processes()
+) -> np.ndarray:
+    """Height and width of the image to edit of every row, upright, from the files' headers.
+
+    The first time this reads a column of all shards. The sizes of a shard are saved beside it, in
+    SIZES_DIR, if that can be written; not for images that are files beside the shard, as these may
+    change on their own. Of latents they are the sizes that the images were scaled to.
+
+    Args:
+        groups: row groups of images or of latents, in the order of their shards.
+        num_threads: that read shards, up to SIZE_READERS.
+        processes: that may share the directory; they start at different shards.
+
+    Returns:
+        Integers (N, 2); (0, 0): there is no image, or its header cannot be read.
+
+    Raises:
+        ValueError: a shard is damaged.
+    """
+    if latents := latents_metadata(groups[0].metadata):
+        if "sizes" not in latents:
+            num_rows = sum(group.num_rows for group in groups)
+            return np.full((num_rows, 2), latents["resolution"])
+        sizes = np.array(latents["sizes"])
+        return np.concatenate([sizes[read_size_column(group)] for group in groups])
+    shards = list({group.path: group for group in groups}.values())
+    sizes_of = {shard.path: load_sizes(shard) for shard in shards}
+    missing = [shard for shard in shards if sizes_of[shard.path] is None]
+    first = processes.process_index * len(missing) // processes.process_count
+    missing = missing[first:] + missing[:first]
+    if missing:
+        total = sum(shard.metadata.num_rows for shard in missing)
+        with tqdm(total=total, desc="image sizes", unit="row") as bar:
+
+            def read_shard(shard):
+                sizes = load_sizes(shard)  # another process may have read it
+                if sizes is None:
+                    sizes, are_in_shard = read_sizes(shard)
+                    if are_in_shard:
+                        save_sizes(shard, sizes)
+                bar.update(len(sizes))
+                return sizes
+
+            with ThreadPoolExecutor(min(num_threads, SIZE_READERS)) as threads:
+                sizes_of |= zip([s.path for s in missing], threads.map(read_shard, missing))
+    return np.concatenate(
+        [sizes_of[g.path][g.first_row : g.first_row + g.num_rows] for g in groups]
+    )
+
+
+def read_size_column(group: RowGroup) -> np.ndarray:
+    """The indices of the sizes of a row group of latents."""
+    with open_row_group(group) as file:
+        parts = [part.to_numpy() for part in read_column(file, group, SIZE)]
+    return np.concatenate(parts)[: group.num_rows]
+
+
+def read_sizes(shard: RowGroup) -> tuple[np.ndarray, bool]:
+    """stored_sizes of a shard, of which one row group is given, read from its images.
+
+    Returns:
+        (sizes, whether all images are in the shard).
+    """
+    sizes, spare = np.zeros((shard.metadata.num_rows, 2), np.uint32), []
+    row, are_in_shard = 0, True
+    for index in range(shard.metadata.num_row_groups):
+        group = shard._replace(index=index)
+        with open_row_group(group) as file:
+            images = read_images(file, group, group.columns[0], spare)
+        are_in_shard &= isinstance(images, ImageColumn) or not images.has_files()
+        for position in range(len(images)):
+            with suppress(Exception):  # null, or damaged data, which make decoders raise anything
+                sizes[row] = encoded_size(images[position])
+            row += 1
+        del images
+    return sizes, are_in_shard
+
+
+def end_checksum(path: Path) -> str:
+    """A CRC-32 of the end of a shard, where parquet keeps the statistics of all columns."""
+    with path.open("rb") as file:
+        file.seek(-min(FOOTER_BYTES, path.stat().st_size), os.SEEK_END)
+        return f"{zlib.crc32(file.read()):08x}"
+
+
+def sizes_file(shard: RowGroup) -> Path:
+    """The file with stored_sizes of a shard; its name identifies the shard's content and column."""
+    key = f"{shard.columns[0]} {shard.path.stat().st_size} {end_checksum(shard.path)}"
+    return shard.path.parent / SIZES_DIR / f"{shard.path.name}.{zlib.crc32(key.encode()):08x}.npy"
+
+
+def load_sizes(shard: RowGroup) -> np.ndarray | None:
+    """The saved stored_sizes of a shard, or None."""
+    with suppress(OSError, ValueError, EOFError):  # missing or damaged
+        sizes = np.load(sizes_file(shard))
+        if sizes.shape == (shard.metadata.num_rows, 2):
+            return sizes
+    return None
+
+
+def save_sizes(shard: RowGroup, sizes: np.ndarray) -> None:
+    """Save stored_sizes of a shard, if its directory can be written."""
+    path = sizes_file(shard)
+
+    def save(unfinished):
+        with open(unfinished, "wb") as file:
+            np.save(file, sizes)
+
+    try:
+        save_whole(path, save, shared=True)
+    except OSError as error:
+        warn_once(
+            f"the sizes of the images cannot be saved in {path.parent} ({one_line(error, 200)}); "
+            "the next start reads them again"
+        )
