@@ -138,7 +138,7 @@ def check_pair(
     pair = pair_at(cells, position)
     pixels = np.empty((2, 16, 16, 3), np.uint8)  # small, but JPEGs are still read to their end
     time_ids = decode_pair(pair, pixels, columns, "bicubic", 0.5, False)
-    place_mask(pair, pixels[0, :, :, 0], tuple(time_ids[0, :2]), "bicubic", 0.5, False)
+    place_mask(pair, pixels[0, :, :, 0], tuple(time_ids[0, 1::-1]), "bicubic", 0.5, False)
     kinds = []
     for data in pair[:2]:
         image = open_image(io.BytesIO(data))

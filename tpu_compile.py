@@ -171,7 +171,7 @@ def training_model_shapes(config):
 
 
 def largest_size(config):
-    """Height and width of the largest images; config: TrainFlags."""
+    """Width and height of the largest images; config: TrainFlags."""
     return max(chosen_sizes(config) or [(config.resolution,) * 2], key=math.prod)
 
 
@@ -195,7 +195,7 @@ def train_program(config, devices):
     options = trainer.train_step_options(config)
     train_step = partial(trainer.train_step, models=models, tx=tx, axes=axes, **options)
 
-    B, (H, W) = config.train_batch_size // n, largest_size(config)
+    B, (W, H) = config.train_batch_size // n, largest_size(config)
     T = frozen["null_text"]["states"].shape[1]
     batch = {"input_ids": jax.ShapeDtypeStruct((n, B, T), jnp.int32)}
     if isinstance(models.text_encoder, tuple):  # SDXL

@@ -63,7 +63,7 @@ def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[
         shorts = range(step, resolution + 1, step)
         sides = [(short, resolution**2 // short // step * step) for short in shorts]
         sides = [(short, long) for short, long in sides if long <= MAX_BUCKET_ASPECT * short]
-        return tuple(sorted({*sides, *((long, short) for short, long in sides)}, reverse=True))
+        return tuple(sorted({*sides, *((long, short) for short, long in sides)}))
     sizes = {}  # by aspect ratio
     for text in texts:
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
@@ -81,7 +81,7 @@ def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[
             raise ValueError(
                 f"{BUCKETS} {size_name(other)} and {text} have one aspect ratio; leave out one"
             )
-        sizes[width / height] = (height, width)
+        sizes[width / height] = (width, height)
     return tuple(sizes[aspect] for aspect in sorted(sizes))
 
 
@@ -94,26 +94,26 @@ def check_side(named: str, side: int, step: int) -> None:
 
 
 def check_sides(size: tuple[int, int], step: int) -> None:
-    """Raise a ValueError unless height and width of a bucket are multiples of step."""
+    """Raise a ValueError unless both sides of a bucket are multiples of step."""
     for side in size:
         check_side(f"{BUCKETS} {size_name(size)}: {side}", side, step)
 
 
 def size_name(size: tuple[int, int]) -> str:
     """WIDTHxHEIGHT."""
-    return f"{size[1]}x{size[0]}"
+    return f"{size[0]}x{size[1]}"
 
 
 def nearest_sizes(image_sizes: np.ndarray, sizes: tuple[tuple[int, int], ...]) -> np.ndarray:
     """For each image the index of the size with the nearest aspect ratio, by its logarithm.
 
     Args:
-        image_sizes: integers (N, 2), height and width; (0, 0), unknown, counts as a square.
+        image_sizes: integers (N, 2), width and height; (0, 0), unknown, counts as a square.
         sizes: to choose from.
     """
     logs = np.log(np.maximum(image_sizes, 1))
-    aspects = logs[:, 1] - logs[:, 0]
-    return np.abs(aspects[:, None] - [math.log(w / h) for h, w in sizes]).argmin(axis=1)
+    aspects = logs[:, 0] - logs[:, 1]
+    return np.abs(aspects[:, None] - [math.log(w / h) for w, h in sizes]).argmin(axis=1)
 
 
 def choose_sizes(
@@ -150,7 +150,7 @@ def count_sizes(size_of: list[np.ndarray], num_sizes: int) -> np.ndarray:
 def stored_sizes(
     groups: list[RowGroup], num_threads: int, processes: Processes = Processes()
 ) -> np.ndarray:
-    """Height and width of the image to edit of every row, upright, from the files' headers.
+    """Width and height of every row's original image, upright, from the files' headers.
 
     The first time this reads a column of all shards. The sizes of a shard are saved beside it, in
     SIZES_DIR, if that can be written; not for images that are files beside the shard, as these may
@@ -171,7 +171,7 @@ def stored_sizes(
         if "sizes" not in latents:
             num_rows = sum(group.num_rows for group in groups)
             return np.full((num_rows, 2), latents["resolution"])
-        sizes = np.array(latents["sizes"])
+        sizes = np.flip(latents["sizes"], axis=1)  # heights and widths
         return np.concatenate([sizes[read_size_column(group)] for group in groups])
     shards = list({group.path: group for group in groups}.values())
     sizes_of = {shard.path: load_sizes(shard) for shard in shards}
@@ -234,7 +234,7 @@ def end_checksum(path: Path) -> str:
 
 
 def sizes_file(shard: RowGroup) -> Path:
-    """The file with stored_sizes of a shard; its name identifies the shard's content and column."""
+    """The file with heights and widths of a shard; its name identifies content and column."""
     key = f"{shard.columns[0]} {shard.path.stat().st_size} {end_checksum(shard.path)}"
     return shard.path.parent / SIZES_DIR / f"{shard.path.name}.{zlib.crc32(key.encode()):08x}.npy"
 
@@ -242,7 +242,7 @@ def sizes_file(shard: RowGroup) -> Path:
 def load_sizes(shard: RowGroup) -> np.ndarray | None:
     """The saved stored_sizes of a shard, or None."""
     with suppress(OSError, ValueError, EOFError):  # missing or damaged
-        sizes = np.load(sizes_file(shard))
+        sizes = np.flip(np.load(sizes_file(shard)), axis=1)
         if sizes.shape == (shard.metadata.num_rows, 2):
             return sizes
     return None
@@ -254,7 +254,7 @@ def save_sizes(shard: RowGroup, sizes: np.ndarray) -> None:
 
     def save(unfinished):
         with open(unfinished, "wb") as file:
-            np.save(file, sizes)
+            np.save(file, np.flip(sizes, axis=1))
 
     try:
         save_whole(path, save, shared=True)

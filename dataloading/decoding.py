@@ -16,7 +16,7 @@ from dataloading.images import (
     decode_image,
     decode_mask,
     encoded_size,
-    scaled_size,
+    scaled_shape,
 )
 from dataloading.options import Transform
 from dataloading.shards import (
@@ -40,7 +40,7 @@ class Decoding:
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Heights and widths of the batches' images."""
+        """Widths and heights of the batches' images."""
         return self.transform.sizes or ((self.transform.resolution,) * 2,)
 
     def check(self, group: RowGroup) -> None:
@@ -64,7 +64,8 @@ class Decoding:
                 "original_latents": ((h, w, C), np.float16),
                 "edited_latents": ((h, w, 2 * C), np.float16),
             }
-        pixels = ((*self.sizes[size], 3), np.uint8)
+        width, height = self.sizes[size]
+        pixels = ((height, width, 3), np.uint8)
         return {"original_pixel_values": pixels, "edited_pixel_values": pixels}
 
     def empty_batch(self, batch_size: int, size: int = 0) -> dict[str, np.ndarray]:
@@ -110,7 +111,7 @@ class Decoding:
         if self.masks and self.latents:
             copy_mask(pair, batch["mask"][place], flip)
         elif self.masks:
-            stored = tuple(time_ids[0, :2])
+            stored = tuple(time_ids[0, 1::-1])
             place_mask(pair, batch["mask"][place], stored, transform.resample, crop, flip)
         return choose_instruction(pair.prompt, draw[2])
 
@@ -151,25 +152,25 @@ def decode_pair(
     for data, pixels, column in zip(pair[:2], out, columns[:2]):
         if data is None:
             raise ValueError(f"{column}: no image bytes in the shard")
-        size = pixels.shape[:2]
+        shape = pixels.shape[:2]
         try:
-            min_size = size if resample == "dct" else (2 * size[0], 2 * size[1])
-            decoded = decode_image(data, min_size, out=pixels)
-            cropped = crop_image(decoded, size, resample, crop)
+            min_shape = shape if resample == "dct" else (2 * shape[0], 2 * shape[1])
+            decoded = decode_image(data, min_shape, out=pixels)
+            cropped = crop_image(decoded, shape, resample, crop)
         except ValueError as error:
             raise ValueError(f"{column}: {error}") from error
         is_jpeg = data.startswith(JPEG_START)  # which may be decoded at a half of its size or less
-        stored.append(encoded_size(data) if is_jpeg else decoded.shape[:2])
+        stored.append(encoded_size(data) if is_jpeg else decoded.shape[1::-1])
         if flip:
             for c in range(3):  # five times faster than all channels at once
                 pixels[..., c] = cropped[:, ::-1, c]
         else:
             pixels[:] = cropped
     check_one_shape(columns[0], stored[0], columns[1], stored[1])
-    height, width = scaled_size(*decoded.shape[:2], size)
-    top, left = crop_corner(height, width, size, crop)
-    lefts = (left, width - size[1] - left)
-    return np.array([(*stored[1], top, x, *size) for x in lefts], np.float32)
+    height, width = scaled_shape(*decoded.shape[:2], shape)
+    top, left = crop_corner(height, width, shape, crop)
+    lefts = (left, width - shape[1] - left)
+    return np.array([(*stored[1][::-1], top, x, *shape) for x in lefts], np.float32)
 
 
 def place_mask(
@@ -185,7 +186,7 @@ def place_mask(
     Args:
         pair: encoded pair; without a mask, out becomes 0.
         out: uint8 (H, W); overwritten.
-        size: height and width of the edited image as stored.
+        size: width and height of the edited image as stored.
         resample, crop, flip: see decode_pair.
 
     Raises:
@@ -198,7 +199,7 @@ def place_mask(
         mask = decode_mask(pair.mask)
     except ValueError as error:
         raise ValueError(f"mask: {error}") from error
-    check_one_shape("the mask", mask.shape, "the edited image", size)
+    check_one_shape("the mask", mask.shape[::-1], "the edited image", size)
     mask = crop_image(mask, out.shape, resample, crop)
     out[:] = mask[:, ::-1] if flip else mask
 
@@ -256,7 +257,7 @@ def copy_latents(
 def latent_shape(latents: dict, size: tuple[int, int]) -> tuple[int, int, int]:
     """(h, w, C) of the latents of a size, of a shard's latents_metadata."""
     if "sizes" in latents:
-        return tuple(latents["shape"][latents["sizes"].index(list(size))])
+        return tuple(latents["shape"][latents["sizes"].index([*size[::-1]])])
     return tuple(latents["shape"])
 
 
@@ -299,8 +300,8 @@ def check_row_group(group: RowGroup, first: dict | None, transform: Transform) -
             f"{group.path.parent} contains latents of squares; leave out {BUCKETS}, or use another "
             "directory for new latents"
         )
-    stored = latents.get("sizes", sizes)
-    if not {*map(tuple, stored)} <= {*sizes}:
+    stored = [(w, h) for h, w in latents["sizes"]] if "sizes" in latents else sizes
+    if not {*stored} <= {*sizes}:
         raise ValueError(
             f"{group.path.parent} contains latents of several sizes; use {BUCKETS} "
             f"{' '.join(map(size_name, stored))} with this --train_data_dir alone, or another "

@@ -61,14 +61,14 @@ def one_error() -> Iterator[None]:
 
 @one_error()
 def decode_image(
-    data: bytes, min_size: tuple[int, int] = (0, 0), out: np.ndarray | None = None
+    data: bytes, min_shape: tuple[int, int] = (0, 0), out: np.ndarray | None = None
 ) -> np.ndarray:
     """Decode one image to upright RGB.
 
     Args:
         data: an encoded image, see open_image. Upright JPEGs are decoded by simplejpeg, which
             releases the GIL.
-        min_size: (height, width): a JPEG at least twice as large may be decoded at a half of its
+        min_shape: (height, width): a JPEG at least twice as large may be decoded at a half of its
             size or less, but not below this; (0, 0): full size.
         out: uint8 (h, w, 3), contiguous: used for the result if it has this size.
 
@@ -80,7 +80,7 @@ def decode_image(
             `to_rgb` does not support.
     """
     if data.startswith(JPEG_START):
-        pixels = decode_jpeg(data, min_size, out)
+        pixels = decode_jpeg(data, min_shape, out)
         if pixels is not None:
             return pixels
     return np.asarray(to_rgb(open_upright(data)))
@@ -111,11 +111,11 @@ def open_upright(data):
     return ImageOps.exif_transpose(open_image(io.BytesIO(data)))
 
 
-def decode_jpeg(data, min_size, out):
+def decode_jpeg(data, min_shape, out):
     """Decode an upright RGB or grey JPEG by simplejpeg, which raises a warning of libjpeg.
 
     Args:
-        data, min_size, out: see decode_image.
+        data, min_shape, out: see decode_image.
 
     Returns:
         uint8 (H, W, 3), or None: the JPEG is left to Pillow, which ignores warnings.
@@ -134,10 +134,10 @@ def decode_jpeg(data, min_size, out):
         if orientation != 1:
             simplejpeg.decode_jpeg(data, "Gray", min_height=1, min_width=1)
             return None
-        is_large = height >= 2 * min_size[0] and width >= 2 * min_size[1]
-        h, w = min_size if is_large else (0, 0)
-        size = simplejpeg.decode_jpeg_header(data, h, w)[:2]
-        fits = out is not None and out.shape[:2] == size
+        is_large = height >= 2 * min_shape[0] and width >= 2 * min_shape[1]
+        h, w = min_shape if is_large else (0, 0)
+        shape = simplejpeg.decode_jpeg_header(data, h, w)[:2]
+        fits = out is not None and out.shape[:2] == shape
         return simplejpeg.decode_jpeg(
             data, "RGB", min_height=h, min_width=w, buffer=out if fits else None
         )
@@ -146,7 +146,7 @@ def decode_jpeg(data, min_size, out):
             raise
         # A warning of the header hides warnings of the pixels; stray bytes at the end hide none.
         if (usual := with_usual_header(data)) != data:
-            decode_jpeg(usual, min_size, None)
+            decode_jpeg(usual, min_shape, None)
         return None
 
 
@@ -168,7 +168,7 @@ def with_usual_header(data):
 
 
 def encoded_size(data: bytes) -> tuple[int, int]:
-    """Height and width of an encoded image, upright, at full size, from its header.
+    """Width and height of an encoded image, upright, at full size, from its header.
 
     Damaged data make it raise anything.
     """
@@ -176,14 +176,14 @@ def encoded_size(data: bytes) -> tuple[int, int]:
         with suppress(ValueError):  # a header that decode_jpeg leaves to Pillow
             height, width = simplejpeg.decode_jpeg_header(data)[:2]
             is_turned = exif_orientation(data) in (5, 6, 7, 8)
-            return (width, height) if is_turned else (height, width)
+            return (height, width) if is_turned else (width, height)
     image = open_image(io.BytesIO(data))
     # getexif decodes a whole PNG. Pillow opens a TIFF upright, with the size of the turned image.
     has_exif = image.format != "TIFF" and (
         image.format != "PNG" or any(marker in data for marker in EXIF_OF_PNG)
     )
     is_turned = has_exif and image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
-    return (image.width, image.height) if is_turned else (image.height, image.width)
+    return image.size[::-1] if is_turned else image.size
 
 
 def exif_orientation(data: bytes) -> int:
@@ -203,9 +203,9 @@ def check_one_shape(
 
     Args:
         first, second: what they are, for the error.
-        first_size, second_size: (height, width).
+        first_size, second_size: (width, height).
     """
-    (h, w), (H, W) = first_size, second_size
+    (w, h), (W, H) = first_size, second_size
     if abs(math.log(w * H / (h * W))) > MAX_ASPECT_ERROR:
         raise ValueError(
             f"{first} has {w:.0f}x{h:.0f} pixels (width x height) and {second} {W:.0f}x{H:.0f}; "
@@ -213,31 +213,30 @@ def check_one_shape(
         )
 
 
-def scaled_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
-    """Height and width of an image that is scaled until it just covers a size."""
-    scale = max(size[0] / height, size[1] / width)
-    return max(size[0], round(height * scale)), max(size[1], round(width * scale))
+def scaled_shape(height: int, width: int, shape: tuple[int, int]) -> tuple[int, int]:
+    """Height and width of an image that is scaled until it just covers a shape."""
+    scale = max(shape[0] / height, shape[1] / width)
+    return max(shape[0], round(height * scale)), max(shape[1], round(width * scale))
 
 
-def crop_corner(height: int, width: int, size: tuple[int, int], crop: float) -> tuple[int, int]:
-    """Top and left of what crop_image cuts out of a scaled image."""
-    return int(crop * (height - size[0] + 1)), int(crop * (width - size[1] + 1))
+def crop_corner(height: int, width: int, shape: tuple[int, int], crop: float) -> tuple[int, int]:
+    """Top and left of crop_image's cut in the scaled image."""
+    return int(crop * (height - shape[0] + 1)), int(crop * (width - shape[1] + 1))
 
 
 def crop_image(
-    pixels: np.ndarray, size: tuple[int, int], resample: str = "dct", crop: float = 0.5
+    pixels: np.ndarray, shape: tuple[int, int], resample: str = "dct", crop: float = 0.5
 ) -> np.ndarray:
-    """Scale an image until it just covers a size, and cut that out.
+    """Scale an image until it just covers a shape, and cut this shape out.
 
     Hugging Face's trainer squeezes the full image into a square instead; on the square images of
     the public datasets both agree.
 
     Args:
         pixels: uint8 (H, W, 3).
-        size: height h and width w of the result, pixels.
+        shape: height h and width w of the result, pixels.
         resample: "lanczos" or "dct" (Lanczos is what "dct" does here), or "bicubic".
-        crop: in [0, 1), position of the cut along the side that is longer than the size; 0.5: the
-            centre.
+        crop: in [0, 1), position of the cut along the longer side; 0.5: the centre.
 
     Returns:
         uint8 (h, w, 3).
@@ -250,9 +249,9 @@ def crop_image(
             f"{pixels.shape[1]}x{pixels.shape[0]} pixels are too narrow: one side may be at most "
             f"{MAX_ASPECT} times the other; crop the image"
         )
-    height, width = scaled_size(*pixels.shape[:2], size)
+    height, width = scaled_shape(*pixels.shape[:2], shape)
     if pixels.shape[:2] != (height, width):
         image = Image.fromarray(pixels).resize((width, height), RESAMPLING[resample])
         pixels = np.asarray(image)
-    top, left = crop_corner(height, width, size, crop)
-    return pixels[top : top + size[0], left : left + size[1]]
+    top, left = crop_corner(height, width, shape, crop)
+    return pixels[top : top + shape[0], left : left + shape[1]]

@@ -29,7 +29,7 @@ class Transform:
     """From stored images to the images of a batch."""
 
     resolution: int = 256  # side of the square images, pixels
-    # Sizes to choose from, see buckets.bucket_sizes; None: only the square.
+    # (width, height) of each size to choose from, see buckets.bucket_sizes; None: only the square.
     sizes: tuple[tuple[int, int], ...] | None = None
     random_crop: bool = True  # at a random position along the longer side, else in the centre
     random_flip: bool = True  # mirror half of the pairs

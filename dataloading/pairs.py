@@ -187,7 +187,7 @@ def check_image(path: Path) -> tuple[int, int] | str:
     try:
         data = path.read_bytes()
         decode_image(data, (16, 16))  # raises a ValueError if the image is damaged
-        height, width = encoded_size(data)
+        width, height = encoded_size(data)
         if max(width, height) > MAX_ASPECT * min(width, height):
             return f"{width}x{height} is too narrow; the most is {MAX_ASPECT} to 1"
         return width, height
@@ -240,7 +240,7 @@ def compare_sizes(found: list[tuple[Path, tuple[int, int]]]) -> Iterator[str]:
     """Problems of the sizes of a pair: (file, (width, height)) of original, edited and any mask."""
     (original, size), (edited, edited_size), *masks = found
     try:
-        check_one_shape(original, size[::-1], edited, edited_size[::-1])
+        check_one_shape(original, size, edited, edited_size)
     except ValueError as error:
         yield str(error)
     for mask, mask_size in masks:

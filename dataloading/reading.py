@@ -162,7 +162,7 @@ class StoredPairs:
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Heights and widths of the images in batches."""
+        """Widths and heights of the images in batches."""
         return self.decoding.sizes
 
     def image_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:

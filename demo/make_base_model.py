@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from command_line import run_main
-from dataloading.images import scaled_size
+from dataloading.images import scaled_shape
 from demo.photographs import (
     EDITS,
     TRAINING,
@@ -254,7 +254,7 @@ def random_time_ids(rng, size, box, mirrored):
         after = rng.integers(size[longer_axis] - box[longer_axis + 2] + 1)
         stored[longer_axis] += before[longer_axis] + after
     width, height = (int(x) for x in stored)
-    _, scaled_width = scaled_size(height, width, (SIZE, SIZE))
+    _, scaled_width = scaled_shape(height, width, (SIZE, SIZE))
     left, top = np.round(before * SIZE / side)
     if mirrored:
         left = scaled_width - SIZE - left

@@ -87,7 +87,7 @@ class HeldOutPair:
         """Raise a ValueError if the mask cannot be decoded, or has another aspect ratio."""
         if self.mask is not None:
             mask = read_mask_of(self.mask, f"the mask of {self.input}")
-            check_one_shape(self.input, encoded_size(self.original), "its mask", mask.size[::-1])
+            check_one_shape(self.input, encoded_size(self.original), "its mask", mask.size)
 
     def _decode(self, data):
         try:

@@ -24,7 +24,7 @@ from references import edit_with_torch
 from safetensors.numpy import load_file
 
 import evaluate_edits
-from dataloading.images import crop_corner, scaled_size
+from dataloading.images import crop_corner, scaled_shape
 from dataloading.options import Transform
 from demo import (
     evaluate,
@@ -241,7 +241,7 @@ def test_time_ids_of_pretraining_are_those_of_the_loader():
         height, width, top, left = (int(x) for x in ids[:4])
         assert min(height, width) == box[2] - box[0]
         assert height <= image.height and width <= image.width
-        scaled = scaled_size(height, width, (64, 64))
+        scaled = scaled_shape(height, width, (64, 64))
         assert np.all(crop_corner(*scaled, (64, 64), 0) <= np.array((top, left)))
         assert np.all((top, left) <= np.array(crop_corner(*scaled, (64, 64), 1 - 1e-9)))
         assert (*ids[4:], *mirrored[[0, 1, 2, 4, 5]]) == (64, 64, height, width, top, 64, 64)

@@ -107,7 +107,7 @@ def decode_into(out, group, cells, position, resample, factor):
         pixels = np.empty(out[0].shape[:2], np.uint8)
         try:
             pair = pair._replace(mask=cells.masks[position])
-            place_mask(pair, pixels, tuple(time_ids[0, :2]), resample, 0.5, False)
+            place_mask(pair, pixels, tuple(time_ids[0, 1::-1]), resample, 0.5, False)
         except ValueError as error:
             return prompt, stored, DAMAGED_MASK, f"{name}: {error}"
         mask = reduce_mask(pixels, factor).tobytes()
@@ -120,7 +120,7 @@ def encode_group(group, size_of, sizes, encode, batch_size, config, threads, fac
     Args:
         group: row group of images.
         size_of: the size of each row, as an index.
-        sizes: heights and widths.
+        sizes: widths and heights.
         encode, batch_size, config: as for write_latent_shard.
         threads: executor that decodes.
         factor: pixels per latent along a side.
@@ -135,8 +135,8 @@ def encode_group(group, size_of, sizes, encode, batch_size, config, threads, fac
         for size, of_size in zip(sizes, of_sizes)
         for start in range(0, len(of_size), batch_size)
     ]
-    for size, positions in batches:
-        pixels = np.zeros((2, batch_size, *size, 3), np.uint8)
+    for (width, height), positions in batches:
+        pixels = np.zeros((2, batch_size, height, width, 3), np.uint8)
         decode = partial(
             decode_into,
             group=group,
@@ -210,9 +210,11 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
     images = dict.fromkeys(("original_image", "edited_image", TIME_IDS, MASK), pa.binary())
     types = images | {"edit_prompt": text, SIZE: pa.int16()}
     schema = pa.schema([(name, types[name]) for name in names], {LATENTS: json.dumps(metadata)})
-    if not sizes:
-        sizes, shapes = [[config.resolution] * 2], [shapes]
-    factor = sizes[0][0] // shapes[0][0]
+    if sizes:
+        sizes = [(width, height) for height, width in sizes]
+    else:
+        sizes, shapes = [(config.resolution,) * 2], [shapes]
+    factor = sizes[0][1] // shapes[0][0]
     size_of = np.zeros(sum(group.num_rows for group in groups), int)
     if len(sizes) > 1:
         size_of = nearest_sizes(stored_sizes(groups, 1), sizes)
@@ -351,7 +353,7 @@ def list_images(train_data_dir, columns, output_dir, max_train_samples):
 
 
 def choose_latent_sizes(config, train_data_dir, columns, output_dir, overwrite):
-    """The heights and widths of a directory's latents; None without --aspect_ratio_buckets.
+    """The widths and heights of a directory's latents; None without --aspect_ratio_buckets.
 
     Latents in output_dir keep their sizes if the flag has them. Otherwise the sizes are those with
     a batch of pairs, as in training.
@@ -374,8 +376,9 @@ def choose_latent_sizes(config, train_data_dir, columns, output_dir, overwrite):
     for path in [] if overwrite else shard_files(output_dir)[:1]:
         with contextlib.suppress(pa.ArrowException, OSError):  # see check_existing_shard
             stored = (latents_metadata(pq.read_metadata(path)) or {}).get("sizes", ())
-            if stored and {*map(tuple, stored)} <= {*sizes}:
-                return tuple(map(tuple, stored))
+            stored = tuple((width, height) for height, width in stored)
+            if stored and {*stored} <= {*sizes}:
+                return stored
     return pairs.decoding.sizes
 
 
@@ -400,7 +403,8 @@ def latent_settings(config, vae, params, sizes):
         check_sides(size, factor)
     C = vae.latent_channels
     shapes = [
-        [side // factor for side in size] + [C] for size in sizes or [[config.resolution] * 2]
+        [height // factor, width // factor, C]
+        for width, height in sizes or [(config.resolution,) * 2]
     ]
     return {
         "vae": vae_checksum(params),
@@ -408,7 +412,7 @@ def latent_settings(config, vae, params, sizes):
         "resolution": config.resolution,
         "image_interpolation_mode": config.image_interpolation_mode,
         **(
-            {"sizes": [list(size) for size in sizes], "shape": shapes}
+            {"sizes": [[height, width] for width, height in sizes], "shape": shapes}
             if sizes
             else {"shape": shapes[0]}
         ),

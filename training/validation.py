@@ -125,10 +125,10 @@ def load_validation_images(config: Config):
 
 
 def fit_validation_images(images, sizes):
-    """Crop images, PIL, to the sizes nearest to their shapes; sizes: (height, width) of batches."""
-    nearest = nearest_sizes(np.reshape([image.size[::-1] for image in images], (-1, 2)), sizes)
+    """Crop images, PIL, to the sizes nearest to their shapes; sizes: (width, height) of batches."""
+    nearest = nearest_sizes(np.reshape([image.size for image in images], (-1, 2)), sizes)
     return [
-        ImageOps.fit(image, sizes[size][::-1], Image.Resampling.LANCZOS)
+        ImageOps.fit(image, sizes[size], Image.Resampling.LANCZOS)
         for image, size in zip(images, nearest)
     ]
 

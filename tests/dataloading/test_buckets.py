@@ -18,7 +18,7 @@ from dataloading.buckets import SIZES_DIR, bucket_sizes, nearest_sizes, stored_s
 from dataloading.options import Processes
 from dataloading.shards import list_row_groups
 
-SIZES = bucket_sizes(8, ("6x12", "8x8", "12x6"))  # height before width, tallest first
+SIZES = bucket_sizes(8, ("6x12", "8x8", "12x6"))  # tallest first
 SHAPES = {"tall": (24, 11), "square": (16, 18), "wide": (9, 20)}  # of stored images
 
 
@@ -36,12 +36,12 @@ def write_kinds(folder, shards, row_group_size=4):
 
 
 def test_default_sizes():
-    assert bucket_sizes(512, ()) == ((640, 384), (576, 448), (512, 512), (448, 576), (384, 640))
-    assert bucket_sizes(256, ()) == ((320, 192), (256, 256), (192, 320))
-    assert bucket_sizes(64, ()) == ((80, 48), (64, 64), (48, 80))
+    assert bucket_sizes(512, ()) == ((384, 640), (448, 576), (512, 512), (576, 448), (640, 384))
+    assert bucket_sizes(256, ()) == ((192, 320), (256, 256), (320, 192))
+    assert bucket_sizes(64, ()) == ((48, 80), (64, 64), (80, 48))
     for resolution in (128, 512, 768, 1024):
         sizes = bucket_sizes(resolution, ())
-        aspects = [w / h for h, w in sizes]
+        aspects = [w / h for w, h in sizes]
         assert aspects == sorted(set(aspects)) and {s[::-1] for s in sizes} == {*sizes}
         assert aspects[0] >= 0.5 and (resolution, resolution) in sizes
         assert all(0.85 * resolution**2 < h * w <= resolution**2 for h, w in sizes)
@@ -72,8 +72,8 @@ def test_bad_sizes(resolution, texts, words):
 def test_the_nearest_size_has_the_most_similar_aspect_ratio():
     rng = np.random.default_rng(0)
     images, sizes = rng.integers(1, 2000, (500, 2)), bucket_sizes(1024, ())
-    for (height, width), found in zip(images, nearest_sizes(images, sizes)):
-        ratios = [max(width * h / (height * w), height * w / (width * h)) for h, w in sizes]
+    for (width, height), found in zip(images, nearest_sizes(images, sizes)):
+        ratios = [max(width * h / (height * w), height * w / (width * h)) for w, h in sizes]
         assert ratios[found] == pytest.approx(min(ratios))
     assert [sizes[i] for i in nearest_sizes(np.zeros((1, 2)), sizes)] == [(1024, 1024)]
 
@@ -136,8 +136,8 @@ def test_every_pair_once_at_its_size_and_the_rest_after_a_kill(tmp_path_factory,
                 assert batch[ORIGINAL].shape == batch[EDITED].shape
                 np.testing.assert_array_equal(batch[ORIGINAL][:, 2, 3, 1], rows)
                 np.testing.assert_array_equal(batch[EDITED][:, 2, 3, 1], 255 - rows)
-                size = batch[ORIGINAL].shape[1:3]
-                distances = np.array([[np.log(w / h)] for h, w in sizes]) - [
+                size = batch[ORIGINAL].shape[2:0:-1]
+                distances = np.array([[np.log(w / h)] for w, h in sizes]) - [
                     aspect[r] for r in rows
                 ]
                 assert {sizes[i] for i in np.abs(distances).argmin(axis=0)} == {size}
@@ -214,7 +214,7 @@ def test_what_waits_of_shards_sorted_by_shape(tmp_path, num_parts, most):
 def test_a_size_without_a_batch_is_left_out(tmp_path):
     write_kinds(tmp_path, [["tall"] * 3 + ["square"] * 8 + ["wide"] * 5])
     dataset = open_pairs(tmp_path, batch_size=4, resolution=8, sizes=SIZES)
-    assert dataset.decoding.sizes == ((8, 8), (6, 12)) and len(dataset) == 3
+    assert dataset.decoding.sizes == ((8, 8), (12, 6)) and len(dataset) == 3
     counts = "8x8 11, 12x6 5; left out with less than a batch: 6x12"
     assert dataset.describe_sizes() == f"pairs by size: {counts}"
     # A smaller batch would have other sizes, so that none is suggested.
@@ -272,7 +272,7 @@ def test_sizes_are_read_once(tmp_path, monkeypatch, caplog):
     write_shard(tmp_path / "a.parquet", [(data, "x", b"") for data in originals])
     write_shard(tmp_path / "b.parquet", [(encode(pixels[:, :9]), "x", b"")] * 5, row_group_size=2)
     groups = list_row_groups(tmp_path)
-    expected = [[10, 30], [30, 10], [0, 0], [0, 0]] + [[10, 9]] * 5
+    expected = [[30, 10], [10, 30], [0, 0], [0, 0]] + [[9, 10]] * 5
     assert stored_sizes(groups, 2).tolist() == expected
     monkeypatch.setattr(buckets, "encoded_size", None)
     assert stored_sizes(groups, 2, Processes(1, 2)).tolist() == expected
@@ -288,7 +288,7 @@ def test_sizes_are_read_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(buckets, "save_whole", lambda *args, **options: os.mkdir("/proc/x"))
     for _ in range(2):
         found = stored_sizes(list_row_groups(tmp_path), 2)
-        assert found[4:].tolist() == [[10, 5]] * 5
+        assert found[4:].tolist() == [[5, 10]] * 5
     assert len([r for r in caplog.records if "cannot be saved" in r.getMessage()]) == 1
 
 
@@ -335,8 +335,8 @@ def test_a_row_group_of_many_broken_pairs_is_read_twice(tmp_path, monkeypatch):
 def test_sizes_of_files_beside_a_shard_are_not_kept(tmp_path):
     table = {"original_image": ["a.png"], "edit_prompt": ["x"], "edited_image": ["a.png"]}
     pq.write_table(pa.table(table), tmp_path / "a.parquet")
-    for size in ((8, 9), (7, 5)):
-        (tmp_path / "a.png").write_bytes(plain(0, size))
+    for size in ((9, 8), (5, 7)):
+        (tmp_path / "a.png").write_bytes(plain(0, size[::-1]))
         assert stored_sizes(list_row_groups(tmp_path), 1).tolist() == [[*size]]
 
 

@@ -69,8 +69,8 @@ def test_harmless_warnings_give_pillows_pixels(tmp_path, name, kind):
     pixels = by_pillow(data)
     np.testing.assert_array_equal(pixels, by_pillow(whole))
     np.testing.assert_array_equal(decode_image(data), pixels)
-    np.testing.assert_array_equal(decode_image(data, min_size=(8, 8)), pixels)
-    assert encoded_size(data) == pixels.shape[:2]
+    np.testing.assert_array_equal(decode_image(data, min_shape=(8, 8)), pixels)
+    assert encoded_size(data) == pixels.shape[1::-1]
     path = tmp_path / "a.jpg"
     path.write_bytes(data)
     np.testing.assert_array_equal(np.asarray(load_image(path)), pixels)

@@ -86,7 +86,7 @@ def test_masks_are_cropped_and_flipped_with_their_pairs(tmp_path):
                 batch["mask"], batch["edited_pixel_values"], batch["edit_prompt"]
             ):
                 np.testing.assert_array_equal(mask, 0 if int(prompt) % 6 == 0 else edited[..., 0])
-    wide = open_pairs(folder, batch_size=8, resolution=16, mask="", sizes=((16, 24), (16, 16)))
+    wide = open_pairs(folder, batch_size=8, resolution=16, mask="", sizes=((24, 16), (16, 16)))
     for batch in wide:
         assert batch["mask"].shape == (8, 16, 24)
         with_mask = [int(prompt) % 6 != 0 for prompt in batch["edit_prompt"]]
