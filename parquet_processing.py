@@ -189,7 +189,7 @@ def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
     for pair in pairs:
         decoded = (decode_image(data, (2 * resolution,) * 2) for data in pair[:2])
         squares = (crop_image(pixels, (resolution,) * 2, "lanczos") for pixels in decoded)
-        text = choose_instruction(pair.prompt, 0)
+        text = choose_instruction(pair.instruction, 0)
         tiles.append(captioned(list(map(Image.fromarray, squares)), text, max_lines=2))
     num_columns = max(1, round(math.sqrt(len(pairs) / 2)))
     return tile_grid(tiles, num_columns, margin=max(4, resolution // 32))
@@ -294,7 +294,8 @@ def describe_and_preview(config: Config) -> None:
         )
     preview_pairs = preview_pairs[: config.num_preview]
     prompts = (
-        pair.prompt if isinstance(pair.prompt, str) else [*pair.prompt] for pair in preview_pairs
+        pair.instruction if isinstance(pair.instruction, str) else [*pair.instruction]
+        for pair in preview_pairs
     )
     print("prompts     " + "\n            ".join(map(repr, prompts)))
     if config.preview:

@@ -238,7 +238,7 @@ def ceiling(pairs: list[Pair], num_threads: int, resample: str) -> Iterator[dict
                 decode(numbered)
             else:
                 list(pool.map(decode, [numbered[t::num_threads] for t in range(num_threads)]))
-            yield {"edit_prompt": [pair.prompt for _, pair in numbered]}
+            yield {"edit_prompt": [pair.instruction for _, pair in numbered]}
 
 
 def trainer_transform(originals: list[Image.Image], edits: list[Image.Image]) -> tuple:

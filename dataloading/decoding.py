@@ -113,7 +113,7 @@ class Decoding:
         elif self.masks:
             stored = tuple(time_ids[0, 1::-1])
             place_mask(pair, batch["mask"][place], stored, transform.resample, crop, flip)
-        return choose_instruction(pair.prompt, draw[2])
+        return choose_instruction(pair.instruction, draw[2])
 
 
 def decode_pair(
@@ -146,7 +146,7 @@ def decode_pair(
 
     Source: SDXL (arXiv 2307.01952), section 2.2.
     """
-    if pair.prompt is None:
+    if pair.instruction is None:
         raise ValueError(f"{columns[2]}: null")
     stored = []
     for data, pixels, column in zip(pair[:2], out, columns[:2]):
@@ -243,7 +243,7 @@ def copy_latents(
     Raises:
         ValueError: the pair has no latents, or the shard is damaged.
     """
-    if pair.prompt is None:
+    if pair.instruction is None:
         raise ValueError(f"{columns[2]}: null")
     for data, latents, column in zip(pair[:2], out, columns[:2]):
         if data is None or len(data) != 2 * latents.nbytes:

@@ -247,7 +247,7 @@ def compare_sizes(found: list[tuple[Path, tuple[int, int]]]) -> Iterator[str]:
         if mask_size != size:
             yield (
                 "{} is {}x{} pixels (width x height) and {} {}x{}; a mask has the size of the "
-                "image to edit".format(mask, *mask_size, original, *size)
+                "original image".format(mask, *mask_size, original, *size)
             )
 
 

@@ -1,4 +1,4 @@
-"""Reading parquet shards of (image, instruction, edited image).
+"""Reading parquet shards of (original image, instruction, edited image).
 
 for group in list_row_groups("data"):
     cells = read_row_group(group)
@@ -46,7 +46,7 @@ KNOWN_SETS = (
 )
 SETS_WITH_MASKS = ("osunlp/MagicBrush", "BleachNick/UltraEdit")
 COLUMN_FLAGS = KnownSet._fields[1:]  # flags that select other columns
-ROLES = dict(zip(COLUMN_FLAGS, ("image to edit", "edited image", "instruction")))
+ROLES = dict(zip(COLUMN_FLAGS, ("original image", "edited image", "instruction")))
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())  # or a dictionary of one
 BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
 MASK_COLUMNS = ("mask_img", "mask_image", "mask")  # names of columns of masks
@@ -63,7 +63,7 @@ class Pair(NamedTuple):
 
     original: bytes | None
     edited: bytes | None
-    prompt: str | tuple[str, ...] | None
+    instruction: str | tuple[str, ...] | None
     time_ids: bytes | None = None  # of shards of latents
     mask: bytes | None = None  # encoded image, see RowGroup
 
@@ -73,7 +73,7 @@ class RowGroup(NamedTuple):
 
     path: Path
     metadata: pq.FileMetaData
-    columns: tuple[str, str, str]  # original image, edited image, prompt
+    columns: tuple[str, str, str]  # original image, edited image, instruction
     index: int  # in the shard
     first_row: int  # row of the shard at which it starts
     num_rows: int
@@ -88,8 +88,8 @@ def list_row_groups(
     Args:
         train_data_dir: directory of *.parquet files, read in the order of their names; hidden
             files do not count.
-        columns: names to look for; shards of latents have their masks in the column MASK.
-        flag: that names the directory, for error messages.
+        columns: names to look for; in shards of latents masks are in the column MASK.
+        flag: the directory's flag, for error messages.
 
     Returns:
         All row groups with at least one row, in order.
@@ -154,7 +154,7 @@ def list_row_groups(
 
 
 def shard_files(directory: Path) -> list[Path]:
-    """The shards of a directory by name. Hidden files, such as ._a.parquet of macOS, are none."""
+    """The shards of a directory by name, without hidden files such as ._a.parquet of macOS."""
     return sorted(directory.glob("[!.]*.parquet"))
 
 
@@ -180,15 +180,15 @@ def source_columns(group: RowGroup) -> list[str]:
 
 
 def nearest_set(names: list[str], given: tuple[str, str, str]) -> KnownSet:
-    """The known set that has the most columns in common with a shard.
+    """The known set with the most columns in common with a shard.
 
     Args:
-        names: of the shard's columns.
-        given: columns by flags, in the order of COLUMN_FLAGS; "": not given.
+        names: the shard's columns.
+        given: columns that the user names, in the order of COLUMN_FLAGS; "": none.
     """
 
     def fit(known: KnownSet) -> tuple[int, int]:
-        """Columns that the shard has, and of these the ones that were given."""
+        """Number of columns that the shard has, and of those that the user names."""
         own = [(flag or column) in names for flag, column in zip(given, known[1:])]
         return sum(own), sum(map(str.__eq__, given, known[1:]))
 
@@ -196,7 +196,7 @@ def nearest_set(names: list[str], given: tuple[str, str, str]) -> KnownSet:
 
 
 def known_set(columns: tuple[str, str, str]) -> str:
-    """The name of the known set with these columns; "" if there is none."""
+    """The name of the known set with these columns, or ""."""
     return next((known.name for known in KNOWN_SETS if known[1:] == columns), "")
 
 
@@ -245,7 +245,7 @@ def find_mask_column(schema: pa.Schema, path: Path, given: str = "") -> str:
 
 
 def check_column(schema: pa.Schema, path: Path, name: str, flag: str) -> None:
-    """Raise a ValueError if a column is there twice or has the wrong type for its flag."""
+    """Raise a ValueError for a repeated column or a type that does not fit its flag."""
     if (count := schema.names.count(name)) > 1:
         raise ValueError(
             f"{path} has {count} columns named {name}; rename all but one, or choose another with "
@@ -271,22 +271,22 @@ def check_column(schema: pa.Schema, path: Path, name: str, flag: str) -> None:
 
 
 def is_text(kind: pa.DataType | None) -> bool:
-    """Whether values of a type are text, directly or in a dictionary."""
+    """Whether a type is text, directly or in a dictionary."""
     return getattr(kind, "value_type", kind) in TEXT_TYPES and not is_list(kind)
 
 
 def is_binary(kind: pa.DataType | None) -> bool:
-    """Whether values of a type are bytes, directly or in a dictionary."""
+    """Whether a type is bytes, directly or in a dictionary."""
     return getattr(kind, "value_type", kind) in BINARY_TYPES and not is_list(kind)
 
 
 def is_list(kind: pa.DataType | None) -> bool:
-    """Whether values of a type are lists, of any or of one length."""
+    """Whether a type is a list, of variable or fixed length."""
     return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
 
 
 def is_list_of_text(kind: pa.DataType) -> bool:
-    """Whether values of a type are lists of texts."""
+    """Whether a type is a list of texts."""
     return is_list(kind) and is_text(kind.value_type)
 
 
@@ -334,10 +334,10 @@ class ImageColumn:
 
 
 class ImageFiles:
-    """The images of a row group's column, of which some or all are files beside the shard."""
+    """The images of a row group's column; some or all are files beside the shard."""
 
     def __init__(self, stored: ImageColumn | None, paths: pa.ChunkedArray, folder: Path):
-        """stored: the images that the shard has; folder: of the shard, to which paths belong."""
+        """stored: images in the shard; folder: the shard's, which paths are relative to."""
         self._stored, self._paths, self._folder = stored, paths, folder
 
     def __len__(self) -> int:
@@ -349,7 +349,7 @@ class ImageFiles:
         return read_beside(self._folder, path) if data is None and path else data
 
     def has_files(self) -> bool:
-        """Whether the image of any row is a file."""
+        """Whether any image is a file."""
         stored = self._stored or [None] * len(self)
         return any(data is None and path.as_py() for data, path in zip(stored, self._paths))
 
@@ -357,8 +357,8 @@ class ImageFiles:
 def read_beside(folder: Path, path: str) -> bytes:
     """Read a file that a shard names.
 
-    A shard may come from anyone, so that files outside of its directory are not read. What the
-    user has linked into it counts as inside.
+    A shard may come from anyone, so files outside its directory are not read. Links in the
+    directory are followed.
 
     Args:
         folder: directory of the shard.
@@ -385,8 +385,8 @@ class Cells(NamedTuple):
     """The encoded columns of a row group."""
 
     originals: ImageColumn | ImageFiles
-    edits: ImageColumn | ImageFiles
-    prompts: pa.ChunkedArray  # converted row by row, as a row may not be UTF-8
+    edited: ImageColumn | ImageFiles
+    instructions: pa.ChunkedArray  # converted row by row, as a row may not be UTF-8
     time_ids: pa.ChunkedArray | None = None  # of shards of latents
     masks: ImageColumn | ImageFiles | None = None
 
@@ -414,7 +414,7 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
 
 @contextmanager
 def open_row_group(group: RowGroup) -> Iterator[pq.ParquetFile]:
-    """A context with the open shard of a row group; errors of reading become a ValueError."""
+    """Open the shard of a row group; a context in which errors become a ValueError."""
     try:
         with pq.ParquetFile(
             group.path, metadata=group.metadata, pre_buffer=False, buffer_size=READ_BYTES
@@ -465,25 +465,28 @@ def read_column(
 
 
 def pair_at(cells: Cells, position: int) -> Pair:
-    """One row of a row group. A list that is empty or has a null is no instruction, as a null is.
+    """One row of a row group. An empty list, or one with a null, is no instruction.
 
     Raises:
         ValueError: the instruction is not text, or the file of an image cannot be read.
     """
     try:
-        prompt = cells.prompts[position].as_py()
+        instruction = cells.instructions[position].as_py()
     except UnicodeDecodeError as error:
         raise ValueError(f"the instruction is not UTF-8 ({error})") from error
-    if isinstance(prompt, list):
-        prompt = tuple(prompt) if prompt and None not in prompt else None
+    if isinstance(instruction, list):
+        is_complete = instruction and None not in instruction
+        instruction = tuple(instruction) if is_complete else None
     time_ids = None if cells.time_ids is None else cells.time_ids[position].as_py()
     mask = None if cells.masks is None else cells.masks[position]
-    return Pair(cells.originals[position], cells.edits[position], prompt, time_ids, mask)
+    original, edited = cells.originals[position], cells.edited[position]
+    return Pair(original, edited, instruction, time_ids, mask)
 
 
-def choose_instruction(prompt: str | tuple[str, ...], draw: float) -> str:
-    """The instruction of a pair, or one of several; draw: in [0, 1), 0 takes the first."""
-    return prompt if isinstance(prompt, str) else prompt[int(draw * len(prompt))]
+def choose_instruction(instruction: str | tuple[str, ...], draw: float) -> str:
+    """A pair's instruction, or one of several; draw: in [0, 1), 0 takes the first."""
+    is_one = isinstance(instruction, str)
+    return instruction if is_one else instruction[int(draw * len(instruction))]
 
 
 def take_first_rows(groups: list[RowGroup], num_rows: int) -> list[RowGroup]:
@@ -500,7 +503,7 @@ def take_first_rows(groups: list[RowGroup], num_rows: int) -> list[RowGroup]:
 def shard_ids(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path]:
     """Identify each shard by three 32-bit numbers: a 64-bit hash of name and size, and its rows.
 
-    A shard of latents has the id of the shard of images that it was made from.
+    A shard of latents has the id of its shard of images.
     """
     shards = {}
     for path, metadata in {group.path: group.metadata for group in groups}.items():

@@ -185,7 +185,7 @@ def pairs_of_shards(directory, columns, caption_columns, mask_column="", max_pai
                 pair = pair_at(cells, number)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-            instruction = pair.prompt and choose_instruction(pair.prompt, 0)
+            instruction = pair.instruction and choose_instruction(pair.instruction, 0)
             if pair.original and instruction:
                 known = (caption_at(texts, caption, number, name) for caption in captions)
                 images = pair.original, pair.edited or None

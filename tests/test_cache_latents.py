@@ -63,7 +63,7 @@ def test_latents_are_pytorchs(model, data, kept):
         originals, edits = read_row_group(source), read_row_group(group)
         for row in range(group.num_rows):
             pair, ours = pair_at(originals, row), pair_at(edits, row)
-            assert ours.prompt == pair.prompt
+            assert ours.instruction == pair.instruction
             if (source.path.name, row) == ("a.parquet", 3):
                 assert ours.original is ours.edited is None
                 continue

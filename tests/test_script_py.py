@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import script
-from dataloading import remote_shards, retries
+from dataloading import remote_shards
 
 TOKEN = "hf_tokenThatMustNotLeak"
 PAPER = "timbrooks/instructpix2pix-clip-filtered"
@@ -70,7 +70,7 @@ def hub(monkeypatch, tmp_path):
 def sleeps(monkeypatch):
     """Record calls of time.sleep instead of sleeping."""
     waits = []
-    monkeypatch.setattr(retries.time, "sleep", waits.append)
+    monkeypatch.setattr(remote_shards.time, "sleep", waits.append)
     return waits
 
 
@@ -776,7 +776,7 @@ def test_runs_without_jax_and_the_library(shards, tmp_path, monkeypatch):
         "command_line.py",
         "dataloading/__init__.py",
         "dataloading/remote_shards.py",
-        "dataloading/retries.py",
+        "dataloading/remote_shards.py",
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -98,7 +98,7 @@ def decode_into(out, group, cells, position, resample, factor):
     prompt, name = None, f"{group.path.name} row {group.first_row + position}"
     try:
         pair = pair_at(cells._replace(masks=None), position)
-        prompt = pair.prompt
+        prompt = pair.instruction
         time_ids = decode_pair(pair, out, group.columns, resample, 0.5, False)
     except ValueError as error:
         return prompt, None, None, f"{name}: {error}"

@@ -86,7 +86,7 @@ def test_shards_are_shaped_like_the_real_ones(shards_dir):
         assert file.schema_arrow.equals(SCHEMA)
         assert file.metadata.num_row_groups == 1
     pairs = read_pairs(shards_dir)
-    assert len({pair.prompt for pair in pairs}) == NUM_ROWS
+    assert len({pair.instruction for pair in pairs}) == NUM_ROWS
     sizes = [len(image) for pair in pairs for image in pair[:2]]
     assert 150e3 < np.mean(sizes) < 250e3  # 205 kB in the public dataset
     differences = [np.abs(np.diff(decode(pair, "dct"), axis=0)).mean() for pair in pairs]
@@ -110,7 +110,7 @@ def test_pixels_agree(method, num_threads, shards_dir, links):
         stream = {"datasets": hugging_face, "torch": torch_rows}[method]
         images = take_epoch(stream(links, num_threads))
         largest = 3
-    expected = {pair.prompt: decode(pair, resample) for pair in read_pairs(shards_dir)}
+    expected = {pair.instruction: decode(pair, resample) for pair in read_pairs(shards_dir)}
     assert images.keys() == expected.keys()
     for prompt, pixels in images.items():
         assert difference(pixels, expected[prompt]) <= largest
@@ -120,12 +120,14 @@ def test_pixels_agree(method, num_threads, shards_dir, links):
 def test_ceiling_decodes_every_pair(num_threads, shards_dir, monkeypatch):
     decoded = []
     monkeypatch.setattr(
-        data_benchmark, "decode_pair", lambda pair, out, *rest: decoded.append((pair.prompt, *rest))
+        data_benchmark,
+        "decode_pair",
+        lambda pair, out, *rest: decoded.append((pair.instruction, *rest)),
     )
     pairs = read_pairs(shards_dir)
     with contextlib.closing(ceiling(pairs, num_threads, "dct")) as stream:
         prompts = next(stream)["edit_prompt"]
-    assert prompts == [pair.prompt for pair in pairs]
+    assert prompts == [pair.instruction for pair in pairs]
     assert sorted(prompts) == sorted(prompt for prompt, *_ in decoded)
     assert sum(flip for *_, flip in decoded) == NUM_ROWS // 2
 

@@ -65,7 +65,7 @@ def test_whole_sets_are_matched(tmp_path):
         ValueError, match=r"known to have the edited image; it has .*--edited_image_column$"
     ):
         columns_of("source_img", "edited_img", "instruction")
-    roles = "the image to edit and the edited image and the instruction"
+    roles = "the original image and the edited image and the instruction"
     with pytest.raises(ValueError, match=f"known to have {roles}; it has a, b: choose with --orig"):
         columns_of("a", "b")
 

@@ -231,7 +231,7 @@ def test_masks_go_with_their_pairs(tmp_path, capsys):
     error = error_of(capsys, "--pairs", file, "--output_dir", tmp_path / "other")
     assert "4 problems: line 1: " in error and "mask-black.png: has no white, so" in error
     assert "mask-1.png is 24x16 pixels (width x height) and " in error
-    assert "input-1.png 16x16; a mask has the size of the image to edit" in error
+    assert "input-1.png 16x16; a mask has the size of the original image" in error
     assert "mask-3.png: no known image format" in error and "mask-5.png does not exist" in error
 
 
