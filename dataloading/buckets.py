@@ -1,4 +1,4 @@
-"""Aspect ratio buckets: the sizes of batches, and which of them each pair has.
+"""Aspect ratio buckets: the sizes of batches, and the size of each pair. A size is (width, height).
 
 Source: NovelAI's aspect ratio bucketing; SDXL (arXiv 2307.01952), section 2.3.
 """
@@ -32,21 +32,21 @@ MAX_BUCKET_ASPECT = 2  # of the default sizes: the longer side to the shorter
 BUCKETS = "--aspect_ratio_buckets"
 SIZE = "size"  # column of shards of latents of several sizes: index in the list of sizes
 SIZES_DIR = ".image_sizes"  # subdirectory of a directory of shards, see stored_sizes
-SIZE_READERS = 4  # threads that read image sizes, at most: each holds the images of a row group
+SIZE_READERS = 4  # threads at most; each holds the images of a row group
 FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
 
 
 def side_step(resolution: int) -> int:
-    """What the sides of buckets are multiples of: 64, or a power of two of a quarter at most."""
+    """The divisor of buckets' sides: 64, at low resolutions a smaller power of two."""
     return min(MAX_STEP, 1 << max(0, (resolution // 4).bit_length() - 1))
 
 
 def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[int, int], ...]:
     """The sizes of --aspect_ratio_buckets, from the tallest to the widest.
 
-    By default each shorter side, a multiple of `side_step`, has the longest side with which the
-    image has at most resolution² pixels, up to an aspect ratio of MAX_BUCKET_ASPECT; all of them
-    upright and lying.
+    By default, every multiple of `side_step` is a shorter side. Its longer side is the largest with
+    at most resolution² pixels, up to an aspect ratio of MAX_BUCKET_ASPECT. Sizes are upright and
+    lying.
 
     Args:
         resolution: --resolution.
@@ -86,7 +86,7 @@ def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[
 
 
 def check_side(named: str, side: int, step: int) -> None:
-    """Raise a ValueError that begins with `named` unless a side is a multiple of step."""
+    """Raise a ValueError unless a side is a multiple of step; named: its beginning."""
     if side % step:
         below = side // step * step
         near = " or ".join(str(n) for n in (below, below + step) if n)
@@ -105,7 +105,7 @@ def size_name(size: tuple[int, int]) -> str:
 
 
 def nearest_sizes(image_sizes: np.ndarray, sizes: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """For each image the index of the size with the nearest aspect ratio, by its logarithm.
+    """Index of the size with the nearest aspect ratio, by its logarithm, for each image.
 
     Args:
         image_sizes: integers (N, 2), width and height; (0, 0), unknown, counts as a square.
@@ -119,18 +119,17 @@ def nearest_sizes(image_sizes: np.ndarray, sizes: tuple[tuple[int, int], ...]) -
 def choose_sizes(
     image_sizes: list[np.ndarray], sizes: tuple[tuple[int, int], ...], batch_size: int
 ) -> tuple[tuple[tuple[int, int], ...], list[np.ndarray]]:
-    """The sizes that have a batch of pairs, and for each pair the nearest of these sizes.
+    """Choose the sizes with at least a batch of pairs, and each pair's nearest size.
 
-    A size with fewer pairs is left out, first the one with the fewest, and its pairs go to the
-    nearest remaining size.
+    The size with the fewest pairs is left out first; its pairs go to the nearest remaining size.
 
     Args:
-        image_sizes: of the rows of each directory, see nearest_sizes.
+        image_sizes: per directory, the sizes of its rows, see nearest_sizes.
         sizes: to choose from.
-        batch_size: pairs that every directory needs of every size.
+        batch_size: pairs of a size that every directory needs.
 
     Returns:
-        (sizes, size_of): the remaining sizes; for each directory's rows the index of their size.
+        (sizes, size_of): the remaining sizes; per directory, the index of each row's size.
     """
     while True:
         size_of = [nearest_sizes(of_directory, sizes) for of_directory in image_sizes]
@@ -152,17 +151,17 @@ def stored_sizes(
 ) -> np.ndarray:
     """Width and height of every row's original image, upright, from the files' headers.
 
-    The first time this reads a column of all shards. The sizes of a shard are saved beside it, in
-    SIZES_DIR, if that can be written; not for images that are files beside the shard, as these may
-    change on their own. Of latents they are the sizes that the images were scaled to.
+    The first call reads a column of all shards and saves the sizes of each shard in SIZES_DIR, if
+    that is writable. Sizes of image files beside a shard are not saved, as these may change. The
+    size of latents is the size that their images were scaled to.
 
     Args:
         groups: row groups of images or of latents, in the order of their shards.
-        num_threads: that read shards, up to SIZE_READERS.
-        processes: that may share the directory; they start at different shards.
+        num_threads: threads to read shards with, up to SIZE_READERS.
+        processes: processes with the same directory start at different shards.
 
     Returns:
-        Integers (N, 2); (0, 0): there is no image, or its header cannot be read.
+        Integers (N, 2); (0, 0) without an image or a readable header.
 
     Raises:
         ValueError: a shard is damaged.
@@ -199,17 +198,17 @@ def stored_sizes(
 
 
 def read_size_column(group: RowGroup) -> np.ndarray:
-    """The indices of the sizes of a row group of latents."""
+    """Index of the size of each row of a row group of latents."""
     with open_row_group(group) as file:
         parts = [part.to_numpy() for part in read_column(file, group, SIZE)]
     return np.concatenate(parts)[: group.num_rows]
 
 
 def read_sizes(shard: RowGroup) -> tuple[np.ndarray, bool]:
-    """stored_sizes of a shard, of which one row group is given, read from its images.
+    """Read stored_sizes of a shard from its images; shard: any of its row groups.
 
     Returns:
-        (sizes, whether all images are in the shard).
+        (sizes, whether no image is a file beside the shard).
     """
     sizes, spare = np.zeros((shard.metadata.num_rows, 2), np.uint32), []
     row, are_in_shard = 0, True
@@ -227,7 +226,7 @@ def read_sizes(shard: RowGroup) -> tuple[np.ndarray, bool]:
 
 
 def end_checksum(path: Path) -> str:
-    """A CRC-32 of the end of a shard, where parquet keeps the statistics of all columns."""
+    """CRC-32 of the end of a shard, where parquet keeps the statistics of all columns."""
     with path.open("rb") as file:
         file.seek(-min(FOOTER_BYTES, path.stat().st_size), os.SEEK_END)
         return f"{zlib.crc32(file.read()):08x}"
@@ -240,7 +239,7 @@ def sizes_file(shard: RowGroup) -> Path:
 
 
 def load_sizes(shard: RowGroup) -> np.ndarray | None:
-    """The saved stored_sizes of a shard, or None."""
+    """Saved stored_sizes of a shard, or None."""
     with suppress(OSError, ValueError, EOFError):  # missing or damaged
         sizes = np.flip(np.load(sizes_file(shard)), axis=1)
         if sizes.shape == (shard.metadata.num_rows, 2):
@@ -249,7 +248,7 @@ def load_sizes(shard: RowGroup) -> np.ndarray | None:
 
 
 def save_sizes(shard: RowGroup, sizes: np.ndarray) -> None:
-    """Save stored_sizes of a shard, if its directory can be written."""
+    """Save stored_sizes of a shard, if its directory is writable."""
     path = sizes_file(shard)
 
     def save(unfinished):

@@ -1,4 +1,4 @@
-"""Training batches from parquet shards: a plain iterator, and a torch IterableDataset.
+"""Training batches from parquet shards, and their order: a plain iterator, a torch IterableDataset.
 
     for batch in ParquetImagePairs("data", batch_size=16): ...
 
@@ -23,7 +23,7 @@ from diffusers_flax.messages import differences
 # Parts of an epoch. A process holds a window of row groups in memory for each part that it reads.
 # Fewer parts need less memory in one process; with many processes, more parts mean less reading.
 DEFAULT_PARTS = 4
-MIN_LEFT_OUT = 0.01  # share of an epoch's pairs for which a better batch size is looked up
+MIN_LEFT_OUT = 0.01  # fraction of unused pairs above which a better batch size is suggested
 
 
 def register_with_torch(dataset_class: type) -> None:
@@ -35,15 +35,10 @@ def register_with_torch(dataset_class: type) -> None:
         sys.modules["torch.utils.data"].IterableDataset.register(dataset_class)
 
 
-def in_torch_worker() -> bool:
-    """Whether this process is a worker of a torch DataLoader."""
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and data.get_worker_info() is not None
-
-
 def refuse_torch_workers() -> None:
     """Raise a ValueError in a worker of a torch DataLoader."""
-    if in_torch_worker():
+    data = sys.modules.get("torch.utils.data")
+    if data is not None and data.get_worker_info() is not None:
         raise ValueError(
             "DataLoader's num_workers must be 0: ParquetImagePairs has its own threads; set "
             "num_threads instead"
@@ -66,24 +61,22 @@ class ParquetImagePairs(StoredPairs):
         original_latents: float16 (B, h, w, C)
         edited_latents: float16 (B, h, w, 2 C)
 
-    and, with micro_conditioning, `time_ids`, float32 (B, 6), see `decoding.decode_pair`; with
-    mask_column, `mask`, uint8 (B, R, R) or (B, h, w), 255 where a pair's image may change, 0 for
-    pairs without a mask.
+    With micro_conditioning also `time_ids`, float32 (B, 6), see `decoding.decode_pair`. With masks
+    also `mask`, uint8 (B, R, R) or (B, h, w), 255 where the image may change, 0 without a mask.
 
     Order: an epoch has `num_parts` parts, and a global batch concatenates equal slices of them. If
     all processes have the same shards, the parts cover all rows, and process i takes the i-th equal
     slice of every global batch; less than one global batch of rows is unused. If each process has
-    its own shards, it makes its own parts and batches, and every process stops after as many
-    batches as the process with the fewest rows has. Each epoch leaves out different rows and yields
-    no row twice. Order, crops and flips depend on the data, seed, epoch, global batch size,
-    `num_parts` and `shuffle_buffer` (see `epoch_order`). They do not depend on the number of
-    threads or, if all processes have the same shards, on the number of processes.
+    its own shards, it makes its own parts and batches, and all processes stop when the process with
+    the fewest rows has no more. Each epoch leaves out different rows and yields no row twice.
+    Order, crops and flips depend on the data, seed, epoch, global batch size, `num_parts` and
+    `shuffle_buffer` (see `epoch_order`). They do not depend on the number of threads or, if all
+    processes have the same shards, on the number of processes.
 
-    Sizes: with `sizes` every pair goes to the size that is nearest in aspect ratio to its image to
-    edit, and a global batch has one size, the same on every process. A size with less than a global
-    batch of pairs is left out; if each process has its own shards, a size of which one process has
-    less than its share of a batch. The pairs of a size that do not fill a batch wait for the next
-    epoch, in which they are used.
+    Sizes: with `sizes` a pair gets the size nearest in aspect ratio to its original image, and a
+    global batch has one size, the same on every process. A size with less than a global batch of
+    pairs is left out; if each process has its own shards, so is a size with less than one process's
+    batch on any process. Pairs of a size that do not fill a batch wait for the next epoch.
 
     Undecodable pairs: the next decodable row of the same row group, cyclically, replaces the pair
     and gets its crop and flip. If the row group has none, the following row groups are searched.
@@ -93,10 +86,10 @@ class ParquetImagePairs(StoredPairs):
     Memory: the encoded pairs of a window of shuffle_buffer / num_parts rows plus up to two row
     groups, for each part that the process reads, and at most all of its shards; one row group read
     ahead, one of its columns twice while it is read; `prefetch_batches` batches. With sizes also up
-    to GROUPS_READ_AGAIN row groups that have such pairs, and the encoded pairs that wait
-    until their batch is full: with one part and the same shards on all processes, less than a batch
-    of each size. More wait with several parts or if each process has its own shards, as a batch
-    waits for all of them: a few row groups, but most of the pairs if shards are sorted by shape.
+    to GROUPS_READ_AGAIN row groups with undecodable pairs, and the encoded pairs of batches that
+    are not full: with one part and the same shards on all processes, less than a batch of each
+    size. With several parts, or if each process has its own shards, a few row groups wait, or most
+    of the pairs if shards are sorted by aspect ratio.
 
     `state_dict()` is the position after the last batch yielded. A dataset with the same arguments
     that loads it continues with the next batch, bit for bit.
@@ -177,15 +170,15 @@ class ParquetImagePairs(StoredPairs):
         )
 
     def describe_epoch(self, multiple: int = 1) -> str:
-        """Say how many pairs an epoch uses, and a smaller batch that would leave out fewer.
+        """Say how many pairs an epoch uses, and suggest a smaller batch that leaves out fewer.
 
         Args:
-            multiple: the global batch size must be a multiple of it.
+            multiple: divisor of the global batch size.
 
         Returns:
-            "16 of 24 pairs per epoch (24 with --train_batch_size 12)"; the part in parentheses if
-            a batch of at least half the size leaves out fewer, and more than MIN_LEFT_OUT are. With
-            sizes without it: a smaller batch has other sizes, and what is left out waits.
+            "16 of 24 pairs per epoch (24 with --train_batch_size 12)". A batch size, at least half
+            of the present one, is suggested if more than MIN_LEFT_OUT of the pairs are left out,
+            but not with sizes: a smaller batch would have other sizes.
         """
         global_batch_size = self._stream_identity["global_batch_size"]
         processes = global_batch_size // self.batch_size
@@ -205,7 +198,7 @@ class ParquetImagePairs(StoredPairs):
         return text
 
     def describe_sizes(self) -> str:
-        """The sizes of the batches and their pairs over all processes; "" for squares only.
+        """Number of pairs of each size over all processes; "" without sizes.
 
         Returns:
             "pairs by size: 384x640 12, 512x512 80; left out with less than a batch: 640x384".
@@ -233,7 +226,7 @@ class ParquetImagePairs(StoredPairs):
         self.epoch, self._first_batch, self._next_batch = epoch, 0, 0
 
     def passes(self, step: int) -> dict[str, float]:
-        """How often each of several sets was gone through, see Mixture; here there is one."""
+        """See Mixture.passes; a single set has none."""
         return {}
 
     def set_step(self, step: int) -> None:
@@ -292,26 +285,25 @@ class ParquetImagePairs(StoredPairs):
 
 
 class Epoch(NamedTuple):
-    """What a process reads in an epoch, and when."""
+    """The rows that a process reads in an epoch, and when."""
 
     order: np.ndarray  # integers (num_batches, B), rows of the directory
     read_steps: np.ndarray  # (num_batches, B): the batch at which each row is read, see _deal
-    # (num_rows, 3) in [0, 1): of each row the crop, the flip, and which of several instructions.
+    # (num_rows, 3) in [0, 1): crop, flip and choice of the instruction of each row.
     draws: np.ndarray
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How an epoch is divided among processes; see partition_rows."""
+    """Division of an epoch among processes; see partition_rows."""
 
-    num_batches: tuple[int, ...]  # of every process, of each size
-    num_parts: int  # of the order that this process draws
-    total_parts: int  # of the orders of all processes
+    num_batches: tuple[int, ...]  # of each size, equal on all processes
+    num_parts: int  # in the order that this process draws
+    total_parts: int  # in the orders of all processes
     batch_size: int  # rows of the order in a batch
-    columns: slice  # of these rows: the rows of this process
-    # Of each directory: seeds of its order besides seed and epoch.
-    shard_seeds: tuple[tuple[int, ...], ...]
-    directory: int  # of this process, as an index
+    columns: slice  # of a batch: the rows of this process
+    shard_seeds: tuple[tuple[int, ...], ...]  # of each directory, besides seed and epoch
+    directory: int  # index of this process's directory
 
     def shuffle(
         self,
@@ -327,8 +319,7 @@ class Partition:
             group_rows: number of rows of each row group of this process's directory.
             seed, epoch: of ParquetImagePairs.
             shuffle_buffer: see Reading.
-            directories: with several sizes, of each directory the rows of its row groups, and for
-                each row the index of its size.
+            directories: with several sizes, StoredPairs.directory_sizes.
         """
         shard_seed = self.shard_seeds[self.directory]
         num_rows = sum(group_rows)
@@ -353,7 +344,7 @@ class Partition:
         return Epoch(order[:, self.columns], read_steps[:, self.columns], draws)
 
     def _join(self, slices: np.ndarray) -> np.ndarray:
-        """Batches (num_batches, B) of the parts' slices (num_parts, num_batches, rows)."""
+        """Join the parts' slices (num_parts, num_batches, rows) to batches (num_batches, B)."""
         return slices.swapaxes(0, 1).reshape(-1, self.batch_size)
 
     def _deal(
@@ -365,9 +356,9 @@ class Partition:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Deal the rows of an epoch to batches of one size each.
 
-        All parts are read in their order, at the same pace, and a batch is complete when every part
-        has dealt its slice of it. Complete batches are emitted at once. So the batches of all
-        processes have the same sizes, and rows of rare sizes wait for their batch.
+        All parts are read at the same pace. A batch is complete, and comes next, when every part
+        has dealt its slice. So the batches of all processes have the same sizes, and rows of rare
+        sizes wait for their batch.
 
         Args:
             directories, seed, epoch: see shuffle.
@@ -375,8 +366,8 @@ class Partition:
 
         Returns:
             order: (num_batches, B), rows of this process's directory.
-            read_steps: (num_batches, B): the first batch that is complete when a row has been
-                dealt, at most the row's own.
+            read_steps: (num_batches, B): the first batch that is complete after a row is dealt,
+                not after the row's own.
         """
         batches, places, complete = [], [], []
         for directory, (group_rows, size_of) in enumerate(directories):
@@ -400,11 +391,11 @@ class Partition:
     def _drawn_sizes(
         self, size_of: np.ndarray, seed: int, epoch: int, shard_seed: tuple[int, ...]
     ) -> np.ndarray:
-        """size_of, with -1 for the rows that wait for the next epoch.
+        """size_of, with -1 for rows that wait for the next epoch.
 
-        The rows of a size take turns: the first to be drawn in an epoch are those after the last
-        one of the epoch before. So a row that waits is drawn in the next epoch, unless more wait
-        than are drawn, as on a process with more shards than another.
+        The rows of a size take turns: an epoch begins after the last row of the epoch before. So a
+        waiting row is drawn in the next epoch, unless more rows wait than an epoch draws, as on a
+        process with more shards than another.
         """
         drawn = np.full_like(size_of, -1)
         for size, count in enumerate(self.num_batches):
@@ -441,12 +432,12 @@ def partition_rows(
     """Divide an epoch among processes.
 
     Args:
-        directories: shard ids; of one directory if all processes have the same shards, else of the
-            directory of each process.
+        directories: shard ids of one directory if all processes have the same shards, else of each
+            process's directory.
         size_rows: (directories, sizes), number of rows.
         batch_size: pairs per batch of a process.
         num_parts: a divisor of the global batch size.
-        processes: that share the epoch.
+        processes: the processes.
     """
     process_index, process_count = processes.process_index, processes.process_count
     if len(directories) == 1:  # one order of global batches; each process takes its columns
@@ -483,14 +474,14 @@ def epoch_order(
     window: float,
     size_of: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Shuffle an epoch so that each part needs a few row groups at a time.
+    """Shuffle an epoch such that each part needs only a few row groups at a time.
 
     The row groups are concatenated in shuffled order and cut into num_parts parts of equal length;
     the remaining rows are not used in this epoch. Within a part, each row gets a random time,
     uniform over a window around its row group's position in the part, and rows are sorted by time.
     A row group is therefore needed only during its window, and rows mix with all rows whose windows
     overlap. A window as long as the part gives a uniform shuffle. With several sizes the rows of
-    each size are cut on their own, so that all parts have as many of them.
+    each size are cut into parts separately, so that all parts have equally many.
 
     Args:
         group_rows: number of rows of each row group.
@@ -498,7 +489,7 @@ def epoch_order(
         num_parts: at least 1.
         rows_per_part: rows of each part; num_parts * rows_per_part <= sum(group_rows).
         window: length of a window in rows; a window always covers its row group's rows in the part.
-        size_of: the size of each row as an index, -1: the row is not used; None: there is one.
+        size_of: index of each row's size, -1 for unused rows; None: one size.
 
     Returns:
         Integers (num_parts, rows_per_part): the rows of each part in order, counted over all row

@@ -1,4 +1,4 @@
-"""Decoding stored pairs into the arrays of a batch: scaled, cropped and flipped, or as latents.
+"""Decoding stored pairs into the arrays of a batch: images, scaled and cropped, or latents.
 
 Source: InstructPix2Pix (arXiv 2211.09800); SDXL (arXiv 2307.01952), section 2.2, for time ids.
 """
@@ -36,7 +36,7 @@ class Decoding:
 
     transform: Transform
     latents: dict | None  # latents_metadata of the shards; None: they have images
-    masks: bool  # whether batches have masks; 0 for pairs without one
+    masks: bool  # batches have masks; zeros for pairs without one
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
@@ -53,11 +53,7 @@ class Decoding:
             )
 
     def image_specs(self, size: int = 0) -> dict[str, tuple[tuple[int, ...], type]]:
-        """(shape, dtype) of a row of both images or latents, by their names in a batch.
-
-        Args:
-            size: index of the size.
-        """
+        """{name in a batch: (shape, dtype) of a row} of both images or latents; size: an index."""
         if self.latents:
             h, w, C = latent_shape(self.latents, self.sizes[size])
             return {
@@ -69,7 +65,7 @@ class Decoding:
         return {"original_pixel_values": pixels, "edited_pixel_values": pixels}
 
     def empty_batch(self, batch_size: int, size: int = 0) -> dict[str, np.ndarray]:
-        """Arrays for batch_size pairs, without values; size: index of the size."""
+        """Uninitialized arrays for batch_size pairs; size: an index."""
         specs = self.image_specs(size)
         if self.transform.micro_conditioning:
             specs["time_ids"] = ((6,), np.float32)
@@ -88,7 +84,7 @@ class Decoding:
         """Decode a pair into batch[...][place], cropped and flipped by draw.
 
         Args:
-            batch: of empty_batch.
+            batch: result of empty_batch.
             place: row of the batch.
             pair: encoded pair.
             columns: column names for error messages.
@@ -212,7 +208,7 @@ def reduce_mask(mask: np.ndarray, factor: int) -> np.ndarray:
 
 
 def copy_mask(pair: Pair, out: np.ndarray, flip: bool) -> None:
-    """Copy a mask of cache_latents.py, of reduce_mask, into out, uint8 (h, w); 0 without one.
+    """Copy a stored result of reduce_mask into out, uint8 (h, w); zeros without one.
 
     Raises:
         ValueError: the shard has DAMAGED_MASK.
@@ -255,7 +251,7 @@ def copy_latents(
 
 
 def latent_shape(latents: dict, size: tuple[int, int]) -> tuple[int, int, int]:
-    """(h, w, C) of the latents of a size, of a shard's latents_metadata."""
+    """Shape (h, w, C) of the latents of a size; latents: latents_metadata of a shard."""
     if "sizes" in latents:
         return tuple(latents["shape"][latents["sizes"].index([*size[::-1]])])
     return tuple(latents["shape"])
@@ -267,7 +263,7 @@ def check_row_group(group: RowGroup, first: dict | None, transform: Transform) -
     Args:
         group: the row group.
         first: latents_metadata of the first shard, which all shards must match.
-        transform: of the batches.
+        transform: the batches' transform.
     """
     latents = latents_metadata(group.metadata)
     for name in ("vae", "shape", "sizes"):

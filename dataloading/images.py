@@ -31,7 +31,7 @@ def load_image(path):
     """Read an image file and apply its EXIF orientation, see decode_image.
 
     Args:
-        path: of the file.
+        path: image file.
 
     Returns:
         PIL image, RGB, on white where it is transparent.
@@ -50,10 +50,10 @@ def load_image(path):
 
 @contextmanager
 def one_error() -> Iterator[None]:
-    """A context, or decorator, in which errors of decoders become ValueErrors of one line."""
+    """A context or decorator that turns errors of decoders into ValueErrors of one line."""
     try:
         yield
-    except MemoryError:  # says nothing about the image
+    except MemoryError:  # no fault of the image
         raise
     except Exception as error:  # damaged data make decoders raise anything
         raise ValueError(one_line(error, 200)) from error
@@ -68,9 +68,9 @@ def decode_image(
     Args:
         data: an encoded image, see open_image. Upright JPEGs are decoded by simplejpeg, which
             releases the GIL.
-        min_shape: (height, width): a JPEG at least twice as large may be decoded at a half of its
+        min_shape: (height, width): a JPEG at least twice as large may be decoded at half its
             size or less, but not below this; (0, 0): full size.
-        out: uint8 (h, w, 3), contiguous: used for the result if it has this size.
+        out: uint8 (h, w, 3), contiguous; holds the result if the shape fits.
 
     Returns:
         uint8 (H, W, 3).
@@ -107,18 +107,18 @@ def decode_mask(data: bytes) -> np.ndarray:
 
 
 def open_upright(data):
-    """A PIL image by open_image, turned by its EXIF orientation."""
+    """Open an image with PIL and turn it by its EXIF orientation."""
     return ImageOps.exif_transpose(open_image(io.BytesIO(data)))
 
 
 def decode_jpeg(data, min_shape, out):
-    """Decode an upright RGB or grey JPEG by simplejpeg, which raises a warning of libjpeg.
+    """Decode an upright RGB or grey JPEG by simplejpeg, which raises libjpeg's warnings.
 
     Args:
         data, min_shape, out: see decode_image.
 
     Returns:
-        uint8 (H, W, 3), or None: the JPEG is left to Pillow, which ignores warnings.
+        uint8 (H, W, 3), or None to leave the JPEG to Pillow, which ignores warnings.
 
     Raises:
         ValueError: pixels are missing.
@@ -170,7 +170,7 @@ def with_usual_header(data):
 def encoded_size(data: bytes) -> tuple[int, int]:
     """Width and height of an encoded image, upright, at full size, from its header.
 
-    Damaged data make it raise anything.
+    Raises any exception for damaged data.
     """
     if data.startswith(JPEG_START):
         with suppress(ValueError):  # a header that decode_jpeg leaves to Pillow
@@ -199,10 +199,10 @@ def exif_orientation(data: bytes) -> int:
 def check_one_shape(
     first: str, first_size: tuple[float, float], second: str, second_size: tuple[float, float]
 ) -> None:
-    """Raise a ValueError unless two images have one aspect ratio, as scaled and cropped alike.
+    """Raise a ValueError unless two images have the same aspect ratio, as both are cropped alike.
 
     Args:
-        first, second: what they are, for the error.
+        first, second: names for the error.
         first_size, second_size: (width, height).
     """
     (w, h), (W, H) = first_size, second_size

@@ -31,31 +31,31 @@ from dataloading.shards import (
 )
 from diffusers_flax.messages import differences
 
-DRAWS_PER_COUNT = 4  # numbers that Philox makes from one value of its counter
-DRAWS_AT_ONCE = 1 << 20  # that count_draws makes, to save memory
+DRAWS_PER_COUNT = 4  # numbers per value of Philox's counter
+DRAWS_AT_ONCE = 1 << 20  # in count_draws, to save memory
 
 
 class Mixture:
     """Batches of pairs from several directories ("sets"); each row is drawn from a set by weight.
 
-    Which set a row of a global batch comes from depends on the seed, the step and the row alone.
-    The j-th row drawn from a set is the j-th of the set's stream: all of its rows in the order of
+    The set of a row of a global batch depends only on the seed, the step and the row. The j-th row
+    drawn from a set is the j-th of the set's stream: all of its rows in the order of
     ParquetImagePairs with one part, then all of them again in another order, and so on. Each pass
-    draws every row once. Sets may have different columns and sizes.
+    draws every row once. Sets may have different columns and numbers of rows.
 
     An iteration yields batches without end, as ParquetImagePairs does. The next iteration continues
     after the last batch yielded.
 
     If all processes have the same shards of a set, the stream has all of its rows, and a process
-    takes the rows of its slice of the global batches. The global batches are the same on any number
-    of processes. If each process has its own shards of a set, each has its own stream of
-    them, for the rows of its slice. Sets of both kinds may be mixed.
+    takes the rows of its slice of the global batches, which are the same for any number of
+    processes. If each process has its own shards of a set, it has its own stream of them for the
+    rows of its slice. Sets of both kinds may be mixed.
 
     Undecodable pairs are replaced by pairs of the same set, as in ParquetImagePairs.
 
-    Memory: of each set the encoded pairs of a window of shuffle_buffer * share rows, share being
-    its share of the weights, plus up to two row groups, or the whole set if the window is longer;
-    one row group read ahead; `prefetch_batches` batches.
+    Memory: for each set the encoded pairs of a window of shuffle_buffer * share rows plus up to two
+    row groups, or the whole set if the window is longer; one row group read ahead;
+    `prefetch_batches` batches.
 
     `state_dict()` is the position after the last batch yielded. A mixture with the same arguments
     that loads it continues with the next batch, bit for bit.
@@ -63,18 +63,18 @@ class Mixture:
     Args:
         train_data_dirs: directories of *.parquet files, all with images or all with latents of one
             VAE and size.
-        weights: above 0, one for each directory; () draws in proportion to the sets' pairs.
+        weights: above 0, one per directory; (): the numbers of pairs.
         batch_size: pairs per batch of this process.
-        columns: a name applies to the sets that have this column; the other sets' columns are found
-            by known names. With masks at least one set must have them.
+        columns: a name applies to the sets that have this column; other sets use known names. With
+            masks at least one set must have them.
         transform: without sizes.
         seed: at least 0.
         processes, reading: see options.py.
 
     Attributes:
         sets: StoredPairs of each directory.
-        names: of the sets: the ends of their paths, as long as it takes to tell them apart.
-        shares: of the sets in a batch; their sum is 1.
+        names: names of the sets: the shortest distinct ends of their paths.
+        shares: fractions of a batch, one per set.
         latents: latents_metadata of the shards, None if they have images.
 
     Raises:
@@ -138,7 +138,7 @@ class Mixture:
         }
 
     def _check_sets_fit(self) -> None:
-        """Raise a ValueError for latents beside images, and for sets that are too small."""
+        """Raise a ValueError for sets of latents beside sets of images, or too small sets."""
         first = self.sets[0]
         for pairs, drawing, share in zip(self.sets, self._drawing, self.shares):
             kinds = ["latents" if x.latents else "images" for x in (first, pairs)]
@@ -174,7 +174,7 @@ class Mixture:
         return sum(pairs.num_bad for pairs in self.sets)
 
     def describe_epoch(self, multiple: int = 1) -> str:
-        """Say how large the sets are, and what share of a batch and how many steps each takes."""
+        """Describe the sets: pairs, fraction of a batch, steps of a pass, masks."""
         sets = [
             f"{name} ({pairs.num_rows} pairs, {share:.1%} of a batch, a pass takes "
             f"{math.ceil(pairs.num_rows / (share * self.global_batch_size))} steps"
@@ -188,7 +188,7 @@ class Mixture:
         return ""
 
     def passes(self, step: int) -> dict[str, float]:
-        """How often each set was gone through before a step, by the set's name."""
+        """{set: number of passes, a fraction included} before a step."""
         counts = self.count_draws(step).tolist()
         rows = [sum(partition.num_batches) for partition in self._partitions]
         return {name: count / n for name, count, n in zip(self.names, counts, rows)}
@@ -203,7 +203,7 @@ class Mixture:
         return self.sets[0].image_shapes()
 
     def count_draws(self, step: int) -> np.ndarray:
-        """The rows drawn from this process's stream of each set before a step."""
+        """Number of rows drawn from this process's stream of each set before a step."""
         first, counts = self._counted
         if step < first:
             first, counts = 0, np.zeros_like(counts)
@@ -276,7 +276,7 @@ class Mixture:
                 stream.close()
 
     def _stream(self, number: int, first: int) -> Iterator[BatchRow]:
-        """Yield the rows of a set from the first-th drawn on, pass after pass."""
+        """Yield the rows of a set in the order drawn, from number `first` on."""
         pairs, partition, draws = self.sets[number], self._partitions[number], deque()
         num_rows, buffer = (
             sum(partition.num_batches),
@@ -305,12 +305,12 @@ class Mixture:
 
 
 def one_part(pairs: StoredPairs, number: int, process_index: int) -> Partition:
-    """The Partition of a set's passes: this process's rows of the set one after the other.
+    """The Partition of a set's passes: this process's rows of the set one by one.
 
     Args:
         pairs: the set.
-        number: of the set, which makes its orders differ from the other sets' orders.
-        process_index: of this process.
+        number: number of the set, a seed of its orders.
+        process_index: index of this process.
     """
     num_rows, shard_seed = pairs.directory_rows[0], (number,)
     if len(pairs.directories) > 1:  # the order belongs to the shards, whichever process has them
@@ -423,7 +423,7 @@ def column_names(shard: pq.FileMetaData | None) -> set[str]:
 
 
 def distinct_names(directories: Sequence[str]) -> list[str]:
-    """The ends of paths, with as many components as it takes to tell them apart."""
+    """The shortest distinct ends of paths."""
     # Without ".." and the root, as subdirectories have such names too.
     parts = [Path(os.path.abspath(directory)).parts[1:] for directory in directories]
     for length in range(1, max(map(len, parts)) + 1):

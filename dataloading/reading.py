@@ -1,9 +1,9 @@
-"""Reading pairs by row: row groups ahead, in threads, with replacements for undecodable pairs.
+"""Reading and decoding pairs ahead, in threads, with replacements for undecodable pairs.
 
     pairs = StoredPairs("data", Columns(), Transform(), Processes(), Reading())
     for rows in pairs.read_batches([order]): ...
 
-dataset.py and mixture.py say which rows make up which batch.
+dataset.py and mixture.py choose the rows of each batch.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class StoredPairs:
     Args:
         train_data_dir: directory of *.parquet files.
         columns, transform, processes, reading: see options.py.
-        masks: batches have masks, even if columns.mask is None: zeros.
+        masks: batches have masks; zeros if columns.mask is None.
 
     Attributes:
         groups: the row groups of this process's directory.
@@ -70,12 +70,12 @@ class StoredPairs:
         num_seen: pairs in the batches of this object so far.
         num_bad: replaced pairs among them.
         bad_rows: {(shard, row): reason}.
-        column_flags: {flag: column} of the columns that were given by name.
-        size_of: (rows,), the size of each row, as an index in decoding.sizes.
-        size_rows: (directories, sizes), numbers of rows.
-        directory_sizes: after choose_sizes, of each directory the rows of its row groups, and for
-            each row the index of its size.
-        sizes_left_out: the sizes that choose_sizes has left out.
+        column_flags: {flag: column} of the columns that the user names.
+        size_of: (rows,), index in decoding.sizes of each row's size.
+        size_rows: (directories, sizes), number of rows.
+        directory_sizes: after choose_sizes, per directory the number of rows of its row groups and
+            size_of; else None.
+        sizes_left_out: sizes without a batch of pairs, see choose_sizes.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class StoredPairs:
         self.bad_rows: dict[tuple[str, int], str] = {}
         self._first_rows = np.cumsum([0] + [group.num_rows for group in self.groups])
         self._spare_buffers: list[np.ndarray] = []  # for reuse by read_row_group
-        # For row groups without a decodable pair, of a size.
+        # {(row group, size): pair} of row groups without a decodable pair of the size.
         self._replacements: dict[tuple[int, int], Pair] = {}
-        # With sizes an undecodable pair comes without its row group, and others of it may follow.
+        # With sizes an undecodable pair comes without its row group, which more pairs may need.
         groups = self.groups
         self._read_again = lru_cache(GROUPS_READ_AGAIN)(lambda g: read_row_group(groups[g]))
         self.size_of = np.zeros(self._first_rows[-1], int)
@@ -116,13 +116,13 @@ class StoredPairs:
         self.sizes_left_out = ()
 
     def choose_sizes(self, batch_size: int) -> None:
-        """Find the sizes that have a batch of pairs, and each pair's, see buckets.choose_sizes.
+        """Choose the sizes with a batch of pairs, and each pair's size, see buckets.choose_sizes.
 
         Args:
             batch_size: pairs per batch of a process.
 
         Raises:
-            ValueError: a shard is damaged, or latents have a size of less than a batch.
+            ValueError: a shard is damaged, or latents of a size are less than a batch.
         """
         processes, all_gather = self.processes, self.processes.all_gather
         if len(self.directories) == 1:
@@ -150,7 +150,7 @@ class StoredPairs:
         self.directory_sizes = [(rows.tolist(), of) for rows, of in zip(group_rows, size_of)]
 
     def _check_latent_sizes(self, stored: np.ndarray, sizes: tuple, size_of: np.ndarray) -> None:
-        """Raise a ValueError if a size of latents is not among the sizes, for its few pairs."""
+        """Raise a ValueError if a size of latents was left out."""
         is_other = (np.array(sizes)[size_of] != stored).any(axis=1)
         if is_other.any():
             (few, *_), counts = np.unique(stored[is_other], axis=0, return_counts=True)
@@ -168,7 +168,7 @@ class StoredPairs:
     def image_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """For each size, {array in a batch: shape of a row}.
 
-        Sizes are named WIDTHxHEIGHT; without several to choose from the only one is "".
+        Sizes are named WIDTHxHEIGHT; without buckets the only name is "".
         """
         sizes = self.decoding.sizes
         names = [""] if self.directory_sizes is None else map(size_name, sizes)
@@ -178,7 +178,7 @@ class StoredPairs:
         }
 
     def identity(self) -> dict:
-        """What identifies the data, for state_dict."""
+        """Identity of the data, for state_dict."""
         return {
             "columns": sorted({", ".join(source_columns(group)) for group in self.groups}),
             "latents": self.latents and self.latents["vae"],
@@ -188,7 +188,7 @@ class StoredPairs:
     def read_batches(
         self, orders: Iterable[np.ndarray], keep: bool = False
     ) -> Iterator[list[tuple[int, Cells]]]:
-        """Yield, for each batch of the orders, its rows with their row groups' cells.
+        """Yield the rows of each batch with the cells of their row groups.
 
         A row group stays in memory from its first batch in an order to its last. One row group is
         read ahead, also of the next order.
@@ -225,14 +225,14 @@ class StoredPairs:
     def read_waiting(
         self, order: np.ndarray, read_steps: np.ndarray
     ) -> Iterator[list[tuple[int, Pair | ValueError]]]:
-        """Yield, for each batch of an order, its rows with their pairs, or what is wrong with them.
+        """Yield the rows of each batch with their pairs, or with the error of reading them.
 
-        Pairs are copied out of their row group when they are read and wait for their batch. So a
-        rare size keeps no row group in memory. One row group is read ahead.
+        Pairs are copied out of their row group and wait for their batch, so that a rare size keeps
+        no row group in memory. One row group is read ahead.
 
         Args:
             order: integers (num_batches, B), rows of the directory.
-            read_steps: (num_batches, B), the batch at which each row is read, at most its own.
+            read_steps: (num_batches, B), the batch at which each row is read, not after its own.
         """
         groups = np.searchsorted(self._first_rows, order, side="right") - 1
         readings: list[dict[int, list[int]]] = [{} for _ in order]  # rows of each step, by group
@@ -264,14 +264,14 @@ class StoredPairs:
             loader.shutdown(cancel_futures=True)
 
     def _pair_or_error(self, row: int, cells: Cells) -> Pair | ValueError:
-        """The encoded pair of a row, or why it cannot be read."""
+        """The encoded pair of a row, or the error of reading it."""
         try:
             return pair_at(cells, self._locate(row)[1])
         except ValueError as error:
             return error
 
     def _plan_reading(self, orders: Iterable[np.ndarray], keep: bool) -> Iterator[ReadingPlan]:
-        """Yield the ReadingPlan of each order; arguments as for read_batches."""
+        """Yield the ReadingPlan of each order; arguments as in read_batches."""
         first_step = 0
         for number, order in enumerate(orders):
             number *= not keep
@@ -288,7 +288,7 @@ class StoredPairs:
             first_step += len(order)
 
     def _locate(self, row: int) -> tuple[int, int]:
-        """Index of a row's row group, and the row's position in it."""
+        """(index of a row's row group, position in it)."""
         g = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         return g, row - int(self._first_rows[g])
 
@@ -397,7 +397,7 @@ class BatchRow(NamedTuple):
 
     pairs: StoredPairs
     row: int  # of the directory
-    found: Cells | Pair | ValueError  # its row group's cells; or its pair, or what is wrong with it
+    found: Cells | Pair | ValueError  # its row group's cells, its pair, or the error of reading it
     draw: np.ndarray  # (3,) in [0, 1), see Decoding.decode
 
 
@@ -453,7 +453,7 @@ def decode_batches(encoded: Iterator[list[BatchRow]], reading: Reading) -> Itera
 
 
 def stream_settings(transform: Transform, reading: Reading) -> dict:
-    """The options that change the stream of batches, for state_dict."""
+    """Options that change the stream of batches, for state_dict."""
     return {
         "shuffle_buffer": reading.shuffle_buffer,
         "resolution": transform.resolution,
@@ -467,10 +467,10 @@ def stream_settings(transform: Transform, reading: Reading) -> dict:
 def gather_rows(
     array: np.ndarray, all_gather: Callable[[np.ndarray], np.ndarray]
 ) -> list[np.ndarray]:
-    """The arrays (n, ...) of all processes, of different lengths n, as int32.
+    """Gather the arrays (n, ...) of all processes, n may differ, as int32.
 
     Raises:
-        ValueError: a process has no rows, as it cannot read its data.
+        ValueError: a process has no rows because it cannot read its data.
     """
     counts = np.reshape(all_gather(np.array([len(array)], np.int32)), -1)
     if counts.min() == 0:
