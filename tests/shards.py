@@ -30,6 +30,13 @@ def encode(pixels, image_format="PNG", **options):
     return file.getvalue()
 
 
+def smooth(seed, height=24, width=24):
+    """An image with smooth gradients, uint8 (height, width, 3)."""
+    small = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    large = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(large)
+
+
 def plain(value, shape=(20, 20)):
     """A PNG of one grey that identifies its row; shape: (height, width)."""
     return encode(np.full((*shape, 3), value, np.uint8))
@@ -93,6 +100,18 @@ def write_numbered(folder, shard_rows, row_group_size=8, first=0, names=COLUMNS)
         write_shard(folder / f"shard-{k}.parquet", rows, names, row_group_size=row_group_size)
         first += count
     return folder
+
+
+def divide_shards(folder, shard_rows, process_count):
+    """Link the shards of write_numbered for each process: (directories, rows of each)."""
+    folders, rows_of = [folder / f"own-{k}" for k in range(process_count)], [0] * process_count
+    for own in folders:
+        own.mkdir()
+    for k, rows in enumerate(shard_rows):
+        name = f"shard-{k}.parquet"
+        (folders[k % process_count] / name).symlink_to(folder / name)
+        rows_of[k % process_count] += rows
+    return folders, rows_of
 
 
 def grouped(**options):

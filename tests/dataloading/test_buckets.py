@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from shards import EDITED, ORIGINAL, encode, on_processes, open_pairs, plain, write_shard
+from shards import (
+    EDITED,
+    ORIGINAL,
+    divide_shards,
+    encode,
+    on_processes,
+    open_pairs,
+    plain,
+    write_shard,
+)
 
 from dataloading import buckets, reading
 from dataloading.buckets import SIZES_DIR, bucket_sizes, nearest_sizes, stored_sizes
@@ -96,12 +105,7 @@ def test_every_pair_once_at_its_size_and_the_rest_after_a_kill(tmp_path_factory,
     buffer = data.draw(st.integers(0, 60), "shuffle buffer")
     folders, rows_of = [folder] * global_batch, [num_rows] * process_count
     if own:
-        folders = [tmp_path_factory.mktemp("own") for _ in range(process_count)]
-        rows_of = [0] * process_count
-        for k, kinds in enumerate(shards):
-            name = f"shard-{k}.parquet"
-            (folders[k % process_count] / name).symlink_to(folder / name)
-            rows_of[k % process_count] += len(kinds)
+        folders, rows_of = divide_shards(folder, map(len, shards), process_count)
 
     def make(process_index, all_gather, process_count=process_count):
         return open_pairs(
