@@ -163,21 +163,24 @@ def test_script_ends_with_one_line(tmp_path, damage, args, words):
         ),
     ],
 )
-def test_bad_flags(numbered, capsys, args, words):
+def test_bad_flags(tmp_path, capsys, args, words):
+    write_numbered(tmp_path, [8])
     with pytest.raises(SystemExit) as stop:
-        parquet_processing.main(["--train_data_dir", str(numbered), *args])
+        parquet_processing.main(["--train_data_dir", str(tmp_path), *args])
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 
 
-def test_interrupt(numbered, capsys, monkeypatch):
+def test_interrupt(tmp_path, capsys, monkeypatch):
+    write_numbered(tmp_path, [8])
+
     def interrupt(*args):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(parquet_processing, "check_pair", interrupt)
     with pytest.raises(SystemExit) as stop:
-        parquet_processing.main(["--train_data_dir", str(numbered), "--preview", ""])
+        parquet_processing.main(["--train_data_dir", str(tmp_path), "--preview", ""])
     assert stop.value.code == 130
     assert capsys.readouterr().err == "interrupted; run the same command again\n"
 

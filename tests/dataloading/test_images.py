@@ -1,4 +1,4 @@
-"""Image files: EXIF orientation, files that cannot be read."""
+"""Image files: formats, EXIF orientation, scaling and cropping, files that cannot be read."""
 
 import io
 import struct

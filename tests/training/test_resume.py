@@ -406,7 +406,7 @@ def test_sdxl_is_killed_and_moved_to_two_processes(sdxl, data, sdxl_run, tmp_pat
     """After SIGKILL it ends bit-identical on four devices, and with equal losses in two processes.
 
     The losses equal an uninterrupted run's, so no row is repeated in an epoch:
-    test_parquet_processing.py checks the order of the rows.
+    dataloading/test_dataset.py checks the order of the rows.
     """
     out, same_devices = tmp_path / "out", tmp_path / "same_devices"
     start = Start(config_of(sdxl, data, out, **SDXL))
