@@ -117,7 +117,7 @@ def describe_shards(groups: list[RowGroup]) -> str:
 
 
 def describe_pairs(groups: list[RowGroup]) -> str:
-    """Where the pairs are from, and which public dataset has these columns."""
+    """The columns of the pairs, and the known set with these columns."""
     found = []
     for columns in sorted({group.columns for group in groups}):
         original, edited, prompt = columns
@@ -151,9 +151,8 @@ def check_rows(groups: list[RowGroup], num_checked: int) -> Iterator[tuple[str, 
 
     Args:
         groups: row groups of one directory.
-        num_checked: approximate number of rows; 0: all. They come from as few row groups as
-            possible, because reading one row can cost as much as reading its row group, but from
-            at least 8.
+        num_checked: approximate number of rows; 0: all. They come from few row groups, but at
+            least 8: reading one row can cost as much as reading its row group.
 
     Yields:
         (name of the row, future of check_pair).
@@ -316,7 +315,7 @@ def describe_images(
         groups: row groups of one directory.
         kinds: format, size and mode of the original and of the edited images, with their numbers.
         unreadable: rows that cannot be decoded, with the reason.
-        num_rows: rows that were checked.
+        num_rows: number of checked rows.
         num_listed: unreadable rows to list, at most.
     """
     checked_all = num_rows == sum(group.num_rows for group in groups)

@@ -122,10 +122,7 @@ def write_plan(output_dir, files, worker, num_workers):
     """Write the input files of all workers, this worker's index if known, and the manifest."""
 
     def write(path, text):
-        """Move a complete file into place: hosts may share output_dir.
-
-        It is save_whole of the library, which this script does without.
-        """
+        """Move a complete file into place, as hosts may share output_dir."""
         output_dir.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".unfinished-{uuid.uuid4().hex}-{path.name}")
         try:
@@ -172,7 +169,7 @@ def check_flags(config):
 
 
 def vm_metadata(attribute):
-    """An attribute of this VM from Google's metadata server; None where there is none."""
+    """An attribute of this VM from Google's metadata server, or None."""
     host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
     url = f"http://{host}/computeMetadata/v1/instance/attributes/{attribute}"
     options = {"headers": {"Metadata-Flavor": "Google"}, "timeout": METADATA_TIMEOUT}
@@ -184,7 +181,7 @@ def vm_metadata(attribute):
 
 
 def tpu_worker():
-    """(index, count) of this host in its TPU slice or slices, None on other machines.
+    """(index, count) of this host in its TPU slice or slices; None on other machines.
 
     Source: jax._src.clusters.cloud_tpu_cluster, for the variables that GKE sets and the attributes
     of TPU VMs: worker-network-endpoints is a,b,c; tpu-env has lines KEY: 'value'.

@@ -4,15 +4,14 @@
 
 parquet_processing.py --pairs, edit_cli.py --edits_jsonl and evaluate_edits.py --pairs_jsonl read
 them. A list is a .csv file whose first line names the columns, or else a file with one JSON object
-per line. NAMES has the accepted keys or column names; other keys are ignored, with a warning where
-one looks like a key that the row lacks. Several names of one text must agree. `output` is the file
-that edit_cli.py writes, never an image to learn from.
+per line. NAMES has the accepted keys or column names. Other keys are ignored, with a warning for a
+probable misspelling. Several names of one text must agree. `output` is the file that edit_cli.py
+writes, never an image to learn from.
 
 Paths are relative to the list. An image that is not there is looked up in the working directory,
-which a warning says; the output of that row is relative to the working directory too.
-
-Where rows have outputs, the image of a row may be the output of another row, so that several edits
-follow one another; both are then relative to the same directory.
+with a warning; the output of its row is relative to the working directory too. The image of a row
+may be the output of another row, so that edits follow one another; both are then relative to the
+same directory.
 """
 
 import csv
@@ -26,7 +25,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-NAMES = {  # what a row has -> accepted keys
+NAMES = {  # meaning: accepted keys
     "original_image": ("original_image", "input_image", "original", "input"),
     "edited_image": ("edited_image", "output_image", "edited", "truth"),
     "edit_prompt": ("edit_prompt", "edit", "instruction"),
@@ -41,8 +40,8 @@ READ = (*IMAGES, "mask")  # files that must exist
 PATHS = (*READ, "output")
 CAPTIONS = ("original_prompt", "edited_prompt")
 MAX_NAMED_PROBLEMS = 10  # in an error message
-MAX_EQUAL_PROBLEMS = 3  # that are told line by line
-LIKENESS = 0.75  # of difflib, of a misspelt key and the right one: maks and mask have 0.75
+MAX_EQUAL_PROBLEMS = 3  # reported line by line
+LIKENESS = 0.75  # difflib's ratio of a misspelt and the right key: maks and mask have 0.75
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +67,12 @@ def read_list(
 
 
 def raise_problems(file: Path, problems: list[tuple[int, str]]) -> None:
-    """Raise one ValueError for all problems of a list, if there are any.
+    """Raise one ValueError for all problems of a list.
 
     Args:
         file: the list.
-        problems: (line, description), in order; one of over MAX_EQUAL_PROBLEMS lines is told once.
+        problems: (line, description), in order; one on over MAX_EQUAL_PROBLEMS lines is reported
+            once.
     """
     if problems:
         lines = {}  # by description
@@ -111,10 +111,10 @@ def list_rows(
         max_rows: read only the first N rows; None: all.
 
     Returns:
-        (rows, problems). A row is a dict of "line", the line on which it begins, from 1, and of
-        the values by the keys of NAMES: texts, Paths for the keys in PATHS, None if missing. With
-        outputs also "after", the line of the row whose output it edits, or None. A problem is
-        (line, description) of an invalid row or a missing image.
+        (rows, problems). A row is a dict with "line", its first line, from 1, and keys of NAMES:
+        texts, Paths for the keys in PATHS, None if missing. With outputs also "after", the line of
+        the row whose output it edits, or None. A problem is (line, description) of an invalid row
+        or a missing image.
 
     Raises:
         ValueError: the file cannot be read, is not UTF-8 or has no rows.
@@ -167,13 +167,13 @@ def list_rows(
 
 
 def bases_of_edits(rows: list[dict], folder: Path) -> dict[int, Path]:
-    """The directory that image and output of a row are relative to: {line: directory}.
+    """The directory that a row's image and output are relative to: {line: directory}.
 
-    Of a row whose image is written in the list like another row's output, the other row's.
+    A row that edits another row's output has the other row's directory.
 
     Args:
-        rows: of "line", "original_image" and "output", texts.
-        folder: of the list.
+        rows: dicts with the texts "original_image" and "output", and "line".
+        folder: directory of the list.
     """
     writers = {os.path.normpath(row["output"]): row for row in rows}
     bases = {}
@@ -222,12 +222,12 @@ def circles(rows: list[dict]) -> list[tuple[int, str]]:
 def overwritten_truths(
     rows: list[dict], truths: dict[int, str | None], folder: Path
 ) -> list[tuple[int, str]]:
-    """A problem for each row whose output is the truth of a row.
+    """A problem for each row whose output is the edited image (truth) of a row.
 
     Args:
         rows: with "output".
-        truths: {line: path of its truth, or None}.
-        folder: of the list.
+        truths: {line: path of its edited image, or None}.
+        folder: directory of the list.
     """
     kept = {(find_base(x, folder) / x).resolve() for x in truths.values() if x}
     return [
@@ -240,10 +240,10 @@ def overwritten_truths(
 def missing_files(
     row: dict, writers: dict[Path, int], promised: set[Path]
 ) -> list[tuple[int, str]]:
-    """Problems of a row's files that do not exist, but for an image that another row writes.
+    """A problem for each missing file of a row, except an image that another row writes.
 
     Args:
-        row: of list_rows.
+        row: row of list_rows.
         writers: {output: line of its row}, resolved.
         promised: outputs of invalid rows, resolved.
     """
@@ -270,7 +270,7 @@ def read_objects(
         given, file, required: see list_rows.
 
     Yields:
-        (line on which it begins, {name: value} or a description of the problem).
+        (first line, {name: value} or a description of the problem).
 
     Raises:
         ValueError: the file cannot be read or is not UTF-8, or a CSV file has no valid header.
@@ -320,7 +320,7 @@ def read_objects(
 
 
 def missing_names(names: list[str], required: tuple[str, ...]) -> str:
-    """Name the required keys or columns that are missing; "" if none is."""
+    """Name the missing required keys or columns; "" without any."""
     missing = [name for name in required if not set(NAMES[name]) & set(names)]
     problem = "; ".join(f"no {' or '.join(NAMES[name])}" for name in missing)
     if "edited_image" in missing and "output" in names:
@@ -329,7 +329,7 @@ def missing_names(names: list[str], required: tuple[str, ...]) -> str:
 
 
 def misspelt_keys(content: dict, optional: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """The keys of an object that are not read but look like a missing one: (key, the missing one).
+    """Ignored keys of an object that look like a missing one: (key, missing key).
 
     Args:
         content: the object.
@@ -344,7 +344,7 @@ def misspelt_keys(content: dict, optional: tuple[str, ...]) -> Iterator[tuple[st
 
 @cache
 def nearest_key(key: str, meanings: tuple[str, ...]) -> tuple[str, str] | None:
-    """(accepted key, key of NAMES) that an unknown key looks like, of these meanings, or None."""
+    """(accepted key, meaning) that an unknown key looks like, or None."""
     if any(key in names for names in NAMES.values()):
         return None
     known = {name: meaning for meaning in meanings for name in NAMES[meaning]}
@@ -392,7 +392,7 @@ def parse_texts(
 
 
 def path_of(content: dict, key: str) -> str | None:
-    """An object's text of one key in NAMES; None if it is missing or not valid."""
+    """An object's text of one meaning; None if it is missing or invalid."""
     try:
         return parse_texts(content, (), (key,))[key]
     except ValueError:
@@ -400,9 +400,9 @@ def path_of(content: dict, key: str) -> str | None:
 
 
 def find_base(path: str, folder: Path) -> Path:
-    """The directory that a path is relative to: folder, or the working directory if only it has it.
+    """The directory that a path is relative to.
 
-    An absolute path has folder.
+    It is the working directory if the file is only there, else folder, also for absolute paths.
     """
     is_elsewhere = not os.path.isfile(folder / path) and os.path.isfile(path)
     return Path() if is_elsewhere else folder

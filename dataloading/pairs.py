@@ -3,9 +3,9 @@
     python parquet_processing.py --pairs pairs.jsonl --output_dir data
 
 The list is a .jsonl file with one object per line, a .csv file whose first line names the columns,
-or a directory with original/, edited/ and captions.jsonl or captions.csv, in which file_name names
-the file in original/ and the one in edited/, whose extension may differ. docs/data.md has the table
-of keys, dataloading/lists.py reads them.
+or a directory with original/, edited/ and captions.jsonl or captions.csv, where file_name names the
+files in original/ and edited/, whose extensions may differ. docs/data.md has the table of keys;
+dataloading/lists.py reads them.
 
 Several pairs may share an instruction or an original image. Image files are copied unchanged; the
 loader applies their EXIF orientation. The shards have the schema of
@@ -66,9 +66,9 @@ logger = logging.getLogger(__name__)
 
 
 class ListedPair(NamedTuple):
-    """A pair in a list."""
+    """A pair of a list."""
 
-    line: int  # line of the list on which the row begins, from 1
+    line: int  # first line of the row, from 1
     original: Path
     edited: Path
     edit_prompt: str
@@ -109,7 +109,7 @@ def find_image(files: dict[str, list[Path]], name: str, folder: str) -> Path:
 
 
 def find_list(source: Path) -> Path:
-    """The list that --pairs names: the file itself, or the captions file of a directory.
+    """The list of --pairs: the file itself, or a directory's file of captions.
 
     Raises:
         ValueError: there is no list.
@@ -200,7 +200,7 @@ def check_image(path: Path) -> tuple[int, int] | str:
 
 
 def check_mask(path: Path) -> tuple[int, int] | str:
-    """check_image of a mask, which must have white."""
+    """check_image for a mask, which must have white."""
     size = check_image(path)
     try:
         if not isinstance(size, str) and decode_mask(path.read_bytes()).max() < 128:
@@ -237,7 +237,7 @@ def checks_of(pair: ListedPair) -> list[tuple[Callable, Path]]:
 
 
 def compare_sizes(found: list[tuple[Path, tuple[int, int]]]) -> Iterator[str]:
-    """Problems of the sizes of a pair: (file, (width, height)) of original, edited and any mask."""
+    """Problems with the sizes of a pair; found: (file, (width, height)) of each image."""
     (original, size), (edited, edited_size), *masks = found
     try:
         check_one_shape(original, size, edited, edited_size)
@@ -365,12 +365,11 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
 def check_directory(flag: str, directory: Path, overwrite: bool) -> None:
     """Raise a ValueError unless the directory that a flag names may be written.
 
-    Hidden files do not count, except the files of an unfinished program.
+    Hidden files do not count, except UNFINISHED_DIR. Only files of write_pairs are replaced: shards
+    of other names would join the data, and image directories without HELD_OUT_LIST are the user's.
 
     Args:
-        flag, directory, overwrite: as for ask_before_replacing. Only what write_pairs has written
-            is replaced; shards of other names would join the data, and the directories of images
-            without HELD_OUT_LIST are somebody's.
+        flag, directory, overwrite: see ask_before_replacing.
     """
     ask_before_replacing(flag, directory, overwrite)
     other = [path for path in directory.glob("[!.]*.parquet") if not path.match(SHARDS)]
@@ -387,12 +386,12 @@ def check_directory(flag: str, directory: Path, overwrite: bool) -> None:
 def move_when_complete(folder: Path, replaced: tuple[str, ...]) -> Iterator[Path]:
     """Yield a temporary directory whose content moves to `folder` at the end.
 
-    The temporary directory is folder/.unfinished; the loader refuses `folder` while it exists. An
-    error or Ctrl-C removes everything that is new.
+    The temporary directory is folder/.unfinished; while it exists, the loader refuses `folder`. An
+    error or Ctrl-C removes all new files.
 
     Args:
         folder: directory, made if absent.
-        replaced: patterns of the old files and directories that are removed before the move.
+        replaced: patterns of old files and directories to remove before the move.
     """
     # save_whole would replace the directory, with the files that are not listed in `replaced`.
     existed, unfinished, moved = folder.exists(), folder / UNFINISHED_DIR, []
@@ -430,9 +429,9 @@ def write_pairs(
         output_dir: directory for the shards, empty or new unless overwrite.
         max_pairs: use only the first N pairs; None: all.
         num_held_out: number of original images to hold out, with all their edits.
-        held_out_dir: likewise for held-out pairs; required if num_held_out > 0.
-        seed: of the random choice of held-out images.
-        overwrite: replace the shards and held-out pairs that this function wrote earlier.
+        held_out_dir: likewise, for held-out pairs; required if num_held_out > 0.
+        seed: seed of the choice of held-out images.
+        overwrite: replace earlier shards and held-out pairs of this function.
 
     Returns:
         A summary with one line per directory.

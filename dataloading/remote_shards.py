@@ -1,4 +1,4 @@
-"""Parquet shards on the hub or another server: which a dataset has, and what their footers say.
+"""Parquet shards on the hub or another server: lists of shards, and their footers.
 
     shards, source = list_dataset_shards("OWNER/NAME", config=None, split="train", revision=None)
 
@@ -34,7 +34,7 @@ CONVERTED_REF = "refs/convert/parquet"  # of the hub's parquet conversion
 SPLIT_WORDS = frozenset(
     ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval")
 )
-# The names that datasets' push_to_hub gives.
+# Names of datasets' push_to_hub.
 NUMBERED_NAME = re.compile(r"(.+)-\d{5,}-of-(\d{5,})(-[0-9a-f]+)?\.parquet")
 NUM_FOOTER_THREADS = 8
 FOOTER_BYTES = 64 * 1024  # first request; few footers are longer
@@ -191,7 +191,7 @@ def select_split(entries, classify, config, split):
         split: name, or a pattern of names such as FreeForm_*.
 
     Returns:
-        (entries, None), or ([], reason why there are none).
+        (entries, None), or ([], reason).
 
     Raises:
         ValueError: config is None and the dataset has several without a "default".
@@ -228,7 +228,7 @@ def manifest_row(url, size, sha256):
 
 
 def address_problem(url):
-    """What is wrong with an address, or None."""
+    """The problem of an address, or None."""
     try:
         return None if urlsplit(url).hostname and urlsplit(url).port != 0 else "no host, or port 0"
     except ValueError as error:
@@ -454,6 +454,6 @@ def requested_wait(headers):
 
 
 def error_text(response):
-    """The meaning of an error response and its remedy."""
+    """Meaning and remedy of an error response."""
     status, code = response.status_code, response.headers.get("x-error-code")
     return ERRORS.get(code) or ERRORS.get(status) or f"HTTP {status}; check the address"
