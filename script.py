@@ -262,13 +262,13 @@ def run(config):
         read_columns(files)
     write_plan(config.output_dir, files, worker, num_workers)
 
-    parts = [[file for file in files if file["worker"] == k] for k in range(num_workers)]
-    counts = [len(part) for part in parts]
-    part_sizes = [sum(file["size"] or 0 for file in part) for part in parts]
+    shares = [[file for file in files if file["worker"] == k] for k in range(num_workers)]
+    counts = [len(share) for share in shares]
+    num_bytes = [sum(file["size"] or 0 for file in share) for share in shares]
     print(f"{len(files)} shards, {format_size(files)}, from {source}")
     print(
         f"workers: {num_workers} (by {known_from}), each {format_range(counts)} shards, "
-        f"{format_range(part_sizes, 'B')}"
+        f"{format_range(num_bytes, 'B')}"
     )
     unused = 1 - num_workers * min(counts) / len(files)
     if unused > MAX_UNUSED_FRACTION:
@@ -279,9 +279,9 @@ def run(config):
             file=sys.stderr,
         )
     k = 0 if num_workers == 1 else worker
-    where = "worker K" if k is None else f"worker {k}, {counts[k]} shards, {format_size(parts[k])}"
-    part = config.output_dir / f"download-{'K' if k is None else k}.txt"
-    print(f"next, on {where}: bash script.sh {shlex.quote(str(part))} data")
+    where = "worker K" if k is None else f"worker {k}, {counts[k]} shards, {format_size(shares[k])}"
+    file = config.output_dir / f"download-{'K' if k is None else k}.txt"
+    print(f"next, on {where}: bash script.sh {shlex.quote(str(file))} data")
 
 
 def main(args=None):
