@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, slow
 
 NO_GPU = "nvidia-smi lists no GPU with a driver from 525 on"
 TURING = ("580.65.06, 7.5",)
@@ -70,16 +70,18 @@ def setup(
         ((), {"gpus": TURING, "tpu": True}, "tpu"),
         ((), {}, None),
         (("cuda",), {"gpus": TURING, "devices": "[CudaDevice(id=0)]"}, "cuda13"),
-        (("cuda",), {"gpus": ("580.65.06, 7.0",), "devices": "[CudaDevice(id=0)]"}, "cuda12"),
-        (("cuda",), {"gpus": ("570.133.20, 12.0",), "devices": "[CudaDevice(id=0)]"}, "cuda12"),
-        (
-            ("cuda",),
-            {"gpus": (*TURING, "580.65.06, 6.1"), "devices": "[CudaDevice(id=0)]"},
-            "cuda12",
+        *slow(
+            (("cuda",), {"gpus": ("580.65.06, 7.0",), "devices": "[CudaDevice(id=0)]"}, "cuda12"),
+            (("cuda",), {"gpus": ("570.133.20, 12.0",), "devices": "[CudaDevice(id=0)]"}, "cuda12"),
+            (
+                ("cuda",),
+                {"gpus": (*TURING, "580.65.06, 6.1"), "devices": "[CudaDevice(id=0)]"},
+                "cuda12",
+            ),
+            (("cuda",), {}, "cuda12"),
+            (("cpu",), {"gpus": TURING}, None),
+            (("tpu",), {}, "tpu"),
         ),
-        (("cuda",), {}, "cuda12"),
-        (("cpu",), {"gpus": TURING}, None),
-        (("tpu",), {}, "tpu"),
     ],
 )
 def test_which_jax_is_installed(tmp_path, args, machine, extra):
@@ -100,6 +102,7 @@ def test_which_jax_is_installed(tmp_path, args, machine, extra):
     )
 
 
+@pytest.mark.variants
 @pytest.mark.parametrize(
     "args, machine, message",
     [

@@ -87,7 +87,7 @@ def test_the_nearest_size_has_the_most_similar_aspect_ratio():
     assert [sizes[i] for i in nearest_sizes(np.zeros((1, 2)), sizes)] == [(1024, 1024)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_every_pair_once_at_its_size_and_the_rest_after_a_kill(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("shards")

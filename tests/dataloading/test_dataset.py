@@ -161,7 +161,7 @@ def test_small_dataset_is_shuffled_uniformly_and_leaves_out_other_rows_each_epoc
     assert abs(np.mean([np.sum(np.diff(order) % 7 == 1) for order in orders]) - 1) < 0.1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_every_row_once_and_the_rest_after_a_stop(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("shards")
