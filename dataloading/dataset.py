@@ -126,7 +126,13 @@ class ParquetImagePairs(StoredPairs):
         global_batch_size = batch_size * processes.process_count
         if transform.sizes is not None:
             num_parts = num_parts or 1  # with more, more pairs wait until their batch is full
-        num_parts = choose_num_parts(num_parts, batch_size, processes.process_count)
+        num_parts = num_parts or math.gcd(global_batch_size, DEFAULT_PARTS)
+        if global_batch_size % num_parts:
+            raise ValueError(
+                f"num_parts={num_parts} does not divide the global batch of {global_batch_size} "
+                f"pairs (batch_size={batch_size}, process_count={processes.process_count}); use a "
+                "divisor or 0"
+            )
 
         super().__init__(train_data_dir, columns, transform, processes, reading)
         self._check_enough_rows(batch_size)
@@ -404,22 +410,6 @@ class Partition:
             count *= self.batch_size
             drawn[rows.take(range(epoch * count, (epoch + 1) * count), mode="wrap")] = size
         return drawn
-
-
-def choose_num_parts(num_parts: int, batch_size: int, process_count: int) -> int:
-    """num_parts, or for 0 the greatest common divisor of the global batch and DEFAULT_PARTS.
-
-    Raises:
-        ValueError: num_parts does not divide the global batch.
-    """
-    global_batch_size = batch_size * process_count
-    num_parts = num_parts or math.gcd(global_batch_size, DEFAULT_PARTS)
-    if global_batch_size % num_parts:
-        raise ValueError(
-            f"num_parts={num_parts} does not divide the global batch of {global_batch_size} "
-            f"pairs (batch_size={batch_size}, process_count={process_count}); use a divisor or 0"
-        )
-    return num_parts
 
 
 def partition_rows(

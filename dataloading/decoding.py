@@ -45,8 +45,41 @@ class Decoding:
 
     def check(self, group: RowGroup) -> None:
         """Raise a ValueError if the options do not fit a row group."""
-        check_row_group(group, self.latents, self.transform)
-        if self.transform.micro_conditioning and self.latents and not has_time_ids(group):
+        latents, folder = latents_metadata(group.metadata), group.path.parent
+        for name in ("vae", "shape", "sizes"):
+            if (latents or {}).get(name) != (self.latents or {}).get(name):
+                raise ValueError(
+                    f"{group.path.name} does not match the first shard in {folder}: one has "
+                    "latents and the other images, or the latents differ in VAE or size; use one "
+                    "directory for each kind"
+                )
+        if latents is None:
+            return
+        if self.transform.random_crop:
+            raise ValueError(
+                "latents are of the centre of each image; add --no_random_crop (it changes nothing "
+                "for square images)"
+            )
+        resolution, resample = self.transform.resolution, self.transform.resample
+        for name, value in (("resolution", resolution), ("image_interpolation_mode", resample)):
+            if latents[name] != value:
+                raise ValueError(
+                    f"{folder} contains latents of --{name} {latents[name]}, not {value}; "
+                    f"use --{name} {latents[name]}, or another directory for new latents"
+                )
+        if "sizes" not in latents and {*self.sizes} != {(resolution, resolution)}:
+            raise ValueError(
+                f"{folder} contains latents of squares; leave out {BUCKETS}, or use another "
+                "directory for new latents"
+            )
+        stored = [(w, h) for h, w in latents.get("sizes", ())]
+        if not {*stored} <= {*self.sizes}:
+            raise ValueError(
+                f"{folder} contains latents of several sizes; use {BUCKETS} "
+                f"{' '.join(map(size_name, stored))} with this --train_data_dir alone, or another "
+                "directory for new latents"
+            )
+        if self.transform.micro_conditioning and not has_time_ids(group):
             raise ValueError(
                 f"{group.path} has no time ids of SDXL; delete the directory and make the "
                 "latents again"
@@ -255,51 +288,3 @@ def latent_shape(latents: dict, size: tuple[int, int]) -> tuple[int, int, int]:
     if "sizes" in latents:
         return tuple(latents["shape"][latents["sizes"].index([*size[::-1]])])
     return tuple(latents["shape"])
-
-
-def check_row_group(group: RowGroup, first: dict | None, transform: Transform) -> None:
-    """Raise a ValueError if a row group's latents do not fit the others or the transform.
-
-    Args:
-        group: the row group.
-        first: latents_metadata of the first shard, which all shards must match.
-        transform: the batches' transform.
-    """
-    latents = latents_metadata(group.metadata)
-    for name in ("vae", "shape", "sizes"):
-        if (latents or {}).get(name) != (first or {}).get(name):
-            raise ValueError(
-                f"{group.path.name} does not match the first shard in {group.path.parent}: one has "
-                "latents and the other images, or the latents differ in VAE or size; use one "
-                "directory for each kind"
-            )
-    if latents is None:
-        return
-    if transform.random_crop:
-        raise ValueError(
-            "latents are of the centre of each image; add --no_random_crop (it changes nothing for "
-            "square images)"
-        )
-    resolution = transform.resolution
-    sizes = transform.sizes or ((resolution, resolution),)
-    for name, value in (
-        ("resolution", resolution),
-        ("image_interpolation_mode", transform.resample),
-    ):
-        if latents[name] != value:
-            raise ValueError(
-                f"{group.path.parent} contains latents of --{name} {latents[name]}, not {value}; "
-                f"use --{name} {latents[name]}, or another directory for new latents"
-            )
-    if "sizes" not in latents and {*sizes} != {(resolution, resolution)}:
-        raise ValueError(
-            f"{group.path.parent} contains latents of squares; leave out {BUCKETS}, or use another "
-            "directory for new latents"
-        )
-    stored = [(w, h) for h, w in latents["sizes"]] if "sizes" in latents else sizes
-    if not {*stored} <= {*sizes}:
-        raise ValueError(
-            f"{group.path.parent} contains latents of several sizes; use {BUCKETS} "
-            f"{' '.join(map(size_name, stored))} with this --train_data_dir alone, or another "
-            "directory for new latents"
-        )

@@ -25,7 +25,6 @@ from dataloading.options import Columns, Processes, Reading, Transform
 from dataloading.shards import (
     Cells,
     Pair,
-    RowGroup,
     gather_directories,
     latents_metadata,
     list_row_groups,
@@ -91,11 +90,19 @@ class StoredPairs:
         self.column_flags = {
             f"{name}_column": column for name, column in asdict(columns).items() if column
         }
-        self.groups, self.decoding, self.directories = open_directories(
-            train_data_dir, columns, transform, masks, processes.all_gather
-        )
+        try:
+            self.groups = list_row_groups(train_data_dir, columns)
+            self.latents = latents_metadata(self.groups[0].metadata)
+            self.decoding = Decoding(transform, self.latents, masks or columns.mask is not None)
+            for group in self.groups:
+                self.decoding.check(group)
+            shards = shard_ids(self.groups)
+        except BaseException:
+            if processes.all_gather is not None:  # the others wait in gather_directories
+                processes.all_gather(np.array([0], np.int32))
+            raise
+        self.directories = gather_directories(shards, processes.all_gather)
         self.directory_rows = [sum(rows for *_, rows in shards) for shards in self.directories]
-        self.latents = self.decoding.latents
         if reading.max_rows is not None:
             share = reading.max_rows // len(self.directories)
             self.directory_rows = [min(rows, share) for rows in self.directory_rows]
@@ -478,39 +485,3 @@ def gather_rows(
     padded = np.zeros((counts.max(), *array.shape[1:]), np.int32)
     padded[: len(array)] = array
     return [rows[:count] for rows, count in zip(all_gather(padded), counts)]
-
-
-def open_directories(
-    train_data_dir: str,
-    columns: Columns,
-    transform: Transform,
-    masks: bool,
-    all_gather: Callable[[np.ndarray], np.ndarray] | None,
-) -> tuple[list[RowGroup], Decoding, list[list[tuple[int, int, int]]]]:
-    """List the row groups of this process's directory, and the shards of all directories.
-
-    Args:
-        train_data_dir: directory of *.parquet files.
-        columns, transform: see options.py.
-        masks: see StoredPairs.
-        all_gather: see gather_directories.
-
-    Returns:
-        (row groups, Decoding, result of gather_directories).
-
-    Raises:
-        ValueError: see list_row_groups, Decoding.check and gather_directories.
-    """
-    try:
-        groups = list_row_groups(train_data_dir, columns)
-        shards = shard_ids(groups)
-        latents = latents_metadata(groups[0].metadata)
-        decoding = Decoding(transform, latents, masks or columns.mask is not None)
-        for group in groups:
-            decoding.check(group)
-    except BaseException:
-        if all_gather is not None:
-            # The other processes wait in gather_directories for this one.
-            all_gather(np.array([0], np.int32))
-        raise
-    return groups, decoding, gather_directories(shards, all_gather)
