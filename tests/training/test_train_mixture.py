@@ -32,7 +32,7 @@ def sets(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("more") / "magicbrush"
     folder.mkdir()
     write_random_shard(
-        folder / "c.parquet", 10, seed=3, columns=("source_img", "instruction", "target_img")
+        folder / "c.parquet", 10, seed=3, names=("source_img", "instruction", "target_img")
     )
     return str(data), str(folder)
 
