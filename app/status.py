@@ -88,5 +88,5 @@ def in_words(error, names, labels):
         names: namespace of the flags and settings.
         labels: {name: label on the page}.
     """
-    text = with_flags(as_unicode(one_line(error)), names)
-    return re.sub(r"--(\w+)", lambda flag: labels.get(flag[1], flag[0]), text)
+    text = with_flags(one_line(error), names)
+    return as_unicode(re.sub(r"--(\w+)", lambda flag: labels.get(flag[1], flag[0]), text))

@@ -58,7 +58,7 @@ def test_a_request_says_how_long_it_takes(model):
         ("leave accelerate= out", "leave Acceleration out"),
         ("--lora_weight 3 must be from 0 to 2", "LoRA weight 3 must be from 0 to 2"),
         ("--preview_decoder no/such is missing", "--preview_decoder no/such is missing"),
-        ("half an emoji \ud83d", "half an emoji \\ud83d"),
+        ("accelerate=\ud83d: half an emoji", "Acceleration \\ud83d: half an emoji"),
     ],
 )
 def test_errors_have_the_labels_of_the_page(message, shown):
