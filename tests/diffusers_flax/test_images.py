@@ -90,7 +90,7 @@ def test_images_of_any_mode(mode):
     np.testing.assert_allclose(
         prepare_images(image), 2 * found.transpose(2, 0, 1)[None] / 255 - 1, atol=1e-6
     )
-    conditions = ControlNetTextToImage._prepare_conditions(
+    conditions = ControlNetTextToImage._prepare_control_images(
         SimpleNamespace(vae_scale_factor=8), image
     )
     scaled = Image.fromarray(expected.astype(np.uint8)).resize((24, 16), Image.Resampling.LANCZOS)
