@@ -61,8 +61,8 @@ class Inpainting(ImageToImage):
         """The InpaintedLatents: a stage of a run."""
         prompt_ids, mask = inputs["prompt_ids"], inputs["mask"]
         image, masked_image = inputs["image"], inputs["masked_image"]
-        self.check_batch(prompt_ids, image, mask, masked_image)
         size = self.size_of_inputs(inputs, options)
+        self.check_batch(prompt_ids, image, mask, masked_image)
         keys = keys_of_sequel(self.keys_of(inputs, options))
         masked_latents = image_latents = None
         if self.sees_mask:
@@ -113,17 +113,23 @@ class Inpainting(ImageToImage):
 
     def size_of_inputs(self, inputs, options):
         """(height, width) of the result, pixels."""
-        image = inputs["masked_image"] if inputs["image"] is None else inputs["image"]
-        return self.image_size(options.height, options.width, image.shape)
+        image_shape = self.shape_of_input(inputs["image"], inputs["masked_image"])
+        return self.image_size(options.height, options.width, image_shape)
+
+    def shape_of_input(self, image, masked_image):
+        """The shape of the image, or of the masked image if there is no image."""
+        if image is None and masked_image is None:
+            raise ValueError("neither image nor masked_image is given; prepare_inputs makes them")
+        return (masked_image if image is None else image).shape
 
     def check_batch(self, prompt_ids, image, mask, masked_image):
         """Raise a ValueError unless all arrays have one batch and one size; None: not given."""
         B = len(prompt_ids)
         images = {"image": image, "masked_image": masked_image}
         shapes = {name: x.shape for name, x in images.items() if x is not None}
-        for name, shape in (shapes or {"image": None}).items():
+        for name, shape in shapes.items():
             pixels = None
-            if shape is not None and len(shape) == 4:
+            if len(shape) == 4:
                 factor = self.vae_scale_factor if self.is_latents(shape) else 1
                 pixels = tuple(side * factor for side in shape[2:])
             if pixels is None or shape[0] != B or mask.shape != (B, 1, *pixels):

@@ -254,7 +254,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
         Raises:
             ValueError: shapes, sizes, scales or steps that do not fit.
         """
-        image_shape = (masked_image if image is None else image).shape
+        image_shape = self.shape_of_input(image, masked_image)
         options = Options(
             **self.step_options(num_inference_steps, timesteps, eta),
             **self.size_options(height, width, output_type, image_shape),
