@@ -42,6 +42,8 @@ ARGUMENTS = {  # flag: the library's argument, if it has another name
     "devices": "components",
     "embedding": "embeddings",
     "model": "pretrained_model_name_or_path",
+    "parallel": "layout",
+    "preview_decoder": "preview.path",
 }
 OUTPUT_FLAGS = (  # of files that a program writes
     "output",
@@ -340,7 +342,7 @@ def with_flags(message: str, config: Any) -> str:
 
     value = r"'[^']*'|\([^()]*\)|[^\s;]*?(?=[;:,.)]*(?:\s|$))"
     quoted = r"(?<!\w)(?:'[^']*'|\"[^\"]*\")"
-    return re.sub(rf"{quoted}|(?<![\w./:=,\\-])(\w+)=({value})", flag, message)
+    return re.sub(rf"{quoted}|(?<![\w./:=,\\-])(\w+(?:\.\w+)?)=({value})", flag, message)
 
 
 @contextmanager

@@ -134,13 +134,29 @@ def test_folders_import_in_one_direction():
             assert found <= allowed, folder
 
 
-def test_a_plain_image_imports_no_acceleration():
-    """Pipelines import it inside functions, where a call has accelerate= or preview=."""
-    above = [file for file in code() if file.parts[:2] == (LIBRARY, "pipelines")]
-    assert len(above) > 5
-    for file in above:
-        statements = ast.Module([x for x in code()[file].body if isinstance(x, ast.ImportFrom)], [])
-        assert not any("acceleration" in name for name in imports(statements)), file
+def test_the_library_knows_no_program():
+    """It names arguments, no flags but other programs' and the one of its own command line."""
+    programs = "|".join(re.escape(file.name) for file in code() if len(file.parts) == 1)
+    allowed = {"--help", "--revision", "--xla_cpu_collective_timeout_seconds"}
+    for file in git_files(f"{LIBRARY}/*.py"):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert {*re.findall(r"--[a-z]\w+", text)} <= allowed, file
+        if file.name != "__main__.py":  # its usage runs a user's script
+            assert not re.search(rf"\b(?:{programs})\b", text), file
+
+
+def test_functions_take_few_parameters():
+    """At most 8; published signatures, an HTTP API and what users paste may take more."""
+    published = {"__call__", "_generate", "from_pretrained"}
+    exempt = {"api_edit", "api_image", "diffusion_loss", "train_step"}
+    long = {}
+    for file, tree in code().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name not in published | exempt:
+                names = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                count = len([x for x in names if x.arg not in ("self", "cls")])
+                long |= {f"{file}: {node.name}": count} if count > 8 else {}
+    assert long == {}
 
 
 def test_bounds_of_the_requirements_agree():

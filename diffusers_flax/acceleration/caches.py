@@ -106,12 +106,12 @@ class ActiveUNet:
         self.prediction, self.hooks = prediction, hooks
         self.apply = partial(unet.clone(rows_axis=axes.rows).apply, {"params": params})
 
-    def embed(self, x, t):
+    def embed(self, i, x, t):
         """(features after conv_in, time embedding, text states) of all branches.
 
         A ControlNet's residuals follow, if there is one: the arguments of unet.blocks.
         """
-        *arguments, timestep_cond = self.axes.split(self.prediction.inputs(self.branches, x, t))
+        *arguments, timestep_cond = self.axes.split(self.prediction.inputs(self.branches, i, x, t))
         embedded = self.apply(*arguments[:4], timestep_cond, method="embed")
         return *embedded, *arguments[4:]
 
@@ -122,10 +122,10 @@ class ActiveUNet:
                 stack.enter_context(nn.intercept_methods(each))
             return self.apply(*args, method=method)
 
-    def finish(self, features):
+    def finish(self, i, features):
         """The guided prediction of features, float32."""
         predictions = self.apply(features, method="predict").astype(jnp.float32)
-        return self.prediction.guide(self.axes.gather(predictions), self.branches)
+        return self.prediction.guide(self.axes.gather(predictions), self.branches, i)
 
 
 class Segment(NamedTuple):
@@ -207,8 +207,8 @@ def plain(model):
     """Without a cache."""
 
     def full(x, t, i, cache):
-        features = model.run("blocks", *model.embed(x, t))
-        return model.finish(features), ()
+        features = model.run("blocks", *model.embed(i, x, t))
+        return model.finish(i, features), ()
 
     return {"full": full}, lambda cache, x: ()
 
@@ -233,14 +233,14 @@ def deep_cache(model):
                 kept.append(args[1])
             return call(*args, **kwargs)
 
-        features = model.run("blocks", *model.embed(x, t), hook=keep)
-        return model.finish(features), kept[0]
+        features = model.run("blocks", *model.embed(i, x, t), hook=keep)
+        return model.finish(i, features), kept[0]
 
     def shallow(x, t, i, cache):
         def last_layer(unet, skip, time_emb, context):
             return unet.up_blocks[-1].layer(last, cache, skip, time_emb, context)
 
-        return model.finish(model.run(last_layer, *model.embed(x, t))), cache
+        return model.finish(i, model.run(last_layer, *model.embed(i, x, t))), cache
 
     return {"full": full, "shallow": shallow}, empty_cache(full)
 
@@ -252,8 +252,8 @@ def first_block_cache(model, threshold):
     images of the batch; the layers are skipped if all decide so.
     """
 
-    def start(x, t):
-        embedded = model.embed(x, t)
+    def start(i, x, t):
+        embedded = model.embed(i, x, t)
         first = model.run(lambda unet, *args: unet.down_blocks[0].layer(0, *args), *embedded)
         return embedded, first, (first - embedded[0]).astype(jnp.float32)
 
@@ -266,11 +266,11 @@ def first_block_cache(model, threshold):
         return features, {"added": added, "rest": rest}
 
     def full(x, t, i, cache):
-        features, cache = whole(*start(x, t))
-        return model.finish(features), cache
+        features, cache = whole(*start(i, x, t))
+        return model.finish(i, features), cache
 
     def adaptive(x, t, i, cache):
-        embedded, first, added = start(x, t)
+        embedded, first, added = start(i, x, t)
         B = len(x)
 
         def mean_per_image(y):
@@ -287,7 +287,7 @@ def first_block_cache(model, threshold):
             return jnp.where(reuse, reused, features), new
 
         features, cache = jax.lax.cond(reuse.all(), lambda: (reused, cache), compute)
-        return model.finish(features), cache
+        return model.finish(i, features), cache
 
     return {"full": full, "adaptive": adaptive}, empty_cache(full)
 
@@ -298,7 +298,7 @@ def t_gate(model):
     Source: T-GATE (arXiv 2404.02747), section 4.
     """
 
-    def run(x, t, reuse, store):
+    def run(i, x, t, reuse, store):
         """(guided prediction, {kind of attention: {layer: output}} of the kinds in `store`)."""
         stored = {kind: {} for kind in store}
 
@@ -312,8 +312,8 @@ def t_gate(model):
                 stored[kind][layer] = out
             return out
 
-        features = model.run("blocks", *model.embed(x, t), hook=intercept)
-        return model.finish(features), stored
+        features = model.run("blocks", *model.embed(i, x, t), hook=intercept)
+        return model.finish(i, features), stored
 
     def mean_over_branches(out):
         num_branches = model.axes.num_local_branches(len(model.branches))
@@ -321,21 +321,21 @@ def t_gate(model):
         return model.axes.mean_of_branches(mean).astype(out.dtype)
 
     def full(x, t, i, cache):
-        return run(x, t, {}, ())[0], cache
+        return run(i, x, t, {}, ())[0], cache
 
     def store(x, t, i, cache):
-        guided, stored = run(x, t, {}, ("self",))
+        guided, stored = run(i, x, t, {}, ("self",))
         return guided, cache | stored
 
     def reuse(x, t, i, cache):
-        return run(x, t, {"self": cache["self"]}, ())[0], cache
+        return run(i, x, t, {"self": cache["self"]}, ())[0], cache
 
     def gate(x, t, i, cache):
-        guided, stored = run(x, t, {}, ("self", "cross"))
+        guided, stored = run(i, x, t, {}, ("self", "cross"))
         return guided, stored | {"cross": jax.tree.map(mean_over_branches, stored["cross"])}
 
     def gated(x, t, i, cache):
-        return run(x, t, {"cross": cache["cross"]}, ())[0], cache
+        return run(i, x, t, {"cross": cache["cross"]}, ())[0], cache
 
     def enter(cache, x):
         return empty_cache(gate)(None, x) if cache is None else cache
@@ -357,8 +357,8 @@ def spectrum(model, table, prediction_type, scales):
     weights, alphas, sigmas = map(jnp.asarray, (table, *scales))
 
     def full(x, t, i, cache):
-        features = model.run("blocks", *model.embed(x, t))
-        guided = model.finish(features)
+        features = model.run("blocks", *model.embed(i, x, t))
+        guided = model.finish(i, features)
         x_0, _ = predict_x0_and_eps(prediction_type, alphas[i], sigmas[i], x, guided)
         return guided, jnp.concatenate([cache[1:], x_0[None]])
 

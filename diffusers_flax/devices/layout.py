@@ -101,7 +101,7 @@ class Layout:
                 )
             if not 0 <= number < len(self.devices):
                 raise ValueError(
-                    f"{name}={number}: there are {len(self.devices)} devices, 0 to "
+                    f"components={name}={number}: there are {len(self.devices)} devices, 0 to "
                     f"{len(self.devices) - 1}"
                 )
 
@@ -365,7 +365,7 @@ def parse_components(words, num_devices):
         return BALANCED
     if BALANCED in words:
         raise ValueError(
-            f"components={' '.join(words)}: {BALANCED} chooses all devices; give it alone"
+            f"components={tuple(words)!r}: {BALANCED} chooses all devices; give it alone"
         )
     components = {}
     for word in words:

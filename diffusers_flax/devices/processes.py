@@ -80,7 +80,7 @@ def start_distributed(coordinator_address=None, num_processes=None, process_id=N
 
 
 def check_agreement(text):
-    """Check that all processes have the same text, for example of their flags.
+    """Check that all processes have the same text, for example their settings.
 
     Raises:
         ValueError: it names the processes that differ from process 0.
@@ -93,8 +93,8 @@ def check_agreement(text):
     different = np.flatnonzero(checksums != checksums[0]).tolist()
     if different:
         raise ValueError(
-            f"process {', '.join(map(str, different))} was started with other flags or "
-            "models than process 0; start all with the same command"
+            f"process {', '.join(map(str, different))} has other settings or models "
+            "than process 0; start all with the same command"
         )
 
 

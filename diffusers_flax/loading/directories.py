@@ -29,9 +29,8 @@ def read_index(path, revision=None, **hub_options):
     if index is None:
         if os.path.exists(os.path.join(path, LORA_FILE)):
             raise ValueError(
-                f"{path} has a LoRA and no model_index.json; repeat the training command with "
-                "merge_lora, which writes a whole pipeline, or open the model that it was trained "
-                "from, with lora="
+                f"{path} has a LoRA and no model_index.json; open the model that it was trained "
+                f"from, with lora={path}"
             )
         where = (
             ""
@@ -41,7 +40,7 @@ def read_index(path, revision=None, **hub_options):
                 f"{revision or 'main'})"
             )
         )
-        remedy = download_hint(path, revision and f"with revision={revision}")
+        remedy = download_hint(path, revision and f"--revision {revision}")
         remedy = remedy or "; give the directory or hub id of a complete pipeline"
         raise ValueError(f"{path} has no model_index.json{where}{remedy}")
     return index

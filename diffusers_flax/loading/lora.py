@@ -133,7 +133,7 @@ class Loras:
             sizes = [[side for side in y.shape[:-2] if side != 1] for y in (delta, x)]
             if sizes[0] != sizes[1] or delta.shape[-2:] != x.shape[-2:]:
                 raise ValueError(
-                    f"{update.file} is for another model: its update of {component} {layer} "
+                    f"lora={update.file} is for another model: its update of {component} {layer} "
                     f"is {delta.shape[-2]} -> {delta.shape[-1]} wide, the model's layer "
                     f"{x.shape[-2]} -> {x.shape[-1]}"
                 )
@@ -145,11 +145,10 @@ class Loras:
         unused = sorted(self.updates.keys() - self.folded)
         if unused:
             files = {update.file for key in unused for update in self.updates[key]}
-            some = ", ".join(" ".join(key) for key in unused[:3])
+            some = ", ".join(" ".join(key) for key in unused[:3]) + ", ..." * (len(unused) > 3)
             raise ValueError(
-                f"{' and '.join(sorted(files))}: {len(unused)} of {len(self.updates)} layers "
-                f"do not exist in the model ({some}{', ...' if len(unused) > 3 else ''}); take a "
-                "LoRA of this model's family"
+                f"lora={' and lora='.join(sorted(files))}: {len(unused)} of {len(self.updates)} "
+                f"layers do not exist in the model ({some}); take a LoRA of this model's family"
             )
 
 
@@ -183,8 +182,8 @@ def find_lora(source, **hub_options):
     if fetch_file(repository, CONV_IN_FILE, None, None, **hub_options):
         raise ValueError(
             f"lora={source} has {CONV_IN_FILE} next to it, the first convolution, which was "
-            "trained in full: repeat the training command with merge_lora, and open the model "
-            "that it writes, without lora="
+            "trained in full: write the model with both merged in training, and open it without "
+            "lora="
         )
     return file
 
@@ -213,20 +212,22 @@ def read_updates(file, weight):
         elif name.endswith("/alpha") and x.size == 1:
             layer, kind, value = name.removesuffix("/alpha"), alphas, float(x.reshape(()))
         else:
-            raise ValueError(f"{file}: its entry {name} is not of a LoRA")
+            raise ValueError(f"lora={file}: its entry {name} is not of a LoRA")
         key = layer_of(layer)
         if key in kind:
-            raise ValueError(f"{file} has {' '.join(key)} twice, under different names; remove one")
+            raise ValueError(
+                f"lora={file} has {' '.join(key)} twice, under different names; remove one"
+            )
         kind[key] = value
         names[key] = layer.removeprefix(ADAPTER_PREFIX).removeprefix(f"{key[0]}/")
     if not downs or downs.keys() != ups.keys() or alphas.keys() - downs.keys():
         lonely = sorted((downs.keys() ^ ups.keys()) | (alphas.keys() - downs.keys()))
         problem = f"{' '.join(lonely[0])} has one of two factors" if lonely else "it has no LoRA"
-        raise ValueError(f"{file}: {problem}; download the file again")
+        raise ValueError(f"lora={file}: {problem}; download the file again")
     settings = read_peft_settings(file)
     if is_adapter and "unet.lora_alpha" not in settings and downs.keys() != alphas.keys():
         raise ValueError(
-            f"{file} is an adapter of PEFT without lora_alpha; put PEFT's {ADAPTER_CONFIG} "
+            f"lora={file} is an adapter of PEFT without lora_alpha; put PEFT's {ADAPTER_CONFIG} "
             f"next to it, and name it {ADAPTER_STEM}{file.suffix}"
         )
     updates = {}
@@ -234,7 +235,7 @@ def read_updates(file, weight):
         up, rank = ups[key], down.shape[-1]
         if not rank or up.shape[-2] != rank or up.size != rank * up.shape[-1]:
             raise ValueError(
-                f"{file}: the factors of {' '.join(key)} have shapes {down.shape} and "
+                f"lora={file}: the factors of {' '.join(key)} have shapes {down.shape} and "
                 f"{up.shape}, which do not fit each other"
             )
         alpha = alphas[key] if key in alphas else alpha_of(key[0], names[key], settings, rank)
@@ -254,8 +255,8 @@ def read_entries(file):
     for mark, method in REFUSED.items():
         if name := next((name for name in names if re.search(mark, name)), None):
             raise ValueError(
-                f"{file} is {method} ({name}), which is not supported; merge it into its model "
-                "with the program that made it"
+                f"lora={file} is {method} ({name}), which is not supported; merge it into its "
+                "model with the program that made it"
             )
     return entries
 
@@ -287,7 +288,7 @@ def read_peft_settings(file):
                 settings[name] = finite(value)
     except (ValueError, TypeError, AttributeError, RecursionError, re.error) as error:
         raise ValueError(
-            f"{file}: the settings that PEFT stores with it are damaged "
+            f"lora={file}: the settings that PEFT stores with it are damaged "
             f"({one_line(error, 200)}); download it again"
         ) from error
     for name, value in settings.items():
@@ -295,7 +296,7 @@ def read_peft_settings(file):
         changes_model = setting == "init_lora_weights" and str(value).startswith(CHANGES_MODEL)
         if changes_model or (value and setting in ("use_dora", "use_rslora")):
             raise ValueError(
-                f"{file} has PEFT's setting {setting}={value}, which is not supported; "
+                f"lora={file} has PEFT's setting {setting}={value}, which is not supported; "
                 "merge it into its model with PEFT"
             )
     return settings

@@ -179,7 +179,7 @@ def unet_files(source, variant=None, **hub_options):
     is_pipeline = fetch_file(repository, "config.json", "unet", None, **hub_options) is not None
     place = {"subfolder": "unet" if is_pipeline else None, "revision": None}
     fetch = partial(fetch_file, repository, **place, **hub_options)
-    where = place_in_words(repository, **place)
+    where = f"unet_delta={place_in_words(repository, **place)}"
     return find_weights(fetch, "diffusion_pytorch_model", variant, False, where)
 
 

@@ -376,7 +376,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             if len(kernel) == 4 and kernel[2] != wanted[2]:
                 problems.append(
                     f"conv_in takes {kernel[2]} channels, the config says {wanted[2]}: "
-                    "create_modified_unet.py widens a UNet"
+                    "widen the UNet's conv_in"
                 )
         if problems:
             raise ValueError(f"{where} does not fit {type(self).__name__}: {'; '.join(problems)}")

@@ -294,15 +294,15 @@ def choose_tiny_vae(decoder, preview, published):
         return None
     if decoder and preview and preview.path:
         raise ValueError(
-            f"preview_decoder={preview.path} and accelerate=taesd: previews have the images' "
-            "decoder; leave preview_decoder= out"
+            f"preview.path={preview.path} and accelerate=taesd: previews have the images' decoder; "
+            "leave preview.path= out"
         )
     source = (decoder or preview).path or published
     if source in TINY_VAES and source != published:
         raise ValueError(
             f"the TAESD {source} is of the other family of models; this one's is {published}"
         )
-    source, file = locate("accelerate=taesd:path" if decoder else "preview_decoder", source)
+    source, file = locate("accelerate=taesd:path" if decoder else "preview.path", source)
     if file:
         raise ValueError(f"the TAESD {source}/{file} is not a directory or hub id; name one")
     return source
@@ -326,7 +326,7 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
             raise
         raise ValueError(
             f"the TAESD {source} cannot be read from the hub; name a copy's directory with "
-            "accelerate=taesd:path=DIRECTORY or preview_decoder=DIRECTORY"
+            "accelerate=taesd:path=DIRECTORY or preview.path=DIRECTORY"
             f"{download_hint(source)}"
         ) from error
     if not str(config.get("_class_name")).endswith("AutoencoderTiny"):

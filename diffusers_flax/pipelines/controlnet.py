@@ -384,12 +384,12 @@ class ControlNetTextToImage(TextToImage):
         keys = keys_per_image(inputs["prng_seed"], B)
         schedule = self.make_schedule(options, shape)
         x_T = starting_noise(inputs["latents"], keys, shape) * schedule.state.init_noise_sigma
-        residuals = self.residuals_of(params, condition, inputs, options)
+        residuals = self.residuals_of(params, condition, inputs, options, schedule)
         prediction = self.text_prediction(inputs, options, text, B, residuals=residuals)
         return choose_denoising(self, params, schedule, keys, prediction, shape[2])(x_T)
 
-    def residuals_of(self, params, image, inputs, options):
-        """The function (sample, t, states, added) -> the UNet's residuals.
+    def residuals_of(self, params, image, inputs, options, schedule):
+        """The function (i, sample, t, states, added) -> the UNet's residuals in step i.
 
         It runs no ControlNet in steps in which none acts. In guess mode only the rows of the first
         branch, the text's, have residuals; the others are zero.
@@ -397,7 +397,7 @@ class ControlNetTextToImage(TextToImage):
         B, is_several = len(image), isinstance(self.controlnet, FlaxMultiControlNetModel)
         guess_mode = options.guess_mode or self.nets[0].global_pool_conditions
         scale = jnp.asarray(inputs["controlnet_conditioning_scale"], jnp.float32).reshape(-1)
-        acts, timesteps = self.steps_of_control(options)
+        acts = acting_steps(options, len(schedule.state.timesteps))
 
         def compute(scale, sample, t, states, added):
             tree = params["controlnet"]
@@ -418,11 +418,10 @@ class ControlNetTextToImage(TextToImage):
             missing = len(sample) - rows
             return jax.tree.map(lambda x: jnp.pad(x, ((0, missing), *((0, 0),) * 3)), found)
 
-        def residuals(sample, t, states, added):
-            arguments = sample, t, states, added
+        def residuals(i, *arguments):
             if acts.all():
                 return compute(scale, *arguments)
-            active = jnp.asarray(acts, jnp.float32)[jnp.argmax(jnp.asarray(timesteps) == t)]
+            active = jnp.asarray(acts, jnp.float32)[i]
             zeros = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, scale, *arguments)
             )
@@ -430,33 +429,6 @@ class ControlNetTextToImage(TextToImage):
             return jax.lax.cond(active.any(), run, lambda: zeros)
 
         return residuals
-
-    def steps_of_control(self, options):
-        """(which ControlNet acts in each step, bool (steps, ControlNets); the steps' timesteps).
-
-        NumPy arrays. PNDM visits a timestep twice, and the loop knows only the timestep.
-        """
-        with jax.ensure_compile_time_eval():
-            state = self.scheduler.set_timesteps(
-                self.scheduler.create_state(),
-                options.num_inference_steps,
-                timesteps=options.timesteps,
-            )
-            timesteps = np.asarray(state.timesteps)
-        n = len(timesteps)
-        starts = np.array(options.control_guidance_start)
-        ends = np.array(options.control_guidance_end)
-        first, last = np.arange(n)[:, None] / n, np.arange(1, n + 1)[:, None] / n
-        acts = (first >= starts) & (last <= ends)
-        _, i, same = np.unique(timesteps, return_index=True, return_inverse=True)
-        if (acts != acts[i][same]).any():
-            raise ValueError(
-                f"control_guidance_start={starts.tolist()} or control_guidance_end="
-                f"{ends.tolist()} falls between the two evaluations that "
-                f"{type(self.scheduler).__name__} makes at one timestep; change it by "
-                f"{1 / n:.2g}"
-            )
-        return acts, timesteps
 
 
 @dataclass(frozen=True, eq=False)
@@ -487,6 +459,14 @@ class FlaxStableDiffusionXLControlNetPipeline(ControlNetTextToImage, XLComponent
     controlnet: FlaxControlNetModel | FlaxMultiControlNetModel | list | tuple = field(kw_only=True)
 
     torch_class_name = "StableDiffusionXLControlNetPipeline"
+
+
+def acting_steps(options, num_steps):
+    """Whether each ControlNet acts in each step, NumPy bool (steps, ControlNets)."""
+    first = np.arange(num_steps)[:, None] / num_steps
+    last = np.arange(1, num_steps + 1)[:, None] / num_steps
+    starts, ends = np.array(options.control_guidance_start), np.array(options.control_guidance_end)
+    return (first >= starts) & (last <= ends)
 
 
 def check_control_range(starts, ends):

@@ -386,12 +386,12 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             kept = image.latents.astype(jnp.float32) * scaling_factor
             after_step = keep_outside(schedule, weights, kept, noise)
 
-        def unet_inputs(active, x_t, t):
+        def unet_inputs(active, i, x_t, t):
             rows = rows_of_branches([latents_of_branches, *text], branches, active)
             model_input = jnp.concatenate([x_t] * len(active))
             return jnp.concatenate([model_input, rows[0]], axis=1), t, *rows[1:], None
 
-        def guide(eps_pred, active):
+        def guide_edit(eps_pred, active, i):
             weights = (guidance_scale, image_guidance_scale)
             if active != branches:  # guidance by the image has ended, or all guidance
                 weights = (guidance_scale if len(active) > 1 else 1.0, 1.0)
@@ -406,7 +406,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
 
         finish = partial(keep_pixels_outside, image)
-        prediction, height = GuidedPrediction(branches, unet_inputs, guide), latents.shape[2]
+        prediction, height = GuidedPrediction(branches, unet_inputs, guide_edit), latents.shape[2]
         denoise = choose_denoising(self, params, schedule, keys, prediction, height, finish)
         return denoise(noise * schedule.state.init_noise_sigma, after_step=after_step)
 

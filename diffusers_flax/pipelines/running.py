@@ -145,10 +145,10 @@ class GuidedPrediction(NamedTuple):
 
     Fields:
         branches: names, in the order of the rows.
-        inputs: (branches, x_t, t) -> the UNet's sample, t, text states, added_cond_kwargs, a
-            ControlNet's residuals if there is one (two arguments), timestep_cond, a tuple; arrays
-            hold all rows of one branch, then all rows of the next.
-        guide: (predictions, float32 (branches * B, C, h, w), branches) -> guided prediction,
+        inputs: (branches, i, x_t, t) -> the UNet's sample, t, text states, added_cond_kwargs, a
+            ControlNet's residuals if there is one (two arguments), timestep_cond, a tuple; i is the
+            number of the step. Arrays hold all rows of one branch, then all rows of the next.
+        guide: (predictions, float32 (branches * B, C, h, w), branches, i) -> guided prediction,
             (B, C, h, w).
     """
 
@@ -187,10 +187,10 @@ def choose_denoising(
         num_branches = len(prediction.branches)
         apply = parallel_apply(pipeline.layout, pipeline.unet, num_branches, height)
 
-    def predict(x_t, t):
-        *arguments, timestep_cond = prediction.inputs(prediction.branches, x_t, t)
+    def predict(i, x_t, t):
+        *arguments, timestep_cond = prediction.inputs(prediction.branches, i, x_t, t)
         output = apply({"params": params["unet"]}, *arguments, timestep_cond=timestep_cond)
-        return prediction.guide(output.sample.astype(jnp.float32), prediction.branches)
+        return prediction.guide(output.sample.astype(jnp.float32), prediction.branches, i)
 
     return partial(denoise, schedule, keys=keys, predict=predict, watch=watch)
 

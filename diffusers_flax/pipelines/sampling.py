@@ -6,7 +6,7 @@ They run inside a compiled program and do not depend on the pipelines:
     schedule = make_schedule(scheduler, (B, 4, h, w), num_inference_steps=20)
     x_t = starting_noise(None, keys, (B, 4, h, w)) * schedule.state.init_noise_sigma
 
-    def predict(x_in, t):
+    def predict(i, x_in, t):
         eps_pred = unet.apply({"params": params}, jnp.tile(x_in, (2, 1, 1, 1)), t, text).sample
         return guide(eps_pred, ("text", "null"), guidance_scale=7.5, guidance_rescale=0.0)
 
@@ -282,10 +282,10 @@ def check_denoising_range(scheduler, denoising_start, denoising_end):
                 f"{name}={value} cannot be chosen for a model of EDM, whose timesteps are "
                 "log(sigma) / 4; leave it out"
             )
-        if scheduler._option("skip_prk_steps") is False:
+        if not scheduler.takes_denoising_range:
             raise ValueError(
-                f"{name}={value} cannot be chosen with PNDM's Runge-Kutta start; take "
-                "skip_prk_steps=True, or another scheduler"
+                f"{name}={value} cannot be chosen with the Runge-Kutta steps of "
+                f"{type(scheduler).__name__}; take skip_prk_steps=True, or another scheduler"
             )
     if None not in (denoising_start, denoising_end) and denoising_start >= denoising_end:
         raise ValueError(
@@ -415,7 +415,7 @@ def denoise(schedule, x_t, keys, predict, watch=None, after_step=None):
         schedule: Schedule.
         x_t: noisy sample (B, C, h, w), float32.
         keys: one per image, for schedulers that draw noise in each step.
-        predict: (model_input, t) -> guided prediction, float32.
+        predict: (i, model_input, t) -> guided prediction, float32; i is the number of the step.
         watch: (i, model_input, guided) -> None, called in each step, for previews.
         after_step: (i, x_t, state) -> x_t, changes the result of step i, whose state is the next
             step's; see keep_outside.
@@ -428,7 +428,7 @@ def denoise(schedule, x_t, keys, predict, watch=None, after_step=None):
         x_t, state = carry
         t = state.timesteps[i]
         model_input = schedule.scheduler.scale_model_input(state, x_t, t)
-        guided = predict(model_input, t)
+        guided = predict(i, model_input, t)
         if watch is not None:
             watch(i, model_input, guided)
         x_t, state = schedule.step(state, i, t, x_t, guided, keys)

@@ -3,8 +3,6 @@
 Source: Latent Diffusion Models (arXiv 2112.10752).
 """
 
-from functools import partial
-
 import jax.numpy as jnp
 
 from diffusers_flax.models.unet import guidance_embedding
@@ -206,19 +204,22 @@ class TextToImage(FlaxDiffusionPipeline):
             inputs, options, text: of the stage `denoise`.
             batch_size: number of images.
             extra: arrays (B, C, h, w) that join the UNet's input.
-            residuals: None, or a ControlNet's function of the UNet's arguments, for further ones.
+            residuals: None, or a ControlNet's function of a step's number and the UNet's arguments,
+                for further ones.
         """
         branches, timestep_cond = options.branches, None
         if (dim := self.unet.time_cond_proj_dim) is not None:
             scale = jnp.asarray(inputs["guidance_scale"], jnp.float32).reshape(-1)
             timestep_cond = guidance_embedding(jnp.broadcast_to(scale, (batch_size,)), dim)
 
-        def unet_inputs(active, x_t, t):
+        def unet_inputs(active, i, x_t, t):
             model_input = jnp.concatenate([x_t, *extra], axis=1)
             model_input = jnp.concatenate([model_input] * len(active))
             arguments = model_input, t, *rows_of_branches(text, branches, active)
-            more = () if residuals is None else residuals(*arguments)
+            more = () if residuals is None else residuals(i, *arguments)
             return *arguments, *more, timestep_cond
 
-        scales = {name: inputs[name] for name in ("guidance_scale", "guidance_rescale")}
-        return GuidedPrediction(branches, unet_inputs, partial(guide, **scales))
+        def guide_step(predictions, active, i):
+            return guide(predictions, active, inputs["guidance_scale"], inputs["guidance_rescale"])
+
+        return GuidedPrediction(branches, unet_inputs, guide_step)

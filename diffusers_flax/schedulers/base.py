@@ -108,6 +108,7 @@ class FlaxSchedulerMixin(ConfigMixin):
     first_arguments = FIRST_ARGUMENTS
     arguments = ()
     choices = CHOICES
+    takes_denoising_range = True  # whether a run may begin or end at a fraction of the denoising
     synonyms = {}  # noqa: RUF012 - (option, another class's value): this class's value
 
     config_name = CONFIG_NAME

@@ -66,6 +66,12 @@ class FlaxPNDMScheduler(AlphaScheduler):
 
     defaults = DEFAULTS | {"skip_prk_steps": False, "set_alpha_to_one": False}
     arguments = ("skip_prk_steps", "set_alpha_to_one", "steps_offset", "prediction_type")
+
+    @property
+    def takes_denoising_range(self):
+        """False with Runge-Kutta steps, whose timesteps are repeated."""
+        return self.config.skip_prk_steps
+
     choices = CHOICES | {
         "prediction_type": ("epsilon", "v_prediction"),
         "rescale_betas_zero_snr": (False,),

@@ -96,6 +96,7 @@ def test_installed_library_makes_an_image_and_trains(wheel, tmp_path):
     blocked = WITHOUT.format(names=NOT_NEEDED)
     shown = "\nimport diffusers_flax\nprint(diffusers_flax.__file__, loss)\n"
     shown += 'pipeline.save_pretrained("saved", params)\n'
+    shown += 'assert not [x for x in sys.modules if x.startswith("diffusers_flax.acceleration")]\n'
     (tmp_path / "snippet.py").write_text(blocked + snippet + shown)
     model = re.search(r'^model = "(.*?)"', snippet, re.M)[1]
     make_tiny_pipeline(tmp_path / model, in_channels=4, scheduler="pndm")

@@ -229,7 +229,7 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
         keys = keys_per_image(jax.random.key(0), 1)
         x_t = normal(keys, 0, SHAPE) * schedule.state.init_noise_sigma
         prediction = GuidedPrediction(
-            ("text",), lambda active, x, t: (x, t, None), lambda eps, active: eps
+            ("text",), lambda active, i, x, t: (x, t, None), lambda eps, active, i: eps
         )
         denoise = choose_denoising(fake, {"unet": {}}, schedule, keys, prediction, SHAPE[1])
         results.append(denoise(x_t))

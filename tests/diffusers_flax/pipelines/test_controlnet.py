@@ -110,6 +110,7 @@ def test_image_equals_pytorch(folders):
         ("sd", "0", {"guess_mode": True}),
         ("sd", "0", {"guess_mode": True, "guidance_scale": 1.0}),
         ("sd", "0", {"control_guidance_start": 0.1, "control_guidance_end": 0.7}),
+        ("sd", "0", {"control_guidance_end": 2.5 / (STEPS + 1)}),  # at PNDM's repeated timestep
         ("xl", "0", {"controlnet_conditioning_scale": 0.5}),
         (
             "xl",
@@ -164,7 +165,7 @@ def test_guidance_that_stops_equals_pytorch(folders):
     found = ours(*inputs, params, jax.random.key(0), **options).images
     assert psnr(found, wanted) > 60
     for technique in ("deepcache", "fbcache", "tgate"):
-        with pytest.raises(ValueError, match=f"--accelerate {technique} reuses features"):
+        with pytest.raises(ValueError, match=f"accelerate={technique} reuses features"):
             dataclasses.replace(ours, accelerate=technique)
     options |= {"num_inference_steps": 12}
     plain, merged, forecast, off = (
@@ -282,7 +283,6 @@ def test_mistakes(folders, caplog):
     params["controlnet"] = net_params
     for options, text in (
         ({"control_guidance_start": 0.5, "control_guidance_end": 0.5}, "the start below the end"),
-        ({"control_guidance_end": 0.4, "num_inference_steps": 5}, "makes at one timestep"),
         ({"controlnet_conditioning_scale": [1.0, 2.0]}, "has 2 entries, there are 1 ControlNets"),
         ({"controlnet_conditioning_scale": float("nan")}, "must be a number"),
         ({"height": 30}, "is not divisible by 4"),

@@ -300,7 +300,9 @@ def test_inputs_that_do_not_fit(folders):
             pipeline(*inputs, num_inference_steps=STEPS, **options)
     scheduler, _ = make_scheduler("pndm", {"skip_prk_steps": False})
     other = replace(pipeline, scheduler=scheduler)
-    with pytest.raises(ValueError, match="PNDM's Runge-Kutta start; take skip_prk_steps=True"):
+    with pytest.raises(
+        ValueError, match="Runge-Kutta steps of FlaxPNDMScheduler; take skip_prk_steps=True"
+    ):
         other(*inputs, denoising_end=0.5)
 
     pipeline, params = FlaxStableDiffusionInpaintPipeline.from_pretrained(folders["sd 4"])
