@@ -26,63 +26,66 @@ def merging_hook(technique, full_height):
 
     Args:
         technique: TokenMerging.
-        full_height: of the UNet's input, in latents.
+        full_height: height of the UNet's input, in latents.
     """
-    size, block_input = None, None  # of the transformer and the block that run now
+    shape, block_input = None, None  # of the transformer and the block that are running
 
     def hook(call, args, kwargs, context):
-        nonlocal size, block_input
+        nonlocal shape, block_input
         module = context.module
         if isinstance(module, Transformer2D):
-            size = args[0].shape[1:3]
+            shape = args[0].shape[1:3]
         elif isinstance(module, BasicTransformerBlock):
             block_input = args[0]
         elif isinstance(module, Attention) and module.name == "attn1":
             is_self_attention = len(args) < 2 or args[1] is None
-            if is_self_attention and full_height <= technique.max_downsample * size[0]:
-                offsets = window_offsets(size, "/".join(path_in_model(module)), technique.random)
-                merge, unmerge = match(block_input, size, technique.ratio, offsets)
+            if is_self_attention and full_height <= technique.max_downsample * shape[0]:
+                offsets = window_offsets(shape, "/".join(path_in_model(module)), technique.random)
+                merge, unmerge = match(block_input, shape, technique.ratio, offsets)
                 return unmerge(call(merge(args[0]), *args[1:], **kwargs))
         return call(*args, **kwargs)
 
     return hook
 
 
-def window_offsets(size, layer, random):
-    """Which position of each window is a destination: 0 to 3, row by row, NumPy (h / 2, w / 2).
+def window_offsets(shape, layer, random):
+    """Each window's destination: number of its position, 0 to 3, row by row.
 
     Args:
-        size: (height, width) in positions.
-        layer: its name, the seed of the draw.
-        random: False: 0.
+        shape: (height, width) in positions.
+        layer: name of the layer, which seeds the draw.
+        random: False: always 0.
+
+    Returns:
+        NumPy integers (height / 2, width / 2).
     """
-    shape = size[0] // WINDOW, size[1] // WINDOW
+    windows = shape[0] // WINDOW, shape[1] // WINDOW
     if not random:
-        return np.zeros(shape, int)
-    return np.random.default_rng(zlib.crc32(layer.encode())).integers(WINDOW**2, size=shape)
+        return np.zeros(windows, int)
+    return np.random.default_rng(zlib.crc32(layer.encode())).integers(WINDOW**2, size=windows)
 
 
-def destinations(size, offsets):
+def destinations(shape, offsets):
     """(indices of the destinations, indices of the other positions), NumPy, each in order."""
     rows, columns = np.indices(offsets.shape) * WINDOW + np.stack(np.divmod(offsets, WINDOW))
-    chosen = np.sort((rows * size[1] + columns).ravel())
-    return chosen, np.setdiff1d(np.arange(math.prod(size)), chosen)
+    chosen = np.sort((rows * shape[1] + columns).ravel())
+    return chosen, np.setdiff1d(np.arange(math.prod(shape)), chosen)
 
 
-def match(x, size, ratio, offsets):
+def match(x, shape, ratio, offsets):
     """Pair the most similar positions.
 
     Args:
         x: features to compare by their cosine, (B, N, C), N = height * width.
-        size: (height, width).
-        ratio: share of the N positions to merge away, limited as destinations of merges stay.
+        shape: (height, width).
+        ratio: fraction of the N positions to merge; destinations stay, which limits it.
         offsets: of window_offsets.
 
     Returns:
         (merge, unmerge): (B, N, D) -> (B, N - r, D), means of merged positions, and back.
     """
-    to, others = destinations(size, offsets)
-    N = math.prod(size)
+    to, others = destinations(shape, offsets)
+    N = math.prod(shape)
     r = min(int(N * ratio), len(others))
     unit = x.astype(jnp.float32)
     unit = unit / jnp.linalg.norm(unit, axis=-1, keepdims=True)

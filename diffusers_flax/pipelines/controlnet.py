@@ -378,9 +378,9 @@ class ControlNetTextToImage(TextToImage):
                 f"image has shape {condition.shape}, prompt_ids {inputs['prompt_ids'].shape}; both "
                 "need the same batch; prepare_inputs makes both"
             )
-        size = self.image_size(options.height, options.width, condition.shape)
-        condition = resize_control_images(condition, size)
-        shape = self.latent_shape(B, *size)
+        height, width = self.image_size(options.height, options.width, condition.shape)
+        condition = resize_control_images(condition, (height, width))
+        shape = self.latent_shape(B, height, width)
         keys = keys_per_image(inputs["prng_seed"], B)
         schedule = self.make_schedule(options, shape)
         x_T = starting_noise(inputs["latents"], keys, shape) * schedule.state.init_noise_sigma
@@ -493,10 +493,10 @@ def read_module(path, index, revision, dtype, **hub_options):
     return FlaxControlNetModel.from_config(path, dtype=dtype, **options)
 
 
-def resize_control_images(image, size):
-    """Control images (..., C, H, W) in [0, 1] resized to height and width by Lanczos."""
-    if size == image.shape[-2:]:
+def resize_control_images(image, shape):
+    """Control images (..., C, H, W) in [0, 1] resized to a shape (height, width) by Lanczos."""
+    if shape == image.shape[-2:]:
         return image
     flat = image.reshape(-1, *image.shape[-3:])
-    resized = (resize(2 * flat - 1, size) + 1) / 2
-    return resized.reshape(*image.shape[:-2], *size)
+    resized = (resize(2 * flat - 1, shape) + 1) / 2
+    return resized.reshape(*image.shape[:-2], *shape)

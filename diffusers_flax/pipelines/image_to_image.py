@@ -217,10 +217,10 @@ class ImageToImage(TextToImage):
 
     def latents_of(self, params, image, keys, options):
         """Scaled latents of images, float32 (B, 4, h, w); latents are returned as they are."""
-        size = self.image_size(options.height, options.width, image.shape)
+        shape = self.image_size(options.height, options.width, image.shape)
         if self.is_latents(image.shape):
             return image.astype(jnp.float32)
-        return encode(self.compute_vae, params["vae"], resize(image, size), keys, self.layout)
+        return encode(self.compute_vae, params["vae"], resize(image, shape), keys, self.layout)
 
     def denoise(self, params, inputs, options, text, image):
         """Scaled latents (B, 4, h, w) of the texts, from the latents of the images."""

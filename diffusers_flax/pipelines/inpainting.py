@@ -61,13 +61,13 @@ class Inpainting(ImageToImage):
         """The InpaintedLatents: a stage of a run."""
         prompt_ids, mask = inputs["prompt_ids"], inputs["mask"]
         image, masked_image = inputs["image"], inputs["masked_image"]
-        size = self.size_of_inputs(inputs, options)
+        shape = self.result_shape(inputs, options)
         self.check_batch(prompt_ids, image, mask, masked_image)
         keys = keys_of_sequel(self.keys_of(inputs, options))
         masked_latents = image_latents = None
         if self.sees_mask:
             if masked_image is None:
-                masked_image = blank(image, mask, size)
+                masked_image = blank(image, mask, shape)
             masked_latents = self.latents_of(params, masked_image, keys, options)
         if options.first_step or options.denoising_start or not self.sees_mask:
             if image is None:
@@ -81,8 +81,8 @@ class Inpainting(ImageToImage):
     def denoise(self, params, inputs, options, text, image):
         """Scaled latents (B, 4, h, w), repainted within the mask; image: InpaintedLatents."""
         B, factor = len(inputs["prompt_ids"]), self.vae_scale_factor
-        size = self.size_of_inputs(inputs, options)
-        mask = jax.image.resize(inputs["mask"], (B, 1, *size), "nearest")
+        height, width = self.result_shape(inputs, options)
+        mask = jax.image.resize(inputs["mask"], (B, 1, height, width), "nearest")
         mask = mask[..., ::factor, ::factor]  # as PyTorch's nearest neighbour, (B, 1, h, w)
 
         keys = self.keys_of(inputs, options)
@@ -111,7 +111,7 @@ class Inpainting(ImageToImage):
             keys = keys_of_sequel(keys)
         return keys_of_sequel(keys) if options.denoising_start else keys
 
-    def size_of_inputs(self, inputs, options):
+    def result_shape(self, inputs, options):
         """(height, width) of the result, pixels."""
         image_shape = self.shape_of_input(inputs["image"], inputs["masked_image"])
         return self.image_size(options.height, options.width, image_shape)
@@ -139,12 +139,12 @@ class Inpainting(ImageToImage):
                 )
 
 
-def blank(image, mask, size):
-    """Images (B, 3, H, W) resized to size (height, width), 0 where the mask (B, 1, H, W) is 1."""
+def blank(image, mask, shape):
+    """Images (B, 3, H, W) of a shape (height, width), 0 where the mask (B, 1, H, W) is 1."""
     if image.shape[1] != 3:
         raise ValueError(
             f"image has shape {image.shape}: it is latents, which cannot be masked; give "
             "masked_image= as well"
         )
-    mask = jax.image.resize(mask, (len(mask), 1, *size), "nearest")
-    return resize(image, size) * (mask < 0.5).astype(image.dtype)
+    mask = jax.image.resize(mask, (len(mask), 1, *shape), "nearest")
+    return resize(image, shape) * (mask < 0.5).astype(image.dtype)

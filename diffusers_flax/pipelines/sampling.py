@@ -524,11 +524,11 @@ def encode(vae, params, image, keys, layout=None):
     return jnp.transpose(latents, (0, 3, 1, 2))
 
 
-def resize(image, size):
-    """Images (B, C, H, W) in [-1, 1] resized to size (height, width) by Lanczos."""
-    if size == image.shape[2:]:
+def resize(image, shape):
+    """Images (B, C, H, W) in [-1, 1] resized to a shape (height, width) by Lanczos."""
+    if shape == image.shape[2:]:
         return image
-    return jax.image.resize(image, (*image.shape[:2], *size), "lanczos3").clip(-1, 1)
+    return jax.image.resize(image, (*image.shape[:2], *shape), "lanczos3").clip(-1, 1)
 
 
 def decode(vae, params, latents, layout=None):

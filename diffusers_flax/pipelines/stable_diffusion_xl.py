@@ -197,28 +197,28 @@ class XLComponents(FlaxDiffusionPipeline):
             states["null"] = jnp.zeros_like(states["text"])
             pooled["null"] = jnp.zeros_like(pooled["text"])
         image = inputs.get("masked_image") if inputs.get("image") is None else inputs["image"]
-        size = self.image_size(
+        shape = self.image_size(
             options.height, options.width, None if image is None else image.shape
         )
-        time_ids = [jnp.tile(self.time_ids(name, size), (B, 1)) for name in names]
+        time_ids = [jnp.tile(self.time_ids(name, shape), (B, 1)) for name in names]
         added = {
             "text_embeds": jnp.concatenate([pooled[name] for name in names]),
             "time_ids": jnp.concatenate(time_ids),
         }
         return jnp.concatenate([states[name] for name in names]), added
 
-    def time_ids(self, text, size):
+    def time_ids(self, text, shape):
         """Micro-conditioning: original size, crop corner, target size (6,); a refiner's (5,).
 
         Args:
             text: "text" or "null".
-            size: (height, width) of the result, pixels.
+            shape: (height, width) of the result, pixels.
 
         Source: SDXL (arXiv 2307.01952), section 2.2.
         """
         if self.requires_aesthetics_score:
-            return jnp.array([*size, 0, 0, AESTHETIC_SCORES[text]], jnp.float32)
-        return jnp.array([*size, 0, 0, *size], jnp.float32)
+            return jnp.array([*shape, 0, 0, AESTHETIC_SCORES[text]], jnp.float32)
+        return jnp.array([*shape, 0, 0, *shape], jnp.float32)
 
     def output(self, result, params, jit, output_type, return_dict):
         """What a call returns."""
