@@ -51,8 +51,8 @@ from compiling.costs import program_costs, replicated_shapes
 from compiling.programs import (
     DTYPES,
     FAMILIES,
-    EditFlags,
-    ImageFlags,
+    EditProgramFlags,
+    ImageProgramFlags,
     Program,
     SdxlFlags,
     TargetFlags,
@@ -235,7 +235,7 @@ def train_program(config, devices):
     )
 
 
-SUBCOMMANDS = {"train": TrainFlags, "unet": UnetFlags, "sdxl": SdxlFlags, "edit": EditFlags}
+SUBCOMMANDS = {"train": TrainFlags, "unet": UnetFlags, "sdxl": SdxlFlags, "edit": EditProgramFlags}
 BATCH_FLAGS = {"train": "train_batch_size", "unet": "batch_size"}
 BATCH_FLAGS |= dict.fromkeys(("sdxl", "edit"), "num_images")
 
@@ -251,7 +251,7 @@ def count_step_flops(config, batch_per_chip, program=None):
     They are XLA's own operations, see matmul_flops: a TPU's attention is a kernel.
 
     Args:
-        config: TrainFlags, UnetFlags, SdxlFlags or EditFlags.
+        config: TrainFlags, UnetFlags, SdxlFlags or EditProgramFlags.
         batch_per_chip: pairs, samples or images of a chip.
         program: Program that all chips run on one image; None: a chip's own with this batch.
     """
@@ -278,7 +278,7 @@ def check_flags(config, num_devices):
     for name in ("batch_size", "resolution", "num_images", "num_inference_steps", "image_size"):
         if (value := getattr(config, name, 1)) < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
-    if isinstance(config, ImageFlags):
+    if isinstance(config, ImageProgramFlags):
         check_scale("guidance_scale", config.guidance_scale)
         check_scheduler(config.scheduler)
         if config.devices:
@@ -298,7 +298,7 @@ def compile_program(config, program, tpu):
     """Compile a Program.
 
     Args:
-        config: TrainFlags, UnetFlags, SdxlFlags or EditFlags.
+        config: TrainFlags, UnetFlags, SdxlFlags or EditProgramFlags.
         program: what make_program returned.
         tpu: Slice.
 
@@ -403,7 +403,7 @@ def report_file(config):
     name = f"tpu_compile_{config.tpu}_{subcommand_of(config)}"
     if config.find_batch:
         name += "_largest"
-    elif isinstance(config, ImageFlags):
+    elif isinstance(config, ImageProgramFlags):
         name += f"_{config.num_images}"
     file = Path(config.output or f"{name}.json")
     if file.is_dir():

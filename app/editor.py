@@ -117,7 +117,7 @@ class ImageRequest:
 
 
 @dataclass(eq=False)
-class Program:
+class PageProgram:
     """A pipeline, and whether its program is compiled."""
 
     pipeline: Any
@@ -382,7 +382,7 @@ class Editor:
         ).images
 
     def _program(self, settings, size, is_masked, num_devices):
-        """The Program that makes an image on each device; a new one is not compiled yet."""
+        """The PageProgram that makes an image on each device; a new one is not compiled yet."""
         branches = take(Sampling, settings).branches(self.checked.pipeline_type)
         key = (
             *(settings.scheduler, settings.accelerate, settings.num_inference_steps, size),
@@ -394,7 +394,7 @@ class Editor:
                 jax.clear_caches()
             pipeline = self._with_settings(settings)
             pipeline, _ = self._plan(pipeline, settings, size)
-            self.programs[key] = Program(pipeline)
+            self.programs[key] = PageProgram(pipeline)
         return self.programs[key]
 
     def _with_settings(self, settings):

@@ -97,7 +97,7 @@ class UnetFlags(TargetFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageFlags(DeviceFlags, TargetFlags):
+class ImageProgramFlags(DeviceFlags, TargetFlags):
     """Flags of the programs that make images, in bfloat16."""
 
     num_images: int = 1  # images at once on each chip, with --parallel in each group of chips
@@ -114,7 +114,7 @@ class ImageFlags(DeviceFlags, TargetFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SdxlFlags(ImageFlags):
+class SdxlFlags(ImageProgramFlags):
     """SDXL images from text."""
 
     image_size: int = 1024  # side of the images, pixels
@@ -122,7 +122,7 @@ class SdxlFlags(ImageFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EditFlags(ImageFlags):
+class EditProgramFlags(ImageProgramFlags):
     """Edited images, by InstructPix2Pix."""
 
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
@@ -191,12 +191,12 @@ def unet_program(config, devices):
 
 
 def open_pipeline_of_flags(config, layout=None):
-    """The pipeline of SdxlFlags or EditFlags, from config files only.
+    """The pipeline of SdxlFlags or EditProgramFlags, from config files only.
 
     Raises:
         ValueError: the model or flags do not fit.
     """
-    is_edit, dtype = isinstance(config, EditFlags), jnp.bfloat16
+    is_edit, dtype = isinstance(config, EditProgramFlags), jnp.bfloat16
     source, settings = config.pretrained_model_name_or_path, {}
     if source:
         cls = pipeline_class(source, config.revision) if is_edit else FlaxStableDiffusionXLPipeline
@@ -290,7 +290,7 @@ def image_program(config, devices):
     """The program of sdxl_single.py or edit_cli.py: prompts, images and noise to images.
 
     Args:
-        config: SdxlFlags or EditFlags.
+        config: SdxlFlags or EditProgramFlags.
         devices: to compile for.
 
     Returns:
@@ -301,7 +301,7 @@ def image_program(config, devices):
         layout = replace(layout or Layout(devices), offload=config.offload)
     n = len(devices) if layout is None else layout.data
     B, num_steps = config.num_images, config.num_inference_steps
-    side = config.resolution if isinstance(config, EditFlags) else config.image_size
+    side = config.resolution if isinstance(config, EditProgramFlags) else config.image_size
     pipeline, vae_tile = with_vae_tile(open_pipeline_of_flags(config, layout), config, side)
     params = pipeline_shapes(pipeline)
     keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
@@ -310,7 +310,7 @@ def image_program(config, devices):
     ids = jax.ShapeDtypeStruct((n, B, *encoders, length), jnp.int32)
     scale = jax.ShapeDtypeStruct((n, 1), jnp.float32)
     inputs = {"prompt_ids": ids, "neg_prompt_ids": ids, "guidance_scale": scale}
-    if isinstance(config, EditFlags):
+    if isinstance(config, EditProgramFlags):
         branches = edit_branches(config.guidance_scale, config.image_guidance_scale)
         inputs["image"] = jax.ShapeDtypeStruct((n, B, 3, side, side), jnp.float32)
         inputs["image_guidance_scale"] = scale

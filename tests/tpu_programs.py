@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from compiling.programs import EditFlags
+from compiling.programs import EditProgramFlags
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -28,7 +28,7 @@ def elements(shapes, num_slices=1):
 
 def accelerated(model, *accelerate, **more):
     """Flags of `edit` with a tiny model."""
-    return EditFlags(
+    return EditProgramFlags(
         tpu="v5e-1",
         pretrained_model_name_or_path=str(model),
         **{"resolution": 64, "scheduler": "ddim", "accelerate": accelerate, **more},

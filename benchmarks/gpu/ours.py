@@ -8,7 +8,7 @@ import numpy as np
 
 import tpu_compile
 from benchmarks.harness import PROMPT, SCALES, in_new_process, psnr_db
-from compiling.programs import EditFlags, SdxlFlags, UnetFlags, open_pipeline_of_flags
+from compiling.programs import EditProgramFlags, SdxlFlags, UnetFlags, open_pipeline_of_flags
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import make_scheduler
@@ -55,7 +55,7 @@ def our_flags(config, sources):
         "gradient": {"ours": replace(unet, gradient=True)},
         "train": {"ours": train},
         "images": {"ours": images, ACCELERATED: replace(images, accelerate=ACCELERATE)},
-        "edit": {"ours": EditFlags(**sd15, resolution=sizes.resolution, **of_images)},
+        "edit": {"ours": EditProgramFlags(**sd15, resolution=sizes.resolution, **of_images)},
     }
 
 

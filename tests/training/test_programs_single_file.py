@@ -151,7 +151,7 @@ def test_latents_distillation_and_compilation(tmp_path):
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").exists()
     assert ".from_single_file(" in (tmp_path / "lora" / "README.md").read_text()
 
-    config = tpu_compile.EditFlags(
+    config = tpu_compile.EditProgramFlags(
         tpu="v5e-1", pretrained_model_name_or_path=str(file), config_name_or_path=str(folder)
     )
     config = with_single_files(config, "pretrained_model_name_or_path")

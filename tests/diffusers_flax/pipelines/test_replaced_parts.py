@@ -12,7 +12,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import sdxl_single
 import sdxl_single_aot
 import tpu_compile
-from compiling.programs import EditFlags, open_pipeline_of_flags
+from compiling.programs import EditProgramFlags, open_pipeline_of_flags
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -66,7 +66,7 @@ def test_edits_and_tpu_programs_build_the_chosen_scheduler(tmp_path):
     )
     with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with scheduler="):
         edits.check_model(folder, 64, Sampling(5))
-    edit = EditFlags(tpu="v5e", pretrained_model_name_or_path=str(folder), scheduler="ddim")
+    edit = EditProgramFlags(tpu="v5e", pretrained_model_name_or_path=str(folder), scheduler="ddim")
     assert type(open_pipeline_of_flags(edit).scheduler) is FlaxDDIMScheduler
 
 
