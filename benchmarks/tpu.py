@@ -6,7 +6,7 @@ compiles with tpu_compile.py the training step of Stable Diffusion 1.5 (256 pixe
 chip, bfloat16), its UNet and whole SDXL images (1024 pixels). Rows that benchmarks/results/tpu.json
 has already are not compiled again; --again compiles them. With the demo's model, in a minute:
 
-    python -m benchmarks.tpu programs --tpus v5e-1 --jobs unet --resolution 64 \\
+    python -m benchmarks.tpu programs --tpus v5e-1 --programs unet --resolution 64 \\
         --pretrained_model_name_or_path demo/base_model --output /tmp/tpu.json
 
     python -m benchmarks.tpu accelerations
@@ -17,8 +17,8 @@ and without; nothing is compiled.
     python -m benchmarks.tpu shared
 
 counts the FLOPs of a chip and what it sends to other chips where several chips make one image
-(--parallel), in the traced programs; nothing is compiled. `programs --tpus v5e-4 --jobs "sdxl,
-branches=2 rows=2"` compiles one of them.
+(--parallel), in the traced programs; nothing is compiled. `programs --tpus v5e-4 --programs
+"sdxl, branches=2 rows=2"` compiles one of them.
 
     python -m benchmarks.tpu gpu_memory
 
@@ -76,7 +76,7 @@ TRAIN_SDXL = (
     *("--family", "sdxl", "--resolution", "512", "--gradient_checkpointing"),
 )
 LATENTS = ("--cache_latents", "latents", "--no_random_crop")
-JOBS = {
+PROGRAMS = {
     "train": TRAIN,
     "train latents": (*TRAIN, *LATENTS),
     "train sdxl latents": (*TRAIN_SDXL, *LATENTS),
@@ -91,20 +91,20 @@ JOBS = {
 FOUR_STEPS = ("--num_inference_steps", "4", "--scheduler", "lcm", "--guidance_scale", "1")
 
 
-def accelerated_jobs():
+def accelerated_programs():
     """{"edit, NAME" or "sdxl, NAME": arguments of tpu_compile.py}."""
-    edit, one_scale, jobs = ("edit", "--scheduler", "ddim"), ("--image_guidance_scale", "1"), {}
+    edit, one_scale, programs = ("edit", "--scheduler", "ddim"), ("--image_guidance_scale", "1"), {}
     for name, (edit_spec, sdxl_spec) in ACCELERATIONS.items():
         if edit_spec is not None:
-            jobs[f"edit, {name}"] = (*edit, "--accelerate", *edit_spec.split())
-        jobs[f"sdxl, {name}"] = ("sdxl", "--accelerate", *sdxl_spec.split())
+            programs[f"edit, {name}"] = (*edit, "--accelerate", *edit_spec.split())
+        programs[f"sdxl, {name}"] = ("sdxl", "--accelerate", *sdxl_spec.split())
     for name, specs in (("4 steps", ()), ("4 steps, int8, taesd", ("int8", "taesd"))):
-        jobs[f"edit, {name}"] = ("edit", *FOUR_STEPS, *one_scale, "--accelerate", *specs)
-        jobs[f"sdxl, {name}"] = ("sdxl", *FOUR_STEPS, "--accelerate", *specs)
-    return jobs
+        programs[f"edit, {name}"] = ("edit", *FOUR_STEPS, *one_scale, "--accelerate", *specs)
+        programs[f"sdxl, {name}"] = ("sdxl", *FOUR_STEPS, "--accelerate", *specs)
+    return programs
 
 
-ACCELERATED = accelerated_jobs()
+ACCELERATED = accelerated_programs()
 SHARED = {  # one image on several chips
     "sdxl, branches=2 rows=2": ("sdxl", "--parallel", "branches=2", "rows=2"),
     "sdxl, rows=4": ("sdxl", "--parallel", "rows=4"),
@@ -127,9 +127,9 @@ LITTLE_MEMORY = {  # one image of SDXL on one chip: flags in words, without "sdx
     ),
     "offload group, storage int8, tiles": ("--offload", "group", "--storage", "int8", *TILES),
 }
-JOBS |= {f"sdxl, {name}": ("sdxl", *flags) for name, flags in LITTLE_MEMORY.items()}
-JOBS |= ACCELERATED | SHARED
-JobName = Literal[tuple(JOBS)]
+PROGRAMS |= {f"sdxl, {name}": ("sdxl", *flags) for name, flags in LITTLE_MEMORY.items()}
+PROGRAMS |= ACCELERATED | SHARED
+ProgramName = Literal[tuple(PROGRAMS)]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class ProgramFlags:
     """Training steps, UNets, SDXL images and edits."""
 
     tpus: tuple[str, ...] = ("v5e-4", "v4-8", "v6e-4")
-    jobs: tuple[JobName, ...] = ("train", "unet", "sdxl 1", "sdxl 2", "sdxl 4")
+    programs: tuple[ProgramName, ...] = ("train", "unet", "sdxl 1", "sdxl 2", "sdxl 4")
     pairs_per_chip: int = PAIRS_PER_CHIP  # of the training steps
     again: bool = False  # also compile rows that the output has
     resolution: int | None = None  # pixels, of training and UNets; default: as described
@@ -158,7 +158,7 @@ class AccelerationFlags:
 class SharedFlags:
     """FLOPs and exchanges of images that four v5e chips share."""
 
-    jobs: tuple[Literal[tuple(SHARED)], ...] = tuple(SHARED)
+    programs: tuple[Literal[tuple(SHARED)], ...] = tuple(SHARED)
     output: str = RESULTS
 
 
@@ -180,10 +180,10 @@ class ConvolutionFlags:
     output: str = RESULTS
 
 
-def case_name(tpu, job, config):
-    """The case of a row: the slice, the job and what differs from the defaults."""
+def case_name(tpu, name, config):
+    """The case of a row: the slice, the program and what differs from the defaults."""
     changes = []
-    if job.startswith("train") and config.pairs_per_chip != PAIRS_PER_CHIP:
+    if name.startswith("train") and config.pairs_per_chip != PAIRS_PER_CHIP:
         changes.append(f"{config.pairs_per_chip} pairs")
     if config.resolution is not None:
         changes.append(f"{config.resolution} px")
@@ -191,17 +191,17 @@ def case_name(tpu, job, config):
         changes.append(config.pretrained_model_name_or_path)
     if config.optimization_level:
         changes.append(config.optimization_level)
-    return " ".join(["program", tpu, job, *changes])
+    return " ".join(["program", tpu, name, *changes])
 
 
-def arguments_of(tpu, job, config):
+def arguments_of(tpu, name, config):
     """The arguments of tpu_compile.py."""
-    program, *flags = JOBS[job]
-    arguments = [program, "--tpu", tpu, *flags]
-    if program == "train":
+    subcommand, *flags = PROGRAMS[name]
+    arguments = [subcommand, "--tpu", tpu, *flags]
+    if subcommand == "train":
         batch_size = config.pairs_per_chip * find_slice(tpu).num_chips
         arguments += ["--train_batch_size", str(batch_size)]
-    if config.resolution is not None and program != "sdxl":
+    if config.resolution is not None and subcommand != "sdxl":
         arguments += ["--resolution", str(config.resolution)]
     if config.optimization_level:
         arguments += ["--optimization_level", config.optimization_level]
@@ -212,26 +212,26 @@ def arguments_of(tpu, job, config):
 
 def run_programs(config):
     """Compile and write the rows that are missing."""
-    if not (config.tpus and config.jobs):
-        raise ValueError("--tpus and --jobs need at least one value each")
+    if not (config.tpus and config.programs):
+        raise ValueError("--tpus and --programs need at least one value each")
     for tpu in config.tpus:
         find_slice(tpu)
     machine, results = describe_compiler(), read_rows(config.output)
-    for job in config.jobs:
+    for name in config.programs:
         for tpu in config.tpus:
-            case = case_name(tpu, job, config)
+            case = case_name(tpu, name, config)
             if case in results and not config.again:
                 print(f"{case} is in {config.output}")
                 continue
             print(f"{case} ...", flush=True)
-            write_rows({case: report_of(tpu, job, config)}, machine, config.output)
+            write_rows({case: report_of(tpu, name, config)}, machine, config.output)
 
 
-def report_of(tpu, job, config):
+def report_of(tpu, name, config):
     """The report of tpu_compile.py."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "report.json")
-        command = [sys.executable, "tpu_compile.py", *arguments_of(tpu, job, config)]
+        command = [sys.executable, "tpu_compile.py", *arguments_of(tpu, name, config)]
         command += ["--output", str(output)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
@@ -241,23 +241,27 @@ def report_of(tpu, job, config):
 
 
 def image_flags(arguments):
-    """Flags of tpu_compile.py's program, from its command line."""
-    program, *words = arguments
-    return tyro.cli(tpu_compile.SUBCOMMANDS[program], args=words, use_underscores=True)
+    """Flags of a subcommand of tpu_compile.py, from its command line."""
+    subcommand, *words = arguments
+    return tyro.cli(tpu_compile.SUBCOMMANDS[subcommand], args=words, use_underscores=True)
 
 
 def run_accelerations(config):
     """Count, write."""
     jax.config.update("jax_platforms", "cpu")
-    machine, jobs = describe_machine(("jax", "jaxlib")), ACCELERATED
+    machine, programs = describe_machine(("jax", "jaxlib")), ACCELERATED
     if model := config.pretrained_model_name_or_path:  # the published TAESD may not fit
         tiny = ("--pretrained_model_name_or_path", model, "--resolution", "64")
-        jobs = {k: (*x, *tiny) for k, x in jobs.items() if x[0] == "edit" and "taesd" not in x}
+        programs = {
+            name: (*arguments, *tiny)
+            for name, arguments in programs.items()
+            if arguments[0] == "edit" and "taesd" not in arguments
+        }
     rows = {}
-    for job, arguments in tqdm(jobs.items(), unit="program"):
+    for name, arguments in tqdm(programs.items(), unit="program"):
         flags = image_flags((*arguments, "--tpu", "v5e-1"))
         flops, int8_flops = tpu_compile.count_step_flops(flags, 1)
-        rows[f"acceleration {job}"] = {
+        rows[f"acceleration {name}"] = {
             "accelerate": " ".join(flags.accelerate),
             "num_inference_steps": flags.num_inference_steps,
             "unet_evaluations": image_program(flags, jax.devices()[:1]).evaluations,
@@ -307,13 +311,13 @@ def run_shared(config):
     jax.config.update("jax_platforms", "cpu")
     machine, devices = describe_machine(("jax", "jaxlib")), slice_devices(find_slice("v5e-4"))
     rows = {}
-    for job in tqdm(config.jobs, unit="program"):
-        flags = image_flags((*SHARED[job], "--tpu", "v5e-4"))
+    for name in tqdm(config.programs, unit="program"):
+        flags = image_flags((*SHARED[name], "--tpu", "v5e-4"))
         layout, program = parse_layout(flags.parallel, devices), image_program(flags, devices)
         traced = jax.make_jaxpr(program.step)(*program.args).jaxpr
         flops, _ = matmul_flops(traced)
         exchanges, sent = exchanges_of(traced, dict(zip(AXES, layout.mesh.devices.shape)))
-        rows[f"shared {job}"] = {
+        rows[f"shared {name}"] = {
             "parallel": " ".join(flags.parallel),
             "chips": len(layout.devices),
             "flops": flops,

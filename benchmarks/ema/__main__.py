@@ -2,7 +2,7 @@
 
     python -m benchmarks.ema
 
-Quality (--parts quality), on the demo's task (demo/run_demo.py): runs of several seeds with a
+Quality (--measure quality), on the demo's task (demo/run_demo.py): runs of several seeds with a
 constant learning rate. Each run tracks all averages at once, of the same weights, with the
 trainer's own programs:
 
@@ -20,7 +20,7 @@ and measured on photographs that were not trained on: the denoising loss at fixe
 timesteps, and the demo's edit error, L1 to the true edit over L1 of the unedited image to it.
 "post-hoc, best" is the length with the least loss of each run, on the same images.
 
-Cost (--parts cost), on four forced CPU devices: time of a step with each kind of average,
+Cost (--measure cost), on four forced CPU devices: time of a step with each kind of average,
 alternating in several rounds, and the compiler's figures of memory and bytes. tpu_compile.py gives
 these figures for Stable Diffusion on TPUs.
 
@@ -55,7 +55,7 @@ from training.ema import sigma_rel_to_gamma
 
 @dataclass(frozen=True)
 class Config:
-    parts: tuple[Literal["cost", "quality"], ...] = ("cost", "quality")
+    measure: tuple[Literal["cost", "quality"], ...] = ("cost", "quality")
     # quality
     seeds: tuple[int, ...] = (0, 1, 2)  # of the order of the data, noise and dropout
     max_train_steps: int = 1000  # at least 8
@@ -75,7 +75,7 @@ class Config:
 
 def check_flags(config):
     """Raise a ValueError for invalid flags, before anything is made."""
-    for name in ("parts", "seeds", "sigma_rels"):
+    for name in ("measure", "seeds", "sigma_rels"):
         if not getattr(config, name):
             raise ValueError(f"{name} is empty; name at least one, or leave the flag out")
     check_counts(
@@ -99,11 +99,11 @@ def run(config):
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_demo(folder, config.num_pairs, config.crops_per_photograph)
-        if "cost" in config.parts:
+        if "cost" in config.measure:
             figures = in_new_process(measure_cost, folder, config.cost_rounds, config.cost_steps)
             row = {"figures": figures, "summary": summarize_cost(figures)}
             write_rows({"cost": row}, machine, config.output)
-        if "quality" in config.parts:
+        if "quality" in config.measure:
             runs = study_quality(config, folder)
             study = {"max_train_steps": config.max_train_steps, "runs": runs}
             study["summary"] = summarize_quality(runs)

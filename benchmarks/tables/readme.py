@@ -71,7 +71,7 @@ def results_table() -> str:
         (
             "EMA over the last fifth of a run: edit error",
             with_average(),
-            "python -m benchmarks.ema --parts quality",
+            "python -m benchmarks.ema --measure quality",
         ),
     ]
     lines = [[title, result, f"`{command}`"] for title, result, command in lines]

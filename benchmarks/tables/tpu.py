@@ -116,9 +116,9 @@ def sdxl_table() -> str:
 def shared_table() -> str:
     """Images that several v5e chips share: FLOPs of a chip, and what it sends."""
     lines, link = [], find_slice("v5e-4").chip.interconnect / 4  # of a chip's four links
-    for job in SHARED:
-        row = results("tpu")[f"shared {job}"]
-        image, _ = job.split(", ")
+    for name in SHARED:
+        row = results("tpu")[f"shared {name}"]
+        image, _ = name.split(", ")
         lines.append(
             [
                 {"sdxl": "SDXL, 1024 px", "edit": "edit, 512 px"}[image],

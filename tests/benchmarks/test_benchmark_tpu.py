@@ -41,7 +41,7 @@ def test_programs(tmp_path, capsys):
     """The second run reads the rows of the first."""
     model = make_tiny_pipeline(tmp_path / "model")
     output = tmp_path / "tpu.json"
-    flags = ["programs", "--tpus", "v5e-1", "--jobs", "unet", "--resolution", "16"]
+    flags = ["programs", "--tpus", "v5e-1", "--programs", "unet", "--resolution", "16"]
     flags += ["--pretrained_model_name_or_path", str(model), "--output", str(output)]
     tpu.main(flags)
     (case,) = json.loads(output.read_text())
