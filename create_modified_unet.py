@@ -39,7 +39,8 @@ CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums 
 class Config:
     pretrained_model_name_or_path: str  # pipeline directory, hub id or file with the UNet
     output_dir: str  # directory for the widened UNet
-    in_channels: int | None = None  # new number; default: twice the latents' channels
+    # input channels of the widened UNet; default: twice the latents' channels
+    in_channels: int | None = None
     subfolder: str = "unet"  # subdirectory of the UNet; "": the directory itself
     revision: str | None = None  # branch, tag or commit, if a hub id is given
     variant: str | None = None  # variant of the UNet's files, e.g. fp16

@@ -55,7 +55,8 @@ class Config:
     original_image_column: str = ""  # original image; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # edited image; "": likewise
     edit_prompt_column: str = ""  # one or several instructions; "": likewise
-    # masks, white where an image may change; read for mask_loss_weight; "": known names
+    # masks, white where an image may change; read for mask_loss_weight; "": mask_img, mask_image or
+    # mask
     mask_column: str = ""
     max_train_samples: int | None = None  # use the first N pairs of each set only; None: all
     resolution: int = 256  # side of the square training images, pixels
