@@ -225,11 +225,11 @@ def train_step(
 
         # The target is a scaled sample of the VAE's posterior, the condition its unscaled mode
         # (scaled for CosXL).
-        mean, std, mode, text = encode_batch(batch, frozen, models)
+        mean, std, condition, text = encode_batch(batch, frozen, models)
         normal = jax.vmap(lambda key: jax.random.normal(key, mean.shape[1:]))
         x_0 = (mean + std * normal(posterior_keys)) * models.vae.config.scaling_factor
         x_0, condition, noise = (
-            jnp.transpose(x, (0, 3, 1, 2)) for x in (x_0, mode, normal(noise_keys))
+            jnp.transpose(x, (0, 3, 1, 2)) for x in (x_0, condition, normal(noise_keys))
         )  # (B, C, h, w)
         text, condition = conditioning_dropout(
             dropout_keys, text, frozen["null_text"], condition, dropout_rate

@@ -112,8 +112,8 @@ def encode_batch(batch, frozen, models):
         models: Models.
 
     Returns:
-        (mean, std, mode, text): mean and std of the edited images' posterior, mode of the original
-        images' posterior times models.condition_scale, float32 (B, h, w, C); text as from
+        (mean, std, condition, text): mean and std of the edited images' posterior; the mode of the
+        original images' posterior times models.condition_scale; float32 (B, h, w, C). text as from
         encode_text.
     """
 
