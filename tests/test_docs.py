@@ -69,7 +69,7 @@ def flags_in(script):
 
 
 def faults(text, folder):
-    """The problems of a page: links, anchors, files and flags that do not exist."""
+    """The problems of a page: links, anchors, files, flags and tests that do not exist."""
     for target in LINK.findall(CODE.sub("", text)):
         path, _, anchor = target.partition("#")
         if re.match(r"https?:", target):
@@ -95,6 +95,11 @@ def faults(text, folder):
         files = [word for word in rest if re.fullmatch(r"[\w/-]+\.(py|sh)", word)]
         if missing := [name for name in files if not (ROOT / name).exists()]:
             yield f"{' '.join(words)}: {', '.join(missing)} does not exist"
+        elif files and program == "pytest" and "-k" in rest:
+            names = re.findall(r"^def (test_\w+)", (ROOT / files[0]).read_text(), re.M)
+            word = rest[rest.index("-k") + 1].strip("\"'")
+            if not any(word in name for name in names):
+                yield f"{files[0]} has no test {word}"
         elif files and program == "python" and (flags := re.findall(r"--\w+", " ".join(rest))):
             known = flags_in(files[0].replace("/", "."))
             for flag in flags:
@@ -175,6 +180,7 @@ def test_faults_are_found():
     make tests
     bash script.sh
 
+`pytest tests/test_docs.py -k faults`, `pytest -m "" tests/test_docs.py -k no_such`,
 `python script.py --dataset a` and `python flax_train_instruct_pix2pix.py --no_shard_optimizer`
 """
     assert list(faults(text, ROOT / "docs")) == [
@@ -184,6 +190,7 @@ def test_faults_are_found():
         "edit_cli.py has no flag --modle",
         "python edit_clip.py --model x: edit_clip.py does not exist",
         "make tests: no such target",
+        "tests/test_docs.py has no test no_such",
         "flax_train_instruct_pix2pix.py has no flag --no_shard_optimizer",
     ]
 
