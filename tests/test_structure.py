@@ -29,10 +29,8 @@ BELOW = {
 }
 # Folders of the library, from the bottom; a folder imports from lower layers only.
 LAYERS = (("loading",), ("models", "schedulers"), ("devices",), ("acceleration",), ("pipelines",))
-# Programs that import another folder besides generating/ and one more, or another program.
+# Programs that import several folders besides generating/, or another program.
 EXCEPTIONS = {
-    "flax_train_instruct_pix2pix": {"training", "dataloading"},  # batches come from the shards
-    "distill_lcm": {"training", "dataloading"},  # trains likewise
     "tpu_compile": {"compiling", "training", "flax_train_instruct_pix2pix"},  # compiles its step
 }
 
