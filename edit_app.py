@@ -66,15 +66,15 @@ class AppFlags:
     accelerate: tuple[str, ...] = ()
     # LoRA files or hub ids, FILE or FILE:WEIGHT, folded into the model; the page can leave them out
     lora: tuple[str, ...] = ()
-    # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
+    # textual-inversion files or hub ids; texts may contain their tokens: FILE or FILE:TOKEN
     embedding: tuple[str, ...] = ()
     # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
     # is a directory, hub id or file
     unet_delta: tuple[str, ...] = ()
     # directory or hub id of a TAESD, which shows images while they are made; default: a bar only
     preview_decoder: str | None = None
-    # shows steps, and Cancel ends an image at once; such programs are not saved in the compilation
-    # cache
+    # shows the steps of an image; Cancel ends it after a step; without it later starts are faster,
+    # as such programs are never in the compilation cache
     progress: bool = True
     max_queue: int = 16  # requests that may wait, of all pages
     max_upload_mb: int = 20  # size of an image's file
@@ -84,7 +84,7 @@ class AppFlags:
 
 @dataclass(frozen=True)
 class Config(DeviceFlags, AppFlags):
-    """Flags of the script."""
+    """Flags of the script. tyro lists the flags of the last base class first."""
 
 
 def check_flags(config):

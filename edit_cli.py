@@ -112,7 +112,7 @@ class EditFlags:
 
 @dataclass(frozen=True)
 class Config(ProcessFlags, DeviceFlags, PreviewFlags, SamplingFlags, EditFlags):
-    """Flags of the script."""
+    """Flags of the script. tyro lists the flags of the last base class first."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ Every model edits every pair at every combination of scales and seeds. --data_di
 as for training. --pairs_jsonl has lines {"input": "a.jpg", "instruction": "make it red", "truth":
 "a_red.jpg", "input_caption": "an apple", "output_caption": "a red apple", "mask": "apple.png"}; the
 last four are optional, paths are relative to the list, and docs/data.md has the table of keys.
-Metrics of pixels also exist inside and outside of masks.
+For pairs with masks, pixel metrics are also computed inside and outside of the mask.
 
 Writes to --output_dir: results.json, one row per model, scales and seed; results.md, a table;
 curve.png, the two CLIP similarities over image_guidance_scale; grid.png, images. The same command
@@ -91,7 +91,7 @@ class EvaluationFlags:
     edit_prompt_column: str = ""  # instruction; "": likewise
     original_prompt_column: str = ""  # caption of the image to edit; "": original_prompt
     edited_prompt_column: str = ""  # caption of the truth; "": edited_prompt
-    # mask, white where the truth may differ; "": mask, mask_image or mask_img, if there is one
+    # mask, white where the truth may differ; "": mask_img, mask_image or mask, if there is one
     mask_column: str = ""
     use_masks: bool = False  # edit inside of the masks only, as edit_cli.py --mask does
     mask_feather: int = 0  # of --use_masks: pixels inside of the white part to fade the edit in
@@ -114,7 +114,7 @@ class EvaluationFlags:
 
 @dataclass(frozen=True)
 class Config(SamplingFlags, EvaluationFlags):
-    """Flags of the script."""
+    """Flags of the script. tyro lists the flags of the last base class first."""
 
 
 def check_flags(config):

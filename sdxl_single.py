@@ -60,7 +60,10 @@ SOFTWARE = "sdxl_single.py"  # marks the images
 
 @dataclass(frozen=True)
 class Config(ProcessFlags, DeviceFlags, BatchFlags, PreviewFlags, SamplingFlags, ImageFlags):
-    """Flags of generating/flags.py, and the flag of this script alone."""
+    """Flags of generating/flags.py, and the flag of this script alone.
+
+    tyro lists the flags of the last base class first.
+    """
 
     SAME_IMAGES = ("compilation_cache_dir",)
 

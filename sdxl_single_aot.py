@@ -64,7 +64,10 @@ SOFTWARE = "sdxl_single.py"  # marks the images
 
 @dataclass(frozen=True)
 class Config(ProcessFlags, DeviceFlags, BatchFlags, SamplingFlags, ImageFlags):
-    """Flags of generating/flags.py, and the flag of this script alone."""
+    """Flags of generating/flags.py, and the flag of this script alone.
+
+    tyro lists the flags of the last base class first.
+    """
 
     SAME_IMAGES = ("executable_dir",)
 

@@ -219,8 +219,8 @@ def check_pairs(pairs, use_masks, bar=iter):
         bar: function of an iterable, for progress.
 
     Returns:
-        The pairs of one aspect ratio. Without use_masks a damaged mask becomes None. Warnings count
-        both.
+        The pairs whose images have the same aspect ratio. Without use_masks, damaged masks become
+        None. A warning counts each kind.
 
     Raises:
         ValueError: an image cannot be decoded; with use_masks, a mask; or no pair is left.

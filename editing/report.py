@@ -326,7 +326,7 @@ def grid_rows(instructions):
 def best_rows(rows, folder, shown):
     """Per model the row with the least L1 to the edited images, else the first row.
 
-    Rows need images in folder of all pairs of shown.
+    Only rows with an image of every pair in `shown` count.
     """
     best = {}
     for row in rows:

@@ -65,9 +65,10 @@ def rows_of_batches(groups, finished, batch_size, num_devices):
 
 
 class DeviceClock:
-    """The share of a run in which the devices waited, from the first program to the report.
+    """Measures the fraction of a run in which the devices wait.
 
-    The time between a result and the dispatch of the next program counts as waiting.
+    The run is from the first program to the report. The time between a result and the dispatch of
+    the next program counts as waiting.
     """
 
     def __init__(self):

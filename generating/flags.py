@@ -1,7 +1,8 @@
 """Flags of programs that make images, and what follows from them: prompts, latents, devices.
 
-For resuming.py, the FILES of a group are flags that name files. SAME_IMAGES are flags that do not
-change an image, or belong to a single image; all other flags change images.
+Each class has two tuples for resuming.py. FILES: flags whose values are files; an image's id
+depends on the files too. SAME_IMAGES: flags that do not change an image, or are passed for each
+image.
 """
 
 import math
@@ -25,10 +26,7 @@ DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
 
 @dataclass(frozen=True)
 class ImageFlags:
-    """What sdxl_single.py and sdxl_single_aot.py make.
-
-    --help lists the flags of the last base class first.
-    """
+    """What sdxl_single.py and sdxl_single_aot.py make."""
 
     FILES = ("pretrained_model_name_or_path", "config_name_or_path", "unet")
     SAME_IMAGES = ("prompt", "prompts_file", "num_images")
@@ -57,25 +55,26 @@ class ImageFlags:
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """How a model makes images, besides the flags whose defaults differ between programs."""
+    """How models make images, besides the flags whose defaults differ between programs."""
 
     FILES = ("unet_delta", "lora", "embedding", "accelerate")
 
     # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
-    # ays, the ten of Align-Your-Steps for the model's family
+    # ays, the ten of Align-Your-Steps for each model's family
     timesteps: tuple[int | Literal["ays"], ...] = ()
     eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
-    scheduler: str | None = None  # ddim, euler, ...; default: the model's own
+    scheduler: str | None = None  # ddim, euler, ...; default: each model's own
     # how timesteps are spaced; default: the scheduler's config
     timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
-    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to the model's; each
-    # is a directory, hub id or file
+    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to each model's; a
+    # UNet is a directory, hub id or file
     unet_delta: tuple[str, ...] = ()
-    lora: tuple[str, ...] = ()  # LoRA files or hub ids to fold into the model: FILE or FILE:WEIGHT
-    # textual-inversion files or hub ids, whose token prompts may have: FILE or FILE:TOKEN
+    # LoRA files or hub ids to fold into each model: FILE or FILE:WEIGHT
+    lora: tuple[str, ...] = ()
+    # textual-inversion files or hub ids; texts may contain their tokens: FILE or FILE:TOKEN
     embedding: tuple[str, ...] = ()
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, fbcache, tome, int8,
-    # taesd, for images from text also tgate; see docs/acceleration.md
+    # taesd; tgate only for images from text; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
 
@@ -118,11 +117,11 @@ class DeviceFlags:
     # pixels, side of the tiles in which the VAE computes larger images; 0: whole images; default:
     # tiles if whole images would not fit into the memory
     vae_tile: int | None = None
-    # devices of this machine for the model's components, text=0 unet=1 vae=2, device 0 for one that
-    # is left out; or balanced, by their memory; default: all components on each device
+    # device of each component, such as text=0 unet=1 vae=2, device 0 for others; balanced: chosen
+    # by memory; default: every device has all components
     devices: tuple[str, ...] | None = None
-    # keep parameters in the host's memory and fetch them when they are needed: component, text
-    # encoders and VAE; group, blocks of all models, ahead; layer, one layer at a time
+    # keep parameters in the host's memory until they are needed. component: text encoders and VAE;
+    # group: blocks of all models, one ahead; layer: one layer at a time
     offload: Literal["component", "group", "layer"] | None = None
     # store the kernels of UNet and text encoders in 8 bits, cast up before each use
     storage: Literal["float8", "int8"] | None = None

@@ -19,11 +19,11 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
     Args:
         pipeline: as from open.
         devices: that make images: all of them, or the first of each group of the layout.
-        num_images: of all devices.
+        num_images: number of images on all devices.
         batch_size: images of a device at once.
         branches: of guidance.
         size: (width, height) of the images of a batch, pixels.
-        up_to: "up to " if there are smaller ones.
+        up_to: "up to " if some images are smaller, else "".
         vae_tile: side of the VAE's tiles, pixels; 0: whole images; None: tiles if whole images
             would not fit into the memory.
 
@@ -32,8 +32,8 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         memory).
 
     Raises:
-        ValueError: a lower bound on the memory is more than there is, vae_tile is not a side of
-            tiles, or nothing would be computed in tiles.
+        ValueError: the images need more memory than there is, vae_tile is no valid tile, or it has
+            no effect.
     """
     if vae_tile is not None:
         check_vae_computes(pipeline, vae_tile)

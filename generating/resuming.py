@@ -27,13 +27,13 @@ def id_maker(config, model):
     """The function that makes the ids of a command's images.
 
     Args:
-        config: of a program. All flags are part of an id except SAME_IMAGES, see flags.py; of FILES
-            also names, sizes and times. The default of vae_tile depends on memory and counts as
-            None; 0 is like None.
+        config: of a program. An id depends on all flags but SAME_IMAGES (see flags.py), and on
+            names, sizes and times of the files in FILES. vae_tile=0 counts as None, whose tiles
+            depend on memory.
         model: value of the model's flag.
 
     Returns:
-        Function of keywords, what else an image depends on; it returns 32 hexadecimal digits, for
+        Function of keywords: all else that the image depends on. Returns 32 hexadecimal digits, for
         EXIF's ImageUniqueID.
     """
     classes = type(config).__mro__
@@ -173,7 +173,7 @@ def continue_images(files, ids, output, software, grid=None):
         (files, list of the places of the missing files).
 
     Raises:
-        ValueError: the file of one image is not by the program, or the grid is one of the files.
+        ValueError: output is one file by another program, or the grid is one of the files.
     """
     if files == [output]:
         missing = [] if is_finished(output, ids[0], software) else [0]
