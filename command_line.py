@@ -320,7 +320,8 @@ def one_line(error: BaseException | str) -> str:
 def with_flags(message: str, config: Any) -> str:
     """Replace arguments in a message by flags: NAME=VALUE by --NAME VALUE, NAME= by --NAME.
 
-    Quoted texts and paths stay as they are.
+    Quoted texts, URLs and paths stay as they are. An unquoted path with a space counts as two
+    words: runs/make seed=3 becomes runs/make --seed 3.
     """
     flags = {ARGUMENTS.get(name, name): name for name in vars(config)}
 
@@ -342,7 +343,7 @@ def with_flags(message: str, config: Any) -> str:
 
     value = r"'[^']*'|\([^()]*\)|[^\s;]*?(?=[;:,.)]*(?:\s|$))"
     quoted = r"(?<!\w)(?:'[^']*'|\"[^\"]*\")"
-    return re.sub(rf"{quoted}|(?<![\w./:=,\\-])(\w+(?:\.\w+)?)=({value})", flag, message)
+    return re.sub(rf"{quoted}|(?<![\w./:=,?&\\-])(\w+(?:\.\w+)?)=({value})", flag, message)
 
 
 @contextmanager

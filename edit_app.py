@@ -73,8 +73,8 @@ class AppFlags:
     unet_delta: tuple[str, ...] = ()
     # directory or hub id of a TAESD, which shows images while they are made; default: a bar only
     preview_decoder: str | None = None
-    # shows the steps of an image; Cancel ends it after a step; without it later starts are faster,
-    # as such programs are never in the compilation cache
+    # shows the steps of an image; Cancel ends it after a step; without it later starts are faster:
+    # programs that show steps are never in the compilation cache
     progress: bool = True
     max_queue: int = 16  # requests that may wait, of all pages
     max_upload_mb: int = 20  # size of an image's file

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Literal
 
+import jax
 import pytest
 import tyro
 from helpers import ROOT
@@ -18,8 +19,17 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 import command_line
+import edit_cli
 from command_line import ask_before_replacing, check_writable, run_main
+from diffusers_flax.acceleration.plans import TinyDecoder
+from diffusers_flax.acceleration.previews import Preview
+from diffusers_flax.compilation_cache import use_compilation_cache
+from diffusers_flax.devices.layout import Layout, parse_components
+from diffusers_flax.devices.parallelism import check_parallel
+from diffusers_flax.loading.embeddings import read_embeddings
 from diffusers_flax.loading.files import save_whole, write_text
+from diffusers_flax.loading.lora import Loras
+from diffusers_flax.models.tiny_vae import choose_tiny_vae
 from generating.flags import note_single_words
 
 SCRIPT = """
@@ -338,6 +348,7 @@ def test_a_full_disk_of_a_program_with_inputs(tmp_path, monkeypatch):
         ("[Errno 2] No such file: 'runs/seed=5/a.png'", None),
         ("[Errno 2] No such file: 'seed=5/a.png'", None),
         ("'a sign that says seed=5' is too long", None),
+        ("https://host/x.parquet?resolution=256&seed=5 cannot be read", None),
         ("tome:seed=5 has no effect", None),
         ("quiet=False; spacing=None", None),
         ("lora=a/b.pt is not", "--lora a/b.pt is not"),
@@ -362,6 +373,49 @@ def test_errors_of_the_library_name_flags(said, expected):
         name="",
     )
     assert command_line.with_flags(said, config) == (expected or said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "call", "line"),
+    [
+        ("--lora a.pt:0.5", lambda: Loras(["a.pt:0.5"]), "--lora a.pt does not exist; check the"),
+        (
+            "--embedding a.pt",
+            lambda: read_embeddings("a.pt"),
+            "--embedding a.pt does not exist; che",
+        ),
+        (
+            "--parallel branches=4",
+            lambda: check_parallel(
+                Layout(jax.devices(), branches=4), None, ("text", "null"), 64, 8
+            ),
+            "--parallel branches=4 does not divide the number of branches of guidance, ",
+        ),
+        (
+            "--devices unet=9",
+            lambda: parse_components(("unet=9",), 2),
+            "--devices unet=9 does not exist; this machine has 2, numbered from 0",
+        ),
+        (
+            "--accelerate taesd --preview_decoder a",
+            lambda: choose_tiny_vae(TinyDecoder(), Preview(1, print, "a"), ""),
+            "--preview_decoder a and --accelerate taesd: previews have the images' decoder; leave "
+            "--preview_decoder out",
+        ),
+        (
+            f"--compilation_cache_dir {__file__}",
+            lambda: use_compilation_cache(__file__),
+            f"--compilation_cache_dir {__file__} cannot be made: ",
+        ),
+    ],
+    ids=["lora", "embedding", "parallel", "devices", "preview_decoder", "compilation_cache_dir"],
+)
+def test_programs_print_errors_of_the_library_with_flags(flags, call, line, monkeypatch, capsys):
+    unset = SimpleNamespace(config=SimpleNamespace(jax_compilation_cache_dir=None))
+    monkeypatch.setattr("diffusers_flax.compilation_cache.jax", unset)
+    with pytest.raises(SystemExit):
+        run_main(edit_cli.Config, "", lambda config: call(), ["--model", "m", *flags.split()])
+    assert capsys.readouterr().err.startswith(f"error: {line}")
 
 
 def test_commas_between_values_are_explained():
