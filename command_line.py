@@ -480,13 +480,17 @@ def check_writable(given: str, directory: Path) -> None:
         )
 
 
-def check_scale(name, value):
-    """Raise a ValueError unless a guidance scale is finite and >= 0; name: of its flag."""
+def check_scale(name, value, has_image_scale=True):
+    """Raise a ValueError unless a guidance scale is finite and >= 0.
+
+    Args:
+        name: of its flag.
+        value: of the flag.
+        has_image_scale: whether the program has --image_guidance_scale too.
+    """
     if not 0 <= value < math.inf:
-        raise ValueError(
-            f"--{name} {value} must be 0 or more; --guidance_scale 1 --image_guidance_scale 1 "
-            "switches guidance off"
-        )
+        off = "--guidance_scale 1" + " --image_guidance_scale 1" * has_image_scale
+        raise ValueError(f"--{name} {value} must be 0 or more; {off} switches guidance off")
 
 
 def check_seed(name, value):

@@ -279,7 +279,7 @@ def check_flags(config, num_devices):
         if (value := getattr(config, name, 1)) < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
     if isinstance(config, ImageProgramFlags):
-        check_scale("guidance_scale", config.guidance_scale)
+        check_scale("guidance_scale", config.guidance_scale, isinstance(config, EditProgramFlags))
         check_scheduler(config.scheduler)
         if config.devices:
             raise ValueError(

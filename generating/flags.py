@@ -5,7 +5,6 @@ depends on the files too. SAME_IMAGES: flags that do not change an image, or are
 image.
 """
 
-import math
 import re
 import sys
 from dataclasses import dataclass, fields, replace
@@ -15,7 +14,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from command_line import check_seed
+from command_line import check_scale, check_seed
 from diffusers_flax.devices.layout import Layout, parse_components, parse_layout
 from diffusers_flax.devices.processes import check_agreement, start_distributed
 from diffusers_flax.schedulers.factory import check_scheduler
@@ -145,8 +144,7 @@ def check_image_flags(config):
     for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
-    if not 0 <= config.guidance_scale < math.inf:
-        raise ValueError(f"--guidance_scale {config.guidance_scale} must be 0 or more")
+    check_scale("guidance_scale", config.guidance_scale, has_image_scale=False)
     if not 0 <= config.guidance_rescale <= 1:
         raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
     check_seed("seed", config.seed)

@@ -436,7 +436,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
             ["--input", "a.png,b.png", "--edit", "red"],
             "a.png,b.png does not exist; check the path; separate several values with spaces, not",
         ),
-        (["--input", "text.png", "--edit", "red"], "text.png is not an image"),
+        (["--input", "text.png", "--edit", "red"], "text.png cannot be read as an image"),
         (["--input", "half.png", "--edit", "red"], "half.png cannot be read as an image"),
         (
             ["--input", "wide.tif", "--edit", "red"],
@@ -460,7 +460,10 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--num_inference_steps", "0"], "--num_inference_steps 0 must be at least 1"),
         ([*ONE, "--num_inference_steps", "1001"], "--num_inference_steps 1001 must"),
         ([*ONE, "--batch_size", "0"], "--batch_size 0 must be at least 1"),
-        ([*ONE, "--guidance_scale", "-1"], "--guidance_scale -1.0 must be 0 or more"),
+        (
+            [*ONE, "--guidance_scale", "-1"],
+            "-1.0 must be 0 or more; --guidance_scale 1 --image_guidance_scale 1 switches guidance",
+        ),
         ([*ONE, "--seed", "-1"], "--seed -1"),
         ([*ONE, "--resolution", "3"], "--resolution 3 is too small"),
         ([*ONE, "--model", "nowhere/model"], "nowhere/model has no model_index.json"),

@@ -268,7 +268,7 @@ def test_more_of_one_program(model, tmp_path, capsys):
             "--num_inference_steps 2000",
             "--num_inference_steps 2000 must be a whole number from 1 to",
         ),
-        ("--guidance_scale -1", "--guidance_scale -1.0 must be 0 or more"),
+        ("--guidance_scale -1", "-1.0 must be 0 or more; --guidance_scale 1 switches guidance off"),
         ("--guidance_rescale 2", "--guidance_rescale 2.0 must be from 0 to 1"),
         ("--scheduler magic", "--scheduler magic is unknown; choose from ddpm"),
         ("--seed -1", "--seed -1 must be from 0"),
@@ -290,7 +290,7 @@ def test_more_of_one_program(model, tmp_path, capsys):
         (  # images of 4 * 3 * 64 * 64 bytes, and more than a tenth of a megabyte of weights
             "--batch_size 8000 --prompt it",
             "32000 images of 64x64 pixels, 8000 at once on each of 4 cpu take at least 1.57 GB of "
-            "the 1.00 GB of this machine, of which the weights are 778 kB; lower --batch_size",
+            "the 1 GB of this machine, of which the weights are 778 kB; lower --batch_size",
         ),
         ("--pretrained_model_name_or_path REFINER", "it is a refiner, which needs an image"),
         ("--pretrained_model_name_or_path nowhere", "nowhere has no model_index.json"),
