@@ -46,7 +46,7 @@ from diffusers_flax.loading.directories import LORA_FILE
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.pipelines.base import pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
-    BRANCHES,
+    EDIT_BRANCHES,
     InstructPix2Pix,
     edit_branches,
     guidance_weights,
@@ -192,7 +192,7 @@ def guided_prediction(params, unet, x_t, timesteps, condition, text, null_text, 
 
     Source: InstructPix2Pix (arXiv 2211.09800), equation 3.
     """
-    branches, weights = edit_branches(*scales), dict(zip(BRANCHES, guidance_weights(*scales)))
+    branches, weights = edit_branches(*scales), dict(zip(EDIT_BRANCHES, guidance_weights(*scales)))
     null = {name: jnp.broadcast_to(null_text.get(name, x), x.shape) for name, x in text.items()}
     texts = [{"text": text, "null": null}[TEXT_OF_BRANCH[branch]] for branch in branches]
     text = jax.tree.map(lambda *branches: jnp.concatenate(branches), *texts)

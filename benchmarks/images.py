@@ -59,7 +59,7 @@ from demo.evaluate import load_edits, read_held_out_edits, summarize_edits
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 from diffusers_flax.parameters import replace_leaves
 from diffusers_flax.pipelines.instruct_pix2pix import (
-    BRANCHES,
+    EDIT_BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionPipeline
@@ -139,7 +139,7 @@ def run_edit(config):
     # PNDM has one more call of the UNet than steps.
     num_calls = len(scheduler.set_timesteps(state, config.num_inference_steps).timesteps)
     case = Case(SD15_EDIT | (TINY_UNET if config.tiny else {}), config.resolution // 8)
-    flops = num_calls * count_flops(case, make_inputs(case, len(BRANCHES)), False)
+    flops = num_calls * count_flops(case, make_inputs(case, len(EDIT_BRANCHES)), False)
     name = f"{'tiny' if config.tiny else 'sd15'}_{config.resolution}"
     name += f" edit, {config.num_inference_steps} steps 1"
     write_contenders(name, {"batch_size": 1, "flops": flops, **figures}, machine, config.output)

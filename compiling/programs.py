@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from compiling.chips import find_slice
 from compiling.costs import GIB, replicated_shapes
-from diffusers_flax.acceleration.caches import switch_shares
+from diffusers_flax.acceleration.caches import switch_fractions
 from diffusers_flax.acceleration.plans import count_evaluations, plan_steps
 from diffusers_flax.devices.layout import Layout, parse_layout
 from diffusers_flax.devices.parallelism import num_row_devices
@@ -71,7 +71,7 @@ class Program(NamedTuple):
     args: tuple
     held: dict[str, Any]  # arrays in memory before the step, {name in the report: tree}
     batch_per_chip: float  # pairs, samples or images
-    switches: tuple = ()  # of acceleration.caches.switch_shares
+    switches: tuple = ()  # of acceleration.caches.switch_fractions
     num_chips: int | None = None  # chips that take part; None: all
     evaluations: int | None = None  # of the UNet per image, for programs that make images
     vae_tile: int = 0  # side of the tiles in which the VAE works, pixels; 0: whole images
@@ -351,5 +351,5 @@ def image_program(config, devices):
         num_chips=None if layout is None else len(layout.devices),
         evaluations=count_evaluations(steps),
         vae_tile=vae_tile,
-        switches=switch_shares(steps),
+        switches=switch_fractions(steps),
     )

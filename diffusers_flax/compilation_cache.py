@@ -22,13 +22,13 @@ def use_compilation_cache(compilation_cache_dir):
     """
     if not compilation_cache_dir or jax.config.jax_compilation_cache_dir is not None:
         return False
-    given, folder = f"{compilation_cache_dir=!s}", Path(compilation_cache_dir).expanduser()
+    what, folder = f"{compilation_cache_dir=!s}", Path(compilation_cache_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{given} cannot be made: {error}; name another directory") from error
+        raise ValueError(f"{what} cannot be made: {error}; name another directory") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f'{given} cannot be written to; name another, or "" for none')
+        raise ValueError(f'{what} cannot be written to; name another, or "" for none')
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return True
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from diffusers_flax.acceleration.caches import switch_shares
+from diffusers_flax.acceleration.caches import switch_fractions
 from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.devices.memory import peak_memory
 from diffusers_flax.flops import matmul_flops
@@ -343,7 +343,7 @@ def count_edit_flops(pipeline, params, size, branches, steps):
     edit = partial(pipeline._generate, branches=branches, **steps)
     arguments = pipeline.prepare_text_inputs(""), image, params, jax.random.key(0)
     program = jax.make_jaxpr(edit)(*arguments)
-    switches = switch_shares(plan_steps(pipeline.accelerate, branches, schedule.scales))
+    switches = switch_fractions(plan_steps(pipeline.accelerate, branches, schedule.scales))
     return matmul_flops(program.jaxpr, switches)[0]
 
 

@@ -6,9 +6,9 @@ import zlib
 from pathlib import Path
 
 from diffusers_flax.loading.directories import COMPONENTS, INDEX_NAME
-from diffusers_flax.loading.embeddings import find_embedding, split_token
+from diffusers_flax.loading.embeddings import EMBEDDING_FILES, split_token
 from diffusers_flax.loading.files import write_text
-from diffusers_flax.loading.hub import fetch_file
+from diffusers_flax.loading.hub import fetch_file, fetch_named
 from diffusers_flax.loading.lora import find_lora, split_weight
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.loading.unet_delta import split_specs, unet_files
@@ -111,7 +111,7 @@ def delta_checksum(specs):
 
 def embedding_checksum(specs):
     """CRC-32 of embeddings; None without any."""
-    files = [find_embedding(split_token(spec)[0]) for spec in specs]
+    files = [fetch_named("embeddings", split_token(spec)[0], EMBEDDING_FILES) for spec in specs]
     return files_checksum(files) if files else None
 
 

@@ -44,7 +44,7 @@ from benchmarks.random_models import TINY_UNET, make_pipeline, make_xl_pipeline
 from benchmarks.rows import PACKAGES, describe_machine, run_benchmark, write_rows
 from benchmarks.unet import SD15_EDIT, Case, count_flops, make_inputs
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.pipelines.instruct_pix2pix import BRANCHES
+from diffusers_flax.pipelines.instruct_pix2pix import EDIT_BRANCHES
 from examples import run_onnx
 
 AGREEMENT = re.compile(r"^(\w+): largest difference (\S+) of (\S+),", re.MULTILINE)
@@ -107,7 +107,7 @@ RUNTIMES = {"onnxruntime": "onnx", "openvino": "openvino"}  # contender: format
 def unet_inputs(config):
     """(case, sample, timestep, text states) of an evaluation for one edit, NumPy arrays."""
     case = Case(SD15_EDIT | (TINY_UNET if config.tiny else {}), config.resolution // 8)
-    sample, timesteps, text, _ = make_inputs(case, len(BRANCHES))
+    sample, timesteps, text, _ = make_inputs(case, len(EDIT_BRANCHES))
     return case, sample, np.float32(timesteps[:1]), text
 
 

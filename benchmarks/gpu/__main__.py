@@ -54,7 +54,7 @@ from benchmarks.rows import check_counts, describe_machine, run_benchmark, write
 from benchmarks.unet import Case, can_compile, count_flops, make_inputs
 from compiling.programs import read_configs
 from diffusers_flax.messages import one_line
-from diffusers_flax.pipelines.instruct_pix2pix import BRANCHES
+from diffusers_flax.pipelines.instruct_pix2pix import EDIT_BRANCHES
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 
@@ -164,7 +164,7 @@ def make_rows(config, sources, device):
         ours["edit"],
         partial(edit_contenders, config.pytorch, sd15, sizes, device),
         # PNDM has one more call of the UNet than steps.
-        partial(flops, sd15["unet"], sizes.resolution, len(BRANCHES), passes=steps + 1),
+        partial(flops, sd15["unet"], sizes.resolution, len(EDIT_BRANCHES), passes=steps + 1),
     )
     rows["images"] = Row(
         f"{size}_xl_{sizes.image_size} images, {steps} steps 1",

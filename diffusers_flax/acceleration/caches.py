@@ -150,7 +150,7 @@ def group_steps(steps):
     return [(branches, [step.kind for step in group]) for branches, group in groups]
 
 
-def switch_shares(steps):
+def switch_fractions(steps):
     """How often the loops compute each of their functions, per step.
 
     Returns:
@@ -327,7 +327,7 @@ def t_gate(model):
         guided, stored = run(i, x, t, {}, ("self",))
         return guided, cache | stored
 
-    def reuse(x, t, i, cache):
+    def reuse_self(x, t, i, cache):
         return run(i, x, t, {"self": cache["self"]}, ())[0], cache
 
     def gate(x, t, i, cache):
@@ -340,7 +340,7 @@ def t_gate(model):
     def enter(cache, x):
         return empty_cache(gate)(None, x) if cache is None else cache
 
-    kinds = {"full": full, "store": store, "reuse": reuse, "gate": gate, "gated": gated}
+    kinds = {"full": full, "store": store, "reuse_self": reuse_self, "gate": gate, "gated": gated}
     return kinds, enter
 
 

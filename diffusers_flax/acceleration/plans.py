@@ -43,9 +43,9 @@ class Guidance:
     sigma_max: float = np.inf
 
     def __post_init__(self):
-        shares = {"start": self.start, "stop": self.stop, "image_stop": self.image_stop}
-        for name, share in shares.items():
-            require(0 <= share <= 1, self, name, "must be from 0 to 1, a share of the steps")
+        fractions = {"start": self.start, "stop": self.stop, "image_stop": self.image_stop}
+        for name, fraction in fractions.items():
+            require(0 <= fraction <= 1, self, name, "must be from 0 to 1, a fraction of the steps")
         require(self.start < self.stop, self, "stop", "must be above start")
         is_used = self.image_stop == 1 or self.image_stop < self.stop
         require(is_used, self, "image_stop", f"must be below stop ({self.stop:g}), or left out")
@@ -53,13 +53,13 @@ class Guidance:
 
     def branches_of(self, i, num_steps, sigma, branches):
         """The branches of step i."""
-        share = i / num_steps
+        fraction = i / num_steps
         inside = self.sigma_min < sigma <= self.sigma_max
         if "text" not in branches or len(branches) == 1:
             return branches
-        if not (inside and self.start <= share < self.stop):
+        if not (inside and self.start <= fraction < self.stop):
             return ("text",)
-        if share >= self.image_stop and "image" in branches:
+        if fraction >= self.image_stop and "image" in branches:
             return ("text", "image")
         return branches
 
@@ -131,7 +131,7 @@ class Spectrum:
         warmup: whole steps at the beginning.
         window, growth: a whole step follows floor(window) - 1 forecasts; window grows by `growth`
             after each.
-        stop: share of the steps after which all are whole.
+        stop: fraction of the steps after which all are whole.
         degree, ridge, history: Chebyshev polynomials up to `degree` are fitted to the latest
             `history` whole steps, with ridge regression.
         weight: of the fit in the forecast; the rest is linear extrapolation.
@@ -223,7 +223,7 @@ class TGate:
         require(self.warmup >= 0, self, "warmup", "must be 0 or more")
 
     def kinds(self, num_steps, starts):
-        """ "full", "store", "reuse" (self-attention), "gate" and "gated" (cross-attention)."""
+        """ "full", "store", "reuse_self" (self-attention), "gate" and "gated" (cross-attention)."""
         kinds = []
         for i in range(num_steps):
             if i >= self.gate:
@@ -234,7 +234,7 @@ class TGate:
                 kinds.append("full")
             else:
                 is_stored = i == self.warmup or i % self.interval == 0
-                kinds.append("store" if is_stored else "reuse")
+                kinds.append("store" if is_stored else "reuse_self")
         return kinds
 
 
@@ -268,7 +268,7 @@ class TokenMerging:
     """Self-attention over fewer positions: similar ones are averaged before and copied after.
 
     Args:
-        ratio: share of the positions that is merged away, at most 0.75.
+        ratio: fraction of the positions that is merged away, at most 0.75.
         max_downsample: layers at 1/1, ..., 1/max_downsample of the latents' size merge. SDXL has
             attention from 1/2 on.
         random: True: the position that others of its 2x2 window may join is drawn per layer;
@@ -364,8 +364,8 @@ class Acceleration:
         return any(getattr(self, field.name) is not None for field in fields(self))
 
     def __str__(self):
-        parts = (getattr(self, field.name) for field in fields(self))
-        return " ".join(describe(part) for part in parts if part is not None)
+        techniques = (getattr(self, field.name) for field in fields(self))
+        return " ".join(describe(x) for x in techniques if x is not None)
 
 
 class Step(NamedTuple):

@@ -32,7 +32,7 @@ from diffusers_flax.loading.weights import (
 from diffusers_flax.messages import first_names, warn_once
 
 # diffusers' names, in a directory or on the hub.
-FILES = ("learned_embeds.safetensors", "learned_embeds.bin")
+EMBEDDING_FILES = ("learned_embeds.safetensors", "learned_embeds.bin")
 # Text encoder by the name of its vectors: today's, and of diffusers' first SDXL training.
 ENCODERS = {
     "clip_l": "text_encoder",
@@ -166,21 +166,21 @@ def fit_vectors(embedding, modules):
 
     modules: {"text_encoder" or "text_encoder_2": its module} of the model.
     """
-    vectors, given = embedding.vectors, f"embeddings={embedding.source}"
+    vectors, what = embedding.vectors, f"embeddings={embedding.source}"
     if None in vectors and len(modules) > 1:
         width = vectors[None].shape[1]
         raise ValueError(
-            f"{given} has vectors for one text encoder{family_of(width)}, and the model has two; "
+            f"{what} has vectors for one text encoder{family_of(width)}, and the model has two; "
             "take an embedding for SDXL, with clip_l and clip_g"
         )
     if None not in vectors and (missing := sorted(modules.keys() - vectors.keys())):
         raise ValueError(
-            f"{given} has vectors for {' and '.join(sorted(vectors))}, and none for "
+            f"{what} has vectors for {' and '.join(sorted(vectors))}, and none for "
             f"{' and '.join(missing)} of the model; take an embedding of the model's family"
         )
     if "text_encoder_2" in vectors and "text_encoder_2" not in modules:
         raise ValueError(
-            f"{given} is for SDXL (clip_l and clip_g), and the model has one text encoder; take an "
+            f"{what} is for SDXL (clip_l and clip_g), and the model has one text encoder; take an "
             "embedding of the model's family"
         )
     fitting = {name: vectors.get(name, vectors.get(None)) for name in modules}
@@ -188,7 +188,7 @@ def fit_vectors(embedding, modules):
         width = modules[name].hidden_size
         if x.shape[1] != width:
             raise ValueError(
-                f"{given} has {x.shape[1]} numbers per vector{family_of(x.shape[1])}, and the "
+                f"{what} has {x.shape[1]} numbers per vector{family_of(x.shape[1])}, and the "
                 f"model's {name} takes {width}{family_of(width)}; take an embedding of the model's "
                 "family"
             )
@@ -213,72 +213,67 @@ def split_token(spec):
     return source, token
 
 
-def find_embedding(source, **hub_options):
-    """Path of an embedding's file, directory or hub id, downloaded if necessary."""
-    return fetch_named("embeddings", source, FILES, **hub_options)
-
-
 def read_embeddings(spec, **hub_options):
     """List of the Embeddings of FILE or FILE:TOKEN; a ValueError if there are none."""
     source, token = split_token(spec)
-    file = find_embedding(source, **hub_options)
-    given = f"embeddings={source}"
-    with naming_damage(given):
+    file = fetch_named("embeddings", source, EMBEDDING_FILES, **hub_options)
+    what = f"embeddings={source}"
+    with naming_damage(what):
         is_pickle = file.suffix != ".safetensors"
         content = as_arrays(load_pickle(file)) if is_pickle else dict(read_safetensors(file))
 
-    default = file.parent.name if file.name in FILES else file.stem
+    default = file.parent.name if file.name in EMBEDDING_FILES else file.stem
     if isinstance(content, dict) and "string_to_param" in content:  # of the web UI
         params, default = content["string_to_param"], content.get("name") or default
         if not isinstance(params, dict) or not isinstance(default, str):
             raise ValueError(
-                f"{given} is not an embedding: its string_to_param is a {type(params).__name__}, "
+                f"{what} is not an embedding: its string_to_param is a {type(params).__name__}, "
                 f"its name a {type(default).__name__}; a dict of vectors and a str are needed"
             )
         content = params["*"] if "*" in params else next(iter(params.values()), None)
     content = content if isinstance(content, dict) else {"*": content}
-    check_names(given, content)
-    vectors = {name: as_vectors(given, name, x) for name, x in content.items()}
+    check_names(what, content)
+    vectors = {name: as_vectors(what, name, x) for name, x in content.items()}
     if vectors.keys() <= ENCODERS.keys():
         by_encoder = {ENCODERS[name]: x for name, x in vectors.items()}
         return [Embedding(str(spec), token or default, by_encoder)]
     if token and len(vectors) > 1:
-        raise ValueError(f"{given} has the tokens {first_names(sorted(vectors))}; leave out :TOKEN")
+        raise ValueError(f"{what} has the tokens {first_names(sorted(vectors))}; leave out :TOKEN")
     return [
         Embedding(str(spec), token or (default if name in NO_TOKEN else name), {None: x})
         for name, x in vectors.items()
     ]
 
 
-def check_names(given, content):
+def check_names(what, content):
     """Raise a ValueError if a file has a LoRA, a model, nothing, or names that are no str.
 
-    given: argument and file; content: {name: array}.
+    what: argument and file; content: {name: array}.
     """
     if odd := [name for name in content if not isinstance(name, str)]:
-        raise ValueError(f"{given} is not an embedding: {odd[0]!r} is no token, which is a str")
+        raise ValueError(f"{what} is not an embedding: {odd[0]!r} is no token, which is a str")
     if any(LORA.search(name) for name in content):
-        raise ValueError(f"{given} is a LoRA; give it as lora=")
+        raise ValueError(f"{what} is a LoRA; give it as lora=")
     if not content or any(MODEL.search(name) for name in content):
         names = first_names(sorted(content))
-        raise ValueError(f"{given} is not an embedding; it has {names or 'nothing'}")
+        raise ValueError(f"{what} is not an embedding; it has {names or 'nothing'}")
 
 
-def as_vectors(given, name, x):
+def as_vectors(what, name, x):
     """An array of finite floats, (D,) or (n, D), as float32 (n, D); a ValueError for others."""
     if isinstance(x, NotNeeded):
         raise ValueError(
-            f"{given}: its entry {name} is no tensor of PyTorch; save tensors, not NumPy arrays"
+            f"{what}: its entry {name} is no tensor of PyTorch; save tensors, not NumPy arrays"
         )
     if not hasattr(x, "shape") or not x.size or len(x.shape) not in (1, 2):
         shape = getattr(x, "shape", type(x).__name__)
-        raise ValueError(f"{given} is not an embedding: its entry {name} is {shape}, not vectors")
+        raise ValueError(f"{what} is not an embedding: its entry {name} is {shape}, not vectors")
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{given}: its entry {name} has {x.dtype} numbers; vectors have floats")
+        raise ValueError(f"{what}: its entry {name} has {x.dtype} numbers; vectors have floats")
     with np.errstate(over="ignore"):  # float64
         x = x.astype(np.float32)
     if not np.isfinite(x).all():
-        raise ValueError(f"{given}: its entry {name} has NaN or infinite numbers")
+        raise ValueError(f"{what}: its entry {name} has NaN or infinite numbers")
     return np.atleast_2d(x)
 
 

@@ -215,10 +215,10 @@ def fetch_named(argument, source, names=(), **hub_options):
     for file_name in names:
         if file := fetch_file(repository, file_name, None, None, **hub_options):
             return file
-    raise ValueError(f"{argument}={source}: {missing(repository, ' or '.join(names))}")
+    raise ValueError(f"{argument}={source}: {missing_file_reason(repository, ' or '.join(names))}")
 
 
-def missing(repository, name):
+def missing_file_reason(repository, name):
     """For an error: a directory or hub repository lacks a file."""
     if os.path.isdir(repository):
         return f"there is no {name} in {repository}; name a file"
@@ -261,7 +261,7 @@ def open_source(
             return source
     file = fetch_file(repository, name, None, revision, **hub_options)
     if file is None:
-        raise ValueError(f"{argument}={source}: {missing(repository, name)}")
+        raise ValueError(f"{argument}={source}: {missing_file_reason(repository, name)}")
     found = SingleFile(file)
     found.component, found.use_ema_weights = component, use_ema_weights
     check_content(argument, found)

@@ -327,57 +327,57 @@ def check_content(argument, source):
 
     argument: its name, for errors; source: SingleFile.
     """
-    given, names = f"{argument}={source}", source.shapes
+    what, names = f"{argument}={source}", source.shapes
     if CONTROL_LORA in names:
         raise ValueError(
-            f"{given} is a Control-LoRA, the low-rank form of a ControlNet, which is not "
+            f"{what} is a Control-LoRA, the low-rank form of a ControlNet, which is not "
             "supported; take a whole ControlNet"
         )
     if any(LORA.search(name) for name in names):
-        raise ValueError(f"{given} is a LoRA; give it as lora=, with a whole model")
-    embedding = f"{given} is a textual-inversion embedding; give it as embeddings="
+        raise ValueError(f"{what} is a LoRA; give it as lora=, with a whole model")
+    embedding = f"{what} is a textual-inversion embedding; give it as embeddings="
     if names.keys() & EMBEDDING:
         raise ValueError(embedding)
     if any(CONTROLNET_UNION.match(name) for name in names):
         raise ValueError(
-            f"{given} is a ControlNet Union, for several conditions in one, which is not "
+            f"{what} is a ControlNet Union, for several conditions in one, which is not "
             "supported; give a ControlNet for one condition"
         )
     wanted, found = source.component or "unet", source.prefixes
     has_averages = any(name.startswith(EMA_PREFIX) for name in names)
     if source.use_ema_weights and (wanted != "unet" or source.is_converted):
-        refuse_averages(given, source)
+        refuse_averages(what, source)
     if source.look_alike:
-        refuse_family(given, source.look_alike)
+        refuse_family(what, source.look_alike)
     if source.is_converted and wanted in found:
         if source.component:
             return
-        raise ValueError(f"{given} is {IN_WORDS[wanted]} alone; give a file of a whole model")
+        raise ValueError(f"{what} is {IN_WORDS[wanted]} alone; give a file of a whole model")
     if source.family not in FAMILIES:
-        refuse_family(given, source.family)
+        refuse_family(what, source.family)
     if not found and is_embedding(source):
         raise ValueError(embedding)
     if source.component is None and source.family.startswith("controlnet"):
-        raise ValueError(f"{given} is a ControlNet; give it as one, with a whole model")
+        raise ValueError(f"{what} is a ControlNet; give it as one, with a whole model")
     if wanted not in found or (source.component is None and "" in found.values()):
         alone = " and ".join(IN_WORDS.get(component, component) for component in found)
         others = first_names(list(names)) or "nothing"
-        what = f"has {alone} alone" if found else f"has no model, but {others}"
+        content = f"{alone} alone" if found else f"no model, but {others}"
         raise ValueError(
-            f"{given} {what}; give a file with {IN_WORDS.get(source.component, WHOLE)}"
+            f"{what} has {content}; give a file with {IN_WORDS.get(source.component, WHOLE)}"
         )
     if source.use_ema_weights and not has_averages:
-        refuse_averages(given, source)
+        refuse_averages(what, source)
     known = (*found.values(), EMA_PREFIX)
     rest = [name for name in names if not (name.startswith(known) or REST.match(name))]
     if rest and source.component is None:
         warn_once(f"{source} has tensors of no component, which are not read: {first_names(rest)}")
 
 
-def refuse_family(given, family):
-    """Raise the ValueError for an unsupported family of models; given: argument and file."""
+def refuse_family(what, family):
+    """Raise the ValueError for an unsupported family of models; what: argument and file."""
     raise ValueError(
-        f"{given} is of the family {family}, which is not supported; supported are "
+        f"{what} is of the family {family}, which is not supported; supported are "
         f"{', '.join(dict.fromkeys(FAMILIES.values()))}"
     )
 
@@ -391,12 +391,12 @@ def is_embedding(source):
     )
 
 
-def refuse_averages(given, source):
-    """Raise the ValueError for a SingleFile without averages; given: argument and file."""
+def refuse_averages(what, source):
+    """Raise the ValueError for a SingleFile without averages; what: argument and file."""
     problem = "has no averages of the weights"
     if (source.component or "unet") != "unet":
         problem = f"is used as {IN_WORDS[source.component]}, averages are a UNet's"
-    raise ValueError(f"{given} {problem}; leave out use_ema_weights=True")
+    raise ValueError(f"{what} {problem}; leave out use_ema_weights=True")
 
 
 def default_configs(source):

@@ -128,15 +128,15 @@ class UnetDelta:
 def split_specs(specs):
     """([DISTILLED, BASE], WEIGHT) of UnetDelta's specs; ([], 1.0) of none."""
     specs = [specs] if isinstance(specs, str | Path) else specs
-    given = f"unet_delta={(*map(str, specs),)}"
+    what = f"unet_delta={(*map(str, specs),)}"
     if len(specs) not in (0, 2):
-        raise ValueError(f"{given}: {WRITE}")
+        raise ValueError(f"{what}: {WRITE}")
     if not specs:
         return [], 1.0
     base, weight = split_weight(specs[1], "unet_delta", WRITE)
     sources = [str(specs[0]), base]
     if sources[0] == sources[1]:
-        raise ValueError(f"{given} is no difference; {WRITE}")
+        raise ValueError(f"{what} is no difference; {WRITE}")
     return sources, weight
 
 

@@ -48,7 +48,7 @@ class FlaxUNet2DConditionOutput(ModelOutput):
     sample: jax.Array
 
 
-class LevelBlock(nn.Module):
+class UNetLevel(nn.Module):
     """Base of DownBlock and UpBlock: residual blocks, each with an optional transformer."""
 
     out_channels: int
@@ -69,7 +69,7 @@ class LevelBlock(nn.Module):
         return x if self.transformer is None else self.attentions[i](x, context)
 
 
-class DownBlock(LevelBlock):
+class DownBlock(UNetLevel):
     """Residual blocks with optional transformers, then downsampling."""
 
     def setup(self):
@@ -94,7 +94,7 @@ class DownBlock(LevelBlock):
         return self.attend(i, self.resnets[i](x, time_emb), context)
 
 
-class UpBlock(LevelBlock):
+class UpBlock(UNetLevel):
     """Residual blocks over skip connections, with optional transformers, then upsampling."""
 
     def setup(self):
@@ -117,7 +117,7 @@ class UpBlock(LevelBlock):
         return self.attend(i, x, context)
 
 
-class MidBlock(nn.Module):
+class UNetMidBlock(nn.Module):
     """A transformer between two residual blocks, or one residual block alone."""
 
     out_channels: int
@@ -291,7 +291,7 @@ class DownPath(nn.Module):
         if self.mid_block_type is not None:
             has_transformer = self.mid_block_type == "UNetMidBlock2DCrossAttn"
             transformer = self.transformer(len(channels) - 1) if has_transformer else None
-            self.mid_block = MidBlock(channels[-1], resnet, transformer)
+            self.mid_block = UNetMidBlock(channels[-1], resnet, transformer)
 
     def embed(
         self,

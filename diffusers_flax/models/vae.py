@@ -142,22 +142,22 @@ class AttentionBlock(nn.Module):
         return x + h.reshape(B, H, W, C)
 
 
-class MidBlock(nn.Module):
-    """Two residual blocks, with self-attention between them unless attention is None."""
+class VAEMidBlock(nn.Module):
+    """Two residual blocks, with self-attention between them unless attention_block is None."""
 
     resnet: partial
-    attention: partial | None
+    attention_block: partial | None
 
     @nn.compact
     def __call__(self, x):
         channels = x.shape[-1]
         x = self.resnet(channels, name="resnets_0")(x)
-        if self.attention is not None:
-            x = self.attention(name="attentions_0")(x)
+        if self.attention_block is not None:
+            x = self.attention_block(name="attentions_0")(x)
         return self.resnet(channels, name="resnets_1")(x)
 
 
-class LevelBlock(nn.Module):
+class VAELevel(nn.Module):
     """The residual blocks of one level, then down- or upsampling unless resample is None."""
 
     out_channels: int
@@ -187,7 +187,7 @@ class Coder(nn.Module):
     def level(self, i, width, name):
         """The i-th level that runs; all but the last resample."""
         resample = self.resample if i < len(self.block_out_channels) - 1 else None
-        return LevelBlock(width, self.num_layers, self.resnet, resample, name=f"{name}_{i}")
+        return VAELevel(width, self.num_layers, self.resnet, resample, name=f"{name}_{i}")
 
     def head(self, x):
         """Norm, SiLU and the last convolution."""
@@ -276,7 +276,7 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
         layers = dict(
             conv=partial(Conv, **options),
             resnet=resnet,
-            mid_block=partial(MidBlock, resnet, attend),
+            mid_block=partial(VAEMidBlock, resnet, attend),
             norm=partial(GroupNorm, epsilon=1e-6, activate=True, **groups),
         )
         padding = ((0, 1), (0, 1))

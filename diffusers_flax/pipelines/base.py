@@ -688,14 +688,14 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         height, width = self.image_size(height, width, image_shape)
         return {"height": height, "width": width, **output_options(output_type)}
 
-    def decode(self, params, inputs, options, image, latents):
+    def decode(self, params, inputs, options, encoded, latents):
         """Images, float32 (B, H, W, 3) in [0, 1]: the last stage of a run.
 
         The tiny VAE decodes if the acceleration has taesd.
 
         Args:
             params, inputs, options: see running.generate.
-            image: of the stage encode_image, or None.
+            encoded: result of the stage encode_image; None without one.
             latents: scaled, (B, 4, h, w), of the stage denoise.
         """
         if self.accelerate and self.accelerate.tiny_decoder:

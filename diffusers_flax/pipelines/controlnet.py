@@ -118,8 +118,8 @@ class ControlNetTextToImage(TextToImage):
                 "controlnet has directories or hub ids, and modules; give either, and put the "
                 "modules' parameters into params['controlnet']"
             )
-        part = FlaxControlNetModel.single_file_component
-        sources = tuple(open_source("controlnet", net, part, **hub_options) for net in nets)
+        component = FlaxControlNetModel.single_file_component
+        sources = tuple(open_source("controlnet", net, component, **hub_options) for net in nets)
         configs = [FlaxControlNetModel.load_config(source, **hub_options) for source in sources]
         for source, config in zip(sources, configs):
             FlaxControlNetModel.check_class(config, source)
@@ -152,12 +152,12 @@ class ControlNetTextToImage(TextToImage):
                 f"there are {len(self.nets)} ControlNets and {found} images; give a list with an "
                 "image, or a list of images, for each ControlNet"
             )
-        conditions = [self._prepare_control_images(one) for one in image]
-        most = max(conditions, key=len)
-        conditions = [pair_up(most, one, "images", "images")[1] for one in conditions]
-        if len(sizes := sorted({one.shape[2:] for one in conditions})) > 1:
+        arrays = [self._prepare_control_images(one) for one in image]
+        most = max(arrays, key=len)
+        arrays = [pair_up(most, one, "images", "images")[1] for one in arrays]
+        if len(sizes := sorted({one.shape[2:] for one in arrays})) > 1:
             raise ValueError(f"the images of the ControlNets have the sizes {sizes}; resize them")
-        return np.stack(conditions, axis=1)
+        return np.stack(arrays, axis=1)
 
     def _prepare_control_images(self, image):
         factor = self.vae_scale_factor
@@ -258,7 +258,7 @@ class ControlNetTextToImage(TextToImage):
         Raises:
             ValueError: shapes, sizes, scales or steps that do not fit.
         """
-        self.check_condition(image, jit)
+        self.check_control_images(image, jit)
         starts = self.one_for_each("control_guidance_start", control_guidance_start)
         ends = self.one_for_each("control_guidance_end", control_guidance_end)
         check_control_range(starts, ends)
@@ -284,7 +284,7 @@ class ControlNetTextToImage(TextToImage):
         result = run(self, options, inputs, scales, params, prng_seed, jit, shared)
         return self.output(result, params, jit, output_type, return_dict)
 
-    def check_condition(self, image, jit):
+    def check_control_images(self, image, jit):
         """Raise a ValueError for an image that does not come from prepare_image_inputs."""
         if image.dtype == np.uint8:
             raise ValueError("image is uint8; prepare_image_inputs makes it float32 in [0, 1]")
@@ -370,21 +370,21 @@ class ControlNetTextToImage(TextToImage):
         scales["controlnet_conditioning_scale"] = controlnet_conditioning_scale
         return generate(self, options, (), inputs, scales, params)
 
-    def denoise(self, params, inputs, options, text, image):
-        """Scaled latents (B, 4, h, w) of the texts and control images; image: not used."""
-        condition, B = inputs["image"], len(inputs["prompt_ids"])
-        if len(condition) != B:
+    def denoise(self, params, inputs, options, text, encoded):
+        """Scaled latents (B, 4, h, w) of the texts and control images; encoded: None."""
+        image, B = inputs["image"], len(inputs["prompt_ids"])
+        if len(image) != B:
             raise ValueError(
-                f"image has shape {condition.shape}, prompt_ids {inputs['prompt_ids'].shape}; both "
+                f"image has shape {image.shape}, prompt_ids {inputs['prompt_ids'].shape}; both "
                 "need the same batch; prepare_inputs makes both"
             )
-        height, width = self.image_size(options.height, options.width, condition.shape)
-        condition = resize_control_images(condition, (height, width))
+        height, width = self.image_size(options.height, options.width, image.shape)
+        image = resize_control_images(image, (height, width))
         shape = self.latent_shape(B, height, width)
         keys = keys_per_image(inputs["prng_seed"], B)
         schedule = self.make_schedule(options, shape)
         x_T = starting_noise(inputs["latents"], keys, shape) * schedule.state.init_noise_sigma
-        residuals = self.residuals_of(params, condition, inputs, options, schedule)
+        residuals = self.residuals_of(params, image, inputs, options, schedule)
         prediction = self.text_prediction(inputs, options, text, B, residuals=residuals)
         return choose_denoising(self, params, schedule, keys, prediction, shape[2])(x_T)
 

@@ -222,20 +222,20 @@ class ImageToImage(TextToImage):
             return image.astype(jnp.float32)
         return encode(self.compute_vae, params["vae"], resize(image, shape), keys, self.layout)
 
-    def denoise(self, params, inputs, options, text, image):
-        """Scaled latents (B, 4, h, w) of the texts, from the latents of the images."""
-        keys = keys_of_sequel(keys_per_image(inputs["prng_seed"], len(image)))
-        schedule = self.make_schedule(options, image.shape)
-        noise, x_t = inputs["noise"], image
+    def denoise(self, params, inputs, options, text, encoded):
+        """Scaled latents (B, 4, h, w) of the texts, from the latents of the images, encoded."""
+        keys = keys_of_sequel(keys_per_image(inputs["prng_seed"], len(encoded)))
+        schedule = self.make_schedule(options, encoded.shape)
+        noise, x_t = inputs["noise"], encoded
         if options.denoising_start is not None:
             if noise is not None:
                 raise ValueError("noise is not added with denoising_start; leave one of them out")
         else:
             if noise is None:
-                noise = normal(keys, 0, image.shape[1:])
-            elif noise.shape != image.shape:
-                raise ValueError(f"noise has shape {noise.shape}, need {image.shape}")
+                noise = normal(keys, 0, encoded.shape[1:])
+            elif noise.shape != encoded.shape:
+                raise ValueError(f"noise has shape {noise.shape}, need {encoded.shape}")
             state = schedule.state
-            x_t = self.scheduler.add_noise(state, image, noise, state.timesteps[0])
-        prediction = self.text_prediction(inputs, options, text, len(image))
-        return choose_denoising(self, params, schedule, keys, prediction, image.shape[2])(x_t)
+            x_t = self.scheduler.add_noise(state, encoded, noise, state.timesteps[0])
+        prediction = self.text_prediction(inputs, options, text, len(encoded))
+        return choose_denoising(self, params, schedule, keys, prediction, encoded.shape[2])(x_t)

@@ -78,28 +78,28 @@ class Inpainting(ImageToImage):
             image_latents = self.latents_of(params, image, keys, options)
         return InpaintedLatents(masked_latents, image_latents)
 
-    def denoise(self, params, inputs, options, text, image):
-        """Scaled latents (B, 4, h, w), repainted within the mask; image: InpaintedLatents."""
+    def denoise(self, params, inputs, options, text, encoded):
+        """Scaled latents (B, 4, h, w), repainted within the mask; encoded: InpaintedLatents."""
         B, factor = len(inputs["prompt_ids"]), self.vae_scale_factor
         height, width = self.result_shape(inputs, options)
         mask = jax.image.resize(inputs["mask"], (B, 1, height, width), "nearest")
         mask = mask[..., ::factor, ::factor]  # as PyTorch's nearest neighbour, (B, 1, h, w)
 
         keys = self.keys_of(inputs, options)
-        shape = (image.masked if self.sees_mask else image.whole).shape
+        shape = (encoded.masked if self.sees_mask else encoded.whole).shape
         schedule = self.make_schedule(options, shape)
         state, noise = schedule.state, starting_noise(inputs["latents"], keys, shape)
         if options.denoising_start:
-            x_t = image.whole
+            x_t = encoded.whole
             if self.sees_mask and inputs["latents"] is not None:
                 raise ValueError("latents are not used with denoising_start; leave one of them out")
         elif options.first_step:
-            x_t = self.scheduler.add_noise(state, image.whole, noise, state.timesteps[0])
+            x_t = self.scheduler.add_noise(state, encoded.whole, noise, state.timesteps[0])
         else:
             x_t = noise * state.init_noise_sigma
-        after_step, extra = None, (mask, image.masked)
+        after_step, extra = None, (mask, encoded.masked)
         if not self.sees_mask:
-            after_step, extra = keep_outside(schedule, mask, image.whole, noise), ()
+            after_step, extra = keep_outside(schedule, mask, encoded.whole, noise), ()
         prediction = self.text_prediction(inputs, options, text, B, extra)
         denoise = choose_denoising(self, params, schedule, keys, prediction, shape[2])
         return denoise(x_t, after_step=after_step)

@@ -53,7 +53,7 @@ from diffusers_flax.pipelines.stable_diffusion import StableDiffusionComponents
 __all__ = ["FlaxStableDiffusionInstructPix2PixPipeline", "FlaxStableDiffusionPipelineOutput"]
 
 # Branches of guidance: the UNet sees instruction and image, the image only, or neither.
-BRANCHES = ("text", "image", "null")
+EDIT_BRANCHES = ("text", "image", "null")
 # Latents around the white area of a mask that an edit may change, too. The result has the original
 # image's pixels there. With 0 they would pull the edit towards the original image, see
 # docs/editing.md.
@@ -82,7 +82,7 @@ def edit_branches(guidance_scale, image_guidance_scale, guidance_rescale=0.0):
         guidance_rescale: number from 0 to 1, or a JAX array.
 
     Returns:
-        Names of BRANCHES, in their order.
+        Names of EDIT_BRANCHES, in their order.
 
     Raises:
         ValueError: a scale is negative or not finite, or guidance_rescale is not from 0 to 1.
@@ -92,7 +92,7 @@ def edit_branches(guidance_scale, image_guidance_scale, guidance_rescale=0.0):
         raise ValueError(f"guidance_rescale={guidance_rescale} must be from 0 to 1; 0 is off")
     scales = {"guidance_scale": guidance_scale, "image_guidance_scale": image_guidance_scale}
     if any(isinstance(scale, jax.Array) for scale in scales.values()):
-        return BRANCHES
+        return EDIT_BRANCHES
     for name, scale in scales.items():
         if not 0 <= scale < math.inf:
             raise ValueError(
@@ -100,8 +100,8 @@ def edit_branches(guidance_scale, image_guidance_scale, guidance_rescale=0.0):
                 "switch guidance off"
             )
     weights = guidance_weights(guidance_scale, image_guidance_scale)
-    needed = dict(zip(BRANCHES, weights))
-    return tuple(x for x in BRANCHES if needed[x] != 0 or (x == "text" and rescales))
+    needed = dict(zip(EDIT_BRANCHES, weights))
+    return tuple(x for x in EDIT_BRANCHES if needed[x] != 0 or (x == "text" and rescales))
 
 
 def check_channels(path, configs):
@@ -339,7 +339,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             return edit_branches(*map(float, scales), phi)
         for values in zip(*map(np.ravel, np.broadcast_arrays(*scales))):
             edit_branches(*map(float, values), phi)
-        return BRANCHES
+        return EDIT_BRANCHES
 
     def encode_image(self, params, inputs, options):
         """The OriginalImage: a stage of a run.
@@ -363,15 +363,15 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
         mode = posterior_of(self.compute_vae, params["vae"], image, self.layout).mode()
         return OriginalImage(jnp.transpose(mode, (0, 3, 1, 2)), image, mask)
 
-    def denoise(self, params, inputs, options, text, image):
-        """Scaled latents (B, 4, h, w) of the edited images; image: OriginalImage."""
+    def denoise(self, params, inputs, options, text, encoded):
+        """Scaled latents (B, 4, h, w) of the edited images; encoded: OriginalImage."""
         branches, scaling_factor = options.branches, self.vae.scaling_factor
         guidance_rescale = inputs["guidance_rescale"]
         guidance_scale, image_guidance_scale = (
             inputs[name] for name in ("guidance_scale", "image_guidance_scale")
         )
         # Unscaled except for CosXL Edit, as in training.
-        latents = image.latents * scaling_factor if self.is_cosxl_edit else image.latents
+        latents = encoded.latents * scaling_factor if self.is_cosxl_edit else encoded.latents
         latents_of_branches = jnp.concatenate(
             [jnp.zeros_like(latents) if x == "null" else latents for x in branches]
         )
@@ -381,9 +381,9 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
         schedule = self.make_schedule(options, latents.shape)
         noise = starting_noise(inputs["latents"], keys, latents.shape)
         after_step = None
-        if image.mask is not None:
-            weights = latent_mask(image.mask, self.vae_scale_factor, MASK_MARGIN)
-            kept = image.latents.astype(jnp.float32) * scaling_factor
+        if encoded.mask is not None:
+            weights = latent_mask(encoded.mask, self.vae_scale_factor, MASK_MARGIN)
+            kept = encoded.latents.astype(jnp.float32) * scaling_factor
             after_step = keep_outside(schedule, weights, kept, noise)
 
         def unet_inputs(active, i, x_t, t):
@@ -398,21 +398,23 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             weights = (jnp.asarray(s, jnp.float32) for s in weights)
             weights = (s.reshape(-1, 1, 1, 1) if s.ndim else s for s in weights)  # of each image
             weights = guidance_weights(*weights)
-            weights = dict(zip(BRANCHES, weights))
+            weights = dict(zip(EDIT_BRANCHES, weights))
             eps_pred = dict(zip(active, jnp.split(eps_pred, len(active))))
             guided = sum(weights[branch] * eps for branch, eps in eps_pred.items())
             if "text" not in active:
                 return guided
             return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
 
-        finish = partial(keep_pixels_outside, image)
+        finish = partial(keep_pixels_outside, encoded)
         prediction, height = GuidedPrediction(branches, unet_inputs, guide_edit), latents.shape[2]
         denoise = choose_denoising(self, params, schedule, keys, prediction, height, finish)
         return denoise(noise * schedule.state.init_noise_sigma, after_step=after_step)
 
-    def decode(self, params, inputs, options, image, latents):
+    def decode(self, params, inputs, options, encoded, latents):
         """Images, float32 (B, H, W, 3) in [0, 1]: the last stage of a run."""
-        return keep_pixels_outside(image, super().decode(params, inputs, options, image, latents))
+        return keep_pixels_outside(
+            encoded, super().decode(params, inputs, options, encoded, latents)
+        )
 
 
 def keep_pixels_outside(original, images):

@@ -110,7 +110,8 @@ def generate(pipeline, options, text_modules, inputs, shared, params):
 
     Args:
         pipeline, options: as for run.
-        text_modules: of the pipeline's text encoders, whose config may change between calls.
+        text_modules: of the pipeline's text encoders, whose config may change between calls; part
+            of jit's cache key only.
         inputs: {argument: array with an entry for each image, or None}.
         shared: {argument: number for all images}.
         params: the pipeline's.
@@ -131,13 +132,13 @@ def generate(pipeline, options, text_modules, inputs, shared, params):
 def run_stages(pipeline, options, inputs, params, wrap=lambda stage: stage):
     """The stages of a pipeline, one after the other; wrap: a stage -> what runs in its place."""
     text = wrap(pipeline.encode_text)(params, inputs, options)
-    image = None
+    encoded = None
     if pipeline.encodes_images:
-        image = wrap(pipeline.encode_image)(params, inputs, options)
-    latents = wrap(pipeline.denoise)(params, inputs, options, text, image)
+        encoded = wrap(pipeline.encode_image)(params, inputs, options)
+    latents = wrap(pipeline.denoise)(params, inputs, options, text, encoded)
     if options.return_latents:
         return latents
-    return wrap(pipeline.decode)(params, inputs, options, image, latents)
+    return wrap(pipeline.decode)(params, inputs, options, encoded, latents)
 
 
 class GuidedPrediction(NamedTuple):
@@ -222,7 +223,7 @@ generate_on_all = jax.pmap(
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 6))
 def generate_on_layout(pipeline, options, text_modules, inputs, shared, params, jit):
-    """On the devices of a pipeline's layout, each group with its part of the images."""
+    """On the devices of a pipeline's layout, each group with its share of the images."""
     axes = inputs["prompt_ids"].shape[: 2 if jit else 1]
 
     def one_axis(x):  # a single row is for all images

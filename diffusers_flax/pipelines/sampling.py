@@ -35,7 +35,7 @@ SEQUEL = 2**31 - 2  # for a pipeline that continues from the image (refiner, ima
 # Pixels that the VAE decodes at once. More are not faster; a million take 3 GiB in float32.
 DECODED_PIXELS = 1024 * 1024
 # The branches of guidance of a text-to-image model.
-BRANCHES = ("text", "null")
+TEXT_BRANCHES = ("text", "null")
 # The text of each branch, also for edits, see instruct_pix2pix.
 TEXT_OF_BRANCH = {"text": "text", "image": "null", "null": "null"}
 # Align-Your-Steps (arXiv 2404.14507): timesteps to visit in 10 steps, of Stable Diffusion and SDXL.
@@ -51,20 +51,20 @@ def text_branches(guidance_scale):
             interpolate between the null text and the text.
 
     Returns:
-        BRANCHES, or ("text",).
+        TEXT_BRANCHES, or ("text",).
 
     Raises:
         ValueError: the scale is negative or not finite.
     """
     if isinstance(guidance_scale, jax.Array) or np.ndim(guidance_scale):
-        return BRANCHES
+        return TEXT_BRANCHES
     if not isinstance(guidance_scale, Real):
         raise ValueError(f"guidance_scale={guidance_scale!r} must be a number or an array")
     if not 0 <= guidance_scale < math.inf:
         raise ValueError(
             f"guidance_scale={guidance_scale} must be 0 or more; up to 1 there is no guidance"
         )
-    return BRANCHES if guidance_scale > 1 else ("text",)
+    return TEXT_BRANCHES if guidance_scale > 1 else ("text",)
 
 
 def guide(eps_pred, branches, guidance_scale, guidance_rescale):

@@ -96,13 +96,13 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
         """What a call returns; runs the safety checker if there is one."""
         flags = False
         if self.safety_checker is not None and output_type != "latent":
-            result, flags = self.check_images(result, params, jit)
+            result, flags = self.apply_safety_checker(result, params, jit)
         if output_type == "pil":
             result = self.numpy_to_pil(result)
         output = FlaxStableDiffusionPipelineOutput(result, flags)
         return output if return_dict else output.to_tuple()
 
-    def check_images(self, images, params, jit):
+    def apply_safety_checker(self, images, params, jit):
         """(images, black where the safety checker flags them; flat list of bool)."""
         if "safety_checker" not in params:
             raise ValueError("params has no safety_checker; add safety_checker.params under it")

@@ -182,8 +182,8 @@ class TextToImage(FlaxDiffusionPipeline):
         inputs |= dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
         return generate(self, options, (), inputs, {"prng_seed": prng_seed}, params)
 
-    def denoise(self, params, inputs, options, text, image):
-        """Scaled latents (B, 4, h, w) of the texts; image: not used."""
+    def denoise(self, params, inputs, options, text, encoded):
+        """Scaled latents (B, 4, h, w) of the texts; encoded: None."""
         B = len(inputs["prompt_ids"])
         shape = self.latent_shape(B, options.height, options.width)
         keys = keys_per_image(inputs["prng_seed"], B)
@@ -192,7 +192,7 @@ class TextToImage(FlaxDiffusionPipeline):
         prediction = self.text_prediction(inputs, options, text, B)
         return choose_denoising(self, params, schedule, keys, prediction, shape[2])(x_T)
 
-    def guidance_branches(self, guidance_scale, guidance_rescale=0.0):
+    def guidance_branches(self, guidance_scale):
         """The branches to compute; a UNet that is distilled with guidance needs only one."""
         branches = text_branches(guidance_scale)
         return ("text",) if self.unet.time_cond_proj_dim is not None else branches

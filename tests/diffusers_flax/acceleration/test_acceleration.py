@@ -433,7 +433,7 @@ def test_plans():
     plan = plan_steps(parse("deepcache guidance:stop=0.4"), ("text", "null"), sigmas)
     assert "".join(step.kind[0] for step in plan) == "fssfsfssfssf"
     assert TGate(gate=6, interval=3).kinds(8, [0]) == [
-        *("full", "full", "store", "store", "reuse", "gate", "gated", "gated")
+        *("full", "full", "store", "store", "reuse_self", "gate", "gated", "gated")
     ]
     interval = Guidance(sigma_min=0.5, sigma_max=2.0)
     sigmas = np.stack([np.ones(4), [3.0, 2.0, 1.0, 0.5]])

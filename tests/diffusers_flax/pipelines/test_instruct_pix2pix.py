@@ -388,10 +388,10 @@ class CountingPipeline(FlaxStableDiffusionInstructPix2PixPipeline):
     def encode_image(self, params, inputs, options):
         return inputs["image"]
 
-    def denoise(self, params, inputs, options, text, image):
-        return image * inputs["guidance_scale"] + inputs["image_guidance_scale"]
+    def denoise(self, params, inputs, options, text, encoded):
+        return encoded * inputs["guidance_scale"] + inputs["image_guidance_scale"]
 
-    def decode(self, params, inputs, options, image, latents):
+    def decode(self, params, inputs, options, encoded, latents):
         return latents
 
 

@@ -21,7 +21,7 @@ from diffusers_flax.models.unet import FlaxUNet2DConditionOutput
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (
-    BRANCHES,
+    EDIT_BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
     edit_branches,
 )
@@ -188,7 +188,7 @@ def test_branches_without_weight_change_nothing(loaded, scales, negative_prompt)
     arguments = dict(latents=latents, neg_prompt_ids=neg_prompt_ids)
     found, expected = (
         generate(prompt_ids, image, params, jax.random.key(0), branches=branches, **arguments)
-        for branches in (edit_branches(*scales), BRANCHES)
+        for branches in (edit_branches(*scales), EDIT_BRANCHES)
     )
     assert len(edit_branches(*scales)) < 3
     assert psnr(found, expected) > 80
