@@ -57,7 +57,8 @@ def denoise_accelerated(
     hooks = ()
     if acceleration.tome:
         hooks = (merging_hook(acceleration.tome, x_t.shape[2]),)
-    # Rows of other devices than before would not fit a cache that outlives its branches.
+    # tome and fbcache need all rows of an image. A cache that outlives a branch needs the same rows
+    # on each device before and after; Spectrum's has all rows, as it is of guided x_0.
     rows_on_branches = not acceleration.tome and not isinstance(
         acceleration.cache, TGate | FirstBlockCache
     )
@@ -174,7 +175,9 @@ def make_segment(cache, model, kinds, steps, prediction_type, scales):
         prediction_type: of the scheduler's config.
         scales: of noise_scales.
     """
-    if isinstance(cache, DeepCache):
+    if cache is None:
+        functions, enter = plain(model)
+    elif isinstance(cache, DeepCache):
         functions, enter = deep_cache(model)
     elif isinstance(cache, FirstBlockCache):
         functions, enter = first_block_cache(model, cache.threshold)
@@ -184,7 +187,7 @@ def make_segment(cache, model, kinds, steps, prediction_type, scales):
         table = cache.coefficients([step.kind for step in steps])
         functions, enter = spectrum(model, table, prediction_type, scales)
     else:
-        functions, enter = plain(model)
+        raise TypeError(f"{type(cache).__name__} has no functions")
     used = sorted(set(kinds))
     table = np.array([used.index(kind) for kind in kinds])
     return Segment(tuple(functions[kind] for kind in used), table, enter)

@@ -64,8 +64,19 @@ class Guidance:
         return branches
 
 
+class Cache:
+    """Base of the caches, of which a run has one; caches.make_segment has their functions.
+
+    A subclass has the method kinds(num_steps, starts), which returns Step.kind of each step; the
+    steps `starts` are the first with their branches.
+    """
+
+    slot: ClassVar[str] = "cache"
+    uncounted: ClassVar[tuple] = ()  # kinds that count_evaluations leaves out
+
+
 @dataclass(frozen=True)
-class DeepCache:
+class DeepCache(Cache):
     """The whole UNet in every interval-th step; in others its last layer alone, on cached input.
 
     Args:
@@ -81,7 +92,7 @@ class DeepCache:
     """
 
     name: ClassVar[str] = "deepcache"
-    slot: ClassVar[str] = "cache"
+    uncounted: ClassVar[tuple] = ("shallow",)
     interval: int = 3
     warmup: int = 1
     center: int = -1
@@ -124,7 +135,7 @@ class DeepCache:
 
 
 @dataclass(frozen=True)
-class Spectrum:
+class Spectrum(Cache):
     """Whole steps become rarer; between them the clean latents are forecast from earlier steps.
 
     Args:
@@ -140,7 +151,7 @@ class Spectrum:
     """
 
     name: ClassVar[str] = "spectrum"
-    slot: ClassVar[str] = "cache"
+    uncounted: ClassVar[tuple] = ("forecast",)
     warmup: int = 4
     window: float = 2.0
     growth: float = 0.5
@@ -161,7 +172,10 @@ class Spectrum:
         require(0 <= self.weight <= 1, self, "weight", "must be from 0 to 1")
 
     def kinds(self, num_steps, starts):
-        """ "full" or "forecast" of each step."""
+        """ "full" or "forecast" of each step.
+
+        The cache is of guided x_0, so it remains valid when the branches change.
+        """
         require(self.window < num_steps, self, "window", f"must be below the {num_steps} steps")
         kinds, window, forecasts = [], self.window, 0
         for i in range(num_steps):
@@ -196,7 +210,7 @@ class Spectrum:
 
 
 @dataclass(frozen=True)
-class TGate:
+class TGate(Cache):
     """Text to image: after the gate, cross-attention is reused and guidance is off.
 
     Before the gate, self-attention is computed in every interval-th step and reused in between.
@@ -212,7 +226,6 @@ class TGate:
     """
 
     name: ClassVar[str] = "tgate"
-    slot: ClassVar[str] = "cache"
     gate: int = 10
     interval: int = 5
     warmup: int = 2
@@ -239,7 +252,7 @@ class TGate:
 
 
 @dataclass(frozen=True)
-class FirstBlockCache:
+class FirstBlockCache(Cache):
     """If the UNet's first layer changes little, what the other layers add is reused.
 
     Args:
@@ -252,7 +265,6 @@ class FirstBlockCache:
     """
 
     name: ClassVar[str] = "fbcache"
-    slot: ClassVar[str] = "cache"
     threshold: float = 0.08
 
     def __post_init__(self):
@@ -346,7 +358,7 @@ class Acceleration:
     """What a pipeline accelerates; None where it does not. Made by parse."""
 
     guidance: Guidance | None = None
-    cache: DeepCache | Spectrum | TGate | FirstBlockCache | None = None
+    cache: Cache | None = None
     tome: TokenMerging | None = None
     int8: Int8 | None = None
     tiny_decoder: TinyDecoder | None = None
@@ -369,7 +381,13 @@ class Acceleration:
 
 
 class Step(NamedTuple):
-    """What a step computes: the branches of guidance, and which function of caches.py."""
+    """What a step computes.
+
+    Fields:
+        branches: of guidance.
+        kind: a key of what the cache's function in caches.py returns. "full" is needed in each step
+            of `starts`, unless the cache outlives its branches.
+    """
 
     branches: tuple
     kind: str
@@ -564,4 +582,5 @@ def count_evaluations(steps):
 
     DeepCache's shallow steps and forecasts are none; fbcache's count as if it reused nothing.
     """
-    return sum(len(step.branches) for step in steps if step.kind not in ("shallow", "forecast"))
+    uncounted = {kind for cache in Cache.__subclasses__() for kind in cache.uncounted}
+    return sum(len(step.branches) for step in steps if step.kind not in uncounted)

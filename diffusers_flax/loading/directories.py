@@ -11,10 +11,9 @@ from diffusers_flax.loading.single_file import INDEX_NAME
 from diffusers_flax.loading.weights import weights_pattern
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # PyTorch diffusers' name
-CONV_IN_FILE = (
-    "conv_in.safetensors"  # the first convolution, which training with LoRA writes in full
-)
-# File that a component of a pipeline directory has at least.
+# The first convolution, which training with LoRA writes in full.
+CONV_IN_FILE = "conv_in.safetensors"
+# File that each component's directory must have.
 COMPONENT_FILES = {
     **dict.fromkeys(("unet", "vae", "text_encoder", "text_encoder_2", "controlnet"), "config.json"),
     **dict.fromkeys(("tokenizer", "tokenizer_2"), "tokenizer_config.json"),

@@ -299,15 +299,10 @@ class SingleFile(str):
             raise ValueError(f"it lacks {first_names(missing)}")
         # Views of the file's memory map, which stays open while the component is read.
         tensors = {name: found[source] for name, source in names.items()}
-        converted = (
-            {**tensors}
-            if self.is_converted
-            else convert_component(component, prefix, tensors, config)
-        )
-        if component in (
-            "unet",
-            "controlnet",
-        ):  # their conversion renames tensors and leaves some out
+        converted = dict(tensors)
+        if not self.is_converted:
+            converted = convert_component(component, prefix, tensors, config)
+        if component in ("unet", "controlnet"):  # conversion renames tensors and leaves some out
             used = {id(tensor) for tensor in converted.values()}
             converted |= {name: x for name, x in tensors.items() if id(x) not in used}
         del found, tensors

@@ -350,13 +350,13 @@ class ControlNetTextToImage(TextToImage):
             As TextToImage._generate.
         """
         options = Options(
-            num_inference_steps,
-            timesteps,
-            eta,
-            height,
-            width,
-            branches or self.guidance_branches(guidance_scale),
-            return_latents,
+            num_inference_steps=num_inference_steps,
+            timesteps=timesteps,
+            eta=eta,
+            height=height,
+            width=width,
+            branches=branches or self.guidance_branches(guidance_scale),
+            return_latents=return_latents,
             denoising_end=denoising_end,
             control_guidance_start=self.one_for_each(
                 "control_guidance_start", control_guidance_start

@@ -21,12 +21,12 @@ from diffusers_flax.pipelines.text_to_image import TextToImage
 
 
 class ImageToImage(TextToImage):
-    """Text and a first image in, image out.
+    """Text and an image to start from in, image out.
 
     The noise differs from TextToImage's for the same key, so one key can make an image and continue
-    from it. With strength below 1 it differs from PyTorch for two
-    schedulers: PyTorch's PNDM is then one timestep late (38 dB apart at strength 0.7), and its LMS
-    takes coefficients for derivatives that it does not have.
+    from it. Images differ from PyTorch's for two schedulers if strength is below 1: PyTorch's PNDM
+    is then one timestep late (38 dB apart at strength 0.7), and its LMS takes coefficients for
+    derivatives that it does not have.
 
     Source: SDEdit (arXiv 2108.01073), algorithm 1.
     """
@@ -71,6 +71,12 @@ class ImageToImage(TextToImage):
                 f"to do; take strength {1 / num_inference_steps:.2g} or more"
             )
         return num_inference_steps - num_done
+
+    def first_step(self, num_inference_steps, strength, denoising_start):
+        """Number of first steps to skip; none with denoising_start, which chooses the timesteps."""
+        if denoising_start is not None:
+            return 0
+        return self.get_timestep_start(num_inference_steps, strength)
 
     def __call__(
         self,
@@ -141,14 +147,11 @@ class ImageToImage(TextToImage):
         Raises:
             ValueError: shapes, sizes, scales or steps that do not fit.
         """
-        first_step = 0
-        if denoising_start is None:
-            first_step = self.get_timestep_start(num_inference_steps, strength)
         options = Options(
             **self.step_options(num_inference_steps, timesteps, eta),
             **self.size_options(height, width, output_type, image.shape),
             branches=self.guidance_branches(guidance_scale),
-            first_step=first_step,
+            first_step=self.first_step(num_inference_steps, strength, denoising_start),
             denoising_start=denoising_start,
             denoising_end=denoising_end,
         )
@@ -188,16 +191,16 @@ class ImageToImage(TextToImage):
             As FlaxStableDiffusionPipeline._generate.
         """
         options = Options(
-            num_inference_steps,
-            timesteps,
-            eta,
-            height,
-            width,
-            branches or self.guidance_branches(guidance_scale),
-            return_latents,
-            start_timestep,
-            denoising_start,
-            denoising_end,
+            num_inference_steps=num_inference_steps,
+            timesteps=timesteps,
+            eta=eta,
+            height=height,
+            width=width,
+            branches=branches or self.guidance_branches(guidance_scale),
+            return_latents=return_latents,
+            first_step=start_timestep,
+            denoising_start=denoising_start,
+            denoising_end=denoising_end,
         )
         inputs = dict(prompt_ids=prompt_ids, image=image, neg_prompt_ids=neg_prompt_ids)
         inputs |= dict(noise=noise, guidance_scale=guidance_scale)
@@ -223,7 +226,7 @@ class ImageToImage(TextToImage):
         return encode(self.compute_vae, params["vae"], resize(image, shape), keys, self.layout)
 
     def denoise(self, params, inputs, options, text, encoded):
-        """Scaled latents (B, 4, h, w) of the texts, from the latents of the images, encoded."""
+        """Scaled latents (B, 4, h, w) of the texts; encoded: the images' scaled latents."""
         keys = keys_of_sequel(keys_per_image(inputs["prng_seed"], len(encoded)))
         schedule = self.make_schedule(options, encoded.shape)
         noise, x_t = inputs["noise"], encoded

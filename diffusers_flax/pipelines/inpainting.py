@@ -51,12 +51,6 @@ class Inpainting(ImageToImage):
         """Whether the UNet takes the mask and the latents of the masked image: 9 channels."""
         return self.unet.in_channels != self.vae.latent_channels
 
-    def first_step(self, num_inference_steps, strength, denoising_start):
-        """Number of first steps to skip."""
-        if denoising_start is not None:
-            return 0
-        return self.get_timestep_start(num_inference_steps, strength)
-
     def encode_image(self, params, inputs, options):
         """The InpaintedLatents: a stage of a run."""
         prompt_ids, mask = inputs["prompt_ids"], inputs["mask"]

@@ -326,7 +326,13 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
         if branches is None:
             branches = edit_branches(**scales)
         options = Options(
-            num_inference_steps, timesteps, eta, height, width, branches, return_latents
+            num_inference_steps=num_inference_steps,
+            timesteps=timesteps,
+            eta=eta,
+            height=height,
+            width=width,
+            branches=branches,
+            return_latents=return_latents,
         )
         inputs = dict(prompt_ids=prompt_ids, image=image, mask=mask, latents=latents)
         inputs |= dict(neg_prompt_ids=neg_prompt_ids, prng_seed=prng_seed)

@@ -300,16 +300,16 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
             As TextToImage._generate.
         """
         options = Options(
-            num_inference_steps,
-            timesteps,
-            eta,
-            height,
-            width,
-            branches or self.guidance_branches(guidance_scale),
-            return_latents,
-            self.first_step(num_inference_steps, strength, denoising_start),
-            denoising_start,
-            denoising_end,
+            num_inference_steps=num_inference_steps,
+            timesteps=timesteps,
+            eta=eta,
+            height=height,
+            width=width,
+            branches=branches or self.guidance_branches(guidance_scale),
+            return_latents=return_latents,
+            first_step=self.first_step(num_inference_steps, strength, denoising_start),
+            denoising_start=denoising_start,
+            denoising_end=denoising_end,
         )
         inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
         inputs |= dict(image=image, mask=mask, masked_image=masked_image)

@@ -169,13 +169,13 @@ class TextToImage(FlaxDiffusionPipeline):
             float32 (B, 4, H / 8, W / 8).
         """
         options = Options(
-            num_inference_steps,
-            timesteps,
-            eta,
-            height,
-            width,
-            branches or self.guidance_branches(guidance_scale),
-            return_latents,
+            num_inference_steps=num_inference_steps,
+            timesteps=timesteps,
+            eta=eta,
+            height=height,
+            width=width,
+            branches=branches or self.guidance_branches(guidance_scale),
+            return_latents=return_latents,
             denoising_end=denoising_end,
         )
         inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
