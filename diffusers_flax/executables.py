@@ -146,7 +146,7 @@ def surroundings(devices, files):
 
     Args:
         devices: to run on.
-        files: code that calls the library, whose own code always counts.
+        files: source files of the caller; the library's own are always included.
     """
     library = Path(__file__).parent
     code = hashlib.sha256()

@@ -282,7 +282,7 @@ def to_pil(images):
 
 
 def pair_up(first, second, first_name="prompts", second_name="images"):
-    """Repeat an array of one row for all rows of the other; else both have as many rows."""
+    """Repeat an array of one row to match the other; other lengths must agree."""
     sizes = len(first), len(second)
     if sizes[0] != sizes[1] and 1 not in sizes:
         raise ValueError(
@@ -299,7 +299,7 @@ def pair_with_masks(prompt_ids, image, mask, factor=1, feather=0):
         prompt_ids: int32 (B, 77), SDXL (B, 2, 77).
         image: (B, C, H, W), or latents (B, C, h, w).
         mask, feather: see prepare_masks.
-        factor: the mask's pixels along a side for each of the image's.
+        factor: pixels of the mask per pixel or latent of the image, along a side.
 
     Returns:
         (prompt_ids, image, mask), mask float32 (B, 1, H, W) from 0 to 1.

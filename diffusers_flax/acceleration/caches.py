@@ -6,8 +6,8 @@ Consecutive steps with the same branches of guidance are one segment, a compiled
 step calls the function of its kind; a static table says which. A cache begins empty in every run
 and belongs to the images of the run: it is a part of the loop's carry.
 
-All that reuses or replaces features intercepts calls of the UNet's modules (flax.linen's
-intercept_methods); the UNet knows nothing of it:
+Caches and token merging intercept calls of the UNet's modules (flax.linen's intercept_methods); the
+UNet knows nothing of it:
 
     deepcache    `layer` of the last block: keeps the input of its last layer
     fbcache      `layer` of the first block: its result is known already
@@ -47,7 +47,7 @@ def denoise_accelerated(
     """x_0 of x_t, like sampling.denoise.
 
     Args:
-        pipeline, params: FlaxDiffusionPipeline, its acceleration is used, and its parameters.
+        pipeline, params: an accelerated FlaxDiffusionPipeline, and its parameters.
         schedule, keys, x_t, watch, after_step: as for sampling.denoise.
         prediction: GuidedPrediction of a plain run.
     """
@@ -152,7 +152,7 @@ def group_steps(steps):
 
 
 def switch_fractions(steps):
-    """How often the loops compute each of their functions, per step.
+    """Fraction of the steps in which each function of a loop runs.
 
     Returns:
         One tuple for each loop that has several functions, see flops.matmul_flops.

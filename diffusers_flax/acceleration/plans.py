@@ -22,12 +22,12 @@ FEW_STEPS = 8  # caches need more: with few steps neighbours differ too much
 
 @dataclass(frozen=True)
 class Guidance:
-    """Guidance in a part of the steps only; the other steps compute one branch.
+    """Guidance in some steps; the others compute one branch.
 
     Args:
-        start, stop: the part of the steps, shares from 0 to 1.
-        image_stop: for edits, the share after which the guidance of the input image ends, if that
-            is before `stop`: two branches instead of three.
+        start, stop: fractions of the steps, from 0 to 1.
+        image_stop: for edits, fraction at which guidance by the original image ends, if that is
+            before `stop`: two branches instead of three.
         sigma_min, sigma_max: the noise levels with guidance, sigma_min < sigma <= sigma_max, where
             sigma is the ratio of standard deviations, noise / scaled image.
 
@@ -84,8 +84,8 @@ class DeepCache(Cache):
         warmup: whole steps at the beginning.
         center, power: if center >= 0, there are as many whole steps as with equal intervals, but
             denser around step `center`: spaced evenly in x^(1/power), where x is the signed
-            distance to it. While two of them fall on one step, power is lowered by 0.02; it is an
-            error if they do at 1. power is at most 10.
+            distance to it. If two whole steps coincide, power is lowered by 0.02 until none do;
+            reaching 1 is an error. power is at most 10.
 
     Source: DeepCache (arXiv 2312.00858), sections 3.2 and 3.3. As in the authors' code, a power of
     a negative distance is complex, and its real part counts.
@@ -256,8 +256,8 @@ class FirstBlockCache(Cache):
     """If the UNet's first layer changes little, what the other layers add is reused.
 
     Args:
-        threshold: largest change of the first layer's residual since the latest whole step, mean
-            absolute values, relative; each image is compared on its own.
+        threshold: a step reuses the cache if the first layer's residual has changed by at most this
+            since the latest whole step: mean absolute change / mean absolute value, per image.
 
     The program skips work only if all images of the device's batch are below the threshold.
 
@@ -355,7 +355,7 @@ VALUES = {  # type of a parameter: how its text is read, and what it must be
 
 @dataclass(frozen=True)
 class Acceleration:
-    """What a pipeline accelerates; None where it does not. Made by parse."""
+    """Accelerations of a pipeline; None: not used. Made by parse."""
 
     guidance: Guidance | None = None
     cache: Cache | None = None

@@ -31,7 +31,8 @@ from diffusers_flax.devices.processes import list_of_process_0
 from diffusers_flax.parameters import replace_leaves
 
 AXES = ("data", "branches", "rows")
-COMPONENTS = {  # that may have devices of their own: the models of each, keys of params
+# {component that may have its own device: its models, keys of params}
+COMPONENTS = {
     "text": ("text_encoder", "text_encoder_2"),
     "unet": ("unet", "controlnet", "tiny_vae"),
     "vae": ("vae", "safety_checker"),
@@ -44,8 +45,8 @@ ON_ONE_DEVICE = tuple((component, 0) for component in COMPONENTS)
 class Layout:
     """The devices of a program; data * branches * rows of them.
 
-    data: groups of devices, each with an equal number of images; None: as many as there are devices
-    for. branches, rows: devices of a group, for branch and spatial parallelism.
+    data: number of device groups, among which images are divided; None: as many as the devices
+    allow. branches, rows: devices of a group, for branch and spatial parallelism.
 
     components: {"text", "unet", "vae": index in devices}: component parallelism instead. Text
     encoders, UNet and VAE are programs of their own on these devices, on the first one if left out,
@@ -220,7 +221,7 @@ class Layout:
         return tree if self.is_local else jax.tree.map(convert, tree)
 
     def jit_batches(self, function):
-        """A function of one batch, compiled for one batch of each group.
+        """Compile a function of one batch to run on one batch per group.
 
         Args:
             function: as for map: (images, shared) -> array (B, ...); images are arrays (B, ...).
@@ -249,9 +250,8 @@ class Layout:
         return jax.jit(on_all, in_shardings=(everywhere, None if self.fetches else everywhere))
 
     def first(self, num_groups):
-        """The Layout of the first groups alone; of all if the devices belong to several processes.
-
-        Each process takes part in a program.
+        """The Layout of the first groups alone; of all if the devices belong to several processes,
+        as every process must take part in a program.
         """
         if self.components or not self.is_local or num_groups >= self.data:
             return self
@@ -276,7 +276,7 @@ class Layout:
     def on_all_devices(self, x):
         """A result of map, inside jit, copied to all devices if they are of several processes.
 
-        A process can read what its own devices have only.
+        A process can read its own devices only.
         """
         if self.is_local:
             return x

@@ -41,7 +41,7 @@ HOST_PLATFORMS = ("cpu",)
 NOT_OFFLOADED = ("scheduler", "safety_checker")  # in params, but in no stage of a run
 KEPT_MODELS = ("unet", "controlnet")  # in component
 
-PLACE = "place"  # the collection of variables that has the path of the group that runs
+PLACE = "place"  # collection of variables with the running group's path
 
 
 def check_offload(offload, devices):
@@ -157,12 +157,12 @@ def is_on_host(x):
 
 
 class Fetcher:
-    """What `fetching` does to stages and modules; offload: a key of GROUPS."""
+    """Fetches parameters for stages and modules; offload: a key of GROUPS."""
 
     def __init__(self, offload):
         self.offload = offload
         self.stage_before = ()  # the result of the stage before
-        self.group_before = None  # what the group before takes, in the same call of a model
+        self.group_before = None  # input of the previous group in this call of a model
 
     def stage(self, stage, models):
         """A stage of a run, (params, ...), which fetches what is in no group of its models.

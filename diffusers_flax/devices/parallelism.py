@@ -122,7 +122,10 @@ def choose_axes(layout, unet, num_branches, height, rows_on_branches=True):
 
 
 def parallel_apply(layout, unet, num_branches, height):
-    """Like unet.apply, but each device of a group computes its share; arguments: choose_axes."""
+    """Like unet.apply, but each device of a group computes its share.
+
+    Arguments as for choose_axes.
+    """
     axes = choose_axes(layout, unet, num_branches, height)
     unet = unet.clone(rows_axis=axes.rows)
 

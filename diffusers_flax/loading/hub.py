@@ -82,7 +82,7 @@ def place_in_words(source, subfolder, revision):
 
 
 def download_hint(source, *words):
-    """For the error of a missing file: "; " and the command that fetches it, if no hub was asked.
+    """How to fetch a missing file, for errors: "; ..." with the command, "" if the hub was asked.
 
     Args:
         source: directory, hub id or SingleFile.

@@ -282,7 +282,10 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
         return FlaxControlNetOutput(down, middle) if return_dict else (down, middle)
 
     def embed_condition(self, image, shape):
-        """An image's features; shape (B, H, W, C): theirs and the sample's."""
+        """Features of control images, (B, H, W, C).
+
+        shape: of the sample's features, which they must match.
+        """
         factor = 2 ** (len(self.conditioning_embedding_out_channels) - 1)
         wanted = shape[0], self.conditioning_channels, factor * shape[1], factor * shape[2]
         if tuple(image.shape) != wanted:

@@ -17,9 +17,10 @@ LEAST_CHANNELS = 320
 MOST_CHANNELS_PER_POSITION = 2
 # Most numbers in input and output together; the algorithm needs four times as many, here 1 GiB.
 MOST_NUMBERS = 2**26
-# With less than BATCH_UNIT images, LEAST_POSITIONS or more and at most MOST_SUMS results, whose
-# float32 sums stay in VMEM, a TPU's convolution takes 1.5 to 2.4 times the estimated cycles of
-# shifted_matmuls on v5e, 0.9 to 2.0 times on v6e (python -m benchmarks.tpu_kernels convolution).
+# shifted_matmuls is for fewer than BATCH_UNIT images, at least LEAST_POSITIONS positions and at
+# most MOST_SUMS results, whose float32 sums stay in VMEM. There XLA's convolution takes 1.5 to 2.4
+# times the estimated cycles of shifted_matmuls on v5e, 0.9 to 2.0 times on v6e
+# (python -m benchmarks.tpu_kernels convolution).
 BATCH_UNIT = 8
 LEAST_POSITIONS = 512
 MOST_SUMS = 2**24
@@ -163,7 +164,7 @@ def _of_results(y):
 
 
 def _transform_kernel(matrix, kernel):
-    """(3, 3, C, D) -> (16, C, D), by a matmul, which XLA does not compute once per use."""
+    """(3, 3, C, D) -> (16, C, D), as a matmul, which XLA computes once for all its users."""
     _, _, C, D = kernel.shape
     return (matrix @ kernel.reshape(9, C * D)).reshape(16, C, D)
 

@@ -50,8 +50,8 @@ class FlaxPreTrainedModel(FloatingCasts):
     FlaxModelMixin; and `__call__`.
 
     Args:
-        config: a config_class, to which the model refers: changing it changes the model. Or the
-            content of a config.json, of which the first access to `config` makes a config_class.
+        config: a config_class; changing it changes the model. Or a config.json's content; `config`
+            then makes the object when first read.
         input_shape: stored as an attribute; no parameter depends on it.
         seed: of the random parameters.
         dtype: compute dtype of the module.

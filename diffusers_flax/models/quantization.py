@@ -119,8 +119,8 @@ def check_quantized(params, storage, mode):
 def is_stored_kernel(name):
     """Whether `store` changes a parameter, by its path joined by "/".
 
-    It changes the kernels that quantize changes, in UNets and ControlNets, and those of text
-    encoders' layers. Norms, biases, embeddings, conv_in, conv_out, text projections, 1x1
+    True for the kernels that quantize changes in UNets and ControlNets, and for text encoders'
+    layers. Norms, biases, embeddings, conv_in, conv_out, text projections, 1x1
     convolutions of residual blocks and VAEs stay as they are.
     """
     name = ONE_OF_SEVERAL.sub("", name)

@@ -400,7 +400,7 @@ def least_tile(vae):
 
 
 def check_tile(vae, tile):
-    """Raise a ValueError for a side in pixels that makes no whole latents and overlaps."""
+    """Raise a ValueError unless a tile's side and overlap are whole numbers of latents."""
     least = least_tile(vae)
     if tile < least or tile % least:
         raise ValueError(
@@ -447,7 +447,7 @@ def map_tiles(function, x, side, out_side):
     kept = out_side - extent
 
     def row_of_tiles(ends, corner, height):
-        """(ends of the row's tiles, which the next row blends with; the row without its end).
+        """(the tiles' ends, for blending with the next row; the row without them).
 
         ends: of the row above; corner: (the row's index, its top).
         """

@@ -179,8 +179,8 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             index: content of model_index.json; None reads it.
 
         Returns:
-            (content of model_index.json; {component: its config}). The configs of a replaced unet
-            and vae are their own.
+            (content of model_index.json; {component: its config}); a replaced unet or vae has its
+            own config.
 
         Raises:
             ValueError: the directory or components are missing, or it is another kind of pipeline.
@@ -314,7 +314,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         execution=None,
         **hub_options,
     ):
-        """The pipeline of from_pretrained without weights, which is fast.
+        """Like from_pretrained, without weights, and fast.
 
         Args:
             pretrained_model_name_or_path, revision, dtype, scheduler, embeddings: as for
@@ -704,7 +704,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
 
 
 def read_acceleration(accelerate):
-    """The Acceleration of an argument accelerate=, as plans.parse takes it; None without any."""
+    """The Acceleration for accelerate=, see plans.parse; None: no acceleration."""
     if not accelerate:
         return None
     from diffusers_flax.acceleration.plans import parse
@@ -713,7 +713,7 @@ def read_acceleration(accelerate):
 
 
 def replaced_configs(replaced, **hub_options):
-    """{component: its config} for replaced unet and vae, {} for the others.
+    """{replaced component: its config, or {} if it is neither unet nor vae}.
 
     replaced: as for FlaxDiffusionPipeline.check. A file of weights has the directory's config.
     """

@@ -309,7 +309,7 @@ class ControlNetTextToImage(TextToImage):
         return np.array(scales, np.float32)
 
     def one_for_each(self, name, value):
-        """A value, or a list of one per ControlNet, as a tuple of one per ControlNet."""
+        """One value per ControlNet, a tuple, from a value for all or a list."""
         values = tuple(value) if isinstance(value, list | tuple) else (value,) * len(self.nets)
         if len(values) != len(self.nets):
             raise ValueError(

@@ -357,7 +357,7 @@ def check_layout(layout, jit, prompt_ids, kernel):
 def inputs_to_host(inputs):
     """Move inputs that are on one device to the host, as pmap refuses them.
 
-    The latents of a call on one device are such an input of a refiner on all devices.
+    For example latents made on one device, for a refiner on all.
     """
     on_one = {
         name: np.asarray(x)
@@ -368,9 +368,10 @@ def inputs_to_host(inputs):
 
 
 def keys_of_call(pipeline, jit, prng_seed, prompt_ids):
-    """The keys of a call's prng_seed; on several devices one per image, if it is one key.
+    """A call's keys.
 
-    Images then do not depend on the number of devices.
+    On several devices a single key becomes one per image, so that images do not depend on the
+    number of devices.
     """
     keys = as_keys(prng_seed)
     if (jit or pipeline.layout is not None) and keys.ndim == 0:
@@ -380,7 +381,7 @@ def keys_of_call(pipeline, jit, prng_seed, prompt_ids):
 
 
 def log_compilation(pipeline, jit, options, inputs, shared, params):
-    """Log what is new if the pipeline has compiled a program, and this call compiles another.
+    """Log what differs if a call compiles another program than earlier calls.
 
     Args:
         pipeline, jit, options: as for run.

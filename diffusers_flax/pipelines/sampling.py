@@ -466,7 +466,7 @@ def keep_outside(schedule, mask, latents, noise):
 
 
 def latent_mask(mask, factor, margin=0):
-    """A mask of latents: the largest value of the pixels of a latent and its neighbours.
+    """A mask for latents: each has the largest value of its own and its neighbours' pixels.
 
     Args:
         mask: (B, 1, H, W), from 0 to 1.

@@ -207,8 +207,8 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
         """Repaint the masked area of images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
-                are (devices, B, ...), for a Layout (data, B, ...).
+            prompt_ids: int32 (B, 77), as from prepare_inputs; with jit all arrays are
+                (devices, B, ...), for a Layout (data, B, ...).
             mask: float32 (B, 1, H, W), 1 where the image is repainted.
             masked_image: float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted, or scaled
                 latents; read by a UNet of 9 channels.
@@ -225,10 +225,9 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
                 number up to 1: no guidance, half the work.
             latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
                 it.
-            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
-                text, for SDXL zeros.
-            return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
-                (images,).
+            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None: the empty
+                text.
+            return_dict: False returns a plain tuple (images, nsfw_content_detected).
             jit: True runs on several devices, False on one; compiled either way.
             output_type: "np", "pil" or "latent".
             guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
@@ -247,9 +246,9 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
                 needed by a UNet of 4 channels, by strength below 1 and by denoising_start.
 
         Returns:
-            FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
-            images (B, H, W, 3), with jit (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL
-            images for "pil"; the scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
+            FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
+            (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL images for "pil"; the scaled
+            latents (B, 4, H / 8, W / 8), float32, for "latent".
 
         Raises:
             ValueError: shapes, sizes, scales or steps that do not fit.

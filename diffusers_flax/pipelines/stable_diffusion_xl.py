@@ -260,8 +260,8 @@ class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
         """Make a batch of images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
-                are (devices, B, ...), for a Layout (data, B, ...).
+            prompt_ids: int32 (B, 2, 77), as from prepare_inputs; with jit all arrays are
+                (devices, B, ...), for a Layout (data, B, ...).
             params: from from_pretrained; with jit replicated. Without jit the call runs where
                 they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
                 Layout, as its place_params leaves them.
@@ -275,10 +275,9 @@ class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
                 at.
             latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
                 it.
-            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
-                text, for SDXL zeros.
-            return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
-                (images,).
+            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None: text
+                states of zeros.
+            return_dict: False returns a plain tuple (images,).
             output_type: "np", "pil" or "latent".
             jit: True runs on several devices, False on one; compiled either way.
             guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
@@ -291,9 +290,9 @@ class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
                 output_type="latent", for another pipeline to continue; None: all.
 
         Returns:
-            FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
-            images (B, H, W, 3), with jit (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL
-            images for "pil"; the scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
+            FlaxStableDiffusionXLPipelineOutput, images (B, H, W, 3), with jit
+            (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL images for "pil"; the scaled
+            latents (B, 4, H / 8, W / 8), float32, for "latent".
 
         Raises:
             ValueError: shapes, sizes, scales or steps that do not fit.
@@ -373,8 +372,8 @@ class FlaxStableDiffusionXLInpaintPipeline(XLComponents, Inpainting):
         """Repaint the masked area of images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
-                are (devices, B, ...), for a Layout (data, B, ...).
+            prompt_ids: int32 (B, 2, 77), as from prepare_inputs; with jit all arrays are
+                (devices, B, ...), for a Layout (data, B, ...).
             image: the whole image, float32 (B, 3, H, W) in [-1, 1], or scaled latents (B, 4, h, w),
                 as from prepare_inputs.
             mask: float32 (B, 1, H, W), 1 where the image is repainted.
@@ -392,10 +391,9 @@ class FlaxStableDiffusionXLInpaintPipeline(XLComponents, Inpainting):
                 number up to 1: no guidance, half the work.
             latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
                 it.
-            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
-                text, for SDXL zeros.
-            return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
-                (images,).
+            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None: text
+                states of zeros.
+            return_dict: False returns a plain tuple (images,).
             jit: True runs on several devices, False on one; compiled either way.
             output_type: "np", "pil" or "latent".
             guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
@@ -413,9 +411,9 @@ class FlaxStableDiffusionXLInpaintPipeline(XLComponents, Inpainting):
                 latents; read by a UNet of 9 channels.
 
         Returns:
-            FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
-            images (B, H, W, 3), with jit (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL
-            images for "pil"; the scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
+            FlaxStableDiffusionXLPipelineOutput, images (B, H, W, 3), with jit
+            (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL images for "pil"; the scaled
+            latents (B, 4, H / 8, W / 8), float32, for "latent".
 
         Raises:
             ValueError: shapes, sizes, scales or steps that do not fit.

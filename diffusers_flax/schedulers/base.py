@@ -330,7 +330,7 @@ class FlaxSchedulerMixin(ConfigMixin):
         )
 
     def _check_visited(self, num_inference_steps, timesteps):
-        """Raise a ValueError for timesteps outside training's."""
+        """Raise a ValueError for timesteps that training did not have."""
         first, final = timesteps.max(), timesteps.min()
         if first >= len(self) or final < 0:
             raise ValueError(
@@ -403,7 +403,8 @@ class FlaxSchedulerMixin(ConfigMixin):
             state: from create_state or set_timesteps.
             original_samples: clean samples, (B, ...).
             noise: standard normal, same shape.
-            timesteps: (B,) or scalar; the run's for Euler, LMS and DPM-Solver after set_timesteps.
+            timesteps: (B,) or scalar; after set_timesteps, Euler, LMS and DPM-Solver take the
+                run's.
 
         Returns:
             Noisy samples in original_samples' dtype; for Euler and LMS before scale_model_input.
@@ -430,7 +431,10 @@ class FlaxSchedulerMixin(ConfigMixin):
             )
 
     def _noise(self, key, noise, sample):
-        """A step's noise in float32; key draws the published DDPM scheduler's."""
+        """A step's noise, float32.
+
+        It is `noise`, or drawn from key as the published DDPM scheduler did.
+        """
         if noise is not None:
             return noise.astype(jnp.float32)
         if key is None:

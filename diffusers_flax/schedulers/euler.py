@@ -1,7 +1,8 @@
 """Euler's schedulers, and SigmaScheduler, the base of schedulers that step in sigma.
 
-sigma is noise over signal, sigma_t / alpha_t. A step finds its index by its timestep; it is
-state.step_index if state.timesteps has the timestep there, or nowhere (a rounded timestep).
+sigma is noise over signal, sigma_t / alpha_t. A step finds its index by its timestep. The index is
+state.step_index if that entry of state.timesteps equals the timestep, or if no entry does (a
+rounded timestep).
 """
 
 import jax
