@@ -28,7 +28,8 @@ from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionS
 from filelock import FileLock
 from transformers import CLIPConfig, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-# The directory of the models made so far, shared by all workers; conftest.py sets it.
+# The directory of the models made so far, shared by all workers; conftest.py sets it. None, outside
+# pytest: each call makes its model.
 made_models = None
 
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -48,6 +49,10 @@ def made_once(make):
 
     @functools.wraps(make)
     def make_or_copy(folder, *args, **options):
+        if made_models is None:
+            make(Path(folder), *args, **options)
+            torch.manual_seed(0)
+            return Path(folder)
         call = inspect.signature(make).bind("", *args, **options)
         call.apply_defaults()
         key = hashlib.sha256(repr((make.__name__, call.arguments)).encode()).hexdigest()[:16]

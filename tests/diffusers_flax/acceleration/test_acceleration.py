@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib.util
 import math
+import re
 import warnings
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from flax.jax_utils import replicate
-from helpers import psnr
+from helpers import ROOT, psnr
 from PIL import Image
 from references import images_of, images_of_theirs, open_ours, open_theirs
 from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
@@ -24,11 +25,14 @@ import sdxl_single
 import sdxl_single_aot
 from compiling.programs import SdxlFlags, open_pipeline_of_flags
 from diffusers_flax.acceleration.plans import (
+    TECHNIQUES,
     Acceleration,
+    Cache,
     DeepCache,
     Guidance,
     Spectrum,
     TGate,
+    count_evaluations,
     parse,
     plan_steps,
 )
@@ -439,6 +443,21 @@ def test_plans():
     sigmas = np.stack([np.ones(4), [3.0, 2.0, 1.0, 0.5]])
     plan = plan_steps(Acceleration(interval), ("text", "null"), sigmas)
     assert [len(step.branches) for step in plan] == [1, 2, 2, 1]
+    evaluations = {
+        name: count_evaluations(plan_steps(parse(name), ("text", "null"), SCALES))
+        for name, technique in TECHNIQUES.items()
+        if issubclass(technique, Cache)
+    }
+    assert evaluations == {"deepcache": 14, "spectrum": 22, "tgate": 30, "fbcache": 40}
+
+
+def test_help_and_docs_name_all_techniques():
+    for file in ("generating/flags.py", "compiling/programs.py"):
+        source = (ROOT / file).read_text()
+        (comment,) = re.findall(r"# NAME or NAME:PARAMETER=VALUE(.*?) accelerate: ", source, re.S)
+        assert TECHNIQUES.keys() <= {*re.findall(r"\w+", comment)}
+    table = (ROOT / "docs/acceleration.md").read_text().split("## `--accelerate`")[1]
+    assert [*TECHNIQUES] == re.findall(r"^\| `(\w+)` \|", table.split("\n## ")[0], re.M)
 
 
 @pytest.mark.variants
