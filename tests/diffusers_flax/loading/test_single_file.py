@@ -591,7 +591,7 @@ def test_configs_of_a_controlnet(tmp_path):
     assert default_configs(of_xl) == "diffusers/controlnet-canny-sdxl-1.0"
     (tmp_path / "empty").mkdir()
     source.configs = str(tmp_path / "empty")
-    match = "give FlaxControlNetModel.from_single_file config=, a directory or hub id"
+    match = "give config= of FlaxControlNetModel.from_single_file, a directory or hub id"
     with pytest.raises(ValueError, match=match):
         check_single_file_configs("controlnet", source)
 
