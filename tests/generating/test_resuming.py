@@ -36,6 +36,11 @@ def test_ids_stay_the_same(tmp_path, monkeypatch):
     config = Config("model", **files, **more, resolution=64, exact_size=True, **shared)
     make_id = id_maker(config, "model")
     assert make_id(instruction="red", index=0) == "6176e5029950d16baf61058cc8c723df"
+    delta = ("model/unet", "a.safetensors:0.5")
+    chosen = ("deepcache", "taesd:path=model/unet")
+    others = replace(config, embedding=("a.safetensors:<a>",), unet_delta=delta, accelerate=chosen)
+    make_id = id_maker(others, "model")
+    assert make_id(instruction="red", index=0) == "c5f4da40eb51f844dd16337febe03f05"
     more = dict(prompt=("a",), num_images=4, latents=Path("a.safetensors"), unet="model/unet")
     more |= dict(height=64, output=Path("out"))
     for program, own in (
