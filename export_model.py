@@ -216,28 +216,44 @@ def export(config):
     jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
     pipeline, size, params = load_model_to_export(config)
     output_dir, batch_size = config.output_dir, config.batch_size or 1
-    arguments = pipeline, params, output_dir, config.dtype or DTYPES[config.format][0]
+    dtype = config.dtype or DTYPES[config.format][0]
     if config.format == "onnx":
         from exporting.onnx_files import export_onnx
 
-        export_onnx(*arguments, config.quantize)
+        export_onnx(pipeline, params, output_dir, dtype, config.quantize)
     elif config.format == "openvino":
         os.environ.setdefault("CI", "true")  # else the import of openvino starts its telemetry
         from exporting.openvino_files import export_openvino
 
-        export_openvino(*arguments, config.quantize)
+        export_openvino(pipeline, params, output_dir, dtype, config.quantize)
     elif config.format == "coreml":
         from exporting.folders import quiet
 
         with quiet():
             from exporting.coreml_files import export_coreml
 
-        export_coreml(*arguments, config.quantize, batch_size, size)
+        export_coreml(
+            pipeline,
+            params,
+            output_dir,
+            dtype,
+            quantize=config.quantize,
+            batch_size=batch_size,
+            size=size,
+        )
     else:
         from exporting.stablehlo_files import export_stablehlo
 
         platforms, steps = config.platform or ("cpu", "cuda"), config.num_inference_steps or 20
-        files = export_stablehlo(pipeline, params, output_dir, platforms, batch_size, size, steps)
+        files = export_stablehlo(
+            pipeline,
+            params,
+            output_dir,
+            platforms,
+            batch_size=batch_size,
+            size=size,
+            num_inference_steps=steps,
+        )
         return print_files(files)
     print(output_dir)
 
@@ -261,8 +277,14 @@ def run_file(config):
     check_scale("guidance_scale", scales[0])
     check_scale("image_guidance_scale", scales[1])
     check_seed("seed", config.seed or 0)
-    texts = config.prompt, config.negative_prompt or ""
-    images = run_program(config.run, *texts, config.input, config.seed or 0, scales)
+    images = run_program(
+        config.run,
+        config.prompt,
+        config.negative_prompt or "",
+        config.input,
+        seed=config.seed or 0,
+        guidance_scales=scales,
+    )
     print_files(save_images(images, config.output))
 
 

@@ -121,10 +121,19 @@ def pairs_of_jsonl(file, max_pairs=None):
                     f"{file} line {row['line']}: {row[name]} cannot be read: "
                     f"{error.strerror or error}; check the path"
                 ) from error
-        captions = (row[name] for name in CAPTIONS)
-        name, images = str(row["original_image"]), (data["original_image"], data["edited_image"])
-        pair = (len(pairs), name, row["edit_prompt"], *images, *captions, data["mask"])
-        pairs.append(HeldOutPair(*pair))
+        original_caption, edited_caption = (row[name] for name in CAPTIONS)
+        pairs.append(
+            HeldOutPair(
+                index=len(pairs),
+                input=str(row["original_image"]),
+                instruction=row["edit_prompt"],
+                original=data["original_image"],
+                edited=data["edited_image"],
+                original_caption=original_caption,
+                edited_caption=edited_caption,
+                mask=data["mask"],
+            )
+        )
     return pairs
 
 
