@@ -60,16 +60,16 @@ from editing.edits import (
     stretch,
 )
 from editing.masks import check_inputs, check_masks, finish_edit, load_mask, stretch_mask
-from generating.batches import IN_FLIGHT, DeviceClock, FileWriter
+from generating.batches import IN_FLIGHT, DeviceClock, FileWriter, check_finite_images
 from generating.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from generating.flags import (
     DeviceFlags,
     PreviewFlags,
     ProcessFlags,
     SamplingFlags,
+    from_flags,
     layout_of_flags,
     note_single_words,
-    take,
 )
 from generating.models import ModelOptions, Sampling, load_model
 from generating.previews import preview_files
@@ -238,14 +238,14 @@ def load_edit_model(edit_list, checked, preview, layout, config):
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
-    sampling = take(Sampling, config)
+    sampling = from_flags(Sampling, config)
     options = dict(dtype=choose_dtype(config.dtype), preview=preview, layout=layout)
     pipeline, params = load_model(
         config.model,
         checked.pipeline_type,
         checked.scheduler,
-        sampling,
-        take(ModelOptions, config, **options),
+        config.accelerate,
+        from_flags(ModelOptions, config, **options),
         partial(
             plan_edits,
             edit_list=edit_list,
@@ -260,11 +260,12 @@ def load_edit_model(edit_list, checked, preview, layout, config):
 
 def write_edit(result, edit, size, image_id, mask_feather):
     """Write a program's result, NumPy (H, W, 3) in [0, 1], at size (width, height)."""
-    of_mask = ()
+    original = mask = None
     if edit.mask is not None:
-        of_mask = load_fitted(edit.input, size), load_mask(edit, size), mask_feather
+        original, mask = load_fitted(edit.input, size), load_mask(edit, size)
     (image,) = to_pil(result)
-    save_image(finish_edit(image, size, *of_mask), edit.output, SOFTWARE, image_id)
+    image = finish_edit(image, size, original, mask, mask_feather)
+    save_image(image, edit.output, SOFTWARE, image_id)
 
 
 def run_edits(pipeline, params, edit_list, sizes, ids, config):
@@ -295,11 +296,19 @@ def run_edits(pipeline, params, edit_list, sizes, ids, config):
             return image, mask
 
         for batch, images, _ in edit_batches(
-            pipeline, params, edit_list, take(Sampling, config), load, bar, clock, IN_FLIGHT
+            pipeline, params, edit_list, from_flags(Sampling, config), load, bar, clock, IN_FLIGHT
         ):
+            check_finite_images(images, f"the edit of {batch[0].input} and others", config.lora)
             for edit, image in zip(batch, images):
-                of_edit = image, edit, size_of[edit], id_of[edit], config.mask_feather
-                files.write(edit.output, write_edit, *of_edit)
+                files.write(
+                    edit.output,
+                    write_edit,
+                    image,
+                    edit,
+                    size_of[edit],
+                    id_of[edit],
+                    config.mask_feather,
+                )
     jax.effects_barrier()  # waits for the previews
     if report := clock.report(todo):
         print(report, file=sys.stderr)
@@ -358,7 +367,7 @@ def run(config):
     image_sizes = check_inputs(edits, bar)
 
     config = with_single_files(config, "model")
-    sampling = take(Sampling, config)
+    sampling = from_flags(Sampling, config)
     checked = check_model(config.model, config.resolution, sampling)
     sizes = [edit_size(size, checked.resolution, checked.factor) for size in image_sizes]
     program_sizes = sizes

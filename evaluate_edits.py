@@ -64,7 +64,7 @@ from editing.results import (
     save_results,
     tiny_vae_checksum,
 )
-from generating.flags import SamplingFlags, take
+from generating.flags import SamplingFlags, from_flags
 from generating.models import Sampling
 from generating.single_files import with_single_files
 
@@ -177,7 +177,7 @@ def check_compared_models(config, all_scales):
     checked = {}
     for model, scales in itertools.product(config.model, scales_of_branches.values()):
         scales = dict(zip(("guidance_scale", "image_guidance_scale"), scales))
-        sampling = take(Sampling, config, **scales)
+        sampling = from_flags(Sampling, config, **scales)
         checked[model] = check_model(model, config.resolution, sampling)
     resolutions = {model: found.resolution for model, found in checked.items()}
     if len(set(resolutions.values())) > 1:

@@ -44,10 +44,10 @@ from generating.flags import (
     ProcessFlags,
     SamplingFlags,
     check_image_flags,
+    from_flags,
     layout_of_flags,
     list_prompts,
     read_latents,
-    take,
 )
 from generating.memory import plan_images
 from generating.models import Sampling, check_sampling, check_xl
@@ -74,16 +74,15 @@ def open_pipeline(config, layout, sampling, outputs):
     """The pipeline with the chosen scheduler, without weights."""
     model, revision = config.pretrained_model_name_or_path, config.revision
     check_xl(model, revision, config.unet)
-    dtype = choose_dtype(config.dtype)
     replaced = {"unet": config.unet} if config.unet else None
     _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, replaced)
     scheduler = check_sampling(FlaxStableDiffusionXLPipeline, configs["scheduler"], model, sampling)
     steps = sampling.steps(FlaxStableDiffusionXLPipeline)
     preview = preview_files(config, outputs, scheduler, steps, [config.grid])
     execution = Execution(config.accelerate, preview, layout, storage=config.storage)
-    options = dict(embeddings=config.embedding, execution=execution)
-    models = model, revision, dtype, scheduler, replaced
-    pipeline = FlaxStableDiffusionXLPipeline.open(*models, **options)
+    options = dict(dtype=choose_dtype(config.dtype), scheduler=scheduler, replaced=replaced)
+    options |= dict(embeddings=config.embedding, execution=execution)
+    pipeline = FlaxStableDiffusionXLPipeline.open(model, revision, **options)
     pipeline.check_parallel(sampling.branches(type(pipeline)), config.height)
     return pipeline
 
@@ -102,7 +101,7 @@ def generate(config, layout, devices, prompts, outputs, ids, todo):
     devices = devices[: math.ceil(len(prompts) / batch_size)]
     layout = layout and layout.first(len(devices))
     devices, is_writer = layout.groups if layout else devices, not layout or layout.is_writer
-    sampling = take(Sampling, config)
+    sampling = from_flags(Sampling, config)
 
     # 1. Load
     pipeline = open_pipeline(config, layout, sampling, outputs)
@@ -110,8 +109,9 @@ def generate(config, layout, devices, prompts, outputs, ids, todo):
     shape = pipeline.latent_shape(len(prompts), config.height, config.width)
     latents = read_latents(config.latents, shape) if config.latents else None
     height, width = pipeline.image_size(config.height, config.width)
-    of_batch = len(todo), batch_size, branches, (width, height)
-    pipeline, planned = plan_images(pipeline, devices, *of_batch, vae_tile=config.vae_tile)
+    batch = dict(num_images=len(todo), batch_size=batch_size, branches=branches)
+    batch |= dict(size=(width, height), vae_tile=config.vae_tile)
+    pipeline, planned = plan_images(pipeline, devices, **batch)
     weights = dict(variant=config.variant, lora=config.lora, unet_delta=config.unet_delta)
     model, revision = config.pretrained_model_name_or_path, config.revision
     params = pipeline.load_params(model, revision, **weights)

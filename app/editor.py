@@ -46,7 +46,7 @@ from editing.edits import (
 )
 from editing.masks import finish_edit, fit_mask, stretch_mask
 from generating.batches import check_finite_images, devices_for
-from generating.flags import take
+from generating.flags import from_flags
 from generating.memory import plan_images
 from generating.models import ModelOptions, Sampling, check_sampling, load_model
 
@@ -130,7 +130,7 @@ class Editor:
     def __init__(self, config, layout=None):
         """config: edit_app.py's flags; layout: Layout of the devices, or None."""
         self.config, self.layout = config, layout and layout.first(1)
-        sampling = take(Sampling, config, lora=())
+        sampling = from_flags(Sampling, config)
         self.checked = check_model(config.model, config.resolution, sampling, text_to_image=True)
         _, configs = self.checked.pipeline_type.check(config.model)
         self.scheduler_config = configs["scheduler"]
@@ -175,13 +175,20 @@ class Editor:
         config = self.config
         size = (self.checked.resolution,) * 2
         preview = Preview(1, self._show, self.decoder) if config.progress else None
-        options = dict(dtype=choose_dtype(config.dtype), layout=self.layout, preview=preview)
+        options = from_flags(
+            ModelOptions,
+            config,
+            dtype=choose_dtype(config.dtype),
+            lora=self._lora_specs(self.defaults()),
+            layout=self.layout,
+            preview=preview,
+        )
         self.pipeline, params = load_model(
             config.model,
             self.checked.pipeline_type,
             self.checked.scheduler,
-            Sampling(lora=self._lora_specs(self.defaults())),
-            take(ModelOptions, config, **options),
+            (),  # --accelerate comes with the settings
+            options,
             partial(self._plan, settings=self.defaults(), size=size),
         )
         if config.accelerate:  # int8 changes the parameters
@@ -202,7 +209,7 @@ class Editor:
 
     def _sampling(self, settings):
         """The Sampling of settings."""
-        return take(Sampling, settings, accelerate=self._acceleration(settings), lora=())
+        return from_flags(Sampling, settings, accelerate=self._acceleration(settings))
 
     def size_of(self, settings, image_size=None):
         """(width, height) of the result; image_size: of the original image."""
@@ -331,8 +338,10 @@ class Editor:
                     request, (first // request.at_once + 1) * settings.num_inference_steps
                 )
             check_finite_images(images, "the images", settings.lora)
-            of_mask = request.size, image, mask, settings.mask_feather
-            request.images += [finish_edit(made, *of_mask) for made in to_pil(images)]
+            request.images += [
+                finish_edit(made, request.size, image, mask, settings.mask_feather)
+                for made in to_pil(images)
+            ]
         request.seconds = time.perf_counter() - started
 
     def _arrays(self, settings, size, image, mask, num_devices):
@@ -366,8 +375,18 @@ class Editor:
             scales = np.float32(scales).T[..., None]  # (2, devices, 1)
         if self.edits:
             prompt_ids, image, keys, neg_ids, mask = arrays
-            of_image = prompt_ids, image, params, keys, steps, *scales
-            return pipeline(*of_image, neg_prompt_ids=neg_ids, jit=True, mask=mask).images
+            return pipeline(
+                prompt_ids,
+                image,
+                params,
+                keys,
+                num_inference_steps=steps,
+                guidance_scale=scales[0],
+                image_guidance_scale=scales[1],
+                neg_prompt_ids=neg_ids,
+                mask=mask,
+                jit=True,
+            ).images
         prompt_ids, keys, neg_ids = arrays
         return pipeline(
             prompt_ids,
@@ -383,7 +402,7 @@ class Editor:
 
     def _program(self, settings, size, is_masked, num_devices):
         """The PageProgram that makes an image on each device; a new one is not compiled yet."""
-        branches = take(Sampling, settings).branches(self.checked.pipeline_type)
+        branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
         key = (
             *(settings.scheduler, settings.accelerate, settings.num_inference_steps, size),
             *(is_masked, branches, bool(settings.negative_prompt), num_devices),
@@ -421,12 +440,19 @@ class Editor:
 
     def _plan(self, pipeline, settings, size):
         """(pipeline, with a tiled VAE if it needs one; a line about the memory)."""
-        branches = take(Sampling, settings).branches(self.checked.pipeline_type)
+        branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
         if self.edits:
             return plan_edits(pipeline, EditList([None], [size]), branches, self.config.vae_tile)
         pipeline.check_parallel(branches, size[1])
-        of_image = self.devices, 1, 1, branches, size
-        return plan_images(pipeline, *of_image, vae_tile=self.config.vae_tile)
+        return plan_images(
+            pipeline,
+            self.devices,
+            num_images=1,
+            batch_size=1,
+            branches=branches,
+            size=size,
+            vae_tile=self.config.vae_tile,
+        )
 
     def _lora_specs(self, settings):
         """FILE:WEIGHT of each LoRA in settings."""

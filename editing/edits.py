@@ -1,7 +1,7 @@
 """Editing images: their sizes, lists of edits, the model, batches of edits over all devices.
 
 checked = check_model("MODEL", None, sampling)
-pipeline, params = load_model("MODEL", checked.pipeline_type, checked.scheduler, sampling, options)
+pipeline, params = load_model("MODEL", checked.pipeline_type, checked.scheduler, (), options)
 replicate_params(params, edit_list.devices(None))
 for batch, images, seconds in edit_batches(pipeline, params, edit_list, sampling, load, bar):
     ...
@@ -27,7 +27,6 @@ from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix, pixels_per_latent
 from generating.batches import (
-    check_finite_images,
     devices_for,
     rows_at_once,
     rows_of_batches,
@@ -214,8 +213,16 @@ def plan_edits(pipeline, edit_list, branches, vae_tile=None):
     at_once = rows_at_once(edit_list.groups, edit_list.batch_size, len(devices))
     largest = max(at_once, key=lambda kind: at_once[kind] * math.prod(kind[0]))
     up_to = "up to " if len(at_once) > 1 else ""
-    of_images = len(edit_list.edits), at_once[largest], branches, largest[0]
-    return plan_images(pipeline, devices, *of_images, up_to, vae_tile)
+    return plan_images(
+        pipeline,
+        devices,
+        num_images=len(edit_list.edits),
+        batch_size=at_once[largest],
+        branches=branches,
+        size=largest[0],
+        up_to=up_to,
+        vae_tile=vae_tile,
+    )
 
 
 def edit_batches(pipeline, params, edit_list, sampling, load, bar, clock=None, in_flight=1):
@@ -236,9 +243,6 @@ def edit_batches(pipeline, params, edit_list, sampling, load, bar, clock=None, i
 
     Yields:
         (list of edits, results: NumPy float32 (n, H, W, 3) in [0, 1], seconds on the devices).
-
-    Raises:
-        ValueError: a result is not finite.
     """
     edits, devices = edit_list.edits, edit_list.devices(pipeline.layout)
     # All texts at once, so that warnings come early and once.
@@ -278,22 +282,18 @@ def edit_batches(pipeline, params, edit_list, sampling, load, bar, clock=None, i
             image,
             params,
             keys,
-            sampling.num_inference_steps,
-            sampling.guidance_scale,
-            sampling.image_guidance_scale,
+            guidance_scale=sampling.guidance_scale,
+            image_guidance_scale=sampling.image_guidance_scale,
             neg_prompt_ids=neg_ids,
-            jit=True,
-            timesteps=sampling.timesteps,
-            eta=sampling.eta,
             mask=mask,
+            jit=True,
+            **sampling.steps(type(pipeline)),
         ).images  # (devices, B, H, W, 3)
 
     def collect(prepared, images):
         _, batch, _ = prepared
         images = np.asarray(images)
-        images = images.reshape(-1, *images.shape[2:])[: len(batch)]
-        check_finite_images(images, f"the edit of {batch[0].input} and others", sampling.lora)
-        return images
+        return images.reshape(-1, *images.shape[2:])[: len(batch)]
 
     loaders = ThreadPoolExecutor(num_loaders())
     try:

@@ -21,7 +21,8 @@ from editing.edits import EditList, edit_batches, edit_size, plan_edits
 from editing.metrics import Clip, clip_metrics, features_or_nan, mask_metrics, pixel_metrics
 from editing.report import grid_rows
 from editing.results import find_row
-from generating.flags import take
+from generating.batches import check_finite_images
+from generating.flags import from_flags
 from generating.models import ModelOptions, Sampling, load_model
 
 IMAGES = "images"  # directory of the images of grid.png
@@ -187,7 +188,7 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
     flops = {}  # of an edit, by the branches of guidance for which the program is compiled
     for guidance_scale, image_guidance_scale, seed in todo:
         scales = {"guidance_scale": guidance_scale, "image_guidance_scale": image_guidance_scale}
-        sampling = take(Sampling, config, seed=seed, **scales)
+        sampling = from_flags(Sampling, config, seed=seed, **scales)
         edit_all = partial(edit_batches, pipeline, params, sampling=sampling, load=load_pair)
         branches = sampling.branches(checked.pipeline_type)
         compile_seconds = 0.0
@@ -202,6 +203,7 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
             pipeline,
             references,
             config.output_dir / IMAGES / folder,
+            config.lora,
         )
         memory, memory_of = peak_memory(devices)
         results["rows"].append(
@@ -233,7 +235,7 @@ def load_largest(model, checked, todo, edit_list, config):
         (pipeline, its parameters as NumPy arrays).
     """
     all_sampling = [
-        take(Sampling, config, guidance_scale=scale, image_guidance_scale=image_scale)
+        from_flags(Sampling, config, guidance_scale=scale, image_guidance_scale=image_scale)
         for scale, image_scale, _ in todo
     ]
     branches = max((x.branches(checked.pipeline_type) for x in all_sampling), key=len)
@@ -241,8 +243,8 @@ def load_largest(model, checked, todo, edit_list, config):
         model,
         checked.pipeline_type,
         checked.scheduler,
-        all_sampling[0],
-        take(ModelOptions, config, dtype=choose_dtype(config.dtype)),
+        config.accelerate,
+        from_flags(ModelOptions, config, dtype=choose_dtype(config.dtype)),
         partial(plan_edits, edit_list=edit_list, branches=branches),
     )
 
@@ -268,7 +270,7 @@ def warm_up(edit_all, edit_list, num_devices):
     return sum(seconds for _, _, seconds in batches)
 
 
-def measure_edits(batches, pipeline, references, folder):
+def measure_edits(batches, pipeline, references, folder, lora):
     """Edit all pairs, measure the results and write the images that grid.png may show.
 
     Args:
@@ -276,14 +278,19 @@ def measure_edits(batches, pipeline, references, folder):
         pipeline: InstructPix2Pix.
         references: References.
         folder: of the images.
+        lora: see check_finite_images.
 
     Returns:
         (averages of the metrics, seconds of the pipeline's calls).
+
+    Raises:
+        ValueError: a result is not finite.
     """
     shown = grid_rows([pair.instruction for pair in references.pairs])
     row_of_index = {pair.index: row for row, pair in enumerate(references.pairs)}
     metrics, total_seconds = defaultdict(list), 0.0
     for batch, images, seconds in batches:
+        check_finite_images(images, f"the edit of {batch[0].input} and others", lora)
         rows = [row_of_index[pair.index] for pair in batch]
         images = pipeline.numpy_to_pil(images)
         total_seconds += seconds

@@ -183,12 +183,12 @@ def layout_of_flags(flags):
     return replace(parse_layout(flags.parallel), offload=flags.offload)
 
 
-def take(group, config, **changes):
+def from_flags(group, config, **changes):
     """Fill a dataclass, such as models.Sampling, from the flags with its fields' names.
 
     Args:
         group: dataclass; fields without a flag keep their defaults.
-        config: of a program.
+        config: flags of a program, or another object with such fields.
         changes: values of fields, instead of flags.
     """
     names = [field.name for field in fields(group) if hasattr(config, field.name)]

@@ -4,12 +4,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
-from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.loading.directories import read_index
 from diffusers_flax.loading.hub import locate
@@ -19,10 +18,13 @@ from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix, edit_bran
 from diffusers_flax.pipelines.sampling import check_steps, text_branches, timestep_options
 from diffusers_flax.schedulers.factory import choose_scheduler
 
+if TYPE_CHECKING:
+    from diffusers_flax.acceleration.previews import Preview
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a model makes images. The fields are flags of the programs, see flags.take."""
+    """How a model makes images. The fields are flags of the programs, see flags.from_flags."""
 
     num_inference_steps: int = 50
     guidance_scale: float = 7.5
@@ -35,12 +37,12 @@ class Sampling:
     timestep_spacing: str | None = None  # None: as in the scheduler's config
     prediction_type: str | None = None  # likewise
     accelerate: tuple[str, ...] = ()  # see acceleration.plans.parse
-    lora: tuple[str, ...] = ()  # files to fold into the weights, see loading.lora.Loras
 
     def steps(self, pipeline_type):
         """The options of a pipeline's call that choose the steps, see timestep_options."""
-        options = self.num_inference_steps, self.timesteps, self.eta
-        return timestep_options(*options, pipeline_type.ays_timesteps)
+        return timestep_options(
+            self.num_inference_steps, self.timesteps, self.eta, pipeline_type.ays_timesteps
+        )
 
     def branches(self, pipeline_type):
         """The branches of guidance; text to image has one scale."""
@@ -54,11 +56,12 @@ class ModelOptions:
     """How a model is opened."""
 
     dtype: DTypeLike  # of computation and parameters, see cast_params
+    lora: tuple[str, ...] = ()  # files to fold into the weights, see loading.lora.Loras
     embedding: tuple[str, ...] = ()  # files with new tokens, see loading.embeddings.Embeddings
     unet_delta: tuple[str, ...] = ()  # difference to add to the UNet, see loading.unet_delta
     storage: str | None = None  # of the kernels, see models.quantization.store
     layout: Layout | None = None  # of the devices; None: each device makes images of its own
-    preview: Preview | None = None
+    preview: "Preview | None" = None
 
 
 def check_xl(model, revision, unet):
@@ -105,8 +108,13 @@ def check_sampling(pipeline_type, scheduler_config, model, sampling):
     accelerate = read_acceleration(sampling.accelerate)
     if accelerate:
         pipeline_type.check_acceleration(accelerate)
-    options = sampling.scheduler, sampling.timestep_spacing, sampling.prediction_type
-    scheduler, state = choose_scheduler(scheduler_config, model, *options)
+    scheduler, state = choose_scheduler(
+        scheduler_config,
+        model,
+        sampling.scheduler,
+        timestep_spacing=sampling.timestep_spacing,
+        prediction_type=sampling.prediction_type,
+    )
     steps, branches = sampling.steps(pipeline_type), sampling.branches(pipeline_type)
     check_steps(scheduler, state, steps, accelerate, branches)
     return scheduler
@@ -116,7 +124,7 @@ def load_model(
     model: str,
     pipeline_type: type,
     scheduler: Any,
-    sampling: Sampling,
+    accelerate: tuple[str, ...],
     options: ModelOptions,
     plan: Callable = lambda pipeline: (pipeline, ""),
 ):
@@ -126,16 +134,14 @@ def load_model(
         model: directory, hub id or SingleFile.
         pipeline_type: class of the pipeline.
         scheduler: of check_sampling.
-        sampling: Sampling, of which accelerate and lora change the model.
+        accelerate: see acceleration.plans.parse.
         options: ModelOptions.
         plan: pipeline -> (pipeline to use, line to print), called before the weights are read.
 
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
-    execution = Execution(
-        sampling.accelerate, options.preview, options.layout, storage=options.storage
-    )
+    execution = Execution(accelerate, options.preview, options.layout, storage=options.storage)
     pipeline = pipeline_type.open(
         model,
         dtype=options.dtype,
@@ -144,8 +150,7 @@ def load_model(
         execution=execution,
     )
     pipeline, planned = plan(pipeline)
-    weights = dict(lora=sampling.lora, unet_delta=options.unet_delta)
-    params = pipeline.load_params(model, **weights)
+    params = pipeline.load_params(model, lora=options.lora, unet_delta=options.unet_delta)
     cast_params(pipeline, params)
     if planned:
         tqdm.write(planned, file=sys.stderr)

@@ -8,14 +8,14 @@ import pytest
 from PIL import Image
 
 from editing.edits import EditList, edit_batches
-from generating.batches import FileWriter
+from generating.batches import FileWriter, check_finite_images
 from generating.models import Sampling
 
 
 class BrokenPipeline:
     """Its images are NaN once an event is set."""
 
-    layout = None
+    layout = ays_timesteps = None
 
     def __init__(self, ready):
         self.ready = ready
@@ -50,7 +50,9 @@ def test_an_edit_fails_while_another_waits_for_its_output():
             bar = SimpleNamespace(set_description=lambda text: None)
             pipeline, sampling = BrokenPipeline(is_loading), Sampling(1)
             edit_list = EditList(edits, [(8, 8)] * 2, rounds=[0, 1])
-            next(edit_batches(pipeline, {}, edit_list, sampling, load, bar, in_flight=2))
+            batches = edit_batches(pipeline, {}, edit_list, sampling, load, bar, in_flight=2)
+            _, images, _ = next(batches)
+            check_finite_images(images, "the first edit")
         errors.append(error.value)
 
     thread = threading.Thread(target=edit_all)

@@ -99,7 +99,7 @@ def test_what_edits_in_bfloat16_round(folder, loaded):
     sampling = Sampling(3)
     kind, _, resolution, scheduler = check_model(str(folder), None, sampling)
     assert resolution == 64  # the UNet's 8 latents, of 8 pixels each
-    pipeline, params = load_model(folder, kind, scheduler, sampling, ModelOptions(jnp.bfloat16))
+    pipeline, params = load_model(folder, kind, scheduler, (), ModelOptions(jnp.bfloat16))
     jax.tree.map(np.testing.assert_array_equal, params["vae"], loaded[1]["vae"])
     del params["scheduler"]
     dtypes = {name: {x.dtype for x in jax.tree.leaves(tree)} for name, tree in params.items()}

@@ -23,7 +23,7 @@ from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
 from editing import edits
-from generating.flags import take
+from generating.flags import from_flags
 from generating.models import Sampling
 from training.flags import Config
 from training.models import load_models
@@ -51,7 +51,7 @@ def test_sdxl_programs_build_the_chosen_scheduler(tmp_path, program):
 
     def open_pipeline(**flags):
         config = program.Config(pretrained_model_name_or_path=str(folder), **flags)
-        return program.open_pipeline(config, None, take(Sampling, config), *outputs)
+        return program.open_pipeline(config, None, from_flags(Sampling, config), *outputs)
 
     assert type(open_pipeline(scheduler="ddim").scheduler) is FlaxDDIMScheduler
     with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with scheduler="):

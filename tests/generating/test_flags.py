@@ -1,0 +1,38 @@
+"""Flags that programs share."""
+
+from dataclasses import fields
+
+import pytest
+
+import edit_app
+import edit_cli
+import evaluate_edits
+import sdxl_single
+import sdxl_single_aot
+from app.settings import Settings
+from generating.models import ModelOptions, Sampling
+
+
+@pytest.mark.parametrize(
+    ("group", "config", "expected"),
+    [
+        (Sampling, edit_cli.Config, "prediction_type"),
+        (ModelOptions, edit_cli.Config, "layout"),
+        (Sampling, evaluate_edits.Config, "negative_prompt seed prediction_type"),
+        (ModelOptions, evaluate_edits.Config, "storage layout preview"),
+        (Sampling, sdxl_single.Config, "image_guidance_scale"),
+        (Sampling, sdxl_single_aot.Config, "image_guidance_scale"),
+        (
+            Sampling,
+            edit_app.Config,
+            "negative_prompt timesteps eta timestep_spacing prediction_type",
+        ),
+        (ModelOptions, edit_app.Config, "layout preview"),
+        (Sampling, Settings, "timesteps eta timestep_spacing prediction_type"),
+    ],
+)
+def test_fields_without_a_flag(group, config, expected):
+    """from_flags leaves their defaults; a flag that is renamed would have no effect."""
+    flags = {field.name for field in fields(config)}
+    missing = [field.name for field in fields(group) if field.name not in flags]
+    assert missing == expected.split()
