@@ -42,6 +42,7 @@ from diffusers_flax.pipelines.sampling import timestep_options
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import check_model
 from editing.held_out import (
+    Columns,
     check_pairs,
     checksum_of_masks,
     checksum_of_pairs,
@@ -152,14 +153,14 @@ def read_compared_pairs(config):
     """The pairs of --data_dir or --pairs_jsonl."""
     if config.pairs_jsonl:
         return pairs_of_jsonl(config.pairs_jsonl, config.max_pairs)
-    columns = (
-        config.original_image_column,
-        config.edited_image_column,
-        config.edit_prompt_column,
+    columns = Columns(
+        original_image=config.original_image_column,
+        edited_image=config.edited_image_column,
+        edit_prompt=config.edit_prompt_column,
+        mask=config.mask_column,
     )
-    captions = (config.original_prompt_column, config.edited_prompt_column)
-    of_shards = config.data_dir, columns, captions, config.mask_column
-    return pairs_of_shards(*of_shards, config.max_pairs)
+    captions = config.original_prompt_column, config.edited_prompt_column
+    return pairs_of_shards(config.data_dir, columns, captions, config.max_pairs)
 
 
 def check_compared_models(config, all_scales):

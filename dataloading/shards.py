@@ -227,18 +227,28 @@ def find_columns(schema: pa.Schema, path: Path, chosen: Columns) -> tuple[str, s
     return columns
 
 
-def find_mask_column(schema: pa.Schema, path: Path, given: str = "") -> str:
+def find_mask_column(
+    schema: pa.Schema, path: Path, given: str = "", missing_ok: bool = False
+) -> str:
     """Find the column of a shard's masks; "" tries the names in MASK_COLUMNS.
+
+    Args:
+        schema, path: of the shard.
+        given: --mask_column.
+        missing_ok: return "" if `given` is "" and there is no mask.
 
     Raises:
         ValueError: it is missing, ambiguous or of the wrong type.
     """
     names = (given,) if given else MASK_COLUMNS
     name = next((name for name in names if name in schema.names), None)
+    if name is None and missing_ok and not given:
+        return ""
     if name is None:
+        remedy = "" if missing_ok else ", or leave out --mask_loss_weight"
         raise ValueError(
             f"{path} has no column {' or '.join(names)}; it has {first_names(schema.names)}: "
-            "choose one with --mask_column, or leave out --mask_loss_weight"
+            f"choose one with --mask_column{remedy}"
         )
     check_column(schema, path, name, "mask_column")
     return name

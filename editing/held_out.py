@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pyarrow.parquet as pq
 from PIL import Image
@@ -17,8 +18,8 @@ from dataloading.images import check_one_shape, decode_image, encoded_size
 from dataloading.lists import CAPTIONS, READ, read_list
 from dataloading.options import Columns
 from dataloading.shards import (
-    MASK_COLUMNS,
     choose_instruction,
+    find_mask_column,
     latents_metadata,
     list_row_groups,
     pair_at,
@@ -137,14 +138,18 @@ def pairs_of_jsonl(file, max_pairs=None):
     return pairs
 
 
-def pairs_of_shards(directory, columns, caption_columns, mask_column="", max_pairs=None):
+def pairs_of_shards(
+    directory: str | Path,
+    columns: Columns,
+    captions: tuple[str, str] = ("", ""),
+    max_pairs: int | None = None,
+) -> list[HeldOutPair]:
     """Read the pairs of a directory of parquet shards.
 
     Args:
         directory: of the shards.
-        columns: of original image, edited image and instruction; "": as in public datasets.
-        caption_columns: of both captions; "": original_prompt and edited_prompt, if they exist.
-        mask_column: "": one of MASK_COLUMNS, if it exists.
+        columns: with mask "" masks are read if there are any.
+        captions: columns of both captions; "": original_prompt and edited_prompt, if they exist.
         max_pairs: number of pairs to read; None: all.
 
     Returns:
@@ -154,30 +159,26 @@ def pairs_of_shards(directory, columns, caption_columns, mask_column="", max_pai
     Raises:
         ValueError: see list_row_groups; a named column is missing, or the shards have latents.
     """
-    groups = list_row_groups(directory, Columns(*columns), flag="--data_dir")
+    groups = list_row_groups(directory, replace(columns, mask=None), flag="--data_dir")
     pairs, row_index = [], 0
     for group in groups:
         if latents_metadata(group.metadata) is not None:
             raise ValueError(
                 f"--data_dir {directory} has shards of latents; name the directory of the images"
             )
-        names = group.metadata.schema.to_arrow_schema().names
-        captions = []
-        for (flag, default), given in zip(CAPTION_COLUMNS.items(), caption_columns):
+        schema = group.metadata.schema.to_arrow_schema()
+        names, caption_columns = schema.names, []
+        for (flag, default), given in zip(CAPTION_COLUMNS.items(), captions):
             if given and given not in names:
                 raise ValueError(
                     f"{group.path} has no column {given}; it has {', '.join(names)}: choose one "
                     f"with --{flag}"
                 )
-            captions.append(given or default)
-        if mask_column and mask_column not in names:
-            raise ValueError(
-                f"{group.path} has no column {mask_column}; it has {', '.join(names)}: choose one "
-                "with --mask_column"
-            )
-        known_masks = (name for name in MASK_COLUMNS if name in names)
-        group = group._replace(mask_column=mask_column or next(known_masks, ""))
-        wanted = [name for name in captions if name in names]
+            caption_columns.append(given or default)
+        if columns.mask is not None:
+            mask = find_mask_column(schema, group.path, columns.mask, missing_ok=True)
+            group = group._replace(mask_column=mask)
+        wanted = [name for name in caption_columns if name in names]
         try:
             cells = read_row_group(group)
             with pq.ParquetFile(group.path) as file:
@@ -196,10 +197,21 @@ def pairs_of_shards(directory, columns, caption_columns, mask_column="", max_pai
                 raise ValueError(f"{name}: {error}") from error
             instruction = pair.instruction and choose_instruction(pair.instruction, 0)
             if pair.original and instruction:
-                known = (caption_at(texts, caption, number, name) for caption in captions)
-                images = pair.original, pair.edited or None
-                found = (row_index, name, instruction, *images, *known, pair.mask or None)
-                pairs.append(HeldOutPair(*found))
+                original_caption, edited_caption = (
+                    caption_at(texts, column, number, name) for column in caption_columns
+                )
+                pairs.append(
+                    HeldOutPair(
+                        index=row_index,
+                        input=name,
+                        instruction=instruction,
+                        original=pair.original,
+                        edited=pair.edited or None,
+                        original_caption=original_caption,
+                        edited_caption=edited_caption,
+                        mask=pair.mask or None,
+                    )
+                )
             row_index += 1
     if not pairs:
         raise ValueError(

@@ -5,7 +5,6 @@ from threading import Lock
 import jax
 import numpy as np
 
-from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.images import image_mark, save_image, to_pil
 from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.sampling import count_steps, keys_per_image
@@ -36,6 +35,8 @@ def preview_files(config, outputs, scheduler, steps, kept=(), sizes=None):
         if decoder:
             raise ValueError(f"--preview_decoder {decoder} is for --preview; give both or neither")
         return None
+    from diffusers_flax.acceleration.previews import Preview  # not for images without previews
+
     num_steps = count_steps(scheduler, steps)
     if every >= num_steps:
         raise ValueError(

@@ -35,7 +35,7 @@ from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.sampling import timestep_options
 from editing import measuring
-from editing.held_out import HeldOutPair, check_pairs, checksum_of_pairs, pairs_of_shards
+from editing.held_out import Columns, HeldOutPair, check_pairs, checksum_of_pairs, pairs_of_shards
 from editing.measuring import count_edit_flops
 from editing.metrics import Clip
 from editing.results import load_results, model_checksum, save_results
@@ -575,7 +575,7 @@ def test_a_caption_that_is_not_utf8(tmp_path):
     pq.write_table(pa.table(images | texts | {"edited_prompt": bad}), tmp_path / "a.parquet")
     message = r"a\.parquet row 0: the caption in edited_prompt is not UTF-8"
     with pytest.raises(ValueError, match=message):
-        pairs_of_shards(tmp_path, ("", "", ""), ("", ""))
+        pairs_of_shards(tmp_path, Columns())
 
 
 def test_results_without_masks_go_on_with_masks(tmp_path):

@@ -495,7 +495,7 @@ def test_a_pair_of_two_shapes_is_bad_everywhere(tmp_path, capsys, caplog):
     cached = [decode_into(images, group, cells, n, "dct", 8) for n in range(4)]
     assert [row[-1] for row in cached] == [None, f"a.parquet row 1: {reason}", None, None]
 
-    held_out = pairs_of_shards(tmp_path, ("", "", ""), ("", ""))
+    held_out = pairs_of_shards(tmp_path, Columns())
     assert check_pairs(held_out, use_masks=False) == [held_out[n] for n in (0, 2, 3)]
     assert "and its truth 64x64; crop one of them" in caplog.text
     assert "pairs that are left out: 1" in caplog.text
@@ -646,7 +646,7 @@ def test_a_struct_beside_its_flattened_copy(tmp_path, copy_first):
         cells = dataloading_shards.read_row_group(group)
         rows = [dataloading_shards.pair_at(cells, row)[:3] for row in range(40)]
         assert rows == list(zip(originals, edits, map(str, range(40))))
-        pairs = pairs_of_shards(tmp_path, (chosen, "", ""), ("", ""))
+        pairs = pairs_of_shards(tmp_path, Columns(chosen))
         assert [(pair.original, pair.edited) for pair in pairs] == list(zip(originals, edits))
 
 

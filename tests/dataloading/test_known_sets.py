@@ -30,7 +30,7 @@ def test_a_known_set_needs_no_flags(tmp_path, capsys, name):
         for original, edited, prompt in zip(batch[ORIGINAL], batch[EDITED], batch["edit_prompt"]):
             n = int(prompt.partition(".")[0])
             assert (original == n).all() and (edited == 255 - n).all()
-    pairs = pairs_of_shards(folder, ("", "", ""), ("", ""))
+    pairs = pairs_of_shards(folder, Columns())
     assert [pair.instruction.partition(".")[0] for pair in pairs] == list("01234567")
     preview = tmp_path / "preview.png"
     parquet_processing.main(["--train_data_dir", str(folder), "--preview", str(preview)])
@@ -149,7 +149,7 @@ def test_a_list_without_instruction_is_a_bad_row(tmp_path):
     assert {row for _, row in dataset.bad_rows} == {1, 2, 3} and len(seen) == 8
     assert set(dataset.bad_rows.values()) == {"edit_prompt: null"}
     assert set(seen) >= {"c", "", "d", "e"}
-    assert [pair.index for pair in pairs_of_shards(folder, [""] * 3, [""] * 2)] == [0, 4, 6, 7]
+    assert [pair.index for pair in pairs_of_shards(folder, Columns())] == [0, 4, 6, 7]
 
 
 def test_a_list_of_numbers_is_no_instruction(tmp_path):
@@ -185,7 +185,7 @@ def test_images_beside_the_shard(tmp_path):
             n = int(prompt)
             assert (original == wanted[n]).all()
             assert (edited == (wanted[n] if n % 2 else 50 + n)).all()
-    pairs = pairs_of_shards(folder, ("only", "", ""), ("", ""))
+    pairs = pairs_of_shards(folder, Columns("only"))
     assert pairs[3].original == plain(103)
 
 
