@@ -27,9 +27,9 @@ from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.base import MODULES, pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix, pixels_per_latent
 from generating.batches import (
+    batches_of_places,
     devices_for,
-    rows_at_once,
-    rows_of_batches,
+    images_at_once,
     run_ahead,
 )
 from generating.memory import plan_images
@@ -193,8 +193,8 @@ class EditList:
     finished: frozenset = frozenset()  # places of edits to leave out
 
     @property
-    def groups(self):
-        """(round, (size, is masked)) of each edit; equal groups share batches."""
+    def rounds_and_kinds(self):
+        """(round, (size, is masked)) of each edit; edits with the same share batches."""
         rounds = self.rounds or [0] * len(self.edits)
         masked = [self.use_masks and edit.mask is not None for edit in self.edits]
         return list(zip(rounds, zip(self.sizes, masked)))
@@ -210,7 +210,7 @@ def plan_edits(pipeline, edit_list, branches, vae_tile=None):
     devices = edit_list.devices(pipeline.layout)
     for _, height in set(edit_list.sizes):
         pipeline.check_parallel(branches, height)
-    at_once = rows_at_once(edit_list.groups, edit_list.batch_size, len(devices))
+    at_once = images_at_once(edit_list.rounds_and_kinds, edit_list.batch_size, len(devices))
     largest = max(at_once, key=lambda kind: at_once[kind] * math.prod(kind[0]))
     up_to = "up to " if len(at_once) > 1 else ""
     return plan_images(
@@ -251,20 +251,20 @@ def edit_batches(pipeline, params, edit_list, sampling, load, bar, clock=None, i
     if sampling.negative_prompt:  # SDXL distinguishes no text from an empty one
         neg_prompt_ids = pipeline.prepare_text_inputs(sampling.negative_prompt)
     base_key, compiled = jax.random.key(sampling.seed), set()
-    batches = rows_of_batches(
-        edit_list.groups, edit_list.finished, edit_list.batch_size, len(devices)
+    batches = batches_of_places(
+        edit_list.rounds_and_kinds, edit_list.finished, edit_list.batch_size, len(devices)
     )
 
-    def prepare(kind, rows, num_edits):
+    def prepare(kind, places, num_edits):
         size, is_masked = kind
-        batch, n = [edits[row] for row in rows], len(rows)
+        batch, n = [edits[place] for place in places], len(places)
         images, masks = zip(*loaders.map(load, batch, [size] * n, [is_masked] * n))
         indices = np.array([edit.index for edit in batch])
         arrays = batch_inputs(
             pipeline,
             list(images),
             list(masks) if is_masked else None,
-            all_prompt_ids[rows],
+            all_prompt_ids[places],
             neg_prompt_ids,
             jax.vmap(jax.random.fold_in, (None, 0))(base_key, indices),
             len(devices),

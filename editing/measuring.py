@@ -260,12 +260,12 @@ def warm_up(edit_all, edit_list, num_devices):
     Returns:
         Seconds.
     """
-    rows_of = defaultdict(list)
-    for row, group in enumerate(edit_list.groups):
-        rows_of[group].append(row)
+    places_of = defaultdict(list)
+    for place, kind in enumerate(edit_list.rounds_and_kinds):
+        places_of[kind].append(place)
     at_once = edit_list.batch_size * num_devices
-    first = [row for rows in rows_of.values() for row in rows[:at_once]]
-    edits, sizes = ([x[row] for row in first] for x in (edit_list.edits, edit_list.sizes))
+    first = [place for places in places_of.values() for place in places[:at_once]]
+    edits, sizes = ([x[place] for place in first] for x in (edit_list.edits, edit_list.sizes))
     batches = edit_all(replace(edit_list, edits=edits, sizes=sizes), bar=tqdm(disable=True))
     return sum(seconds for _, _, seconds in batches)
 

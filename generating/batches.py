@@ -31,19 +31,19 @@ def devices_for(num_images, layout=None):
     return jax.local_devices()[:num_images] if layout is None else layout.groups
 
 
-def rows_at_once(groups, batch_size, num_devices):
-    """{kind: images per device at once}; arguments as for rows_of_batches."""
+def images_at_once(rounds_and_kinds, batch_size, num_devices):
+    """{kind: images per device at once}; arguments as for batches_of_places."""
     largest = defaultdict(int)
-    for (_, kind), count in Counter(groups).items():
+    for (_, kind), count in Counter(rounds_and_kinds).items():
         largest[kind] = max(largest[kind], count)
     return {kind: min(batch_size, math.ceil(n / num_devices)) for kind, n in largest.items()}
 
 
-def rows_of_batches(groups, finished, batch_size, num_devices):
+def batches_of_places(rounds_and_kinds, finished, batch_size, num_devices):
     """Split images into batches of one round and kind; the last batch of each is padded.
 
     Args:
-        groups: the (round, kind) of each image; the rounds run one after another.
+        rounds_and_kinds: the (round, kind) of each image; the rounds run one after another.
         finished: places of images to leave out.
         batch_size: images per device at once, at most.
         num_devices: number of devices.
@@ -51,16 +51,16 @@ def rows_of_batches(groups, finished, batch_size, num_devices):
     Returns:
         List of (kind, places of the images, padded to fill the devices, number without padding).
     """
-    rows_of = defaultdict(list)
-    for row, group in enumerate(groups):
-        rows_of[group].append(row)
-    per_device, batches = rows_at_once(groups, batch_size, num_devices), []
-    for group in sorted(rows_of, key=lambda group: group[0]):
-        rows = [row for row in rows_of[group] if row not in finished]
-        at_once = per_device[group[1]] * num_devices
-        for start in range(0, len(rows), at_once):
-            batch = rows[start : start + at_once]
-            batches.append((group[1], batch + batch[-1:] * (at_once - len(batch)), len(batch)))
+    places_of = defaultdict(list)
+    for place, round_and_kind in enumerate(rounds_and_kinds):
+        places_of[round_and_kind].append(place)
+    per_device, batches = images_at_once(rounds_and_kinds, batch_size, num_devices), []
+    for number, kind in sorted(places_of, key=lambda round_and_kind: round_and_kind[0]):
+        places = [place for place in places_of[number, kind] if place not in finished]
+        at_once = per_device[kind] * num_devices
+        for start in range(0, len(places), at_once):
+            batch = places[start : start + at_once]
+            batches.append((kind, batch + batch[-1:] * (at_once - len(batch)), len(batch)))
     return batches
 
 
@@ -224,29 +224,24 @@ class FileWriter:
             raise self._error
 
 
-def to_batches(arrays, num_devices, batch_size, images):
-    """Split arrays with a row for each image into batches for all devices; pads the last batch.
+def to_batches(arrays, num_devices, batch_size, places):
+    """Split the arrays of all images into batches for all devices; pads the last batch.
 
     Args:
-        arrays: {name: (rows, ...) or None}.
+        arrays: {name: (images, ...) or None}.
         num_devices: number of devices.
-        batch_size: rows per device.
-        images: list of the rows to take.
+        batch_size: images per device.
+        places: list of the places of the images to take.
 
     Yields:
-        (list of the batch's images, {name: (devices, batch_size, ...) or None}).
+        (list of the places in the batch, {name: (devices, batch_size, ...) or None}).
     """
     per_batch = num_devices * batch_size
-    for start in range(0, len(images), per_batch):
-        batch = images[start : start + per_batch]
-        rows = np.array(batch + batch[-1:] * (per_batch - len(batch)))
-        yield (
-            batch,
-            {
-                name: None if x is None else x[rows].reshape(num_devices, batch_size, *x.shape[1:])
-                for name, x in arrays.items()
-            },
-        )
+    for start in range(0, len(places), per_batch):
+        batch = places[start : start + per_batch]
+        padded = np.array(batch + batch[-1:] * (per_batch - len(batch)))
+        padded = padded.reshape(num_devices, batch_size)
+        yield batch, {name: None if x is None else x[padded] for name, x in arrays.items()}
 
 
 def check_finite_images(images, which, lora=()):
