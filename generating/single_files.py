@@ -25,14 +25,28 @@ def with_single_files(config, model, component=None, **components):
     components = {flag: name for flag, name in components.items() if getattr(config, flag)}
     value = getattr(config, model)
     sources = value if isinstance(value, tuple) else (value,)
-    of_main = (component, configs, use_ema_weights and "unet" not in components.values(), revision)
-    opened = [open_source("pretrained_model_name_or_path", x, *of_main) for x in sources]
+    opened = [
+        open_source(
+            "pretrained_model_name_or_path",
+            source,
+            component,
+            configs,
+            use_ema_weights=use_ema_weights and "unet" not in components.values(),
+            revision=revision,
+        )
+        for source in sources
+    ]
     changes = {model: tuple(opened) if isinstance(value, tuple) else opened[0]}
     main = opened[0]
     configs = configs or getattr(main, "configs", main) or None
     for flag, name in components.items():
-        options = name, configs, use_ema_weights and name == "unet"
-        changes[flag] = open_source(flag, getattr(config, flag), *options)
+        changes[flag] = open_source(
+            flag,
+            getattr(config, flag),
+            component=name,
+            configs=configs,
+            use_ema_weights=use_ema_weights and name == "unet",
+        )
         opened.append(changes[flag])
     files = [source for source in opened if isinstance(source, SingleFile)]
     if config.config_name_or_path and not files:
