@@ -58,19 +58,19 @@ ask_huggingface_hub() {
                 raise SystemExit(4)
             print(constants.ENDPOINT, token, sep="\n")' 2>/dev/null || status=$?
         [ $status != 0 ] || return 0
-        [ $status != 4 ] || fail "huggingface_hub cannot read the token; find out: hf auth whoami"
+        [ $status != 4 ] || fail "huggingface_hub cannot read the token; hf auth whoami says why"
     done
     return 1
 }
 
 default_plan() {
-    local parts=(plan/download-*.txt) k=
-    [ ${#parts[@]} -ne 1 ] || { echo "${parts[0]}" && return; }
+    local plans=(plan/download-*.txt) k=
+    [ ${#plans[@]} -ne 1 ] || { echo "${plans[0]}" && return; }
     [ ! -f "plan/worker-$host" ] || k=$(<"plan/worker-$host")
     # Several workers on one host would share that file.
     [ "${MEGASCALE_NUM_SLICES:-1}" != 1 ] || k=${TPU_WORKER_ID:-$k}
-    [ -n "$k" ] || fail "plan/ has ${#parts[@]} parts and no index of this host:" \
-        "run script.py here, or name the part: bash script.sh plan/download-K.txt"
+    [ -n "$k" ] || fail "plan/ has ${#plans[@]} plans and no index of this host:" \
+        "run script.py here, or name a plan: bash script.sh plan/download-K.txt"
     echo "plan/download-$k.txt"
 }
 
@@ -461,8 +461,8 @@ rm -f "$log" "$unfinished"/.links.*
 for file in "$dest"/*.parquet; do
     [[ $planned = */"${file##*/}"/* ]] || extra+=" ${file##*/}"
 done
-[ -z "$extra" ] || say "not in $plan, but the loader takes every *.parquet in $dest;" \
-    "move away files that you do not want to train on:$extra"
+[ -z "$extra" ] || say "$plan does not list all files of $dest, but the loader takes every" \
+    "*.parquet there; move away those that you do not want to train on:$extra"
 count_bytes
 seconds=$((SECONDS > 0 ? SECONDS : 1)) verified='all verified'
 [ $without_sum = 0 ] || verified="$without_sum of them without a checksum"

@@ -467,7 +467,7 @@ def test_other_shards_in_the_folder_are_named(tmp_path, dest):
         (dest / "notes.txt").touch()
         code, lines = run(plan := write_plan(tmp_path, server, {one: files[one]}), dest)
     assert code == 0 and len(lines) == 2
-    assert lines[0].startswith(f"not in {plan}, but the loader takes every *.parquet in {dest};")
+    assert lines[0].startswith(f"{plan} does not list all files of {dest}, but the loader takes")
     assert lines[0].endswith(f" train on: {other}")
     assert lines[1].startswith("complete: 1 files, ")
 
@@ -623,7 +623,7 @@ def test_every_way_to_give_a_token(tmp_path, dest):
         code, lines = run(plan, dest, HF_TOKEN_PATH=str(tmp_path))
         assert code == 2
         assert lines == [
-            "error: huggingface_hub cannot read the token; find out: hf auth whoami",
+            "error: huggingface_hub cannot read the token; hf auth whoami says why",
         ]
 
 
