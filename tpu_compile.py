@@ -22,16 +22,16 @@ A UNet, SDXL images as sdxl_single.py makes them, and edits as edit_cli.py makes
 --find_batch looks for the largest batch. Needs a CPU and the TPU's compiler (`pip install
 "jax[tpu]"`). Stable Diffusion 1.5's training step takes 7 to 20 minutes on two cores and 12 to
 18 GB of memory (27 GB at 32 pairs per chip). --optimization_level O1 says several times faster
-whether a program fits; it keeps nothing in VMEM between operations, so its traffic of the memory is
-too high. Writes JSON into the current directory.
+whether a program fits; it keeps nothing in VMEM between operations, so the memory traffic is too
+high. Writes JSON into the current directory.
 
-The memory is the compiler's layout at the step that needs most: with the EMA, if the run has one,
-and without validation images. The time is a lower bound (the roofline): the largest of FLOPs over
-the chip's peak, bytes to and from its memory over the memory's bandwidth, and bytes sent to other
-chips over the interconnect's bandwidth. FLOPs count matmuls and convolutions only. A step of a
-cache counts the functions that it calls; fbcache decides during the run, so its steps count as if
-nothing were reused. --compiler_options sets options of XLA; the cycles that the compiler expects of
-all operations but kernels (Pallas), without waiting for data, show what an option changes.
+Memory is what the compiler allocates for the step that needs most: with the EMA, without validation
+images. The time is a lower bound (the roofline): the largest of FLOPs over the chip's peak, bytes
+to and from its memory over the memory's bandwidth, and bytes sent to other chips over the
+interconnect's bandwidth. FLOPs count matmuls and convolutions only. With a cache, a step counts
+only what it computes; fbcache decides at run time, so its steps count in full. --compiler_options
+sets XLA's options. The expected cycles, without Pallas kernels and waiting for data, show their
+effect.
 """
 
 import json
@@ -107,7 +107,7 @@ class TrainFlags(trainer.Config, TargetFlags):
 
 
 def training_model_shapes(config):
-    """Modules and parameter shapes of a training step, the same as in train().
+    """Modules and parameter shapes of a training step, as in the trainer's train().
 
     Args:
         config: TrainFlags.
@@ -178,7 +178,7 @@ def largest_size(config):
 def train_program(config, devices):
     """The trainer's step and the update of its averages, under pmap as in training.
 
-    Of several sizes it is the step of the largest.
+    With several sizes, it is the step of the largest.
 
     Args:
         config: TrainFlags.
@@ -246,9 +246,10 @@ def subcommand_of(config):
 
 
 def count_step_flops(config, batch_per_chip, program=None):
-    """(FLOPs of a chip's step, the part of them that is in int8).
+    """(FLOPs of a chip's step, how many of them are in int8).
 
-    They are XLA's own operations, see matmul_flops: a TPU's attention is a kernel.
+    Attention counts as XLA's own operations, see matmul_flops: a TPU's is a kernel without
+    countable matmuls.
 
     Args:
         config: TrainFlags, UnetFlags, SdxlFlags or EditProgramFlags.
@@ -289,7 +290,7 @@ def check_flags(config, num_devices):
 
 
 def make_program(config, devices):
-    """The Program of the flags; a ValueError for flags or models that do not go together."""
+    """Make the Program for the flags; raise a ValueError if flags or models do not fit together."""
     makers = {"train": train_program, "unet": unet_program}
     return makers.get(subcommand_of(config), image_program)(config, devices)
 
@@ -299,7 +300,7 @@ def compile_program(config, program, tpu):
 
     Args:
         config: TrainFlags, UnetFlags, SdxlFlags or EditProgramFlags.
-        program: what make_program returned.
+        program: of make_program.
         tpu: Slice.
 
     Returns:
@@ -374,7 +375,7 @@ def largest_fitting(fits, start):
 def find_batch(config, tpu, devices):
     """The report of the largest batch that fits, or of the smallest if none does.
 
-    Of several sizes only the largest is compiled.
+    With several sizes, only the largest is compiled.
     """
     flag = BATCH_FLAGS[subcommand_of(config)]
     unit = 1  # batches are multiples of it

@@ -1,4 +1,4 @@
-"""Types of TPU, slices of them, and the least time of work on a chip.
+"""Types of TPU, their slices, and the least time that a program takes on a chip.
 
 tpu = find_slice("v5e-16")
 devices = slice_devices(tpu)  # to compile for, without a TPU
@@ -14,9 +14,10 @@ from jax.experimental.topologies import get_topology_desc
 
 
 class Chip(NamedTuple):
-    """A type of TPU. Source: Cloud TPU's documentation; memory is the compiler's limit.
+    """A type of TPU.
 
-    host: "How to Scale Your Model" (jax-ml.github.io/scaling-book), part 2.
+    Source: Cloud TPU's documentation; for host "How to Scale Your Model"
+    (jax-ml.github.io/scaling-book), part 2; memory is the compiler's limit.
     """
 
     topology: str  # its name in jax.experimental.topologies
@@ -116,9 +117,10 @@ def roofline_seconds(chip, flops, moved, sent=0, int8_flops=0):
     """The least time that a program can take on a Chip.
 
     Args:
-        flops: of the work.
+        chip: Chip.
+        flops: of the program, with int8_flops.
         moved, sent: bytes to and from the memory, and to other chips.
-        int8_flops: the part of flops that is in int8.
+        int8_flops: how many of the FLOPs are in int8.
 
     Source: Roofline (Williams, Waterman, Patterson 2009), section 3.
     """

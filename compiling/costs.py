@@ -47,8 +47,8 @@ def program_costs(program, args, switches=(), compiler_options=None):
     """Compile a program and measure its memory and traffic on each chip.
 
     Args:
-        program: what pmap returned.
-        args: its arguments, of ShapeDtypeStructs.
+        program: function of pmap or jit.
+        args: its arguments, trees of ShapeDtypeStructs.
         switches: see sum_over_run.
         compiler_options: {name: value} of XLA's options.
 
@@ -59,7 +59,7 @@ def program_costs(program, args, switches=(), compiler_options=None):
         "compile_seconds". If the memory is too small, only "needs", bytes, and "compile_seconds".
 
     Raises:
-        ValueError: XLA does not take a compiler option.
+        ValueError: XLA does not take a compiler option, or the program does not compile with them.
     """
     started = time.perf_counter()
     try:

@@ -29,7 +29,7 @@ NO_TRAFFIC |= {"conditional", "call", "after-all", "optimization-barrier", "part
 SLICES = {"slice", "dynamic-slice"}
 FUSED = re.compile(r"calls=%([\w.\-]+)")
 CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-UNKNOWN_CYCLES = 2**64 - 1  # of an operation that the compiler has no estimate for
+UNKNOWN_CYCLES = 2**64 - 1  # of operations without an estimate
 
 
 def array_bytes(dtype, shape):
@@ -39,7 +39,7 @@ def array_bytes(dtype, shape):
 
 
 def in_hbm(kind):
-    """[bytes] of the arrays of a type, such as "(f32[8]{0}, bf16[8]{0:S(1)})"; 0 outside HBM."""
+    """[bytes of each array] of a type like "(f32[8]{0}, bf16[8]{0:S(1)})"; 0 outside HBM."""
     return [
         0 if "S(" in layout else array_bytes(dtype, shape)
         for dtype, shape, layout in SHAPE.findall(kind)
@@ -69,7 +69,7 @@ def parse_program(text):
 
 
 def num_trips(loop, condition):
-    """Number of iterations of a loop: the compiler's, or from a condition "counter < constant".
+    """Number of trips of a loop, as the compiler notes it or from "counter < constant".
 
     Args:
         loop: the rest of its line.
@@ -99,9 +99,9 @@ def slices_of(computation):
         computation: its instructions.
 
     Returns:
-        {index of the parameter: bytes}; without parameters that are passed to another fusion.
+        {index of the parameter: bytes}, without parameters that other operations also read.
     """
-    indices, read = {}, {}  # of each name of a parameter; of each index
+    indices, read = {}, {}  # {name: index of the parameter}, {index: bytes}
     for name, kind, operation, rest in computation:
         operands = operands_of(rest)
         if operation == "parameter":
@@ -119,12 +119,13 @@ def slices_of(computation):
 def sum_over_run(text, cost, switches=()):
     """Sum a cost over the computations of a program; a loop's body counts once per trip.
 
-    All branches of a condition count, unless `switches` gives their shares.
+    All branches of a conditional count in full, unless `switches` gives the fraction of trips of
+    each.
 
     Args:
         text: compiled.as_text() of a program compiled for a TPU.
-        cost: (instructions of a computation, all computations as of parse_program) -> number.
-        switches: for each `lax.switch` in a loop, in order: the share of the trips in which each
+        cost: (instructions of a computation, all computations, see parse_program) -> number.
+        switches: for each `lax.switch` in a loop, in order: the fraction of trips in which each
             branch runs.
 
     Returns:

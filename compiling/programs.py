@@ -272,9 +272,15 @@ def pipeline_shapes(pipeline):
 
 
 def with_vae_tile(pipeline, config, side):
-    """(pipeline with --vae_tile, or with tiles if the chip's memory needs them; tile, 0: none).
+    """Set the side of the VAE's tiles: --vae_tile, or what the chip's memory needs.
 
-    side: of the images, pixels.
+    Args:
+        pipeline: of open_pipeline_of_flags.
+        config: as for image_program.
+        side: of the images, pixels.
+
+    Returns:
+        (pipeline, side of the tiles, pixels; 0: whole images).
     """
     tile, size = config.vae_tile, (side, side)
     if tile is None:
@@ -287,7 +293,7 @@ def with_vae_tile(pipeline, config, side):
 
 
 def image_program(config, devices):
-    """The program of sdxl_single.py or edit_cli.py: prompts, images and noise to images.
+    """The program of sdxl_single.py or edit_cli.py: from prompts, images and noise to images.
 
     Args:
         config: SdxlFlags or EditProgramFlags.

@@ -12,7 +12,7 @@ def chip_memory(program, step, update):
 
     Args:
         program: Program.
-        step, update: what program_costs returned for its programs; update None: no average.
+        step, update: program_costs of both programs; update None: no average.
     """
     memory = {name: num_bytes(tree) for name, tree in program.held.items()}
     temporaries, padding, code = step["temporaries"], step["padding"], step["code"]
@@ -36,8 +36,8 @@ def make_report(config, subcommand, tpu, program, step, update, flops):
         subcommand: of tpu_compile.py.
         tpu: Slice.
         program: Program.
-        step, update: what program_costs returned for its programs; update None: no average.
-        flops: (FLOPs of a chip's step, the part of them that is in int8).
+        step, update: program_costs of both programs; update None: no average.
+        flops: of tpu_compile.count_step_flops.
 
     Returns:
         dict, ready for JSON. Memory, FLOPs and bytes are for one chip and one step.

@@ -14,10 +14,10 @@ rows are measured one after the other, contenders in turn, and each row is writt
 known. Inputs and images stay on the GPU. SDXL's VAE decodes in float32 in ours, as its config asks
 (force_upcast), and in bfloat16 in PyTorch's.
 
---rows measures some rows only, and keeps the other rows of the file. "First" is a contender's
-compilation and first pass, beside the compilation of others: no comparison. The share of the peak
-counts the FLOPs of the plain UNet, also for the accelerated image. All rows need a GPU of 80 GB; a
-row that does not fit is left out, which a line says.
+--rows measures some rows only, and keeps the other rows of the file. "First" includes compilation
+while other contenders compile, so do not compare it. The share of the peak counts the FLOPs of the
+plain UNet, also for the accelerated image. All rows need a GPU of 80 GB; a row that does not fit is
+left out, with a message.
 
 Needs PyTorch with CUDA and, for torch.compile, a C++ compiler. Tiny, on a CPU, in a few minutes; an
 empty --pytorch leaves PyTorch's contenders out:
