@@ -44,7 +44,8 @@ class Config:
     # another VAE, directory, hub id or file; "": the model's own
     pretrained_vae_model_name_or_path: str = ""
     train_data_dir: tuple[str, ...] = ("data",)  # directories of *.parquet shards
-    output_dir: str = "latents"  # for the latents; of several directories in subdirectories
+    # for the latents; with several train_data_dir a subdirectory for each
+    output_dir: str = "latents"
     overwrite_output_dir: bool = False  # replace latents of other settings
     revision: str | None = None  # branch, tag or commit of a hub id
     variant: str | None = None  # variant of the VAE's files, e.g. fp16
@@ -64,7 +65,8 @@ class Config:
     train_batch_size: int = 16
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype of the VAE
-    batch_size: int | None = None  # pairs per device; default: as many pixels as 8 at 256 pixels
+    # pairs per device; default: as many pixels as 8 images of 256 x 256
+    batch_size: int | None = None
     max_bad_fraction: float = 0.1  # stop if more of the pairs cannot be used
     dataloader_num_workers: int = 0  # decoding threads; 0: one per core
 

@@ -86,10 +86,9 @@ class ParquetImagePairs(StoredPairs):
     Memory: the encoded pairs of a window of shuffle_buffer / num_parts rows plus up to two row
     groups, for each part that the process reads, and at most all of its shards; one row group read
     ahead, one of its columns twice while it is read; `prefetch_batches` batches. With sizes also up
-    to GROUPS_READ_AGAIN row groups with undecodable pairs, and the encoded pairs of batches that
-    are not full: with one part and the same shards on all processes, less than a batch of each
-    size. With several parts, or if each process has its own shards, a few row groups wait, or most
-    of the pairs if shards are sorted by aspect ratio.
+    to GROUPS_READ_AGAIN row groups with undecodable pairs, and the encoded pairs of incomplete
+    batches. With one part and shared shards these are less than a batch per size; else a few row
+    groups, or most pairs if shards are sorted by aspect ratio.
 
     `state_dict()` is the position after the last batch yielded. A dataset with the same arguments
     that loads it continues with the next batch, bit for bit.
@@ -372,8 +371,8 @@ class Partition:
 
         Returns:
             order: (num_batches, B), rows of this process's directory.
-            read_steps: (num_batches, B): the first batch that is complete after a row is dealt,
-                not after the row's own.
+            read_steps: (num_batches, B), index of the batch that completes first after the row is
+                dealt, at most the row's own.
         """
         batches, places, complete = [], [], []
         for directory, (group_rows, size_of) in enumerate(directories):

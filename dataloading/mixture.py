@@ -368,7 +368,7 @@ def check_sets(
 def columns_of_sets(train_data_dirs: Sequence[str], columns: Columns) -> list[Columns]:
     """Columns of each set: the names that it has, "" to find a known name, None without masks.
 
-    If no set has a name, all sets get it, so that the first is refused with an error.
+    A name that no set has goes to all sets, so that opening the first raises the error.
     """
     shards = list(map(first_metadata, train_data_dirs))
     names = list(map(column_names, shards))
@@ -385,8 +385,8 @@ def masks_of_sets(
 ) -> list[str | None]:
     """The mask column of each set, of its first shard; None for a set without masks.
 
-    If no set has the column, all sets get it, so that the first is refused. Latents without the
-    masks of their images are refused, too.
+    A column that no set has goes to all sets, so that opening the first raises the error. Opening
+    latents without the masks of their images raises one, too.
     """
     everyones = [mask_column] * len(shards)
     names = list(map(column_names, shards))

@@ -1,4 +1,4 @@
-"""Batches of a training run: the dataset that the flags name, batches prefetched on the devices."""
+"""Batches of a training run: open the dataset, prefetch batches to the devices."""
 
 import itertools
 import time
@@ -15,7 +15,7 @@ from training.models import check_models, is_sdxl, mixed_precision_dtype, open_m
 from training.processes import all_processes, wait_for_all
 from training.sharding import shard_batch
 
-MAX_STEPS_IN_FLIGHT = 2  # steps that the host may run ahead of the devices; batches to prefetch
+MAX_STEPS_IN_FLIGHT = 2  # steps by which the host may be ahead of the devices; batches to prefetch
 
 
 def open_dataset(config: Config):
@@ -96,7 +96,7 @@ class Batches:
         return self.queue[0][0]
 
     def shapes(self):
-        """Shapes and dtypes of a batch of each size, by the names of image_shapes."""
+        """{size: shapes and dtypes of a batch}, with the dataset's names of sizes."""
         batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.peek())
         return {
             size: batch

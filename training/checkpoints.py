@@ -211,7 +211,7 @@ def run_identity(flags, max_train_steps, dataset, models, params, frozen):
 
 
 def new_flags(identity, flags):
-    """Default values, as JSON, of the flags in a run_identity; older checkpoints lack new flags.
+    """Default values, as JSON, of the flags in identity, for checkpoints without new flags.
 
     Args:
         identity: run_identity.
@@ -249,14 +249,14 @@ def refuse_model(config):
 
 
 def check_goes_on(config, max_train_steps=None):
-    """Check that the run of the model in output_dir goes on: it was killed, or gets more steps.
+    """Check that the run in output_dir can go on despite its model: it was killed or gets longer.
 
     Args:
         config: Config, without --overwrite_output_dir.
         max_train_steps: length of the run; None: not known yet.
 
     Raises:
-        ValueError: a finished run of this length or more wrote the model, or no known run did.
+        ValueError: the run is finished and is not made longer, or has no checkpoint.
     """
     newest = newest_run(config)
     if newest is None:
@@ -338,13 +338,13 @@ def find_checkpoint(config, identity, flags=None):
 
 
 def refuse_length(config, checkpoint, num_steps, new_num_steps, is_finished):
-    """The message for a run that cannot go on to another last step; None: it goes on.
+    """The message for a run that cannot go on with another length; None: it can.
 
     Args:
         config: Config.
         checkpoint: Path, RUN/checkpoints/STEP.
-        num_steps, new_num_steps: length of the run before and from now on.
-        is_finished: whether RUN has the model of num_steps steps.
+        num_steps, new_num_steps: length of the run so far, and as asked for.
+        is_finished: whether RUN has its model.
     """
     step, unet = int(checkpoint.name), checkpoint.parent.parent / "unet"
     change = f"the run had {num_steps} steps and is to have {new_num_steps}"
@@ -465,19 +465,19 @@ def find_start(config, dataset, identity, plan, flags=None):
     find = partial(find_checkpoint, config, identity, flags)
     checkpoints, step, saved = on_process_0(find) or (None, 0, {})
     step = int(from_process_0(np.int32(step)))
-    due = plan.averages_after(step)  # as many as in a checkpoint that does not say
+    due = plan.averages_after(step)  # for checkpoints that lack num_averages
     num_averages = int(from_process_0(np.int32(saved.get("num_averages", due))))
     return Start(step, identity, num_averages, checkpoints, saved)
 
 
 def checkpoint_shapes(params, tx, num_averages):
-    """Whole shapes of a checkpoint's arrays; params: shapes of the trained parameters."""
+    """Shapes of a checkpoint's arrays, not sharded; params: shapes of the trained parameters."""
     opt_state = jax.eval_shape(tx.init, params)
     return {"params": params, "opt_state": opt_state, "ema": [params] * num_averages}
 
 
 def read_state(checkpoints, step, shapes):
-    """Read a checkpoint onto the devices; process 0 reads some arrays at a time and sends them.
+    """Read a checkpoint onto the devices; process 0 reads a few arrays at a time and sends them.
 
     Args:
         checkpoints: Checkpoints on process 0, None on other processes.

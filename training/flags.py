@@ -48,7 +48,7 @@ class Config:
     use_ema_weights: bool = may_change(False)  # of a one-file UNet: the averages of its weights
     # data
 
-    # directories of *.parquet shards, all or this host's; batches are drawn from all directories
+    # directories of *.parquet shards, all or this host's; a batch mixes the directories
     train_data_dir: tuple[str, ...] = per_process(("data",))
     # weights of several directories, in any unit; default: in proportion to their pairs
     train_data_weights: tuple[float, ...] = may_change(())
@@ -60,17 +60,16 @@ class Config:
     mask_column: str = ""
     max_train_samples: int | None = None  # use the first N pairs of each set only; None: all
     resolution: int = 256  # side of the square training images, pixels
-    # train at these sizes, WIDTHxHEIGHT, of about resolution² pixels; each pair gets the size
-    # nearest in aspect ratio; goes with one train_data_dir; no values: default sizes; default: only
-    # squares
+    # sizes WIDTHxHEIGHT of about resolution² pixels; a pair gets the nearest aspect ratio; for one
+    # train_data_dir; no values: default sizes; default: only squares
     aspect_ratio_buckets: tuple[str, ...] | None = None
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # resizing; dct: fastest
     shuffle_buffer: int = 4096  # encoded pairs in memory to draw from, over all hosts
-    max_bad_fraction: float = may_change(0.1)  # stop if more pairs cannot be used
+    max_bad_fraction: float = may_change(0.1)  # stop if more of the pairs cannot be used
     dataloader_num_workers: int = per_process(0)  # decoding threads; 0: one per core
-    # directory for the VAE's latents; a subdirectory for each train_data_dir; "": no cache
+    # directory for the VAE's latents; with several train_data_dir a subdirectory for each; "": none
     cache_latents: str = per_process("")
     # training
     train_batch_size: int = 16  # global batch: pairs per optimizer step
@@ -88,7 +87,7 @@ class Config:
     max_grad_norm: float = 1.0  # clip the gradient to this global norm
     snr_gamma: float | None = None  # min-SNR loss weighting, 5 in the paper; None: off
     mask_loss_weight: float = 1.0  # loss inside the mask relative to outside; 1: no masks are read
-    # probability of each: dropping the text, the image, both; at most 1/3; 0: off
+    # probability of dropping the text; the same for the image, and for both; at most 1/3; 0: off
     conditioning_dropout_prob: float = 0.05
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
     gradient_checkpointing: bool = may_change(False)  # less memory, slower
@@ -134,17 +133,17 @@ class Config:
     push_to_hub: bool = may_change(False)  # upload the model; needs HF_TOKEN or `hf auth login`
     hub_model_id: str | None = may_change(None)  # OWNER/NAME; None: the name of output_dir
     compilation_cache_dir: str = per_process("~/.cache/jax")  # cache of compiled programs; "": none
-    # several hosts without TPU slice, Slurm or Open MPI: give all three flags
+    # several hosts without a TPU slice, Slurm or Open MPI: give all three flags
     coordinator_address: str | None = per_process(None)  # HOST:PORT of process 0
     num_processes: int | None = may_change(None)  # number of processes on all hosts
     process_id: int | None = per_process(None)  # index of this process, from 0
 
 
 def fixed_flags(config: Any, unless: str) -> dict[str, Any]:
-    """{name: value} of the flags of a dataclass that lack the metadata `unless`.
+    """{name: value} of the flags without the metadata `unless`.
 
     Args:
-        config: dataclass.
+        config: dataclass of flags.
         unless: "may_change" or "per_process".
     """
     return {

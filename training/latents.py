@@ -92,8 +92,9 @@ def decode_into(out, group, cells, position, resample, factor):
         factor: pixels per latent along a side.
 
     Returns:
-        (prompt, time ids, mask, error message): the instruction or instructions; bytes, None for an
-        undecodable pair; bytes at the latents' size, None, or DAMAGED_MASK; None without an error.
+        (prompt, time_ids, mask, error). prompt: one or several instructions. time_ids: bytes; None
+        for an undecodable pair. mask: bytes at the latents' size, None, or DAMAGED_MASK. error:
+        message or None.
     """
     prompt, name = None, f"{group.path.name} row {group.first_row + position}"
     try:
@@ -119,14 +120,14 @@ def encode_group(group, size_of, sizes, encode, batch_size, config, threads, fac
 
     Args:
         group: row group of images.
-        size_of: the size of each row, as an index.
+        size_of: index of each row's size.
         sizes: widths and heights.
         encode, batch_size, config: as for write_latent_shard.
         threads: executor that decodes.
         factor: pixels per latent along a side.
 
     Yields:
-        (positions, encode's result, [decode_into's result of each pair]) of a batch of one size.
+        (positions, encode's result, decode_into's results) of a batch, whose pairs have one size.
     """
     cells, in_flight = read_row_group(group), None
     of_sizes = [np.flatnonzero(size_of == size).tolist() for size in range(len(sizes))]
@@ -324,7 +325,7 @@ def check_latent_flags(config, output_dirs, batch_size):
 
 
 def list_images(train_data_dir, columns, output_dir, max_train_samples):
-    """The row groups of a directory of images, once output_dir is checked.
+    """List the row groups of a directory of images, after a check of output_dir.
 
     Args:
         train_data_dir: directory of shards of images.
@@ -333,7 +334,7 @@ def list_images(train_data_dir, columns, output_dir, max_train_samples):
         max_train_samples: list the shards with the first N rows only; None: all.
 
     Raises:
-        ValueError: train_data_dir has latents, or output_dir shards of other names.
+        ValueError: train_data_dir has latents, or output_dir has shards with other names.
     """
     groups = list_row_groups(train_data_dir, columns)
     if latents_metadata(groups[0].metadata) is not None:
@@ -355,8 +356,8 @@ def list_images(train_data_dir, columns, output_dir, max_train_samples):
 def choose_latent_sizes(config, train_data_dir, columns, output_dir, overwrite):
     """The widths and heights of a directory's latents; None without --aspect_ratio_buckets.
 
-    Latents in output_dir keep their sizes if the flag has them. Otherwise the sizes are those with
-    a batch of pairs, as in training.
+    Latents in output_dir keep their sizes if the flag names them all. Otherwise sizes with less
+    than a batch of pairs are left out, as in training.
 
     Args:
         config, overwrite: as for write_latents.
@@ -537,6 +538,6 @@ def check_vae(dataset, vae_params, config):
     if dataset.latents and dataset.latents["vae"] != vae_checksum(vae_params):
         source = config.pretrained_vae_model_name_or_path or config.pretrained_model_name_or_path
         raise ValueError(
-            f"{dataset.train_data_dir} has latents of another VAE than {source} has; name "
+            f"{dataset.train_data_dir} has latents of another VAE than {source}'s; name "
             "another --cache_latents directory to make new ones"
         )

@@ -73,7 +73,7 @@ def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), se
 
 
 def targets_of(module, target_modules):
-    """The target modules that a layer, named as in the Flax tree, belongs to; a set."""
+    """The set of target modules that a layer belongs to; module: its name in the Flax tree."""
     name, _ = flax_to_torch(f"{module}/bias", None)
     return {target for target in target_modules if f".{name}".endswith(f".{target}.bias")}
 
@@ -109,7 +109,7 @@ def save_lora(path, trained, rank, alpha, target_modules, run):
         path: file to write, .safetensors.
         trained: nested dict of add_lora; entries other than LoRA's are left out.
         rank, alpha, target_modules: as for add_lora.
-        run: JSON dict for read_lora; describes the run.
+        run: JSON dict that describes the run; read_lora returns it.
     """
     tensors = {}
     for name, x in flatten_dict(trained, sep="/").items():
@@ -136,7 +136,7 @@ def save_tensors(path, tensors, **metadata):
     def save(file):
         file.touch()
         mode = file.stat().st_mode
-        save_file(tensors, file, metadata={"format": "pt", **metadata})  # leaves 0600
+        save_file(tensors, file, metadata={"format": "pt", **metadata})  # with mode 0600
         file.chmod(mode)
 
     save_whole(path, save)

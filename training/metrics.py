@@ -249,7 +249,7 @@ def draw_losses(metrics):
 
 
 def smoothed(values):
-    """Unbiased exponential averages of the values so far, over a fraction 1 / LOSS_SPAN of all."""
+    """Bias-corrected exponential averages, over about a fraction 1 / LOSS_SPAN of the values."""
     decay = 1 - 1 / max(LOSS_ROWS, len(values) / LOSS_SPAN)
     average, averages = 0.0, []
     for n, value in enumerate(values, start=1):

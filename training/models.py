@@ -141,7 +141,7 @@ def load_models(config: Config, dtype: Any):
 
     Returns:
         (models, pipeline, frozen, params): Models; the pipeline to save at the end; train_step's
-        frozen parameters, float32, with LoRA in dtype but for the VAE; the UNet's trained
+        frozen parameters, float32, or with LoRA in dtype except the VAE's; the UNet's trained
         parameters, float32.
 
     Raises:
@@ -242,7 +242,10 @@ def open_modules(config: Config, dtype):
 
 
 def is_pipeline(source, component):
-    """Whether a directory is a pipeline with this component; its config.json may have flags."""
+    """Whether a directory is a pipeline with this component.
+
+    A run's output directory also has a config.json, with its flags.
+    """
     return Path(source, component).is_dir() and (
         Path(source, INDEX_NAME).exists() or not Path(source, "config.json").exists()
     )
@@ -291,7 +294,7 @@ def load_text_encoder(config, dtype, is_xl, convert):
 
 
 def to_float32(name, x):
-    """A parameter in float32; a convert of from_pretrained."""
+    """Cast a parameter to float32; for convert of from_pretrained."""
     return x.astype(np.float32, copy=False)
 
 
@@ -375,10 +378,10 @@ def load_vae(config, dtype, is_xl):
 
 
 def check_vae_family(config, vae, is_xl):
-    """Raise a ValueError for Stable Diffusion's VAE with SDXL and for the reverse.
+    """Raise a ValueError for Stable Diffusion's VAE with SDXL, or SDXL's with Stable Diffusion.
 
     Args:
-        config: of the trainer or of cache_latents.py, names the VAE.
+        config: flags of the trainer or of cache_latents.py, which name the VAE.
         vae: module.
         is_xl: whether the model is SDXL.
     """
@@ -402,7 +405,7 @@ def tree_checksum(tree):
 
 
 def checksums(frozen, params):
-    """Checksums of a run's weights, for run_identity; arguments: of load_models."""
+    """Checksums of a run's weights, for run_identity; frozen, params: of load_models."""
     unet = combine(frozen.get("unet", {}), params)
     trees = unet, [frozen["vae"], frozen["text_encoder"]]
     return dict(zip(WEIGHTS, map(tree_checksum, trees)))
@@ -434,7 +437,7 @@ def params_beside_unet(frozen):
 
 
 def check_models(config: Config, models: Models):
-    """Raise a ValueError for models that do not fit together or do not fit the resolution."""
+    """Raise a ValueError for models that do not fit together, or a resolution that they refuse."""
     unet, vae, text_encoder, scheduler, _ = models
     source, is_xl = config.pretrained_model_name_or_path, isinstance(models.text_encoder, tuple)
     if is_xl != (unet.addition_embed_type == "text_time"):

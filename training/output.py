@@ -70,7 +70,7 @@ def check_run_dir(config: Config) -> None:
     if output_dir.resolve() in [Path(directory).resolve() for directory in config.train_data_dir]:
         raise ValueError(f"{given} is --train_data_dir too; name another directory")
     has_model = any((output_dir / name).exists() for name in FINAL_FILES)
-    # A run with checkpoints that crashed while writing its final files leaves this file, too.
+    # A run that crashed while it wrote its final files leaves this file, too, and checkpoints.
     if not any(output_dir.glob(f"{CHECKPOINTS_DIR}/*")):
         has_model = has_model or (output_dir / CONV_IN_FILE).exists()
     if has_model and not (config.overwrite_output_dir or merges_finished_run(config)):
@@ -85,7 +85,7 @@ def check_run_dir(config: Config) -> None:
 
 
 def merges_finished_run(config: Config) -> bool:
-    """Whether only --merge_lora is left: output_dir has the LoRA of a run of this length."""
+    """Whether only --merge_lora is left to do: output_dir has the LoRA of a run of this length."""
     file, pipeline = (Path(config.output_dir, name) for name in FINAL_FILES)
     is_replaced = config.overwrite_output_dir or pipeline.exists()
     if not config.merge_lora or is_replaced or not file.exists():

@@ -23,7 +23,7 @@ from diffusers_flax.messages import one_line
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 3600  # timeout of wait_for_all, while others compile or process 0 uploads
+WAIT_SECONDS = 3600  # timeout of wait_for_all; others may still compile, or process 0 upload
 LOCK_SECONDS = 120  # timeout for the lock; NFS releases a crashed host's lock late
 MESSAGE_BYTES = 4096  # maximum size of an error message that process 0 sends
 # Errors of a process whose peer has died.

@@ -47,8 +47,8 @@ def cache_programs(folder):
 def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
     """Compile a training step for the batches of every size.
 
-    In several processes pmap compiles a step only by a call. For batches of one size that is the
-    first step, for several sizes a call with zeros.
+    With several processes pmap compiles only when called: in the first step, or for several sizes
+    in a call with zeros.
 
     Args:
         p_train_step: pmapped train_step.
@@ -88,7 +88,7 @@ def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
 
 
 def zeros_like(shapes):
-    """Zeros on this process's devices, (local devices, ...), for a tree of shapes (any, ...)."""
+    """Zeros on this process's devices, (local devices, ...); shapes: a tree of (devices, ...)."""
     return replicate(jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), shapes))
 
 
@@ -153,8 +153,7 @@ class TrainRun:
         pipeline: of load_models.
         final_model: an object with the methods of FinalModel.
         validation_images: of fit_validation_images.
-        flags: the flags of another program than the trainer, a dataclass; they identify the run in
-            place of config.
+        flags: dataclass of another program's flags, which identify the run instead of config.
     """
 
     def __init__(
@@ -326,7 +325,7 @@ class TrainRun:
                     release_memory()
 
     def _try(self, step, write):
-        """Write a checkpoint; finish raises an error of the last step, after saving the model."""
+        """Write a checkpoint; an error at the last step waits until finish has saved the model."""
         if self.last_save_error is None:
             try:
                 write()

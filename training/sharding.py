@@ -37,7 +37,8 @@ CHIPS_PER_HOST = 4  # in TPU slices of several hosts; their device numbers are c
 class Split:
     """An array is split along axis into num_shards, one per device.
 
-    With fewer shards than devices, every group of num_shards consecutive devices holds all of them.
+    With fewer shards than devices, each group of num_shards consecutive devices holds one set of
+    shards.
     """
 
     axis: int
@@ -123,7 +124,7 @@ def gather_by_block(shards, axes, dtype, blocks):
         blocks: name prefixes of the blocks, such as "resnets_".
 
     Returns:
-        The parameters; in blocks, each is a function without arguments that gathers it.
+        The parameters; those of blocks are functions without arguments that gather them.
     """
     flat, flat_axes = flatten_dict(shards), flatten_dict(axes)
     later = {
@@ -234,7 +235,7 @@ def reduce_scatter_stages(num_shards, num_devices):
 
 
 def shard_order(num_shards):
-    """The device that holds each shard after all stages, of num_shards consecutive devices."""
+    """The device, of num_shards consecutive ones, that holds each shard after all stages."""
     return np.arange(num_shards).reshape(stage_sizes(num_shards)).T.ravel()
 
 
@@ -304,8 +305,8 @@ def in_place(update):
     """Make XLA update donated arrays in place.
 
     pmap removes the device axis from its arguments and adds it to its results. Between these two
-    reshapes XLA's CPU compiler copies every donated array. Here the function gets arrays with the
-    axis, so the reshapes cancel; on TPUs without the axis, which moves fewer bytes.
+    reshapes XLA's CPU compiler copies every donated array. So the function gets arrays with the
+    axis, and the reshapes cancel. On TPUs it gets them without the axis, which moves fewer bytes.
 
     Args:
         update: trees of arrays -> tree of arrays, elementwise.
@@ -373,7 +374,7 @@ def shard_batch(batch):
         dict of arrays (local devices, B / local devices, ...), for a pmapped function.
 
     Raises:
-        ValueError: the arrays differ in their number of rows, or it cannot be divided.
+        ValueError: the arrays have different numbers of rows, or the number cannot be divided.
     """
     devices = jax.local_devices()
     rows, n = {name: len(x) for name, x in batch.items()}, len(devices)

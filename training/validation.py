@@ -19,7 +19,7 @@ from training.models import params_beside_unet
 from training.sharding import combine, local_rows, replicate
 
 NUM_INFERENCE_STEPS = 20
-SHORT_RUN = 100_000  # samples, steps times batch; such a model edits well at low scales only
+SHORT_RUN = 100_000  # steps times batch; after fewer samples a model edits well at low scales only
 GIF_SIDE = 1024  # longer side of a frame, pixels, at most
 GIF_FRAMES = 100  # at most
 GIF_SECONDS = 0.5  # per frame; four times as long for the last
@@ -91,7 +91,7 @@ class Validation:
         return edits
 
     def _edit_alike(self, places, p_params):
-        """Edit the images at these places, all of one size, with the pipeline's parameters."""
+        """Edit the images at these places, which have one size; p_params: of the pipeline."""
         pipeline, num_devices = self.pipeline, jax.local_device_count()
         padded = places + places[-1:] * (-len(places) % num_devices)
         prompt_ids, image = pipeline.prepare_inputs(
@@ -125,7 +125,7 @@ def load_validation_images(config: Config):
 
 
 def fit_validation_images(images, sizes):
-    """Crop images, PIL, to the sizes nearest to their shapes; sizes: (width, height) of batches."""
+    """Crop PIL images to the nearest of the batches' sizes, (width, height), by aspect ratio."""
     nearest = nearest_sizes(np.reshape([image.size for image in images], (-1, 2)), sizes)
     return [
         ImageOps.fit(image, sizes[size], Image.Resampling.LANCZOS)
