@@ -148,7 +148,7 @@ def list_rows(
         elsewhere += [texts[name] for name, base in bases.items() if base != file.parent][:1]
     if "output" in required:
         follow_outputs(rows)
-        problems += circles(rows)
+        problems += cycles(rows)
         problems += overwritten_truths(rows, truths, file.parent)
     writers = {row["output"].resolve(): row["line"] for row in rows if "output" in row}
     promised = {path.resolve() for path in of_invalid}
@@ -180,7 +180,7 @@ def bases_of_edits(rows: list[dict], folder: Path) -> dict[int, Path]:
     for row in rows:
         line, seen = row["line"], set()
         while (before := writers.get(os.path.normpath(row["original_image"]))) is not None:
-            if before["line"] in seen:  # a circle, see circles
+            if before["line"] in seen:  # a cycle, see cycles
                 break
             seen.add(before["line"])
             row = before
@@ -195,8 +195,8 @@ def follow_outputs(rows: list[dict]) -> None:
         row["after"] = lines.get(row["original_image"].resolve())
 
 
-def circles(rows: list[dict]) -> list[tuple[int, str]]:
-    """A problem for each circle of rows that edit one another's outputs."""
+def cycles(rows: list[dict]) -> list[tuple[int, str]]:
+    """A problem for each cycle of rows that edit one another's outputs."""
     rows = {row["line"]: row for row in rows}
     problems, seen = [], set()
     for line in rows:
@@ -206,16 +206,16 @@ def circles(rows: list[dict]) -> list[tuple[int, str]]:
             path.append(line)
             line = rows[line]["after"]
         if line in path:
-            circle = sorted(path[path.index(line) :])
-            image = rows[circle[0]]["original_image"]
+            cycle = sorted(path[path.index(line) :])
+            image = rows[cycle[0]]["original_image"]
             problem = f"{image} is an input and would be overwritten; name another output"
-            if len(circle) > 1:
-                *others, last = map(str, circle)
+            if len(cycle) > 1:
+                *others, last = map(str, cycle)
                 problem = (
                     f"the lines {', '.join(others)} and {last} edit one another's outputs in a "
-                    "circle; one of them must begin with an image that no line writes"
+                    "cycle; one of them must begin with an image that no line writes"
                 )
-            problems.append((circle[0], problem))
+            problems.append((cycle[0], problem))
     return problems
 
 

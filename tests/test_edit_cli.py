@@ -517,8 +517,8 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
             "line 2: o.png is an input and would be overwritten; name another output",
         ),
         (
-            ["--edits_jsonl", "circle.jsonl"],
-            "circle.jsonl has 1 problem: line 1: the lines 1, 2 and 4 edit one another's outputs",
+            ["--edits_jsonl", "cycle.jsonl"],
+            "cycle.jsonl has 1 problem: line 1: the lines 1, 2 and 4 edit one another's outputs",
         ),
         (["--edits_jsonl", "masks.jsonl"], "masks.jsonl has 1 problem: line 1: none.png does not"),
         (
@@ -572,9 +572,9 @@ def test_bad_input_is_one_line_before_anything_is_loaded(
     Path("self.jsonl").write_text(
         jsonl(GOOD_ROW, {"input": "o.png", "edit": "x", "output": "o.png"})
     )
-    circle = [("4.png", "1.png"), ("1.png", "2.png"), ("1.png", "3.png"), ("./2.png", "4.png")]
-    Path("circle.jsonl").write_text(
-        jsonl(*({"input": before, "edit": "x", "output": after} for before, after in circle))
+    cycle = [("4.png", "1.png"), ("1.png", "2.png"), ("1.png", "3.png"), ("./2.png", "4.png")]
+    Path("cycle.jsonl").write_text(
+        jsonl(*({"input": before, "edit": "x", "output": after} for before, after in cycle))
     )
     Path("masks.jsonl").write_text(jsonl(GOOD_ROW | {"mask": "none.png"}))
     later = {"input": "o.png", "edit": "x", "output": "p.png", "mask": "small.png"}
