@@ -30,13 +30,12 @@ RUNTIME_FIELDS = {
 class FrozenConfig(dict):
     """The read-only config of a model or scheduler: a dict whose entries are attributes too."""
 
+    def __init__(self, entries):
+        super().__init__(entries)
+        vars(self).update((name, x) for name, x in self.items() if not hasattr(dict, name))
+
     def __getattr__(self, name):
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(
-                f"config has no entry {name!r}; it has {', '.join(self)}"
-            ) from None
+        raise AttributeError(f"config has no entry {name!r}; it has {', '.join(self)}")
 
     def __setattr__(self, name, value):
         raise AttributeError(f"config is read-only: pass {name}={value!r} to from_pretrained")
@@ -190,11 +189,6 @@ class FromSingleFile:
         if dtype is not None:  # models do not take None for their default
             kwargs["dtype"] = dtype
         return cls.from_pretrained(source, **kwargs, **hub_options)
-
-
-def lists_to_tuples(value):
-    """Linen modules must be hashable, so their fields hold tuples."""
-    return tuple(map(lists_to_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def types_of(annotation):

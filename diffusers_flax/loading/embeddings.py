@@ -114,7 +114,7 @@ class Embeddings:
             module = modules[component]
             vocab_size = max(module.vocab_size, 1 + max(rows))
             components[component] = type(encoders[component]).from_config(
-                dict(module.config), dtype=module.dtype, vocab_size=vocab_size
+                module.config_fields(), dtype=module.dtype, vocab_size=vocab_size
             )
 
     def extend(self, component, name, x):

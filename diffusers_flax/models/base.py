@@ -21,7 +21,6 @@ from diffusers_flax.loading.configs import (
     ConfigMixin,
     FrozenConfig,
     has_type,
-    lists_to_tuples,
     types_of,
 )
 from diffusers_flax.loading.files import write_json
@@ -62,6 +61,11 @@ from diffusers_flax.parameters import (
 FILE_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
 
 
+def lists_to_tuples(value):
+    """Linen modules must be hashable, so their fields hold tuples."""
+    return tuple(map(lists_to_tuples, value)) if isinstance(value, list | tuple) else value
+
+
 class FlaxModelMixin(ConfigMixin, FloatingCasts):
     """Loading, saving, config and casts of all models.
 
@@ -86,11 +90,13 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
 
     @property
     def config(self):
-        """The config.json entries that the model has; lists are tuples."""
+        """The model's entries of config.json, read-only; lists are tuples."""
+        return FrozenConfig(self.config_fields())
+
+    def config_fields(self):
+        """The fields that are entries of config.json, a dict; lists are tuples."""
         names = [field.name for field in dataclasses.fields(self)]
-        return FrozenConfig(
-            {n: lists_to_tuples(getattr(self, n)) for n in names if n not in RUNTIME_FIELDS}
-        )
+        return {n: lists_to_tuples(getattr(self, n)) for n in names if n not in RUNTIME_FIELDS}
 
     def init_weights(self, rng):
         """Random float32 parameters. rng: a PRNG key."""
@@ -338,7 +344,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
     def _file_content(self):
         """The config.json for PyTorch, with fixed_config."""
         fixed = {key: value for key, value in self.fixed_config.items() if value is not None}
-        return {**self._file_header(), **fixed, **self.config}
+        return {**self._file_header(), **fixed, **self.config_fields()}
 
     def _file_header(self):
         """The config.json entries with PyTorch's class."""
@@ -353,7 +359,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
 
     def _param_shapes(self):
         """{path joined by "/": shape} of all parameters; nothing is computed."""
-        return _trace_shapes(type(self)(**self.config))
+        return _trace_shapes(type(self)(**self.config_fields()))
 
     def _check_params(self, flat, expected, where):
         """Raise one ValueError that names every missing, unexpected or mis-shaped parameter."""

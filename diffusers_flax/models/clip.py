@@ -358,7 +358,9 @@ class FlaxCLIPTextModule(CLIPTextSettings, CLIPFiles):
 
         deterministic: False applies attention_dropout, with an rng "dropout".
         """
-        transformer = CLIPTextTransformer(**self.config, dtype=self.dtype, name="text_model")
+        transformer = CLIPTextTransformer(
+            **self.config_fields(), dtype=self.dtype, name="text_model"
+        )
         output = transformer(
             input_ids, attention_mask, position_ids, deterministic, output_attentions
         )
@@ -554,7 +556,9 @@ class FlaxCLIPVisionModule(CLIPVisionSettings, CLIPFiles):
 
         deterministic: False applies attention_dropout, with an rng "dropout".
         """
-        transformer = CLIPVisionTransformer(**self.config, dtype=self.dtype, name="vision_model")
+        transformer = CLIPVisionTransformer(
+            **self.config_fields(), dtype=self.dtype, name="vision_model"
+        )
         output = transformer(pixel_values, deterministic, output_attentions)
         return select_outputs(output, output_hidden_states, return_dict)
 

@@ -426,7 +426,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
                     options |= {"_do_init": False, "vocab_size": module.module.vocab_size}
                 if name == "unet" and self.unet_source:
                     source = fetch_named("unet", self.unet_source, **hub_options)
-                    options = {"config": dict(module.config)}
+                    options = {"config": module.config_fields()}
                 options |= {"convert": partial(convert, name)}
                 options |= {} if name == "vae" else {"storage": self.storage}
                 _, params[name] = type(module).from_pretrained(source, **options, **reading)

@@ -411,6 +411,6 @@ def dependencies(pipeline, jit, options, arrays, params):
         "accelerate": str(pipeline.accelerate or "nothing"),
         "preview": pipeline.preview.every if pipeline.preview else "none",
         "params": "/".join(sorted(dtypes)),
-        "text encoders": str([dict(module.config) for module in pipeline.text_modules()]),
+        "text encoders": str([module.config_fields() for module in pipeline.text_modules()]),
     }
     return frozenset({"jit": jit, **vars(options), **types, **settings}.items())

@@ -520,7 +520,7 @@ def encode(vae, params, image, keys, layout=None):
     """
     posterior = posterior_of(vae, params, image, layout)
     noise = normal(keys, POSTERIOR_NOISE, posterior.mean.shape[1:])
-    latents = (posterior.mean + posterior.std * noise) * vae.config.scaling_factor
+    latents = (posterior.mean + posterior.std * noise) * vae.scaling_factor
     return jnp.transpose(latents, (0, 3, 1, 2))
 
 
@@ -538,7 +538,7 @@ def decode(vae, params, latents, layout=None):
     """
 
     def decode_some(vae, latents):
-        latents = latents / vae.config.scaling_factor
+        latents = latents / vae.scaling_factor
         decoded = vae.apply({"params": params}, latents, method=vae.decode).sample  # (n, 3, H, W)
         images = jnp.transpose(decoded.astype(jnp.float32), (0, 2, 3, 1))
         return (images / 2 + 0.5).clip(0, 1)
