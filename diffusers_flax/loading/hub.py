@@ -313,7 +313,7 @@ def check_single_file_configs(argument, source, **hub_options):
         ]
         raise ValueError(
             f"{argument}={source} takes text of width {widths[0]}, the configs of {source.configs} "
-            f"are for {widths[1]}; give config= of the file's family"
+            f"are for {widths[1]}; take both from one family"
         )
     if source.component is None:
         has_second = (content.get("text_encoder_2") or [None])[0] is not None
@@ -321,7 +321,7 @@ def check_single_file_configs(argument, source, **hub_options):
             families = ("Stable Diffusion 1.x or 2.x", "SDXL")
             raise ValueError(
                 f"{argument}={source} is {families[source.is_xl]}, the configs of {source.configs} "
-                f"are {families[has_second]}'s; give config= of the file's family"
+                f"are {families[has_second]}'s; take both from one family"
             )
 
 

@@ -245,7 +245,7 @@ def test_sdxl_scripts(tmp_path):
         (["--unet", "/no/such.safetensors"], "--unet /no/such.safetensors does not exist"),
         (["--unet", "EDITS"], "has in_channels=8, this pipeline needs 4"),
         (["--unet", "VAE"], "has a VAE alone; give a file with a UNet"),
-        (["--unet", "SD"], "are for 48; give --config_name_or_path of the file"),
+        (["--unet", "SD"], "are for 48; take both from one family"),
     ],
 )
 def test_bad_flags_are_one_line(tmp_path, capsys, script, flags, message):
