@@ -488,7 +488,7 @@ def test_records_of_pytorch_lightning_are_not_needed(tmp_path, monkeypatch):
 def test_configs_of_another_family(tmp_path):
     _, _, file = make_file(tmp_path, "xl")
     other = make_tiny_pipeline(tmp_path / "other", in_channels=4)
-    match = "model.safetensors is SDXL, the configs of .* are Stable Diffusion 1.x or 2.x's; give"
+    match = "model.safetensors is SDXL, the configs of .* are Stable Diffusion 1.x or 2.x's; take"
     with pytest.raises(ValueError, match=match):
         FlaxDiffusionPipeline.from_single_file(file, config=other)
 
@@ -499,7 +499,7 @@ def test_a_component_of_another_family(tmp_path, capsys):
     folder = make_tiny_xl(tmp_path / "xl")
     other = make_tiny_pipeline(tmp_path / "other", in_channels=4)
     unet = write_single_file(tmp_path / "unet.safetensors", original_layout(other, ["unet"]))
-    match = "unet.safetensors takes text of width .*, the configs of .*xl are for .*; give config="
+    match = "unet.safetensors takes text of width .*, the configs of .*xl are for .*; take both"
     with pytest.raises(ValueError, match=match):
         FlaxUNet2DConditionModel.from_single_file(unet, folder)
     with pytest.raises(ValueError, match=match):
