@@ -66,20 +66,20 @@ def load_references(pairs, clip, resolution, factor):
     return References(pairs, sizes, clip, features)
 
 
-def measure_images(references, rows, images):
+def measure_images(references, places, images):
     """Metrics of results.
 
     Args:
         references: References.
-        rows: place of each result's pair, int.
+        places: index of each result's pair, int.
         images: results, PIL images of the edits' sizes.
 
     Returns:
         {metric: list of floats}, NaN where it is not defined.
     """
     metrics = defaultdict(list)
-    for row, image in zip(rows, images):
-        pair, size = references.pairs[row], references.sizes[row]
+    for place, image in zip(places, images):
+        pair, size = references.pairs[place], references.sizes[place]
         arrays = [
             None if x is None else np.asarray(x, np.float32) / 255
             for x in (image, pair.fitted_original(size), pair.fitted_edited(size))
@@ -90,7 +90,7 @@ def measure_images(references, rows, images):
         for name, value in values.items():
             metrics[name].append(value)
     if references.clip is not None:
-        known = {name: features[rows] for name, features in references.features.items()}
+        known = {name: features[places] for name, features in references.features.items()}
         found = clip_metrics(references.clip.image_features(images), **known)
         metrics |= {name: values.tolist() for name, values in found.items()}
     return metrics
@@ -99,12 +99,12 @@ def measure_images(references, rows, images):
 def measure_baseline(references, make_image):
     """Metrics of make_image(pair, size), a PIL image or None, over all pairs."""
     metrics, used = defaultdict(list), 0
-    for row, (pair, size) in enumerate(zip(references.pairs, references.sizes)):
+    for place, (pair, size) in enumerate(zip(references.pairs, references.sizes)):
         image = make_image(pair, size)
         if image is None:
             continue
         used += 1
-        for name, values in measure_images(references, [row], [image]).items():
+        for name, values in measure_images(references, [place], [image]).items():
             metrics[name] += values
     return {"num_pairs": used} | averages(metrics)
 
@@ -287,18 +287,18 @@ def measure_edits(batches, pipeline, references, folder, lora):
         ValueError: a result is not finite.
     """
     shown = grid_rows([pair.instruction for pair in references.pairs])
-    row_of_index = {pair.index: row for row, pair in enumerate(references.pairs)}
+    place_of = {pair.index: place for place, pair in enumerate(references.pairs)}
     metrics, total_seconds = defaultdict(list), 0.0
     for batch, images, seconds in batches:
         check_finite_images(images, f"the edit of {batch[0].input} and others", lora)
-        rows = [row_of_index[pair.index] for pair in batch]
+        places = [place_of[pair.index] for pair in batch]
         images = pipeline.numpy_to_pil(images)
         total_seconds += seconds
-        for name, values in measure_images(references, rows, images).items():
+        for name, values in measure_images(references, places, images).items():
             metrics[name] += values
-        for row, image in zip(rows, images):
-            if row in shown:
-                save_image(image, folder / f"{row}.png")
+        for place, image in zip(places, images):
+            if place in shown:
+                save_image(image, folder / f"{place}.png")
     return averages(metrics), total_seconds
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -26,8 +27,8 @@ def test_the_plan_says_which_tile(folders, monkeypatch):
     monkeypatch.setattr("diffusers_flax.devices.memory.host_memory", lambda: 2**30)
 
     def plan(**options):
-        of_batch = 4, 1, ("text", "null"), (512, 512)
-        return plan_images(pipeline, jax.devices()[:2], *of_batch, **options)
+        batch = dict(num_images=4, batch_size=1, branches=("text", "null"), size=(512, 512))
+        return plan_images(pipeline, jax.devices()[:2], **batch, **options)
 
     planned, line = plan(vae_tile=32)
     assert planned.vae.tile == 32
@@ -53,14 +54,15 @@ def test_tiles_need_a_vae_that_computes(folders, tmp_path):
         accelerate = f"taesd:path={tmp_path / name}"
         pipeline_type = pipeline_class(folders[name])
         pipeline = pipeline_type.open(folders[name], execution=Execution(accelerate))
-        of_batch = jax.devices()[:1], 1, 1, ("text",), (64, 64)
+        batch = dict(num_images=1, batch_size=1, branches=("text",), size=(64, 64))
+        plan = partial(plan_images, pipeline, jax.devices()[:1], **batch)
         if name == "xl":
             error = "--vae_tile 32 has no effect with --accelerate taesd"
             with pytest.raises(ValueError, match=error):
-                plan_images(pipeline, *of_batch, vae_tile=32)
-            assert "tiles" not in plan_images(pipeline, *of_batch, vae_tile=0)[1]
+                plan(vae_tile=32)
+            assert "tiles" not in plan(vae_tile=0)[1]
         else:  # it encodes in tiles
-            assert "tiles of 32" in plan_images(pipeline, *of_batch, vae_tile=32)[1]
+            assert "tiles of 32" in plan(vae_tile=32)[1]
 
 
 def test_devices_are_balanced_with_tiles(folders, monkeypatch):
@@ -70,8 +72,8 @@ def test_devices_are_balanced_with_tiles(folders, monkeypatch):
     )
     pipeline = replace(pipeline_class(folders["edit"]).open(folders["edit"]), layout=layout)
     for tile in (0, 32):
-        of_batch = jax.devices()[:1], 8, 8, ("text", "null"), (256, 256)
-        plan_images(pipeline, *of_batch, vae_tile=tile)
+        batch = dict(num_images=8, batch_size=8, branches=("text", "null"), size=(256, 256))
+        plan_images(pipeline, jax.devices()[:1], **batch, vae_tile=tile)
     weights = memory.num_bytes_of_params(pipeline, ("vae",))
     arrays = 4.5 * 8 * pipeline.vae.block_out_channels[0] * 4  # the encoder's, of all images
     images = 2 * 8 * 256**2 * 3 * 4
@@ -82,8 +84,8 @@ def test_devices_are_balanced_with_tiles(folders, monkeypatch):
 def test_the_plan_counts_each_device(folders):
     layout = Layout(jax.devices()[:3], components="balanced")
     pipeline = replace(FlaxStableDiffusionXLPipeline.open(folders["xl"]), layout=layout)
-    of_batch = 4, 2, ("text", "null"), (64, 64)
-    planned, line = plan_images(pipeline, layout.groups, *of_batch)
+    batch = dict(num_images=4, batch_size=2, branches=("text", "null"), size=(64, 64))
+    planned, line = plan_images(pipeline, layout.groups, **batch)
     assert sorted(number for _, number in planned.layout.components) == [0, 1, 2]
     places = ", ".join(
         f"{x} on {dict(planned.layout.components)[x]}" for x in ("text", "unet", "vae")
