@@ -66,6 +66,7 @@ def flax_trajectory(name, config, num_steps, eta=0.0, first_step=0, timesteps=No
     timesteps = np.asarray(state.timesteps)
     x = jnp.asarray(START * (1 if first_step else np.asarray(state.init_noise_sigma)))
     samples = []
+    assert len(timesteps) <= len(NOISE)
     for t, noise in zip(timesteps, NOISE):
         model_input = np.asarray(scheduler.scale_model_input(state, x, t))
         out = np.float32(model(model_input, float(t)))

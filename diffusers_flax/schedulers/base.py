@@ -101,7 +101,10 @@ class FlaxSchedulerMixin(ConfigMixin):
 
     A subclass defines `defaults` (its options), `arguments` (positional arguments of the
     constructor after first_arguments), `choices` (an option's supported values, the default first,
-    also where there is one), `create_state`, `_plan` and `step`.
+    also where there is one), `create_state`, `_plan` and `step`; if it needs them, `state_class`,
+    `_empty_history` (arrays of earlier steps in the state), `takes_timesteps` and
+    `takes_denoising_range`. A scheduler with several evaluations in a step repeats or adds
+    timesteps, as PNDM does: the loop evaluates the UNet once for each of state.timesteps.
     """
 
     defaults = DEFAULTS
@@ -116,7 +119,7 @@ class FlaxSchedulerMixin(ConfigMixin):
     has_compatibles = True
     has_state = True
     takes_timesteps = False  # True: set_timesteps takes timesteps, as in PyTorch diffusers
-    order = 1
+    order = 1  # PyTorch's attribute: timesteps per step
     _compatibles = tuple(FlaxKarrasDiffusionSchedulers.__members__)
 
     def __init_subclass__(cls):
