@@ -323,7 +323,8 @@ def with_flags(message: str, config: Any) -> str:
     Quoted texts, URLs and paths stay as they are. An unquoted path with a space counts as two
     words: runs/make seed=3 becomes runs/make --seed 3.
     """
-    flags = {ARGUMENTS.get(name, name): name for name in vars(config)}
+    flags = {name: name for name in vars(config)}
+    flags |= {ARGUMENTS[name]: name for name in flags.keys() & ARGUMENTS.keys()}
 
     def flag(found):
         argument, value = found.groups()

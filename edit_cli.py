@@ -133,7 +133,7 @@ def edits_of_flags(inputs, instructions, output, masks=()):
     Args:
         inputs: paths.
         instructions: one per input, or one.
-        output: file or existing directory for one edit, directory for several; None:
+        output: file or directory for one edit, directory for several; None:
             NAME-edited.png next to each input.
         masks: one per input, or one, or none.
     """
@@ -164,7 +164,7 @@ def edits_of_flags(inputs, instructions, output, masks=()):
     masks = list(masks or [None]) * (len(inputs) // max(1, len(masks)))
     if output is None:
         outputs = [path.with_name(f"{path.stem}-edited.png") for path in inputs]
-    elif len(inputs) == 1 and not output.is_dir():
+    elif len(inputs) == 1 and not output.is_dir() and (output.suffix or output.is_file()):
         outputs = [output]
     elif output.suffix.lower() in IMAGE_FORMATS or output.is_file():
         raise ValueError(f"--output {output} is one file for {len(inputs)} edits; give a directory")

@@ -451,7 +451,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "blue"], "2 --edit do not fit 1 --input"),
         ([*TWO, "--output", "o.png"], "is one file for 2 edits; give a directory"),
         ([*ONE, "--output", "o.gif"], "o.gif ends in .gif; name it .png or .jpg"),
-        ([*ONE, "--output", "o"], "o ends in no extension"),
+        ([*ONE, "--output", "o.x"], "o.x ends in .x"),
         ([*ONE, "--output", "a.png"], "a.png is an input and would be overwritten"),
         ([*ONE, "--output", "text.png/o.png"], "text.png/o.png cannot be written"),
         ([*ONE, "--output", "o.png", "--grid", "o.png"], "2 images would be written to"),

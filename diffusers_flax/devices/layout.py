@@ -71,13 +71,13 @@ class Layout:
             self._check_components()
             return
         if self.data is None:
-            data = len(self.devices) // self.group_size
+            data = max(1, len(self.devices) // self.group_size)
             object.__setattr__(self, "data", data)
         needed = self.data * self.group_size
         if needed != len(self.devices) or not needed:
             raise ValueError(
                 f"data={self.data}, branches={self.branches} and rows={self.rows} take {needed} "
-                f"devices, given are {len(self.devices)}"
+                f"devices, not {len(self.devices)}"
             )
 
     def _check_components(self):
@@ -102,7 +102,7 @@ class Layout:
                 )
             if not 0 <= number < len(self.devices):
                 raise ValueError(
-                    f"components={name}={number}: there are {len(self.devices)} devices, 0 to "
+                    f"components={name}={number} does not exist; devices are numbered from 0 to "
                     f"{len(self.devices) - 1}"
                 )
 
@@ -334,8 +334,8 @@ def parse_layout(parallel, devices=None):
     data = sizes.get("data", max(1, len(devices) // (branches * rows)))
     if (needed := data * branches * rows) > len(devices):
         raise ValueError(
-            f"parallel={' '.join(words)} takes {needed} devices, there are {len(devices)}; take "
-            "smaller numbers"
+            f"parallel={' '.join(words)} takes {needed} devices, not {len(devices)}; take smaller "
+            "numbers"
         )
     shape = data, branches, rows
     if len(devices) == math.prod(shape):  # neighbours in the mesh are neighbours in the slice

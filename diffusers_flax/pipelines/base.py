@@ -329,8 +329,10 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         names = {f.name for f in fields(cls)} & COMPONENTS
         replaced = dict(replaced or {})
         if unknown := sorted(replaced.keys() - names):
+            arguments = inspect.signature(FlaxDiffusionPipeline.from_pretrained).parameters
             raise ValueError(
-                f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(names))}"
+                f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(names))}, "
+                f"and from_pretrained takes {', '.join([*arguments][:-1])}"
             )
         if isinstance(replaced.get("unet"), str | Path):
             configs = getattr(path, "configs", path)  # of a SingleFile

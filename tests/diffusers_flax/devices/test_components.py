@@ -211,7 +211,10 @@ def test_what_does_not_fit(folders):
         ),
         ("--parallel has no value", lambda: layout_of_flags(DeviceFlags(parallel=()))),
         ("--devices has no value", lambda: layout_of_flags(DeviceFlags(devices=()))),
-        ("vae=2: there are 2 devices, 0 to 1", lambda: Layout(devices, components={"vae": 2})),
+        (
+            "vae=2 does not exist; devices are numbered from 0 to 1",
+            lambda: Layout(devices, components={"vae": 2}),
+        ),
         ("components=decoder is unknown", lambda: Layout(devices, components={"decoder": 0})),
         (
             "with_balanced_components chooses",

@@ -40,9 +40,9 @@ def test_images_are_spread_over_devices(model):
 
 
 def test_what_does_not_fit(model):
-    with pytest.raises(ValueError, match="take 6 devices, given are 4"):
+    with pytest.raises(ValueError, match="take 6 devices, not 4"):
         Layout(jax.devices()[:4], data=3, rows=2)
-    with pytest.raises(ValueError, match="take 0 devices, given are 1"):
+    with pytest.raises(ValueError, match="take 2 devices, not 1"):
         Layout(jax.devices()[:1], rows=2)
     layout = Layout(jax.devices()[:2])
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(model, layout=layout)

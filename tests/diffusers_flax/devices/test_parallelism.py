@@ -311,7 +311,7 @@ def test_controlnet(tmp_path):
         (["row=2"], "with a name of data, branches, rows"),
         (["rows=0"], "1 or more"),
         (["rows=2", "rows=2"], "parallel= has rows twice"),
-        (["data=3", "rows=2"], "parallel=data=3 rows=2 takes 6 devices, there are 4"),
+        (["data=3", "rows=2"], "parallel=data=3 rows=2 takes 6 devices, not 4"),
     ],
 )
 def test_wrong_flags(parallel, message):
