@@ -294,6 +294,7 @@ def interrupt(plan, dest, server, files):
     server.requests.clear()
 
 
+@pytest.mark.slow
 def test_damaged_control_files_are_replaced(tmp_path, dest):
     """Control files that a full disk, a power cut or another program damaged, or of other files."""
     files = make_files(9, 2_000_000)

@@ -87,6 +87,7 @@ def test_images_equal_those_of_dequantized_parameters(family, storage, dtype, tm
     assert num_bytes_of_params(pipeline) == num_bytes
 
 
+@pytest.mark.slow
 def test_float8_unet_equals_pytorchs_layerwise_casting(tmp_path):
     folder = make_tiny_xl(tmp_path / "model") / "unet"
     theirs = UNet2DConditionModel.from_pretrained(folder)

@@ -38,9 +38,8 @@ def edit(pipeline, params, images, latents, num_inference_steps=8):
     return pipeline(*inputs, params, key, **options).images
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param((40, 56)), pytest.param((72, 64), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(40, 56), (72, 64)])
 def test_edits_are_those_of_pytorch(folder, size):
     images, latents = random_inputs(2, *size, 8)
     expected = edit_with_torch_xl(folder, PROMPTS[:2], images, latents, **SCALES)

@@ -204,12 +204,13 @@ def test_a_feathered_mask_mixes():
 # --- from base to refiner ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheduler", "share", "output_type"),
     [
         ("dpmsolver++", 0.8, "latent"),
         *(
-            pytest.param(scheduler, share, "np", marks=pytest.mark.slow)
+            (scheduler, share, "np")
             for scheduler in ("dpmsolver++", "euler", "ddim")
             for share in (0.8, 0.33)
         ),

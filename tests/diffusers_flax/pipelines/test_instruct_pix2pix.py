@@ -416,6 +416,7 @@ def test_other_scale_values_do_not_recompile(loaded, caplog):
     assert caplog.records[1].getMessage() == ("compiling again, for num_inference_steps=3 (was 50)")
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_the_scheduler_in_float32(folder):
     input_images, latents = random_inputs(1, 32, 32)
     expected = edit_with_torch(folder, PROMPTS[:1], input_images, latents)

@@ -39,6 +39,7 @@ def tiled_by_torch(pipeline, tile, factor):
     return pipeline
 
 
+@pytest.mark.slow
 def test_edits_equal_pytorchs_enable_tiling(folders):
     """Two images of a size that is no multiple of the tile, encoded and decoded."""
     images, latents = random_inputs(2, 56, 40)
