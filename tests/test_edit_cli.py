@@ -225,6 +225,7 @@ def edit_b(model, input_images, monkeypatch, capsys):
     return run, by_pipeline
 
 
+@pytest.mark.slow
 def test_similar_shapes_share_a_program(edit_b):
     """The program gets the image stretched to its size; the result has the photograph's shape."""
     run, by_pipeline = edit_b

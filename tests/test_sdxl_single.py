@@ -198,6 +198,7 @@ def states(folder):
     return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_continued(model, made, tmp_path, capsys, monkeypatch):
     """The twin continues it too; with all images in place no model is loaded."""
     folder = tmp_path / "made"

@@ -80,14 +80,9 @@ def assert_images_agree(found, plain, expected):
     assert psnr(found, expected) > max(85, psnr(plain, expected) + 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "scheduler"),
-    [
-        pytest.param("sd", "pndm", marks=pytest.mark.slow),
-        pytest.param("xl", "euler", marks=pytest.mark.slow),
-        ("sd", "ddim"),
-        pytest.param("sd", "euler", marks=pytest.mark.slow),
-    ],
+    ("model", "scheduler"), [("sd", "pndm"), ("xl", "euler"), ("sd", "ddim"), ("sd", "euler")]
 )
 def test_deepcache_is_its_pytorch_package(models, model, scheduler):
     pipeline, params = open_ours(models[model], scheduler, accelerate="deepcache:interval=3")

@@ -120,6 +120,7 @@ def test_images_are_those_of_one_device(folders, case):
     np.testing.assert_allclose(images, expected, atol=4e-6)  # XLA fuses other operations
 
 
+@pytest.mark.slow
 def test_programs_are_compiled_once(folders, caplog):
     """Also for a program's batches, of one group; each component has its own parameters only."""
     caplog.set_level(logging.INFO)

@@ -128,7 +128,7 @@ def unet_loop(mode, layout):
     return loop, (unflatten_dict(shapes), *arrays)
 
 
-@pytest.mark.variants
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["group", "layer"])
 def test_a_unet_computes_the_same(mode, pinned):
     loop, (shapes, *arrays) = unet_loop(mode, Layout(jax.devices()[:1], offload=mode))

@@ -94,7 +94,8 @@ def torch_components(pipeline):
     return {name: module.state_dict() for name, module in modules.items()}
 
 
-@pytest.mark.parametrize("family", ["sd1", *slow(*(f for f in FAMILIES if f != "sd1"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_weights_of_every_family(tmp_path, family):
     """The same as the directory's, which PyTorch's from_single_file reads from the file, too."""
     kind, folder, file = make_file(tmp_path, family)

@@ -70,7 +70,6 @@ FAST_CASES = (
     ("sd", "pndm", "plain"),
     ("sd image", "ddim", "plain"),
     ("xl", "dpmsolver++", "negative"),
-    ("xl image", "euler", "rescaled"),
 )
 
 
