@@ -394,7 +394,7 @@ def images_in(folder):
 
 
 def run_serving(config):
-    """Make the images in one run, and in several that are killed; write."""
+    """Make the images in one run, and in several killed runs; write the rows."""
     machine = describe_machine(("jax", "jaxlib", "flax", "numpy"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

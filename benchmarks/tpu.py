@@ -371,7 +371,7 @@ CONVOLUTIONS = (  # (B, H, W, C) and output channels: SDXL's images, edits, smal
 
 
 def int8_convolve(x, kernel):
-    """An int8 kernel's convolution of activations that are quantized first."""
+    """A convolution with an int8 kernel; quantizes the activations first."""
     params = {"kernel": kernel, "dynamic_scale": jnp.ones(kernel.shape[-1])}
     return eight_bit_layer(params, x, x.dtype, padding=((1, 1), (1, 1)))
 

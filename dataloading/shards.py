@@ -188,7 +188,7 @@ def nearest_set(names: list[str], given: tuple[str, str, str]) -> KnownSet:
     """
 
     def fit(known: KnownSet) -> tuple[int, int]:
-        """Number of columns that the shard has, and of those that the user names."""
+        """(number of columns that the shard has, number of them that the user names)."""
         own = [(flag or column) in names for flag, column in zip(given, known[1:])]
         return sum(own), sum(map(str.__eq__, given, known[1:]))
 

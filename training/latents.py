@@ -283,7 +283,7 @@ def is_outdated(path, metadata):
 
 
 def remove_leftovers(output_dir):
-    """Remove unfinished files of killed processes: those not touched for a day."""
+    """Remove unfinished files that no process has changed for a day."""
     for path in output_dir.glob(f"{UNFINISHED_PREFIX}*"):
         with contextlib.suppress(OSError):  # already removed, or no permission
             if time.time() - path.stat().st_mtime > STALE_SECONDS:

@@ -1,4 +1,4 @@
-"""PyTorch's contenders, with random weights that are made on the GPU.
+"""PyTorch's contenders, with random weights made on the GPU.
 
 Every function of contenders returns {name: (prepare, run)}, see harness.time_in_this_process, for
 the names, "eager" and "compiled" or one of them.

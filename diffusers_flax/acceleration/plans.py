@@ -65,7 +65,7 @@ class Guidance:
 
 
 class Cache:
-    """Base of the caches, of which a run has one; caches.make_segment has their functions.
+    """Base of the caches; a run has at most one. caches.make_segment has their functions.
 
     A subclass has the method kinds(num_steps, starts), which returns Step.kind of each step; the
     steps `starts` are the first with their branches.

@@ -63,7 +63,7 @@ class ParallelAxes(NamedTuple):
 
 
 def check_parallel(layout, unet, branches, height, factor):
-    """Raise a ValueError if the layout's branches or rows do not divide those of an image.
+    """Raise a ValueError unless the layout divides an image's branches and rows evenly.
 
     Args:
         layout: Layout.

@@ -135,7 +135,7 @@ class Embeddings:
         return table
 
     def warn_unused(self, prompts):
-        """Log the tokens that are in none of the prompts; prompts: str, also negative ones."""
+        """Log the tokens that no prompt has; prompts: str, also negative ones."""
         if not self.embeddings:
             return
         used = {i for ids in self.tokenizer(list(prompts), verbose=False).input_ids for i in ids}

@@ -80,7 +80,7 @@ CONTROLNET_UNION = re.compile(
     r"(control_model\.)?(task_embedding|control_add_embedding|control_type_proj)"
 )
 CONTROL_LORA = "lora_controlnet"  # an entry of its files
-# Unsupported models whose other names are those of supported ones, by a tensor's name.
+# Unsupported models, by a pattern of tensor names that no supported model has.
 UNCLIP, VIDEO = "Stable Diffusion 2 unCLIP", "Stable Video Diffusion, or another of videos"
 LOOK_ALIKES = {
     r"time_stack\.|time_mixer\.|temopral_conv\.|temp_(convs|attentions)\.|motion_modules\.": VIDEO,

@@ -1,4 +1,4 @@
-"""CLIP's tokenizers: open those of a pipeline directory, tokenize prompts."""
+"""CLIP's tokenizers: opening them from a pipeline directory, tokenizing prompts."""
 
 from collections.abc import Iterable
 

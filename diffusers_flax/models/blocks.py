@@ -366,7 +366,7 @@ gated_gelu.defvjp(lambda x: (gated_gelu(x), x), _gated_gelu_backward)
 
 
 class GEGLU(nn.Module):
-    """A projection, half of which is multiplied by the other half's GELU; gated_gelu."""
+    """A projection whose first half is gated by the GELU of its second half; see gated_gelu."""
 
     dim_out: int
     dtype: DTypeLike = jnp.float32

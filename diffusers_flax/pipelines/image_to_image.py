@@ -105,8 +105,8 @@ class ImageToImage(TextToImage):
         Args:
             prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
                 are (devices, B, ...), for a Layout (data, B, ...).
-            image: float32 (B, 3, H, W) in [-1, 1], or scaled latents (B, 4, h, w),
-                as from output_type="latent"; as from prepare_inputs.
+            image: float32 (B, 3, H, W) in [-1, 1], as from prepare_inputs, or scaled latents
+                (B, 4, h, w), as from output_type="latent".
             params: from from_pretrained; with jit replicated. Without jit the call runs where
                 they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
                 Layout, as its place_params leaves them.

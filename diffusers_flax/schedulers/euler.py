@@ -25,7 +25,7 @@ from diffusers_flax.schedulers.noise_schedule import (
 )
 from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
-# Replaces the last alpha_bar of a zero-SNR schedule, 0, for which sigma would be infinite.
+# Replaces the last alpha_bar of a zero-SNR schedule: with 0, sigma would be infinite.
 SMALLEST_ALPHA_BAR = 2.0**-24
 TIMESTEPS_WITH_KARRAS = "timesteps cannot be chosen with use_karras_sigmas=True; leave one out"
 
