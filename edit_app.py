@@ -121,6 +121,7 @@ def run(config):
         print(f"open {address} in a browser; Ctrl-C ends", flush=True)
         editor.submit(trial_request(editor, examples[0]))
         server.wait_for_end()
+        blocks.close(verbose=False)  # before the files of its requests are deleted
     raise KeyboardInterrupt("the page is closed, and its images are deleted")
 
 
