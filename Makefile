@@ -102,7 +102,7 @@ endef
 		--resolution lowest-direct $(patsubst %,--requirements %,$^)
 	touch $@
 
-# libtpu, the TPU compiler, for the tests of tpu_compile.py. It is not installed into .venv, because
+# libtpu, the TPU compiler, for the tests of compile_for.py. It is not installed into .venv, because
 # jax would then look for a TPU in every program. Tests are skipped where libtpu is unavailable.
 %/tpu: %/installed
 	-$*/bin/python -m pip install --quiet --no-deps --target $@-part "$$($*/bin/python -c \

@@ -2,7 +2,7 @@
 
     python -m benchmarks.tpu programs
 
-compiles with tpu_compile.py the training step of Stable Diffusion 1.5 (256 pixels, 8 pairs per
+compiles with compile_for.py the training step of Stable Diffusion 1.5 (256 pixels, 8 pairs per
 chip, bfloat16), its UNet and whole SDXL images (1024 pixels). Rows that benchmarks/results/tpu.json
 has already are not compiled again; --again compiles them. With the demo's model, in a minute:
 
@@ -47,7 +47,7 @@ import tyro
 from jax.extend.core import jaxprs_in_params
 from tqdm import tqdm
 
-import tpu_compile
+import compile_for
 from benchmarks.harness import ACCELERATIONS
 from benchmarks.rows import (
     ROOT,
@@ -70,7 +70,7 @@ from diffusers_flax.models.quantization import eight_bit_layer
 RESULTS = "benchmarks/results/tpu.json"
 PAIRS_PER_CHIP = 8
 TRAIN = ("train", "--mixed_precision", "bf16", "--ema", "full")
-# Arguments of tpu_compile.py.
+# Arguments of compile_for.py.
 TRAIN_SDXL = (
     *TRAIN[:3],
     *("--family", "sdxl", "--resolution", "512", "--gradient_checkpointing"),
@@ -92,7 +92,7 @@ FOUR_STEPS = ("--num_inference_steps", "4", "--scheduler", "lcm", "--guidance_sc
 
 
 def accelerated_programs():
-    """{"edit, NAME" or "sdxl, NAME": arguments of tpu_compile.py}."""
+    """{"edit, NAME" or "sdxl, NAME": arguments of compile_for.py}."""
     edit, one_scale, programs = ("edit", "--scheduler", "ddim"), ("--image_guidance_scale", "1"), {}
     for name, (edit_spec, sdxl_spec) in ACCELERATIONS.items():
         if edit_spec is not None:
@@ -142,7 +142,7 @@ class ProgramFlags:
     again: bool = False  # also compile rows that the output has
     resolution: int | None = None  # pixels, of training and UNets; default: as described
     pretrained_model_name_or_path: str = ""  # "": Stable Diffusion 1.5, or XL
-    optimization_level: Literal["O0", "O1"] | None = None  # see tpu_compile.py; default: XLA's
+    optimization_level: Literal["O0", "O1"] | None = None  # see compile_for.py; default: XLA's
     output: str = RESULTS
 
 
@@ -195,7 +195,7 @@ def case_name(tpu, name, config):
 
 
 def arguments_of(tpu, name, config):
-    """The arguments of tpu_compile.py."""
+    """The arguments of compile_for.py."""
     subcommand, *flags = PROGRAMS[name]
     arguments = [subcommand, "--tpu", tpu, *flags]
     if subcommand == "train":
@@ -228,22 +228,22 @@ def run_programs(config):
 
 
 def report_of(tpu, name, config):
-    """The report of tpu_compile.py."""
+    """The report of compile_for.py."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "report.json")
-        command = [sys.executable, "tpu_compile.py", *arguments_of(tpu, name, config)]
+        command = [sys.executable, "compile_for.py", *arguments_of(tpu, name, config)]
         command += ["--output", str(output)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            said = done.stderr.strip() or f"tpu_compile.py ended with code {done.returncode}"
+            said = done.stderr.strip() or f"compile_for.py ended with code {done.returncode}"
             raise ValueError(said.splitlines()[-1].removeprefix("error: "))
         return read_json(output)
 
 
 def image_flags(arguments):
-    """Flags of a subcommand of tpu_compile.py, from its command line."""
+    """Flags of a subcommand of compile_for.py, from its command line."""
     subcommand, *words = arguments
-    return tyro.cli(tpu_compile.SUBCOMMANDS[subcommand], args=words, use_underscores=True)
+    return tyro.cli(compile_for.SUBCOMMANDS[subcommand], args=words, use_underscores=True)
 
 
 def run_accelerations(config):
@@ -260,7 +260,7 @@ def run_accelerations(config):
     rows = {}
     for name, arguments in tqdm(programs.items(), unit="program"):
         flags = image_flags((*arguments, "--tpu", "v5e-1"))
-        flops, int8_flops = tpu_compile.count_step_flops(flags, 1)
+        flops, int8_flops = compile_for.count_step_flops(flags, 1)
         rows[f"acceleration {name}"] = {
             "accelerate": " ".join(flags.accelerate),
             "num_inference_steps": flags.num_inference_steps,
@@ -342,7 +342,7 @@ def run_gpu_memory(config):
     jax.config.update("jax_optimization_level", "O1")
     machine, devices = describe_compiler(), slice_devices(find_slice(config.tpu))[:1]
     for pairs, checkpointing in tqdm(GPU_CASES, unit="step"):
-        flags = tpu_compile.TrainFlags(
+        flags = compile_for.TrainFlags(
             tpu=config.tpu,
             pretrained_model_name_or_path=config.pretrained_model_name_or_path,
             resolution=config.resolution,
@@ -352,8 +352,8 @@ def run_gpu_memory(config):
             ema="full",
             ema_decay=0.9999,
         )
-        tpu_compile.check_flags(flags, len(devices))
-        program = tpu_compile.train_program(flags, devices)
+        compile_for.check_flags(flags, len(devices))
+        program = compile_for.train_program(flags, devices)
         row = program_costs(program.step, program.args)
         if "needs" not in row:  # else it is too large for the chip
             row = chip_memory(program, row, program_costs(program.update, program.update_args))

@@ -1,4 +1,4 @@
-"""The programs that tpu_compile.py compiles besides the training step: UNets and images.
+"""The programs that compile_for.py compiles besides the training step: UNets and images.
 
 Each has a dataclass of flags, and a function that makes its Program for devices.
 """
@@ -90,7 +90,7 @@ class UnetFlags(TargetFlags):
     in_channels: int | None = None  # input channels; default: 8 with gradient, else the config's
     resolution: int = 256  # side of the images, pixels
     mixed_precision: Literal["no", "bf16"] = "bf16"  # compute dtype
-    output: str = ""  # report; "" is tpu_compile_TPU_unet.json in the current directory
+    output: str = ""  # report; "" is compile_for_TPU_unet.json in the current directory
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
     revision: str | None = None  # branch, tag or commit of a hub id
     config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
@@ -107,7 +107,7 @@ class ImageProgramFlags(DeviceFlags, TargetFlags):
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
     # int8, taesd; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
-    # report; "" is tpu_compile_TPU_PROGRAM_NUM_IMAGES.json in the current directory
+    # report; "" is compile_for_TPU_PROGRAM_NUM_IMAGES.json in the current directory
     output: str = ""
     revision: str | None = None  # branch, tag or commit of a hub id
     config_name_or_path: str | None = None  # configs of a one-file model; default: its family's

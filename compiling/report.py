@@ -33,11 +33,11 @@ def make_report(config, subcommand, tpu, program, step, update, flops):
 
     Args:
         config: the flags.
-        subcommand: of tpu_compile.py.
+        subcommand: of compile_for.py.
         tpu: Slice.
         program: Program.
         step, update: program_costs of both programs; update None: no average.
-        flops: of tpu_compile.count_step_flops.
+        flops: of compile_for.count_step_flops.
 
     Returns:
         dict, ready for JSON. Memory, FLOPs and bytes are for one chip and one step.

@@ -31,7 +31,7 @@ BELOW = {
 LAYERS = (("loading",), ("models", "schedulers"), ("devices",), ("acceleration",), ("pipelines",))
 # Programs that import several folders besides generating/, or another program.
 EXCEPTIONS = {
-    "tpu_compile": {"compiling", "training", "flax_train_instruct_pix2pix"},  # compiles its step
+    "compile_for": {"compiling", "training", "flax_train_instruct_pix2pix"},  # compiles its step
 }
 
 

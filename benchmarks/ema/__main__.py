@@ -21,7 +21,7 @@ timesteps, and the demo's edit error, L1 to the true edit over L1 of the unedite
 "post-hoc, best" is the length with the least loss of each run, on the same images.
 
 Cost (--measure cost), on four forced CPU devices: time of a step with each kind of average,
-alternating in several rounds, and the compiler's figures of memory and bytes. tpu_compile.py gives
+alternating in several rounds, and the compiler's figures of memory and bytes. compile_for.py gives
 these figures for Stable Diffusion on TPUs.
 
 A tiny run, in minutes:

@@ -61,7 +61,7 @@ from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 class Row(NamedTuple):
     """A row to measure.
 
-    ours: {contender: flags of tpu_compile.py's programs}. theirs: () -> PyTorch's contenders,
+    ours: {contender: flags of compile_for.py's programs}. theirs: () -> PyTorch's contenders,
     {name: (prepare, run)}, for the names in Config.pytorch.
     """
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import tpu_compile
+import compile_for
 from benchmarks.harness import PROMPT, SCALES, in_new_process, psnr_db
 from compiling.programs import EditProgramFlags, SdxlFlags, UnetFlags, open_pipeline_of_flags
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
@@ -36,7 +36,7 @@ def our_flags(config, sources):
         resolution=sizes.resolution,
         gradient=False,
     )
-    train = tpu_compile.TrainFlags(
+    train = compile_for.TrainFlags(
         **sd15,
         train_batch_size=sizes.pairs,
         resolution=sizes.train_resolution,
@@ -61,7 +61,7 @@ def our_flags(config, sources):
 
 def compile_ours(flags):
     """Compile for the first device: (Program, its step, update of the average or None)."""
-    program = tpu_compile.make_program(flags, jax.devices()[:1])
+    program = compile_for.make_program(flags, jax.devices()[:1])
     step = program.step.lower(*program.args).compile()
     update = program.update.lower(*program.update_args).compile() if program.update else None
     return program, step, update
@@ -69,7 +69,7 @@ def compile_ours(flags):
 
 def scheduler_state(flags, configs):
     """The state of the scheduler that a program takes."""
-    if isinstance(flags, tpu_compile.TrainFlags):
+    if isinstance(flags, compile_for.TrainFlags):
         return FlaxDDPMScheduler.from_config(configs["sd15"]["scheduler"]).create_state()
     return open_pipeline_of_flags(flags).scheduler.create_state()
 

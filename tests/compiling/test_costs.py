@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from tpu_programs import needs_libtpu
 
+from compile_for import TrainFlags
 from compiling.chips import (
     CHIPS,
     find_slice,
@@ -20,7 +21,6 @@ from compiling.programs import Program
 from compiling.report import make_report, verdict
 from diffusers_flax.models.quantization import store
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from tpu_compile import TrainFlags
 from training.sharding import (
     gather,
     shard_axes,

@@ -10,7 +10,8 @@ import pytest
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 from tpu_programs import accelerated, needs_libtpu
 
-import tpu_compile
+import compile_for
+from compile_for import SdxlFlags
 from compiling.chips import (
     find_slice,
     slice_devices,
@@ -23,7 +24,6 @@ from compiling.programs import image_program
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from tpu_compile import SdxlFlags
 
 NUM_DEVICES = 4  # conftest.py's
 
@@ -31,7 +31,7 @@ NUM_DEVICES = 4  # conftest.py's
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A tiny pipeline with an 8-channel UNet."""
-    folder = tmp_path_factory.mktemp("tpu_compile") / "model"
+    folder = tmp_path_factory.mktemp("compile_for") / "model"
     return make_tiny_pipeline(folder, vae_channels=(16, 32), unet_channels=(16, 32))
 
 
@@ -54,25 +54,25 @@ def test_flops_of_a_cache_are_those_of_its_steps(model):
     counts, evaluations = {}, {}
     for interval in (2, 3, 4):
         config = accelerated(model, f"deepcache:interval={interval}", num_inference_steps=12)
-        counts[interval], int8_flops = tpu_compile.count_step_flops(config, 1)
+        counts[interval], int8_flops = compile_for.count_step_flops(config, 1)
         evaluations[interval] = image_program(config, jax.devices()[:1]).evaluations
         assert int8_flops == 0
     assert evaluations == {2: 3 * 6, 3: 3 * 4, 4: 3 * 3}
     assert counts[2] - counts[3] == pytest.approx(2 * (counts[3] - counts[4]))
     config = accelerated(model, num_inference_steps=1)
-    assert counts[4] > 3 * tpu_compile.count_step_flops(config, 1)[0] * 0.7  # it has the VAE too
+    assert counts[4] > 3 * compile_for.count_step_flops(config, 1)[0] * 0.7  # it has the VAE too
 
 
 @pytest.mark.slow
 def test_flops_of_branches_and_int8(model):
     """Guidance ends after half of the steps; int8's share of the UNet's FLOPs."""
-    plain, _ = tpu_compile.count_step_flops(accelerated(model, num_inference_steps=4), 1)
-    two, _ = tpu_compile.count_step_flops(accelerated(model, num_inference_steps=2), 1)
+    plain, _ = compile_for.count_step_flops(accelerated(model, num_inference_steps=4), 1)
+    two, _ = compile_for.count_step_flops(accelerated(model, num_inference_steps=2), 1)
     half = accelerated(model, "guidance:stop=0.5", num_inference_steps=4)
-    found, _ = tpu_compile.count_step_flops(half, 1)
+    found, _ = compile_for.count_step_flops(half, 1)
     assert found == pytest.approx(plain - (plain - two) * 2 / 3)  # 3 + 3 + 1 + 1 of 12 branches
     int8 = accelerated(model, "int8:mode=dynamic", num_inference_steps=4)
-    flops, int8_flops = tpu_compile.count_step_flops(int8, 1)
+    flops, int8_flops = compile_for.count_step_flops(int8, 1)
     assert flops == pytest.approx(plain)
     assert 0.3 < int8_flops / (2 * (plain - two)) < 1  # of the UNet in four steps
     with pytest.raises(ValueError, match="tgate is for text to image"):
@@ -104,7 +104,7 @@ def test_tiles_of_the_vae(model, monkeypatch):
     monkeypatch.setattr("compiling.programs.GIB", 2**16)  # a v5e has a megabyte
     assert image_program(accelerated(model, resolution=256), devices).vae_tile == 64 // 4
     with pytest.raises(ValueError, match="--devices unet=1 makes several programs"):
-        tpu_compile.check_flags(accelerated(model, devices=("unet=1",)), 4)
+        compile_for.check_flags(accelerated(model, devices=("unet=1",)), 4)
 
 
 @pytest.mark.slow

@@ -23,12 +23,12 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 from trainer_runs import config_of
 
 import cache_latents
+import compile_for
 import create_modified_unet
 import distill_lcm
 import edit_cli
 import flax_train_instruct_pix2pix as trainer
 import sdxl_single
-import tpu_compile
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from generating.single_files import with_single_files
@@ -125,7 +125,7 @@ def test_the_lora_of_a_single_file_opens_as_its_card_says(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("lenient_optimizer")
 def test_latents_distillation_and_compilation(tmp_path):
-    """cache_latents.py with the file of a VAE, distill_lcm.py and tpu_compile.py with a model's."""
+    """cache_latents.py with the file of a VAE, distill_lcm.py and compile_for.py with a model's."""
     folder = make_tiny_pipeline(tmp_path / "configs", vae_channels=(16, 32), unet_channels=(16,))
     file = write_single_file(tmp_path / "model.safetensors", original_layout(folder))
     state, config = read_component(folder, "vae")
@@ -151,11 +151,11 @@ def test_latents_distillation_and_compilation(tmp_path):
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").exists()
     assert ".from_single_file(" in (tmp_path / "lora" / "README.md").read_text()
 
-    config = tpu_compile.EditProgramFlags(
+    config = compile_for.EditProgramFlags(
         tpu="v5e-1", pretrained_model_name_or_path=str(file), config_name_or_path=str(folder)
     )
     config = with_single_files(config, "pretrained_model_name_or_path")
-    assert tpu_compile.make_program(config, jax.devices()[:1]).batch_per_chip == 1
+    assert compile_for.make_program(config, jax.devices()[:1]).batch_per_chip == 1
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
+import compile_for
 import sdxl_single
 import sdxl_single_aot
-import tpu_compile
 from compiling.programs import EditProgramFlags, open_pipeline_of_flags
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
@@ -87,10 +87,10 @@ def test_training_needs_the_noise_schedule_only(tmp_path, caplog):
     assert "has a UniPCMultistepScheduler, which is not supported: DPM-Solver++" in warning.message
 
     shutil.move(folder / "vae", tmp_path / "vae")
-    train = tpu_compile.TrainFlags(
+    train = compile_for.TrainFlags(
         tpu="v5e", **flags, pretrained_vae_model_name_or_path=str(tmp_path / "vae")
     )
-    assert tpu_compile.training_model_shapes(train)[0].scheduler == models.scheduler
+    assert compile_for.training_model_shapes(train)[0].scheduler == models.scheduler
 
 
 def test_a_given_unet_replaces_the_models(tmp_path):

@@ -2,7 +2,7 @@
 
 The training step of flax_train_instruct_pix2pix.py for 16 TPU v5e chips with 16 pairs on each:
 
-    python tpu_compile.py train --tpu v5e-16 --train_batch_size 256 --mixed_precision bf16
+    python compile_for.py train --tpu v5e-16 --train_batch_size 256 --mixed_precision bf16
 
 `train` takes all flags of the trainer, so that a training command can be pasted. Flags that change
 neither the step nor the EMA, such as flags of data, logging, validation and upload, have no effect.
@@ -10,14 +10,14 @@ neither the step nor the EMA, such as flags of data, logging, validation and upl
 Only the config.json files of the models are read; without --pretrained_model_name_or_path the model
 is Stable Diffusion 1.5. With the demo's model, in about a minute:
 
-    python tpu_compile.py train --tpu v5e-4 --pretrained_model_name_or_path demo/base_model \\
-        --resolution 64 --train_batch_size 64 --output /tmp/tpu_compile.json
+    python compile_for.py train --tpu v5e-4 --pretrained_model_name_or_path demo/base_model \\
+        --resolution 64 --train_batch_size 64 --output /tmp/compile_for.json
 
 A UNet, SDXL images as sdxl_single.py makes them, and edits as edit_cli.py makes them:
 
-    python tpu_compile.py unet --tpu v5e-1 --batch_size 8
-    python tpu_compile.py sdxl --tpu v5e-4 --num_images 2 --accelerate spectrum guidance:stop=0.5
-    python tpu_compile.py edit --tpu v5e-1 --resolution 512 --scheduler ddim
+    python compile_for.py unet --tpu v5e-1 --batch_size 8
+    python compile_for.py sdxl --tpu v5e-4 --num_images 2 --accelerate spectrum guidance:stop=0.5
+    python compile_for.py edit --tpu v5e-1 --resolution 512 --scheduler ddim
 
 --find_batch looks for the largest batch. Needs a CPU and the TPU's compiler (`pip install
 "jax[tpu]"`). Stable Diffusion 1.5's training step takes 7 to 20 minutes on two cores and 12 to
@@ -99,7 +99,7 @@ class TrainFlags(trainer.Config, TargetFlags):
     """The training step."""
 
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
-    # report; "" is tpu_compile_TPU_train.json in the current directory, unless it has other flags
+    # report; "" is compile_for_TPU_train.json in the current directory, unless it has other flags
     output: str = ""
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
     # the 8-channel UNet, directory or file; "" is the pretrained one, widened
@@ -401,7 +401,7 @@ def report_file(config):
         ValueError: the file has a report with other flags and --output does not name it, it is no
             report, or it cannot be written.
     """
-    name = f"tpu_compile_{config.tpu}_{subcommand_of(config)}"
+    name = f"compile_for_{config.tpu}_{subcommand_of(config)}"
     if config.find_batch:
         name += "_largest"
     elif isinstance(config, ImageProgramFlags):

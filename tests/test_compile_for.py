@@ -1,4 +1,4 @@
-"""tpu_compile.py: shapes against a run's, the report, the command line."""
+"""compile_for.py: shapes against a run's, the report, the command line."""
 
 import importlib.util
 import json
@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 from tpu_programs import accelerated, elements, needs_libtpu, tensor_shapes
 
+import compile_for
 import flax_train_instruct_pix2pix as trainer
-import tpu_compile
+from compile_for import SdxlFlags, TrainFlags, UnetFlags, largest_fitting
 from compiling.chips import (
     find_slice,
     slice_devices,
@@ -30,7 +31,6 @@ from compiling.programs import Program
 from compiling.report import changed_flags, make_report
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.pipelines import sampling
-from tpu_compile import SdxlFlags, TrainFlags, UnetFlags, largest_fitting
 from training.ema import start_average
 from training.models import cast_frozen, load_models
 from training.sharding import (
@@ -43,15 +43,15 @@ from training.sharding import (
 NUM_DEVICES = 4  # conftest.py's
 
 
-def compile_for(config, tpu, devices):
+def report_of(config, tpu, devices):
     """The report of a program."""
-    return tpu_compile.compile_program(config, tpu_compile.make_program(config, devices), tpu)
+    return compile_for.compile_program(config, compile_for.make_program(config, devices), tpu)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A tiny pipeline with an 8-channel UNet."""
-    folder = tmp_path_factory.mktemp("tpu_compile") / "model"
+    folder = tmp_path_factory.mktemp("compile_for") / "model"
     return make_tiny_pipeline(folder, vae_channels=(16, 32), unet_channels=(16, 32))
 
 
@@ -64,7 +64,7 @@ def flags(model, **more):
 def run(*args):
     """Run the command line as users do."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    command = [sys.executable, "tpu_compile.py", *map(str, args)]
+    command = [sys.executable, "compile_for.py", *map(str, args)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
@@ -83,7 +83,7 @@ def test_arguments_are_those_of_a_real_run(model, tmp_path, lora_rank, family):
         lora_rank=lora_rank,
         lora_target_modules=("proj_in",) if lora_rank else trainer.Config.lora_target_modules,
     )
-    program = tpu_compile.train_program(config, jax.devices())
+    program = compile_for.train_program(config, jax.devices())
 
     models, pipeline, frozen, params = load_models(config, jnp.bfloat16)
     frozen = cast_frozen(frozen, models)
@@ -109,7 +109,7 @@ def test_arguments_are_those_of_a_real_run(model, tmp_path, lora_rank, family):
 @pytest.mark.parametrize(("ema", "num_averages"), [("none", 0), ("late", 1), ("power", 2)])
 def test_bytes_of_what_is_held(model, ema, num_averages):
     config = flags(model, ema=ema, mixed_precision="bf16")
-    program = tpu_compile.train_program(config, jax.devices())
+    program = compile_for.train_program(config, jax.devices())
     held = {name: num_bytes(tree) for name, tree in program.held.items()}
 
     unet = tensor_shapes(model / "unet")
@@ -124,7 +124,7 @@ def test_bytes_of_what_is_held(model, ema, num_averages):
     assert held["batches"] == 3 * 2 * (2 * 16 * 16 * 3 + 77 * 4)  # in use and two ahead, 2 pairs
     if ema == "none":
         masked = replace(config, mask_loss_weight=3.0)
-        batches = tpu_compile.train_program(masked, jax.devices()).held["batches"]
+        batches = compile_for.train_program(masked, jax.devices()).held["batches"]
         assert num_bytes(batches) - held["batches"] == 3 * 2 * 16 * 16
     assert program.updates_per_step == num_averages
     assert (program.update is None) == (num_averages == 0)
@@ -132,7 +132,7 @@ def test_bytes_of_what_is_held(model, ema, num_averages):
 
 @pytest.mark.slow
 def test_without_a_path_it_is_stable_diffusion_1_5():
-    _, frozen, params = tpu_compile.training_model_shapes(TrainFlags(tpu="v5e-16"))
+    _, frozen, params = compile_for.training_model_shapes(TrainFlags(tpu="v5e-16"))
     published = json.loads((ROOT / "tests" / "published_flax_param_shapes.json").read_text())
     published["sd15_unet"]["conv_in/kernel"] = [3, 3, 8, 320]
     trees = {"sd15_unet": params, "vae": frozen["vae"], "clip_l_text": frozen["text_encoder"]}
@@ -144,7 +144,7 @@ def test_without_a_path_it_is_stable_diffusion_1_5():
 @pytest.mark.slow
 def test_a_narrow_unet_is_taken_as_widened(tmp_path):
     model = make_tiny_pipeline(tmp_path / "narrow", in_channels=4)
-    models, _, params = tpu_compile.training_model_shapes(flags(model))
+    models, _, params = compile_for.training_model_shapes(flags(model))
     assert models.unet.in_channels == 8
     assert params["conv_in"]["kernel"].shape == (3, 3, 8, 16)
 
@@ -153,13 +153,13 @@ def test_models_must_fit_together_and_output_dir_does_not_matter(tmp_path):
     """The UNet of a training command may be a part of its --output_dir; nothing is written."""
     narrow = make_tiny_pipeline(tmp_path / "narrow", in_channels=4)
     config = flags(narrow, unet_model_name_or_path=str(narrow / "unet"), output_dir=str(narrow))
-    tpu_compile.check_flags(config, num_devices=4)
+    compile_for.check_flags(config, num_devices=4)
     with pytest.raises(ValueError, match=r"narrow/unet has 4 input channels.*create_modified_unet"):
-        tpu_compile.training_model_shapes(config)
+        compile_for.training_model_shapes(config)
     xl = make_tiny_xl(tmp_path / "xl")
     config = flags("", unet_model_name_or_path=str(xl / "unet"))
     with pytest.raises(ValueError, match=r"^sd15 is Stable Diffusion 1 or 2, but the UNet in "):
-        tpu_compile.training_model_shapes(config)
+        compile_for.training_model_shapes(config)
 
 
 @needs_libtpu
@@ -217,7 +217,7 @@ def test_sdxl_counts_every_step(tmp_path):
         )
         for steps in (1, 4)
     )
-    reports = [compile_for(config, find_slice("v5e-4"), jax.devices()) for config in (few, more)]
+    reports = [report_of(config, find_slice("v5e-4"), jax.devices()) for config in (few, more)]
     assert [report["batch_per_chip"] for report in reports] == [2, 2]
     one_step = UnetFlags(
         tpu="v5e-4",
@@ -226,7 +226,7 @@ def test_sdxl_counts_every_step(tmp_path):
         resolution=64,
         pretrained_model_name_or_path=str(model),
     )
-    unet = compile_for(one_step, find_slice("v5e-4"), jax.devices())
+    unet = report_of(one_step, find_slice("v5e-4"), jax.devices())
     extra = reports[1]["flops"] - reports[0]["flops"]
     assert extra == pytest.approx(3 * unet["flops"], rel=0.05)
     extra = reports[1]["hbm_bytes"] - reports[0]["hbm_bytes"]
@@ -251,8 +251,7 @@ def test_sdxl_counts_every_image(tmp_path, monkeypatch):
         num_inference_steps=1,
     )
     one, four = (
-        compile_for(replace(config, num_images=n), find_slice("v5e-4"), jax.devices())
-        for n in (1, 4)
+        report_of(replace(config, num_images=n), find_slice("v5e-4"), jax.devices()) for n in (1, 4)
     )
     assert four["flops"] == pytest.approx(4 * one["flops"])
     assert 2 < four["hbm_bytes"] / one["hbm_bytes"] < 4.5  # weights are read once
@@ -264,7 +263,7 @@ def test_counts_below_one_are_refused():
         (UnetFlags(tpu="v5e-4", batch_size=-1), "--batch_size -1 must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            tpu_compile.check_flags(config, 4)
+            compile_for.check_flags(config, 4)
 
 
 @pytest.mark.slow
@@ -272,11 +271,11 @@ def test_flops_count_all_micro_batches(model):
     """Twice the pairs need twice the FLOPs; micro-batches change nothing."""
     paths = {"pretrained_model_name_or_path": str(model)}
     unet = UnetFlags(tpu="v5e-4", resolution=16, mixed_precision="no", **paths)
-    one, two = (tpu_compile.count_step_flops(unet, n)[0] for n in (2, 4))
+    one, two = (compile_for.count_step_flops(unet, n)[0] for n in (2, 4))
     assert two == pytest.approx(2 * one, rel=0.01)
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
         whole, halves = (
-            tpu_compile.count_step_flops(flags(model, gradient_accumulation_steps=parts), 4)[0]
+            compile_for.count_step_flops(flags(model, gradient_accumulation_steps=parts), 4)[0]
             for parts in (1, 2)
         )
     assert halves == pytest.approx(whole, rel=0.1)
@@ -318,7 +317,7 @@ def test_a_compiled_cache_has_the_cost_of_its_steps(model, libtpu_environment):
     tpu, reports = find_slice("v5e-1"), []
     for accelerate in ((), specs):
         config = accelerated(model, *accelerate, num_inference_steps=20)
-        reports.append(compile_for(config, tpu, slice_devices(tpu)))
+        reports.append(report_of(config, tpu, slice_devices(tpu)))
     plain, fast = reports
     assert (plain["unet_evaluations"], fast["unet_evaluations"]) == (60, 13)
     assert fast["flops"] < 0.5 * plain["flops"]
@@ -332,20 +331,20 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path):
         (tmp_path / "file/x", "is not a directory"),
     ):
         with pytest.raises(ValueError, match=said):
-            tpu_compile.report_file(TrainFlags(tpu="v5e-1", output=str(output)))
+            compile_for.report_file(TrainFlags(tpu="v5e-1", output=str(output)))
 
 
 def test_a_report_of_other_flags_is_not_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = SdxlFlags(tpu="v5e-4", num_images=2)
-    file = tpu_compile.report_file(config)
-    assert str(file) == "tpu_compile_v5e-4_sdxl_2.json"
+    file = compile_for.report_file(config)
+    assert str(file) == "compile_for_v5e-4_sdxl_2.json"
     file.write_text(json.dumps({"flags": changed_flags(config)}))
-    assert tpu_compile.report_file(config) == file
+    assert compile_for.report_file(config) == file
     smaller = replace(config, image_size=64)
     with pytest.raises(ValueError, match=r"is the report of other flags .* give --output"):
-        tpu_compile.report_file(smaller)
-    assert str(tpu_compile.report_file(replace(smaller, output="small.json"))) == "small.json"
+        compile_for.report_file(smaller)
+    assert str(compile_for.report_file(replace(smaller, output="small.json"))) == "small.json"
 
 
 @given(capacity=st.integers(0, 5000), start=st.integers(1, 600))
@@ -467,14 +466,14 @@ def test_training_step_of_every_size(model, tmp_path):
         train_batch_size=16,
         aspect_ratio_buckets=("16x16", "12x20"),
     )
-    program = tpu_compile.train_program(config, jax.devices()[:4])
+    program = compile_for.train_program(config, jax.devices()[:4])
     assert program.args[2]["original_pixel_values"].shape == (4, 4, 16, 16, 3)
 
 
 def mistake(capsys, *args):
     """The error line of a command that fails."""
     with pytest.raises(SystemExit) as stopped:
-        tpu_compile.main(["train", *args])
+        compile_for.main(["train", *args])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
