@@ -4,10 +4,14 @@ On a TPU jax's splash attention for long sequences; on an NVIDIA GPU cuDNN's ker
 precision; on a CPU blocks that fit a core's caches; otherwise, and with masks, XLA's operations.
 """
 
+from contextlib import contextmanager
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+
+# The compute capability that tracing_for chooses; empty: this process's own GPU.
+_TRACED_FOR = []
 
 
 def attention(query, key, value, num_heads, mask=None, is_causal=False):
@@ -34,8 +38,8 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False):
     if mask is None and not is_causal:
         if fits_splash(query.shape, key.shape):
             kernels["tpu"] = splash
-        if fits_cudnn(query.shape, key.shape, query.dtype, jax.devices()[0]):
-            kernels["cuda"] = partial(_attention, implementation="cudnn")
+        if fits_cudnn(query.shape, key.shape, query.dtype, cuda_capability()):
+            kernels["cuda"] = padded_attention
         kernels["cpu"] = blockwise
     elif query.dtype == jnp.float16:
         kernels["cpu"] = partial(_attention_in_float32, mask=mask, is_causal=is_causal)
@@ -55,16 +59,74 @@ def _attention_in_float32(*args, **options):
     return out.astype(args[0].dtype)
 
 
-def fits_cudnn(query_shape, key_shape, dtype, device):
-    """Whether cuDNN's kernel supports shapes (B, T, N, H) and (B, S, N, H) on this device."""
+def cuda_capability():
+    """Compute capability of the NVIDIA GPU that programs are traced for, 8.0, 9.0, ...
+
+    It is the first device's, or what tracing_for says; None: no NVIDIA GPU.
+    """
+    if _TRACED_FOR:
+        return _TRACED_FOR[-1]
+    device = jax.devices()[0]
     if device.platform != "gpu" or "cuda" not in device.client.platform_version:
+        return None
+    return float(device.compute_capability)
+
+
+@contextmanager
+def tracing_for(capability):
+    """Within it, programs are traced for a GPU of this compute capability, with or without one.
+
+    jax keeps what it traced before: a function that was traced outside needs jax.clear_caches().
+
+    Args:
+        capability: 8.0 (Ampere), 8.9 (Ada), 9.0 (Hopper), ...; None: no NVIDIA GPU.
+    """
+    _TRACED_FOR.append(capability)
+    try:
+        yield
+    finally:
+        _TRACED_FOR.pop()
+
+
+def fits_cudnn(query_shape, key_shape, dtype, capability):
+    """Whether cuDNN's kernel supports shapes (B, T, N, H) and (B, S, N, H).
+
+    padded_attention makes S even.
+
+    Args:
+        query_shape, key_shape, dtype: of the arrays.
+        capability: of cuda_capability; cuDNN needs Ampere, 8.0, or newer.
+    """
+    if capability is None or capability < 8:
         return False
-    generation = float(device.compute_capability)  # 8: Ampere, 9: Hopper
-    head_dim, largest = query_shape[-1], 256 if generation >= 9 else 128
-    # jax supports gradients for even lengths only.
-    even = query_shape[1] % 2 == key_shape[1] % 2 == 0
+    head_dim, largest = query_shape[-1], 256 if capability >= 9 else 128
+    even = query_shape[1] % 2 == 0  # jax supports gradients for even lengths only
     half = dtype in (jnp.bfloat16, jnp.float16)
-    return half and even and generation >= 8 and head_dim <= largest and head_dim % 8 == 0
+    return half and even and head_dim <= largest and head_dim % 8 == 0
+
+
+# Lengths that are odd, as the text's 77, are padded to a multiple of this.
+PADDED_LENGTH = 8
+
+
+def padded_attention(query, key, value, implementation="cudnn"):
+    """Attention by cuDNN, which takes even lengths; keys of an odd number are padded and not seen.
+
+    Args:
+        query, key, value: (B, T, N, H), (B, S, N, H) twice, that fits_cudnn.
+        implementation: of jax.nn.dot_product_attention, "cudnn" or "xla".
+
+    Returns:
+        (B, T, N, H) in query's dtype.
+    """
+    B, S, *_ = key.shape
+    if S % 2 == 0:
+        return _attention(query, key, value, implementation=implementation)
+    padding = ((0, 0), (0, -S % PADDED_LENGTH), (0, 0), (0, 0))
+    key, value = jnp.pad(key, padding), jnp.pad(value, padding)
+    lengths = jnp.full(B, S, jnp.int32)
+    options = dict(key_value_seq_lengths=lengths, implementation=implementation)
+    return _attention(query, key, value, **options)
 
 
 # Least length at which splash attention is faster on a TPU.

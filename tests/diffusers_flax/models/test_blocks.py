@@ -20,9 +20,12 @@ from diffusers_flax.models.attention import (
     _num_blocks,
     attention,
     blockwise,
+    cuda_capability,
     fits_cudnn,
     fits_splash,
+    padded_attention,
     splash,
+    tracing_for,
 )
 from diffusers_flax.models.blocks import (
     Conv,
@@ -355,24 +358,44 @@ def test_kernel_of_each_platform(monkeypatch):
     # As on a GPU, where jax reads cuDNN's version and the compute capability.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    def hopper(query_shape, key_shape, dtype, device):
-        return fits_cudnn(query_shape, key_shape, dtype, gpu("9.0"))
-
-    monkeypatch.setattr("diffusers_flax.models.attention.fits_cudnn", hopper)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
-    text = lowered("cuda", 1024)
-    assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
-    assert "cudnn" not in lowered("cuda", 1024, 77)  # text
-    assert "cudnn" not in lowered("cuda", 1024, dtype=jnp.float32)
-    assert "cudnn" not in lowered("cuda", 1024, is_causal=True)
-    assert "cudnn" not in lowered("tpu", 1024)
+    with tracing_for(9.0):
+        text = lowered("cuda", 1024)
+        assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
+        text = lowered("cuda", 1024, 77)  # text
+        assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text
+        assert "2x80x8x40xbf16" in text and "77x1024" not in text
+        assert "cudnn" not in lowered("cuda", 1024, dtype=jnp.float32)
+        assert "cudnn" not in lowered("cuda", 1024, is_causal=True)
+        assert "cudnn" not in lowered("tpu", 1024)
+    with tracing_for(7.5):
+        assert "cudnn" not in lowered("cuda", 1024)
+    assert "cudnn" not in lowered("cuda", 1024)  # this machine's device is a CPU
 
 
-def gpu(capability, platform="gpu", version="cuda 12090"):
-    """A device as jax describes it."""
-    client = SimpleNamespace(platform_version=version)
-    return SimpleNamespace(platform=platform, client=client, compute_capability=capability)
+@pytest.mark.parametrize("num_keys", [77, 8])
+def test_padded_attention(num_keys):
+    args = [random_normal(2, length, 4, 16, seed=length) for length in (32, num_keys, num_keys)]
+    # cuDNN's mask of lengths, by XLA.
+    ours = partial(padded_attention, implementation="xla")
+    found = value_and_gradients(ours, args)
+    assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5)
+
+
+def test_capability_of_a_device(monkeypatch):
+    def capability(platform, version):
+        client = SimpleNamespace(platform_version=version)
+        device = SimpleNamespace(platform=platform, client=client, compute_capability="8.9")
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+        return cuda_capability()
+
+    assert cuda_capability() is None  # a CPU
+    assert capability("gpu", "cuda 12090") == 8.9
+    assert capability("gpu", "rocm 6") is None
+    assert capability("tpu", "") is None
+    with tracing_for(9.0):
+        assert cuda_capability() == 9.0
 
 
 def test_which_fit():
@@ -386,16 +409,16 @@ def test_which_fit():
 
     shape, half = (1, 64, 8, 40), jnp.dtype(jnp.bfloat16)
     large = (1, 64, 8, 160)
-    assert fits_cudnn(shape, shape, half, gpu("8.0"))
-    assert not fits_cudnn(shape, shape, half, gpu("7.5"))
-    assert fits_cudnn(large, large, half, gpu("9.0"))
-    assert not fits_cudnn(large, large, half, gpu("8.0"))
-    assert not fits_cudnn((1, 64, 8, 36), (1, 64, 8, 36), half, gpu("9.0"))
-    assert not fits_cudnn((1, 64, 1, 512), (1, 64, 1, 512), half, gpu("9.0"))
-    assert not fits_cudnn(shape, (1, 77, 8, 40), half, gpu("9.0"))
-    assert not fits_cudnn(shape, shape, jnp.dtype(jnp.float32), gpu("9.0"))
-    assert not fits_cudnn(shape, shape, half, gpu("9.0", version="rocm 6"))
-    assert not fits_cudnn(shape, shape, half, jax.devices()[0])
+    assert fits_cudnn(shape, shape, half, 8.0)
+    assert not fits_cudnn(shape, shape, half, 7.5)
+    assert fits_cudnn(large, large, half, 9.0)
+    assert not fits_cudnn(large, large, half, 8.0)
+    assert not fits_cudnn((1, 64, 8, 36), (1, 64, 8, 36), half, 9.0)
+    assert not fits_cudnn((1, 64, 1, 512), (1, 64, 1, 512), half, 9.0)
+    assert fits_cudnn(shape, (1, 77, 8, 40), half, 9.0)
+    assert not fits_cudnn((1, 63, 8, 40), shape, half, 9.0)
+    assert not fits_cudnn(shape, shape, jnp.dtype(jnp.float32), 9.0)
+    assert not fits_cudnn(shape, shape, half, None)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
