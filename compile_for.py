@@ -1,42 +1,51 @@
-"""Compile a program for a TPU slice without one: does it fit, and how fast can it be at best?
+"""Compile a program for a TPU slice or NVIDIA GPUs that one need not have: does it fit, how fast?
 
-The training step of flax_train_instruct_pix2pix.py for 16 TPU v5e chips with 16 pairs on each:
+The training step of flax_train_instruct_pix2pix.py for one H100, and for 16 TPU v5e chips with 16
+pairs on each:
 
+    python compile_for.py train --gpu h100 --train_batch_size 16 --mixed_precision bf16
     python compile_for.py train --tpu v5e-16 --train_batch_size 256 --mixed_precision bf16
 
 `train` takes all flags of the trainer, so that a training command can be pasted. Flags that change
 neither the step nor the EMA, such as flags of data, logging, validation and upload, have no effect.
---aspect_ratio_buckets compiles the step of every size; --find_batch then takes the largest one.
-Only the config.json files of the models are read; without --pretrained_model_name_or_path the model
-is Stable Diffusion 1.5. With the demo's model, in about a minute:
+--aspect_ratio_buckets compiles the step of every size; with an "auto" batch only the largest. Only
+the config.json files of the models are read; without --pretrained_model_name_or_path the model is
+Stable Diffusion 1.5. With the demo's model, in about a minute:
 
-    python compile_for.py train --tpu v5e-4 --pretrained_model_name_or_path demo/base_model \\
+    python compile_for.py train --gpu rtx4090 --pretrained_model_name_or_path demo/base_model \\
         --resolution 64 --train_batch_size 64 --output /tmp/compile_for.json
 
 A UNet, SDXL images as sdxl_single.py makes them, and edits as edit_cli.py makes them:
 
     python compile_for.py unet --tpu v5e-1 --batch_size 8
+    python compile_for.py sdxl --gpu a100_40 --num_images auto
     python compile_for.py sdxl --tpu v5e-4 --num_images 2 --accelerate spectrum guidance:stop=0.5
-    python compile_for.py edit --tpu v5e-1 --resolution 512 --scheduler ddim
+    python compile_for.py edit --gpu h100x8 --resolution 512 --scheduler ddim
 
---find_batch looks for the largest batch. Needs a CPU and the TPU's compiler (`pip install
-"jax[tpu]"`). Stable Diffusion 1.5's training step takes 7 to 20 minutes on two cores and 12 to
-18 GB of memory (27 GB at 32 pairs per chip). --optimization_level O1 says several times faster
-whether a program fits; it keeps nothing in VMEM between operations, so the memory traffic is too
-high. Writes JSON into the current directory.
+A batch of "auto" is the largest that fits: --train_batch_size, --batch_size or --num_images auto.
+Needs a CPU and the compiler of the target: `pip install "jax[tpu]"`, or for GPUs, unless
+jax[cuda13] or jax[cuda12] is installed,
+
+    pip install --no-deps --target .venv/gpu -r requirements-gpu-compiler.txt
+
+Stable Diffusion 1.5's training step takes 4 minutes on two cores for a GPU, for a TPU 7 to 20
+minutes and 12 to 18 GB of memory (27 GB at 32 pairs per chip). --optimization_level O1 says several
+times faster whether a program fits a TPU; it keeps nothing in VMEM between operations, so the
+memory traffic is too high. Writes JSON into the current directory.
 
 Memory is what the compiler allocates for the step that needs most: with the EMA, without validation
-images. The time is a lower bound (the roofline): the largest of FLOPs over the chip's peak, bytes
-to and from its memory over the memory's bandwidth, and bytes sent to other chips over the
-interconnect's bandwidth. FLOPs count matmuls and convolutions only. With a cache, a step counts
-only what it computes; fbcache decides at run time, so its steps count in full. --compiler_options
-sets XLA's options. The expected cycles, without Pallas kernels and waiting for data, show their
-effect.
+images. On a TPU the time is a lower bound (the roofline): the largest of FLOPs over the chip's
+peak, bytes to and from its memory over the memory's bandwidth, and bytes sent to other chips over
+the interconnect's bandwidth. On a GPU it is the sum of these bounds of all kernels; beside it
+stands an estimate at the share of the bound that each kind of kernel reached on an H200. FLOPs
+count matmuls and convolutions only. With a cache, a step counts only what it computes; fbcache
+decides at run time, so its steps count in full. --compiler_options sets XLA's options. A TPU's
+expected cycles, without Pallas kernels and waiting for data, show their effect.
 """
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -46,8 +55,8 @@ import jax.numpy as jnp
 
 import flax_train_instruct_pix2pix as trainer
 from command_line import check_scale, check_writable, run_main
-from compiling.chips import find_slice, slice_devices
-from compiling.costs import program_costs, replicated_shapes
+from compiling.cards import traced_for
+from compiling.costs import gpu_costs, program_costs, replicated_shapes
 from compiling.programs import (
     DTYPES,
     FAMILIES,
@@ -57,9 +66,11 @@ from compiling.programs import (
     SdxlFlags,
     TargetFlags,
     UnetFlags,
+    find_target,
     image_program,
     param_shapes,
     read_configs,
+    target_devices,
     unet_program,
 )
 from compiling.report import changed_flags, make_report, print_report, verdict
@@ -98,8 +109,10 @@ from training.sharding import cast_kernels, shard_axes, state_shapes
 class TrainFlags(trainer.Config, TargetFlags):
     """The training step."""
 
+    # global batch: pairs per optimizer step; "auto": the largest one that fits
+    train_batch_size: int | Literal["auto"] = 16
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
-    # report; "" is compile_for_TPU_train.json in the current directory, unless it has other flags
+    # report; "" is compile_for_CHIPS_train.json in the current directory, unless it has other flags
     output: str = ""
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
     # the 8-channel UNet, directory or file; "" is the pretrained one, widened
@@ -295,43 +308,46 @@ def make_program(config, devices):
     return makers.get(subcommand_of(config), image_program)(config, devices)
 
 
-def compile_program(config, program, tpu):
+def compile_program(config, program, target):
     """Compile a Program.
 
     Args:
         config: TrainFlags, UnetFlags, SdxlFlags or EditProgramFlags.
         program: of make_program.
-        tpu: Slice.
+        target: Slice or Host.
 
     Returns:
         The report, see make_report.
     """
     options = dict(option.split("=", 1) for option in config.compiler_options)
-    step = program_costs(program.step, program.args, program.switches, options)
+    if config.tpu:
+        costs = partial(program_costs, compiler_options=options)
+    else:
+        costs = partial(gpu_costs, card=target.chip, compiler_options=options)
+    step = costs(program.step, program.args, switches=program.switches)
+    report = partial(make_report, config, subcommand_of(config), target, program)
     if "needs" in step:
-        return make_report(config, subcommand_of(config), tpu, program, step, None, None)
-    update = None
-    if program.update:
-        update = program_costs(program.update, program.update_args, compiler_options=options)
+        return report((step, None), None)
+    update = costs(program.update, program.update_args) if program.update else None
     is_shared = bool(getattr(config, "parallel", ()))  # the work on an image
     flops = count_step_flops(config, program.batch_per_chip, program if is_shared else None)
-    return make_report(config, subcommand_of(config), tpu, program, step, update, flops)
+    return report((step, update), flops)
 
 
-def compile_sizes(config, tpu, devices):
+def compile_sizes(config, target, devices):
     """The report of the size that needs most memory, with a row for each size under "sizes".
 
     The program of every size stays in memory, so the code of all of them counts.
 
     Args:
         config: TrainFlags with --aspect_ratio_buckets.
-        tpu: Slice.
+        target: Slice or Host.
         devices: to compile for.
     """
     reports = {}
     for size in named_buckets(config).aspect_ratio_buckets:
         at_size = replace(config, aspect_ratio_buckets=(size,))
-        reports[size] = report = compile_program(at_size, make_program(at_size, devices), tpu)
+        reports[size] = report = compile_program(at_size, make_program(at_size, devices), target)
         print(
             f"{size}: {verdict(report)} (compiled in {report['compile_seconds']:.0f} s)", flush=True
         )
@@ -372,25 +388,47 @@ def largest_fitting(fits, start):
     return good, bad
 
 
-def find_batch(config, tpu, devices):
+def batch_of(config):
+    """The value of the flag that sets the batch, a number or "auto"."""
+    return getattr(config, BATCH_FLAGS[subcommand_of(config)])
+
+
+def with_first_batch(config, num_devices):
+    """Flags with a number for the batch: for "auto" the one that is tried first, the default."""
+    if batch_of(config) != "auto":
+        return config
+    flag = BATCH_FLAGS[subcommand_of(config)]
+    number = next(field.default for field in fields(config) if field.name == flag)
+    if isinstance(config, TrainFlags):
+        unit = num_devices * config.gradient_accumulation_steps
+        number = max(1, number // unit) * unit
+    return replace(config, **{flag: number})
+
+
+def find_batch(config, target, devices):
     """The report of the largest batch that fits, or of the smallest if none does.
 
     With several sizes, only the largest is compiled.
+
+    Args:
+        config: flags with the batch that is tried first.
+        target: Slice or Host.
+        devices: to compile for.
     """
     flag = BATCH_FLAGS[subcommand_of(config)]
     unit = 1  # batches are multiples of it
     if isinstance(config, TrainFlags):
-        unit = tpu.num_chips * config.gradient_accumulation_steps
+        unit = target.num_chips * config.gradient_accumulation_steps
     reports = {}
 
     def fits(number):
         at_number = replace(config, **{flag: number * unit})
-        report = compile_program(at_number, make_program(at_number, devices), tpu)
+        report = compile_program(at_number, make_program(at_number, devices), target)
         reports[number] = report
         print(f"{verdict(report)} (compiled in {report['compile_seconds']:.0f} s)", flush=True)
         return report["fits"]
 
-    good, bad = largest_fitting(fits, max(1, getattr(config, flag) // unit))
+    good, bad = largest_fitting(fits, getattr(config, flag) // unit)
     return reports[good or bad] | {"smallest_not_fitting": reports[bad]["batch_per_chip"]}
 
 
@@ -401,8 +439,8 @@ def report_file(config):
         ValueError: the file has a report with other flags and --output does not name it, it is no
             report, or it cannot be written.
     """
-    name = f"compile_for_{config.tpu}_{subcommand_of(config)}"
-    if config.find_batch:
+    name = f"compile_for_{config.tpu or config.gpu}_{subcommand_of(config)}"
+    if batch_of(config) == "auto":
         name += "_largest"
     elif isinstance(config, ImageProgramFlags):
         name += f"_{config.num_images}"
@@ -425,26 +463,33 @@ def run(config):
     jax.config.update("jax_platforms", "cpu")  # leave this machine's accelerators free
     if config.optimization_level:
         jax.config.update("jax_optimization_level", config.optimization_level)
-    tpu = find_slice(config.tpu)
-    devices = slice_devices(tpu)
-    check_flags(config, len(devices))
+    target = find_target(config)
+    devices = target_devices(target)
+    first = with_first_batch(config, len(devices))
+    check_flags(first, len(devices))
     output = report_file(config)
     components = COMPONENT_FLAGS if isinstance(config, TrainFlags) else {}
-    config = with_single_files(config, "pretrained_model_name_or_path", **components)
-    program = make_program(config, devices)
-    place = f"{config.tpu}, {tpu.num_chips} chip(s) in {tpu.num_hosts} host(s)"
-    print(
-        f"compiling {subcommand_of(config)} for {place}; at full size 5 to 75 minutes", flush=True
-    )
-    if config.find_batch:
-        report = find_batch(config, tpu, devices)
-    elif isinstance(config, TrainFlags) and config.aspect_ratio_buckets is not None:
-        report = compile_sizes(config, tpu, devices)
-    else:
-        report = compile_program(config, program, tpu)
+    first = with_single_files(first, "pretrained_model_name_or_path", **components)
+    with traced_for(target.chip if config.gpu else None):
+        program = make_program(first, devices)
+        say_what_compiles(config, target)
+        if batch_of(config) == "auto":
+            report = find_batch(first, target, devices)
+        elif isinstance(first, TrainFlags) and first.aspect_ratio_buckets is not None:
+            report = compile_sizes(first, target, devices)
+        else:
+            report = compile_program(first, program, target)
     print_report(report)
     save_whole(output, partial(write_json, content=report))
     print(f"wrote {output}")
+
+
+def say_what_compiles(config, target):
+    """Print what is compiled, for what, and how long it may take."""
+    place = f"{config.tpu}, {target.num_chips} chip(s) in {target.num_hosts} host(s)"
+    place, least = (f"{config.gpu}, {target.num_chips} GPU(s)", 1) if config.gpu else (place, 5)
+    said = f"compiling {subcommand_of(config)} for {place}; at full size {least} to 75 minutes"
+    print(said, flush=True)
 
 
 def main(args=None):

@@ -19,7 +19,7 @@ from unittest import mock
 import jax
 from jax.experimental.topologies import get_topology_desc
 
-from diffusers_flax.models import attention
+from diffusers_flax.models.attention import tracing_for
 
 # Of a GPU's memory, what a program can use: CUDA's context and the kernels of cuDNN and cuBLAS take
 # about 1 GB, and the allocator leaves gaps.
@@ -31,10 +31,10 @@ JAX_SHARE = 0.75
 class Card(NamedTuple):
     """A type of NVIDIA GPU, and the rates that a Chip has.
 
-    Source: XLA's files of targets (openxla/xla, xla/backends/gpu/target_config/specs: memory size and
-    bandwidth, cores, clock, caches) for the A100, H100, H200 and RTX PRO 6000; otherwise NVIDIA's
-    data sheets and its papers on Ampere, Hopper, Ada and RTX Blackwell, for dense matrices with sums
-    in float32. NVLink and PCIe in one direction.
+    Source: XLA's files of targets (openxla/xla, xla/backends/gpu/target_config/specs: size and
+    bandwidth of the memory, cores, clock, caches) for the A100, H100, H200 and RTX PRO 6000;
+    otherwise NVIDIA's data sheets and its papers on the architectures Ampere, Hopper, Ada and RTX
+    Blackwell, for dense matrices with sums in float32.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Card(NamedTuple):
     interconnect: float  # NVLink, else PCIe, one direction, bytes per second
     host: float  # PCIe, one direction, bytes per second
     num_bytes: int  # of the memory
-    capability: tuple[int, int]  # CUDA's compute capability
+    capability: float  # CUDA's compute capability
     cores: int  # streaming multiprocessors
     units: int  # float32 units of a core
     clock: float  # GHz
@@ -65,18 +65,18 @@ class Card(NamedTuple):
 
 def _hopper(name, bandwidth, num_bytes):
     rates = (989.4e12, 1978.9e12, bandwidth, 450e9, 64e9, num_bytes)
-    return Card(name, *rates, (9, 0), 132, 128, 1.98, 50 * 2**20, 228 * 2**10, 2048)
+    return Card(name, *rates, 9.0, 132, 128, 1.98, 50 * 2**20, 228 * 2**10, 2048)
 
 
 def _a100(name, bandwidth, num_bytes):
     rates = (312e12, 624e12, bandwidth, 300e9, 32e9, num_bytes)
-    return Card(name, *rates, (8, 0), 108, 64, 1.41, 40 * 2**20, 164 * 2**10, 2048)
+    return Card(name, *rates, 8.0, 108, 64, 1.41, 40 * 2**20, 164 * 2**10, 2048)
 
 
 def _ada(name, rates, cores, clock, l2):
     flops, int8, bandwidth, num_bytes = rates
     rates = (flops, int8, bandwidth, 32e9, 32e9, num_bytes)
-    return Card(name, *rates, (8, 9), cores, 128, clock, l2 * 2**20, 100 * 2**10, 1536)
+    return Card(name, *rates, 8.9, cores, 128, clock, l2 * 2**20, 100 * 2**10, 1536)
 
 
 CARDS = {
@@ -91,7 +91,7 @@ CARDS = {
     "rtx6000pro": Card(
         "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
         *(503.8e12, 1007.6e12, 1.792e12, 64e9, 64e9, 103_079_215_104),
-        *((12, 0), 188, 128, 2.6, 128 * 2**20, 128 * 2**10, 1536),
+        *(12.0, 188, 128, 2.6, 128 * 2**20, 128 * 2**10, 1536),
     ),
 }
 
@@ -113,22 +113,22 @@ def find_gpus(name):
     Raises:
         ValueError: the name is unknown.
     """
-    card, _, count = name.partition("x") if name not in CARDS else (name, "", "1")
-    if found := re.fullmatch(r"(\w+?)x([1-9]\d?)", name):
+    card, count = name, "1"
+    if found := re.fullmatch(r"(\w+)x([1-9]\d?)", name):
         card, count = found.groups()
-    if card not in CARDS or not count:
+    if card not in CARDS:
         raise ValueError(
-            f"--gpu {name} is not known; known are {', '.join(CARDS)}, and several in one host such "
-            "as h100x8"
+            f"--gpu {name} is not known; known are {', '.join(CARDS)}, and h100x8, "
+            "eight in one host"
         )
     return Host(CARDS[card], int(count))
 
 
 def target_config(card):
     """XLA's description of a Card (GpuTargetConfigProto as text)."""
-    major, minor = card.capability
+    major, minor = str(card.capability).split(".")
     # Hopper's own instructions (sm_90a).
-    extension = "ACCELERATED_FEATURES" if major == 9 else "NONE"
+    extension = "ACCELERATED_FEATURES" if major == "9" else "NONE"
     sizes = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -219,8 +219,8 @@ CUDNN_VERSION = 91000
 def traced_for(card):
     """Trace programs for a Card, which need not be there.
 
-    The attention of the models asks for the compute capability of jax's first device, and jax's
-    functions for cuDNN ask for a GPU of this process. Here both are told the Card's.
+    jax's functions for cuDNN ask for a GPU of this process; here they are told the Card's
+    capability, as the attention of the models is.
 
     Args:
         card: Card; None: programs are traced for jax's own devices.
@@ -230,18 +230,15 @@ def traced_for(card):
         return
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    def numbers(capability):
-        return tuple(int(x) for x in capability.split("."))
-
     answers = {
         "check_cudnn_version": lambda: CUDNN_VERSION,
-        "check_compute_capability": lambda least: card.capability >= numbers(least),
-        "is_cuda_compute_capability_equal": lambda only: card.capability == numbers(only),
+        "check_compute_capability": lambda least: card.capability >= float(least),
+        "is_cuda_compute_capability_equal": lambda only: card.capability == float(only),
     }
-    with mock.patch.multiple(cudnn, **{k: v for k, v in answers.items() if hasattr(cudnn, k)}):
-        with mock.patch.object(attention, "cuda_capability", lambda: card.capability):
-            yield
+    answers = {name: answer for name, answer in answers.items() if hasattr(cudnn, name)}
+    with mock.patch.multiple(cudnn, **answers), tracing_for(card.capability):
+        yield
 
 
 # Without a GPU, XLA cannot try Triton's tiles of a matmul; it takes cuBLAS.
-COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": "false"}
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}

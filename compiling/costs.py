@@ -1,6 +1,8 @@
-"""Memory and traffic of a program that is compiled for TPUs.
+"""Memory and traffic of a program that is compiled for TPUs or GPUs.
 
 costs = program_costs(jax.pmap(f, devices=slice_devices(find_slice("v5e-16"))), args)
+with traced_for(host.chip):
+    costs = gpu_costs(jax.pmap(f, devices=gpu_devices(host)), args, host.chip)
 """
 
 import math
@@ -9,6 +11,7 @@ import time
 
 import jax
 
+from compiling.cards import COMPILER_OPTIONS
 from compiling.hlo import (
     expected_cycles,
     hbm_bytes,
@@ -16,6 +19,7 @@ from compiling.hlo import (
     interconnect_bytes,
     kernel_bytes,
 )
+from compiling.kernels import kernel_table
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.messages import one_line
 
@@ -61,6 +65,69 @@ def program_costs(program, args, switches=(), compiler_options=None):
     Raises:
         ValueError: XLA does not take a compiler option, or the program does not compile with them.
     """
+    compiled, needs, seconds = compile_shapes(program, args, compiler_options)
+    if compiled is None:
+        return {"needs": needs, "compile_seconds": seconds}
+    cost, text = compiled.cost_analysis(), compiled.as_text()
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
+    chips = meshes[0].devices.ravel() if meshes else []
+    coords = [chip.coords for chip in chips if hasattr(chip, "coords")] or None  # a CPU has none
+    return memory_costs(compiled, args) | {
+        "bytes_accessed": cost["bytes accessed"] + kernel_bytes(text),
+        "hbm_bytes": hbm_bytes(text, switches),
+        "interconnect_bytes": interconnect_bytes(text, coords),
+        "host_bytes": host_bytes(text, switches),
+        "cycles": expected_cycles(text, switches),
+        "compile_seconds": seconds,
+    }
+
+
+def gpu_costs(program, args, card, switches=(), compiler_options=None):
+    """Compile a program for a GPU and measure its memory and kernels.
+
+    Args and errors: as for program_costs; card: Card.
+
+    Returns:
+        dict: "padding", "temporaries", "outputs" and "code" as of program_costs; "kernels", see
+        kernel_table; "interconnect_bytes", "host_bytes" and "compile_seconds".
+    """
+    switches_of_xla = {"true": True, "false": False}  # their texts are not taken
+    options = {k: switches_of_xla.get(v, v) for k, v in (compiler_options or {}).items()}
+    options = COMPILER_OPTIONS | options
+    compiled, needs, seconds = compile_shapes(program, args, options)
+    if compiled is None:
+        return {"needs": needs, "compile_seconds": seconds}
+    text = compiled.as_text()
+    return memory_costs(compiled, args) | {
+        "kernels": kernel_table(text, card, switches),
+        "interconnect_bytes": interconnect_bytes(text),
+        "host_bytes": host_bytes(text, switches),
+        "compile_seconds": seconds,
+    }
+
+
+def memory_costs(compiled, args):
+    """{"padding", "temporaries", "outputs", "code"} of a compiled program, see program_costs."""
+    memory, formats = compiled.memory_analysis(), jax.tree.leaves(compiled.input_formats)
+    used = [x for x, form in zip(jax.tree.leaves(args), formats) if form.layout is not None]
+    return {
+        "padding": memory.argument_size_in_bytes - num_bytes(used),
+        "temporaries": memory.temp_size_in_bytes,
+        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
+    }
+
+
+def compile_shapes(program, args, compiler_options):
+    """Compile a program for arguments of these shapes, without jax's cache.
+
+    Args and errors: as for program_costs.
+
+    Returns:
+        (compiled program, None, seconds); if the memory is too small, (None, bytes that the program
+        needs, seconds).
+    """
     started = time.perf_counter()
     try:
         with no_compilation_cache():  # reading from it needs the chip
@@ -81,23 +148,5 @@ def program_costs(program, args, switches=(), compiler_options=None):
                 f"the program does not compile with these options: {one_line(error, 200)}"
             ) from error
         needs = float(size[1]) * 1024 ** (1 + "KMGT".index(size[2]))
-        return {"needs": needs, "compile_seconds": time.perf_counter() - started}
-    memory, cost, text = compiled.memory_analysis(), compiled.cost_analysis(), compiled.as_text()
-    formats = jax.tree.leaves(compiled.input_formats)
-    used = [x for x, form in zip(jax.tree.leaves(args), formats) if form.layout is not None]
-    shardings = jax.tree.leaves(compiled.input_shardings)
-    meshes = [sharding.mesh for sharding in shardings if hasattr(sharding, "mesh")]
-    chips = meshes[0].devices.ravel() if meshes else []
-    coords = [chip.coords for chip in chips if hasattr(chip, "coords")] or None  # a CPU has none
-    return {
-        "padding": memory.argument_size_in_bytes - num_bytes(used),
-        "temporaries": memory.temp_size_in_bytes,
-        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
-        "bytes_accessed": cost["bytes accessed"] + kernel_bytes(text),
-        "hbm_bytes": hbm_bytes(text, switches),
-        "interconnect_bytes": interconnect_bytes(text, coords),
-        "host_bytes": host_bytes(text, switches),
-        "cycles": expected_cycles(text, switches),
-        "compile_seconds": time.perf_counter() - started,
-    }
+        return None, needs, time.perf_counter() - started
+    return compiled, None, time.perf_counter() - started

@@ -1,10 +1,10 @@
-"""Traffic and cycles of a program, from the HLO that XLA compiled for a TPU.
+"""Traffic and cycles of a program, from the HLO that XLA compiled for a TPU or GPU.
 
-XLA's own "bytes accessed" counts every operand and result, also values in the chip's VMEM; a
+XLA's own "bytes accessed" counts every operand and result, also values in a TPU's VMEM; a
 prefetched value counts three times (read, written to VMEM, read there). hbm_bytes counts only
 traffic of the chip's memory (HBM): a layout with S(1) is in VMEM, one without S in HBM, S(5) in the
 host's memory. kernel_bytes counts the accesses of Pallas kernels, which XLA leaves out.
-interconnect_bytes counts bytes between chips.
+interconnect_bytes counts bytes between chips. compiling/kernels.py tells a GPU's kernels apart.
 """
 
 import math
@@ -123,13 +123,14 @@ def sum_over_run(text, cost, switches=()):
     each.
 
     Args:
-        text: compiled.as_text() of a program compiled for a TPU.
-        cost: (instructions of a computation, all computations, see parse_program) -> number.
+        text: compiled.as_text() of a program.
+        cost: (instructions of a computation, all computations, see parse_program) -> number or
+            NumPy array.
         switches: for each `lax.switch` in a loop, in order: the fraction of trips in which each
             branch runs.
 
     Returns:
-        int.
+        The sum, a float where shares of trips count.
 
     Raises:
         ValueError: the program has another number of switches.
@@ -152,10 +153,10 @@ def sum_over_run(text, cost, switches=()):
             is_switch = operation == "conditional" and not in_switch
             weights = shares.pop(0) if is_switch and shares else [trips] * len(called)
             for branch, weight in zip(called, weights, strict=True):
-                total += weight * cost_of(branch, in_switch or is_switch)
+                total = total + weight * cost_of(branch, in_switch or is_switch)
         return total
 
-    total = round(cost_of(entry))
+    total = cost_of(entry)
     if shares:
         raise ValueError(f"{len(shares)} of {len(switches)} switches are not in the program")
     return total
@@ -173,12 +174,21 @@ def hbm_bytes(text, switches=()):
     Returns:
         int.
     """
-    return sum_over_run(text, moved_by, switches)
+    return round(sum_over_run(text, moved_by, switches))
 
 
 def moved_by(instructions, computations):
     """Bytes that a computation's instructions move to and from HBM."""
-    total, sizes = 0, {}  # bytes in HBM of each value
+    return sum(size for *_, size in traffic(instructions, computations))
+
+
+def traffic(instructions, computations):
+    """Each instruction that moves data, and its bytes to and from HBM.
+
+    Yields:
+        (name, type, operation, rest of the line, bytes).
+    """
+    sizes = {}  # bytes in HBM of each value
     for name, kind, operation, rest in instructions:
         written = sizes[name] = sum(in_hbm(kind))
         if operation in NO_TRAFFIC or operation.endswith("-done"):
@@ -189,6 +199,8 @@ def moved_by(instructions, computations):
         elif fused := FUSED.search(rest):
             for index, size in slices_of(computations[fused[1]]).items():
                 reads[index] = min(reads[index], size)
+        elif operation == "custom-call":
+            written -= workspace_bytes(kind)
         read = sum(reads)
         if operation in ("copy-start", "slice-start"):
             # Its type is (target, source, flag), or ((source), target, flag).
@@ -198,8 +210,13 @@ def moved_by(instructions, computations):
             read = size if read else 0
         elif operation.endswith("-start"):
             written = max(0, written - read)  # its type includes the operands
-        total += read + written
-    return total
+        yield name, kind, operation, rest, read + written
+
+
+def workspace_bytes(kind):
+    """Bytes of the workspace at the end of a custom call's type: "(bf16[8]{0}, u8[4096]{0})"."""
+    last = SHAPE.findall(kind)[1:][-1:]
+    return sum(array_bytes(dtype, shape) for dtype, shape, _ in last if dtype in ("u8", "s8"))
 
 
 def host_bytes(text, switches=()):
@@ -219,7 +236,7 @@ def host_bytes(text, switches=()):
                 total += array_bytes(dtype, shape) * ("S(5)" in layout)
         return total
 
-    return sum_over_run(text, cost, switches)
+    return round(sum_over_run(text, cost, switches))
 
 
 def expected_cycles(text, switches=()):
@@ -235,7 +252,7 @@ def expected_cycles(text, switches=()):
         found = [int(x) for *_, rest in instructions for x in CYCLES.findall(rest)]
         return sum(x for x in found if x != UNKNOWN_CYCLES)
 
-    return sum_over_run(text, cost, switches)
+    return round(sum_over_run(text, cost, switches))
 
 
 COLLECTIVE = re.compile(

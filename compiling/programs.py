@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from compiling.chips import find_slice
+from compiling.cards import find_gpus, gpu_devices
+from compiling.chips import Slice, find_slice, slice_devices
 from compiling.costs import GIB, replicated_shapes
 from diffusers_flax.acceleration.caches import switch_fractions
 from diffusers_flax.acceleration.plans import count_evaluations, plan_steps
@@ -53,12 +54,34 @@ DTYPES = {"no": jnp.float32, "bf16": jnp.bfloat16}
 class TargetFlags:
     """Flags of all programs."""
 
-    tpu: str  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
-    find_batch: bool = False  # find the largest batch that fits; the flags' batch is tried first
-    # XLA's optimization level; O0 and O1 compile faster, but keep nothing in VMEM
+    tpu: str = ""  # type of the slice: v4-32, v5e-16, v5p-8, v6e-8, ...
+    # or GPUs: a100_40, a100_80, h100, h200, l4, rtx4090, rtx6000pro; h100x8: eight in one host
+    gpu: str = ""
+    # XLA's optimization level; O0 and O1 compile faster, but keep nothing in a TPU's VMEM
     optimization_level: Literal["O0", "O1", "O2", "O3"] | None = None
     # XLA's options for this compilation, NAME=VALUE, such as xla_tpu_scoped_vmem_limit_kib=65536
     compiler_options: tuple[str, ...] = ()
+
+
+def find_target(config):
+    """The Slice of --tpu or the Host of --gpu.
+
+    Raises:
+        ValueError: neither or both are given, or the type is unknown.
+    """
+    if bool(config.tpu) == bool(config.gpu):
+        given = f"--tpu {config.tpu} and --gpu {config.gpu} are both given" if config.tpu else ""
+        raise ValueError(f"{given or 'nothing to compile for'}; give --tpu v5e-4 or --gpu h100")
+    return find_slice(config.tpu) if config.tpu else find_gpus(config.gpu)
+
+
+def target_devices(target):
+    """The devices of a Slice or Host, to compile for.
+
+    Raises:
+        ValueError: the compiler is not installed.
+    """
+    return slice_devices(target) if isinstance(target, Slice) else gpu_devices(target)
 
 
 class Program(NamedTuple):
@@ -86,11 +109,12 @@ class UnetFlags(TargetFlags):
 
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
     gradient: bool = True  # also the gradient of float32 parameters; --no_gradient: forward pass
-    batch_size: int = 8  # samples per chip; two per image with guidance
+    # samples per chip; two per image with guidance; "auto": the largest number that fits
+    batch_size: int | Literal["auto"] = 8
     in_channels: int | None = None  # input channels; default: 8 with gradient, else the config's
     resolution: int = 256  # side of the images, pixels
     mixed_precision: Literal["no", "bf16"] = "bf16"  # compute dtype
-    output: str = ""  # report; "" is compile_for_TPU_unet.json in the current directory
+    output: str = ""  # report; "" is compile_for_CHIPS_unet.json in the current directory
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
     revision: str | None = None  # branch, tag or commit of a hub id
     config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
@@ -100,14 +124,15 @@ class UnetFlags(TargetFlags):
 class ImageProgramFlags(DeviceFlags, TargetFlags):
     """Flags of the programs that make images, in bfloat16."""
 
-    num_images: int = 1  # images at once on each chip, with --parallel in each group of chips
+    # images at once on each chip, with --parallel in each group of chips; "auto": as many as fit
+    num_images: int | Literal["auto"] = 1
     num_inference_steps: int = 20  # denoising steps
     guidance_scale: float = 7.5  # weight of the text; up to 1: no guidance
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
     # int8, taesd; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
-    # report; "" is compile_for_TPU_PROGRAM_NUM_IMAGES.json in the current directory
+    # report; "" is compile_for_CHIPS_PROGRAM_NUM_IMAGES.json in the current directory
     output: str = ""
     revision: str | None = None  # branch, tag or commit of a hub id
     config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
@@ -284,10 +309,11 @@ def with_vae_tile(pipeline, config, side):
     """
     tile, size = config.vae_tile, (side, side)
     if tile is None:
-        left = find_slice(config.tpu).chip.memory * GIB - num_bytes_at_once(pipeline)
+        left = find_target(config).chip.memory * GIB - num_bytes_at_once(pipeline)
         if layout := pipeline.layout:
             left *= num_row_devices(layout, side // pipeline.vae_scale_factor)
-        tile = choose_vae_tile(pipeline, config.num_images, size, left, "tpu")
+        platform = "tpu" if config.tpu else "gpu"
+        tile = choose_vae_tile(pipeline, config.num_images, size, left, platform)
     pipeline = replace(pipeline, vae=with_tile(pipeline.vae, tile))
     return pipeline, tile if side > tile else 0
 

@@ -1,10 +1,12 @@
-"""The report on a program that is compiled for TPUs."""
+"""The report on a program that is compiled for TPUs or GPUs."""
 
 from dataclasses import asdict, fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
+from compiling.cards import JAX_SHARE, USABLE_SHARE
 from compiling.chips import roofline_seconds
 from compiling.costs import GIB, num_bytes
+from compiling.kernels import MEASURED_SHARES, add_tables, estimated_seconds
 
 
 def chip_memory(program, step, update):
@@ -28,25 +30,27 @@ def chip_memory(program, step, update):
     }
 
 
-def make_report(config, subcommand, tpu, program, step, update, flops):
+def make_report(config, subcommand, target, program, costs, flops):
     """The report on one compilation.
 
     Args:
         config: the flags.
         subcommand: of compile_for.py.
-        tpu: Slice.
+        target: Slice or Host.
         program: Program.
-        step, update: program_costs of both programs; update None: no average.
+        costs: (step, update): program_costs or gpu_costs of both programs; update None: no average.
         flops: of compile_for.count_step_flops.
 
     Returns:
         dict, ready for JSON. Memory, FLOPs and bytes are for one chip and one step.
     """
-    n, usable = program.num_chips or tpu.num_chips, round(tpu.chip.memory * GIB)
+    step, update = costs
+    n, usable = program.num_chips or target.num_chips, round(target.chip.memory * GIB)
+    name, packages = ("tpu", TPU_PACKAGES) if config.tpu else ("gpu", GPU_PACKAGES)
     report = {
-        "tpu": config.tpu,
+        name: getattr(config, name),
         "chips": n,
-        "hosts": tpu.num_hosts,
+        "hosts": target.num_hosts,
         "program": subcommand,
         "flags": changed_flags(config),
         "batch_per_chip": program.batch_per_chip,
@@ -54,35 +58,82 @@ def make_report(config, subcommand, tpu, program, step, update, flops):
         **({"vae_tile": program.vae_tile} if program.vae_tile else {}),
         "memory_usable": usable,
         "compile_seconds": step["compile_seconds"],
-        "versions": {name: version(name) for name in ("jax", "libtpu")},
+        "versions": {x: version(x) for x in packages if is_installed(x)},
     }
     if "needs" in step:
         return report | {"fits": False, "memory_total": round(step["needs"])}
     memory = chip_memory(program, step, update)
     total = sum(memory.values())
-    traffic, averages = ("bytes_accessed", "hbm_bytes", "interconnect_bytes", "host_bytes"), {}
-    for name in traffic[:2]:
-        averages[f"ema_{name}"] = update[name] * program.updates_per_step if update else 0.0
-    flops, int8_flops = flops
-    moved, sent = step["hbm_bytes"], step["interconnect_bytes"]
-    seconds = roofline_seconds(tpu.chip, flops, moved, sent, int8_flops)
-    fetching = step["host_bytes"] / tpu.chip.host
-    # Only groups are fetched while others compute.
-    is_ahead = getattr(config, "offload", None) == "group"
-    seconds = max(seconds, fetching) if is_ahead else seconds + fetching
-    seconds += roofline_seconds(tpu.chip, 0.0, averages["ema_hbm_bytes"])
-    return report | {
+    report |= {
         "fits": total <= usable,
         "memory": memory,
         "memory_total": total,
-        "flops": flops,
-        "int8_flops": int8_flops,
+        "flops": flops[0],
+        "int8_flops": flops[1],
+    }
+    times = tpu_times if config.tpu else gpu_times
+    report |= times(config, target.chip, program, costs, flops)
+    seconds = report["step_seconds"]
+    return report | {
+        "images_per_second_per_chip": program.batch_per_chip / seconds,
+        "images_per_second": n * program.batch_per_chip / seconds,
+    }
+
+
+TPU_PACKAGES = ("jax", "libtpu")
+GPU_PACKAGES = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin")
+
+
+def is_installed(package):
+    """Whether a package is installed."""
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def with_fetching(config, seconds, step, chip):
+    """Seconds of a step with what it fetches from the host's memory."""
+    fetching = step["host_bytes"] / chip.host
+    # Only groups are fetched while others compute.
+    is_ahead = getattr(config, "offload", None) == "group"
+    return max(seconds, fetching) if is_ahead else seconds + fetching
+
+
+def tpu_times(config, chip, program, costs, flops):
+    """Bytes, cycles and the least time of a TPU's step; arguments as for make_report."""
+    (step, update), (flops, int8_flops) = costs, flops
+    traffic, averages = ("bytes_accessed", "hbm_bytes", "interconnect_bytes", "host_bytes"), {}
+    for name in traffic[:2]:
+        averages[f"ema_{name}"] = update[name] * program.updates_per_step if update else 0.0
+    moved, sent = step["hbm_bytes"], step["interconnect_bytes"]
+    seconds = roofline_seconds(chip, flops, moved, sent, int8_flops)
+    seconds = with_fetching(config, seconds, step, chip)
+    seconds += roofline_seconds(chip, 0.0, averages["ema_hbm_bytes"])
+    return {
         **{name: step[name] for name in traffic},
         "cycles": step["cycles"],
         **averages,
         "step_seconds": seconds,
-        "images_per_second_per_chip": program.batch_per_chip / seconds,
-        "images_per_second": n * program.batch_per_chip / seconds,
+    }
+
+
+def gpu_times(config, chip, program, costs, flops):
+    """Kernels, the least time and an estimate of a GPU's step; arguments as for make_report."""
+    step, update = costs
+    tables = [(step["kernels"], 1)]
+    if update:
+        tables.append((update["kernels"], program.updates_per_step))
+    kernels = add_tables(tables)
+    least = sum(row["least_seconds"] for row in kernels.values())
+    estimate = estimated_seconds(kernels, makes_images=bool(program.evaluations))
+    return {
+        "kernels": kernels,
+        "hbm_bytes": sum(row["bytes"] for kind, row in kernels.items() if kind != "collective"),
+        "interconnect_bytes": step["interconnect_bytes"],
+        "host_bytes": step["host_bytes"],
+        "step_seconds": with_fetching(config, least, step, chip),
+        "estimated_seconds": with_fetching(config, estimate, step, chip),
     }
 
 
@@ -92,40 +143,89 @@ def changed_flags(config):
     return {k: v for k, v in asdict(config).items() if v != defaults[k]}
 
 
+def chip_name(report):
+    """What the report calls one of the devices."""
+    return "GPU" if "gpu" in report else "chip"
+
+
 def verdict(report):
     """A line that says whether the program fits."""
     total, usable = report["memory_total"] / GIB, report["memory_usable"] / GIB
     answer = "fits" if report["fits"] else "does not fit"
-    return f"{answer}: {report['batch_per_chip']} per chip need {total:.2f} of {usable:.2f} GiB"
+    need = f"{report['batch_per_chip']} per {chip_name(report)} need {total:.2f} of {usable:.2f}"
+    return f"{answer}: {need} GiB"
 
 
 def print_report(report):
     """The report as a table."""
-    print(f"{report['program']} on {report['tpu']}, {report['chips']} chip(s), each:")
+    chip = chip_name(report)
+    target = report.get("tpu") or report["gpu"]
+    print(f"{report['program']} on {target}, {report['chips']} {chip}(s), each:")
     if "vae_tile" in report:
         print(f"  the VAE works in tiles of {report['vae_tile']} pixels")
     for name, size in report.get("memory", {}).items():
         print(f"  {name:<14}{size / GIB:8.3f} GiB")
     print(verdict(report))
+    if "gpu" in report and report["fits"] and needs_more_than_jax_takes(report):
+        print(f"jax takes {JAX_SHARE:.0%} of a GPU's memory: export {FRACTION}={USABLE_SHARE}")
     for size, row in report.get("sizes", {}).items():
         time = f", at least {row['step_seconds'] * 1e3:.3g} ms" if "step_seconds" in row else ""
         flops = f", {row['flops'] / 1e12:.3g} TFLOP" if "flops" in row else ""
         seconds = f", compiled in {row['compile_seconds']:.0f} s"
         print(f"  {size:<14}{row['memory_total'] / GIB:8.3f} GiB{flops}{time}{seconds}")
     if "smallest_not_fitting" in report:
-        print(f"{report['smallest_not_fitting']} per chip do not fit")
+        print(f"{report['smallest_not_fitting']} per {chip} do not fit")
     if "flops" in report:
-        ema, fetched = report["ema_hbm_bytes"] / 1e9, report.get("host_bytes", 0)
-        unit = {"train": "pairs", "unet": "samples"}.get(report["program"], "images")
-        print(
-            f"{report['flops'] / 1e12:.3g} TFLOP, {report['hbm_bytes'] / 1e9:.3g} GB to and from "
-            f"the memory{f', {ema:.3g} GB for averages of the weights' if ema else ''}, "
-            f"{report['interconnect_bytes'] / 1e9:.3g} GB to other chips"
-            + (f", {fetched / 1e9:.3g} GB from the host's memory" if fetched else "")
-        )
+        print_times(report)
+
+
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def needs_more_than_jax_takes(report):
+    """Whether a program for a GPU fits only if jax may take more than it does by default."""
+    return report["memory_total"] > report["memory_usable"] / USABLE_SHARE * JAX_SHARE
+
+
+def print_times(report):
+    """FLOPs, bytes, kernels and times of a report."""
+    ema, fetched = report.get("ema_hbm_bytes", 0) / 1e9, report.get("host_bytes", 0)
+    unit = {"train": "pairs", "unet": "samples"}.get(report["program"], "images")
+    chips = "GPUs" if "gpu" in report else "chips"
+    print(
+        f"{report['flops'] / 1e12:.3g} TFLOP, {report['hbm_bytes'] / 1e9:.3g} GB to and from "
+        f"the memory{f', {ema:.3g} GB for averages of the weights' if ema else ''}, "
+        f"{report['interconnect_bytes'] / 1e9:.3g} GB to other {chips}"
+        + (f", {fetched / 1e9:.3g} GB from the host's memory" if fetched else "")
+    )
+    if "kernels" in report:
+        print_kernels(report["kernels"])
+    if "cycles" in report:
         print(f"{report['cycles'] / 1e6:.4g} million cycles expected, without kernels")
+    rates = (
+        f"{report['images_per_second_per_chip']:.1f} {unit}/s per {chip_name(report)}, "
+        f"{report['images_per_second']:.0f} on the {'host' if 'gpu' in report else 'slice'}"
+    )
+    print(f"at least {report['step_seconds'] * 1e3:.3g} ms, so at most {rates}")
+    if "estimated_seconds" in report:
+        seconds = report["estimated_seconds"]
+        rate = report["batch_per_chip"] / seconds
         print(
-            f"at least {report['step_seconds'] * 1e3:.3g} ms, so at most "
-            f"{report['images_per_second_per_chip']:.1f} {unit}/s per chip, "
-            f"{report['images_per_second']:.0f} on the slice"
+            f"by estimate {seconds * 1e3:.3g} ms, {rate:.3g} {unit}/s per GPU, at the shares that "
+            "these kinds of kernels reached on an H200"
         )
+
+
+def print_kernels(kernels):
+    """A row for each kind of kernel, the longest first."""
+    rows = sorted(
+        kernels.items(), key=lambda row: -row[1]["least_seconds"] / MEASURED_SHARES[row[0]]
+    )
+    print(f"  {'kernels':<14}{'number':>8}{'GB':>9}{'TFLOP':>9}{'least ms':>10}{'estimate':>10}")
+    for kind, row in rows:
+        least = row["least_seconds"] * 1e3
+        print(
+            f"  {kind:<14}{row['kernels']:8.0f}{row['bytes'] / 1e9:9.2f}{row['flops'] / 1e12:9.2f}"
+            f"{least:10.2f}{least / MEASURED_SHARES[kind]:10.2f}"
+        )
+    print(f"  {'all':<14}{sum(row['kernels'] for row in kernels.values()):8.0f}")
