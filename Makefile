@@ -2,6 +2,7 @@
 # make test: one test of everything that matters, 5 minutes on two cores.  make test-all: all tests,
 # with programs compiled as users' are.  make test-lowest: make test with the oldest packages that the
 # requirements allow.  make test-export, make test-app: all tests of export_model.py or edit_app.py.
+# make gpu-compiler: what compile_for.py --gpu and its slow tests need on a machine without a GPU.
 # make app: the page of edit_app.py with the demo's model, which it makes if there is none.
 # make lint: formatting and lint checks.  Every target creates .venv if it does not exist.
 
@@ -13,7 +14,8 @@ BIN := .venv/bin
 # --max-worker-restart 0: pytest would hang after a worker crash.
 PARALLEL := --numprocesses auto --maxprocesses 4 --dist worksteal --max-worker-restart 0
 
-.PHONY: demo app test test-all test-lowest test-export test-app aria2 browser chromium lint
+.PHONY: demo app test test-all test-lowest test-export test-app aria2 browser chromium gpu-compiler \
+	lint
 demo: .venv/installed
 	$(BIN)/python demo/run_demo.py
 
@@ -109,3 +111,12 @@ endef
 		'from importlib.metadata import requires; \
 		print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))')" \
 		&& rm -rf $@ && mv $@-part $@
+
+# The compiler for NVIDIA GPUs, 140 MB, of the same version as jax; also in a folder of its own. Tests
+# that need it are skipped without it.
+gpu-compiler: .venv/gpu
+%/gpu: %/installed requirements-gpu-compiler.txt
+	version=$$($*/bin/python -c 'import jaxlib; print(jaxlib.__version__)') && \
+		sed -n "s/>=.*/==$$version/p" requirements-gpu-compiler.txt | \
+		$*/bin/python -m pip install --quiet --no-deps --target $@-part -r /dev/stdin
+	rm -rf $@ && mv $@-part $@

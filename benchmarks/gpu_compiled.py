@@ -1,13 +1,13 @@
 """Programs compiled for an NVIDIA GPU without one, and what a profile says about such estimates.
 
-    python -m benchmarks.gpu_compiled memory
+    python -m benchmarks.gpu_compiled programs
 
-compiles training steps, edits and SDXL images for an H100 and writes the memory of each at a small
-and a large batch; docs/memory.md has what fits on which card. Nothing is run. Each program takes 1
-to 10 minutes on two cores; rows that are there already are kept. Needs the compiler, see
-requirements-gpu-compiler.txt. In 20 seconds, with a tiny model:
+compiles training steps, edits and SDXL images for an H100 and writes memory, kernels and estimated
+time of each at a small and a large batch; docs/memory.md has what fits on which card. Nothing is
+run. Each program takes 1 to 10 minutes on two cores; rows that are there already are kept. Needs
+the compiler, see requirements-gpu-compiler.txt. In 20 seconds, with a tiny model:
 
-    python -m benchmarks.gpu_compiled memory --cases edit --resolution 64 \\
+    python -m benchmarks.gpu_compiled programs --cases forward --resolution 64 \\
         --pretrained_model_name_or_path demo/base_model --output /tmp/compiled.json
 
     python -m benchmarks.gpu_compiled shares --kernels kernels.tsv.gz --program hlo.txt.gz \\
@@ -33,7 +33,14 @@ from benchmarks.rows import describe_machine, read_rows, run_benchmark, write_ro
 from compiling.cards import find_gpus, traced_for
 from compiling.costs import gpu_costs
 from compiling.hlo import parse_program
-from compiling.kernels import ALL_KINDS, kernel_table, kind_of, kind_of_name
+from compiling.kernels import (
+    ALL_KINDS,
+    add_tables,
+    estimated_seconds,
+    kernel_table,
+    kind_of,
+    kind_of_name,
+)
 from compiling.programs import target_devices
 from compiling.report import chip_memory
 
@@ -63,17 +70,21 @@ CASES = {
         ("train", *BF16, *XL, *LORA, *CHECKPOINTED, "--storage", "int8", "--resolution", "512"),
         (1, 8),
     ),
-    "full 256": (("train", *BF16), (1, 16)),
-    "full 256, checkpointed": (("train", *BF16, *CHECKPOINTED), (1, 32)),
+    "full 256": (("train", *BF16, "--ema", "full"), (1, 16)),
+    "full 256, checkpointed": (("train", *BF16, "--ema", "full", *CHECKPOINTED), (1, 32)),
+    "forward": (("unet", "--no_gradient", "--in_channels", "8", "--resolution", "512"), (8,)),
+    "gradient": (("unet", "--resolution", "512"), (8,)),
     "full xl 512": (("train", *BF16, *XL, *CHECKPOINTED, "--resolution", "512"), (1, 8)),
 }
 
 
 @dataclass(frozen=True)
-class MemoryFlags:
-    """Memory of training steps, edits and images, compiled for an H100."""
+class ProgramFlags:
+    """Memory and kernels of training steps, edits and images."""
 
     cases: tuple[Literal[tuple(CASES)], ...] = tuple(CASES)
+    batch_sizes: tuple[int, ...] = ()  # default: as the case says
+    gpu: str = GPU
     again: bool = False  # also compile rows that the output has
     pretrained_model_name_or_path: str = ""  # "": Stable Diffusion 1.5, or XL
     resolution: int | None = None  # pixels; default: as the case says
@@ -92,15 +103,15 @@ class SharesFlags:
     output: str = RESULTS
 
 
-def memory_case(name, batch_size):
-    """The case of a row of memory."""
-    return f"memory {name}, {batch_size}"
+def program_case(name, batch_size, gpu=GPU):
+    """The case of a row of programs."""
+    return f"{gpu} {name}, {batch_size}"
 
 
 def flags_of(name, batch_size, config):
     """The flags of compile_for.py of a case."""
     (subcommand, *words), _ = CASES[name]
-    words += ["--gpu", GPU, f"--{compile_for.BATCH_FLAGS[subcommand]}", str(batch_size)]
+    words += ["--gpu", config.gpu, f"--{compile_for.BATCH_FLAGS[subcommand]}", str(batch_size)]
     if config.resolution is not None:
         words += ["--resolution", str(config.resolution)]
     if model := config.pretrained_model_name_or_path:
@@ -108,26 +119,40 @@ def flags_of(name, batch_size, config):
     return tyro.cli(compile_for.SUBCOMMANDS[subcommand], args=words, use_underscores=True)
 
 
-def run_memory(config):
+def run_programs(config):
     """Compile, write."""
     jax.config.update("jax_platforms", "cpu")
-    host = find_gpus(GPU)
+    host = find_gpus(config.gpu)
     devices, machine = target_devices(host), describe_machine(("jax", "jaxlib"))
-    cases = [(name, size) for name in config.cases for size in CASES[name][1]]
+    cases = [(name, x) for name in config.cases for x in config.batch_sizes or CASES[name][1]]
     done = read_rows(config.output)
     for name, size in tqdm(cases, unit="program"):
-        if (case := memory_case(name, size)) in done and not config.again:
+        if (case := program_case(name, size, config.gpu)) in done and not config.again:
             continue
         flags = flags_of(name, size, config)
         with traced_for(host.chip):
             program = compile_for.make_program(flags, devices)
-            step = gpu_costs(program.step, program.args, host.chip, program.switches)
-            update = program.update
-            update = update and gpu_costs(update, program.update_args, host.chip)
-        memory = chip_memory(program, step, update)
-        row = {"gpu": GPU, "batch_size": size, "memory": memory}
-        row |= {"memory_total": sum(memory.values()), "compile_seconds": step["compile_seconds"]}
+            row = {"gpu": config.gpu, "batch_size": size} | compiled_row(program, host.chip)
         write_rows({case: row}, machine, config.output)
+
+
+def compiled_row(program, card):
+    """Memory, kernels and times of a Program that is compiled for a Card."""
+    step = gpu_costs(program.step, program.args, card, program.switches)
+    update = program.update
+    update = update and gpu_costs(update, program.update_args, card)
+    memory = chip_memory(program, step, update)
+    tables = [(step["kernels"], 1)]
+    if update:
+        tables.append((update["kernels"], program.updates_per_step))
+    kernels = add_tables(tables)
+    return {
+        "memory": memory,
+        "memory_total": sum(memory.values()),
+        "compile_seconds": step["compile_seconds"],
+        "kernels": kernels,
+        "estimated_seconds": estimated_seconds(kernels, bool(program.evaluations)),
+    }
 
 
 def read_text(file):
@@ -178,12 +203,12 @@ def run_shares(config):
     write_rows({f"shares {config.work}": row}, machine, config.output)
 
 
-SUBCOMMANDS = {"memory": MemoryFlags, "shares": SharesFlags}
+SUBCOMMANDS = {"programs": ProgramFlags, "shares": SharesFlags}
 
 
 def run(config):
     """Run the subcommand of the flags."""
-    {MemoryFlags: run_memory, SharesFlags: run_shares}[type(config)](config)
+    {ProgramFlags: run_programs, SharesFlags: run_shares}[type(config)](config)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import jax
+import jaxlib
 from jax.experimental.topologies import get_topology_desc
 
 from diffusers_flax.models.attention import tracing_for
@@ -174,7 +175,7 @@ def find_compiler():
         sys.path.append(str(FOLDER))  # after an environment's own
         importlib.invalidate_caches()
     packages = [name for name in PACKAGES if importlib.util.find_spec(name)]
-    wanted = version("jaxlib")
+    wanted = jaxlib.__version__
     install = (
         f"pip install --no-deps --target {FOLDER} jax-cuda13-plugin=={wanted} "
         f"jax-cuda13-pjrt=={wanted}"

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from gpu_programs import needs_gpu_compiler
 from helpers import ROOT, slow
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from tpu_programs import accelerated, elements, needs_libtpu, tensor_shapes
 import compile_for
 import flax_train_instruct_pix2pix as trainer
 from compile_for import SdxlFlags, TrainFlags, UnetFlags, largest_fitting
+from compiling.cards import find_gpus
 from compiling.chips import (
     find_slice,
     slice_devices,
@@ -180,7 +182,9 @@ def test_report_by_hand(model):
     step |= {"cycles": 5, "host_bytes": 0}
     update = {"padding": 800, "temporaries": 200, "code": 2}
     update |= {"bytes_accessed": 5e12, "hbm_bytes": 1.64e12}
-    report = make_report(config, "train", find_slice("v5e-4"), program, step, update, (394e12, 0.0))
+    report = make_report(
+        config, "train", find_slice("v5e-4"), program, (step, update), (394e12, 0.0)
+    )
     assert report["memory"] == {
         "parameters": 4000,
         "ema": 4000,
@@ -521,6 +525,104 @@ def test_unknown_type(capsys):
 def test_flags_that_do_not_work(libtpu_environment, tmp_path, monkeypatch, capsys, args, message):
     monkeypatch.chdir(tmp_path)
     assert mistake(capsys, *args.split()).startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("", "nothing to compile for; give --tpu v5e-4 or --gpu h100"),
+        (
+            "--tpu v5e-4 --gpu h100",
+            "--tpu v5e-4 and --gpu h100 are both given; give --tpu v5e-4 or --gpu h100",
+        ),
+        ("--gpu h10", "--gpu h10 is not known; known are a100_40, a100_80, h100, h200, l4, "),
+        ("--gpu h100 --train_batch_size many", "invalid choice"),
+    ],
+)
+def test_targets_that_do_not_work(capsys, args, message):
+    if "many" in args:
+        with pytest.raises(SystemExit):
+            compile_for.main(["train", *args.split()])
+        assert "auto" in capsys.readouterr().err
+        return
+    assert mistake(capsys, *args.split()).startswith(f"error: {message}")
+
+
+def test_gpu_compiler_not_installed(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("compiling.cards.FOLDER", tmp_path / "gpu")
+    error = mistake(capsys, "--gpu", "h100")
+    assert error.startswith("error: the compiler for NVIDIA GPUs is not installed; 140 MB: pip ")
+
+
+def test_auto_finds_the_largest_batch(monkeypatch):
+    """Batches begin with the default; one card's memory holds 37 pairs of each of two GPUs."""
+    compiled = []
+
+    def fake(config, program, target):
+        per_gpu = config.train_batch_size // 2
+        compiled.append(per_gpu)
+        return {
+            "gpu": "h100x2",
+            "batch_per_chip": per_gpu,
+            "compile_seconds": 1.0,
+            "fits": per_gpu <= 37,
+            "memory_total": per_gpu,
+            "memory_usable": 37,
+        }
+
+    monkeypatch.setattr(compile_for, "compile_program", fake)
+    monkeypatch.setattr(compile_for, "make_program", lambda config, devices: None)
+    config = TrainFlags(gpu="h100x2", train_batch_size="auto")
+    first = compile_for.with_first_batch(config, 2)
+    assert first.train_batch_size == 16
+    report = compile_for.find_batch(first, find_gpus("h100x2"), None)
+    assert compiled[:3] == [8, 16, 32]
+    assert 32 <= report["batch_per_chip"] <= 37 < report["smallest_not_fitting"] <= 42
+    micro = replace(config, gradient_accumulation_steps=12)
+    assert compile_for.with_first_batch(micro, 2).train_batch_size == 24
+    assert compile_for.with_first_batch(SdxlFlags(gpu="h100", num_images="auto"), 1).num_images == 1
+    assert compile_for.with_first_batch(first, 2) is first
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_gpu_command_line(model, tmp_path):
+    """A training step: parts of the memory, kernels, times."""
+    output = tmp_path / "report.json"
+    command = ["train", "--gpu", "l4", "--pretrained_model_name_or_path", model, "--output", output]
+    command += ["--resolution", 16, "--train_batch_size", 4, "--mixed_precision", "bf16"]
+    done = run(*command, "--ema", "full")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    report = json.loads(output.read_text())
+    unet, memory, kernels = tensor_shapes(model / "unet"), report["memory"], report["kernels"]
+    assert memory["parameters"] == memory["ema"] == 4 * elements(unet)
+    assert memory["optimizer"] == 8 * elements(unet) + 8
+    assert memory["padding"] == 0
+    assert report["memory_total"] == sum(memory.values())
+    assert "\nfits: 4 per GPU need " in done.stdout
+    assert {"convolution", "matmul", "reduction", "element-wise"} < kernels.keys()
+    least = sum(row["least_seconds"] for row in kernels.values())
+    assert report["step_seconds"] == pytest.approx(least)
+    assert report["estimated_seconds"] > 1.2 * least
+    # The backward pass of XLA's attention and the padding of convolutions make small differences.
+    flops = sum(row["flops"] for row in kernels.values())
+    assert flops == pytest.approx(report["flops"], rel=0.35)
+    assert re.search(r"^  convolution +\d+ ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+@needs_gpu_compiler
+def test_a_program_that_does_not_fit(model, tmp_path):
+    """Its verdict is one line, and no error."""
+    command = ["unet", "--gpu", "rtx4090x2", "--pretrained_model_name_or_path", model]
+    command += ["--resolution", 512, "--batch_size", 10_000, "--output", tmp_path / "report.json"]
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"^does not fit: 10000 per GPU need \d+\.\d\d of 22\.07 GiB$", done.stdout, re.M
+    )
 
 
 def test_compiler_not_installed(monkeypatch, capsys):

@@ -134,7 +134,7 @@ def test_too_large_for_the_chip(libtpu_environment):
     assert 18.6 < result["needs"] / 2**30 < 19
     program = Program(step=None, args=(), held={}, batch_per_chip=1)
     config = TrainFlags(tpu="v5e-4")
-    report = make_report(config, "train", find_slice("v5e-4"), program, result, None, None)
+    report = make_report(config, "train", find_slice("v5e-4"), program, (result, None), None)
     assert verdict(report) == (
         f"does not fit: 1 per chip need {result['needs'] / 2**30:.2f} of 15.75 GiB"
     )
