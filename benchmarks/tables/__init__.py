@@ -12,7 +12,7 @@ results files.
 
 import re
 
-from benchmarks.tables import quality, readme, speed, tpu
+from benchmarks.tables import gpu, quality, readme, speed, tpu
 
 PLACE = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 
@@ -21,6 +21,8 @@ TABLES = {
     "bounds": readme.bounds_table,
     "pytorch": speed.pytorch_table,
     "gpu": speed.gpu_table,
+    "gpu_cards": gpu.cards_table,
+    "gpu_shares": gpu.shares_table,
     "full_size": speed.full_size_table,
     "full_size_xl": speed.full_size_xl_table,
     "exports": speed.exports_table,
