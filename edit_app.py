@@ -78,7 +78,8 @@ class AppFlags:
     progress: bool = True
     max_queue: int = 16  # requests that may wait, of all pages
     max_upload_mb: int = 20  # size of an image's file
-    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
+    # default: float32 on a CPU, float16 on NVIDIA GPUs before Ampere, else bfloat16
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
 

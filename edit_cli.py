@@ -43,8 +43,9 @@ from tqdm import tqdm
 
 from command_line import check_image_file, check_scale, check_seed, print_files, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
+from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.images import IMAGE_FORMATS, save_image, to_pil
-from diffusers_flax.parameters import choose_dtype, place_params
+from diffusers_flax.parameters import place_params
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import (
     SOFTWARE,

@@ -36,7 +36,7 @@ from tqdm import tqdm
 from command_line import ask_before_replacing, check_scale, check_seed, run_main
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.parameters import choose_dtype
+from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.pipelines.sampling import timestep_options
 from diffusers_flax.schedulers.factory import check_scheduler

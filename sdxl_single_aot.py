@@ -34,10 +34,11 @@ from tqdm import tqdm
 from command_line import print_files, run_main
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.compilation_cache import no_compilation_cache
+from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.executables import ExecutableStore, surroundings
 from diffusers_flax.images import save_image
 from diffusers_flax.messages import one_line
-from diffusers_flax.parameters import cast_params, choose_dtype, place_params
+from diffusers_flax.parameters import cast_params, place_params
 from diffusers_flax.pipelines.base import Execution
 from diffusers_flax.pipelines.sampling import keys_per_image
 from generating.batches import DeviceClock, FileWriter, check_finite_images, run_ahead, to_batches

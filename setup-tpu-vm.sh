@@ -9,6 +9,11 @@
 #   bash setup-tpu-vm.sh aria2      only aria2 and curl, which script.sh needs
 #   bash setup-tpu-vm.sh chromium   only Chromium, which the tests of edit_app.py need
 #
+# With one NVIDIA GPU, and with the driver installed; the last line must print [CudaDevice(id=0)]:
+#   bash setup-tpu-vm.sh cuda
+#   source .venv/bin/activate
+#   python -c "import jax; print(jax.devices())"
+#
 # On a TPU slice, run it on every worker at once:
 #   gcloud compute tpus tpu-vm ssh $TPU_NAME --zone=$ZONE --worker=all \
 #       --command="git clone URL_OF_THIS_REPOSITORY scripts; cd scripts && bash setup-tpu-vm.sh"
@@ -39,8 +44,16 @@ has_tpu() {
     grep -qsE '^PCI_ID=1AE0:00(27|56|5E|62|63|6F|76)$' "${SYSFS:-/sys}"/bus/pci/devices/*/uevent
 }
 
-# One line per GPU, such as "580.65.06, 9.0": driver and compute capability.
-list_gpus() { nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null; }
+# One line per GPU, such as "580.65.06, 9.0": driver and compute capability. Drivers before 510 say
+# only their version.
+list_gpus() {
+    for columns in driver_version,compute_cap driver_version; do
+        lines=$(nvidia-smi --query-gpu=$columns --format=csv,noheader 2>/dev/null) || continue
+        echo "$lines"
+        return
+    done
+    return 1
+}
 
 if [ -z "$target" ]; then
     if has_tpu; then
@@ -53,7 +66,7 @@ if [ -z "$target" ]; then
             "installing for the CPU; if this is wrong: bash setup-tpu-vm.sh cuda, or tpu"
     fi
 fi
-extra=
+extra= cudnn=
 [ "$target" != tpu ] || extra=tpu
 if [ "$target" = cuda ]; then
     extra=cuda12
@@ -61,9 +74,16 @@ if [ "$target" = cuda ]; then
         # Versions: jax's installation guide, and CUDA 13, which left GPUs before Turing.
         case $(awk -F '[., ]+' '
             $1 < 525 { old = 1 }
-            $1 < 580 || $(NF - 1) * 10 + $NF < 75 { cuda12 = 1 }
-            END { print old ? "old" : cuda12 ? "cuda12" : "cuda13" }' <<<"$gpus") in
-            old) fail "the NVIDIA driver ${gpus%%,*} is too old for jax; install 525 or newer" ;;
+            $1 < 580 { cuda12 = 1 }
+            $(NF - 1) * 10 + $NF < 75 { before_turing = 1 }
+            END { print old ? "old" : before_turing ? "before Turing" : cuda12 ? "cuda12" : "cuda13" }
+            ' <<<"$gpus") in
+            old)
+                gpus=${gpus%%[, $'\n']*}
+                fail "the NVIDIA driver $gpus is too old for jax; install 525 or newer, or 580 for CUDA 13"
+                ;;
+            # cuDNN's support matrix: 9.11 left these GPUs; jax takes 9.10.2 and later.
+            'before Turing') cudnn='nvidia-cudnn-cu12>=9.10.2,<9.11' ;;
             cuda13) extra=cuda13 ;;
         esac
     else
@@ -122,7 +142,7 @@ say "installing packages for $target (some minutes the first time)"
 pip install --no-index "$torch" 2>/dev/null ||
     pip --retries 1 install "$torch" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
     pip install "$torch"
-pip install -r requirements.txt ${extra:+"jax[$extra]"}
+pip install -r requirements.txt ${extra:+"jax[$extra]"} ${cudnn:+"$cudnn"}
 # jax would look for the accelerator of an earlier target in every program.
 for package in libtpu jax-cuda{12,13}-{plugin,pjrt}; do
     [[ $package = libtpu && $extra = tpu || $package = "jax-$extra-"* ]] || others+=("$package")

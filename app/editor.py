@@ -28,10 +28,11 @@ from app.settings import SCALES, SHAPES, Limits, Settings, check_settings
 from dataloading.images import load_image
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.acceleration.previews import Preview
+from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.images import to_pil
 from diffusers_flax.loading.lora import split_weight
 from diffusers_flax.loading.tokenizer import sequences_of_ids, too_long
-from diffusers_flax.parameters import cast_params, choose_dtype, place_params
+from diffusers_flax.parameters import cast_params, place_params
 from diffusers_flax.pipelines.base import TEXT_ENCODERS
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 from editing.edits import (

@@ -135,8 +135,3 @@ def place_params(params, devices, layout=None):
         replicate_params(params, devices)
     else:
         layout.place_params(params)
-
-
-def choose_dtype(name):
-    """The dtype with this name; None: float32 on a CPU, else bfloat16."""
-    return jnp.dtype(name or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))

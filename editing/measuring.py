@@ -12,9 +12,10 @@ from tqdm import tqdm
 from diffusers_flax.acceleration.caches import switch_fractions
 from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.devices.memory import peak_memory
+from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.images import prepare_images, save_image
-from diffusers_flax.parameters import choose_dtype, replicate_params
+from diffusers_flax.parameters import replicate_params
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.sampling import decode, make_schedule
 from editing.edits import EditList, edit_batches, edit_size, plan_edits

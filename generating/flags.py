@@ -75,7 +75,8 @@ class SamplingFlags:
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, fbcache, tome, int8,
     # taesd; tgate only for images from text; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
-    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on CPU, else bfloat16
+    # default: float32 on a CPU, float16 on NVIDIA GPUs before Ampere, else bfloat16
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
 
 @dataclass(frozen=True)

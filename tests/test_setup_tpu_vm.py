@@ -10,12 +10,18 @@ from helpers import ROOT, slow
 
 NO_GPU = "nvidia-smi lists no GPU with a driver from 525 on"
 TURING = ("580.65.06, 7.5",)
+CUDNN = "nvidia-cudnn-cu12>=9.10.2,<9.11"  # the last for GPUs before Turing
 PYTHON = """#!/bin/bash
 echo "$*" >>"$CALLS"
 case $* in
     *'jax.devices()'*) echo "$DEVICES" && [[ $DEVICES = \\[* ]] ;;
     *'jax.__version__'*) echo 0.10.2 ;;
 esac
+"""
+NVIDIA_SMI = """#!/bin/bash
+[[ $* != *compute_cap* || $GPUS = *,* ]] || { echo 'Field "compute_cap" is not valid'; exit 2; }
+printf '%s' "$GPUS"
+[ -n "$GPUS" ]
 """
 
 
@@ -38,7 +44,7 @@ def setup(
     tools = folder / "tools"
     for tool in ("aria2c", "curl"):
         command(tools / tool, "#!/bin/bash\n")
-    command(tools / "nvidia-smi", '#!/bin/bash\nprintf \'%s\' "$GPUS"; [ -n "$GPUS" ]\n')
+    command(tools / "nvidia-smi", NVIDIA_SMI)
     for number in range(60):  # network cards of a VM, and TPU chips
         device = folder / f"sys/bus/pci/devices/{number:02}/uevent"
         device.parent.mkdir(parents=True)
@@ -88,7 +94,13 @@ def test_which_jax_is_installed(tmp_path, args, machine, extra):
     code, lines, calls = setup(tmp_path, *args, **machine)
     assert code == 0, lines
     (install,) = (call for call in calls if "-r requirements.txt" in call)
-    assert install.endswith("requirements.txt" + (f" jax[{extra}]" if extra else ""))
+    old = any(float(gpu.split()[1]) < 7.5 for gpu in machine.get("gpus", ())) and extra == "cuda12"
+    packages = [
+        "requirements.txt",
+        *([f"jax[{extra}]"] if extra else []),
+        *([CUDNN] if old else []),
+    ]
+    assert install.partition("-r ")[2] == " ".join(packages)
     assert f"jax 0.10.2 for {extra or 'the CPU'} is installed" in lines
     (removed,) = (call.split("--yes ")[1].split() for call in calls if "uninstall" in call)
     assert ("libtpu" in removed) == (extra != "tpu")
@@ -120,6 +132,7 @@ def test_which_jax_is_installed(tmp_path, args, machine, extra):
             "the NVIDIA driver 470.57.02 is too old for jax; .*",
         ),
         ((), {"gpus": ("470.57.02, 7.0",)}, "the NVIDIA driver 470.57.02 is too old for jax; .*"),
+        (("cuda",), {"gpus": ("450.80.02",) * 2}, "the NVIDIA driver 450.80.02 is too old .*"),
     ],
 )
 def test_mistakes_end_in_one_line_and_2(tmp_path, args, machine, message):

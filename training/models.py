@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dataloading.buckets import bucket_sizes, check_sides
+from diffusers_flax.devices.precision import warn_if_slow
 from diffusers_flax.loading.configs import ConfigMixin
 from diffusers_flax.loading.directories import INDEX_NAME, has_component, read_index
 from diffusers_flax.loading.tokenizer import load_tokenizer
@@ -337,8 +338,8 @@ def store_frozen(frozen, storage):
 
 
 def mixed_precision_dtype(config: Config):
-    """The dtype of --mixed_precision."""
-    return jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
+    """The dtype of --mixed_precision, with a warning if the first device is slow in it."""
+    return warn_if_slow(jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32)
 
 
 def is_sdxl(config) -> bool:
