@@ -112,11 +112,15 @@ def torch_step(folder, config):
     text_encoder = CLIPTextModel.from_pretrained(folder / "text_encoder")
     scheduler = DDPMScheduler.from_pretrained(folder / "scheduler")
     batch = make_batch(config.resolution, config.batch_size)
-    return partial(torch_training(unet, vae, text_encoder, scheduler, batch), unet)
+    run, _ = torch_training(unet, vae, text_encoder, scheduler, batch)
+    return partial(run, unet, vae.encode)
 
 
 def torch_training(unet, vae, text_encoder, scheduler, batch):
-    """PyTorch's optimizer step, as a function of the UNet's program.
+    """PyTorch's optimizer step, as a function of its programs.
+
+    The optimizer is fused; on a GPU the average is updated in one launch for many parameters. The
+    text of dropped conditions is encoded once, the batch's text in every step, as in ours.
 
     Args:
         unet: UNet2DConditionModel with float32 parameters.
@@ -125,7 +129,8 @@ def torch_training(unet, vae, text_encoder, scheduler, batch):
         batch: see make_batch.
 
     Returns:
-        run(program): a step; program is the UNet, or torch.compile of it.
+        (run, arrange): run(program, encode) does a step with the UNet and vae.encode, or with
+        torch.compile of both; arrange(memory_format) moves kernels, moments and average into it.
     """
     torch.backends.cuda.matmul.allow_tf32 = True
     device, half = unet.device.type, vae.dtype
@@ -141,7 +146,7 @@ def torch_training(unet, vae, text_encoder, scheduler, batch):
         eps=flags.adam_epsilon,
         fused=True,
     )
-    average = EMAModel(unet.parameters(), decay=EMA_DECAY)
+    average = EMAModel(unet.parameters(), decay=EMA_DECAY, foreach=device == "cuda")
     average.to(device)
     batch = {k: torch.from_numpy(v).to(device) for k, v in batch.items()}
     empty = torch.full((1, TEXT_LENGTH), END_OF_TEXT, device=device)
@@ -149,14 +154,32 @@ def torch_training(unet, vae, text_encoder, scheduler, batch):
         null_text = text_encoder(empty)[0]
     rate, B = flags.conditioning_dropout_prob, len(batch["input_ids"])
 
-    def run(program):
+    def arrange(memory_format):
+        def arranged(tensor):
+            return tensor.to(memory_format=memory_format) if tensor.ndim == 4 else tensor
+
+        unet.to(memory_format=memory_format)
+        vae.to(memory_format=memory_format)
+        # Fused AdamW takes parameters and moments of the same strides only.
+        for moments in optimizer.state.values():
+            moments.update({name: arranged(x) for name, x in moments.items()})
+        average.shadow_params = [arranged(x) for x in average.shadow_params]
+
+    def encode_images(encode):
+        if "edited_latents" in batch:
+            mean, std = batch["edited_latents"].permute(0, 3, 1, 2).chunk(2, 1)
+            latents = mean + std * torch.randn_like(std)
+            return latents.to(half), batch["original_latents"].permute(0, 3, 1, 2).to(half)
+        original, edited = (
+            (batch[name].permute(0, 3, 1, 2) / 127.5 - 1).to(half)
+            for name in ("original_pixel_values", "edited_pixel_values")
+        )
+        return encode(edited).latent_dist.sample(), encode(original).latent_dist.mode()
+
+    def run(program, encode):
         with torch.no_grad():
-            original, edited = (
-                (batch[name].permute(0, 3, 1, 2) / 127.5 - 1).to(half)
-                for name in ("original_pixel_values", "edited_pixel_values")
-            )
-            latents = vae.encode(edited).latent_dist.sample() * vae.config.scaling_factor
-            condition = vae.encode(original).latent_dist.mode()
+            latents, condition = encode_images(encode)
+            latents = latents * vae.config.scaling_factor
             text = text_encoder(batch["input_ids"])[0]
             noise = torch.randn_like(latents)
             timesteps = torch.randint(0, 1000, (B,), device=device)
@@ -175,7 +198,7 @@ def torch_training(unet, vae, text_encoder, scheduler, batch):
         average.step(unet.parameters())
         synchronize(device)
 
-    return run
+    return run, arrange
 
 
 def run(config):

@@ -5,7 +5,8 @@ from typing import Literal, NamedTuple
 
 from benchmarks.harness import TimingFlags
 
-ROWS = ("forward", "gradient", "train", "edit", "images", "agreement")
+# In the order in which they are measured if figures of all are missing.
+ROWS = ("train", "images", "edit", "gradient", "train_latents", "forward", "agreement")
 
 
 class Sizes(NamedTuple):
@@ -19,21 +20,30 @@ class Sizes(NamedTuple):
     num_inference_steps: int
 
 
-FULL, TINY = Sizes(8, 16, 512, 256, 1024, 20), Sizes(2, 2, 64, 64, 64, 10)
+SIZES = {"full": Sizes(8, 16, 512, 256, 1024, 20), "tiny": Sizes(2, 2, 64, 64, 64, 4)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TimingFlags):
     """Measure and write."""
 
-    tiny: bool = False  # tiny models, to try this on a CPU
-    rows: tuple[Literal[ROWS], ...] = ROWS
-    # torch.compile takes minutes for a row; none: ours only
-    pytorch: tuple[Literal["eager", "compiled"], ...] = ("eager",)
+    size: Literal["full", "tiny"] = "full"  # tiny: tiny models, also on a CPU
+    minutes: float = 9.0  # rows that do not fit into this time are left out
+    # in this order; default: all, the ones without figures of this device first
+    rows: tuple[Literal[ROWS], ...] | None = None
+    # eager: contiguous; channels_last: eager too; compiled: torch.compile; none: ours only
+    pytorch: tuple[Literal["eager", "channels_last", "compiled"], ...] = (
+        "eager",
+        "channels_last",
+        "compiled",
+    )
     seconds: float = 1.0  # of a measurement, at least; one pass at least
+    compile_only: bool = False  # compile into --cache_dir, so that the next call measures
+    cache_dir: str = "~/.cache/benchmarks_gpu"  # of compiled programs; "": no cache
+    profile: str = ""  # directory for a table of the kernels of each contender's pass
     output: str = "benchmarks/results/gpu.json"
 
     @property
     def sizes(self):
         """The Sizes of the rows."""
-        return TINY if self.tiny else FULL
+        return SIZES[self.size]

@@ -1,6 +1,9 @@
 """Our programs, from config files only, and how far their edits are from a CPU's."""
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,13 @@ import numpy as np
 
 import compile_for
 from benchmarks.harness import PROMPT, SCALES, in_new_process, psnr_db
-from compiling.programs import EditProgramFlags, SdxlFlags, UnetFlags, open_pipeline_of_flags
+from compiling.programs import (
+    EditProgramFlags,
+    Program,
+    SdxlFlags,
+    UnetFlags,
+    open_pipeline_of_flags,
+)
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import make_scheduler
@@ -44,6 +53,7 @@ def our_flags(config, sources):
         train_data_dir=(),
         ema="full",
     )
+    train_latents = replace(train, cache_latents="latents")  # only whether there are latents counts
     images = SdxlFlags(
         tpu="",
         pretrained_model_name_or_path=sources["sdxl"],
@@ -54,17 +64,56 @@ def our_flags(config, sources):
         "forward": {"ours": unet},
         "gradient": {"ours": replace(unet, gradient=True)},
         "train": {"ours": train},
+        "train_latents": {"ours": train_latents},
         "images": {"ours": images, ACCELERATED: replace(images, accelerate=ACCELERATE)},
         "edit": {"ours": EditProgramFlags(**sd15, resolution=sizes.resolution, **of_images)},
     }
 
 
-def compile_ours(flags):
-    """Compile for the first device: (Program, its step, update of the average or None)."""
-    program = compile_for.make_program(flags, jax.devices()[:1])
-    step = program.step.lower(*program.args).compile()
-    update = program.update.lower(*program.update_args).compile() if program.update else None
-    return program, step, update
+class Compiled(NamedTuple):
+    """A compiled program: step and update return their arrays in a list."""
+
+    program: Program
+    step: Callable
+    update: Callable | None  # of the average
+    note: dict  # of ProgramCache
+
+
+def compile_ours(flags, cache, name):
+    """Compile for the first device, or load from the cache.
+
+    Args:
+        flags: of the program.
+        cache: ProgramCache.
+        name: of the program in the cache.
+
+    Returns:
+        Compiled.
+    """
+    started, program = time.monotonic(), compile_for.make_program(flags, jax.devices()[:1])
+    step = cache.load(name, program.args)
+    update = program.update and cache.load(f"average_{name}", program.update_args)
+    if step is not None and (update is not None or program.update is None):
+        return Compiled(program, step, update, cache.note(name))
+    compiled = program.step.lower(*program.args).compile()
+    if program.update:
+        update = program.update.lower(*program.update_args).compile()
+        cache.save(f"average_{name}", {"outputs": update.out_tree.num_leaves}, update)
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    note = {
+        "outputs": compiled.out_tree.num_leaves,
+        "bytes": held - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
+        "seconds": time.monotonic() - started,
+    }
+    cache.save(name, note, compiled)
+    step, update = flat_outputs(compiled), update and flat_outputs(update)
+    return Compiled(program, step, update, note)
+
+
+def flat_outputs(function):
+    """A function that returns the arrays of a function's result in a list."""
+    return lambda *args: jax.tree.leaves(function(*args))
 
 
 def scheduler_state(flags, configs):
@@ -116,20 +165,25 @@ def our_run(flags, compiled, configs):
         compiled: what compile_ours returned.
         configs: {family: {component: config}}.
     """
-    program, step, update = compiled
+    program, step, update, _ = compiled
     args = list(random_arrays(program.args))
     if not isinstance(flags, UnetFlags):
         state = scheduler_state(flags, configs)
         args[1]["scheduler"] = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
     if update is None:
         return lambda: jax.block_until_ready(step(*args))
-    held = {"state": args[0], "average": random_arrays(program.update_args[0])}
+    average = random_arrays(program.update_args[0])
+    held = {"state": args[0], "average": average}
+    structures = {name: jax.tree.structure(tree) for name, tree in held.items()}
     decay = jnp.full((1,), flags.ema_decay or 0.9999, jnp.float32)
 
     def run():
-        held["state"], metrics = step(held["state"], *args[1:])
-        held["average"] = update(held["average"], held["state"].params, decay)
-        jax.block_until_ready((metrics, held))
+        outputs = step(held["state"], *args[1:])
+        count = structures["state"].num_leaves
+        held["state"] = structures["state"].unflatten(outputs[:count])
+        averages = update(held["average"], held["state"].params, decay)
+        held["average"] = structures["average"].unflatten(averages)
+        jax.block_until_ready((outputs, averages))
 
     return run
 

@@ -1,7 +1,8 @@
 """PyTorch's contenders, with random weights made on the GPU.
 
 Every function of contenders returns {name: (prepare, run)}, see harness.time_in_this_process, for
-the names, "eager" and "compiled" or one of them.
+the names: "eager", with contiguous kernels and images; "channels_last", eager too; "compiled",
+torch.compile with channels_last.
 """
 
 from functools import partial
@@ -24,6 +25,12 @@ from benchmarks.random_models import TOKENIZER
 from benchmarks.train import make_batch, torch_training
 from benchmarks.unet import make_inputs, torch_contenders
 from compiling.programs import SdxlFlags
+
+FORMATS = {
+    "eager": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "compiled": torch.channels_last,
+}
 
 
 def torch_module(cls, config, device, dtype):
@@ -48,41 +55,46 @@ def unet_contenders(names, case, batch_size, with_gradient, device):
     return {name: found[f"torch {name}"] for name in names}
 
 
-def train_contenders(names, configs, sizes, device):
-    """An optimizer step; configs: {component: config}; sizes: of flags.Sizes."""
+def programs_of(names, *functions):
+    """{name of a contender: the functions, in torch.compile for "compiled"}."""
+    programs = dict.fromkeys(names, functions)
+    if "compiled" in names:
+        programs["compiled"] = tuple(torch.compile(x, dynamic=False) for x in functions)
+    return programs
+
+
+def train_contenders(names, configs, sizes, device, latents=False):
+    """An optimizer step.
+
+    Args:
+        names: of the contenders.
+        configs: {component: config}.
+        sizes: of flags.Sizes.
+        device: "cuda" or "cpu".
+        latents: the VAE's latents are in the batch.
+    """
     unet = torch_module(UNet2DConditionModel, configs["unet"], device, torch.float32)
     vae = torch_module(AutoencoderKL, configs["vae"], device, torch.bfloat16)
     text_encoder = torch_module(CLIPTextModel, configs["text_encoder"], device, torch.bfloat16)
     scheduler = DDPMScheduler.from_config(dict(configs["scheduler"]))
-    batch = make_batch(sizes.train_resolution, sizes.pairs)
-    run = torch_training(unet, vae, text_encoder, scheduler, batch)
-    programs = {
-        "eager": (unet, torch.contiguous_format),
-        "compiled": (torch.compile(unet, dynamic=False), torch.channels_last),
+    batch = make_batch(sizes.train_resolution, sizes.pairs, latents)
+    run, arrange = torch_training(unet, vae, text_encoder, scheduler, batch)
+    programs = programs_of(names, unet, vae.encode)
+    return {
+        name: (partial(arrange, FORMATS[name]), partial(run, *programs[name])) for name in names
     }
-
-    def prepare(name):
-        unet.to(memory_format=programs[name][1])
-
-    return {name: (partial(prepare, name), partial(run, programs[name][0])) for name in names}
 
 
 def image_contenders(names, pipeline, run):
     """Images of a pipeline, whose UNet and decoder may be compiled."""
-    unet, decode = pipeline.unet, pipeline.vae.decode
-    programs = {
-        "eager": (unet, decode, torch.contiguous_format),
-        "compiled": (
-            torch.compile(unet, dynamic=False),
-            torch.compile(decode, dynamic=False),
-            torch.channels_last,
-        ),
-    }
+    unet, vae, decode = pipeline.unet, pipeline.vae, pipeline.vae.decode
+    programs = programs_of(names, unet, decode)
     pipeline.set_progress_bar_config(disable=True)
 
     def prepare(name):
-        pipeline.unet, pipeline.vae.decode, memory_format = programs[name]
-        unet.to(memory_format=memory_format)
+        pipeline.unet, vae.decode = programs[name]
+        unet.to(memory_format=FORMATS[name])
+        vae.to(memory_format=FORMATS[name])
 
     return {name: (partial(prepare, name), run) for name in names}
 

@@ -45,21 +45,43 @@ def pytorch_table() -> str:
     return markdown_table("| rounds | ours | of the peak | PyTorch | speed-up", lines)
 
 
-def gpu_lines(case: str, row: dict) -> list[list[str]]:
-    """The lines of a row of benchmarks.gpu: ours, and the accelerated image."""
+GPU_CASES = {  # case of benchmarks.gpu without the device: title
+    "full_256 optimizer step 16": "optimizer step, 16 pairs, 256 px",
+    "full_256 optimizer step, latents cached 16": "the same from cached latents",
+    "full_512 forward 8": "UNet, 8 samples, 512 px",
+    "full_512 gradient 8": "UNet with gradients, 8 samples, 512 px",
+    "full_512 edit, 20 steps 1": "edit, 512 px, 20 steps",
+    "full_xl_1024 images, 20 steps 1": "SDXL image, 1024 px, 20 steps",
+}
+
+
+def gpu_lines(case: str, title: str) -> list[list[str]]:
+    """The lines of a case of benchmarks.gpu, for every GPU: ours, and the accelerated image."""
     lines = []
-    for name in [x for x in row["seconds"] if x.startswith("ours")]:
-        middle = statistics.median(row["seconds"][name])
-        lines.append(
-            [
-                f"{case}{name.removeprefix('ours')}",
-                seconds(middle),
-                f"{row['batch_size'] / middle:.3g}",
-                f"{row['summary'][name]['peak_share']:.0%}" if name == "ours" else "",
-                *(ratio_cell(row, x, name) for x in ("torch eager", "torch compiled")),
-            ]
-        )
+    for row in (row for name, row in results("gpu").items() if name.endswith(f" {case}")):
+        gpu = row["device"].removeprefix("NVIDIA ").partition(" ")[0]
+        for name in [x for x in row["seconds"] if x.startswith("ours")]:
+            middle = statistics.median(row["seconds"][name])
+            flags = name.removeprefix("ours").removeprefix(", ")
+            share = row["summary"][name]["peak_share"]
+            lines.append(
+                [
+                    f"the same, `--accelerate {flags}`" if flags else title,
+                    gpu,
+                    seconds(middle),
+                    f"{row['batch_size'] / middle:.3g}",
+                    "" if flags else f"{share:.0%}",
+                    ratio_cell(row, faster_eager(row), name),
+                    ratio_cell(row, "torch compiled", name),
+                ]
+            )
     return lines
+
+
+def faster_eager(row: dict) -> str:
+    """The faster one of PyTorch's eager contenders."""
+    names = [x for x in ("torch eager", "torch channels_last") if x in row["seconds"]]
+    return min(names, key=lambda x: statistics.median(row["seconds"][x]), default="torch eager")
 
 
 def ratio_cell(row: dict, contender: str, ours: str) -> str:
@@ -78,13 +100,11 @@ def agreement_line(case: str, psnr: dict) -> str:
 
 def gpu_table() -> str:
     """benchmarks.gpu's rows: ours, PyTorch's and the accelerated image, in turn."""
-    lines, agreement = [], []
-    for case, row in results("gpu").items():
-        if "summary" in row:
-            lines += gpu_lines(case, row)
-        if "psnr" in row:
-            agreement.append(agreement_line(case, row["psnr"]))
-    header = "| a pass | samples/s | of the peak | to eager PyTorch | to `torch.compile`"
+    lines = [line for case, title in GPU_CASES.items() for line in gpu_lines(case, title)]
+    agreement = [
+        agreement_line(case, row["psnr"]) for case, row in results("gpu").items() if "psnr" in row
+    ]
+    header = "| GPU | a pass | samples/s | of the peak | to eager PyTorch | to `torch.compile`"
     return "\n".join([markdown_table(header, lines), *agreement])
 
 

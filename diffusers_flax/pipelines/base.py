@@ -665,8 +665,9 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
 
     @property
     def compute_vae(self):
-        """The VAE in the dtype that it computes in."""
-        return self.vae
+        """The VAE in its compute dtype: float32 if float16 would overflow, as force_upcast says."""
+        overflows = self.vae.force_upcast and self.vae.dtype == jnp.float16
+        return self.vae.clone(dtype=jnp.float32) if overflows else self.vae
 
     def make_schedule(self, options, shape):
         """The Schedule of a run with these Options; shape: of the latents."""

@@ -164,6 +164,20 @@ def test_bfloat16(folders, xl):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sd", "xl"])
+def test_float16(folders, kind):
+    """As on GPUs without bfloat16: closer to float32 than bfloat16, with the VAE in float32."""
+    cls, images = KINDS[kind][1], {}
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        pipeline, params = cls.from_pretrained(folders[kind], dtype=dtype)
+        inputs = pipeline.prepare_inputs(PROMPTS), params, jax.random.key(0)
+        images[dtype] = pipeline(*inputs, num_inference_steps=3, guidance_scale=2.0).images
+    assert pipeline.unet.dtype == jnp.float16 and pipeline.compute_vae.dtype == jnp.float32
+    of_float16, of_bfloat16 = (psnr(images[x], images[jnp.float32]) for x in list(images)[:0:-1])
+    assert of_float16 > max(50, of_bfloat16 + 10)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sd", pytest.param("sd image", marks=pytest.mark.slow)])
 def test_the_scheduler_is_not_what_params_were_cast_to(folders, kind):
     pipeline, params = KINDS[kind][1].from_pretrained(folders[kind])
