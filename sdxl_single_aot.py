@@ -82,7 +82,8 @@ def open_pipeline(config, layout, sampling):
     replaced = {"unet": config.unet} if config.unet else None
     _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, replaced)
     scheduler = check_sampling(FlaxStableDiffusionXLPipeline, configs["scheduler"], model, sampling)
-    execution = Execution(config.accelerate, layout=layout, storage=config.storage)
+    precision = dict(storage=config.storage, vae_dtype=config.vae_dtype)
+    execution = Execution(config.accelerate, layout=layout, **precision)
     options = dict(dtype=choose_dtype(config.dtype), scheduler=scheduler, replaced=replaced)
     options |= dict(embeddings=config.embedding, execution=execution)
     pipeline = FlaxStableDiffusionXLPipeline.open(model, revision, **options)

@@ -259,7 +259,7 @@ def open_pipeline_of_flags(config, layout=None):
         if name.startswith("text_encoder")
     }
     settings |= {"dtype": dtype, "accelerate": accelerate, "layout": layout}
-    settings["storage"] = config.storage
+    settings |= {"storage": config.storage, "vae_dtype": config.vae_dtype}
     return cls(**modules, **tokenizers, **settings, scheduler=scheduler)
 
 

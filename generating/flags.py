@@ -125,6 +125,8 @@ class DeviceFlags:
     offload: Literal["component", "group", "layer"] | None = None
     # store the kernels of UNet and text encoders in 8 bits, cast up before each use
     storage: Literal["float8", "int8"] | None = None
+    # in which the VAE computes; default: --dtype, or float32 for SDXL's VAEs with force_upcast
+    vae_dtype: Literal["float32", "bfloat16"] | None = None
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ class ModelOptions:
     embedding: tuple[str, ...] = ()  # files with new tokens, see loading.embeddings.Embeddings
     unet_delta: tuple[str, ...] = ()  # difference to add to the UNet, see loading.unet_delta
     storage: str | None = None  # of the kernels, see models.quantization.store
+    vae_dtype: str | None = None  # of the VAE's computation; None: see from_pretrained
     layout: Layout | None = None  # of the devices; None: each device makes images of its own
     preview: "Preview | None" = None
 
@@ -141,7 +142,8 @@ def load_model(
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
-    execution = Execution(accelerate, options.preview, options.layout, storage=options.storage)
+    precision = dict(storage=options.storage, vae_dtype=options.vae_dtype)
+    execution = Execution(accelerate, options.preview, options.layout, **precision)
     pipeline = pipeline_type.open(
         model,
         dtype=options.dtype,

@@ -296,6 +296,10 @@ def test_more_of_one_program(model, tmp_path, capsys):
         ("--pretrained_model_name_or_path REFINER", "it is a refiner, which needs an image"),
         ("--pretrained_model_name_or_path nowhere", "nowhere has no model_index.json"),
         ("--storage int8 --accelerate int8", "--storage int8 and --accelerate int8 both change"),
+        (
+            "--vae_dtype bfloat16 --accelerate taesd",
+            "--vae_dtype bfloat16 has no effect with --accelerate taesd",
+        ),
     ],
 )
 def test_bad_input_is_one_line(model, tmp_path, capsys, monkeypatch, script, flags, message):

@@ -37,7 +37,7 @@ from diffusers_flax.acceleration.plans import (
 from diffusers_flax.acceleration.token_merging import merging_hook
 from diffusers_flax.devices.offload import path_in_model
 from diffusers_flax.devices.parallelism import choose_axes
-from diffusers_flax.models.blocks import Attention
+from diffusers_flax.models.blocks import TEXT, Attention, project_text
 from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
 
 
@@ -105,7 +105,9 @@ class ActiveUNet:
     def __init__(self, unet, params, branches, prediction, hooks, axes):
         self.unet, self.branches, self.axes = unet, branches, axes
         self.prediction, self.hooks = prediction, hooks
-        self.apply = partial(unet.clone(rows_axis=axes.rows).apply, {"params": params})
+        text = axes.local_branches(prediction.text(branches))
+        variables = {"params": params, TEXT: project_text(params, text, unet.dtype)}
+        self.apply = partial(unet.clone(rows_axis=axes.rows).apply, variables)
 
     def embed(self, i, x, t):
         """(features after conv_in, time embedding, text states) of all branches.

@@ -3,7 +3,7 @@
 Each device holds the whole latents and repeats what is little work: scheduler, guidance, masks.
 UNet and VAE compute some branches of guidance or some rows, and the results are gathered:
 
-    apply = parallel_apply(layout, unet, num_branches=2, height=64)
+    apply = parallel_apply(choose_axes(layout, unet, num_branches=2, height=64), unet)
     prediction = apply(variables, *arguments).sample
 
 models/spatial_parallelism.py has the exchanges between rows inside the models.
@@ -37,13 +37,17 @@ class ParallelAxes(NamedTuple):
         (sample, *rest), batch = arguments, len(arguments[0])
 
         def local(x, is_sample=False):
-            if self.branches and x.ndim and len(x) == batch:
-                x = local_slice(x, self.branches, 0)
+            if x.ndim and len(x) == batch:
+                x = self.local_branches(x)
             if self.rows and x.ndim == 4 and (is_sample or x.shape[1:3] != (1, 1)):
                 x = local_slice(x, self.rows, 2 if is_sample else 1)
             return x
 
         return [local(sample, True), *jax.tree.map(local, rest)]
+
+    def local_branches(self, x):
+        """This device's branches of x, (branches * B, ...)."""
+        return local_slice(x, self.branches, 0) if self.branches else x
 
     def gather(self, prediction):
         """The whole prediction, (branches * B, C, h, w), from the devices' slices."""
@@ -121,12 +125,13 @@ def choose_axes(layout, unet, num_branches, height, rows_on_branches=True):
     return ParallelAxes(None, names)
 
 
-def parallel_apply(layout, unet, num_branches, height):
+def parallel_apply(axes, unet):
     """Like unet.apply, but each device of a group computes its share.
 
-    Arguments as for choose_axes.
+    Args:
+        axes: ParallelAxes.
+        unet: FlaxUNet2DConditionModel.
     """
-    axes = choose_axes(layout, unet, num_branches, height)
     unet = unet.clone(rows_axis=axes.rows)
 
     def apply(variables, *arguments, timestep_cond=None):

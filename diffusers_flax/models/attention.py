@@ -1,7 +1,8 @@
 """Attention, with an implementation per platform.
 
 On a TPU jax's splash attention for long sequences; on an NVIDIA GPU cuDNN's kernel in half
-precision; on a CPU blocks that fit a core's caches; otherwise, and with masks, XLA's operations.
+precision, for the text too; on a CPU blocks that fit a core's caches; otherwise, and with masks,
+XLA's operations.
 """
 
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 _TRACED_FOR = []
 
 
-def attention(query, key, value, num_heads, mask=None, is_causal=False):
+def attention(query, key, value, num_heads, mask=None, is_causal=False, num_keys=None):
     """Scaled dot-product attention, used by all models.
 
     Args:
@@ -23,6 +24,7 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False):
         num_heads: number of heads.
         mask: bool, broadcastable to (B, num_heads, T, S), True for visible keys; or None.
         is_causal: True hides later positions.
+        num_keys: without mask and is_causal, how many keys are seen, as from pad_keys; None: all.
 
     Returns:
         (B, T, C) in query's dtype; logits and softmax are float32. Gradients are in reverse mode
@@ -43,9 +45,18 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False):
         kernels["cpu"] = blockwise
     elif query.dtype == jnp.float16:
         kernels["cpu"] = partial(_attention_in_float32, mask=mask, is_causal=is_causal)
-    xla = partial(_attention, mask=mask, is_causal=is_causal, implementation="xla")
-    out = jax.lax.platform_dependent(query, key, value, default=xla, **kernels)
+    kernels["default"] = partial(_attention, mask=mask, is_causal=is_causal, implementation="xla")
+    if num_keys not in (None, key.shape[1]):
+        kernels = {name: _of_first_keys(kernel, num_keys) for name, kernel in kernels.items()}
+    out = jax.lax.platform_dependent(query, key, value, **kernels)
     return out.reshape(*out.shape[:2], -1)
+
+
+def _of_first_keys(kernel, num_keys):
+    """A kernel that sees the first num_keys keys only."""
+    if kernel is padded_attention:
+        return partial(kernel, num_keys=num_keys)
+    return lambda query, key, value: kernel(query, key[:, :num_keys], value[:, :num_keys])
 
 
 def _attention(query, key, value, **options):
@@ -105,27 +116,32 @@ def fits_cudnn(query_shape, key_shape, dtype, capability):
     return half and even and head_dim <= largest and head_dim % 8 == 0
 
 
-# Lengths that are odd, as the text's 77, are padded to a multiple of this.
+# Odd lengths, as the text's 77, are padded to a multiple of this.
 PADDED_LENGTH = 8
 
 
-def padded_attention(query, key, value, implementation="cudnn"):
-    """Attention by cuDNN, which takes even lengths; keys of an odd number are padded and not seen.
+def pad_keys(x):
+    """Keys or values (B, S, ...) as cuDNN takes them: padded with zeros if S is odd."""
+    S = x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, S % 2 and -S % PADDED_LENGTH), *[(0, 0)] * (x.ndim - 2)))
+
+
+def padded_attention(query, key, value, num_keys=None, implementation="cudnn"):
+    """Attention by cuDNN, which takes even lengths; padded keys are not seen.
 
     Args:
         query, key, value: (B, T, N, H), (B, S, N, H) twice, that fits_cudnn.
+        num_keys: how many keys are seen; None: all.
         implementation: of jax.nn.dot_product_attention, "cudnn" or "xla".
 
     Returns:
         (B, T, N, H) in query's dtype.
     """
     B, S, *_ = key.shape
-    if S % 2 == 0:
-        return _attention(query, key, value, implementation=implementation)
-    padding = ((0, 0), (0, -S % PADDED_LENGTH), (0, 0), (0, 0))
-    key, value = jnp.pad(key, padding), jnp.pad(value, padding)
-    lengths = jnp.full(B, S, jnp.int32)
-    options = dict(key_value_seq_lengths=lengths, implementation=implementation)
+    num_keys, options = num_keys or S, {"implementation": implementation}
+    key, value = pad_keys(key), pad_keys(value)
+    if num_keys != key.shape[1]:
+        options["key_value_seq_lengths"] = jnp.full(B, num_keys, jnp.int32)
     return _attention(query, key, value, **options)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from tqdm import tqdm
 
 import diffusers_flax
@@ -78,6 +79,8 @@ MODULES = {
     "controlnet": FlaxControlNetModel,
 }
 DIFFUSERS_VERSION = "0.39.0"  # written to model_index.json: the last with the Flax classes
+# Fields of a pipeline that its programs depend on, besides components.
+RUN_SETTINGS = ("dtype", "accelerate", "layout", "storage", "vae_dtype")
 TEXT_ENCODERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
 
 # The class names that model_index.json may have, without "Flax".
@@ -104,6 +107,7 @@ class Execution:
     layout: Layout | None = None
     vae_tile: int | None = None
     storage: str | None = None
+    vae_dtype: DTypeLike | None = None
 
 
 @dataclass(frozen=True, eq=False)  # compiled programs belong to the object, so it must not change
@@ -121,6 +125,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
     tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
     tiny_vae_source: str | None = field(default=None, kw_only=True)  # its directory or hub id
     storage: str | None = field(default=None, kw_only=True)  # of kernels: "float8", "int8"
+    vae_dtype: DTypeLike | None = field(default=None, kw_only=True)  # None: see compute_vae
     unet_source: str | None = field(default=None, kw_only=True)  # of weights in place of the UNet's
     # {component: path for its from_pretrained}, if its weights are not in the directory
     component_sources: dict = field(default_factory=dict, kw_only=True)
@@ -235,6 +240,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         vae_tile=None,
         storage=None,
         param_dtype=None,
+        vae_dtype=None,
         **components,
     ):
         """Read a diffusers pipeline; FlaxDiffusionPipeline uses the class that the directory names.
@@ -262,6 +268,8 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
                 half the memory of bfloat16; see models.quantization.store.
             param_dtype: dtype of the parameters, as for FlaxModelMixin.from_pretrained. None: as in
                 the files.
+            vae_dtype: compute dtype of the VAE; None: dtype, or float32 for SDXL's VAEs with
+                force_upcast. bfloat16 takes half the time and memory, see docs/sdxl.md.
             **components: objects in place of the directory's: unet, vae, text_encoder, ... Their
                 parameters are not read: put them into params. unet may also be a str, the
                 file, directory or hub id of a UNet, whose weights are read; controlnet likewise,
@@ -290,7 +298,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
                 "safety_checker= and feature_extractor=, or safety_checker=None"
             )
         dtype = jnp.float32 if dtype is None else dtype
-        execution = Execution(accelerate, preview, layout, vae_tile, storage)
+        execution = Execution(accelerate, preview, layout, vae_tile, storage, vae_dtype)
         options = dict(index=index, embeddings=embeddings, execution=execution) | hub_options
         pipeline = cls.open(path, revision, dtype, scheduler, components, **options)
         absent = [name for name, x in components.items() if not isinstance(x, str | Path)]
@@ -367,11 +375,17 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         settings = cls._settings(index) | {"dtype": dtype, "unet_source": unet_source}
         settings |= {"embeddings": embeddings, "component_sources": sources}
         decoder = accelerate and accelerate.tiny_decoder
+        if execution.vae_dtype is not None and decoder and not cls.encodes_images:
+            raise ValueError(
+                f"vae_dtype={jnp.dtype(execution.vae_dtype).name} has no effect with "
+                "accelerate=taesd, which decodes in the VAE's place; leave one of them out"
+            )
         if source := choose_tiny_vae(decoder, preview, cls.tiny_vae_name):
             tiny_vae = open_tiny_vae(source, components["vae"], dtype, **hub_options)
             settings |= {"tiny_vae": tiny_vae, "tiny_vae_source": source}
         settings |= {"accelerate": accelerate, "preview": preview}
         settings |= {"layout": execution.layout, "storage": execution.storage}
+        settings["vae_dtype"] = execution.vae_dtype
         return cls(**components, **settings)
 
     @classmethod
@@ -576,7 +590,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
                 lines.append(f"{name} {ids}")
             elif name == "tiny_vae" and x is not None:
                 lines.append(f"{name} {sorted(x.config.items())} {x.dtype}")
-            elif name in ("dtype", "accelerate", "layout", "storage", *self._settings({})):
+            elif name in RUN_SETTINGS or name in self._settings({}):
                 lines.append(f"{name} {x}")
         return "\n".join(lines)
 
@@ -665,7 +679,12 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
 
     @property
     def compute_vae(self):
-        """The VAE in its compute dtype: float32 if float16 would overflow, as force_upcast says."""
+        """The VAE in vae_dtype; None: in its own, or float32 if it would overflow float16.
+
+        A config says by force_upcast that it would.
+        """
+        if self.vae_dtype is not None:
+            return self.vae.clone(dtype=jnp.dtype(self.vae_dtype))
         overflows = self.vae.force_upcast and self.vae.dtype == jnp.float16
         return self.vae.clone(dtype=jnp.float32) if overflows else self.vae
 

@@ -33,6 +33,7 @@ from PIL import Image
 from diffusers_flax.images import pair_up, prepare_images, to_rgb
 from diffusers_flax.loading.directories import has_component, read_index
 from diffusers_flax.loading.hub import open_source
+from diffusers_flax.models.blocks import TEXT, project_text
 from diffusers_flax.models.clip import FlaxCLIPTextModel
 from diffusers_flax.models.controlnet import (
     FlaxControlNetModel,
@@ -384,25 +385,35 @@ class ControlNetTextToImage(TextToImage):
         keys = keys_per_image(inputs["prng_seed"], B)
         schedule = self.make_schedule(options, shape)
         x_T = starting_noise(inputs["latents"], keys, shape) * schedule.state.init_noise_sigma
-        residuals = self.residuals_of(params, image, inputs, options, schedule)
+        residuals = self.residuals_of(params, image, inputs, options, schedule, text[0])
         prediction = self.text_prediction(inputs, options, text, B, residuals=residuals)
         return choose_denoising(self, params, schedule, keys, prediction, shape[2])(x_T)
 
-    def residuals_of(self, params, image, inputs, options, schedule):
+    def residuals_of(self, params, image, inputs, options, schedule, text):
         """The function (i, sample, t, states, added) -> the UNet's residuals in step i.
 
         It runs no ControlNet in steps in which none acts. In guess mode only the rows of the first
-        branch, the text's, have residuals; the others are zero.
+        branch, the text's, have residuals; the others are zero. text: states of all branches.
         """
         B, is_several = len(image), isinstance(self.controlnet, FlaxMultiControlNetModel)
         guess_mode = options.guess_mode or self.nets[0].global_pool_conditions
         scale = jnp.asarray(inputs["controlnet_conditioning_scale"], jnp.float32).reshape(-1)
         acts = acting_steps(options, len(schedule.state.timesteps))
+        tree = params["controlnet"]
+        tree = self.controlnet.params_of(tree) if is_several else tree
+
+        def project(states):
+            if not is_several:
+                return project_text(tree, states, self.controlnet.dtype)
+            names = {f"nets_{i}": net.dtype for i, net in enumerate(self.nets)}
+            return {name: project_text(tree[name], states, dtype) for name, dtype in names.items()}
+
+        # By number of rows: guidance may end before the last step.
+        projected = {rows: project(text[:rows]) for rows in range(B, len(text) + 1, B)}
 
         def compute(scale, sample, t, states, added):
-            tree = params["controlnet"]
-            variables = {"params": self.controlnet.params_of(tree) if is_several else tree}
             rows = B if guess_mode else len(sample)
+            variables = {"params": tree, TEXT: projected[rows]}
             sample_rows, states, added = jax.tree.map(lambda x: x[:rows], (sample, states, added))
             images = jnp.concatenate([image] * (rows // B))
             if is_several:

@@ -412,7 +412,9 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
             return rescale_guidance(guided, eps_pred["text"], guidance_rescale)
 
         finish = partial(keep_pixels_outside, encoded)
-        prediction, height = GuidedPrediction(branches, unet_inputs, guide_edit), latents.shape[2]
+        states_of = partial(rows_of_branches, text[0], branches)
+        prediction = GuidedPrediction(branches, unet_inputs, states_of, guide_edit)
+        height = latents.shape[2]
         denoise = choose_denoising(self, params, schedule, keys, prediction, height, finish)
         return denoise(noise * schedule.state.init_noise_sigma, after_step=after_step)
 

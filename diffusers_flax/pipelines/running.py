@@ -21,6 +21,7 @@ import numpy as np
 
 from diffusers_flax.devices.layout import component_of
 from diffusers_flax.messages import warn_once
+from diffusers_flax.models.blocks import TEXT, project_text
 from diffusers_flax.pipelines.sampling import as_keys, decode, denoise, keys_per_image
 
 logger = logging.getLogger(__name__)
@@ -149,12 +150,14 @@ class GuidedPrediction(NamedTuple):
         inputs: (branches, i, x_t, t) -> the UNet's sample, t, text states, added_cond_kwargs, a
             ControlNet's residuals if there is one (two arguments), timestep_cond, a tuple; i is the
             number of the step. Arrays hold all rows of one branch, then all rows of the next.
+        text: branches -> their text states, (branches * B, S, D).
         guide: (predictions, float32 (branches * B, C, h, w), branches, i) -> guided prediction,
             (B, C, h, w).
     """
 
     branches: tuple
     inputs: Callable
+    text: Callable
     guide: Callable
 
 
@@ -181,17 +184,20 @@ def choose_denoising(
         return partial(
             denoise_accelerated, pipeline, params, schedule, keys, prediction, watch=watch
         )
-    apply = pipeline.unet.apply
+    apply, branches = pipeline.unet.apply, prediction.branches
+    text = prediction.text(branches)
     if pipeline.layout is not None:
-        from diffusers_flax.devices.parallelism import parallel_apply
+        from diffusers_flax.devices.parallelism import choose_axes, parallel_apply
 
-        num_branches = len(prediction.branches)
-        apply = parallel_apply(pipeline.layout, pipeline.unet, num_branches, height)
+        axes = choose_axes(pipeline.layout, pipeline.unet, len(branches), height)
+        apply, text = parallel_apply(axes, pipeline.unet), axes.local_branches(text)
+    variables = {"params": params["unet"]}
+    variables[TEXT] = project_text(params["unet"], text, pipeline.unet.dtype)
 
     def predict(i, x_t, t):
-        *arguments, timestep_cond = prediction.inputs(prediction.branches, i, x_t, t)
-        output = apply({"params": params["unet"]}, *arguments, timestep_cond=timestep_cond)
-        return prediction.guide(output.sample.astype(jnp.float32), prediction.branches, i)
+        *arguments, timestep_cond = prediction.inputs(branches, i, x_t, t)
+        output = apply(variables, *arguments, timestep_cond=timestep_cond)
+        return prediction.guide(output.sample.astype(jnp.float32), branches, i)
 
     return partial(denoise, schedule, keys=keys, predict=predict, watch=watch)
 

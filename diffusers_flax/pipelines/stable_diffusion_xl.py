@@ -228,8 +228,10 @@ class XLComponents(FlaxDiffusionPipeline):
 
     @property
     def compute_vae(self):
-        """The VAE, in float32 if its config has force_upcast."""
-        return self.vae.clone(dtype=jnp.float32) if self.vae.force_upcast else self.vae
+        """The VAE in vae_dtype; None: in float32 if its config has force_upcast."""
+        if self.vae_dtype is None and self.vae.force_upcast:
+            return self.vae.clone(dtype=jnp.float32)
+        return super().compute_vae
 
 
 @dataclass(frozen=True, eq=False)

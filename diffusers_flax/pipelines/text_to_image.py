@@ -3,6 +3,8 @@
 Source: Latent Diffusion Models (arXiv 2112.10752).
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 
 from diffusers_flax.models.unet import guidance_embedding
@@ -222,4 +224,5 @@ class TextToImage(FlaxDiffusionPipeline):
         def guide_step(predictions, active, i):
             return guide(predictions, active, inputs["guidance_scale"], inputs["guidance_rescale"])
 
-        return GuidedPrediction(branches, unet_inputs, guide_step)
+        states_of = partial(rows_of_branches, text[0], branches)
+        return GuidedPrediction(branches, unet_inputs, states_of, guide_step)

@@ -206,6 +206,8 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
     class Constant:
         """A UNet that always predicts the same clean latents."""
 
+        dtype = jnp.float32
+
         def clone(self, **fields):
             return self
 
@@ -228,7 +230,10 @@ def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction
         keys = keys_per_image(jax.random.key(0), 1)
         x_t = normal(keys, 0, SHAPE) * schedule.state.init_noise_sigma
         prediction = GuidedPrediction(
-            ("text",), lambda active, i, x, t: (x, t, None), lambda eps, active, i: eps
+            ("text",),
+            inputs=lambda active, i, x, t: (x, t, None),
+            text=lambda active: jnp.zeros((1, 77, 8)),
+            guide=lambda eps, active, i: eps,
         )
         denoise = choose_denoising(fake, {"unet": {}}, schedule, keys, prediction, SHAPE[1])
         results.append(denoise(x_t))

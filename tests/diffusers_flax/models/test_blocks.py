@@ -28,6 +28,8 @@ from diffusers_flax.models.attention import (
     tracing_for,
 )
 from diffusers_flax.models.blocks import (
+    TEXT,
+    BasicTransformerBlock,
     Conv,
     Dense,
     GroupNorm,
@@ -35,6 +37,7 @@ from diffusers_flax.models.blocks import (
     gated_gelu,
     group_norm,
     layer_norm,
+    project_text,
 )
 from diffusers_flax.models.convolution import convolve, shifted_matmuls, winograd
 
@@ -381,6 +384,23 @@ def test_padded_attention(num_keys):
     ours = partial(padded_attention, implementation="xla")
     found = value_and_gradients(ours, args)
     assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5)
+
+
+@pytest.mark.parametrize("capability", [None, 9.0])
+def test_text_is_projected_once(capability):
+    """A block with keys and values of the text gives what it gives without, padded or not."""
+    x, states = (random_normal(2, length, 16, seed=length) for length in (12, 77))
+    block = BasicTransformerBlock(16, num_heads=2)
+    with tracing_for(capability):
+        params = block.init(jax.random.key(0), x, states)["params"]
+        expected = block.apply({"params": params}, x, states)
+        text = project_text(params, states, jnp.float32)
+        found = block.apply({"params": params, TEXT: text}, x, states)
+        params["attn2"] |= {"to_k": {}, "to_v": {}}  # are not read
+        again = block.apply({"params": params, TEXT: text}, x, states)
+    assert text["attn2"]["key"].shape == (2, 80 if capability else 77, 16)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_array_equal(again, found)
 
 
 def test_capability_of_a_device(monkeypatch):

@@ -1,9 +1,11 @@
 """Text-to-image and image-to-image against the PyTorch pipelines of the same weights."""
 
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,8 @@ from diffusers import (
     StableDiffusionXLPipeline,
 )
 from flax.jax_utils import replicate
-from helpers import ROOT, psnr
+from helpers import ROOT, psnr, slow
+from jax.extend.core import jaxprs_in_params
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.messages import warn_once
@@ -158,9 +161,46 @@ def test_bfloat16(folders, xl):
     assert half.compute_vae.dtype == jnp.float32
     images = half(half.prepare_inputs(PROMPTS), params, key, **options).images
     assert images.dtype == jnp.float32 and psnr(images, expected) > 30
-    program = jax.make_jaxpr(half._decode)(params, jnp.zeros((1, 4, 8, 8)))
-    convolutions = [e for e in program.jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
-    assert {e.outvars[0].aval.dtype for e in convolutions} <= {jnp.dtype("float32")}
+    assert decoder_types(half, params) == {"f32"}
+
+    whole = replace(half, vae_dtype="bfloat16")
+    assert whole.compute_vae.dtype == jnp.bfloat16 and decoder_types(whole, params) == {"bf16"}
+    assert whole.description() != half.description()
+    found = whole(half.prepare_inputs(PROMPTS), params, key, **options).images
+    assert found.dtype == jnp.float32 and (found != images).any() and psnr(found, images) > 35
+
+
+def decoder_types(pipeline, params):
+    """The types of the results of a decoder's convolutions, as XLA names them."""
+    decoder = jax.jit(partial(decode, pipeline.compute_vae))
+    text = decoder.lower(params["vae"], jnp.zeros((1, 4, 8, 8))).as_text(dialect="hlo")
+    return {*re.findall(r"= (\w+)\[[\d,]*\]\S* convolution\(", text)}
+
+
+def matmuls_of_text(program, in_loop=False):
+    """Number of matmuls (B, 77, D) x (D, C) in the loops of a jaxpr."""
+    total = 0
+    for equation in program.eqns:
+        inside = in_loop or equation.primitive.name in ("scan", "while")
+        for each in jaxprs_in_params(equation.params):
+            total += matmuls_of_text(each, inside)
+        if in_loop and equation.primitive.name == "dot_general":
+            states, kernel = (x.aval.shape for x in equation.invars)
+            total += len(kernel) == 2 and states[-2:-1] == (77,)
+    return total
+
+
+@pytest.mark.parametrize("accelerate", ["", *slow("guidance:stop=0.5", "deepcache:interval=2")])
+def test_text_is_projected_before_the_loop(folders, accelerate):
+    """Keys and values of the text are the same in all steps."""
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(
+        folders["sd"], accelerate=accelerate
+    )
+    ids, key = pipeline.prepare_inputs(PROMPTS), jax.random.key(0)
+    generate = partial(pipeline._generate, num_inference_steps=10)
+    program = jax.make_jaxpr(generate)(ids, params, key).jaxpr
+    assert matmuls_of_text(program) == 0
+    assert matmuls_of_text(program, in_loop=True) > 0  # by the text encoder, and once for the UNet
 
 
 @pytest.mark.slow
