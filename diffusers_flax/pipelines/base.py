@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 import diffusers_flax
 from diffusers_flax.devices.layout import Layout
+from diffusers_flax.devices.precision import warn_if_slow
 from diffusers_flax.images import to_pil
 from diffusers_flax.loading.configs import ConfigMixin, FromSingleFile, FrozenConfig
 from diffusers_flax.loading.directories import (
@@ -377,7 +378,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         decoder = accelerate and accelerate.tiny_decoder
         if execution.vae_dtype is not None and decoder and not cls.encodes_images:
             raise ValueError(
-                f"vae_dtype={jnp.dtype(execution.vae_dtype).name} has no effect with "
+                f"vae_dtype={jnp.dtype(execution.vae_dtype)} has no effect with "
                 "accelerate=taesd, which decodes in the VAE's place; leave one of them out"
             )
         if source := choose_tiny_vae(decoder, preview, cls.tiny_vae_name):
@@ -385,7 +386,8 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             settings |= {"tiny_vae": tiny_vae, "tiny_vae_source": source}
         settings |= {"accelerate": accelerate, "preview": preview}
         settings |= {"layout": execution.layout, "storage": execution.storage}
-        settings["vae_dtype"] = execution.vae_dtype
+        if execution.vae_dtype is not None:
+            settings["vae_dtype"] = warn_if_slow(jnp.dtype(execution.vae_dtype))
         return cls(**components, **settings)
 
     @classmethod
