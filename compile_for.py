@@ -102,7 +102,7 @@ from training.models import (
     lora_options,
     store_frozen,
 )
-from training.sharding import cast_kernels, shard_axes, state_shapes
+from training.sharding import cast_kernels, frozen_shapes, shard_axes, state_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ def train_program(config, devices):
     models, frozen, params = training_model_shapes(config)
     plan = ema_plan(*ema_flags(config, config.max_train_steps))
     tx, _ = trainer.make_optimizer(config, config.max_train_steps)
-    axes = shard_axes(params, n)
+    axes = shard_axes(params, n, devices[0].platform)
     options = trainer.train_step_options(config)
     train_step = partial(trainer.train_step, models=models, tx=tx, axes=axes, **options)
 
@@ -227,7 +227,7 @@ def train_program(config, devices):
     if config.mask_loss_weight != 1:
         pixels = batch.get("edited_pixel_values", batch.get("edited_latents"))
         batch["mask"] = jax.ShapeDtypeStruct(pixels.shape[:-1], jnp.uint8)
-    frozen = replicated_shapes(frozen, n)
+    frozen = frozen_shapes(frozen, devices)
     state = state_shapes(params, tx, axes, n)
     average = state.params  # an average is sharded like the parameters
     num_averages = plan.num_averages

@@ -38,7 +38,7 @@ from diffusers_flax.schedulers.factory import (
 )
 from training.flags import Config, flag, nearest_multiples
 from training.lora import add_lora
-from training.sharding import cast_kernels, combine, replicate
+from training.sharding import cast_kernels, combine, replicate_frozen
 
 WEIGHTS = ("weights of unet_model_name_or_path", "weights of pretrained_model_name_or_path")
 TEXT_ENCODERS = (("", FlaxCLIPTextModel), ("_2", FlaxCLIPTextModelWithProjection))  # by suffix
@@ -425,7 +425,7 @@ def move_to_devices(frozen, models, with_vae, storage=None):
     frozen.clear()
     if not with_vae:
         del p_frozen["vae"]
-    replace_leaves(replicate, p_frozen)
+    replace_leaves(replicate_frozen, p_frozen)
     return p_frozen
 
 

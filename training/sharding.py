@@ -14,6 +14,10 @@ compute dtype. The gradient of the gather is a reduce-scatter that adds in float
 
 On one device each of these operations returns its argument. gather_by_block replaces gather for
 models that do not fit into a device's memory.
+
+On GPUs the shards of convolution kernels have their axes in the order of cuDNN, (O, height, width,
+I): then neither the forward pass nor the optimizer transposes them. gather returns parameters, and
+to_host arrays, in the usual order.
 """
 
 import math
@@ -28,8 +32,10 @@ import optax
 from flax import struct
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
+from jax.experimental.layout import Format, Layout
 from jax.tree_util import Partial
 
+KERNEL_ORDER = (3, 0, 1, 2)  # of a kernel's axes (height, width, I, O) on GPUs
 CHIPS_PER_HOST = 4  # in TPU slices of several hosts; their device numbers are consecutive
 
 
@@ -38,11 +44,25 @@ class Split:
     """An array is split along axis into num_shards, one per device.
 
     With fewer shards than devices, each group of num_shards consecutive devices holds one set of
-    shards.
+    shards. Devices hold the array with its axes in the given order; axis counts in this order.
     """
 
     axis: int
     num_shards: int
+    order: tuple[int, ...] | None = None  # None: as they are
+
+    @property
+    def is_replicated(self):
+        """Whether every device has the whole array."""
+        return self.num_shards == 1
+
+    def to_device_order(self, x):
+        """Put the axes of a whole array in the order in which devices hold it."""
+        return x if self.order is None else x.transpose(self.order)
+
+    def from_device_order(self, x):
+        """The inverse of to_device_order."""
+        return x if self.order is None else x.transpose(np.argsort(self.order))
 
 
 REPLICATED = Split(0, 1)  # every device has the whole array
@@ -57,7 +77,21 @@ class TrainState:
     opt_state: Any
 
 
-def shard_axes(tree, num_devices):
+def kernel_order(x, platform=None):
+    """The order in which devices hold the axes of an array; None: as they are.
+
+    On GPUs it is KERNEL_ORDER for kernels of convolutions, except for 1x1, which are matmuls.
+
+    Args:
+        x: array or its shape.
+        platform: "gpu", "tpu" or "cpu"; None: of jax's default device.
+    """
+    is_kernel = x.ndim == 4 and x.shape[0] > 1
+    is_on_gpu = (platform or jax.default_backend()) == "gpu"
+    return KERNEL_ORDER if is_kernel and is_on_gpu else None
+
+
+def shard_axes(tree, num_devices, platform=None):
     """The Split of each array: along the longest axis that num_devices divides.
 
     Matrices and kernels without such an axis are split into fewer shards, as many as possible.
@@ -65,16 +99,21 @@ def shard_axes(tree, num_devices):
     Args:
         tree: arrays or their shapes (ShapeDtypeStructs), not sharded.
         num_devices: number of devices.
+        platform: as for kernel_order.
 
     Returns:
-        The tree with Splits; REPLICATED where no axis can be split, and for one device.
+        The tree with Splits; replicated where no axis can be split, and for one device.
     """
 
     def split_of(x):
-        splits = [Split(i, math.gcd(size, num_devices)) for i, size in enumerate(x.shape) if size]
-        best = max(splits, key=lambda s: (s.num_shards, x.shape[s.axis]), default=REPLICATED)
+        order = kernel_order(x, platform)
+        shape = x.shape if order is None else [x.shape[i] for i in order]
+        numbers = [math.gcd(size, num_devices) for size in shape]
+        splits = [Split(i, n, order) for i, n in enumerate(numbers) if shape[i]]
+        whole = Split(0, 1, order)
+        best = max(splits, key=lambda s: (s.num_shards, shape[s.axis]), default=whole)
         is_worth_it = best.num_shards == num_devices or x.ndim > 1
-        return best if best.num_shards > 1 and is_worth_it else REPLICATED
+        return best if best.num_shards > 1 and is_worth_it else whole
 
     return jax.tree.map(split_of, tree)
 
@@ -97,10 +136,11 @@ def gather(shards, axes, dtype):
 
     def gather_array(x, split):
         x = cast_kernels(x, dtype)
-        if split == REPLICATED:
-            return x
-        groups = groups_at_once(split.num_shards, jax.lax.axis_size("batch"))
-        return jax.lax.all_gather(x, "batch", axis=split.axis, axis_index_groups=groups, tiled=True)
+        if not split.is_replicated:
+            groups = groups_at_once(split.num_shards, jax.lax.axis_size("batch"))
+            options = {"axis": split.axis, "axis_index_groups": groups, "tiled": True}
+            x = jax.lax.all_gather(x, "batch", **options)
+        return split.from_device_order(x)
 
     def forward(shards):
         return gather_all(shards), None
@@ -157,11 +197,12 @@ def reduce_scatter_mean(grads, axes):
         axes: of shard_axes.
     """
     num_devices = jax.lax.axis_size("batch")
+    grads = jax.tree.map(lambda g, split: split.to_device_order(g), grads, axes)
     if num_devices == 1:  # XLA would copy the gradients
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
     def mean(g, split, scatter):
-        if split == REPLICATED:
+        if split.is_replicated:
             return jax.lax.pmean(g.astype(jnp.float32), "batch")
         g = scatter(g, split)
         if split.num_shards < num_devices:
@@ -263,8 +304,8 @@ def global_norm(shards, axes):
     """L2 norm of a sharded tree, the same on all devices."""
     squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), shards)
     pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(axes)))
-    total = sum(square for square, split in pairs if split == REPLICATED)
-    sharded = [(square, split.num_shards) for square, split in pairs if split != REPLICATED]
+    total = sum(square for square, split in pairs if split.is_replicated)
+    sharded = [(square, split.num_shards) for square, split in pairs if not split.is_replicated]
     if sharded:
         num_devices = jax.lax.axis_size("batch")
         shares = [
@@ -339,6 +380,25 @@ def replicate(tree, devices=None):
     return jax.tree.map(lambda x: _place([np.asarray(x)[None]] * len(devices), devices), tree)
 
 
+def replicate_frozen(params):
+    """Like replicate, for parameters that are not trained: kernels keep their shapes.
+
+    On GPUs they lie in memory in the order of cuDNN.
+    """
+    devices = jax.local_devices()
+
+    def place(x):
+        return _place([np.asarray(x)[None]] * len(devices), devices, frozen_layout(x))
+
+    return jax.tree.map(place, params)
+
+
+def frozen_layout(x, platform=None):
+    """The Layout of replicate_frozen; None: the usual one. Arguments as for kernel_order."""
+    order = kernel_order(x, platform)
+    return order and Layout((0, *(axis + 1 for axis in order)))
+
+
 def shard(tree, axes, devices=None):
     """Put the shards of NumPy arrays on their devices.
 
@@ -354,9 +414,10 @@ def shard(tree, axes, devices=None):
     local = [device for device in devices if device.process_index == jax.process_index()]
 
     def shard_array(x, split):
-        if split == REPLICATED:
+        x = split.to_device_order(np.asarray(x))
+        if split.is_replicated:
             return replicate(x, local)
-        shards = np.split(np.asarray(x), split.num_shards, split.axis)
+        shards = np.split(x, split.num_shards, split.axis)
         number = np.argsort(shard_order(split.num_shards))  # of each device's shard
         numbers = [number[devices.index(device) % split.num_shards] for device in local]
         return _place([shards[n][None] for n in numbers], local)
@@ -394,7 +455,7 @@ def shard_batch(batch):
 
 
 def to_host(tree, axes):
-    """Join shards to whole NumPy arrays; all processes call it together.
+    """Join shards to whole, contiguous NumPy arrays; all processes call it together.
 
     Args:
         tree: arrays (local devices, ...), as pmap returns them.
@@ -402,11 +463,13 @@ def to_host(tree, axes):
     """
 
     def gather_array(x, split):
-        if split == REPLICATED:
-            return first_replica(x)
-        if jax.process_count() > 1:
-            x = multihost_utils.process_allgather(x, tiled=True)
-        return np.concatenate(np.asarray(x)[shard_order(split.num_shards)], split.axis)
+        if split.is_replicated:
+            whole = first_replica(x)
+        else:
+            if jax.process_count() > 1:
+                x = multihost_utils.process_allgather(x, tiled=True)
+            whole = np.concatenate(np.asarray(x)[shard_order(split.num_shards)], split.axis)
+        return np.asarray(split.from_device_order(whole), order="C")
 
     return jax.tree.map(gather_array, tree, axes)
 
@@ -461,12 +524,26 @@ def state_shapes(params, tx, axes, num_devices):
     check_float32(params)
 
     def shard_shape(x, split):
+        x = jax.eval_shape(split.to_device_order, x)
         shape = [n // split.num_shards if i == split.axis else n for i, n in enumerate(x.shape)]
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     shards = jax.tree.map(shard_shape, params, axes)
     state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), shards, jax.eval_shape(tx.init, shards))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), state)
+
+
+def frozen_shapes(params, devices):
+    """The shapes, dtypes and layouts of replicate_frozen, (devices, ...); devices: all of them."""
+    mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
+    sharding = jax.NamedSharding(mesh, jax.P("batch"))
+
+    def shape_of(x):
+        layout = frozen_layout(x, devices[0].platform)
+        sharded = layout and Format(layout, sharding)
+        return jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype, sharding=sharded)
+
+    return jax.tree.map(shape_of, params)
 
 
 def first_replica(x):
@@ -480,10 +557,11 @@ def local_rows(x):
     return np.concatenate([np.asarray(shard.data)[0] for shard in x.addressable_shards])
 
 
-def _place(shards, devices):
+def _place(shards, devices, layout=None):
     """Make one array (devices, ...) of an array (1, ...) for each device of this process."""
     sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(devices), ("batch",)), jax.P("batch"))
-    arrays = [jax.device_put(_unaligned(x), device) for x, device in zip(shards, devices)]
+    formats = [Format(layout, jax.sharding.SingleDeviceSharding(device)) for device in devices]
+    arrays = [jax.device_put(_unaligned(x), form) for x, form in zip(shards, formats)]
     shape = (len(devices), *shards[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 

@@ -55,6 +55,45 @@ def _per_group(x, num_groups):
     return jnp.repeat(means, C // num_groups, axis=1)[:, None]
 
 
+def _in_memory(x):
+    """x, a tree of arrays, unchanged; on a GPU no kernel computes x and what follows from it."""
+    return jax.lax.platform_dependent(x, cuda=jax.lax.optimization_barrier, default=lambda x: x)
+
+
+def _two_sums(a, b):
+    """Sums of a and b, float32 (B, N, C), over N; on GPUs by one kernel."""
+
+    def at_once(a, b):
+        def add(x, y):
+            return x[0] + y[0], x[1] + y[1]
+
+        return tuple(jax.lax.reduce((a, b), (np.float32(0),) * 2, add, (1,)))
+
+    def each(a, b):
+        return a.sum(1), b.sum(1)
+
+    return jax.lax.platform_dependent(a, b, cuda=at_once, default=each)
+
+
+def _moments(x, num_groups):
+    """Means and variances of the groups of x (B, ..., C): float32 (B, 1, C) each.
+
+    One pass over the memory gives sum and sum of squares per channel. They are sums of differences
+    to the centre's value, so that the variance is no difference of large numbers.
+
+    Source: Chan, Golub and LeVeque, Algorithms for computing the sample variance (1983).
+    """
+    flat = x.reshape(x.shape[0], -1, x.shape[-1]).astype(jnp.float32)  # (B, N, C)
+    i = (flat.shape[1] + x.shape[-2]) // 2 % flat.shape[1]  # the centre, if x has rows
+    centre = flat[:, i : i + 1]
+    flat = flat - centre
+    mean, square = (x / flat.shape[1] for x in _two_sums(flat, jnp.square(flat)))
+    variance = square - jnp.square(mean)
+    mean = mean + centre[:, 0]
+    group_mean = _per_group(mean, num_groups)
+    return group_mean, _per_group(variance + jnp.square(mean - group_mean[:, 0]), num_groups)
+
+
 def _normalized(x, scale, bias, mean, rstd):
     """(x standardised, x also scaled and shifted), float32 (B, N, C)."""
     standard = (x.reshape(x.shape[0], -1, x.shape[-1]).astype(jnp.float32) - mean) * rstd
@@ -62,9 +101,7 @@ def _normalized(x, scale, bias, mean, rstd):
 
 
 def _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype, rows_axis):
-    flat = x.reshape(x.shape[0], -1, x.shape[-1]).astype(jnp.float32)  # (B, N, C)
-    group_mean = _per_group(flat.mean(1), num_groups)
-    variance = _per_group(jnp.square(flat - group_mean).mean(1), num_groups)
+    group_mean, variance = _moments(x, num_groups)
     if rows_axis is not None:
         group_mean, variance = global_moments(group_mean, variance, rows_axis)
     rstd = jax.lax.rsqrt(variance + epsilon)
@@ -74,13 +111,18 @@ def _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype, ro
 
 
 def _group_norm_backward(num_groups, epsilon, activate, dtype, rows_axis, kept, g):
-    x, scale, bias, mean, rstd = kept
+    # On GPUs three passes over the memory: SiLU's gradient in x's dtype, the sums, the result. XLA
+    # alone makes more, and keeps float32 arrays between them and from the forward pass.
+    (x, g), (_, scale, bias, mean, rstd) = _in_memory((kept[0], g)), kept
     standard, out = _normalized(x, scale, bias, mean, rstd)
-    g = g.reshape(standard.shape).astype(jnp.float32)
+    g = g.reshape(standard.shape)
     if activate:
         sigmoid = jax.nn.sigmoid(out)
-        g = g * sigmoid * (1 + out * (1 - sigmoid))
-    sums, weighted_sums = g.sum(1), (g * standard).sum(1)  # (B, C)
+        g = g.astype(jnp.float32) * sigmoid * (1 + out * (1 - sigmoid))
+        x, g = _in_memory((x, g.astype(x.dtype)))
+        standard, _ = _normalized(x, scale, bias, mean, rstd)
+    g = g.astype(jnp.float32)
+    sums, weighted_sums = _in_memory(_two_sums(g, g * standard))  # (B, C)
     scale32, num_values = scale.astype(jnp.float32), standard.shape[1]
     g_mean = _per_group(sums * scale32 / num_values, num_groups)
     g_slope = _per_group(weighted_sums * scale32 / num_values, num_groups)

@@ -1,7 +1,8 @@
 """Convolution, with an implementation per platform.
 
 On a CPU Winograd's algorithm for 3x3 kernels and matmuls of patches for small inputs; on a TPU a
-sum of matmuls for 3x3 kernels and small batches; otherwise XLA's convolution.
+sum of matmuls for 3x3 kernels and small batches; on a GPU matmuls for 1x1 kernels; otherwise XLA's
+convolution.
 """
 
 from functools import partial
@@ -63,6 +64,8 @@ def convolve(x, kernel, stride, padding):
         kernels["cpu"] = winograd
     elif size == 1 or positions < D:
         kernels["cpu"] = partial(multiply_patches, stride=stride, padding=padding)
+    if size == 1:
+        kernels["cuda"] = partial(multiply_patches, stride=stride, padding=padding)
     if not kernels:
         return xla(x, kernel)
     return jax.lax.platform_dependent(x, kernel, default=xla, **kernels)
@@ -129,7 +132,7 @@ def multiply_patches(x, kernel, stride, padding):
     """convolve as a matmul of patches, forward and backward.
 
     For 1x1 kernels and few positions, for which XLA's CPU compiler would rearrange the kernel in
-    every call.
+    every call. On GPUs cuDNN would need 1x1 kernels in one order forward and in another backward.
     """
     size, *_, D = kernel.shape
     x = jnp.pad(x, ((0, 0), *padding, (0, 0)))

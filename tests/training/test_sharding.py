@@ -13,17 +13,21 @@ import pytest
 from helpers import ROOT
 
 from training.sharding import (
+    KERNEL_ORDER,
     REPLICATED,
     Split,
     gather,
     reduce_scatter_stages,
     replicate,
+    replicate_frozen,
     shard_axes,
     shard_batch,
     start_state,
     state_shapes,
     to_host,
 )
+
+NUM_DEVICES = 4  # conftest.py's
 
 
 def test_a_batch_is_divided_over_the_devices():
@@ -57,15 +61,19 @@ def test_shard_axes():
     ]
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
-def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices):
+def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices, platform):
     """Also for a gather in bfloat16, in which a sum over devices would lose small gradients."""
     rng = np.random.default_rng(0)
-    params = {"a": rng.standard_normal((8, 4), np.float32), "b": rng.standard_normal(3, np.float32)}
+    shapes = {"a": (8, 4), "b": (3,), "c": (3, 3, 4, 8), "d": (3, 3, 5, 7)}
+    params = {k: rng.standard_normal(shape, np.float32) for k, shape in shapes.items()}
     weights = {k: 2.0 ** rng.integers(-12, 1, (num_devices, *x.shape)) for k, x in params.items()}
     weights = jax.tree.map(lambda x: x.astype(np.float32), weights)  # exact in bfloat16
-    axes, devices = shard_axes(params, num_devices), jax.devices()[:num_devices]
+    axes, devices = shard_axes(params, num_devices, platform), jax.devices()[:num_devices]
     state = start_state(params, optax.identity(), axes, devices)
+    shapes = state_shapes(params, optax.identity(), axes, num_devices).params
+    assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, shapes)
 
     def grads_of(shards, weights, dtype):
         def loss(shards):
@@ -78,8 +86,32 @@ def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices):
         p_grads = jax.pmap(partial(grads_of, dtype=dtype), axis_name="batch", devices=devices)
         grads = to_host(p_grads(state.params, weights), axes)
         for name, x in grads.items():
-            assert x.dtype == np.float32
+            assert x.dtype == np.float32 and x.flags.c_contiguous
             np.testing.assert_allclose(x, weights[name].mean(axis=0), rtol=1e-6)
+
+
+def test_frozen_kernels_keep_their_shapes(monkeypatch):
+    """On a GPU they lie in memory in another order, which a pmapped program takes as it is."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    params = {"kernel": np.random.default_rng(0).random((3, 3, 8, 16), np.float32)}
+    params["bias"] = np.ones(16, np.float32)
+    frozen = replicate_frozen(params)
+    assert frozen["kernel"].format.layout.major_to_minor == (0, 4, 1, 2, 3)
+    program = jax.pmap(lambda tree: jax.tree.map(lambda x: 2 * x, tree), axis_name="batch")
+    compiled = program.lower(frozen).compile()
+    assert compiled.input_formats[0][0]["kernel"].layout == frozen["kernel"].format.layout
+    for name, x in compiled(frozen).items():
+        np.testing.assert_array_equal(x, np.stack([2 * params[name]] * NUM_DEVICES))
+
+
+def test_kernels_of_gpus():
+    """Output channels come first, and are split if that is the longest axis."""
+    trees = [
+        jax.ShapeDtypeStruct(x, jnp.float32) for x in ((3, 3, 320, 640), (3, 3, 640, 4), (8, 4))
+    ]
+    splits = [Split(0, 8, KERNEL_ORDER), Split(3, 8, KERNEL_ORDER), Split(0, 8)]
+    assert shard_axes(trees, 8, "gpu") == splits
+    assert shard_axes(trees, 1, "gpu") == [Split(0, 1, KERNEL_ORDER)] * 2 + [REPLICATED]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
