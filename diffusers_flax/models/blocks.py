@@ -79,17 +79,17 @@ def _moments(x, num_groups):
     """Means and variances of the groups of x (B, ..., C): float32 (B, 1, C) each.
 
     One pass over the memory gives sum and sum of squares per channel. They are sums of differences
-    to the centre's value, so that the variance is no difference of large numbers.
+    to a median of three values, so that the variance is no difference of large numbers.
 
     Source: Chan, Golub and LeVeque, Algorithms for computing the sample variance (1983).
     """
     flat = x.reshape(x.shape[0], -1, x.shape[-1]).astype(jnp.float32)  # (B, N, C)
-    i = (flat.shape[1] + x.shape[-2]) // 2 % flat.shape[1]  # the centre, if x has rows
-    centre = flat[:, i : i + 1]
-    flat = flat - centre
+    a, b, c = (flat[:, i : i + 1] for i in (k * flat.shape[1] // 4 for k in (1, 2, 3)))
+    median = jnp.maximum(jnp.minimum(a, b), jnp.minimum(jnp.maximum(a, b), c))
+    flat = flat - median
     mean, square = (x / flat.shape[1] for x in _two_sums(flat, jnp.square(flat)))
     variance = square - jnp.square(mean)
-    mean = mean + centre[:, 0]
+    mean = mean + median[:, 0]
     group_mean = _per_group(mean, num_groups)
     return group_mean, _per_group(variance + jnp.square(mean - group_mean[:, 0]), num_groups)
 
