@@ -302,17 +302,23 @@ def wait_for_devices(tree):
 
 def global_norm(shards, axes):
     """L2 norm of a sharded tree, the same on all devices."""
-    squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), shards)
-    pairs = list(zip(jax.tree.leaves(squares), jax.tree.leaves(axes)))
-    total = sum(square for square, split in pairs if split.is_replicated)
-    sharded = [(square, split.num_shards) for square, split in pairs if not split.is_replicated]
-    if sharded:
+    by_split = {}  # {number of shards: arrays}
+    for x, split in zip(jax.tree.leaves(shards), jax.tree.leaves(axes)):
+        by_split.setdefault(split.num_shards, []).append(x)
+    squares = {n: sum_of_squares(arrays) for n, arrays in by_split.items()}
+    total = squares.pop(1, 0.0)
+    if squares:
         num_devices = jax.lax.axis_size("batch")
-        shares = [
-            square / (num_devices // n) if n < num_devices else square for square, n in sharded
-        ]
+        shares = [x / (num_devices // n) if n < num_devices else x for n, x in squares.items()]
         total = total + jax.lax.psum(sum(shares), "batch")
     return jnp.sqrt(total)
+
+
+def sum_of_squares(arrays):
+    """Sum of the squares of arrays; vectors are joined, as each takes several kernels on a GPU."""
+    vectors = [jnp.ravel(x) for x in arrays if x.ndim < 2]
+    joined = [jnp.concatenate(vectors)] if vectors else []
+    return sum(jnp.sum(jnp.square(x)) for x in joined + [x for x in arrays if x.ndim > 1])
 
 
 def update_state(tx, state, loss, grads, axes, max_grad_norm):
