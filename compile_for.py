@@ -293,6 +293,11 @@ def check_flags(config, num_devices):
         if (value := getattr(config, name, 1)) < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
     if isinstance(config, ImageProgramFlags):
+        if config.gpu and config.offload:
+            raise ValueError(
+                f"--offload {config.offload} needs a host's memory, and there is none beside a GPU "
+                "that is not there; leave it out, or take --storage int8"
+            )
         check_scale("guidance_scale", config.guidance_scale, isinstance(config, EditProgramFlags))
         check_scheduler(config.scheduler)
         if config.devices:

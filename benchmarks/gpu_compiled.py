@@ -57,7 +57,7 @@ CASES = {
     "edit": (("edit",), (1, 8)),
     "image": (("sdxl",), (1, 4)),
     "image, tiles": (("sdxl", *TILES), (1, 4)),
-    "image, component, tiles": (("sdxl", "--offload", "component", *TILES), (1, 4)),
+    "image, int8, tiles": (("sdxl", "--storage", "int8", *TILES), (1, 4)),
     "lora 256": (("train", *BF16, *LORA), (1, 16)),
     "lora 512": (("train", *BF16, *LORA, "--resolution", "512"), (1, 8)),
     "lora 512, checkpointed": (

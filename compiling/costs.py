@@ -92,10 +92,7 @@ def gpu_costs(program, args, card, switches=(), compiler_options=None):
         dict: "padding", "temporaries", "outputs" and "code" as of program_costs; "kernels", see
         kernel_table; "interconnect_bytes", "host_bytes" and "compile_seconds".
     """
-    switches_of_xla = {"true": True, "false": False}  # their texts are not taken
-    options = {k: switches_of_xla.get(v, v) for k, v in (compiler_options or {}).items()}
-    options = COMPILER_OPTIONS | options
-    compiled, needs, seconds = compile_shapes(program, args, options)
+    compiled, needs, seconds = compile_shapes(program, args, compiler_options, COMPILER_OPTIONS)
     if compiled is None:
         return {"needs": needs, "compile_seconds": seconds}
     text = compiled.as_text()
@@ -119,19 +116,21 @@ def memory_costs(compiled, args):
     }
 
 
-def compile_shapes(program, args, compiler_options):
+def compile_shapes(program, args, compiler_options, defaults=None):
     """Compile a program for arguments of these shapes, without jax's cache.
 
-    Args and errors: as for program_costs.
+    Args and errors: as for program_costs; defaults: options that hold unless others are given.
 
     Returns:
         (compiled program, None, seconds); if the memory is too small, (None, bytes that the program
         needs, seconds).
     """
     started = time.perf_counter()
+    given = {"true": True, "false": False}  # a GPU's compiler does not take these as text
+    options = {name: given.get(value, value) for name, value in (compiler_options or {}).items()}
     try:
         with no_compilation_cache():  # reading from it needs the chip
-            compiled = program.lower(*args).compile(compiler_options=compiler_options)
+            compiled = program.lower(*args).compile(compiler_options=(defaults or {}) | options)
     except jax.errors.JaxRuntimeError as error:
         # The first number is the memory needed.
         size = re.search(r"\b([\d.]+)([KMGT])\b", str(error))

@@ -182,9 +182,16 @@ MEASURED_SHARES = {
     "reduction": 0.38,
     ELEMENTWISE: 0.49,
 }
+# Seconds of the smallest kernels in these profiles.
+SMALLEST = 1e-6
 # Share of the time in which a kernel runs, in the same runs: step and gradient; image.
 BUSY = 0.87
 BUSY_WITH_IMAGES = 0.97
+
+
+def kind_seconds(kind, row):
+    """The time of the kernels of a kind at its measured share; row: of kernel_table."""
+    return max(row["least_seconds"] / MEASURED_SHARES[kind], row["kernels"] * SMALLEST)
 
 
 def estimated_seconds(table, makes_images):
@@ -194,5 +201,5 @@ def estimated_seconds(table, makes_images):
         table: of kernel_table.
         makes_images: the program makes images by a loop, which keeps a GPU busier than a step.
     """
-    seconds = sum(row["least_seconds"] / MEASURED_SHARES[kind] for kind, row in table.items())
+    seconds = sum(kind_seconds(kind, row) for kind, row in table.items())
     return seconds / (BUSY_WITH_IMAGES if makes_images else BUSY)

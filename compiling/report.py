@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from compiling.cards import JAX_SHARE, USABLE_SHARE
 from compiling.chips import roofline_seconds
 from compiling.costs import GIB, num_bytes
-from compiling.kernels import MEASURED_SHARES, add_tables, estimated_seconds
+from compiling.kernels import add_tables, estimated_seconds, kind_seconds
 
 
 def chip_memory(program, step, update):
@@ -218,14 +218,12 @@ def print_times(report):
 
 def print_kernels(kernels):
     """A row for each kind of kernel, the longest first."""
-    rows = sorted(
-        kernels.items(), key=lambda row: -row[1]["least_seconds"] / MEASURED_SHARES[row[0]]
-    )
+    rows = sorted(kernels.items(), key=lambda row: -kind_seconds(*row))
     print(f"  {'kernels':<14}{'number':>8}{'GB':>9}{'TFLOP':>9}{'least ms':>10}{'estimate':>10}")
     for kind, row in rows:
         least = row["least_seconds"] * 1e3
         print(
             f"  {kind:<14}{row['kernels']:8.0f}{row['bytes'] / 1e9:9.2f}{row['flops'] / 1e12:9.2f}"
-            f"{least:10.2f}{least / MEASURED_SHARES[kind]:10.2f}"
+            f"{least:10.2f}{kind_seconds(kind, row) * 1e3:10.2f}"
         )
     print(f"  {'all':<14}{sum(row['kernels'] for row in kernels.values()):8.0f}")
