@@ -337,15 +337,50 @@ def update_state(tx, state, loss, grads, axes, max_grad_norm):
     """
     grad_norm = global_norm(grads, axes)
     scale = jnp.minimum(1, max_grad_norm / grad_norm)
-    grads = jax.tree.map(lambda g: g * scale, grads)
-
-    def update(params, opt_state, grads):
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params, opt_state = in_place(update)(state.params, state.opt_state, grads)
+    params, opt_state = update_arrays(tx, state.params, state.opt_state, grads, scale)
     state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
+
+
+def update_arrays(tx, params, opt_state, grads, scale):
+    """Apply an optimizer to arrays one by one, which traces it once for each of their shapes.
+
+    Args:
+        tx, opt_state: element-wise optax optimizer, such as Adam, and its state.
+        params, grads: trees of arrays.
+        scale: factor of the gradients, a scalar.
+
+    Returns:
+        (params, opt_state).
+    """
+    structure = jax.tree.structure(params)
+
+    def is_for_arrays(x):  # such as moments; a number of steps is for all arrays
+        return jax.tree.structure(x) == structure
+
+    parts, whole = jax.tree.flatten(opt_state, is_leaf=is_for_arrays)
+    parts = [structure.flatten_up_to(x) if is_for_arrays(x) else x for x in parts]
+    updated = []
+    for i, (p, g) in enumerate(zip(jax.tree.leaves(params), jax.tree.leaves(grads))):
+        own = whole.unflatten([x[i] if isinstance(x, list) else x for x in parts])
+        p, own = _update_array(tx, p, own, g, scale)
+        updated.append((p, *whole.flatten_up_to(own)))
+    params, *updated = zip(*updated)
+    updated = [
+        structure.unflatten(u) if isinstance(x, list) else u[0] for x, u in zip(parts, updated)
+    ]
+    return structure.unflatten(params), whole.unflatten(updated)
+
+
+@partial(jax.jit, static_argnums=0)
+def _update_array(tx, *args):
+    """(array, its part of the optimizer's state) after an update; args: as of update_arrays."""
+
+    def update(param, opt_state, grad, scale):
+        update, opt_state = tx.update(grad * scale, opt_state, param)
+        return optax.apply_updates(param, update), opt_state
+
+    return in_place(update)(*args)
 
 
 def in_place(update):

@@ -32,6 +32,12 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False, num_keys
 
     Source: Attention Is All You Need (arXiv 1706.03762), equation 1.
     """
+    return _attend(query, key, value, mask, num_heads, is_causal, num_keys, cuda_capability())
+
+
+@partial(jax.jit, static_argnums=(4, 5, 6, 7))  # traced once for each shape
+def _attend(query, key, value, mask, num_heads, is_causal, num_keys, capability):
+    """attention; capability: of cuda_capability."""
     query, key, value = (
         x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads) for x in (query, key, value)
     )  # (B, T or S, num_heads, C / num_heads)
@@ -40,7 +46,7 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False, num_keys
     if mask is None and not is_causal:
         if fits_splash(query.shape, key.shape):
             kernels["tpu"] = splash
-        if fits_cudnn(query.shape, key.shape, query.dtype, cuda_capability()):
+        if fits_cudnn(query.shape, key.shape, query.dtype, capability):
             kernels["cuda"] = padded_attention
         kernels["cpu"] = blockwise
     elif query.dtype == jnp.float16:

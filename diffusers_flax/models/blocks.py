@@ -135,6 +135,7 @@ def _group_norm_backward(num_groups, epsilon, activate, dtype, rows_axis, kept, 
 
 
 group_norm.defvjp(_group_norm_forward, _group_norm_backward)
+group_norm = jax.jit(group_norm, static_argnums=(3, 4, 5, 6, 7))  # traced once for each shape
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -177,6 +178,7 @@ def _layer_norm_backward(epsilon, dtype, kept, g):
 
 
 layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+layer_norm = jax.jit(layer_norm, static_argnums=(3, 4))
 
 
 class NoInitTrace:
@@ -470,6 +472,7 @@ def _gated_gelu_backward(x, g):
 
 
 gated_gelu.defvjp(lambda x: (gated_gelu(x), x), _gated_gelu_backward)
+gated_gelu = jax.jit(gated_gelu)
 
 
 class GEGLU(nn.Module):

@@ -27,6 +27,7 @@ LEAST_POSITIONS = 512
 MOST_SUMS = 2**24
 
 
+@partial(jax.jit, static_argnums=(2, 3))  # traced once for each shape
 def convolve(x, kernel, stride, padding):
     """A convolution.
 

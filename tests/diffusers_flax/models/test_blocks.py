@@ -34,6 +34,7 @@ from diffusers_flax.models.blocks import (
     Dense,
     GroupNorm,
     LayerNorm,
+    Transformer2D,
     gated_gelu,
     group_norm,
     layer_norm,
@@ -221,14 +222,23 @@ def test_blockwise_in_bfloat16():
     assert_close(found, [exact, *exact_pull(out.astype(jnp.float32))], 2e-2)
 
 
-@pytest.mark.parametrize("least_channels", [1, 320])  # with Winograd's algorithm, and without
+@pytest.fixture
+def least_channels(request, monkeypatch):
+    """Least number of channels for Winograd's algorithm; what jax traced before is forgotten."""
+    monkeypatch.setattr("diffusers_flax.models.convolution.LEAST_CHANNELS", request.param)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("least_channels", [1, 320], indirect=True)  # with Winograd's, and without
 @pytest.mark.parametrize("out_channels", [8, *slow(200)])  # fewer than positions, and more
 @pytest.mark.parametrize(
     ("stride", "padding"),
     [(1, ((1, 1), (1, 1))), (2, ((1, 1), (1, 1))), (2, ((0, 1), (0, 1)))],
 )
-def test_convolve(out_channels, stride, padding, least_channels, monkeypatch):
-    monkeypatch.setattr("diffusers_flax.models.convolution.LEAST_CHANNELS", least_channels)
+@pytest.mark.usefixtures("least_channels")
+def test_convolve(out_channels, stride, padding):
     args = random_normal(2, 6, 9, 5), random_normal(3, 3, 5, out_channels, seed=2)
 
     def theirs(x, kernel):
@@ -261,11 +271,11 @@ def test_convolution_algorithms(size, ours, tolerance):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("least_channels", [1, 320])
+@pytest.mark.parametrize("least_channels", [1, 320], indirect=True)
 @pytest.mark.parametrize("features", [8, 200])
-def test_convolutions_are_flaxs(features, least_channels, monkeypatch):
+@pytest.mark.usefixtures("least_channels")
+def test_convolutions_are_flaxs(features):
     """Parameters, values and gradients of flax.linen.Conv, in float32 and bfloat16."""
-    monkeypatch.setattr("diffusers_flax.models.convolution.LEAST_CHANNELS", least_channels)
     x = random_normal(2, 6, 9, 5)
     for size in (3, 1):
         params = nn.Conv(features, (size, size)).init(jax.random.key(0), x)
@@ -301,6 +311,7 @@ def test_winograd_under_pmap(wrap, monkeypatch):
     monkeypatch.setattr("diffusers_flax.models.convolution.LEAST_CHANNELS", 1)
     jax.clear_caches()
     found = gradients()
+    jax.clear_caches()
     # The algorithm is a different one.
     assert any(not np.array_equal(a, b) for a, b in zip(found, plain))
     assert_close(found, plain, 1e-5)
@@ -508,3 +519,18 @@ def test_calls_do_not_trace_initializers():
     layer.apply(variables, x)
     with pytest.raises(AssertionError, match="traced"):
         layer.init(jax.random.key(0), x)
+
+
+def test_each_shape_is_traced_once():
+    """Tracing all ten blocks of an SDXL transformer would take ten times as long."""
+    blocks = Transformer2D(num_heads=2, num_layers=3, num_groups=4)
+    x, context = jnp.ones((1, 8, 8, 8)), jnp.ones((1, 5, 8))
+    params = jax.eval_shape(blocks.init, jax.random.key(0), x, context)
+
+    def loss(params):
+        return blocks.apply(params, x, context).sum()
+
+    text = jax.jit(jax.grad(loss)).trace(params).lower(lowering_platforms=("cpu",)).as_text()
+    # Attention to itself and to the text, forward and backward; the other products are by kernels.
+    products = [line for line in text.splitlines() if "dot_general" in line and "batching" in line]
+    assert len(products) == 2 * (2 + 5)
