@@ -16,8 +16,9 @@ programs in threads, beside PyTorch's in the main thread. Then the rows are meas
 other, contenders in turn, and each row is written as soon as it is known.
 
 Compiled programs are kept in --cache_dir, and the next call loads them if code, packages and GPU
-are the same. --profile FOLDER also writes the kernels of a pass of each contender, FOLDER/ROW
-CONTENDER.tsv.gz: microseconds, launches, kernel, operation or command buffer, module.
+are the same. --profile FOLDER also writes the kernels of a pass of each contender,
+FOLDER/kernels_ROW_CONTENDER.tsv.gz: microseconds, launches, kernel, operation or command buffer,
+module.
 
 PyTorch has bfloat16 (autocast in training), fused AdamW, an average updated in few launches, its
 own attention kernels, cuDNN's fastest algorithms (cudnn.benchmark), and the text encoded once per
@@ -54,7 +55,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from benchmarks.gpu.cache import ProgramCache
+from benchmarks.gpu.cache import ProgramCache, file_name
 from benchmarks.gpu.flags import ROWS, Config
 from benchmarks.gpu.kernels import write_kernels
 from benchmarks.gpu.ours import compile_ours, measure_agreement, our_flags, our_run
@@ -259,10 +260,10 @@ def warm_torch(rows, cache, is_late):
     failed, warm = [], {name: {} for name in rows}
     for name, row in rows.items():
         try:
-            if is_late():
-                raise ValueError("no time is left in --minutes to compile it")
             held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
             for contender, (prepare, run) in row.theirs().items():
+                if is_late():
+                    raise ValueError(f"no time is left in --minutes for {contender}")
                 contender = f"torch {contender}"
                 seconds, peak = peak_bytes(prepare, run)
                 if contender == "torch compiled":
@@ -306,7 +307,7 @@ def measure_row(config, name, row, programs, theirs, configs):
         for contender, (prepare, run) in contenders.items():
             prepare()
             run()
-            file = Path(config.profile) / f"{name} {contender}.tsv.gz"
+            file = Path(config.profile) / f"kernels_{file_name(f'{name} {contender}')}.tsv.gz"
             milliseconds, launches = write_kernels(run, file)
             print(f"{file}: {milliseconds:.1f} ms in {launches} launches", flush=True)
     known = {"dtype": "bfloat16", "batch_size": row.batch_size, "flops": row.count_flops()}

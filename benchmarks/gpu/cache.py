@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,6 +14,11 @@ from diffusers_flax.executables import SUFFIX, ExecutableStore, surroundings
 from diffusers_flax.loading.files import write_json
 
 SOURCES = ("compile_for.py", "flax_train_instruct_pix2pix.py", "compiling/*.py", "training/*.py")
+
+
+def file_name(text):
+    """Letters and digits of a text, with _ for others."""
+    return re.sub("[^A-Za-z0-9]+", "_", text)
 
 
 class ProgramCache:
@@ -51,7 +57,7 @@ class ProgramCache:
             contender: "ours...", or "torch ...".
             flags: text of what else it depends on.
         """
-        title = "".join(x if x.isalnum() else "_" for x in f"{case} {contender}")
+        title = file_name(f"{case} {contender}")
         if self.store is None:
             return title
         around = self.around[contender[:5].strip(" ,")]
