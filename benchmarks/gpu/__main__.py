@@ -325,18 +325,22 @@ def make_plan(config, rows, cache):
     candidates = []
     for name in config.rows or in_order(cases, results):
         if name == "agreement":
-            candidates += [] if config.compile_only else [Planned(name, {}, AGREEMENT)]
+            if not config.compile_only:
+                candidates.append(Planned(name, {"ours": AGREEMENT}, 0))
             continue
         row, cached = rows[name], []
         for contender in contenders[name]:
             flags = text_of_flags(row.ours[contender]) if contender in row.ours else ""
             if cache.has(cache.name(row.case, contender, flags), contender in row.ours):
                 cached.append(contender)
+        if config.compile_only and len(cached) == len(contenders[name]):
+            print(f"{name}: all programs are in --cache_dir")
+            continue
         earlier = earlier_row(row.case, kind, results)
         candidates.append(plan_row(name, contenders[name], earlier, cached, config))
     chosen, left_out = choose_rows(candidates, config.minutes)
     print_plan(chosen, left_out, config.minutes, kind)
-    if not chosen:
+    if left_out and not chosen:
         raise ValueError(f"no row fits into --minutes {config.minutes:g}; give it more")
     return chosen
 
@@ -442,6 +446,8 @@ def run(config):
         raise ValueError("torch.compile needs a C++ compiler; install g++, or --pytorch eager")
     started, device, machine = time.monotonic(), find_device(config), describe_machine()
     torch.backends.cudnn.benchmark = True
+    if config.compile_only:
+        config = replace(config, pytorch=tuple(x for x in config.pytorch if x == "compiled"))
     with tempfile.TemporaryDirectory() as temporary:
         folder, sources = Path(temporary), {"sd15": "", "sdxl": ""}
         if config.size == "tiny" or "agreement" in (config.rows or ROWS):

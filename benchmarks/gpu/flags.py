@@ -20,7 +20,7 @@ class Sizes(NamedTuple):
     num_inference_steps: int
 
 
-SIZES = {"full": Sizes(8, 16, 512, 256, 1024, 20), "tiny": Sizes(2, 2, 64, 64, 64, 4)}
+SIZES = {"full": Sizes(8, 16, 512, 256, 1024, 20), "tiny": Sizes(2, 2, 64, 64, 64, 10)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,9 +65,9 @@ def test_all_rows(tmp_path, flags, capsys):
     results = json.loads((tmp_path / "gpu.json").read_text())
     agreement = results.pop("cpu agreement")["psnr"]
     assert agreement["float32"] is None and agreement["bfloat16"] > 15
-    names = ("forward 2", "gradient 2", "optimizer step 2", "edit, 4 steps 1")
+    names = ("forward 2", "gradient 2", "optimizer step 2", "edit, 10 steps 1")
     names = {f"cpu tiny_64 {name}" for name in (*names, "optimizer step, latents cached 2")}
-    assert results.keys() == names | {"cpu tiny_xl_64 images, 4 steps 1"}
+    assert results.keys() == names | {"cpu tiny_xl_64 images, 10 steps 1"}
     for row in results.values():
         assert row["dtype"] == "bfloat16" and 0 < row["summary"]["ours"]["peak_share"] < 1
         assert row["summary"]["ours"]["first_seconds"] > row["compile_seconds"]["ours"] > 0
@@ -77,7 +77,7 @@ def test_all_rows(tmp_path, flags, capsys):
         results["cpu tiny_64 optimizer step, latents cached 2"]["peak_bytes"]["ours"]
         < results["cpu tiny_64 optimizer step 2"]["peak_bytes"]["ours"]
     )
-    images = results["cpu tiny_xl_64 images, 4 steps 1"]["summary"]
+    images = results["cpu tiny_xl_64 images, 10 steps 1"]["summary"]
     ours_only = {name for name in images if name.startswith("ours")}
     assert ours_only == {"ours", ours.ACCELERATED}
     assert "left out" not in capsys.readouterr().out
@@ -91,6 +91,8 @@ def test_torch_compile_and_the_cache(tmp_path, flags, capsys, monkeypatch):
     gpu.main([*flags, "--compile_only"])
     assert not (tmp_path / "gpu.json").exists()
     assert "compiled 60 s" in capsys.readouterr().out
+    gpu.main([*flags, "--compile_only"])
+    assert "train: all programs are in --cache_dir" in capsys.readouterr().out
     notes = {
         path.name.rpartition("_")[0]: json.loads(path.read_text())["seconds"]
         for path in (tmp_path / "cache" / "ours").glob("tiny*.json")
@@ -101,7 +103,7 @@ def test_torch_compile_and_the_cache(tmp_path, flags, capsys, monkeypatch):
 
     monkeypatch.setattr(gpu.ProgramCache, "save", save)
     gpu.main(flags)
-    assert "ours 15 s, torch compiled 15 s" in capsys.readouterr().out
+    assert "ours 15 s, torch compiled 30 s" in capsys.readouterr().out
     (row,) = json.loads((tmp_path / "gpu.json").read_text()).values()
     case = "tiny_64_optimizer_step_2"
     assert row["compile_seconds"]["ours"] == notes[f"{case}_ours"]
@@ -241,7 +243,7 @@ def test_a_plan_fits_its_minutes(capsys):
     step = plan.plan_row("train", ["ours"], earlier, [], config)
     assert step == plan.Planned("train", {"ours": 220.0}, plan.ARGUMENTS + 3 * 3 + 2 * 3)
     cached = plan.plan_row("train", ["ours"], earlier, ["ours"], config)
-    assert cached.first == {"ours": plan.LOADED}
+    assert cached.first == {"ours": plan.LOADED["ours"]}
 
     names = ["ours", "torch eager", "torch compiled"]
     rows = [step, *(plan.plan_row(x, names, {}, [], config) for x in ("edit", "images", "forward"))]
@@ -269,5 +271,9 @@ def test_the_plan_of_all_rows_from_the_results_file():
         candidates.append(plan.plan_row(name, [*row.ours, *torchs], earlier, [], config))
     chosen, left_out = plan.choose_rows(candidates, config.minutes)
     assert chosen and left_out and plan.total_seconds(chosen) <= 60 * config.minutes
-    warm = [plan.plan_row(x.name, x.first, {}, x.first, config) for x in candidates]
+    warm = []
+    for row in candidates:
+        kept = [name for name in row.first if name.startswith(("ours", "torch compiled"))]
+        earlier = plan.earlier_row(rows[row.name].case, kind, results)
+        warm.append(plan.plan_row(row.name, row.first, earlier, kept, config))
     assert plan.choose_rows(warm, config.minutes)[1] == []
