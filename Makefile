@@ -118,5 +118,5 @@ gpu-compiler: .venv/gpu
 %/gpu: %/installed requirements-gpu-compiler.txt
 	version=$$($*/bin/python -c 'import jaxlib; print(jaxlib.__version__)') && \
 		sed -n "s/>=.*/==$$version/p" requirements-gpu-compiler.txt | \
-		$*/bin/python -m pip install --quiet --no-deps --target $@-part -r /dev/stdin
+		$*/bin/python -m pip install --quiet --target $@-part -r /dev/stdin
 	rm -rf $@ && mv $@-part $@

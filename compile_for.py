@@ -26,7 +26,7 @@ A batch of "auto" is the largest that fits: --train_batch_size, --batch_size or 
 Needs a CPU and the compiler of the target: `pip install "jax[tpu]"`, or for GPUs, unless
 jax[cuda13] or jax[cuda12] is installed,
 
-    pip install --no-deps --target .venv/gpu -r requirements-gpu-compiler.txt
+    pip install --target .venv/gpu -r requirements-gpu-compiler.txt
 
 Stable Diffusion 1.5's training step takes 4 minutes on two cores for a GPU, for a TPU 7 to 20
 minutes and 12 to 18 GB of memory (27 GB at 32 pairs per chip). --optimization_level O1 says several

@@ -70,7 +70,7 @@ CASES = {
         ("train", *BF16, *XL, *LORA, *CHECKPOINTED, "--storage", "int8", "--resolution", "512"),
         (1, 8),
     ),
-    "full 256": (("train", *BF16, "--ema", "full"), (1, 16)),
+    "full 256": (("train", *BF16, "--ema", "full"), (1, 16, 64)),
     "full 256, checkpointed": (("train", *BF16, "--ema", "full", *CHECKPOINTED), (1, 32)),
     "forward": (("unet", "--no_gradient", "--in_channels", "8", "--resolution", "512"), (8,)),
     "gradient": (("unet", "--resolution", "512"), (8,)),

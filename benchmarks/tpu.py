@@ -20,11 +20,6 @@ counts the FLOPs of a chip and what it sends to other chips where several chips 
 (--parallel), in the traced programs; nothing is compiled. `programs --tpus v5e-4 --programs
 "sdxl, branches=2 rows=2"` compiles one of them.
 
-    python -m benchmarks.tpu gpu_memory
-
-compiles the training step for one chip of v5p-8 as if it were alone: about the memory that one GPU
-needs. Ten minutes a row.
-
     python -m benchmarks.tpu convolutions
 
 counts the cycles that the compiler expects of 3x3 convolutions: XLA's,
@@ -60,7 +55,6 @@ from benchmarks.rows import (
 from compiling.chips import CHIPS, find_slice, roofline_seconds, slice_devices
 from compiling.costs import program_costs
 from compiling.programs import image_program
-from compiling.report import chip_memory
 from diffusers_flax.devices.layout import AXES, parse_layout
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.files import read_json
@@ -159,16 +153,6 @@ class SharedFlags:
     """FLOPs and exchanges of images that four v5e chips share."""
 
     programs: tuple[Literal[tuple(SHARED)], ...] = tuple(SHARED)
-    output: str = RESULTS
-
-
-@dataclass(frozen=True)
-class MemoryFlags:
-    """Memory of a training step on one chip, as compiled: about what one GPU needs."""
-
-    tpu: str = "v5p-8"  # a slice; its first chip counts
-    pretrained_model_name_or_path: str = ""  # directory or hub id; "" is Stable Diffusion 1.5
-    resolution: int = 256  # pixels
     output: str = RESULTS
 
 
@@ -328,38 +312,6 @@ def run_shared(config):
     write_rows(rows, machine, config.output)
 
 
-GPU_CASES = ((32, True), (32, False), (64, False))  # pairs, --gradient_checkpointing
-
-
-def memory_case(pairs, checkpointing):
-    """The case of a row of gpu_memory."""
-    return f"memory {pairs} pairs{', checkpointing' * checkpointing}"
-
-
-def run_gpu_memory(config):
-    """Compile, write."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_optimization_level", "O1")
-    machine, devices = describe_compiler(), slice_devices(find_slice(config.tpu))[:1]
-    for pairs, checkpointing in tqdm(GPU_CASES, unit="step"):
-        flags = compile_for.TrainFlags(
-            tpu=config.tpu,
-            pretrained_model_name_or_path=config.pretrained_model_name_or_path,
-            resolution=config.resolution,
-            train_batch_size=pairs,
-            mixed_precision="bf16",
-            gradient_checkpointing=checkpointing,
-            ema="full",
-            ema_decay=0.9999,
-        )
-        compile_for.check_flags(flags, len(devices))
-        program = compile_for.train_program(flags, devices)
-        row = program_costs(program.step, program.args)
-        if "needs" not in row:  # else it is too large for the chip
-            row = chip_memory(program, row, program_costs(program.update, program.update_args))
-        write_rows({memory_case(pairs, checkpointing): row}, machine, config.output)
-
-
 CONVOLUTIONS = (  # (B, H, W, C) and output channels: SDXL's images, edits, small training batches
     *(((2, 128, 128, 320), 320), ((2, 128, 128, 960), 320), ((2, 64, 64, 640), 640)),
     *(((2, 32, 32, 1280), 1280), ((2, 32, 32, 2560), 1280)),
@@ -409,14 +361,12 @@ SUBCOMMANDS = {
     "programs": ProgramFlags,
     "accelerations": AccelerationFlags,
     "shared": SharedFlags,
-    "gpu_memory": MemoryFlags,
     "convolutions": ConvolutionFlags,
 }
 RUN = {
     ProgramFlags: run_programs,
     AccelerationFlags: run_accelerations,
     SharedFlags: run_shared,
-    MemoryFlags: run_gpu_memory,
     ConvolutionFlags: run_convolutions,
 }
 

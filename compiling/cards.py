@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -176,21 +176,12 @@ def find_compiler():
         importlib.invalidate_caches()
     packages = [name for name in PACKAGES if importlib.util.find_spec(name)]
     wanted = jaxlib.__version__
-    install = (
-        f"pip install --no-deps --target {FOLDER} jax-cuda13-plugin=={wanted} "
-        f"jax-cuda13-pjrt=={wanted}"
-    )
+    install = f"pip install --upgrade --target {FOLDER} jax-cuda13-plugin=={wanted}"
     if not packages:
         raise ValueError(f"the compiler for NVIDIA GPUs is not installed; 140 MB: {install}")
-    try:
-        found = version(packages[0])
-    except PackageNotFoundError:
-        found = wanted
-    if found != wanted:
-        raise ValueError(
-            f"the compiler for NVIDIA GPUs is of jax {found}, but jaxlib is {wanted}: "
-            f"{install.replace('install', 'install --upgrade', 1)}"
-        )
+    for package in (packages[0], packages[0].replace("plugin", "pjrt")):
+        if (found := version(package)) != wanted:
+            raise ValueError(f"{package} is of jax {found}, but jaxlib is {wanted}: {install}")
     return packages[0]
 
 

@@ -23,6 +23,8 @@ TABLES = {
     "gpu": speed.gpu_table,
     "gpu_cards": gpu.cards_table,
     "gpu_shares": gpu.shares_table,
+    "gpu_fits": gpu.fits_table,
+    "gpu_fits_training": gpu.training_fits_table,
     "full_size": speed.full_size_table,
     "full_size_xl": speed.full_size_xl_table,
     "exports": speed.exports_table,
@@ -38,7 +40,6 @@ TABLES = {
     "tpu_sdxl": tpu.sdxl_table,
     "tpu_shared": tpu.shared_table,
     "tpu_memory": tpu.little_memory_table,
-    "gpu_memory": tpu.gpu_memory_table,
     "acceleration_flops": tpu.acceleration_flops_table,
 }
 

@@ -1,6 +1,7 @@
 """Tables of programs that are compiled for NVIDIA GPUs and not run, and of their estimates."""
 
-from benchmarks.rows import markdown_table, rows_of
+from benchmarks.gpu_compiled import CASES, program_case
+from benchmarks.rows import GIB, markdown_table, rows_of
 from benchmarks.tables.cells import results
 from compiling.cards import CARDS
 from compiling.kernels import ALL_KINDS, MEASURED_SHARES
@@ -38,3 +39,81 @@ def shares_table() -> str:
     whole = [f"{row['seconds'] * 1e3:.1f}" for row in rows.values()]
     lines.append(["the whole program", *whole, ""])
     return markdown_table(f"H200, ms (share) | {' | '.join(rows)} | share of all three", lines)
+
+
+SIZES = (8, 12, 16, 24, 40, 80)  # of GPUs, GiB
+FREE = 0.1  # of a GPU's memory, for CUDA, libraries and gaps
+WORKS = {  # case of benchmarks.gpu_compiled: (work, flags that matter)
+    "full 256": ("full fine-tuning, Stable Diffusion 1.5, 256 px", ""),
+    "full 256, checkpointed": ("the same", "--gradient_checkpointing --cache_latents"),
+    "full xl 512": ("full fine-tuning, SDXL, 512 px", "--gradient_checkpointing --cache_latents"),
+    "lora 256": ("LoRA, Stable Diffusion 1.5, 256 px", ""),
+    "lora 512": ("LoRA, Stable Diffusion 1.5, 512 px", ""),
+    "lora 512, checkpointed": ("the same", "--gradient_checkpointing --cache_latents"),
+    "lora xl 512": ("LoRA, SDXL, 512 px", "--gradient_checkpointing --cache_latents"),
+    "lora xl 512, int8": (
+        "the same",
+        "--gradient_checkpointing --cache_latents --storage int8",
+    ),
+    "lora xl 1024": ("LoRA, SDXL, 1024 px", "--gradient_checkpointing --cache_latents"),
+    "edit": ("edits, Stable Diffusion 1.5, 512 px", ""),
+    "image": ("SDXL images, 1024 px", ""),
+    "image, int8, tiles": ("the same", "--storage int8 --vae_tile 512"),
+}
+
+
+def compiled_batches(name: str) -> dict[int, dict]:
+    """{batch: row} of a case of benchmarks.gpu_compiled."""
+    rows = results("gpu_compiled")
+    cases = {size: program_case(name, size) for size in CASES[name][1]}
+    return {size: rows[case] for size, case in cases.items() if case in rows}
+
+
+def largest_batch(totals: dict[int, int], usable: float) -> str:
+    """The largest batch that fits, on lines between compiled batches; "~": beyond the largest.
+
+    Args:
+        totals: {batch: bytes} of compiled batches.
+        usable: bytes.
+    """
+    sizes = sorted(totals)
+    fitting = [size for size in sizes if totals[size] <= usable]
+    if not fitting:
+        return "no"
+    if len(sizes) == 1:
+        return f"{sizes[0]}"
+    start = min(sizes.index(fitting[-1]), len(sizes) - 2)
+    low, high = sizes[start : start + 2]
+    more = (totals[high] - totals[low]) / (high - low)
+    batch = int(low + (usable - totals[low]) / more)
+    if batch <= sizes[-1]:
+        return f"{batch}"
+    unit = max(1, 10 ** (len(f"{batch}") - 1) // 2)
+    return f"~{batch // unit * unit}"
+
+
+def fits_rows(names) -> list[list[str]]:
+    """Rows of fits_table, without cases that are not compiled."""
+    lines = []
+    for name in names:
+        totals = {size: row["memory_total"] for size, row in compiled_batches(name).items()}
+        if not totals:
+            continue
+        work, flags = WORKS[name]
+        cells = [largest_batch(totals, (1 - FREE) * size * GIB) for size in SIZES]
+        used = ", ".join(f"{size}: {total / GIB:.1f}" for size, total in totals.items())
+        lines.append([work, f"`{flags}`" if flags else "", used, *cells])
+    return lines
+
+
+def fits_table() -> str:
+    """The largest batch of each work on GPUs of each size."""
+    sizes = " | ".join(f"{size} GB" for size in SIZES)
+    return markdown_table(f"work | flags | batch: GiB | {sizes}", fits_rows(WORKS))
+
+
+def training_fits_table() -> str:
+    """The training rows of fits_table."""
+    sizes = " | ".join(f"{size} GB" for size in SIZES)
+    names = [name for name in WORKS if name.startswith(("full", "lora"))]
+    return markdown_table(f"work | flags | batch: GiB | {sizes}", fits_rows(names))

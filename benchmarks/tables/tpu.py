@@ -10,7 +10,7 @@ from benchmarks.tables.cells import (
     results,
     seconds,
 )
-from benchmarks.tpu import GPU_CASES, LITTLE_MEMORY, SHARED, memory_case
+from benchmarks.tpu import LITTLE_MEMORY, SHARED
 from compiling.chips import find_slice, roofline_seconds
 from training.flags import Config as TrainingConfig
 
@@ -165,23 +165,6 @@ def little_memory_table() -> str:
         f"| {AT_SHARE}, s",
         lines,
     )
-
-
-def gpu_memory_table() -> str:
-    """Full fine-tuning on one GPU: memory as compiled for a chip as if it were alone."""
-    lines, totals = [], {}
-    held = ("parameters", "optimizer", "ema", "frozen models", "batches", "temporaries")
-    held += ("padding", "outputs", "code")
-    for gpu, (pairs, checkpointing) in zip(("24 GB", "24 GB", "40 GB"), GPU_CASES):
-        row = results("tpu")[memory_case(pairs, checkpointing)]
-        total, temporaries = sum(row[name] for name in held) / GIB, row["temporaries"] / GIB
-        flags = "`--gradient_checkpointing`" if checkpointing else ""
-        lines.append([gpu, str(pairs), flags, f"{total:.1f}", f"{temporaries:.1f}"])
-        totals[pairs] = total
-    more = totals[64] + 128 * (totals[64] - totals[32]) / 32
-    lines.append(["80 GB", "192", "", f"about {more:.0f}, extrapolated", ""])
-    header = "GPU | `--train_batch_size` | flags | memory, GiB | of which temporaries"
-    return markdown_table(header, lines)
 
 
 def flops_cells(row: dict | None) -> list[str]:

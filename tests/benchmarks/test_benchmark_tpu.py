@@ -92,15 +92,3 @@ def test_convolutions(tmp_path, monkeypatch):
     tpu.main(["convolutions", "--tpus", "v5e-1", "--output", str(output)])
     (row,) = json.loads(output.read_text()).values()
     assert 10_000 < row["matmuls"]["cycles"] < 0.8 * row["xla"]["cycles"]
-
-
-@needs_libtpu
-def test_gpu_memory(tmp_path, monkeypatch):
-    """A training step on one chip holds its average as large as the parameters."""
-    output = tmp_path / "tpu.json"
-    monkeypatch.setattr(tpu, "GPU_CASES", ((4, True),))
-    flags = ["--pretrained_model_name_or_path", str(make_tiny_pipeline(tmp_path / "model"))]
-    with jax.numpy_dtype_promotion("standard"):  # optax promotes
-        tpu.main(["gpu_memory", *flags, "--resolution", "16", "--output", str(output)])
-    row = json.loads(output.read_text())["memory 4 pairs, checkpointing"]
-    assert row["ema"] == row["parameters"] > 0 and row["temporaries"] > 0

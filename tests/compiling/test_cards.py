@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -89,20 +90,25 @@ def test_attention_is_traced_for_the_card():
 def test_compiler_not_installed(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(cards, "FOLDER", tmp_path / "gpu")
-    said = "the compiler for NVIDIA GPUs is not installed; 140 MB: pip install --no-deps --target "
+    said = "the compiler for NVIDIA GPUs is not installed; 140 MB: pip install --upgrade --target "
     with pytest.raises(ValueError, match=re.escape(f"{said}{tmp_path}/gpu jax-cuda13-plugin==")):
         find_compiler()
 
 
-def test_compiler_of_another_version(monkeypatch, tmp_path):
-    """A wheel's metadata beside the package, as pip --target leaves them."""
+@pytest.mark.parametrize("wrong", ["plugin", "pjrt"])
+def test_compiler_of_another_version(wrong, monkeypatch, tmp_path):
+    """Metadata of wheels beside the package, as pip --target leaves them."""
     folder = tmp_path / "gpu"
-    info = folder / "jax_cuda13_plugin-0.9.9.dist-info"
-    for made in (folder / "jax_cuda13_plugin", info):
-        made.mkdir(parents=True)
+    (folder / "jax_cuda13_plugin").mkdir(parents=True)
     (folder / "jax_cuda13_plugin" / "__init__.py").touch()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: jax-cuda13-plugin\nVersion: 0.9.9")
+    for part in ("plugin", "pjrt"):
+        number = "0.9.9" if part == wrong else jaxlib.__version__
+        info = folder / f"jax_cuda13_{part}-{number}.dist-info"
+        info.mkdir()
+        lines = "Metadata-Version: 2.1", f"Name: jax-cuda13-{part}", f"Version: {number}"
+        (info / "METADATA").write_text("\n".join(lines))
     monkeypatch.setattr(cards, "FOLDER", folder)
     monkeypatch.syspath_prepend(folder)
-    with pytest.raises(ValueError, match=r"is of jax 0\.9\.9, but jaxlib is .* install --upgrade"):
+    said = rf"^jax_cuda13_{wrong} is of jax 0\.9\.9, but jaxlib is .*: pip install --upgrade "
+    with pytest.raises(ValueError, match=said):
         find_compiler()
