@@ -55,9 +55,14 @@ def _per_group(x, num_groups):
     return jnp.repeat(means, C // num_groups, axis=1)[:, None]
 
 
-def _in_memory(x):
-    """x, a tree of arrays, unchanged; on a GPU no kernel computes x and what follows from it."""
-    return jax.lax.platform_dependent(x, cuda=jax.lax.optimization_barrier, default=lambda x: x)
+def _in_memory(x, g):
+    """x and g unchanged; on GPUs a kernel writes both, in the dtype of x, and others read them."""
+
+    def write(x, g):
+        x, rounded = jax.lax.optimization_barrier((x, g.astype(x.dtype)))
+        return x, rounded.astype(g.dtype)
+
+    return jax.lax.platform_dependent(x, g, cuda=write, default=lambda x, g: (x, g))
 
 
 def _two_sums(a, b):
@@ -67,7 +72,8 @@ def _two_sums(a, b):
         def add(x, y):
             return x[0] + y[0], x[1] + y[1]
 
-        return tuple(jax.lax.reduce((a, b), (np.float32(0),) * 2, add, (1,)))
+        sums = jax.lax.reduce((a, b), (np.float32(0),) * 2, add, (1,))
+        return tuple(jax.lax.optimization_barrier(sums))
 
     def each(a, b):
         return a.sum(1), b.sum(1)
@@ -78,20 +84,28 @@ def _two_sums(a, b):
 def _moments(x, num_groups):
     """Means and variances of the groups of x (B, ..., C): float32 (B, 1, C) each.
 
-    One pass over the memory gives sum and sum of squares per channel. They are sums of differences
-    to a median of three values, so that the variance is no difference of large numbers.
+    On GPUs one pass over the memory gives sum and sum of squares per channel. They are sums of
+    differences to a median of three values, so that the variance is no difference of large numbers.
 
     Source: Chan, Golub and LeVeque, Algorithms for computing the sample variance (1983).
     """
+
+    def one_pass(flat):
+        a, b, c = (flat[:, i : i + 1] for i in (k * flat.shape[1] // 4 for k in (1, 2, 3)))
+        median = jnp.maximum(jnp.minimum(a, b), jnp.minimum(jnp.maximum(a, b), c))
+        flat = flat - median
+        mean, square = (x / flat.shape[1] for x in _two_sums(flat, jnp.square(flat)))
+        variance = square - jnp.square(mean)
+        mean = mean + median[:, 0]
+        group_mean = _per_group(mean, num_groups)
+        return group_mean, _per_group(variance + jnp.square(mean - group_mean[:, 0]), num_groups)
+
+    def two_passes(flat):
+        group_mean = _per_group(flat.mean(1), num_groups)
+        return group_mean, _per_group(jnp.square(flat - group_mean).mean(1), num_groups)
+
     flat = x.reshape(x.shape[0], -1, x.shape[-1]).astype(jnp.float32)  # (B, N, C)
-    a, b, c = (flat[:, i : i + 1] for i in (k * flat.shape[1] // 4 for k in (1, 2, 3)))
-    median = jnp.maximum(jnp.minimum(a, b), jnp.minimum(jnp.maximum(a, b), c))
-    flat = flat - median
-    mean, square = (x / flat.shape[1] for x in _two_sums(flat, jnp.square(flat)))
-    variance = square - jnp.square(mean)
-    mean = mean + median[:, 0]
-    group_mean = _per_group(mean, num_groups)
-    return group_mean, _per_group(variance + jnp.square(mean - group_mean[:, 0]), num_groups)
+    return jax.lax.platform_dependent(flat, cuda=one_pass, default=two_passes)
 
 
 def _normalized(x, scale, bias, mean, rstd):
@@ -111,18 +125,17 @@ def _group_norm_forward(x, scale, bias, num_groups, epsilon, activate, dtype, ro
 
 
 def _group_norm_backward(num_groups, epsilon, activate, dtype, rows_axis, kept, g):
-    # On GPUs three passes over the memory: SiLU's gradient in x's dtype, the sums, the result. XLA
-    # alone makes more, and keeps float32 arrays between them and from the forward pass.
-    (x, g), (_, scale, bias, mean, rstd) = _in_memory((kept[0], g)), kept
+    # On GPUs three passes over the memory: SiLU's gradient, the sums, the result. XLA alone makes
+    # more, and keeps float32 arrays between them and from the forward pass.
+    x, scale, bias, mean, rstd = kept
+    x, g = _in_memory(x, g)
     standard, out = _normalized(x, scale, bias, mean, rstd)
-    g = g.reshape(standard.shape)
+    g = g.reshape(standard.shape).astype(jnp.float32)
     if activate:
         sigmoid = jax.nn.sigmoid(out)
-        g = g.astype(jnp.float32) * sigmoid * (1 + out * (1 - sigmoid))
-        x, g = _in_memory((x, g.astype(x.dtype)))
+        x, g = _in_memory(x, g * sigmoid * (1 + out * (1 - sigmoid)))
         standard, _ = _normalized(x, scale, bias, mean, rstd)
-    g = g.astype(jnp.float32)
-    sums, weighted_sums = _in_memory(_two_sums(g, g * standard))  # (B, C)
+    sums, weighted_sums = _two_sums(g, g * standard)  # (B, C)
     scale32, num_values = scale.astype(jnp.float32), standard.shape[1]
     g_mean = _per_group(sums * scale32 / num_values, num_groups)
     g_slope = _per_group(weighted_sums * scale32 / num_values, num_groups)
