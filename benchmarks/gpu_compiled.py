@@ -71,7 +71,7 @@ CASES = {
         (1, 8),
     ),
     "full 256": (("train", *BF16, "--ema", "full"), (1, 16, 64)),
-    "full 256, checkpointed": (("train", *BF16, "--ema", "full", *CHECKPOINTED), (1, 32)),
+    "full 256, small": (("train", *BF16, "--ema", "none", *CHECKPOINTED), (1, 16)),
     "forward": (("unet", "--no_gradient", "--in_channels", "8", "--resolution", "512"), (8,)),
     "gradient": (("unet", "--resolution", "512"), (8,)),
     "full xl 512": (("train", *BF16, *XL, *CHECKPOINTED, "--resolution", "512"), (1, 8)),

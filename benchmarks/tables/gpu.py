@@ -45,7 +45,7 @@ SIZES = (8, 12, 16, 24, 40, 80)  # of GPUs, GiB
 FREE = 0.1  # of a GPU's memory, for CUDA, libraries and gaps
 WORKS = {  # case of benchmarks.gpu_compiled: (work, flags that matter)
     "full 256": ("full fine-tuning, Stable Diffusion 1.5, 256 px", ""),
-    "full 256, checkpointed": ("the same", "--gradient_checkpointing --cache_latents"),
+    "full 256, small": ("the same", "--ema none --gradient_checkpointing --cache_latents"),
     "full xl 512": ("full fine-tuning, SDXL, 512 px", "--gradient_checkpointing --cache_latents"),
     "lora 256": ("LoRA, Stable Diffusion 1.5, 256 px", ""),
     "lora 512": ("LoRA, Stable Diffusion 1.5, 512 px", ""),
@@ -73,7 +73,7 @@ def largest_batch(totals: dict[int, int], usable: float) -> str:
     """The largest batch that fits, on lines between compiled batches; "~": beyond the largest.
 
     Args:
-        totals: {batch: bytes} of compiled batches.
+        totals: {batch: bytes} of compiled batches, beginning with the smallest that there is.
         usable: bytes.
     """
     sizes = sorted(totals)
@@ -81,7 +81,7 @@ def largest_batch(totals: dict[int, int], usable: float) -> str:
     if not fitting:
         return "no"
     if len(sizes) == 1:
-        return f"{sizes[0]}"
+        return f"at least {sizes[0]}"
     start = min(sizes.index(fitting[-1]), len(sizes) - 2)
     low, high = sizes[start : start + 2]
     more = (totals[high] - totals[low]) / (high - low)
