@@ -4,8 +4,9 @@
 
 compiles training steps, edits and SDXL images for an H100 and writes memory, kernels and estimated
 time of each at a small and a large batch; docs/memory.md has what fits on which card. Nothing is
-run. Each program takes 1 to 10 minutes on two cores; rows that are there already are kept. Needs
-the compiler, see requirements-gpu-compiler.txt. In 20 seconds, with a tiny model:
+run. Each program takes 1 to 10 minutes on two cores; rows that are there already are kept. With
+--milliseconds the row is of a program that was measured, for docs/compile.md. Needs the compiler,
+see requirements-gpu-compiler.txt. In 20 seconds, with a tiny model:
 
     python -m benchmarks.gpu_compiled programs --cases forward --resolution 64 \\
         --pretrained_model_name_or_path demo/base_model --output /tmp/compiled.json
@@ -84,6 +85,8 @@ class ProgramFlags:
 
     cases: tuple[Literal[tuple(CASES)], ...] = tuple(CASES)
     batch_sizes: tuple[int, ...] = ()  # default: as the case says
+    # measured time of one program, which goes into a row of its own beside the estimate
+    milliseconds: float | None = None
     gpu: str = GPU
     again: bool = False  # also compile rows that the output has
     pretrained_model_name_or_path: str = ""  # "": Stable Diffusion 1.5, or XL
@@ -126,13 +129,22 @@ def run_programs(config):
     devices, machine = target_devices(host), describe_machine(("jax", "jaxlib"))
     cases = [(name, x) for name in config.cases for x in config.batch_sizes or CASES[name][1]]
     done = read_rows(config.output)
+    if config.milliseconds is not None and len(cases) > 1:
+        raise ValueError(
+            f"--milliseconds {config.milliseconds} is the time of one program, but {len(cases)} "
+            "are chosen; give one of --cases and one of --batch_sizes"
+        )
     for name, size in tqdm(cases, unit="program"):
-        if (case := program_case(name, size, config.gpu)) in done and not config.again:
+        case, measured = program_case(name, size, config.gpu), {}
+        if config.milliseconds is not None:
+            case, measured = f"measured {case}", {"seconds": config.milliseconds / 1e3}
+        if case in done and not config.again:
             continue
         flags = flags_of(name, size, config)
         with traced_for(host.chip):
             program = compile_for.make_program(flags, devices)
-            row = {"gpu": config.gpu, "batch_size": size} | compiled_row(program, host.chip)
+            row = compiled_row(program, host.chip)
+        row |= {"gpu": config.gpu, "case": name, "batch_size": size} | measured
         write_rows({case: row}, machine, config.output)
 
 

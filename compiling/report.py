@@ -202,10 +202,10 @@ def print_times(report):
         print_kernels(report["kernels"])
     if "cycles" in report:
         print(f"{report['cycles'] / 1e6:.4g} million cycles expected, without kernels")
-    rates = (
-        f"{report['images_per_second_per_chip']:.1f} {unit}/s per {chip_name(report)}, "
-        f"{report['images_per_second']:.0f} on the {'host' if 'gpu' in report else 'slice'}"
-    )
+    rates = f"{report['images_per_second_per_chip']:.3g} {unit}/s per {chip_name(report)}"
+    if report["chips"] > 1:
+        where = "host" if "gpu" in report else "slice"
+        rates += f", {report['images_per_second']:.3g} on the {where}"
     print(f"at least {report['step_seconds'] * 1e3:.3g} ms, so at most {rates}")
     if "estimated_seconds" in report:
         seconds = report["estimated_seconds"]

@@ -23,6 +23,7 @@ TABLES = {
     "gpu": speed.gpu_table,
     "gpu_cards": gpu.cards_table,
     "gpu_shares": gpu.shares_table,
+    "gpu_estimates": gpu.estimates_table,
     "gpu_fits": gpu.fits_table,
     "gpu_fits_training": gpu.training_fits_table,
     "full_size": speed.full_size_table,

@@ -41,6 +41,30 @@ def shares_table() -> str:
     return markdown_table(f"H200, ms (share) | {' | '.join(rows)} | share of all three", lines)
 
 
+MEASURED = {  # case: the program that was measured
+    "full 256": "optimizer step, 256 px",
+    "forward": "UNet, 512 px",
+    "gradient": "UNet with gradients, 512 px",
+    "edit": "edit, 512 px, 20 steps",
+    "image": "SDXL image, 1024 px, 20 steps",
+}
+
+
+def estimates_table() -> str:
+    """Estimates of programs that are compiled without a GPU, beside their measured time."""
+    lines = []
+    for row in rows_of(results("gpu_compiled"), "measured").values():
+        least = sum(cells["least_seconds"] for cells in row["kernels"].values())
+        estimate, seconds = row["estimated_seconds"], row["seconds"]
+        line = [row["gpu"].upper(), f"{MEASURED[row['case']]}, {row['batch_size']} at once"]
+        line += [f"{x * 1e3:.3g}" for x in (least, estimate, seconds)]
+        lines.append([*line, f"{estimate / seconds - 1:+.0%}"])
+    return markdown_table(
+        "GPU | program | at least, ms | by estimate, ms | measured, ms | the estimate is off by",
+        lines,
+    )
+
+
 SIZES = (8, 12, 16, 24, 40, 80)  # of GPUs, GiB
 FREE = 0.1  # of a GPU's memory, for CUDA, libraries and gaps
 WORKS = {  # case of benchmarks.gpu_compiled: (work, flags that matter)
