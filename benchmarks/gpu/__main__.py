@@ -5,9 +5,10 @@
 
 measures in bfloat16, with random weights: optimizer steps of Stable Diffusion 1.5 at 256 pixels (16
 pairs), with the average of the weights, from images and from cached latents; an SDXL image at 1024
-pixels, 20 steps, plain and with --accelerate deepcache:interval=2 guidance:stop=0.5; an edit at 512
-pixels, 20 steps; the UNet at 512 pixels (8 samples), forward and with the gradient of float32
-parameters; and how far the edits of a tiny pipeline differ between GPU and CPU.
+pixels, 20 steps, plain, with --vae_dtype bfloat16, and with --accelerate deepcache:interval=2
+guidance:stop=0.5; an edit at 512 pixels, 20 steps; the UNet at 512 pixels (8 samples), forward and
+with the gradient of float32 parameters; and how far the edits of a tiny pipeline differ between GPU
+and CPU.
 
 The plan, printed first, has the rows that fit into --minutes by what they took before. Rows without
 figures of this GPU come first, so that repeating the command measures what is missing; --rows
@@ -25,7 +26,7 @@ own attention kernels, cuDNN's fastest algorithms (cudnn.benchmark), and the tex
 image. "eager" has contiguous kernels and images, "channels_last" is eager too, "compiled" is
 torch.compile in its default mode of the UNet, and of the VAE's encoder in training or decoder in
 images, with channels_last. Inputs and images stay on the GPU. SDXL's VAE decodes in float32 in
-ours, as its config asks (force_upcast), and in bfloat16 in PyTorch's.
+ours without --vae_dtype, as its config asks (force_upcast), and in bfloat16 in PyTorch's.
 
 "First" includes compilation while other contenders compile, also if this call loaded the program.
 The share of the peak counts the FLOPs of the plain UNet, also for the accelerated image. Bytes of

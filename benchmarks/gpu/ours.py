@@ -24,6 +24,7 @@ from diffusers_flax.schedulers.factory import make_scheduler
 
 ACCELERATE = ("deepcache:interval=2", "guidance:stop=0.5")
 ACCELERATED = f"ours, {' '.join(ACCELERATE)}"
+HALF_VAE = "ours, vae_dtype bfloat16"  # as PyTorch's
 AGREEMENT_STEPS = 4
 
 
@@ -65,7 +66,11 @@ def our_flags(config, sources):
         "gradient": {"ours": replace(unet, gradient=True)},
         "train": {"ours": train},
         "train_latents": {"ours": train_latents},
-        "images": {"ours": images, ACCELERATED: replace(images, accelerate=ACCELERATE)},
+        "images": {
+            "ours": images,
+            HALF_VAE: replace(images, vae_dtype="bfloat16"),
+            ACCELERATED: replace(images, accelerate=ACCELERATE),
+        },
         "edit": {"ours": EditProgramFlags(**sd15, resolution=sizes.resolution, **of_images)},
     }
 

@@ -66,7 +66,7 @@ def gpu_lines(case: str, title: str) -> list[list[str]]:
             share = row["summary"][name]["peak_share"]
             lines.append(
                 [
-                    f"the same, `--accelerate {flags}`" if flags else title,
+                    f"the same, `{name_flag(flags)}`" if flags else title,
                     gpu,
                     seconds(middle),
                     f"{row['batch_size'] / middle:.3g}",
@@ -76,6 +76,11 @@ def gpu_lines(case: str, title: str) -> list[list[str]]:
                 ]
             )
     return lines
+
+
+def name_flag(flags: str) -> str:
+    """The flags of a contender: its accelerations, or another flag with its value."""
+    return f"--accelerate {flags}" if ":" in flags else f"--{flags}"
 
 
 def faster_eager(row: dict) -> str:

@@ -79,7 +79,7 @@ def test_all_rows(tmp_path, flags, capsys):
     )
     images = results["cpu tiny_xl_64 images, 10 steps 1"]["summary"]
     ours_only = {name for name in images if name.startswith("ours")}
-    assert ours_only == {"ours", ours.ACCELERATED}
+    assert ours_only == {"ours", ours.HALF_VAE, ours.ACCELERATED}
     assert "left out" not in capsys.readouterr().out
 
 
