@@ -77,6 +77,21 @@ def psnr(ours, theirs, peak=1.0):
     return 10 * np.log10(peak**2 / (np.mean((ours - theirs) ** 2) + 1e-20))
 
 
+def matmuls_of_text(program, in_loop=False):
+    """Number of matmuls (B, 77, D) x (D, C) in the loops of a jaxpr; in_loop: in all of it."""
+    from jax.extend.core import jaxprs_in_params
+
+    total = 0
+    for equation in program.eqns:
+        inside = in_loop or equation.primitive.name in ("scan", "while")
+        for each in jaxprs_in_params(equation.params):
+            total += matmuls_of_text(each, inside)
+        if in_loop and equation.primitive.name == "dot_general":
+            states, kernel = (x.aval.shape for x in equation.invars)
+            total += len(kernel) == 2 and states[-2:-1] == (77,)
+    return total
+
+
 def model_flags(model, output):
     """Flags of the SDXL programs."""
     return ["--pretrained_model_name_or_path", str(model), "--output", str(output)]

@@ -16,7 +16,7 @@ from diffusers import (
 )
 from flax.jax_utils import replicate
 from flax.training.common_utils import shard
-from helpers import psnr, random_inputs, slow
+from helpers import matmuls_of_text, psnr, random_inputs, slow
 from PIL import Image
 from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
 
@@ -101,6 +101,8 @@ def test_image_equals_pytorch(folders):
         *inputs, params, jax.random.key(0), controlnet_conditioning_scale=0.0, **text_only
     ).images
     assert psnr(found, without) < 40
+    program = jax.make_jaxpr(pipeline._generate)(*inputs, params, jax.random.key(0)).jaxpr
+    assert matmuls_of_text(program) == 0
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
 )
 from flax.jax_utils import replicate
-from helpers import ROOT, psnr, slow
-from jax.extend.core import jaxprs_in_params
+from helpers import ROOT, matmuls_of_text, psnr, slow
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.messages import warn_once
@@ -175,19 +174,6 @@ def decoder_types(pipeline, params):
     decoder = jax.jit(partial(decode, pipeline.compute_vae))
     text = decoder.lower(params["vae"], jnp.zeros((1, 4, 8, 8))).as_text(dialect="hlo")
     return {*re.findall(r"= (\w+)\[[\d,]*\]\S* convolution\(", text)}
-
-
-def matmuls_of_text(program, in_loop=False):
-    """Number of matmuls (B, 77, D) x (D, C) in the loops of a jaxpr."""
-    total = 0
-    for equation in program.eqns:
-        inside = in_loop or equation.primitive.name in ("scan", "while")
-        for each in jaxprs_in_params(equation.params):
-            total += matmuls_of_text(each, inside)
-        if in_loop and equation.primitive.name == "dot_general":
-            states, kernel = (x.aval.shape for x in equation.invars)
-            total += len(kernel) == 2 and states[-2:-1] == (77,)
-    return total
 
 
 @pytest.mark.parametrize("accelerate", ["", *slow("guidance:stop=0.5", "deepcache:interval=2")])
