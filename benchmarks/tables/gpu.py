@@ -66,6 +66,7 @@ def estimates_table() -> str:
 
 
 SIZES = (8, 12, 16, 24, 40, 80)  # of GPUs, GiB
+EXTRAPOLATED = 4  # times the largest compiled batch
 FREE = 0.1  # of a GPU's memory, for CUDA, libraries and gaps
 WORKS = {  # case of benchmarks.gpu_compiled: (work, flags that matter)
     "full 256": ("full fine-tuning, Stable Diffusion 1.5, 256 px", ""),
@@ -112,6 +113,8 @@ def largest_batch(totals: dict[int, int], usable: float) -> str:
     batch = int(low + (usable - totals[low]) / more)
     if batch <= sizes[-1]:
         return f"{batch}"
+    if batch > (limit := EXTRAPOLATED * sizes[-1]):
+        return f"over {limit}"
     unit = max(1, 10 ** (len(f"{batch}") - 1) // 2)
     return f"~{batch // unit * unit}"
 

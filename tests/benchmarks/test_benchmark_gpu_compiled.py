@@ -64,7 +64,16 @@ def test_a_missing_profile_is_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("usable", "batch"),
-    [(9, "no"), (10, "1"), (13.9, "4"), (14, "5"), (19, "6"), (30, "8"), (54.9, "~10")],
+    [
+        (9, "no"),
+        (10, "1"),
+        (13.9, "4"),
+        (14, "5"),
+        (19, "6"),
+        (30, "8"),
+        (54.9, "~10"),
+        (1000, "over 36"),
+    ],
 )
 def test_largest_batches(usable, batch):
     """Compiled: 1, 5 and 9 with 10, 14 and 34 bytes; beyond 9 five bytes each."""
