@@ -7,7 +7,6 @@ with traced_for(host.chip): lowered = jax.pmap(f, devices=devices).lower(*shapes
 
 import importlib
 import importlib.util
-import os
 import re
 import sys
 from contextlib import contextmanager
@@ -192,7 +191,6 @@ def gpu_devices(host):
         ValueError: the compiler is not installed.
     """
     plugin = find_compiler()
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # else it says that there is no driver
     from jax._src import xla_bridge
 
     jax.devices()  # finds the plugins of the environment
