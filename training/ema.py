@@ -284,7 +284,12 @@ def start_average(params):
 
 def make_update_average(devices=None):
     """Make the pmapped update of a sharded average: (average, params, decay) -> average."""
-    return jax.pmap(in_place(ema_update), axis_name="batch", donate_argnums=0, devices=devices)
+    update_array = jax.jit(in_place(ema_update))  # traced once for each shape
+
+    def update(average, params, decay):
+        return jax.tree.map(lambda ema, p: update_array(ema, p, decay), average, params)
+
+    return jax.pmap(update, axis_name="batch", donate_argnums=0, devices=devices)
 
 
 def profile_products(t_a, gamma_a, t_b, gamma_b):
