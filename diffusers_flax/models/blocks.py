@@ -279,6 +279,7 @@ class Conv(NoInitTrace, nn.Module):
             x, kernel, bias = (y.astype(self.dtype) for y in (x, kernel, bias))
             out = apply_kernel(x, kernel) + bias
         if "lora_A" in params:
+            x, out = unmerged(x, out)
             out = out + lora_product(params, x, self.dtype, apply_kernel)
         return out
 
@@ -308,6 +309,7 @@ class Dense(NoInitTrace, nn.Dense):
         else:
             out = super().__call__(x)
         if "lora_A" in params:
+            x, out = unmerged(x, out)
             out = out + lora_product(params, x, self.dtype)
         return out
 

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from diffusers_flax.loading.configs import RUNTIME_FIELDS
 from diffusers_flax.models.attention import attention, attention_weights
 from diffusers_flax.models.base import FlaxModelMixin
-from diffusers_flax.models.blocks import Dense, LayerNorm
+from diffusers_flax.models.blocks import Dense, LayerNorm, unmerged
 from diffusers_flax.models.pretrained import CALL_SETTINGS, FlaxPreTrainedModel, FromTransformers
 from diffusers_flax.outputs import ModelOutput
 
@@ -122,7 +122,11 @@ class CLIPAttention(nn.Module):
     def __call__(self, x, mask, deterministic, output_attentions):
         """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
         dense = partial(Dense, x.shape[-1], dtype=self.dtype)
-        query, key, value = (dense(name=f"{name}_proj")(x) for name in "qkv")
+        query = dense(name="q_proj")(x)
+        x, query = unmerged(x, query)
+        key = dense(name="k_proj")(x)
+        x, key = unmerged(x, key)
+        value = dense(name="v_proj")(x)
         weights = None
         if output_attentions or (self.dropout and not deterministic):
             weights = attention_weights(query, key, self.num_heads, mask, self.is_causal)
