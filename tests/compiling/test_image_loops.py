@@ -55,18 +55,19 @@ def read_from_parameter(instructions):
 def moved_by(computation, kept, computations):
     """Instructions that move parameters, here and in branches; kept: their indices in the tuple."""
     instructions, moved = computations[computation], []
+
+    def is_large(kind):
+        return kind.startswith("bf16") and all_bytes(kind) >= 2**14
+
     inputs = {name for name, i in read_from_parameter(instructions).items() if i in kept}
     tuples = {name: operands_of(rest) for name, _, kind, rest in instructions if kind == "tuple"}
-    large = {
-        name
-        for name, kind, _, _ in instructions
-        if name in inputs and kind.startswith("bf16") and all_bytes(kind) >= 2**14
-    }
-    for name, _, operation, rest in instructions:
-        inside = {operation}
+    large = {name for name, kind, *_ in instructions if name in inputs and is_large(kind)}
+    for name, kind, operation, rest in instructions:
+        parts = [(name, kind, operation, rest)]
         if fused := FUSED.search(rest):
-            inside = {operation for _, _, operation, _ in computations[fused[1]]}
-        if inside & MOVES and large & {*operands_of(rest)}:
+            parts = computations[fused[1]]
+        moves = any(operation in MOVES and is_large(kind) for _, kind, operation, _ in parts)
+        if moves and large & {*operands_of(rest)}:
             moved.append(name)
         if operation == "conditional":
             branches = re.findall(r"%([\w.\-]+)", BRANCHES.search(rest)[1])
