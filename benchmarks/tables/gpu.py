@@ -94,23 +94,23 @@ def compiled_batches(name: str) -> dict[int, dict]:
     return {size: rows[case] for size, case in cases.items() if case in rows}
 
 
-def largest_batch(totals: dict[int, int], usable: float) -> str:
+def largest_batch(totals: dict[int, int], usable: float, more: float) -> str:
     """The largest batch that fits, on lines between compiled batches; "~": beyond the largest.
 
     Args:
         totals: {batch: bytes} of compiled batches, beginning with the smallest that there is.
         usable: bytes.
+        more: bytes of each image or pair beyond the largest compiled batch.
     """
     sizes = sorted(totals)
     fitting = [size for size in sizes if totals[size] <= usable]
     if not fitting:
         return "no"
-    if len(sizes) == 1:
-        return f"at least {sizes[0]}"
-    start = min(sizes.index(fitting[-1]), len(sizes) - 2)
-    low, high = sizes[start : start + 2]
-    more = (totals[high] - totals[low]) / (high - low)
-    batch = int(low + (usable - totals[low]) / more)
+    start = fitting[-1]
+    if start < sizes[-1]:
+        end = sizes[sizes.index(start) + 1]
+        more = (totals[end] - totals[start]) / (end - start)
+    batch = int(start + (usable - totals[start]) / more)
     if batch <= sizes[-1]:
         return f"{batch}"
     if batch > (limit := EXTRAPOLATED * sizes[-1]):
@@ -123,11 +123,14 @@ def fits_rows(names) -> list[list[str]]:
     """Rows of fits_table, without cases that are not compiled."""
     lines = []
     for name in names:
-        totals = {size: row["memory_total"] for size, row in compiled_batches(name).items()}
-        if not totals:
+        rows = compiled_batches(name)
+        if not rows:
             continue
+        totals = {size: row["memory_total"] for size, row in rows.items()}
+        # As if all temporaries grew with the batch: some are there for one image, too.
+        more = rows[max(rows)]["memory"]["temporaries"] / max(rows)
         work, flags = WORKS[name]
-        cells = [largest_batch(totals, (1 - FREE) * size * GIB) for size in SIZES]
+        cells = [largest_batch(totals, (1 - FREE) * size * GIB, more) for size in SIZES]
         used = ", ".join(f"{size}: {total / GIB:.1f}" for size, total in totals.items())
         lines.append([work, f"`{flags}`" if flags else "", used, *cells])
     return lines

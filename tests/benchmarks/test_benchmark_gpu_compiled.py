@@ -76,9 +76,10 @@ def test_a_missing_profile_is_one_line(tmp_path, capsys):
     ],
 )
 def test_largest_batches(usable, batch):
-    """Compiled: 1, 5 and 9 with 10, 14 and 34 bytes; beyond 9 five bytes each."""
-    assert largest_batch({1: 10, 5: 14, 9: 34}, usable) == batch
-    assert largest_batch({2: 10}, usable) == ("no" if usable < 10 else "at least 2")
+    """Compiled: 1, 5 and 9 with 10, 14 and 34 bytes; beyond 9 ten bytes each."""
+    assert largest_batch({1: 10, 5: 14, 9: 34}, usable, more=10) == batch
+    alone = "no" if usable < 10 else largest_batch({1: 10, 2: 11}, min(usable, 10.5), more=1)
+    assert alone == ("no" if usable < 10 else "1")
 
 
 @needs_gpu_compiler
