@@ -1,5 +1,6 @@
 """Parameters in the host's memory: same images, and what is fetched when."""
 
+import re
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -169,7 +170,8 @@ def test_lowering_for_gpus(mode, matrices, groups, pinned):
     loop, args = unet_loop(mode, Layout(jax.devices()[:1], offload=mode))
     text = jax.jit(loop).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@annotate_device_placement") == matrices
-    assert text.count("optimization_barrier") == groups
+    # Features of three or four axes are known before a fetch; norms have barriers, too.
+    assert len(re.findall(r"optimization_barrier .*<1x\d+x\d+(?:x\d+)?xf32>", text)) == groups
 
 
 @pytest.mark.slow
