@@ -19,7 +19,7 @@ from generating.models import ModelOptions, Sampling
         (Sampling, edit_cli.Config, "prediction_type"),
         (ModelOptions, edit_cli.Config, "layout"),
         (Sampling, evaluate_edits.Config, "negative_prompt seed prediction_type"),
-        (ModelOptions, evaluate_edits.Config, "storage layout preview"),
+        (ModelOptions, evaluate_edits.Config, "storage vae_dtype layout preview"),
         (Sampling, sdxl_single.Config, "image_guidance_scale"),
         (Sampling, sdxl_single_aot.Config, "image_guidance_scale"),
         (
