@@ -128,7 +128,37 @@ def make_optimizer(config, max_train_steps):
         eps=config.adam_epsilon,
         weight_decay=config.adam_weight_decay,
     )
-    return tx, schedule
+    return each_array(tx), schedule
+
+
+def each_array(tx):
+    """An element-wise optax optimizer that updates one array after the other.
+
+    Its state is the same; a program traces the update once for each shape, not for each array.
+    """
+    update_one = jax.jit(tx.update)
+
+    def update(grads, opt_state, params):
+        structure = jax.tree.structure(params)
+
+        def is_per_array(x):  # moments are, the number of steps is not
+            return jax.tree.structure(x) == structure
+
+        parts, whole = jax.tree.flatten(opt_state, is_leaf=is_per_array)
+        parts = [structure.flatten_up_to(x) if is_per_array(x) else x for x in parts]
+        updates, new_parts = [], []
+        for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params))):
+            own = whole.unflatten([x[i] if isinstance(x, list) else x for x in parts])
+            one, own = update_one(g, own, p)
+            updates.append(one)
+            new_parts.append(whole.flatten_up_to(own))
+        new_parts = [
+            structure.unflatten(new) if isinstance(old, list) else new[0]
+            for old, new in zip(parts, zip(*new_parts))
+        ]
+        return structure.unflatten(updates), whole.unflatten(new_parts)
+
+    return optax.GradientTransformation(tx.init, update)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ compute dtype. The gradient of the gather is a reduce-scatter that adds in float
 On one device each of these operations returns its argument. gather_by_block replaces gather for
 models that do not fit into a device's memory.
 
-On GPUs the shards of convolution kernels have their axes in the order of cuDNN, (O, height, width,
-I): then neither the forward pass nor the optimizer transposes them. gather returns parameters, and
-to_host arrays, in the usual order.
+On NVIDIA GPUs the shards of convolution kernels have their axes in the order of cuDNN, (O, height,
+width, I): then neither the forward pass nor the optimizer transposes them. gather returns
+parameters, and to_host arrays, in the usual order.
 """
 
 import math
@@ -80,14 +80,16 @@ class TrainState:
 def kernel_order(x, platform=None):
     """The order in which devices hold the axes of an array; None: as they are.
 
-    On GPUs it is KERNEL_ORDER for kernels of convolutions, except for 1x1, which are matmuls.
+    On NVIDIA GPUs it is KERNEL_ORDER for kernels of convolutions, except for 1x1, as for matmuls.
 
     Args:
         x: array or its shape.
-        platform: "gpu", "tpu" or "cpu"; None: of jax's default device.
+        platform: "gpu" (NVIDIA's), "tpu" or "cpu"; None: of jax's default device.
     """
     is_kernel = x.ndim == 4 and x.shape[0] > 1
-    is_on_gpu = (platform or jax.default_backend()) == "gpu"
+    is_on_gpu = platform == "gpu"
+    if platform is None:
+        is_on_gpu = "cuda" in jax.devices()[0].client.platform_version
     return KERNEL_ORDER if is_kernel and is_on_gpu else None
 
 
@@ -337,50 +339,15 @@ def update_state(tx, state, loss, grads, axes, max_grad_norm):
     """
     grad_norm = global_norm(grads, axes)
     scale = jnp.minimum(1, max_grad_norm / grad_norm)
-    params, opt_state = update_arrays(tx, state.params, state.opt_state, grads, scale)
+
+    def update(params, opt_state, grads):
+        grads = jax.tree.map(lambda g: g * scale, grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = in_place(update)(state.params, state.opt_state, grads)
     state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
-
-
-def update_arrays(tx, params, opt_state, grads, scale):
-    """Apply an optimizer to arrays one by one, which traces it once for each of their shapes.
-
-    Args:
-        tx, opt_state: element-wise optax optimizer, such as Adam, and its state.
-        params, grads: trees of arrays.
-        scale: factor of the gradients, a scalar.
-
-    Returns:
-        (params, opt_state).
-    """
-    structure = jax.tree.structure(params)
-
-    def is_for_arrays(x):  # such as moments; a number of steps is for all arrays
-        return jax.tree.structure(x) == structure
-
-    parts, whole = jax.tree.flatten(opt_state, is_leaf=is_for_arrays)
-    parts = [structure.flatten_up_to(x) if is_for_arrays(x) else x for x in parts]
-    updated = []
-    for i, (p, g) in enumerate(zip(jax.tree.leaves(params), jax.tree.leaves(grads))):
-        own = whole.unflatten([x[i] if isinstance(x, list) else x for x in parts])
-        p, own = _update_array(tx, p, own, g, scale)
-        updated.append((p, *whole.flatten_up_to(own)))
-    params, *updated = zip(*updated)
-    updated = [
-        structure.unflatten(u) if isinstance(x, list) else u[0] for x, u in zip(parts, updated)
-    ]
-    return structure.unflatten(params), whole.unflatten(updated)
-
-
-@partial(jax.jit, static_argnums=0)
-def _update_array(tx, *args):
-    """(array, its part of the optimizer's state) after an update; args: as of update_arrays."""
-
-    def update(param, opt_state, grad, scale):
-        update, opt_state = tx.update(grad * scale, opt_state, param)
-        return optax.apply_updates(param, update), opt_state
-
-    return in_place(update)(*args)
 
 
 def in_place(update):
@@ -407,31 +374,28 @@ def in_place(update):
 # On the host: arrays to the devices and back
 
 
-def replicate(tree, devices=None):
+def replicate(tree, devices=None, layout=None):
     """Put a copy of NumPy arrays on every device.
 
     Args:
         tree: arrays or numbers.
         devices: of this process; None: all of them.
+        layout: Layout of the arrays (devices, ...); None: the usual one.
 
     Returns:
         Tree of arrays (local devices, ...), which may be donated.
     """
     devices = devices or jax.local_devices()
-    return jax.tree.map(lambda x: _place([np.asarray(x)[None]] * len(devices), devices), tree)
+    n = len(devices)
+    return jax.tree.map(lambda x: _place([np.asarray(x)[None]] * n, devices, layout), tree)
 
 
 def replicate_frozen(params):
-    """Like replicate, for parameters that are not trained: kernels keep their shapes.
+    """Like replicate, for parameters that are not trained: on GPUs kernels have cuDNN's order.
 
-    On GPUs they lie in memory in the order of cuDNN.
+    Only their order in memory changes, not their shapes.
     """
-    devices = jax.local_devices()
-
-    def place(x):
-        return _place([np.asarray(x)[None]] * len(devices), devices, frozen_layout(x))
-
-    return jax.tree.map(place, params)
+    return jax.tree.map(lambda x: replicate(x, layout=frozen_layout(x)), params)
 
 
 def frozen_layout(x, platform=None):

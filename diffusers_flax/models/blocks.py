@@ -91,11 +91,13 @@ def _moments(x, num_groups):
     """
 
     def one_pass(flat):
-        a, b, c = (flat[:, i : i + 1] for i in (k * flat.shape[1] // 4 for k in (1, 2, 3)))
+        N, column = flat.shape[1], x.shape[-2] // 2  # not at the border, where zeros are padded
+        places = ((k * N // 4 + column) % N for k in (1, 2, 3))
+        a, b, c = (flat[:, i : i + 1] for i in places)
         median = jnp.maximum(jnp.minimum(a, b), jnp.minimum(jnp.maximum(a, b), c))
         flat = flat - median
-        mean, square = (x / flat.shape[1] for x in _two_sums(flat, jnp.square(flat)))
-        variance = square - jnp.square(mean)
+        mean, square = (total / N for total in _two_sums(flat, jnp.square(flat)))
+        variance = jnp.maximum(square - jnp.square(mean), 0)
         mean = mean + median[:, 0]
         group_mean = _per_group(mean, num_groups)
         return group_mean, _per_group(variance + jnp.square(mean - group_mean[:, 0]), num_groups)
@@ -464,8 +466,8 @@ class Attention(nn.Module):
 def gated_gelu(x):
     """x (..., 2 C) -> (..., C): the first half times the second's GELU; saves x only.
 
-    GELU is float32 and rounded to x's dtype, as in PyTorch. With erf it takes a GPU 32 instructions
-    per number, with the erfc of jax.nn.gelu 83, which is more than its memory allows for.
+    GELU is float32 and rounded to x's dtype, as in PyTorch. The erfc of jax.nn.gelu needs 83
+    instructions per number (PTX, sm_90), erf 32, so that a GPU's memory is the limit.
 
     Source: GLU variants (arXiv 2002.05202), equation 6.
     """

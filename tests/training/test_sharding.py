@@ -12,6 +12,7 @@ import optax
 import pytest
 from helpers import ROOT
 
+from training import sharding
 from training.sharding import (
     KERNEL_ORDER,
     REPLICATED,
@@ -92,7 +93,8 @@ def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices, platform):
 
 def test_frozen_kernels_keep_their_shapes(monkeypatch):
     """On a GPU they lie in memory in another order, which a pmapped program takes as it is."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    order = sharding.kernel_order
+    monkeypatch.setattr(sharding, "kernel_order", lambda x, platform=None: order(x, "gpu"))
     params = {"kernel": np.random.default_rng(0).random((3, 3, 8, 16), np.float32)}
     params["bias"] = np.ones(16, np.float32)
     frozen = replicate_frozen(params)
