@@ -80,8 +80,9 @@ def open_pipeline(config, layout, sampling, outputs):
     scheduler = check_sampling(FlaxStableDiffusionXLPipeline, configs["scheduler"], model, sampling)
     steps = sampling.steps(FlaxStableDiffusionXLPipeline)
     preview = preview_files(config, outputs, scheduler, steps, [config.grid])
-    precision = dict(storage=config.storage, vae_dtype=config.vae_dtype)
-    execution = Execution(config.accelerate, preview, layout, **precision)
+    execution = Execution(
+        config.accelerate, preview, layout, storage=config.storage, vae_dtype=config.vae_dtype
+    )
     options = dict(dtype=choose_dtype(config.dtype), scheduler=scheduler, replaced=replaced)
     options |= dict(embeddings=config.embedding, execution=execution)
     pipeline = FlaxStableDiffusionXLPipeline.open(model, revision, **options)

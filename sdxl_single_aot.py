@@ -82,8 +82,9 @@ def open_pipeline(config, layout, sampling):
     replaced = {"unet": config.unet} if config.unet else None
     _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, replaced)
     scheduler = check_sampling(FlaxStableDiffusionXLPipeline, configs["scheduler"], model, sampling)
-    precision = dict(storage=config.storage, vae_dtype=config.vae_dtype)
-    execution = Execution(config.accelerate, layout=layout, **precision)
+    execution = Execution(
+        config.accelerate, layout=layout, storage=config.storage, vae_dtype=config.vae_dtype
+    )
     options = dict(dtype=choose_dtype(config.dtype), scheduler=scheduler, replaced=replaced)
     options |= dict(embeddings=config.embedding, execution=execution)
     pipeline = FlaxStableDiffusionXLPipeline.open(model, revision, **options)

@@ -125,8 +125,9 @@ class DeviceFlags:
     offload: Literal["component", "group", "layer"] | None = None
     # store the kernels of UNet and text encoders in 8 bits, cast up before each use
     storage: Literal["float8", "int8"] | None = None
-    # in which the VAE computes; default: --dtype, or float32 for SDXL's VAEs with force_upcast
-    vae_dtype: Literal["float32", "bfloat16"] | None = None
+    # in which the VAE computes; default: --dtype, or float32 for VAEs with force_upcast if --dtype
+    # is float16 or the model is SDXL. SDXL's published VAE overflows float16, not bfloat16
+    vae_dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
 
 @dataclass(frozen=True)

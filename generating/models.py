@@ -142,8 +142,8 @@ def load_model(
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
-    precision = dict(storage=options.storage, vae_dtype=options.vae_dtype)
-    execution = Execution(accelerate, options.preview, options.layout, **precision)
+    settings = dict(storage=options.storage, vae_dtype=options.vae_dtype)
+    execution = Execution(accelerate, options.preview, options.layout, **settings)
     pipeline = pipeline_type.open(
         model,
         dtype=options.dtype,

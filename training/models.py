@@ -338,8 +338,9 @@ def store_frozen(frozen, storage):
 
 
 def mixed_precision_dtype(config: Config):
-    """The dtype of --mixed_precision, with a warning if the first device is slow in it."""
-    return warn_if_slow(jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32)
+    """The dtype of --mixed_precision, with a warning if the GPU is slow in it."""
+    dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
+    return warn_if_slow(dtype, instead=jnp.float32)
 
 
 def is_sdxl(config) -> bool:

@@ -93,7 +93,9 @@ def cuda_capability():
 def tracing_for(capability):
     """Within it, programs are traced for a GPU of this compute capability, with or without one.
 
-    jax keeps what it traced before: a function that was traced outside needs jax.clear_caches().
+    It is for programs that compile for a GPU that is not there. The capability is no key of the
+    caches of jax.jit: a function that was traced outside, or for another capability, keeps its
+    program until jax.clear_caches().
 
     Args:
         capability: 8.0 (Ampere), 8.9 (Ada), 9.0 (Hopper), ...; None: no NVIDIA GPU.

@@ -269,8 +269,9 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
                 half the memory of bfloat16; see models.quantization.store.
             param_dtype: dtype of the parameters, as for FlaxModelMixin.from_pretrained. None: as in
                 the files.
-            vae_dtype: compute dtype of the VAE; None: dtype, or float32 for SDXL's VAEs with
-                force_upcast. bfloat16 takes half the time and memory, see docs/sdxl.md.
+            vae_dtype: compute dtype of the VAE. None: dtype, or float32 for VAEs with force_upcast
+                if dtype is float16 or the model is SDXL. A half dtype takes less memory, see
+                docs/sdxl.md; the published SDXL VAE overflows float16, not bfloat16.
             **components: objects in place of the directory's: unet, vae, text_encoder, ... Their
                 parameters are not read: put them into params. unet may also be a str, the
                 file, directory or hub id of a UNet, whose weights are read; controlnet likewise,

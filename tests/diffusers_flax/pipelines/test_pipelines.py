@@ -201,6 +201,10 @@ def test_float16(folders, kind):
     assert pipeline.unet.dtype == jnp.float16 and pipeline.compute_vae.dtype == jnp.float32
     of_float16, of_bfloat16 = (psnr(images[x], images[jnp.float32]) for x in list(images)[:0:-1])
     assert of_float16 > max(50, of_bfloat16 + 10)
+    half = replace(pipeline, vae_dtype="float16")
+    assert decoder_types(pipeline, params) == {"f32"} and decoder_types(half, params) == {"f16"}
+    found = half(*inputs, num_inference_steps=3, guidance_scale=2.0).images
+    assert psnr(found, images[jnp.float16]) > 50
 
 
 @pytest.mark.slow
