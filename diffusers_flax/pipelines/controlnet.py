@@ -408,13 +408,15 @@ class ControlNetTextToImage(TextToImage):
             names = {f"nets_{i}": net.dtype for i, net in enumerate(self.nets)}
             return {name: project_text(tree[name], states, dtype) for name, dtype in names.items()}
 
-        # By number of rows: guidance may end before the last step.
-        projected = {rows: project(text[:rows]) for rows in range(B, len(text) + 1, B)}
+        projected = project(text[:B] if guess_mode else text)
 
         def compute(scale, sample, t, states, added):
             rows = B if guess_mode else len(sample)
-            variables = {"params": tree, TEXT: projected[rows]}
-            sample_rows, states, added = jax.tree.map(lambda x: x[:rows], (sample, states, added))
+            # Fewer than all rows where guidance has ended.
+            sample_rows, states, added, of_text = jax.tree.map(
+                lambda x: x[:rows], (sample, states, added, projected)
+            )
+            variables = {"params": tree, TEXT: of_text}
             images = jnp.concatenate([image] * (rows // B))
             if is_several:
                 scale = list(jnp.broadcast_to(scale, len(self.nets)))
