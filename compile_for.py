@@ -23,24 +23,14 @@ A UNet, SDXL images as sdxl_single.py makes them, and edits as edit_cli.py makes
     python compile_for.py edit --gpu h100x8 --resolution 512 --scheduler ddim
 
 A batch of "auto" is the largest that fits: --train_batch_size, --batch_size or --num_images auto.
-Needs a CPU and the compiler of the target: `pip install "jax[tpu]"`, or for GPUs, unless
+With a cache, a step counts only what it computes; fbcache decides at run time, so its steps count
+in full. Needs a CPU and the compiler of the target: `pip install "jax[tpu]"`, or for GPUs, unless
 jax[cuda13] or jax[cuda12] is installed,
 
     pip install --target .venv/gpu -r requirements-gpu-compiler.txt
 
-Stable Diffusion 1.5's training step takes 4 minutes on two cores for a GPU, for a TPU 7 to 20
-minutes and 12 to 18 GB of memory (27 GB at 32 pairs per chip). --optimization_level O1 says several
-times faster whether a program fits a TPU; it keeps nothing in VMEM between operations, so the
-memory traffic is too high. Writes JSON into the current directory.
-
-Memory is what the compiler allocates for the step that needs most: with the EMA, without validation
-images. On a TPU the time is a lower bound (the roofline): the largest of FLOPs over the chip's
-peak, bytes to and from its memory over the memory's bandwidth, and bytes sent to other chips over
-the interconnect's bandwidth. On a GPU it is the sum of these bounds of all kernels; beside it
-stands an estimate at the share of the bound that each kind of kernel reached on an H200. FLOPs
-count matmuls and convolutions only. With a cache, a step counts only what it computes; fbcache
-decides at run time, so its steps count in full. --compiler_options sets XLA's options. A TPU's
-expected cycles, without Pallas kernels and waiting for data, show their effect.
+Prints memory, verdict and times of the step that needs most, and writes them as JSON into the
+current directory. docs/compile.md explains the figures, options of XLA, and how long it takes.
 """
 
 import json
@@ -73,7 +63,7 @@ from compiling.programs import (
     target_devices,
     unet_program,
 )
-from compiling.report import changed_flags, make_report, print_report, verdict
+from compiling.report import BATCH_FLAGS, changed_flags, make_report, print_report, verdict
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
@@ -249,8 +239,6 @@ def train_program(config, devices):
 
 
 SUBCOMMANDS = {"train": TrainFlags, "unet": UnetFlags, "sdxl": SdxlFlags, "edit": EditProgramFlags}
-BATCH_FLAGS = {"train": "train_batch_size", "unet": "batch_size"}
-BATCH_FLAGS |= dict.fromkeys(("sdxl", "edit"), "num_images")
 
 
 def subcommand_of(config):
@@ -295,8 +283,8 @@ def check_flags(config, num_devices):
     if isinstance(config, ImageProgramFlags):
         if config.gpu and config.offload:
             raise ValueError(
-                f"--offload {config.offload} needs a host's memory, and there is none beside a GPU "
-                "that is not there; leave it out, or take --storage int8"
+                "--offload is not supported with --gpu: the host's memory is not modelled; try "
+                "--storage int8"
             )
         check_scale("guidance_scale", config.guidance_scale, isinstance(config, EditProgramFlags))
         check_scheduler(config.scheduler)

@@ -20,7 +20,7 @@ shards. Slurm and Open MPI are detected; on other clusters also give --coordinat
 
 Memory for Stable Diffusion 1.5: 3.4 GB each for float32 parameters, gradients, two Adam moments and
 the EMA, sharded over all devices; on every device the parameters in the compute dtype and the
-activations of one micro-batch. compile_for.py computes the sum for a TPU slice.
+activations of one micro-batch. compile_for.py computes the sum for TPUs and GPUs.
 
 Papers: InstructPix2Pix (arXiv 2211.09800); ZeRO (arXiv 1910.02054) for sharded training state;
 MosaicML's Stable Diffusion 2 for the late EMA.

@@ -10,7 +10,7 @@ import importlib.util
 import re
 import sys
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -56,11 +56,6 @@ class Card(NamedTuple):
     def memory(self):
         """GiB that a program can use."""
         return USABLE_SHARE * self.num_bytes / 2**30
-
-    @property
-    def size(self):
-        """GB, as the card is sold."""
-        return round(self.num_bytes / 2**30)
 
 
 def _hopper(name, bandwidth, num_bytes):
@@ -179,7 +174,11 @@ def find_compiler():
     if not packages:
         raise ValueError(f"the compiler for NVIDIA GPUs is not installed; 140 MB: {install}")
     for package in (packages[0], packages[0].replace("plugin", "pjrt")):
-        if (found := version(package)) != wanted:
+        try:
+            found = version(package)
+        except PackageNotFoundError as error:
+            raise ValueError(f"{package} is not installed: {install}") from error
+        if found != wanted:
             raise ValueError(f"{package} is of jax {found}, but jaxlib is {wanted}: {install}")
     return packages[0]
 

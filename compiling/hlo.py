@@ -177,6 +177,9 @@ def hbm_bytes(text, switches=()):
     return round(sum_over_run(text, moved_by, switches))
 
 
+LIBRARY = re.compile(r'custom_call_target="__(cublas|cudnn)')  # kernels with a workspace
+
+
 def moved_by(instructions, computations):
     """Bytes that a computation's instructions move to and from HBM."""
     return sum(size for *_, size in traffic(instructions, computations))
@@ -199,8 +202,8 @@ def traffic(instructions, computations):
         elif fused := FUSED.search(rest):
             for index, size in slices_of(computations[fused[1]]).items():
                 reads[index] = min(reads[index], size)
-        elif operation == "custom-call":
-            written -= workspace_bytes(kind)
+        elif LIBRARY.search(rest):
+            written = max(0, written - workspace_bytes(kind))
         read = sum(reads)
         if operation in ("copy-start", "slice-start"):
             # Its type is (target, source, flag), or ((source), target, flag).
@@ -214,7 +217,7 @@ def traffic(instructions, computations):
 
 
 def workspace_bytes(kind):
-    """Bytes of the workspace at the end of a custom call's type: "(bf16[8]{0}, u8[4096]{0})"."""
+    """Bytes of the workspace at the end of a library call's type, "(bf16[8]{0}, u8[4096]{0})"."""
     last = SHAPE.findall(kind)[1:][-1:]
     return sum(array_bytes(dtype, shape) for dtype, shape, _ in last if dtype in ("u8", "s8"))
 

@@ -170,7 +170,7 @@ def add_tables(tables):
 
 # The least time of all kernels of a kind over the measured one, in three programs on an H200: the
 # optimizer step and the UNet with gradients of Stable Diffusion 1.5, and an SDXL image; `python -m
-# benchmarks.gpu_kernels` computes them from profiles. Collectives were not measured.
+# benchmarks.gpu_compiled shares` reads the profiles. Collectives were not measured.
 MEASURED_SHARES = {
     "attention": 0.39,
     "convolution": 0.68,

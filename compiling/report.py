@@ -156,6 +156,41 @@ def verdict(report):
     return f"{answer}: {need} GiB"
 
 
+BATCH_FLAGS = {"train": "train_batch_size", "unet": "batch_size"}
+BATCH_FLAGS |= dict.fromkeys(("sdxl", "edit"), "num_images")
+IMAGE_ADVICE = {"parameters": ("--storage int8",), "temporaries": ("--vae_tile 512",)}
+# {subcommand: {part of the memory: flags that make it smaller}}
+ADVICE = {
+    "train": {
+        "parameters": ("--lora_rank 16",),
+        "optimizer": ("--lora_rank 16",),
+        "ema": ("--ema none", "--lora_rank 16"),
+        "frozen models": ("--cache_latents latents --no_random_crop",),
+        "temporaries": ("--gradient_checkpointing", "--gradient_accumulation_steps 2"),
+    },
+    "unet": {},
+    "sdxl": IMAGE_ADVICE,
+    "edit": IMAGE_ADVICE,
+}
+
+
+def advice(report):
+    """The end of the verdict on a program that does not fit: what needs most, and what to try."""
+    memory, name = report.get("memory", {}), report["program"]
+    batch, most = report["batch_per_chip"], max(memory, key=memory.get, default="")
+    flags, has_lora = report["flags"], "lora_rank" in report["flags"]
+    tries = [x for x in ADVICE[name].get(most, ()) if x.split()[0].removeprefix("--") not in flags]
+    if most == "frozen models" and has_lora and "storage" not in flags:
+        tries.insert(0, "--storage int8")
+    if most == "temporaries" and batch == 1:
+        tries = [x for x in tries if not x.startswith("--gradient_accumulation_steps")]
+    if batch > 1 and most in ("", "batches", "temporaries", "outputs"):
+        tries.append(f"--{BATCH_FLAGS[name]} auto")
+    tries = tries or [f"a {chip_name(report)} with more memory"]
+    cause = f"; the largest part is {most}, {memory[most] / GIB:.2f} GiB" if memory else ""
+    return f"{cause}; try {' or '.join(tries)}"
+
+
 def print_report(report):
     """The report as a table."""
     chip = chip_name(report)
@@ -165,17 +200,17 @@ def print_report(report):
         print(f"  the VAE works in tiles of {report['vae_tile']} pixels")
     for name, size in report.get("memory", {}).items():
         print(f"  {name:<14}{size / GIB:8.3f} GiB")
-    print(verdict(report))
+    print(verdict(report) + ("" if report["fits"] else advice(report)))
     if "gpu" in report and report["fits"] and needs_more_than_jax_takes(report):
         print(f"jax takes {JAX_SHARE:.0%} of a GPU's memory: export {FRACTION}={USABLE_SHARE}")
     for size, row in report.get("sizes", {}).items():
-        time = f", at least {row['step_seconds'] * 1e3:.3g} ms" if "step_seconds" in row else ""
-        flops = f", {row['flops'] / 1e12:.3g} TFLOP" if "flops" in row else ""
+        time = f", at least {row['step_seconds'] * 1e3:.3g} ms" if row["fits"] else ""
+        flops = f", {row['flops'] / 1e12:.3g} TFLOP" if row["fits"] else ""
         seconds = f", compiled in {row['compile_seconds']:.0f} s"
         print(f"  {size:<14}{row['memory_total'] / GIB:8.3f} GiB{flops}{time}{seconds}")
     if "smallest_not_fitting" in report:
         print(f"{report['smallest_not_fitting']} per {chip} do not fit")
-    if "flops" in report:
+    if report["fits"]:
         print_times(report)
 
 

@@ -1,12 +1,23 @@
 """What the tests of programs for NVIDIA GPUs share."""
 
-import importlib.util
+import sys
 
 import pytest
 
-from compiling.cards import FOLDER, PACKAGES
+from compiling.cards import find_compiler
 
-needs_gpu_compiler = pytest.mark.skipif(
-    not (FOLDER.is_dir() or any(importlib.util.find_spec(name) for name in PACKAGES)),
-    reason="the compiler for NVIDIA GPUs is not installed: make .venv/gpu",
-)
+
+def missing_compiler():
+    """Why the compiler for NVIDIA GPUs cannot be used; "" if it can."""
+    path = list(sys.path)
+    try:
+        find_compiler()
+    except ValueError as error:
+        return str(error)
+    finally:
+        sys.path[:] = path  # jax would find the plugin there, in tests that need none
+    return ""
+
+
+MISSING = missing_compiler()
+needs_gpu_compiler = pytest.mark.skipif(bool(MISSING), reason=f"make gpu-compiler ({MISSING})")

@@ -30,7 +30,7 @@ from compiling.chips import (
 )
 from compiling.costs import num_bytes
 from compiling.programs import Program
-from compiling.report import changed_flags, make_report
+from compiling.report import changed_flags, make_report, print_report
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.pipelines import sampling
 from training.ema import start_average
@@ -477,7 +477,7 @@ def test_training_step_of_every_size(model, tmp_path):
 def mistake(capsys, *args):
     """The error line of a command that fails."""
     with pytest.raises(SystemExit) as stopped:
-        compile_for.main(["train", *args])
+        compile_for.main(list(args) if args[:1] == ("sdxl",) else ["train", *args])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -537,6 +537,11 @@ def test_flags_that_do_not_work(libtpu_environment, tmp_path, monkeypatch, capsy
         ),
         ("--gpu h10", "--gpu h10 is not known; known are a100_40, a100_80, h100, h200, l4, "),
         ("--gpu h100 --train_batch_size many", "invalid choice"),
+        (
+            "sdxl --gpu h100 --offload group",
+            "--offload is not supported with --gpu: the host's memory is not modelled; try "
+            "--storage int8",
+        ),
     ],
 )
 def test_targets_that_do_not_work(capsys, args, message):
@@ -621,8 +626,68 @@ def test_a_program_that_does_not_fit(model, tmp_path):
     done = run(*command)
     assert done.returncode == 0, done.stderr
     assert re.search(
-        r"^does not fit: 10000 per GPU need \d+\.\d\d of 22\.07 GiB$", done.stdout, re.M
+        r"^does not fit: 10000 per GPU need \d+\.\d\d of 22\.07 GiB; .*try --batch_size auto$",
+        done.stdout,
+        re.M,
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "memory", "batch", "said"),
+    [
+        (
+            TrainFlags(gpu="l4"),
+            {"parameters": 3, "optimizer": 6, "temporaries": 20},
+            16,
+            "the largest part is temporaries, 20.00 GiB; try --gradient_checkpointing or "
+            "--gradient_accumulation_steps 2 or --train_batch_size auto",
+        ),
+        (
+            TrainFlags(gpu="l4", gradient_checkpointing=True),
+            {"parameters": 10, "optimizer": 20, "temporaries": 5},
+            1,
+            "the largest part is optimizer, 20.00 GiB; try --lora_rank 16",
+        ),
+        (
+            TrainFlags(gpu="l4", lora_rank=4),
+            {"parameters": 1, "optimizer": 2, "frozen models": 40, "temporaries": 1},
+            1,
+            "the largest part is frozen models, 40.00 GiB; try --storage int8 or "
+            "--cache_latents latents --no_random_crop",
+        ),
+        (
+            SdxlFlags(gpu="l4", storage="int8"),
+            {"parameters": 30, "temporaries": 5},
+            1,
+            "the largest part is parameters, 30.00 GiB; try a GPU with more memory",
+        ),
+        (
+            SdxlFlags(gpu="l4", vae_tile=512),
+            {"parameters": 7, "temporaries": 25},
+            4,
+            "the largest part is temporaries, 25.00 GiB; try --num_images auto",
+        ),
+    ],
+)
+def test_what_does_not_fit_has_no_times(capsys, flags, memory, batch, said):
+    """Memory, one line with the verdict, what needs most, and flags that are not given yet."""
+    unit = 2**30
+    held = {name: jax.ShapeDtypeStruct((1, size * unit), jnp.int8) for name, size in memory.items()}
+    temporaries = held.pop("temporaries").shape[1]
+    program = Program(step=None, args=(), held=held, batch_per_chip=batch)
+    row = {"kernels": 5.0, "bytes": 1e9, "flops": 1e12, "least_seconds": 0.1}
+    step = {"padding": 0, "temporaries": temporaries, "outputs": 0, "code": 0}
+    step |= {"compile_seconds": 1.0, "kernels": {"matmul": row}}
+    step |= {"interconnect_bytes": 0, "host_bytes": 0}
+    name = compile_for.subcommand_of(flags)
+    report = make_report(flags, name, find_gpus("l4"), program, (step, None), (1e12, 0.0))
+    print_report(report)
+    lines = capsys.readouterr().out.splitlines()
+    need, usable = sum(memory.values()), report["memory_usable"] / unit
+    verdict = f"does not fit: {batch} per GPU need {need:.2f} of {usable:.2f} GiB"
+    assert lines[-1] == f"{verdict}; {said}"
+    assert len(lines) == 1 + len(report["memory"]) + 1
+    assert report["kernels"]  # in the file
 
 
 def test_compiler_not_installed(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from importlib.metadata import PackageNotFoundError
 
 import jax
 import jax.numpy as jnp
@@ -111,4 +112,20 @@ def test_compiler_of_another_version(wrong, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(folder)
     said = rf"^jax_cuda13_{wrong} is of jax 0\.9\.9, but jaxlib is .*: pip install --upgrade "
     with pytest.raises(ValueError, match=said):
+        find_compiler()
+
+
+def test_part_of_the_compiler_is_missing(monkeypatch, tmp_path):
+    (tmp_path / "jax_cuda13_plugin").mkdir()
+    (tmp_path / "jax_cuda13_plugin" / "__init__.py").touch()
+
+    def fake_version(package):
+        if package == "jax_cuda13_pjrt":
+            raise PackageNotFoundError(package)
+        return jaxlib.__version__
+
+    monkeypatch.setattr(cards, "FOLDER", tmp_path)
+    monkeypatch.setattr(cards, "version", fake_version)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"^jax_cuda13_pjrt is not installed: pip install "):
         find_compiler()

@@ -80,7 +80,7 @@ def test_stablehlo_is_bit_for_bit_jit(tmp_path, name):
 
 
 @needs("stablehlo")
-def test_stablehlo_for_a_compile_fors(tmp_path):
+def test_stablehlo_for_a_tpu_compiles(tmp_path):
     tpu = Path(sys.prefix, "tpu")  # see the Makefile
     if not tpu.exists():
         pytest.skip(f"needs libtpu in {tpu}")
