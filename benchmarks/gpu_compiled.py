@@ -20,6 +20,7 @@ lines of microseconds, launches and name, separated by tabs; the program is comp
 """
 
 import gzip
+import subprocess
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ import tyro
 from tqdm import tqdm
 
 import compile_for
-from benchmarks.rows import describe_machine, read_rows, run_benchmark, write_rows
+from benchmarks.rows import ROOT, describe_machine, read_rows, run_benchmark, write_rows
 from compiling.cards import find_gpus, traced_for
 from compiling.costs import gpu_costs
 from compiling.hlo import parse_program
@@ -145,7 +146,14 @@ def run_programs(config):
             program = compile_for.make_program(flags, devices)
             row = compiled_row(program, host.chip)
         row |= {"gpu": config.gpu, "case": name, "batch_size": size} | measured
+        row |= {"commit": head_commit()}
         write_rows({case: row}, machine, config.output)
+
+
+def head_commit():
+    """The short id of the checkout's commit; "" outside git."""
+    command = ("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def compiled_row(program, card):

@@ -24,6 +24,8 @@ TABLES = {
     "gpu_cards": gpu.cards_table,
     "gpu_shares": gpu.shares_table,
     "gpu_estimates": gpu.estimates_table,
+    "gpu_image_moves": gpu.image_moves_table,
+    "gpu_step_moves": gpu.step_moves_table,
     "gpu_fits": gpu.fits_table,
     "gpu_fits_training": gpu.training_fits_table,
     "full_size": speed.full_size_table,

@@ -3,7 +3,7 @@
 from benchmarks.gpu_compiled import CASES, program_case
 from benchmarks.rows import GIB, markdown_table, rows_of
 from benchmarks.tables.cells import results
-from compiling.cards import CARDS
+from compiling.cards import CARDS, USABLE_SHARE
 from compiling.kernels import ALL_KINDS, MEASURED_SHARES
 
 
@@ -65,9 +65,65 @@ def estimates_table() -> str:
     )
 
 
+MOVES = "matmul", "element-wise", "convolution", "reduction", "attention", "concatenation"
+MOVES += "transpose", "copy"
+LEAST = 0.05e9  # bytes of a kind that a table shows
+
+
+def moves(columns: dict[str, dict], with_kernels: bool) -> str:
+    """Bytes of each kind of kernel, and the estimated time.
+
+    Args:
+        columns: {heading: row of the results}.
+        with_kernels: kernels of each kind stand in columns beside the bytes.
+    """
+    tables = [row["kernels"] for row in columns.values()]
+
+    def cells(kinds):
+        cells = []
+        for name, unit in (("bytes", 1e9), ("kernels", 1))[: 1 + with_kernels]:
+            sums = [sum(t[kind][name] for kind in kinds if kind in t) / unit for t in tables]
+            cells += [f"{x:,.1f}" if name == "bytes" else f"{x:,.0f}" for x in sums]
+        return cells
+
+    shown = [x for x in MOVES if any(t.get(x, {"bytes": 0})["bytes"] >= LEAST for t in tables)]
+    lines = [[kind, *cells([kind])] for kind in shown] + [["all", *cells(ALL_KINDS)]]
+    empty = [""] * len(columns) * with_kernels
+    if not with_kernels:
+        counts = [sum(row["kernels"] for row in table.values()) for table in tables]
+        lines.append(["kernels", *(f"{count:,.0f}" for count in counts)])
+    times = [f"{row['estimated_seconds'] * 1e3:.0f} ms" for row in columns.values()]
+    lines.append(["estimated time", *times, *empty])
+    lines.append(["commit", *(row["commit"] for row in columns.values()), *empty])
+    heading = f"GB | {' | '.join(columns)}"
+    if with_kernels:
+        heading += "".join(f" | kernels, {name}" for name in columns)
+    return markdown_table(heading, lines)
+
+
+def image_moves_table() -> str:
+    """What an SDXL image and an edit move, before and with the changes of docs/gpu.md."""
+    rows = results("gpu_compiled")
+    return moves(
+        {
+            "SDXL, 1024 px, before": rows["moves: image, before"],
+            "SDXL, with": rows[program_case("image", 1)],
+            "edit, 512 px, before": rows["moves: edit, before"],
+            "edit, with": rows[program_case("edit", 1)],
+        },
+        with_kernels=False,
+    )
+
+
+def step_moves_table() -> str:
+    """What a training step moves, before and with the changes of docs/gpu.md."""
+    rows = results("gpu_compiled")
+    columns = {"before": rows["moves: step, before"], "with": rows["moves: step, after"]}
+    return moves(columns, with_kernels=True)
+
+
 SIZES = (8, 12, 16, 24, 40, 80)  # of GPUs, GiB
 EXTRAPOLATED = 4  # times the largest compiled batch
-FREE = 0.1  # of a GPU's memory, for CUDA, libraries and gaps
 WORKS = {  # case of benchmarks.gpu_compiled: (work, flags that matter)
     "full 256": ("full fine-tuning, Stable Diffusion 1.5, 256 px", ""),
     "full 256, small": ("the same", "--ema none --gradient_checkpointing --cache_latents"),
@@ -130,7 +186,7 @@ def fits_rows(names) -> list[list[str]]:
         # As if all temporaries grew with the batch: some are there for one image, too.
         more = rows[max(rows)]["memory"]["temporaries"] / max(rows)
         work, flags = WORKS[name]
-        cells = [largest_batch(totals, (1 - FREE) * size * GIB, more) for size in SIZES]
+        cells = [largest_batch(totals, USABLE_SHARE * size * GIB, more) for size in SIZES]
         used = ", ".join(f"{size}: {total / GIB:.1f}" for size, total in totals.items())
         lines.append([work, f"`{flags}`" if flags else "", used, *cells])
     return lines
