@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import flax_train_instruct_pix2pix as trainer
 from command_line import check_scale, check_writable, run_main
 from compiling.cards import traced_for
-from compiling.costs import gpu_costs, program_costs, replicated_shapes
+from compiling.costs import GIB, gpu_costs, num_bytes, program_costs, replicated_shapes
 from compiling.programs import (
     DTYPES,
     FAMILIES,
@@ -102,7 +102,8 @@ class TrainFlags(trainer.Config, TargetFlags):
     # global batch: pairs per optimizer step; "auto": the largest one that fits
     train_batch_size: int | Literal["auto"] = 16
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
-    # report; "" is compile_for_CHIPS_train.json in the current directory, unless it has other flags
+    # report; "" is compile_for_CHIPS_train.json in the current directory, or -2, -3, ... if it has
+    # other flags
     output: str = ""
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
     # the 8-channel UNet, directory or file; "" is the pretrained one, widened
@@ -317,7 +318,11 @@ def compile_program(config, program, target):
         costs = partial(program_costs, compiler_options=options)
     else:
         costs = partial(gpu_costs, card=target.chip, compiler_options=options)
-    step = costs(program.step, program.args, switches=program.switches)
+    held = sum(map(num_bytes, program.held.values()))
+    if held > target.chip.memory * GIB:  # known without minutes of compilation
+        step = {"needs": held, "compile_seconds": 0.0}
+    else:
+        step = costs(program.step, program.args, switches=program.switches)
     report = partial(make_report, config, subcommand_of(config), target, program)
     if "needs" in step:
         return report((step, None), None)
@@ -426,11 +431,10 @@ def find_batch(config, target, devices):
 
 
 def report_file(config):
-    """The file of the report.
+    """The file of the report; without --output the reports of other flags stay.
 
     Raises:
-        ValueError: the file has a report with other flags and --output does not name it, it is no
-            report, or it cannot be written.
+        ValueError: the file is no report, or it cannot be written.
     """
     name = f"compile_for_{config.tpu or config.gpu}_{subcommand_of(config)}"
     if batch_of(config) == "auto":
@@ -441,13 +445,16 @@ def report_file(config):
     if file.is_dir():
         raise ValueError(f"--output {file} is a directory; name a file")
     check_writable(f"--output {file}", file.parent)
-    if file.is_file():
+    flags, number = json.loads(json.dumps(changed_flags(config))), 1
+    while file.is_file():
         try:
             old_flags = json.loads(file.read_text())["flags"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"--output {file} exists and is no report; name another") from error
-        if not config.output and old_flags != json.loads(json.dumps(changed_flags(config))):
-            raise ValueError(f"{file} is the report of other flags ({old_flags}); give --output")
+        if config.output or old_flags == flags:
+            break
+        number += 1
+        file = Path(f"{name}-{number}.json")
     return file
 
 
@@ -480,8 +487,10 @@ def run(config):
 def say_what_compiles(config, target):
     """Print what is compiled, for what, and how long it may take."""
     place = f"{config.tpu}, {target.num_chips} chip(s) in {target.num_hosts} host(s)"
-    place, least = (f"{config.gpu}, {target.num_chips} GPU(s)", 1) if config.gpu else (place, 5)
-    said = f"compiling {subcommand_of(config)} for {place}; at full size {least} to 75 minutes"
+    duration = "5 to 75 minutes"
+    if config.gpu:
+        place, duration = f"{config.gpu}, {target.num_chips} GPU(s)", "1 to 10 minutes"
+    said = f"compiling {subcommand_of(config)} for {place}; a program of full size takes {duration}"
     print(said, flush=True)
 
 

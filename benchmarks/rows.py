@@ -40,7 +40,12 @@ def check_counts(config, **lowest):
 
 
 def check_output(output):
-    """Raise a ValueError for a file that cannot be written or is not a results file."""
+    """Raise a ValueError for a file that cannot be written or is not a results file.
+
+    "" is the benchmark's own file.
+    """
+    if not output:
+        return
     folder = Path(output).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -108,8 +108,8 @@ def find_gpus(name):
     Raises:
         ValueError: the name is unknown.
     """
-    card, count = name, "1"
-    if found := re.fullmatch(r"(\w+)x([1-9]\d?)", name):
+    card, count = name.lower(), "1"
+    if found := re.fullmatch(r"(\w+)x([1-9]\d?)", card):
         card, count = found.groups()
     if card not in CARDS:
         raise ValueError(

@@ -134,7 +134,9 @@ def compile_shapes(program, args, compiler_options, defaults=None):
     except jax.errors.JaxRuntimeError as error:
         # The first number is the memory needed.
         size = re.search(r"\b([\d.]+)([KMGT])\b", str(error))
-        if re.search("No such compile option|Failed to parse .* into flag", str(error)):
+        if re.search(
+            "No such compile option|While setting option|Failed to parse .* into flag", str(error)
+        ):
             options = " ".join(f"{name}={value}" for name, value in compiler_options.items())
             raise ValueError(
                 f"XLA does not take the compiler options {options} ({one_line(error, 200)}); leave "

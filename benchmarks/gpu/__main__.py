@@ -317,7 +317,7 @@ def measure_row(config, name, row, programs, theirs, configs):
 
 def make_plan(config, rows, cache):
     """The Planned rows that fit into the time, in their order."""
-    kind, results = jax.devices()[0].device_kind, read_rows(config.output)
+    kind, results = jax.devices()[0].device_kind, read_rows(config.results)
     contenders = {
         name: [*row.ours, *(f"torch {x}" for x in config.pytorch)] for name, row in rows.items()
     }
@@ -424,7 +424,7 @@ def measure_all(config, rows, ready, machine, configs):
         try:
             found = measure_row(config, name, row, ours, theirs, configs)
             found["other_programs_compile"] = ready.unfinished
-            write_contenders(row.case, found, machine, config.output)
+            write_contenders(row.case, found, machine, config.results)
         except Exception as error:  # such as too little memory; the other rows go on
             print(f"{name} is left out: {describe_error(error)}", flush=True)
             ready.failed.append(name)
@@ -433,7 +433,7 @@ def measure_all(config, rows, ready, machine, configs):
     if ready.agreement and not ready.agreement.error:
         kind = jax.devices()[0].device_kind
         row = {f"{kind} agreement": {"psnr": ready.agreement.value}}
-        write_rows(row, machine, config.output)
+        write_rows(row, machine, config.results)
 
 
 def run(config):

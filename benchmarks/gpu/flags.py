@@ -41,7 +41,14 @@ class Config(TimingFlags):
     compile_only: bool = False  # compile into --cache_dir, so that the next call measures
     cache_dir: str = "~/.cache/benchmarks_gpu"  # of compiled programs; "": no cache
     profile: str = ""  # directory for a table of the kernels of each contender's pass
-    output: str = "benchmarks/results/gpu.json"
+    # rows; "": benchmarks/results/gpu.json, for tiny models gpu_tiny.json in the current directory
+    output: str = ""
+
+    @property
+    def results(self):
+        """The file of the rows."""
+        full = "benchmarks/results/gpu.json"
+        return self.output or (full if self.size == "full" else "gpu_tiny.json")
 
     @property
     def sizes(self):
