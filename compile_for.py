@@ -464,10 +464,10 @@ def run(config):
     if config.optimization_level:
         jax.config.update("jax_optimization_level", config.optimization_level)
     target = find_target(config)
-    devices = target_devices(target)
-    first = with_first_batch(config, len(devices))
-    check_flags(first, len(devices))
+    first = with_first_batch(config, target.num_chips)
+    check_flags(first, target.num_chips)
     output = report_file(config)
+    devices = target_devices(target)
     components = COMPONENT_FLAGS if isinstance(config, TrainFlags) else {}
     first = with_single_files(first, "pretrained_model_name_or_path", **components)
     with traced_for(target.chip if config.gpu else None):
