@@ -76,7 +76,7 @@ def total_seconds(planned):
 
 
 def choose_rows(candidates, minutes):
-    """(the rows that fit, the others), in the order of the candidates."""
+    """(rows that fit, rows that do not), in the order of the candidates."""
     chosen, left_out = [], []
     for row in candidates:
         fits = total_seconds([*chosen, row]) <= 60 * minutes

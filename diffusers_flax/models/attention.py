@@ -59,7 +59,7 @@ def _attend(query, key, value, mask, num_heads, is_causal, num_keys, capability)
 
 
 def _of_first_keys(kernel, num_keys):
-    """A kernel that sees the first num_keys keys only."""
+    """A kernel that attends to the first num_keys keys only."""
     if kernel is padded_attention:
         return partial(kernel, num_keys=num_keys)
     return lambda query, key, value: kernel(query, key[:, :num_keys], value[:, :num_keys])
