@@ -21,3 +21,5 @@ def missing_compiler():
 
 MISSING = missing_compiler()
 needs_gpu_compiler = pytest.mark.skipif(bool(MISSING), reason=f"make gpu-compiler ({MISSING})")
+
+MOVES = {"copy", "transpose", "concatenate"}  # operations of HLO

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from gpu_programs import needs_gpu_compiler
+from gpu_programs import MOVES, needs_gpu_compiler
 
 from compiling.cards import COMPILER_OPTIONS, find_gpus, gpu_devices, traced_for
 from compiling.hlo import BRANCHES, FUSED, all_bytes, operands_of, parse_program
@@ -11,7 +11,6 @@ from compiling.programs import FAMILIES, EditProgramFlags, SdxlFlags, image_prog
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
-MOVES = {"copy", "transpose", "concatenate"}
 INDEX = re.compile(r"index=(\d+)")
 
 

@@ -4,7 +4,7 @@ import re
 
 import jax
 import pytest
-from gpu_programs import needs_gpu_compiler
+from gpu_programs import MOVES, needs_gpu_compiler
 
 from compile_for import TrainFlags, train_program
 from compiling.cards import COMPILER_OPTIONS, find_gpus, gpu_devices, traced_for
@@ -13,7 +13,6 @@ from compiling.programs import FAMILIES
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
-MOVES = {"copy", "transpose", "concatenate"}
 # Of Stable Diffusion 1.5, with a fifth of the channels.
 SMALL = {
     "unet": {"block_out_channels": (64, 128, 256, 256), "layers_per_block": 1},
