@@ -52,16 +52,16 @@ from editing.edits import (
     EditList,
     check_model,
     edit_batches,
-    edit_size,
-    load_fitted,
     plan_edits,
     read_edits,
-    rounds_of,
-    shared_size,
-    stretch,
 )
-from editing.masks import check_inputs, check_masks, finish_edit, load_mask, stretch_mask
-from generating.batches import IN_FLIGHT, DeviceClock, FileWriter, check_finite_images
+from generating.batches import (
+    IN_FLIGHT,
+    DeviceClock,
+    FileWriter,
+    check_finite_images,
+    rounds_of,
+)
 from generating.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from generating.flags import (
     DeviceFlags,
@@ -72,10 +72,12 @@ from generating.flags import (
     layout_of_flags,
     note_single_words,
 )
+from generating.masks import check_inputs, check_masks, finish_edit, load_mask, stretch_mask
 from generating.models import ModelOptions, Sampling, load_model
 from generating.previews import preview_files
 from generating.resuming import checksum_of, id_maker, is_finished, print_continued
 from generating.single_files import with_single_files
+from generating.sizes import load_fitted, result_size, shared_size, stretch
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,7 @@ def write_edit(result, edit, size, image_id, mask_feather):
     """Write a program's result, NumPy (H, W, 3) in [0, 1], at size (width, height)."""
     original = mask = None
     if edit.mask is not None:
-        original, mask = load_fitted(edit.input, size), load_mask(edit, size)
+        original, mask = load_fitted(edit.input, size), load_mask(edit.mask, size)
     (image,) = to_pil(result)
     image = finish_edit(image, size, original, mask, mask_feather)
     save_image(image, edit.output, SOFTWARE, image_id)
@@ -293,7 +295,7 @@ def run_edits(pipeline, params, edit_list, sizes, ids, config):
             size, mask = size_of[edit], None
             image = stretch(load_fitted(edit.input, size), program_size)
             if is_masked:
-                mask = stretch_mask(load_mask(edit, size), program_size)
+                mask = stretch_mask(load_mask(edit.mask, size), program_size)
             return image, mask
 
         for batch, images, _ in edit_batches(
@@ -370,7 +372,7 @@ def run(config):
     config = with_single_files(config, "model")
     sampling = from_flags(Sampling, config)
     checked = check_model(config.model, config.resolution, sampling)
-    sizes = [edit_size(size, checked.resolution, checked.factor) for size in image_sizes]
+    sizes = [result_size(size, checked.resolution, checked.factor) for size in image_sizes]
     program_sizes = sizes
     if not config.exact_size:
         program_sizes = [shared_size(size, checked.factor) for size in sizes]

@@ -35,21 +35,13 @@ from diffusers_flax.loading.tokenizer import sequences_of_ids, too_long
 from diffusers_flax.parameters import cast_params, place_params
 from diffusers_flax.pipelines.base import TEXT_ENCODERS
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
-from editing.edits import (
-    EditList,
-    batch_inputs,
-    check_model,
-    edit_size,
-    fit_image,
-    plan_edits,
-    shared_size,
-    stretch,
-)
-from editing.masks import finish_edit, fit_mask, stretch_mask
+from editing.edits import EditList, batch_inputs, check_model, plan_edits
 from generating.batches import check_finite_images, devices_for
 from generating.flags import from_flags
+from generating.masks import finish_edit, fit_mask, stretch_mask
 from generating.memory import plan_images
 from generating.models import ModelOptions, Sampling, check_sampling, load_model
+from generating.sizes import fit_image, result_size, shared_size, stretch
 
 MAX_PROGRAMS = 24  # in memory; older ones stay in the compilation cache on the disk
 MAX_PREVIEWS = 10  # for each image
@@ -215,7 +207,7 @@ class Editor:
     def size_of(self, settings, image_size=None):
         """(width, height) of the result; image_size: of the original image."""
         shape = image_size if self.edits else SHAPES[settings.shape]
-        return edit_size(shape, settings.resolution, self.checked.factor)
+        return result_size(shape, settings.resolution, self.checked.factor)
 
     def program_size(self, request):
         """(width, height) of a request's program, see shared_size."""

@@ -37,9 +37,9 @@ from app.settings import (
 )
 from app.status import in_words, status, status_of
 from diffusers_flax.images import save_image
-from editing.edits import fit_image
-from editing.masks import read_mask_of
 from generating.captions import GRID_MARGIN, captioned, tile_grid
+from generating.masks import read_mask_of
+from generating.sizes import fit_image
 
 MAX_COMPARED = 8
 

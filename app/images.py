@@ -8,8 +8,9 @@ from PIL import Image
 
 from dataloading.images import decode_image, one_error
 from diffusers_flax.images import open_image
-from editing.edits import fit_image, read_edits
-from editing.masks import white_mask
+from editing.edits import read_edits
+from generating.masks import white_mask
+from generating.sizes import fit_image
 
 PAINTING_SIZE = 512  # pixels, smallest longer side of an image in the mask editor
 

@@ -1,4 +1,4 @@
-"""Editing images: their sizes, lists of edits, the model, batches of edits over all devices.
+"""Editing images: lists of edits, the model, batches of edits over all devices.
 
 checked = check_model("MODEL", None, sampling)
 pipeline, params = load_model("MODEL", checked.pipeline_type, checked.scheduler, (), options)
@@ -8,75 +8,24 @@ for batch, images, seconds in edit_batches(pipeline, params, edit_list, sampling
 """
 
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from PIL import Image, ImageOps
 
-from dataloading.images import load_image
 from dataloading.lists import raise_problems, read_list
 from diffusers_flax.images import image_mark
-from diffusers_flax.messages import warn_once
-from diffusers_flax.pipelines.base import MODULES, pipeline_class
-from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix, pixels_per_latent
-from generating.batches import (
-    batches_of_places,
-    devices_for,
-    images_at_once,
-    run_ahead,
-)
+from diffusers_flax.pipelines.base import pipeline_class
+from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
+from generating.batches import batches_of_places, devices_for, images_at_once, run_batches
 from generating.memory import plan_images
-from generating.models import check_sampling
+from generating.models import check_sampling, factor_and_resolution
 
 SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace
 TEXT_TO_IMAGE = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
-MAX_LOADERS = 8
-
-
-def edit_size(size, resolution, factor):
-    """The size of a result: the longer side is resolution, both sides multiples of factor.
-
-    size, result: (width, height).
-    """
-    longer = max(size)
-    sides = (side * resolution / longer for side in size)
-    return tuple(max(1, math.floor(side / factor + 0.5)) * factor for side in sides)
-
-
-def shared_size(size, factor):
-    """The size of the program for a result; images of similar shapes share it.
-
-    The shorter side becomes the nearest of 8/16, 9/16, ..., 16/16 of the longer side. 1:1, 4:3,
-    16:10, 16:9 and 2:1 do not change, 3:2 changes by about 3%, others by at most 7% from 256 pixels
-    on. Images longer than 2:1 keep their size.
-
-    Args:
-        size: (width, height) of edit_size.
-        factor: both sides are multiples of it.
-    """
-    shorter, longer = sorted(size)
-    sides = [math.floor(longer * k / 16 / factor + 0.5) * factor for k in range(8, 17)]
-    if shorter < sides[0]:
-        return size
-    shared = min(sides, key=lambda side: (abs(side - shorter), -side))
-    return (longer, shared) if size[0] == longer else (shared, longer)
-
-
-def fit_image(image, size):
-    """A PIL image scaled to cover size (width, height) and cropped to it evenly."""
-    return ImageOps.fit(image, size, Image.Resampling.LANCZOS)
-
-
-def stretch(image, size):
-    """A PIL image resized to (width, height) without keeping its aspect ratio."""
-    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 
 def read_edits(file, flag="edits_jsonl"):
@@ -112,28 +61,6 @@ def overwritten_images(rows):
     ]
 
 
-def rounds_of(edits):
-    """The round of each edit, from 0; an edit of another's output is in a later round.
-
-    edits: objects with after, the place of another edit or None, without circles.
-    """
-    after = {place: [] if e.after is None else [e.after] for place, e in enumerate(edits)}
-    rounds = [0] * len(edits)
-    for place in TopologicalSorter(after).static_order():
-        rounds[place] = max((rounds[before] + 1 for before in after[place]), default=0)
-    return rounds
-
-
-def num_loaders():
-    """Number of threads that decode images."""
-    return min(MAX_LOADERS, os.cpu_count() or 1)
-
-
-def load_fitted(path, size):
-    """fit_image for the image in a file."""
-    return fit_image(load_image(path), size)
-
-
 class CheckedModel(NamedTuple):
     """What check_model finds out."""
 
@@ -167,15 +94,7 @@ def check_model(model, resolution, sampling, text_to_image=False):
             "sdxl_single.py and an SDXL model"
         )
     _, configs = pipeline_type.check(model)
-    factor = pixels_per_latent(configs, math.inf if resolution is None else resolution)
-    if resolution is None:
-        side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
-        resolution = factor * (max(side) if isinstance(side, list) else side)
-    if (side := edit_size((1, 1), resolution, factor)[0]) != resolution:
-        warn_once(
-            f"--resolution {resolution} is not a multiple of {factor}; the longer side of images "
-            f"becomes {side} pixels"
-        )
+    factor, resolution = factor_and_resolution(configs, resolution)
     scheduler = check_sampling(pipeline_type, configs["scheduler"], model, sampling)
     return CheckedModel(pipeline_type, factor, resolution, scheduler)
 
@@ -250,17 +169,17 @@ def edit_batches(pipeline, params, edit_list, sampling, load, bar, clock=None, i
     neg_prompt_ids = None
     if sampling.negative_prompt:  # SDXL distinguishes no text from an empty one
         neg_prompt_ids = pipeline.prepare_text_inputs(sampling.negative_prompt)
-    base_key, compiled = jax.random.key(sampling.seed), set()
+    base_key = jax.random.key(sampling.seed)
     batches = batches_of_places(
         edit_list.rounds_and_kinds, edit_list.finished, edit_list.batch_size, len(devices)
     )
 
-    def prepare(kind, places, num_edits):
+    def prepare(kind, places, load_all):
         size, is_masked = kind
         batch, n = [edits[place] for place in places], len(places)
-        images, masks = zip(*loaders.map(load, batch, [size] * n, [is_masked] * n))
+        images, masks = zip(*load_all(load, batch, [size] * n, [is_masked] * n))
         indices = np.array([edit.index for edit in batch])
-        arrays = batch_inputs(
+        return batch_inputs(
             pipeline,
             list(images),
             list(masks) if is_masked else None,
@@ -270,13 +189,9 @@ def edit_batches(pipeline, params, edit_list, sampling, load, bar, clock=None, i
             len(devices),
             edit_list.mask_feather,
         )
-        return kind, batch[:num_edits], arrays
 
-    def dispatch(prepared):
-        kind, _, (prompt_ids, image, keys, neg_ids, mask) = prepared
-        if kind not in compiled:
-            compiled.add(kind)
-            bar.set_description(f"compiling {kind[0][0]}x{kind[0][1]}")
+    def call(_, arrays):
+        prompt_ids, image, keys, neg_ids, mask = arrays
         return pipeline(
             prompt_ids,
             image,
@@ -290,21 +205,9 @@ def edit_batches(pipeline, params, edit_list, sampling, load, bar, clock=None, i
             **sampling.steps(type(pipeline)),
         ).images  # (devices, B, H, W, 3)
 
-    def collect(prepared, images):
-        _, batch, _ = prepared
-        images = np.asarray(images)
-        return images.reshape(-1, *images.shape[2:])[: len(batch)]
-
-    loaders = ThreadPoolExecutor(num_loaders())
-    try:
-        ready = (prepare(*batch) for batch in batches)
-        for prepared, images, seconds in run_ahead(ready, dispatch, collect, clock, in_flight):
-            ((width, height), _), batch, _ = prepared
-            yield batch, images, seconds
-            bar.set_description(f"editing {width}x{height}")
-            bar.update(len(batch))
-    finally:  # without waiting: after an error load may wait for a result that never comes
-        loaders.shutdown(wait=False, cancel_futures=True)
+    made = run_batches(batches, prepare, call, bar, "editing", clock, in_flight)
+    for places, images, seconds in made:
+        yield [edits[place] for place in places], images, seconds
 
 
 def batch_inputs(

@@ -26,9 +26,9 @@ from dataloading.shards import (
     read_row_group,
 )
 from diffusers_flax.messages import one_line
-from editing.edits import fit_image
-from editing.masks import fit_mask, read_mask_of
 from editing.metrics import CLIP_METRICS
+from generating.masks import fit_mask, read_mask_of
+from generating.sizes import fit_image
 
 CAPTION_COLUMNS = {
     "original_prompt_column": "original_prompt",

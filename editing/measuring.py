@@ -18,13 +18,14 @@ from diffusers_flax.images import prepare_images, save_image
 from diffusers_flax.parameters import replicate_params
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.sampling import decode, make_schedule
-from editing.edits import EditList, edit_batches, edit_size, plan_edits
+from editing.edits import EditList, edit_batches, plan_edits
 from editing.metrics import Clip, clip_metrics, features_or_nan, mask_metrics, pixel_metrics
 from editing.report import grid_rows
 from editing.results import find_row
 from generating.batches import check_finite_images
 from generating.flags import from_flags
 from generating.models import ModelOptions, Sampling, load_model
+from generating.sizes import result_size
 
 IMAGES = "images"  # directory of the images of grid.png
 BASELINES = ("copied input", "truth")
@@ -44,7 +45,7 @@ class References:
 
 def load_references(pairs, clip, resolution, factor):
     """The References for pairs at a resolution."""
-    sizes = [edit_size(pair.size(), resolution, factor) for pair in pairs]
+    sizes = [result_size(pair.size(), resolution, factor) for pair in pairs]
     if clip is None:
         return References(pairs, sizes, None, None)
     with tqdm(total=2 * len(pairs), desc="CLIP of the pairs", unit="image") as bar:

@@ -16,14 +16,29 @@ import os
 import time
 from collections import Counter, defaultdict, deque
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from graphlib import TopologicalSorter
 from threading import BoundedSemaphore, Lock
 
 import jax
 import numpy as np
 
+from generating.sizes import num_loaders
+
 IN_FLIGHT = 2  # batches on the devices: one runs, the next one waits
 MAX_WRITERS = 8  # threads that write images; compressing a PNG takes longer than all else
 WAITING_PER_WRITER = 4  # images in memory
+
+
+def rounds_of(edits):
+    """The round of each edit, from 0; an edit of another's output is in a later round.
+
+    edits: objects with after, the place of another edit or None, without circles.
+    """
+    after = {place: [] if e.after is None else [e.after] for place, e in enumerate(edits)}
+    rounds = [0] * len(edits)
+    for place in TopologicalSorter(after).static_order():
+        rounds[place] = max((rounds[before] + 1 for before in after[place]), default=0)
+    return rounds
 
 
 def devices_for(num_images, layout=None):
@@ -149,6 +164,44 @@ def run_ahead(batches, dispatch, collect, clock=None, in_flight=IN_FLIGHT):
     finally:  # after Ctrl-C without waiting for the devices
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def run_batches(batches, prepare, call, bar, doing, clock=None, in_flight=1):
+    """Make the images of batches_of_places; threads load what the next batch needs.
+
+    Args:
+        batches: of batches_of_places; a kind is a tuple that begins with (width, height).
+        prepare: (kind, places, map) -> the arrays of a call; map is that of a pool of threads.
+        call: (kind, arrays) -> images on the devices, (devices, B, H, W, 3).
+        bar: tqdm progress bar in units of images.
+        doing: what the bar says, a verb such as "editing".
+        clock, in_flight: see run_ahead.
+
+    Yields:
+        (places, images: NumPy float32 (n, H, W, 3) in [0, 1], seconds on the devices).
+    """
+    compiled, loaders = set(), ThreadPoolExecutor(num_loaders())
+
+    def dispatch(prepared):
+        (kind, _, _), arrays = prepared
+        if kind not in compiled:
+            compiled.add(kind)
+            bar.set_description("compiling {}x{}".format(*kind[0]))
+        return call(kind, arrays)
+
+    def collect(prepared, images):
+        images = np.asarray(images)
+        return images.reshape(-1, *images.shape[2:])[: prepared[0][2]]
+
+    try:
+        ready = ((batch, prepare(*batch[:2], loaders.map)) for batch in batches)
+        for prepared, images, seconds in run_ahead(ready, dispatch, collect, clock, in_flight):
+            kind, places, num_images = prepared[0]
+            yield places[:num_images], images, seconds
+            bar.set_description("{} {}x{}".format(doing, *kind[0]))
+            bar.update(num_images)
+    finally:  # without waiting: after an error a thread may wait for a result that never comes
+        loaders.shutdown(wait=False, cancel_futures=True)
 
 
 class FileWriter:

@@ -1,5 +1,6 @@
 """Models as flags choose them: checks that read no weights, then the weights."""
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +13,17 @@ from tqdm import tqdm
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.loading.directories import read_index
 from diffusers_flax.loading.hub import locate
+from diffusers_flax.messages import warn_once
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import MODULES, Execution, read_acceleration
-from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix, edit_branches
+from diffusers_flax.pipelines.instruct_pix2pix import (
+    InstructPix2Pix,
+    edit_branches,
+    pixels_per_latent,
+)
 from diffusers_flax.pipelines.sampling import check_steps, text_branches, timestep_options
 from diffusers_flax.schedulers.factory import choose_scheduler
+from generating.sizes import result_size
 
 if TYPE_CHECKING:
     from diffusers_flax.acceleration.previews import Preview
@@ -92,6 +99,28 @@ def check_xl(model, revision, unet):
             f"--unet {unet} is a UNet of Stable Diffusion 1.x or 2.x, the model is SDXL; give a "
             "UNet of SDXL"
         )
+
+
+def factor_and_resolution(configs, resolution=None):
+    """The pixels per latent along a side, and the longer side of results in pixels.
+
+    Args:
+        configs: {component: its config}, with "unet" and "vae".
+        resolution: --resolution; None: the model's own. A warning says if it has to be rounded.
+
+    Raises:
+        ValueError: the resolution is too small for the model.
+    """
+    factor = pixels_per_latent(configs, math.inf if resolution is None else resolution)
+    if resolution is None:
+        side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
+        resolution = factor * (max(side) if isinstance(side, list) else side)
+    if (side := result_size((1, 1), resolution, factor)[0]) != resolution:
+        warn_once(
+            f"--resolution {resolution} is not a multiple of {factor}; the longer side of images "
+            f"becomes {side} pixels"
+        )
+    return factor, resolution
 
 
 def check_sampling(pipeline_type, scheduler_config, model, sampling):

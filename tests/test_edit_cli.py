@@ -21,7 +21,7 @@ import edit_cli
 from dataloading.images import load_image
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.factory import SCHEDULERS, make_scheduler
-from edit_cli import edit_size, edits_of_flags, load_fitted, save_image, shared_size
+from edit_cli import edits_of_flags, load_fitted, result_size, save_image, shared_size
 from generating.captions import GRID_MARGIN
 
 SCRIPT = Path(edit_cli.__file__)
@@ -343,7 +343,7 @@ def test_exif_orientation_is_applied(tmp_path):
     ],
 )
 def test_sizes(size, resolution, factor, expected):
-    assert edit_size(size, resolution, factor) == expected
+    assert result_size(size, resolution, factor) == expected
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_shared_programs_hardly_change_a_shape():
     """At every resolution; the usual shapes not at all."""
     for longer in range(64, 1088, 8):
         for width, height in ((1, 1), (4, 3), (16, 10), (16, 9), (2, 1)):
-            size = edit_size((100 * width, 100 * height), longer, 8)
+            size = result_size((100 * width, 100 * height), longer, 8)
             assert shared_size(size, 8) == size
         for shorter in range(8, longer + 1, 8):
             shared = shared_size((shorter, longer), 8)

@@ -19,7 +19,7 @@ FOLDERS = {"training", "dataloading", "editing", "compiling", "exporting", "app"
 BELOW = {
     LIBRARY: set(),
     "dataloading": {LIBRARY, "command_line"},
-    "generating": {LIBRARY, "command_line"},
+    "generating": {LIBRARY, "command_line", "dataloading"},
     "training": {LIBRARY, "command_line", "dataloading", "generating"},
     "editing": {LIBRARY, "command_line", "dataloading", "generating"},
     "app": {LIBRARY, "command_line", "dataloading", "generating", "editing"},

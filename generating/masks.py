@@ -1,10 +1,11 @@
-"""Masks of edits: reading them, and checking them against the original images.
+"""Masks of images: reading them, and checking them against their images.
 
     mask = read_mask(Path("mask.png"))
     image_sizes = check_inputs(edits)
     edits = check_masks(edits, image_sizes, sizes)
 
-Edits are frozen dataclasses with input, mask (a path or None) and after, see edits.read_edits.
+Edits are frozen dataclasses with input (a path), mask (a path or None) and after, the place of the
+edit whose output is the input, or None.
 """
 
 import logging
@@ -16,7 +17,8 @@ from PIL import Image, ImageFilter
 
 from dataloading.images import decode_mask, load_image
 from diffusers_flax.images import ramp
-from editing.edits import fit_image, num_loaders, rounds_of, stretch
+from generating.batches import rounds_of
+from generating.sizes import fit_image, num_loaders, stretch
 
 BORDER = 4  # pixels, more than Lanczos reads beside a pixel
 
@@ -60,9 +62,9 @@ def fit_mask(mask, size):
     return white_mask(np.asarray(fit_image(mask.convert("L"), size)))
 
 
-def load_mask(edit, size):
-    """The mask of an edit, fitted to size (width, height)."""
-    return fit_mask(read_mask(edit.mask), size)
+def load_mask(path, size):
+    """The mask in a file, fitted to size (width, height)."""
+    return fit_mask(read_mask(path), size)
 
 
 def stretch_mask(mask, size):
