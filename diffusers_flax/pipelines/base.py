@@ -478,6 +478,12 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         encoders = (getattr(self, name, None) for name in TEXT_ENCODERS.values())
         return tuple(encoder.module for encoder in encoders if encoder is not None)
 
+    @property
+    def text_encoders(self):
+        """[(name, text encoder, its tokenizer)]; a refiner has no first one."""
+        pairs = [(name, getattr(self, key, None)) for key, name in TEXT_ENCODERS.items()]
+        return [(name, getattr(self, name), tokenizer) for name, tokenizer in pairs if tokenizer]
+
     def progress_bar(self, iterable):
         """A progress bar over an iterable, with the options of set_progress_bar_config.
 

@@ -209,12 +209,14 @@ class ControlNetTextToImage(TextToImage):
         control_guidance_end=1.0,
         guess_mode=False,
         denoising_end=None,
+        prompt_weights=None,
     ):
         """Make images that follow control images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
-                are (devices, B, ...), for a Layout (data, B, ...).
+            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs, or of k chunks,
+                77 k, as from prompts.prepare_prompts; with jit all arrays are (devices, B, ...),
+                for a Layout (data, B, ...).
             image: control image in [0, 1], as from prepare_image_inputs: (B, 3, H, W), for several
                 ControlNets (B, ControlNets, 3, H, W).
             params: from from_pretrained; with jit replicated. Without jit the call runs where
@@ -250,6 +252,7 @@ class ControlNetTextToImage(TextToImage):
                 residuals less, for images without a prompt.
             denoising_end: fraction of the denoising to end at, between 0 and 1, with
                 output_type="latent", for another pipeline to continue; None: all.
+            prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
@@ -273,6 +276,7 @@ class ControlNetTextToImage(TextToImage):
             guess_mode=bool(guess_mode),
         )
         inputs = dict(prompt_ids=prompt_ids, image=image, latents=latents)
+        inputs["prompt_weights"] = prompt_weights
         inputs["neg_prompt_ids"] = neg_prompt_ids
         scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
         # An array has a scale per image, a list a scale per ControlNet.
@@ -341,6 +345,7 @@ class ControlNetTextToImage(TextToImage):
         control_guidance_end=1.0,
         guess_mode=False,
         denoising_end=None,
+        prompt_weights=None,
     ):
         """Text and control images to images as one pure function of arrays; jit or pmap it.
 
@@ -366,6 +371,7 @@ class ControlNetTextToImage(TextToImage):
             guess_mode=guess_mode,
         )
         inputs = dict(prompt_ids=prompt_ids, image=image, latents=latents)
+        inputs["prompt_weights"] = prompt_weights
         inputs |= dict(neg_prompt_ids=neg_prompt_ids, prng_seed=prng_seed)
         scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
         scales["controlnet_conditioning_scale"] = controlnet_conditioning_scale

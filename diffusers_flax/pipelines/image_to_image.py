@@ -99,12 +99,14 @@ class ImageToImage(TextToImage):
         eta=None,
         denoising_start=None,
         denoising_end=None,
+        prompt_weights=None,
     ):
         """Make images from images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
-                are (devices, B, ...), for a Layout (data, B, ...).
+            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs, or of k chunks,
+                77 k, as from prompts.prepare_prompts; with jit all arrays are (devices, B, ...),
+                for a Layout (data, B, ...).
             image: float32 (B, 3, H, W) in [-1, 1], as from prepare_inputs, or scaled latents
                 (B, 4, h, w), as from output_type="latent".
             params: from from_pretrained; with jit replicated. Without jit the call runs where
@@ -138,6 +140,7 @@ class ImageToImage(TextToImage):
                 added. None: strength chooses the first step.
             denoising_end: fraction of the denoising to end at, between 0 and 1, with
                 output_type="latent", for another pipeline to continue; None: all.
+            prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
@@ -156,6 +159,7 @@ class ImageToImage(TextToImage):
             denoising_end=denoising_end,
         )
         inputs = dict(prompt_ids=prompt_ids, image=image, neg_prompt_ids=neg_prompt_ids)
+        inputs["prompt_weights"] = prompt_weights
         inputs["noise"] = noise
         scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
         result = run(self, options, inputs, scales, params, prng_seed, jit)
@@ -181,6 +185,7 @@ class ImageToImage(TextToImage):
         eta=None,
         denoising_start=None,
         denoising_end=None,
+        prompt_weights=None,
     ):
         """Image to image as one pure function of arrays, for one device; jit or pmap it.
 
@@ -203,6 +208,7 @@ class ImageToImage(TextToImage):
             denoising_end=denoising_end,
         )
         inputs = dict(prompt_ids=prompt_ids, image=image, neg_prompt_ids=neg_prompt_ids)
+        inputs["prompt_weights"] = prompt_weights
         inputs |= dict(noise=noise, guidance_scale=guidance_scale)
         inputs |= dict(guidance_rescale=guidance_rescale, prng_seed=prng_seed)
         return generate(self, options, (), inputs, {}, params)

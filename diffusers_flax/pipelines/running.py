@@ -71,7 +71,8 @@ def run(pipeline, options, inputs, scales, params, prng_seed, jit, shared=None):
     Args:
         pipeline: FlaxDiffusionPipeline.
         options: Options.
-        inputs: {argument: array with an entry for each image, or None}, with prompt_ids.
+        inputs: {argument: array, or tree of arrays, with an entry for each image, or None}, with
+            prompt_ids.
         scales: {argument: number, or array with an entry for each image}.
         params, prng_seed, jit: of the call.
         shared: {argument: array for all images}.
@@ -113,7 +114,7 @@ def generate(pipeline, options, text_modules, inputs, shared, params):
         pipeline, options: as for run.
         text_modules: of the pipeline's text encoders, whose config may change between calls; part
             of jit's cache key only.
-        inputs: {argument: array with an entry for each image, or None}.
+        inputs: {argument: array, or tree of arrays, with an entry for each image, or None}.
         shared: {argument: number for all images}.
         params: the pipeline's.
     """
@@ -365,12 +366,12 @@ def inputs_to_host(inputs):
 
     For example latents made on one device, for a refiner on all.
     """
-    on_one = {
-        name: np.asarray(x)
-        for name, x in inputs.items()
-        if isinstance(x, jax.Array) and len(x.devices()) == 1
-    }
-    return inputs | on_one
+
+    def to_host(x):
+        is_on_one = isinstance(x, jax.Array) and len(x.devices()) == 1
+        return np.asarray(x) if is_on_one else x
+
+    return jax.tree.map(to_host, inputs)
 
 
 def keys_of_call(pipeline, jit, prng_seed, prompt_ids):
@@ -409,7 +410,11 @@ def log_compilation(pipeline, jit, options, inputs, shared, params):
 def dependencies(pipeline, jit, options, arrays, params):
     """All that the program of a call depends on: a frozenset of (name, value)."""
     scheduler = pipeline.scheduler
-    types = {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays.items() if x is not None}
+    types = {
+        name: str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", x))
+        for name, x in arrays.items()
+        if x is not None
+    }
     weights = {name: tree for name, tree in params.items() if name != "scheduler"}
     dtypes = {str(x.dtype) for x in jax.tree.leaves(weights)}
     settings = {

@@ -165,6 +165,18 @@ def rows_per_image(ids, num_images):
     return jnp.broadcast_to(ids, (num_images, *ids.shape[1:]))
 
 
+def are_plain(inputs, length):
+    """Whether the prompts have one chunk of tokens and no weights, see prompts.py.
+
+    Args:
+        inputs: of running.generate.
+        length: tokens that a text encoder takes, 77.
+    """
+    ids = (inputs[name] for name in ("prompt_ids", "neg_prompt_ids"))
+    are_short = all(x is None or x.shape[-1] <= length for x in ids)
+    return are_short and inputs.get("prompt_weights") is None
+
+
 def normal(keys, number, shape):
     """Standard normal noise, float32 (len(keys), *shape), one key per image.
 

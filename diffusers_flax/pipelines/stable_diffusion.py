@@ -17,6 +17,7 @@ Source: Latent Diffusion Models (arXiv 2112.10752); image to image, SDEdit (arXi
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.running import Options, generate, run
-from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH, rows_per_image
+from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH, are_plain, rows_per_image
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
@@ -73,7 +74,7 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
             params, inputs, options: see running.generate.
 
         Returns:
-            (states (branches * B, 77, D); None, as only SDXL has added conditions).
+            (states (branches * B, 77 k, D); None, as only SDXL has added conditions).
         """
         prompt_ids = inputs["prompt_ids"]
         ids, B = {"text": prompt_ids}, len(prompt_ids)
@@ -84,13 +85,24 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
             else:
                 null_ids = rows_per_image(null_ids, B)
             ids["null"] = null_ids.astype(prompt_ids.dtype)
-        encoded = self.text_encoder(
-            jnp.concatenate([*ids.values()]), params=params["text_encoder"], return_dict=True
-        ).last_hidden_state
-        states = {"text": encoded[:B]}
+        if are_plain(inputs, self.text_encoder.module.max_position_embeddings):
+            (encoded,), _ = self.text_outputs(params, jnp.concatenate([*ids.values()]))
+            rows = {"text": slice(B), "null": slice(B, None)}
+            states = {name: encoded[rows[name]] for name in ids}
+        else:
+            from diffusers_flax.prompts import encode_prompts  # not for a plain image
+
+            encode, empty_ids = partial(self.text_outputs, params), self.prepare_text_inputs("")
+            states, _ = encode_prompts(encode, ids, inputs.get("prompt_weights"), empty_ids)
         if "null" in ids:
-            states["null"] = jnp.broadcast_to(encoded[B:], states["text"].shape)
+            states["null"] = jnp.broadcast_to(states["null"], states["text"].shape)
         return jnp.concatenate([states[TEXT_OF_BRANCH[x]] for x in options.branches]), None
+
+    def text_outputs(self, params, ids):
+        """([states (N, 77, D) of the text encoder], None) of token ids (N, 77)."""
+        encoder = self.text_encoder
+        output = encoder(ids, params=params["text_encoder"], return_dict=True)
+        return [output.last_hidden_state], None
 
     def output(self, result, params, jit, output_type, return_dict):
         """What a call returns; runs the safety checker if there is one."""
@@ -203,12 +215,14 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
         denoising_start=None,
         denoising_end=None,
         image=None,
+        prompt_weights=None,
     ):
         """Repaint the masked area of images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 77), as from prepare_inputs; with jit all arrays are
-                (devices, B, ...), for a Layout (data, B, ...).
+            prompt_ids: int32 (B, 77), as from prepare_inputs, or of k chunks, 77 k, as from
+                prompts.prepare_prompts; with jit all arrays are (devices, B, ...), for a Layout
+                (data, B, ...).
             mask: float32 (B, 1, H, W), 1 where the image is repainted.
             masked_image: float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted, or scaled
                 latents; read by a UNet of 9 channels.
@@ -244,6 +258,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
                 output_type="latent", for another pipeline to continue; None: all.
             image: the whole image, float32 (B, 3, H, W) in [-1, 1], or scaled latents (B, 4, h, w);
                 needed by a UNet of 4 channels, by strength below 1 and by denoising_start.
+            prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
@@ -263,6 +278,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
             denoising_end=denoising_end,
         )
         inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        inputs["prompt_weights"] = prompt_weights
         inputs |= dict(image=image, mask=mask, masked_image=masked_image)
         scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
         result = run(self, options, inputs, scales, params, prng_seed, jit)
@@ -290,6 +306,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
         denoising_start=None,
         denoising_end=None,
         image=None,
+        prompt_weights=None,
     ):
         """Inpainting as one pure function of arrays, for one device; jit or pmap it.
 
@@ -311,6 +328,7 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
             denoising_end=denoising_end,
         )
         inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        inputs["prompt_weights"] = prompt_weights
         inputs |= dict(image=image, mask=mask, masked_image=masked_image)
         inputs |= dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
         return generate(self, options, (), inputs, {"prng_seed": prng_seed}, params)

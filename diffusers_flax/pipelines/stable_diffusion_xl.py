@@ -20,6 +20,7 @@ Source: SDXL (arXiv 2307.01952).
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.outputs import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.pipelines.running import Options, generate, run
-from diffusers_flax.pipelines.sampling import AYS_SDXL, TEXT_OF_BRANCH, rows_per_image
+from diffusers_flax.pipelines.sampling import AYS_SDXL, TEXT_OF_BRANCH, are_plain, rows_per_image
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
@@ -116,12 +117,6 @@ class XLComponents(FlaxDiffusionPipeline):
             "requires_aesthetics_score": self.requires_aesthetics_score,
         }
 
-    @property
-    def _text_encoders(self):
-        """[(name, text encoder, its tokenizer)] of the existing text encoders."""
-        pairs = [(encoder, getattr(self, name)) for name, encoder in TEXT_ENCODERS.items()]
-        return [(name, getattr(self, name), tokenizer) for name, tokenizer in pairs if tokenizer]
-
     def prepare_text_inputs(self, prompt):
         """Tokenize prompts for every text encoder, each with its own tokenizer.
 
@@ -134,7 +129,7 @@ class XLComponents(FlaxDiffusionPipeline):
         return np.stack(
             [
                 tokenize(tokenizer, prompt, encoder.module.max_position_embeddings)
-                for _, encoder, tokenizer in self._text_encoders
+                for _, encoder, tokenizer in self.text_encoders
             ],
             axis=1,
         )
@@ -152,23 +147,22 @@ class XLComponents(FlaxDiffusionPipeline):
 
         Source: SDXL (arXiv 2307.01952), section 2.1.
         """
-        if prompt_ids.shape[1] != len(self._text_encoders):
+        if prompt_ids.shape[1] != len(self.text_encoders):
             raise ValueError(
                 f"prompt_ids has shape {prompt_ids.shape}, this pipeline has "
-                f"{len(self._text_encoders)} text encoders; make it with this pipeline's "
+                f"{len(self.text_encoders)} text encoders; make it with this pipeline's "
                 "prepare_text_inputs"
             )
+        states, pooled = self.text_outputs(params, prompt_ids)
+        return jnp.concatenate(states, axis=-1), pooled
+
+    def text_outputs(self, params, ids):
+        """([states (N, 77, D) of each text encoder], pooled (N, P)) of token ids (N, 2, 77)."""
         outputs = [
-            encoder(
-                prompt_ids[:, i],
-                params=params[name],
-                output_hidden_states=True,
-                return_dict=True,
-            )
-            for i, (name, encoder, _) in enumerate(self._text_encoders)
+            encoder(ids[:, i], params=params[name], output_hidden_states=True, return_dict=True)
+            for i, (name, encoder, _) in enumerate(self.text_encoders)
         ]
-        states = jnp.concatenate([output.hidden_states[-2] for output in outputs], axis=-1)
-        return states, outputs[-1].text_embeds
+        return [output.hidden_states[-2] for output in outputs], outputs[-1].text_embeds
 
     def encode_text(self, params, inputs, options):
         """Text states of all branches of guidance: the first stage of a run.
@@ -177,7 +171,7 @@ class XLComponents(FlaxDiffusionPipeline):
             params, inputs, options: see running.generate.
 
         Returns:
-            (states (branches * B, 77, D); the UNet's {"text_embeds", "time_ids"}).
+            (states (branches * B, 77 k, D); the UNet's {"text_embeds", "time_ids"}).
         """
         prompt_ids, null_ids = inputs["prompt_ids"], inputs["neg_prompt_ids"]
         B, texts = len(prompt_ids), {"text": prompt_ids}
@@ -187,12 +181,18 @@ class XLComponents(FlaxDiffusionPipeline):
             texts["null"] = rows_per_image(self.prepare_text_inputs(""), B)
         names = [TEXT_OF_BRANCH[branch] for branch in options.branches]
         encoded = list(dict.fromkeys(name for name in names if name in texts)) or ["text"]
-        states, pooled = self.get_embeddings(
-            jnp.concatenate([texts[name] for name in encoded]), params
-        )
-        states, pooled = (
-            dict(zip(encoded, jnp.split(x, len(encoded)))) for x in (states, pooled)
-        )  # per text (B, 77, D), (B, D)
+        texts = {name: texts[name] for name in encoded}
+        if are_plain(inputs, self.text_encoder_2.module.max_position_embeddings):
+            states, pooled = self.get_embeddings(jnp.concatenate([*texts.values()]), params)
+            states, pooled = (
+                dict(zip(encoded, jnp.split(x, len(encoded)))) for x in (states, pooled)
+            )  # per text (B, 77, D), (B, D)
+        else:
+            from diffusers_flax.prompts import encode_prompts  # not for a plain image
+
+            encode, empty_ids = partial(self.text_outputs, params), self.prepare_text_inputs("")
+            weights = inputs.get("prompt_weights")
+            states, pooled = encode_prompts(encode, texts, weights, empty_ids)
         if "null" not in encoded:  # no negative prompt: SDXL was trained with zeros
             states["null"] = jnp.zeros_like(states["text"])
             pooled["null"] = jnp.zeros_like(pooled["text"])
@@ -258,12 +258,14 @@ class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
         timesteps=None,
         eta=None,
         denoising_end=None,
+        prompt_weights=None,
     ):
         """Make a batch of images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 2, 77), as from prepare_inputs; with jit all arrays are
-                (devices, B, ...), for a Layout (data, B, ...).
+            prompt_ids: int32 (B, 2, 77), as from prepare_inputs, or of k chunks, 77 k, as from
+                prompts.prepare_prompts; with jit all arrays are (devices, B, ...), for a Layout
+                (data, B, ...).
             params: from from_pretrained; with jit replicated. Without jit the call runs where
                 they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
                 Layout, as its place_params leaves them.
@@ -290,6 +292,7 @@ class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
             eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
             denoising_end: fraction of the denoising to end at, between 0 and 1, with
                 output_type="latent", for another pipeline to continue; None: all.
+            prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
 
         Returns:
             FlaxStableDiffusionXLPipelineOutput, images (B, H, W, 3), with jit
@@ -306,6 +309,7 @@ class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
             denoising_end=denoising_end,
         )
         inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        inputs["prompt_weights"] = prompt_weights
         scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
         result = run(self, options, inputs, scales, params, prng_seed, jit)
         return self.output(result, params, jit, output_type, return_dict)
@@ -370,12 +374,14 @@ class FlaxStableDiffusionXLInpaintPipeline(XLComponents, Inpainting):
         denoising_start=None,
         denoising_end=None,
         masked_image=None,
+        prompt_weights=None,
     ):
         """Repaint the masked area of images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 2, 77), as from prepare_inputs; with jit all arrays are
-                (devices, B, ...), for a Layout (data, B, ...).
+            prompt_ids: int32 (B, 2, 77), as from prepare_inputs, or of k chunks, 77 k, as from
+                prompts.prepare_prompts; with jit all arrays are (devices, B, ...), for a Layout
+                (data, B, ...).
             image: the whole image, float32 (B, 3, H, W) in [-1, 1], or scaled latents (B, 4, h, w),
                 as from prepare_inputs.
             mask: float32 (B, 1, H, W), 1 where the image is repainted.
@@ -411,6 +417,7 @@ class FlaxStableDiffusionXLInpaintPipeline(XLComponents, Inpainting):
                 output_type="latent", for another pipeline to continue; None: all.
             masked_image: float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted, or scaled
                 latents; read by a UNet of 9 channels.
+            prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
 
         Returns:
             FlaxStableDiffusionXLPipelineOutput, images (B, H, W, 3), with jit
@@ -430,6 +437,7 @@ class FlaxStableDiffusionXLInpaintPipeline(XLComponents, Inpainting):
             denoising_end=denoising_end,
         )
         inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        inputs["prompt_weights"] = prompt_weights
         inputs |= dict(image=image, mask=mask, masked_image=masked_image)
         scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
         result = run(self, options, inputs, scales, params, prng_seed, jit)
@@ -457,6 +465,7 @@ class FlaxStableDiffusionXLInpaintPipeline(XLComponents, Inpainting):
         denoising_start=None,
         denoising_end=None,
         masked_image=None,
+        prompt_weights=None,
     ):
         """Inpainting as one pure function of arrays, for one device; jit or pmap it.
 
@@ -478,6 +487,7 @@ class FlaxStableDiffusionXLInpaintPipeline(XLComponents, Inpainting):
             denoising_end=denoising_end,
         )
         inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        inputs["prompt_weights"] = prompt_weights
         inputs |= dict(image=image, mask=mask, masked_image=masked_image)
         inputs |= dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
         return generate(self, options, (), inputs, {"prng_seed": prng_seed}, params)

@@ -90,12 +90,14 @@ class TextToImage(FlaxDiffusionPipeline):
         timesteps=None,
         eta=None,
         denoising_end=None,
+        prompt_weights=None,
     ):
         """Make a batch of images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
-                are (devices, B, ...), for a Layout (data, B, ...).
+            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs, or of k chunks,
+                77 k, as from prompts.prepare_prompts; with jit all arrays are (devices, B, ...),
+                for a Layout (data, B, ...).
             params: from from_pretrained; with jit replicated. Without jit the call runs where
                 they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
                 Layout, as its place_params leaves them.
@@ -123,6 +125,7 @@ class TextToImage(FlaxDiffusionPipeline):
             eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
             denoising_end: fraction of the denoising to end at, between 0 and 1, with
                 output_type="latent", for another pipeline to continue; None: all.
+            prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
@@ -139,6 +142,7 @@ class TextToImage(FlaxDiffusionPipeline):
             denoising_end=denoising_end,
         )
         inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        inputs["prompt_weights"] = prompt_weights
         scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
         result = run(self, options, inputs, scales, params, prng_seed, jit)
         return self.output(result, params, jit, output_type, return_dict)
@@ -160,6 +164,7 @@ class TextToImage(FlaxDiffusionPipeline):
         timesteps=None,
         eta=None,
         denoising_end=None,
+        prompt_weights=None,
     ):
         """Text to image as one pure function of arrays, for one device; jit or pmap it.
 
@@ -181,6 +186,7 @@ class TextToImage(FlaxDiffusionPipeline):
             denoising_end=denoising_end,
         )
         inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
+        inputs["prompt_weights"] = prompt_weights
         inputs |= dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
         return generate(self, options, (), inputs, {"prng_seed": prng_seed}, params)
 

@@ -1,0 +1,474 @@
+r"""Prompts of more than 77 tokens, and prompts whose words have weights: "(red:1.3) panda".
+
+    prompts = prepare_prompts(
+        pipeline, "a (red:1.3) panda", "blurry", long_prompts=True, prompt_weights="webui"
+    )
+    images = pipeline(
+        prompts.prompt_ids,
+        params,
+        key,
+        neg_prompt_ids=prompts.neg_prompt_ids,
+        prompt_weights=prompts.prompt_weights,
+    ).images
+
+A text encoder takes 77 tokens. A long prompt is several chunks of 77: start, up to 75 tokens, end,
+padding. Each is encoded alone; their states are joined. There are two conventions:
+
+| | prompt_weights="webui" | prompt_weights="comfyui" |
+|---|---|---|
+| (x) | weight * 1.1 | weight * 1.1 |
+| (x:1.3) | weight * 1.3 | weight = 1.3 |
+| [x] | weight / 1.1 | text |
+| nested brackets | multiply | (x) multiplies, (x:1.3) replaces |
+| brackets as text | \( \) \[ \] and \\ | \( \) |
+| a bracket that is not closed | closes at the end | text, with all brackets after it |
+| text where weights change | is tokenized apart | is tokenized apart, each word alone |
+| a full chunk | ends after a comma in its last 20 tokens | ends before a word of up to 7 tokens |
+| BREAK | begins a new chunk | text |
+| states z, weights w | w z, scaled to the mean of z | z_empty + w (z - z_empty) |
+
+z are the states of a chunk from one text encoder, (77, D); the mean is over all of them, and a mean
+of zero is left as it is. z_empty are the states of the empty prompt. Pooled states are of the first
+chunk, without weights. Without prompt_weights long prompts have the chunks of "webui", and brackets
+and BREAK are text. A token of an embedding with several vectors is in one chunk.
+
+Differences from the programs: BREAK within brackets also begins a chunk, a weight that is not a
+number is an error, and "[a:b:0.5]", "[a|b]", "AND" and "embedding:name" are text.
+
+Source: AUTOMATIC1111/stable-diffusion-webui, modules/prompt_parser.py, sd_hijack_clip.py and
+sd_emphasis.py ("Original"); comfyanonymous/ComfyUI, comfy/sd1_clip.py and sdxl_clip.py.
+"""
+
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, zip_longest
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffusers_flax.loading.tokenizer import EXCERPT, check_text, sequences_of_tokens, too_long
+from diffusers_flax.messages import warn_once
+
+CONVENTIONS = ("webui", "comfyui")
+BRACKET = 1.1  # weight of brackets without a number
+MAX_WEIGHT = 100  # larger ones, positive or negative, are mistakes
+LAST_TOKENS = 20  # webui: a comma among so many last tokens of a full chunk ends it
+ROUNDING = 1e-6  # a mean of so much of the mean absolute value is zero
+LONG_WORD = 8  # comfyui: words of so many tokens or more are split over chunks
+BREAK = None  # in a list of (text, weight): what follows begins a new chunk
+
+# webui: an escape, a bracket, a weight that closes a bracket, or text.
+WEBUI_PIECE = re.compile(r"\\[\\()\[\]]?|[(\[\])]|:\s*(?P<weight>[+-]?[.\d]+)\s*\)|[^\\()\[\]:]+|:")
+WEBUI_BREAK = re.compile(r"\bBREAK\b")
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("text", "null"),
+    meta_fields=("convention",),
+)
+@dataclass(frozen=True)
+class PromptWeights:
+    """Weights of tokens, for a call of a pipeline.
+
+    Fields:
+        text: float32, one for each of prompt_ids, with their shape; 1: no change.
+        null: likewise for neg_prompt_ids, or None.
+        convention: "webui" or "comfyui".
+    """
+
+    text: Any
+    null: Any
+    convention: str
+
+
+class Prompts(NamedTuple):
+    """Arguments of a call of a pipeline.
+
+    Fields:
+        prompt_ids: int32 (B, 77 k), SDXL (B, 2, 77 k), a refiner (B, 1, 77 k), of k chunks.
+        neg_prompt_ids: likewise, or None.
+        prompt_weights: PromptWeights, or None if all are 1.
+    """
+
+    prompt_ids: np.ndarray
+    neg_prompt_ids: np.ndarray | None
+    prompt_weights: PromptWeights | None
+
+
+def prepare_prompts(
+    pipeline, prompt, negative_prompt=None, long_prompts=False, prompt_weights=None
+):
+    """Tokenize prompts that may be long or have weights; see the table at the top of this file.
+
+    The prompts of a batch may have different numbers of chunks: each prompt's chunks are repeated
+    up to the least common multiple of the numbers, which does not change its image.
+
+    Args:
+        pipeline: FlaxDiffusionPipeline.
+        prompt: str or list of str.
+        negative_prompt: a str for all, or a list with one for each prompt; None or empty: none.
+        long_prompts: False: tokens past the text encoder's 77 are cut, with a warning, and BREAK
+            has no effect.
+        prompt_weights: "webui" or "comfyui", the convention for brackets; None: brackets are text.
+
+    Returns:
+        Prompts.
+
+    Raises:
+        ValueError: prompts that are not text; a weight that is no number or beyond +-100; another
+            convention.
+    """
+    if prompt_weights not in (None, *CONVENTIONS):
+        raise ValueError(
+            f"prompt_weights={prompt_weights!r} is unknown; take {' or '.join(CONVENTIONS)}"
+        )
+    has_negative = any(text not in ("", None) for text in as_list(negative_prompt))
+    if not long_prompts and prompt_weights is None:
+        prepare = pipeline.prepare_text_inputs
+        return Prompts(prepare(prompt), prepare(negative_prompt) if has_negative else None, None)
+    prepare = partial(tokenize_weighted, pipeline, long_prompts, prompt_weights)
+    ids, weights = prepare(prompt)
+    null_ids, null_weights = prepare(negative_prompt) if has_negative else (None, None)
+    all_weights = PromptWeights(weights, null_weights, prompt_weights)
+    is_plain = all((x == 1).all() for x in jax.tree.leaves(all_weights))
+    return Prompts(ids, null_ids, None if is_plain else all_weights)
+
+
+# ------------------------------------------------------------ from texts to chunks of tokens
+
+
+def tokenize_weighted(pipeline, long_prompts, convention, prompt):
+    """(ids, weights) of prompts, int32 and float32 (B, 77 k), SDXL (B, encoders, 77 k)."""
+    prompts = as_list(prompt)
+    if not prompts:
+        raise ValueError("prompt is an empty list; give at least one text, which may be empty")
+    for text in prompts:
+        check_text(text)
+    parse = {"webui": parse_webui, "comfyui": parse_comfyui, None: lambda text: [(text, 1.0)]}
+    encoders = [
+        (tokenizer, encoder.module.max_position_embeddings)
+        for _, encoder, tokenizer in pipeline.text_encoders
+    ]
+    rows = []  # for each prompt, (encoders, chunks, 77, 2)
+    for parts in map(parse[convention], prompts):
+        chunks = [
+            make_chunks(tokenizer, parts, length, long_prompts, convention)
+            for tokenizer, length in encoders
+        ]
+        # The tokenizers may differ, in the vectors of an embedding for example.
+        same_number = zip(*zip_longest(*chunks, fillvalue=[]))
+        padded = [
+            [pad_chunk(tokenizer, chunk, length) for chunk in chunks]
+            for (tokenizer, length), chunks in zip(encoders, same_number)
+        ]
+        rows.append(np.array(padded))
+    most = math.lcm(*(row.shape[1] for row in rows))
+    pairs = np.stack([np.tile(row, (1, most // row.shape[1], 1, 1)) for row in rows])
+    pairs = pairs.reshape(*pairs.shape[:2], -1, 2)
+    if pipeline.text_axes == 1:
+        pairs = pairs[:, 0]
+    return pairs[..., 0].astype(np.int32), pairs[..., 1].astype(np.float32)
+
+
+def as_list(prompt):
+    """A list of prompts from one or several."""
+    is_one = isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable)
+    return [prompt] if is_one else list(prompt)
+
+
+def make_chunks(tokenizer, parts, length, long_prompts, convention):
+    """The tokens of a prompt, a list of chunks of up to length - 2 pairs (id, weight).
+
+    Args:
+        tokenizer: a transformers CLIPTokenizer.
+        parts: of the prompt, [(text, weight) or BREAK].
+        length: tokens that the text encoder takes, start and end included.
+        long_prompts, convention: as for prepare_prompts.
+    """
+    units, size = units_of(tokenizer, parts, convention, length - 2), length - 2
+    if long_prompts:
+        comma = None if convention == "comfyui" else tokenizer.convert_tokens_to_ids(",</w>")
+        return fill_chunks(units, size, comma)
+    pairs = [(i, weight) for ids, weight in filter(None, units) for i in ids]
+    ids = [tokenizer.bos_token_id, *(i for i, _ in pairs), tokenizer.eos_token_id]
+    if message := too_long(tokenizer, ids, length):
+        warn_once(message)
+    return [pairs[:size]]
+
+
+def units_of(tokenizer, parts, convention, size):
+    """[(ids, weight) or BREAK]: tokens that share a chunk, at most `size` of them.
+
+    Other arguments as for make_chunks. An embedding with several vectors is one unit, and so is a
+    short word in the convention of comfyui.
+    """
+    sequences = sequences_of_tokens(tokenizer)
+    if convention == "comfyui":
+        parts = [(word, w) for text, w in parts for word in re.split("[ \n]+", text) if word]
+    texts = [part[0] for part in parts if part is not BREAK]
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
+    encoded, units = iter(encoded), []
+    for part in parts:
+        if part is BREAK:
+            units.append(BREAK)
+            continue
+        ids = next(encoded)
+        together = convention == "comfyui" and len(ids) < LONG_WORD
+        for is_sequence, group in groupby(ids, lambda i: i in sequences):
+            if is_sequence:
+                found = [sequences[i] for i in group]
+            else:
+                found = [[*group]] if together else [[i] for i in group]
+            for unit in found:
+                whole = [unit] if len(unit) <= size else [[i] for i in unit]
+                units += [(ids, part[1]) for ids in whole]
+    return units
+
+
+def fill_chunks(units, size, comma):
+    """Chunks of up to `size` pairs (id, weight), at least one, which may be empty.
+
+    Args:
+        units: of units_of.
+        size: of a chunk.
+        comma: id of the token after which a full chunk may end earlier, see LAST_TOKENS; None: it
+            does not.
+    """
+    chunks, last_comma = [[]], -math.inf
+    for unit in units:
+        if unit is BREAK:
+            chunks.append([])
+            last_comma = -math.inf
+            continue
+        ids, weight = unit
+        if ids == [comma]:
+            last_comma = len(chunks[-1])
+        elif len(chunks[-1]) == size and size - last_comma <= LAST_TOKENS:
+            moved = chunks[-1][last_comma + 1 :]
+            del chunks[-1][last_comma + 1 :]
+            chunks.append(moved)
+            last_comma = -math.inf
+        if len(chunks[-1]) + len(ids) > size:
+            chunks.append([])
+            last_comma = -math.inf
+        chunks[-1] += [(i, weight) for i in ids]
+    return chunks if chunks[-1] or len(chunks) == 1 else chunks[:-1]
+
+
+def pad_chunk(tokenizer, chunk, length):
+    """A chunk's pairs (id, weight) between start and end, padded to a length."""
+    pairs = [(tokenizer.bos_token_id, 1), *chunk, (tokenizer.eos_token_id, 1)]
+    return pairs + [(tokenizer.pad_token_id, 1)] * (length - len(pairs))
+
+
+# ------------------------------------------------------------------------ from text to weights
+
+
+def parse_webui(text):
+    """[(text, weight) or BREAK] of a prompt with webui's brackets."""
+    matches = [*WEBUI_PIECE.finditer(text)]
+    pieces, weights = [], np.ones(len(matches))
+    opened = {"(": [], "[": []}  # numbers of the first pieces within
+    factors = {"(": BRACKET, "[": 1 / BRACKET}
+
+    def close(bracket, factor):
+        weights[opened[bracket].pop() : len(pieces)] *= factor
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        for match in matches:
+            piece = match[0]
+            if piece in opened:
+                opened[piece].append(len(pieces))
+            elif match["weight"] and opened["("]:
+                close("(", read_weight(match["weight"]))
+            elif piece == ")" and opened["("]:
+                close("(", factors["("])
+            elif piece == "]" and opened["["]:
+                close("[", factors["["])
+            else:
+                pieces.append(piece[1:] if piece[0] == "\\" else piece)
+        for bracket, factor in factors.items():
+            while opened[bracket]:
+                close(bracket, factor)
+    parts = []
+    for piece, weight in zip(pieces, weights.tolist()):
+        for i, part in enumerate(WEBUI_BREAK.split(piece)):
+            if i:
+                parts.append(BREAK)
+            if parts and parts[-1] is not BREAK and parts[-1][1] == weight:
+                part = parts.pop()[0] + part  # one text for the tokenizer
+            parts.append((part, checked_weight(weight, part)))
+    return parts
+
+
+def read_weight(text):
+    """The number in a bracket."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"prompt has the weight {text[:EXCERPT]!r}, which is not a number; write (red:1.3)"
+        ) from None
+
+
+def checked_weight(weight, text):
+    """The weight of a text, which must be a number within +-MAX_WEIGHT."""
+    if not abs(weight) <= MAX_WEIGHT:
+        raise ValueError(
+            f"prompt gives {text[:EXCERPT]!r} the weight {weight:.4g}; weights are numbers from "
+            f"-{MAX_WEIGHT} to {MAX_WEIGHT}, and nested brackets multiply"
+        )
+    return weight
+
+
+def parse_comfyui(text):
+    """[(text, weight)] of a prompt with comfyui's brackets."""
+    brackets = [m.start() for m in re.finditer(r"\\[()]|[()]", text) if len(m[0]) == 1]
+    closed_by, opened, num_unpaired = {}, [], 0
+    for i in brackets:
+        if text[i] == ")":
+            if opened:
+                closed_by[opened.pop()] = i
+            else:
+                num_unpaired += 1
+        elif num_unpaired:  # pairs with an earlier ")": both are text
+            num_unpaired -= 1
+        else:
+            opened.append(i)
+            closed_by[i] = len(text)
+    openings, closings = sorted(closed_by), {i for i in brackets if text[i] == ")"}
+
+    parts, todo = [], [(0, len(text), 1.0)]  # ranges of the text, the first one last
+
+    def add(start, end, weight):
+        if part := re.sub(r"\\([()])", r"\1", text[start:end]):
+            parts.append((part, checked_weight(weight, part)))
+
+    while todo:
+        start, end, weight = todo.pop()
+        first = bisect_left(openings, start)
+        first = openings[first] if first < len(openings) else end
+        if first >= end:
+            add(start, end, weight)
+            continue
+        if first > start:
+            add(start, first, weight)
+            start = first
+        close = closed_by[start]
+        if close >= end:  # not closed: the range's last bracket closes it, if the range ends so
+            close = end - 1
+            if close not in closings:
+                add(start, end, weight)
+                continue
+        todo.append((close + 1, end, weight))
+        colon, end, weight = text.rfind(":", start + 1, close), close, weight * BRACKET
+        if colon > start + 1:
+            with suppress(ValueError):  # text that is no number stays text
+                weight, end = float(text[colon + 1 : close]), colon
+        todo.append((start + 1, end, weight))
+    return parts
+
+
+# ----------------------------------------------------------------------- from chunks to states
+
+
+def encode_prompts(encode, texts, weights, empty_ids):
+    """Text states of prompts of several chunks, or with weights: part of a compiled program.
+
+    Cross-attention to all keys and values twice is cross-attention to them once, as softmax halves
+    the weight of each. So the states of each text are repeated up to the least common multiple of
+    the numbers of chunks, which changes no image.
+
+    Args:
+        encode: token ids (N, 77), SDXL (N, encoders, 77) -> ([states (N, 77, D) of each text
+            encoder], pooled states (N, P) or None).
+        texts: {"text", "null": token ids (rows, 77 k), SDXL (rows, encoders, 77 k)}; k may differ.
+        weights: PromptWeights or None.
+        empty_ids: of the empty prompt, like texts with k = 1 and one row.
+
+    Returns:
+        ({name: states (rows, S, D)}, {name: pooled states (rows, P) or None}), S the same for all.
+
+    Raises:
+        ValueError: ids are not of whole chunks, or weights do not fit them.
+
+    Source: see the top of this file.
+    """
+    length = empty_ids.shape[-1]
+    chunks = {name: split_chunks(name, ids, length) for name, ids in texts.items()}
+    batches = [x.reshape(-1, *x.shape[2:]) for x in chunks.values()]
+    sizes = [len(x) for x in batches]
+    if weights is not None:
+        if getattr(weights, "convention", None) not in CONVENTIONS:
+            raise ValueError(
+                f"prompt_weights is a {type(weights).__name__}; make it with prepare_prompts"
+            )
+        batches.append(jnp.asarray(empty_ids, batches[0].dtype))
+    encoded, pooled = encode(jnp.concatenate(batches))
+    most = math.lcm(*(x.shape[1] for x in chunks.values()))
+    all_states, all_pooled, first = {}, dict.fromkeys(texts), 0
+    for (name, ids), size in zip(chunks.items(), sizes):
+        rows, k = ids.shape[:2]
+        states = [x[first : first + size].reshape(rows, k, *x.shape[1:]) for x in encoded]
+        w = None if weights is None else getattr(weights, name)
+        if w is not None:
+            w = split_chunks(name, w, length)
+            if w.shape[1:] != ids.shape[1:] or len(w) not in (1, rows):
+                raise ValueError(
+                    f"prompt_weights.{name} has other shapes than the token ids; make both with "
+                    "prepare_prompts"
+                )
+            w = w.reshape(len(w), k, -1, length)
+            states = [
+                weigh(weights.convention, z, w[:, :, i], x[-1])
+                for i, (z, x) in enumerate(zip(states, encoded))
+            ]
+        joined = jnp.concatenate(states, axis=-1).reshape(rows, k * length, -1)
+        all_states[name] = jnp.tile(joined, (1, most // k, 1))
+        if pooled is not None:
+            all_pooled[name] = pooled[first : first + size].reshape(rows, k, -1)[:, 0]
+        first += size
+    return all_states, all_pooled
+
+
+def split_chunks(name, x, length):
+    """(rows, 77 k) -> (rows, k, 77), or (rows, encoders, 77 k) -> (rows, k, encoders, 77)."""
+    if x.shape[-1] % length:
+        raise ValueError(
+            f"the token ids of {name} have shape {x.shape}; the last axis must be a multiple of "
+            f"{length}, the tokens of a chunk; make them with prepare_prompts"
+        )
+    return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, length), -2, 1)
+
+
+def weigh(convention, states, weights, empty):
+    """States of chunks with weights; a chunk whose weights are 1 does not change.
+
+    Args:
+        convention: "webui" or "comfyui".
+        states: z of one text encoder, (rows, k, 77, D).
+        weights: w, float32 (rows or 1, k, 77).
+        empty: z_empty, states of the empty prompt, (77, D).
+
+    Returns:
+        Like states.
+    """
+    z, w, z_empty = states.astype(jnp.float32), weights[..., None], empty.astype(jnp.float32)
+    if convention == "comfyui":
+        weighted = jnp.where(w == 1, z, z_empty + w * (z - z_empty))
+    else:
+        chunk = dict(axis=(-2, -1), keepdims=True)
+        before, after = z.mean(**chunk), (w * z).mean(**chunk)
+        smallest = ROUNDING * jnp.abs(z).mean(**chunk)
+        is_zero = jnp.minimum(jnp.abs(before), jnp.abs(after)) <= smallest
+        unscaled = is_zero | (w == 1).all(**chunk)
+        weighted = w * z * jnp.where(unscaled, 1.0, before / after)
+    return weighted.astype(states.dtype)

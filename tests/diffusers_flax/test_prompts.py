@@ -1,0 +1,633 @@
+"""Long and weighted prompts; against hand-made tables, other readings, and PyTorch's CLIP."""
+
+import re
+import time
+from contextlib import suppress
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax.jax_utils import replicate
+from helpers import photo, slow
+from safetensors.numpy import save_file
+from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
+
+import diffusers_flax
+from diffusers_flax.devices.layout import Layout
+from diffusers_flax.images import prepare_images
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+from diffusers_flax.pipelines.running import Options
+from diffusers_flax.prompts import (
+    BREAK,
+    PromptWeights,
+    parse_comfyui,
+    parse_webui,
+    prepare_prompts,
+)
+
+SIZE = dict(height=16, width=16, num_inference_steps=2, guidance_scale=3.0)
+PROMPT = "a (red:1.4) panda, " + "it made a red (map:0.7), " * 7  # three chunks
+NEGATIVE = "(it:0.5) " + "bad " * 30  # two chunks
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """{name: directory}; the states of their text encoders have a mean, as real ones have."""
+    folder = tmp_path_factory.mktemp("models")
+    made = {
+        "sd": make_tiny_pipeline(folder / "sd", in_channels=4, vae_channels=(8, 8)),
+        "xl": make_tiny_xl(folder / "xl", vae_channels=(8, 8)),
+        "refiner": make_tiny_xl(folder / "refiner", refiner=True, vae_channels=(8, 8)),
+    }
+    encoder = transformers.CLIPTextModel.from_pretrained(made["sd"] / "text_encoder")
+    for name, x in encoder.named_parameters():
+        if name.endswith("final_layer_norm.bias"):
+            torch.nn.init.normal_(x, mean=0.3)
+    encoder.save_pretrained(made["sd"] / "text_encoder")
+    return made
+
+
+@pytest.fixture(scope="module")
+def opened(models):
+    """{name: (pipeline, params)}."""
+    return {name: FlaxDiffusionPipeline.from_pretrained(path) for name, path in models.items()}
+
+
+# --------------------------------------------------------------------------------- brackets
+
+TABLE = [  # prompt, webui, comfyui
+    ("a red panda", [("a red panda", 1)], [("a red panda", 1)]),
+    ("a (red) panda", *[[("a ", 1), ("red", 1.1), (" panda", 1)]] * 2),
+    ("(red:1.3) panda", *[[("red", 1.3), (" panda", 1)]] * 2),
+    ("((red))", *[[("red", 1.21)]] * 2),
+    ("((red:1.5))", [("red", 1.65)], [("red", 1.5)]),
+    ("((a) red:2)", [("a", 2.2), (" red", 2)], [("a", 2.2), (" red", 2)]),
+    ("((a:3) red:2)", [("a", 6), (" red", 2)], [("a", 3), (" red", 2)]),
+    ("[red] it", [("red", 1 / 1.1), (" it", 1)], [("[red] it", 1)]),
+    ("(a)(b)", [("ab", 1.1)], [("a", 1.1), ("b", 1.1)]),
+    ("(a [b) c]", [("a ", 1.1), ("b", 1), (" c", 1 / 1.1)], [("a [b", 1.1), (" c]", 1)]),
+    (r"\(a\) \[b\] \\", [(r"(a) [b] " + "\\", 1)], [(r"(a) \[b\] \\", 1)]),
+    (r"(a\):1.5)", *[[("a)", 1.5)]] * 2),
+    ("(a (b:2)", [("a ", 1.1), ("b", 2.2)], [("a ", 2), ("(b", 2)]),
+    ("(a (b:2) c", [("a ", 1.1), ("b", 2.2), (" c", 1.1)], [("(a (b:2) c", 1)]),
+    ("a) (b:2)", [("a) ", 1), ("b", 2)], [("a) (b:2)", 1)]),
+    ("a BREAK b", [("a ", 1), BREAK, (" b", 1)], [("a BREAK b", 1)]),
+    (
+        "(a BREAK b:1.2)BREAKS",
+        [("a ", 1.2), BREAK, (" b", 1.2), ("BREAKS", 1)],
+        [("a BREAK b", 1.2), ("BREAKS", 1)],
+    ),
+    ("(a: 1.3 )", *[[("a", 1.3)]] * 2),
+    ("(a:1e0)", [("a:1e0", 1.1)], [("a", 1)]),
+    ("(a:)", *[[("a:", 1.1)]] * 2),
+    ("(a:-1)", *[[("a", -1)]] * 2),
+    ("(:1.3)", [], [(":1.3", 1.1)]),
+    ("", [], []),
+    ("BREAK", [("", 1), BREAK, ("", 1)], [("BREAK", 1)]),
+    ("(" * 10_000, [], [("(" * 10_000, 1)]),
+    ("(" * 10_000 + ")" * 10_000, [], []),
+]
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: ascii(case[0][:20]))
+def test_brackets_by_hand(case):
+    prompt, *expected = case
+    for parse, parts in zip((parse_webui, parse_comfyui), expected):
+        found = parse(prompt)
+        assert [x and x[0] for x in found] == [x and x[0] for x in parts]
+        weights = [[x[1] for x in both if x] for both in (found, parts)]
+        np.testing.assert_allclose(*weights, rtol=1e-12)
+
+
+def webui_weights(text):
+    """[(character, weight)]: each bracket is paired alone, and weighs all characters within."""
+    tokens = re.findall(r"\\[\\()\[\]]|\\|:\s*[+-]?[.\d]+\s*\)|.", text, re.DOTALL)
+    weights, is_text, depth = np.ones(len(tokens)), np.ones(len(tokens), bool), 0
+    numbers = [len(token) > 1 and token[0] == ":" for token in tokens]
+    for i, token in enumerate(tokens):  # which brackets close one; ":2)" without one is text
+        is_text[i] = token not in "(["
+        if token == "(":
+            depth += 1
+        elif (token == ")" or numbers[i]) and depth:
+            depth, is_text[i] = depth - 1, False
+    for opening, closing, factor in (("(", ")", 1.1), ("[", "]", 1 / 1.1)):
+        for start in range(len(tokens)):
+            if tokens[start] != opening:
+                continue
+            level, end = 0, start
+            while end < len(tokens):
+                level += tokens[end] == opening
+                level -= tokens[end] == closing or (opening == "(" and numbers[end])
+                if level == 0:
+                    break
+                end += 1
+            found = end < len(tokens) and numbers[end]
+            weights[start:end] *= float(tokens[end][1:-1]) if found else factor
+            if end < len(tokens):
+                is_text[end] = False
+    pairs = []
+    for token, weight, shown in zip(tokens, weights, is_text):
+        text = token[1:] if token[0] == "\\" else token
+        pairs += [(character, weight) for character in text if shown]
+    return pairs
+
+
+def comfyui_weights(text, weight=1.0):
+    """[(character, weight)], one level of brackets after the other."""
+    if weight == 1.0:
+        text = text.replace("\\(", "\1").replace("\\)", "\2")
+    items, item, level = [], "", 0
+    for character in text:
+        if character == "(":
+            if level == 0:
+                items.append(item)
+                item = ""
+            level += 1
+        item += character
+        if character == ")":
+            level -= 1
+            if level == 0:
+                items.append(item)
+                item = ""
+    pairs = []
+    items.append(item)
+    for item in items:
+        if len(item) > 1 and item[0] == "(" and item[-1] == ")":
+            inner, own = item[1:-1], weight * 1.1
+            before, colon, number = inner.rpartition(":")
+            with suppress(ValueError):
+                inner, own = (before, float(number)) if before and colon else (inner, own)
+            pairs += comfyui_weights(inner, own)
+        else:
+            pairs += [({"\1": "(", "\2": ")"}.get(x, x), weight) for x in item]
+    return pairs
+
+
+@pytest.mark.parametrize("convention", ["webui", "comfyui"])
+def test_random_brackets_are_another_readings(convention):
+    model = {"webui": webui_weights, "comfyui": comfyui_weights}[convention]
+    parse = {"webui": parse_webui, "comfyui": parse_comfyui}[convention]
+    rng, num_equal = np.random.default_rng(0), 0
+    pieces = ["a", "b ", "(", "(", ")", ")", "[", "]", ":1.5)", ":-.5)", ":", "\\", "\\(", "\\)"]
+    for _ in range(3000):
+        prompt = "".join(rng.choice(pieces, rng.integers(1, 16)))
+        expected = model(prompt)
+        if expected and max(abs(weight) for _, weight in expected) > 100:
+            continue
+        found = [(x, weight) for text, weight in parse(prompt) for x in text]
+        assert [x for x, _ in found] == [x for x, _ in expected], prompt
+        weights = [[weight for _, weight in pairs] for pairs in (found, expected)]
+        np.testing.assert_allclose(*weights, rtol=1e-9, err_msg=prompt)
+        num_equal += 1
+    assert num_equal > 2500
+
+
+@pytest.mark.parametrize(
+    ("prompt", "convention", "message"),
+    [
+        ("(a:nan)", "comfyui", "'a' the weight nan"),
+        ("(a:inf)", "comfyui", "the weight inf"),
+        ("(a:1.2.3)", "webui", r"weight '1.2.3', which is not a number; write \(red:1.3\)"),
+        ("(a:101)", "webui", "the weight 101; weights are numbers from -100 to 100"),
+        ("(" * 10_000 + "a", "webui", "'a' the weight inf"),
+        ("(" * 10_000 + "a" + ")" * 10_000, "webui", "'a' the weight inf"),
+        ("(" * 10_000 + "a" + ")" * 10_000, "comfyui", "'a' the weight inf"),
+        ("(a" * 10_000, "webui", "the weight"),
+        ("a\ud800", "webui", "unpaired surrogate"),
+        ("(a\ud800:1.2)", "comfyui", "unpaired surrogate"),
+        (["a", None], "webui", "None, which is not a str"),
+        (5, "webui", "5, which is not a str"),
+        ([], "comfyui", "empty list"),
+        ("a", "sdnext", "prompt_weights='sdnext' is unknown; take webui or comfyui"),
+    ],
+)
+def test_wrong_prompts_are_one_error(opened, prompt, convention, message):
+    with pytest.raises(ValueError, match=message):
+        prepare_prompts(opened["sd"][0], prompt, None, True, convention)
+    if isinstance(prompt, str) and convention != "sdnext":
+        with pytest.raises(ValueError, match=message):
+            prepare_prompts(opened["xl"][0], "a", prompt, False, convention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", ["(", "(a", "[a", "[(", "(:", "(a:1.1)(", "\\(", " ", ")", ": "])
+def test_hostile_prompts_are_read_quickly(piece):
+    for parse in (parse_webui, parse_comfyui):
+        for end in ("", "a", ")" * 10_000):
+            start = time.monotonic()
+            try:
+                parse(piece * 10_000 + end)
+            except ValueError as error:
+                assert "prompt" in str(error) and len(str(error)) < 250
+            assert time.monotonic() - start < 5
+
+
+# ----------------------------------------------------------------------------------- chunks
+
+
+def chunks_of(pipeline, prompt, convention, long_prompts=True, number=0):
+    """Chunks of a prompt, each a list of (token, weight) between its start and end."""
+    prompts = prepare_prompts(pipeline, prompt, None, long_prompts, convention)
+    _, _, tokenizer = pipeline.text_encoders[number]
+    ids = prompts.prompt_ids.reshape(len(pipeline.text_encoders), -1, 77)[number]
+    weights = np.ones(ids.shape, np.float32)
+    if prompts.prompt_weights is not None:
+        weights = prompts.prompt_weights.text.reshape(-1, *ids.shape)[number]
+    chunks = []
+    for row, of_row in zip(ids, weights):
+        end = row.tolist().index(tokenizer.eos_token_id)
+        assert row[0] == tokenizer.bos_token_id
+        assert (row[end + 1 :] == tokenizer.pad_token_id).all()
+        assert of_row[0] == 1 and (of_row[end:] == 1).all()
+        tokens = tokenizer.convert_ids_to_tokens(row[1:end].tolist())
+        chunks.append([(token, round(float(w), 3)) for token, w in zip(tokens, of_row[1:end])])
+    return chunks
+
+
+def test_tokens_by_hand(opened):
+    """The tokenizer knows make, it, red, and parts of words."""
+    pipeline, _ = opened["sd"]
+    reds = [("re", 1.3), ("d", 1.3), ("s</w>", 1.3)]
+    for convention in ("webui", "comfyui"):
+        assert chunks_of(pipeline, "make (reds:1.3) it", convention) == [
+            [("make</w>", 1), *reds, ("it</w>", 1)]
+        ]
+    # One text for webui where the weight is the same; apart where it changes.
+    assert chunks_of(pipeline, "(ma)(ke)", "webui") == [[("make</w>", 1.1)]]
+    assert [len(x) for x in chunks_of(pipeline, "(ma)(ke)", "comfyui")] == [4]  # m a k e
+    assert [len(x) for x in chunks_of(pipeline, "it BREAK it", "webui")] == [1, 1]
+    assert [len(x) for x in chunks_of(pipeline, "BREAK it BREAK", "webui")] == [0, 1]
+    assert [len(x) for x in chunks_of(pipeline, "BREAK", "webui")] == [0]
+    assert [len(x) for x in chunks_of(pipeline, "", "comfyui")] == [0]
+    assert len(chunks_of(pipeline, "it BREAK it", "webui", long_prompts=False)[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "webui", "comfyui"),
+    [
+        ("make " * 75, [75], [75]),
+        ("make " * 76, [75, 1], [75, 1]),
+        ("make " * 74 + "qw", [75, 1], [74, 2]),
+        ("make " * 70 + "qwertyzz", [75, 3], [75, 3]),  # a word of 8 tokens is split
+        ("make " * 70 + "qwertyz", [75, 2], [70, 7]),
+        ("make " * 55 + ", " + "it " * 30, [56, 30], [75, 11]),  # 20 tokens with the comma
+        ("make " * 54 + ", " + "it " * 30, [75, 10], [75, 10]),
+        ("make " * 74 + ", " + "it " * 3, [75, 3], [75, 3]),
+        ("make " * 75 + ", " + "it " * 3, [75, 4], [75, 4]),
+        ("it " * 60 + ", " + "it " * 70, [61, 70], [75, 56]),
+        ("make " * 160, [75, 75, 10], [75, 75, 10]),
+        ("q" * 200, [75, 75, 50], [75, 75, 50]),
+    ],
+    ids=lambda x: x[-12:].strip() if isinstance(x, str) else None,
+)
+def test_lengths_of_chunks_by_hand(opened, prompt, webui, comfyui):
+    expected = {"webui": webui, "comfyui": comfyui, None: webui}
+    for convention, lengths in expected.items():
+        for name in ("sd", "xl"):
+            found = chunks_of(opened[name][0], prompt, convention, number=-1)
+            assert [len(chunk) for chunk in found] == lengths, convention
+
+
+def model_lengths(words, convention):
+    """Lengths of chunks of words, numbers of tokens, where 0 is a comma."""
+    tokens = [x for word in words for x in ([0] if word == 0 else [1] * word)]
+    lengths = []
+    if convention == "comfyui":
+        used = 0
+        for word in words:
+            word = max(word, 1)
+            if word < 8 and used % 75 + word > 75 and used % 75:
+                lengths.append(used % 75)
+                used = 0
+            for _ in range(word):
+                used += 1
+                if used == 75:
+                    lengths.append(75)
+                    used = 0
+        return [*lengths, used] if used or not lengths else lengths
+    while len(tokens) > 75:
+        commas = [i for i in range(55, 75) if tokens[i] == 0]
+        length = commas[-1] + 1 if commas and tokens[75] else 75
+        lengths.append(length)
+        tokens = tokens[length:]
+    return [*lengths, len(tokens)]
+
+
+def test_lengths_of_random_chunks(opened):
+    pipeline, rng = opened["sd"][0], np.random.default_rng(0)
+    for _ in range(40):
+        words = rng.choice([0, 1, 1, 2, 5, 7, 8, 12], rng.integers(1, 70)).tolist()
+        prompt = " ".join("," if word == 0 else "q" * word for word in words)
+        for convention in ("webui", "comfyui"):
+            found = [len(chunk) for chunk in chunks_of(pipeline, prompt, convention)]
+            assert found == model_lengths(words, convention), (prompt, convention)
+
+
+def test_an_embedding_is_in_one_chunk(models, tmp_path):
+    vectors = np.random.default_rng(0).standard_normal((12, 24), np.float32)
+    save_file({"<cat>": vectors}, tmp_path / "cat.safetensors")
+    pipeline = FlaxDiffusionPipeline.from_pretrained(
+        models["sd"], embeddings=f"{tmp_path / 'cat.safetensors'}:<cat>"
+    )[0]
+    for convention in ("webui", "comfyui", None):
+        found = chunks_of(pipeline, "make " * 70 + "<cat> it", convention)
+        assert [len(chunk) for chunk in found] == [70, 13]
+        assert [token for token, _ in found[1]][:2] == ["<cat>", "<cat>_1"]
+        found = chunks_of(pipeline, "it " + "<cat> " * 7, convention)
+        assert [len(chunk) for chunk in found] == [73, 12]
+    found = chunks_of(pipeline, "make (<cat>:1.5)", "webui")
+    assert found == [[("make</w>", 1), *[(token, 1.5) for token, _ in found[0][1:]]]]
+    assert len(found[0]) == 13
+
+
+def test_without_long_prompts_one_chunk_is_cut_as_ever(opened, caplog):
+    pipeline, _ = opened["sd"]
+    prompt = "it, " * 50
+    prompts = prepare_prompts(pipeline, prompt, "", False, "webui")
+    np.testing.assert_array_equal(prompts.prompt_ids, pipeline.prepare_text_inputs(prompt))
+    assert prompts.neg_prompt_ids is None and prompts.prompt_weights is None
+    assert "its last 25 tokens are ignored" in caplog.text
+
+
+def test_prompts_of_a_batch_are_repeated(opened):
+    """To a common number of chunks, so that a prompt's image does not depend on the others."""
+    pipeline, _ = opened["xl"]
+    texts = ["make " * 200, "(it:1.2) " + "make " * 100]
+    both = prepare_prompts(pipeline, texts, texts[1], True, "webui")
+    alone = [prepare_prompts(pipeline, text, None, True, "webui") for text in texts]
+    assert both.prompt_ids.shape == both.prompt_weights.text.shape == (2, 2, 6 * 77)
+    assert both.neg_prompt_ids.shape == both.prompt_weights.null.shape == (1, 2, 2 * 77)
+    for row, one in zip(both.prompt_ids, alone):
+        k = one.prompt_ids.shape[-1] // 77
+        np.testing.assert_array_equal(row, np.tile(one.prompt_ids[0], 6 // k))
+    np.testing.assert_array_equal(
+        both.prompt_weights.text[1], np.tile(alone[1].prompt_weights.text[0], 3)
+    )
+
+
+@pytest.mark.parametrize("name", ["sd", "xl", "refiner"])
+def test_prompts_without_brackets_are_bit_identical(opened, name):
+    pipeline, _ = opened[name]
+    texts = ["a red panda, made: it", "", "it BREAKS"]
+    plain = pipeline.prepare_text_inputs(texts), pipeline.prepare_text_inputs("bad")
+    for convention in (None, "webui", "comfyui"):
+        for long_prompts in (False, True):
+            found = prepare_prompts(pipeline, texts, "bad", long_prompts, convention)
+            np.testing.assert_array_equal(found.prompt_ids, plain[0])
+            np.testing.assert_array_equal(found.neg_prompt_ids, plain[1])
+            assert found.prompt_weights is None and found.prompt_ids.dtype == np.int32
+    assert prepare_prompts(pipeline, "it", ["", ""]).neg_prompt_ids is None
+
+
+# ----------------------------------------------------------------------------------- states
+
+
+def encode(pipeline, params, prompts):
+    """(states, pooled or None) of the branches text and null of a run."""
+    inputs = dict(prompts._asdict(), latents=None)
+    options = Options(height=16, width=16, branches=("text", "null"))
+    inputs |= {"image": None}
+    states, added = jax.jit(lambda *x: pipeline.encode_text(*x, options))(params, inputs)
+    return np.asarray(states), None if added is None else np.asarray(added["text_embeds"])
+
+
+def torch_states(folder, ids):
+    """[states (N, 77, D) of each text encoder], pooled, of token ids (N, encoders, 77)."""
+    found, pooled = [], None
+    for i, name in enumerate(x for x in ("", "_2") if (folder / f"text_encoder{x}").exists()):
+        path = folder / f"text_encoder{name}"
+        is_xl = (folder / "text_encoder_2").exists()
+        projects = name == "_2"
+        kind = transformers.CLIPTextModelWithProjection if projects else transformers.CLIPTextModel
+        with torch.no_grad():
+            output = kind.from_pretrained(path)(
+                torch.from_numpy(ids[:, i]).long(), output_hidden_states=True
+            )
+        states = output.hidden_states[-2] if is_xl else output.last_hidden_state
+        found.append(states.double().numpy())
+        pooled = output.text_embeds.numpy() if projects else None
+    return found, pooled
+
+
+def expected_states(folder, pipeline, ids, weights, convention):
+    """NumPy's states (rows, 77 k, D), and pooled ones, by the published formulas."""
+    number = len(pipeline.text_encoders)
+    ids = ids.reshape(len(ids), number, -1)
+    weights = np.ones(ids.shape) if weights is None else weights.reshape(ids.shape)
+    empty = pipeline.prepare_text_inputs("").reshape(1, number, 77)
+    empty_states, _ = torch_states(folder, empty)
+    chunks, first_pooled = [], None
+    for k in range(ids.shape[-1] // 77):
+        part = slice(77 * k, 77 * k + 77)
+        states, pooled = torch_states(folder, ids[..., part])
+        first_pooled = pooled if k == 0 else first_pooled
+        for i, z in enumerate(states):
+            w = weights[:, i, part, None].astype(np.float64)
+            if convention == "comfyui":
+                states[i] = empty_states[i] + w * (z - empty_states[i])
+            elif convention == "webui":
+                for row in range(len(z)):
+                    new = z[row] * w[row]
+                    states[i][row] = new * (z[row].mean() / new.mean())
+        chunks.append(np.concatenate(states, -1))
+    return np.concatenate(chunks, 1), first_pooled
+
+
+@pytest.mark.parametrize(
+    ("name", "convention", "prompt", "negative"),
+    [
+        ("sd", "webui", [PROMPT, "(red:1.2) it"], NEGATIVE),
+        *slow(
+            ("sd", "comfyui", [PROMPT, "(red:1.2) it"], NEGATIVE),
+            ("sd", None, "it " * 100, "it " * 200),
+            ("sd", "webui", "(red:0.5) [it]", None),
+            ("sd", "comfyui", PROMPT, ["(red:1.3)"]),
+            ("xl", "webui", [PROMPT, "it (red)"], ["it", NEGATIVE]),
+            ("xl", "comfyui", [PROMPT, "it (red)"], ["it", NEGATIVE]),
+            ("xl", "webui", "(it:1.3) " * 30, None),
+            ("xl", None, "it " * 160, "bad"),
+            ("refiner", "webui", PROMPT, NEGATIVE),
+            ("refiner", "comfyui", "(red:1.4)", NEGATIVE),
+        ),
+    ],
+)
+def test_states_are_the_published_formulas(models, opened, name, convention, prompt, negative):
+    pipeline, params = opened[name]
+    prompts = prepare_prompts(pipeline, prompt, negative, True, convention)
+    found, pooled = encode(pipeline, params, prompts)
+    null_ids, null_weights, weights = prompts.neg_prompt_ids, None, None
+    if prompts.prompt_weights is not None:
+        weights, null_weights = prompts.prompt_weights.text, prompts.prompt_weights.null
+    expected = expected_states(models[name], pipeline, prompts.prompt_ids, weights, convention)
+    B, S = len(prompts.prompt_ids), found.shape[1]
+    is_zero = null_ids is None and name != "sd"
+    null_ids = pipeline.prepare_text_inputs("") if null_ids is None else null_ids
+    null = expected_states(models[name], pipeline, null_ids, null_weights, convention)
+    if is_zero:
+        null = [np.zeros_like(x) for x in expected]
+    for states, their_pooled, rows in ((*expected, slice(B)), (*null, slice(B, None))):
+        states = np.tile(states, (1, S // states.shape[1], 1))
+        np.testing.assert_allclose(
+            found[rows], np.broadcast_to(states, (B, *states.shape[1:])), atol=1e-5, rtol=1e-5
+        )
+        if pooled is not None:
+            their_pooled = np.broadcast_to(their_pooled, (B, their_pooled.shape[1]))
+            np.testing.assert_allclose(pooled[rows], their_pooled, atol=1e-5)
+
+
+@pytest.mark.parametrize("convention", ["webui", *slow("comfyui")])
+def test_weights_of_one_change_no_bit(opened, convention):
+    pipeline, params = opened["sd"]
+    prompts = prepare_prompts(pipeline, ["a (red:1.4) panda", "it made"], None, True, convention)
+    weighted, _ = encode(pipeline, params, prompts)
+    plain, _ = encode(pipeline, params, prompts._replace(prompt_weights=None))
+    np.testing.assert_array_equal(weighted[1:], plain[1:])
+    assert np.abs(weighted[0] - plain[0]).max() > 1e-2
+
+
+def test_a_mean_of_zero_is_not_scaled(models, opened):
+    pipeline, params = opened["sd"]
+    params = dict(params)
+    encoder = jax.tree.map(lambda x: x, params["text_encoder"])
+    encoder["text_model"]["final_layer_norm"]["bias"] *= 0  # the mean of normalised states is 0
+    params["text_encoder"] = encoder
+    prompts = prepare_prompts(pipeline, "(red:1.4)", None, False, "webui")
+    states, _ = encode(pipeline, params, prompts)
+    plain, _ = encode(pipeline, params, prompts._replace(prompt_weights=None))
+    w = prompts.prompt_weights.text[..., None]
+    np.testing.assert_allclose(states[:1], plain[:1] * w, atol=1e-6)
+
+
+# ----------------------------------------------------------------------------------- images
+
+
+def image_of(pipeline, params, prompts, *images, **options):
+    arrays = prompts._asdict()
+    inputs = arrays.pop("prompt_ids"), *images
+    return pipeline(*inputs, params, jax.random.key(0), **arrays, **SIZE, **options).images
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd", "xl"])
+def test_repeated_states_give_the_same_image(opened, name):
+    pipeline, params = opened[name]
+    prompts = prepare_prompts(pipeline, "a (red:1.4) panda", "bad", False, "comfyui")
+    twice = jax.tree.map(lambda x: np.concatenate([x, x], -1), prompts)
+    once = image_of(pipeline, params, prompts)
+    np.testing.assert_allclose(image_of(pipeline, params, twice), once, atol=1e-5)
+    null_twice = prompts._replace(neg_prompt_ids=twice.neg_prompt_ids)
+    weights = PromptWeights(prompts.prompt_weights.text, twice.prompt_weights.null, "comfyui")
+    null_twice = null_twice._replace(prompt_weights=weights)
+    np.testing.assert_allclose(image_of(pipeline, params, null_twice), once, atol=1e-5)
+
+
+def test_two_devices_make_the_images_of_one(opened):
+    pipeline, params = opened["sd"]
+    texts = [PROMPT, "it (red:0.5)"]
+    prompts = prepare_prompts(pipeline, texts, [NEGATIVE, "bad"], True, "webui")
+    expected = image_of(pipeline, params, prompts)
+    devices = jax.devices()[:2]
+    shards = jax.tree.map(lambda x: x.reshape(2, 1, *x.shape[1:]), prompts)
+    found = image_of(pipeline, replicate(params, devices), shards, jit=True)
+    np.testing.assert_allclose(found[:, 0], expected, atol=1e-5)
+
+
+def opened_with(path, layout=None, **options):
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(path, layout=layout, **options)
+    if layout is not None:
+        layout.place_params(params)
+    return pipeline, params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd", "xl"])
+@pytest.mark.parametrize(
+    ("num_devices", "layout"),
+    [
+        (2, {"branches": 2}),
+        (2, {"data": 2}),
+        (2, {"rows": 2}),
+        (3, {"components": {"text": 2, "unet": 0, "vae": 1}}),
+        (1, {"offload": "component"}),
+        (1, {"offload": "layer"}),
+    ],
+    ids=str,
+)
+def test_images_of_a_layout_are_the_same(models, opened, name, num_devices, layout):
+    layout = Layout(jax.devices()[:num_devices], **layout)
+    pipeline, params = opened_with(models[name], layout)
+    prompts = prepare_prompts(pipeline, [PROMPT, "it (red:0.5)"], NEGATIVE, True, "webui")
+    expected = image_of(*opened[name], prompts)
+    np.testing.assert_allclose(image_of(pipeline, params, prompts), expected, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd", "xl"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accelerate": "tome:ratio=0.3"},
+        {"accelerate": "tgate:gate=2,interval=1,warmup=1"},
+        {"accelerate": "guidance:until=0.5"},
+        {"accelerate": "spectrum"},
+        {"accelerate": "int8"},
+        {"storage": "int8"},
+        {"storage": "float8"},
+    ],
+    ids=str,
+)
+def test_accelerated_images_of_repeated_states_are_the_same(models, name, options):
+    pipeline, params = opened_with(models[name], **options)
+    prompts = prepare_prompts(pipeline, "a (red:1.4) panda", NEGATIVE, True, "comfyui")
+    twice = jax.tree.map(lambda x: np.concatenate([x, x], -1), prompts)
+    found, again = (image_of(pipeline, params, x) for x in (prompts, twice))
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found, again, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd", "xl"])
+def test_image_to_image_inpainting_and_control(models, opened, name, tmp_path):
+    """Weights and chunks reach all tasks: another weight, another image; repeated, the same."""
+    kind = f"FlaxStableDiffusion{'XL' if name == 'xl' else ''}"
+    image, mask = prepare_images(photo(16, 16)), np.ones((1, 1, 16, 16), np.float32)
+    mask[..., 8:] = 0
+    net = make_tiny_controlnet(tmp_path / "net", models[name], halvings=1)
+    cases = {
+        "Img2Img": ((image,), {}),
+        "Inpaint": ((image, mask) if name == "xl" else (mask, image), {}),
+        "ControlNet": (((image + 1) / 2,), {"controlnet": str(net)}),
+    }
+    for task, (images, more) in cases.items():
+        cls = getattr(diffusers_flax, f"{kind}{task}Pipeline")
+        pipeline, params = cls.from_pretrained(models[name], **more)
+        options = {"image": image} if (task, name) == ("Inpaint", "sd") else {}
+        prompts = prepare_prompts(pipeline, PROMPT, NEGATIVE, True, "webui")
+        twice = jax.tree.map(lambda x: np.concatenate([x, x], -1), prompts)
+        found = image_of(pipeline, params, prompts, *images, **options)
+        again = image_of(pipeline, params, twice, *images, **options)
+        np.testing.assert_allclose(found, again, atol=1e-5)
+        plain = image_of(
+            pipeline, params, prompts._replace(prompt_weights=None), *images, **options
+        )
+        assert np.abs(found - plain).max() > 1e-4, task
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x._replace(prompt_ids=x.prompt_ids[:, :100]), "a multiple of 77"),
+        (
+            lambda x: x._replace(prompt_weights=x.prompt_weights.text),
+            "make it with prepare_prompts",
+        ),
+        (lambda x: x._replace(prompt_ids=x.prompt_ids[:, :77]), "weights.text has other shapes"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_one_error(opened, change, message):
+    pipeline, params = opened["sd"]
+    prompts = prepare_prompts(pipeline, "(it:1.2) " * 80, None, True, "webui")
+    with pytest.raises(ValueError, match=message):
+        image_of(pipeline, params, change(prompts))
