@@ -46,6 +46,7 @@ from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.images import IMAGE_FORMATS, save_image, to_pil
 from diffusers_flax.parameters import place_params
+from diffusers_flax.pipelines.sampling import count_steps
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import (
     SOFTWARE,
@@ -377,8 +378,8 @@ def run(config):
     if not config.exact_size:
         program_sizes = [shared_size(size, checked.factor) for size in sizes]
     outputs, inputs, masks = zip(*((edit.output, edit.input, edit.mask) for edit in edits))
-    steps, kept = sampling.steps(checked.pipeline_type), [*inputs, *masks, config.grid]
-    preview = preview_files(config, outputs, checked.scheduler, steps, kept, sizes)
+    num_steps = count_steps(checked.scheduler, sampling.steps(checked.pipeline_type))
+    preview = preview_files(config, outputs, num_steps, [*inputs, *masks, config.grid], sizes)
     edits = check_masks(edits, image_sizes, sizes, config.mask_feather)
     ids = ids_of_edits(edits, sizes, program_sizes, config)
     finished = {i for i, edit in enumerate(edits) if is_finished(edit.output, ids[i], SOFTWARE)}

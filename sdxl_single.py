@@ -34,7 +34,7 @@ from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.images import save_image
 from diffusers_flax.parameters import cast_params, place_params
 from diffusers_flax.pipelines.base import Execution
-from diffusers_flax.pipelines.sampling import keys_per_image
+from diffusers_flax.pipelines.sampling import count_steps, keys_per_image
 from generating.batches import DeviceClock, FileWriter, check_finite_images, run_ahead, to_batches
 from generating.captions import GRID_IMAGES, image_grid
 from generating.flags import (
@@ -78,8 +78,8 @@ def open_pipeline(config, layout, sampling, outputs):
     replaced = {"unet": config.unet} if config.unet else None
     _, configs = FlaxStableDiffusionXLPipeline.check(model, revision, replaced)
     scheduler = check_sampling(FlaxStableDiffusionXLPipeline, configs["scheduler"], model, sampling)
-    steps = sampling.steps(FlaxStableDiffusionXLPipeline)
-    preview = preview_files(config, outputs, scheduler, steps, [config.grid])
+    num_steps = count_steps(scheduler, sampling.steps(FlaxStableDiffusionXLPipeline))
+    preview = preview_files(config, outputs, num_steps, [config.grid])
     execution = Execution(
         config.accelerate, preview, layout, storage=config.storage, vae_dtype=config.vae_dtype
     )

@@ -69,6 +69,7 @@ class ModelOptions:
     storage: str | None = None  # of the kernels, see models.quantization.store
     vae_dtype: str | None = None  # of the VAE's computation; None: see from_pretrained
     layout: Layout | None = None  # of the devices; None: each device makes images of its own
+    controlnet: tuple[str, ...] = ()  # directories, hub ids or files
     preview: "Preview | None" = None
 
 
@@ -173,10 +174,12 @@ def load_model(
     """
     settings = dict(storage=options.storage, vae_dtype=options.vae_dtype)
     execution = Execution(accelerate, options.preview, options.layout, **settings)
+    nets = options.controlnet
     pipeline = pipeline_type.open(
         model,
         dtype=options.dtype,
         scheduler=scheduler,
+        replaced={"controlnet": nets if len(nets) > 1 else nets[0]} if nets else None,
         embeddings=options.embedding,
         execution=execution,
     )

@@ -7,12 +7,13 @@ import numpy as np
 
 from diffusers_flax.images import image_mark, save_image, to_pil
 from diffusers_flax.messages import warn_once
-from diffusers_flax.pipelines.sampling import count_steps, keys_per_image
+from diffusers_flax.pipelines.sampling import keys_of_sequel, keys_per_image
 
 PREVIEW = "preview by FlaxDiffusionPipeline"  # marks previews, which later previews may replace
+MAX_SEQUELS = 2  # see keys_of_sequel: of inpainting that continues from latents
 
 
-def preview_files(config, outputs, scheduler, steps, kept=(), sizes=None):
+def preview_files(config, outputs, num_steps, kept=(), sizes=None, keys=None):
     """Write previews next to the images: for OUT.png OUT-step-005.png, OUT-step-010.png, ...
 
     They replace previews of an earlier run, and no other file.
@@ -20,9 +21,10 @@ def preview_files(config, outputs, scheduler, steps, kept=(), sizes=None):
     Args:
         config: with the flags preview, preview_decoder and seed.
         outputs: file of each image, in the order of their keys.
-        scheduler, steps: see count_steps.
+        num_steps: of each image, or the largest number, see count_steps.
         kept: other files that previews must not replace; paths or None.
         sizes: (width, height) of each image's previews; None: as decoded.
+        keys: PRNG keys of the images; None: those of --seed.
 
     Returns:
         Preview, or None without --preview.
@@ -37,7 +39,6 @@ def preview_files(config, outputs, scheduler, steps, kept=(), sizes=None):
         return None
     from diffusers_flax.acceleration.previews import Preview  # not for images without previews
 
-    num_steps = count_steps(scheduler, steps)
     if every >= num_steps:
         raise ValueError(
             f"--preview {every} of {num_steps} steps makes no preview, as the last step makes the "
@@ -49,15 +50,20 @@ def preview_files(config, outputs, scheduler, steps, kept=(), sizes=None):
     ):
         if path.resolve() in kept or (path.exists() and image_mark(path)[0] != PREVIEW):
             raise ValueError(f"{path} would be replaced by a preview; give it another name")
-    keys = jax.random.key_data(keys_per_image(jax.random.key(config.seed), len(outputs)))
-    names = [key.tobytes() for key in np.asarray(keys)]
-    files, sizes = dict(zip(names, outputs)), dict(zip(names, sizes or ()))
+    if keys is None:
+        keys = keys_per_image(jax.random.key(config.seed), len(outputs))
+    files, sizes_of = {}, {}
+    for _ in range(MAX_SEQUELS + 1):
+        names = [key.tobytes() for key in np.asarray(jax.random.key_data(keys))]
+        files |= zip(names, outputs)
+        sizes_of |= zip(names, sizes or ())
+        keys = keys_of_sequel(keys)
     one_at_a_time = Lock()  # devices call it from several threads
 
     def show(step, keys, images):
         with one_at_a_time:
             for name, image in zip((key.tobytes() for key in keys), to_pil(images)):
-                image = image.resize(sizes.get(name, image.size))
+                image = image.resize(sizes_of.get(name, image.size))
                 try:
                     save_image(image, preview_file(files[name], step), PREVIEW)
                 except OSError as error:  # the image itself may still be written

@@ -36,11 +36,7 @@ def id_maker(config, model):
         Function of keywords: all else that the image depends on. Returns 32 hexadecimal digits, for
         EXIF's ImageUniqueID.
     """
-    classes = type(config).__mro__
-    files, same = (
-        {name for cls in classes for name in vars(cls).get(which, ())}
-        for which in ("FILES", "SAME_IMAGES")
-    )
+    files, same = names_in(config, "FILES"), names_in(config, "SAME_IMAGES")
     values = {
         name: identify(name, value) if name in files else value
         for name, value in vars(config).items()
@@ -57,6 +53,11 @@ def id_maker(config, model):
         return digest.hexdigest()[:32]
 
     return make_id
+
+
+def names_in(config, which):
+    """Names of flags in the tuples FILES or SAME_IMAGES of a config's classes, see flags.py."""
+    return {name for cls in type(config).__mro__ for name in vars(cls).get(which, ())}
 
 
 def identify(flag, value):

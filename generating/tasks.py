@@ -6,13 +6,25 @@
 The tasks are "text to image", "image to image", "inpainting" and "ControlNet".
 """
 
-from dataclasses import fields
+import math
+import sys
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
 
 import diffusers_flax
+from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.loading.directories import has_component, read_index
+from diffusers_flax.models.vae import with_tile
 from diffusers_flax.pipelines.base import class_of
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
+from diffusers_flax.pipelines.sampling import count_steps
 from diffusers_flax.pipelines.stable_diffusion_xl import XLComponents
+from generating.batches import devices_for
+from generating.flags import from_flags
+from generating.inputs import check_call
+from generating.memory import plan_images
+from generating.models import ModelOptions, Sampling, check_sampling, load_model
 
 CLASSES = {  # of each task, with "XL" or nothing in place of the braces
     "text to image": "FlaxStableDiffusion{}Pipeline",
@@ -20,6 +32,9 @@ CLASSES = {  # of each task, with "XL" or nothing in place of the braces
     "inpainting": "FlaxStableDiffusion{}InpaintPipeline",
     "ControlNet": "FlaxStableDiffusion{}ControlNetPipeline",
 }
+# What the calls of model and refiner have in common.
+REFINER_OPTIONS = ("num_inference_steps", "timesteps", "eta", "guidance_rescale", "guidance_scale")
+REFINER_ARRAYS = ("prng_seed", "guidance_scale", "mask", "masked_image")
 
 
 def task_of(image=None, mask=None, control=()):
@@ -85,3 +100,126 @@ def check_tasks(model, tasks, replaced=None):
             f"{' or '.join(sorted(others))}; give --image and --mask, or another model"
         )
     return is_xl, configs
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What check_models finds out without reading weights."""
+
+    pipeline_type: type  # opens the model
+    scheduler: Any
+    configs: dict  # {component: its config} of the model
+    num_steps: int  # the largest number
+    branches: tuple  # of guidance, for the most
+    refiner_type: type | None = None
+    refiner_scheduler: Any = None
+
+
+@dataclass(frozen=True)
+class Models:
+    """The loaded models."""
+
+    pipelines: dict  # {task: pipeline}
+    params: dict
+    refiners: dict  # likewise; {}: no refiner
+    refiner_params: dict | None
+
+
+def check_models(config, requests):
+    """Check the models and the flags that depend on them; returns Checked."""
+    tasks = list(dict.fromkeys(request.task for request in requests))
+    is_xl, configs = check_tasks(config.model, tasks)
+    print(f"{' and '.join(tasks)} with {config.model}", file=sys.stderr)
+    uses_nets = "ControlNet" in tasks
+    if config.controlnet and not uses_nets:
+        raise ValueError(f"--controlnet {config.controlnet[0]} needs --control, its image")
+    names = ("num_inference_steps", "guidance_scale", "timesteps", "eta")
+    samplings = {
+        from_flags(Sampling, config, **{name: getattr(request, name) for name in names})
+        for request in requests
+    }
+    pipeline_type = pipeline_for("ControlNet" if uses_nets else tasks[0], is_xl)
+
+    def scheduler_of(model, configs):
+        found = [check_sampling(pipeline_type, configs["scheduler"], model, x) for x in samplings]
+        return found[0]
+
+    scheduler = scheduler_of(config.model, configs)
+    counts = [count_steps(scheduler, sampling.steps(pipeline_type)) for sampling in samplings]
+    branches = max((sampling.branches(pipeline_type) for sampling in samplings), key=len)
+    checked = Checked(pipeline_type, scheduler, configs, max(counts), branches)
+    if config.refiner is None:
+        return checked
+    refiner_is_xl, refiner_configs = check_tasks(config.refiner, ["image to image"])
+    if not (is_xl and refiner_is_xl):
+        which = f"--refiner {config.refiner}" if is_xl else f"--model {config.model}"
+        raise ValueError(f"{which} is not SDXL; --refiner goes with SDXL's base and refiner")
+    return replace(
+        checked,
+        refiner_type=pipeline_for("image to image", is_xl),
+        refiner_scheduler=scheduler_of(config.refiner, refiner_configs),
+    )
+
+
+def load_models(config, checked, requests, sizes, preview, layout):
+    """Plan the memory, then read the weights; returns Models.
+
+    sizes: (width, height) of each image's program.
+    """
+    options = dict(dtype=choose_dtype(config.dtype), layout=layout)
+    largest, devices = max(sizes, key=math.prod), devices_for(len(requests), layout)
+
+    def plan(pipeline):
+        for request, size in zip(requests, sizes):
+            check_call(with_task(pipeline, request.task), request, size)
+        pipeline.check_parallel(checked.branches, largest[1])
+        return plan_images(
+            pipeline,
+            devices,
+            num_images=len(requests),
+            batch_size=min(config.batch_size, math.ceil(len(requests) / len(devices))),
+            branches=checked.branches,
+            size=largest,
+            up_to="up to " if len({*sizes}) > 1 else "",
+            vae_tile=config.vae_tile,
+        )
+
+    own = from_flags(ModelOptions, config, **options, preview=preview)
+    pipeline, params = load_model(
+        config.model, checked.pipeline_type, checked.scheduler, config.accelerate, own, plan
+    )
+    pipelines = {task: with_task(pipeline, task) for task in {x.task for x in requests}}
+    texts = [text for x in requests for text in (x.prompt, x.negative_prompt)]
+    pipeline.embeddings.warn_unused(texts)
+    if checked.refiner_type is None:
+        return Models(pipelines, params, {}, None)
+    refiner, refiner_params = load_model(
+        config.refiner,
+        checked.refiner_type,
+        checked.refiner_scheduler,
+        config.accelerate,
+        ModelOptions(**options, storage=config.storage, vae_dtype=config.vae_dtype),
+        plan=lambda refiner: (replace(refiner, vae=with_tile(refiner.vae, pipeline.vae.tile)), ""),
+    )
+    names = {task: "inpainting" if task == "inpainting" else "image to image" for task in pipelines}
+    refiners = {task: with_task(refiner, name) for task, name in names.items()}
+    return Models(pipelines, params, refiners, refiner_params)
+
+
+def call_models(models, kind, arrays, refining, denoising_end):
+    """Start the programs of a batch; returns its images, on devices.
+
+    Args:
+        models: Models.
+        kind: Kind of the images.
+        arrays, refining: arguments of the call of the model, and of the refiner's or None.
+        denoising_end: fraction of the denoising after which the refiner goes on.
+    """
+    make = partial(models.pipelines[kind.task], **arrays, **dict(kind.options), jit=True)
+    if refining is None:
+        return make(params=models.params).images
+    ends = dict(denoising_end=denoising_end, output_type="latent")
+    latents = make(params=models.params, **ends).images
+    shared = {name: x for name, x in kind.options if name in REFINER_OPTIONS}
+    refine = partial(models.refiners[kind.task], **refining, **shared, jit=True)
+    return refine(image=latents, params=models.refiner_params, denoising_start=denoising_end).images

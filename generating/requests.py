@@ -1,0 +1,454 @@
+"""Requests for images: from the flags, from the lines of a list, or from an image made before.
+
+    requests = requests_of_flags(config)
+    requests = requests_of_jsonl(Path("requests.jsonl"), config)
+    words = with_flags_of_image(["--like", "image.png", "--seed", "4"])
+
+A line of a list is a JSON object whose keys are names of flags, {"prompt": "a red panda", "seed":
+3}. Flags that a line does not name are the command's. Paths are relative to the list, or else to
+the working directory; "output" is a name in the directory of --output.
+"""
+
+import json
+from collections import Counter
+from dataclasses import MISSING, dataclass, fields, replace
+from difflib import get_close_matches
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from tqdm import tqdm
+
+from command_line import check_image_file, check_scale, check_seed, refuse
+from dataloading.images import load_image
+from dataloading.lists import find_base, raise_problems, read_objects
+from diffusers_flax.images import IMAGE_FORMATS, open_image
+from diffusers_flax.pipelines.base import MODULES
+from generating.flags import from_flags, list_prompts, read_latents
+from generating.masks import check_inputs, check_masks
+from generating.models import factor_and_resolution
+from generating.resuming import (
+    checksum_of,
+    continue_images,
+    image_files,
+    is_finished,
+    names_in,
+)
+from generating.sizes import result_size, shared_size
+from generating.tasks import task_of
+
+PATHS = ("image", "mask", "control", "latents")  # fields with files to read
+SEVERAL = ("image", "mask", "latents")  # flags with a file for each image
+# Flags that lines of a list replace.
+OF_LINES = ("prompt", "prompts_file", "num_images", "control", *SEVERAL)
+NOTHING = dict(prompt="", image=None, mask=None, control=(), latents=None, output=None)
+KEYWORD = "generate_cli"  # of the text chunk of a PNG file with the flags of its image
+LIKE = "--like"
+EXAMPLE = '{"prompt": "a red panda"}'
+NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class RequestFlags:
+    """Flags that each line of a list may have, too."""
+
+    negative_prompt: str = ""  # what to avoid
+    seed: int = 0  # of the noise of the first image; the next ones have seed + 1, seed + 2, ...
+    num_inference_steps: int = 50  # denoising steps
+    guidance_scale: float = 7.5  # weight of the prompt; at most 1: no guidance, half the work
+    guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
+    # how much of --image is made anew, above 0 to 1; default: 0.8, with --mask all
+    strength: float | None = None
+    width: int | None = None  # pixels; default: the model's, or see --resolution
+    height: int | None = None  # pixels; likewise
+    # pixels, longer side of an image from --image or --control; default: the model's
+    resolution: int | None = None
+    mask_feather: int = 0  # pixels inside of the white part, from its border, to fade the image in
+    # how to make control images from those given, for each ControlNet or for all: canny finds
+    # edges; image takes it as it is (default)
+    control_from: tuple[Literal["canny", "image"], ...] = ()
+    # factor of what a ControlNet adds, for each ControlNet or for all; default: 1
+    controlnet_conditioning_scale: tuple[float, ...] = ()
+    # fractions of the steps, 0 to 1, between which a ControlNet acts, for each or for all; default:
+    # 0 and 1
+    control_guidance_start: tuple[float, ...] = ()
+    control_guidance_end: tuple[float, ...] = ()
+    guess_mode: bool = False  # ControlNets act on the prompt alone, for images without a prompt
+
+
+@dataclass(frozen=True)
+class Request(RequestFlags):
+    """One image to make. Fields as flags with these names, of one image."""
+
+    prompt: str = ""
+    image: Path | None = None  # to start from
+    mask: Path | None = None  # white where the image may change
+    control: tuple[Path, ...] = ()  # an image for each ControlNet
+    latents: Path | None = None  # .npy of the noise to start from, (1, channels, h, w)
+    output: Path | None = None  # file name; None: numbered
+    timesteps: tuple[int | str, ...] = ()
+    eta: float | None = None
+    line: int | None = None  # of the list
+
+    after = None  # no image is made from another one, see masks.check_inputs
+
+    @property
+    def input(self):
+        """The image that the size of the result comes from, or None."""
+        return self.image or (self.control[0] if self.control else None)
+
+    @property
+    def task(self):
+        """See task_of."""
+        return task_of(self.image, self.mask, self.control)
+
+
+def requests_of_flags(config):
+    """A list of Request for the flags prompt, image, mask, control, latents and num_images.
+
+    Prompts, images and masks go in pairs: one for each, or one for all.
+    """
+    prompts = list_prompts(replace(config, num_images=1), 1)
+    given = {"prompt": prompts} | {name: list(getattr(config, name)) for name in SEVERAL}
+    number = max(map(len, given.values()))
+    for name, values in given.items():
+        if len(values) not in (0, 1, number):
+            most = max(given, key=lambda other: len(given[other]))
+            raise ValueError(
+                f"{len(values)} --{name} do not fit {number} --{most}; give one for each, or one "
+                "for all"
+            )
+    one_of_each = {name: x * (number // len(x)) for name, x in given.items() if x}
+    rows = [dict(zip(one_of_each, row)) for row in zip(*one_of_each.values())]
+    rows = [row for row in rows for _ in range(config.num_images)]
+    plain = from_flags(Request, config, **NOTHING | {"control": config.control})
+    requests = [replace(plain, **row, seed=seed) for row, seed in zip(rows, count(config.seed))]
+    for request in requests:
+        check_request(request)
+    return requests
+
+
+def requests_of_jsonl(file, config):
+    """A list of Request for the lines of a list, see the module's docstring."""
+    given = f"--requests_jsonl {file}"
+    plain = from_flags(Request, config, **NOTHING)
+    requests, problems = [], []
+    for line, content in read_objects(given, file, ()):
+        try:
+            if isinstance(content, str):
+                raise ValueError(content)
+            changes = {"seed": config.seed + len(requests)} | parse_line(content, file.parent)
+            requests.append(replace(plain, line=line, **changes))
+            check_request(requests[-1])
+        except ValueError as error:
+            problems.append((line, str(error)))
+    raise_problems(file, problems)
+    if not requests:
+        raise ValueError(f"{given} is empty; write a JSON object a line, such as {EXAMPLE}")
+    return requests
+
+
+def parse_line(content, folder):
+    """The fields of a Request in a line, a dict; folder: that paths are relative to."""
+    hints = get_type_hints(Request)
+    del hints["line"]
+    changes = {}
+    for key, value in content.items():
+        if key not in hints:
+            near = get_close_matches(key, hints, 1)
+            meant = f"did you mean {near[0]}?" if near else f"keys are {', '.join(sorted(hints))}"
+            raise ValueError(f"the key {key} is unknown; {meant}")
+        try:
+            changes[key] = convert(hints[key], value)
+        except TypeError:
+            raise ValueError(
+                f"{key} is {json.dumps(value)[:40]}, not {in_words(hints[key])}"
+            ) from None
+    for name in PATHS:
+        if isinstance(path := changes.get(name), tuple):
+            changes[name] = tuple(find_base(str(x), folder) / x for x in path)
+        elif path is not None:
+            changes[name] = find_base(str(path), folder) / path
+    if (name := changes.get("output")) and (name.name != str(name)):
+        raise ValueError(f"output is {name}; write a file name, which goes to --output")
+    return changes
+
+
+def convert(hint, value):
+    """A value of JSON as a field of a type; raises a TypeError if it is of another type."""
+    if isinstance(hint, UnionType) or get_origin(hint) not in (None, tuple, Literal):
+        for kind in get_args(hint):
+            try:
+                return convert(kind, value)
+            except TypeError:
+                pass
+        raise TypeError
+    if get_origin(hint) is tuple:
+        values = value if isinstance(value, list) else [value]
+        return tuple(convert(get_args(hint)[0], x) for x in values)
+    if get_origin(hint) is Literal and value in get_args(hint):
+        return value
+    if hint is Path and isinstance(value, str) and value and "\0" not in value:
+        return Path(value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise TypeError
+    return value
+
+
+def in_words(hint):
+    """A type for an error."""
+    kinds = [kind for kind in get_args(hint) if kind not in (NoneType, Ellipsis)] or [hint]
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, kinds))
+    if get_origin(hint) is tuple:
+        return f"{in_words(kinds[0])}, or a list"
+    return " or ".join(NAMES.get(kind) or in_words_of_other(kind) for kind in kinds)
+
+
+def in_words_of_other(kind):
+    """A type without an entry in NAMES for an error."""
+    return "a path" if kind is Path else in_words(kind)
+
+
+def check_images(requests, configs, exact_size):
+    """Read all images of requests, to check them and to choose the sizes.
+
+    Args:
+        requests: list of Request.
+        configs: {component: its config} of the model.
+        exact_size: --exact_size.
+
+    Returns:
+        (sizes, program sizes): (width, height) of each result, and of its program.
+
+    Raises:
+        ValueError: an image, mask or file of latents cannot be read or does not fit.
+    """
+    bar = partial(tqdm, desc="checking images", unit="image", disable=len(requests) < 100)
+    with_input = [request for request in requests if request.input]
+    shapes = iter(check_inputs(with_input, bar))
+    factors = {}  # by resolution
+    for request in requests:
+        if request.resolution not in factors:
+            factors[request.resolution] = factor_and_resolution(configs, request.resolution)
+    factor, _ = factors[requests[0].resolution]
+    side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
+    height, width = (factor * x for x in (side if isinstance(side, list) else (side, side)))
+    sizes, program_sizes = [], []
+    for request in requests:
+        size = request.width or width, request.height or height
+        if request.input:
+            shape = next(shapes)
+            _, resolution = factors[request.resolution]
+            size = size if request.width else result_size(shape, resolution, factor)
+            check_controls(request, shape)
+            if request.mask:
+                check_masks([request], [shape], [size], request.mask_feather)
+        is_exact = exact_size or not request.input or request.width
+        sizes.append(size)
+        program_sizes.append(size if is_exact else shared_size(size, factor))
+        if request.latents:
+            latents = configs["vae"].get("latent_channels", 4), *(x // factor for x in size[::-1])
+            read_latents(request.latents, (1, *latents))
+    return sizes, program_sizes
+
+
+def check_controls(request, shape):
+    """Raise a ValueError unless the control images have the shape of the first one.
+
+    shape: (width, height) of the first one.
+    """
+    for path in request.control[1:]:
+        width, height = load_image(path).size
+        if abs(width * shape[1] - height * shape[0]) > max(width, height, *shape):
+            raise ValueError(
+                f"{path} is {width}x{height} pixels (width x height) and {request.control[0]} "
+                f"{shape[0]}x{shape[1]}; control images of a result have one aspect ratio"
+            )
+
+
+def output_files(requests, ids, output, software, grid):
+    """The files of all images, and the places of those that are not made yet.
+
+    Args:
+        requests, ids: Request and id of each image.
+        output, grid: flags.
+        software: the program's mark.
+
+    Raises:
+        ValueError: a file cannot be written, or is not by this program.
+    """
+    named = {place: output / x.output for place, x in enumerate(requests) if x.output}
+    numbered = [place for place in range(len(requests)) if place not in named]
+    path, number = Counter(named.values()).most_common(1)[0] if named else (None, 1)
+    if number > 1:
+        raise ValueError(f"{number} images would be written to {path}; give each its own output")
+    if named and (output.is_file() or output.suffix.lower() in IMAGE_FORMATS):
+        raise ValueError(f"--output {output} is one file; lines with an output need a directory")
+    for path in named.values():
+        check_image_file(path)
+    missing = [i for i, path in named.items() if not is_finished(path, ids[i], software)]
+    files = dict(named)
+    if numbered:
+        found = image_files(output, len(numbered), grid)
+        own_ids = [ids[place] for place in numbered]
+        found, left = continue_images(found, own_ids, output, software, grid)
+        files |= zip(numbered, found)
+        missing += [numbered[i] for i in left]
+    files = [files[place] for place in range(len(requests))]
+    read = {path.resolve() for x in requests for path in files_read(x)}
+    if overwritten := [path for path in (*files, *filter(None, [grid])) if path.resolve() in read]:
+        raise ValueError(
+            f"{overwritten[0]} is an input and would be overwritten; name another output"
+        )
+    return files, sorted(missing)
+
+
+def files_read(request):
+    """The files that a Request reads."""
+    return [*filter(None, (request.image, request.mask, request.latents)), *request.control]
+
+
+def identities_of(requests, sizes, program_sizes, make_id):
+    """The id of each image, see id_maker; equal requests count how often they came before."""
+    ids, before = [], Counter()
+    for request, size, program_size in zip(requests, sizes, program_sizes):
+        identity = identity_of(request) | ({} if size == program_size else {"program": size})
+        known = make_id(**identity)
+        ids.append(make_id(**identity, repeated=before[known]) if before[known] else known)
+        before[known] += 1
+    return ids
+
+
+def identity_of(request):
+    """All that an image depends on of a Request, with checksums of files."""
+    values = {name: x for name, x in vars(request).items() if name not in ("line", "output")}
+    for name in PATHS:
+        paths = values[name] if isinstance(values[name], tuple) else filter(None, [values[name]])
+        values[name] = [checksum_of(path) for path in paths]
+    return {name: x for name, x in values.items() if x not in (None, "", (), [], False)}
+
+
+def check_request(request):
+    """Raise a ValueError for values out of range, and for values that have no effect."""
+    for name in ("num_inference_steps", "width", "height", "resolution"):
+        if (value := getattr(request, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    check_scale("guidance_scale", request.guidance_scale, has_image_scale=False)
+    if not 0 <= request.guidance_rescale <= 1:
+        raise ValueError(f"--guidance_rescale {request.guidance_rescale} must be from 0 to 1")
+    check_seed("seed", request.seed)
+    if request.strength is not None and not 0 < request.strength <= 1:
+        raise ValueError(
+            f"--strength {request.strength:g} must be above 0, which changes nothing, up to 1"
+        )
+    if request.mask_feather < 0:
+        raise ValueError(f"--mask_feather {request.mask_feather} must be 0 or more pixels")
+    if request.mask and not request.image:
+        raise ValueError(f"--mask {request.mask} needs the image that it belongs to; give --image")
+    if request.control and request.image:
+        raise ValueError(
+            f"--control {request.control[0]} excludes --image and --mask: a ControlNet guides what "
+            "is made from text; give one or the other"
+        )
+    check_effects(request)
+    if request.output and request.output.suffix.lower() not in IMAGE_FORMATS:
+        raise ValueError(f"output {request.output} must end in {', '.join(IMAGE_FORMATS)}")
+
+
+def check_effects(request):
+    """Raise a ValueError for a value that goes with something that is not given."""
+    needed = {
+        "strength": (request.image, "--image"),
+        "resolution": (request.input, "--image or --control; give --width and --height"),
+        "mask_feather": (request.mask, "--mask"),
+        **{
+            field.name: (request.control, "--control")
+            for field in fields(RequestFlags)
+            if field.name.startswith("control") or field.name == "guess_mode"
+        },
+    }
+    for name, (is_given, other) in needed.items():
+        value = getattr(request, name)
+        if value and not is_given:
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ValueError(f"--{name} {shown} is for {other}")
+    sides = [getattr(request, name) is not None for name in ("width", "height", "resolution")]
+    if request.input and (sides[0] != sides[1] or all(sides)):
+        raise ValueError(
+            f"{request.input} gives the shape of the result; with it take --resolution alone, or "
+            "--width and --height, to which it is cropped"
+        )
+
+
+# ------------------------------------------------------------ flags in image files
+
+
+def texts_of(config, request):
+    """{keyword: text} for save_image: the flags that make one image, as JSON.
+
+    Args:
+        config: flags of the program, with its paths as the user wrote them.
+        request: Request.
+    """
+    same = names_in(config, "SAME_IMAGES")
+    flags = {name: x for name, x in changed(config).items() if name not in same}
+    flags |= {name: x for name, x in changed(request).items() if name not in ("line", "output")}
+    flags["seed"] = request.seed
+    return {KEYWORD: json.dumps(flags, default=str, ensure_ascii=False)}
+
+
+def changed(flags):
+    """{name: value} of the fields of a dataclass that are not their defaults."""
+    values = {field.name: getattr(flags, field.name) for field in fields(flags)}
+    defaults = {field.name: field.default for field in fields(flags)}
+    return {
+        name: x for name, x in values.items() if defaults[name] is MISSING or x != defaults[name]
+    }
+
+
+def with_flags_of_image(words):
+    """A command line in which --like FILE gives the flags of that image; other flags win.
+
+    A file that is not such an image ends the program with one line.
+    """
+    places = [i for i, word in enumerate(words) if word.partition("=")[0] == LIKE]
+    if not places:
+        return words
+    if len(places) > 1:
+        refuse(f"{LIKE} is given {len(places)} times; name one image")
+    place = places[0]
+    _, is_joined, file = words[place].partition("=")
+    rest = [*words[:place], *words[place + (1 if is_joined else 2) :]]
+    if not is_joined:
+        file = "".join(words[place + 1 : place + 2])
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in rest}
+    given |= {name.removeprefix("no_") for name in given}
+    if "requests_jsonl" in given:
+        given |= {*OF_LINES}
+    flags = read_flags(file)
+    return [*rest, *(word for name in flags.keys() - given for word in as_words(name, flags[name]))]
+
+
+def read_flags(file):
+    """The flags of texts_of in a PNG file."""
+    if not Path(file).is_file():
+        refuse(f"{LIKE} {file} does not exist; name an image of this program")
+    try:
+        with open(file, "rb") as opened:
+            image = open_image(opened)
+            image.load()  # text chunks may stand after the pixels
+            return dict(json.loads(image.text[KEYWORD]))
+    except Exception:  # decoders raise errors of many types
+        refuse(f"{LIKE} {file} has no flags; name a PNG file as this program wrote it")
+
+
+def as_words(name, value):
+    """A flag and its value as words of a command line."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no_{name}"]
+    return [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
