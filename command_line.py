@@ -37,6 +37,7 @@ ALSO_CALLED = {  # name of a flag in other programs: its names here
     "lr": ("learning_rate",),
     "fp16": ("dtype", "mixed_precision"),
 }
+ONE_WORD = ("_dir", "model", "name_or_path")  # ends of names of flags whose text is no prose
 ARGUMENTS = {  # flag: the library's argument, if it has another name
     "config_name_or_path": "config",
     "devices": "components",
@@ -264,7 +265,7 @@ def explain_unknown(unknown: list[str], config_class: Any, words: list[str]) -> 
         switch = name if hint is bool else name.removeprefix("no_")
         if hints.get(switch) is bool:
             return f"{said}: --{name} takes no value; write --{switch} or --no_{switch}"
-        if hint in (int, float, Path) or (hint is str and name.endswith("_dir")):
+        if hint in (int, float, Path) or (hint is str and name.endswith(ONE_WORD)):
             return f"{said}: --{name} takes one value"
         return f"{said}: no flag takes this; write a text with spaces in quotation marks"
     known = {}  # the flag by its name with underscores

@@ -344,7 +344,8 @@ def check_request(request):
     check_seed("seed", request.seed)
     if request.strength is not None and not 0 < request.strength <= 1:
         raise ValueError(
-            f"--strength {request.strength:g} must be above 0, which changes nothing, up to 1"
+            f"--strength {request.strength:g} must be above 0, which would change nothing, and at "
+            "most 1"
         )
     if request.mask_feather < 0:
         raise ValueError(f"--mask_feather {request.mask_feather} must be 0 or more pixels")
@@ -436,6 +437,8 @@ def with_flags_of_image(words):
 
 def read_flags(file):
     """The flags of texts_of in a PNG file."""
+    if not file:
+        refuse(f"{LIKE} has no value; name an image of this program")
     if not Path(file).is_file():
         refuse(f"{LIKE} {file} does not exist; name an image of this program")
     try:

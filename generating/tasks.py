@@ -7,7 +7,6 @@ The tasks are "text to image", "image to image", "inpainting" and "ControlNet".
 """
 
 import math
-import sys
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -32,6 +31,7 @@ CLASSES = {  # of each task, with "XL" or nothing in place of the braces
     "inpainting": "FlaxStableDiffusion{}InpaintPipeline",
     "ControlNet": "FlaxStableDiffusion{}ControlNetPipeline",
 }
+NET = "controlnet"  # the component
 # What the calls of model and refiner have in common.
 REFINER_OPTIONS = ("num_inference_steps", "timesteps", "eta", "guidance_rescale", "guidance_scale")
 REFINER_ARRAYS = ("prng_seed", "guidance_scale", "mask", "masked_image")
@@ -102,6 +102,14 @@ def check_tasks(model, tasks, replaced=None):
     return is_xl, configs
 
 
+def describe_tasks(config, requests):
+    """What will be done, with which models, in a line for the user."""
+    tasks = " and ".join(dict.fromkeys(request.task for request in requests))
+    with_nets = f" and {', '.join(map(str, config.controlnet))}" if config.controlnet else ""
+    refined = f", refined by {config.refiner}" if config.refiner else ""
+    return f"{tasks} with {config.model}{with_nets}{refined}"
+
+
 @dataclass(frozen=True)
 class Checked:
     """What check_models finds out without reading weights."""
@@ -129,10 +137,13 @@ def check_models(config, requests):
     """Check the models and the flags that depend on them; returns Checked."""
     tasks = list(dict.fromkeys(request.task for request in requests))
     is_xl, configs = check_tasks(config.model, tasks)
-    print(f"{' and '.join(tasks)} with {config.model}", file=sys.stderr)
     uses_nets = "ControlNet" in tasks
     if config.controlnet and not uses_nets:
         raise ValueError(f"--controlnet {config.controlnet[0]} needs --control, its image")
+    if uses_nets and not config.controlnet and not has_component(read_index(config.model), NET):
+        raise ValueError(
+            f"--control needs --controlnet, as --model {config.model} has no ControlNet"
+        )
     names = ("num_inference_steps", "guidance_scale", "timesteps", "eta")
     samplings = {
         from_flags(Sampling, config, **{name: getattr(request, name) for name in names})

@@ -7,6 +7,7 @@ import pytest
 import edit_app
 import edit_cli
 import evaluate_edits
+import generate_cli
 import sdxl_single
 import sdxl_single_aot
 from app.settings import Settings
@@ -17,9 +18,9 @@ from generating.models import ModelOptions, Sampling
     ("group", "config", "expected"),
     [
         (Sampling, edit_cli.Config, "prediction_type"),
-        (ModelOptions, edit_cli.Config, "layout"),
+        (ModelOptions, edit_cli.Config, "layout controlnet"),
         (Sampling, evaluate_edits.Config, "negative_prompt seed prediction_type"),
-        (ModelOptions, evaluate_edits.Config, "storage vae_dtype layout preview"),
+        (ModelOptions, evaluate_edits.Config, "storage vae_dtype layout controlnet preview"),
         (Sampling, sdxl_single.Config, "image_guidance_scale"),
         (Sampling, sdxl_single_aot.Config, "image_guidance_scale"),
         (
@@ -27,7 +28,9 @@ from generating.models import ModelOptions, Sampling
             edit_app.Config,
             "negative_prompt timesteps eta timestep_spacing prediction_type",
         ),
-        (ModelOptions, edit_app.Config, "layout preview"),
+        (ModelOptions, edit_app.Config, "layout controlnet preview"),
+        (Sampling, generate_cli.Config, "image_guidance_scale"),
+        (ModelOptions, generate_cli.Config, "layout"),
         (Sampling, Settings, "timesteps eta timestep_spacing prediction_type"),
     ],
 )

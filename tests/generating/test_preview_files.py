@@ -9,7 +9,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import edit_cli
 import sdxl_single
 from diffusers_flax.messages import warn_once
-from diffusers_flax.pipelines.sampling import keys_per_image, timestep_options
+from diffusers_flax.pipelines.sampling import count_steps, keys_per_image, timestep_options
 from diffusers_flax.schedulers.factory import make_scheduler
 from generating.previews import preview_files
 
@@ -23,7 +23,8 @@ def flags_of(**flags):
 def preview_files_of(flags, scheduler, outputs, inputs=()):
     """preview_files as the programs call it."""
     steps = timestep_options(flags.num_inference_steps, flags.timesteps, flags.eta)
-    return preview_files(flags, outputs, scheduler, steps, [*inputs, flags.grid])
+    num_steps = count_steps(scheduler, steps)
+    return preview_files(flags, outputs, num_steps, [*inputs, flags.grid])
 
 
 def test_a_preview_that_cannot_be_written_does_not_stop_the_image(tmp_path, caplog):
