@@ -10,8 +10,9 @@ With the model of `make demo`, on a CPU, also started by `make app`:
         --guidance_scale 2 --image_guidance_scale 1.2 --num_inference_steps 20
 
 It prints the address to open, http://127.0.0.1:7860, and runs until Ctrl-C. edit_cli.py makes
-the same image from the same settings. Text-to-image models of Stable Diffusion and SDXL have the
-page without an original image.
+the same image from the same settings. Text-to-image models of Stable Diffusion and SDXL have two
+tabs: text to image, and image to image with or without a mask. Inpainting models have the page with
+an image and a mask.
 
 The program of the first size is compiled at the start; another size, number of steps or scheduler
 compiles when first used, and the page says so. Requests of all pages run one after another.
@@ -44,7 +45,7 @@ from generating.single_files import with_single_files
 class AppFlags:
     """The model, what the page begins with, and who may open it."""
 
-    model: str  # directory, hub id or file of an InstructPix2Pix or text-to-image model, SD or SDXL
+    model: str  # directory, hub id or file of an edit, text-to-image or inpainting model
     # configs of a one-file model: a directory or hub id; default: its family's
     config_name_or_path: str | None = None
     use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
@@ -108,7 +109,7 @@ def run(config):
     layout = layout_of_flags(config)
     use_compilation_cache(config.compilation_cache_dir)
     editor = Editor(with_single_files(config, "model"), layout)
-    examples = read_examples(config.examples, editor.edits)
+    examples = read_examples(config.examples)
     if find_spec("gradio") is None:
         raise ValueError(
             "the package gradio is missing; install it: pip install -r requirements-app.txt"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
@@ -29,22 +30,25 @@ from dataloading.images import load_image
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.precision import choose_dtype
-from diffusers_flax.images import to_pil
+from diffusers_flax.images import prepare_images, prepare_masks, to_pil
 from diffusers_flax.loading.lora import split_weight
 from diffusers_flax.loading.tokenizer import sequences_of_ids, too_long
 from diffusers_flax.parameters import cast_params, place_params
 from diffusers_flax.pipelines.base import TEXT_ENCODERS
+from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
-from editing.edits import EditList, batch_inputs, check_model, plan_edits
+from editing.edits import EditList, check_model, plan_edits
 from generating.batches import check_finite_images, devices_for
 from generating.flags import from_flags
 from generating.masks import finish_edit, fit_mask, stretch_mask
 from generating.memory import plan_images
 from generating.models import ModelOptions, Sampling, check_sampling, load_model
 from generating.sizes import fit_image, result_size, shared_size, stretch
+from generating.tasks import task_of, with_task
 
 MAX_PROGRAMS = 24  # in memory; older ones stay in the compilation cache on the disk
 MAX_PREVIEWS = 10  # for each image
+EDIT = "edit"  # a task beside the tasks of generating/tasks.py
 POLL = 0.15  # seconds between two checks of a request's progress
 
 logger = logging.getLogger(__name__)
@@ -100,13 +104,12 @@ class ImageRequest:
     def steps_done(self, progress):
         """Denoising steps done in all batches; the images of a batch share its steps."""
         batches = progress.image // self.at_once
-        return batches * self.settings.num_inference_steps + progress.step
+        return batches * self.settings.num_steps + progress.step
 
     def steps_left(self, progress):
         """Denoising steps to do in all batches."""
         batches = -(-len(self.scales) // self.at_once)
-        num_steps = batches * self.settings.num_inference_steps
-        return max(0, num_steps - self.steps_done(progress))
+        return max(0, batches * self.settings.num_steps - self.steps_done(progress))
 
 
 @dataclass(eq=False)
@@ -124,10 +127,12 @@ class Editor:
         """config: edit_app.py's flags; layout: Layout of the devices, or None."""
         self.config, self.layout = config, layout and layout.first(1)
         sampling = from_flags(Sampling, config)
-        self.checked = check_model(config.model, config.resolution, sampling, text_to_image=True)
+        others = "text to image", "inpainting"
+        self.checked = check_model(config.model, config.resolution, sampling, others)
         _, configs = self.checked.pipeline_type.check(config.model)
         self.scheduler_config = configs["scheduler"]
-        self.edits = issubclass(self.checked.pipeline_type, InstructPix2Pix)
+        self.task = first_task(self.checked.pipeline_type, configs)
+        self.edits = self.task == EDIT
         self.loras = named_loras(config.lora)
         self.limits = self._limits(configs)
         self.decoder = config.preview_decoder or None
@@ -155,12 +160,13 @@ class Editor:
                 f"--max_resolution {largest} is below the resolution of the model, "
                 f"{self.checked.resolution}; give --resolution too"
             )
-        return Limits(smallest, largest, tuple(self.loras))
+        return Limits(smallest, largest, tuple(self.loras), takes_strength=not self.edits)
 
     def defaults(self):
         """The page's initial Settings."""
         names = (*SCALES, "num_inference_steps", "scheduler", "accelerate", "seed")
         flags = {name: getattr(self.config, name) for name in names}
+        flags |= {"strength": 1.0} if self.task == "inpainting" else {}
         return Settings("", resolution=self.checked.resolution, lora=tuple(self.loras), **flags)
 
     def open(self):
@@ -206,13 +212,13 @@ class Editor:
 
     def size_of(self, settings, image_size=None):
         """(width, height) of the result; image_size: of the original image."""
-        shape = image_size if self.edits else SHAPES[settings.shape]
+        shape = image_size or SHAPES[settings.shape]
         return result_size(shape, settings.resolution, self.checked.factor)
 
     def program_size(self, request):
         """(width, height) of a request's program, see shared_size."""
         size = self.size_of(request.settings, request.image and request.image.size)
-        return shared_size(size, self.checked.factor) if self.edits else size
+        return shared_size(size, self.checked.factor) if request.image else size
 
     def seconds_left(self, request, progress):
         """Estimated seconds of a request's remaining denoising steps; None without a measurement.
@@ -240,7 +246,12 @@ class Editor:
     # ------------------------------------------------------------ the queue
 
     def submit(self, request):
-        """Add a request to the queue; raise a ValueError if it is full."""
+        """Add a request to the queue; raise a ValueError if it is full, or a mask is missing."""
+        if self.task == "inpainting" and request.mask is None:
+            raise ValueError(
+                "there is no mask, which an inpainting model needs; paint the part that may "
+                "change, or upload a mask"
+            )
         with self.condition:
             if len(self.requests) > self.config.max_queue:
                 raise ValueError(
@@ -303,7 +314,11 @@ class Editor:
         request.size = self.size_of(settings, request.image and request.image.size)
         size = self.program_size(request)
         mask = None if request.mask is None else fit_mask(request.mask, request.size)
-        mask = None if mask and mask.getextrema()[0] else mask  # all white restricts nothing
+        if mask and not mask.getbbox():
+            raise ValueError("the mask has no white, so nothing may change; make a part white")
+        if self.edits and mask and mask.getextrema()[0]:
+            mask = None  # all white restricts nothing
+        task = EDIT if self.edits else task_of(request.image, mask)
         image = request.image and fit_image(request.image, request.size)
         request.at_once = len(self.all_devices) if len(request.scales) > 1 else 1
         arrays = self._arrays(settings, size, image, mask, request.at_once)
@@ -313,13 +328,12 @@ class Editor:
             if len(request.scales) > 1:
                 scales = [with_all_branches(*one) for one in scales]
             of_image = replace(settings, **dict(zip(SCALES, scales[0])))
-            self.program = program = self._program(
-                of_image, size, mask is not None, request.at_once
-            )
+            kind = task, mask is not None, size
+            self.program = program = self._program(of_image, kind, request.at_once)
             if not program.is_compiled:
                 request.report("compiling")
                 request.has_compiled = True
-            images = self._call(program.pipeline, arrays, settings, size, scales, request.at_once)
+            images = self._call(program.pipeline, task, arrays, of_image, scales)
             if request.stopped.is_set():
                 raise Stopped
             images = np.asarray(images).reshape(-1, size[1], size[0], 3)[: len(scales)]
@@ -327,9 +341,7 @@ class Editor:
                 self.compile_seconds = time.monotonic() - request.progress.since
                 program.is_compiled = True
             elif not self.config.progress:
-                self._measure(
-                    request, (first // request.at_once + 1) * settings.num_inference_steps
-                )
+                self._measure(request, (first // request.at_once + 1) * settings.num_steps)
             check_finite_images(images, "the images", settings.lora)
             request.images += [
                 finish_edit(made, request.size, image, mask, settings.mask_feather)
@@ -338,73 +350,69 @@ class Editor:
         request.seconds = time.perf_counter() - started
 
     def _arrays(self, settings, size, image, mask, num_devices):
-        """A call's arrays, the same for each device: token ids, keys, and an edit's image and mask.
+        """A call's arrays by their names, the same for each device, (devices, 1, ...).
 
         size: (width, height) of the program; image, mask: PIL, of the result's size, or None.
         """
         pipeline = self.pipeline
-        prompt_ids = pipeline.prepare_text_inputs([settings.instruction] * num_devices)
-        neg_ids = None
+        key = jax.random.fold_in(jax.random.key(settings.seed), 0)
+        arrays = {"prompt_ids": pipeline.prepare_text_inputs(settings.instruction)}
         if settings.negative_prompt:
-            neg_ids = pipeline.prepare_text_inputs([settings.negative_prompt] * num_devices)
-        key, indices = jax.random.key(settings.seed), np.zeros(num_devices, int)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
-        if self.edits:
-            images = [stretch(image, size)] * num_devices
-            masks = None if mask is None else [stretch_mask(mask, size)] * num_devices
-            return batch_inputs(pipeline, images, masks, prompt_ids, neg_ids, keys, num_devices)
-        return jax.tree.map(lambda x: x[:, None], (prompt_ids, keys, neg_ids))
+            arrays["neg_prompt_ids"] = pipeline.prepare_text_inputs(settings.negative_prompt)
+        if image is not None:
+            arrays["image"] = prepare_images(stretch(image, size))
+        if mask is not None:
+            arrays["mask"] = prepare_masks(stretch_mask(mask, size))
+        arrays = {name: np.broadcast_to(x, (num_devices, *x.shape)) for name, x in arrays.items()}
+        return arrays | {"prng_seed": jnp.broadcast_to(key, (num_devices, 1))}
 
-    def _call(self, pipeline, arrays, settings, size, scales, num_devices):
+    def _call(self, pipeline, task, arrays, settings, scales):
         """Start a program; returns its images, on devices.
 
-        scales: of each image, at most one per device.
+        Args:
+            pipeline: of the task.
+            arrays: of _arrays.
+            settings: Settings.
+            scales: of each image, at most one per device.
         """
-        steps, params = settings.num_inference_steps, self.params[num_devices]
+        num_devices = len(arrays["prompt_ids"])
         if num_devices == 1:
             (scales,) = scales
         else:
             scales = [*scales, *scales[-1:] * (num_devices - len(scales))]
             scales = np.float32(scales).T[..., None]  # (2, devices, 1)
-        if self.edits:
-            prompt_ids, image, keys, neg_ids, mask = arrays
-            return pipeline(
-                prompt_ids,
-                image,
-                params,
-                keys,
-                num_inference_steps=steps,
-                guidance_scale=scales[0],
-                image_guidance_scale=scales[1],
-                neg_prompt_ids=neg_ids,
-                mask=mask,
-                jit=True,
-            ).images
-        prompt_ids, keys, neg_ids = arrays
-        return pipeline(
-            prompt_ids,
-            params,
-            keys,
-            num_inference_steps=steps,
-            guidance_scale=scales[0],
-            width=size[0],
-            height=size[1],
-            neg_prompt_ids=neg_ids,
-            jit=True,
-        ).images
+        options = {"num_inference_steps": settings.num_inference_steps}
+        options["guidance_scale"] = scales[0]
+        if task == EDIT:
+            options["image_guidance_scale"] = scales[1]
+        elif task == "text to image":
+            width, height = self.size_of(settings)
+            options |= {"width": width, "height": height}
+        else:
+            options["strength"] = settings.strength
+        if task == "inpainting":
+            options["masked_image"] = None  # the pipeline makes it of the image
+        params = self.params[num_devices]
+        return pipeline(params=params, jit=True, **arrays, **options).images
 
-    def _program(self, settings, size, is_masked, num_devices):
-        """The PageProgram that makes an image on each device; a new one is not compiled yet."""
+    def _program(self, settings, kind, num_devices):
+        """The PageProgram that makes an image on each device; a new one is not compiled yet.
+
+        kind: (task, whether there is a mask, (width, height)).
+        """
+        task, _, size = kind
         branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
         key = (
-            *(settings.scheduler, settings.accelerate, settings.num_inference_steps, size),
-            *(is_masked, branches, bool(settings.negative_prompt), num_devices),
+            *(settings.scheduler, settings.accelerate, settings.num_inference_steps),
+            *(settings.num_steps, *kind, branches, bool(settings.negative_prompt), num_devices),
         )
         if key not in self.programs:
             if len(self.programs) == MAX_PROGRAMS:
                 self.programs.clear()
                 jax.clear_caches()
             pipeline = self._with_settings(settings)
+            if task != EDIT:
+                pipeline = with_task(pipeline, task)
             pipeline, _ = self._plan(pipeline, settings, size)
             self.programs[key] = PageProgram(pipeline)
         return self.programs[key]
@@ -414,7 +422,7 @@ class Editor:
         accelerate = parse(self._acceleration(settings))
         every, decoder = 1, self.decoder
         if decoder:
-            every = -(-settings.num_inference_steps // MAX_PREVIEWS)
+            every = -(-settings.num_steps // MAX_PREVIEWS)
             decoder = "" if accelerate.tiny_decoder else decoder  # the pipeline's is the same
         return replace(
             self.pipeline,
@@ -512,6 +520,20 @@ class NoStops(logging.Filter):
         return not (record.exc_info and isinstance(record.exc_info[1], Stopped))
 
 
+def first_task(pipeline_type, configs):
+    """The task of the page's first tab: what a model does with the least input.
+
+    Args:
+        pipeline_type: class of the model's pipeline.
+        configs: {component: its config}.
+    """
+    if issubclass(pipeline_type, InstructPix2Pix):
+        return EDIT
+    sees_mask = configs["unet"].get("in_channels", 4) != configs["vae"].get("latent_channels", 4)
+    is_inpainting = issubclass(pipeline_type, Inpainting) and sees_mask
+    return "inpainting" if is_inpainting else "text to image"
+
+
 def named_loras(specs):
     """{short name on the page: spec} of --lora; a name used before gets its folder's in front."""
     named = {}
@@ -550,7 +572,9 @@ def trial_request(editor, images):
 
     images: paths of the examples.
     """
-    settings, image = replace(editor.defaults(), instruction="a photograph"), None
-    if editor.edits:
+    settings, image, mask = replace(editor.defaults(), instruction="a photograph"), None, None
+    if editor.task != "text to image":
         image = load_image(images[0]) if images else Image.new("RGB", (64, 64), "grey")
-    return ImageRequest(settings, image, is_trial=True)
+    if editor.task == "inpainting":
+        mask = Image.new("1", image.size, 1)
+    return ImageRequest(settings, image, mask, is_trial=True)

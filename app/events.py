@@ -1,4 +1,4 @@
-"""What the page does when something is clicked, and its API."""
+"""What the page does when something is clicked."""
 
 import asyncio
 import html
@@ -10,17 +10,20 @@ from types import SimpleNamespace
 import gradio as gr
 from PIL import Image
 
+from app.api import Api
 from app.editor import ImageRequest, Stopped
 from app.images import (
+    has_paint,
     image_to_paint_on,
     middle_of_change,
     painted_mask,
-    read_bytes,
+    read_mask_file,
     read_upload,
 )
 from app.layout import (
     COMPARED,
-    LABELS,
+    FROM_IMAGE,
+    FROM_TEXT,
     OWN_SCHEDULER,
     hide,
     labels_of,
@@ -38,7 +41,6 @@ from app.settings import (
 from app.status import in_words, status, status_of
 from diffusers_flax.images import save_image
 from generating.captions import GRID_MARGIN, captioned, tile_grid
-from generating.masks import read_mask_of
 from generating.sizes import fit_image
 
 MAX_COMPARED = 8
@@ -72,15 +74,23 @@ class Events:
         c, private = self.c, {"api_visibility": "private"}
         quick = private | {"queue": False, "show_progress": "hidden"}
         slow = private | {"concurrency_limit": None, "show_progress": "hidden"}
-        inputs = {c.image, c.use_mask, c.mask, c.keep_seed, *self.controls.values()}
+        inputs = {c.tab, c.image, c.use_mask, c.mask, c.mask_file, c.keep_seed}
+        inputs |= {*self.controls.values()}
         gr.on([c.run.click, c.instruction.submit], self.make, inputs, self._all(), **slow)
         c.compare.click(self.compare, inputs | {c.compared, c.values}, self._all(), **slow)
         c.cancel.click(self.cancel, None, None, **quick)
         c.roll.click(lambda: (draw_seed(), True), None, [c.seed, c.keep_seed], **quick)
-        shown = [*self.controls.values(), c.keep_seed, c.result, c.status, c.download, c.use]
+        tabs = [c.tab, c.tabs] if c.tabs else []
+        shown = [*self.controls.values(), c.keep_seed, c.status, *self._result(), *tabs]
         c.gallery.select(self.pick, None, shown, **quick)
         c.comparison.select(self.pick_compared, None, shown, **quick)
-        c.use.click(self.use_result, None, [c.image], **quick)
+        c.use.click(self.use_result, None, [c.image, *tabs], **quick)
+        if c.tabs:
+            # In the browser alone, so that a click on the button at once finds it. c.tabs must know
+            # of it: an update to the tab that it knows opens nothing.
+            for name, one in ((FROM_TEXT, c.from_text), (FROM_IMAGE, c.from_image)):
+                opened = f"{{__type__: 'update', selected: '{name}'}}"
+                one.select(None, None, tabs, js=f"() => ['{name}', {opened}]", **quick)
         c.image.upload(self.restore, [c.image], [*shown, c.image], **slow)
         paint = {"fn": self.paint, "inputs": [c.use_mask, c.image, c.resolution]}
         paint |= {"outputs": [c.mask, c.mask_feather]} | quick
@@ -88,27 +98,19 @@ class Events:
         blocks.load(self.state, None, [c.state], **quick)
         timer = gr.Timer(1)
         timer.tick(self.tick, None, [c.state, timer], **quick)
-        c.api_button.click(
-            self.api_edit if self.editor.edits else self.api_image,
-            self._api_inputs(),
-            [c.api_result, c.api_settings],
-            api_name="edit" if self.editor.edits else "image",
-            concurrency_limit=None,
-        )
+        Api(self).connect(c)
         blocks.unload(self.close)
 
     def _all(self):
         """Components that a request changes."""
         c = self.c
-        result = [c.result, c.status, c.download, c.use, c.gallery_title, c.gallery, c.seed]
-        return [c.image, c.run, c.cancel, c.compare, *result, c.comparison, c.figure]
+        gallery = [c.gallery_title, c.gallery, c.comparison, c.figure]
+        buttons = [c.run, c.cancel, c.compare]
+        return [c.image, c.seed, c.status, *buttons, *self._result(), *gallery]
 
-    def _api_inputs(self):
-        names = [name for name in LABELS if name not in ("image_guidance_scale", "mask_feather")]
-        if not self.editor.edits:
-            return [self.controls[name] for name in names]
-        names = [name for name in LABELS if name != "shape"]
-        return [self.c.api_image, *(self.controls[name] for name in names), self.c.api_mask]
+    def _result(self):
+        """Components of a result."""
+        return [self.c.result, self.c.slider, self.c.download, self.c.use]
 
     # ------------------------------------------------------------ requests
 
@@ -127,8 +129,8 @@ class Events:
     async def _run(self, data, session, scales_of):
         """Make the images that the controls describe; yields the page's updates."""
         c = self.c
-        if data[c.image]:
-            self.sessions.add_upload(session, data[c.image])
+        for file in filter(None, (data[c.image], data[c.mask_file])):
+            self.sessions.add_upload(session, file)
         if data[c.use_mask] and session.painted_since == float("inf"):
             session.painted_since = 0  # a mask from before a lost connection
         try:
@@ -173,7 +175,7 @@ class Events:
                     if seen is None:
                         update |= await asyncio.to_thread(self._compared, before, shown)
                     else:  # the slider stays where it is
-                        update[c.result] = (before, shown) if before else shown
+                        update |= self._view(before, shown)
                     seen = progress.preview
                 yield update
         yield await asyncio.to_thread(self._finished, request, before, session)
@@ -181,11 +183,13 @@ class Events:
     def _settings(self, data):
         """Settings from the controls; the seed is new unless it is kept."""
         values = {name: data[control] for name, control in self.controls.items()}
+        if self.editor.edits or data[self.c.tab] == FROM_TEXT:
+            del values["strength"]
         if not data[self.c.keep_seed] or values["seed"] is None:
             values["seed"] = draw_seed()
-        return self._checked(values)
+        return self.checked(values)
 
-    def _checked(self, values):
+    def checked(self, values):
         """Checked Settings; values: {name: value of its control}."""
         own = values["scheduler"] in (None, OWN_SCHEDULER)
         changes = {"scheduler": None if own else values["scheduler"]}
@@ -198,6 +202,8 @@ class Events:
             ):
                 raise ValueError(f"--{name} {several} is not a list of names")
             changes[name] = tuple(several)
+        if "strength" in values:
+            changes["strength"] = as_number("strength", values["strength"], float)
         for field in fields(Settings):
             if isinstance(field.default, float | int) and field.name in values:
                 changes[field.name] = as_number(field.name, values[field.name], type(field.default))
@@ -212,14 +218,24 @@ class Events:
     def _request(self, settings, data, scales):
         """The ImageRequest of the controls' values."""
         c = self.c
-        if not self.editor.edits:
+        if not self.editor.edits and settings.strength is None:
             return ImageRequest(settings, scales=scales)
         if not data[c.image]:
             raise ValueError("there is no image; drop one, paste one, or take an example")
-        image, mask = open_image_of_page(data[c.image]), None
-        if data[c.use_mask]:
-            mask = painted_mask((data[c.mask] or {}).get("layers") or [])
-        return ImageRequest(settings, image, mask, scales)
+        image = open_image_of_page(data[c.image])
+        return ImageRequest(settings, image, self._mask(data, image.size), scales)
+
+    def _mask(self, data, size):
+        """The mask, painted or of a file, or None; size: (width, height) of its image."""
+        layers = (data[self.c.mask] or {}).get("layers") or []
+        file, use_paint = data[self.c.mask_file], data[self.c.use_mask]
+        if self.editor.task == "inpainting" or file:  # paint is not asked for
+            use_paint = use_paint and has_paint(layers)
+        if file and use_paint:
+            raise ValueError("there are two masks; remove the file, or switch the painted one off")
+        if file:
+            return read_mask_file(file, size)
+        return painted_mask(layers) if use_paint else None
 
     def _scales_of_one(self, settings, data):
         return ()
@@ -300,10 +316,17 @@ class Events:
         The slider starts in the middle of the change.
         """
         if not before:
-            return {self.c.result: after}
+            return self._view(before, after)
         with Image.open(before) as first, Image.open(after) as second:
             middle = middle_of_change(first.convert("RGB"), second.convert("RGB"))
-        return {self.c.result: gr.update(value=(before, after), slider_position=middle)}
+        return self._view(before, after, slider_position=middle)
+
+    def _view(self, before, after, **options):
+        """The update that shows a result with its original, or without; options: of the slider."""
+        c = self.c
+        if before:
+            return {c.result: hide(value=None), c.slider: show(value=(before, after), **options)}
+        return {c.result: show(value=after), c.slider: hide(value=None)}
 
     def _idle(self):
         """Updates after a request."""
@@ -314,22 +337,23 @@ class Events:
         """Updates after a request without images: the previous result."""
         if session.shown and session.shown.path.exists():
             return self._idle() | self._shown(session.shown, session)
-        return self._idle() | {self.c.result: None}
+        return self._idle() | {self.c.result: None, self.c.slider: None}
 
     def _failed(self, error, session):
         """Updates that show an error instead of the result; an unreadable image goes too."""
         c, session.shown = self.c, None
-        update = {c.status: status(self._in_words(error), "failed"), c.result: None}
+        update = {c.status: status(self.in_words(error), "failed")}
+        update |= {c.result: None, c.slider: None}
         update[c.download] = gr.update(value=None, interactive=False)
         update[c.use] = gr.update(interactive=False)
         return update | ({c.image: None} if isinstance(error, UnreadableImage) else {})
 
     def _toast(self, error):
         """An exception that Gradio shows over the page, also on a phone."""
-        text = self._in_words(error)
+        text = self.in_words(error)
         return gr.Error(html.escape(text[:1].upper() + text[1:]), print_exception=False)
 
-    def _in_words(self, error):
+    def in_words(self, error):
         """An error's message, with the page's labels."""
         return in_words(error, self.names, self.labels)
 
@@ -354,13 +378,19 @@ class Events:
         if index >= len(results) or not results[index].path.exists():
             return self._failed("this image is deleted", session)
         result = results[index]
-        update = self._restored(result.settings) | self._shown(result, session)
+        tab = FROM_TEXT if result.settings.strength is None else FROM_IMAGE
+        update = self._restored(result.settings) | self._shown(result, session) | self._open(tab)
         return update | {self.c.status: status(result.summary, "done")}
 
     def use_result(self, page: gr.Request):
         """Take the shown result as the original image."""
         shown = self.sessions.get(page.session_hash).shown
-        return shown.path if shown else gr.skip()
+        return {self.c.image: shown.path if shown else gr.skip()} | self._open(FROM_IMAGE)
+
+    def _open(self, tab):
+        """Updates that open a tab, on a page that has several."""
+        c = self.c
+        return {c.tab: tab, c.tabs: gr.update(selected=tab)} if c.tabs else {}
 
     def restore(self, file, page: gr.Request):
         """Restore the settings that an uploaded image of this program has."""
@@ -386,6 +416,8 @@ class Events:
         update[self.controls["scheduler"]] = settings.scheduler or OWN_SCHEDULER
         for name in ("accelerate", "lora"):
             update[self.controls[name]] = [*getattr(settings, name)]
+        if settings.strength is None:  # the page's stays
+            del update[self.controls["strength"]]
         return update | {self.c.keep_seed: True}
 
     def paint(self, use_mask, file, resolution, page: gr.Request):
@@ -393,18 +425,19 @@ class Events:
         session = self.sessions.get(page.session_hash)
         if file:
             self.sessions.add_upload(session, file)
+        feather = gr.update(visible=use_mask or not self.editor.edits)  # a file may have one too
         if not use_mask:
-            return hide(), hide()
+            return hide(), feather
         session.painted_since = min(session.painted_since, time.time())
         try:
             image = open_image_of_page(file) if file else None
         except UnreadableImage:
             image = None
         if image is None:
-            return show(value=None), show()
+            return show(value=None), feather
         size = self.editor.size_of(Settings("", resolution=int(resolution)), image.size)
         large = self.sessions.save(session, image_to_paint_on(image, size), "paint")
-        return show(value={"background": str(large), "layers": [], "composite": None}), show()
+        return show(value={"background": str(large), "layers": [], "composite": None}), feather
 
     def tick(self):
         """Refresh the model's state, every second until it is ready."""
@@ -415,7 +448,7 @@ class Events:
         """The model's state, HTML."""
         trial = next((request for request in [*self.editor.requests] if request.is_trial), None)
         if trial is None and self.editor.trial_error:
-            error = html.escape(self._in_words(self.editor.trial_error))
+            error = html.escape(self.in_words(self.editor.trial_error))
             return f'<span class="failed" title="{error}">the first program failed</span>'
         if trial is None:
             return '<span class="ready">ready</span>'
@@ -427,78 +460,6 @@ class Events:
         """Forget the session."""
         self.cancel(page)
         self.sessions.close(page.session_hash)
-
-    # ------------------------------------------------------------ the API
-
-    async def api_edit(
-        self,
-        image,
-        instruction,
-        guidance_scale,
-        image_guidance_scale,
-        num_inference_steps,
-        seed,
-        resolution,
-        scheduler,
-        accelerate,
-        lora,
-        lora_weight,
-        negative_prompt,
-        mask_feather,
-        mask=None,
-        page: gr.Request = None,
-    ):
-        """Edit an image; yields the progress, then the result."""
-        values = {name: value for name, value in locals().items() if name in LABELS}
-        async for update in self._api_run(values, image, mask, page):
-            yield update
-
-    async def api_image(
-        self,
-        instruction,
-        guidance_scale,
-        num_inference_steps,
-        seed,
-        resolution,
-        shape,
-        scheduler,
-        accelerate,
-        lora,
-        lora_weight,
-        negative_prompt,
-        page: gr.Request,
-    ):
-        """Make an image from text; yields the progress, then the result."""
-        values = {name: value for name, value in locals().items() if name in LABELS}
-        async for update in self._api_run(values, None, None, page):
-            yield update
-
-    async def _api_run(self, values, image, mask, page):
-        session = self.sessions.get(page.session_hash)
-        for file in filter(None, (image, mask)):
-            self.sessions.add_upload(session, file)
-        try:
-            settings = self._checked(values)
-            if self.editor.edits and not image:
-                raise ValueError("there is no image; give image=handle_file(PATH)")
-            image = image and await asyncio.to_thread(read_upload, image)
-            if mask:
-                mask = read_mask_of(read_bytes(mask), "the mask")
-                if mask.size != image.size:
-                    raise ValueError(
-                        "the mask has {}x{} pixels, the image {}x{}; make it of the same "
-                        "size".format(*mask.size, *image.size)
-                    )
-            request = self.editor.submit(ImageRequest(settings, image, mask))
-            async with aclosing(self.editor.follow(request)) as following:
-                async for progress in following:
-                    yield None, {"stage": progress.stage, "step": progress.step}
-        except Stopped as error:
-            raise gr.Error("cancelled", print_exception=False) from error
-        except (ValueError, OSError) as error:
-            raise gr.Error(self._in_words(error), print_exception=False) from error
-        (result,) = self.sessions.add(session, request.images, None, [settings], self.editor.edits)
-        yield result.path, asdict(settings) | {"seconds": request.seconds}
 
 
 def as_number(name, value, kind):

@@ -9,7 +9,7 @@ from PIL import Image
 from dataloading.images import decode_image, one_error
 from diffusers_flax.images import open_image
 from editing.edits import read_edits
-from generating.masks import white_mask
+from generating.masks import read_mask_of, white_mask
 from generating.sizes import fit_image
 
 PAINTING_SIZE = 512  # pixels, smallest longer side of an image in the mask editor
@@ -64,6 +64,18 @@ def middle_of_change(before, after):
     return 100 * (np.searchsorted(change, change[-1] / 2) + 0.5) / len(change)
 
 
+def read_mask_file(path, size):
+    """The mask in an uploaded file: PIL of mode 1; size: (width, height) of its image."""
+    mask = read_mask_of(read_bytes(path), "the mask")
+    if mask.size != size:
+        raise ValueError(
+            "the mask has {}x{} pixels, the image {}x{}; make it of the same size".format(
+                *mask.size, *size
+            )
+        )
+    return mask
+
+
 def painted_mask(layers):
     """The mask of the mask editor's layers: PIL of mode 1, white where a layer has paint.
 
@@ -73,20 +85,27 @@ def painted_mask(layers):
     Raises:
         ValueError: there is no paint.
     """
-    painted = [np.asarray(layer.convert("RGBA"))[..., 3] for layer in layers]
-    mask = white_mask(np.max(painted, axis=0)) if painted else None
-    if mask is None or not mask.getbbox():
+    if not has_paint(layers):
         raise ValueError("no part is painted; paint the part that may change, or switch this off")
-    return mask
+    return white_mask(np.max([alpha_of(layer) for layer in layers], axis=0))
 
 
-def read_examples(file, edits):
+def has_paint(layers):
+    """Whether a layer of the mask editor has paint; layers: see painted_mask."""
+    return any((alpha_of(layer) >= 128).any() for layer in layers)
+
+
+def alpha_of(layer):
+    """The alpha channel of a PIL image, uint8 (H, W)."""
+    return np.asarray(layer.convert("RGBA"))[..., 3]
+
+
+def read_examples(file):
     """The original images and instructions of a list, each once: (paths, texts).
 
     Args:
         file: list of --examples, or None.
-        edits: whether the model edits images; else there are no paths.
     """
     rows = read_edits(file, "examples") if file else []
-    paths = [str(path) for path, *_ in rows] if edits else []
-    return [*dict.fromkeys(paths)], [*dict.fromkeys(text for _, text, *_ in rows)]
+    paths, texts = [str(path) for path, *_ in rows], [text for _, text, *_ in rows]
+    return [*dict.fromkeys(paths)], [*dict.fromkeys(texts)]

@@ -22,6 +22,12 @@ COMPARED = {  # radio button: setting
     "Instruction scale": "guidance_scale",
     "Image scale": "image_guidance_scale",
 }
+TITLES = {  # of the page, by the task of its first tab: short and long
+    "edit": ("Edit images", "Edit images by instruction"),
+    "text to image": ("Images from text", "Images from text"),
+    "inpainting": ("Repaint images", "Repaint a part of an image"),
+}
+FROM_TEXT, FROM_IMAGE = "Text to image", "Image to image"  # tabs
 LABELS = {  # of settings
     "instruction": "Instruction",
     "guidance_scale": "Instruction scale",
@@ -36,6 +42,7 @@ LABELS = {  # of settings
     "lora_weight": "LoRA weight",
     "negative_prompt": "Negative prompt",
     "mask_feather": "Soft edge",
+    "strength": "Strength",
 }
 
 
@@ -90,16 +97,13 @@ def build(editor, examples):
         Namespace of Gradio components; a setting's control has its name.
     """
     c, defaults = SimpleNamespace(), editor.defaults()
-    kind = "Edit images by instruction" if editor.edits else "Images from text"
     name = "/".join(Path(str(editor.config.model)).parts[-2:])  # a whole hub id
     with gr.Row(elem_id="head"):
-        gr.HTML(f"<h1>{kind}</h1><p>{html.escape(name)}</p>", padding=False)
+        gr.HTML(f"<h1>{TITLES[editor.task][1]}</h1><p>{html.escape(name)}</p>", padding=False)
         c.state = gr.HTML(elem_id="state", padding=False)
     with gr.Row(elem_id="columns"):
         with gr.Column(elem_id="request"):
-            build_request(c, editor)
-            build_mask(c, editor, defaults)
-            build_examples(c, editor, examples)
+            build_request(c, editor, defaults, examples)
         with gr.Column(elem_id="results"):
             build_results(c, editor)
             build_comparison(c, editor)
@@ -116,16 +120,74 @@ def build(editor, examples):
     return c
 
 
-def build_request(c, editor):
-    """Image, instruction and button."""
+def build_request(c, editor, defaults, examples):
+    """What an image is made of: tabs for a model from text; then instruction and button."""
+    images, texts = examples
+    # The tab that is open; a hidden component, which the browser changes at once.
+    c.tab = gr.Textbox(FROM_TEXT if editor.task == "text to image" else FROM_IMAGE, visible=False)
+    if editor.task == "text to image":
+        with gr.Tabs(elem_id="tabs", selected=FROM_TEXT) as c.tabs:
+            with gr.Tab(FROM_TEXT, id=FROM_TEXT) as c.from_text:
+                c.shape = build_shape(defaults)
+            with gr.Tab(FROM_IMAGE, id=FROM_IMAGE, render_children=True) as c.from_image:
+                build_original(c, editor, defaults, images)
+        build_instruction(c, editor)
+    else:
+        c.tabs, c.shape = None, build_shape(defaults, visible=False)
+        if editor.edits:
+            build_image(c)
+            build_instruction(c, editor)
+            build_strength(c, editor)
+            build_mask(c, editor, defaults)
+            build_examples(c.image, images, "Images to try", "images")
+        else:
+            build_original(c, editor, defaults, images)
+            build_instruction(c, editor)
+    label = "Instructions to try" if editor.edits else "Prompts to try"
+    build_examples(c.instruction, texts, label, "texts")
+
+
+def build_original(c, editor, defaults, images):
+    """The original image of a model from text, and what becomes of it."""
+    build_image(c)
+    build_examples(c.image, images, "Images to try", "images")
+    build_strength(c, editor)
+    build_mask(c, editor, defaults)
+
+
+def build_image(c):
+    """The original image."""
     c.image = image_file(
         label="Image",
         sources=["upload", "webcam", "clipboard"],
-        visible=editor.edits,
         height=320,
         elem_id="image",
         buttons=["fullscreen"],
     )
+
+
+def build_shape(defaults, visible=True):
+    """The shape of images from text."""
+    return gr.Dropdown(
+        [*SHAPES], value=defaults.shape, label=LABELS["shape"], visible=visible, elem_id="shape"
+    )
+
+
+def build_strength(c, editor):
+    """How much of the original image is replaced."""
+    c.strength = gr.Slider(
+        *RANGES["strength"],
+        1.0 if editor.task == "inpainting" else 0.8,
+        step=0.05,
+        label=LABELS["strength"],
+        info="higher: further from the image; this part of the steps runs",
+        visible=not editor.edits,
+        elem_id="strength",
+    )
+
+
+def build_instruction(c, editor):
+    """Instruction and button."""
     c.instruction = gr.Textbox(
         label=labels_of(editor.edits)["instruction"],
         placeholder="make it look like winter" if editor.edits else "a red panda reading a map",
@@ -138,10 +200,17 @@ def build_request(c, editor):
 
 
 def build_mask(c, editor, defaults):
-    """The mask editor."""
-    with gr.Accordion("Only a part of the image", open=False, visible=editor.edits):
+    """The mask editor; for models from text also a file. An inpainting model needs one of them."""
+    is_needed = editor.task == "inpainting"
+    what = "edit" if editor.edits else "change"
+    with gr.Accordion(
+        "The part that may change" if is_needed else "Only a part of the image", open=is_needed
+    ):
         c.use_mask = gr.Checkbox(
-            False, label="Restrict the edit to what I paint", elem_id="use_mask"
+            is_needed,
+            label=f"Restrict the {what} to what I paint",
+            visible=not is_needed,
+            elem_id="use_mask",
         )
         c.mask = gr.ImageEditor(
             label="Paint the part that may change",
@@ -152,35 +221,37 @@ def build_mask(c, editor, defaults):
             transforms=[],
             layers=False,
             brush=gr.Brush(colors=["#14b8a6"], color_mode="fixed", default_size=40),
-            visible=False,
+            visible=is_needed,
             elem_id="mask",
+        )
+        c.mask_file = image_file(
+            label="Or a mask: white may change",
+            sources=["upload", "clipboard"],
+            height=160,
+            visible=not editor.edits,
+            elem_id="mask_file",
         )
         c.mask_feather = gr.Slider(
             *RANGES["mask_feather"],
             defaults.mask_feather,
             step=1,
             label=f"{LABELS['mask_feather']}, pixels",
-            visible=False,
+            visible=not editor.edits,
         )
 
 
-def build_examples(c, editor, examples):
-    """Images and instructions to try."""
-    images, texts = examples
-    for component, samples, label in (
-        (c.image, images, "Images to try"),
-        (c.instruction, texts, "Instructions to try" if editor.edits else "Prompts to try"),
-    ):
-        if samples:
-            gr.Examples(
-                [[sample] for sample in samples],
-                [component],
-                label=label,
-                examples_per_page=MAX_EXAMPLES,
-                cache_examples=False,
-                elem_id=f"examples_{'images' if component is c.image else 'texts'}",
-                api_visibility="private",
-            )
+def build_examples(component, samples, label, name):
+    """Images or instructions to try."""
+    if samples:
+        gr.Examples(
+            [[sample] for sample in samples],
+            [component],
+            label=label,
+            examples_per_page=MAX_EXAMPLES,
+            cache_examples=False,
+            elem_id=f"examples_{name}",
+            api_visibility="private",
+        )
 
 
 def build_settings(c, editor, defaults):
@@ -227,9 +298,6 @@ def build_settings(c, editor, defaults):
                 False, label="Keep this seed", container=False, elem_id="keep_seed"
             )
             c.roll = gr.Button("Roll a new one", elem_id="roll", size="sm")
-    c.shape = gr.Dropdown(
-        [*SHAPES], value=defaults.shape, label=labels["shape"], visible=not editor.edits
-    )
     with gr.Accordion("More settings", open=False):
         c.negative_prompt = gr.Textbox(
             "", label=labels["negative_prompt"], placeholder="what to avoid", max_lines=3
@@ -258,15 +326,16 @@ def build_settings(c, editor, defaults):
 
 def build_results(c, editor):
     """The result, its buttons, and earlier results."""
-    component = gr.ImageSlider if editor.edits else gr.Image
-    c.result = component(
-        label="Input and result" if editor.edits else "Result",
-        type="filepath",
-        format="png",
-        interactive=False,
-        elem_id="result",
-        buttons=["fullscreen"],
-        **({"max_height": 720, "slider_position": 50} if editor.edits else {"height": 560}),
+    options = {"type": "filepath", "format": "png", "interactive": False, "elem_id": "result"}
+    options["buttons"] = ["fullscreen"]
+    from_text = editor.task == "text to image"  # at first; one of both is visible
+    c.result = gr.Image(label="Result", height=560, visible=from_text, **options)
+    c.slider = gr.ImageSlider(
+        label="Input and result",
+        max_height=720,
+        slider_position=50,
+        visible=not from_text,
+        **options,
     )
     with gr.Row(elem_id="progress"):
         c.status = gr.HTML(elem_id="status", padding=False)
@@ -279,7 +348,6 @@ def build_results(c, editor):
             "Use the result as input",
             interactive=False,
             size="sm",
-            visible=editor.edits,
             elem_id="use",
         )
     c.gallery_title = gr.HTML(

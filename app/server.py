@@ -105,14 +105,13 @@ def make_blocks(editor, examples, folder):
     import gradio as gr
 
     from app.events import Events
-    from app.layout import build
+    from app.layout import TITLES, build
     from app.sessions import Sessions
 
     options = {"analytics_enabled": False, "delete_cache": (600, MAX_FILE_AGE)}
-    title = "Edit images" if editor.edits else "Images from text"
     with (
         warnings.catch_warnings(),
-        gr.Blocks(title=title, fill_width=True, **options) as blocks,
+        gr.Blocks(title=TITLES[editor.task][0], fill_width=True, **options) as blocks,
     ):
         warnings.simplefilter("ignore")  # Gradio's own
         components = build(editor, examples)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from command_line import check_seed
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.images import open_image
+from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.schedulers.factory import check_scheduler
 
 SOFTWARE = "edit_app.py"  # marks the images of the page
@@ -30,6 +31,7 @@ RANGES = {  # of the page's sliders
     "num_inference_steps": (1, 150),
     "lora_weight": (0, 2),
     "mask_feather": (0, 64),
+    "strength": (0, 1),
 }
 MAX_TEXT = 1000  # characters; 77 tokens are about 300
 
@@ -51,6 +53,16 @@ class Settings:
     lora_weight: float = 1.0  # factor of each file's own weight
     negative_prompt: str = ""
     mask_feather: int = 0  # pixels
+    # fraction of the steps to run, of images from text and an image; None: edits, images from text
+    strength: float | None = None
+
+    @property
+    def num_steps(self):
+        """Number of denoising steps that run; raises a ValueError if strength leaves none."""
+        if self.strength is None:
+            return self.num_inference_steps
+        skipped = ImageToImage.get_timestep_start(self.num_inference_steps, self.strength)
+        return self.num_inference_steps - skipped
 
     def as_texts(self, model):
         """{keyword: text} for save_image; model: its name."""
@@ -60,6 +72,7 @@ class Settings:
         """The settings in a few words; edits: whether the model edits images."""
         words = [f"{'instruction' if edits else 'prompt'} scale {self.guidance_scale:g}"]
         words += [f"image scale {self.image_guidance_scale:g}"] * edits
+        words += [] if self.strength is None else [f"strength {self.strength:g}"]
         words += [f"{self.num_inference_steps} steps", f"seed {self.seed}"]
         words += [*filter(None, [self.scheduler]), *self.accelerate]
         words += [f"{name} at {self.lora_weight:g}" for name in self.lora]
@@ -73,6 +86,7 @@ class Limits:
     smallest: int  # pixels, longer side
     largest: int
     loras: tuple[str, ...]  # names
+    takes_strength: bool = False  # whether images are made from text and an image
 
 
 def check_settings(settings, limits):
@@ -91,11 +105,16 @@ def check_settings(settings, limits):
             raise ValueError(
                 f"--{name} has {len(getattr(settings, name))} characters; write {MAX_TEXT} or less"
             )
+    if settings.strength is not None and not limits.takes_strength:
+        raise ValueError("--strength is for models that make images from text, not for edits")
     ranges = RANGES | {"resolution": (limits.smallest, limits.largest)}
     for name, (low, high) in ranges.items():
+        if name == "strength" and settings.strength is None:
+            continue
         if not low <= (value := getattr(settings, name)) <= high:
             unit = " pixels" * (name in ("resolution", "mask_feather"))
             raise ValueError(f"--{name} {value} must be from {low} to {high}{unit}")
+    _ = settings.num_steps  # raises an error
     check_seed("seed", settings.seed)
     check_scheduler(settings.scheduler)
     if settings.shape not in SHAPES:
@@ -142,7 +161,8 @@ def settings_of(saved):
         value, default = saved.get(field.name), getattr(settings, field.name)
         if isinstance(value, list):
             value = tuple(value)
-        is_number = isinstance(default, float) and type(value) is int
+        is_float = isinstance(default, float) or field.name == "strength"
+        is_number = is_float and type(value) in (int, float)
         is_text = field.name == "scheduler" and isinstance(value, str)
         if type(value) is type(default) or is_number or is_text:
             changes[field.name] = float(value) if is_number else value

@@ -36,7 +36,7 @@ def status_of(editor, request, progress):
         return status(waiting(editor, request, seconds), "busy")
     if progress.stage == "loading":
         return status(f"reading the model with other weights, {seconds:.0f} s", "busy")
-    num_images, steps = len(request.scales), request.settings.num_inference_steps
+    num_images, steps = len(request.scales), request.settings.num_steps
     first, last = progress.image + 1, min(progress.image + request.at_once, num_images)
     numbers = f"image {first}" if first == last else f"images {first} to {last}"
     of_several = f"{numbers} of {num_images}, " * (num_images > 1)
@@ -66,7 +66,7 @@ def waiting(editor, request, seconds):
 def compiling(editor, request, progress, seconds):
     """Time since compilation began, with estimates from earlier programs and images."""
     width, height = editor.program_size(request)
-    steps = request.settings.num_inference_steps
+    steps = request.settings.num_steps
     text = f"compiling for {width}x{height} and {steps} steps, once: {seconds:.0f} s"
     if editor.compile_seconds:
         text += f" of {about(editor.compile_seconds)}"

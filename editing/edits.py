@@ -23,9 +23,9 @@ from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 from generating.batches import batches_of_places, devices_for, images_at_once, run_batches
 from generating.memory import plan_images
 from generating.models import check_sampling, factor_and_resolution
+from generating.tasks import pipeline_for
 
 SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace
-TEXT_TO_IMAGE = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
 
 
 def read_edits(file, flag="edits_jsonl"):
@@ -70,14 +70,14 @@ class CheckedModel(NamedTuple):
     scheduler: Any
 
 
-def check_model(model, resolution, sampling, text_to_image=False):
+def check_model(model, resolution, sampling, others=()):
     """Check a model and the flags that depend on it, without reading its weights.
 
     Args:
         model: directory or hub id of an InstructPix2Pix pipeline, SD or SDXL.
         resolution: of the longer side, pixels; None: the model's own.
         sampling: generating.models.Sampling.
-        text_to_image: accept text-to-image models too.
+        others: tasks of generating/tasks.py; their pipelines are accepted too.
 
     Returns:
         CheckedModel.
@@ -86,7 +86,9 @@ def check_model(model, resolution, sampling, text_to_image=False):
         ValueError: it is another kind of model; resolution, steps or accelerations do not fit it.
     """
     pipeline_type = pipeline_class(model)
-    is_known = text_to_image and pipeline_type.torch_class_name in TEXT_TO_IMAGE
+    is_known = any(
+        pipeline_type is pipeline_for(task, is_xl) for task in others for is_xl in (False, True)
+    )
     if not is_known and not issubclass(pipeline_type, InstructPix2Pix):
         raise ValueError(
             f"--model {model} is a {pipeline_type.torch_class_name}, not an InstructPix2Pix model; "

@@ -1,4 +1,4 @@
-"""edit_app.py as a process of its own, and the image that edit_cli.py makes."""
+"""edit_app.py as a process of its own, and the images that edit_cli.py and pipelines make."""
 
 import os
 import shutil
@@ -9,13 +9,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from helpers import ROOT, free_port
 from PIL import Image
 
+import diffusers_flax
 import edit_cli
 from app.settings import Settings
+from diffusers_flax.images import to_pil
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -44,6 +47,31 @@ def edit_by_cli(model, photo_file, output, *flags, settings=None):
         words += [f"--{name}", str(getattr(settings, name))]
     edit_cli.main([*words, "--resolution", str(settings.resolution)])
     return np.asarray(Image.open(output))
+
+
+def call_pipeline(model, settings, image, mask):
+    """The image of a pipeline's call in Python, uint8; image, mask: PIL, of the result's size."""
+    named = "Inpaint" if mask else "Img2Img"
+    is_xl = "XL" in (model / "model_index.json").read_text()
+    kind = getattr(diffusers_flax, f"FlaxStableDiffusion{'XL' * is_xl}{named}Pipeline")
+    pipeline, params = kind.from_pretrained(model)
+    options = {"num_inference_steps": settings.num_inference_steps, "strength": settings.strength}
+    options |= {"guidance_scale": settings.guidance_scale}
+    options |= {"neg_prompt_ids": pipeline.prepare_text_inputs(settings.negative_prompt)}
+    key = jax.random.key(settings.seed)
+    if mask is None:
+        arrays = pipeline.prepare_inputs(settings.instruction, image)
+    elif is_xl:
+        arrays = pipeline.prepare_inputs(settings.instruction, image, mask)
+    else:
+        prompt_ids, masked_image, mask = pipeline.prepare_inputs(settings.instruction, image, mask)
+        arrays, options = (prompt_ids, mask, masked_image), options | {"image": whole(image)}
+    return np.asarray(to_pil(pipeline(*arrays, params, key, **options).images)[0])
+
+
+def whole(image):
+    """A PIL image as float32 (1, 3, H, W) in [-1, 1]."""
+    return (np.float32(image) / 255 * 2 - 1).transpose(2, 0, 1)[None]
 
 
 @contextmanager

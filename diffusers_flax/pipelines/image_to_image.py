@@ -6,6 +6,8 @@ another pipeline that ended early (denoising_end), without adding noise (denoisi
 Source: SDEdit (arXiv 2108.01073).
 """
 
+import math
+
 import jax.numpy as jnp
 
 from diffusers_flax.images import pair_up, prepare_images
@@ -52,7 +54,8 @@ class ImageToImage(TextToImage):
             image = prepare_images(image)
         return pair_up(super().prepare_inputs(prompt), image)
 
-    def get_timestep_start(self, num_inference_steps, strength):
+    @staticmethod
+    def get_timestep_start(num_inference_steps, strength):
         """Number of first steps to skip; the noised image replaces their result.
 
         Args:
@@ -68,7 +71,7 @@ class ImageToImage(TextToImage):
         if num_done < 1:
             raise ValueError(
                 f"strength={strength} of num_inference_steps={num_inference_steps} leaves no step "
-                f"to do; take strength {1 / num_inference_steps:.2g} or more"
+                f"to do; take strength {math.ceil(100 / num_inference_steps) / 100:g} or more"
             )
         return num_inference_steps - num_done
 

@@ -1,13 +1,14 @@
 """The page's API, with gradio_client."""
 
+import dataclasses
 import json
 import re
 
 import numpy as np
 import pytest
-from helpers import wait_for
+from helpers import edit_json, photo, wait_for
 from PIL import Image
-from served_app import FAST, edit_by_cli, memory_of, needs_gradio, served
+from served_app import FAST, call_pipeline, edit_by_cli, memory_of, needs_gradio, served
 from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
 from app.settings import (
@@ -92,6 +93,75 @@ def test_the_api(page, connect, model, photo_file, tmp_path):
         answer = httpx.post(call, headers={"Content-Type": "application/json"}, **sent)
         said = httpx.get(f"{call}/{answer.json()['event_id']}").text
         assert message in json.loads(said.partition("data: ")[2])["error"]
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_images_from_text_and_an_image(connect, tmp_path):
+    """The pipeline's image, with and without mask; errors say why; text alone works as well."""
+    from gradio_client import handle_file
+    from gradio_client.exceptions import AppError
+
+    model, original = make_tiny_pipeline(tmp_path / "model", in_channels=4), photo(32, 24)
+    original.save(tmp_path / "photo.png")
+    mask = Image.fromarray(np.arange(32) >= np.full((24, 1), 16))
+    mask.save(tmp_path / "mask.png")
+    photo(8, 8).save(tmp_path / "small.png")
+    Image.new("L", (32, 24)).save(tmp_path / "black.png")
+    settings = Settings("a red panda", 3.0, num_inference_steps=4, seed=7, resolution=32)
+    settings = dataclasses.replace(settings, strength=0.5, negative_prompt="grey")
+    given = {"instruction": "a red panda", "guidance_scale": 3, "seed": 7, "strength": 0.5}
+    given |= {"negative_prompt": "grey", "num_inference_steps": 4}
+    given |= {"image": handle_file(tmp_path / "photo.png"), "api_name": "/image_to_image"}
+    with served(model, *FAST) as page:
+        client = connect(page, folder=tmp_path / "files")
+        file, made = client.predict(**given)
+        assert read_settings(file) == settings and made["strength"] == 0.5
+        expected = call_pipeline(model, settings, original, None)
+        assert np.abs(np.int16(Image.open(file)) - expected).max() <= 1
+        file, _ = client.predict(**given, mask=handle_file(tmp_path / "mask.png"))
+        expected = call_pipeline(model, settings, original, mask)
+        expected = np.where(np.asarray(mask)[..., None], expected, np.asarray(original))
+        assert np.abs(np.int16(Image.open(file)) - expected).max() <= 1
+        for change, message in (
+            ({"image": None}, "there is no image; give image=handle_file(PATH)"),
+            ({"strength": 0.1}, "Strength 0.1 of Steps 4 leaves no step to do; take strength 0.25"),
+            ({"strength": 0}, "Strength 0.0 of Steps 4 leaves no step to do"),
+            ({"strength": 2}, "Strength 2.0 must be from 0 to 1"),
+            ({"strength": "much"}, "Strength much is not a number"),
+            ({"mask": handle_file(tmp_path / "small.png")}, "8x8 pixels, the image 32x24"),
+            ({"mask": handle_file(tmp_path / "black.png")}, "the mask has no white"),
+        ):
+            with pytest.raises(AppError, match=re.escape(message)):
+                client.predict(**given | change)
+        text = {name: given[name] for name in ("instruction", "seed")}
+        file, made = client.predict(**text, api_name="/image")
+        with Image.open(file) as image:
+            assert made["strength"] is None and image.size == (32, 32)
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_an_inpainting_model(connect, photo_file, tmp_path):
+    """It makes images with a mask, and says that it needs one."""
+    from gradio_client import handle_file
+    from gradio_client.exceptions import AppError
+
+    model = make_tiny_pipeline(tmp_path / "model", in_channels=9)
+    edit_json(model / "model_index.json", _class_name="StableDiffusionInpaintPipeline")
+    mask = Image.new("L", (96, 72), 255)
+    mask.paste(0, (0, 0, 48, 72))
+    mask.save(tmp_path / "mask.png")
+    given = {"image": handle_file(photo_file), "instruction": "a red panda"}
+    given |= {"api_name": "/image_to_image"}
+    with served(model, *FAST) as page:
+        client = connect(page, folder=tmp_path / "files")
+        with pytest.raises(AppError, match="there is no mask, which an inpainting model needs"):
+            client.predict(**given)
+        file, made = client.predict(**given, mask=handle_file(tmp_path / "mask.png"))
+        before = Image.open(photo_file).resize((32, 24), Image.Resampling.LANCZOS)
+        same = np.all(np.asarray(Image.open(file)) == np.asarray(before), axis=-1)
+        assert made["strength"] == 1 and same[:, :16].all() and not same[:, 16:].all()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The page in Chromium."""
 
+import dataclasses
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import pytest
 from helpers import photo, wait_for
 from PIL import Image
 from served_app import FAST, edit_by_cli, launch, memory_of, needs_browser, needs_gradio, served
+from tiny_models import make_tiny_pipeline
 
 from app.settings import (
     Settings,
@@ -158,6 +160,56 @@ def test_masks_and_comparisons_in_the_browser(browser, page, photo_file, tmp_pat
         opened.click("#comparison button >> nth=2")
         wait_for(lambda: opened.input_value("#image_guidance_scale input[type=number]") == "3")
     wait_for(lambda: not [x for x in {*page.files.rglob("*")} - files if x.is_file()])
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_model_from_text_has_a_tab_with_an_image(browser, photo_file, tmp_path):
+    """Upload, strength and a mask's file; a click on an image opens its tab again."""
+    model = make_tiny_pipeline(tmp_path / "model", in_channels=4)
+    mask = Image.new("L", (96, 72))
+    mask.paste(255, (48, 0, 96, 72))
+    mask.save(tmp_path / "mask.png")
+    from_text, from_image = "[role=tab]:has-text('Text to')", "[role=tab]:has-text('Image to')"
+    with served(model, *FAST) as page, tab(browser, page) as opened:
+        opened.fill("#instruction textarea, #instruction input", "a red panda")
+        click_and_wait(opened)
+        assert opened.locator("#result img").count() == 1
+        opened.click(from_image)
+        assert "There is no image" in click_and_wait(opened, state=".failed")
+        give(opened, photo_file, "a blue panda")
+        fill(opened, "strength", 0.2)
+        text = click_and_wait(opened, state=".failed")
+        assert "Strength 0.2 of Steps 3 leaves no step to do" in text
+        fill(opened, "strength", 0.7)
+        assert "strength 0.7, 3 steps, seed 7" in click_and_wait(opened)
+        assert opened.locator("#result img").count() == 2  # the slider
+        whole = download(opened, "#download", tmp_path / "whole.png")
+        settings = Settings("a blue panda", num_inference_steps=3, seed=7, resolution=32)
+        settings = dataclasses.replace(settings, strength=0.7)
+        assert read_settings(tmp_path / "whole.png") == settings
+
+        opened.click("text=Only a part of the image")
+        opened.set_input_files("#mask_file input[type=file]", tmp_path / "mask.png")
+        opened.wait_for_selector("#mask_file img")
+        click_and_wait(opened)
+        masked = download(opened, "#download", tmp_path / "masked.png")
+        with Image.open(photo_file) as image:
+            before = np.asarray(image.resize((32, 24), Image.Resampling.LANCZOS))
+        assert whole.shape == masked.shape == (24, 32, 3)
+        assert (masked[:, :16] == before[:, :16]).all() and np.any(masked[:, 16:] != before[:, 16:])
+        assert np.any(whole[:, :16] != before[:, :16])
+
+        opened.click("#gallery button >> nth=2")  # from text
+        opened.wait_for_selector(f"{from_text}[aria-selected=true]")
+        assert value_of(opened, "#instruction") == "a red panda"
+        wait_for(lambda: opened.locator("#result img").count() == 1)
+        assert "strength" not in click_and_wait(opened)
+        for _ in range(2):
+            opened.click("#use")
+            opened.wait_for_selector(f"{from_image}[aria-selected=true]")
+            opened.wait_for_selector("#image img[src*='a-red-panda']")
+            opened.click(from_text)
 
 
 @pytest.mark.slow

@@ -7,11 +7,11 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
-from helpers import photo
-from PIL import Image
+from helpers import edit_json, photo
+from PIL import Image, ImageOps
 from safetensors.numpy import save_file
-from served_app import edit_by_cli
-from tiny_models import make_tiny_pipeline
+from served_app import call_pipeline, edit_by_cli
+from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import app.editor
 import edit_app
@@ -115,13 +115,66 @@ def test_the_editor_makes_the_images_of_edit_cli(model, photo_file, tmp_path):
     np.testing.assert_array_equal(np.asarray(without.images[0]), expected)
 
 
+@pytest.mark.parametrize(
+    ("kind", "masked"),
+    [
+        ("sd", True),
+        pytest.param("sd", False, marks=pytest.mark.slow),
+        pytest.param("sd inpainting", True, marks=pytest.mark.slow),
+        pytest.param("xl", False, marks=pytest.mark.slow),
+        pytest.param("xl", True, marks=pytest.mark.slow),
+        pytest.param("xl inpainting", True, marks=pytest.mark.slow),
+    ],
+)
+def test_images_from_text_and_an_image_are_the_pipelines(tmp_path, kind, masked):
+    """With a mask the pixels outside are the original's, also of a result that is scaled back."""
+    inpaints = "inpainting" in kind
+    if kind.startswith("xl"):
+        model = make_tiny_xl(tmp_path / "model", inpaints=inpaints, vae_channels=(8, 8, 16))
+    else:
+        model = make_tiny_pipeline(tmp_path / "model", 9 if inpaints else 4)
+        if inpaints:
+            edit_json(model / "model_index.json", _class_name="StableDiffusionInpaintPipeline")
+    editor, image, mask = open_editor(model), photo(64, 48), None
+    settings = Settings("a red panda", 3.0, num_inference_steps=6, seed=7, resolution=64)
+    settings = dataclasses.replace(settings, strength=0.5, negative_prompt="grey")
+    right = np.arange(64) >= np.full((48, 1), 32)
+    if masked:
+        mask = Image.fromarray(right)
+    request = editor.submit(ImageRequest(settings, image, mask))
+    assert request.done.wait(120) and request.error is None
+    assert request.progress.step == 2  # of 3; the last one is not shown
+    expected = call_pipeline(model, settings, image, mask)
+    if masked:
+        expected = np.where(right[..., None], expected, np.asarray(image))
+    made = np.asarray(request.images[0])
+    assert np.abs(np.int16(made) - expected).max() <= 1
+    assert np.any(made[:, 32:] != np.asarray(image)[:, 32:])
+    if kind == "xl" and masked:  # a shape that is scaled for its program
+        large, mask = photo(96, 70), Image.new("1", (96, 70))
+        mask.paste(1, (48, 0, 96, 70))
+        wider = dataclasses.replace(settings, resolution=128, mask_feather=3)
+        request = editor.submit(ImageRequest(wider, large, mask))
+        assert request.done.wait(120) and request.error is None
+        before = ImageOps.fit(large, (128, 92), Image.Resampling.LANCZOS)
+        made = np.asarray(request.images[0])
+        np.testing.assert_array_equal(made[:, :64], np.asarray(before)[:, :64])
+        assert np.any(made[:, 64:] != np.asarray(before)[:, 64:])
+    if inpaints:
+        with pytest.raises(ValueError, match="there is no mask, which an inpainting model needs"):
+            editor.submit(ImageRequest(settings, image))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [False, True])
-def test_a_comparison_runs_on_all_devices(tmp_path, photo_file, text):
+@pytest.mark.parametrize("kind", ["edits", "text", "text and image"])
+def test_a_comparison_runs_on_all_devices(tmp_path, photo_file, kind):
     """Its images are those of single requests; also where a single one leaves a branch out."""
+    text = kind != "edits"
     model = make_tiny_pipeline(tmp_path / "model", 4 if text else 8, unet_channels=(16,))
-    editor, image = open_editor(model), None if text else Image.open(photo_file)
+    editor, image = open_editor(model), None if kind == "text" else Image.open(photo_file)
     settings = Settings("make it red", 2.0, 1.5, 3, seed=7, resolution=32)
+    if kind == "text and image":
+        settings = dataclasses.replace(settings, strength=0.7)
     scales = [(2.0, x) for x in (1.0, 1.2, 1.5, 2.0, 3.0)]
     scales = [(1.0, 1.5), (2.0, 1.5), (7.5, 1.5)] if text else scales
     request = editor.submit(ImageRequest(settings, image, scales=tuple(scales)))

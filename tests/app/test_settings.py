@@ -20,7 +20,7 @@ from app.settings import (
 )
 from diffusers_flax.images import save_image
 
-LIMITS = Limits(16, 128, ("style",))
+LIMITS = Limits(16, 128, ("style",), takes_strength=True)
 
 
 def test_settings_in_a_png_file(tmp_path):
@@ -28,6 +28,7 @@ def test_settings_in_a_png_file(tmp_path):
     settings = Settings(
         "écris « rouge »", 3.5, 1.2, 7, 2**32 - 1, 48, "square", "euler", ("tome",), ("style",), 0.5
     )
+    settings = dataclasses.replace(settings, strength=0.7)
     image = photo(8, 6)
     save_image(image, tmp_path / "a.png", SOFTWARE, texts=settings.as_texts("demo"))
     assert read_settings(tmp_path / "a.png") == settings
@@ -49,12 +50,16 @@ def test_settings_in_a_png_file(tmp_path):
         {"accelerate": [{"a": 1}, ["x"], 5], "lora": [["style"]], "scheduler": "<b>"},
         {"accelerate": ["taesd:path=/etc/passwd"], "shape": "round"},
         {"instruction": "half an emoji \ud83d", "negative_prompt": "\udcff"},
+        {"strength": 0.001},
     ):
         texts = {KEYWORD: json.dumps({"instruction": "red", "resolution": 64} | wrong)}
         save_image(image, tmp_path / "wrong.png", texts=texts)
         allowed, changed = within_limits(read_settings(tmp_path / "wrong.png"), LIMITS)
         check_settings(allowed, LIMITS)
         assert sorted(changed) == sorted(wrong)
+    texts = {KEYWORD: '{"instruction": "red", "strength": 1}'}
+    save_image(image, tmp_path / "a.png", texts=texts)
+    assert read_settings(tmp_path / "a.png") == Settings("red", strength=1.0)
     for damaged in ('{"instruction": ', "[]", "7"):
         save_image(image, tmp_path / "broken.png", texts={KEYWORD: damaged})
         assert read_settings(tmp_path / "broken.png") is None
@@ -80,6 +85,9 @@ def test_settings_in_a_png_file(tmp_path):
         ({"accelerate": ("tea",)}, "accelerate=tea: 'tea' is unknown"),
         ({"accelerate": ("taesd:path=/etc",)}, "the page has one TAESD; write taesd"),
         ({"shape": "round"}, "--shape round is unknown"),
+        ({"strength": 1.5}, "--strength 1.5 must be from 0 to 1"),
+        ({"strength": float("nan")}, "--strength nan must be from 0 to 1"),
+        ({"strength": 0.01}, "strength=0.01 of num_inference_steps=50 leaves no step to do; take"),
     ],
 )
 def test_settings_out_of_range(change, message):
@@ -89,6 +97,25 @@ def test_settings_out_of_range(change, message):
         check_settings(dataclasses.replace(settings, **change), LIMITS)
 
 
+def test_strength_is_not_for_edits():
+    settings = Settings("red", resolution=64, strength=0.5)
+    check_settings(settings, LIMITS)
+    edits = dataclasses.replace(LIMITS, takes_strength=False)
+    with pytest.raises(ValueError, match="--strength is for models that make images from text"):
+        check_settings(settings, edits)
+    plain = dataclasses.replace(settings, strength=None)
+    assert within_limits(settings, edits) == (plain, ["strength"])
+
+
+@pytest.mark.parametrize("num_inference_steps", [1, 3, 7, 50, 150])
+def test_the_smallest_strength_that_an_error_names(num_inference_steps):
+    settings = Settings("red", num_inference_steps=num_inference_steps, strength=0.001)
+    with pytest.raises(ValueError, match="leaves no step to do") as error:
+        settings.num_steps  # noqa: B018
+    named = float(re.search("take strength ([0-9.]+) or more", str(error.value))[1])
+    assert dataclasses.replace(settings, strength=named).num_steps >= 1
+
+
 @pytest.mark.parametrize(
     ("edits", "words"),
     [(True, "instruction scale 7.5, image scale 1.2"), (False, "prompt scale 7.5")],
@@ -96,3 +123,6 @@ def test_settings_out_of_range(change, message):
 def test_the_summary_names_each_scale(edits, words):
     settings = Settings("red", 7.5, 1.2, 3, seed=7, scheduler="euler")
     assert settings.summary(edits) == f"{words}, 3 steps, seed 7, euler"
+    if not edits:
+        settings = dataclasses.replace(settings, strength=0.4)
+        assert settings.summary(edits) == f"{words}, strength 0.4, 3 steps, seed 7, euler"

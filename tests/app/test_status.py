@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import photo
+from tiny_models import make_tiny_pipeline
 
 import edit_app
 from app.editor import Editor, ImageRequest
@@ -45,6 +46,24 @@ def test_a_request_says_how_long_it_takes(model):
         several, "making", 15, image=2, step=5
     )
     assert [about(x) for x in (0.2, 90, 200)] == ["about 1 s", "about 90 s", "about 3 min"]
+
+
+def test_strength_leaves_steps_out(tmp_path):
+    """The status line and the estimate count the steps that run: 4 of 10 at strength 0.4."""
+    model = make_tiny_pipeline(tmp_path / "model", in_channels=4)
+    editor = Editor(edit_app.Config(str(model), compilation_cache_dir=""))
+    settings = Settings("red", num_inference_steps=10, resolution=32, strength=0.4)
+    request = ImageRequest(settings, photo(96, 72), scales=((2.0, 1.0),) * 2)
+    request.report("compiling")
+    assert "Image 1 of 2, compiling for 32x24 and 4 steps" in status_of(
+        editor, request, request.progress
+    )
+    request.report("making", step=1, per_step=2.0)
+    line = status_of(editor, request, request.progress)
+    assert "Image 1 of 2, step 1 of 4, about 14 s left<" in line and 'value="0.125"' in line
+    request.report("making", image=1, step=2, per_step=2.0)
+    line = status_of(editor, request, request.progress)
+    assert "Image 2 of 2, step 2 of 4, about 4 s left<" in line and 'value="0.750"' in line
 
 
 @pytest.mark.parametrize(
