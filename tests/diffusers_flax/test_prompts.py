@@ -37,7 +37,9 @@ def models(tmp_path_factory):
     """{name: directory}; the states of their text encoders have a mean, as real ones have."""
     folder = tmp_path_factory.mktemp("models")
     made = {
-        "sd": make_tiny_pipeline(folder / "sd", in_channels=4, vae_channels=(8, 8)),
+        "sd": make_tiny_pipeline(
+            folder / "sd", in_channels=4, vae_channels=(8, 8), unet_channels=(16, 32)
+        ),
         "xl": make_tiny_xl(folder / "xl", vae_channels=(8, 8)),
         "refiner": make_tiny_xl(folder / "refiner", refiner=True, vae_channels=(8, 8)),
     }
@@ -504,9 +506,10 @@ def test_a_mean_of_zero_is_not_scaled(models, opened):
 
 
 def image_of(pipeline, params, prompts, *images, **options):
+    options = SIZE | options
     arrays = prompts._asdict()
     inputs = arrays.pop("prompt_ids"), *images
-    return pipeline(*inputs, params, jax.random.key(0), **arrays, **SIZE, **options).images
+    return pipeline(*inputs, params, jax.random.key(0), **arrays, **options).images
 
 
 @pytest.mark.slow
@@ -569,8 +572,9 @@ def test_images_of_a_layout_are_the_same(models, opened, name, num_devices, layo
     "options",
     [
         {"accelerate": "tome:ratio=0.3"},
-        {"accelerate": "tgate:gate=2,interval=1,warmup=1"},
-        {"accelerate": "guidance:until=0.5"},
+        {"accelerate": "deepcache:interval=3"},
+        {"accelerate": "tgate:gate=8,interval=4,warmup=1"},
+        {"accelerate": "guidance:start=0.2,stop=0.8"},
         {"accelerate": "spectrum"},
         {"accelerate": "int8"},
         {"storage": "int8"},
@@ -582,9 +586,11 @@ def test_accelerated_images_of_repeated_states_are_the_same(models, name, option
     pipeline, params = opened_with(models[name], **options)
     prompts = prepare_prompts(pipeline, "a (red:1.4) panda", NEGATIVE, True, "comfyui")
     twice = jax.tree.map(lambda x: np.concatenate([x, x], -1), prompts)
-    found, again = (image_of(pipeline, params, x) for x in (prompts, twice))
+    found, again = (image_of(pipeline, params, x, num_inference_steps=12) for x in (prompts, twice))
     assert np.isfinite(found).all()
-    np.testing.assert_allclose(found, again, atol=1e-4)
+    # Rounding to int8 turns the last bits of activations into steps.
+    atol = 1e-3 if options == {"accelerate": "int8"} else 1e-4
+    np.testing.assert_allclose(found, again, atol=atol)
 
 
 @pytest.mark.slow
