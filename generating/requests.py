@@ -14,7 +14,6 @@ from collections import Counter
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
-from itertools import count
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -124,7 +123,8 @@ def requests_of_flags(config):
     rows = [dict(zip(one_of_each, row)) for row in zip(*one_of_each.values())]
     rows = [row for row in rows for _ in range(config.num_images)]
     plain = from_flags(Request, config, **NOTHING | {"control": config.control})
-    requests = [replace(plain, **row, seed=seed) for row, seed in zip(rows, count(config.seed))]
+    check_seed("seed", config.seed)
+    requests = [replace(plain, **row, seed=seed_of(config, i)) for i, row in enumerate(rows)]
     for request in requests:
         check_request(request)
     return requests
@@ -139,7 +139,7 @@ def requests_of_jsonl(file, config):
         try:
             if isinstance(content, str):
                 raise ValueError(content)
-            changes = {"seed": config.seed + len(requests)} | parse_line(content, file.parent)
+            changes = {"seed": seed_of(config, len(requests))} | parse_line(content, file.parent)
             requests.append(replace(plain, line=line, **changes))
             check_request(requests[-1])
         except ValueError as error:
@@ -148,6 +148,11 @@ def requests_of_jsonl(file, config):
     if not requests:
         raise ValueError(f"{given} is empty; write a JSON object a line, such as {EXAMPLE}")
     return requests
+
+
+def seed_of(config, place):
+    """The seed of an image without one of its own; place: in the list."""
+    return (config.seed + place) % 2**32
 
 
 def parse_line(content, folder):

@@ -150,12 +150,10 @@ def check_models(config, requests):
         for request in requests
     }
     pipeline_type = pipeline_for("ControlNet" if uses_nets else tasks[0], is_xl)
-
-    def scheduler_of(model, configs):
-        found = [check_sampling(pipeline_type, configs["scheduler"], model, x) for x in samplings]
-        return found[0]
-
-    scheduler = scheduler_of(config.model, configs)
+    found = [
+        check_sampling(pipeline_type, configs["scheduler"], config.model, x) for x in samplings
+    ]
+    scheduler = found[0]
     counts = [count_steps(scheduler, sampling.steps(pipeline_type)) for sampling in samplings]
     branches = max((sampling.branches(pipeline_type) for sampling in samplings), key=len)
     checked = Checked(pipeline_type, scheduler, configs, max(counts), branches)
@@ -165,11 +163,12 @@ def check_models(config, requests):
     if not (is_xl and refiner_is_xl):
         which = f"--refiner {config.refiner}" if is_xl else f"--model {config.model}"
         raise ValueError(f"{which} is not SDXL; --refiner goes with SDXL's base and refiner")
-    return replace(
-        checked,
-        refiner_type=pipeline_for("image to image", is_xl),
-        refiner_scheduler=scheduler_of(config.refiner, refiner_configs),
-    )
+    refiner_type, accelerate = pipeline_for("image to image", is_xl), for_refiner(config.accelerate)
+    found = [
+        check_sampling(refiner_type, refiner_configs["scheduler"], config.refiner, x)
+        for x in (replace(sampling, accelerate=accelerate) for sampling in samplings)
+    ]
+    return replace(checked, refiner_type=refiner_type, refiner_scheduler=found[0])
 
 
 def load_models(config, checked, requests, sizes, preview, layout):
@@ -180,10 +179,14 @@ def load_models(config, checked, requests, sizes, preview, layout):
     options = dict(dtype=choose_dtype(config.dtype), layout=layout)
     largest, devices = max(sizes, key=math.prod), devices_for(len(requests), layout)
 
+    tasks = {request.task for request in requests}
+
     def plan(pipeline):
+        pipelines = {task: with_task(pipeline, task) for task in tasks}
         for request, size in zip(requests, sizes):
-            check_call(with_task(pipeline, request.task), request, size)
-        pipeline.check_parallel(checked.branches, largest[1])
+            check_call(pipelines[request.task], request, size)
+        for _, height in {*sizes}:
+            pipeline.check_parallel(checked.branches, height)
         return plan_images(
             pipeline,
             devices,
@@ -199,7 +202,7 @@ def load_models(config, checked, requests, sizes, preview, layout):
     pipeline, params = load_model(
         config.model, checked.pipeline_type, checked.scheduler, config.accelerate, own, plan
     )
-    pipelines = {task: with_task(pipeline, task) for task in {x.task for x in requests}}
+    pipelines = {task: with_task(pipeline, task) for task in tasks}
     texts = [text for x in requests for text in (x.prompt, x.negative_prompt)]
     pipeline.embeddings.warn_unused(texts)
     if checked.refiner_type is None:
@@ -208,13 +211,22 @@ def load_models(config, checked, requests, sizes, preview, layout):
         config.refiner,
         checked.refiner_type,
         checked.refiner_scheduler,
-        config.accelerate,
+        for_refiner(config.accelerate),
         ModelOptions(**options, storage=config.storage, vae_dtype=config.vae_dtype),
         plan=lambda refiner: (replace(refiner, vae=with_tile(refiner.vae, pipeline.vae.tile)), ""),
     )
     names = {task: "inpainting" if task == "inpainting" else "image to image" for task in pipelines}
     refiners = {task: with_task(refiner, name) for task, name in names.items()}
     return Models(pipelines, params, refiners, refiner_params)
+
+
+def for_refiner(accelerate):
+    """The accelerations of --accelerate that a refiner's few steps take.
+
+    Caches and less guidance are for the steps of the model alone.
+    """
+    names = ("tome", "int8", "taesd")
+    return tuple(spec for spec in accelerate if spec.partition(":")[0] in names)
 
 
 def call_models(models, kind, arrays, refining, denoising_end):
