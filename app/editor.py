@@ -30,7 +30,7 @@ from dataloading.images import load_image
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.precision import choose_dtype
-from diffusers_flax.images import prepare_images, prepare_masks, to_pil
+from diffusers_flax.images import prepare_masks, to_pil
 from diffusers_flax.loading.lora import split_weight
 from diffusers_flax.loading.tokenizer import sequences_of_ids, too_long
 from diffusers_flax.parameters import cast_params, place_params
@@ -40,6 +40,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 from editing.edits import EditList, check_model, plan_edits
 from generating.batches import check_finite_images, devices_for
 from generating.flags import from_flags
+from generating.inputs import inputs_of, key_of
 from generating.masks import finish_edit, fit_mask, stretch_mask
 from generating.memory import plan_images
 from generating.models import ModelOptions, Sampling, check_sampling, load_model
@@ -321,7 +322,7 @@ class Editor:
         task = EDIT if self.edits else task_of(request.image, mask)
         image = request.image and fit_image(request.image, request.size)
         request.at_once = len(self.all_devices) if len(request.scales) > 1 else 1
-        arrays = self._arrays(settings, size, image, mask, request.at_once)
+        arrays = self._arrays(settings, task, size, image, mask, request.at_once)
         for first in range(0, len(request.scales), request.at_once):
             request.report("making", image=first, step=0)
             scales = request.scales[first : first + request.at_once]
@@ -349,22 +350,25 @@ class Editor:
             ]
         request.seconds = time.perf_counter() - started
 
-    def _arrays(self, settings, size, image, mask, num_devices):
+    def _arrays(self, settings, task, size, image, mask, num_devices):
         """A call's arrays by their names, the same for each device, (devices, 1, ...).
 
         size: (width, height) of the program; image, mask: PIL, of the result's size, or None.
         """
         pipeline = self.pipeline
-        key = jax.random.fold_in(jax.random.key(settings.seed), 0)
         arrays = {"prompt_ids": pipeline.prepare_text_inputs(settings.instruction)}
         if settings.negative_prompt:
             arrays["neg_prompt_ids"] = pipeline.prepare_text_inputs(settings.negative_prompt)
-        if image is not None:
-            arrays["image"] = prepare_images(stretch(image, size))
-        if mask is not None:
-            arrays["mask"] = prepare_masks(stretch_mask(mask, size))
-        arrays = {name: np.broadcast_to(x, (num_devices, *x.shape)) for name, x in arrays.items()}
-        return arrays | {"prng_seed": jnp.broadcast_to(key, (num_devices, 1))}
+        images = image and [stretch(image, size)]
+        masks = mask and [stretch_mask(mask, size)]
+        arrays |= inputs_of(pipeline, task, images, masks)
+        if task == EDIT and masks:
+            arrays["mask"] = prepare_masks(masks)
+        arrays = {
+            name: x if x is None else np.broadcast_to(x, (num_devices, *x.shape))
+            for name, x in arrays.items()
+        }
+        return arrays | {"prng_seed": jnp.broadcast_to(key_of(settings.seed), (num_devices, 1))}
 
     def _call(self, pipeline, task, arrays, settings, scales):
         """Start a program; returns its images, on devices.
@@ -390,8 +394,6 @@ class Editor:
             options |= {"width": width, "height": height}
         else:
             options["strength"] = settings.strength
-        if task == "inpainting":
-            options["masked_image"] = None  # the pipeline makes it of the image
         params = self.params[num_devices]
         return pipeline(params=params, jit=True, **arrays, **options).images
 
