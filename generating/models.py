@@ -86,8 +86,8 @@ def check_xl(model, revision, unet):
         raise ValueError(f"{given} is an edit model ({name}); edit_cli.py edits images with it")
     if "XL" not in name:
         raise ValueError(
-            f"{given} is a {name}, not Stable Diffusion XL; give an SDXL model, or use Stable "
-            "Diffusion 1.x and 2.x from Python, see docs/sdxl.md"
+            f"{given} is a {name}, not Stable Diffusion XL; give an SDXL model, or make "
+            "images with generate_cli.py"
         )
     folder, file = locate("unet", unet) if unet else (None, None)
     if not folder or file:

@@ -14,6 +14,7 @@ from helpers import ROOT
 
 from benchmarks import tables
 from command_line import OUTPUT_FLAGS
+from generating.requests import Request
 
 PAGES = [
     *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),
@@ -201,8 +202,18 @@ def test_readme_is_one_page():
 
 def test_docs_are_short():
     pages = [*(ROOT / "docs").glob("*.md")]
-    assert len(pages) <= 17
+    assert len(pages) <= 18
     assert {page.name for page in pages if len(page.read_text().split()) > 2500} == set()
+
+
+def test_keys_of_lists():
+    """The table of docs/generating.md has the keys of lines, and no other."""
+    text = (ROOT / "docs" / "generating.md").read_text()
+    section = text.partition("\n## Lists\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.M)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    keys = {field.name for field in dataclasses.fields(Request)} - {"line"}
+    assert sorted(named) == sorted(keys)
 
 
 def test_data_flow_is_drawn():
