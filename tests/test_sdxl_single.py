@@ -277,8 +277,8 @@ def test_more_of_one_program(model, tmp_path, capsys):
         ("--output a.gif --num_images 1", "a.gif ends in .gif; name it .png"),
         (
             "--pretrained_model_name_or_path SD",
-            "is a StableDiffusionPipeline, not Stable Diffusion XL; give an SDXL model, or make images with "
-            "generate_cli.py",
+            "is a StableDiffusionPipeline, not Stable Diffusion XL; give an SDXL model, or make "
+            "images with generate_cli.py",
         ),
         (
             "--pretrained_model_name_or_path EDITS",
