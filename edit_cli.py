@@ -48,21 +48,8 @@ from diffusers_flax.images import IMAGE_FORMATS, save_image, to_pil
 from diffusers_flax.parameters import place_params
 from diffusers_flax.pipelines.sampling import count_steps
 from diffusers_flax.schedulers.factory import check_scheduler
-from editing.edits import (
-    SOFTWARE,
-    EditList,
-    check_model,
-    edit_batches,
-    plan_edits,
-    read_edits,
-)
-from generating.batches import (
-    IN_FLIGHT,
-    DeviceClock,
-    FileWriter,
-    check_finite_images,
-    rounds_of,
-)
+from editing.edits import SOFTWARE, EditList, check_model, edit_batches, plan_edits, read_edits
+from generating.batches import IN_FLIGHT, DeviceClock, FileWriter, check_finite_images, rounds_of
 from generating.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
 from generating.flags import (
     DeviceFlags,

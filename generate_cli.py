@@ -73,6 +73,7 @@ from generating.requests import (
     OF_LINES,
     RequestFlags,
     check_images,
+    check_seeds_differ,
     identities_of,
     output_files,
     requests_of_flags,
@@ -86,6 +87,7 @@ from generating.sizes import load_fitted
 from generating.tasks import REFINER_ARRAYS, call_models, check_models, describe_tasks, load_models
 
 SOFTWARE = "generate_cli.py"  # marks the images, which the same command may replace
+DENOISING_END = 0.8  # as in diffusers' example of the ensemble of base and refiner
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class GenerateFlags:
     control: tuple[Path, ...] = ()  # images that guide, such as edges: one for each ControlNet
     # directory, hub id or file of the SDXL model that makes the last steps
     refiner: str | None = None
-    denoising_end: float = 0.8  # fraction of the denoising after which --refiner goes on
+    # fraction of the denoising after which --refiner goes on, between 0 and 1; default: 0.8
+    denoising_end: float | None = None
     # lines {"prompt", "seed", ...}, with any flag of an image, instead of the flags above
     requests_jsonl: Path | None = None
     like: Path | None = None  # image of this program, whose flags are taken unless given here
@@ -143,13 +146,11 @@ def check_flags(config):
         raise ValueError(
             f"--requests_jsonl excludes --{given[0]}; write it into the lines, or leave one out"
         )
-    if not config.refiner and config.denoising_end != Config.denoising_end:
-        raise ValueError(f"--denoising_end {config.denoising_end} is for --refiner; give both")
-    if not 0 < config.denoising_end < 1:
-        raise ValueError(
-            f"--denoising_end {config.denoising_end} must be between 0 and 1, a fraction of the "
-            "denoising"
-        )
+    if (end := config.denoising_end) is not None:
+        if not config.refiner:
+            raise ValueError(f"--denoising_end {end} is for --refiner; give both")
+        if not 0 < end < 1:
+            raise ValueError(f"--denoising_end {end} must be between 0 and 1")
     check_scheduler(config.scheduler)
 
 
@@ -192,7 +193,7 @@ def make_images(models, requests, sizes, program_sizes, todo, write, config):
         return split(arrays), split(refining)
 
     def call(kind, arrays):
-        return call_models(models, kind, *arrays, config.denoising_end)
+        return call_models(models, kind, *arrays, config.denoising_end or DENOISING_END)
 
     clock = DeviceClock()
     with tqdm(total=len(todo), unit="image") as bar:
@@ -241,6 +242,8 @@ def run(config):
         print(describe_tasks(config, requests), file=sys.stderr)
         read = [path for x in requests for path in (x.image, x.mask, *x.control)]
         keys = jax.vmap(key_of)(np.array([x.seed for x in requests], np.uint32))
+        if config.preview:
+            check_seeds_differ(requests)
         preview = preview_files(
             config, outputs, checked.num_steps, [*read, config.grid], sizes, keys
         )

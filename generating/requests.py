@@ -262,6 +262,16 @@ def check_images(requests, configs, exact_size):
     return sizes, program_sizes
 
 
+def check_seeds_differ(requests):
+    """Raise a ValueError for equal seeds, by which previews find their images."""
+    seed, number = Counter(request.seed for request in requests).most_common(1)[0]
+    if number > 1:
+        raise ValueError(
+            f"--preview needs a seed of its own for each image, and {number} have {seed}; leave "
+            "--preview out, or change the seeds"
+        )
+
+
 def check_controls(request, shape):
     """Raise a ValueError unless the control images have the shape of the first one.
 

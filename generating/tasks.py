@@ -6,6 +6,7 @@
 The tasks are "text to image", "image to image", "inpainting" and "ControlNet".
 """
 
+import inspect
 import math
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -117,7 +118,7 @@ class Checked:
     pipeline_type: type  # opens the model
     scheduler: Any
     configs: dict  # {component: its config} of the model
-    num_steps: int  # the largest number
+    num_steps: int  # of the image with the most
     branches: tuple  # of guidance, for the most
     refiner_type: type | None = None
     refiner_scheduler: Any = None
@@ -154,7 +155,7 @@ def check_models(config, requests):
         check_sampling(pipeline_type, configs["scheduler"], config.model, x) for x in samplings
     ]
     scheduler = found[0]
-    counts = [count_steps(scheduler, sampling.steps(pipeline_type)) for sampling in samplings]
+    counts = [steps_to_run(request, scheduler, pipeline_type) for request in requests]
     branches = max((sampling.branches(pipeline_type) for sampling in samplings), key=len)
     checked = Checked(pipeline_type, scheduler, configs, max(counts), branches)
     if config.refiner is None:
@@ -169,6 +170,17 @@ def check_models(config, requests):
         for x in (replace(sampling, accelerate=accelerate) for sampling in samplings)
     ]
     return replace(checked, refiner_type=refiner_type, refiner_scheduler=found[0])
+
+
+def steps_to_run(request, scheduler, pipeline_type):
+    """The number of denoising steps of a Request; fewer from an image, see --strength."""
+    all_steps = from_flags(Sampling, request).steps(pipeline_type)
+    number, skipped = all_steps["num_inference_steps"], 0
+    if request.image:
+        default = pipeline_for(request.task, issubclass(pipeline_type, XLComponents))
+        strength = inspect.signature(default.__call__).parameters["strength"].default
+        skipped = number - int(number * (request.strength or strength))
+    return count_steps(scheduler, all_steps) - skipped
 
 
 def load_models(config, checked, requests, sizes, preview, layout):
