@@ -224,7 +224,7 @@ def load_models(config, checked, requests, sizes, preview, layout):
         checked.refiner_type,
         checked.refiner_scheduler,
         for_refiner(config.accelerate),
-        ModelOptions(**options, storage=config.storage, vae_dtype=config.vae_dtype),
+        replace(own, lora=(), unet_delta=(), controlnet=(), preview=None),
         plan=lambda refiner: (replace(refiner, vae=with_tile(refiner.vae, pipeline.vae.tile)), ""),
     )
     names = {task: "inpainting" if task == "inpainting" else "image to image" for task in pipelines}
