@@ -84,7 +84,7 @@ from generating.requests import (
 from generating.resuming import id_maker, print_continued
 from generating.single_files import with_single_files
 from generating.sizes import load_fitted
-from generating.tasks import REFINER_ARRAYS, call_models, check_models, describe_tasks, load_models
+from generating.tasks import REFINER_ARRAYS, call_models, check_models, load_models
 
 SOFTWARE = "generate_cli.py"  # marks the images, which the same command may replace
 DENOISING_END = 0.8  # as in diffusers' example of the ensemble of base and refiner
@@ -239,7 +239,6 @@ def run(config):
     todo = layout.agree(todo) if layout else todo
     print_continued(len(requests) - len(todo), len(requests))
     if todo:
-        print(describe_tasks(config, requests), file=sys.stderr)
         read = [path for x in requests for path in (x.image, x.mask, *x.control)]
         keys = jax.vmap(key_of)(np.array([x.seed for x in requests], np.uint32))
         if config.preview:

@@ -85,11 +85,6 @@ def check_call(pipeline, request, size):
             f"{len(request.control)} --control do not fit {len(pipeline.nets)} --controlnet; give "
             "an image for each ControlNet, in their order"
         )
-    if len(request.control_from) not in (0, 1, len(request.control)):
-        raise ValueError(
-            f"{len(request.control_from)} --control_from do not fit {len(request.control)} "
-            "--control; give one for each, or one for all"
-        )
     starts = request.control_guidance_start or (0.0,)
     ends = request.control_guidance_end or (1.0,)
     check_control_range(

@@ -139,6 +139,8 @@ def requests_of_jsonl(file, config):
         try:
             if isinstance(content, str):
                 raise ValueError(content)
+            if "prompt" not in content:
+                raise ValueError('no "prompt"; give one, which may be empty')
             changes = {"seed": seed_of(config, len(requests))} | parse_line(content, file.parent)
             requests.append(replace(plain, line=line, **changes))
             check_request(requests[-1])
@@ -299,11 +301,11 @@ def output_files(requests, ids, output, software, grid):
     """
     named = {place: output / x.output for place, x in enumerate(requests) if x.output}
     numbered = [place for place in range(len(requests)) if place not in named]
+    if named and (output.is_file() or output.suffix.lower() in IMAGE_FORMATS):
+        raise ValueError(f"--output {output} is one file; lines with an output need a directory")
     path, number = Counter(named.values()).most_common(1)[0] if named else (None, 1)
     if number > 1:
         raise ValueError(f"{number} images would be written to {path}; give each its own output")
-    if named and (output.is_file() or output.suffix.lower() in IMAGE_FORMATS):
-        raise ValueError(f"--output {output} is one file; lines with an output need a directory")
     for path in named.values():
         check_image_file(path)
     missing = [i for i, path in named.items() if not is_finished(path, ids[i], software)]
@@ -393,6 +395,11 @@ def check_effects(request):
         if value and not is_given:
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
             raise ValueError(f"--{name} {shown} is for {other}")
+        if isinstance(value, tuple) and len(value) not in (0, 1, len(request.control)):
+            raise ValueError(
+                f"{len(value)} --{name} do not fit {len(request.control)} --control; give one for "
+                "each, or one for all"
+            )
     sides = [getattr(request, name) is not None for name in ("width", "height", "resolution")]
     if request.input and (sides[0] != sides[1] or all(sides)):
         raise ValueError(
@@ -452,7 +459,7 @@ def with_flags_of_image(words):
 
 def read_flags(file):
     """The flags of texts_of in a PNG file."""
-    if not file:
+    if not file or file.startswith("--"):
         refuse(f"{LIKE} has no value; name an image of this program")
     if not Path(file).is_file():
         refuse(f"{LIKE} {file} does not exist; name an image of this program")

@@ -64,13 +64,14 @@ def with_task(pipeline, task):
     return pipeline_type(**{name: x for name, x in vars(pipeline).items() if name in names})
 
 
-def check_tasks(model, tasks, replaced=None):
+def check_tasks(model, tasks, replaced=None, flag="model"):
     """Check that a model can do tasks, without reading weights.
 
     Args:
-        model: value of --model.
+        model: value of --model, or of another flag.
         tasks: all tasks that it is asked to do.
         replaced: {component: object} in place of the model's, see FlaxDiffusionPipeline.check.
+        flag: name of the model's flag.
 
     Returns:
         (whether the model is of SDXL's family; {component: its config}).
@@ -82,13 +83,13 @@ def check_tasks(model, tasks, replaced=None):
     named = class_of(index, model)
     if issubclass(named, InstructPix2Pix):
         raise ValueError(
-            f"--model {model} is an edit model ({named.torch_class_name}); edit_cli.py edits "
+            f"--{flag} {model} is an edit model ({named.torch_class_name}); edit_cli.py edits "
             "images with it"
         )
     is_xl = issubclass(named, XLComponents)
     if is_xl and not has_component(index, "text_encoder") and "text to image" in tasks:
         raise ValueError(
-            f"--model {model} is a refiner, which needs an image; give --image, or name it as "
+            f"--{flag} {model} is a refiner, which needs an image; give --image, or name it as "
             "--refiner beside the base model"
         )
     # Inpainting takes UNets of 4 and 9 channels, so that it comes first and finds the channels.
@@ -97,7 +98,7 @@ def check_tasks(model, tasks, replaced=None):
     others = {*tasks} - {"inpainting"}
     if sees_mask and others:
         raise ValueError(
-            f"--model {model} is an inpainting model, whose UNet sees a mask, and cannot do "
+            f"--{flag} {model} is an inpainting model, whose UNet sees a mask, and cannot do "
             f"{' or '.join(sorted(others))}; give --image and --mask, or another model"
         )
     return is_xl, configs
@@ -160,7 +161,7 @@ def check_models(config, requests):
     checked = Checked(pipeline_type, scheduler, configs, max(counts), branches)
     if config.refiner is None:
         return checked
-    refiner_is_xl, refiner_configs = check_tasks(config.refiner, ["image to image"])
+    refiner_is_xl, refiner_configs = check_tasks(config.refiner, ["image to image"], flag="refiner")
     if not (is_xl and refiner_is_xl):
         which = f"--refiner {config.refiner}" if is_xl else f"--model {config.model}"
         raise ValueError(f"{which} is not SDXL; --refiner goes with SDXL's base and refiner")
@@ -199,7 +200,7 @@ def load_models(config, checked, requests, sizes, preview, layout):
             check_call(pipelines[request.task], request, size)
         for _, height in {*sizes}:
             pipeline.check_parallel(checked.branches, height)
-        return plan_images(
+        pipeline, planned = plan_images(
             pipeline,
             devices,
             num_images=len(requests),
@@ -209,6 +210,7 @@ def load_models(config, checked, requests, sizes, preview, layout):
             up_to="up to " if len({*sizes}) > 1 else "",
             vae_tile=config.vae_tile,
         )
+        return pipeline, f"{describe_tasks(config, requests)}\n{planned}"
 
     own = from_flags(ModelOptions, config, **options, preview=preview)
     pipeline, params = load_model(
