@@ -84,6 +84,7 @@ def test_programs_that_read_like_the_published_guides_are_short():
         "sdxl_single.py": 200,
         "sdxl_single_aot.py": 260,
         "flax_train_instruct_pix2pix.py": 500,
+        "generate_cli.py": 350,
     }
     lines = {name: len((ROOT / name).read_text().splitlines()) for name in limits}
     assert {name: n for name, n in lines.items() if n > limits[name]} == {}
