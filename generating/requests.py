@@ -421,7 +421,7 @@ def texts_of(config, request):
     same = names_in(config, "SAME_IMAGES")
     flags = {name: x for name, x in changed(config).items() if name not in same}
     flags |= {name: x for name, x in changed(request).items() if name not in ("line", "output")}
-    flags["seed"] = request.seed
+    flags |= {"prompt": request.prompt, "seed": request.seed}  # also their defaults
     return {KEYWORD: json.dumps(flags, default=str, ensure_ascii=False)}
 
 
@@ -449,7 +449,8 @@ def with_flags_of_image(words):
     rest = [*words[:place], *words[place + (1 if is_joined else 2) :]]
     if not is_joined:
         file = "".join(words[place + 1 : place + 2])
-    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in rest}
+    named = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    given = {name.removeprefix("--").replace("-", "_") for name in named}
     given |= {name.removeprefix("no_") for name in given}
     if "requests_jsonl" in given:
         given |= {*OF_LINES}
@@ -476,4 +477,6 @@ def as_words(name, value):
     """A flag and its value as words of a command line."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no_{name}"]
-    return [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    if isinstance(value, list) and len(value) != 1:
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}={value[0] if isinstance(value, list) else value}"]  # it may begin with -
