@@ -2,24 +2,29 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import diffusers
 import jax
 import numpy as np
 import pytest
 import skimage.feature
-from helpers import ROOT, photo
+import torch
+from helpers import ROOT, photo, psnr
 from PIL import Image
 from references import open_ours
-from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
 import diffusers_flax
 import generate_cli
 from diffusers_flax.images import prepare_images
 from diffusers_flax.models.base import FlaxModelMixin
+from diffusers_flax.prompts import prepare_prompts
+from generating.captions import image_grid
 from generating.inputs import CANNY
 
 SIZE = (32, 24)  # width x height of all images
@@ -335,6 +340,120 @@ def test_base_and_refiner_make_the_images_of_the_pipelines(models):
         np.testing.assert_array_equal(Image.open(f"out{task}.png"), expected)
 
 
+@pytest.mark.slow
+def test_an_image_is_a_command_for_itself(models):
+    """--like makes the image of a line again, or with another seed or guidance scale."""
+    Path("lists").mkdir()
+    for name in ("photo.png", "mask.png"):
+        Path(name).rename(Path("lists", name))  # paths are relative to the list
+    line = LINES[2] | {"output": "masked.png", "negative_prompt": "-red", "mask_feather": 2}
+    empty = LINES[0] | {"prompt": "", "output": "empty.png"}
+    model = models["sd"]
+    run(model, *write_list(line, empty, file="lists/list.jsonl"), *OPTIONS, "--output", "out")
+    assert [*made()] == ["empty.png", "masked.png"]
+    like = ["--like", "out/masked.png", "--output"]
+    generate_cli.main([*like, "again.png"])
+    np.testing.assert_array_equal(Image.open("again.png"), made()["masked.png"])
+    generate_cli.main(["--like=out/empty.png", "--output", "again_empty.png"])
+    np.testing.assert_array_equal(Image.open("again_empty.png"), made()["empty.png"])
+
+    line |= {"image": "lists/photo.png", "mask": "lists/mask.png"}
+    for flags, options in (
+        (["--seed", "5"], {"seed": 5}),
+        (["--prompt", "seed"], {"seed": 11}),
+        (["--guidance_scale", "9"], {"seed": 11, "guidance_scale": 9.0}),
+    ):
+        generate_cli.main([*like, f"{flags[1]}.png", *flags, "--mask_feather", "0"])
+        changed = line | ({"prompt": "seed"} if flags[0] == "--prompt" else {})
+        expected = by_pipeline(model, "Inpaint", changed, **options)
+        np.testing.assert_array_equal(Image.open(f"{flags[1]}.png"), expected)
+
+
+def assert_alike(found, expected):
+    """Up to rounding, which depends on the program and on how many threads a device has."""
+    difference = np.abs(np.int16(found) - np.int16(expected))
+    assert difference.max() <= 1 and difference.mean() < 0.01
+
+
+@pytest.mark.slow
+def test_a_list_over_devices_and_batches(models):
+    """The same images with 1, 2 and 4 devices, and with two at once."""
+    lines = [*LINES[:2], *LINES[:2], LINES[3]]
+    words = [*write_list(*lines), *OPTIONS]
+    found = {}
+    for number, at_once in ((1, 1), (2, 1), (4, 1), (2, 2)):
+        flags = f"--xla_force_host_platform_device_count={number}"
+        flags += " --xla_cpu_parallel_codegen_split_count=1"
+        out = f"out-{number}-{at_once}"
+        command = [sys.executable, ROOT / "generate_cli.py", "--model", models["sd"], *words]
+        done = subprocess.run(
+            [*command, "--output", out, "--batch_size", str(at_once)],
+            env=os.environ | {"XLA_FLAGS": flags},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"{at_once} at once on each of {number} cpu" in done.stderr
+        found[number, at_once] = np.stack([*made(out).values()])
+    assert len(found[1, 1]) == len(lines)
+    for images in found.values():
+        assert_alike(images, found[1, 1])
+
+
+@pytest.mark.slow
+def test_long_and_weighted_prompts(models):
+    """They reach the call as prepare_prompts makes them; without the flags they are text."""
+    prompt = "(make:1.3) " + "it [red] " * 60
+    line = LINES[0] | {"prompt": prompt, "negative_prompt": "(red:1.2)"}
+    for family in ("sd", "xl"):
+        name = f"FlaxStableDiffusion{'XL' * (family == 'xl')}Pipeline"
+        pipeline, params = open_ours(models[family], None, getattr(diffusers_flax, name))
+        plain = by_pipeline(models[family], "", line)
+        for flags, options in (
+            ([], {}),
+            (["--long_prompts"], {"long_prompts": True}),
+            (["--prompt_weights", "webui"], {"prompt_weights": "webui"}),
+            (
+                ["--long_prompts", "--prompt_weights", "comfyui"],
+                {"long_prompts": True, "prompt_weights": "comfyui"},
+            ),
+        ):
+            run(models[family], *words_of(line), *OPTIONS, *flags, "--output", "out.png")
+            prompts = prepare_prompts(pipeline, prompt, line["negative_prompt"], **options)
+            given = {name: x for name, x in prompts._asdict().items() if x is not None}
+            call = dict(num_inference_steps=2, guidance_scale=3.0, width=32, height=24)
+            key = jax.random.key(0)
+            (result,) = pipeline(params=params, prng_seed=key, **given, **call).images
+            image = np.asarray(Image.open("out.png"))
+            np.testing.assert_array_equal(image, np.uint8(np.rint(np.asarray(result) * 255)))
+            assert np.array_equal(image, plain) == (not flags)
+
+
+@pytest.mark.slow
+def test_previews_and_a_grid(models):
+    """Of steps that run, from an image and before a refiner; the images are alike."""
+    save_tiny_vae("taesd", (8, 8, 8))
+    save_tiny_vae("taesdxl", (8, 8, 8, 8))
+    refiner = ["--refiner", str(models["xl refiner"]), "--denoising_end", "0.75"]
+    for family, decoder, more in (("sd", "taesd", []), ("xl", "taesdxl", refiner)):
+        flags = [*write_list(LINES[0], LINES[1]), "--num_inference_steps", "4", *more]
+        run(models[family], *flags, "--output", f"plain-{family}")
+        previews = ["--preview", "1", "--preview_decoder", decoder, "--grid", f"{family}.png"]
+        run(models[family], *flags, "--output", family, *previews)
+        plain, found = made(f"plain-{family}"), made(family)
+        for name, pixels in plain.items():
+            assert_alike(found.pop(name), pixels)
+        assert {pixels.shape for pixels in found.values()} == {(24, 32, 3)}
+        # Of 4 steps, or 2 from the image, all but the last; the refiner makes one of them.
+        last = {"sd": (3, 1), "xl": (2, 0)}[family]
+        names = [f"{i:03}-step-{k:03}.png" for i in (0, 1) for k in range(1, last[i] + 1)]
+        assert [*found] == names
+        assert len({pixels.tobytes() for pixels in found.values()}) == len(names)
+        images = [Image.open(Path(family, name)) for name in plain]
+        grid = image_grid(images, ["make it red", "it"])
+        np.testing.assert_array_equal(Image.open(f"{family}.png"), grid)
+
+
 MISTAKES = [  # the ten that users make first
     ("--mask mask.png", "--mask mask.png needs the image that it belongs to; give --image"),
     (
@@ -479,3 +598,145 @@ def test_a_mistake_is_one_line_before_weights_are_read(models, monkeypatch, caps
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
     assert message in printed.err
     assert sorted(Path().rglob("*")) == files
+
+
+# ------------------------------------------------------------ against PyTorch
+
+
+@pytest.fixture(scope="module")
+def still(models):
+    """Function: the directory of a model whose VAE has a posterior without variance."""
+
+    def make(name):
+        folder = models.folder / f"still_{models[name].name}"
+        if folder.exists():
+            return folder
+        shutil.copytree(models[name], folder)
+        vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae")
+        with torch.no_grad():
+            vae.quant_conv.weight[4:] = 0
+            vae.quant_conv.bias[4:] = -40
+        vae.save_pretrained(folder / "vae")
+        return folder
+
+    return make
+
+
+def draw_noise(model):
+    """Noise for a result of SIZE, also in noise.npy; returns (1, 4, h, w)."""
+    factor = 8 if "xl" in model.name else 4
+    shape = (1, 4, SIZE[1] // factor, SIZE[0] // factor)
+    noise = np.random.default_rng(5).standard_normal(shape, np.float32)
+    np.save("noise.npy", noise)
+    return noise
+
+
+def by_torch(model, task, line, noise, **options):
+    """The image (24, 32, 3) in [0, 1] of PyTorch's pipeline, or latents.
+
+    Args:
+        model, task, line: as for by_pipeline.
+        noise: that it begins with, or adds.
+        options: controlnet, directories, and control, images for them; or of the call.
+    """
+    cls = getattr(diffusers, f"StableDiffusion{'XL' * ('xl' in model.name)}{task}Pipeline")
+    nets = [diffusers.ControlNetModel.from_pretrained(x) for x in options.pop("controlnet", ())]
+    control = [to_tensor(image) for image in options.pop("control", ())]
+    given = {"controlnet": nets if len(nets) > 1 else nets[0]} if nets else {}
+    pipeline = cls.from_pretrained(model, low_cpu_mem_usage=False, **given)
+    pipeline.set_progress_bar_config(disable=True)
+    names = ("prompt", "negative_prompt", "strength")
+    call = dict(num_inference_steps=6, guidance_scale=5.0, output_type="np")
+    call |= {name: line[name] for name in names if name in line}
+    if nets:
+        call["image"] = control if len(nets) > 1 else control[0]
+    if task in ("Img2Img", "Inpaint"):
+        call["image"] = to_tensor(Image.open(line["image"]))
+    if task in ("", "Inpaint"):
+        call |= dict(width=SIZE[0], height=SIZE[1])
+    if task == "Inpaint":
+        call["mask_image"] = Image.open(line["mask"])
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        draw = lambda *arguments, **options: torch.tensor(noise)  # noqa: E731
+        patch.setattr(f"{cls.__module__}.randn_tensor", draw)
+        if not hasattr(sys.modules[cls.__module__], "retrieve_latents"):
+            call["latents"] = torch.tensor(noise)
+        return pipeline(**call | options).images[0]
+
+
+def to_tensor(image):
+    """A PIL image as PyTorch's (1, 3, H, W) in [0, 1]."""
+    return torch.tensor(np.float32(image) / 255).permute(2, 0, 1)[None]
+
+
+def assert_equals_pytorch(file, expected, line):
+    """60 dB or more between the file's 8 bits and PyTorch's image, rounded to 8 bits.
+
+    At most one of 15 values may then be rounded to a neighbour, and none otherwise differ.
+    """
+    assert np.std(expected) > 0.01
+    pixels = composited(np.uint8(np.rint(expected * 255)), line)
+    found = np.asarray(Image.open(file))
+    assert np.abs(np.int16(found) - pixels).max() <= 1
+    assert psnr(found / 255, pixels / 255) > 60
+
+
+CASES = {  # of PyTorch's pipelines: family, kind of the model, the class's task, a line
+    "text": ("", "", LINES[0]),
+    "image": ("", "Img2Img", LINES[1] | {"strength": 0.7}),
+    "mask": ("", "Inpaint", LINES[2] | {"strength": 1.0}),
+    "mask, strength": ("", "Inpaint", LINES[2] | {"strength": 0.6, "negative_prompt": "red"}),
+    "mask, 9 channels": ("9", "Inpaint", LINES[2] | {"strength": 1.0}),
+    "mask, 9 channels, strength": ("9", "Inpaint", LINES[2] | {"strength": 0.6}),
+}
+TORCH_FLAGS = ["--num_inference_steps", "6", "--guidance_scale", "5"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("family", ["sd", "xl"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_image_equals_pytorchs(still, family, case):
+    kind, task, line = CASES[case]
+    model = still(f"{family} {kind}".strip())
+    noise = draw_noise(model)
+    flags = [*TORCH_FLAGS, *words_of(line), "--latents", "noise.npy"]
+    run(model, *flags, "--output", "out.png")
+    assert_equals_pytorch("out.png", by_torch(model, task, line, noise), line)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("family", ["sd", "xl"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_images_of_controlnets_equal_pytorchs(models, family, number):
+    model, line = models[family], {"prompt": "it"} | SMALL
+    nets = [models[f"{family} net"], models[f"{family} other net"]][:number]
+    control, scales = ["edges.png", "depth.png"][:number], [0.5, 1.5][:number]
+    noise = draw_noise(model)
+    flags = [*TORCH_FLAGS, *words_of(line), "--latents", "noise.npy", "--controlnet", *nets]
+    flags += ["--control", *control, "--controlnet_conditioning_scale", *scales]
+    run(model, *flags, "--output", "out.png")
+    options = dict(controlnet=nets, control=map(Image.open, control))
+    options["controlnet_conditioning_scale"] = scales if number > 1 else scales[0]
+    expected = by_torch(model, "ControlNet", line, noise, **options)
+    assert_equals_pytorch("out.png", expected, line)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_images_of_a_refiner_equal_pytorchs(still):
+    """A refiner alone, which takes an image, and after a base model."""
+    base, refiner = still("xl"), still("xl refiner")
+    noise = draw_noise(base)
+    flags, line = [*TORCH_FLAGS, "--latents", "noise.npy"], LINES[1] | {"strength": 0.7}
+    run(refiner, *flags, *words_of(line), "--output", "alone.png")
+    assert_equals_pytorch("alone.png", by_torch(refiner, "Img2Img", line, noise), line)
+
+    line = LINES[0]
+    flags += ["--refiner", refiner, "--denoising_end", "0.6", *words_of(line)]
+    run(base, *flags, "--output", "both.png")
+    latents = by_torch(base, "", line, noise, denoising_end=0.6, output_type="latent")
+    options = dict(image=latents[None], denoising_start=0.6)
+    expected = by_torch(refiner, "Img2Img", line | {"image": "photo.png"}, noise, **options)
+    assert_equals_pytorch("both.png", expected, line)
