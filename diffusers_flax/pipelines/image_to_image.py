@@ -75,11 +75,14 @@ class ImageToImage(TextToImage):
             )
         return num_inference_steps - num_done
 
-    def first_step(self, num_inference_steps, strength, denoising_start):
-        """Number of first steps to skip; none with denoising_start, which chooses the timesteps."""
+    def first_step(self, steps, strength, denoising_start):
+        """Number of first steps to skip; none with denoising_start, which chooses the timesteps.
+
+        steps: of step_options.
+        """
         if denoising_start is not None:
             return 0
-        return self.get_timestep_start(num_inference_steps, strength)
+        return self.get_timestep_start(steps["num_inference_steps"], strength)
 
     def __call__(
         self,
@@ -153,11 +156,12 @@ class ImageToImage(TextToImage):
         Raises:
             ValueError: shapes, sizes, scales or steps that do not fit.
         """
+        steps = self.step_options(num_inference_steps, timesteps, eta)
         options = Options(
-            **self.step_options(num_inference_steps, timesteps, eta),
+            **steps,
             **self.size_options(height, width, output_type, image.shape),
             branches=self.guidance_branches(guidance_scale),
-            first_step=self.first_step(num_inference_steps, strength, denoising_start),
+            first_step=self.first_step(steps, strength, denoising_start),
             denoising_start=denoising_start,
             denoising_end=denoising_end,
         )

@@ -269,11 +269,12 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
             ValueError: shapes, sizes, scales or steps that do not fit.
         """
         image_shape = self.shape_of_input(image, masked_image)
+        steps = self.step_options(num_inference_steps, timesteps, eta)
         options = Options(
-            **self.step_options(num_inference_steps, timesteps, eta),
+            **steps,
             **self.size_options(height, width, output_type, image_shape),
             branches=self.guidance_branches(guidance_scale),
-            first_step=self.first_step(num_inference_steps, strength, denoising_start),
+            first_step=self.first_step(steps, strength, denoising_start),
             denoising_start=denoising_start,
             denoising_end=denoising_end,
         )
@@ -315,15 +316,14 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
         Returns:
             As TextToImage._generate.
         """
+        steps = self.step_options(num_inference_steps, timesteps, eta)
         options = Options(
-            num_inference_steps=num_inference_steps,
-            timesteps=timesteps,
-            eta=eta,
+            **steps,
             height=height,
             width=width,
             branches=branches or self.guidance_branches(guidance_scale),
             return_latents=return_latents,
-            first_step=self.first_step(num_inference_steps, strength, denoising_start),
+            first_step=self.first_step(steps, strength, denoising_start),
             denoising_start=denoising_start,
             denoising_end=denoising_end,
         )
