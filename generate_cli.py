@@ -143,9 +143,8 @@ def check_flags(config):
             raise ValueError(f"--{name} {value} must be at least 1")
     given = [name for name in OF_LINES if getattr(config, name) != getattr(Config, name)]
     if config.requests_jsonl and given:
-        raise ValueError(
-            f"--requests_jsonl excludes --{given[0]}; write it into the lines, or leave one out"
-        )
+        key = "" if given[0] in ("num_images", "prompts_file") else "write it into the lines, or "
+        raise ValueError(f"--requests_jsonl excludes --{given[0]}; {key}leave one out")
     if (end := config.denoising_end) is not None:
         if not config.refiner:
             raise ValueError(f"--denoising_end {end} is for --refiner; give both")

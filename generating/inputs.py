@@ -1,5 +1,6 @@
 """The arrays of a batch of requests, and what its images have in common."""
 
+import inspect
 from typing import NamedTuple
 
 import jax
@@ -76,8 +77,8 @@ def check_call(pipeline, request, size):
     pipeline.image_size(size[1], size[0])
     if request.task in ("image to image", "inpainting"):
         steps = pipeline.step_options(request.num_inference_steps, request.timesteps, request.eta)
-        if request.strength is not None:
-            pipeline.get_timestep_start(steps["num_inference_steps"], request.strength)
+        strength = strength_of(type(pipeline), request)
+        pipeline.get_timestep_start(steps["num_inference_steps"], strength)
     if request.task != "ControlNet":
         return
     if len(request.control) != len(pipeline.nets):
@@ -92,6 +93,12 @@ def check_call(pipeline, request, size):
         pipeline.one_for_each("control_guidance_end", as_numbers(ends)),
     )
     pipeline.scale_of_each(as_numbers(request.controlnet_conditioning_scale or (1.0,)))
+
+
+def strength_of(pipeline_type, request):
+    """The strength of a Request, or the default of its pipeline's class."""
+    default = inspect.signature(pipeline_type.__call__).parameters["strength"].default
+    return default if request.strength is None else request.strength
 
 
 def as_numbers(values):

@@ -113,6 +113,8 @@ def requests_of_flags(config):
     given = {"prompt": prompts} | {name: list(getattr(config, name)) for name in SEVERAL}
     number = max(map(len, given.values()))
     for name, values in given.items():
+        if Path() in values:
+            raise ValueError(f"--{name} is empty; name a file")
         if len(values) not in (0, 1, number):
             most = max(given, key=lambda other: len(given[other]))
             raise ValueError(

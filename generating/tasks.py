@@ -6,7 +6,6 @@
 The tasks are "text to image", "image to image", "inpainting" and "ControlNet".
 """
 
-import inspect
 import math
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -22,7 +21,7 @@ from diffusers_flax.pipelines.sampling import count_steps
 from diffusers_flax.pipelines.stable_diffusion_xl import XLComponents
 from generating.batches import devices_for
 from generating.flags import from_flags
-from generating.inputs import check_call
+from generating.inputs import check_call, strength_of
 from generating.memory import plan_images
 from generating.models import ModelOptions, Sampling, check_sampling, load_model
 
@@ -178,9 +177,8 @@ def steps_to_run(request, scheduler, pipeline_type):
     all_steps = from_flags(Sampling, request).steps(pipeline_type)
     number, skipped = all_steps["num_inference_steps"], 0
     if request.image:
-        default = pipeline_for(request.task, issubclass(pipeline_type, XLComponents))
-        strength = inspect.signature(default.__call__).parameters["strength"].default
-        skipped = number - int(number * (request.strength or strength))
+        own_type = pipeline_for(request.task, issubclass(pipeline_type, XLComponents))
+        skipped = number - int(number * strength_of(own_type, request))
     return count_steps(scheduler, all_steps) - skipped
 
 
