@@ -515,11 +515,14 @@ MISTAKES = [  # the ten that users make first
     ("--requests_jsonl twice.jsonl", "2 images would be written to out/a.png; give each its own"),
     ("--requests_jsonl twice.jsonl --output a.png", "a.png is one file; lines with an output need"),
     ("--requests_jsonl twice.jsonl --prompt it", "--requests_jsonl excludes --prompt; write it i"),
+    ("--requests_jsonl twice.jsonl --num_images 2", "excludes --num_images; leave one out"),
     ("--requests_jsonl none.jsonl", "none.jsonl cannot be read"),
     # of images, masks and control images
     ("--image none.png", "none.png does not exist; check the path"),
     ("--image photo.png photo.png photo.png --prompt it red", "2 --prompt do not fit 3 --image;"),
     ("--image photo.png --strength 0.01", "--strength 0.01 of --num_inference_steps 50 leaves no"),
+    ("--image photo.png --num_inference_steps 1", "--strength 0.8 of --num_inference_steps 1 le"),
+    ("--image=", "--image is empty; name a file"),
     ("--image photo.png --width 32", "take --resolution alone, or --width and --height, to which"),
     ("--image photo.png --mask black.png", "black.png has no white, so nothing of photo.png may"),
     ("--image photo.png --mask square.png", "square.png is 24x24 pixels (width x height) and ph"),
@@ -728,6 +731,20 @@ def test_the_image_equals_pytorchs(still, family, case):
     flags = [*TORCH_FLAGS, *words_of(line), "--latents", "noise.npy"]
     run(model, *flags, "--output", "out.png")
     assert_equals_pytorch("out.png", by_torch(model, task, line, noise), line)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("case", ["image", "mask"])
+def test_timesteps_from_an_image_equal_pytorchs(still, case):
+    """The strength is a fraction of the timesteps, whatever the number of steps."""
+    _, task, line = CASES[case]
+    model, line, timesteps = still("xl"), line | {"strength": 0.5}, [901, 601, 401, 201]
+    noise = draw_noise(model)
+    flags = [*TORCH_FLAGS[2:], *words_of(line), "--latents", "noise.npy"]
+    run(model, *flags, "--timesteps", *timesteps, "--output", "out.png")
+    expected = by_torch(model, task, line, noise, timesteps=timesteps)
+    assert_equals_pytorch("out.png", expected, line)
 
 
 @pytest.mark.slow
