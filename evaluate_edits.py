@@ -16,16 +16,20 @@ as for training. --pairs_jsonl has lines {"input": "a.jpg", "instruction": "make
 last four are optional, paths are relative to the list, and docs/data.md has the table of keys.
 For pairs with masks, pixel metrics are also computed inside and outside of the mask.
 
-Writes to --output_dir: results.json, one row per model, scales and seed; results.md, a table;
-curve.png, the two CLIP similarities over image_guidance_scale; grid.png, images. The same command
-continues after an interruption; more models, scales and seeds add rows. docs/evaluation.md defines
-the metrics. Runs on TPU, GPU and CPU.
+--protocol magicbrush or emu_edit scores as the papers of these benchmarks do, on their test sets:
+
+    python evaluate_edits.py --model MODEL --protocol magicbrush --data_dir MagicBrush/test
+
+Writes to --output_dir: results.json, one row per model, scales and seed; results.md, tables with
+95% intervals; curve.png, the two CLIP similarities over image_guidance_scale; grid.png, images;
+best_and_worst.png. The same command continues after an interruption; more models, scales and seeds
+add rows. docs/evaluation.md defines the metrics. Runs on TPU, GPU and CPU.
 
 Source: InstructPix2Pix (arXiv 2211.09800), section 4.1.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -37,9 +41,11 @@ from command_line import ask_before_replacing, check_scale, check_seed, run_main
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.precision import choose_dtype
+from diffusers_flax.images import save_image
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.pipelines.sampling import timestep_options
 from diffusers_flax.schedulers.factory import check_scheduler
+from editing.benchmark_sets import add_final_turns, read_benchmark
 from editing.edits import check_model
 from editing.held_out import (
     Columns,
@@ -51,8 +57,16 @@ from editing.held_out import (
     pairs_of_shards,
     require_masks,
 )
-from editing.measuring import load_references, measure_baselines, measure_model
+from editing.measuring import IMAGES, load_references, measure_baselines, measure_model
 from editing.metrics import Clip
+from editing.protocols import (
+    DINO,
+    PROTOCOLS,
+    VIT_L_14,
+    ScoreFlags,
+    left_out_scores,
+    metrics_of,
+)
 from editing.report import grid_rows, write_report
 from editing.results import (
     RESULTS,
@@ -65,6 +79,7 @@ from editing.results import (
     save_results,
     tiny_vae_checksum,
 )
+from editing.scores import draw_extremes, score_tables
 from generating.flags import SamplingFlags, from_flags
 from generating.models import Sampling
 from generating.single_files import with_single_files
@@ -104,7 +119,8 @@ class EvaluationFlags:
     resolution: int | None = None  # pixels, longer side; default: the models'
     batch_size: int = 1  # images per device at once
     # metrics
-    clip_model: str = "openai/clip-vit-large-patch14"  # directory or hub id; "": no CLIP
+    # directory or hub id; "": no CLIP; default: the protocol's, openai/clip-vit-large-patch14
+    clip_model: str | None = None
     # what computes CLIP: flax, on the first device, or torch, on the CPU; both in float32
     clip_backend: Literal["flax", "torch"] = "flax"
     # files
@@ -114,7 +130,7 @@ class EvaluationFlags:
 
 
 @dataclass(frozen=True)
-class Config(SamplingFlags, EvaluationFlags):
+class Config(SamplingFlags, ScoreFlags, EvaluationFlags):
     """Flags of the script. tyro lists the flags of the last base class first."""
 
 
@@ -122,9 +138,14 @@ def check_flags(config):
     """Raise a ValueError for invalid flags."""
     if bool(config.data_dir) == bool(config.pairs_jsonl):
         raise ValueError("give one of --data_dir and --pairs_jsonl")
-    for name in FLAGS_OF_SHARDS if config.pairs_jsonl else ():
-        if getattr(config, name):
-            raise ValueError(f"--{name} goes with --data_dir; --pairs_jsonl has keys")
+    for name in FLAGS_OF_SHARDS:
+        if getattr(config, name) and (config.pairs_jsonl or config.protocol in PROTOCOLS):
+            what = (
+                "--pairs_jsonl has keys"
+                if config.pairs_jsonl
+                else f"not --protocol {config.protocol}"
+            )
+            raise ValueError(f"--{name} goes with --data_dir; {what}")
     for name in ("num_inference_steps", "batch_size", "max_pairs"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
@@ -151,6 +172,8 @@ def check_flags(config):
 
 def read_compared_pairs(config):
     """The pairs of --data_dir or --pairs_jsonl."""
+    if config.protocol in PROTOCOLS:
+        return read_benchmark(config)
     if config.pairs_jsonl:
         return pairs_of_jsonl(config.pairs_jsonl, config.max_pairs)
     columns = Columns(
@@ -219,6 +242,9 @@ def settings_of_results(config, pairs, resolution, factor):
         "use_masks": config.use_masks or None,
         "mask_feather": config.mask_feather or None,
         "clip_model": config.clip_model or "none",
+        "protocol": config.protocol if config.protocol in PROTOCOLS else None,
+        "metrics": list(config.metrics) or None,
+        "dino_model": config.dino_model if set(metrics_of(config)) & DINO.keys() else None,
         "devices": f"{len(devices)} x {devices[0].device_kind}",
     }
 
@@ -237,10 +263,18 @@ def run(config):
     """Check the flags, read the pairs, measure what is missing, write the report."""
     check_flags(config)
     use_compilation_cache(config.compilation_cache_dir)
+    protocol = PROTOCOLS.get(config.protocol)
+    if config.clip_model is None:
+        config = replace(config, clip_model=protocol.clip_model if protocol else VIT_L_14)
     pairs = read_compared_pairs(config)
     bar = partial(tqdm, desc="checking images", unit="pair", disable=len(pairs) < 100)
     pairs = check_pairs(pairs, config.use_masks, bar)
-    sentences = left_out(pairs, config.clip_model)
+    if protocol:
+        sentences = left_out_scores(pairs, protocol, config)
+    else:
+        sentences = left_out(pairs, config.clip_model)
+    if config.protocol == "magicbrush":
+        pairs = add_final_turns(pairs)
     all_scales = list(itertools.product(config.guidance_scale, config.image_guidance_scale))
     config = with_single_files(config, "model")
     checked, resolution, factor = check_compared_models(config, all_scales)
@@ -255,13 +289,13 @@ def run(config):
     for sentence in sentences:
         print(sentence)
 
-    clip = None
-    if config.clip_model and any(todo.values()):
+    clip, is_needed = None, any(todo.values())
+    if config.clip_model and is_needed:
         clip = Clip(config.clip_model, config.clip_backend)
-    references = load_references(pairs, clip, resolution, factor)
+    references = load_references(pairs, clip, resolution, factor, config, is_needed)
     if config.use_masks:
         require_masks(pairs, references.sizes)
-    if any(todo.values()):
+    if is_needed:
         measure_baselines(references, results)
     total = len(pairs) * sum(map(len, todo.values()))
     with tqdm(total=total, unit="edit", disable=not total) as bar:
@@ -270,7 +304,10 @@ def run(config):
                 measure_model(references, results, save, model, checked[model], runs, config, bar)
     rows = grid_rows([pair.instruction for pair in pairs])
     shown = [(i, pairs[i], references.sizes[i]) for i in rows]
-    write_report(config.output_dir, results, shown, sentences)
+    tables = score_tables(results, pairs, config.output_dir)
+    write_report(config.output_dir, results, shown, sentences, tables)
+    if image := draw_extremes(results, pairs, config.output_dir, config.output_dir / IMAGES):
+        save_image(image, config.output_dir / "best_and_worst.png")
     print((config.output_dir / "results.md").read_text(encoding="utf-8"), end="")
     print(f"wrote {', '.join(sorted(file.name for file in config.output_dir.glob('*.*')))}")
 

@@ -43,7 +43,8 @@ class HeldOutPair:
     """An original image, an instruction, and the edited image if it is known.
 
     Images are encoded. The noise depends on index, the place in the list; input names the pair in
-    messages. mask is white where the edited image may differ from the original.
+    messages. mask is white where the edited image may differ from the original. The rest is of a
+    benchmark's set, see editing/benchmark_sets.py.
     """
 
     index: int
@@ -54,18 +55,32 @@ class HeldOutPair:
     original_caption: str | None = None
     edited_caption: str | None = None
     mask: bytes | None = None
+    key: str = ""  # file of the result, without .png; "": its place in the list
+    group: str = ""  # kind of edit
+    session: str = ""  # edits of one image in a row
+    turn: int = 1  # in its session, from 1
+    after: int | None = None  # place of the pair whose result is edited instead of the original
+    parts: tuple[str, ...] = ("",)  # suffixes of the metrics for which the pair counts
+
+    def result_file(self, place):
+        """Name of the result's file."""
+        return f"{self.key or place}.png"
 
     def size(self):
         """(width, height) of the original image."""
         return self._decode(self.original).size
 
-    def fitted_original(self, size):
-        """The original image, PIL, scaled and cropped to size (width, height)."""
-        return fit_image(self._decode(self.original), size)
+    def fitted_original(self, size=None):
+        """The original image, PIL, scaled and cropped to size (width, height); None: as it is."""
+        image = self._decode(self.original)
+        return image if size is None else fit_image(image, size)
 
-    def fitted_edited(self, size):
+    def fitted_edited(self, size=None):
         """The edited image, likewise; None if unknown."""
-        return None if self.edited is None else fit_image(self._decode(self.edited), size)
+        if self.edited is None:
+            return None
+        image = self._decode(self.edited)
+        return image if size is None else fit_image(image, size)
 
     def fitted_mask(self, size):
         """The mask, PIL of mode 1, likewise, or None."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from dataloading.images import load_image
 from diffusers_flax.acceleration.caches import switch_fractions
 from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.devices.memory import peak_memory
@@ -19,15 +20,25 @@ from diffusers_flax.parameters import replicate_params
 from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.sampling import decode, make_schedule
 from editing.edits import EditList, edit_batches, plan_edits
-from editing.metrics import Clip, clip_metrics, features_or_nan, mask_metrics, pixel_metrics
+from editing.intervals import save_values
+from editing.metrics import (
+    MASK_METRICS,
+    Clip,
+    clip_metrics,
+    features_or_nan,
+    mask_metrics,
+    pixel_metrics,
+)
+from editing.protocols import PROTOCOLS, Scorer, load_networks, metrics_of
 from editing.report import grid_rows
 from editing.results import find_row
-from generating.batches import check_finite_images
+from editing.scores import NUM_EXTREMES, RANKED, ranking_metric
+from generating.batches import FileWriter, check_finite_images, rounds_of
 from generating.flags import from_flags
 from generating.models import ModelOptions, Sampling, load_model
-from generating.sizes import result_size
+from generating.sizes import fit_image, result_size
 
-IMAGES = "images"  # directory of the images of grid.png
+IMAGES = "images"  # directory of results: of the report's images, or all of a protocol's
 BASELINES = ("copied input", "truth")
 VAE_BASELINES = ("VAE round trip of the input", "VAE round trip of the truth")
 
@@ -41,13 +52,28 @@ class References:
     clip: Clip | None
     # {"original", "edited", "original_text", "edited_text"}, each (n, D), NaN where unknown
     features: dict | None
+    scorer: Scorer | None = None  # of a protocol's metrics, or of more metrics
+    is_protocol: bool = False  # whether the scorer's metrics are all
 
 
-def load_references(pairs, clip, resolution, factor):
-    """The References for pairs at a resolution."""
+def load_references(pairs, clip, resolution, factor, config, is_needed=True):
+    """The References for pairs at a resolution.
+
+    Args:
+        pairs: list of HeldOutPair.
+        clip: Clip or None.
+        resolution, factor: of the edits' sizes, see result_size.
+        config: Config of evaluate_edits.py.
+        is_needed: whether anything is to be measured; else no network is loaded.
+    """
     sizes = [result_size(pair.size(), resolution, factor) for pair in pairs]
-    if clip is None:
-        return References(pairs, sizes, None, None)
+    is_protocol, metrics = config.protocol in PROTOCOLS, metrics_of(config)
+    scorer = None
+    if metrics and is_needed:
+        networks = clip, *load_networks(metrics, config.dino_model)
+        scorer = Scorer(pairs, metrics, *networks, sizes=None if is_protocol else sizes)
+    if clip is None or is_protocol:
+        return References(pairs, sizes, None, None, scorer, is_protocol)
     with tqdm(total=2 * len(pairs), desc="CLIP of the pairs", unit="image") as bar:
 
         def encode(images):
@@ -65,7 +91,7 @@ def load_references(pairs, clip, resolution, factor):
     for name in ("original", "edited"):
         captions = [getattr(pair, f"{name}_caption") for pair in pairs]
         features[f"{name}_text"] = features_or_nan(clip.text_features, captions, clip.dim)
-    return References(pairs, sizes, clip, features)
+    return References(pairs, sizes, clip, features, scorer)
 
 
 def measure_images(references, places, images):
@@ -80,6 +106,11 @@ def measure_images(references, places, images):
         {metric: list of floats}, NaN where it is not defined.
     """
     metrics = defaultdict(list)
+    if references.scorer is not None:
+        metrics |= references.scorer.measure(places, images)
+    if references.is_protocol:
+        return metrics
+    has_masks = any(pair.mask is not None for pair in references.pairs)
     for place, image in zip(places, images):
         pair, size = references.pairs[place], references.sizes[place]
         arrays = [
@@ -89,6 +120,8 @@ def measure_images(references, places, images):
         values = pixel_metrics(*arrays)
         if (mask := pair.fitted_mask(size)) is not None:
             values |= mask_metrics(np.asarray(mask), *arrays)
+        elif has_masks:
+            values |= dict.fromkeys(MASK_METRICS, np.nan)
         for name, value in values.items():
             metrics[name].append(value)
     if references.clip is not None:
@@ -170,7 +203,7 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
     """
     pairs, sizes = references.pairs, references.sizes
     masks = dict(use_masks=config.use_masks, mask_feather=config.mask_feather)
-    edit_list = EditList(pairs, sizes, config.batch_size, **masks)
+    edit_list = EditList(pairs, sizes, config.batch_size, rounds_of(pairs), **masks)
     devices = edit_list.devices(None)
     peak_memory(devices, reset=True)
     bar.set_description(f"loading {model}")
@@ -191,7 +224,7 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
     for guidance_scale, image_guidance_scale, seed in todo:
         scales = {"guidance_scale": guidance_scale, "image_guidance_scale": image_guidance_scale}
         sampling = from_flags(Sampling, config, seed=seed, **scales)
-        edit_all = partial(edit_batches, pipeline, params, sampling=sampling, load=load_pair)
+        edit_all = partial(edit_batches, pipeline, params, sampling=sampling)
         branches = sampling.branches(checked.pipeline_type)
         compile_seconds = 0.0
         if branches not in flops:
@@ -200,17 +233,18 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
             steps = sampling.steps(checked.pipeline_type)
             flops[branches] = mean_flops(pipeline, shapes, sizes, branches, steps)
         folder = f"{number}_{guidance_scale}_{image_guidance_scale}_{seed}"
-        metrics, seconds = measure_edits(
-            edit_all(edit_list, bar=bar),
+        metrics, ranked_by, seconds = measure_edits(
+            partial(edit_all, edit_list, bar=bar),
             pipeline,
             references,
             config.output_dir / IMAGES / folder,
             config.lora,
         )
+        save_values(config.output_dir, folder, metrics)
         memory, memory_of = peak_memory(devices)
         results["rows"].append(
             {"model": model, **scales, "seed": seed, "num_pairs": len(pairs)}
-            | metrics
+            | averages(metrics)
             | {
                 "seconds_per_edit": seconds / len(pairs),
                 "compile_seconds": compile_seconds,
@@ -218,14 +252,21 @@ def measure_model(references, results, save, model, checked, todo, config, bar):
                 "peak_memory_bytes": memory,
                 "peak_memory_of": memory_of,
                 "images": folder,
+                "ranked_by": ranked_by,
             }
         )
         save()
 
 
-def load_pair(pair, size, is_masked):
-    """The original image and mask of a HeldOutPair for edit_batches."""
-    return pair.fitted_original(size), pair.fitted_mask(size) if is_masked else None
+def load_pair(pair, size, is_masked, result_of=None):
+    """The original image and mask of a HeldOutPair for edit_batches.
+
+    result_of: place -> the result of that edit, PIL; None: an edit of a result gets the original.
+    """
+    mask = pair.fitted_mask(size) if is_masked else None
+    if pair.after is None or result_of is None:
+        return pair.fitted_original(size), mask
+    return fit_image(result_of(pair.after), size), mask
 
 
 def load_largest(model, checked, todo, edit_list, config):
@@ -263,45 +304,81 @@ def warm_up(edit_all, edit_list, num_devices):
         Seconds.
     """
     places_of = defaultdict(list)
-    for place, kind in enumerate(edit_list.rounds_and_kinds):
+    for place, (_, kind) in enumerate(edit_list.rounds_and_kinds):
         places_of[kind].append(place)
     at_once = edit_list.batch_size * num_devices
     first = [place for places in places_of.values() for place in places[:at_once]]
     edits, sizes = ([x[place] for place in first] for x in (edit_list.edits, edit_list.sizes))
-    batches = edit_all(replace(edit_list, edits=edits, sizes=sizes), bar=tqdm(disable=True))
+    few = replace(edit_list, edits=edits, sizes=sizes, rounds=None)
+    batches = edit_all(few, load=load_pair, bar=tqdm(disable=True))
     return sum(seconds for _, _, seconds in batches)
 
 
-def measure_edits(batches, pipeline, references, folder, lora):
-    """Edit all pairs, measure the results and write the images that grid.png may show.
+def measure_edits(edit_all, pipeline, references, folder, lora):
+    """Edit all pairs, measure the results and write those that the report may show.
+
+    With a protocol all results are written, by the names that its own evaluation expects.
 
     Args:
-        batches: of edit_batches.
+        edit_all: edit_batches without load.
         pipeline: InstructPix2Pix.
         references: References.
         folder: of the images.
         lora: see check_finite_images.
 
     Returns:
-        (averages of the metrics, seconds of the pipeline's calls).
+        ({metric: one float per pair, in their order}, the metric that ranks the results or None,
+        seconds of the pipeline's calls).
 
     Raises:
         ValueError: a result is not finite.
     """
-    shown = grid_rows([pair.instruction for pair in references.pairs])
-    place_of = {pair.index: place for place, pair in enumerate(references.pairs)}
-    metrics, total_seconds = defaultdict(list), 0.0
-    for batch, images, seconds in batches:
-        check_finite_images(images, f"the edit of {batch[0].input} and others", lora)
-        places = [place_of[pair.index] for pair in batch]
-        images = pipeline.numpy_to_pil(images)
-        total_seconds += seconds
-        for name, values in measure_images(references, places, images).items():
-            metrics[name] += values
-        for place, image in zip(places, images):
-            if place in shown:
-                save_image(image, folder / f"{place}.png")
-    return averages(metrics), total_seconds
+    pairs, is_protocol = references.pairs, references.is_protocol
+    shown = range(len(pairs)) if is_protocol else grid_rows([pair.instruction for pair in pairs])
+    place_of = {pair.index: place for place, pair in enumerate(pairs)}
+    files_of = [folder / pair.result_file(place) for place, pair in enumerate(pairs)]
+    metrics, order, total_seconds = defaultdict(list), [], 0.0
+    extremes, ranked_by = [], None
+
+    with FileWriter() as files:
+
+        def result_of(place):
+            files.wait_for(files_of[place])
+            return load_image(files_of[place])
+
+        for batch, images, seconds in edit_all(load=partial(load_pair, result_of=result_of)):
+            check_finite_images(images, f"the edit of {batch[0].input} and others", lora)
+            places = [place_of[pair.index] for pair in batch]
+            images = pipeline.numpy_to_pil(images)
+            total_seconds += seconds
+            order += places
+            found = measure_images(references, places, images)
+            for name, values in found.items():
+                metrics[name] += values
+            for place, image in zip(places, images):
+                if place in shown:
+                    files.write(files_of[place], save_image, image, files_of[place])
+            if ranked_by := ranked_by or ranking_metric(found):
+                scores = RANKED[ranked_by] * np.asarray(found[ranked_by])
+                extremes = keep_extremes(extremes, scores, places, images)
+        for _, place, image in extremes:
+            if place not in shown:
+                files.write(files_of[place], save_image, image, files_of[place])
+    metrics = {name: np.asarray(x, float)[np.argsort(order)] for name, x in metrics.items()}
+    return metrics, ranked_by, total_seconds
+
+
+def keep_extremes(kept, scores, places, images):
+    """The results with the best and the worst scores, [(score, place, image)], best last.
+
+    Args:
+        kept: of the results before.
+        scores: of more results, the more the better; NaN is left out.
+        places, images: of these results.
+    """
+    kept = [*kept, *(x for x in zip(scores, places, images) if np.isfinite(x[0]))]
+    kept.sort(key=lambda x: x[:2])
+    return kept[:NUM_EXTREMES] + kept[NUM_EXTREMES:][-NUM_EXTREMES:]
 
 
 def averages(metrics):

@@ -11,6 +11,7 @@ from dataloading.images import load_image
 from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import save_whole, write_text
 from editing.metrics import CLIP_METRICS, MASK_METRICS, PIXEL_METRICS
+from editing.protocols import EXTRA, PROTOCOLS
 from generating.captions import GRID_MARGIN, captioned, tile_grid
 
 CELL_SIZE = 192  # of the longer side of an image in grid.png, pixels
@@ -38,6 +39,7 @@ HEADINGS = {
     "direction_similarity": "direction sim.",
     "text_similarity": "text sim.",
     "truth_similarity": "truth sim.",
+    **EXTRA,
 }
 # x and y of the curve: the first pair of metrics that all rows have
 CURVES = (
@@ -75,13 +77,21 @@ def cell(rows, name, digits=4):
     return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread is not None else "")
 
 
-def markdown(results, sentences):
-    """The content of results.md; results: of results.json; sentences: what is left out."""
+def markdown(results, sentences, tables=()):
+    """The content of results.md.
+
+    Args:
+        results: of results.json.
+        sentences: what is left out.
+        tables: lines of more tables, of scores.score_tables.
+    """
     settings, rows = results["settings"], results["rows"]
+    is_protocol = settings.get("protocol") in PROTOCOLS
     seeds = sorted({row["seed"] for row in rows})
     names = short_names(results["models"])
     clip = f"CLIP model: {settings['clip_model']}"
-    clip += "" if settings["clip_model"] == "none" else "; its metrics are named sim."
+    has_sim = settings["clip_model"] != "none" and not is_protocol
+    clip += "; its metrics are named sim." if has_sim else ""
     conditions = [
         f"{settings['num_pairs']} pairs",
         f"{settings['num_inference_steps']} steps",
@@ -94,17 +104,22 @@ def markdown(results, sentences):
         for name in SAMPLING_FLAGS
         if (value := settings.get(name)) is not None
     ]
+    means = "Means over the pairs, then mean ± standard deviation over seeds"
+    if is_protocol:
+        means = "Means over the pairs and the seeds"
     lines = [
         "# Edits",
         "",
-        f"{', '.join(conditions)}. Means over the pairs, then mean ± standard deviation over seeds "
-        f"({', '.join(map(str, seeds))}). {clip.rstrip('.')}.",
+        f"{', '.join(conditions)}. {means} ({', '.join(map(str, seeds))}). {clip.rstrip('.')}.",
         "",
         *(f"- {sentence}" for sentence in sentences),
         *[""] * bool(sentences),
     ]
-    lines += metrics_table(results, (*PIXEL_METRICS, *CLIP_METRICS), names)
-    if masks := settings.get("num_masks"):
+    if not is_protocol:
+        lines += [*metrics_table(results, (*PIXEL_METRICS, *CLIP_METRICS, *EXTRA), names), ""]
+    lines += tables
+    lines = lines[: -1 if lines[-1] == "" else None]
+    if (masks := settings.get("num_masks")) and not is_protocol:
         lines += ["", f"Inside and outside of the masks of {masks} pairs:", ""]
         lines += metrics_table(results, MASK_METRICS, names)
     lines += ["", *costs(rows, names)] if rows else []
@@ -326,13 +341,13 @@ def grid_rows(instructions):
 def best_rows(rows, folder, shown):
     """Per model the row with the least L1 to the edited images, else the first row.
 
-    Only rows with an image of every pair in `shown` count.
+    Only rows with the files of all results in `shown` count.
     """
     best = {}
     for row in rows:
-        if all(Path(folder, row["images"], f"{i}.png").is_file() for i in shown):
+        if all(Path(folder, row["images"], file).is_file() for file in shown):
             other = best.setdefault(row["model"], row)
-            if row["l1"] is not None and row["l1"] < other["l1"]:
+            if row.get("l1") is not None and row["l1"] < other["l1"]:
                 best[row["model"]] = row
     return list(best.values())
 
@@ -349,7 +364,7 @@ def draw_grid(results, pairs, folder):
         PIL image.
     """
     box = (CELL_SIZE, CELL_SIZE)
-    rows = best_rows(results["rows"], folder, [i for i, _, _ in pairs])
+    rows = best_rows(results["rows"], folder, [pair.result_file(i) for i, pair, _ in pairs])
     names = short_names(results["models"])
     has_truth = any(pair.edited is not None for _, pair, _ in pairs)
     tiles = []
@@ -360,13 +375,13 @@ def draw_grid(results, pairs, folder):
             cells.append((edited, "truth") if edited else (Image.new("RGB", size, "white"), ""))
         for row in rows:
             scales = f"{row['guidance_scale']:g} and {row['image_guidance_scale']:g}"
-            image = load_image(Path(folder, row["images"], f"{i}.png"))
+            image = load_image(Path(folder, row["images"], pair.result_file(i)))
             cells.append((image, f"{names[row['model']]}, guidance {scales}"))
         tiles += [captioned([ImageOps.contain(image, box)], text) for image, text in cells]
     return tile_grid(tiles, 1 + has_truth + len(rows), GRID_MARGIN)
 
 
-def write_report(output_dir, results, pairs, sentences):
+def write_report(output_dir, results, pairs, sentences, tables=()):
     """Write results.md, curve.png and grid.png.
 
     Args:
@@ -374,11 +389,13 @@ def write_report(output_dir, results, pairs, sentences):
         results: its content.
         pairs: the grid's pairs, list of (row, HeldOutPair, size).
         sentences: what is left out.
+        tables: see markdown.
     """
     curve = draw_curve(results, output_dir / "curve.png")
     if curve is None:  # of earlier results
         (output_dir / "curve.png").unlink(missing_ok=True)
-    sentences = [*sentences, curve or "no curve: it needs captions and CLIP, or truths"]
+    if curve or results["settings"].get("protocol") not in PROTOCOLS:
+        sentences = [*sentences, curve or "no curve: it needs captions and CLIP, or truths"]
     save_image(draw_grid(results, pairs, output_dir / "images"), output_dir / "grid.png")
-    text = markdown(results, sentences)
+    text = markdown(results, sentences, tables)
     write_text(output_dir / "results.md", text)

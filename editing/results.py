@@ -46,7 +46,7 @@ def load_results(output_dir, settings, checksums, overwrite):
             for row in results["rows"]:
                 row["model"], row["guidance_scale"], row["image_guidance_scale"], row["seed"]
             for row in results["rows"] + results["baselines"]:
-                float(row["l1"] or 0), float(row["l1_to_input"] or 0)
+                float(row.get("l1") or 0), float(row.get("l1_to_input") or 0)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} is damaged ({one_line(error, 100)}); {remedy}") from error
         saved = results["settings"]

@@ -16,16 +16,9 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from helpers import photo, slow
 from PIL import Image
-from tiny_models import END, START, make_tiny_pipeline, make_tiny_xl, write_tokenizer
+from tiny_models import make_tiny_clip, make_tiny_pipeline, make_tiny_xl
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    CLIPConfig,
-    CLIPImageProcessor,
-    CLIPModel,
-    CLIPProcessor,
-    CLIPTextModel,
-    CLIPTokenizer,
-)
+from transformers import CLIPModel, CLIPProcessor, CLIPTextModel
 
 import edit_cli
 import evaluate_edits
@@ -67,22 +60,6 @@ def folder(tmp_path_factory):
     (folder / "data").mkdir()
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), folder / "data" / "a.parquet")
     return folder
-
-
-def make_tiny_clip(folder):
-    """Write a random CLIP model with its processor, for images of 32 x 32."""
-    vocab = write_tokenizer(folder)
-    torch.manual_seed(0)
-    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    tower |= {"num_attention_heads": 2, "projection_dim": 12}
-    text = tower | {"vocab_size": len(vocab), "bos_token_id": vocab[START]}
-    text |= {"eos_token_id": vocab[END], "pad_token_id": vocab[END]}
-    vision = tower | {"image_size": 32, "patch_size": 8}
-    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)
-    CLIPModel(config).save_pretrained(folder)
-    side = {"height": 32, "width": 32}
-    images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=side)
-    CLIPProcessor(images, CLIPTokenizer.from_pretrained(folder)).save_pretrained(folder)
 
 
 def flags(**given):
@@ -237,7 +214,7 @@ def test_two_families_on_parquet_shards(folder, tmp_path, monkeypatch, capsys):
         seeds=(0, 5),
     )
     assert {file.name for file in out.iterdir() if file.is_file()} == {
-        *("results.json", "results.md", "curve.png", "grid.png")
+        *("results.json", "results.md", "curve.png", "grid.png", "best_and_worst.png")
     }
     keys = [(r["model"], r["image_guidance_scale"], r["seed"]) for r in results["rows"]]
     assert keys == [(m, s, seed) for m in ("sd", "xl") for s in (1.5, 2.0) for seed in (0, 5)]
@@ -246,7 +223,8 @@ def test_two_families_on_parquet_shards(folder, tmp_path, monkeypatch, capsys):
     assert sentence in printed and "without the caption of the truth" not in printed
     table = (out / "results.md").read_text()
     assert sentence in table and "CLIP model: clip" in table and " ± " in table
-    assert table.count("\n| sd |") == table.count("\n| xl |") == 2
+    # a line for each image guidance, without and with intervals
+    assert table.count("\n| sd |") == table.count("\n| xl |") == 4
     assert results["models"]["xl"]["parameters"]["text_encoder_2"] > 0
     for row in results["rows"]:
         assert row["num_pairs"] == 3 and row["seconds_per_edit"] > 0

@@ -26,7 +26,18 @@ from diffusers import (
 )
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from filelock import FileLock
-from transformers import CLIPConfig, CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    ViTConfig,
+    ViTModel,
+)
 
 # The directory of the models made so far, shared by all workers; conftest.py sets it. None, outside
 # pytest: each call makes its model.
@@ -381,3 +392,57 @@ def make_tiny_controlnet(folder, model, halvings=2, seed=0, **options):
     torch.nn.init.normal_(net.controlnet_mid_block.weight, std=0.1)
     net.save_pretrained(folder)
     return Path(folder)
+
+
+def make_tiny_clip(folder):
+    """Write a random CLIP model with its processor, for images of 32 x 32."""
+    vocab = write_tokenizer(folder)
+    torch.manual_seed(0)
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    tower |= {"num_attention_heads": 2, "projection_dim": 12}
+    text = tower | {"vocab_size": len(vocab), "bos_token_id": vocab[START]}
+    text |= {"eos_token_id": vocab[END], "pad_token_id": vocab[END]}
+    vision = tower | {"image_size": 32, "patch_size": 8}
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)
+    CLIPModel(config).save_pretrained(folder)
+    side = {"height": 32, "width": 32}
+    images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=side)
+    CLIPProcessor(images, CLIPTokenizer.from_pretrained(folder)).save_pretrained(folder)
+
+
+def make_tiny_dino(folder, image_size=224):
+    """Write a random ViT in the layout of facebook/dino-vits16."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = ViTConfig(**sizes, num_attention_heads=2, image_size=image_size, patch_size=16)
+    model = ViTModel(config, add_pooling_layer=False)
+    with torch.no_grad():  # an initial bias of zero would hide a missing one
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+
+
+def save_random_alexnet(torch_home):
+    """Write random weights of AlexNet's convolutions where PyTorch's hub keeps downloaded files.
+
+    Returns:
+        The state dict.
+    """
+    torch.manual_seed(0)
+    shapes = {
+        0: (64, 3, 11),
+        3: (192, 64, 5),
+        6: (384, 192, 3),
+        8: (256, 384, 3),
+        10: (256, 256, 3),
+    }
+    weights = {}
+    for number, (outputs, inputs, side) in shapes.items():
+        weights[f"features.{number}.weight"] = torch.randn(outputs, inputs, side, side) / (
+            inputs**0.5 * side
+        )
+        weights[f"features.{number}.bias"] = torch.randn(outputs) / 10
+    folder = Path(torch_home, "hub", "checkpoints")
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(weights, folder / "alexnet-owt-7be5be79.pth")
+    return weights

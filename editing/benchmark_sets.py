@@ -1,0 +1,264 @@
+"""Sets of benchmarks as held-out pairs, with the names that their own evaluation gives results.
+
+    pairs = read_benchmark(config)
+    pairs = add_final_turns(check_pairs(pairs, False))
+
+MagicBrush: the folder of its test (edit_sessions.json, images/SESSION/FILE and, for CLIP-T,
+global_descriptions.json), its dev shards (img_id, turn_index), or a list, in which an edit whose
+input is the truth of another follows it. Emu Edit: its shards, or a list.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataloading.shards import list_row_groups, read_beside, shard_files
+from diffusers_flax.loading.files import read_json
+from diffusers_flax.messages import one_line
+from editing.held_out import Columns, HeldOutPair, pairs_of_jsonl, pairs_of_shards
+
+SESSIONS, CAPTIONS = "edit_sessions.json", "global_descriptions.json"
+FINAL = "_final"  # part of MagicBrush, see editing/protocols.py
+FINAL_INDEX = 1 << 30  # added to the index of an edit of a result
+EMU_EDIT_COLUMNS = ("image", "instruction", "input_caption", "output_caption", "task")
+NAME = re.compile(r"[\w-]+")  # of a session, in names of files
+
+
+def read_benchmark(config):
+    """The pairs of --data_dir or --pairs_jsonl for --protocol, in the benchmark's order.
+
+    Args:
+        config: Config of evaluate_edits.py.
+
+    Returns:
+        List of HeldOutPair.
+
+    Raises:
+        ValueError: a file cannot be read, or lacks something.
+    """
+    limit = config.max_pairs
+    if config.protocol == "magicbrush":
+        if config.pairs_jsonl:
+            return chained(pairs_of_jsonl(config.pairs_jsonl, limit))
+        folder = Path(config.data_dir)
+        if (folder / SESSIONS).is_file():
+            return magicbrush_test(folder, limit)
+        return magicbrush_shards(folder, limit)
+    if config.pairs_jsonl:
+        return pairs_of_jsonl(config.pairs_jsonl, limit)
+    return emu_edit_shards(Path(config.data_dir), limit)
+
+
+def result_key(session, turn, is_final=False):
+    """Name of a result as MagicBrush's evaluation looks for it: SESSION/SESSION_inde_2."""
+    kind = "1" if turn == 1 else f"{'iter' if is_final else 'inde'}_{turn}"
+    return f"{session}/{session}_{kind}"
+
+
+def add_final_turns(pairs):
+    """MagicBrush's turns, and after them the edits of results that lead to the final turns.
+
+    Args:
+        pairs: turns in the order of their sessions; each edits the true image of the turn before.
+
+    Returns:
+        List of HeldOutPair. The last turn of a session counts as final: of one turn, the pair
+        itself, else a pair that edits the result of the turn before. Its original image is the
+        session's first: a model that copies its input gives that. A session that lacks a turn has
+        none.
+    """
+    turns_of = defaultdict(dict)
+    for place, pair in enumerate(pairs):
+        turns_of[pair.session][pair.turn] = place
+    result = list(pairs)
+    for session, turns in turns_of.items():
+        last = max(turns)
+        if sorted(turns) != list(range(1, last + 1)):
+            continue
+        if last == 1:
+            result[turns[1]] = replace(pairs[turns[1]], parts=("", FINAL))
+        before = turns[1]
+        for turn in range(2, last + 1):
+            pair = replace(
+                pairs[turns[turn]],
+                # Noise of its own, whichever other sessions there are
+                index=FINAL_INDEX + pairs[turns[turn]].index,
+                original=pairs[turns[1]].original,
+                original_caption=pairs[turns[1]].original_caption,
+                key=result_key(session, turn, is_final=True),
+                after=before,
+                parts=(FINAL,) if turn == last else (),
+            )
+            before = len(result)
+            result.append(pair)
+    return result
+
+
+def magicbrush_test(folder, limit=None):
+    """The pairs of MagicBrush's test folder; limit: number of turns, None for all."""
+    sessions = read_json(folder / SESSIONS)
+    captions = read_json(folder / CAPTIONS) if (folder / CAPTIONS).is_file() else {}
+    pairs = []
+    for session, turns in sessions.items():
+        if not NAME.fullmatch(session):
+            raise ValueError(f"{folder / SESSIONS}: {session} cannot name a session")
+        texts = captions.get(session) or {}
+        for turn, entry in enumerate(turns, start=1):
+            if len(pairs) == limit:
+                return pairs
+            place = f"{folder / SESSIONS}: turn {turn} of session {session}"
+            try:
+                files = [entry[name] for name in ("input", "output")]
+                instruction = entry["instruction"]
+            except (KeyError, TypeError, IndexError) as error:
+                raise ValueError(
+                    f"{place} lacks {error}; a turn has input, output and instruction"
+                ) from error
+            mask = [entry["mask"]] if entry.get("mask") else []
+            try:
+                images = [read_beside(folder / "images" / session, x) for x in (*files, *mask)]
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+            pairs.append(
+                HeldOutPair(
+                    index=len(pairs),
+                    input=str(folder / "images" / session / files[0]),
+                    instruction=instruction,
+                    original=images[0],
+                    edited=images[1],
+                    original_caption=texts.get(files[0]),
+                    edited_caption=texts.get(files[1]),
+                    mask=images[2] if mask else None,
+                    key=result_key(session, turn),
+                    session=session,
+                    turn=turn,
+                )
+            )
+    if not pairs:
+        raise ValueError(f"{folder / SESSIONS} has no turns")
+    return pairs
+
+
+def magicbrush_shards(folder, limit=None):
+    """The pairs of MagicBrush's shards, of the dev set; captions from global_descriptions.json."""
+    pairs = pairs_of_shards(folder, Columns(mask=""), max_pairs=limit)
+    groups = list_row_groups(folder, Columns(), flag="--data_dir")
+    sessions, turns = [], []
+    for path in dict.fromkeys(group.path for group in groups):
+        columns = pq.read_schema(path).names
+        if not {"img_id", "turn_index"} <= set(columns):
+            raise ValueError(
+                f"{path} has no columns img_id and turn_index, which say what follows what; it has "
+                f"{', '.join(columns)}: name a directory with {SESSIONS} or MagicBrush's shards, "
+                "or give --pairs_jsonl"
+            )
+        table = pq.read_table(path, columns=["img_id", "turn_index"])
+        sessions += map(str, table["img_id"].to_pylist())
+        turns += table["turn_index"].to_pylist()
+    captions = read_json(folder / CAPTIONS) if (folder / CAPTIONS).is_file() else {}
+    named = []
+    for pair in pairs:
+        session, turn = sessions[pair.index], turns[pair.index]
+        if not NAME.fullmatch(session) or not isinstance(turn, int) or turn < 1:
+            raise ValueError(f"{pair.input}: img_id {session}, turn_index {turn} are no turn")
+        texts = captions.get(session) or {}
+        before = "input" if turn == 1 else f"output{turn - 1}"
+        named.append(
+            replace(
+                pair,
+                original_caption=texts.get(f"{session}-{before}.png"),
+                edited_caption=texts.get(f"{session}-output{turn}.png"),
+                key=result_key(session, turn),
+                session=session,
+                turn=turn,
+            )
+        )
+    return named
+
+
+def chained(pairs):
+    """Pairs of a list with sessions: a pair whose original is another's edited image follows it."""
+    named, last = [], {}
+    for pair in pairs:
+        before = last.pop(pair.original, None)
+        session = f"{len(named):06d}" if before is None else before.session
+        turn = 1 if before is None else before.turn + 1
+        named.append(replace(pair, session=session, turn=turn, key=result_key(session, turn)))
+        if pair.edited is not None:
+            last[pair.edited] = named[-1]
+    return named
+
+
+def emu_edit_shards(folder, limit=None):
+    """The pairs of Emu Edit's shards, without edited images."""
+    pairs = []
+    for name, row in rows_of_shards(folder, EMU_EDIT_COLUMNS):
+        if len(pairs) == limit:
+            break
+        image, instruction, before, after, task = row
+        if image and instruction:
+            pairs.append(
+                HeldOutPair(
+                    index=len(pairs),
+                    input=name,
+                    instruction=instruction,
+                    original=image,
+                    original_caption=before or None,
+                    edited_caption=after or None,
+                    group=task or "",
+                )
+            )
+    if not pairs:
+        raise ValueError(f"--data_dir {folder} has no row with an image and an instruction")
+    return pairs
+
+
+def rows_of_shards(folder, columns, required=2):
+    """Rows of all shards of a directory.
+
+    Args:
+        folder: of *.parquet files.
+        columns: names; the first is of the image.
+        required: number of columns that must exist; the values of others are None.
+
+    Yields:
+        (name of the row, list of the columns' values; images are bytes).
+
+    Raises:
+        ValueError: there are no shards, they cannot be read, or lack a required column.
+    """
+    if not (files := shard_files(folder)):
+        raise ValueError(f"--data_dir {folder} contains no *.parquet file; name the shards' folder")
+    for path in files:
+        try:
+            names = pq.read_schema(path).names
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path} cannot be read: {one_line(error, 200)}") from error
+        if missing := [name for name in columns[:required] if name not in names]:
+            raise ValueError(
+                f"{path} has no column {missing[0]}; it has {', '.join(names)}: name the shards of "
+                "the set that --protocol says"
+            )
+        present, number = [name for name in columns if name in names], 0
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=16, columns=present):
+                for row in batch.to_pylist():
+                    name = f"{path} row {number}"
+                    number += 1
+                    yield name, [encoded(row.get(x), path, name) for x in columns]
+
+
+def encoded(cell, path, name):
+    """A cell; of an image {"bytes", "path"} its bytes. path: of the shard; name: of the row."""
+    if not isinstance(cell, dict):
+        return cell
+    if cell.get("bytes") or not cell.get("path"):
+        return cell.get("bytes")
+    try:
+        return read_beside(path.parent, cell["path"])
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error

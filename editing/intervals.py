@@ -1,0 +1,108 @@
+"""Confidence intervals of means by the bootstrap, and the values per pair that they need.
+
+    low, high = bootstrap_interval(values)
+
+Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapters 8 and 13.
+"""
+
+import json
+
+import numpy as np
+
+from diffusers_flax.loading.files import write_text
+
+VALUES = "values"  # directory of the values per pair, a file for each row of results.json
+NUM_RESAMPLES = 2000
+LEVEL = 0.95
+
+
+def mean_over(values, strata=None):
+    """The mean of values, or the mean over strata of their means; NaN counts nowhere.
+
+    Args:
+        values: (n,).
+        strata: label of each value; None: one for all.
+
+    Returns:
+        float; None without values.
+    """
+    values, known = np.asarray(values, np.float64), np.isfinite(values)
+    if not known.any():
+        return None
+    labels = np.zeros(len(values)) if strata is None else np.asarray(strata)
+    means = [values[known & (labels == label)].mean() for label in np.unique(labels[known])]
+    return float(np.mean(means))
+
+
+def bootstrap_interval(values, clusters=None, strata=None, num_resamples=NUM_RESAMPLES, seed=0):
+    """The 95% percentile interval of mean_over(values, strata).
+
+    Clusters are drawn with replacement, within their stratum: the turns of one session are not
+    independent.
+
+    Args:
+        values: (n,), NaN where unknown.
+        clusters: label of each value; None: each is its own.
+        strata: label of each value; None: one for all. A cluster lies in one stratum.
+        num_resamples: number of resamples.
+        seed: of the draws; equal values have equal intervals.
+
+    Returns:
+        (low, high), floats; None with fewer than two clusters.
+    """
+    values = np.asarray(values, np.float64)
+    known = np.isfinite(values)
+    values, n = values[known], int(known.sum())
+    clusters = np.arange(n) if clusters is None else np.asarray(clusters)[known]
+    strata = np.zeros(n) if strata is None else np.asarray(strata)[known]
+    if len(np.unique(clusters)) < 2:
+        return None
+    rng, means = np.random.default_rng(seed), []
+    for stratum in np.unique(strata):
+        mine = strata == stratum
+        _, cluster = np.unique(clusters[mine], return_inverse=True)
+        sums, counts = np.bincount(cluster, values[mine]), np.bincount(cluster)
+        drawn = rng.integers(len(sums), size=(num_resamples, len(sums)))
+        means.append(sums[drawn].sum(1) / counts[drawn].sum(1))
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(np.mean(means, axis=0), (tail, 1 - tail))
+    return float(low), float(high)
+
+
+def save_values(output_dir, name, values):
+    """Write the values per pair of a row of results.json.
+
+    Args:
+        output_dir: directory of results.json.
+        name: the row's "images".
+        values: {metric: one float per pair, in the order of the pairs}.
+    """
+    known = {
+        metric: [float(x) if np.isfinite(x) else None for x in numbers]
+        for metric, numbers in values.items()
+    }
+    write_text(output_dir / VALUES / f"{name}.json", json.dumps(known) + "\n")
+
+
+def load_values(output_dir, name):
+    """{metric: (n,) float64, NaN where unknown} of save_values; {} without the file."""
+    try:
+        text = (output_dir / VALUES / f"{name}.json").read_text(encoding="utf-8")
+        return {metric: np.array(x, np.float64) for metric, x in json.loads(text).items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}  # of earlier results
+
+
+def over_rows(all_values, metric):
+    """Values per pair, each the mean over the rows that know it; None if no row has the metric.
+
+    Args:
+        all_values: list of load_values, of the seeds of one setting.
+        metric: name.
+    """
+    columns = [values[metric] for values in all_values if metric in values]
+    if not columns or len({len(x) for x in columns}) > 1:
+        return None
+    known = np.isfinite(columns)
+    total, count = np.where(known, columns, 0).sum(0), known.sum(0)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)

@@ -1,0 +1,174 @@
+"""Scores in the report of evaluate_edits.py: means with intervals, the best and the worst results.
+
+tables = score_tables(results, pairs, output_dir)
+draw_extremes(results, pairs, output_dir)
+"""
+
+from pathlib import Path
+
+import numpy as np
+from PIL import ImageOps
+
+from dataloading.images import load_image
+from editing.intervals import bootstrap_interval, load_values, mean_over, over_rows
+from editing.metrics import CLIP_METRICS, PIXEL_METRICS
+from editing.protocols import EXTRA, PROTOCOLS
+from editing.report import (
+    CELL_SIZE,
+    HEADINGS,
+    cell,
+    merge_baselines,
+    over_seeds,
+    short_names,
+    table_head,
+)
+from generating.captions import GRID_MARGIN, captioned, tile_grid
+
+NUM_EXTREMES = 4  # of the best and of the worst results
+# Metrics that rank results, the first that is known; 1: the most is best, -1: the least
+RANKED = {
+    "direction_similarity": 1,
+    "dino": 1,
+    "truth_similarity": 1,
+    "error_ratio": -1,
+    "l1": -1,
+    "text_similarity": 1,
+}
+
+
+def ranking_metric(values):
+    """The metric that ranks results, or None; values: {metric: floats, NaN where unknown}."""
+    return next((x for x in RANKED if np.isfinite(values.get(x, np.nan)).any()), None)
+
+
+def score_tables(results, pairs, output_dir):
+    """Lines of Markdown: for every part of the protocol a table of means with 95% intervals.
+
+    Args:
+        results: content of results.json.
+        pairs: list of HeldOutPair.
+        output_dir: directory of the values per pair.
+    """
+    settings, names = results["settings"], short_names(results["models"])
+    groups = over_seeds(results["rows"])
+    all_values = {
+        key: [load_values(output_dir, row["images"]) for row in rows]
+        for key, rows in groups.items()
+    }
+    protocol, lines = PROTOCOLS.get(settings.get("protocol")), []
+    if protocol is None:
+        headings, parts = (
+            {x: HEADINGS[x] for x in (*PIXEL_METRICS, *CLIP_METRICS, *EXTRA)},
+            {"": ""},
+        )
+    else:
+        headings, parts = {**protocol.metrics, **EXTRA, **protocol.metrics}, protocol.parts
+        lines = [f"**{protocol.title}** ({protocol.source}). {protocol.says}", ""]
+    for part, title in parts.items():
+        shown = {
+            f"{metric}{part}": heading
+            for metric, heading in headings.items()
+            if any(f"{metric}{part}" in x for values in all_values.values() for x in values)
+            and any(row.get(f"{metric}{part}") is not None for row in results["rows"])
+        }
+        if shown:
+            lines += part_title(title, part, pairs)
+            lines += interval_table(results, all_values, shown, pairs, names, protocol)
+    return lines
+
+
+def part_title(title, part, pairs):
+    """Lines above a table: the part and its numbers of pairs."""
+    used = [pair for pair in pairs if part in pair.parts]
+    sessions = len({pair.session for pair in used})
+    of = f" of {sessions} sessions" if sessions > 1 else ""
+    title = f"{title[:1].upper()}{title[1:]}, " if title else ""
+    return [f"{title}{len(used)} pairs{of}; means and their 95% intervals by bootstrap:", ""]
+
+
+def interval_table(results, all_values, shown, pairs, names, protocol):
+    """Lines of a table of means and intervals.
+
+    Args:
+        results: content of results.json.
+        all_values: {(model, guidance_scale, image_guidance_scale): values of each seed}.
+        shown: {metric: heading}.
+        pairs: list of HeldOutPair.
+        names: of short_names.
+        protocol: Protocol or None; its baselines are shown.
+    """
+    clusters = [pair.session or f"pair {place}" for place, pair in enumerate(pairs)]
+    strata = [pair.group for pair in pairs] if protocol and protocol.is_judged else None
+    lines = table_head(("model", "guidance", "image guidance", "seeds", *shown.values()))
+    for label, row in merge_baselines(results["baselines"], list(shown), names) if protocol else ():
+        lines.append(f"| {' | '.join([label, '', '', '', *(cell([row], x) for x in shown)])} |")
+    for (model, *scales), values in all_values.items():
+        cells = [names[model], *map(str, scales), str(len(values))]
+        for metric in shown:
+            numbers = over_rows(values, metric)
+            mean = None if numbers is None else mean_over(numbers, strata)
+            if mean is None:
+                cells.append("")
+                continue
+            interval = bootstrap_interval(numbers, clusters, strata)
+            cells.append(
+                f"{mean:.4f}" + (" [{:.4f}, {:.4f}]".format(*interval) if interval else "")
+            )
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def draw_extremes(results, pairs, output_dir, folder):
+    """An image of the best and worst results of each model, or None.
+
+    Each model has two lines, at the scales and seed whose mean is best. A tile has input, result
+    and, if there is one, truth.
+
+    Args:
+        results: content of results.json.
+        pairs: list of HeldOutPair.
+        output_dir: directory of the values per pair.
+        folder: of the rows' images.
+
+    Returns:
+        PIL image.
+    """
+    tiles, names = [], short_names(results["models"])
+    for model, row in rows_to_show(results["rows"]).items():
+        metric = row["ranked_by"]
+        values = load_values(output_dir, row["images"]).get(metric)
+        if values is None or len(values) != len(pairs):
+            continue
+        order = np.argsort(RANKED[metric] * values, kind="stable")
+        order = order[np.isfinite(values[order])][::-1]
+        best, worst = order[:NUM_EXTREMES], order[NUM_EXTREMES:][-NUM_EXTREMES:][::-1]
+        for word, places in (("best", best), ("worst", worst)):
+            for number in range(NUM_EXTREMES):
+                if number < len(places):
+                    place = int(places[number])
+                    text = f"{names[model]}, {word} {number + 1}, {metric} {values[place]:.3f}: "
+                    tiles.append(tile_of(pairs[place], place, Path(folder, row["images"]), text))
+                elif len(places):
+                    tiles.append(None)
+    tiles = [tile or tiles[0].crop((0, 0, 1, 1)) for tile in tiles]
+    return tile_grid(tiles, NUM_EXTREMES, GRID_MARGIN) if tiles else None
+
+
+def rows_to_show(rows):
+    """{model: its row with the best mean of the metric that ranks its results}."""
+    chosen = {}
+    for row in rows:
+        if (metric := row.get("ranked_by")) and row.get(metric) is not None:
+            other = chosen.setdefault(row["model"], row)
+            is_better = RANKED[metric] * row[metric] > RANKED[metric] * (other[metric] or 0)
+            if other["ranked_by"] == metric and is_better:
+                chosen[row["model"]] = row
+    return chosen
+
+
+def tile_of(pair, place, folder, text):
+    """Input, result and truth side by side with the instruction below; folder: of the results."""
+    images = [pair.fitted_original(), load_image(folder / pair.result_file(place))]
+    images += [] if pair.edited is None else [pair.fitted_edited()]
+    images = [ImageOps.contain(image, (CELL_SIZE, CELL_SIZE)) for image in images]
+    return captioned(images, text + pair.instruction)
