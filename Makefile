@@ -30,10 +30,10 @@ demo/output/model/model_index.json:
 	$(BIN)/python -m pip install --quiet -r requirements-app.txt
 	touch $@
 
-test: .venv/installed .venv/tpu browser aria2
+test: .venv/installed .venv/metrics .venv/tpu browser aria2
 	$(BIN)/python -m pytest $(PARALLEL) --durations 10
 
-test-all: .venv/installed .venv/tpu browser aria2
+test-all: .venv/installed .venv/metrics .venv/tpu browser aria2
 	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" --optimized
 
 # The tests of `make test`, in an environment of its own.
@@ -47,6 +47,10 @@ test-export: .venv/export
 .venv/export: .venv/installed requirements-export.txt
 	$(BIN)/python -m pip install --quiet -r requirements-export.txt
 	touch $@
+
+# If this fails, the tests of LPIPS are skipped. Its own requirements are not used.
+.venv/metrics: .venv/installed requirements-metrics.txt
+	-$(BIN)/python -m pip install --quiet --no-deps -r requirements-metrics.txt && touch $@
 
 # Stops without gradio, Playwright or Chromium; make test skips the tests that need them.
 test-app: .venv/playwright chromium
