@@ -22,8 +22,8 @@ padding. Each is encoded alone; their states are joined. There are two conventio
 | nested brackets | multiply | (x) multiplies, (x:1.3) replaces |
 | brackets as text | \( \) \[ \] and \\ | \( \) |
 | a bracket that is not closed | closes at the end | text, with all brackets after it |
-| text where weights change | is tokenized apart | is tokenized apart, each word alone |
-| a full chunk | ends after a comma in its last 20 tokens | ends before a word of up to 7 tokens |
+| text where weights change | is tokenized apart | likewise, also between brackets of one weight |
+| a full chunk | ends after a comma in its last 20 tokens | ends before such a text of up to 7 tokens |
 | BREAK | begins a new chunk | text |
 | states z, weights w | w z, scaled to the mean of z | z_empty + w (z - z_empty) |
 
@@ -61,7 +61,7 @@ BRACKET = 1.1  # weight of brackets without a number
 MAX_WEIGHT = 100  # larger ones, positive or negative, are mistakes
 LAST_TOKENS = 20  # webui: a comma among so many last tokens of a full chunk ends it
 ROUNDING = 1e-6  # a mean of so much of the mean absolute value is zero
-LONG_WORD = 8  # comfyui: words of so many tokens or more are split over chunks
+LONG_TEXT = 8  # comfyui: texts of so many tokens or more are split over chunks
 BREAK = None  # in a list of (text, weight): what follows begins a new chunk
 
 # webui: an escape, a bracket, a weight that closes a bracket, or text.
@@ -208,11 +208,9 @@ def units_of(tokenizer, parts, convention, size):
     """[(ids, weight) or BREAK]: tokens that share a chunk, at most `size` of them.
 
     Other arguments as for make_chunks. An embedding with several vectors is one unit, and so is a
-    short word in the convention of comfyui.
+    short text of one weight in the convention of comfyui.
     """
     sequences = sequences_of_tokens(tokenizer)
-    if convention == "comfyui":
-        parts = [(word, w) for text, w in parts for word in re.split("[ \n]+", text) if word]
     texts = [part[0] for part in parts if part is not BREAK]
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
     encoded, units = iter(encoded), []
@@ -221,7 +219,7 @@ def units_of(tokenizer, parts, convention, size):
             units.append(BREAK)
             continue
         ids = next(encoded)
-        together = convention == "comfyui" and len(ids) < LONG_WORD
+        together = convention == "comfyui" and len(ids) < LONG_TEXT
         for is_sequence, group in groupby(ids, lambda i: i in sequences):
             if is_sequence:
                 found = [sequences[i] for i in group]
