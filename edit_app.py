@@ -11,8 +11,7 @@ With the model of `make demo`, on a CPU, also started by `make app`:
 
 It prints the address to open, http://127.0.0.1:7860, and runs until Ctrl-C. edit_cli.py makes
 the same image from the same settings. Text-to-image models of Stable Diffusion and SDXL have two
-tabs: text to image, and image to image with or without a mask. Inpainting models have the page with
-an image and a mask.
+tabs: text to image, and image to image with or without a mask; inpainting models have the second.
 
 The program of the first size is compiled at the start; another size, number of steps or scheduler
 compiles when first used, and the page says so. Requests of all pages run one after another.

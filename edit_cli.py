@@ -60,7 +60,7 @@ from generating.flags import (
     layout_of_flags,
     note_single_words,
 )
-from generating.masks import check_inputs, check_masks, finish_edit, load_mask, stretch_mask
+from generating.masks import check_inputs, check_masks, finish_image, load_mask, stretch_mask
 from generating.models import ModelOptions, Sampling, load_model
 from generating.previews import preview_files
 from generating.resuming import checksum_of, id_maker, is_finished, print_continued
@@ -255,7 +255,7 @@ def write_edit(result, edit, size, image_id, mask_feather):
     if edit.mask is not None:
         original, mask = load_fitted(edit.input, size), load_mask(edit.mask, size)
     (image,) = to_pil(result)
-    image = finish_edit(image, size, original, mask, mask_feather)
+    image = finish_image(image, size, original, mask, mask_feather)
     save_image(image, edit.output, SOFTWARE, image_id)
 
 

@@ -67,21 +67,21 @@ from generating.flags import (
     layout_of_flags,
 )
 from generating.inputs import arrays_of, join, key_of, kind_of, load_inputs
-from generating.masks import finish_edit, load_mask
+from generating.masks import finish_image, load_mask
 from generating.previews import preview_files
 from generating.requests import (
     OF_LINES,
+    REPLACED,
     RequestFlags,
     check_images,
     check_seeds_differ,
     identities_of,
+    maker_of_ids,
     output_files,
     requests_of_flags,
     requests_of_jsonl,
-    texts_of,
-    with_flags_of_image,
 )
-from generating.resuming import id_maker, print_continued
+from generating.resuming import print_continued, texts_of, with_flags_of_image
 from generating.single_files import with_single_files
 from generating.sizes import load_fitted
 from generating.tasks import REFINER_ARRAYS, call_models, check_models, load_models
@@ -192,7 +192,7 @@ def make_images(models, requests, sizes, program_sizes, todo, write, config):
         return split(arrays), split(refining)
 
     def call(kind, arrays):
-        return call_models(models, kind, *arrays, config.denoising_end or DENOISING_END)
+        return call_models(models, kind, *arrays, config.denoising_end)
 
     clock = DeviceClock()
     with tqdm(total=len(todo), unit="image") as bar:
@@ -213,7 +213,7 @@ def write_image(result, request, size, path, image_id, texts):
     if request.mask is not None:
         original, mask = load_fitted(request.image, size), load_mask(request.mask, size)
     (image,) = to_pil(result)
-    image = finish_edit(image, size, original, mask, request.mask_feather)
+    image = finish_image(image, size, original, mask, request.mask_feather)
     save_image(image, path, SOFTWARE, image_id, texts)
 
 
@@ -230,10 +230,11 @@ def run(config):
     use_compilation_cache(config.compilation_cache_dir)
     texts, config = partial(texts_of, config), with_single_files(config, "model")
     if config.refiner:
-        config = replace(config, refiner=open_source("refiner", config.refiner))
+        end = config.denoising_end or DENOISING_END
+        config = replace(config, refiner=open_source("refiner", config.refiner), denoising_end=end)
     checked = check_models(config, requests)
     sizes, program_sizes = check_images(requests, checked.configs, config.exact_size)
-    ids = identities_of(requests, sizes, program_sizes, id_maker(config, config.model))
+    ids = identities_of(requests, sizes, program_sizes, maker_of_ids(config))
     outputs, todo = output_files(requests, ids, config.output, SOFTWARE, config.grid)
     todo = layout.agree(todo) if layout else todo
     print_continued(len(requests) - len(todo), len(requests))
@@ -264,7 +265,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    words = with_flags_of_image(sys.argv[1:] if args is None else args)
+    words = with_flags_of_image(sys.argv[1:] if args is None else args, REPLACED)
     if args is None:
         sys.argv[1:] = words
     run_main(

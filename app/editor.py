@@ -41,11 +41,11 @@ from editing.edits import EditList, check_model, plan_edits
 from generating.batches import check_finite_images, devices_for
 from generating.flags import from_flags
 from generating.inputs import inputs_of, key_of
-from generating.masks import finish_edit, fit_mask, stretch_mask
+from generating.masks import finish_image, fit_mask, stretch_mask
 from generating.memory import plan_images
 from generating.models import ModelOptions, Sampling, check_sampling, load_model
 from generating.sizes import fit_image, result_size, shared_size, stretch
-from generating.tasks import task_of, with_task
+from generating.tasks import sees_mask, task_of, with_task
 
 MAX_PROGRAMS = 24  # in memory; older ones stay in the compilation cache on the disk
 MAX_PREVIEWS = 10  # for each image
@@ -345,7 +345,7 @@ class Editor:
                 self._measure(request, (first // request.at_once + 1) * settings.num_steps)
             check_finite_images(images, "the images", settings.lora)
             request.images += [
-                finish_edit(made, request.size, image, mask, settings.mask_feather)
+                finish_image(made, request.size, image, mask, settings.mask_feather)
                 for made in to_pil(images)
             ]
         request.seconds = time.perf_counter() - started
@@ -531,8 +531,7 @@ def first_task(pipeline_type, configs):
     """
     if issubclass(pipeline_type, InstructPix2Pix):
         return EDIT
-    sees_mask = configs["unet"].get("in_channels", 4) != configs["vae"].get("latent_channels", 4)
-    is_inpainting = issubclass(pipeline_type, Inpainting) and sees_mask
+    is_inpainting = issubclass(pipeline_type, Inpainting) and sees_mask(configs)
     return "inpainting" if is_inpainting else "text to image"
 
 

@@ -23,7 +23,7 @@ padding. Each is encoded alone; their states are joined. There are two conventio
 | brackets as text | \( \) \[ \] and \\ | \( \) |
 | a bracket that is not closed | closes at the end | text, with all brackets after it |
 | text where weights change | is tokenized apart | likewise, also between brackets of one weight |
-| a full chunk | ends after a comma in its last 20 tokens | ends before such a text of up to 7 tokens |
+| a full chunk | ends after a comma in its last 20 tokens | ends before such a text of < 8 tokens |
 | BREAK | begins a new chunk | text |
 | states z, weights w | w z, scaled to the mean of z | z_empty + w (z - z_empty) |
 

@@ -92,8 +92,7 @@ def check_model(model, resolution, sampling, others=()):
     if not is_known and not issubclass(pipeline_type, InstructPix2Pix):
         raise ValueError(
             f"--model {model} is a {pipeline_type.torch_class_name}, not an InstructPix2Pix model; "
-            "train one with flax_train_instruct_pix2pix.py, or make images from text with "
-            "sdxl_single.py and an SDXL model"
+            "train one with flax_train_instruct_pix2pix.py, or make images with generate_cli.py"
         )
     _, configs = pipeline_type.check(model)
     factor, resolution = factor_and_resolution(configs, resolution)

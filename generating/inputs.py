@@ -1,6 +1,7 @@
 """The arrays of a batch of requests, and what its images have in common."""
 
 import inspect
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import jax
@@ -10,6 +11,8 @@ from PIL import Image
 from diffusers_flax.images import prepare_images, prepare_masks
 from diffusers_flax.models.controlnet import FlaxMultiControlNetModel
 from diffusers_flax.pipelines.controlnet import check_control_range
+from diffusers_flax.pipelines.running import Options
+from diffusers_flax.pipelines.sampling import timestep_options
 from generating.masks import load_mask, stretch_mask
 from generating.sizes import load_fitted, stretch
 
@@ -44,13 +47,13 @@ class Kind(NamedTuple):
     has_latents: bool
 
 
-def kind_of(request, size, prompts):
+def kind_of(request, size, prompts=None):
     """The Kind of a Request.
 
     Args:
         request: Request.
         size: (width, height) of its program.
-        prompts: its Prompts.
+        prompts: its Prompts; None: not known yet.
     """
     options = {name: getattr(request, name) for name in ("num_inference_steps", "eta")}
     options |= dict(timesteps=request.timesteps or None, guidance_rescale=request.guidance_rescale)
@@ -69,18 +72,55 @@ def kind_of(request, size, prompts):
     return Kind(size, request.task, options, text, is_guided, request.latents is not None)
 
 
-def check_call(pipeline, request, size):
+@contextmanager
+def naming_line(request):
+    """Context in which a ValueError begins with the request's line in its list."""
+    try:
+        yield
+    except ValueError as error:
+        if request.line is None:
+            raise
+        raise ValueError(f"line {request.line}: {error}") from error
+
+
+def check_call(pipeline, request, size, denoising_end=None):
     """Raise a ValueError for a Request that a pipeline does not take, before weights are read.
 
-    size: (width, height) of its program.
+    Args:
+        pipeline: of the request's task.
+        request: Request.
+        size: (width, height) of its program.
+        denoising_end: as for the call.
     """
-    pipeline.image_size(size[1], size[0])
-    if request.task in ("image to image", "inpainting"):
-        steps = pipeline.step_options(request.num_inference_steps, request.timesteps, request.eta)
-        strength = strength_of(type(pipeline), request)
-        pipeline.get_timestep_start(steps["num_inference_steps"], strength)
-    if request.task != "ControlNet":
-        return
+    branches = pipeline.guidance_branches(request.guidance_scale)
+    pipeline.check_parallel(branches, size[1])
+    first_step = steps_to_skip(type(pipeline), request)
+    steps = pipeline.step_options(request.num_inference_steps, request.timesteps, request.eta)
+    options = Options(
+        **steps, branches=branches, first_step=first_step, denoising_end=denoising_end
+    )
+    schedule = pipeline.make_schedule(options, pipeline.latent_shape(1, size[1], size[0]))
+    if pipeline.accelerate:
+        from diffusers_flax.acceleration.plans import plan_steps  # not for plain images
+
+        plan_steps(pipeline.accelerate, branches, schedule.scales)
+    if request.task == "ControlNet":
+        check_control(pipeline, request)
+
+
+def steps_to_skip(pipeline_type, request):
+    """The number of first steps that a Request does not run, see --strength."""
+    if request.image is None:
+        return 0
+    default = inspect.signature(pipeline_type.__call__).parameters["strength"].default
+    strength = default if request.strength is None else request.strength
+    chosen = request.num_inference_steps, request.timesteps, request.eta
+    steps = timestep_options(*chosen, pipeline_type.ays_timesteps)
+    return pipeline_type.get_timestep_start(steps["num_inference_steps"], strength)
+
+
+def check_control(pipeline, request):
+    """check_call for what is a ControlNet's."""
     if len(request.control) != len(pipeline.nets):
         raise ValueError(
             f"{len(request.control)} --control do not fit {len(pipeline.nets)} --controlnet; give "

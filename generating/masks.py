@@ -79,7 +79,7 @@ def stretch_mask(mask, size):
     return wider.resize(size, Image.Resampling.NEAREST).convert("1")
 
 
-def finish_edit(result, size, original=None, mask=None, feather=0):
+def finish_image(result, size, original=None, mask=None, feather=0):
     """Resize a program's result to size (width, height); outside of a mask it is the original.
 
     Args:
@@ -160,7 +160,7 @@ def check_masks(edits, image_sizes, sizes, feather=0):
         The edits; all-white masks are None, as they restrict nothing.
 
     Raises:
-        ValueError: a mask has another size, or no white is left at the size of the edit.
+        ValueError: a mask has another size, or no white is left at the size of the result.
     """
     checked = []
     for edit, image_size, size in zip(edits, image_sizes, sizes):
@@ -170,7 +170,7 @@ def check_masks(edits, image_sizes, sizes, feather=0):
             mask = fit_mask(mask, size)
             if not mask.getbbox():
                 raise ValueError(
-                    f"{edit.mask} has no white left at the size of the edit, "
+                    f"{edit.mask} has no white left at the size of the result, "
                     f"{size[0]}x{size[1]} (width x height); paint a larger part white, or raise "
                     "--resolution"
                 )

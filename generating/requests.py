@@ -1,8 +1,7 @@
-"""Requests for images: from the flags, from the lines of a list, or from an image made before.
+"""Requests for images, from the flags or from the lines of a list.
 
     requests = requests_of_flags(config)
     requests = requests_of_jsonl(Path("requests.jsonl"), config)
-    words = with_flags_of_image(["--like", "image.png", "--seed", "4"])
 
 A line of a list is a JSON object whose keys are names of flags, {"prompt": "a red panda", "seed":
 3}. Flags that a line does not name are the command's. Paths are relative to the list, or else to
@@ -11,29 +10,32 @@ the working directory; "output" is a name in the directory of --output.
 
 import json
 from collections import Counter
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 from tqdm import tqdm
 
-from command_line import check_image_file, check_scale, check_seed, refuse
+from command_line import check_image_file, check_scale, check_seed
 from dataloading.images import load_image
 from dataloading.lists import find_base, raise_problems, read_objects
-from diffusers_flax.images import IMAGE_FORMATS, open_image
+from diffusers_flax.images import IMAGE_FORMATS
 from diffusers_flax.pipelines.base import MODULES
 from generating.flags import from_flags, list_prompts, read_latents
+from generating.inputs import naming_line
 from generating.masks import check_inputs, check_masks
 from generating.models import factor_and_resolution
 from generating.resuming import (
     checksum_of,
+    commit_of,
     continue_images,
+    id_maker,
     image_files,
     is_finished,
-    names_in,
 )
 from generating.sizes import result_size, shared_size
 from generating.tasks import task_of
@@ -42,9 +44,12 @@ PATHS = ("image", "mask", "control", "latents")  # fields with files to read
 SEVERAL = ("image", "mask", "latents")  # flags with a file for each image
 # Flags that lines of a list replace.
 OF_LINES = ("prompt", "prompts_file", "num_images", "control", *SEVERAL)
+# Flags that go with an image that is given, see check_effects.
+OF_IMAGES = ("strength", "resolution", "mask_feather", "guess_mode", "control_from")
+OF_IMAGES += ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
+# Flags of an image made before that other flags replace, see with_flags_of_image.
+REPLACED = {"requests_jsonl": (*OF_LINES, *OF_IMAGES), "prompts_file": ("prompt",)}
 NOTHING = dict(prompt="", image=None, mask=None, control=(), latents=None, output=None)
-KEYWORD = "generate_cli"  # of the text chunk of a PNG file with the flags of its image
-LIKE = "--like"
 EXAMPLE = '{"prompt": "a red panda"}'
 NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -238,32 +243,49 @@ def check_images(requests, configs, exact_size):
         ValueError: an image, mask or file of latents cannot be read or does not fit.
     """
     bar = partial(tqdm, desc="checking images", unit="image", disable=len(requests) < 100)
-    with_input = [request for request in requests if request.input]
-    shapes = iter(check_inputs(with_input, bar))
-    factors = {}  # by resolution
-    for request in requests:
-        if request.resolution not in factors:
-            factors[request.resolution] = factor_and_resolution(configs, request.resolution)
+    read = {(request.input, request.mask): request for request in requests if request.input}
+    shapes = dict(zip(read, check_inputs([*read.values()], bar)))
+    resolutions = {request.resolution for request in requests}
+    factors = {x: factor_and_resolution(configs, x) for x in resolutions}
     factor, _ = factors[requests[0].resolution]
     side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
     height, width = (factor * x for x in (side if isinstance(side, list) else (side, side)))
-    sizes, program_sizes = [], []
+    sizes, program_sizes, checked = [], [], set()
     for request in requests:
         size = request.width or width, request.height or height
-        if request.input:
-            shape = next(shapes)
-            _, resolution = factors[request.resolution]
-            size = size if request.width else result_size(shape, resolution, factor)
-            check_controls(request, shape)
-            if request.mask:
-                check_masks([request], [shape], [size], request.mask_feather)
-        is_exact = exact_size or not request.input or request.width
+        shape = shapes.get((request.input, request.mask))
+        if shape and not request.width:
+            size = result_size(shape, factors[request.resolution][1], factor)
+        is_exact = exact_size or not shape or request.width
         sizes.append(size)
         program_sizes.append(size if is_exact else shared_size(size, factor))
-        if request.latents:
-            latents = configs["vae"].get("latent_channels", 4), *(x // factor for x in size[::-1])
-            read_latents(request.latents, (1, *latents))
+        files = (request.control, request.mask, request.latents, size, request.mask_feather)
+        if files not in checked:
+            checked.add(files)
+            with naming_line(request):
+                check_files(request, shape, size, factor, configs)
     return sizes, program_sizes
+
+
+def check_files(request, shape, size, factor, configs):
+    """Raise a ValueError for a mask, control images or latents that do not fit.
+
+    Args:
+        request: Request.
+        shape, size: (width, height) of its image, or None, and of its result.
+        factor, configs: of the model.
+    """
+    check_controls(request, shape)
+    if request.mask:
+        check_masks([request], [shape], [size], request.mask_feather)
+    if request.latents:
+        channels = configs["vae"].get("latent_channels", 4)
+        read_latents(request.latents, (1, channels, size[1] // factor, size[0] // factor))
+        if (number := len(np.load(request.latents, mmap_mode="r"))) > 1:
+            raise ValueError(
+                f"--latents {request.latents} has noise for {number} images; write one for each "
+                "image, (1, channels, h, w), into a file of its own"
+            )
 
 
 def check_seeds_differ(requests):
@@ -305,10 +327,7 @@ def output_files(requests, ids, output, software, grid):
     numbered = [place for place in range(len(requests)) if place not in named]
     if named and (output.is_file() or output.suffix.lower() in IMAGE_FORMATS):
         raise ValueError(f"--output {output} is one file; lines with an output need a directory")
-    path, number = Counter(named.values()).most_common(1)[0] if named else (None, 1)
-    if number > 1:
-        raise ValueError(f"{number} images would be written to {path}; give each its own output")
-    for path in named.values():
+    for path in [*named.values(), *filter(None, [grid])]:
         check_image_file(path)
     missing = [i for i, path in named.items() if not is_finished(path, ids[i], software)]
     files = dict(named)
@@ -319,8 +338,16 @@ def output_files(requests, ids, output, software, grid):
         files |= zip(numbered, found)
         missing += [numbered[i] for i in left]
     files = [files[place] for place in range(len(requests))]
-    read = {path.resolve() for x in requests for path in files_read(x)}
-    if overwritten := [path for path in (*files, *filter(None, [grid])) if path.resolve() in read]:
+    written = Counter(path.resolve() for path in (*files, *filter(None, [grid])))
+    path, number = written.most_common(1)[0]
+    if number > 1:
+        raise ValueError(
+            f"{number} images would be written to {path}; give each a name of its own, which is "
+            "no number"
+        )
+    if overwritten := [
+        path for x in requests for path in files_read(x) if path.resolve() in written
+    ]:
         raise ValueError(
             f"{overwritten[0]} is an input and would be overwritten; name another output"
         )
@@ -332,24 +359,41 @@ def files_read(request):
     return [*filter(None, (request.image, request.mask, request.latents)), *request.control]
 
 
+def maker_of_ids(config):
+    """id_maker's function, for all models of the flags."""
+    commits = [commit_of(net, file="config.json") for net in config.controlnet]
+    commits += [commit_of(config.refiner)] if config.refiner else []
+    make_id = id_maker(config, config.model)
+    return partial(make_id, commits=commits) if any(commits) else make_id
+
+
 def identities_of(requests, sizes, program_sizes, make_id):
-    """The id of each image, see id_maker; equal requests count how often they came before."""
-    ids, before = [], Counter()
+    """The id of each image; equal requests count how often they came before.
+
+    Args:
+        requests: list of Request.
+        sizes, program_sizes: of check_images.
+        make_id: of maker_of_ids.
+    """
+    ids, before, checksums = [], Counter(), cache(checksum_of)
     for request, size, program_size in zip(requests, sizes, program_sizes):
-        identity = identity_of(request) | ({} if size == program_size else {"program": size})
+        identity = identity_of(request, checksums)
+        if size != program_size:
+            identity["program"] = program_size
         known = make_id(**identity)
         ids.append(make_id(**identity, repeated=before[known]) if before[known] else known)
         before[known] += 1
     return ids
 
 
-def identity_of(request):
-    """All that an image depends on of a Request, with checksums of files."""
+def identity_of(request, checksum):
+    """All that an image depends on of a Request; checksum: function of a file."""
     values = {name: x for name, x in vars(request).items() if name not in ("line", "output")}
     for name in PATHS:
         paths = values[name] if isinstance(values[name], tuple) else filter(None, [values[name]])
-        values[name] = [checksum_of(path) for path in paths]
-    return {name: x for name, x in values.items() if x not in (None, "", (), [], False)}
+        values[name] = [checksum(path) for path in paths]
+    is_set = {name: x not in (None, "", (), []) and x is not False for name, x in values.items()}
+    return {name: x for name, x in values.items() if is_set[name]}
 
 
 def check_request(request):
@@ -408,77 +452,3 @@ def check_effects(request):
             f"{request.input} gives the shape of the result; with it take --resolution alone, or "
             "--width and --height, to which it is cropped"
         )
-
-
-# ------------------------------------------------------------ flags in image files
-
-
-def texts_of(config, request):
-    """{keyword: text} for save_image: the flags that make one image, as JSON.
-
-    Args:
-        config: flags of the program, with its paths as the user wrote them.
-        request: Request.
-    """
-    same = names_in(config, "SAME_IMAGES")
-    flags = {name: x for name, x in changed(config).items() if name not in same}
-    flags |= {name: x for name, x in changed(request).items() if name not in ("line", "output")}
-    flags |= {"prompt": request.prompt, "seed": request.seed}  # also their defaults
-    return {KEYWORD: json.dumps(flags, default=str, ensure_ascii=False)}
-
-
-def changed(flags):
-    """{name: value} of the fields of a dataclass that are not their defaults."""
-    values = {field.name: getattr(flags, field.name) for field in fields(flags)}
-    defaults = {field.name: field.default for field in fields(flags)}
-    return {
-        name: x for name, x in values.items() if defaults[name] is MISSING or x != defaults[name]
-    }
-
-
-def with_flags_of_image(words):
-    """A command line in which --like FILE gives the flags of that image; other flags win.
-
-    A file that is not such an image ends the program with one line.
-    """
-    places = [i for i, word in enumerate(words) if word.partition("=")[0] == LIKE]
-    if not places:
-        return words
-    if len(places) > 1:
-        refuse(f"{LIKE} is given {len(places)} times; name one image")
-    place = places[0]
-    _, is_joined, file = words[place].partition("=")
-    rest = [*words[:place], *words[place + (1 if is_joined else 2) :]]
-    if not is_joined:
-        file = "".join(words[place + 1 : place + 2])
-    named = [word.partition("=")[0] for word in rest if word.startswith("--")]
-    given = {name.removeprefix("--").replace("-", "_") for name in named}
-    given |= {name.removeprefix("no_") for name in given}
-    if "requests_jsonl" in given:
-        given |= {*OF_LINES}
-    flags = read_flags(file)
-    return [*rest, *(word for name in flags.keys() - given for word in as_words(name, flags[name]))]
-
-
-def read_flags(file):
-    """The flags of texts_of in a PNG file."""
-    if not file or file.startswith("--"):
-        refuse(f"{LIKE} has no value; name an image of this program")
-    if not Path(file).is_file():
-        refuse(f"{LIKE} {file} does not exist; name an image of this program")
-    try:
-        with open(file, "rb") as opened:
-            image = open_image(opened)
-            image.load()  # text chunks may stand after the pixels
-            return dict(json.loads(image.text[KEYWORD]))
-    except Exception:  # decoders raise errors of many types
-        refuse(f"{LIKE} {file} has no flags; name a PNG file as this program wrote it")
-
-
-def as_words(name, value):
-    """A flag and its value as words of a command line."""
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no_{name}"]
-    if isinstance(value, list) and len(value) != 1:
-        return [f"--{name}", *map(str, value)]
-    return [f"--{name}={value[0] if isinstance(value, list) else value}"]  # it may begin with -

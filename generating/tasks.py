@@ -21,7 +21,7 @@ from diffusers_flax.pipelines.sampling import count_steps
 from diffusers_flax.pipelines.stable_diffusion_xl import XLComponents
 from generating.batches import devices_for
 from generating.flags import from_flags
-from generating.inputs import check_call, strength_of
+from generating.inputs import check_call, kind_of, naming_line, steps_to_skip
 from generating.memory import plan_images
 from generating.models import ModelOptions, Sampling, check_sampling, load_model
 
@@ -63,6 +63,11 @@ def with_task(pipeline, task):
     return pipeline_type(**{name: x for name, x in vars(pipeline).items() if name in names})
 
 
+def sees_mask(configs):
+    """Whether a UNet is for inpainting alone; configs: {component: its config}."""
+    return configs["unet"].get("in_channels", 4) != configs["vae"].get("latent_channels", 4)
+
+
 def check_tasks(model, tasks, replaced=None, flag="model"):
     """Check that a model can do tasks, without reading weights.
 
@@ -93,9 +98,8 @@ def check_tasks(model, tasks, replaced=None, flag="model"):
         )
     # Inpainting takes UNets of 4 and 9 channels, so that it comes first and finds the channels.
     _, configs = pipeline_for("inpainting", is_xl).check(model, replaced=replaced)
-    sees_mask = configs["unet"].get("in_channels", 4) != configs["vae"].get("latent_channels", 4)
     others = {*tasks} - {"inpainting"}
-    if sees_mask and others:
+    if sees_mask(configs) and others:
         raise ValueError(
             f"--{flag} {model} is an inpainting model, whose UNet sees a mask, and cannot do "
             f"{' or '.join(sorted(others))}; give --image and --mask, or another model"
@@ -155,7 +159,12 @@ def check_models(config, requests):
         check_sampling(pipeline_type, configs["scheduler"], config.model, x) for x in samplings
     ]
     scheduler = found[0]
-    counts = [steps_to_run(request, scheduler, pipeline_type) for request in requests]
+    counts = []
+    for request in {step_settings(request): request for request in requests}.values():
+        steps = from_flags(Sampling, request).steps(pipeline_type)
+        with naming_line(request):
+            skipped = steps_to_skip(pipeline_for(request.task, is_xl), request)
+        counts.append(count_steps(scheduler, steps) - skipped)
     branches = max((sampling.branches(pipeline_type) for sampling in samplings), key=len)
     checked = Checked(pipeline_type, scheduler, configs, max(counts), branches)
     if config.refiner is None:
@@ -172,32 +181,29 @@ def check_models(config, requests):
     return replace(checked, refiner_type=refiner_type, refiner_scheduler=found[0])
 
 
-def steps_to_run(request, scheduler, pipeline_type):
-    """The number of denoising steps of a Request; fewer from an image, see --strength."""
-    all_steps = from_flags(Sampling, request).steps(pipeline_type)
-    number, skipped = all_steps["num_inference_steps"], 0
-    if request.image:
-        own_type = pipeline_for(request.task, issubclass(pipeline_type, XLComponents))
-        skipped = number - int(number * strength_of(own_type, request))
-    return count_steps(scheduler, all_steps) - skipped
+def step_settings(request):
+    """All of a Request that its steps depend on."""
+    return request.num_inference_steps, request.timesteps, request.strength, request.task
 
 
-def load_models(config, checked, requests, sizes, preview, layout):
+def load_models(config, checked, requests, program_sizes, preview, layout):
     """Plan the memory, then read the weights; returns Models.
 
-    sizes: (width, height) of each image's program.
+    program_sizes: (width, height) of each image's program.
     """
     options = dict(dtype=choose_dtype(config.dtype), layout=layout)
-    largest, devices = max(sizes, key=math.prod), devices_for(len(requests), layout)
+    largest, devices = max(program_sizes, key=math.prod), devices_for(len(requests), layout)
 
     tasks = {request.task for request in requests}
 
     def plan(pipeline):
         pipelines = {task: with_task(pipeline, task) for task in tasks}
-        for request, size in zip(requests, sizes):
-            check_call(pipelines[request.task], request, size)
-        for _, height in {*sizes}:
-            pipeline.check_parallel(checked.branches, height)
+        different = {
+            kind_of(request, size): request for request, size in zip(requests, program_sizes)
+        }
+        for kind, request in different.items():
+            with naming_line(request):
+                check_call(pipelines[request.task], request, kind.size, config.denoising_end)
         pipeline, planned = plan_images(
             pipeline,
             devices,
@@ -205,7 +211,7 @@ def load_models(config, checked, requests, sizes, preview, layout):
             batch_size=min(config.batch_size, math.ceil(len(requests) / len(devices))),
             branches=checked.branches,
             size=largest,
-            up_to="up to " if len({*sizes}) > 1 else "",
+            up_to="up to " if len({*program_sizes}) > 1 else "",
             vae_tile=config.vae_tile,
         )
         return pipeline, f"{describe_tasks(config, requests)}\n{planned}"
@@ -224,7 +230,7 @@ def load_models(config, checked, requests, sizes, preview, layout):
         checked.refiner_type,
         checked.refiner_scheduler,
         for_refiner(config.accelerate),
-        replace(own, lora=(), unet_delta=(), controlnet=(), preview=None),
+        replace(own, lora=(), unet_delta=(), controlnet=(), preview=None, layout=pipeline.layout),
         plan=lambda refiner: (replace(refiner, vae=with_tile(refiner.vae, pipeline.vae.tile)), ""),
     )
     names = {task: "inpainting" if task == "inpainting" else "image to image" for task in pipelines}

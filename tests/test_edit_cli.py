@@ -496,7 +496,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
             "small.png is 8x16 pixels (width x height) and a.png 16x16; a mask has the size of",
         ),
         ([*ONE, "--mask", "black.png"], "black.png has no white, so nothing of a.png may change"),
-        ([*ONE, "--mask", "dot.png"], "dot.png has no white left at the size of the edit, 4x4"),
+        ([*ONE, "--mask", "dot.png"], "dot.png has no white left at the size of the result, 4x4"),
         ([*ONE, "--mask", "none.png"], "none.png does not exist"),
         (
             [*ONE, "--mask", "text.png"],

@@ -134,14 +134,15 @@ def composited(pixels, line):
 
 # Ends itself by SIGKILL while it writes the third image.
 KILLED = """
-import os, signal
+import os, signal, threading
 import generate_cli
-write_image, written = generate_cli.write_image, []
+write_image, written, one_at_a_time = generate_cli.write_image, [], threading.Lock()
 def write(*arguments):
-    if len(written) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write_image(*arguments)
-    written.append(arguments)
+    with one_at_a_time:
+        if len(written) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_image(*arguments)
+        written.append(arguments)
 generate_cli.write_image = write
 generate_cli.main()
 """

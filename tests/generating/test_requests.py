@@ -12,13 +12,14 @@ from command_line import parse_flags
 from diffusers_flax.images import save_image
 from generate_cli import Config
 from generating.requests import (
+    REPLACED,
     identities_of,
+    output_files,
     requests_of_flags,
     requests_of_jsonl,
     seed_of,
-    texts_of,
-    with_flags_of_image,
 )
+from generating.resuming import texts_of, with_flags_of_image
 
 
 @pytest.fixture(autouse=True)
@@ -119,10 +120,12 @@ def test_the_flags_of_an_image_make_its_request_again(line, flags):
     save_image(
         Image.new("RGB", (8, 8)), Path("x.png"), "program", "0" * 32, texts_of(config, request)
     )
-    words = with_flags_of_image(["--like", "x.png"])
+    words = with_flags_of_image(["--like", "x.png"], REPLACED)
     again = parse_flags(Config, "", words)
     names = ("batch_size", "num_images", "output")
     for name, value in vars(config).items():
+        if name == "controlnet" and not request.control:
+            value = ()  # of other lines
         if name not in (*names, *vars(request)):
             assert getattr(again, name) == value, name
     assert [getattr(again, name) for name in names] == [1, 1, Path("images")]
@@ -131,7 +134,7 @@ def test_the_flags_of_an_image_make_its_request_again(line, flags):
     assert vars(found) == expected
 
     words = with_flags_of_image(
-        ["--prompt", "seed", "--like=x.png", "--seed", "5", "--no-guess_mode"]
+        ["--prompt", "seed", "--like=x.png", "--seed", "5", "--no-guess_mode"], REPLACED
     )
     (other,) = requests_of_flags(parse_flags(Config, "", words))
     assert vars(other) == expected | {"prompt": "seed", "seed": 5, "guess_mode": False}
@@ -154,5 +157,41 @@ def test_ids():
 
     made = ids(found)
     assert len({*made}) == 4
+    assert ids(requests_of({"prompt": "x", "eta": 0})) != ids(requests_of({"prompt": "x"}))
     assert made[0] == ids(found[1:])[0] and made[1] == ids([found[1], found[0]])[1]
     assert ids(found, [(8, 16)] * 4)[0] != made[0]
+
+
+def test_other_sources_of_requests_replace_the_flags_of_an_image():
+    """Also the flags that go with what they replace."""
+    (request,) = requests_of({"prompt": "x", "image": "a.png", "strength": 0.5, "resolution": 16})
+    save_image(
+        Image.new("RGB", (8, 8)), Path("x.png"), "program", "0" * 32, texts_of(config_of(), request)
+    )
+    Path("list.jsonl").write_text('{"prompt": "y"}')
+    words = with_flags_of_image(["--like", "x.png", "--requests_jsonl", "list.jsonl"], REPLACED)
+    (found,) = requests_of_jsonl(Path("list.jsonl"), parse_flags(Config, "", words))
+    assert (found.prompt, found.image, found.strength, found.resolution) == ("y", None, None, None)
+    Path("prompts.txt").write_text("one\ntwo\n")
+    words = with_flags_of_image(["--like", "x.png", "--prompts_file", "prompts.txt"], REPLACED)
+    found = requests_of_flags(parse_flags(Config, "", words))
+    assert [(x.prompt, x.strength) for x in found] == [("one", 0.5), ("two", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "grid", "message"),
+    [
+        ([{"output": "000.png"}, {}], None, "2 images would be written to"),
+        ([{"output": "x.png"}, {"output": "x.png"}], None, "2 images would be written to"),
+        ([{"output": "x.png"}], "out/x.png", "2 images would be written to"),
+        ([{}], "out/000.png", "is an image of --output too"),
+        ([{"output": "x.png"}], "grid.gif", "ends in .gif"),
+        ([{"output": "a.png", "image": "a.png"}], None, "would be overwritten"),
+    ],
+)
+def test_outputs_that_would_be_lost(lines, grid, message):
+    found = requests_of(*({"prompt": "x"} | line for line in lines))
+    output = Path("lists") if "image" in lines[0] else Path("out")
+    grid = grid and Path(grid)
+    with pytest.raises(ValueError, match=message):
+        output_files(found, [str(i) for i in range(len(found))], output, "program", grid)
