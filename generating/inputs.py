@@ -135,12 +135,6 @@ def check_control(pipeline, request):
     pipeline.scale_of_each(as_numbers(request.controlnet_conditioning_scale or (1.0,)))
 
 
-def strength_of(pipeline_type, request):
-    """The strength of a Request, or the default of its pipeline's class."""
-    default = inspect.signature(pipeline_type.__call__).parameters["strength"].default
-    return default if request.strength is None else request.strength
-
-
 def as_numbers(values):
     """A tuple of several numbers as it is, of one as the number."""
     return values if len(values) > 1 else values[0]
