@@ -10,7 +10,7 @@ the working directory; "output" is a name in the directory of --output.
 
 import json
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -44,7 +44,7 @@ PATHS = ("image", "mask", "control", "latents")  # fields with files to read
 SEVERAL = ("image", "mask", "latents")  # flags with a file for each image
 # Flags that lines of a list replace.
 OF_LINES = ("prompt", "prompts_file", "num_images", "control", *SEVERAL)
-# Flags that go with an image that is given, see check_effects.
+# Flags that go with an image that is given, see without_effect.
 OF_IMAGES = ("strength", "resolution", "mask_feather", "guess_mode", "control_from")
 OF_IMAGES += ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
 # Flags of an image made before that other flags replace, see with_flags_of_image.
@@ -149,8 +149,11 @@ def requests_of_jsonl(file, config):
             if "prompt" not in content:
                 raise ValueError('no "prompt"; give one, which may be empty')
             changes = {"seed": seed_of(config, len(requests))} | parse_line(content, file.parent)
-            requests.append(replace(plain, line=line, **changes))
-            check_request(requests[-1])
+            request = replace(plain, line=line, **changes)
+            unused = without_effect(request).keys() - changes  # of the command, for other lines
+            request = replace(request, **{name: getattr(Request, name) for name in unused})
+            check_request(request)
+            requests.append(request)
         except ValueError as error:
             problems.append((line, str(error)))
     raise_problems(file, problems)
@@ -424,23 +427,24 @@ def check_request(request):
         raise ValueError(f"output {request.output} must end in {', '.join(IMAGE_FORMATS)}")
 
 
-def check_effects(request):
-    """Raise a ValueError for a value that goes with something that is not given."""
-    needed = {
+def without_effect(request):
+    """{flag: what it is for} of OF_IMAGES, of flags that have no effect with any value."""
+    needed = dict.fromkeys(OF_IMAGES, (request.control, "--control")) | {
         "strength": (request.image, "--image"),
         "resolution": (request.input, "--image or --control; give --width and --height"),
         "mask_feather": (request.mask, "--mask"),
-        **{
-            field.name: (request.control, "--control")
-            for field in fields(RequestFlags)
-            if field.name.startswith("control") or field.name == "guess_mode"
-        },
     }
-    for name, (is_given, other) in needed.items():
+    return {name: other for name, (is_given, other) in needed.items() if not is_given}
+
+
+def check_effects(request):
+    """Raise a ValueError for values that have no effect, or too few or too many values."""
+    unused = without_effect(request)
+    for name in OF_IMAGES:
         value = getattr(request, name)
-        if value and not is_given:
+        if value and name in unused:
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ValueError(f"--{name} {shown} is for {other}")
+            raise ValueError(f"--{name} {shown} is for {unused[name]}")
         if isinstance(value, tuple) and len(value) not in (0, 1, len(request.control)):
             raise ValueError(
                 f"{len(value)} --{name} do not fit {len(request.control)} --control; give one for "

@@ -195,3 +195,11 @@ def test_outputs_that_would_be_lost(lines, grid, message):
     grid = grid and Path(grid)
     with pytest.raises(ValueError, match=message):
         output_files(found, [str(i) for i in range(len(found))], output, "program", grid)
+
+
+def test_flags_of_the_command_count_for_the_lines_that_they_are_for():
+    lines = [{"prompt": "x"}, {"prompt": "x", "image": "a.png"}]
+    found = requests_of(*lines, words=["--strength", "0.5", "--resolution", "16"])
+    assert [(x.strength, x.resolution) for x in found] == [(None, None), (0.5, 16)]
+    with pytest.raises(ValueError, match="line 1: --strength"):
+        requests_of({"prompt": "x", "strength": 0.5})
