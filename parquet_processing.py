@@ -40,6 +40,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from command_line import check_image_file, run_main
+from dataloading.archives.convert import Options, convert_archives, is_archived
 from dataloading.dataset import ParquetImagePairs
 from dataloading.decoding import decode_pair, place_mask
 from dataloading.images import crop_image, decode_image
@@ -63,15 +64,19 @@ from diffusers_flax.images import open_image, save_image
 from generating.captions import captioned, tile_grid
 
 __all__ = ["ParquetImagePairs"]
+ARCHIVE_FLAGS = ("max_bad_fraction", "worker", "num_workers")
 
 
 @dataclass(frozen=True)
 class Config:
     train_data_dir: str = ""  # directory of *.parquet shards to describe
-    pairs: str = ""  # instead: .jsonl or .csv list, or directory, of image pairs
+    pairs: str = ""  # instead: list or directory of image pairs, or an index with archives
     output_dir: str = ""  # with --pairs: directory for the shards
     overwrite_output_dir: bool = False  # with --pairs: replace earlier shards and held-out pairs
     max_pairs: int | None = None  # with --pairs: only the first N pairs; default: all
+    max_bad_fraction: float = 0.1  # with --pairs of archives: rows that may be unusable, 0 to 1
+    worker: int | None = None  # with --pairs of archives: this worker's index, from 0
+    num_workers: int | None = None  # with --worker: workers that divide the archives of one disk
     num_held_out: int = 0  # with --pairs: original images to hold out, with their edits
     held_out_dir: str = ""  # with --num_held_out: directory for the held-out pairs
     seed: int = 0  # with --num_held_out: seed of the random choice
@@ -218,6 +223,7 @@ def check_flags(config: Config) -> None:
             "num_held_out",
             "held_out_dir",
             "seed",
+            *ARCHIVE_FLAGS,
         )
         other = "--pairs"
     for field in dataclasses.fields(Config):
@@ -229,6 +235,14 @@ def check_flags(config: Config) -> None:
     for name, most in (("resolution", 2048), ("num_preview", 256)):
         if not 1 <= getattr(config, name) <= most:
             raise ValueError(f"--{name} {getattr(config, name)} must be from 1 to {most}")
+    if (config.worker is None) != (config.num_workers is None):
+        raise ValueError("--worker K and --num_workers N go together; give both or none")
+    if config.worker is not None and not 0 <= config.worker < config.num_workers:
+        raise ValueError(
+            f"--worker {config.worker} must be from 0 to --num_workers {config.num_workers} - 1"
+        )
+    if not 0 <= config.max_bad_fraction <= 1:
+        raise ValueError(f"--max_bad_fraction {config.max_bad_fraction} must be from 0 to 1")
     if config.num_checked < 0:
         raise ValueError(
             f"--num_checked {config.num_checked} must be at least 0; 0 checks all rows"
@@ -336,20 +350,39 @@ def describe_images(
     return "\n".join(lines)
 
 
+def write_shards(config: Config) -> str:
+    """Write shards from --pairs; a summary."""
+    pairs, output_dir = Path(config.pairs), Path(config.output_dir)
+    if is_archived(pairs):
+        if config.num_held_out:
+            raise ValueError("--num_held_out goes with lists of image files, not with archives")
+        options = Options(
+            config.max_pairs,
+            config.worker or 0,
+            config.num_workers or 1,
+            config.max_bad_fraction,
+            config.overwrite_output_dir,
+        )
+        return convert_archives(pairs, output_dir, options)
+    for name in ARCHIVE_FLAGS:
+        if getattr(config, name) != getattr(Config, name):
+            raise ValueError(f"--{name} goes with archives, not with the list --pairs {pairs}")
+    return write_pairs(
+        pairs,
+        output_dir,
+        max_pairs=config.max_pairs,
+        num_held_out=config.num_held_out,
+        held_out_dir=Path(config.held_out_dir) if config.held_out_dir else None,
+        seed=config.seed,
+        overwrite=config.overwrite_output_dir,
+    )
+
+
 def run(config: Config) -> None:
     """Write shards from --pairs, if given, and describe the directory."""
     check_flags(config)
     if config.pairs:
-        report = write_pairs(
-            Path(config.pairs),
-            Path(config.output_dir),
-            max_pairs=config.max_pairs,
-            num_held_out=config.num_held_out,
-            held_out_dir=Path(config.held_out_dir) if config.held_out_dir else None,
-            seed=config.seed,
-            overwrite=config.overwrite_output_dir,
-        )
-        print(report, flush=True)
+        print(write_shards(config), flush=True)
         config = dataclasses.replace(config, train_data_dir=config.output_dir)
     try:
         describe_and_preview(config)

@@ -43,13 +43,16 @@ KNOWN_SETS = (
     KnownSet("UCSC-VLAA/HQ-Edit", "input_image", "output_image", "edit"),
     KnownSet("UCSC-VLAA/HQ-Edit, inverse", "output_image", "input_image", "inverse_edit"),
     KnownSet("TIGER-Lab/OmniEdit-Filtered-1.2M", "src_img", "edited_img", "edited_prompt_list"),
+    KnownSet("Bin1117/AnyEdit", "image_file", "edited_file", "edit_instruction"),
+    KnownSet("BryanW/HumanEdit", "INPUT_IMG", "OUTPUT_IMG", "EDITING_INSTRUCTION"),
+    KnownSet("iitolstykh/NHR-Edit", "source_image", "edited_image", "edit_instruction"),
 )
-SETS_WITH_MASKS = ("osunlp/MagicBrush", "BleachNick/UltraEdit")
+SETS_WITH_MASKS = ("osunlp/MagicBrush", "BleachNick/UltraEdit", "BryanW/HumanEdit")
 COLUMN_FLAGS = KnownSet._fields[1:]  # flags that select other columns
 ROLES = dict(zip(COLUMN_FLAGS, ("original image", "edited image", "instruction")))
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())  # or a dictionary of one
 BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
-MASK_COLUMNS = ("mask_img", "mask_image", "mask")  # names of columns of masks
+MASK_COLUMNS = ("mask_img", "mask_image", "mask", "MASK_IMG")  # names of columns of masks
 MASK = "mask"  # column of shards of latents: uint8 (h, w), see decoding.reduce_mask
 TIME_IDS = "time_ids"  # column of shards of latents: float32 (2, 6), see decode_pair
 LATENTS = b"latents"  # metadata key of shards by cache_latents.py: how their latents were made

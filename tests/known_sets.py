@@ -72,6 +72,39 @@ SCHEMAS = {
         },
         ("src_img", "edited_img", "edited_prompt_list"),
     ),
+    "Bin1117/AnyEdit": (
+        {
+            "image_id": TEXT,
+            "edit_instruction": TEXT,
+            "edit_type": TEXT,
+            "image_file": IMAGE,
+            "edited_file": IMAGE,
+            "visual_input": IMAGE,
+            "input": TEXT,
+            "output": TEXT,
+        },
+        ("image_file", "edited_file", "edit_instruction"),
+    ),
+    "BryanW/HumanEdit": (
+        {
+            "IMAGE_ID": TEXT,
+            "EDITING_TYPE": TEXT,
+            "CORE": INT,
+            "MASK": INT,
+            "EDITING_INSTRUCTION": TEXT,
+            "OUTPUT_DESCRIPTION": TEXT,
+            "INPUT_CAPTION_BY_LLAMA": TEXT,
+            "OUTPUT_CAPTION_BY_LLAMA": TEXT,
+            "INPUT_IMG": IMAGE,
+            "MASK_IMG": IMAGE,
+            "OUTPUT_IMG": IMAGE,
+        },
+        ("INPUT_IMG", "OUTPUT_IMG", "EDITING_INSTRUCTION"),
+    ),
+    "iitolstykh/NHR-Edit": (
+        {"source_image": IMAGE, "edited_image": IMAGE, "edit_instruction": TEXT, "category": TEXT},
+        ("source_image", "edited_image", "edit_instruction"),
+    ),
 }
 
 
@@ -114,8 +147,8 @@ def known_rows(name, num_rows):
         row[edited] = row[edited] | {"bytes": plain(255 - n)}
         if columns[prompt] == TEXT:
             row[prompt] = str(n)
-        if "mask_img" in row:
-            row["mask_img"] = {"bytes": half_mask("transparent"), "path": None}
+        for mask in {"mask_img", "MASK_IMG"} & columns.keys():
+            row[mask] = {"bytes": half_mask("transparent"), "path": None}
         if "mask_image" in row:  # the free-form rows have none
             row["mask_image"] = {"bytes": half_mask("white"), "path": None} if n % 2 else None
         rows.append(row)

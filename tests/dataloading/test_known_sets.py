@@ -10,7 +10,13 @@ from shards import open_pairs
 
 import parquet_processing
 from dataloading.options import Columns
-from dataloading.shards import find_columns, list_row_groups, pair_at, read_row_group
+from dataloading.shards import (
+    SETS_WITH_MASKS,
+    find_columns,
+    list_row_groups,
+    pair_at,
+    read_row_group,
+)
 from editing.held_out import pairs_of_shards
 
 ORIGINAL, EDITED = "original_pixel_values", "edited_pixel_values"
@@ -38,7 +44,7 @@ def test_a_known_set_needs_no_flags(tmp_path, capsys, name):
     columns = SCHEMAS[name][1]
     assert f"pairs       {columns[0]} to {columns[1]} by {columns[2]}, as in {name}\n" in out
     assert f"{columns[0]}: struct<bytes: binary, path: string>  <- original image" in out
-    assert ("  <- mask, read for" in out) == (name in ("osunlp/MagicBrush", "BleachNick/UltraEdit"))
+    assert ("  <- mask, read for" in out) == (name in SETS_WITH_MASKS)
     assert preview.exists() and "unreadable  0 of 8 rows" in out
     assert ("list<element: string>  <- prompt" in out) == ("OmniEdit" in name)
 

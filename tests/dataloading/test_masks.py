@@ -119,7 +119,7 @@ def test_sets_with_and_without_masks(tmp_path):
     assert [pairs.groups[0].mask_column for pairs in mixture.sets] == ["mask_image", "", "mask_img"]
     for given, words in {
         "gone": "no column gone",
-        "": "no column mask_img or mask_image or mask;",
+        "": "no column mask_img or mask_image or mask or MASK_IMG;",
     }.items():
         with pytest.raises(ValueError, match=words):
             open_pairs(folders[1], mask=given, **options)

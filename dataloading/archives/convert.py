@@ -1,0 +1,625 @@
+"""Write shards from an index with archives, or from WebDataset's archives.
+
+    report = convert_archives(Path("downloads"), Path("data"), Options())
+
+Headers of all archives are read once, then every pair's files are read in the order of the
+archives, by position; gzipped archives are read once more from their start. A killed conversion
+continues with the next shard, and writes the same shards.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from command_line import ask_before_replacing
+from dataloading.archives.index import is_index, read_rows
+from dataloading.archives.masks import run_lengths_to_png
+from dataloading.archives.plan import FOLDER, Plan, Source, find_source, is_place, sets_of
+from dataloading.archives.sets import any_index, find_set, forbids
+from dataloading.archives.tar import MAX_MEMBER_BYTES, NAME, Stream, find_archives
+from dataloading.images import decode_image
+from dataloading.pairs import (
+    CAPTION_FILES,
+    IMAGE,
+    IMAGE_DIRS,
+    ROW_GROUP_BYTES,
+    ROW_GROUP_ROWS,
+    SCHEMA,
+    SHARD_BYTES,
+)
+from dataloading.shards import UNFINISHED_DIR, read_beside
+from diffusers_flax.loading.files import naming_full_disk, remove, write_text
+from diffusers_flax.messages import one_line
+
+MANIFEST = "manifest.json"
+WINDOW_BYTES = 128 << 20  # of files of gzipped archives that wait for their pair; more go to disk
+OPEN_ARCHIVES = 32
+MAX_IGNORED = 5  # files that are named as not read
+COLUMNS = {"original": "original_image", "edited": "edited_image", "mask": "mask_image"}
+COLUMNS["reference"] = "reference_image"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is converted, and by whom."""
+
+    max_pairs: int | None = None  # only the first N pairs; None: all
+    worker: int = 0  # of num_workers that divide the archives among them
+    num_workers: int = 1
+    max_bad_fraction: float = 0.1  # of rows and pairs that cannot be used
+    overwrite: bool = False  # replace earlier shards of this function
+    faults: tuple[str, ...] = ()  # of pairs that are left out, names in find_faults
+    # (original, edited, plan) -> names of a pair's faults, or None if there are no faults to find
+    find_faults: Callable | None = None
+
+
+class Pair(NamedTuple):
+    """A pair that is read."""
+
+    cells: dict[str, dict | None]  # "original", "edited", "mask", "reference": image cells
+    texts: dict[str, str | list[str] | None]
+    size: int  # bytes of the images
+
+
+def looks_whole(data: bytes) -> bool:
+    """Whether data begin and end as a JPEG or PNG does."""
+    if data.startswith(b"\xff\xd8\xff"):
+        return data.endswith(b"\xff\xd9")
+    return data.startswith(b"\x89PNG\r\n\x1a\n") and data.endswith(b"IEND\xaeB`\x82")
+
+
+def check_image(data: bytes) -> None:
+    """Raise a ValueError for data that are no image; usual ones are not decoded."""
+    if not looks_whole(data):
+        decode_image(data, (16, 16))
+
+
+class Waiting:
+    """Files of gzipped archives that wait for their pair, in memory and beyond that on disk."""
+
+    def __init__(self, folder: Path):
+        self._kept, self._bytes, self._until = {}, 0, {}
+        self._spill = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+
+    def close(self) -> None:
+        """Forget all files."""
+        self._spill.close()
+
+    def put(self, key: tuple, data: bytes, until: tuple) -> None:
+        """Keep a file up to and with a pair; until: (home, position)."""
+        self._until.setdefault(until, []).append(key)
+        if self._bytes + len(data) > WINDOW_BYTES:
+            self._kept[key] = (self._spill.seek(0, os.SEEK_END), len(data))
+            self._spill.write(data)
+        else:
+            self._kept[key] = data
+            self._bytes += len(data)
+
+    def get(self, key: tuple) -> bytes:
+        """A file that is kept."""
+        data = self._kept[key]
+        if isinstance(data, tuple):
+            self._spill.seek(data[0])
+            return self._spill.read(data[1])
+        return data
+
+    def drop(self, done: tuple) -> None:
+        """Forget the files of which (home, position) is the last pair."""
+        for key in self._until.pop(done, ()):
+            data = self._kept.pop(key)
+            self._bytes -= 0 if isinstance(data, tuple) else len(data)
+        if not self._kept:
+            self._spill.truncate(0)
+
+
+class Reader:
+    """Reads the files of pairs."""
+
+    def __init__(self, source: Source, waiting: Waiting, gzipped: set[int]):
+        self._source, self._waiting, self._gzipped = source, waiting, gzipped
+        self._open = OrderedDict()
+
+    def close(self) -> None:
+        """Close all archives."""
+        for stream in self._open.values():
+            stream.__exit__()
+
+    def read(self, place: list) -> bytes:
+        """The content of a file.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        archive, offset, size, name = place
+        if archive == FOLDER:
+            data = read_beside(self._source.root, name)
+        elif archive in self._gzipped:
+            data = self._waiting.get((archive, offset))
+        else:
+            if archive not in self._open:
+                self._open[archive] = Stream(self._source.archives[archive - 1])
+                if len(self._open) > OPEN_ARCHIVES:
+                    self._open.popitem(last=False)[1].__exit__()
+            data = self._open[archive].at(offset, size)
+        if len(data) != size or size > MAX_MEMBER_BYTES:
+            raise ValueError(f"{name} has {len(data)} bytes, not {size}")
+        return data
+
+    def pair(self, record: dict) -> Pair:
+        """Read a pair of the plan.
+
+        Raises:
+            ValueError: an image or the instruction cannot be used.
+        """
+        cells, num_bytes = dict.fromkeys(COLUMNS), 0
+        for role in COLUMNS:
+            given = record.get(role)
+            if given is None:
+                continue
+            name = f"the {role}"
+            try:
+                if is_place(given):
+                    name = given[3]
+                    data = self.read(given)
+                else:
+                    data = run_lengths_to_png(given)
+                check_image(data)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            cells[role] = {"bytes": data, "path": name.rpartition("/")[2]}
+            num_bytes += len(data)
+        return Pair(cells, self.texts(record), num_bytes)
+
+    def texts(self, record: dict) -> dict:
+        """The instructions and captions of a pair; in a sample they are files."""
+        texts = {name: record.get(name) for name in ("original_prompt", "edited_prompt")}
+        texts = {name: self.text(value) for name, value in texts.items()}
+        found = record.get("instruction")
+        if found is None or is_place(found):
+            found = [self.text(found)] if found else []
+            if "json" in record and not found:
+                try:
+                    content = json.loads(self.text(record["json"]))
+                    row = next(any_index(content | {"original": "", "edited": ""}, ""))
+                    found = [text for text in row.instruction if isinstance(text, str)]
+                except (ValueError, AttributeError, TypeError, StopIteration, RecursionError):
+                    found = []
+            if "text" in record and not any(map(str.strip, found)):
+                found = [self.text(record["text"])]
+        found = [text.strip() for text in found if text.strip()]
+        if not found:
+            raise ValueError("it has no instruction")
+        return texts | {"edit_prompt": found}
+
+    def text(self, value: str | list | None) -> str | None:
+        """A text, from its file if it is in one."""
+        if not is_place(value):
+            return value
+        try:
+            return self.read(value).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{value[3]} is not UTF-8") from error
+
+
+class HashedFile:
+    """A file that hashes what is written to it, for pyarrow."""
+
+    def __init__(self, path: Path):
+        self._file, self.sha256, self.closed = open(path, "wb"), hashlib.sha256(), False  # noqa: SIM115
+
+    def write(self, data) -> int:
+        """Write and hash."""
+        self.sha256.update(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        """Bytes written."""
+        return self._file.tell()
+
+    def flush(self) -> None:
+        """Nothing: close does it."""
+
+    def close(self) -> None:
+        """Write all to disk."""
+        if not self.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self.closed = True
+
+
+class Shards:
+    """Writes the pairs of one home, an archive or the directory, to shards."""
+
+    def __init__(self, plan: Plan, folder: Path, home: int, stem: str):
+        self._plan, self._folder, self._home, self._stem = plan, folder, home, stem
+        row = plan.db.execute(
+            "select count(*), coalesce(max(stop), 0) from shards where home = ?", (home,)
+        ).fetchone()
+        self._number, self.start = row
+        columns = plan.get("columns")
+        self._schema = SCHEMA
+        if "instructions" in columns:
+            index = SCHEMA.get_field_index("edit_prompt")
+            self._schema = SCHEMA.set(index, pa.field("edit_prompt", pa.list_(pa.string())))
+        self._roles = [
+            "original",
+            "edited",
+            *(role for role in ("mask", "reference") if role in columns),
+        ]
+        for role in self._roles[2:]:
+            self._schema = self._schema.append(pa.field(COLUMNS[role], IMAGE))
+        self._pairs, self._group_bytes = [], 0
+        self._writer = self._file = None
+        self._rows = self._bytes = 0
+
+    def add(self, pair: Pair, position: int) -> None:
+        """Add a pair; position: of the pair in its home, from 0."""
+        is_full = len(self._pairs) == ROW_GROUP_ROWS
+        if self._pairs and (is_full or self._group_bytes + pair.size > ROW_GROUP_BYTES):
+            self._write_group()
+            if self._bytes + pair.size > SHARD_BYTES:
+                self._close_shard(position)
+        self._pairs.append(pair)
+        self._group_bytes += pair.size
+        self._bytes += pair.size
+
+    def finish(self, stop: int) -> None:
+        """Write what is left; stop: number of pairs of the home."""
+        if self._pairs:
+            self._write_group()
+        if self._writer:
+            self._close_shard(stop)
+        self._plan.db.execute("insert into finished values (?)", (self._home,))
+        self._plan.db.commit()
+
+    def abandon(self) -> None:
+        """Remove a shard that is not complete."""
+        if self._writer:
+            self._writer.close()
+            self._file.close()
+            remove(self._path)
+            self._writer = None
+
+    def _write_group(self) -> None:
+        if not self._writer:
+            self._path = self._folder / f"train-{self._stem}-{self._number:05d}.parquet"
+            self._file = HashedFile(self._path)
+            options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+            self._writer = pq.ParquetWriter(self._file, self._schema, **options)
+        columns = {COLUMNS[role]: [p.cells[role] for p in self._pairs] for role in self._roles}
+        for name in ("original_prompt", "edited_prompt", "edit_prompt"):
+            columns[name] = [pair.texts[name] for pair in self._pairs]
+        if self._schema.field("edit_prompt").type == pa.string():
+            columns["edit_prompt"] = [texts[0] for texts in columns["edit_prompt"]]
+        arrays = [pa.array(columns[field.name], field.type) for field in self._schema]
+        with naming_full_disk(self._path):
+            self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
+        self._rows += len(self._pairs)
+        self._pairs, self._group_bytes = [], 0
+
+    def _close_shard(self, stop: int) -> None:
+        """Complete a shard, and note it together with what was left out up to here."""
+        with naming_full_disk(self._path):
+            self._writer.close()
+            size = self._file.tell()
+            self._file.close()
+        values = (self._home, self._number, stop, self._path.name, size)
+        self._plan.db.execute(
+            "insert into shards values (?, ?, ?, ?, ?, ?, ?)",
+            (*values, self._file.sha256.hexdigest(), self._rows),
+        )
+        self._plan.db.commit()
+        self._writer, self._rows, self._bytes = None, 0, 0
+        self._number += 1
+
+
+def is_archived(path: Path) -> bool:
+    """Whether --pairs names an index with archives, and not a list of image files."""
+    if path.is_dir():
+        lists = [path / name for name in CAPTION_FILES if (path / name).is_file()]
+        return not (lists and all((path / name).is_dir() for name in IMAGE_DIRS))
+    if not path.is_file() or path.suffix.lower() == ".csv":
+        return False
+    if path.suffix.lower() != ".jsonl":
+        return is_index(path) or bool(NAME.fullmatch(path.name))
+    row = next((row for _, row in read_rows(path) if isinstance(row, dict)), {})
+    known = find_set(row)
+    return bool(known and known.name) or bool(find_archives(path.parent, [*path.parent.iterdir()]))
+
+
+def convert_archives(path: Path, output_dir: Path, options: Options = Options()) -> str:
+    """Convert a set to shards, or continue with it.
+
+    Args:
+        path: directory, index or archive.
+        output_dir: new or empty, or of the same conversion that was interrupted.
+        options: see Options.
+
+    Returns:
+        A summary of a few lines.
+
+    Raises:
+        ValueError: there is nothing to convert, an archive is damaged or hostile, too many pairs
+            cannot be used, or output_dir belongs to something else.
+    """
+    if not path.exists():
+        raise ValueError(f"--pairs {path} does not exist; name an index, an archive or a directory")
+    unfinished = output_dir / UNFINISHED_DIR
+    database = unfinished / "plan.sqlite"
+    if not database.exists():
+        ask_before_replacing("output_dir", output_dir, options.overwrite)
+        check_other_shards(output_dir)
+    source = find_source(path, output_dir)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with Plan(database) as plan:
+        check_same(plan, path, options, output_dir)
+        plan.check_archives(source)
+        if not plan.get("planned"):
+            plan.take_inventory(source)
+            announce(source, plan)
+            plan.make_pairs(source, options.max_pairs)
+        check_left_out(plan, source, options)
+        write_homes(plan, source, unfinished, options)
+        report = finish(plan, source, output_dir, options)
+    remove(unfinished)
+    return report
+
+
+def check_other_shards(output_dir: Path) -> None:
+    """Raise a ValueError for shards that are not listed in a manifest of this program."""
+    listed = {file["file"] for file in read_manifest(output_dir)}
+    other = [x for x in output_dir.glob("[!.]*.parquet") if x.name not in listed]
+    if other or (output_dir / UNFINISHED_DIR).exists():
+        name = other[0].name if other else UNFINISHED_DIR
+        raise ValueError(f"--output_dir {output_dir} is not empty ({name}); name another")
+
+
+def read_manifest(output_dir: Path) -> list[dict]:
+    """The files of a manifest; [] without one."""
+    try:
+        return json.loads((output_dir / MANIFEST).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def check_same(plan: Plan, path: Path, options: Options, output_dir: Path) -> None:
+    """Note what is converted; raise a ValueError if it was something else before."""
+    now = {"pairs": str(path.resolve())}
+    given = asdict(options)
+    now |= {name: given[name] for name in ("max_pairs", "worker", "num_workers", "faults")}
+    now = json.loads(json.dumps(now))
+    before = plan.get("conversion")
+    if before and before != now:
+        changed = [
+            f"{name} was {before[name]} and is {now[name]}"
+            for name in now
+            if before[name] != now[name]
+        ]
+        raise ValueError(
+            f"--output_dir {output_dir} has another conversion that is not complete: "
+            f"{', '.join(changed)}; name another directory, or remove {output_dir / UNFINISHED_DIR}"
+        )
+    plan.put(conversion=now)
+
+
+def announce(source: Source, plan: Plan) -> None:
+    """Print what set it is, what its licence forbids, and what is not read."""
+    for name, licence in sets_of(source, plan).items():
+        forbidden = forbids(licence)
+        print(f"set         {name}, {licence or 'no licence on its card'}")
+        if forbidden:
+            print(f"licence     {licence} forbids {forbidden}")
+    for line in source.ignored[:MAX_IGNORED]:
+        print(f"not read    {line}")
+
+
+def check_left_out(plan: Plan, source: Source, options: Options) -> None:
+    """Raise a ValueError if too few rows of the indexes are pairs."""
+    left_out, pairs = Counter(plan.get("left_out")), plan.get("pairs")
+    absent = left_out["no files here"]
+    bad = left_out.total() - absent
+    names = dict(plan.db.execute("select kind, name from problems where stage = 'plan'").fetchall())
+    if not pairs:
+        steps = [known.sources for _, known in source.indexes if known.sources]
+        first = f"{next(iter(names.values()))}" if names else "it has no rows"
+        raise ValueError(
+            f"--pairs {source.root} has no pair that can be used ({left_out.total()} rows); the "
+            f"first: {first}{f'; {steps[0]}' if steps else ''}"
+        )
+    if bad > options.max_bad_fraction * (pairs + bad):
+        steps = [known.sources for _, known in source.indexes if known.sources]
+        names.pop("no files here", None)
+        raise ValueError(
+            f"{bad} of {pairs + bad} rows cannot be used, more than --max_bad_fraction "
+            f"{options.max_bad_fraction}; for example {next(iter(names.values()))}"
+            f"{f'; {steps[0]}' if steps else ''}"
+        )
+
+
+def stem_of(source: Source, home: int) -> str:
+    """The part of the shards' names for an archive, or for the directory."""
+    if home == FOLDER:
+        return "files"
+    name = source.archives[home - 1].name
+    for suffix in (".tar.gz", ".tgz", ".tar"):
+        name = name.removesuffix(suffix)
+    stem = "".join(x if x.isalnum() or x in "_-" else "-" for x in name)
+    return f"{stem[-80:]}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+
+
+def write_homes(plan: Plan, source: Source, folder: Path, options: Options) -> None:
+    """Write the shards of all archives of this worker that are not complete."""
+    homes = [row[0] for row in plan.db.execute("select distinct home from pairs order by home")]
+    mine = homes[options.worker :: options.num_workers]
+    done = {row[0] for row in plan.db.execute("select home from finished")}
+    for file, size in plan.db.execute("select file, size from shards").fetchall():
+        written = folder / file
+        if written.exists() and written.stat().st_size != size:
+            raise ValueError(f"{written} has changed; remove {folder} and convert again")
+    gzipped = {n for n, x in enumerate(source.archives, start=1) if x.is_gzipped}
+    marks = ",".join(map(str, mine)) or "-1"
+    total = plan.one(f"select count(*) from pairs where home in ({marks})")
+    with (
+        closing(Waiting(folder)) as waiting,
+        closing(Reader(source, waiting, gzipped)) as reader,
+        tqdm(desc="writing shards", total=total, unit="pair", disable=None) as bar,
+    ):
+        for home in sorted({*mine, *gzipped}):
+            if home in done:
+                bar.update(plan.one("select count(*) from pairs where home = ?", home))
+            unfinished = [h for h in mine if h not in done and h >= home]
+            shards = None
+            if home in unfinished:
+                shards = Shards(plan, folder, home, stem_of(source, home))
+            try:
+                write_home(
+                    plan, source, home, (shards, reader, waiting), (bar, options, unfinished)
+                )
+            finally:
+                if shards:
+                    shards.abandon()
+
+
+def write_home(plan, source, home, parts, rest) -> None:
+    """Write the shards of one archive, and keep files of a gzipped one for later archives.
+
+    Args:
+        plan, source, home: of the conversion.
+        parts: (Shards or None if it has no pairs left, Reader, Waiting).
+        rest: (progress bar, options, homes that are not complete, from this one on).
+    """
+    shards, reader, waiting = parts
+    bar, options, unfinished = rest
+    pairs = (
+        enumerate(
+            plan.db.cursor().execute(
+                "select position, name, record from pairs where home = ? order by position, id",
+                (home,),
+            )
+        )
+        if shards
+        else iter(())
+    )
+    if shards and shards.start:
+        bar.update(sum(1 for _ in islice(pairs, shards.start)))
+    ahead = next(pairs, None)
+    if home in reader._gzipped:
+        first = ahead[1][0] if ahead else None
+        with Stream(source.archives[home - 1]) as stream:
+            for offset, size, until in needed(plan, home, unfinished, first):
+                waiting.put((home, offset), stream.at(offset, size), until)
+                while ahead and ahead[1][0] == offset:
+                    write_pair(plan, shards, reader, ahead, options)
+                    bar.update()
+                    ahead = next(pairs, None)
+                waiting.drop((home, offset))
+    count = shards.start if shards else 0
+    while ahead:
+        write_pair(plan, shards, reader, ahead, options)
+        bar.update()
+        ahead = next(pairs, None)
+    if shards:
+        count = plan.one("select count(*) from pairs where home = ?", home)
+        shards.finish(count)
+
+
+def needed(plan: Plan, archive: int, unfinished: list[int], first: int | None) -> Iterator[tuple]:
+    """The files of a gzipped archive that pairs to come need: (offset, size, last pair)."""
+    rows = plan.db.cursor().execute(
+        "select offset, size, home, position from needs where archive = ? order by offset",
+        (archive,),
+    )
+    homes = set(unfinished)
+    for offset, size, home, position in rows:
+        if home in homes and (home != archive or (first is not None and position >= first)):
+            yield offset, size, (home, position)
+
+
+def write_pair(
+    plan: Plan, shards: Shards, reader: Reader, numbered: tuple, options: Options
+) -> None:
+    """Read a pair and add it to the shards, or count it as one that is left out."""
+    number, (_, name, text) = numbered
+    record = json.loads(text)
+    try:
+        pair = reader.pair(record)
+    except ValueError as error:
+        plan.add_problem("write", "damaged", f"{name}: {one_line(error, 200)}")
+        check_damaged(plan, options)
+        return
+    if options.find_faults:
+        images = (pair.cells[role]["bytes"] for role in ("original", "edited"))
+        if faults := options.find_faults(*images, plan):
+            plan.add_problem("write", " and ".join(faults), name)
+            return
+    shards.add(pair, number)
+
+
+def check_damaged(plan: Plan, options: Options) -> None:
+    """Raise a ValueError if too many pairs are damaged."""
+    query = "select count(*), max(name) from problems where stage = 'write' and kind = 'damaged'"
+    count, name = plan.db.execute(query).fetchone()
+    pairs = plan.get("pairs")
+    if count > options.max_bad_fraction * pairs:
+        raise ValueError(
+            f"over {count - 1} of {pairs} pairs are damaged, more than --max_bad_fraction "
+            f"{options.max_bad_fraction}; for example {name}"
+        )
+
+
+def finish(plan: Plan, source: Source, output_dir: Path, options: Options) -> str:
+    """Move the shards into the output directory with their manifest; the summary."""
+    rows = plan.db.execute(
+        "select file, size, sha256, rows, home from shards order by home, number"
+    )
+    names = ["", *(archive.name for archive in source.archives)]
+    files = [
+        {"file": file, "size": size, "sha256": sha256, "rows": count, "archive": names[home]}
+        for file, size, sha256, count, home in rows
+    ]
+    if not files:
+        raise ValueError(f"--pairs {source.root}: no pair is left, so there is no shard")
+    counts = Counter(plan.get("left_out"))
+    rows = plan.db.execute(
+        "select kind, count(*) from problems where stage = 'write' group by kind"
+    )
+    counts.update(dict(rows.fetchall()))
+    examples = {}
+    for kind, name in plan.db.execute("select kind, name from problems"):
+        examples.setdefault(kind, []).append(name)
+    for old in read_manifest(output_dir):
+        if old["file"] not in {file["file"] for file in files}:
+            remove(output_dir / Path(old["file"]).name)
+    for file in files:
+        if (written := output_dir / UNFINISHED_DIR / file["file"]).exists():
+            written.rename(output_dir / file["file"])
+    left_out = {
+        kind: {"count": count, "examples": examples.get(kind, [])[:10]}
+        for kind, count in sorted(counts.items())
+    }
+    content = {
+        "sets": sets_of(source, plan),
+        "conversion": plan.get("conversion"),
+        "files": files,
+        "left_out": left_out,
+    }
+    write_text(output_dir / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    total = sum(file["rows"] for file in files)
+    lines = [f"wrote {total} pairs to {output_dir} (shards: {len(files)}; {MANIFEST} lists them)"]
+    for kind, found in left_out.items():
+        lines.append(f"left out    {found['count']} pairs, {kind}")
+        lines += [f"            {name}" for name in found["examples"][:3]]
+    return "\n".join(lines)

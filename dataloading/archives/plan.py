@@ -1,0 +1,479 @@
+"""Where each file and each pair of a set is: a small database in the output directory.
+
+The database has the offset of every file in every archive, and one record for each pair, in the
+order in which the shards are written. It is made once; a killed conversion continues with it.
+"""
+
+import json
+import os
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from dataloading.archives.index import has_images, is_index, read_rows
+from dataloading.archives.sets import (
+    X2EDIT,
+    IndexedSet,
+    Row,
+    find_set,
+    meaning_of,
+    split_name,
+)
+from dataloading.archives.tar import Archive, Stream, find_archives, list_members
+from diffusers_flax.messages import first_names
+
+FOLDER = 0  # "archive" of files that are in no archive
+MAX_RULES = 64  # ways from the paths of an index to the names of files
+MAX_SEARCHES = 50  # of one file among all files, to find such a way
+MAX_INDEXES = 5000
+MAX_NAMED = 10  # problems of one kind that are kept by name
+IMAGES = ("original", "edited", "mask", "reference")
+TABLES = """
+create table if not exists meta (key text primary key, value text);
+create table if not exists archives (id integer primary key, name text, stamp text);
+create table if not exists members (name text, archive integer, offset integer, size integer);
+create table if not exists pairs (
+    home integer, position integer, name text, record text, id integer primary key);
+create table if not exists needs (
+    archive integer, offset integer, size integer, home integer, position integer,
+    primary key (archive, offset)) without rowid;
+create table if not exists problems (stage text, kind text, name text);
+create table if not exists shards (
+    home integer, number integer, stop integer, file text, size integer, sha256 text, rows integer);
+create table if not exists finished (home integer primary key);
+"""
+
+
+class Source(NamedTuple):
+    """What a set consists of on disk."""
+
+    root: Path
+    archives: list[Archive]
+    indexes: list[tuple[Path, IndexedSet]]
+    files: list[Path]  # other files
+    ignored: list[str]  # files that look like an index, with the reason
+
+
+def walk(root: Path, skipped: Path) -> Iterator[Path]:
+    """The visible files below a directory by name; links are followed once."""
+    seen = set()
+    for folder, folders, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen or Path(real) == skipped:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if not name.startswith("."):
+                yield Path(folder, name)
+
+
+def find_source(path: Path, output_dir: Path) -> Source:
+    """Look up the archives, indexes and other files of --pairs.
+
+    Args:
+        path: directory, index or archive.
+        output_dir: is not searched.
+
+    Raises:
+        ValueError: there is nothing to read, or a part of an archive is missing.
+    """
+    root = path if path.is_dir() else path.parent
+    files = list(walk(root, output_dir.resolve()))
+    archives = find_archives(root, files)
+    in_archives = {part for archive in archives for part in archive.parts}
+    candidates = [file for file in files if is_index(file)]
+    if path.is_file():
+        if path in in_archives:
+            archives = [archive for archive in archives if path in archive.parts]
+            candidates, files = [], []
+        elif is_index(path):
+            candidates = [path]
+        else:
+            raise ValueError(f"--pairs {path} is neither an index nor an archive")
+    if len(candidates) > MAX_INDEXES:
+        raise ValueError(
+            f"--pairs {path} has {len(candidates)} files such as {candidates[0].name}; name the "
+            "index instead of the directory"
+        )
+    indexes, ignored = find_indexes(candidates)
+    if path in candidates and not indexes:
+        raise ValueError(f"--pairs {ignored[0]}")
+    if not indexes and not archives:
+        reasons = f" ({'; '.join(ignored[:3])})" if ignored else ""
+        raise ValueError(
+            f"--pairs {path} must be a .jsonl or .csv list, an index (.jsonl, .json, .parquet) "
+            "with its .tar, .tar.gz or .tgz archives or images, or a directory with original/, "
+            f"edited/ and captions.jsonl or captions.csv{reasons}"
+        )
+    known = in_archives | {file for file, _ in indexes}
+    loose = [file for file in files if file not in known] if indexes else []
+    return Source(root, archives, indexes, loose, ignored)
+
+
+def find_indexes(files: list[Path]) -> tuple[list[tuple[Path, IndexedSet]], list[str]]:
+    """The indexes with their sets, and why other files are none."""
+    indexes, ignored = [], []
+    mapped = "_with_local_source_image_path"
+    for file in files:
+        if file.with_name(f"{file.stem}{mapped}{file.suffix}") in files:
+            ignored.append(f"{file}: the file with{mapped} is read instead")
+        elif "preference" in file.stem:
+            ignored.append(f"{file}: preferences, not pairs to learn from")
+        elif has_images(file):
+            ignored.append(f"{file}: a shard with images; train on its directory as it is")
+        else:
+            row = next((row for _, row in read_rows(file) if isinstance(row, dict)), None)
+            if row and (known := find_set(row)):
+                indexes.append((file, known))
+            else:
+                keys = first_names(list(row)) if row else "no JSON objects"
+                ignored.append(f"{file}: no known keys of images and instruction ({keys})")
+    return indexes, ignored
+
+
+class Plan:
+    """The database; a context that closes it."""
+
+    def __init__(self, file: Path):
+        self.db = sqlite3.connect(file)
+        self.db.executescript("pragma synchronous = normal; pragma cache_size = -65536;" + TABLES)
+
+    def __enter__(self) -> "Plan":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.db.close()
+
+    def get(self, key: str):
+        """A value of the table meta, or None."""
+        row = self.db.execute("select value from meta where key = ?", (key,)).fetchone()
+        return row and json.loads(row[0])
+
+    def put(self, **values) -> None:
+        """Set values of the table meta."""
+        rows = [(key, json.dumps(value)) for key, value in values.items()]
+        self.db.executemany("insert or replace into meta values (?, ?)", rows)
+        self.db.commit()
+
+    def one(self, query: str, *values):
+        """The first value of a query."""
+        return self.db.execute(query, values).fetchone()[0]
+
+    def add_problem(self, stage: str, kind: str, name: str) -> None:
+        """Count a row or pair that is left out."""
+        self.db.execute("insert into problems values (?, ?, ?)", (stage, kind, name))
+
+    def check_archives(self, source: Source) -> None:
+        """Forget archives that have changed; raise a ValueError if pairs are planned with them."""
+        known = self.db.execute("select id, name, stamp from archives order by id").fetchall()
+        here = [(n, x.name, x.stamp()) for n, x in enumerate(source.archives, start=1)]
+        same = next((n for n, (a, b) in enumerate(zip(known, here)) if a != b), len(known))
+        if self.get("planned") and here != known:
+            changed = [*known[same:], *here[same:]][0][1]
+            raise ValueError(
+                f"{changed} has changed, come or gone since the conversion began; remove "
+                ".unfinished in --output_dir and convert again"
+            )
+        for table, column in (("archives", "id"), ("members", "archive")):
+            self.db.execute(f"delete from {table} where {column} > ?", (same,))
+        self.db.commit()
+
+    def take_inventory(self, source: Source) -> None:
+        """Read the headers of all archives that are not yet in the database.
+
+        Raises:
+            ValueError: an archive is damaged or hostile.
+        """
+        done = self.one("select count(*) from archives")
+        sizes = [sum(part.stat().st_size for part in x.parts) for x in source.archives]
+        bar = tqdm(
+            desc="listing archives", total=sum(sizes), unit="B", unit_scale=True, disable=None
+        )
+        with bar:
+            for number, archive in enumerate(source.archives, start=1):
+                if number <= done:
+                    bar.update(sizes[number - 1])
+                    continue
+                with Stream(archive) as stream:
+                    rows = self._counted(archive, stream, bar, number, sizes[number - 1])
+                    self.db.executemany("insert into members values (?, ?, ?, ?)", rows)
+                values = (number, archive.name, archive.stamp())
+                self.db.execute("insert into archives values (?, ?, ?)", values)
+                self.db.commit()
+        self.db.execute("delete from members where archive = ?", (FOLDER,))
+        names = ((file.relative_to(source.root).as_posix(), file) for file in source.files)
+        rows = ((name, FOLDER, 0, file.stat().st_size) for name, file in names)
+        self.db.executemany("insert into members values (?, ?, ?, ?)", rows)
+        self.db.execute("create index if not exists by_name on members (name)")
+        self.db.commit()
+
+    @staticmethod
+    def _counted(archive, stream, bar, number, total) -> Iterator[tuple]:
+        """Rows of the table members; moves the progress bar."""
+        shown = 0
+        for count, (name, offset, size) in enumerate(list_members(archive, stream)):
+            yield name.encode(errors="replace").decode(), number, offset, size
+            if count % 256 == 0:
+                now = min(stream.done if stream.size is None else offset, total)
+                bar.update(now - shown)
+                shown = now
+        bar.update(total - shown)
+
+    def make_pairs(self, source: Source, max_pairs: int | None) -> None:
+        """Find the files of every pair; the pairs of an earlier try are replaced.
+
+        Args:
+            source: inventoried.
+            max_pairs: only the first N; None: all.
+        """
+        for table in ("pairs", "needs", "problems"):
+            self.db.execute(f"delete from {table}")
+        self.db.execute("drop index if exists by_order")
+        gzipped = {n for n, x in enumerate(source.archives, start=1) if x.is_gzipped}
+        pairs = self._indexed(source) if source.indexes else self._samples(source)
+        bar, count, columns = tqdm(desc="finding pairs", unit="pair", disable=None), 0, set()
+        with bar:
+            for name, record in pairs:
+                if count == max_pairs:
+                    break
+                count += 1
+                self._add_pair(name, record, gzipped)
+                columns |= {role for role in ("mask", "reference") if record.get(role)}
+                if len(record.get("instruction") or ()) > 1:
+                    columns.add("instructions")
+                bar.update()
+        self.db.execute("create index by_order on pairs (home, position, id)")
+        self.put(columns=sorted(columns), pairs=count, planned=True)
+
+    def _add_pair(self, name: str, record: dict, gzipped: set[int]) -> None:
+        """Insert a pair; its home is the last gzipped archive that it needs, else the result's."""
+        places = [place for place in record.values() if is_place(place)]
+        streamed = [place[:3] for place in places if place[0] in gzipped]
+        home, position = max(streamed)[:2] if streamed else record["edited"][:2]
+        self.db.execute(
+            "insert into pairs (home, position, name, record) values (?, ?, ?, ?)",
+            (home, position, name, json.dumps(record)),
+        )
+        for archive, offset, size in streamed:
+            self.db.execute(
+                "insert into needs values (?, ?, ?, ?, ?) on conflict do update set "
+                "(home, position) = (excluded.home, excluded.position) "
+                "where (excluded.home, excluded.position) > (home, position)",
+                (archive, offset, size, home, position),
+            )
+
+    def _indexed(self, source: Source) -> Iterator[tuple[str, dict]]:
+        """(name, record) of each pair of the indexes, whose files are all there."""
+        finder, named = Finder(self, source), Counter()
+
+        def leave_out(kind, name):
+            named[kind] += 1
+            if named[kind] <= MAX_NAMED:
+                self.add_problem("plan", kind, name)
+
+        for file, known in source.indexes:
+            stem = file.name.partition(".")[0]
+            for place, row in read_rows(file):
+                name = f"{file.name} {place}"
+                try:
+                    if isinstance(row, str):
+                        raise ValueError(row)
+                    turns = list(known.rows(row, stem))
+                except (ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
+                    kind = "key missing" if isinstance(error, KeyError) else "not a pair"
+                    leave_out(kind, f"{name}: {error}")
+                    continue
+                for number, pair in enumerate(turns, start=1):
+                    turn = f"{name} turn {number}" if len(turns) > 1 else name
+                    try:
+                        yield turn, finder.record(pair, stem)
+                    except Absent as error:
+                        leave_out("no files here", f"{turn}: {error}")
+                    except ValueError as error:
+                        leave_out("a file is missing", f"{turn}: {error}")
+        self.put(left_out=named)
+
+    def _samples(self, source: Source) -> Iterator[tuple[str, dict]]:
+        """(name, record) of each sample of WebDataset: files in a row with one key."""
+        named = Counter()
+        query = "select archive, offset, size, name from members order by archive, offset"
+        rows = map(list, self.db.cursor().execute(query))
+        names = [archive.name for archive in source.archives]
+        for (number, key), files in groupby(rows, lambda row: (row[0], split_name(row[3])[0])):
+            for record in samples_of(list(files)):
+                name = f"{names[number - 1]} {key}"
+                texts = {"text", "json", "instruction"} & record.keys()
+                if {"original", "edited"} <= record.keys() and texts:
+                    yield name, record
+                    continue
+                kinds = [*record.pop("others", ()), *record]
+                wanted = {"original", "edited"} - record.keys() or {"instruction"}
+                kind = f"no {' or '.join(sorted(wanted))}"
+                named[kind] += 1
+                if named[kind] <= MAX_NAMED:
+                    self.add_problem("plan", kind, f"{name} has {first_names(kinds)}")
+        self.put(left_out=named)
+
+
+def is_place(value) -> bool:
+    """Whether a value of a record is the place of a file: [archive, offset, size, name]."""
+    return isinstance(value, list) and len(value) == 4 and isinstance(value[0], int)
+
+
+def samples_of(files: list[list]) -> Iterator[dict]:
+    """The records of files with one key; a second file of a kind begins another sample.
+
+    Some archives are several archives one after the other, with the same names.
+    """
+    record = {}
+    for place in files:
+        extension = split_name(place[3])[1]
+        meaning = meaning_of(extension)
+        if meaning in record or extension in record.get("others", ()):
+            yield record
+            record = {}
+        if meaning:
+            record[meaning] = place
+        else:
+            record.setdefault("others", []).append(extension)
+    if record:
+        yield record
+
+
+class Absent(ValueError):
+    """None of the files of a pair is here."""
+
+
+class Finder:
+    """Finds the files that an index names among the members of archives and the other files."""
+
+    def __init__(self, plan: Plan, source: Source):
+        self._db, self._names = plan.db, ["", *(archive.name for archive in source.archives)]
+        self._rules, self._searches = [(0, "")], 0
+
+    def record(self, row: Row, stem: str) -> dict:
+        """The record of a pair: places of files, and texts.
+
+        Raises:
+            Absent: none of its images is here.
+            ValueError: an image is missing or ambiguous, or there is no instruction.
+        """
+        record, missing = {}, []
+        for field in ("edited", "original", "mask", "reference"):
+            path = getattr(row, field)
+            if isinstance(path, dict):  # run lengths of a mask
+                record[field] = path
+            elif path:
+                hint = row.original_archive if field == "original" else row.edited_archive
+                near = record.get("edited", [None])[0]
+                place = self.place(path, hint, row.folder, (near, stem))
+                if place is None:
+                    missing.append(path)
+                else:
+                    record[field] = place
+        if not {"original", "edited"} & record.keys():
+            raise Absent(f"{row.edited} is in no archive or directory")
+        if missing:
+            raise ValueError(f"{missing[0]} is in no archive or directory")
+        for field in ("original", "edited"):
+            if field not in record:
+                raise ValueError(f"it has no {field} image")
+        texts = [text.strip() for text in row.instruction if isinstance(text, str) and text.strip()]
+        if not texts:
+            raise ValueError("it has no instruction")
+        record["instruction"] = texts
+        for field in ("original_prompt", "edited_prompt"):
+            if isinstance(text := getattr(row, field), str) and text:
+                record[field] = text
+        return record
+
+    def place(self, path: str, hint: str, folder: str, near: tuple) -> list | None:
+        """[archive, offset, size, name] of a file; None: it is not here.
+
+        Args:
+            path: as in the index; of a URL only the file's name counts.
+            hint: the archive that has it; "": any.
+            folder: that the path is relative to; "": not known.
+            near: (archive of the edited image, stem of the index), which decide between equals.
+
+        Raises:
+            ValueError: several different files fit.
+        """
+        if not isinstance(path, str):
+            raise ValueError(f"{str(path)[:40]} is not a path")
+        if "://" in path:
+            path = path.partition("?")[0].rpartition("/")[2]
+        parts = [part for part in PurePosixPath(path.replace("\\", "/")).parts if part != "/"]
+        inside = f"/{folder}/"
+
+        def fits_folder(x):
+            return inside in f"/{self._names[x[0]]}/{x[3]}"
+
+        wanted = [*folder.split("/"), *parts] if folder else parts
+        found = self._lookup(parts, hint, folder)
+        if folder and not any(map(fits_folder, found)):
+            found = []
+        if not found and self._searches < MAX_SEARCHES and self._learn(wanted):
+            found = self._lookup(parts, hint, folder)
+        if len(found) > 1:
+            stem = near[1]
+            for fits in (
+                lambda x: folder and fits_folder(x),
+                lambda x: x[0] == near[0],
+                lambda x: stem in self._names[x[0]],
+            ):
+                found = list(filter(fits, found)) or found
+            if len({x[2] for x in found}) > 1:
+                places = " and ".join(self._names[x[0]] or "the directory" for x in found[:2])
+                raise ValueError(f"{path} is in {places}, with different sizes")
+        return found[0] if found else None
+
+    def _lookup(self, parts: list[str], hint: str, folder: str) -> list[list]:
+        """The files that fit by the first rule that has some."""
+        paths = [[*folder.split("/"), *parts]] * bool(folder) + [parts]
+        for path in paths:
+            for strip, prefix in self._rules:
+                name = prefix + "/".join(path[strip:])
+                query = "select archive, offset, size, name from members where name = ?"
+                found = list(map(list, self._db.execute(query, (name,))))
+                if hint:
+                    found = [x for x in found if self._names[x[0]].endswith(hint)]
+                if found:
+                    return found
+        return []
+
+    def _learn(self, parts: list[str]) -> bool:
+        """Search a file among all files, and keep the way from its path to its name as a rule."""
+        self._searches += 1
+        escaped = parts[-1].replace("\\", "\\\\").replace("%", r"\%").replace("_", r"\_")
+        query = r"select distinct name from members where name like ? escape '\' or name = ?"
+        found = [row[0].split("/") for row in self._db.execute(query, (f"%/{escaped}", parts[-1]))]
+
+        def common(name):
+            pairs = zip(reversed(name), reversed(parts))
+            return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(name), len(parts)))
+
+        best = max(found, key=common, default=None)
+        if best is None or len(self._rules) == MAX_RULES:
+            return False
+        length = common(best)
+        if length == 1 < len(parts) and len(found) > 1:  # only the file's name, which is not unique
+            return False
+        prefix = "".join(f"{part}/" for part in best[:-length])
+        self._rules.append((len(parts) - length, prefix))
+        return True
+
+
+def sets_of(source: Source, plan: Plan) -> dict[str, str]:
+    """{name of a known set: its licence}; plan: with the inventory."""
+    if source.indexes:
+        return {known.name: known.licence for _, known in source.indexes if known.name}
+    query = "select exists (select 1 from members where name like '%.1.0.jpg')"
+    return {X2EDIT: "Apache-2.0"} if plan.one(query) else {}
