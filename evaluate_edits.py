@@ -16,7 +16,8 @@ as for training. --pairs_jsonl has lines {"input": "a.jpg", "instruction": "make
 last four are optional, paths are relative to the list, and docs/data.md has the table of keys.
 For pairs with masks, pixel metrics are also computed inside and outside of the mask.
 
---protocol magicbrush or emu_edit scores as the papers of these benchmarks do, on their test sets:
+--protocol magicbrush, emu_edit, gedit or imgedit scores as the papers of these benchmarks do, on
+their test sets. The last two have a judge, a model behind the API that --judge names:
 
     python evaluate_edits.py --model MODEL --protocol magicbrush --data_dir MagicBrush/test
 
@@ -34,50 +35,35 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import jax
 from tqdm import tqdm
 
 from command_line import ask_before_replacing, check_scale, check_seed, run_main
-from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.images import save_image
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
-from diffusers_flax.pipelines.sampling import timestep_options
 from diffusers_flax.schedulers.factory import check_scheduler
 from editing.benchmark_sets import add_final_turns, read_benchmark
 from editing.edits import check_model
 from editing.held_out import (
     Columns,
     check_pairs,
-    checksum_of_masks,
-    checksum_of_pairs,
     left_out,
     pairs_of_jsonl,
     pairs_of_shards,
     require_masks,
 )
+from editing.judging import JudgeFlags, check_judge_flags, judge_rows
 from editing.measuring import IMAGES, load_references, measure_baselines, measure_model
 from editing.metrics import Clip
-from editing.protocols import (
-    DINO,
-    PROTOCOLS,
-    VIT_L_14,
-    ScoreFlags,
-    left_out_scores,
-    metrics_of,
-)
+from editing.protocols import PROTOCOLS, VIT_L_14, ScoreFlags, left_out_scores
 from editing.report import grid_rows, write_report
 from editing.results import (
     RESULTS,
-    delta_checksum,
-    embedding_checksum,
     find_row,
     load_results,
-    lora_checksum,
     model_checksum,
     save_results,
-    tiny_vae_checksum,
+    settings_of_results,
 )
 from editing.scores import draw_extremes, score_tables
 from generating.flags import SamplingFlags, from_flags
@@ -119,8 +105,9 @@ class EvaluationFlags:
     resolution: int | None = None  # pixels, longer side; default: the models'
     batch_size: int = 1  # images per device at once
     # metrics
-    # directory or hub id; "": no CLIP; default: the protocol's, openai/clip-vit-large-patch14
-    clip_model: str | None = None
+    clip_model: str | None = (
+        None  # directory or hub id; "": none; default: ViT-L/14, or the protocol's
+    )
     # what computes CLIP: flax, on the first device, or torch, on the CPU; both in float32
     clip_backend: Literal["flax", "torch"] = "flax"
     # files
@@ -130,7 +117,7 @@ class EvaluationFlags:
 
 
 @dataclass(frozen=True)
-class Config(SamplingFlags, ScoreFlags, EvaluationFlags):
+class Config(SamplingFlags, JudgeFlags, ScoreFlags, EvaluationFlags):
     """Flags of the script. tyro lists the flags of the last base class first."""
 
 
@@ -167,6 +154,11 @@ def check_flags(config):
             f"--mask_feather {config.mask_feather} is for --use_masks; give both or none"
         )
     check_scheduler(config.scheduler)
+    if config.instruction_language != "en" and config.protocol != "gedit":
+        raise ValueError(
+            f"--instruction_language {config.instruction_language} is for --protocol gedit"
+        )
+    check_judge_flags(config, config.protocol in PROTOCOLS and PROTOCOLS[config.protocol].is_judged)
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
 
 
@@ -209,44 +201,6 @@ def check_compared_models(config, all_scales):
         raise ValueError(f"the models were made for different sizes ({sizes}); give --resolution")
     factor = max(found.factor for found in checked.values())
     return checked, resolutions[config.model[0]], factor
-
-
-def settings_of_results(config, pairs, resolution, factor):
-    """The settings that all rows of results.json share."""
-    devices = jax.local_devices()[: len(pairs)]
-    accelerate = parse(config.accelerate)
-    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
-    return {
-        "num_pairs": len(pairs),
-        "num_truths": sum(pair.edited is not None for pair in pairs),
-        "num_masks": sum(pair.mask is not None for pair in pairs) or None,
-        "checksum of the masks": checksum_of_masks(pairs),
-        "checksum of the pairs": checksum_of_pairs(pairs),
-        "num_inference_steps": steps["num_inference_steps"],
-        "resolution": resolution,
-        "multiple of sides": factor,
-        "scheduler": config.scheduler,
-        "timesteps": list(config.timesteps) or None,
-        "eta": config.eta,
-        "timestep_spacing": config.timestep_spacing,
-        "unet_delta": list(config.unet_delta) or None,
-        "checksum of the difference": delta_checksum(config.unet_delta),
-        "lora": list(config.lora) or None,
-        "checksum of the LoRAs": lora_checksum(config.lora),
-        "embedding": list(config.embedding) or None,
-        "checksum of the embeddings": embedding_checksum(config.embedding),
-        "accelerate": str(accelerate) or None,
-        "checksum of the TAESD": tiny_vae_checksum(accelerate),
-        "dtype": str(choose_dtype(config.dtype)),
-        "batch_size": config.batch_size,
-        "use_masks": config.use_masks or None,
-        "mask_feather": config.mask_feather or None,
-        "clip_model": config.clip_model or "none",
-        "protocol": config.protocol if config.protocol in PROTOCOLS else None,
-        "metrics": list(config.metrics) or None,
-        "dino_model": config.dino_model if set(metrics_of(config)) & DINO.keys() else None,
-        "devices": f"{len(devices)} x {devices[0].device_kind}",
-    }
 
 
 def missing_runs(config, all_scales, rows):
@@ -302,6 +256,10 @@ def run(config):
         for model, runs in todo.items():
             if runs:
                 measure_model(references, results, save, model, checked[model], runs, config, bar)
+    if protocol and protocol.is_judged:
+        bar = partial(tqdm, desc="judging", unit="answer")
+        images = config.output_dir / IMAGES
+        sentences = [*sentences, *judge_rows(results, pairs, config, save, images, bar)]
     rows = grid_rows([pair.instruction for pair in pairs])
     shown = [(i, pairs[i], references.sizes[i]) for i in rows]
     tables = score_tables(results, pairs, config.output_dir)

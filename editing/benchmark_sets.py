@@ -5,7 +5,8 @@
 
 MagicBrush: the folder of its test (edit_sessions.json, images/SESSION/FILE and, for CLIP-T,
 global_descriptions.json), its dev shards (img_id, turn_index), or a list, in which an edit whose
-input is the truth of another follows it. Emu Edit: its shards, or a list.
+input is the truth of another follows it. Emu Edit: its shards, or a list. GEdit-Bench: its shards,
+parquet or Arrow. ImgEdit-Bench: a folder with basic_edit.json and the images that it names.
 """
 
 import re
@@ -25,6 +26,8 @@ SESSIONS, CAPTIONS = "edit_sessions.json", "global_descriptions.json"
 FINAL = "_final"  # part of MagicBrush, see editing/protocols.py
 FINAL_INDEX = 1 << 30  # added to the index of an edit of a result
 EMU_EDIT_COLUMNS = ("image", "instruction", "input_caption", "output_caption", "task")
+GEDIT_COLUMNS = ("input_image_raw", "instruction", "task_type", "key", "instruction_language")
+IMGEDIT_LIST = "basic_edit.json"
 NAME = re.compile(r"[\w-]+")  # of a session, in names of files
 
 
@@ -48,9 +51,15 @@ def read_benchmark(config):
         if (folder / SESSIONS).is_file():
             return magicbrush_test(folder, limit)
         return magicbrush_shards(folder, limit)
+    if config.protocol == "emu_edit":
+        if config.pairs_jsonl:
+            return pairs_of_jsonl(config.pairs_jsonl, limit)
+        return emu_edit_shards(Path(config.data_dir), limit)
     if config.pairs_jsonl:
-        return pairs_of_jsonl(config.pairs_jsonl, limit)
-    return emu_edit_shards(Path(config.data_dir), limit)
+        raise ValueError(f"--protocol {config.protocol} reads --data_dir, not --pairs_jsonl")
+    if config.protocol == "gedit":
+        return gedit_shards(Path(config.data_dir), config.instruction_language, limit)
+    return imgedit_folder(Path(config.data_dir), limit)
 
 
 def result_key(session, turn, is_final=False):
@@ -217,11 +226,67 @@ def emu_edit_shards(folder, limit=None):
     return pairs
 
 
+def gedit_shards(folder, language, limit=None):
+    """The edits of GEdit-Bench in a language, "en" or "cn"."""
+    pairs = []
+    for name, row in rows_of_shards(folder, GEDIT_COLUMNS, required=len(GEDIT_COLUMNS)):
+        if len(pairs) == limit:
+            break
+        image, instruction, task, key, language_of_row = row
+        if language_of_row != language:
+            continue
+        if not all(isinstance(x, str) and NAME.fullmatch(x) for x in (task, key)):
+            raise ValueError(f"{name}: task_type {task} and key {key} cannot name files")
+        if not image or not instruction:
+            raise ValueError(f"{name} has no image or no instruction")
+        result = f"fullset/{task}/{language}/{key}"
+        pairs.append(HeldOutPair(len(pairs), name, instruction, image, key=result, group=task))
+    if not pairs:
+        raise ValueError(f"--data_dir {folder} has no row in the language {language}")
+    return pairs
+
+
+def imgedit_folder(folder, limit=None):
+    """The edits of ImgEdit-Bench's basic suite: {key: {"id", "prompt", "edit_type"}} and images.
+
+    The images are in the list's folder or in one of the folders in it.
+    """
+    file = folder / IMGEDIT_LIST
+    if not file.is_file():
+        raise ValueError(
+            f"--data_dir {folder} has no {IMGEDIT_LIST}; copy it there from Benchmark/Basic of "
+            "github.com/PKU-YuanGroup/ImgEdit, beside the images of Benchmark.tar"
+        )
+    pairs, roots = [], [folder, *sorted(x for x in folder.iterdir() if x.is_dir())]
+    for key, entry in read_json(file).items():
+        if len(pairs) == limit:
+            break
+        place = f"{file}: {key}"
+        try:
+            image, instruction, kind = (entry[name] for name in ("id", "prompt", "edit_type"))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{place} lacks {error}; it has id, prompt and edit_type") from error
+        if not NAME.fullmatch(key) or not all(
+            isinstance(x, str) and x for x in (image, instruction, kind)
+        ):
+            raise ValueError(f"{place} cannot name a file, or id, prompt or edit_type is no text")
+        root = next((x for x in roots if (x / image).is_file()), folder)
+        try:
+            data = read_beside(root, image)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        path = str(root / image)
+        pairs.append(HeldOutPair(len(pairs), path, instruction, data, key=key, group=kind))
+    if not pairs:
+        raise ValueError(f"{file} has no edits")
+    return pairs
+
+
 def rows_of_shards(folder, columns, required=2):
-    """Rows of all shards of a directory.
+    """Rows of all shards of a directory, parquet or Arrow.
 
     Args:
-        folder: of *.parquet files.
+        folder: of *.parquet or *.arrow files.
         columns: names; the first is of the image.
         required: number of columns that must exist; the values of others are None.
 
@@ -231,25 +296,44 @@ def rows_of_shards(folder, columns, required=2):
     Raises:
         ValueError: there are no shards, they cannot be read, or lack a required column.
     """
-    if not (files := shard_files(folder)):
-        raise ValueError(f"--data_dir {folder} contains no *.parquet file; name the shards' folder")
+    if not (files := shard_files(folder) or sorted(folder.glob("[!.]*.arrow"))):
+        raise ValueError(
+            f"--data_dir {folder} contains no *.parquet or *.arrow file; name the shards' folder"
+        )
     for path in files:
         try:
-            names = pq.read_schema(path).names
+            names, batches = open_shard(path, columns)
+            if missing := [name for name in columns[:required] if name not in names]:
+                raise ValueError(
+                    f"{path} has no column {missing[0]}; it has {', '.join(names)}: name the "
+                    "shards of the set that --protocol says"
+                )
+            number = 0
+            for batch in batches:
+                for row in batch.to_pylist():
+                    name, number = f"{path} row {number}", number + 1
+                    yield name, [encoded(row.get(x), path, name) for x in columns]
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{path} cannot be read: {one_line(error, 200)}") from error
-        if missing := [name for name in columns[:required] if name not in names]:
-            raise ValueError(
-                f"{path} has no column {missing[0]}; it has {', '.join(names)}: name the shards of "
-                "the set that --protocol says"
-            )
-        present, number = [name for name in columns if name in names], 0
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=16, columns=present):
-                for row in batch.to_pylist():
-                    name = f"{path} row {number}"
-                    number += 1
-                    yield name, [encoded(row.get(x), path, name) for x in columns]
+
+
+def open_shard(path, columns):
+    """(names of its columns, iterator of batches with those of `columns` that exist)."""
+    if path.suffix == ".parquet":
+        file = pq.ParquetFile(path)
+        names = file.schema_arrow.names
+        wanted = [name for name in columns if name in names]
+        return names, file.iter_batches(batch_size=16, columns=wanted)
+    with open(path, "rb") as opened:
+        is_file = opened.read(6) == b"ARROW1"
+    source = pa.memory_map(str(path))
+    if is_file:
+        reader = pa.ipc.open_file(source)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        reader = batches = pa.ipc.open_stream(source)  # as `datasets` writes
+    names = reader.schema.names
+    return names, (batch.select([x for x in columns if x in names]) for batch in batches)
 
 
 def encoded(cell, path, name):

@@ -55,6 +55,11 @@ class References:
     scorer: Scorer | None = None  # of a protocol's metrics, or of more metrics
     is_protocol: bool = False  # whether the scorer's metrics are all
 
+    @property
+    def has_metrics(self):
+        """False if only a judge scores the results."""
+        return self.scorer is not None or not self.is_protocol
+
 
 def load_references(pairs, clip, resolution, factor, config, is_needed=True):
     """The References for pairs at a resolution.
@@ -149,7 +154,7 @@ def measure_baselines(references, results):
 
     The first row of a model saves them too: a model that cannot be loaded changes no file.
     """
-    for name in BASELINES:
+    for name in BASELINES if references.has_metrics else ():
         if find_row(results["baselines"], baseline=name) is None:
             make = {
                 "copied input": lambda pair, size: pair.fitted_original(size),
@@ -173,7 +178,7 @@ def measure_vae(references, results, save, model, pipeline, params):
 
     params = jax.device_put(params, jax.local_devices()[0])
     makes = (lambda pair, size: through_vae(pair.fitted_original(size)), of_edited)
-    for name, make in zip(VAE_BASELINES, makes):
+    for name, make in zip(VAE_BASELINES, makes) if references.has_metrics else ():
         if find_row(results["baselines"], baseline=name, model=model) is None:
             row = measure_baseline(references, make)
             if row["num_pairs"]:

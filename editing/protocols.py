@@ -85,6 +85,25 @@ PROTOCOLS = {
         },
         clip_model=VIT_B_32,
     ),
+    "gedit": Protocol(
+        title="GEdit-Bench",
+        source="arXiv 2504.17761, section 5; github.com/stepfun-ai/Step1X-Edit",
+        says="A judge's scores from 0 to 10 of the input and the result, both scaled to 512 x 512 "
+        "pixels of area: G_SC, the least of two scores of the edit; G_PQ, the least of two scores "
+        "of the result's look; G_O, the root of their product. Means of the means of the tasks.",
+        metrics={"semantics": "G_SC", "quality": "G_PQ", "overall": "G_O"},
+        clip_model="",
+        is_judged=True,
+    ),
+    "imgedit": Protocol(
+        title="ImgEdit-Bench, basic suite",
+        source="arXiv 2505.20275, section 4; github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic",
+        says="The mean of a judge's three scores from 1 to 5 of the input and the result. Means of "
+        "the means of the types of edits.",
+        metrics={"overall": "overall"},
+        clip_model="",
+        is_judged=True,
+    ),
 }
 
 
@@ -93,7 +112,10 @@ class ScoreFlags:
     """Which scores: of a paper's protocol, and more metrics."""
 
     # instruct_pix2pix: curves of CLIP similarities; others: docs/evaluation.md
-    protocol: Literal["instruct_pix2pix", "magicbrush", "emu_edit"] = "instruct_pix2pix"
+    protocol: Literal["instruct_pix2pix", "magicbrush", "emu_edit", "gedit", "imgedit"] = (
+        "instruct_pix2pix"
+    )
+    instruction_language: Literal["en", "cn"] = "en"  # of --protocol gedit
     # more metrics, of results and truths; lpips needs requirements-metrics.txt
     metrics: tuple[Literal["dino", "lpips", "ssim"], ...] = ()
     # DINO ViT/16 for the protocols and --metrics dino: directory or hub id; "": no DINO
@@ -107,7 +129,8 @@ def metrics_of(config):
         config: ScoreFlags, with clip_model.
     """
     protocol = PROTOCOLS.get(config.protocol)
-    names = dict.fromkeys([*(protocol.metrics if protocol else ()), *config.metrics])
+    measured = protocol.metrics if protocol and not protocol.is_judged else ()
+    names = dict.fromkeys([*measured, *config.metrics])
     unwanted = (*(() if config.dino_model else DINO), *(() if config.clip_model else CLIP))
     return tuple(name for name in names if name not in unwanted)
 
@@ -131,6 +154,13 @@ def left_out_scores(pairs, protocol, config):
     Raises:
         ValueError: nothing can be measured.
     """
+    if protocol.is_judged:
+        if config.metrics or config.clip_model:
+            raise ValueError(
+                f"--protocol {config.protocol} has no true images; leave --metrics and "
+                "--clip_model out"
+            )
+        return []
     used, sentences = metrics_of(config), []
     headings = {**EXTRA, **protocol.metrics}
     for name in protocol.metrics.keys() - set(used):

@@ -5,6 +5,10 @@ import os
 import zlib
 from pathlib import Path
 
+import jax
+
+from diffusers_flax.acceleration.plans import parse
+from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.loading.directories import COMPONENTS, INDEX_NAME
 from diffusers_flax.loading.embeddings import EMBEDDING_FILES, split_token
 from diffusers_flax.loading.files import write_text
@@ -13,10 +17,51 @@ from diffusers_flax.loading.lora import find_lora, split_weight
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.loading.unet_delta import split_specs, unet_files
 from diffusers_flax.messages import differences, one_line
+from diffusers_flax.pipelines.sampling import timestep_options
+from editing.held_out import checksum_of_masks, checksum_of_pairs
+from editing.protocols import DINO, PROTOCOLS, metrics_of
 
 RESULTS = "results.json"
 # Settings that may differ from earlier results: masks do not change the other metrics.
 MASK_SETTINGS = ("num_masks", "checksum of the masks")
+
+
+def settings_of_results(config, pairs, resolution, factor):
+    """The settings that all rows of results.json share."""
+    devices = jax.local_devices()[: len(pairs)]
+    accelerate = parse(config.accelerate)
+    steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
+    return {
+        "num_pairs": len(pairs),
+        "num_truths": sum(pair.edited is not None for pair in pairs),
+        "num_masks": sum(pair.mask is not None for pair in pairs) or None,
+        "checksum of the masks": checksum_of_masks(pairs),
+        "checksum of the pairs": checksum_of_pairs(pairs),
+        "num_inference_steps": steps["num_inference_steps"],
+        "resolution": resolution,
+        "multiple of sides": factor,
+        "scheduler": config.scheduler,
+        "timesteps": list(config.timesteps) or None,
+        "eta": config.eta,
+        "timestep_spacing": config.timestep_spacing,
+        "unet_delta": list(config.unet_delta) or None,
+        "checksum of the difference": delta_checksum(config.unet_delta),
+        "lora": list(config.lora) or None,
+        "checksum of the LoRAs": lora_checksum(config.lora),
+        "embedding": list(config.embedding) or None,
+        "checksum of the embeddings": embedding_checksum(config.embedding),
+        "accelerate": str(accelerate) or None,
+        "checksum of the TAESD": tiny_vae_checksum(accelerate),
+        "dtype": str(choose_dtype(config.dtype)),
+        "batch_size": config.batch_size,
+        "use_masks": config.use_masks or None,
+        "mask_feather": config.mask_feather or None,
+        "clip_model": config.clip_model or "none",
+        "protocol": config.protocol if config.protocol in PROTOCOLS else None,
+        "metrics": list(config.metrics) or None,
+        "dino_model": config.dino_model if set(metrics_of(config)) & DINO.keys() else None,
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+    }
 
 
 def load_results(output_dir, settings, checksums, overwrite):

@@ -27,6 +27,7 @@ from generating.captions import GRID_MARGIN, captioned, tile_grid
 NUM_EXTREMES = 4  # of the best and of the worst results
 # Metrics that rank results, the first that is known; 1: the most is best, -1: the least
 RANKED = {
+    "overall": 1,
     "direction_similarity": 1,
     "dino": 1,
     "truth_similarity": 1,
@@ -74,7 +75,24 @@ def score_tables(results, pairs, output_dir):
         if shown:
             lines += part_title(title, part, pairs)
             lines += interval_table(results, all_values, shown, pairs, names, protocol)
+    if protocol and protocol.is_judged and any("overall" in x[0] for x in all_values.values()):
+        lines += group_table(all_values, pairs, names)
     return lines
+
+
+def group_table(all_values, pairs, names):
+    """Lines of a table of the overall score of each group of edits; arguments: interval_table."""
+    groups = sorted({pair.group for pair in pairs})
+    numbers = [f"{group} ({sum(pair.group == group for pair in pairs)})" for group in groups]
+    lines = table_head(("overall", "guidance", "image guidance", *numbers))
+    for (model, *scales), values in all_values.items():
+        mine = over_rows(values, "overall")
+        cells = [names[model], *map(str, scales)]
+        for group in groups:
+            mean = mean_over(mine[[pair.group == group for pair in pairs]])
+            cells.append("" if mean is None else f"{mean:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return ["Overall scores by kind of edit, and numbers of edits:", "", *lines, ""]
 
 
 def part_title(title, part, pairs):
