@@ -34,8 +34,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
@@ -44,6 +42,7 @@ from dataloading.archives.convert import Options, convert_archives, is_archived
 from dataloading.dataset import ParquetImagePairs
 from dataloading.decoding import decode_pair, place_mask
 from dataloading.images import crop_image, decode_image
+from dataloading.mixture import first_metadata
 from dataloading.options import Columns
 from dataloading.pairs import write_pairs
 from dataloading.shards import (
@@ -58,7 +57,6 @@ from dataloading.shards import (
     list_row_groups,
     pair_at,
     read_row_group,
-    shard_files,
 )
 from diffusers_flax.images import open_image, save_image
 from generating.captions import captioned, tile_grid
@@ -256,10 +254,12 @@ def check_flags(config: Config) -> None:
 
 def masks_to_check(config: Config) -> str | None:
     """The column of masks to check; None if there are no masks."""
+    shard = first_metadata(config.train_data_dir)
+    if shard is None:  # list_row_groups says what is wrong
+        return config.mask_column or None
     try:
-        path = shard_files(Path(config.train_data_dir))[0]
-        find_mask_column(pq.read_schema(path), path)
-    except (pa.ArrowException, OSError, IndexError, ValueError):
+        find_mask_column(shard.schema.to_arrow_schema(), config.train_data_dir)
+    except ValueError:
         return config.mask_column or None
     return config.mask_column
 

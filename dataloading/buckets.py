@@ -24,6 +24,7 @@ from dataloading.shards import (
     read_column,
     read_images,
 )
+from dataloading.streaming import is_remote
 from diffusers_flax.loading.files import save_whole
 from diffusers_flax.messages import one_line, warn_once
 
@@ -172,6 +173,11 @@ def stored_sizes(
             return np.full((num_rows, 2), latents["resolution"])
         sizes = np.flip(latents["sizes"], axis=1)  # heights and widths
         return np.concatenate([sizes[read_size_column(group)] for group in groups])
+    if is_remote(groups[0].path):
+        raise ValueError(
+            f"{BUCKETS} reads all images of {groups[0].path.parent} before training; download them "
+            "with script.py and script.sh first"
+        )
     shards = list({group.path: group for group in groups}.values())
     sizes_of = {shard.path: load_sizes(shard) for shard in shards}
     missing = [shard for shard in shards if sizes_of[shard.path] is None]
@@ -199,7 +205,7 @@ def stored_sizes(
 
 def read_size_column(group: RowGroup) -> np.ndarray:
     """Index of the size of each row of a row group of latents."""
-    with open_row_group(group) as file:
+    with open_row_group(group, [SIZE]) as file:
         parts = [part.to_numpy() for part in read_column(file, group, SIZE)]
     return np.concatenate(parts)[: group.num_rows]
 
@@ -214,7 +220,7 @@ def read_sizes(shard: RowGroup) -> tuple[np.ndarray, bool]:
     row, are_in_shard = 0, True
     for index in range(shard.metadata.num_row_groups):
         group = shard._replace(index=index)
-        with open_row_group(group) as file:
+        with open_row_group(group, group.columns[:1]) as file:
             images = read_images(file, group, group.columns[0], spare)
         are_in_shard &= isinstance(images, ImageColumn) or not images.has_files()
         for position in range(len(images)):

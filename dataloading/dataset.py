@@ -18,11 +18,13 @@ import numpy as np
 from dataloading.buckets import size_name
 from dataloading.options import Columns, Processes, Reading, Transform, check_at_least
 from dataloading.reading import BatchRow, StoredPairs, decode_batches, stream_settings
+from dataloading.streaming import changed_files
 from diffusers_flax.messages import differences
 
 # Parts of an epoch. A process holds a window of row groups in memory for each part that it reads.
 # Fewer parts need less memory in one process; with many processes, more parts mean less reading.
 DEFAULT_PARTS = 4
+BATCHES_BEFORE_END = 16  # of an epoch, when a stream begins to fetch the next one
 MIN_LEFT_OUT = 0.01  # fraction of unused pairs above which a better batch size is suggested
 
 
@@ -88,13 +90,14 @@ class ParquetImagePairs(StoredPairs):
     ahead, one of its columns twice while it is read; `prefetch_batches` batches. With sizes also up
     to GROUPS_READ_AGAIN row groups with undecodable pairs, and the encoded pairs of incomplete
     batches. With one part and shared shards these are less than a batch per size; else a few row
-    groups, or most pairs if shards are sorted by aspect ratio.
+    groups, or most pairs if shards are sorted by aspect ratio. For streamed shards also
+    CACHE_BYTES and READ_AHEAD_BYTES of streaming.py.
 
     `state_dict()` is the position after the last batch yielded. A dataset with the same arguments
     that loads it continues with the next batch, bit for bit.
 
     Args:
-        train_data_dir: directory of *.parquet files.
+        train_data_dir: directory of *.parquet files, or a URL, see streaming.list_files.
         batch_size: pairs per batch of this process.
         columns, transform, processes, reading: see options.py.
         seed: at least 0.
@@ -241,7 +244,9 @@ class ParquetImagePairs(StoredPairs):
 
     def state_dict(self) -> dict:
         """Position and identity of the stream of batches; the same on every process."""
-        return {"epoch": self.epoch, "batch": self._next_batch, **self._stream_identity}
+        versions = {"versions": self.versions} if self.versions else {}
+        position = {"epoch": self.epoch, "batch": self._next_batch}
+        return position | versions | self._stream_identity
 
     def load_state_dict(self, state: dict) -> None:
         """Continue the next iteration at the position of a `state_dict`.
@@ -249,7 +254,8 @@ class ParquetImagePairs(StoredPairs):
         Raises:
             ValueError: the state belongs to another stream; names all differences.
         """
-        if different := differences(state, self._stream_identity):
+        different = differences(state, self._stream_identity)
+        if different := changed_files(state.get("versions"), self.versions) + different:
             raise ValueError(
                 f"cannot resume the data: {'; '.join(different)}"
                 + (" (other shards)" if state.get("data") != self._stream_identity["data"] else "")
@@ -262,17 +268,21 @@ class ParquetImagePairs(StoredPairs):
         self.epoch, self._first_batch = state["epoch"], state["batch"]
         self._next_batch = self._first_batch
 
+    def _shuffle(self, epoch: int) -> "Epoch":
+        """The Epoch of a number."""
+        return self._partition.shuffle(
+            [group.num_rows for group in self.groups],
+            self.seed,
+            epoch,
+            self.reading.shuffle_buffer,
+            self.directory_sizes,
+        )
+
     def __iter__(self) -> Iterator[dict]:
         refuse_torch_workers()
         start, self._first_batch = self._first_batch, 0
         self._next_batch = start
-        order, read_steps, draws = self._partition.shuffle(
-            [group.num_rows for group in self.groups],
-            self.seed,
-            self.epoch,
-            self.reading.shuffle_buffer,
-            self.directory_sizes,
-        )
+        order, read_steps, draws = self._shuffle(self.epoch)
         if self.directory_sizes:
             found = self.read_waiting(order[start:], np.maximum(read_steps[start:] - start, 0))
         else:
@@ -284,6 +294,8 @@ class ParquetImagePairs(StoredPairs):
         with contextlib.closing(batches):
             for step, batch in enumerate(batches, start=start + 1):
                 self._next_batch = step
+                if self.is_streamed and step == max(start + 1, len(self) - BATCHES_BEFORE_END):
+                    self.fetch_ahead(self._shuffle(self.epoch + 1).order)
                 if step == len(self):
                     self.epoch, self._next_batch = self.epoch + 1, 0
                 yield batch

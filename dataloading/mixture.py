@@ -29,6 +29,7 @@ from dataloading.shards import (
     latents_metadata,
     shard_files,
 )
+from dataloading.streaming import changed_files, is_remote, read_footer
 from diffusers_flax.messages import differences
 
 DRAWS_PER_COUNT = 4  # numbers per value of Philox's counter
@@ -61,8 +62,8 @@ class Mixture:
     that loads it continues with the next batch, bit for bit.
 
     Args:
-        train_data_dirs: directories of *.parquet files, all with images or all with latents of one
-            VAE and size.
+        train_data_dirs: directories or URLs of *.parquet files, all with images or all with
+            latents of one VAE and size.
         weights: above 0, one per directory; (): the numbers of pairs.
         batch_size: pairs per batch of this process.
         columns: a name applies to the sets that have this column; other sets use known names. With
@@ -109,6 +110,11 @@ class Mixture:
         self.shares = (weights / weights.sum()).tolist()
         self.train_data_dir = ", ".join(map(str, train_data_dirs))
         self.names = distinct_names(train_data_dirs)
+        self.versions = {
+            f"{name}/{shard}": version
+            for name, pairs in zip(self.names, self.sets)
+            for shard, version in pairs.versions.items()
+        }
         self.batch_size, self.global_batch_size = batch_size, batch_size * processes.process_count
         self.seed, self.reading = seed, reading
         # Of a global batch: this process's rows, and for each set the rows that draw from the
@@ -234,7 +240,8 @@ class Mixture:
 
     def state_dict(self) -> dict:
         """Position and identity of the stream of batches; the same on every process."""
-        return {"step": self._step, **self._stream_identity}
+        versions = {"versions": self.versions} if self.versions else {}
+        return {"step": self._step, **versions, **self._stream_identity}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue the next iteration at the position of a `state_dict`.
@@ -242,7 +249,8 @@ class Mixture:
         Raises:
             ValueError: the state belongs to another stream; names all differences.
         """
-        if different := differences(state, self._stream_identity):
+        different = differences(state, self._stream_identity)
+        if different := changed_files(state.get("versions"), self.versions) + different:
             raise ValueError(f"cannot resume the data: {'; '.join(different)}")
         if not state["step"] >= 0:
             raise ValueError(f"step={state['step']} is not a position in a stream of batches")
@@ -412,7 +420,8 @@ def is_without_its_masks(shard: pq.FileMetaData | None) -> bool:
 def first_metadata(directory: str) -> pq.FileMetaData | None:
     """The metadata of a directory's first shard; None if it cannot be read."""
     try:
-        return pq.read_metadata(shard_files(Path(directory))[0])
+        path = shard_files(directory)[0]
+        return read_footer(path) if is_remote(directory) else pq.read_metadata(path)
     except (pa.ArrowException, OSError, IndexError):  # list_row_groups says what is wrong
         return None
 

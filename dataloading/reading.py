@@ -32,7 +32,15 @@ from dataloading.shards import (
     read_row_group,
     shard_ids,
     source_columns,
+    start_fetching,
     take_first_rows,
+)
+from dataloading.streaming import (
+    MAX_GROUPS_AHEAD,
+    NUM_READERS,
+    READ_AHEAD_BYTES,
+    is_remote,
+    versions_of,
 )
 
 MIN_ROWS_FOR_BAD_FRACTION = 1000  # max_bad_fraction is tested as if at least this many were read
@@ -55,13 +63,15 @@ class StoredPairs:
     """The pairs of one directory: reads them ahead, decodes them, replaces undecodable ones.
 
     Args:
-        train_data_dir: directory of *.parquet files.
+        train_data_dir: directory of *.parquet files, or a URL, see streaming.list_files.
         columns, transform, processes, reading: see options.py.
         masks: batches have masks; zeros if columns.mask is None.
 
     Attributes:
         groups: the row groups of this process's directory.
         directories: see gather_directories.
+        is_streamed: whether the directory is a URL.
+        versions: of streamed shards that all processes read, see streaming.versions_of.
         directory_rows: rows of each directory.
         num_rows: rows over all processes.
         latents: latents_metadata of the shards, None if they have images.
@@ -102,6 +112,8 @@ class StoredPairs:
                 processes.all_gather(np.array([0], np.int32))
             raise
         self.directories = gather_directories(shards, processes.all_gather)
+        is_shared = len(self.directories) == 1  # else versions differ between processes
+        self.versions = versions_of(shards.values()) if is_shared else {}
         self.directory_rows = [sum(rows for *_, rows in shards) for shards in self.directories]
         if reading.max_rows is not None:
             share = reading.max_rows // len(self.directories)
@@ -112,6 +124,12 @@ class StoredPairs:
         self.bad_rows: dict[tuple[str, int], str] = {}
         self._first_rows = np.cumsum([0] + [group.num_rows for group in self.groups])
         self._spare_buffers: list[np.ndarray] = []  # for reuse by read_row_group
+        self.is_streamed = is_remote(train_data_dir)
+        self._num_readers, self._more_ahead = 1, 0  # threads; row groups ahead besides the next
+        if self.is_streamed:
+            largest = max(g.metadata.row_group(g.index).total_byte_size for g in self.groups)
+            self._num_readers = NUM_READERS
+            self._more_ahead = min(READ_AHEAD_BYTES // largest, MAX_GROUPS_AHEAD)
         # {(row group, size): pair} of row groups without a decodable pair of the size.
         self._replacements: dict[tuple[int, int], Pair] = {}
         # With sizes an undecodable pair comes without its row group, which more pairs may need.
@@ -198,7 +216,7 @@ class StoredPairs:
         """Yield the rows of each batch with the cells of their row groups.
 
         A row group stays in memory from its first batch in an order to its last. One row group is
-        read ahead, also of the next order.
+        read ahead, also of the next order; of streamed shards READ_AHEAD_BYTES.
 
         Args:
             orders: integers (num_batches, B) each, rows of the directory.
@@ -208,14 +226,21 @@ class StoredPairs:
         readings = itertools.chain.from_iterable(plan.readings for plan in plans_to_read)
         loaded: dict[tuple[int, int], Future] = {}
         newest_step = -1  # at which the row group submitted last is needed
-        loader = ThreadPoolExecutor(1, "parquet-row-group")
+        ahead = deque()  # steps of the row groups that are not needed yet
+        loader = ThreadPoolExecutor(self._num_readers, "parquet-row-group")
         try:
             for plan in plans:
                 for step, (rows, needed) in enumerate(
                     zip(plan.order, plan.groups), plan.first_step
                 ):
-                    while newest_step <= step and (reading := next(readings, None)):
+                    while ahead and ahead[0] <= step:
+                        ahead.popleft()
+                    while (newest_step <= step or len(ahead) < self._more_ahead) and (
+                        reading := next(readings, None)
+                    ):
                         newest_step, key = reading
+                        if newest_step > step:
+                            ahead.append(newest_step)
                         if key not in loaded:
                             group = self.groups[key[1]]
                             loaded[key] = loader.submit(read_row_group, group, self._spare_buffers)
@@ -228,6 +253,12 @@ class StoredPairs:
                             del loaded[plan.number, g]
         finally:
             loader.shutdown(cancel_futures=True)
+
+    def fetch_ahead(self, order: np.ndarray) -> None:
+        """Begin to fetch the first row groups of an order of a streamed directory."""
+        groups = np.searchsorted(self._first_rows, order.ravel(), side="right") - 1
+        for g in list(dict.fromkeys(groups.tolist()))[: self._more_ahead + 1]:
+            start_fetching(self.groups[g])
 
     def read_waiting(
         self, order: np.ndarray, read_steps: np.ndarray

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from fnmatch import fnmatchcase
@@ -382,6 +383,49 @@ def format_range(values, unit=""):
     return low if low == high else f"{low} to {high}"
 
 
+class Unanswered(Exception):
+    """A request without a good answer that may get one later."""
+
+    def __init__(self, reason, wait=None):
+        """wait: seconds that the server asks to wait; None: it does not say."""
+        super().__init__(reason)
+        self.wait = wait
+
+
+def with_retries(address, attempt, pause=1, outage_wait=MAX_OUTAGE_WAIT):
+    """Call attempt() again, after growing pauses, while it raises Unanswered.
+
+    Args:
+        address: for messages.
+        attempt: function that makes a request.
+        pause: seconds before the first repetition.
+        outage_wait: seconds to wait in all, where the server does not say how long.
+
+    Raises:
+        ValueError: no answer within MAX_REQUESTED_WAIT or outage_wait seconds.
+    """
+    wait_left, outage_left = MAX_REQUESTED_WAIT, outage_wait
+    while True:
+        try:
+            return attempt()
+        except Unanswered as failure:
+            reason, requested = failure, failure.wait
+        if requested is None:
+            wait, pause, outage_left = pause, min(2 * pause, 16), outage_left - pause
+        else:
+            wait, wait_left = requested, wait_left - requested
+        if min(wait_left, outage_left) < 0:
+            raise ValueError(
+                f"{address}: {reason}; waiting {wait:.0f} s more would exceed the limit "
+                f"({MAX_REQUESTED_WAIT} s if the server asks for it, else {outage_wait} s); "
+                "try again later"
+            )
+        if wait >= 1:  # a short pause is no news
+            text = f"{urlsplit(address).netloc}: {reason}; retrying in {wait:.0f} s"
+            tqdm.write(text, file=sys.stderr)
+        time.sleep(wait)
+
+
 def fetch_with_retries(url, last_bytes=None):
     """GET with bounded retries after rate limits, server errors and network errors.
 
@@ -395,44 +439,52 @@ def fetch_with_retries(url, last_bytes=None):
         httpx2 response with its content; the status may be an error that retries cannot fix.
 
     Raises:
-        ValueError: no response within MAX_REQUESTED_WAIT or MAX_OUTAGE_WAIT seconds.
+        ValueError: no response, see with_retries.
+    """
+    wanted = f"bytes=-{last_bytes}" if last_bytes else ""
+
+    def attempt():
+        with open_response(url, wanted) as response:
+            length = int(response.headers.get("content-length", 2**63))
+            if last_bytes and response.status_code == 200 and length > last_bytes:
+                raise ValueError(f"{url}: no range requests on this server; omit --columns")
+            response.read()
+            return response
+
+    return with_retries(url, attempt)
+
+
+@contextmanager
+def open_response(url, wanted="", address=None):
+    """GET; a context with an httpx2 response whose content is not read yet.
+
+    Args:
+        url: address; the token is sent only if it is on the hub.
+        wanted: value of the header Range; "": everything.
+        address: url in error messages, if url is a signed link.
+
+    Raises:
+        Unanswered: the server or the network fails, also in the context.
+        ValueError: the request cannot be made.
     """
     on_hub = url.startswith(f"{constants.ENDPOINT}/")  # as in script.sh
     headers = {"Authorization": f"Bearer {token}"} if on_hub and (token := get_token()) else {}
-    if last_bytes:
-        headers |= {"Range": f"bytes=-{last_bytes}", "Accept-Encoding": "identity"}
-    options = {"headers": headers, "timeout": REQUEST_TIMEOUT}
-    wait_left, outage_left, pause = MAX_REQUESTED_WAIT, MAX_OUTAGE_WAIT, 1
-    while True:
-        requested = None
-        try:
-            # httpx2 drops the token when a redirect leads to another host.
-            with get_session().stream("GET", url, **options) as response:
-                length = int(response.headers.get("content-length", 2**63))
-                if last_bytes and response.status_code == 200 and length > last_bytes:
-                    raise ValueError(f"{url}: no range requests on this server; omit --columns")
-                if response.status_code not in RETRY_STATUS:
-                    response.read()
-                    return response
-                requested = requested_wait(response.headers)
-                reason = f"HTTP {response.status_code}"
-        except RETRY_ERRORS as error:
-            reason = str(error) or type(error).__name__
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            kind = type(error).__name__  # its text may quote the header with the token
-            raise ValueError(f"{url}: {kind}; check the address, HF_ENDPOINT, HF_TOKEN") from None
-        if requested is None:
-            wait, pause, outage_left = pause, min(2 * pause, 16), outage_left - pause
-        else:
-            wait, wait_left = requested, wait_left - requested
-        if min(wait_left, outage_left) < 0:
-            raise ValueError(
-                f"{url}: {reason}; waiting {wait:.0f} s more would exceed the limit "
-                f"({MAX_REQUESTED_WAIT} s if the server asks for it, else {MAX_OUTAGE_WAIT} s); "
-                "try again later"
-            )
-        tqdm.write(f"{urlsplit(url).netloc}: {reason}; retrying in {wait:.0f} s", file=sys.stderr)
-        time.sleep(wait)
+    if wanted:
+        headers |= {"Range": wanted, "Accept-Encoding": "identity"}
+    try:
+        # httpx2 drops the token when a redirect leads to another host.
+        with get_session().stream("GET", url, headers=headers, timeout=REQUEST_TIMEOUT) as response:
+            if response.status_code in RETRY_STATUS:
+                wait = requested_wait(response.headers)
+                raise Unanswered(f"HTTP {response.status_code}", wait)
+            yield response
+    except RETRY_ERRORS as error:
+        raise Unanswered(str(error) or type(error).__name__) from None
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        kind = type(error).__name__  # its text may quote the header with the token
+        raise ValueError(
+            f"{address or url}: {kind}; check the address, HF_ENDPOINT, HF_TOKEN"
+        ) from None
 
 
 def requested_wait(headers):

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dataloading.options import Columns
+from dataloading.streaming import RemoteFile, chunk_ranges, is_remote, list_files, open_shards
 from diffusers_flax.messages import first_names, one_line
 
 
@@ -74,7 +75,7 @@ class Pair(NamedTuple):
 class RowGroup(NamedTuple):
     """A row group of a shard, the unit in which parquet is read."""
 
-    path: Path
+    path: Path | RemoteFile  # of the shard
     metadata: pq.FileMetaData
     columns: tuple[str, str, str]  # original image, edited image, instruction
     index: int  # in the shard
@@ -90,7 +91,7 @@ def list_row_groups(
 
     Args:
         train_data_dir: directory of *.parquet files, read in the order of their names; hidden
-            files do not count.
+            files do not count. Or a URL, see streaming.list_files.
         columns: names to look for; in shards of latents masks are in the column MASK.
         flag: the directory's flag, for error messages.
 
@@ -101,7 +102,36 @@ def list_row_groups(
         ValueError: no such directory, no shards, unreadable shards (all are named), a column that
             is missing or of the wrong type, or no rows.
     """
-    directory = Path(train_data_dir)
+    shards = open_shards(train_data_dir) if is_remote(train_data_dir) else None
+    shards = shards or open_local_shards(Path(train_data_dir), flag)
+    groups = []
+    for path, metadata in shards:
+        schema = metadata.schema.to_arrow_schema()
+        names, mask = find_columns(schema, path, columns), ""
+        if columns.mask is not None:
+            is_latents = latents_metadata(metadata) is not None
+            mask = MASK if is_latents else find_mask_column(schema, path, columns.mask)
+            if mask not in schema.names:
+                raise ValueError(
+                    f"{path} has latents without masks, which --mask_loss_weight needs; make them "
+                    "in another directory, by training with --cache_latents or with "
+                    "cache_latents.py --cache_masks"
+                )
+        first_row = 0
+        for index in range(metadata.num_row_groups):
+            num_rows = metadata.row_group(index).num_rows
+            if num_rows:
+                groups.append(RowGroup(path, metadata, names, index, first_row, num_rows, mask))
+            first_row += num_rows
+    if not groups:
+        raise ValueError(
+            f"the {len(shards)} shards in {train_data_dir} have 0 rows; name another directory"
+        )
+    return groups
+
+
+def open_local_shards(directory: Path, flag: str) -> list[tuple[Path, pq.FileMetaData]]:
+    """The shards of a directory on this machine; arguments and errors of list_row_groups."""
     if not directory.is_dir():
         raise ValueError(f"{flag} {directory} is not a directory; name the directory of the shards")
     if (directory / UNFINISHED_DIR).exists():
@@ -129,36 +159,14 @@ def list_row_groups(
             f"{len(unreadable)} of {len(paths)} shards in {directory} cannot be read as parquet: "
             f"{', '.join(unreadable)}; delete them and download them again"
         )
-
-    groups = []
-    for path, metadata in shards:
-        schema = metadata.schema.to_arrow_schema()
-        names, mask = find_columns(schema, path, columns), ""
-        if columns.mask is not None:
-            is_latents = latents_metadata(metadata) is not None
-            mask = MASK if is_latents else find_mask_column(schema, path, columns.mask)
-            if mask not in schema.names:
-                raise ValueError(
-                    f"{path} has latents without masks, which --mask_loss_weight needs; make them "
-                    "in another directory, by training with --cache_latents or with "
-                    "cache_latents.py --cache_masks"
-                )
-        first_row = 0
-        for index in range(metadata.num_row_groups):
-            num_rows = metadata.row_group(index).num_rows
-            if num_rows:
-                groups.append(RowGroup(path, metadata, names, index, first_row, num_rows, mask))
-            first_row += num_rows
-    if not groups:
-        raise ValueError(
-            f"the {len(paths)} shards in {directory} have 0 rows; name another directory"
-        )
-    return groups
+    return shards
 
 
-def shard_files(directory: Path) -> list[Path]:
+def shard_files(directory: str | Path) -> list[Path] | list[RemoteFile]:
     """The shards of a directory by name, without hidden files such as ._a.parquet of macOS."""
-    return sorted(directory.glob("[!.]*.parquet"))
+    if is_remote(directory):
+        return list_files(directory)
+    return sorted(Path(directory).glob("[!.]*.parquet"))
 
 
 def latents_metadata(metadata: pq.FileMetaData) -> dict | None:
@@ -203,7 +211,9 @@ def known_set(columns: tuple[str, str, str]) -> str:
     return next((known.name for known in KNOWN_SETS if known[1:] == columns), "")
 
 
-def find_columns(schema: pa.Schema, path: Path, chosen: Columns) -> tuple[str, str, str]:
+def find_columns(
+    schema: pa.Schema, path: Path | RemoteFile, chosen: Columns
+) -> tuple[str, str, str]:
     """Find a shard's columns of the original image, the edited image and the instruction.
 
     Raises:
@@ -231,7 +241,7 @@ def find_columns(schema: pa.Schema, path: Path, chosen: Columns) -> tuple[str, s
 
 
 def find_mask_column(
-    schema: pa.Schema, path: Path, given: str = "", missing_ok: bool = False
+    schema: pa.Schema, path: Path | RemoteFile, given: str = "", missing_ok: bool = False
 ) -> str:
     """Find the column of a shard's masks; "" tries the names in MASK_COLUMNS.
 
@@ -257,7 +267,7 @@ def find_mask_column(
     return name
 
 
-def check_column(schema: pa.Schema, path: Path, name: str, flag: str) -> None:
+def check_column(schema: pa.Schema, path: Path | RemoteFile, name: str, flag: str) -> None:
     """Raise a ValueError for a repeated column or a type that does not fit its flag."""
     if (count := schema.names.count(name)) > 1:
         raise ValueError(
@@ -312,7 +322,10 @@ class ImageColumn:
 
     def __init__(self, column: Iterator[pa.Array], num_bytes: int, spare: list[np.ndarray]):
         """Copy the arrays of a column; num_bytes: estimate of their total size."""
-        self._buffer = spare.pop() if spare else np.empty(0, np.uint8)
+        try:
+            self._buffer = spare.pop()
+        except IndexError:
+            self._buffer = np.empty(0, np.uint8)
         if len(self._buffer) < num_bytes:
             self._buffer = np.empty(num_bytes + num_bytes // 8, np.uint8)  # larger, for reuse
         stops, valid, stop = [np.zeros(1, np.int64)], [], 0
@@ -349,7 +362,7 @@ class ImageColumn:
 class ImageFiles:
     """The images of a row group's column; some or all are files beside the shard."""
 
-    def __init__(self, stored: ImageColumn | None, paths: pa.ChunkedArray, folder: Path):
+    def __init__(self, stored: ImageColumn | None, paths: pa.ChunkedArray, folder: Path | str):
         """stored: images in the shard; folder: the shard's, which paths are relative to."""
         self._stored, self._paths, self._folder = stored, paths, folder
 
@@ -367,19 +380,21 @@ class ImageFiles:
         return any(data is None and path.as_py() for data, path in zip(stored, self._paths))
 
 
-def read_beside(folder: Path, path: str) -> bytes:
+def read_beside(folder: Path | str, path: str) -> bytes:
     """Read a file that a shard names.
 
     A shard may come from anyone, so files outside its directory are not read. Links in the
     directory are followed.
 
     Args:
-        folder: directory of the shard.
+        folder: directory of the shard; in one at a URL no files are read.
         path: relative to folder, or absolute.
 
     Raises:
         ValueError: the file is outside of folder or cannot be read.
     """
+    if is_remote(folder):
+        raise ValueError(f"{path} is a file beside a streamed shard; download {folder}")
     root = os.path.abspath(folder)
     file = os.path.normpath(os.path.join(root, path))
     if not file.startswith(os.path.join(root, "")):
@@ -415,25 +430,47 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
         ValueError: the data are damaged.
     """
     spare = [] if spare is None else spare
+    images, texts = columns_to_read(group)
+    with open_row_group(group, images + texts) as file:
+        images = [read_images(file, group, name, spare) for name in images]
+        texts = [pa.chunked_array(list(read_column(file, group, name))) for name in texts]
+    return Cells(*images[:2], *texts)._replace(masks=images[2] if group.mask_column else None)
+
+
+def columns_to_read(group: RowGroup) -> tuple[list[str], list[str]]:
+    """The columns that read_row_group reads: images, and the rest."""
     masks = [group.mask_column] * bool(group.mask_column)
-    with open_row_group(group) as file:
-        images = [read_images(file, group, name, spare) for name in (*group.columns[:2], *masks)]
-        texts = [
-            pa.chunked_array(list(read_column(file, group, name)))
-            for name in (group.columns[2], *[TIME_IDS] * has_time_ids(group))
-        ]
-    return Cells(*images[:2], *texts)._replace(masks=images[2] if masks else None)
+    texts = [group.columns[2], *[TIME_IDS] * has_time_ids(group)]
+    return [*group.columns[:2], *masks], texts
+
+
+def start_fetching(group: RowGroup) -> None:
+    """Begin to fetch what read_row_group reads of a streamed shard."""
+    images, texts = columns_to_read(group)
+    group.path.open(ranges=chunk_ranges(group.metadata, group.index, images + texts))
 
 
 @contextmanager
-def open_row_group(group: RowGroup) -> Iterator[pq.ParquetFile]:
-    """Open the shard of a row group; a context in which errors become a ValueError."""
+def open_row_group(group: RowGroup, columns: Iterable[str]) -> Iterator[pq.ParquetFile]:
+    """Open the shard of a row group, to read columns of it.
+
+    A context in which errors become a ValueError. The columns of a streamed shard are fetched at
+    once.
+    """
+    source = group.path
+    if isinstance(source, RemoteFile):
+        source = source.open(ranges=chunk_ranges(group.metadata, group.index, columns))
     try:
         with pq.ParquetFile(
-            group.path, metadata=group.metadata, pre_buffer=False, buffer_size=READ_BYTES
+            source, metadata=group.metadata, pre_buffer=False, buffer_size=READ_BYTES
         ) as file:
             yield file
     except (pa.ArrowException, OSError) as error:
+        if source is not group.path:
+            raise ValueError(
+                f"{group.path}: row group {group.index} is damaged ({one_line(error, 200)}); ask "
+                "its publisher for another copy"
+            ) from error
         remedy = "download it again"
         if latents_metadata(group.metadata) is not None:
             remedy = "make it again with cache_latents.py, or by training with --cache_latents"
@@ -513,7 +550,7 @@ def take_first_rows(groups: list[RowGroup], num_rows: int) -> list[RowGroup]:
     return first_groups
 
 
-def shard_ids(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path]:
+def shard_ids(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path | RemoteFile]:
     """Identify each shard by three 32-bit numbers: a 64-bit hash of name and size, and its rows.
 
     A shard of latents has the id of its shard of images.
@@ -529,7 +566,7 @@ def shard_ids(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path]:
 
 
 def gather_directories(
-    shards: dict[tuple[int, int, int], Path],
+    shards: dict[tuple[int, int, int], Path | RemoteFile],
     all_gather: Callable[[np.ndarray], np.ndarray] | None,
 ) -> list[list[tuple[int, int, int]]]:
     """Collect the shard ids of all processes' directories.

@@ -11,7 +11,6 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pyarrow.parquet as pq
 from PIL import Image
 
 from dataloading.images import check_one_shape, decode_image, encoded_size
@@ -22,6 +21,7 @@ from dataloading.shards import (
     find_mask_column,
     latents_metadata,
     list_row_groups,
+    open_row_group,
     pair_at,
     read_row_group,
 )
@@ -196,7 +196,7 @@ def pairs_of_shards(
         wanted = [name for name in caption_columns if name in names]
         try:
             cells = read_row_group(group)
-            with pq.ParquetFile(group.path) as file:
+            with open_row_group(group, wanted) as file:
                 texts = file.read_row_group(group.index, columns=wanted)
         except Exception as error:  # damaged pages raise errors of many types
             raise ValueError(

@@ -76,6 +76,8 @@ class Hub(LocalServer):
             return self.send_bytes(request, path)
         allowed = request.headers["Authorization"] == f"Bearer {self.token}"
         if path.startswith("/api/datasets/"):
+            if "/revision/" in path:
+                return self.send_commit(request, path)
             dataset, _, revision = path.removeprefix("/api/datasets/").partition("/tree/")
             if self.token and not allowed and dataset not in self.gated:
                 return send(request, 401, headers={"X-Error-Code": "RepoNotFound"})
@@ -85,6 +87,14 @@ class Hub(LocalServer):
             return send(request, 403, headers={"X-Error-Code": "GatedRepo"})
         target = f"http://localhost:{self.port}/cdn/{quote(dataset)}/{quote(rest)}?signed=SECRET"
         return send(request, 302, headers={"Location": target})
+
+    def send_commit(self, request, path):
+        """The commit of a revision; its files are those of the revision, also if these change."""
+        dataset, _, revision = path.removeprefix("/api/datasets/").partition("/revision/")
+        files = self.trees[dataset, revision]
+        commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        self.add(dataset, files, commit)
+        send(request, 200, json.dumps({"sha": commit}).encode())
 
     def send_tree(self, request, dataset, revision, query):
         if dataset not in {name for name, _ in self.trees}:
@@ -118,6 +128,11 @@ class Hub(LocalServer):
         wanted = request.headers.get("Range")
         if not (wanted and self.ranges):
             return send(request, 200, content)
-        start = max(0, len(content) - int(wanted.removeprefix("bytes=-")))
-        headers = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
-        send(request, 206, content[start:], headers)
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        start, stop = int(first or 0), len(content)
+        if not first:
+            start = max(0, stop - int(last))
+        elif last:
+            stop = min(stop, int(last) + 1)
+        headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
+        send(request, 206, content[start:stop], headers)

@@ -24,6 +24,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from dataloading.streaming import changed_files
 from diffusers_flax.devices.processes import check_agreement
 from diffusers_flax.loading.directories import INDEX_NAME
 from diffusers_flax.messages import differences, one_line
@@ -204,6 +205,7 @@ def run_identity(flags, max_train_steps, dataset, models, params, frozen):
         "configs of the models": zlib.crc32(json.dumps(configs, default=str).encode()),
         "columns of train_data_dir": data["columns"],
         "shards of train_data_dir": data["data"],
+        "versions": data.get("versions"),  # of streamed shards
         "sizes of batches": data.get("sizes"),  # of --aspect_ratio_buckets, with a batch of pairs
         "shares of train_data_dir": data.get("shares"),  # of a mixture
         **checksums(frozen, params),
@@ -307,11 +309,12 @@ def find_checkpoint(config, identity, flags=None):
         checkpoints, step = Checkpoints(path.parent), int(path.name)
         record = checkpoints.read_record(step)
 
-    saved, checkpoint = record["identity"], checkpoints.folder / str(step)
+    saved, checkpoint = dict(record["identity"]), checkpoints.folder / str(step)
     num_steps = saved["max_train_steps"]
     current = json.loads(json.dumps(identity))  # tuples become lists
     current["max_train_steps"] = num_steps  # see refuse_length
-    different = differences(
+    changed = changed_files(saved.pop("versions", None), current.pop("versions"))
+    different = changed + differences(
         new_flags(current, flags or config) | saved, dict.fromkeys(saved) | current
     )
     is_finished = resume_from == "latest" and has_newer_model(config, checkpoint)
