@@ -7,6 +7,7 @@ hf://datasets/... and http(s)://... are read over HTTP; all other URLs, such as 
 fsspec and the package that it names for them.
 """
 
+import atexit
 import bisect
 import io
 import re
@@ -163,6 +164,7 @@ class Pieces:
 
     def __init__(self):
         self._threads, self._lock = ThreadPool(NUM_REQUESTS), Lock()
+        atexit.register(self._threads.terminate)
         self._kept: dict[tuple[RemoteFile, int, int], AsyncResult] = {}  # oldest first
         self._num_bytes = 0
 
@@ -298,10 +300,8 @@ def list_http(url: str) -> list[RemoteFile]:
 
     def describe(address):
         def attempt():
-            with open_response(address, "bytes=0-0") as response:
+            with open_range(address, [], 0, 1) as response:
                 size = response.headers.get("content-range", "").rpartition("/")[2]
-                if response.status_code != 206 or not size.isdecimal():
-                    refuse_status(address, response.status_code)
                 return int(size), response.headers.get("etag", "")
 
         name = PurePosixPath(unquote(urlsplit(address).path)).name
@@ -360,27 +360,43 @@ def fetch_fsspec(fs, path: str, file: RemoteFile, start: int, stop: int) -> byte
         return fs.cat_file(path, start=start, end=stop)
 
 
+@contextmanager
+def open_range(url: str, links: list[str], start: int, stop: int) -> Iterator:
+    """A context with the response that has bytes start to stop of a file.
+
+    Args:
+        url: of the file; a hub redirects to a link that expires.
+        links: the link to use instead of url, if one is known; changed in place.
+        start, stop: in bytes.
+
+    Raises:
+        Unanswered, ValueError: see open_response.
+    """
+    link = next(iter(links), url)
+    with open_response(link, f"bytes={start}-{stop - 1}", url) as response:
+        status, is_redirected = response.status_code, str(response.url) != url
+        if status != 206:
+            links.clear()
+            if link != url:
+                raise Unanswered(f"HTTP {status}", wait=0)
+            if is_redirected and status == 403:
+                raise Unanswered(f"HTTP {status}")
+            refuse_status(url, status)
+        yield response
+        if is_redirected:
+            links[:] = [str(response.url)]
+
+
 def fetch_http(file: RemoteFile, start: int, stop: int) -> bytes:
-    """Read a range over HTTP. The link to which the hub redirects is used until it expires."""
-    link = next(iter(file.links), file.url)
-    with open_response(link, f"bytes={start}-{stop - 1}", file.url) as response:
-        status, headers = response.status_code, response.headers
-        is_redirected = str(response.url) != file.url
-        if status != 206 and is_redirected:
-            file.links.clear()
-            raise Unanswered(f"HTTP {status}", wait=None if link == file.url else 0)
-        if status != 206 and not (status == 200 and stop - start == file.size):
-            refuse_status(file.url, status)
-        total = headers.get("content-range", "").rpartition("/")[2]
+    """Read a range over HTTP."""
+    with open_range(file.url, file.links, start, stop) as response:
+        total = response.headers.get("content-range", "").rpartition("/")[2]
         has_changed = total.isdecimal() and int(total) != file.size
         if file.version.endswith('"'):  # an ETag; the hub's files are of a commit
-            has_changed |= headers.get("etag", file.version) != file.version
+            has_changed |= response.headers.get("etag", file.version) != file.version
         if has_changed:
             raise ValueError(f"{file.url} has changed while it was read; start again")
-        data = response.read()
-        if is_redirected:
-            file.links[:] = [str(response.url)]
-        return data
+        return response.read()
 
 
 def refuse_status(url: str, status: int) -> None:
