@@ -24,7 +24,7 @@ from diffusers_flax.messages import differences
 # Parts of an epoch. A process holds a window of row groups in memory for each part that it reads.
 # Fewer parts need less memory in one process; with many processes, more parts mean less reading.
 DEFAULT_PARTS = 4
-BATCHES_BEFORE_END = 16  # of an epoch, when a stream begins to fetch the next one
+BATCHES_BEFORE_END = 64  # of an epoch, when a stream begins to fetch the next one
 MIN_LEFT_OUT = 0.01  # fraction of unused pairs above which a better batch size is suggested
 
 

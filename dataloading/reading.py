@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from dataloading import streaming
 from dataloading.buckets import BUCKETS, choose_sizes, count_sizes, size_name, stored_sizes
 from dataloading.decoding import Decoding
 from dataloading.options import Columns, Processes, Reading, Transform
@@ -35,13 +36,7 @@ from dataloading.shards import (
     start_fetching,
     take_first_rows,
 )
-from dataloading.streaming import (
-    MAX_GROUPS_AHEAD,
-    NUM_READERS,
-    READ_AHEAD_BYTES,
-    is_remote,
-    versions_of,
-)
+from dataloading.streaming import is_remote, versions_of
 
 MIN_ROWS_FOR_BAD_FRACTION = 1000  # max_bad_fraction is tested as if at least this many were read
 GROUPS_READ_AGAIN = 2  # row groups that stay in memory to replace undecodable pairs
@@ -128,8 +123,9 @@ class StoredPairs:
         self._num_readers, self._more_ahead = 1, 0  # threads; row groups ahead besides the next
         if self.is_streamed:
             largest = max(g.metadata.row_group(g.index).total_byte_size for g in self.groups)
-            self._num_readers = NUM_READERS
-            self._more_ahead = min(READ_AHEAD_BYTES // largest, MAX_GROUPS_AHEAD)
+            self._num_readers = streaming.NUM_READERS
+            more_ahead = streaming.READ_AHEAD_BYTES // largest
+            self._more_ahead = min(more_ahead, streaming.MAX_GROUPS_AHEAD)
         # {(row group, size): pair} of row groups without a decodable pair of the size.
         self._replacements: dict[tuple[int, int], Pair] = {}
         # With sizes an undecodable pair comes without its row group, which more pairs may need.
@@ -216,7 +212,8 @@ class StoredPairs:
         """Yield the rows of each batch with the cells of their row groups.
 
         A row group stays in memory from its first batch in an order to its last. One row group is
-        read ahead, also of the next order; of streamed shards READ_AHEAD_BYTES.
+        read ahead, also of the next order; of streamed
+        shards streaming.READ_AHEAD_BYTES.
 
         Args:
             orders: integers (num_batches, B) each, rows of the directory.
@@ -255,10 +252,14 @@ class StoredPairs:
             loader.shutdown(cancel_futures=True)
 
     def fetch_ahead(self, order: np.ndarray) -> None:
-        """Begin to fetch the first row groups of an order of a streamed directory."""
+        """Begin to fetch the first row groups of a streamed directory's order: what is kept."""
         groups = np.searchsorted(self._first_rows, order.ravel(), side="right") - 1
-        for g in list(dict.fromkeys(groups.tolist()))[: self._more_ahead + 1]:
-            start_fetching(self.groups[g])
+        bytes_left = streaming.CACHE_BYTES
+        for group in map(self.groups.__getitem__, dict.fromkeys(groups.tolist())):
+            bytes_left -= group.metadata.row_group(group.index).total_byte_size
+            if bytes_left < 0:
+                break
+            start_fetching(group)
 
     def read_waiting(
         self, order: np.ndarray, read_steps: np.ndarray
