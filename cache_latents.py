@@ -43,7 +43,7 @@ class Config:
     pretrained_model_name_or_path: str  # pipeline directory, hub id or file with the VAE
     # another VAE, directory, hub id or file; "": the model's own
     pretrained_vae_model_name_or_path: str = ""
-    train_data_dir: tuple[str, ...] = ("data",)  # directories of *.parquet shards
+    train_data_dir: tuple[str, ...] = ("data",)  # directories or URLs of *.parquet shards
     # for the latents; with several train_data_dir a subdirectory for each
     output_dir: str = "latents"
     overwrite_output_dir: bool = False  # replace latents of other settings

@@ -102,7 +102,7 @@ class Config:
     image_guidance_scale: float = 1.5  # of the teacher: similarity to the original image, >= 0
     # data
 
-    # directories of *.parquet shards or of latents; batches are drawn from all directories
+    # directories or URLs of *.parquet shards or of latents; batches are drawn from all of them
     train_data_dir: tuple[str, ...] = per_process(("data",))
     # weights of several directories, in any unit; default: in proportion to their pairs
     train_data_weights: tuple[float, ...] = may_change(())

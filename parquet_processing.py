@@ -67,7 +67,7 @@ ARCHIVE_FLAGS = ("max_bad_fraction", "worker", "num_workers")
 
 @dataclass(frozen=True)
 class Config:
-    train_data_dir: str = ""  # directory of *.parquet shards to describe
+    train_data_dir: str = ""  # directory or URL of *.parquet shards to describe
     pairs: str = ""  # instead: list or directory of image pairs, or an index with archives
     output_dir: str = ""  # with --pairs: directory for the shards
     overwrite_output_dir: bool = False  # with --pairs: replace earlier shards and held-out pairs

@@ -10,7 +10,7 @@ metrics.jsonl. The demo's set is so small that it is kept in memory after the fi
 case "large" a tenth of it is kept and shuffled, as of a set of 5 GB with the defaults. A quarter of
 an hour on two cores; in three minutes:
 
-    python -m benchmarks.streaming --num_pairs 800 --max_train_steps 150 --output streaming.json
+    python -m benchmarks.streaming --num_pairs 400 --max_train_steps 75 --output streaming.json
 
 Rows go to benchmarks/results/streaming.json.
 """
@@ -57,8 +57,8 @@ CASES = {
 
 @dataclass(frozen=True)
 class Config:
-    num_pairs: int = 3000  # of the demo's data
-    max_train_steps: int = 600  # an epoch has 375
+    num_pairs: int = 1600  # of the demo's data
+    max_train_steps: int = 330  # an epoch has 200
     latency: float = 0.05  # seconds before each answer
     failure_rate: float = 0.01  # of the answers
     output: str = "benchmarks/results/streaming.json"

@@ -48,7 +48,7 @@ class Config:
     use_ema_weights: bool = may_change(False)  # of a one-file UNet: the averages of its weights
     # data
 
-    # directories of *.parquet shards, all or this host's; a batch mixes the directories
+    # directories of *.parquet shards, all or this host's, or URLs; a batch mixes them
     train_data_dir: tuple[str, ...] = per_process(("data",))
     # weights of several directories, in any unit; default: in proportion to their pairs
     train_data_weights: tuple[float, ...] = may_change(())

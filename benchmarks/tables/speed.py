@@ -206,3 +206,20 @@ def data_table() -> str:
         "| pairs per CPU second, 2 threads",
         lines,
     )
+
+
+def streaming_table() -> str:
+    """The share of the time that the demo's training waits for batches, streamed and local."""
+    rows = results("streaming")
+    lines = []
+    for name in dict.fromkeys(case.partition(":")[0] for case in rows):
+        ways = ("local", "streamed", "streamed, killed")
+        of_ways = [rows[f"{name}: {way}"] for way in ways]
+        same = all(row["is_bit_identical"] for row in of_ways[1:])
+        waits = [f"{row['data_wait']:.1%}" for row in of_ways]
+        requests = f"{of_ways[1]['requests']}, {of_ways[1]['failed_requests']}"
+        lines.append([name, *waits, requests, "yes" if same else "no"])
+    return markdown_table(
+        "| local files | streamed | the same, killed and resumed | requests, failed | bit-identical",
+        lines,
+    )

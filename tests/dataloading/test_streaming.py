@@ -1,7 +1,11 @@
 """Streamed shards against the same files on disk: batches, requests, failures, resuming."""
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections import Counter
 
 import fsspec
@@ -10,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from flaky_server import Fault, FlakyServer
+from helpers import files_of, wait_for
 from hub_server import Hub
 from huggingface_hub import constants
 from shards import (
@@ -23,7 +28,10 @@ from shards import (
     write_numbered,
     write_random_shard,
 )
+from trainer_runs import config_of, flags_of, read_metrics
 
+import cache_latents
+import flax_train_instruct_pix2pix as trainer
 import parquet_processing
 from dataloading import remote_shards, streaming
 
@@ -255,3 +263,50 @@ def test_pieces_are_kept_up_to_a_size(numbered, monkeypatch):
         assert server.sent.total() == sent  # the second epoch is in memory
     assert not np.array_equal(first[0][ORIGINAL], second[0][ORIGINAL])
     assert first[0][EDITED].shape == (6, 8, 8, 3)
+
+
+@pytest.mark.slow
+def test_latents_of_a_stream_are_those_of_local_files(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "FIRST_PAUSE", 0.01)
+    with FlakyServer(contents(data), latency=0.01, failure_rate=0.05) as server:
+        for name, source in (("local", data), ("streamed", server.url(""))):
+            flags = ["--pretrained_model_name_or_path", model, "--train_data_dir", source]
+            flags += ["--output_dir", tmp_path / name, "--resolution", 16]
+            cache_latents.main(list(map(str, flags)))
+    assert contents(tmp_path / "local") == contents(tmp_path / "streamed") != {}
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_from_a_failing_server(model, data, tmp_path):
+    """SIGKILL after step 3, and the same command again; also a shard that changed meanwhile."""
+    options = dict(max_train_steps=6, checkpointing_steps=2)
+    environment = os.environ | {"HF_HUB_OFFLINE": "0"}
+    with FlakyServer(contents(data), latency=0.05, failure_rate=0.1) as server:
+
+        def finish(process):
+            lines = process.communicate()[1].splitlines()
+            errors = [line for line in lines if line.startswith("error: ")]
+            return process.returncode, "".join(errors)
+
+        def start(name, source):
+            flags = flags_of(config_of(model, source, tmp_path / name, **options))
+            command = [sys.executable, trainer.__file__, *flags]
+            return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+        assert finish(start("local", data)) == (0, "")
+        process, metrics = start("out", server.url("")), tmp_path / "out" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and '"step": 3,' in metrics.read_text(), "step 3")
+        process.kill()
+        assert finish(process)[0] == -signal.SIGKILL
+
+        name, content = next(iter(server.files.items()))
+        server.files[name] = content[:100] + bytes([content[100] ^ 1]) + content[101:]
+        code, error = finish(start("out", server.url("")))
+        assert code == 2 and error.startswith("error: checkpoint ")
+        assert f"the content of {name} has changed" in error
+
+        server.files[name] = content
+        assert finish(start("out", server.url(""))) == (0, "")
+    losses = [[row["loss"] for row in read_metrics(tmp_path / x)] for x in ("out", "local")]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    assert files_of(tmp_path / "out" / "unet") == files_of(tmp_path / "local" / "unet")
