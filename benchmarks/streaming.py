@@ -25,12 +25,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.ema.runs import make_demo
 from benchmarks.rows import ROOT, check_counts, describe_machine, run_benchmark, write_rows
 from dataloading.shards import shard_files
 
 sys.path.append(str(ROOT / "tests"))
 
+MAKE_DATA = (
+    "demo/make_dataset.py --output_dir {folder} --num_pairs {num_pairs} --crops_per_photograph 1",
+    "create_modified_unet.py --pretrained_model_name_or_path demo/base_model"
+    " --output_dir {folder}/unet",
+    "cache_latents.py --pretrained_model_name_or_path demo/base_model --resolution 64"
+    " --train_data_dir {folder}/data --output_dir {folder}/latents",
+)
 TRAINER = """
 import sys
 from dataloading import streaming
@@ -90,9 +96,9 @@ def train(config, folder, source, output_dir, case):
 
 
 def finish(process):
-    """Wait for the trainer; a ChildProcessError if it fails."""
+    """Wait for a process; a ChildProcessError if it fails."""
     if process.wait():
-        raise ChildProcessError("the training failed; it says why above")
+        raise ChildProcessError("a program failed; it says why above")
 
 
 def kill_after_checkpoint(process, checkpoint):
@@ -155,11 +161,9 @@ def run(config):
     machine = describe_machine()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        make_demo(folder, config.num_pairs, crops_per_photograph=1)
-        command = [sys.executable, "cache_latents.py", "--resolution", "64"]
-        command += ["--pretrained_model_name_or_path", "demo/base_model"]
-        command += ["--train_data_dir", folder / "data", "--output_dir", folder / "latents"]
-        finish(subprocess.Popen(command, cwd=ROOT))
+        for command in MAKE_DATA:
+            words = command.format(folder=folder, num_pairs=config.num_pairs).split()
+            finish(subprocess.Popen([sys.executable, *words], cwd=ROOT))
         for name in CASES:
             write_rows(measure(config, folder, name), machine, config.output)
 
