@@ -54,6 +54,7 @@ OUTPUT_FLAGS = (  # of files that a program writes
     "work_dir",
     "grid",
     "preview",
+    "report",
     "cache_latents",
     "executable_dir",
     "compilation_cache_dir",

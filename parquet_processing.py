@@ -27,7 +27,7 @@ import dataclasses
 import io
 import math
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -39,8 +39,10 @@ from tqdm import tqdm
 
 from command_line import check_image_file, run_main
 from dataloading.archives.convert import Options, convert_archives, is_archived
+from dataloading.archives.sets import LICENCES, forbids
 from dataloading.dataset import ParquetImagePairs
 from dataloading.decoding import decode_pair, place_mask
+from dataloading.faults import FAULTS, FaultFinder, Measured, check_names, measure
 from dataloading.images import crop_image, decode_image
 from dataloading.mixture import first_metadata
 from dataloading.options import Columns
@@ -62,7 +64,8 @@ from diffusers_flax.images import open_image, save_image
 from generating.captions import captioned, tile_grid
 
 __all__ = ["ParquetImagePairs"]
-ARCHIVE_FLAGS = ("max_bad_fraction", "worker", "num_workers")
+NUM_EXAMPLES = 4  # of each fault in the image of --report
+ARCHIVE_FLAGS = ("drop", "max_bad_fraction", "worker", "num_workers")
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,9 @@ class Config:
     output_dir: str = ""  # with --pairs: directory for the shards
     overwrite_output_dir: bool = False  # with --pairs: replace earlier shards and held-out pairs
     max_pairs: int | None = None  # with --pairs: only the first N pairs; default: all
+    # with --pairs of archives: leave out pairs with these faults: unreadable, shape, border,
+    # unchanged, duplicate, near_duplicate
+    drop: tuple[str, ...] = ()
     max_bad_fraction: float = 0.1  # with --pairs of archives: rows that may be unusable, 0 to 1
     worker: int | None = None  # with --pairs of archives: this worker's index, from 0
     num_workers: int | None = None  # with --worker: workers that divide the archives of one disk
@@ -84,6 +90,7 @@ class Config:
     mask_column: str = ""  # masks, checked if there are any; "": mask_img, mask_image or mask
     num_checked: int = 2000  # rows to decode, sampled over all row groups; 0: all rows
     num_listed: int = 20  # unreadable rows to list, at most
+    report: str = ""  # count faults of the checked pairs; image file for examples of each
     preview: str = "preview.png"  # file for an image of some pairs; "": none
     num_preview: int = 8  # pairs in the preview
     resolution: int = 256  # side of the preview's images, pixels
@@ -149,7 +156,20 @@ def check_pair(
     return pair, kinds
 
 
-def check_rows(groups: list[RowGroup], num_checked: int) -> Iterator[tuple[str, Future]]:
+def measure_pair(
+    cells: Cells, position: int, columns: tuple[str, str, str]
+) -> tuple[Pair | None, Measured]:
+    """A pair with what its faults are judged by; without a pair if it cannot be read."""
+    try:
+        pair = pair_at(cells, position)
+        return pair, measure(pair.original or b"", pair.edited or b"")
+    except ValueError:
+        return None, Measured(("unreadable",))
+
+
+def check_rows(
+    groups: list[RowGroup], num_checked: int, check: Callable
+) -> Iterator[tuple[str, Future]]:
     """Decode the first rows of evenly spaced row groups in threads.
 
     Args:
@@ -157,8 +177,10 @@ def check_rows(groups: list[RowGroup], num_checked: int) -> Iterator[tuple[str, 
         num_checked: approximate number of rows; 0: all. They come from few row groups, but at
             least 8: reading one row can cost as much as reading its row group.
 
+        check: function of (cells, position, columns).
+
     Yields:
-        (name of the row, future of check_pair).
+        (name of the row, future of check).
     """
     num_rows = sum(group.num_rows for group in groups)
     per_group = num_rows
@@ -177,8 +199,7 @@ def check_rows(groups: list[RowGroup], num_checked: int) -> Iterator[tuple[str, 
             cells = read_row_group(group)
             for position in range(stop):
                 name = f"{group.path.name} row {group.first_row + position}"
-                check = pool.submit(check_pair, cells, position, group.columns)
-                ahead.append((name, check))
+                ahead.append((name, pool.submit(check, cells, position, group.columns)))
                 if len(ahead) > 64:
                     yield ahead.popleft()
                 progress.update()
@@ -245,11 +266,13 @@ def check_flags(config: Config) -> None:
         raise ValueError(
             f"--num_checked {config.num_checked} must be at least 0; 0 checks all rows"
         )
-    if config.preview:
+    check_names("--drop", config.drop)
+    for name in ("preview", "report"):
         try:
-            check_image_file(Path(config.preview))
+            if file := getattr(config, name):
+                check_image_file(Path(file))
         except ValueError as error:
-            raise ValueError(f"--preview {error}") from error
+            raise ValueError(f"--{name} {error}") from error
 
 
 def masks_to_check(config: Config) -> str | None:
@@ -285,11 +308,14 @@ def describe_and_preview(config: Config) -> None:
             "images"
         )
     print(describe_shards(groups), flush=True)
+    licence = LICENCES.get(known_set(groups[0].columns), "")
+    if forbidden := forbids(licence):
+        print(f"licence     {licence} forbids {forbidden}")
 
     kinds, unreadable, num_rows = (Counter(), Counter()), [], 0
     preview_pairs = []
     num_expected = min(config.num_checked or math.inf, sum(group.num_rows for group in groups))
-    for name, checked in check_rows(groups, config.num_checked):
+    for name, checked in check_rows(groups, config.num_checked, check_pair):
         try:
             pair, pair_kinds = checked.result()
             for counter, kind in zip(kinds, pair_kinds):
@@ -311,6 +337,8 @@ def describe_and_preview(config: Config) -> None:
         for pair in preview_pairs
     )
     print("prompts     " + "\n            ".join(map(repr, prompts)))
+    if config.report:
+        print(report_faults(groups, config))
     if config.preview:
         save_image(draw_preview(preview_pairs, config.resolution), Path(config.preview))
         print(f"preview     {config.preview}")
@@ -350,6 +378,33 @@ def describe_images(
     return "\n".join(lines)
 
 
+def report_faults(groups: list[RowGroup], config: Config) -> str:
+    """Count the faults of pairs, draw examples to --report, and say what leaves them out."""
+    finder, counts, examples, num_pairs = FaultFinder(), Counter(), {}, 0
+    for _, measured in check_rows(groups, config.num_checked, measure_pair):
+        pair, values = measured.result()
+        texts = pair.instruction or "" if pair else ""
+        text = texts if isinstance(texts, str) else "\n".join(texts)
+        num_pairs += 1
+        for fault in finder.find(values, text):
+            counts[fault] += 1
+            if fault != "unreadable" and len(examples.setdefault(fault, [])) < NUM_EXAMPLES:
+                examples[fault].append(pair._replace(instruction=f"{fault}: {text}"))
+    found = [name for name in FAULTS if counts[name]]
+    lines = [f"report      {num_pairs} pairs, {len(found)} kinds of faults"]
+    lines += [f"            {counts[name]} {name}: {FAULTS[name]}" for name in found]
+    if found:
+        source = config.pairs or config.train_data_dir
+        lines.append(
+            f"            without them: --pairs {source} --output_dir NEW --drop {' '.join(found)}"
+        )
+    pairs = [pair for name in found for pair in examples.get(name, [])]
+    if pairs:
+        save_image(draw_preview(pairs, config.resolution), Path(config.report))
+        lines.append(f"            {config.report} has examples")
+    return "\n".join(lines)
+
+
 def write_shards(config: Config) -> str:
     """Write shards from --pairs; a summary."""
     pairs, output_dir = Path(config.pairs), Path(config.output_dir)
@@ -362,6 +417,7 @@ def write_shards(config: Config) -> str:
             config.num_workers or 1,
             config.max_bad_fraction,
             config.overwrite_output_dir,
+            config.drop,
         )
         return convert_archives(pairs, output_dir, options)
     for name in ARCHIVE_FLAGS:

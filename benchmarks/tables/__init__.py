@@ -34,6 +34,7 @@ TABLES = {
     "runtimes": speed.runtimes_table,
     "data": speed.data_table,
     "streaming": speed.streaming_table,
+    "archives": speed.archives_table,
     "demo_evaluation": quality.demo_evaluation_table,
     "ema_quality": quality.ema_table,
     "acceleration_quality": quality.acceleration_quality_table,

@@ -222,3 +222,20 @@ def streaming_table() -> str:
     return markdown_table(
         "| local files | streamed | the same, killed | requests, failed | bit-identical", lines
     )
+
+
+def archives_table() -> str:
+    """Conversions of archives to shards."""
+    titles = {
+        "samples": "WebDataset",
+        "index": "index of JSON lines in a random order, tar",
+        "gzip": "the same, tar.gz",
+    }
+    lines = []
+    for case, title in titles.items():
+        summary = results("archives")[case]["summary"]
+        low, high = summary["to_tarfile_range"]
+        cells = [f"{summary['pairs_per_second']:.0f}", spread(low, summary["to_tarfile"], high)]
+        lines.append([title, *cells, f"{summary['peak_mb']:.0f} MB"])
+    header = "100,000 pairs of 8 kB images | pairs/s | to reading all files by tarfile | memory"
+    return markdown_table(header, lines)

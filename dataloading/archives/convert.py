@@ -9,15 +9,12 @@ continues with the next shard, and writes the same shards.
 
 import hashlib
 import json
-import os
-import tempfile
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,11 +22,17 @@ from tqdm import tqdm
 
 from command_line import ask_before_replacing
 from dataloading.archives.index import is_index, read_rows
-from dataloading.archives.masks import run_lengths_to_png
-from dataloading.archives.plan import FOLDER, Plan, Source, find_source, is_place, sets_of
-from dataloading.archives.sets import any_index, find_set, forbids
-from dataloading.archives.tar import MAX_MEMBER_BYTES, NAME, Stream, find_archives
-from dataloading.images import decode_image
+from dataloading.archives.plan import (
+    FOLDER,
+    Plan,
+    Source,
+    find_source,
+    sets_of,
+)
+from dataloading.archives.reader import COLUMNS, Pair, Reader, Waiting
+from dataloading.archives.sets import find_set, forbids
+from dataloading.archives.tar import NAME, Stream, find_archives
+from dataloading.faults import FaultFinder, measure
 from dataloading.pairs import (
     CAPTION_FILES,
     IMAGE,
@@ -39,16 +42,12 @@ from dataloading.pairs import (
     SCHEMA,
     SHARD_BYTES,
 )
-from dataloading.shards import UNFINISHED_DIR, read_beside
+from dataloading.shards import UNFINISHED_DIR
 from diffusers_flax.loading.files import naming_full_disk, remove, write_text
 from diffusers_flax.messages import one_line
 
 MANIFEST = "manifest.json"
-WINDOW_BYTES = 128 << 20  # of files of gzipped archives that wait for their pair; more go to disk
-OPEN_ARCHIVES = 32
 MAX_IGNORED = 5  # files that are named as not read
-COLUMNS = {"original": "original_image", "edited": "edited_image", "mask": "mask_image"}
-COLUMNS["reference"] = "reference_image"
 
 
 @dataclass(frozen=True)
@@ -60,157 +59,7 @@ class Options:
     num_workers: int = 1
     max_bad_fraction: float = 0.1  # of rows and pairs that cannot be used
     overwrite: bool = False  # replace earlier shards of this function
-    faults: tuple[str, ...] = ()  # of pairs that are left out, names in find_faults
-    # (original, edited, plan) -> names of a pair's faults, or None if there are no faults to find
-    find_faults: Callable | None = None
-
-
-class Pair(NamedTuple):
-    """A pair that is read."""
-
-    cells: dict[str, dict | None]  # "original", "edited", "mask", "reference": image cells
-    texts: dict[str, str | list[str] | None]
-    size: int  # bytes of the images
-
-
-def looks_whole(data: bytes) -> bool:
-    """Whether data begin and end as a JPEG or PNG does."""
-    if data.startswith(b"\xff\xd8\xff"):
-        return data.endswith(b"\xff\xd9")
-    return data.startswith(b"\x89PNG\r\n\x1a\n") and data.endswith(b"IEND\xaeB`\x82")
-
-
-def check_image(data: bytes) -> None:
-    """Raise a ValueError for data that are no image; usual ones are not decoded."""
-    if not looks_whole(data):
-        decode_image(data, (16, 16))
-
-
-class Waiting:
-    """Files of gzipped archives that wait for their pair, in memory and beyond that on disk."""
-
-    def __init__(self, folder: Path):
-        self._kept, self._bytes, self._until = {}, 0, {}
-        self._spill = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-
-    def close(self) -> None:
-        """Forget all files."""
-        self._spill.close()
-
-    def put(self, key: tuple, data: bytes, until: tuple) -> None:
-        """Keep a file up to and with a pair; until: (home, position)."""
-        self._until.setdefault(until, []).append(key)
-        if self._bytes + len(data) > WINDOW_BYTES:
-            self._kept[key] = (self._spill.seek(0, os.SEEK_END), len(data))
-            self._spill.write(data)
-        else:
-            self._kept[key] = data
-            self._bytes += len(data)
-
-    def get(self, key: tuple) -> bytes:
-        """A file that is kept."""
-        data = self._kept[key]
-        if isinstance(data, tuple):
-            self._spill.seek(data[0])
-            return self._spill.read(data[1])
-        return data
-
-    def drop(self, done: tuple) -> None:
-        """Forget the files of which (home, position) is the last pair."""
-        for key in self._until.pop(done, ()):
-            data = self._kept.pop(key)
-            self._bytes -= 0 if isinstance(data, tuple) else len(data)
-        if not self._kept:
-            self._spill.truncate(0)
-
-
-class Reader:
-    """Reads the files of pairs."""
-
-    def __init__(self, source: Source, waiting: Waiting, gzipped: set[int]):
-        self._source, self._waiting, self._gzipped = source, waiting, gzipped
-        self._open = OrderedDict()
-
-    def close(self) -> None:
-        """Close all archives."""
-        for stream in self._open.values():
-            stream.__exit__()
-
-    def read(self, place: list) -> bytes:
-        """The content of a file.
-
-        Raises:
-            ValueError: it cannot be read.
-        """
-        archive, offset, size, name = place
-        if archive == FOLDER:
-            data = read_beside(self._source.root, name)
-        elif archive in self._gzipped:
-            data = self._waiting.get((archive, offset))
-        else:
-            if archive not in self._open:
-                self._open[archive] = Stream(self._source.archives[archive - 1])
-                if len(self._open) > OPEN_ARCHIVES:
-                    self._open.popitem(last=False)[1].__exit__()
-            data = self._open[archive].at(offset, size)
-        if len(data) != size or size > MAX_MEMBER_BYTES:
-            raise ValueError(f"{name} has {len(data)} bytes, not {size}")
-        return data
-
-    def pair(self, record: dict) -> Pair:
-        """Read a pair of the plan.
-
-        Raises:
-            ValueError: an image or the instruction cannot be used.
-        """
-        cells, num_bytes = dict.fromkeys(COLUMNS), 0
-        for role in COLUMNS:
-            given = record.get(role)
-            if given is None:
-                continue
-            name = f"the {role}"
-            try:
-                if is_place(given):
-                    name = given[3]
-                    data = self.read(given)
-                else:
-                    data = run_lengths_to_png(given)
-                check_image(data)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-            cells[role] = {"bytes": data, "path": name.rpartition("/")[2]}
-            num_bytes += len(data)
-        return Pair(cells, self.texts(record), num_bytes)
-
-    def texts(self, record: dict) -> dict:
-        """The instructions and captions of a pair; in a sample they are files."""
-        texts = {name: record.get(name) for name in ("original_prompt", "edited_prompt")}
-        texts = {name: self.text(value) for name, value in texts.items()}
-        found = record.get("instruction")
-        if found is None or is_place(found):
-            found = [self.text(found)] if found else []
-            if "json" in record and not found:
-                try:
-                    content = json.loads(self.text(record["json"]))
-                    row = next(any_index(content | {"original": "", "edited": ""}, ""))
-                    found = [text for text in row.instruction if isinstance(text, str)]
-                except (ValueError, AttributeError, TypeError, StopIteration, RecursionError):
-                    found = []
-            if "text" in record and not any(map(str.strip, found)):
-                found = [self.text(record["text"])]
-        found = [text.strip() for text in found if text.strip()]
-        if not found:
-            raise ValueError("it has no instruction")
-        return texts | {"edit_prompt": found}
-
-    def text(self, value: str | list | None) -> str | None:
-        """A text, from its file if it is in one."""
-        if not is_place(value):
-            return value
-        try:
-            return self.read(value).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{value[3]} is not UTF-8") from error
+    faults: tuple[str, ...] = ()  # names of faults.FAULTS; pairs with one are left out
 
 
 class HashedFile:
@@ -232,10 +81,8 @@ class HashedFile:
         """Nothing: close does it."""
 
     def close(self) -> None:
-        """Write all to disk."""
+        """Close the file."""
         if not self.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
             self.closed = True
 
@@ -245,6 +92,7 @@ class Shards:
 
     def __init__(self, plan: Plan, folder: Path, home: int, stem: str):
         self._plan, self._folder, self._home, self._stem = plan, folder, home, stem
+        self.faults = FaultFinder(plan.db) if plan.get("conversion")["faults"] else None
         row = plan.db.execute(
             "select count(*), coalesce(max(stop), 0) from shards where home = ?", (home,)
         ).fetchone()
@@ -454,7 +302,7 @@ def stem_of(source: Source, home: int) -> str:
     if home == FOLDER:
         return "files"
     name = source.archives[home - 1].name
-    for suffix in (".tar.gz", ".tgz", ".tar"):
+    for suffix in (".tar.gz", ".tgz", ".tar", ".parquet"):
         name = name.removesuffix(suffix)
     stem = "".join(x if x.isalnum() or x in "_-" else "-" for x in name)
     return f"{stem[-80:]}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
@@ -560,10 +408,11 @@ def write_pair(
         plan.add_problem("write", "damaged", f"{name}: {one_line(error, 200)}")
         check_damaged(plan, options)
         return
-    if options.find_faults:
-        images = (pair.cells[role]["bytes"] for role in ("original", "edited"))
-        if faults := options.find_faults(*images, plan):
-            plan.add_problem("write", " and ".join(faults), name)
+    if shards.faults:
+        measured = measure(*(pair.cells[role]["bytes"] for role in ("original", "edited")))
+        found = shards.faults.find(measured, "\n".join(pair.texts["edit_prompt"]))
+        if wanted := [fault for fault in found if fault in options.faults]:
+            plan.add_problem("write", f"--drop {wanted[0]}", name)
             return
     shards.add(pair, number)
 
@@ -620,6 +469,6 @@ def finish(plan: Plan, source: Source, output_dir: Path, options: Options) -> st
     total = sum(file["rows"] for file in files)
     lines = [f"wrote {total} pairs to {output_dir} (shards: {len(files)}; {MANIFEST} lists them)"]
     for kind, found in left_out.items():
-        lines.append(f"left out    {found['count']} pairs, {kind}")
+        lines.append(f"left out    {found['count']} pairs: {kind}")
         lines += [f"            {name}" for name in found["examples"][:3]]
     return "\n".join(lines)

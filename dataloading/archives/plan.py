@@ -10,13 +10,16 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from dataloading.archives.index import has_images, is_index, read_rows
 from dataloading.archives.sets import (
+    LICENCES,
+    WORDS,
     X2EDIT,
     IndexedSet,
     Row,
@@ -25,6 +28,8 @@ from dataloading.archives.sets import (
     split_name,
 )
 from dataloading.archives.tar import Archive, Stream, find_archives, list_members
+from dataloading.options import Columns
+from dataloading.shards import find_columns, find_mask_column, is_text, known_set
 from diffusers_flax.messages import first_names
 
 FOLDER = 0  # "archive" of files that are in no archive
@@ -53,10 +58,11 @@ class Source(NamedTuple):
     """What a set consists of on disk."""
 
     root: Path
-    archives: list[Archive]
+    archives: list[Archive]  # or, without indexes, shards, each as an archive
     indexes: list[tuple[Path, IndexedSet]]
     files: list[Path]  # other files
     ignored: list[str]  # files that look like an index, with the reason
+    are_shards: bool = False
 
 
 def walk(root: Path, skipped: Path) -> Iterator[Path]:
@@ -102,7 +108,11 @@ def find_source(path: Path, output_dir: Path) -> Source:
             f"--pairs {path} has {len(candidates)} files such as {candidates[0].name}; name the "
             "index instead of the directory"
         )
-    indexes, ignored = find_indexes(candidates)
+    indexes, shards, ignored = find_indexes(candidates)
+    if shards and not indexes and not archives:
+        found = [Archive(file.relative_to(root).as_posix(), (file,)) for file in shards]
+        return Source(root, found, [], [], ignored, are_shards=True)
+    ignored += [f"{file}: a shard with images; train on its directory as it is" for file in shards]
     if path in candidates and not indexes:
         raise ValueError(f"--pairs {ignored[0]}")
     if not indexes and not archives:
@@ -117,9 +127,11 @@ def find_source(path: Path, output_dir: Path) -> Source:
     return Source(root, archives, indexes, loose, ignored)
 
 
-def find_indexes(files: list[Path]) -> tuple[list[tuple[Path, IndexedSet]], list[str]]:
-    """The indexes with their sets, and why other files are none."""
-    indexes, ignored = [], []
+def find_indexes(
+    files: list[Path],
+) -> tuple[list[tuple[Path, IndexedSet]], list[Path], list[str]]:
+    """The indexes with their sets, shards with images, and why other files are neither."""
+    indexes, shards, ignored = [], [], []
     mapped = "_with_local_source_image_path"
     for file in files:
         if file.with_name(f"{file.stem}{mapped}{file.suffix}") in files:
@@ -127,7 +139,7 @@ def find_indexes(files: list[Path]) -> tuple[list[tuple[Path, IndexedSet]], list
         elif "preference" in file.stem:
             ignored.append(f"{file}: preferences, not pairs to learn from")
         elif has_images(file):
-            ignored.append(f"{file}: a shard with images; train on its directory as it is")
+            shards.append(file)
         else:
             row = next((row for _, row in read_rows(file) if isinstance(row, dict)), None)
             if row and (known := find_set(row)):
@@ -135,7 +147,33 @@ def find_indexes(files: list[Path]) -> tuple[list[tuple[Path, IndexedSet]], list
             else:
                 keys = first_names(list(row)) if row else "no JSON objects"
                 ignored.append(f"{file}: no known keys of images and instruction ({keys})")
-    return indexes, ignored
+    return indexes, shards, ignored
+
+
+class ShardColumns(NamedTuple):
+    """The columns of a shard with images that a conversion keeps."""
+
+    original: str
+    edited: str
+    instruction: str
+    mask: str
+    reference: str  # "": none
+    has_lists: bool  # of instructions
+
+    @classmethod
+    def of(cls, file: Path) -> "ShardColumns":
+        """Read the schema of a shard; a ValueError if a column is missing."""
+        schema = pq.read_schema(file)
+        names = find_columns(schema, file, Columns())
+        mask = find_mask_column(schema, file, missing_ok=True)
+        reference = next((x for x in WORDS["reference"] if x in schema.names), "")
+        return cls(*names, mask, reference, not is_text(schema.field(names[2]).type))
+
+    @property
+    def extra(self) -> set[str]:
+        """What the shards have besides pairs with one instruction."""
+        has = {"mask": self.mask, "reference": self.reference, "instructions": self.has_lists}
+        return {name for name, value in has.items() if value}
 
 
 class Plan:
@@ -201,9 +239,10 @@ class Plan:
                 if number <= done:
                     bar.update(sizes[number - 1])
                     continue
-                with Stream(archive) as stream:
-                    rows = self._counted(archive, stream, bar, number, sizes[number - 1])
-                    self.db.executemany("insert into members values (?, ?, ?, ?)", rows)
+                if source.are_shards:
+                    bar.update(sizes[number - 1])
+                else:
+                    self._list(archive, number, sizes[number - 1], bar)
                 values = (number, archive.name, archive.stamp())
                 self.db.execute("insert into archives values (?, ?, ?)", values)
                 self.db.commit()
@@ -214,16 +253,23 @@ class Plan:
         self.db.execute("create index if not exists by_name on members (name)")
         self.db.commit()
 
-    @staticmethod
-    def _counted(archive, stream, bar, number, total) -> Iterator[tuple]:
-        """Rows of the table members; moves the progress bar."""
+    def _list(self, archive: Archive, number: int, total: int, bar: tqdm) -> None:
+        """Insert the members of an archive; moves the progress bar by total bytes."""
         shown = 0
-        for count, (name, offset, size) in enumerate(list_members(archive, stream)):
-            yield name.encode(errors="replace").decode(), number, offset, size
-            if count % 256 == 0:
-                now = min(stream.done if stream.size is None else offset, total)
-                bar.update(now - shown)
-                shown = now
+
+        def rows(stream):
+            nonlocal shown
+            for count, (name, offset, size) in enumerate(list_members(archive, stream)):
+                if not name.isascii():  # maybe not UTF-8
+                    name = name.encode(errors="replace").decode()
+                yield name, number, offset, size
+                if count % 256 == 0:
+                    now = min(stream.done if stream.size is None else offset, total)
+                    bar.update(now - shown)
+                    shown = now
+
+        with Stream(archive) as stream:
+            self.db.executemany("insert into members values (?, ?, ?, ?)", rows(stream))
         bar.update(total - shown)
 
     def make_pairs(self, source: Source, max_pairs: int | None) -> None:
@@ -237,7 +283,10 @@ class Plan:
             self.db.execute(f"delete from {table}")
         self.db.execute("drop index if exists by_order")
         gzipped = {n for n, x in enumerate(source.archives, start=1) if x.is_gzipped}
-        pairs = self._indexed(source) if source.indexes else self._samples(source)
+        find = self._samples
+        if source.indexes or source.are_shards:
+            find = self._indexed if source.indexes else self._rows
+        pairs = find(source)
         bar, count, columns = tqdm(desc="finding pairs", unit="pair", disable=None), 0, set()
         with bar:
             for name, record in pairs:
@@ -250,6 +299,9 @@ class Plan:
                     columns.add("instructions")
                 bar.update()
         self.db.execute("create index by_order on pairs (home, position, id)")
+        if source.are_shards:
+            shards = map(ShardColumns.of, (shard.parts[0] for shard in source.archives))
+            columns = set().union(*(shard.extra for shard in shards))
         self.put(columns=sorted(columns), pairs=count, planned=True)
 
     def _add_pair(self, name: str, record: dict, gzipped: set[int]) -> None:
@@ -300,14 +352,22 @@ class Plan:
                         leave_out("a file is missing", f"{turn}: {error}")
         self.put(left_out=named)
 
+    def _rows(self, source: Source) -> Iterator[tuple[str, dict]]:
+        """(name, record) of each row of shards, whose place is the row's number."""
+        for number, shard in enumerate(source.archives, start=1):
+            for row in range(pq.read_metadata(shard.parts[0]).num_rows):
+                yield f"{shard.name} row {row}", {"edited": [number, row, 0, ""]}
+        self.put(left_out={})
+
     def _samples(self, source: Source) -> Iterator[tuple[str, dict]]:
         """(name, record) of each sample of WebDataset: files in a row with one key."""
         named = Counter()
         query = "select archive, offset, size, name from members order by archive, offset"
-        rows = map(list, self.db.cursor().execute(query))
+        rows = self.db.cursor().execute(query)
+        named_rows = (([*row], *split_name(row[3])) for row in rows)  # place, key, extension
         names = [archive.name for archive in source.archives]
-        for (number, key), files in groupby(rows, lambda row: (row[0], split_name(row[3])[0])):
-            for record in samples_of(list(files)):
+        for (number, key), files in groupby(named_rows, lambda row: (row[0][0], row[1])):
+            for record in samples_of(files):
                 name = f"{names[number - 1]} {key}"
                 texts = {"text", "json", "instruction"} & record.keys()
                 if {"original", "edited"} <= record.keys() and texts:
@@ -327,14 +387,13 @@ def is_place(value) -> bool:
     return isinstance(value, list) and len(value) == 4 and isinstance(value[0], int)
 
 
-def samples_of(files: list[list]) -> Iterator[dict]:
+def samples_of(files: Iterator[tuple[list, str, str]]) -> Iterator[dict]:
     """The records of files with one key; a second file of a kind begins another sample.
 
     Some archives are several archives one after the other, with the same names.
     """
     record = {}
-    for place in files:
-        extension = split_name(place[3])[1]
+    for place, _, extension in files:
         meaning = meaning_of(extension)
         if meaning in record or extension in record.get("others", ()):
             yield record
@@ -410,22 +469,17 @@ class Finder:
             raise ValueError(f"{str(path)[:40]} is not a path")
         if "://" in path:
             path = path.partition("?")[0].rpartition("/")[2]
-        parts = [part for part in PurePosixPath(path.replace("\\", "/")).parts if part != "/"]
-        inside = f"/{folder}/"
-
-        def fits_folder(x):
-            return inside in f"/{self._names[x[0]]}/{x[3]}"
-
-        wanted = [*folder.split("/"), *parts] if folder else parts
+        parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".")]
         found = self._lookup(parts, hint, folder)
-        if folder and not any(map(fits_folder, found)):
+        if folder and not any(self._is_in(folder, x) for x in found):
             found = []
+        wanted = [*folder.split("/"), *parts] if folder else parts
         if not found and self._searches < MAX_SEARCHES and self._learn(wanted):
             found = self._lookup(parts, hint, folder)
         if len(found) > 1:
             stem = near[1]
             for fits in (
-                lambda x: folder and fits_folder(x),
+                lambda x: folder and self._is_in(folder, x),
                 lambda x: x[0] == near[0],
                 lambda x: stem in self._names[x[0]],
             ):
@@ -435,14 +489,18 @@ class Finder:
                 raise ValueError(f"{path} is in {places}, with different sizes")
         return found[0] if found else None
 
+    def _is_in(self, folder: str, found: list) -> bool:
+        """Whether a file is below a folder of this name, in or out of archives."""
+        return f"/{folder}/" in f"/{self._names[found[0]]}/{found[3]}"
+
     def _lookup(self, parts: list[str], hint: str, folder: str) -> list[list]:
         """The files that fit by the first rule that has some."""
-        paths = [[*folder.split("/"), *parts]] * bool(folder) + [parts]
+        query = "select archive, offset, size, name from members where name = ?"
+        paths = [[*folder.split("/"), *parts], parts] if folder else [parts]
         for path in paths:
             for strip, prefix in self._rules:
                 name = prefix + "/".join(path[strip:])
-                query = "select archive, offset, size, name from members where name = ?"
-                found = list(map(list, self._db.execute(query, (name,))))
+                found = [[*row] for row in self._db.execute(query, (name,))]
                 if hint:
                     found = [x for x in found if self._names[x[0]].endswith(hint)]
                 if found:
@@ -473,6 +531,10 @@ class Finder:
 
 def sets_of(source: Source, plan: Plan) -> dict[str, str]:
     """{name of a known set: its licence}; plan: with the inventory."""
+    if source.are_shards:
+        columns = {ShardColumns.of(shard.parts[0])[:3] for shard in source.archives}
+        names = filter(None, map(known_set, columns))
+        return {name: LICENCES.get(name, "") for name in names}
     if source.indexes:
         return {known.name: known.licence for _, known in source.indexes if known.name}
     query = "select exists (select 1 from members where name like '%.1.0.jpg')"

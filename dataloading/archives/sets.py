@@ -6,6 +6,7 @@ read on a card and what was inferred from public code that reads the set.
 
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from dataloading.lists import NAMES
@@ -233,6 +234,13 @@ INDEXED_SETS = (
         gpt_conversations,
     ),
 )
+LICENCES = {  # of sets whose shards have images, on their cards
+    **dict.fromkeys(("osunlp/MagicBrush", "BleachNick/UltraEdit"), "CC-BY-4.0"),
+    **dict.fromkeys(("UCSC-VLAA/HQ-Edit", "UCSC-VLAA/HQ-Edit, inverse"), "CC-BY-NC-4.0"),
+    **dict.fromkeys(("Bin1117/AnyEdit", "BryanW/HumanEdit"), "CC-BY-4.0"),
+    "TIGER-Lab/OmniEdit-Filtered-1.2M": "MIT",
+    "iitolstykh/NHR-Edit": "Apache-2.0",
+}
 X2EDIT = "OPPOer/X2Edit-Dataset"
 FORBIDDEN = {"NC": "commercial use", "ND": "sharing of changed copies"}
 
@@ -254,13 +262,18 @@ def forbids(licence: str) -> str:
     return " and ".join(text for short, text in FORBIDDEN.items() if short in parts)
 
 
+@lru_cache(maxsize=1000)
+def known_words(keys: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(key, meaning) of the keys in WORDS, the preferred ones first."""
+    return [(word, meaning) for word, meaning in MEANINGS.items() if word in keys]
+
+
 def any_index(row: dict, stem: str) -> Iterator[Row]:
     """The pair of a row of an unknown set, whose keys are words of WORDS."""
     values = {}
-    for meaning, words in WORDS.items():
-        given = (row[word] for word in words if row.get(word) not in (None, "", []))
-        if (value := next(given, None)) is not None:
-            values[meaning] = value
+    for word, meaning in known_words(tuple(row)):
+        if row[word] not in (None, "", []):
+            values.setdefault(meaning, row[word])
     values.setdefault("reference", second(values.get("original")))
     texts = values.get("instruction")
     values["instruction"] = tuple(texts) if isinstance(texts, list | tuple) else (texts,)
@@ -287,6 +300,7 @@ def split_name(name: str) -> tuple[str, str]:
     return f"{folder}{slash}{stem}", extension.lower()
 
 
+@lru_cache(maxsize=1000)
 def meaning_of(extension: str) -> str:
     """What a file of a WebDataset sample is: a field of Row, "text", "json" or ""."""
     if extension in ("txt", "json"):

@@ -10,6 +10,7 @@ with its name and its member's.
 
 import gzip
 import io
+import math
 import os
 import re
 import tarfile
@@ -257,7 +258,7 @@ def plain_member(head: bytes) -> tuple[bytes, int] | None:
         size = int(head[124:136].strip(b" \0") or b"0", 8)
     except ValueError:
         return None
-    if sum(head) - sum(head[148:156]) + 8 * 32 != checksum:
+    if sum(head) - sum(head[148:156]) + 8 * 32 != checksum:  # the field counts as spaces
         return None
     name = head[:100].partition(b"\0")[0]
     if head[262] == 0:  # POSIX, not GNU
@@ -276,6 +277,7 @@ def list_members(archive: Archive, stream: Stream) -> Iterator[tuple[str, int, i
     """
     replay = Replay(stream)
     headers, position, has_end, zeros, count = Headers(replay), 0, False, 0, 0
+    total = math.inf if stream.size is None else stream.size
     while head := stream.at(position, BLOCK):
         if head == ZEROS:
             has_end, position, zeros = True, position + BLOCK, zeros + BLOCK
@@ -306,10 +308,10 @@ def list_members(archive: Archive, stream: Stream) -> Iterator[tuple[str, int, i
             refuse_kind(archive, member)
             is_file = member.isreg()
         check_member(archive, name, size)
-        if stream.size is not None and offset + size > stream.size:
+        if offset + size > total:
             raise ValueError(
                 f"{archive.name} is truncated: its member {name} ends at byte {offset + size}, the "
-                f"archive at {stream.size}; download it again"
+                f"archive at {total}; download it again"
             )
         count, position = count + 1, following
         if is_file and "/._" not in f"/{name}":  # of macOS

@@ -24,11 +24,13 @@ from edit_sets import (
     write_lines,
     write_tar,
 )
-from known_sets import plain
+from known_sets import SCHEMAS, plain, write_known
 from PIL import Image
+from shards import encode, smooth
+from trainer_runs import config_of, read_metrics, run_trainer
 
 import parquet_processing
-from dataloading.archives import convert, index, masks, tar
+from dataloading.archives import convert, index, masks, reader, tar
 from dataloading.images import decode_mask
 
 FAST = ("a1557811266/Inter-Edit-Train", "OPPOer/X2Edit-Dataset")
@@ -123,9 +125,9 @@ def test_a_killed_conversion_continues_with_the_same_shards(tmp_path, monkeypatc
     done = {x.name for x in (out / ".unfinished").glob("*.parquet")}
     assert len(done) == 2
     read = []
-    original = convert.Reader.read
+    original = reader.Reader.read
     monkeypatch.setattr(
-        convert.Reader, "read", lambda self, place: read.append(place[3]) or original(self, place)
+        reader.Reader, "read", lambda self, place: read.append(place[3]) or original(self, place)
     )
     run(tmp_path / "set", out)
     files = [
@@ -280,13 +282,13 @@ def test_rows_that_cannot_be_used_are_named_and_counted(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert list(pairs_of(read_shards(tmp_path / "data"))) == [f"do {n}" for n in (0, 1, 2, 8, 9)]
     for words in (
-        "left out    2 pairs, damaged",
+        "left out    2 pairs: damaged",
         "index.jsonl line 4: 3b.png: ",
         "index.jsonl line 5: 4a.png: no known image format",
-        "left out    2 pairs, a file is missing",
+        "left out    2 pairs: a file is missing",
         "index.jsonl line 6: 5b.png is in no archive or directory",
         "index.jsonl line 8: it has no instruction",
-        "left out    1 pairs, no files here",
+        "left out    1 pairs: no files here",
         "index.jsonl line 7: 6b.png is in no archive",
     ):
         assert words in printed, words
@@ -343,7 +345,7 @@ def test_workers_divide_the_archives(tmp_path, capsys):
     )
     run(tmp_path / "inter", tmp_path / "own")
     assert len(read_shards(tmp_path / "own")) == 8
-    assert "left out    20 pairs, no files here" in capsys.readouterr().out
+    assert "left out    20 pairs: no files here" in capsys.readouterr().out
 
 
 def test_another_conversion_or_another_archive_is_not_continued(tmp_path, capsys, monkeypatch):
@@ -372,7 +374,7 @@ def test_the_first_pairs(tmp_path):
 
 def test_files_of_a_gzipped_archive_wait_on_disk(tmp_path, monkeypatch):
     """All sources come first, then all results in another order, and another archive's."""
-    monkeypatch.setattr(convert, "WINDOW_BYTES", 100)
+    monkeypatch.setattr(reader, "WINDOW_BYTES", 100)
     folder, rng = tmp_path / "set", np.random.default_rng(0)
     orders = [rng.permutation(12) for _ in range(2)]
     first = [(f"{n}s.png", plain(n)) for n in orders[0]]
@@ -466,6 +468,102 @@ def test_the_same_names_and_texts_as_tarfile(tmp_path):
             ours = {n: stream.at(at, size) for n, at, size in tar.list_members(found, stream)}
             theirs = {x.name: archive.extractfile(x).read() for x in archive if x.isreg()}
         assert ours == {name.removeprefix("./"): data for name, data in theirs.items()}
+
+
+@pytest.mark.parametrize("name", ["Bin1117/AnyEdit", "BryanW/HumanEdit", "TIGER-Lab/OmniEdit"])
+def test_shards_are_converted_too(tmp_path, capsys, name, monkeypatch):
+    """So that pairs with faults can be left out; a second image and masks stay."""
+    (known,) = [x for x in SCHEMAS if x.startswith(name)]
+    folder = write_known(tmp_path / "set", known, 9, row_group_size=4)
+    small_shards(monkeypatch)
+    run(folder, tmp_path / "data", "--drop", "duplicate")
+    rows = read_shards(tmp_path / "data")
+    text = "{}.0" if "Omni" in name else "{}"
+    assert pairs_of(rows) == {text.format(n): (n, 255 - n) for n in range(9)}
+    assert ("reference_image" in rows[0]) == ("AnyEdit" in name)
+    assert ("mask_image" in rows[0]) == ("HumanEdit" in name)
+    assert ("Omni" not in name) or rows[2]["edit_prompt"] == ["2.0", "2.1", "2.2"]
+    assert f"set         {known}, " in capsys.readouterr().out
+    # From the middle of a row group on, nothing before it is read.
+    (shard,) = folder.glob("*.parquet")
+    assert [grey_of(row[x.original]) for x, row in reader.rows_from(shard, 6)] == [6, 7, 8]
+
+
+def faulty_set(folder):
+    """Pairs of one kind each; the first of two is kept."""
+    one, two = smooth(1, 96, 96), smooth(2, 96, 96)
+    framed = np.full((96, 96, 3), 255, np.uint8)
+    framed[8:-8, 8:-8] = two[8:-8, 8:-8]
+    a, b = encode(one), encode(two)
+    near = encode(two, "JPEG", quality=92)
+    members = {"a.png": a, "b.png": b, "framed.png": encode(framed), "near.jpg": near}
+    members |= {
+        "wide.png": encode(smooth(2, 64, 96)),
+        "bad.png": a[:300],
+        "c.png": encode(smooth(3)),
+    }
+    write_tar(folder / "x.tar", members)
+    pairs = [("a", "b", "good"), ("a", "framed", "border"), ("a", "wide", "shape")]
+    pairs += [("b", "b", "unchanged"), ("a", "b", "good"), ("a", "near", "good")]
+    pairs += [("a", "bad", "unreadable"), ("c", "a", "good"), ("a", "b", "another instruction")]
+    names = {name.partition(".")[0]: name for name in members}
+    write_lines(
+        folder / "i.jsonl",
+        [{"input": names[x], "edited": names[y], "edit": text} for x, y, text in pairs],
+    )
+
+
+def texts_of(folder):
+    return sorted(row["edit_prompt"] for row in read_shards(folder))
+
+
+def test_pairs_with_faults_are_counted_and_left_out_if_asked(tmp_path, capsys):
+    faulty_set(tmp_path / "set")
+    report = tmp_path / "report.png"
+    every = ("--max_bad_fraction", "1")
+    run(tmp_path / "set", tmp_path / "all", "--report", str(report), *every)
+    printed = capsys.readouterr().out
+    assert (
+        len(texts_of(tmp_path / "all")) == 8
+    )  # without the damaged one, which nobody can train on
+    for kind in ("shape", "border", "unchanged", "duplicate", "near_duplicate"):
+        assert f" 1 {kind}: " in printed, printed
+    assert "--drop shape border unchanged duplicate near_duplicate" in printed
+    with Image.open(report) as image:
+        assert image.width > 512
+    names = ("border", "shape", "unchanged", "duplicate", "near_duplicate", "unreadable")
+    run(tmp_path / "set", tmp_path / "none", "--drop", *names, *every)
+    assert texts_of(tmp_path / "none") == ["another instruction", "good", "good"]
+    run(tmp_path / "set", tmp_path / "some", "--drop", "border", "duplicate", *every)
+    assert texts_of(tmp_path / "some") == sorted(
+        ["good", "shape", "unchanged", "good", "good", "another instruction"]
+    )
+    left_out = json.loads((tmp_path / "some" / "manifest.json").read_text())["left_out"]
+    assert left_out["--drop border"] == {"count": 1, "examples": ["i.jsonl line 2"]}
+    assert "left out    1 pairs: --drop duplicate" in capsys.readouterr().out
+    run(tmp_path / "all", tmp_path / "again", "--drop", "near_duplicate")  # shards, too
+    assert len(texts_of(tmp_path / "again")) == 7
+    error = refuse(tmp_path / "set", tmp_path / "x", capsys, "--drop", "frame")
+    assert "--drop frame is unknown; choose from unreadable, shape" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SETS, "Bin1117/AnyEdit", "BryanW/HumanEdit"])
+def test_a_known_set_trains(model, lenient_optimizer, tmp_path, monkeypatch, name):
+    """20 steps by the command lines that a user types."""
+    data = tmp_path / "data"
+    if name in SETS:
+        make_set(name, tmp_path / "set")
+        run(tmp_path / "set", data)
+    else:
+        write_known(data, name)
+    has_masks = name in ("a1557811266/Inter-Edit-Train", "BryanW/HumanEdit")
+    options = {"max_train_steps": 20, "mask_loss_weight": 3.0 if has_masks else 1.0}
+    run_trainer(config_of(model, data, tmp_path / "out", **options), monkeypatch)
+    rows = read_metrics(tmp_path / "out")
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    assert (tmp_path / "out" / "model_index.json").exists()
 
 
 def test_lists_of_images_are_read_as_before(tmp_path, capsys):
