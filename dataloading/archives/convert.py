@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,16 +22,10 @@ from tqdm import tqdm
 
 from command_line import ask_before_replacing
 from dataloading.archives.index import is_index, read_rows
-from dataloading.archives.plan import (
-    FOLDER,
-    Plan,
-    Source,
-    find_source,
-    sets_of,
-)
-from dataloading.archives.reader import COLUMNS, Pair, Reader, Waiting
+from dataloading.archives.plan import FOLDER, MAX_NAMED, Plan, Source, find_source, sets_of
+from dataloading.archives.reader import COLUMNS, Pair, Reader
 from dataloading.archives.sets import find_set, forbids
-from dataloading.archives.tar import NAME, Stream, find_archives
+from dataloading.archives.tar import NAME, find_archives
 from dataloading.faults import FaultFinder, measure
 from dataloading.pairs import (
     CAPTION_FILES,
@@ -60,6 +54,15 @@ class Options:
     max_bad_fraction: float = 0.1  # of rows and pairs that cannot be used
     overwrite: bool = False  # replace earlier shards of this function
     faults: tuple[str, ...] = ()  # names of faults.FAULTS; pairs with one are left out
+
+
+class Planned(NamedTuple):
+    """A pair of the plan."""
+
+    number: int  # in its archive, from 0
+    position: int  # in the archive, of its last file
+    name: str
+    record: str  # JSON
 
 
 class HashedFile:
@@ -133,7 +136,7 @@ class Shards:
         self._plan.db.execute("insert into finished values (?)", (self._home,))
         self._plan.db.commit()
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Remove a shard that is not complete."""
         if self._writer:
             self._writer.close()
@@ -317,116 +320,105 @@ def write_homes(plan: Plan, source: Source, folder: Path, options: Options) -> N
         written = folder / file
         if written.exists() and written.stat().st_size != size:
             raise ValueError(f"{written} has changed; remove {folder} and convert again")
-    gzipped = {n for n, x in enumerate(source.archives, start=1) if x.is_gzipped}
-    marks = ",".join(map(str, mine)) or "-1"
-    total = plan.one(f"select count(*) from pairs where home in ({marks})")
+    counts = dict(plan.db.execute("select home, count(*) from pairs group by home").fetchall())
     with (
-        closing(Waiting(folder)) as waiting,
-        closing(Reader(source, waiting, gzipped)) as reader,
-        tqdm(desc="writing shards", total=total, unit="pair", disable=None) as bar,
+        closing(Reader(source, folder)) as reader,
+        tqdm(desc="writing shards", unit="pair", disable=None) as bar,
     ):
-        for home in sorted({*mine, *gzipped}):
-            if home in done:
-                bar.update(plan.one("select count(*) from pairs where home = ?", home))
-            unfinished = [h for h in mine if h not in done and h >= home]
-            shards = None
-            if home in unfinished:
+        bar.total = sum(counts[home] for home in mine)
+        conversion = Conversion(plan, options, reader, bar)
+        for home in sorted({*mine, *reader.gzipped}):
+            todo = {other for other in mine if other not in done and other >= home}
+            if home in todo:
                 shards = Shards(plan, folder, home, stem_of(source, home))
-            try:
-                write_home(
-                    plan, source, home, (shards, reader, waiting), (bar, options, unfinished)
-                )
-            finally:
-                if shards:
-                    shards.abandon()
+                with closing(shards):
+                    conversion.write(shards, home, todo)
+                    shards.finish(counts[home])
+            elif home in reader.gzipped:
+                conversion.write(None, home, todo)
+            if home in mine and home in done:
+                bar.update(counts[home])
 
 
-def write_home(plan, source, home, parts, rest) -> None:
-    """Write the shards of one archive, and keep files of a gzipped one for later archives.
+@dataclass
+class Conversion:
+    """Writes the pairs of one archive after the other."""
 
-    Args:
-        plan, source, home: of the conversion.
-        parts: (Shards or None if it has no pairs left, Reader, Waiting).
-        rest: (progress bar, options, homes that are not complete, from this one on).
-    """
-    shards, reader, waiting = parts
-    bar, options, unfinished = rest
-    pairs = (
-        enumerate(
-            plan.db.cursor().execute(
-                "select position, name, record from pairs where home = ? order by position, id",
-                (home,),
-            )
-        )
-        if shards
-        else iter(())
-    )
-    if shards and shards.start:
-        bar.update(sum(1 for _ in islice(pairs, shards.start)))
-    ahead = next(pairs, None)
-    if home in reader._gzipped:
-        first = ahead[1][0] if ahead else None
-        with Stream(source.archives[home - 1]) as stream:
-            for offset, size, until in needed(plan, home, unfinished, first):
-                waiting.put((home, offset), stream.at(offset, size), until)
-                while ahead and ahead[1][0] == offset:
-                    write_pair(plan, shards, reader, ahead, options)
-                    bar.update()
-                    ahead = next(pairs, None)
-                waiting.drop((home, offset))
-    count = shards.start if shards else 0
-    while ahead:
-        write_pair(plan, shards, reader, ahead, options)
-        bar.update()
+    plan: Plan
+    options: Options
+    reader: Reader
+    bar: tqdm
+
+    def write(self, shards: Shards | None, home: int, todo: set[int]) -> None:
+        """Write the pairs of an archive, and keep its files for later archives if it is gzipped.
+
+        Args:
+            shards: of the archive; None: it has no pairs left.
+            home: its number.
+            todo: archives whose pairs are not all written, from this one on.
+        """
+        pairs = self.pairs(home, shards.start) if shards else iter(())
         ahead = next(pairs, None)
-    if shards:
-        count = plan.one("select count(*) from pairs where home = ?", home)
-        shards.finish(count)
+        if home in self.reader.gzipped:
+            first = ahead.position if ahead else None
+            for offset in self.reader.stream(home, self.needed(home, todo, first)):
+                while ahead and ahead.position == offset:
+                    self.write_pair(shards, ahead)
+                    ahead = next(pairs, None)
+        while ahead:
+            self.write_pair(shards, ahead)
+            ahead = next(pairs, None)
 
+    def pairs(self, home: int, start: int) -> Iterator[Planned]:
+        """The pairs of an archive from the one with number `start` on."""
+        query = "select position, name, record from pairs where home = ? order by position, id"
+        rows = self.plan.db.cursor().execute(query, (home,))
+        for number, (position, name, record) in enumerate(rows):
+            if number < start:
+                self.bar.update()
+            else:
+                yield Planned(number, position, name, record)
 
-def needed(plan: Plan, archive: int, unfinished: list[int], first: int | None) -> Iterator[tuple]:
-    """The files of a gzipped archive that pairs to come need: (offset, size, last pair)."""
-    rows = plan.db.cursor().execute(
-        "select offset, size, home, position from needs where archive = ? order by offset",
-        (archive,),
-    )
-    homes = set(unfinished)
-    for offset, size, home, position in rows:
-        if home in homes and (home != archive or (first is not None and position >= first)):
-            yield offset, size, (home, position)
+    def needed(self, archive: int, todo: set[int], first: int | None) -> Iterator[tuple]:
+        """The files of a gzipped archive that pairs to come need: (offset, size, last pair).
 
+        Args:
+            archive: its number.
+            todo: archives whose pairs are not all written.
+            first: position of this archive's first pair that is not written; None: all are.
+        """
+        query = "select offset, size, home, position from needs where archive = ? order by offset"
+        for offset, size, home, position in self.plan.db.cursor().execute(query, (archive,)):
+            is_later = home != archive or (first is not None and position >= first)
+            if home in todo and is_later:
+                yield offset, size, (home, position)
 
-def write_pair(
-    plan: Plan, shards: Shards, reader: Reader, numbered: tuple, options: Options
-) -> None:
-    """Read a pair and add it to the shards, or count it as one that is left out."""
-    number, (_, name, text) = numbered
-    record = json.loads(text)
-    try:
-        pair = reader.pair(record)
-    except ValueError as error:
-        plan.add_problem("write", "damaged", f"{name}: {one_line(error, 200)}")
-        check_damaged(plan, options)
-        return
-    if shards.faults:
-        measured = measure(*(pair.cells[role]["bytes"] for role in ("original", "edited")))
-        found = shards.faults.find(measured, "\n".join(pair.texts["edit_prompt"]))
-        if wanted := [fault for fault in found if fault in options.faults]:
-            plan.add_problem("write", f"--drop {wanted[0]}", name)
+    def write_pair(self, shards: Shards, planned: Planned) -> None:
+        """Read a pair and add it to the shards, or count it as one that is left out."""
+        self.bar.update()
+        try:
+            pair = self.reader.pair(json.loads(planned.record))
+        except ValueError as error:
+            problem = f"{planned.name}: {one_line(error, 200)}"
+            self.plan.add_problem("write", "damaged", problem)
+            self.check_damaged(problem)
             return
-    shards.add(pair, number)
+        if shards.faults:
+            measured = measure(*(pair.cells[role]["bytes"] for role in ("original", "edited")))
+            found = shards.faults.find(measured, "\n".join(pair.texts["edit_prompt"]))
+            if wanted := [fault for fault in found if fault in self.options.faults]:
+                self.plan.add_problem("write", f"--drop {wanted[0]}", planned.name)
+                return
+        shards.add(pair, planned.number)
 
-
-def check_damaged(plan: Plan, options: Options) -> None:
-    """Raise a ValueError if too many pairs are damaged."""
-    query = "select count(*), max(name) from problems where stage = 'write' and kind = 'damaged'"
-    count, name = plan.db.execute(query).fetchone()
-    pairs = plan.get("pairs")
-    if count > options.max_bad_fraction * pairs:
-        raise ValueError(
-            f"over {count - 1} of {pairs} pairs are damaged, more than --max_bad_fraction "
-            f"{options.max_bad_fraction}; for example {name}"
-        )
+    def check_damaged(self, problem: str) -> None:
+        """Raise a ValueError if too many pairs are damaged; problem: of the last one."""
+        pairs, damaged = self.plan.num_pairs, self.plan.num_damaged
+        if damaged > self.options.max_bad_fraction * pairs:
+            raise ValueError(
+                f"over {damaged - 1} of {pairs} pairs are damaged, more than --max_bad_fraction "
+                f"{self.options.max_bad_fraction}; for example {problem}"
+            )
 
 
 def finish(plan: Plan, source: Source, output_dir: Path, options: Options) -> str:
@@ -448,7 +440,8 @@ def finish(plan: Plan, source: Source, output_dir: Path, options: Options) -> st
     counts.update(dict(rows.fetchall()))
     examples = {}
     for kind, name in plan.db.execute("select kind, name from problems"):
-        examples.setdefault(kind, []).append(name)
+        if len(named := examples.setdefault(kind, [])) < MAX_NAMED:
+            named.append(name)
     for old in read_manifest(output_dir):
         if old["file"] not in {file["file"] for file in files}:
             remove(output_dir / Path(old["file"]).name)
@@ -456,7 +449,7 @@ def finish(plan: Plan, source: Source, output_dir: Path, options: Options) -> st
         if (written := output_dir / UNFINISHED_DIR / file["file"]).exists():
             written.rename(output_dir / file["file"])
     left_out = {
-        kind: {"count": count, "examples": examples.get(kind, [])[:10]}
+        kind: {"count": count, "examples": examples.get(kind, [])}
         for kind, count in sorted(counts.items())
     }
     content = {

@@ -9,6 +9,7 @@ import os
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -204,8 +205,20 @@ class Plan:
         """The first value of a query."""
         return self.db.execute(query, values).fetchone()[0]
 
+    @cached_property
+    def num_pairs(self) -> int:
+        """Number of pairs, when they are planned."""
+        return self.get("pairs")
+
+    @cached_property
+    def num_damaged(self) -> int:
+        """Number of pairs that could not be read so far."""
+        return self.one("select count(*) from problems where kind = 'damaged'")
+
     def add_problem(self, stage: str, kind: str, name: str) -> None:
         """Count a row or pair that is left out."""
+        if kind == "damaged":
+            self.num_damaged += 1
         self.db.execute("insert into problems values (?, ?, ?)", (stage, kind, name))
 
     def check_archives(self, source: Source) -> None:

@@ -90,15 +90,34 @@ class Waiting:
 class Reader:
     """Reads the files of pairs."""
 
-    def __init__(self, source: Source, waiting: Waiting, gzipped: set[int]):
-        self._source, self._waiting, self._gzipped = source, waiting, gzipped
+    def __init__(self, source: Source, folder: Path):
+        """folder: for files that wait."""
+        self._source, self._waiting = source, Waiting(folder)
+        self.gzipped = {n for n, x in enumerate(source.archives, start=1) if x.is_gzipped}
         self._open = OrderedDict()
         self._next, self._rows = None, iter(())
 
     def close(self) -> None:
         """Close all archives."""
+        self._waiting.close()
         for stream in self._open.values():
             stream.__exit__()
+
+    def stream(self, archive: int, needed: Iterator[tuple]) -> Iterator[int]:
+        """Read a gzipped archive and keep files that pairs need.
+
+        Args:
+            archive: its number.
+            needed: (offset, size, (home, position) of the last pair that needs it), by offset.
+
+        Yields:
+            The offset of each file, when the pairs at this position can be read.
+        """
+        with Stream(self._source.archives[archive - 1]) as stream:
+            for offset, size, until in needed:
+                self._waiting.put((archive, offset), stream.at(offset, size), until)
+                yield offset
+                self._waiting.drop((archive, offset))
 
     def read(self, place: list) -> bytes:
         """The content of a file.
@@ -109,7 +128,7 @@ class Reader:
         archive, offset, size, name = place
         if archive == FOLDER:
             data = read_beside(self._source.root, name)
-        elif archive in self._gzipped:
+        elif archive in self.gzipped:
             data = self._waiting.get((archive, offset))
         else:
             if archive not in self._open:
