@@ -439,6 +439,7 @@ def open_shards(url: str) -> list[tuple[RemoteFile, pq.FileMetaData]]:
         for file, metadata in zip(files, results_of(pool.imap(read_footer, files))):
             shards.append((file, metadata))
             bar.update()
+    print(f"streams {len(files)} shards from {files[0].parent}")  # for the hub with the commit
     return shards
 
 

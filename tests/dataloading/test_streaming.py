@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -168,7 +169,7 @@ def test_hosts_agree_on_streamed_shards(numbered):
     assert first.state_dict() == second.state_dict()
 
 
-def test_a_dataset_of_the_hub(numbered, hub, monkeypatch, tmp_path):
+def test_a_dataset_of_the_hub(numbered, hub, monkeypatch, tmp_path, capsys):
     """The shards and names of script.py's plan, at one commit, with the token only for the hub."""
     files = {f"data/train-{name}": content for name, content in contents(numbered).items()}
     hub.add(DATASET, files | {"data/test-0.parquet": b"no shard", "README.md": b"pairs"})
@@ -184,6 +185,10 @@ def test_a_dataset_of_the_hub(numbered, hub, monkeypatch, tmp_path):
     hub.trees[DATASET, "main"] = {name: b"another push" for name in files}  # changes nothing
     assert_same(streamed, expected)
     assert streamed.state_dict()["data"] == local.state_dict()["data"]
+    assert re.fullmatch(
+        rf"streams 3 shards from {hub.endpoint}/datasets/{DATASET}/resolve/[0-9a-f]{{40}}/data",
+        capsys.readouterr().out.splitlines()[-1],
+    )
     tokens = {host: headers.get("authorization") for host, _, headers in hub.requests}
     assert tokens == {"127.0.0.1": "Bearer hf_secret", "localhost": None}
 
@@ -250,7 +255,7 @@ def test_parquet_processing_describes_a_stream(numbered, tmp_path, capsys):
     for source in (url, numbered):
         parquet_processing.main([f"--train_data_dir={source}", f"--preview={preview}"])
         said.append(capsys.readouterr().out)
-    assert said[0] == said[1] and "rows        53" in said[0]
+    assert said[0] == f"streams 3 shards from memory:///described\n{said[1]}" and "rows        53" in said[1]
 
 
 def test_pieces_are_kept_up_to_a_size(numbered, monkeypatch):
