@@ -11,6 +11,7 @@ import shutil
 import sys
 import textwrap
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from difflib import get_close_matches
@@ -37,7 +38,8 @@ ALSO_CALLED = {  # name of a flag in other programs: its names here
     "lr": ("learning_rate",),
     "fp16": ("dtype", "mixed_precision"),
 }
-ONE_WORD = ("_dir", "model", "name_or_path")  # ends of names of flags whose text is no prose
+MODEL_FLAGS = ("model", "name_or_path")  # ends of names of flags
+ONE_WORD = ("_dir", *MODEL_FLAGS)  # ends of names of flags whose text is no prose
 ARGUMENTS = {  # flag: the library's argument, if it has another name
     "config_name_or_path": "config",
     "devices": "components",
@@ -132,10 +134,13 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
 
     words = sys.argv[1:] if args is None else args
     check_unicode(words)
-    for name in list_flags(config_class):
-        count = sum(word.partition("=")[0].replace("-", "_") == f"__{name}" for word in words)
-        if count > 1:
+    lists = list_flags(config_class)
+    given = Counter(word.partition("=")[0].replace("-", "_").removeprefix("__") for word in words)
+    for name, count in given.items():
+        if count > 1 and name in lists:
             refuse(f"--{name} is given {count} times; write all values after one --{name}")
+        if count > 1 and name.endswith(MODEL_FLAGS):
+            refuse(f"--{name} is given {count} times; name one model")
     options = {"description": DESCRIPTION, "use_underscores": True, "return_unknown_args": True}
     kind = config_class
     if isinstance(config_class, dict):

@@ -14,7 +14,7 @@ inpainting, which changes the white part only; with control images, ControlNets.
 differ in that, and may have any flag of an image: {"prompt": "a fox", "seed": 3}. With the model of
 the demo, on a CPU:
 
-    python generate_cli.py --model demo/base_model --prompt "a coffee cup" --output cup.png
+    python generate_cli.py --model demo/base_model --prompt "a photo of the moon" --output moon.png
 
 Image i of the list depends on the seed --seed + i, or its line's own, and not on batch size,
 devices or the other images: the same command gives the same images on any machine, up to rounding.

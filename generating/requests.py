@@ -153,6 +153,8 @@ def requests_of_jsonl(file, config):
             unused = without_effect(request).keys() - changes  # of the command, for other lines
             request = replace(request, **{name: getattr(Request, name) for name in unused})
             check_request(request)
+            if missing := [path for path in files_read(request) if not path.is_file()]:
+                raise ValueError(f"{missing[0]} does not exist; check the path")
             requests.append(request)
         except ValueError as error:
             problems.append((line, str(error)))

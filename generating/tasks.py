@@ -19,6 +19,7 @@ from diffusers_flax.pipelines.base import class_of
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 from diffusers_flax.pipelines.sampling import count_steps
 from diffusers_flax.pipelines.stable_diffusion_xl import XLComponents
+from diffusers_flax.prompts import prepare_prompts
 from generating.batches import devices_for
 from generating.flags import from_flags
 from generating.inputs import check_call, kind_of, naming_line, steps_to_skip
@@ -204,6 +205,10 @@ def load_models(config, checked, requests, program_sizes, preview, layout):
         for kind, request in different.items():
             with naming_line(request):
                 check_call(pipelines[request.task], request, kind.size, config.denoising_end)
+        for request in requests if config.prompt_weights else ():
+            with naming_line(request):  # weights that are no numbers
+                texts = request.prompt, request.negative_prompt
+                prepare_prompts(pipeline, *texts, config.long_prompts, config.prompt_weights)
         pipeline, planned = plan_images(
             pipeline,
             devices,
