@@ -232,8 +232,8 @@ def archives_table() -> str:
         "gzip": "the same, tar.gz",
     }
     lines = []
-    for case, title in titles.items():
-        summary = results("archives")[case]["summary"]
+    for case, row in results("archives").items():
+        title, summary = titles[case], row["summary"]
         cells = [f"{summary['pairs_per_second']:.0f}"]
         for kind in ("seconds", "cpu_seconds"):
             low, high = summary[f"{kind}_to_tarfile_range"]

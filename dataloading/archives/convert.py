@@ -25,7 +25,7 @@ from dataloading.archives.index import is_index, read_rows
 from dataloading.archives.plan import FOLDER, MAX_NAMED, Plan, Source, find_source, sets_of
 from dataloading.archives.reader import COLUMNS, Pair, Reader
 from dataloading.archives.sets import find_set, forbids
-from dataloading.archives.tar import NAME, find_archives
+from dataloading.archives.tar import NAME
 from dataloading.faults import FaultFinder, measure
 from dataloading.pairs import (
     CAPTION_FILES,
@@ -188,7 +188,8 @@ def is_archived(path: Path) -> bool:
         return is_index(path) or bool(NAME.fullmatch(path.name))
     row = next((row for _, row in read_rows(path) if isinstance(row, dict)), {})
     known = find_set(row)
-    return bool(known and known.name) or bool(find_archives(path.parent, [*path.parent.iterdir()]))
+    beside = any(NAME.fullmatch(file.name) for file in path.parent.iterdir())
+    return bool(known and known.name) or beside
 
 
 def convert_archives(path: Path, output_dir: Path, options: Options = Options()) -> str:

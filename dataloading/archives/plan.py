@@ -28,7 +28,7 @@ from dataloading.archives.sets import (
     meaning_of,
     split_name,
 )
-from dataloading.archives.tar import Archive, Stream, find_archives, list_members
+from dataloading.archives.tar import OTHER, Archive, Stream, find_archives, list_members
 from dataloading.options import Columns
 from dataloading.shards import find_columns, find_mask_column, is_text, known_set
 from diffusers_flax.messages import first_names
@@ -114,6 +114,8 @@ def find_source(path: Path, output_dir: Path) -> Source:
         found = [Archive(file.relative_to(root).as_posix(), (file,)) for file in shards]
         return Source(root, found, [], [], ignored, are_shards=True)
     ignored += [f"{file}: a shard with images; train on its directory as it is" for file in shards]
+    others = (file for file in files if OTHER.fullmatch(file.name.lower()))
+    ignored += [f"{file} is not a .tar or .tar.gz; unpack it" for file in others]
     if path in candidates and not indexes:
         raise ValueError(f"--pairs {ignored[0]}")
     if not indexes and not archives:

@@ -68,7 +68,7 @@ def find_archives(folder: Path, files: list[Path]) -> list[Archive]:
     """The archives among the files of a directory, by name.
 
     Raises:
-        ValueError: a part is missing, or an archive is of another kind.
+        ValueError: a part is missing.
     """
     parts = {}
     for file in files:
@@ -76,8 +76,6 @@ def find_archives(folder: Path, files: list[Path]) -> list[Archive]:
             whole, part, bare = found.groups()
             name = file.relative_to(folder).with_name(whole).as_posix()
             parts.setdefault(name, {})[part or bare or ""] = file
-        elif OTHER.fullmatch(file.name.lower()):
-            raise ValueError(f"{file} is not a .tar or .tar.gz; unpack it and remove it")
     archives = []
     for name, found in sorted(parts.items()):
         if "" in found and len(found) > 1:

@@ -572,6 +572,7 @@ def test_lists_of_images_are_read_as_before(tmp_path, capsys):
     for name in "ab":
         (folder / f"{name}.png").write_bytes(plain(1))
     write_lines(folder / "pairs.jsonl", [{"input": "a.png", "edited": "b.png", "edit": "x"}])
+    (folder / "other.zip").touch()
     run(folder / "pairs.jsonl", tmp_path / "data")
     assert [x.name for x in (tmp_path / "data").iterdir()] == ["train-00000-of-00001.parquet"]
     error = refuse(folder / "pairs.jsonl", tmp_path / "x", capsys, "--worker=0", "--num_workers=2")
