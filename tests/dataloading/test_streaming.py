@@ -255,7 +255,10 @@ def test_parquet_processing_describes_a_stream(numbered, tmp_path, capsys):
     for source in (url, numbered):
         parquet_processing.main([f"--train_data_dir={source}", f"--preview={preview}"])
         said.append(capsys.readouterr().out)
-    assert said[0] == f"streams 3 shards from memory:///described\n{said[1]}" and "rows        53" in said[1]
+    assert (
+        said[0] == f"streams 3 shards from memory:///described\n{said[1]}"
+        and "rows        53" in said[1]
+    )
 
 
 def test_pieces_are_kept_up_to_a_size(numbered, monkeypatch):
