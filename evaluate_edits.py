@@ -105,9 +105,7 @@ class EvaluationFlags:
     resolution: int | None = None  # pixels, longer side; default: the models'
     batch_size: int = 1  # images per device at once
     # metrics
-    clip_model: str | None = (
-        None  # directory or hub id; "": none; default: ViT-L/14, or the protocol's
-    )
+    clip_model: str | None = None  # directory, hub id, or "" for none; default: the protocol's
     # what computes CLIP: flax, on the first device, or torch, on the CPU; both in float32
     clip_backend: Literal["flax", "torch"] = "flax"
     # files

@@ -123,7 +123,7 @@ class Clip:
             if config.get("model_type") != "clip":
                 raise ValueError(f"it is a model of type {config.get('model_type')}")
             self.processor = CLIPProcessor.from_pretrained(folder)
-            self.side = self.processor.image_processor.crop_size["height"]  # of what it sees
+            self.side = (config.get("vision_config") or {}).get("image_size", 224)  # of its images
             encoders = {"flax": flax_encoders, "torch": torch_encoders}[backend]
             self._encode_images, self._encode_texts, self.dim, self._length = encoders(name)
         except Exception as error:  # the libraries raise errors of many types

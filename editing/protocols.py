@@ -73,7 +73,7 @@ PROTOCOLS = {
     ),
     "emu_edit": Protocol(
         title="Emu Edit test",
-        source="arXiv 2311.10089, section 5; card of facebook/emu_edit_test_set",
+        source="arXiv 2311.10089; card of facebook/emu_edit_test_set",
         says="No true image. CLIP dir: the change of image against the change of captions; CLIP-I, "
         "DINO and L1: the result against the input; CLIP-T: the result against the output caption.",
         metrics={
@@ -87,7 +87,7 @@ PROTOCOLS = {
     ),
     "gedit": Protocol(
         title="GEdit-Bench",
-        source="arXiv 2504.17761, section 5; github.com/stepfun-ai/Step1X-Edit",
+        source="arXiv 2504.17761; github.com/stepfun-ai/Step1X-Edit",
         says="A judge's scores from 0 to 10 of the input and the result, both scaled to 512 x 512 "
         "pixels of area: G_SC, the least of two scores of the edit; G_PQ, the least of two scores "
         "of the result's look; G_O, the root of their product. Means of the means of the tasks.",
@@ -97,7 +97,7 @@ PROTOCOLS = {
     ),
     "imgedit": Protocol(
         title="ImgEdit-Bench, basic suite",
-        source="arXiv 2505.20275, section 4; github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic",
+        source="arXiv 2505.20275; github.com/PKU-YuanGroup/ImgEdit, Benchmark/Basic",
         says="The mean of a judge's three scores from 1 to 5 of the input and the result. Means of "
         "the means of the types of edits.",
         metrics={"overall": "overall"},
@@ -163,9 +163,12 @@ def left_out_scores(pairs, protocol, config):
         return []
     used, sentences = metrics_of(config), []
     headings = {**EXTRA, **protocol.metrics}
-    for name in protocol.metrics.keys() - set(used):
-        flag = "--dino_model" if name in DINO else "--clip_model"
-        sentences.append(f'left out, as {flag} is "": {protocol.metrics[name]}')
+    for flag, networks in (("--clip_model", CLIP), ("--dino_model", DINO)):
+        unused = [
+            x for name, x in protocol.metrics.items() if name in networks and name not in used
+        ]
+        if unused:
+            sentences.append(f'left out, as {flag} is "": {", ".join(unused)}')
     need_truth = {"l1", "mse", "dino", "truth_similarity", "lpips", "ssim"}
     needs = {
         "truth": (need_truth, lambda x: x.edited),
@@ -209,6 +212,7 @@ class Scorer:
         self._clip, self._dino, self._lpips = clip, dino, lpips
         self._parts = sorted({part for pair in pairs for part in pair.parts})
         self._features = {}  # {(network, what, place): features}
+        self._images = {}  # {(what, place): image}, of one call
 
     def measure(self, places, images):
         """Metrics of results.
@@ -221,7 +225,7 @@ class Scorer:
             {metric and part's suffix: list of floats}, NaN where it is not defined or where the
             pair is not of the part.
         """
-        found = {}
+        found, self._images = {}, {}
         if any(name in CLIP for name in self._metrics):
             found |= self._clip_values(places, images)
         for name, what in DINO.items():
@@ -242,9 +246,12 @@ class Scorer:
 
     def _image(self, what, place):
         """A pair's image, PIL, or None: what is TRUTH or INPUT."""
-        pair = self._pairs[place]
-        size = None if self._sizes is None else self._sizes[place]
-        return pair.fitted_edited(size) if what == TRUTH else pair.fitted_original(size)
+        if (what, place) not in self._images:
+            pair = self._pairs[place]
+            size = None if self._sizes is None else self._sizes[place]
+            fitted = pair.fitted_edited if what == TRUTH else pair.fitted_original
+            self._images[what, place] = fitted(size)
+        return self._images[what, place]
 
     def _pixel_value(self, name, place, result):
         what, compare = PIXELS.get(name, (TRUTH, None))

@@ -7,7 +7,7 @@ draw_extremes(results, pairs, output_dir)
 from pathlib import Path
 
 import numpy as np
-from PIL import ImageOps
+from PIL import Image, ImageOps
 
 from dataloading.images import load_image
 from editing.intervals import bootstrap_interval, load_values, mean_over, over_rows
@@ -168,7 +168,7 @@ def draw_extremes(results, pairs, output_dir, folder):
                     tiles.append(tile_of(pairs[place], place, Path(folder, row["images"]), text))
                 elif len(places):
                     tiles.append(None)
-    tiles = [tile or tiles[0].crop((0, 0, 1, 1)) for tile in tiles]
+    tiles = [tile or Image.new("RGB", (1, 1), "white") for tile in tiles]
     return tile_grid(tiles, NUM_EXTREMES, GRID_MARGIN) if tiles else None
 
 

@@ -343,12 +343,12 @@ def output_files(requests, ids, output, software, grid):
         files |= zip(numbered, found)
         missing += [numbered[i] for i in left]
     files = [files[place] for place in range(len(requests))]
-    written = Counter(path.resolve() for path in (*files, *filter(None, [grid])))
-    path, number = written.most_common(1)[0]
-    if number > 1:
+    paths = [*files, *filter(None, [grid])]
+    written = Counter(path.resolve() for path in paths)
+    if repeated := [path for path in paths if written[path.resolve()] > 1]:
         raise ValueError(
-            f"{number} images would be written to {path}; give each a name of its own, which is "
-            "no number"
+            f"{len(repeated)} images would be written to {repeated[0]}; give each its own name, "
+            "and none a number"
         )
     if overwritten := [
         path for x in requests for path in files_read(x) if path.resolve() in written

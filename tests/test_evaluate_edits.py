@@ -17,7 +17,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from helpers import photo, slow
 from PIL import Image
-from tiny_models import make_tiny_clip, make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_clip, make_tiny_dino, make_tiny_pipeline, make_tiny_xl
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPModel, CLIPProcessor, CLIPTextModel
 
@@ -32,6 +32,7 @@ from editing import measuring
 from editing.held_out import Columns, HeldOutPair, check_pairs, checksum_of_pairs, pairs_of_shards
 from editing.measuring import count_edit_flops
 from editing.metrics import Clip
+from editing.perceptual import Dino, ssim
 from editing.results import load_results, model_checksum, save_results
 
 STEPS = 2
@@ -150,6 +151,31 @@ def test_clip_backends_agree(folder):
     with torch.inference_mode():
         expected = F.normalize(model.get_text_features(**inputs).pooler_output).numpy()
     np.testing.assert_allclose(pair[0][:2], expected, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_more_metrics_compare_at_the_size_of_the_edit(folder, tmp_path, monkeypatch):
+    """--metrics dino ssim beside the others, without CLIP."""
+    monkeypatch.chdir(folder)
+    make_tiny_dino(tmp_path / "dino")
+    out = tmp_path / "out"
+    pairs = write_jsonl(tmp_path / "p.jsonl")
+    given = {"model": "sd", "pairs_jsonl": pairs, "output_dir": out, "clip_model": ""}
+    results = evaluate(**given, metrics=("dino", "ssim"), dino_model=tmp_path / "dino")
+    (row,) = results["rows"]
+    images = [Image.open(out / "images" / row["images"] / f"{i}.png") for i in range(2)]
+    size = (32, 32), Image.Resampling.LANCZOS
+    truths = [Image.open(folder / f"after{i}.png").resize(*size) for i in range(2)]
+    expected = np.mean([ssim(*pair) for pair in zip(images, truths)])
+    assert row["ssim"] == pytest.approx(expected, abs=1e-4)
+    features = [Dino(str(tmp_path / "dino")).image_features(x) for x in (images, truths)]
+    expected = F.cosine_similarity(*map(torch.tensor, features)).mean()
+    assert row["dino"] == pytest.approx(expected.item(), abs=1e-4)
+    assert row["ranked_by"] == "dino" and row["l1"] > 0
+    heads = "| L1 | MSE | error ratio | L1 to input | DINO | SSIM |\n"
+    assert (out / "results.md").read_text().count(heads) == 2
+    with Image.open(out / "best_and_worst.png") as image:
+        assert image.width == 4 * (3 * 192 + 8) + 8
 
 
 @pytest.mark.slow
