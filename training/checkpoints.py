@@ -313,7 +313,7 @@ def find_checkpoint(config, identity, flags=None):
     num_steps = saved["max_train_steps"]
     current = json.loads(json.dumps(identity))  # tuples become lists
     current["max_train_steps"] = num_steps  # see refuse_length
-    changed = changed_files(saved.pop("versions", None), current.pop("versions"))
+    changed = changed_files(saved.pop("versions", None), current.pop("versions", None))
     different = changed + differences(
         new_flags(current, flags or config) | saved, dict.fromkeys(saved) | current
     )
