@@ -38,8 +38,7 @@ ALSO_CALLED = {  # name of a flag in other programs: its names here
     "lr": ("learning_rate",),
     "fp16": ("dtype", "mixed_precision"),
 }
-MODEL_FLAGS = ("model", "name_or_path")  # ends of names of flags
-ONE_WORD = ("_dir", *MODEL_FLAGS)  # ends of names of flags whose text is no prose
+ONE_WORD = ("_dir", "model", "name_or_path")  # ends of names of flags whose text is no prose
 ARGUMENTS = {  # flag: the library's argument, if it has another name
     "config_name_or_path": "config",
     "devices": "components",
@@ -139,7 +138,7 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
     for name, count in given.items():
         if count > 1 and name in lists:
             refuse(f"--{name} is given {count} times; write all values after one --{name}")
-        if count > 1 and name.endswith(MODEL_FLAGS):
+        if count > 1 and name == "model" and name not in lists:
             refuse(f"--{name} is given {count} times; name one model")
     options = {"description": DESCRIPTION, "use_underscores": True, "return_unknown_args": True}
     kind = config_class

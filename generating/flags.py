@@ -145,14 +145,24 @@ class ProcessFlags:
 
 def check_image_flags(config):
     """Raise a ValueError for a flag of sdxl_single.py or sdxl_single_aot.py out of its range."""
-    for name in ("num_images", "num_inference_steps", "batch_size", "height", "width"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    check_scale("guidance_scale", config.guidance_scale, has_image_scale=False)
-    if not 0 <= config.guidance_rescale <= 1:
-        raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
-    check_seed("seed", config.seed)
+    check_ranges(config, ("num_images", "num_inference_steps", "batch_size", "height", "width"))
     check_scheduler(config.scheduler)
+
+
+def check_ranges(flags, counts):
+    """Raise a ValueError for a count, a scale of guidance or a seed out of its range.
+
+    Args:
+        flags: object with guidance_scale, guidance_rescale, seed and the counts.
+        counts: names of numbers from 1 on; None is allowed.
+    """
+    for name in counts:
+        if (value := getattr(flags, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    check_scale("guidance_scale", flags.guidance_scale, has_image_scale=False)
+    if not 0 <= flags.guidance_rescale <= 1:
+        raise ValueError(f"--guidance_rescale {flags.guidance_rescale} must be from 0 to 1")
+    check_seed("seed", flags.seed)
 
 
 def layout_of_flags(flags):

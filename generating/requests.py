@@ -20,12 +20,12 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import numpy as np
 from tqdm import tqdm
 
-from command_line import check_image_file, check_scale, check_seed
+from command_line import check_image_file, check_seed
 from dataloading.images import load_image
 from dataloading.lists import find_base, raise_problems, read_objects
 from diffusers_flax.images import IMAGE_FORMATS
 from diffusers_flax.pipelines.base import MODULES
-from generating.flags import from_flags, list_prompts, read_latents
+from generating.flags import check_ranges, from_flags, list_prompts, read_latents
 from generating.inputs import naming_line
 from generating.masks import check_inputs, check_masks
 from generating.models import factor_and_resolution
@@ -403,13 +403,7 @@ def identity_of(request, checksum):
 
 def check_request(request):
     """Raise a ValueError for values out of range, and for values that have no effect."""
-    for name in ("num_inference_steps", "width", "height", "resolution"):
-        if (value := getattr(request, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    check_scale("guidance_scale", request.guidance_scale, has_image_scale=False)
-    if not 0 <= request.guidance_rescale <= 1:
-        raise ValueError(f"--guidance_rescale {request.guidance_rescale} must be from 0 to 1")
-    check_seed("seed", request.seed)
+    check_ranges(request, ("num_inference_steps", "width", "height", "resolution"))
     if request.strength is not None and not 0 < request.strength <= 1:
         raise ValueError(
             f"--strength {request.strength:g} must be above 0, which would change nothing, and at "
