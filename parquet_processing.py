@@ -26,9 +26,11 @@ Needs only a CPU. Decoding a pair of 512x512 JPEGs at 256x256 takes about 3 ms o
 import dataclasses
 import io
 import math
+import sqlite3
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -380,16 +382,18 @@ def describe_images(
 
 def report_faults(groups: list[RowGroup], config: Config) -> str:
     """Count the faults of pairs, draw examples to --report, and say what leaves them out."""
-    finder, counts, examples, num_pairs = FaultFinder(), Counter(), {}, 0
-    for _, measured in check_rows(groups, config.num_checked, measure_pair):
-        pair, values = measured.result()
-        texts = pair.instruction or "" if pair else ""
-        text = texts if isinstance(texts, str) else "\n".join(texts)
-        num_pairs += 1
-        for fault in finder.find(values, text):
-            counts[fault] += 1
-            if fault != "unreadable" and len(examples.setdefault(fault, [])) < NUM_EXAMPLES:
-                examples[fault].append(pair._replace(instruction=f"{fault}: {text}"))
+    counts, examples, num_pairs = Counter(), {}, 0
+    with closing(sqlite3.connect(":memory:")) as db:
+        finder = FaultFinder(db)
+        for _, measured in check_rows(groups, config.num_checked, measure_pair):
+            pair, values = measured.result()
+            texts = pair.instruction or "" if pair else ""
+            text = texts if isinstance(texts, str) else "\n".join(texts)
+            num_pairs += 1
+            for fault in finder.find(values, text):
+                counts[fault] += 1
+                if fault != "unreadable" and len(examples.setdefault(fault, [])) < NUM_EXAMPLES:
+                    examples[fault].append(pair._replace(instruction=f"{fault}: {text}"))
     found = [name for name in FAULTS if counts[name]]
     lines = [f"report      {num_pairs} pairs, {len(found)} kinds of faults"]
     lines += [f"            {counts[name]} {name}: {FAULTS[name]}" for name in found]

@@ -1,6 +1,6 @@
 """What may be wrong with a pair besides damaged images: shapes, frames, repetitions, no change.
 
-    finder = FaultFinder()
+    finder = FaultFinder(sqlite3.connect(":memory:"))
     finder.find(measure(original, edited), "make it red")  # ["border", "unchanged"]
 
 Nothing is changed here; parquet_processing.py --report counts faults, --drop leaves pairs out.
@@ -105,9 +105,9 @@ def measure(original: bytes, edited: bytes) -> Measured:
 class FaultFinder:
     """Judges pairs one after the other; remembers them in a database."""
 
-    def __init__(self, db: sqlite3.Connection | None = None):
-        """db: to remember pairs in, which a later process may go on with; None: in memory."""
-        self._db = db or sqlite3.connect(":memory:")
+    def __init__(self, db: sqlite3.Connection):
+        """db: to remember pairs in, which a later process may go on with; the caller closes it."""
+        self._db = db
         self._db.execute("create table if not exists seen (digest blob primary key) without rowid")
         self._db.execute("create table if not exists looks (band blob, bits blob, colours blob)")
         self._db.execute("create index if not exists by_band on looks (band)")
