@@ -51,7 +51,13 @@ OF_IMAGES += ("controlnet_conditioning_scale", "control_guidance_start", "contro
 REPLACED = {"requests_jsonl": (*OF_LINES, *OF_IMAGES), "prompts_file": ("prompt",)}
 NOTHING = dict(prompt="", image=None, mask=None, control=(), latents=None, output=None)
 EXAMPLE = '{"prompt": "a red panda"}'
-NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+NAMES = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    Path: "a path",
+}
 
 
 @dataclass(frozen=True)
@@ -180,10 +186,10 @@ def parse_line(content, folder):
             meant = f"did you mean {near[0]}?" if near else f"keys are {', '.join(sorted(hints))}"
             raise ValueError(f"the key {key} is unknown; {meant}")
         try:
-            changes[key] = convert(hints[key], value)
+            changes[key] = value_of_json(hints[key], value)
         except TypeError:
             raise ValueError(
-                f"{key} is {json.dumps(value)[:40]}, not {in_words(hints[key])}"
+                f"{key} is {json.dumps(value)[:40]}, not {name_of_type(hints[key])}"
             ) from None
     for name in PATHS:
         if isinstance(path := changes.get(name), tuple):
@@ -195,18 +201,18 @@ def parse_line(content, folder):
     return changes
 
 
-def convert(hint, value):
+def value_of_json(hint, value):
     """A value of JSON as a field of a type; raises a TypeError if it is of another type."""
     if isinstance(hint, UnionType) or get_origin(hint) not in (None, tuple, Literal):
         for kind in get_args(hint):
             try:
-                return convert(kind, value)
+                return value_of_json(kind, value)
             except TypeError:
                 pass
         raise TypeError
     if get_origin(hint) is tuple:
         values = value if isinstance(value, list) else [value]
-        return tuple(convert(get_args(hint)[0], x) for x in values)
+        return tuple(value_of_json(get_args(hint)[0], x) for x in values)
     if get_origin(hint) is Literal and value in get_args(hint):
         return value
     if hint is Path and isinstance(value, str) and value and "\0" not in value:
@@ -218,19 +224,14 @@ def convert(hint, value):
     return value
 
 
-def in_words(hint):
+def name_of_type(hint):
     """A type for an error."""
     kinds = [kind for kind in get_args(hint) if kind not in (NoneType, Ellipsis)] or [hint]
     if get_origin(hint) is Literal:
         return " or ".join(map(str, kinds))
     if get_origin(hint) is tuple:
-        return f"{in_words(kinds[0])}, or a list"
-    return " or ".join(NAMES.get(kind) or in_words_of_other(kind) for kind in kinds)
-
-
-def in_words_of_other(kind):
-    """A type without an entry in NAMES for an error."""
-    return "a path" if kind is Path else in_words(kind)
+        return f"{name_of_type(kinds[0])}, or a list"
+    return " or ".join(NAMES[kind] for kind in kinds)
 
 
 def check_images(requests, configs, exact_size):

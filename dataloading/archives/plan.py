@@ -509,7 +509,7 @@ class Finder:
         return f"/{folder}/" in f"/{self._names[found[0]]}/{found[3]}"
 
     def _lookup(self, parts: list[str], hint: str, folder: str) -> list[list]:
-        """The files that fit by the first rule that has some."""
+        """The files of the first rule by which a file is found."""
         query = "select archive, offset, size, name from members where name = ?"
         paths = [[*folder.split("/"), *parts], parts] if folder else [parts]
         for path in paths:
