@@ -54,9 +54,9 @@ def denoise_accelerated(
     acceleration, unet = pipeline.accelerate, pipeline.unet
     scheduler, state, scales, _ = schedule
     steps = plan_steps(acceleration, prediction.branches, scales)
-    hooks = ()
+    hooks = prediction.hooks
     if acceleration.tome:
-        hooks = (merging_hook(acceleration.tome, x_t.shape[2]),)
+        hooks = (*hooks, merging_hook(acceleration.tome, x_t.shape[2]))
     # tome and fbcache need all rows of an image. A cache that outlives a branch needs the same rows
     # on each device before and after; Spectrum's has all rows, as it is of guided x_0.
     rows_on_branches = not acceleration.tome and not isinstance(

@@ -20,15 +20,17 @@ def attention(query, key, value, num_heads, mask=None, is_causal=False, num_keys
 
     Args:
         query: (B, T, C), C divisible by num_heads.
-        key, value: (B, S, C).
+        key: (B, S, C).
+        value: (B, S, C), or (B, S, n C) with n values side by side in each head, which share the
+            softmax.
         num_heads: number of heads.
         mask: bool, broadcastable to (B, num_heads, T, S), True for visible keys; or None.
         is_causal: True hides later positions.
         num_keys: without mask and is_causal, how many keys are seen, as from pad_keys; None: all.
 
     Returns:
-        (B, T, C) in query's dtype; logits and softmax are float32. Gradients are in reverse mode
-        only, and under jax.shard_map with check_vma=False.
+        (B, T, C), or (B, T, n C), in query's dtype; logits and softmax are float32. Gradients are
+        in reverse mode only, and under jax.shard_map with check_vma=False.
 
     Source: Attention Is All You Need (arXiv 1706.03762), equation 1.
     """
@@ -44,7 +46,7 @@ def _attend(query, key, value, mask, num_heads, is_causal, num_keys, capability)
 
     kernels = {}
     if mask is None and not is_causal:
-        if fits_splash(query.shape, key.shape):
+        if fits_splash(query.shape, value.shape):
             kernels["tpu"] = splash
         if fits_cudnn(query.shape, key.shape, query.dtype, capability):
             kernels["cuda"] = padded_attention
@@ -54,6 +56,9 @@ def _attend(query, key, value, mask, num_heads, is_causal, num_keys, capability)
     kernels["default"] = partial(_attention, mask=mask, is_causal=is_causal, implementation="xla")
     if num_keys not in (None, key.shape[1]):
         kernels = {name: _of_first_keys(kernel, num_keys) for name, kernel in kernels.items()}
+    if value.shape[-1] != query.shape[-1]:
+        own = {splash, blockwise}  # take wider values
+        kernels = {k: f if f in own else partial(_each_value, f) for k, f in kernels.items()}
     out = jax.lax.platform_dependent(query, key, value, **kernels)
     return out.reshape(*out.shape[:2], -1)
 
@@ -63,6 +68,12 @@ def _of_first_keys(kernel, num_keys):
     if kernel is padded_attention:
         return partial(kernel, num_keys=num_keys)
     return lambda query, key, value: kernel(query, key[:, :num_keys], value[:, :num_keys])
+
+
+def _each_value(kernel, query, key, value):
+    """A kernel on values side by side, one after the other; XLA computes equal softmaxes once."""
+    values = jnp.split(value, value.shape[-1] // query.shape[-1], -1)
+    return jnp.concatenate([kernel(query, key, value) for value in values], -1)
 
 
 def _attention(query, key, value, **options):
@@ -157,9 +168,9 @@ def padded_attention(query, key, value, num_keys=None, implementation="cudnn"):
 SPLASH_LENGTH = 1024
 
 
-def fits_splash(query_shape, key_shape):
-    """Whether splash attention supports shapes (B, T, N, H) and (B, S, N, H) and is faster."""
-    lengths, head_dim = (query_shape[1], key_shape[1]), query_shape[-1]
+def fits_splash(query_shape, value_shape):
+    """Whether splash attention supports shapes (B, T, N, H) and (B, S, N, n H) and is faster."""
+    lengths, head_dim = (query_shape[1], value_shape[1]), value_shape[-1]
     long = min(lengths) >= SPLASH_LENGTH and not any(n % 128 for n in lengths)
     return long and (head_dim <= 128 or (head_dim <= 512 and head_dim % 128 == 0))
 
@@ -168,11 +179,11 @@ def splash(query, key, value, interpret=False):
     """Splash attention, which does not store the logits in memory.
 
     Args:
-        query, key, value: (B, T, N, H), (B, S, N, H) twice, that fits_splash.
+        query, key, value: (B, T, N, H), (B, S, N, H), (B, S, N, n H), that fits_splash.
         interpret: run the kernel on any platform, slowly.
 
     Returns:
-        (B, T, N, H) in query's dtype.
+        (B, T, N, n H) in query's dtype.
 
     Source: FlashAttention (arXiv 2205.14135).
     """
@@ -229,16 +240,16 @@ def blockwise(query, key, value):
     Short sequences: all heads at once; otherwise blocks of one head's queries.
 
     Args:
-        query, key, value: (B, T, N, H), (B, S, N, H) twice.
+        query, key, value: (B, T, N, H), (B, S, N, H), (B, S, N, n H).
 
     Returns:
-        (B, T, N, H) in query's dtype; logits and softmax are float32.
+        (B, T, N, n H) in query's dtype; logits and softmax are float32.
 
     Source: FlashAttention (arXiv 2205.14135); a block has all keys and needs no running softmax.
     """
-    B, _, N, H = query.shape
-    heads_first = (x.swapaxes(1, 2).reshape(B * N, -1, H) for x in (query, key, value))
-    return _blockwise(*heads_first).reshape(B, N, -1, H).swapaxes(1, 2)
+    B, T, N, _ = query.shape
+    heads_first = (x.swapaxes(1, 2).reshape(B * N, *x.shape[1::2]) for x in (query, key, value))
+    return _blockwise(*heads_first).reshape(B, N, T, -1).swapaxes(1, 2)
 
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)

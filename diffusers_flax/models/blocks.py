@@ -458,8 +458,15 @@ class Attention(nn.Module):
             value = Dense(self.dim, use_bias=False, dtype=self.dtype, name="to_v")(context)
         if is_self_attention and self.rows_axis is not None:
             key, value = (gather_positions(each, self.rows_axis) for each in (key, value))
-        out = attention(query, key, value, self.num_heads, num_keys=num_keys)
+        if is_self_attention:
+            out = self.attend_to_itself(query, key, value)
+        else:
+            out = attention(query, key, value, self.num_heads, num_keys=num_keys)
         return Dense(self.dim, dtype=self.dtype, name="to_out_0")(out)
+
+    def attend_to_itself(self, query, key, value):
+        """Self-attention of projected x, as attention; a method, so that it can be intercepted."""
+        return attention(query, key, value, self.num_heads)
 
 
 @jax.custom_vjp

@@ -11,10 +11,12 @@ It runs on one device, on all devices (pmap), or on the devices of a Layout: as 
 import logging
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,12 +156,14 @@ class GuidedPrediction(NamedTuple):
         text: branches -> their text states, (branches * B, S, D).
         guide: (predictions, float32 (branches * B, C, h, w), branches, i) -> guided prediction,
             (B, C, h, w).
+        hooks: functions for flax.linen.intercept_methods that change the UNet.
     """
 
     branches: tuple
     inputs: Callable
     text: Callable
     guide: Callable
+    hooks: tuple = ()
 
 
 def choose_denoising(
@@ -197,7 +201,10 @@ def choose_denoising(
 
     def predict(i, x_t, t):
         *arguments, timestep_cond = prediction.inputs(branches, i, x_t, t)
-        output = apply(variables, *arguments, timestep_cond=timestep_cond)
+        with ExitStack() as stack:
+            for hook in prediction.hooks:
+                stack.enter_context(nn.intercept_methods(hook))
+            output = apply(variables, *arguments, timestep_cond=timestep_cond)
         return prediction.guide(output.sample.astype(jnp.float32), branches, i)
 
     return partial(denoise, schedule, keys=keys, predict=predict, watch=watch)

@@ -259,6 +259,7 @@ class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
         eta=None,
         denoising_end=None,
         prompt_weights=None,
+        attention_sharing=None,
     ):
         """Make a batch of images; compiles at the first call of each size.
 
@@ -293,6 +294,10 @@ class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
             denoising_end: fraction of the denoising to end at, between 0 and 1, with
                 output_type="latent", for another pipeline to continue; None: all.
             prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
+            attention_sharing: p in [0, 1], a number, or an array of one per image; None: off.
+                Images 2 j and 2 j + 1 are a pair, for which prng_seed has equal keys. In the steps
+                i with p > i / (steps - 1) the second image's self-attention has the queries and
+                keys of the first image, which gives both one layout; see attention_sharing.py.
 
         Returns:
             FlaxStableDiffusionXLPipelineOutput, images (B, H, W, 3), with jit
@@ -311,6 +316,8 @@ class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
         inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
         inputs["prompt_weights"] = prompt_weights
         scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        if attention_sharing is not None:
+            scales["attention_sharing"] = attention_sharing
         result = run(self, options, inputs, scales, params, prng_seed, jit)
         return self.output(result, params, jit, output_type, return_dict)
 

@@ -91,6 +91,7 @@ class TextToImage(FlaxDiffusionPipeline):
         eta=None,
         denoising_end=None,
         prompt_weights=None,
+        attention_sharing=None,
     ):
         """Make a batch of images; compiles at the first call of each size.
 
@@ -126,6 +127,10 @@ class TextToImage(FlaxDiffusionPipeline):
             denoising_end: fraction of the denoising to end at, between 0 and 1, with
                 output_type="latent", for another pipeline to continue; None: all.
             prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
+            attention_sharing: p in [0, 1], a number, or an array of one per image; None: off.
+                Images 2 j and 2 j + 1 are a pair, for which prng_seed has equal keys. In the steps
+                i with p > i / (steps - 1) the second image's self-attention has the queries and
+                keys of the first image, which gives both one layout; see attention_sharing.py.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
@@ -144,6 +149,8 @@ class TextToImage(FlaxDiffusionPipeline):
         inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
         inputs["prompt_weights"] = prompt_weights
         scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        if attention_sharing is not None:
+            scales["attention_sharing"] = attention_sharing
         result = run(self, options, inputs, scales, params, prng_seed, jit)
         return self.output(result, params, jit, output_type, return_dict)
 
@@ -165,6 +172,7 @@ class TextToImage(FlaxDiffusionPipeline):
         eta=None,
         denoising_end=None,
         prompt_weights=None,
+        attention_sharing=None,
     ):
         """Text to image as one pure function of arrays, for one device; jit or pmap it.
 
@@ -188,6 +196,7 @@ class TextToImage(FlaxDiffusionPipeline):
         inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
         inputs["prompt_weights"] = prompt_weights
         inputs |= dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
+        inputs["attention_sharing"] = attention_sharing
         return generate(self, options, (), inputs, {"prng_seed": prng_seed}, params)
 
     def denoise(self, params, inputs, options, text, encoded):
@@ -198,6 +207,11 @@ class TextToImage(FlaxDiffusionPipeline):
         schedule = self.make_schedule(options, shape)
         x_T = starting_noise(inputs["latents"], keys, shape) * schedule.state.init_noise_sigma
         prediction = self.text_prediction(inputs, options, text, B)
+        if inputs.get("attention_sharing") is not None:
+            from diffusers_flax.pipelines.attention_sharing import share_attention  # not for others
+
+            fraction = inputs["attention_sharing"]
+            prediction = share_attention(self, prediction, fraction, B, schedule.num_steps)
         return choose_denoising(self, params, schedule, keys, prediction, shape[2])(x_T)
 
     def guidance_branches(self, guidance_scale):

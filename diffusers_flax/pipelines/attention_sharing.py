@@ -1,0 +1,104 @@
+"""Self-attention shared by two images, which then have the same layout.
+
+    pipeline(ids_of_both, params, keys_of_both, attention_sharing=0.5)
+
+Images 2 j and 2 j + 1 of a batch are a pair. While their attention is shared, the second image's
+self-attention has the queries and keys of the first image, and its own values. With the same noise
+the second image looks like the first one, as far as its text allows.
+
+Source: InstructPix2Pix (arXiv 2211.09800), section 3.1.2; its published code shares the weights of
+self-attention, where Prompt-to-Prompt (arXiv 2208.01626) shares cross-attention.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from diffusers_flax.models.attention import attention
+from diffusers_flax.models.blocks import Attention
+
+
+def share_attention(pipeline, prediction, fraction, num_images, num_steps):
+    """A GuidedPrediction for which pairs of images share their attention.
+
+    Args:
+        pipeline: FlaxDiffusionPipeline.
+        prediction: GuidedPrediction.
+        fraction: p, a number, or an array of one per image.
+        num_images: B.
+        num_steps: of the run.
+
+    Raises:
+        ValueError: the number of images is odd, or the pipeline merges tokens.
+    """
+    if num_images % 2:
+        raise ValueError(
+            f"attention_sharing= is for pairs of images, and {num_images} images are on a device; "
+            "give an even number"
+        )
+    if pipeline.accelerate and pipeline.accelerate.tome:
+        raise ValueError(
+            "accelerate=tome merges other positions in each image of a pair, which then cannot "
+            "share their attention; leave tome out, or attention_sharing="
+        )
+    sharing = AttentionSharing(jnp.broadcast_to(fraction, (num_images,)), num_steps)
+
+    def inputs(branches, i, x_t, t):
+        sharing.start_step(i)
+        return prediction.inputs(branches, i, x_t, t)
+
+    return prediction._replace(inputs=inputs, hooks=(*prediction.hooks, sharing))
+
+
+class AttentionSharing:
+    """A function for flax.linen.intercept_methods that shares self-attention in the first steps.
+
+    `start_step` chooses the pairs of a step, before the UNet is traced.
+
+    Args:
+        fraction: p of each image, (B,); of a pair the second image's counts. Attention is shared
+            in the steps i with p > i / (num_steps - 1).
+        num_steps: of the run.
+    """
+
+    def __init__(self, fraction, num_steps):
+        self.fraction, self.last = fraction[1::2], max(num_steps - 1, 1)
+        self.shared = None
+
+    def start_step(self, i):
+        """Choose the pairs that share in step i."""
+        self.shared = self.fraction > i.astype(jnp.float32) / self.last
+
+    def __call__(self, call, args, kwargs, context):
+        module = context.module
+        if not isinstance(module, Attention) or context.method_name != "attend_to_itself":
+            return call(*args, **kwargs)
+        return share(*args, module.num_heads, self.shared)
+
+
+def share(query, key, value, num_heads, shared):
+    """Self-attention of pairs of images.
+
+    Args:
+        query: (n B, T, C), with the images of a pair side by side; n branches of guidance.
+        key, value: (n B, S, C).
+        num_heads: number of heads.
+        shared: bool (B / 2,), the pairs that share.
+
+    Returns:
+        (n B, T, C).
+    """
+    shared = jnp.tile(shared, len(query) // (2 * len(shared)))
+
+    def of_all():  # the values of both images side by side in each head: one softmax
+        values = value.reshape(-1, 2, *value.shape[1:2], num_heads, value.shape[-1] // num_heads)
+        values = jnp.moveaxis(values, 1, 3)  # (pairs, S, heads, 2, C / heads)
+        both = attention(query[::2], key[::2], values.reshape(*values.shape[:2], -1), num_heads)
+        both = both.reshape(*both.shape[:2], num_heads, 2, -1)
+        return jnp.moveaxis(both, 3, 1).reshape(query.shape)
+
+    def of_some():
+        chosen = jnp.stack([jnp.zeros_like(shared), shared], 1).reshape(-1, 1, 1)
+        q, k = (jnp.where(chosen, jnp.repeat(x[::2], 2, 0), x) for x in (query, key))
+        return attention(q, k, value, num_heads)
+
+    return jax.lax.cond(shared.all(), of_all, of_some)
