@@ -90,13 +90,13 @@ NAMES = {  # by module
         "FlaxStableDiffusionXLControlNetPipeline",
     ),
     "pipelines.instruct_pix2pix_xl": ("FlaxStableDiffusionXLInstructPix2PixPipeline",),
-    "pipelines.outputs": (
+    "outputs": (
         "FlaxImagePipelineOutput",
         "FlaxStableDiffusionPipelineOutput",
         "FlaxStableDiffusionXLPipelineOutput",
+        "ModelOutput",
     ),
     "loading.configs": ("ConfigMixin",),
-    "outputs": ("ModelOutput",),
 }
 MODULE_OF = {name: module for module, names in NAMES.items() for name in names}
 __all__ = sorted(MODULE_OF)

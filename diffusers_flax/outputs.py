@@ -1,4 +1,4 @@
-"""ModelOutput, the base of outputs of models, schedulers and pipelines.
+"""ModelOutput, the base of outputs of models and schedulers; outputs of pipelines.
 
 @flax.struct.dataclass
 class FlaxDecoderOutput(ModelOutput):
@@ -11,6 +11,10 @@ output.sample, output["sample"], output[0], output.to_tuple()[0]  # the same arr
 from collections import OrderedDict
 from dataclasses import fields
 from typing import Any
+
+import jax
+import numpy as np
+from flax import struct
 
 
 class ModelOutput(OrderedDict):
@@ -47,3 +51,29 @@ class ModelOutput(OrderedDict):
         raise TypeError(f"{type(self).__name__} has fixed fields; use replace(name=value)")
 
     __delitem__ = pop = popitem = setdefault = update = clear = _refuse
+
+
+@struct.dataclass
+class FlaxImagePipelineOutput(ModelOutput):
+    """images, float32 in [0, 1]: (B, H, W, 3), with jit (devices, B, H, W, 3).
+
+    With output_type="latent" the scaled latents instead, (B, 4, h, w); with "pil" a flat list.
+    """
+
+    images: jax.Array | np.ndarray | list
+
+
+@struct.dataclass
+class FlaxStableDiffusionXLPipelineOutput(FlaxImagePipelineOutput):
+    """The result of SDXL's pipelines; see FlaxImagePipelineOutput."""
+
+
+@struct.dataclass
+class FlaxStableDiffusionPipelineOutput(FlaxImagePipelineOutput):
+    """images as in FlaxImagePipelineOutput, and the result of the safety checker.
+
+    nsfw_content_detected is a list of bool, one per image, devices flattened; False without a
+    safety checker. Images for which it is True are black.
+    """
+
+    nsfw_content_detected: list | bool

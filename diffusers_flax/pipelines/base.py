@@ -59,8 +59,8 @@ from diffusers_flax.models.tiny_vae import (
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
+from diffusers_flax.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
 from diffusers_flax.parameters import checked_param_dtype, warn_of_float16
-from diffusers_flax.pipelines.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
 from diffusers_flax.pipelines.running import output_options
 from diffusers_flax.pipelines.sampling import AYS_SD, decode, make_schedule, timestep_options
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin

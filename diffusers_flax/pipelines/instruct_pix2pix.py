@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.images import pair_up, pair_with_masks, prepare_images
+from diffusers_flax.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.base import MODULES, FlaxDiffusionPipeline
-from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.running import (
     GuidedPrediction,
     Options,

@@ -29,10 +29,10 @@ from diffusers_flax.images import pair_with_masks, prepare_images
 from diffusers_flax.models.clip import FlaxCLIPTextModel
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.inpainting import Inpainting
-from diffusers_flax.pipelines.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.running import Options, generate, run
 from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH, are_plain, rows_per_image
 from diffusers_flax.pipelines.text_to_image import TextToImage

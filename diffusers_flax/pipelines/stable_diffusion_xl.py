@@ -34,10 +34,10 @@ from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithP
 from diffusers_flax.models.tiny_vae import TINY_VAES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.outputs import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.pipelines.base import TEXT_ENCODERS, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.inpainting import Inpainting
-from diffusers_flax.pipelines.outputs import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.pipelines.running import Options, generate, run
 from diffusers_flax.pipelines.sampling import AYS_SDXL, TEXT_OF_BRANCH, are_plain, rows_per_image
 from diffusers_flax.pipelines.text_to_image import TextToImage
