@@ -54,7 +54,6 @@ from editing.held_out import (
 )
 from editing.judging import JudgeFlags, check_judge_flags, judge_rows
 from editing.measuring import IMAGES, load_references, measure_baselines, measure_model
-from editing.metrics import Clip
 from editing.protocols import PROTOCOLS, VIT_L_14, ScoreFlags, left_out_scores
 from editing.report import grid_rows, write_report
 from editing.results import (
@@ -66,6 +65,7 @@ from editing.results import (
     settings_of_results,
 )
 from editing.scores import draw_extremes, score_tables
+from generating.clip import Clip
 from generating.flags import SamplingFlags, from_flags
 from generating.models import Sampling
 from generating.single_files import with_single_files

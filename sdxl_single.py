@@ -50,8 +50,7 @@ from generating.flags import (
     list_prompts,
     read_latents,
 )
-from generating.memory import plan_images
-from generating.models import Sampling, check_sampling, check_xl
+from generating.models import Sampling, check_sampling, check_xl, plan_images
 from generating.previews import preview_files
 from generating.resuming import continue_images, id_maker, image_files, print_continued
 from generating.single_files import with_single_files

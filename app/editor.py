@@ -42,8 +42,7 @@ from generating.batches import check_finite_images, devices_for
 from generating.flags import from_flags
 from generating.inputs import inputs_of, key_of
 from generating.masks import finish_image, fit_mask, stretch_mask
-from generating.memory import plan_images
-from generating.models import ModelOptions, Sampling, check_sampling, load_model
+from generating.models import ModelOptions, Sampling, check_sampling, load_model, plan_images
 from generating.sizes import fit_image, result_size, shared_size, stretch
 from generating.tasks import sees_mask, task_of, with_task
 

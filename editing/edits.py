@@ -21,8 +21,7 @@ from diffusers_flax.images import image_mark
 from diffusers_flax.pipelines.base import pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 from generating.batches import batches_of_places, devices_for, images_at_once, run_batches
-from generating.memory import plan_images
-from generating.models import check_sampling, factor_and_resolution
+from generating.models import check_sampling, factor_and_resolution, plan_images
 from generating.tasks import pipeline_for
 
 SOFTWARE = "edit_cli.py"  # marks edited images, which the same list may replace

@@ -23,7 +23,6 @@ from editing.edits import EditList, edit_batches, plan_edits
 from editing.intervals import save_values
 from editing.metrics import (
     MASK_METRICS,
-    Clip,
     clip_metrics,
     features_or_nan,
     mask_metrics,
@@ -34,6 +33,7 @@ from editing.report import grid_rows
 from editing.results import find_row
 from editing.scores import NUM_EXTREMES, RANKED, ranking_metric
 from generating.batches import FileWriter, check_finite_images, rounds_of
+from generating.clip import Clip
 from generating.flags import from_flags
 from generating.models import ModelOptions, Sampling, load_model
 from generating.sizes import fit_image, result_size

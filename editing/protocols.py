@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from editing.metrics import cosine
 from editing.perceptual import Dino, Lpips, centred, require_ssim, ssim
+from generating.clip import cosine
 
 VIT_L_14 = "openai/clip-vit-large-patch14"
 VIT_B_32 = "openai/clip-vit-base-patch32"

@@ -23,8 +23,7 @@ from diffusers_flax.prompts import prepare_prompts
 from generating.batches import devices_for
 from generating.flags import from_flags
 from generating.inputs import check_call, kind_of, naming_line, steps_to_skip
-from generating.memory import plan_images
-from generating.models import ModelOptions, Sampling, check_sampling, load_model
+from generating.models import ModelOptions, Sampling, check_sampling, load_model, plan_images
 
 CLASSES = {  # of each task, with "XL" or nothing in place of the braces
     "text to image": "FlaxStableDiffusion{}Pipeline",

@@ -31,9 +31,9 @@ from diffusers_flax.pipelines.sampling import timestep_options
 from editing import measuring
 from editing.held_out import Columns, HeldOutPair, check_pairs, checksum_of_pairs, pairs_of_shards
 from editing.measuring import count_edit_flops
-from editing.metrics import Clip
 from editing.perceptual import Dino, ssim
 from editing.results import load_results, model_checksum, save_results
+from generating.clip import Clip
 
 STEPS = 2
 PROMPTS = ("make it red", "make it redder", "paint it red")

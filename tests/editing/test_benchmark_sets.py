@@ -23,9 +23,9 @@ from editing.benchmark_sets import (
     magicbrush_test,
 )
 from editing.held_out import HeldOutPair
-from editing.metrics import Clip
 from editing.perceptual import Dino, Lpips, ssim
 from editing.protocols import Scorer
+from generating.clip import Clip
 
 SESSIONS = {"100": 1, "242679": 3, "307": 2}  # {session: its turns}
 INSTRUCTION = "make it red"

@@ -15,9 +15,9 @@ from tiny_models import make_tiny_clip, make_tiny_dino, save_random_alexnet
 from transformers import CLIPModel, CLIPTokenizer, ViTModel
 
 from editing.held_out import HeldOutPair
-from editing.metrics import Clip
 from editing.perceptual import Dino, Lpips, ssim
 from editing.protocols import PROTOCOLS, Scorer
+from generating.clip import Clip
 
 needs_lpips = pytest.mark.skipif(
     importlib.util.find_spec("lpips") is None, reason="needs requirements-metrics.txt"

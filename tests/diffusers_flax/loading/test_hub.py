@@ -23,7 +23,7 @@ from diffusers_flax.pipelines.base import Execution, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from editing.metrics import Clip
+from generating.clip import Clip
 
 COMMIT = "c" * 40
 ANSWER_LIMIT = 1  # seconds that the client waits for the hub

@@ -13,7 +13,7 @@ from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.pipelines import memory
 from diffusers_flax.pipelines.base import Execution, pipeline_class
-from generating.memory import plan_images
+from generating.models import plan_images
 
 
 @pytest.fixture(scope="module")
