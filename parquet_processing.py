@@ -390,7 +390,9 @@ def report_faults(groups: list[RowGroup], config: Config) -> str:
             texts = pair.instruction or "" if pair else ""
             text = texts if isinstance(texts, str) else "\n".join(texts)
             num_pairs += 1
-            for fault in finder.find(values, text):
+            faults = finder.find(values, text)
+            finder.remember(values, text)
+            for fault in faults:
                 counts[fault] += 1
                 if fault != "unreadable" and len(examples.setdefault(fault, [])) < NUM_EXAMPLES:
                     examples[fault].append(pair._replace(instruction=f"{fault}: {text}"))

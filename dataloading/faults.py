@@ -113,7 +113,7 @@ class FaultFinder:
         self._db.execute("create index if not exists by_band on looks (band)")
 
     def find(self, measured: Measured, instruction: str) -> list[str]:
-        """The faults of a pair, in the order of FAULTS, and remember it.
+        """The faults of a pair, in the order of FAULTS; see remember.
 
         Args:
             measured: of the images.
@@ -121,15 +121,32 @@ class FaultFinder:
         """
         faults = set(measured.faults)
         if "unreadable" not in faults:
-            text = hashlib.sha256(instruction.encode(errors="replace")).digest()[:8]
-            key = measured.digest + text
-            if self._db.execute("select 1 from seen where digest = ?", (key,)).fetchone():
+            text = self._digest(instruction)
+            if self._is_seen(measured.digest + text):
                 faults.add("duplicate")
-            else:
-                if self._is_near(measured, text):
-                    faults.add("near_duplicate")
-                self._remember(measured, key, text)
+            elif self._is_near(measured, text):
+                faults.add("near_duplicate")
         return [name for name in FAULTS if name in faults]
+
+    def remember(self, measured: Measured, instruction: str) -> None:
+        """Compare later pairs with this one; arguments as for find."""
+        text = self._digest(instruction)
+        key = measured.digest + text
+        if "unreadable" in measured.faults or self._is_seen(key):
+            return
+        self._db.execute("insert into seen values (?)", (key,))
+        bits = measured.bits.to_bytes(16)
+        rows = [(band, bits, measured.colours) for band in self._bands(measured, text)]
+        self._db.executemany("insert into looks values (?, ?, ?)", rows)
+
+    @staticmethod
+    def _digest(instruction: str) -> bytes:
+        return hashlib.sha256(instruction.encode(errors="replace")).digest()[:8]
+
+    def _is_seen(self, key: bytes) -> bool:
+        """Whether an earlier pair has these bytes and this instruction."""
+        query = "select 1 from seen where digest = ?"
+        return self._db.execute(query, (key,)).fetchone() is not None
 
     @staticmethod
     def _bands(measured: Measured, text: bytes) -> list[bytes]:
@@ -148,12 +165,6 @@ class FaultFinder:
                 if not far and (int.from_bytes(bits) ^ measured.bits).bit_count() <= MAX_BITS:
                     return True
         return False
-
-    def _remember(self, measured: Measured, key: bytes, text: bytes) -> None:
-        self._db.execute("insert into seen values (?)", (key,))
-        bits = measured.bits.to_bytes(16)
-        rows = [(band, bits, measured.colours) for band in self._bands(measured, text)]
-        self._db.executemany("insert into looks values (?, ?, ?)", rows)
 
 
 def check_names(flag: str, names: tuple[str, ...]) -> None:

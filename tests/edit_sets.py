@@ -13,7 +13,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from known_sets import half_mask, plain
+
+import parquet_processing
 
 SIZE = (16, 16)
 
@@ -327,3 +330,20 @@ def pairs_of(rows):
     greys = [(grey_of(row["original_image"]), grey_of(row["edited_image"])) for row in rows]
     assert len(set(texts)) == len(texts)
     return dict(zip(texts, greys))
+
+
+def run(pairs, output_dir, *args):
+    """The program's output."""
+    flags = ["--pairs", str(pairs), "--output_dir", str(output_dir), "--preview", "", *args]
+    parquet_processing.main(flags)
+
+
+def refuse(pairs, output_dir, capsys, *args):
+    """The one line with which a conversion is refused."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run(pairs, output_dir, *args)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    assert not list(Path(output_dir).glob("*.parquet"))
+    return error

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +21,9 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from command_line import ask_before_replacing
+from dataloading.archives.finder import FOLDER
 from dataloading.archives.index import is_index, read_rows
-from dataloading.archives.plan import FOLDER, MAX_NAMED, Plan, Source, find_source, sets_of
+from dataloading.archives.plan import MAX_NAMED, Plan, Source, find_source, sets_of
 from dataloading.archives.reader import COLUMNS, Pair, Reader
 from dataloading.archives.sets import find_set, forbids
 from dataloading.archives.tar import NAME
@@ -139,8 +140,10 @@ class Shards:
     def close(self) -> None:
         """Remove a shard that is not complete."""
         if self._writer:
-            self._writer.close()
-            self._file.close()
+            with suppress(OSError):  # the disk is full
+                self._writer.close()
+            with suppress(OSError):
+                self._file.close()
             remove(self._path)
             self._writer = None
 
@@ -188,8 +191,13 @@ def is_archived(path: Path) -> bool:
         return is_index(path) or bool(NAME.fullmatch(path.name))
     row = next((row for _, row in read_rows(path) if isinstance(row, dict)), {})
     known = find_set(row)
-    beside = any(NAME.fullmatch(file.name) for file in path.parent.iterdir())
-    return bool(known and known.name) or beside
+    if known is None or known.name:
+        return known is not None
+    with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):
+        original = next(known.rows(row, "")).original
+        if any((folder / original).is_file() for folder in (path.parent, Path())):
+            return False
+    return any(NAME.fullmatch(file.name) for file in path.parent.iterdir())
 
 
 def convert_archives(path: Path, output_dir: Path, options: Options = Options()) -> str:
@@ -218,13 +226,13 @@ def convert_archives(path: Path, output_dir: Path, options: Options = Options())
     unfinished.mkdir(parents=True, exist_ok=True)
     with Plan(database) as plan:
         check_same(plan, path, options, output_dir)
-        plan.check_archives(source)
+        plan.check_files(source)
         if not plan.get("planned"):
             plan.take_inventory(source)
             announce(source, plan)
             plan.make_pairs(source, options.max_pairs)
         check_left_out(plan, source, options)
-        write_homes(plan, source, unfinished, options)
+        write_homes(plan, source, output_dir, options)
         report = finish(plan, source, output_dir, options)
     remove(unfinished)
     return report
@@ -312,15 +320,19 @@ def stem_of(source: Source, home: int) -> str:
     return f"{stem[-80:]}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
 
-def write_homes(plan: Plan, source: Source, folder: Path, options: Options) -> None:
+def write_homes(plan: Plan, source: Source, output_dir: Path, options: Options) -> None:
     """Write the shards of all archives of this worker that are not complete."""
+    folder = output_dir / UNFINISHED_DIR
     homes = [row[0] for row in plan.db.execute("select distinct home from pairs order by home")]
     mine = homes[options.worker :: options.num_workers]
     done = {row[0] for row in plan.db.execute("select home from finished")}
     for file, size in plan.db.execute("select file, size from shards").fetchall():
-        written = folder / file
-        if written.exists() and written.stat().st_size != size:
-            raise ValueError(f"{written} has changed; remove {folder} and convert again")
+        places = (folder / file, output_dir / file)  # the second after a kill at the end
+        written = next((place for place in places if place.exists()), None)
+        if written is None or written.stat().st_size != size:
+            raise ValueError(
+                f"{folder / file} has changed or gone; remove {folder} and convert again"
+            )
     counts = dict(plan.db.execute("select home, count(*) from pairs group by home").fetchall())
     with (
         closing(Reader(source, folder)) as reader,
@@ -404,13 +416,18 @@ class Conversion:
             self.plan.add_problem("write", "damaged", problem)
             self.check_damaged(problem)
             return
-        if shards.faults:
-            measured = measure(*(pair.cells[role]["bytes"] for role in ("original", "edited")))
-            found = shards.faults.find(measured, "\n".join(pair.texts["edit_prompt"]))
-            if wanted := [fault for fault in found if fault in self.options.faults]:
-                self.plan.add_problem("write", f"--drop {wanted[0]}", planned.name)
-                return
+        if not shards.faults:
+            shards.add(pair, planned.number)
+            return
+        measured = measure(*(pair.cells[role]["bytes"] for role in ("original", "edited")))
+        text = "\n".join(pair.texts["edit_prompt"])
+        found = [x for x in shards.faults.find(measured, text) if x in self.options.faults]
+        if found:
+            self.plan.add_problem("write", f"--drop {found[0]}", planned.name)
+            return
+        # First add, which may commit a shard that ends before this pair.
         shards.add(pair, planned.number)
+        shards.faults.remember(measured, text)
 
     def check_damaged(self, problem: str) -> None:
         """Raise a ValueError if too many pairs are damaged; problem: of the last one."""

@@ -30,10 +30,14 @@ def is_index(file: Path) -> bool:
 
 def has_images(file: Path) -> bool:
     """Whether a parquet file has images itself, and so is a shard."""
-    return file.name.endswith(".parquet") and any(
+    if not file.name.endswith(".parquet"):
+        return False
+    with one_line_errors(file):
+        schema = pq.read_schema(file)
+    return any(
         is_binary(field.type)
         or (pa.types.is_struct(field.type) and any(is_binary(child.type) for child in field.type))
-        for field in pq.read_schema(file)
+        for field in schema
     )
 
 
@@ -77,7 +81,7 @@ def one_line_errors(file: Path) -> Iterator[None]:
 
 
 def read_lines(opened: io.TextIOBase) -> Iterator[tuple[str, dict | str]]:
-    """The objects of JSON lines, or of one JSON object whose values are objects."""
+    """The objects of JSON lines."""
     number = 0
     while line := opened.readline(MAX_ROW):
         number += 1

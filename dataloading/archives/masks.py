@@ -19,6 +19,8 @@ def decode_counts(text: str) -> list[int]:
         bits = character - 48
         if not 0 <= bits < 64:
             raise ValueError(f"{chr(character)} is in no text of run lengths")
+        if shift > 30:  # 2^35 pixels
+            raise ValueError("a run is longer than any image")
         value |= (bits & 31) << shift
         shift += 5
         if not bits & 32:
@@ -45,7 +47,8 @@ def run_lengths_to_png(mask: dict) -> bytes:
         counts = decode_counts(counts) if isinstance(counts, str) else [int(n) for n in counts]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the mask has no run lengths ({error})") from error
-    if min(counts, default=0) < 0 or sum(counts) != height * width or height * width > 150_000_000:
+    is_small = min(height, width) > 0 and height * width <= 150_000_000
+    if not is_small or min(counts, default=0) < 0 or sum(counts) != height * width:
         raise ValueError(f"the mask's run lengths do not fill {width}x{height} pixels")
     values = np.repeat(np.arange(len(counts)) % 2 * 255, counts).astype(np.uint8)
     file = io.BytesIO()

@@ -4,6 +4,7 @@ The database has the offset of every file in every archive, and one record for e
 order in which the shards are written. It is made once; a killed conversion continues with it.
 """
 
+import hashlib
 import json
 import os
 import sqlite3
@@ -17,25 +18,28 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from dataloading.archives.finder import FOLDER, Absent, Finder, end_of
 from dataloading.archives.index import has_images, is_index, read_rows
 from dataloading.archives.sets import (
     LICENCES,
     WORDS,
     X2EDIT,
     IndexedSet,
-    Row,
     find_set,
     meaning_of,
     split_name,
 )
-from dataloading.archives.tar import OTHER, Archive, Stream, find_archives, list_members
+from dataloading.archives.tar import (
+    OTHER,
+    Archive,
+    Stream,
+    find_archives,
+    list_members,
+)
 from dataloading.options import Columns
 from dataloading.shards import find_columns, find_mask_column, is_text, known_set
-from diffusers_flax.messages import first_names
+from diffusers_flax.messages import first_names, one_line
 
-FOLDER = 0  # "archive" of files that are in no archive
-MAX_RULES = 64  # ways from the paths of an index to the names of files
-MAX_SEARCHES = 50  # of one file among all files, to find such a way
 MAX_INDEXES = 5000
 MAX_NAMED = 10  # problems of one kind that are kept by name
 IMAGES = ("original", "edited", "mask", "reference")
@@ -64,6 +68,14 @@ class Source(NamedTuple):
     files: list[Path]  # other files
     ignored: list[str]  # files that look like an index, with the reason
     are_shards: bool = False
+
+    def stamp(self) -> str:
+        """A hash of the names, sizes and times of change of indexes and other files."""
+        digest = hashlib.sha256()
+        for file in (*(file for file, _ in self.indexes), *self.files):
+            stat = file.stat()
+            digest.update(f"{file} {stat.st_size} {stat.st_mtime_ns}\n".encode(errors="replace"))
+        return digest.hexdigest()
 
 
 def walk(root: Path, skipped: Path) -> Iterator[Path]:
@@ -183,14 +195,31 @@ class Plan:
     """The database; a context that closes it."""
 
     def __init__(self, file: Path):
-        self.db = sqlite3.connect(file)
-        self.db.executescript("pragma synchronous = normal; pragma cache_size = -65536;" + TABLES)
+        self._file = file
+        self.db = sqlite3.connect(file, timeout=1)
+        self.db.create_function("end_of", 2, end_of, deterministic=True)
+        try:
+            self.db.executescript(
+                "pragma locking_mode = exclusive; begin exclusive; commit;"
+                f"pragma synchronous = normal; pragma cache_size = -65536; {TABLES}"
+            )
+        except sqlite3.Error as error:
+            self.db.close()
+            remedy = f"remove {file.parent} and convert again"
+            if "locked" in str(error):
+                remedy = "another conversion has the same --output_dir: wait for it"
+            raise ValueError(f"{file} cannot be used ({error}); {remedy}") from error
 
     def __enter__(self) -> "Plan":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, kind, error, trace) -> None:
         self.db.close()
+        if isinstance(error, sqlite3.Error):
+            raise ValueError(
+                f"{self._file} cannot be written ({error}); is its disk full? Then run the same "
+                "command again"
+            ) from error
 
     def get(self, key: str):
         """A value of the table meta, or None."""
@@ -221,22 +250,27 @@ class Plan:
         """Count a row or pair that is left out."""
         if kind == "damaged":
             self.num_damaged += 1
-        self.db.execute("insert into problems values (?, ?, ?)", (stage, kind, name))
+        self.db.execute("insert into problems values (?, ?, ?)", (stage, kind, one_line(name)))
 
-    def check_archives(self, source: Source) -> None:
-        """Forget archives that have changed; raise a ValueError if pairs are planned with them."""
+    def check_files(self, source: Source) -> None:
+        """Forget the plan if files have changed; raise a ValueError if shards are written by it."""
         known = self.db.execute("select id, name, stamp from archives order by id").fetchall()
         here = [(n, x.name, x.stamp()) for n, x in enumerate(source.archives, start=1)]
         same = next((n for n, (a, b) in enumerate(zip(known, here)) if a != b), len(known))
-        if self.get("planned") and here != known:
-            changed = [*known[same:], *here[same:]][0][1]
-            raise ValueError(
-                f"{changed} has changed, come or gone since the conversion began; remove "
-                ".unfinished in --output_dir and convert again"
-            )
+        changed = next((name for _, name, _ in [*known[same:], *here[same:]]), None)
+        others = source.stamp()
+        if self.get("others") not in (None, others):
+            changed = changed or "an index or a file beside the archives"
+        if changed and self.get("planned"):
+            if self.one("select exists (select 1 from shards) or exists (select 1 from finished)"):
+                raise ValueError(
+                    f"{changed} has changed, come or gone since the conversion began; remove "
+                    ".unfinished in --output_dir and convert again"
+                )
+            self.put(planned=False)
         for table, column in (("archives", "id"), ("members", "archive")):
             self.db.execute(f"delete from {table} where {column} > ?", (same,))
-        self.db.commit()
+        self.put(others=others)
 
     def take_inventory(self, source: Source) -> None:
         """Read the headers of all archives that are not yet in the database.
@@ -310,7 +344,8 @@ class Plan:
                 count += 1
                 self._add_pair(name, record, gzipped)
                 columns |= {role for role in ("mask", "reference") if record.get(role)}
-                if len(record.get("instruction") or ()) > 1:
+                texts = record.get("instruction") or ()
+                if len(texts) > 1 and not is_place(texts):
                     columns.add("instructions")
                 bar.update()
         self.db.execute("create index by_order on pairs (home, position, id)")
@@ -338,7 +373,7 @@ class Plan:
 
     def _indexed(self, source: Source) -> Iterator[tuple[str, dict]]:
         """(name, record) of each pair of the indexes, whose files are all there."""
-        finder, named = Finder(self, source), Counter()
+        finder, named = Finder(self.db, source.root, source.archives), Counter()
 
         def leave_out(kind, name):
             named[kind] += 1
@@ -353,9 +388,11 @@ class Plan:
                     if isinstance(row, str):
                         raise ValueError(row)
                     turns = list(known.rows(row, stem))
-                except (ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
-                    kind = "key missing" if isinstance(error, KeyError) else "not a pair"
-                    leave_out(kind, f"{name}: {error}")
+                except KeyError as error:
+                    leave_out("key missing", f"{name}: {error}")
+                    continue
+                except (ValueError, TypeError, LookupError, AttributeError) as error:
+                    leave_out("not a pair", f"{name}: {one_line(error, 200)}")
                     continue
                 for number, pair in enumerate(turns, start=1):
                     turn = f"{name} turn {number}" if len(turns) > 1 else name
@@ -419,129 +456,6 @@ def samples_of(files: Iterator[tuple[list, str, str]]) -> Iterator[dict]:
             record.setdefault("others", []).append(extension)
     if record:
         yield record
-
-
-class Absent(ValueError):
-    """None of the files of a pair is here."""
-
-
-class Finder:
-    """Finds the files that an index names among the members of archives and the other files."""
-
-    def __init__(self, plan: Plan, source: Source):
-        self._db, self._names = plan.db, ["", *(archive.name for archive in source.archives)]
-        self._rules, self._searches = [(0, "")], 0
-
-    def record(self, row: Row, stem: str) -> dict:
-        """The record of a pair: places of files, and texts.
-
-        Raises:
-            Absent: none of its images is here.
-            ValueError: an image is missing or ambiguous, or there is no instruction.
-        """
-        record, missing = {}, []
-        for field in ("edited", "original", "mask", "reference"):
-            path = getattr(row, field)
-            if isinstance(path, dict):  # run lengths of a mask
-                record[field] = path
-            elif path:
-                hint = row.original_archive if field == "original" else row.edited_archive
-                near = record.get("edited", [None])[0]
-                place = self.place(path, hint, row.folder, (near, stem))
-                if place is None:
-                    missing.append(path)
-                else:
-                    record[field] = place
-        if not {"original", "edited"} & record.keys():
-            raise Absent(f"{row.edited} is in no archive or directory")
-        if missing:
-            raise ValueError(f"{missing[0]} is in no archive or directory")
-        for field in ("original", "edited"):
-            if field not in record:
-                raise ValueError(f"it has no {field} image")
-        texts = [text.strip() for text in row.instruction if isinstance(text, str) and text.strip()]
-        if not texts:
-            raise ValueError("it has no instruction")
-        record["instruction"] = texts
-        for field in ("original_prompt", "edited_prompt"):
-            if isinstance(text := getattr(row, field), str) and text:
-                record[field] = text
-        return record
-
-    def place(self, path: str, hint: str, folder: str, near: tuple) -> list | None:
-        """[archive, offset, size, name] of a file; None: it is not here.
-
-        Args:
-            path: as in the index; of a URL only the file's name counts.
-            hint: the archive that has it; "": any.
-            folder: that the path is relative to; "": not known.
-            near: (archive of the edited image, stem of the index), which decide between equals.
-
-        Raises:
-            ValueError: several different files fit.
-        """
-        if not isinstance(path, str):
-            raise ValueError(f"{str(path)[:40]} is not a path")
-        if "://" in path:
-            path = path.partition("?")[0].rpartition("/")[2]
-        parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".")]
-        found = self._lookup(parts, hint, folder)
-        if folder and not any(self._is_in(folder, x) for x in found):
-            found = []
-        wanted = [*folder.split("/"), *parts] if folder else parts
-        if not found and self._searches < MAX_SEARCHES and self._learn(wanted):
-            found = self._lookup(parts, hint, folder)
-        if len(found) > 1:
-            stem = near[1]
-            for fits in (
-                lambda x: folder and self._is_in(folder, x),
-                lambda x: x[0] == near[0],
-                lambda x: stem in self._names[x[0]],
-            ):
-                found = list(filter(fits, found)) or found
-            if len({x[2] for x in found}) > 1:
-                places = " and ".join(self._names[x[0]] or "the directory" for x in found[:2])
-                raise ValueError(f"{path} is in {places}, with different sizes")
-        return found[0] if found else None
-
-    def _is_in(self, folder: str, found: list) -> bool:
-        """Whether a file is below a folder of this name, in or out of archives."""
-        return f"/{folder}/" in f"/{self._names[found[0]]}/{found[3]}"
-
-    def _lookup(self, parts: list[str], hint: str, folder: str) -> list[list]:
-        """The files of the first rule by which a file is found."""
-        query = "select archive, offset, size, name from members where name = ?"
-        paths = [[*folder.split("/"), *parts], parts] if folder else [parts]
-        for path in paths:
-            for strip, prefix in self._rules:
-                name = prefix + "/".join(path[strip:])
-                found = [[*row] for row in self._db.execute(query, (name,))]
-                if hint:
-                    found = [x for x in found if self._names[x[0]].endswith(hint)]
-                if found:
-                    return found
-        return []
-
-    def _learn(self, parts: list[str]) -> bool:
-        """Search a file among all files, and keep the way from its path to its name as a rule."""
-        self._searches += 1
-        escaped = parts[-1].replace("\\", "\\\\").replace("%", r"\%").replace("_", r"\_")
-        query = r"select distinct name from members where name like ? escape '\' or name = ?"
-        found = [row[0].split("/") for row in self._db.execute(query, (f"%/{escaped}", parts[-1]))]
-
-        def common(name):
-            pairs = zip(reversed(name), reversed(parts))
-            return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(name), len(parts)))
-
-        best = max(found, key=common, default=None)
-        if best is None or len(self._rules) == MAX_RULES:
-            return False
-        length = common(best)
-        if length == 1 < len(parts) and len(found) > 1:  # only the file's name, which is not unique
-            return False
-        prefix = "".join(f"{part}/" for part in best[:-length])
-        self._rules.append((len(parts) - length, prefix))
-        return True
 
 
 def sets_of(source: Source, plan: Plan) -> dict[str, str]:

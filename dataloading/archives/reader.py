@@ -13,16 +13,19 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dataloading.archives.finder import FOLDER
+from dataloading.archives.index import one_line_errors
 from dataloading.archives.masks import run_lengths_to_png
-from dataloading.archives.plan import FOLDER, ShardColumns, Source, is_place
+from dataloading.archives.plan import ShardColumns, Source, is_place
 from dataloading.archives.sets import any_index
 from dataloading.archives.tar import MAX_MEMBER_BYTES, Stream
 from dataloading.images import decode_image
 from dataloading.shards import READ_BYTES, READ_ROWS, read_beside
 
-OPEN_ARCHIVES = 32
+OPEN_FILES = 256  # parts of archives; a process may have 1024 files
 WINDOW_BYTES = 128 << 20  # of files of gzipped archives that wait for their pair; more go to disk
 COLUMNS = {"original": "original_image", "edited": "edited_image", "mask": "mask_image"}
 COLUMNS["reference"] = "reference_image"
@@ -133,12 +136,16 @@ class Reader:
         else:
             if archive not in self._open:
                 self._open[archive] = Stream(self._source.archives[archive - 1])
-                if len(self._open) > OPEN_ARCHIVES:
+                while self._num_files() > OPEN_FILES and len(self._open) > 1:
                     self._open.popitem(last=False)[1].__exit__()
             data = self._open[archive].at(offset, size)
         if len(data) != size or size > MAX_MEMBER_BYTES:
             raise ValueError(f"{name} has {len(data)} bytes, not {size}")
         return data
+
+    def _num_files(self) -> int:
+        """Number of open parts of archives."""
+        return sum(len(stream.archive.parts) for stream in self._open.values())
 
     def row(self, place: list) -> Pair:
         """Read a row of a shard; rows are read in their order.
@@ -149,9 +156,15 @@ class Reader:
         shard, number = place[:2]
         if (shard, number) != self._next:
             self._rows = rows_from(self._source.archives[shard - 1].parts[0], number)
+        file, self._next = self._source.archives[shard - 1].parts[0], None
+        with one_line_errors(file):
+            columns, batch, position = next(self._rows)
         self._next = (shard, number + 1)
-        columns, values = next(self._rows)
-        folder = self._source.archives[shard - 1].parts[0].parent
+        try:
+            values = {name: batch.column(name)[position].as_py() for name in batch.schema.names}
+        except UnicodeDecodeError as error:
+            raise ValueError(f"a text is not UTF-8 ({error})") from error
+        folder = file.parent
         cells, num_bytes = dict.fromkeys(COLUMNS), 0
         for role in COLUMNS:
             value = values.get(getattr(columns, role))
@@ -220,6 +233,10 @@ class Reader:
         found = [text.strip() for text in found if text.strip()]
         if not found:
             raise ValueError("it has no instruction")
+        try:
+            "".join([*found, *filter(None, texts.values())]).encode()
+        except UnicodeEncodeError as error:  # half a letter, as JSON may have
+            raise ValueError(f"a text has no letter at {error.start} ({error.reason})") from error
         return texts | {"edit_prompt": found}
 
     def text(self, value: str | list | None) -> str | None:
@@ -232,8 +249,12 @@ class Reader:
             raise ValueError(f"{value[3]} is not UTF-8") from error
 
 
-def rows_from(file: Path, first: int) -> Iterator[tuple[ShardColumns, dict]]:
-    """(columns, row) of each row of a shard from a number on; earlier row groups are not read."""
+def rows_from(file: Path, first: int) -> Iterator[tuple[ShardColumns, pa.RecordBatch, int]]:
+    """The rows of a shard from a number on; earlier row groups are not read.
+
+    Yields:
+        (columns, batch of rows, position of the row in it).
+    """
     columns = ShardColumns.of(file)
     with pq.ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES) as opened:
         names = {*columns[:5], "original_prompt", "edited_prompt"} & {*opened.schema_arrow.names}
@@ -242,7 +263,7 @@ def rows_from(file: Path, first: int) -> Iterator[tuple[ShardColumns, dict]]:
         groups = [group for group, stop in enumerate(stops) if stop > first]
         row = sum(counts[: len(counts) - len(groups)])
         for batch in opened.iter_batches(READ_ROWS, groups, sorted(names), use_threads=False):
-            for values in batch.to_pylist():
+            for position in range(len(batch)):
                 if row >= first:
-                    yield columns, values
+                    yield columns, batch, position
                 row += 1

@@ -62,11 +62,18 @@ def plain(**keys: str) -> Callable[[dict, str], Iterator[Row]]:
             values["reference"] = second(values["original"])
         for field in ("original", "edited"):
             values[field] = first(values[field])
-        texts = [values["instruction"], *((row.get(more) or []) if more else [])]
+        others = row.get(more) or []
+        texts = [values["instruction"], *([others] if isinstance(others, str) else others)]
         values["instruction"] = tuple(dict.fromkeys(text for text in texts if text))
         yield Row(**{k: v for k, v in values.items() if v is not None or k in Row._fields[:3]})
 
     return rows
+
+
+def has_turns(row: dict) -> bool:
+    """Whether `data`, a common key, has turns of ImgEdit."""
+    turn = first(row["data"])
+    return isinstance(turn, dict) and "input_images" in turn
 
 
 def imgedit_turns(row: dict, stem: str) -> Iterator[Row]:
@@ -139,6 +146,8 @@ def gpt_image_edit(row: dict, stem: str) -> Iterator[Row]:
 
 def gpt_conversations(row: dict, stem: str) -> Iterator[Row]:
     """A row of the training JSON: a list of images, and the instruction after <image>."""
+    if not isinstance(row["image"], list):
+        raise ValueError("image is not a list of an input and a result")
     *inputs, result = row["image"]
     asked = next(turn["value"] for turn in row["conversations"] if turn["from"] == "human")
     yield Row(
@@ -189,7 +198,7 @@ INDEXED_SETS = (
         SEED,
         "CC-BY-NC-4.0",
         frozenset({"source_image", "target_image", "instruction"}),
-        plain(original="source_image", edited="target_image", instruction="instruction"),
+        lambda row, stem: any_index(row, stem),  # other sets with these keys have masks
     ),
     IndexedSet(
         "iitolstykh/NHR-Edit",
@@ -285,7 +294,7 @@ def any_index(row: dict, stem: str) -> Iterator[Row]:
 def find_set(row: dict) -> IndexedSet | None:
     """The set of a row; None: it has no keys that are known."""
     for known in INDEXED_SETS:
-        if known.keys <= row.keys():
+        if known.keys <= row.keys() and (known.rows != imgedit_turns or has_turns(row)):
             return known
     meanings = {MEANINGS.get(key) for key in row}
     if {"original", "edited", "instruction"} <= meanings:

@@ -25,6 +25,7 @@ BLOCK = tarfile.BLOCKSIZE
 ZEROS = bytes(BLOCK)
 MAX_MEMBER_BYTES = 512 << 20  # no image is larger
 MAX_HEADER_BYTES = 1 << 20  # of a long name or of extended attributes
+MAX_HEADERS = 32  # of one member; tarfile reads each in a call of itself
 MAX_RATIO = 200  # bytes for each compressed byte; images do not shrink
 FREE_BYTES = 256 << 20  # for which the ratio is not checked
 MAX_ZEROS = 1 << 20  # between two archives or after the last member
@@ -200,14 +201,17 @@ class Headers:
     """A stream as tarfile reads headers from it, with a limit to their size."""
 
     def __init__(self, stream: "Replay"):
-        self._stream, self.position = stream, 0
+        self._stream, self.position, self._num_reads = stream, 0, 0
         self._tar = tarfile.TarFile(fileobj=io.BytesIO(), mode="w")  # reads nothing by itself
         self._tar.fileobj = self
 
     def read(self, size: int) -> bytes:
         """The next bytes."""
-        if size > MAX_HEADER_BYTES:
+        self._num_reads += 1
+        if not 0 <= size <= MAX_HEADER_BYTES:
             raise ValueError(f"a header of {size} bytes")
+        if self._num_reads > 2 * MAX_HEADERS:  # each has a block and its content
+            raise ValueError(f"over {MAX_HEADERS} headers for one member")
         data = self._stream.at(self.position, size)
         self.position += len(data)
         return data
@@ -222,7 +226,7 @@ class Headers:
 
     def member_at(self, position: int) -> tuple[tarfile.TarInfo, int]:
         """A member of any kind by tarfile, and the position of the next header."""
-        self.position = position
+        self.position, self._num_reads = position, 0
         member = tarfile.TarInfo.fromtarfile(self._tar)
         return member, self._tar.offset
 

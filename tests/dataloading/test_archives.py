@@ -20,6 +20,8 @@ from edit_sets import (
     make_set,
     pairs_of,
     read_shards,
+    refuse,
+    run,
     split,
     write_lines,
     write_tar,
@@ -34,23 +36,6 @@ from dataloading.archives import convert, index, masks, reader, tar
 from dataloading.images import decode_mask
 
 FAST = ("a1557811266/Inter-Edit-Train", "OPPOer/X2Edit-Dataset")
-
-
-def run(pairs, output_dir, *args):
-    """The program's output."""
-    flags = ["--pairs", str(pairs), "--output_dir", str(output_dir), "--preview", "", *args]
-    parquet_processing.main(flags)
-
-
-def refuse(pairs, output_dir, capsys, *args):
-    """The one line with which a conversion is refused."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        run(pairs, output_dir, *args)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
-    assert not list(Path(output_dir).glob("*.parquet"))
-    return error
 
 
 @pytest.mark.parametrize(
@@ -451,7 +436,10 @@ def test_ambiguous_names(tmp_path, capsys):
     write_lines(folder / "i.jsonl", rows)
     run(folder, tmp_path / "data", "--max_bad_fraction", "0.5")
     assert pairs_of(read_shards(tmp_path / "data")) == {"a": (1, 2), "b": (3, 4)}
-    assert "in.png is in a.tar and b.tar, with different sizes" in capsys.readouterr().out
+    assert (
+        "in.png is in a.tar (in.png) and b.tar (in.png), with different content"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_same_names_and_texts_as_tarfile(tmp_path):
@@ -486,7 +474,8 @@ def test_shards_are_converted_too(tmp_path, capsys, name, monkeypatch):
     assert f"set         {known}, " in capsys.readouterr().out
     # From the middle of a row group on, nothing before it is read.
     (shard,) = folder.glob("*.parquet")
-    assert [grey_of(row[x.original]) for x, row in reader.rows_from(shard, 6)] == [6, 7, 8]
+    rows = reader.rows_from(shard, 6)
+    assert [grey_of(x.column(names.original)[n].as_py()) for names, x, n in rows] == [6, 7, 8]
 
 
 def faulty_set(folder):

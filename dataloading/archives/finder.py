@@ -1,0 +1,220 @@
+"""Finds the files that an index names, in archives and beside them.
+
+finder = Finder(db, root, archives)  # db: with the table members of plan.py
+finder.record(row, "train-00000")  # {"original": [archive, offset, size, name], ...}
+"""
+
+import hashlib
+import json
+import re
+import sqlite3
+from pathlib import Path
+
+from dataloading.archives.sets import Row
+from dataloading.archives.tar import MAX_MEMBER_BYTES, Archive, Stream
+
+FOLDER = 0  # "archive" of files that are in no archive
+MAX_ALIKE = 1000  # files with one end of their names that are looked at
+
+
+class Absent(ValueError):
+    """None of the files of a pair is here."""
+
+
+def end_of(name: str, num_parts: int) -> str:
+    """The last directories and the file of a name; a function of the database, too."""
+    return "/".join(name.rsplit("/", num_parts)[-num_parts:])
+
+
+def without_numbers(name: str) -> str:
+    """A name in which all numbers are equal."""
+    return re.sub(r"\d+", "0", name)
+
+
+class Finder:
+    """Finds the files that an index names among the members of archives and the other files.
+
+    Either the index or an archive may have more leading directories; directories are never
+    exchanged, as then a path of an archive that is not here would fit another archive.
+    """
+
+    def __init__(self, db: sqlite3.Connection, root: Path, archives: list[Archive]):
+        """db: with the table of members; root: that files beside the archives are relative to."""
+        self._db, self._root, self._archives = db, root, archives
+        self._names = ["", *(archive.name for archive in archives)]
+        self._folders = [  # of each archive, and its name without the suffix
+            [*folder.split("/"), name.partition(".")[0]]
+            for folder, _, name in (name.rpartition("/") for name in self._names)
+        ]
+        self._paths: dict[int, int] = {}  # hash of a place: hash of the longer path in the index
+
+    def record(self, row: Row, stem: str) -> dict:
+        """The record of a pair: places of files, and texts.
+
+        Raises:
+            Absent: none of its images is here.
+            ValueError: an image is missing or ambiguous, or there is no instruction.
+        """
+        record, missing = {}, []
+        for field in ("edited", "original", "mask", "reference"):
+            path = getattr(row, field)
+            if field == "mask" and isinstance(path, dict):
+                record[field] = run_lengths(path)
+            elif path:
+                hint = row.original_archive if field == "original" else row.edited_archive
+                near = record.get("edited", [None])[0]
+                place = self.place(path, str(hint), row.folder, (near, stem))
+                if place is None:
+                    missing.append(path)
+                else:
+                    record[field] = place
+        if not {"original", "edited"} & record.keys():
+            raise Absent(f"{row.edited} is in no archive or directory")
+        if missing:
+            raise ValueError(f"{missing[0]} is in no archive or directory")
+        for field in ("original", "edited"):
+            if field not in record:
+                raise ValueError(f"it has no {field} image")
+        texts = [text.strip() for text in row.instruction if isinstance(text, str) and text.strip()]
+        if not texts:
+            raise ValueError("it has no instruction")
+        record["instruction"] = texts
+        for field in ("original_prompt", "edited_prompt"):
+            if isinstance(text := getattr(row, field), str) and text:
+                record[field] = text
+        return record
+
+    def place(self, path: str, hint: str, folder: str, near: tuple) -> list | None:
+        """[archive, offset, size, name] of a file; None: it is not here.
+
+        Args:
+            path: as in the index; of a URL only the file's name counts.
+            hint: the archive that has it; "": any.
+            folder: that the path is relative to; "": not known.
+            near: (archive of the edited image, stem of the index), which decide between equals.
+
+        Raises:
+            ValueError: several different files fit.
+        """
+        if not isinstance(path, str):
+            raise ValueError(f"{str(path)[:40]} is not a path")
+        if "://" in path:
+            path = path.partition("?")[0].rpartition("/")[2]
+        parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".")]
+        if not parts:
+            raise ValueError(f"{path!r} names no file")
+        found = self._lookup(parts, hint, folder)
+        if len(found) > 1:
+            stem = near[1]
+            for fits in (
+                lambda x: folder and self._is_in(folder, x),
+                lambda x: x[0] == near[0],
+                lambda x: stem in self._names[x[0]],
+            ):
+                found = list(filter(fits, found)) or found
+            if not self._are_equal(found):
+                places = " and ".join(
+                    f"{self._names[x[0]] or 'the directory'} ({x[3]})" for x in found[:2]
+                )
+                raise ValueError(f"{path} is in {places}, with different content")
+        return found[0] if found else None
+
+    def _is_in(self, folder: str, found: list) -> bool:
+        """Whether a file is below a folder of this name, in or out of archives."""
+        return f"/{folder}/" in f"/{self._names[found[0]]}/{found[3]}"
+
+    def _are_equal(self, found: list[list]) -> bool:
+        """Whether files have the same content; of files in gzipped archives, the same size."""
+        if len({x[2] for x in found}) > 1:
+            return False
+        return len({content for x in found if (content := self._content(x)) is not None}) <= 1
+
+    def _content(self, place: list) -> bytes | None:
+        """The SHA-256 of a file; None: it is in a gzipped archive, or larger than any image."""
+        number, offset, size, name = place
+        if size > MAX_MEMBER_BYTES:
+            return None
+        if number == FOLDER:
+            return hashlib.sha256((self._root / name).read_bytes()).digest()
+        archive = self._archives[number - 1]
+        if archive.is_gzipped:
+            return None
+        with Stream(archive) as stream:
+            return hashlib.sha256(stream.at(offset, size)).digest()
+
+    def _lookup(self, parts: list[str], hint: str, folder: str) -> list[list]:
+        """The files that a path may name; in an archive the last one of a name counts."""
+        for path in [[*folder.split("/"), *parts], parts] if folder else [parts]:
+            for find in (self._named, self._longer, self._shorter):
+                found = [
+                    x
+                    for x in find(path)
+                    if (not hint or f"/{self._names[x[0]]}".endswith(f"/{hint}"))
+                    and (not folder or self._is_in(folder, x))
+                ]
+                if found:
+                    found = list({(x[0], x[3]): x for x in found}.values())
+                    if find == self._shorter:
+                        self._claim(found, path)
+                    return found
+        return []
+
+    def _claim(self, found: list[list], path: list[str]) -> None:
+        """Raise a ValueError if another path of the index is shortened to the same file."""
+        for x in found:
+            if self._paths.setdefault(hash((x[0], x[1], x[3])), hash(tuple(path))) != hash(
+                tuple(path)
+            ):
+                raise ValueError(
+                    f"{'/'.join(path)} and another path of the index would both be {x[3]} in "
+                    f"{self._names[x[0]] or 'the directory'}"
+                )
+
+    def _named(self, parts: list[str]) -> list[list]:
+        """The files of exactly this name."""
+        query = (
+            "select archive, offset, size, name from members where name = ? "
+            "order by archive, offset"
+        )
+        return [[*row] for row in self._db.execute(query, ("/".join(parts),))]
+
+    def _longer(self, parts: list[str]) -> list[list]:
+        """The files that have more leading directories."""
+        name, num_parts = "/".join(parts), min(len(parts), 2)
+        self._db.execute(
+            f"create index if not exists by_end_{num_parts} on members (end_of(name, {num_parts}))"
+        )
+        query = (
+            f"select archive, offset, size, name from members where end_of(name, {num_parts}) = ? "
+            "order by archive, offset limit ?"
+        )
+        found = self._db.execute(query, ("/".join(parts[-num_parts:]), MAX_ALIKE))
+        return [[*row] for row in found if row[3].endswith(f"/{name}")]
+
+    def _shorter(self, parts: list[str]) -> list[list]:
+        """The files that have fewer leading directories."""
+        for count in range(1, len(parts)):
+            found = [x for x in self._named(parts[count:]) if not self._is_other(x, parts[:count])]
+            if found:
+                return found
+        return []
+
+    def _is_other(self, found: list, folders: list[str]) -> bool:
+        """Whether a file's archive has the name of one of the folders, but with another number."""
+        return any(
+            folder != place and without_numbers(folder) == without_numbers(place)
+            for folder in folders
+            for place in self._folders[found[0]]
+        )
+
+
+def run_lengths(mask: dict) -> dict:
+    """Size and run lengths of a mask, as JSON has them."""
+    counts = mask.get("counts")
+    counts = counts.decode("latin-1") if isinstance(counts, bytes) else counts
+    record = {"size": mask.get("size"), "counts": counts}
+    try:
+        json.dumps(record)
+    except TypeError as error:
+        raise ValueError(f"the mask has no run lengths ({error})") from error
+    return record
