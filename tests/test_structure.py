@@ -14,7 +14,7 @@ import pytest
 from helpers import ROOT
 
 LIBRARY = "diffusers_flax"
-FOLDERS = {"training", "dataloading", "editing", "compiling", "exporting", "app"}
+FOLDERS = {"training", "dataloading", "editing", "pairing", "compiling", "exporting", "app"}
 # Of the repository, what the files of a folder may import besides the folder itself.
 BELOW = {
     LIBRARY: set(),
@@ -22,6 +22,7 @@ BELOW = {
     "generating": {LIBRARY, "command_line", "dataloading"},
     "training": {LIBRARY, "command_line", "dataloading", "generating"},
     "editing": {LIBRARY, "command_line", "dataloading", "generating"},
+    "pairing": {LIBRARY, "command_line", "dataloading", "generating"},
     "app": {LIBRARY, "command_line", "dataloading", "generating", "editing"},
     "compiling": {LIBRARY, "command_line", "generating"},
     "exporting": {LIBRARY, "command_line"},
