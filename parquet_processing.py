@@ -9,8 +9,12 @@ It also writes shards from your own images (dataloading/pairs.py documents the f
 
     python parquet_processing.py --pairs pairs.jsonl --output_dir data
 
-with lines such as {"input": "a.jpg", "edit": "make it red", "edited": "a-red.jpg"}. A quick check
-of a few rows on one CPU core:
+with lines such as {"input": "a.jpg", "edit": "make it red", "edited": "a-red.jpg"}. Pairs that
+make_pairs.py has written with all scores are chosen by them:
+
+    python parquet_processing.py --pairs data --output_dir clean --min_clip_direction 0.25
+
+A quick check of a few rows on one CPU core:
 
     python parquet_processing.py --train_data_dir data --num_checked 100 --num_preview 4
 
@@ -41,6 +45,7 @@ from tqdm import tqdm
 
 from command_line import check_image_file, run_main
 from dataloading.archives.convert import Options, convert_archives, is_archived
+from dataloading.archives.scores import Wanted, copy_best
 from dataloading.archives.sets import LICENCES, forbids
 from dataloading.dataset import ParquetImagePairs
 from dataloading.decoding import decode_pair, place_mask
@@ -68,6 +73,7 @@ from generating.captions import captioned, tile_grid
 __all__ = ["ParquetImagePairs"]
 NUM_EXAMPLES = 4  # of each fault in the image of --report
 ARCHIVE_FLAGS = ("drop", "max_bad_fraction", "worker", "num_workers")
+SCORE_FLAGS = Wanted._fields
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,12 @@ class Config:
     max_bad_fraction: float = 0.1  # with --pairs of archives: rows that may be unusable, 0 to 1
     worker: int | None = None  # with --pairs of archives: this worker's index, from 0
     num_workers: int | None = None  # with --worker: workers that divide the archives of one disk
+    # with --pairs of shards by make_pairs.py: keep pairs whose CLIP scores are at least this, of
+    # both images with their captions, of both images, of the change of images and of captions
+    min_clip_text: float | None = None
+    min_clip_image: float | None = None
+    min_clip_direction: float | None = None
+    num_kept: int | None = None  # likewise: of each edit the N with the largest clip_direction
     num_held_out: int = 0  # with --pairs: original images to hold out, with their edits
     held_out_dir: str = ""  # with --num_held_out: directory for the held-out pairs
     seed: int = 0  # with --num_held_out: seed of the random choice
@@ -245,6 +257,7 @@ def check_flags(config: Config) -> None:
             "held_out_dir",
             "seed",
             *ARCHIVE_FLAGS,
+            *SCORE_FLAGS,
         )
         other = "--pairs"
     for field in dataclasses.fields(Config):
@@ -269,6 +282,7 @@ def check_flags(config: Config) -> None:
             f"--num_checked {config.num_checked} must be at least 0; 0 checks all rows"
         )
     check_names("--drop", config.drop)
+    wanted_of(config).check()
     for name in ("preview", "report"):
         try:
             if file := getattr(config, name):
@@ -411,9 +425,25 @@ def report_faults(groups: list[RowGroup], config: Config) -> str:
     return "\n".join(lines)
 
 
+def wanted_of(config: Config) -> Wanted:
+    """The scores of pairs that are kept."""
+    return Wanted(*(getattr(config, name) for name in SCORE_FLAGS))
+
+
+def given_flags(config: Config, names: tuple[str, ...]) -> list[str]:
+    """Those of some flags whose value is not their default."""
+    return [f"--{name}" for name in names if getattr(config, name) != getattr(Config, name)]
+
+
 def write_shards(config: Config) -> str:
     """Write shards from --pairs; a summary."""
     pairs, output_dir = Path(config.pairs), Path(config.output_dir)
+    if by_scores := given_flags(config, SCORE_FLAGS):
+        if other := given_flags(config, (*ARCHIVE_FLAGS, "num_held_out")):
+            then = "; give it in a second run" * (other[0] == "--drop")
+            raise ValueError(f"{other[0]} does not go with {by_scores[0]}{then}")
+        options = dict(max_pairs=config.max_pairs, overwrite=config.overwrite_output_dir)
+        return copy_best(pairs, output_dir, wanted_of(config), **options)
     if is_archived(pairs):
         if config.num_held_out:
             raise ValueError("--num_held_out goes with lists of image files, not with archives")
@@ -426,9 +456,8 @@ def write_shards(config: Config) -> str:
             config.drop,
         )
         return convert_archives(pairs, output_dir, options)
-    for name in ARCHIVE_FLAGS:
-        if getattr(config, name) != getattr(Config, name):
-            raise ValueError(f"--{name} goes with archives, not with the list --pairs {pairs}")
+    if of_archives := given_flags(config, ARCHIVE_FLAGS):
+        raise ValueError(f"{of_archives[0]} goes with archives, not with the list --pairs {pairs}")
     return write_pairs(
         pairs,
         output_dir,
