@@ -52,7 +52,7 @@ from editing.held_out import (
     pairs_of_shards,
     require_masks,
 )
-from editing.judging import JudgeFlags, check_judge_flags, judge_rows
+from editing.judging import JudgeFlags, check_judge_flags, judge_rows, load_prompts
 from editing.measuring import IMAGES, load_references, measure_baselines, measure_model
 from editing.protocols import PROTOCOLS, VIT_L_14, ScoreFlags, left_out_scores
 from editing.report import grid_rows, write_report
@@ -220,7 +220,10 @@ def run(config):
         config = replace(config, clip_model=protocol.clip_model if protocol else VIT_L_14)
     pairs = read_compared_pairs(config)
     bar = partial(tqdm, desc="checking images", unit="pair", disable=len(pairs) < 100)
-    pairs = check_pairs(pairs, config.use_masks, bar)
+    pairs = check_pairs(pairs, config.use_masks, bar, any_shape=protocol is not None)
+    if protocol and protocol.is_judged:
+        groups = {pair.group for pair in pairs}
+        prompts = load_prompts(config.judge_prompts, config.protocol, groups)
     if protocol:
         sentences = left_out_scores(pairs, protocol, config)
     else:
@@ -257,7 +260,7 @@ def run(config):
     if protocol and protocol.is_judged:
         bar = partial(tqdm, desc="judging", unit="answer")
         images = config.output_dir / IMAGES
-        sentences = [*sentences, *judge_rows(results, pairs, config, save, images, bar)]
+        sentences = [*sentences, *judge_rows(results, pairs, config, save, images, prompts, bar)]
     rows = grid_rows([pair.instruction for pair in pairs])
     shown = [(i, pairs[i], references.sizes[i]) for i in rows]
     tables = score_tables(results, pairs, config.output_dir)

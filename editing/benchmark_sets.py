@@ -4,13 +4,13 @@
     pairs = add_final_turns(check_pairs(pairs, False))
 
 MagicBrush: the folder of its test (edit_sessions.json, images/SESSION/FILE and, for CLIP-T,
-global_descriptions.json), its dev shards (img_id, turn_index), or a list, in which an edit whose
+local_descriptions.json), its dev shards (img_id, turn_index), or a list, in which an edit whose
 input is the truth of another follows it. Emu Edit: its shards, or a list. GEdit-Bench: its shards,
 parquet or Arrow. ImgEdit-Bench: a folder with basic_edit.json and the images that it names.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +22,16 @@ from diffusers_flax.loading.files import read_json
 from diffusers_flax.messages import one_line
 from editing.held_out import Columns, HeldOutPair, pairs_of_jsonl, pairs_of_shards
 
-SESSIONS, CAPTIONS = "edit_sessions.json", "global_descriptions.json"
-FINAL = "_final"  # part of MagicBrush, see editing/protocols.py
+# The captions of the paper's CLIP-T: what is at the edited place (arXiv 2306.10012, section 4.1).
+SESSIONS, CAPTIONS = "edit_sessions.json", "local_descriptions.json"
+FINAL, INTERSECTION = "_final", "_intersection"  # parts, see editing/protocols.py
 FINAL_INDEX = 1 << 30  # added to the index of an edit of a result
+TURN = ("input", "output", "instruction", "mask")  # of MagicBrush; the last is optional
 EMU_EDIT_COLUMNS = ("image", "instruction", "input_caption", "output_caption", "task")
-GEDIT_COLUMNS = ("input_image_raw", "instruction", "task_type", "key", "instruction_language")
+GEDIT_COLUMNS = (
+    *("input_image_raw", "instruction", "task_type", "key", "instruction_language"),
+    "Intersection_exist",  # optional
+)
 IMGEDIT_LIST = "basic_edit.json"
 NAME = re.compile(r"[\w-]+")  # of a session, in names of files
 
@@ -41,8 +46,20 @@ def read_benchmark(config):
         List of HeldOutPair.
 
     Raises:
-        ValueError: a file cannot be read, or lacks something.
+        ValueError: a file cannot be read, or lacks something, or an edit is there twice.
     """
+    pairs = pairs_of_benchmark(config)
+    counts = Counter(pair.key for pair in pairs if pair.key)
+    if twice := [key for key, number in counts.items() if number > 1]:
+        raise ValueError(
+            f"--data_dir {config.data_dir} has {twice[0]} {counts[twice[0]]} times; its results "
+            "would overwrite each other: name a folder with the set once"
+        )
+    return pairs
+
+
+def pairs_of_benchmark(config):
+    """As read_benchmark."""
     limit = config.max_pairs
     if config.protocol == "magicbrush":
         if config.pairs_jsonl:
@@ -109,38 +126,37 @@ def add_final_turns(pairs):
 
 def magicbrush_test(folder, limit=None):
     """The pairs of MagicBrush's test folder; limit: number of turns, None for all."""
-    sessions = read_json(folder / SESSIONS)
-    captions = read_json(folder / CAPTIONS) if (folder / CAPTIONS).is_file() else {}
+    sessions, captions = read_json(folder / SESSIONS), read_captions(folder)
     pairs = []
     for session, turns in sessions.items():
         if not NAME.fullmatch(session):
             raise ValueError(f"{folder / SESSIONS}: {session} cannot name a session")
-        texts = captions.get(session) or {}
+        if not isinstance(turns, list):
+            raise ValueError(f"{folder / SESSIONS}: session {session} is no list of turns")
         for turn, entry in enumerate(turns, start=1):
             if len(pairs) == limit:
                 return pairs
             place = f"{folder / SESSIONS}: turn {turn} of session {session}"
+            entry = entry if isinstance(entry, dict) else {}
+            before, after, instruction, mask = (
+                x if isinstance(x := entry.get(name), str) else "" for name in TURN
+            )
+            for name, text in zip(TURN, (before, after, instruction)):
+                if not text:
+                    raise ValueError(f"{place} lacks the text {name!r}; it has {', '.join(entry)}")
+            files = (before, after, mask) if mask else (before, after)
             try:
-                files = [entry[name] for name in ("input", "output")]
-                instruction = entry["instruction"]
-            except (KeyError, TypeError, IndexError) as error:
-                raise ValueError(
-                    f"{place} lacks {error}; a turn has input, output and instruction"
-                ) from error
-            mask = [entry["mask"]] if entry.get("mask") else []
-            try:
-                images = [read_beside(folder / "images" / session, x) for x in (*files, *mask)]
+                images = [read_beside(folder / "images" / session, x) for x in files]
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
             pairs.append(
                 HeldOutPair(
                     index=len(pairs),
-                    input=str(folder / "images" / session / files[0]),
+                    input=str(folder / "images" / session / before),
                     instruction=instruction,
                     original=images[0],
                     edited=images[1],
-                    original_caption=texts.get(files[0]),
-                    edited_caption=texts.get(files[1]),
+                    edited_caption=captions[session].get(after),
                     mask=images[2] if mask else None,
                     key=result_key(session, turn),
                     session=session,
@@ -152,8 +168,18 @@ def magicbrush_test(folder, limit=None):
     return pairs
 
 
+def read_captions(folder):
+    """{session: {file of the true image: caption}} of CAPTIONS; empty without the file."""
+    file, captions = folder / CAPTIONS, defaultdict(dict)
+    for session, texts in read_json(file).items() if file.is_file() else ():
+        if not isinstance(texts, dict) or not all(isinstance(x, str) for x in texts.values()):
+            raise ValueError(f"{file}: session {session} has no object of file names and captions")
+        captions[session] = texts
+    return captions
+
+
 def magicbrush_shards(folder, limit=None):
-    """The pairs of MagicBrush's shards, of the dev set; captions from global_descriptions.json."""
+    """The pairs of MagicBrush's shards, of the dev set; captions as for magicbrush_test."""
     pairs = pairs_of_shards(folder, Columns(mask=""), max_pairs=limit)
     groups = list_row_groups(folder, Columns(), flag="--data_dir")
     sessions, turns = [], []
@@ -168,19 +194,15 @@ def magicbrush_shards(folder, limit=None):
         table = pq.read_table(path, columns=["img_id", "turn_index"])
         sessions += map(str, table["img_id"].to_pylist())
         turns += table["turn_index"].to_pylist()
-    captions = read_json(folder / CAPTIONS) if (folder / CAPTIONS).is_file() else {}
-    named = []
+    captions, named = read_captions(folder), []
     for pair in pairs:
         session, turn = sessions[pair.index], turns[pair.index]
         if not NAME.fullmatch(session) or not isinstance(turn, int) or turn < 1:
             raise ValueError(f"{pair.input}: img_id {session}, turn_index {turn} are no turn")
-        texts = captions.get(session) or {}
-        before = "input" if turn == 1 else f"output{turn - 1}"
         named.append(
             replace(
                 pair,
-                original_caption=texts.get(f"{session}-{before}.png"),
-                edited_caption=texts.get(f"{session}-output{turn}.png"),
+                edited_caption=captions[session].get(f"{session}-output{turn}.png"),
                 key=result_key(session, turn),
                 session=session,
                 turn=turn,
@@ -229,10 +251,10 @@ def emu_edit_shards(folder, limit=None):
 def gedit_shards(folder, language, limit=None):
     """The edits of GEdit-Bench in a language, "en" or "cn"."""
     pairs = []
-    for name, row in rows_of_shards(folder, GEDIT_COLUMNS, required=len(GEDIT_COLUMNS)):
+    for name, row in rows_of_shards(folder, GEDIT_COLUMNS, required=len(GEDIT_COLUMNS) - 1):
         if len(pairs) == limit:
             break
-        image, instruction, task, key, language_of_row = row
+        image, instruction, task, key, language_of_row, in_both = row
         if language_of_row != language:
             continue
         if not all(isinstance(x, str) and NAME.fullmatch(x) for x in (task, key)):
@@ -240,7 +262,9 @@ def gedit_shards(folder, language, limit=None):
         if not image or not instruction:
             raise ValueError(f"{name} has no image or no instruction")
         result = f"fullset/{task}/{language}/{key}"
-        pairs.append(HeldOutPair(len(pairs), name, instruction, image, key=result, group=task))
+        parts = ("", INTERSECTION) if in_both else ("",)
+        pair = HeldOutPair(len(pairs), name, instruction, image, key=result, group=task)
+        pairs.append(replace(pair, parts=parts))
     if not pairs:
         raise ValueError(f"--data_dir {folder} has no row in the language {language}")
     return pairs
@@ -312,8 +336,14 @@ def rows_of_shards(folder, columns, required=2):
             for batch in batches:
                 for row in batch.to_pylist():
                     name, number = f"{path} row {number}", number + 1
-                    yield name, [encoded(row.get(x), path, name) for x in columns]
-        except (pa.ArrowException, OSError) as error:
+                    cells = [encoded(row.get(x), path, name) for x in columns]
+                    for column, cell in zip(columns, cells):
+                        kind = bytes if column == columns[0] else (str, bool)
+                        if cell is not None and not isinstance(cell, kind):
+                            what = "image" if kind is bytes else "text"
+                            raise ValueError(f"{name}: {column} is no {what}: {str(cell)[:40]!r}")
+                    yield name, cells
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} cannot be read: {one_line(error, 200)}") from error
 
 

@@ -246,13 +246,14 @@ def caption_at(texts, column, number, name):
         raise ValueError(f"{name}: the caption in {column} is not UTF-8 ({error})") from error
 
 
-def check_pairs(pairs, use_masks, bar=iter):
+def check_pairs(pairs, use_masks, bar=iter, any_shape=False):
     """Decode all images and masks, to check them.
 
     Args:
         pairs: list of HeldOutPair.
         use_masks: whether the edits need the masks.
         bar: function of an iterable, for progress.
+        any_shape: keep pairs whose images have two aspect ratios.
 
     Returns:
         The pairs whose images have the same aspect ratio. Without use_masks, damaged masks become
@@ -265,7 +266,8 @@ def check_pairs(pairs, use_masks, bar=iter):
     for pair in bar(pairs):
         pair.check()
         try:
-            pair.check_shape()
+            if not any_shape:
+                pair.check_shape()
         except ValueError as error:
             of_two_shapes.append(error)
             continue

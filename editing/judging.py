@@ -1,7 +1,7 @@
 """Scores of edits by a judge, a vision-language model behind an OpenAI-compatible endpoint.
 
-    questions = questions_of(pairs, folder, "gedit", load_prompts(None, "gedit"))
-    answers = ask_all(questions, Path("judge/0.jsonl"), Judge(flags), bar)
+    questions = questions_of(pairs, folder, "gedit", load_prompts(None, "gedit", ()))
+    answers, failures = ask_all(questions, Path("judge/0.jsonl"), Judge(flags), bar)
 
 GEdit-Bench asks two questions for each edit, of VIEScore: how well the edit succeeds (0 to 10, the
 least of two scores) and how good the image looks (likewise); the overall score is the root of
@@ -13,6 +13,7 @@ Source: Step1X-Edit (arXiv 2504.17761) and github.com/stepfun-ai/Step1X-Edit; VI
 
 import ast
 import base64
+import contextlib
 import http.client
 import io
 import json
@@ -41,7 +42,9 @@ ANSWERS = "judge"  # directory of questions and answers, a file for each row of 
 KEY = "OPENAI_API_KEY"  # environment variable
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before another attempt, doubled each time
 NUM_NAMED = 10  # edits without a score that are named
+MOST_FAILURES = 16  # questions of a row without any answer, after which the judge counts as down
 GEDIT_AREA = 512 * 512  # pixels of the images that the judge of GEdit-Bench sees
+NUM_SCORES = 3  # of an edit of ImgEdit-Bench
 SEMANTICS, QUALITY, ALL_TYPES = "semantics", "quality", "all types"
 # In the words of this project; a benchmark's own words are given by --judge_prompts.
 PROMPTS = {
@@ -67,6 +70,7 @@ PROMPTS = {
         "Visual Seamlessness: a number\nDetail Fidelity: a number"
     },
 }
+OWN_PROMPTS = "this project's prompts: not comparable with papers"
 # Names in VIEScore's vie_prompts.py, of which each prompt consists
 VIESCORE = {
     SEMANTICS: (
@@ -93,7 +97,10 @@ class JudgeFlags:
 
 
 def check_judge_flags(config, is_judged):
-    """Raise a ValueError for flags that do not go together; config: JudgeFlags, with protocol."""
+    """Raise a ValueError for flags that do not go together, or for a key that cannot be one.
+
+    config: JudgeFlags, with protocol.
+    """
     if not is_judged:
         if config.judge or config.judge_model or config.judge_prompts:
             raise ValueError(
@@ -107,9 +114,17 @@ def check_judge_flags(config, is_judged):
         raise ValueError(
             f"--judge {config.judge} is no URL; give one like http://localhost:8000/v1"
         )
+    if config.judge and not (judge_key().isascii() and judge_key().isprintable()):
+        # http.client would print it.
+        raise ValueError(f"{KEY} has characters that no key has; set it again")
     for name in ("judge_parallel", "judge_timeout", "judge_attempts"):
         if not getattr(config, name) > 0:
             raise ValueError(f"--{name} {getattr(config, name)} must be more than 0")
+
+
+def judge_key():
+    """The key of the judge, or ""."""
+    return os.environ.get(KEY, "").strip()
 
 
 # ---------------------------------------------------------------- questions
@@ -121,16 +136,17 @@ class Question(NamedTuple):
     key: str  # of the result
     name: str  # SEMANTICS, QUALITY or ALL_TYPES
     text: str
-    images: tuple[Path, ...]
+    images: tuple[Path, ...]  # the last is the result
 
 
-def load_prompts(file, protocol):
+def load_prompts(file, protocol, groups):
     """{SEMANTICS and QUALITY, or a type of edit: text} with <instruction> or <edit_prompt>.
 
     Args:
         file: JSON object, or vie_prompts.py, whose texts are read and nothing is run; None: this
             project's prompts.
         protocol: "gedit" or "imgedit".
+        groups: kinds of edits; with "imgedit" each has a prompt, or ALL_TYPES has one.
 
     Raises:
         ValueError: it cannot be read, lacks a prompt or a placeholder.
@@ -162,6 +178,12 @@ def load_prompts(file, protocol):
     for name in needed:
         if not isinstance(prompts[name], str) or mark not in prompts[name]:
             raise ValueError(f"--judge_prompts {file}: the prompt {name} has no {mark}")
+    lacking = sorted(set(groups) - prompts.keys())
+    if protocol == "imgedit" and lacking and ALL_TYPES not in prompts:
+        raise ValueError(
+            f"--judge_prompts {file} has no prompt for edits of type {lacking[0]}; it has "
+            f"{', '.join(prompts)}"
+        )
     return prompts
 
 
@@ -178,13 +200,18 @@ def questions_of(pairs, folder, protocol, prompts):
         List of Question.
 
     Raises:
-        ValueError: there is no prompt for a type of edit.
+        ValueError: a result is missing.
     """
     questions = []
     for place, pair in enumerate(pairs):
         result = folder / pair.result_file(place)
+        if not result.is_file():
+            raise ValueError(
+                f"{result} is missing; give --overwrite_output_dir to edit all images again"
+            )
         before = result.with_name(f"{result.stem}_SRCIMG.png")
-        if not before.is_file():
+        # An older one may be of earlier results, of another image.
+        if not before.is_file() or before.stat().st_mtime_ns < result.stat().st_mtime_ns:
             original = pair.fitted_original()
             save_image(gedit_size(original) if protocol == "gedit" else original, before)
         if protocol == "gedit":
@@ -192,12 +219,7 @@ def questions_of(pairs, folder, protocol, prompts):
             questions.append(Question(pair.key, SEMANTICS, text, (before, result)))
             questions.append(Question(pair.key, QUALITY, prompts[QUALITY], (result,)))
             continue
-        text = prompts.get(pair.group, prompts.get(ALL_TYPES))
-        if text is None:
-            raise ValueError(
-                f"--judge_prompts has no prompt for edits of type {pair.group}; it has "
-                f"{', '.join(prompts)}"
-            )
+        text = prompts.get(pair.group) or prompts[ALL_TYPES]
         text = text.replace("<edit_prompt>", pair.instruction)
         questions.append(Question(pair.key, ALL_TYPES, text, (before, result)))
     return questions
@@ -210,14 +232,17 @@ def gedit_size(image):
     return image.resize((max(int(width), 1), max(int(width / ratio), 1)))
 
 
-def data_url(file, is_gedit):
-    """The image of a file as a data URL of a PNG."""
-    data = file.read_bytes()
-    if is_gedit:
-        with Image.open(file) as image, io.BytesIO() as encoded:
+def data_urls(question):
+    """The images of a question as data URLs of PNGs.
+
+    The judge of GEdit-Bench gets the result scaled, as the image before the edit is in its file.
+    """
+    *before, result = (file.read_bytes() for file in question.images)
+    if question.name in (SEMANTICS, QUALITY):
+        with Image.open(io.BytesIO(result)) as image, io.BytesIO() as encoded:
             gedit_size(image.convert("RGB")).save(encoded, "PNG")
-            data = encoded.getvalue()
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+            result = encoded.getvalue()
+    return [f"data:image/png;base64,{base64.b64encode(x).decode()}" for x in (*before, result)]
 
 
 # ---------------------------------------------------------------- answers
@@ -228,25 +253,25 @@ def parse_scores(question, reply):
 
     Args:
         question: its name.
-        reply: text: of ALL_TYPES lines that end in ": 3"; else JSON with "score", or a list.
+        reply: text: of ALL_TYPES three lines that end in ": 3"; else JSON with "score", or a list.
 
     Returns:
         List of numbers.
 
     Raises:
-        ValueError: there are none, or they are out of range.
+        ValueError: there are none or too few, or they are out of range.
     """
     if question == ALL_TYPES:
         least, most = 1, 5
-        found = re.findall(r":[ *]*([1-5])(?: */ *5)?[ *.\r]*$", reply, re.MULTILINE)
-        scores = list(map(int, found))
+        found = re.findall(r":[ *]*(\d{1,9})(?: */ *5)?[ *.\r]*$", reply, re.MULTILINE)
+        scores = list(map(int, found)) if len(found) == NUM_SCORES else []
     else:
         least, most = 0, 10
-        match = re.search(r"\{.*\}", reply, re.DOTALL) or re.search(r"\[.*\]", reply, re.DOTALL)
+        text = between(reply, "{", "}") or between(reply, "[", "]") or reply
         try:
-            scores = json.loads(match[0] if match else reply, strict=False)
+            scores = json.loads(text, strict=False)
             scores = scores["score"] if isinstance(scores, dict) else scores
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, RecursionError):
             # JSON with a slip in its reasoning
             match = re.search(r'score"?\s*:\s*\[([^\]]*)\]', reply)
             scores = re.findall(r"\d+(?:\.\d+)?", match[1]) if match else []
@@ -258,6 +283,11 @@ def parse_scores(question, reply):
     return scores
 
 
+def between(text, first, last):
+    """The part of a text from the first `first` to the last `last`, "" without them."""
+    return text[text.find(first) : text.rfind(last) + 1] if first in text else ""
+
+
 def scores_of_edit(protocol, answers):
     """The metrics of an edit.
 
@@ -266,16 +296,16 @@ def scores_of_edit(protocol, answers):
         answers: {question: list of scores}, of some or all questions.
 
     Returns:
-        {metric: float}, NaN without the answers.
+        {metric: float}, NaN if a question has no answer.
     """
     if protocol == "imgedit":
         scores = answers.get(ALL_TYPES)
         # Its program rounds the mean of each edit.
         return {"overall": np.nan if scores is None else round(sum(scores) / len(scores), 2)}
-    known = {
-        name: min(answers[name]) if name in answers else np.nan for name in (SEMANTICS, QUALITY)
-    }
-    return known | {"overall": math.sqrt(known[SEMANTICS] * known[QUALITY])}
+    if len(answers) < 2:
+        return dict.fromkeys((SEMANTICS, QUALITY, "overall"), np.nan)
+    least = {name: min(answers[name]) for name in (SEMANTICS, QUALITY)}
+    return least | {"overall": math.sqrt(least[SEMANTICS] * least[QUALITY])}
 
 
 class Judge:
@@ -284,14 +314,14 @@ class Judge:
     def __init__(self, flags):
         url = flags.judge.rstrip("/")
         self._url = url if url.endswith("/chat/completions") else f"{url}/chat/completions"
-        self.model, self._flags, self._key = flags.judge_model, flags, os.environ.get(KEY)
+        self.model, self._flags, self._key = flags.judge_model, flags, judge_key()
         self._stopped = threading.Event()
 
     def stop(self):
         """End all pauses; waiting requests give up."""
         self._stopped.set()
 
-    def ask(self, question, is_gedit):
+    def ask(self, question):
         """Ask until the answer has scores.
 
         Returns:
@@ -303,9 +333,7 @@ class Judge:
             ConnectionError: it cannot be reached.
         """
         content = [{"type": "text", "text": question.text}]
-        for file in question.images:
-            url = {"url": data_url(file, is_gedit)}
-            content.append({"type": "image_url", "image_url": url})
+        content += [{"type": "image_url", "image_url": {"url": x}} for x in data_urls(question)]
         body = {"model": self.model, "messages": [{"role": "user", "content": content}]}
         data, pause = json.dumps(body).encode(), FIRST_PAUSE
         for attempt in range(1, self._flags.judge_attempts + 1):
@@ -314,19 +342,19 @@ class Judge:
                 reply = self._post(data)
                 return parse_scores(question.name, reply), reply
             except urllib.error.HTTPError as error:
-                with error:
-                    reason, wanted = f"HTTP {error.code}", error.headers.get("Retry-After")
+                reason, wanted, said = f"HTTP {error.code}", error.headers.get("Retry-After"), ""
+                with error, contextlib.suppress(OSError, http.client.HTTPException):
                     said = one_line(error.read(300).decode(errors="replace"))
                 if error.code in (401, 403, 404):
                     raise PermissionError(reason) from error
                 if error.code != 429 and error.code < 500:
                     raise ValueError(f"{reason}: {said}") from error
                 failure = ValueError(reason)
-            except TimeoutError:
-                failure = ValueError(f"no answer in {self._flags.judge_timeout:g} s")
             except (OSError, http.client.HTTPException) as error:
+                # urllib's error of a request that could not be sent has the cause as its reason.
                 cause = getattr(error, "reason", error)
-                failure = ConnectionError(one_line(cause, 100))
+                kind = ConnectionError if isinstance(error, urllib.error.URLError) else ValueError
+                failure = kind(one_line(cause, 100))
                 if isinstance(cause, TimeoutError):
                     failure = ValueError(f"no answer in {self._flags.judge_timeout:g} s")
             except ValueError as error:
@@ -352,21 +380,20 @@ class Judge:
             text = answer.read()
         try:
             reply = json.loads(text)["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(f"the answer is no chat completion: {text[:80]!r}") from error
         if not isinstance(reply, str):
             raise ValueError("the answer has no text")
         return reply
 
 
-def ask_all(questions, file, judge, is_gedit, bar, parallel):
+def ask_all(questions, file, judge, bar, parallel=8):
     """Ask what has no answer yet; every answer is saved at once.
 
     Args:
         questions: list of Question.
         file: of answers, JSON lines.
         judge: Judge.
-        is_gedit: whether images are scaled to GEDIT_AREA.
         bar: progress bar, in units of answers.
         parallel: requests at once.
 
@@ -374,16 +401,17 @@ def ask_all(questions, file, judge, is_gedit, bar, parallel):
         ({(key, question): (scores, reply)}, {key: reason} of edits without a score).
 
     Raises:
-        ValueError: the endpoint refuses all requests, or cannot be reached.
+        ValueError: the endpoint refuses all requests, cannot be reached, or has no score for the
+            first MOST_FAILURES questions.
     """
     sums = {x[:2]: checksum(x, judge.model) for x in questions}
-    answers, failures = load_answers(file, sums), {}
+    answers, failures, num_failed = load_answers(file, sums), {}, 0
     todo = [question for question in questions if question[:2] not in answers]
     bar.update(len(questions) - len(todo))
     file.parent.mkdir(parents=True, exist_ok=True)
     pool = ThreadPoolExecutor(parallel)
     try:
-        asked = {pool.submit(judge.ask, question, is_gedit): question for question in todo}
+        asked = {pool.submit(judge.ask, question): question for question in todo}
         with open(file, "a", encoding="utf-8") as opened:
             for future in as_completed(asked):
                 question = asked[future]
@@ -403,9 +431,15 @@ def ask_all(questions, file, judge, is_gedit, bar, parallel):
                     ) from error
                 except ValueError as error:
                     failures[question.key] = line["error"] = str(error)
+                    num_failed += 1
                 opened.write(json.dumps(line) + "\n")
                 opened.flush()
                 bar.update(1)
+                if num_failed == MOST_FAILURES and not answers:
+                    raise ValueError(
+                        f"--judge has no score for the first {num_failed} questions "
+                        f"({line['error']}); check that it works; the same command goes on"
+                    )
     finally:
         judge.stop()
         pool.shutdown(wait=False, cancel_futures=True)
@@ -447,7 +481,7 @@ def load_answers(file, sums):
 # ---------------------------------------------------------------- all rows
 
 
-def judge_rows(results, pairs, config, save, images, bar):
+def judge_rows(results, pairs, config, save, images, prompts, bar):
     """Write the questions about every row's results; ask them if there is a judge.
 
     Args:
@@ -456,12 +490,13 @@ def judge_rows(results, pairs, config, save, images, bar):
         config: Config of evaluate_edits.py.
         save: writes results.json.
         images: directory of the rows' images.
+        prompts: of load_prompts.
         bar: function of total=, the number of answers -> progress bar.
 
     Returns:
-        A sentence for each row with edits that have no score.
+        Sentences: the judge and its prompts, and each row with edits that have no score.
     """
-    prompts, sentences = load_prompts(config.judge_prompts, config.protocol), []
+    sentences = []
     all_questions = [
         questions_of(pairs, images / row["images"], config.protocol, prompts)
         for row in results["rows"]
@@ -474,17 +509,16 @@ def judge_rows(results, pairs, config, save, images, bar):
         file = config.output_dir / ANSWERS / f"{row['images']}_questions.jsonl"
         write_text(file, "".join(f"{json.dumps(line)}\n" for line in lines))
     if not config.judge:
-        return [f"not judged: {ANSWERS}/ has the questions, and --judge asks them"]
+        return judges(results["rows"])
     with bar(total=sum(map(len, all_questions))) as progress:
         for row, questions in zip(results["rows"], all_questions):
             file = config.output_dir / ANSWERS / f"{row['images']}.jsonl"
-            is_gedit = config.protocol == "gedit"
             answers, failures = ask_all(
-                questions, file, Judge(config), is_gedit, progress, config.judge_parallel
+                questions, file, Judge(config), progress, config.judge_parallel
             )
             add_scores(row, pairs, answers, config)
             save()
-            if not is_gedit:
+            if config.protocol == "imgedit":
                 replies = {key: reply for (key, _), (_, reply) in answers.items()}
                 write_text(images / row["images"] / "result.json", json.dumps(replies, indent=4))
             if failures:
@@ -494,7 +528,22 @@ def judge_rows(results, pairs, config, save, images, bar):
                     f"no score for {len(failures)} of {len(pairs)} edits of {row['model']}: "
                     f"{', '.join(named)}{more}; the same command asks again"
                 )
-    return [f"judge: {config.judge_model}", *sentences]
+    return [*judges(results["rows"]), *sentences]
+
+
+def judges(rows):
+    """Sentences that name the judge and the prompts of rows, and count rows without a judge."""
+    sentences = sorted(
+        {
+            f"judge: {row['judge']}, with {row.get('judge_prompts') or 'unknown prompts'}"
+            for row in rows
+            if "judge" in row
+        }
+    )
+    if number := sum("judge" not in row for row in rows):
+        which = "" if number == len(rows) else f" ({number} of {len(rows)} rows)"
+        sentences.append(f"not judged{which}: {ANSWERS}/ has the questions, and --judge asks them")
+    return sentences
 
 
 def add_scores(row, pairs, answers, config):
@@ -503,9 +552,13 @@ def add_scores(row, pairs, answers, config):
     for (key, name), (scores, _) in answers.items():
         answers_to[key][name] = scores
     found = [scores_of_edit(config.protocol, answers_to[pair.key]) for pair in pairs]
-    values = load_values(config.output_dir, row["images"])
-    for name in found[0]:
-        values[name] = [scores[name] for scores in found]
-        row[name] = mean_over(values[name], [pair.group for pair in pairs])
-    row |= {"judge": config.judge_model, "ranked_by": "overall"}
+    values, groups = load_values(config.output_dir, row["images"]), [x.group for x in pairs]
+    for part in sorted({part for pair in pairs for part in pair.parts}):
+        for name in found[0]:
+            values[f"{name}{part}"] = numbers = [
+                scores[name] if part in pair.parts else np.nan for scores, pair in zip(found, pairs)
+            ]
+            row[f"{name}{part}"] = mean_over(numbers, groups)
+    prompts = f"the prompts of {config.judge_prompts.name}" if config.judge_prompts else OWN_PROMPTS
+    row |= {"judge": config.judge_model, "judge_prompts": prompts, "ranked_by": "overall"}
     save_values(config.output_dir, row["images"], values)

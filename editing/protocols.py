@@ -58,7 +58,8 @@ PROTOCOLS = {
         source="arXiv 2306.10012, section 4; evaluation/image_eval.py of OSU-NLP-Group/MagicBrush",
         says="The result against the true image: L1 and L2 of pixels in [0, 1], the result resized "
         "to the true image's size (bicubic); CLIP-I, CLIP's features; DINO, class tokens of images "
-        "scaled to 256 and cropped to 224; CLIP-T, the result against the true image's caption. "
+        "scaled to 256 and cropped to 224; CLIP-T, the result against the local description of the "
+        "true image. "
         "All turns: every turn edits the true image of the turn before. Final turn: a session's "
         "turns edit one another's results, and the last is compared.",
         metrics={
@@ -92,6 +93,7 @@ PROTOCOLS = {
         "pixels of area: G_SC, the least of two scores of the edit; G_PQ, the least of two scores "
         "of the result's look; G_O, the root of their product. Means of the means of the tasks.",
         metrics={"semantics": "G_SC", "quality": "G_PQ", "overall": "G_O"},
+        parts={"": "full set", "_intersection": "intersection subset"},
         clip_model="",
         is_judged=True,
     ),

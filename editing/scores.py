@@ -160,6 +160,9 @@ def draw_extremes(results, pairs, output_dir, folder):
         order = np.argsort(RANKED[metric] * values, kind="stable")
         order = order[np.isfinite(values[order])][::-1]
         best, worst = order[:NUM_EXTREMES], order[NUM_EXTREMES:][-NUM_EXTREMES:][::-1]
+        files = (pairs[place].result_file(place) for place in (*best, *worst))
+        if not all(Path(folder, row["images"], file).is_file() for file in files):
+            continue  # deleted
         for word, places in (("best", best), ("worst", worst)):
             for number in range(NUM_EXTREMES):
                 if number < len(places):

@@ -1,6 +1,8 @@
 """evaluate_edits.py --protocol on synthetic copies of the benchmarks' sets, in their layouts."""
 
+import argparse
 import importlib.util
+import io
 import json
 from pathlib import Path
 
@@ -19,10 +21,13 @@ from editing.benchmark_sets import (
     FINAL_INDEX,
     add_final_turns,
     chained,
+    emu_edit_shards,
     magicbrush_shards,
     magicbrush_test,
+    read_benchmark,
+    read_captions,
 )
-from editing.held_out import HeldOutPair
+from editing.held_out import HeldOutPair, check_pairs
 from editing.perceptual import Dino, Lpips, ssim
 from editing.protocols import Scorer
 from generating.clip import Clip
@@ -39,7 +44,7 @@ def write_magicbrush(folder, size=48):
         images.mkdir(parents=True)
         photo(size, size, 100 * number).save(images / f"{session}-input.png")
         before, sessions[session] = f"{session}-input.png", []
-        captions[session] = {before: f"an apple {number}"}
+        captions[session] = {}
         for turn in range(1, turns + 1):
             names = {"input": before, "output": f"{session}-output{turn}.png"}
             names["mask"] = f"{session}-mask{turn}.png"
@@ -51,7 +56,13 @@ def write_magicbrush(folder, size=48):
             captions[session][names["output"]] = f"a red apple {number} {turn}"
             before = names["output"]
     (folder / "edit_sessions.json").write_text(json.dumps(sessions))
-    (folder / "global_descriptions.json").write_text(json.dumps(captions))
+    (folder / "local_descriptions.json").write_text(json.dumps(captions))
+    # The paper's CLIP-T does not use these.
+    (folder / "global_descriptions.json").write_text(
+        json.dumps(
+            {session: dict.fromkeys(texts, "a field") for session, texts in captions.items()}
+        )
+    )
 
 
 def write_networks(folder):
@@ -69,6 +80,12 @@ def evaluate(**given):
         words += [f"--{name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     evaluate_edits.main(words)
     return json.loads(Path(given["output_dir"], "results.json").read_text())
+
+
+def png(image):
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    return data.getvalue()
 
 
 def array(image):
@@ -224,7 +241,7 @@ def test_sessions_of_magicbrush(tmp_path):
     assert [pair.after for pair in pairs] == [*[None] * 6, 1, 6, 4]
     both, final = ("", "_final"), ("_final",)
     assert [pair.parts for pair in pairs] == [both, *[("",)] * 5, (), final, final]
-    assert pairs[3].original_caption == "a red apple 1 2" == pairs[2].edited_caption
+    assert pairs[2].edited_caption == "a red apple 1 2" == pairs[6].edited_caption
     assert pairs[3].original == pairs[2].edited and pairs[7].original == pairs[1].original
     assert len({pair.index for pair in pairs}) == 9 and all(pair.mask for pair in pairs)
 
@@ -259,13 +276,16 @@ def test_sessions_of_magicbrush(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": [{"input": "a.png"}]}, "turn 1 of session x lacks 'output'"),
+        ({"x": [{"input": "a.png"}]}, "turn 1 of session x lacks the text 'output'"),
         ({"x": [{"input": "a.png", "output": "a.png", "instruction": "red"}]}, "No such file"),
         (
             {"x": [{"input": "../../a.png", "output": "a.png", "instruction": "red"}]},
             "is outside of",
         ),
         ({"../x": []}, r"\.\./x cannot name a session"),
+        ({"x": None}, "session x is no list of turns"),
+        ({"x": ["a.png"]}, "turn 1 of session x lacks the text 'input'"),
+        ({"x": [{"input": "a.png", "output": 3, "instruction": "red"}]}, "lacks the text 'output'"),
         ({}, "has no turns"),
         ([], "is not a JSON object"),
     ],
@@ -275,3 +295,40 @@ def test_a_damaged_magicbrush_is_one_line(tmp_path, change, message):
     with pytest.raises(ValueError, match=message) as error:
         magicbrush_test(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_other_damaged_sets_are_one_line(tmp_path):
+    (tmp_path / "local_descriptions.json").write_text('{"100": "a caption"}')
+    with pytest.raises(ValueError, match="session 100 has no object of file names and captions"):
+        read_captions(tmp_path)
+    row = {"image": b"x", "instruction": "red", "input_caption": "a", "output_caption": "b"}
+    for change, message in (
+        ({"image": "a.png"}, r"a\.parquet row 0: image is no image: 'a.png'"),
+        ({"instruction": ["red"]}, "row 0: instruction is no text"),
+    ):
+        pq.write_table(pa.Table.from_pylist([row | change]), tmp_path / "a.parquet")
+        with pytest.raises(ValueError, match=message):
+            emu_edit_shards(tmp_path)
+
+
+def test_a_set_that_is_there_twice_is_refused(tmp_path):
+    """Results of one name would overwrite each other."""
+    row = {"task_type": "add", "key": "k", "instruction": "red", "instruction_language": "en"}
+    row |= {"input_image_raw": b"x"}
+    for name in "ab":
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{name}.parquet")
+    flags = argparse.Namespace(protocol="gedit", data_dir=tmp_path, pairs_jsonl=None)
+    flags.instruction_language, flags.max_pairs = "en", None
+    with pytest.raises(ValueError, match="has fullset/add/en/k 2 times; its results would"):
+        read_benchmark(flags)
+    (tmp_path / "b.parquet").unlink()
+    (pair,) = read_benchmark(flags)
+    assert pair.parts == ("",)
+
+
+def test_a_protocol_keeps_pairs_of_two_shapes():
+    """The programs of papers resize the result."""
+    pairs = [HeldOutPair(0, "0.png", "red", *(png(photo(*x)) for x in ((32, 32), (48, 32))))]
+    assert check_pairs(pairs, False, any_shape=True) == pairs
+    with pytest.raises(ValueError, match="no pair is left"):
+        check_pairs(pairs, False)

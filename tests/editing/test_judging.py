@@ -16,10 +16,12 @@ from helpers import photo
 from local_server import LocalServer
 from PIL import Image
 from tiny_models import make_tiny_pipeline
+from tqdm import tqdm
 
 import evaluate_edits
 from editing import judging
 from editing.benchmark_sets import gedit_shards, imgedit_folder
+from editing.held_out import HeldOutPair
 from editing.judging import ALL_TYPES, QUALITY, SEMANTICS, load_prompts, parse_scores
 
 GOOD = {
@@ -54,6 +56,9 @@ class JudgeServer(LocalServer):
             reply = fault.pop(0) if fault else self.good(text)
         if reply == 0:
             self.over.wait(20)
+            return
+        if reply == "drop":
+            request.close_connection = True
             return
         status, content = 200, json.dumps({"choices": [{"message": {"content": reply}}]})
         if isinstance(reply, int):
@@ -90,7 +95,7 @@ def write_gedit(folder):
         rows.append(
             {"task_type": task, "key": f"k{i}", "instruction": f"make it red {i}"}
             | {"instruction_language": language, "input_image": image, "input_image_raw": image}
-            | {"Intersection_exist": True}
+            | {"Intersection_exist": i != 2}
         )
     table = pa.Table.from_pylist(rows)
     folder.mkdir()
@@ -114,7 +119,7 @@ def evaluate(**given):
     given = {"model": "sd", "num_inference_steps": 2, "resolution": 32} | given
     words = []
     for name, value in given.items():
-        words += [f"--{name}", str(value)]
+        words += [f"--{name}", *([str(value)] if value != () else [])]
     evaluate_edits.main(words)
     return json.loads(Path(given["output_dir"], "results.json").read_text())
 
@@ -128,13 +133,19 @@ def refused(capsys, **given):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """The working directory, with a model; pauses are short, and there is a key."""
+def bare(tmp_path, monkeypatch):
+    """The working directory; pauses are short, and there is a key."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(judging, "FIRST_PAUSE", 0.01)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    make_tiny_pipeline(tmp_path / "sd")
     return tmp_path
+
+
+@pytest.fixture
+def folder(bare):
+    """The working directory, with a model."""
+    make_tiny_pipeline(bare / "sd")
+    return bare
 
 
 @pytest.mark.slow
@@ -188,7 +199,9 @@ def test_gedit(folder, capsys):
         assert (row["semantics"], row["quality"]) == (6, 4)
         assert row["overall"] == pytest.approx(g_o, abs=1e-4)
         values = json.loads(Path("out/values", f"{row['images']}.json").read_text())
-        assert values["semantics"] == [6, None, 6] and values["quality"] == [4, 4, 4]
+        # As in the benchmark's program, an edit without one of the answers counts nowhere.
+        assert values["semantics"] == [6, None, 6] and values["quality"] == [4, None, 4]
+        assert values["overall_intersection"] == [values["overall"][0], None, values["overall"][2]]
 
         # Only what failed is asked again, and then nothing is.
         before = len(server.requests)
@@ -197,11 +210,18 @@ def test_gedit(folder, capsys):
         assert results["rows"][0]["semantics"] == 6
         printed = capsys.readouterr().out
         assert "no score" not in printed
-        assert "| G_SC | G_PQ | G_O |" in printed
+        assert "judge: stub, with this project's prompts: not comparable with papers" in printed
+        assert printed.count("| G_SC | G_PQ | G_O |") == 2
+        assert "Full set, 3 pairs; " in printed and "Intersection subset, 2 pairs; " in printed
         assert (
             "| overall | guidance | image guidance | color_alter (2) | subject-add (1) |" in printed
         )
         evaluate(**given | judge)
+        assert len(server.requests) == before + 1
+        capsys.readouterr()
+        evaluate(**given)  # the same report, without asking
+        printed = capsys.readouterr().out
+        assert "judge: stub" in printed and "not judged" not in printed
         assert len(server.requests) == before + 1
         # A line that a kill cut short is asked again, also in another run of the file.
         file = Path("out/judge", f"{row['images']}.jsonl")
@@ -218,6 +238,10 @@ def test_gedit(folder, capsys):
     # The end of the server ends the program, in one line.
     error = refused(capsys, **given | judge | {"judge_model": "third", "judge_attempts": 1})
     assert error.startswith("error: --judge has no answer (") and "the same command" in error
+    # A result that is missing is named; without a judge the report goes on.
+    (images / names[0]).with_suffix(".png").unlink()
+    error = refused(capsys, **given | judge)
+    assert f"{names[0]}.png is missing; give --overwrite_output_dir" in error
 
 
 @pytest.mark.slow
@@ -239,15 +263,34 @@ def test_imgedit(folder, capsys):
     assert replies == {"1082": GOOD[ALL_TYPES], "673": low}
     assert (folder / "1082.png").is_file()
     assert row["overall"] == pytest.approx((4.33 + 1.33) / 2, abs=1e-4)
-    assert "| adjust (1) | style (1) |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| adjust (1) | style (1) |" in printed
+    assert "judge: stub, with the prompts of prompts.json" in printed
     with JudgeServer({"red": [401] * 9}) as server:
         given |= {"judge": server.endpoint, "judge_model": "closed"}
         error = refused(capsys, **given)
         assert "error: --judge refuses requests (HTTP 401); set OPENAI_API_KEY" in error
-    del prompts["style"]
-    Path("prompts.json").write_text(json.dumps(prompts))
-    error = refused(capsys, **given)
-    assert "--judge_prompts has no prompt for edits of type style; it has adjust" in error
+    # The judge sees the image of this set, not a file that earlier results have left.
+    assert np.array_equal(
+        Image.open(folder / "673_SRCIMG.png"), Image.open("set/images/style/001.jpg")
+    )
+    photo(64, 64, 9).save("set/images/style/001.jpg")
+    for name in ("judge", "judge_model"):
+        del given[name]
+    evaluate(**given, overwrite_output_dir=())
+    assert np.array_equal(
+        Image.open(folder / "673_SRCIMG.png"), Image.open("set/images/style/001.jpg")
+    )
+
+
+def test_wrong_prompts_are_told_before_the_first_edit(folder, capsys, monkeypatch):
+    write_imgedit(folder / "set")
+    monkeypatch.setattr(evaluate_edits, "measure_model", None)
+    Path("prompts.json").write_text('{"adjust": "<edit_prompt>"}')
+    given = {"protocol": "imgedit", "data_dir": "set", "output_dir": "out"}
+    error = refused(capsys, **given, judge_prompts="prompts.json")
+    assert "prompts.json has no prompt for edits of type style; it has adjust" in error
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
@@ -265,6 +308,9 @@ def test_imgedit(folder, capsys):
         (SEMANTICS, "a beautiful image", None),
         (ALL_TYPES, GOOD[ALL_TYPES], [5, 4, 4]),
         (ALL_TYPES, "Prompt Compliance: five\nin 1999: 1999", None),
+        (ALL_TYPES, GOOD[ALL_TYPES].replace("4  ", "7"), None),
+        (ALL_TYPES, GOOD[ALL_TYPES].replace("4  ", "4 of 5"), None),
+        (SEMANTICS, "[" * 100_000, None),
     ],
 )
 def test_scores_of_replies(question, reply, scores):
@@ -285,19 +331,19 @@ def test_prompts_of_files(tmp_path):
     texts = ("context", "rule", "Editing instruction: <instruction>", "quality")
     lines = [f'{name} = """{text}"""' for name, text in zip(names, texts)]
     file.write_text("\n".join([*lines, "raise SystemExit('this was run')"]))
-    assert load_prompts(file, "gedit") == {
+    assert load_prompts(file, "gedit", {"color_alter"}) == {
         SEMANTICS: "context\nrule\nEditing instruction: <instruction>",
         QUALITY: "context\nquality",
     }
     file.write_text(lines[0])
     with pytest.raises(ValueError, match="lacks '_prompts_0shot_two_image_edit_rule'"):
-        load_prompts(file, "gedit")
+        load_prompts(file, "gedit", ())
     other = tmp_path / "prompts.json"
     other.write_text('{"add": "no placeholder"}')
     with pytest.raises(ValueError, match="the prompt add has no <edit_prompt>"):
-        load_prompts(other, "imgedit")
+        load_prompts(other, "imgedit", ())
     with pytest.raises(ValueError, match="lacks quality"):
-        load_prompts(other, "gedit")
+        load_prompts(other, "gedit", ())
 
 
 @pytest.mark.parametrize(
@@ -357,6 +403,73 @@ def test_a_stopped_judge_does_not_wait(tmp_path, monkeypatch):
         threading.Timer(0.3, judge.stop).start()
         start = time.monotonic()
         with pytest.raises(ValueError, match="HTTP 500"):
-            judge.ask(question, True)
+            judge.ask(question)
         assert time.monotonic() - start < 10
     assert np.isnan(judging.scores_of_edit("imgedit", {})["overall"])
+
+
+def ask(folder, server, number=1, **flags):
+    """judging.ask_all of questions about one image."""
+    photo(8, 8).save(folder / "a.png")
+    questions = [
+        judging.Question(f"k{i}", ALL_TYPES, f"type prompt {i}.", (folder / "a.png",))
+        for i in range(number)
+    ]
+    flags = judging.JudgeFlags(judge=server.endpoint, judge_model="stub", **flags)
+    return judging.ask_all(
+        questions, folder / "answers.jsonl", judging.Judge(flags), tqdm(disable=True)
+    )
+
+
+def test_a_judge_that_never_answers_ends_the_program_early(bare):
+    """And the failures of a judge that has answered before do not."""
+    with JudgeServer({"type": [500] * 99}) as server:
+        with pytest.raises(ValueError, match=r"no score for the first 16 questions \(HTTP 500\)"):
+            ask(bare, server, 40, judge_attempts=1)
+        assert len(server.requests) < 40
+    with JudgeServer({f"prompt {i}.": [500] for i in range(20)}) as server:
+        ask(bare, server, 21, judge_attempts=2)
+        assert len(server.requests) == 41
+        (bare / "answers.jsonl").write_text("")
+    with JudgeServer({f"prompt {i}.": [400] for i in range(1, 31)}) as server:
+        ask(bare, server)
+        answers, failures = ask(bare, server, 31)
+        assert list(answers) == [("k0", ALL_TYPES)] and len(failures) == 30
+
+
+def test_a_dropped_connection_is_one_question(bare):
+    """As on an image that crashes the judge."""
+    with JudgeServer({"prompt 1.": ["drop"] * 2}) as server:
+        answers, failures = ask(bare, server, 3, judge_attempts=2)
+        assert {key for key, _ in answers} == {"k0", "k2"}
+        assert "closed connection" in failures["k1"]
+
+
+def test_a_key_with_a_line_end(bare, monkeypatch, capsys):
+    """It is not printed; at its end it is left out."""
+    write_imgedit(bare / "set")
+    monkeypatch.setenv("OPENAI_API_KEY", "sec\nret")
+    given = {"protocol": "imgedit", "data_dir": "set", "judge": "http://x", "judge_model": "m"}
+    error = refused(capsys, **given)
+    assert error == "error: OPENAI_API_KEY has characters that no key has; set it again"
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\r\n")
+    with JudgeServer() as server:
+        ask(bare, server)
+        assert server.requests[0][1] == "Bearer secret"
+
+
+def test_the_input_is_scaled_once(bare):
+    """GEdit-Bench's program scales the raw input to 512 x 512 pixels of area, and nothing else."""
+    original = photo(300, 482)
+    pair = HeldOutPair(0, "0", "red", png(original), key="a")
+    (bare / "a.png").write_bytes(png(photo(32, 48)))
+    question, _ = judging.questions_of([pair], bare, "gedit", judging.PROMPTS["gedit"])
+    sent = [
+        Image.open(io.BytesIO(base64.b64decode(x.partition(",")[2])))
+        for x in judging.data_urls(question)
+    ]
+    width = math.sqrt(512 * 512 * 300 / 482)
+    expected = original.resize((int(width), int(width * 482 / 300)))
+    assert judging.gedit_size(expected).size != expected.size  # a second time would change it
+    np.testing.assert_array_equal(sent[0], expected)
+    assert sent[1].size == judging.gedit_size(photo(32, 48)).size
