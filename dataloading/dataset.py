@@ -290,7 +290,7 @@ class ParquetImagePairs(StoredPairs):
         encoded = (
             [BatchRow(self, row, of_row, draws[row]) for row, of_row in rows] for rows in found
         )
-        batches = decode_batches(encoded, self.reading)
+        batches = decode_batches(encoded, self.reading, [self])
         with contextlib.closing(batches):
             for step, batch in enumerate(batches, start=start + 1):
                 self._next_batch = step

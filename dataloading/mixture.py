@@ -258,7 +258,7 @@ class Mixture:
 
     def __iter__(self) -> Iterator[dict]:
         refuse_torch_workers()
-        batches = decode_batches(self._read_batches(self._step), self.reading)
+        batches = decode_batches(self._read_batches(self._step), self.reading, self.sets)
         with contextlib.closing(batches):
             for batch in batches:
                 self._step += 1

@@ -251,6 +251,11 @@ class StoredPairs:
         finally:
             loader.shutdown(cancel_futures=True)
 
+    def stop_waiting(self, stop: bool) -> None:
+        """Make threads that wait for a streamed shard give up, or let them wait again."""
+        for path in {group.path for group in self.groups} if self.is_streamed else ():
+            (path.stopped.set if stop else path.stopped.clear)()
+
     def fetch_ahead(self, order: np.ndarray) -> None:
         """Begin to fetch the first row groups of a streamed directory's order: what is kept."""
         groups = np.searchsorted(self._first_rows, order.ravel(), side="right") - 1
@@ -440,7 +445,9 @@ class BatchRow(NamedTuple):
     draw: np.ndarray  # (3,) in [0, 1), see Decoding.decode
 
 
-def decode_batches(encoded: Iterator[list[BatchRow]], reading: Reading) -> Iterator[dict]:
+def decode_batches(
+    encoded: Iterator[list[BatchRow]], reading: Reading, sets: Iterable[StoredPairs]
+) -> Iterator[dict]:
     """Decode batches in threads.
 
     One thread takes batches from `encoded` and submits their rows to the decoding threads.
@@ -448,10 +455,13 @@ def decode_batches(encoded: Iterator[list[BatchRow]], reading: Reading) -> Itera
     Args:
         encoded: generator of the rows of each batch.
         reading: number of threads and of batches decoded ahead.
+        sets: which the rows are of.
 
     Yields:
         Batches, see ParquetImagePairs.
     """
+    for pairs in sets:
+        pairs.stop_waiting(False)
     pool = pa.default_memory_pool()
     reader = ThreadPoolExecutor(1, "parquet-read")
     decoders = ThreadPoolExecutor(reading.threads, "parquet-decode")
@@ -485,6 +495,8 @@ def decode_batches(encoded: Iterator[list[BatchRow]], reading: Reading) -> Itera
             del result, rows, futures  # and with them the cells
             yield batch
     finally:  # also when the consumer stops early
+        for pairs in sets:
+            pairs.stop_waiting(True)
         reader.shutdown(cancel_futures=True)
         decoders.shutdown(cancel_futures=True)
         encoded.close()

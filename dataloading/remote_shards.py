@@ -399,17 +399,20 @@ def with_retries(address, attempt, pause=1, outage_wait=MAX_OUTAGE_WAIT):
         address: for messages.
         attempt: function that makes a request.
         pause: seconds before the first repetition.
-        outage_wait: seconds to wait in all, where the server does not say how long.
+        outage_wait: seconds in all, with those of failed requests, where the server does not say
+            how long to wait.
 
     Raises:
         ValueError: no answer within MAX_REQUESTED_WAIT or outage_wait seconds.
     """
     wait_left, outage_left = MAX_REQUESTED_WAIT, outage_wait
     while True:
+        started = time.monotonic()
         try:
             return attempt()
         except Unanswered as failure:
             reason, requested = failure, failure.wait
+        outage_left -= time.monotonic() - started
         if requested is None:
             wait, pause, outage_left = pause, min(2 * pause, 16), outage_left - pause
         else:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
+from multiprocessing import TimeoutError
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import PurePosixPath
-from threading import Lock
+from threading import Event, Lock
 from types import SimpleNamespace
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
@@ -68,6 +69,8 @@ class RemoteFile:
     fetch: Callable[["RemoteFile", int, int], bytes] = field(compare=False, repr=False)
     # Where the URL redirects to, once that is known.
     links: list[str] = field(default_factory=list, compare=False, repr=False)
+    # Set: who waits for bytes gives up.
+    stopped: Event = field(default_factory=Event, compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.url
@@ -140,7 +143,8 @@ class RangeReader(io.RawIOBase):
             index = bisect.bisect(self._starts, position) - 1
             if index >= 0 and position < self._bounds[index][1]:
                 first, end = self._bounds[index]
-                data = memoryview(self._pieces[index].get())[position - first : stop - first]
+                piece = self._wait_for(self._pieces[index])
+                data = memoryview(piece)[position - first : stop - first]
             else:
                 end = min([stop, *self._starts[index + 1 : index + 2]])
                 data = self._file.read_range(position, end)
@@ -148,6 +152,15 @@ class RangeReader(io.RawIOBase):
             position += len(data)
         self._position = position
         return b"".join(parts)
+
+    def _wait_for(self, piece: AsyncResult) -> bytes:
+        """A piece; a ValueError if the file is stopped, as repeated requests take minutes."""
+        while True:
+            try:
+                return piece.get(timeout=0.5)
+            except TimeoutError:
+                if self._file.stopped.is_set():
+                    raise ValueError(f"{self._file}: reading is stopped") from None
 
     def close(self) -> None:
         """As a file."""
@@ -302,7 +315,10 @@ def list_http(url: str) -> list[RemoteFile]:
         def attempt():
             with open_range(address, [], 0, 1) as response:
                 size = response.headers.get("content-range", "").rpartition("/")[2]
-                return int(size), response.headers.get("etag", "")
+                if not size.isdecimal():
+                    raise ValueError(f"{address}: the server names no size; download the files")
+                headers = response.headers
+                return int(size), headers.get("etag") or headers.get("last-modified", "")
 
         name = PurePosixPath(unquote(urlsplit(address).path)).name
         return RemoteFile(address, name, *with_retries(address, attempt), fetch_http)
@@ -392,10 +408,15 @@ def fetch_http(file: RemoteFile, start: int, stop: int) -> bytes:
     with open_range(file.url, file.links, start, stop) as response:
         total = response.headers.get("content-range", "").rpartition("/")[2]
         has_changed = total.isdecimal() and int(total) != file.size
-        if file.version.endswith('"'):  # an ETag; the hub's files are of a commit
-            has_changed |= response.headers.get("etag", file.version) != file.version
+        # An ETag or a time, which ends in GMT; the hub's files are of a commit.
+        header = {'"': "etag", "T": "last-modified"}.get(file.version[-1:])
+        if header:
+            has_changed |= response.headers.get(header, file.version) != file.version
         if has_changed:
             raise ValueError(f"{file.url} has changed while it was read; start again")
+        sent = response.headers.get("content-range", "").lower()
+        if not sent.startswith(f"bytes {start}-{stop - 1}/"):
+            raise Unanswered(f"{sent or 'no Content-Range'} instead of bytes {start}-{stop - 1}")
         return response.read()
 
 
@@ -403,6 +424,8 @@ def refuse_status(url: str, status: int) -> None:
     """Raise the ValueError for an answer without the range."""
     if status == 200:
         raise ValueError(f"{url}: no range requests on this server; download the files")
+    if status == 416:  # the range begins after the end
+        raise ValueError(f"{url} has changed while it was read; start again")
     remedy = "check the address"
     if url.startswith(f"{constants.ENDPOINT}/"):
         remedy = error_text(SimpleNamespace(status_code=status, headers={}))

@@ -1,5 +1,6 @@
 """Streamed shards against the same files on disk: batches, requests, failures, resuming."""
 
+import contextlib
 import json
 import os
 import random
@@ -7,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -215,6 +218,64 @@ def test_changed_shards_are_refused_by_name(numbered, hub):
         server.files["shard-1.parquet"] = bytes(other)
         with pytest.raises(ValueError, match=r"resolve/shard-1.parquet has changed while it was"):
             list(pairs)
+
+
+def test_a_file_without_etag_or_with_another_range(monkeypatch):
+    """Last-Modified counts; a server that sends another range is asked again."""
+    sent = []
+
+    @contextlib.contextmanager
+    def answer(*args):
+        yield SimpleNamespace(headers=sent.pop(0), read=lambda: b"ab")
+
+    monkeypatch.setattr(streaming, "open_range", answer)
+    old, new = (f"Sat, 28 Nov 2026 0{n}:00:00 GMT" for n in range(2))
+    file = streaming.RemoteFile("http://h/a.parquet", "a.parquet", 9, old, streaming.fetch_http)
+    good = {"content-range": "bytes 1-2/9", "last-modified": old}
+    sent += [good | {"content-range": "bytes 0-1/9"}, good]
+    monkeypatch.setattr(streaming, "FIRST_PAUSE", 0.01)
+    assert file.read_range(1, 3) == b"ab" and not sent
+    for changed in ({"last-modified": new}, {"content-range": "bytes 1-2/8"}):
+        sent.append(good | changed)
+        with pytest.raises(ValueError, match="has changed while it was read"):
+            file.read_range(1, 3)
+
+
+def test_answers_that_do_not_come_count_as_waiting(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(remote_shards.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(remote_shards.time, "sleep", lambda s: clock.append(clock.pop() + s))
+
+    def attempt():
+        clock[0] += 30
+        raise remote_shards.Unanswered("no answer")
+
+    with pytest.raises(ValueError, match="no answer; waiting"):
+        remote_shards.with_retries("http://h/a.parquet", attempt, 0.1, 300)
+    assert 200 < clock[0] < 345
+
+
+def test_ctrl_c_does_not_wait_for_a_server_that_fails(numbered):
+    """Also while a batch is awaited; the same set goes on afterwards."""
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with FlakyServer(contents(numbered), redirect=False) as server:
+        pairs = open_pairs(server.url(""), batch_size=6, resolution=8)
+        server.faults["shard-0.parquet"] = Fault(hub=[502] * 10_000)
+        handler, started = signal.signal(signal.SIGALRM, interrupt), time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                list(pairs)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+        assert time.monotonic() - started < 10
+        server.faults.clear()
+        pairs.set_epoch(0)
+        assert len(list(pairs)) == len(pairs)
 
 
 def test_errors_name_the_url_and_the_reason(numbered, hub, monkeypatch):
