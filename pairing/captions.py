@@ -105,14 +105,14 @@ def texts_of(content: dict | str) -> tuple[str, str, str]:
 
 
 def check_change(caption: Caption) -> None:
-    """Raise a ValueError unless the captions differ to CLIP, which reads lower-case words."""
+    """Raise a ValueError unless the captions differ in a word."""
     if words(caption.input) == words(caption.output):
         raise ValueError("output is the same as input; write the caption after the edit")
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in lower case."""
-    return text.lower().split()
+    """The words of a text as CLIP's tokenizer reads them, without punctuation at the end."""
+    return text.lower().rstrip(" .!?").split()
 
 
 # ------------------------------------------------------------------ templates

@@ -68,6 +68,7 @@ def test_a_list(tmp_path):
         (CAT | {"output": " \n"}, "output is empty"),
         ('{"input": "\\ud800", "edit": "b", "output": "c"}', "input is not valid Unicode: it has"),
         (CAT | {"output": "A photo  of a CAT"}, "output is the same as input; write the caption"),
+        (CAT | {"output": "a photo of a cat."}, "output is the same as input"),
         (CAT | {"edit": "make it a lion "}, "repeats line 1"),
     ],
 )
