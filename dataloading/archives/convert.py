@@ -325,6 +325,11 @@ def write_homes(plan: Plan, source: Source, output_dir: Path, options: Options) 
     folder = output_dir / UNFINISHED_DIR
     homes = [row[0] for row in plan.db.execute("select distinct home from pairs order by home")]
     mine = homes[options.worker :: options.num_workers]
+    if not mine:
+        raise ValueError(
+            f"--num_workers {options.num_workers} is too many: only {len(homes)} archives have "
+            f"pairs, so --worker {options.worker} has none"
+        )
     done = {row[0] for row in plan.db.execute("select home from finished")}
     for file, size in plan.db.execute("select file, size from shards").fetchall():
         places = (folder / file, output_dir / file)  # the second after a kill at the end

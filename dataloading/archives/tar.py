@@ -31,7 +31,7 @@ FREE_BYTES = 256 << 20  # for which the ratio is not checked
 MAX_ZEROS = 1 << 20  # between two archives or after the last member
 # split's parts: .000, .aa, .split.000, .part-aa, -part-aa, .part0
 NAME = re.compile(
-    r"(.+\.(?:tar\.gz|tgz|tar))(?:[.-](?:(?:split|part)[.-]?([a-z]{2,3}|\d{1,6})|(a[a-z]{1,2}|\d{1,6})))?"
+    r"(.+\.(?:tar\.gz|tgz|tar))(?:[.-](?:(?:split|part)[.-]?([a-z]{2,3}|\d{1,6})|((?!bz|gz|lz|md|br|py)[a-y][a-z]|a[ab][a-z]|\d{1,6})))?"
 )
 OUTSIDE = re.compile(r"[/\\]|\w:|(.*[/\\])?\.\.([/\\]|$)", re.DOTALL)
 OTHER = re.compile(r".+\.(?:tar\.(?:xz|bz2|zst|lz4)|txz|tbz2?|zip|7z|rar)")

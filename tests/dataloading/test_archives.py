@@ -232,6 +232,7 @@ def test_a_bomb_is_not_unpacked(tmp_path, capsys, monkeypatch):
         (["", ".000"], "is there whole and in 1 parts"),
         ([f".part{n}" for n in range(12)], None),
         ([".aa", ".ab", ".ac"], None),
+        ([f".{'abcdefghijklmnopqrstuvwxyz'[n // 26]}{chr(97 + n % 26)}" for n in range(30)], None),
     ],
 )
 def test_parts(tmp_path, capsys, suffixes, words):
@@ -242,6 +243,8 @@ def test_parts(tmp_path, capsys, suffixes, words):
         (folder / "x.tar.000").write_bytes(b"")
     else:
         split(file, suffixes)
+    (folder / "x.tar.asc").write_bytes(b"a signature")
+    (folder / "x.tar.md").write_bytes(b"a description")
     if words:
         assert words in refuse(folder, tmp_path / "data", capsys)
     else:
@@ -310,6 +313,8 @@ def test_workers_divide_the_archives(tmp_path, capsys):
         assert not seen.keys() & pairs.keys()
         seen |= pairs
     assert seen == {str(k): (k, 9) for k in range(3)}
+    error = refuse(folder, tmp_path / "none", capsys, "--worker", "3", "--num_workers", "4")
+    assert "only 3 archives have pairs, so --worker 3 has none" in error
     names = [{x.name for x in (tmp_path / f"data-{k}").glob("*.parquet")} for k in range(2)]
     assert not names[0] & names[1]  # the loader tells shards of processes apart by name and size
     # A worker with a part of the archives converts what it has.
