@@ -156,6 +156,8 @@ def check_flags(config):
         raise ValueError(
             f"--instruction_language {config.instruction_language} is for --protocol gedit"
         )
+    if "dino" in config.metrics and not config.dino_model:
+        raise ValueError('--metrics dino needs a model, but --dino_model is ""')
     check_judge_flags(config, config.protocol in PROTOCOLS and PROTOCOLS[config.protocol].is_judged)
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
 

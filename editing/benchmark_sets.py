@@ -17,7 +17,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloading.shards import list_row_groups, read_beside, shard_files
+from dataloading.shards import read_beside, shard_files
+from dataloading.streaming import is_remote
 from diffusers_flax.loading.files import read_json
 from diffusers_flax.messages import one_line
 from editing.held_out import Columns, HeldOutPair, pairs_of_jsonl, pairs_of_shards
@@ -59,8 +60,15 @@ def read_benchmark(config):
 
 
 def pairs_of_benchmark(config):
-    """As read_benchmark."""
+    """As read_benchmark, of edits that may be there twice."""
     limit = config.max_pairs
+    if is_remote(config.data_dir):
+        raise ValueError(
+            f"--data_dir {config.data_dir} is not streamed with --protocol; download it, and name "
+            "its directory"
+        )
+    if config.data_dir and not Path(config.data_dir).is_dir():
+        raise ValueError(f"--data_dir {config.data_dir} is not a directory; name the set's")
     if config.protocol == "magicbrush":
         if config.pairs_jsonl:
             return chained(pairs_of_jsonl(config.pairs_jsonl, limit))
@@ -180,11 +188,12 @@ def read_captions(folder):
 
 def magicbrush_shards(folder, limit=None):
     """The pairs of MagicBrush's shards, of the dev set; captions as for magicbrush_test."""
-    pairs = pairs_of_shards(folder, Columns(mask=""), max_pairs=limit)
-    groups = list_row_groups(folder, Columns(), flag="--data_dir")
     sessions, turns = [], []
-    for path in dict.fromkeys(group.path for group in groups):
-        columns = pq.read_schema(path).names
+    for path in shard_files(folder):
+        try:
+            columns = pq.read_schema(path).names
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path} cannot be read: {one_line(error, 200)}") from error
         if not {"img_id", "turn_index"} <= set(columns):
             raise ValueError(
                 f"{path} has no columns img_id and turn_index, which say what follows what; it has "
@@ -195,7 +204,7 @@ def magicbrush_shards(folder, limit=None):
         sessions += map(str, table["img_id"].to_pylist())
         turns += table["turn_index"].to_pylist()
     captions, named = read_captions(folder), []
-    for pair in pairs:
+    for pair in pairs_of_shards(folder, Columns(mask=""), max_pairs=limit):
         session, turn = sessions[pair.index], turns[pair.index]
         if not NAME.fullmatch(session) or not isinstance(turn, int) or turn < 1:
             raise ValueError(f"{pair.input}: img_id {session}, turn_index {turn} are no turn")

@@ -110,7 +110,7 @@ def check_judge_flags(config, is_judged):
         return
     if bool(config.judge) != bool(config.judge_model):
         raise ValueError("--judge and --judge_model go together: the address of an API and a model")
-    if config.judge and not config.judge.startswith(("http://", "https://")):
+    if config.judge and not re.fullmatch(r"https?://[^\s/]\S*", config.judge):
         raise ValueError(
             f"--judge {config.judge} is no URL; give one like http://localhost:8000/v1"
         )
@@ -424,7 +424,9 @@ def ask_all(questions, file, judge, bar, parallel=8):
                 except (PermissionError, ConnectionError) as error:
                     refused = isinstance(error, PermissionError)
                     what = f"refuses requests ({error})" if refused else f"has no answer ({error})"
-                    remedy = f"set {KEY} and check --judge_model" if refused else "start it"
+                    remedy = "start it"
+                    if refused:
+                        remedy = f"set {KEY}, and check the address and --judge_model"
                     raise ValueError(
                         f"--judge {what}; {remedy}; answers so far are kept, and the same command "
                         "goes on"

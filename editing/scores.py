@@ -63,7 +63,7 @@ def score_tables(results, pairs, output_dir):
             {"": ""},
         )
     else:
-        headings, parts = {**protocol.metrics, **EXTRA, **protocol.metrics}, protocol.parts
+        headings, parts = {**protocol.metrics, **EXTRA}, protocol.parts
         lines = [f"**{protocol.title}** ({protocol.source}). {protocol.says}", ""]
     for part, title in parts.items():
         shown = {

@@ -311,6 +311,15 @@ def test_other_damaged_sets_are_one_line(tmp_path):
             emu_edit_shards(tmp_path)
 
 
+def test_other_shards_are_no_magicbrush(tmp_path):
+    pq.write_table(pa.table({"image": [b"x"], "instruction": ["red"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="has no columns img_id and turn_index, which say what"):
+        magicbrush_shards(tmp_path)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read"):
+        magicbrush_shards(tmp_path)
+
+
 def test_a_set_that_is_there_twice_is_refused(tmp_path):
     """Results of one name would overwrite each other."""
     row = {"task_type": "add", "key": "k", "instruction": "red", "instruction_language": "en"}

@@ -355,6 +355,16 @@ def test_prompts_of_files(tmp_path):
             {"protocol": "gedit", "judge": "x", "judge_model": "m"},
             "--judge x is no URL; give one like http://localhost:8000/v1",
         ),
+        ({"protocol": "gedit", "judge": "http:///v1", "judge_model": "m"}, "http:///v1 is no URL"),
+        (
+            {"metrics": "dino", "dino_model": ""},
+            "--metrics dino needs a model, but --dino_model is",
+        ),
+        ({"protocol": "gedit", "data_dir": "nowhere"}, "--data_dir nowhere is not a directory"),
+        (
+            {"protocol": "gedit", "data_dir": "hf://datasets/x/y"},
+            "--data_dir hf://datasets/x/y is not streamed with --protocol; download it",
+        ),
         (
             {"protocol": "imgedit", "metrics": "ssim"},
             "--protocol imgedit has no true images; leave --metrics and --clip_model out",
