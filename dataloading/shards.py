@@ -137,7 +137,8 @@ def open_local_shards(directory: Path, flag: str) -> list[tuple[Path, pq.FileMet
     if (directory / UNFINISHED_DIR).exists():
         raise ValueError(
             f"{directory} is not complete, as it contains {UNFINISHED_DIR}: run script.sh again, "
-            f"or remove {directory / UNFINISHED_DIR} if it belongs to another plan; if "
+            "or the same command of make_pairs.py, whichever writes it; or "
+            f"remove {directory / UNFINISHED_DIR} if it belongs to another plan; if "
             f"parquet_processing.py --pairs was killed, remove {directory} and run that again"
         )
     paths = shard_files(directory)
