@@ -379,3 +379,22 @@ def test_a_killed_run_resumes_from_a_failing_server(model, data, tmp_path):
     losses = [[row["loss"] for row in read_metrics(tmp_path / x)] for x in ("out", "local")]
     assert losses[0] == losses[1] and len(losses[0]) == 6
     assert files_of(tmp_path / "out" / "unet") == files_of(tmp_path / "local" / "unet")
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_run_whose_server_fails(model, data, tmp_path):
+    flags = flags_of(config_of(model, "URL", tmp_path / "out", max_train_steps=6))
+    with FlakyServer(contents(data), redirect=False) as server:
+        command = [sys.executable, trainer.__file__, *flags]
+        command = [server.url("") if word == "URL" else word for word in command]
+        environment = os.environ | {"HF_HUB_OFFLINE": "0"}
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        wait_for(lambda: len(server.requests) > 2 * len(server.files), "the footers")
+        for name in server.files:
+            server.faults[name] = Fault(hub=[502] * 10_000)
+        wait_for(lambda: [x[3] for x in server.requests].count(502) > 8, "an outage")
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(1)
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and "interrupted; " in errors
