@@ -59,7 +59,7 @@ BAD_FOLDERS = {
     ),
     "wrong columns": (
         wrong_columns,
-        ["original_image or input_image", "image, edit_prompt, z", "--original_image_column"],
+        ["known to have the original image", "image, edit_prompt, z", "--original_image_column"],
     ),
     "unfinished": (lambda folder: (folder / ".unfinished").mkdir(), ["run script.sh again"]),
     "empty": (lambda folder: write_shard(folder / "a.parquet", []), ["0 rows"]),
@@ -134,7 +134,7 @@ def test_script_describes_a_folder(tmp_path):
         (
             wrong_columns,
             [],
-            "it has image, edit_prompt, z: choose one with --original_image_column",
+            "it has image, edit_prompt, z: choose with --original_image_column",
         ),
         (all_broken, [], "none of the 3 checked rows in data can be used; the first error: "),
     ],
