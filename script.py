@@ -6,23 +6,27 @@ machine, then start the download. With the InstructPix2Pix dataset (262 shards, 
     python script.py --dataset timbrooks/instructpix2pix-clip-filtered
     bash script.sh
 
-Takes seconds and needs no accelerator. It accepts every hub dataset that has parquet files. For
-other servers, --urls names a file with one "URL [SIZE_IN_BYTES [SHA256]]" per line; # starts a
-comment.
+Takes seconds and needs no accelerator. It accepts every hub dataset that has parquet files, and
+sets that consist of archives or image files with an index, such as sysuyy/ImgEdit; for these the
+last lines name the program that makes shards of them. For other servers, --urls names a file with
+one "URL [SIZE_IN_BYTES [SHA256]]" per line; # starts a comment.
 
 Choice of shards: the hub's parquet conversion (refs/convert/parquet) if it covers the whole split,
 else the parquet files in the repository. --revision always selects the files in the repository.
---columns reads the footer of every shard and prints columns, rows and row groups.
+--columns reads the footer of every shard and prints columns, rows and row groups. How archives are
+told from shards: dataloading/archives/remote.py. --include 'Singleturn/add_*' chooses files.
 
 Assignment: shards are taken from largest to smallest; each goes to the worker with the fewest bytes
-so far. Every worker computes the same plan, without communication. The worker index and the number
-of workers come from --worker and --num_workers, else from the TPU VM's environment, else from that
-of Slurm's srun or Open MPI's mpirun. `--num_workers 1` on every worker assigns all shards to every
-worker. Files in --output_dir:
+so far. Archives likewise, with all of their parts, and image files by directory; index files go to
+every worker. Every worker computes the same plan, without communication. The worker index and the
+number of workers come from --worker and --num_workers, else from the TPU VM's environment, else
+from that of Slurm's srun or Open MPI's mpirun. `--num_workers 1` on every worker assigns all shards
+to every worker. Files in --output_dir:
 
-    download-K.txt   aria2 input file with the shards of worker K; one per worker
+    download-K.txt   aria2 input file with the files of worker K; one per worker
     worker-HOST      index of this host's worker, read by script.sh; absent if it is unknown
-    manifest.json    {"files": [{url, file, size, sha256, rows, worker}]}; unknown values are null
+    manifest.json    {"files": [{url, file, size, sha256, rows, worker}]}; unknown values are null,
+                     and the worker of what all of them download
 
 HF_ENDPOINT replaces the hub's address. HF_TOKEN (or `hf auth login`) gives access to private and
 gated datasets; the token is sent to the hub only. Failed requests are repeated: for up to 10
@@ -45,15 +49,12 @@ import httpx2
 from tqdm import tqdm
 
 from command_line import run_main
-from dataloading.remote_shards import (
-    format_range,
-    list_dataset_shards,
-    read_columns,
-    read_url_list,
-    unique_file_names,
-)
+from dataloading.archives.remote import Selection, list_dataset, list_urls
+from dataloading.remote_shards import format_range, read_columns, read_url_list
 
 MAX_UNUSED_FRACTION = 0.05  # of the rows in every epoch; more prints a warning
+ARCHIVES_DIR = "downloads"  # of script.sh, for archives
+MAX_FILES = 5000  # of one worker; script.sh takes about 50 ms for each file, besides its bytes
 METADATA_TIMEOUT = 2  # seconds; the metadata server is on the host itself
 
 
@@ -67,7 +68,8 @@ class Config:
     revision: str | None = None  # branch, tag or commit; default: conversion, else main
     worker: int | None = None  # this worker's index, from 0; needs --num_workers
     num_workers: int | None = None  # number of workers; without --worker, the index is detected
-    max_shards: int | None = None  # use only the first N shards; default: all
+    max_shards: int | None = None  # use only the first N shards or archives; default: all
+    include: tuple[str, ...] = ()  # use only files whose paths fit a pattern; default: all
     columns: bool = False  # read all footers; print columns, rows and row groups
 
 
@@ -103,14 +105,16 @@ def format_size(files):
     return f"{known} and {unknown} of unknown size" if unknown else known
 
 
-def aria2_input(files, worker):
-    """One worker's shards as an aria2 input file; script.sh reads the sizes in its comments.
+def aria2_input(files, worker, are_archives):
+    """One worker's files as an aria2 input file; script.sh reads the comments about sizes.
+
+    With the first line "# archives", script.sh downloads to ARCHIVES_DIR by default.
 
     Source: aria2c manual, section "Input File".
     """
-    lines = []
+    lines = ["# archives"] * are_archives
     for file in files:
-        if file["worker"] == worker:
+        if file["worker"] in (worker, None):
             lines += [f"# size={file['size']}"] if file["size"] else []
             lines += [file["url"], f"  out={file['file']}"]
             lines += [f"  checksum=sha-256={file['sha256']}"] if file["sha256"] else []
@@ -118,7 +122,7 @@ def aria2_input(files, worker):
     return "\n".join(lines) + "\n"
 
 
-def write_plan(output_dir, files, worker, num_workers):
+def write_plan(output_dir, files, worker, num_workers, are_archives):
     """Write the input files of all workers, this worker's index if known, and the manifest."""
 
     def write(path, text):
@@ -132,7 +136,7 @@ def write_plan(output_dir, files, worker, num_workers):
             unfinished.unlink(missing_ok=True)
 
     for k in range(num_workers):
-        write(output_dir / f"download-{k}.txt", aria2_input(files, k))
+        write(output_dir / f"download-{k}.txt", aria2_input(files, k, are_archives))
     index_file = output_dir / f"worker-{socket.gethostname()}"
     if worker is None:
         index_file.unlink(missing_ok=True)  # script.sh would use the index of an earlier plan
@@ -237,51 +241,111 @@ def which_worker(worker, num_workers):
     return launcher_task() or (0, 1, "default")
 
 
+def assign(found, num_workers):
+    """Set the worker of every file; None: all of them download it."""
+    units = list(found.units.values())
+    sizes = [[row["size"] for row in unit] for unit in units]
+    sums = [None if None in unit else sum(unit) for unit in sizes]
+    for unit, worker in zip(units, assign_workers(sums, num_workers)):
+        for row in unit:
+            row["worker"] = None if found.is_spread and num_workers > 1 else worker
+
+
+def describe_shares(found, num_workers, known_from):
+    """What is in the plan, and how much of it each worker gets; prints what is unused."""
+    rows, word = found.rows, "archives" if found.kind else "shards"
+    shares = [[row for row in rows if row["worker"] in (k, None)] for k in range(num_workers)]
+    num_bytes = [sum(row["size"] or 0 for row in share) for share in shares]
+    owners = [unit[0]["worker"] for unit in found.units.values()]
+    counts = [sum(owner in (k, None) for owner in owners) for k in range(num_workers)]
+    if found.kind:
+        print(f"the set comes as {found.kind}; shards are made after the download")
+        word = "archives or directories"
+    print(
+        f"{len(rows)} {'files' if found.kind else 'shards'}, {format_size(rows)}, from "
+        f"{found.source}\n"
+        f"workers: {num_workers} (by {known_from}), each {format_range(counts)} {word}, "
+        f"{format_range(num_bytes, 'B')}"
+    )
+    parts = counts
+    if found.kind:  # rows are not known; bytes of what is divided
+        shared = sum(row["size"] or 0 for row in rows if row["worker"] is None)
+        parts = [size - shared for size in num_bytes]
+    unused = 1 - num_workers * min(parts) / sum(parts) if sum(parts) else 0
+    if unused > MAX_UNUSED_FRACTION and num_workers > 1:
+        print(
+            f"warning: each worker gets {format_range(counts)} {word} and trains on as many rows "
+            f"as the smallest one: about {unused:.0%} of the rows are unused in every epoch; use "
+            f"--num_workers 1 on every worker to give each worker all {word}",
+            file=sys.stderr,
+        )
+    return shares
+
+
+def describe_archives(found, worker, num_workers):
+    """What follows the download of archives, in lines."""
+    lines, mine = [], ""
+    if found.first_step:
+        lines.append(f"before the last command: {found.first_step}")
+    if num_workers > 1 and found.is_spread:
+        lines.append("a pair may need any two of the archives: every worker downloads all of them")
+        mine = f" --worker {'K' if worker is None else worker} --num_workers {num_workers}"
+    elif num_workers > 1:
+        lines.append(
+            "pairs whose images are on two workers are left out and counted; if there are many, "
+            "plan with --num_workers 1 on every worker"
+        )
+    lines.append(
+        f"then: python parquet_processing.py --pairs {ARCHIVES_DIR} --output_dir data{mine}"
+    )
+    return "\n".join(lines)
+
+
 def run(config):
     """Write the plan and print the next command."""
     check_flags(config)
     # Processes may synchronise here; doing so before network access avoids waiting for retries.
     worker, num_workers, known_from = which_worker(config.worker, config.num_workers)
     if config.urls:
-        files, source = read_url_list(config.urls), str(config.urls)
+        found = list_urls(read_url_list(config.urls), config.include, str(config.urls))
     else:
-        files, source = list_dataset_shards(
-            config.dataset, config.config, config.split, config.revision
-        )
-    if any("@" in urlsplit(file["url"]).netloc for file in files):
+        selection = Selection(config.config, config.split, config.revision, config.include)
+        found = list_dataset(config.dataset, selection)
+    are_archives = bool(found.kind)
+    if any("@" in urlsplit(file["url"]).netloc for file in found.rows):
         place = "--urls" if config.urls else "HF_ENDPOINT"
         raise ValueError(f"an address in {place} has a password; remove it: plans are plain text")
-    for file, name in zip(files, unique_file_names([file["url"] for file in files])):
-        file["file"] = name
-    files = files[: config.max_shards]  # after naming: names do not depend on it
+    if config.columns and are_archives:
+        raise ValueError(
+            "--columns reads the footers of shards, but these are archives with an index; leave "
+            "it out"
+        )
+    found = found.first(config.max_shards)  # after naming: names do not depend on it
     # Before --columns adds sizes: plans with and without --columns must agree.
-    assigned = assign_workers([file["size"] for file in files], num_workers)
-    for file, assigned_worker in zip(files, assigned):
-        file["worker"] = assigned_worker
+    assign(found, num_workers)
+    files = found.rows
+    owners = [file["worker"] for file in files]
+    if (most := max(map(owners.count, range(num_workers)))) > MAX_FILES and are_archives:
+        raise ValueError(
+            f"{most} files for one worker are too many for script.sh, which takes up to "
+            f"{MAX_FILES}; choose some with --include, or download all with hf download "
+            f"--repo-type dataset NAME --local-dir {ARCHIVES_DIR}"
+        )
     if config.columns:
         read_columns(files)
-    write_plan(config.output_dir, files, worker, num_workers)
+    write_plan(config.output_dir, files, worker, num_workers, are_archives)
 
-    shares = [[file for file in files if file["worker"] == k] for k in range(num_workers)]
-    counts = [len(share) for share in shares]
-    num_bytes = [sum(file["size"] or 0 for file in share) for share in shares]
-    print(f"{len(files)} shards, {format_size(files)}, from {source}")
-    print(
-        f"workers: {num_workers} (by {known_from}), each {format_range(counts)} shards, "
-        f"{format_range(num_bytes, 'B')}"
-    )
-    unused = 1 - num_workers * min(counts) / len(files)
-    if unused > MAX_UNUSED_FRACTION:
-        print(
-            f"warning: each worker gets {format_range(counts)} shards and trains on as many rows "
-            f"as the smallest one: about {unused:.0%} of the rows are unused in every epoch; use "
-            "--num_workers 1 on every worker to give each worker all shards",
-            file=sys.stderr,
-        )
+    shares = describe_shares(found, num_workers, known_from)
     k = 0 if num_workers == 1 else worker
-    where = "worker K" if k is None else f"worker {k}, {counts[k]} shards, {format_size(shares[k])}"
+    where = "worker K"
+    if k is not None:
+        kind = "files" if are_archives else "shards"
+        where = f"worker {k}, {len(shares[k])} {kind}, {format_size(shares[k])}"
     file = config.output_dir / f"download-{'K' if k is None else k}.txt"
-    print(f"next, on {where}: bash script.sh {shlex.quote(str(file))} data")
+    folder = ARCHIVES_DIR if are_archives else "data"
+    print(f"next, on {where}: bash script.sh {shlex.quote(str(file))} {folder}")
+    if are_archives:
+        print(describe_archives(found, worker, num_workers))
 
 
 def main(args=None):

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Download one worker's shards of a plan by script.py: resumes, retries, verifies every file.
+# Download one worker's files of a plan by script.py: resumes, retries, verifies every file.
 #
 #   bash script.sh [PLAN_DIR/download-K.txt [DEST]]
 #   gcloud compute tpus tpu-vm ssh $TPU_NAME --zone=$ZONE --worker=all \
 #       --command="cd scripts && bash script.sh"
 #
 # Default plan: the only plan/download-*.txt, else plan/download-K.txt, where K is TPU_WORKER_ID on
-# a single slice, else the index in plan/worker-HOST, which script.py writes. Default DEST: data.
+# a single slice, else the index in plan/worker-HOST, which script.py writes. Default DEST: data for
+# shards, downloads for archives, whose directories are kept.
 # Asks no questions. After an interruption or a failure, run the same command again. Files are
 # downloaded to DEST/.unfinished and move to DEST after their size and SHA-256 are verified;
 # .unfinished is removed at the end. Exit code 0: complete; 1: files are missing, each is named;
@@ -85,7 +86,7 @@ read_plan() {
             urls[i]=$line sizes[i]=$size sums[i]='' size=
         elif [[ $line =~ ^'# size='([0-9]+)$ ]]; then
             size=${BASH_REMATCH[1]}
-        elif [[ $line =~ ^'  out='([^./][^/]*)$ ]]; then
+        elif [[ $line =~ ^'  out='([^./][^/]*(/[^./][^/]*)*)$ ]]; then # no .., nothing hidden
             names[i]=${BASH_REMATCH[1]} partial[i]=$unfinished/${BASH_REMATCH[1]}
         elif [[ $line =~ ^'  checksum=sha-256='([0-9a-f]{64})$ ]]; then
             sums[i]=${BASH_REMATCH[1]}
@@ -158,20 +159,23 @@ repair_control_file() {
     rm -f "$control"*
 }
 
+# Moves file $1 to the path $2.
+move() { [ -d "${2%/*}" ] || mkdir -p "${2%/*}" && mv -fT "$1" "$2"; }
+
 # Files listed in .verified are done. Files that changed since are checked again, and so are
 # files in .unfinished without a control file whose SHA-256 is known.
 find_verified_files() {
-    local verified line path
-    verified=$nl$(cat "$dest/.verified")$nl
+    local line path
+    local -A verified=()
+    while IFS= read -r line; do verified[$line]=1; done < <(sed '/^$/d' "$dest/.verified")
     for ((i = 0; i < count; i++)); do
         for path in "$dest/${names[i]}" "${partial[i]}" "${partial[i]}.aria2"; do
             [ ! -d "$path" ] || fail "$path is a directory; move it away, a file needs this name"
         done
         if [ -e "$dest/${names[i]}" ]; then
             line=$(identity $i)
-            [[ $verified = *"$nl$line$nl"* ]] && state[i]=done sizes[i]=${line%% *} && continue
-            mkdir -p "$unfinished"
-            rm -f "${partial[i]}.aria2"* && mv -f "$dest/${names[i]}" "$unfinished/"
+            [[ ${verified[$line]-} ]] && state[i]=done sizes[i]=${line%% *} && continue
+            rm -f "${partial[i]}.aria2"* && move "$dest/${names[i]}" "${partial[i]}"
             [ -z "${sizes[i]}${sums[i]}" ] || state[i]=downloaded
         else
             repair_control_file $i
@@ -182,7 +186,7 @@ find_verified_files() {
 }
 
 # Verifies file $1 and gives it its final name; status 3: wrong size, 4: wrong SHA-256. Runs in the
-# background.
+# background for large files.
 check() {
     local size sum
     size=$(stat -c %s "${partial[$1]}") && [ "$size" = "${sizes[$1]:-$size}" ] || return 3
@@ -190,15 +194,13 @@ check() {
         sum=$(sha256sum <"${partial[$1]}") && [ "${sum%% *}" = "${sums[$1]}" ] || return 4
     fi
     # sync first: after a power cut .verified must not list a file that was lost.
-    sync "${partial[$1]}" && mv -f "${partial[$1]}" "$dest/" && identity "$1" >&9
+    sync "${partial[$1]}" && move "${partial[$1]}" "$dest/${names[$1]}" && identity "$1" >&9
 }
 
-# Handles the result of the check of file $1.
+# Handles the result $2 of the check of file $1.
 handle_check_result() {
-    local status=0
-    wait "${checker[$1]}" || status=$?
     progressed=1
-    case $status in
+    case $2 in
         0) state[$1]=done sizes[$1]=$(stat -c %s "$dest/${names[$1]}") && return ;;
         3) reason[$1]="wrong size, $(stat -c %s "${partial[$1]}") instead of ${sizes[$1]} bytes" ;;
         4) reason[$1]="wrong SHA-256, expected ${sums[$1]}" ;;
@@ -227,22 +229,32 @@ remove_damaged_files() {
 
 # Starts checks of downloaded files and handles finished checks; sets num_unchecked.
 update_states() {
-    local complete
+    local path status until=$((SECONDS + 2)) # with many small files, progress is shown in between
+    local -A complete=()
     # A file of full length without an .aria2 file is complete, or aria2 was killed before it wrote
     # one. Only aria2's log tells these cases apart.
-    complete=$nl$(sed -n 's/.*Download complete: .*\///p' "$log")$nl
+    while IFS= read -r path; do
+        complete[$path]=1
+    done < <(sed -n 's/.*Download complete: //p' "$log")
     num_unchecked=0
     for ((i = 0; i < count; i++)); do
-        if [[ ${state[i]} = pending && $complete = *"$nl${names[i]}$nl"* ]]; then
+        status=0
+        if [[ ${state[i]} = pending && ${complete[${partial[i]}]-} ]]; then
             [ ! -e "${partial[i]}" ] || [ -e "${partial[i]}.aria2" ] || state[i]=downloaded
         elif [ "${state[i]}" = checking ] && ! kill -0 "${checker[i]}" 2>/dev/null; then
-            handle_check_result $i
+            wait "${checker[i]}" || status=$?
+            handle_check_result $i $status
         fi
-        if [ "${state[i]}" = downloaded ] && [ $num_unchecked -lt "$max_checkers" ]; then
+        if [ "${state[i]}" != downloaded ]; then
+            :
+        elif [ "${sizes[i]:-$small}" -lt "$small" ] && [ $SECONDS -lt $until ]; then
+            check $i || status=$?
+            handle_check_result $i $status
+        elif [ $num_unchecked -lt "$max_checkers" ]; then
             check $i &
             checker[i]=$! state[i]=checking
         fi
-        [ "${state[i]}" != checking ] || num_unchecked=$((num_unchecked + 1))
+        case ${state[i]} in downloaded | checking) num_unchecked=$((num_unchecked + 1)) ;; esac
     done
 }
 finish_checks() {
@@ -388,8 +400,11 @@ files=${FILES:-4} connections=${CONNECTIONS:-8} save_every=${SAVE_EVERY:-2}
 retry_wait=${RETRY_WAIT:-5} max_wait=${MAX_WAIT:-300} max_rounds=${MAX_ROUNDS:-8}
 progress_every=${PROGRESS_EVERY:-15}
 [ ! -t 1 ] || progress_every=1
+small=1000000 # bytes; smaller files are checked at once
 max_checkers=$(nproc) child='' rounds=0
-plan=${1:-$(default_plan)} dest=${2:-data}
+plan=${1:-$(default_plan)} dest=data is_archives=
+[ ! -f "$plan" ] || [ "$(head -n 1 "$plan" 2>/dev/null)" != '# archives' ] || dest=downloads is_archives=1
+dest=${2:-$dest}
 unfinished=$dest/.unfinished log=$dest/.unfinished/.aria2.log
 trap 'stop 130' INT
 trap 'stop 143' TERM HUP
@@ -445,7 +460,7 @@ count_bytes
 at_start=$on_disk SECONDS=0
 download
 
-planned=$(printf '%s/' '' "${names[@]}") extra='' without_sum=0
+planned=$nl$(printf '%s\n' "${names[@]-}")$nl extra='' without_sum=0
 for ((i = 0; i < count; i++)); do
     [ "${state[i]}" = done ] || { say "missing: ${names[i]}: ${reason[i]}" >&2 && continue; }
     rm -f "${partial[i]}".aria2*
@@ -455,11 +470,12 @@ done
     { say "$(count_of done) of $count files are complete; run the same command again," \
         "or correct an address or size in the list and run script.py again" >&2; exit 1; }
 rm -f "$log" "$unfinished"/.links.*
-[ ! -d "$unfinished" ] || rmdir "$unfinished" 2>/dev/null ||
+[ ! -d "$unfinished" ] || find "$unfinished" -depth -type d -empty -delete
+[ ! -d "$unfinished" ] ||
     say "$unfinished has files of another plan; the loader refuses $dest until you finish that" \
         "plan or remove the directory"
 for file in "$dest"/*.parquet; do
-    [[ $planned = */"${file##*/}"/* ]] || extra+=" ${file##*/}"
+    [[ $is_archives || $planned = *"$nl${file##*/}$nl"* ]] || extra+=" ${file##*/}"
 done
 [ -z "$extra" ] || say "$plan does not list all files of $dest, but the loader takes every" \
     "*.parquet there; move away those that you do not want to train on:$extra"

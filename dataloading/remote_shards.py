@@ -59,7 +59,17 @@ ERRORS = {  # by the hub's X-Error-Code or the HTTP status
 }
 
 
-def list_dataset_shards(dataset, config, split, revision):
+def check_dataset_name(dataset):
+    """Raise a ValueError for what is not OWNER/NAME."""
+    try:
+        validate_repo_id(dataset)
+    except HFValidationError:
+        raise ValueError(
+            f"--dataset {dataset} is no name of a dataset on the hub; write OWNER/NAME"
+        ) from None
+
+
+def list_dataset_shards(dataset, config, split, revision, entries=None):
     """List a dataset's shards: the conversion if it is complete, else the repository's files.
 
     Args:
@@ -67,28 +77,25 @@ def list_dataset_shards(dataset, config, split, revision):
         config: see select_split.
         split: name, or a pattern of names.
         revision: branch, tag or commit of the repository's files; None prefers the conversion.
+        entries: the repository's files if they are listed already.
 
     Returns:
-        (manifest rows sorted by path, description of their source).
+        (manifest rows sorted by path, description of their source); "file" is the path.
 
     Raises:
         ValueError: there are no such shards.
     """
-    try:
-        validate_repo_id(dataset)
-    except HFValidationError:
-        raise ValueError(
-            f"--dataset {dataset} is no name of a dataset on the hub; write OWNER/NAME"
-        ) from None
+    check_dataset_name(dataset)
     selected, reason = [], f"--revision {revision} is given"
     if revision is None:
-        entries = list_tree(dataset, CONVERTED_REF)
-        selected, problem = select_split(entries, classify_converted, config, split)
+        converted = list_tree(dataset, CONVERTED_REF)
+        selected, problem = select_split(converted, classify_converted, config, split)
         reason = f"the hub's conversion has {problem}"
     source, found_revision = "the hub's conversion", CONVERTED_REF
     if not selected:
         source, found_revision = "the repository's files", revision or constants.DEFAULT_REVISION
-        entries = list_tree(dataset, found_revision)
+        if entries is None:
+            entries = list_tree(dataset, found_revision)
         selected, problem = select_split(entries, classify_original, config, split)
         if problem:
             kinds = Counter(PurePosixPath(entry["path"]).suffix or "other" for entry in entries)
@@ -105,6 +112,7 @@ def list_dataset_shards(dataset, config, split, revision):
             entry["size"],
             (entry.get("lfs") or {}).get("oid"),
         )
+        | {"file": entry["path"]}
         for entry in selected
     ]
     return rows, f"{source} ({found_revision})"
@@ -281,15 +289,26 @@ def read_url_list(file):
     return rows
 
 
+def url_path(url):
+    """The path of a file in its repository, or /PATH of another address."""
+    path = unquote(urlsplit(url).path)
+    in_repository = re.search(rf"/resolve/(?:{CONVERTED_REF}|[^/]+)/(.+)", path)
+    return in_repository[1] if in_repository else path
+
+
+def file_names(names):
+    """Some of many names for a message, at most 300 characters."""
+    return textwrap.shorten(", ".join(names), 300, placeholder=" ...")
+
+
 def unique_file_names(urls):
     """Unique file names: a repository path with dashes, or the last component of an address.
 
     If two names collide, all get a number as prefix.
     """
     names = []
-    for path in (unquote(urlsplit(url).path) for url in urls):
-        in_repository = re.search(rf"/resolve/(?:{CONVERTED_REF}|[^/]+)/(.+)", path)
-        name = in_repository[1].replace("/", "-") if in_repository else PurePosixPath(path).name
+    for path in map(url_path, urls):
+        name = PurePosixPath(path).name if path.startswith("/") else path.replace("/", "-")
         # The loader reads *.parquet except hidden files; a name has at most 255 bytes.
         stem = re.sub(r"[^A-Za-z0-9._-]", "_", name.removesuffix(".parquet"))[-200:].lstrip(".-")
         names.append(f"{stem or 'shard'}.parquet")

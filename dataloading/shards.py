@@ -107,7 +107,16 @@ def list_row_groups(
     groups = []
     for path, metadata in shards:
         schema = metadata.schema.to_arrow_schema()
-        names, mask = find_columns(schema, path, columns), ""
+        try:
+            names, mask = find_columns(schema, path, columns), ""
+        except ValueError as error:
+            archive = isinstance(path, Path) and find_archive(path.parent)
+            if not archive:
+                raise
+            raise ValueError(
+                f"{error}; if it is the index of archives such as {archive}, make shards with "
+                f"parquet_processing.py --pairs {path.parent} --output_dir DIR"
+            ) from error
         if columns.mask is not None:
             is_latents = latents_metadata(metadata) is not None
             mask = MASK if is_latents else find_mask_column(schema, path, columns.mask)
@@ -130,6 +139,13 @@ def list_row_groups(
     return groups
 
 
+def find_archive(directory: Path) -> str:
+    """A tar archive in a directory or directly below, or ""."""
+    files = (file for pattern in ("*", "*/*") for file in directory.glob(pattern))
+    archives = (file for file in files if {".tar", ".tgz"} & {*file.suffixes})
+    return next((file.relative_to(directory).as_posix() for file in archives), "")
+
+
 def open_local_shards(directory: Path, flag: str) -> list[tuple[Path, pq.FileMetaData]]:
     """The shards of a directory on this machine; arguments and errors of list_row_groups."""
     if not directory.is_dir():
@@ -142,6 +158,11 @@ def open_local_shards(directory: Path, flag: str) -> list[tuple[Path, pq.FileMet
             f"parquet_processing.py --pairs was killed, remove {directory} and run that again"
         )
     paths = shard_files(directory)
+    if not paths and (archive := find_archive(directory)):
+        raise ValueError(
+            f"{flag} {directory} contains {archive} and no shards; make shards of archives with "
+            f"parquet_processing.py --pairs {directory} --output_dir DIR"
+        )
     if not paths:
         raise ValueError(
             f"{flag} {directory} contains no *.parquet file; download shards with script.py and "

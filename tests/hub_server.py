@@ -1,13 +1,22 @@
 """A small stand-in for the Hugging Face hub, its CDN and a TPU VM's metadata server, over HTTP."""
 
+import contextlib
 import hashlib
 import json
 from collections import defaultdict
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from huggingface_hub import constants
 from local_server import LocalServer, lower_case, send
 
 PAGE = 50  # entries per page of a tree
+TPU_VARIABLES = (
+    "TPU_WORKER_ID",
+    "TPU_WORKER_HOSTNAMES",
+    "TPU_PROCESS_ADDRESSES",
+    "MEGASCALE_NUM_SLICES",
+    "MEGASCALE_SLICE_ID",
+)
 
 
 def ways_to_give_a_token(folder, token):
@@ -99,6 +108,7 @@ class Hub(LocalServer):
     def send_tree(self, request, dataset, revision, query):
         if dataset not in {name for name, _ in self.trees}:
             return send(request, 404, headers={"X-Error-Code": "RepoNotFound"})
+        self.trees.setdefault((dataset, "main"), {})  # every repository has it
         if (dataset, revision) not in self.trees:
             return send(request, 404, headers={"X-Error-Code": "RevisionNotFound"})
         files = self.trees[dataset, revision]
@@ -107,7 +117,7 @@ class Hub(LocalServer):
             known = isinstance(content, bytes)
             entry = {"type": "file", "path": path, "oid": "0"}
             entry["size"] = len(content) if known else content
-            if known and path.endswith(".parquet"):
+            if known and not path.endswith((".md", ".json", ".jsonl")):
                 oid = hashlib.sha256(content).hexdigest()
                 entry["lfs"] = {"oid": oid, "size": entry["size"], "pointerSize": 130}
             entries.append(entry)
@@ -136,3 +146,21 @@ class Hub(LocalServer):
             stop = min(stop, int(last) + 1)
         headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
         send(request, 206, content[start:stop], headers)
+
+
+@contextlib.contextmanager
+def hub_of_this_process(monkeypatch, tmp_path):
+    """A Hub for huggingface_hub in this process, an empty working directory and no TPU."""
+    with Hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", *counts, *TPU_VARIABLES):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{hub.port}")
+        (tmp_path / "work").mkdir()
+        monkeypatch.chdir(tmp_path / "work")
+        yield hub

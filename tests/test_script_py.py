@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT, slow
-from hub_server import Hub, ways_to_give_a_token
+from hub_server import hub_of_this_process, ways_to_give_a_token
 from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,13 +30,6 @@ from dataloading import remote_shards
 
 TOKEN = "hf_tokenThatMustNotLeak"
 PAPER = "timbrooks/instructpix2pix-clip-filtered"
-TPU_VARIABLES = (
-    "TPU_WORKER_ID",
-    "TPU_WORKER_HOSTNAMES",
-    "TPU_PROCESS_ADDRESSES",
-    "MEGASCALE_NUM_SLICES",
-    "MEGASCALE_SLICE_ID",
-)
 WORKER_FILE = f"worker-{socket.gethostname()}"  # contains this host's worker index
 
 
@@ -51,18 +44,7 @@ def parquet(num_rows=3, row_group_size=2, **columns):
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A fake hub for script.py in this process, an empty working directory and no TPU."""
-    with Hub() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", *counts, *TPU_VARIABLES):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{hub.port}")
-        (tmp_path / "work").mkdir()
-        monkeypatch.chdir(tmp_path / "work")
+    with hub_of_this_process(monkeypatch, tmp_path) as hub:
         yield hub
 
 
@@ -222,7 +204,7 @@ def test_converted_listing(hub, capsys):
         }
     expected = [(file["size"], file["url"], file["file"], file["sha256"]) for file in files]
     assert parse_aria2_input("plan/download-0.txt") == expected
-    assert len(hub.requests) == 2  # the two pages of the listing
+    assert len(hub.requests) == 3  # the repository, and two pages of the conversion
     out = capsys.readouterr().out
     assert "60 shards" in out and "conversion" in out
     assert "bash script.sh plan/download-0.txt data" in out
@@ -249,9 +231,9 @@ def test_partial_conversion_is_not_used(hub, capsys, converted):
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("using"))
     assert "only the first part" in line and "files (main)" in line
 
-    hub.trees["a/b", "main"] = {"train.tar": b"x"}
+    hub.trees["a/b", "main"] = {"train.csv": b"x"}
     error = error_of(capsys, "--dataset=a/b", "--num_workers=1")
-    assert "only the first part" in error and "1 .tar" in error and "--urls" in error
+    assert "only the first part" in error and "1 .csv" in error and "--urls" in error
     assert "default" in error
 
 
@@ -441,7 +423,7 @@ def test_waiting(hub, capsys, sleeps):
     assert sleeps[4:] == [1, 2]
     err = capsys.readouterr().err
     assert "HTTP 429; retrying in 7 s" in err and "HTTP 503; retrying in 1 s" in err
-    assert len(hub.requests) == 7
+    assert len(hub.requests) == 8
 
 
 @pytest.mark.slow
@@ -521,7 +503,7 @@ def test_command_line(hub, tmp_path):
         assert (headers.get("authorization") == f"Bearer {TOKEN}") == is_hub, path
         assert is_hub or TOKEN not in str(headers)
         seen[path.split("/")[1], host] += 1
-    assert seen["api", "127.0.0.1"] == 2
+    assert seen["api", "127.0.0.1"] == 3
     assert seen["cdn", "localhost"] == seen["datasets", "127.0.0.1"] == 4
     written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert len(written) == 3
@@ -770,14 +752,16 @@ def test_worker_by_launcher(shards, tmp_path, launcher):
 
 
 def test_runs_without_jax_and_the_library(shards, tmp_path, monkeypatch):
-    """script.py needs command_line.py, one file of dataloading/ and packages without jax."""
+    """script.py needs command_line.py, a few files of dataloading/ and packages without jax."""
     for name in (
         "script.py",
         "command_line.py",
         "dataloading/__init__.py",
+        "dataloading/lists.py",
         "dataloading/remote_shards.py",
+        *(f"dataloading/archives/{name}.py" for name in ("__init__", "names", "remote", "sets")),
     ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "jax.py").write_text("raise ImportError('jax is imported')")
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)

@@ -460,6 +460,68 @@ def test_files_are_on_disk_before_they_get_their_names(tmp_path, dest):
 
 
 @pytest.mark.slow
+def test_directories_of_archives_are_kept(tmp_path):
+    """In downloads/, with failures, a wrong file, a kill and a changed file."""
+    names = ("Single/a.tar.000", "Single/a.tar.001", "Multi/x/a.tar.000", "index.parquet")
+    rng = random.Random(3)
+    files = {name: rng.randbytes(1_500_000 + 1000 * i) for i, name in enumerate(names)}
+    faults = {
+        names[0]: Fault(hub=[429], cuts=1),
+        names[1]: Fault(wrong=[bytes(len(files[names[1]]))]),
+        names[3]: Fault(link_requests=1, cdn=[403]),
+    }
+    dest = tmp_path / "downloads"
+
+    def run_bare():
+        process = subprocess.Popen(
+            ["bash", SCRIPT, plan],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return process
+
+    def assert_all():
+        paths = [path for path in dest.rglob("*") if path.is_file()]
+        assert {path.relative_to(dest).as_posix() for path in paths} == {".verified", *names}
+        for name, content in files.items():
+            assert (dest / name).read_bytes() == content, name
+
+    with FlakyServer(files, faults, rate=400_000) as server:
+        plan = write_plan(tmp_path, server, files)
+        plan.write_text("# archives\n" + plan.read_text())
+        process = run_bare()
+        wait_for(lambda: sum(server.sent.values()) > 1_000_000, "download")
+        process.kill()
+        process.communicate(timeout=10)
+        assert (dest / ".unfinished" / "Multi" / "x").is_dir()
+        server.rate = None
+        code, lines = end(run_bare())
+        assert code == 0, lines
+        assert_all()
+        asked = len(server.requests)
+        os.utime(dest / names[0])
+        (dest / names[2]).write_bytes(bytes(len(files[names[2]])))
+        code, lines = end(run_bare())
+        assert code == 0, lines
+        assert_all()
+        assert {request[2] for request in server.requests[asked:]} == {names[2]}
+
+
+@pytest.mark.parametrize(
+    "name", ["a/../x", *slow("../x", "/x", "a//x", "a/./x", ".hidden/x", "a/.hidden", "a/", "..")]
+)
+def test_names_that_leave_the_directory_are_refused(tmp_path, dest, name):
+    with FlakyServer({}) as server:
+        plan = write_plan(tmp_path, server, {name: b"x"})
+        code, lines = run(plan, dest)
+    assert code == 2 and not dest.exists()
+    assert lines[-1].startswith(f"error: line 3 of {plan} is not in script.py's format")
+
+
+@pytest.mark.slow
 def test_other_shards_in_the_folder_are_named(tmp_path, dest):
     files = make_files(2, 1000)
     one, other = files
@@ -738,7 +800,7 @@ def test_default_plan(tmp_path):
         assert process.returncode == 2 and process.stdout == ""
         return process.stderr
 
-    assert "plan/ has 0 parts" in error()
+    assert "plan/ has 0 plans" in error()
     with FlakyServer(files) as server:
         # The index that script.py writes on the second of two slices with four hosts each.
         urls = tmp_path / "urls.txt"
@@ -763,7 +825,7 @@ def test_default_plan(tmp_path):
         assert run_bare(4, **slices) == run_bare(4) == mine
 
         noted.unlink()
-        assert "plan/ has 8 parts" in error(), (
+        assert "plan/ has 8 plans" in error(), (
             "a worker of a slice is one of several by this number"
         )
         assert "run script.py here" in error()

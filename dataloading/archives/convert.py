@@ -23,10 +23,10 @@ from tqdm import tqdm
 from command_line import ask_before_replacing
 from dataloading.archives.finder import FOLDER
 from dataloading.archives.index import is_index, read_rows
+from dataloading.archives.names import NAME
 from dataloading.archives.plan import MAX_NAMED, Plan, Source, find_source, sets_of
 from dataloading.archives.reader import COLUMNS, Pair, Reader
 from dataloading.archives.sets import find_set, forbids
-from dataloading.archives.tar import NAME
 from dataloading.faults import FaultFinder, measure
 from dataloading.pairs import (
     CAPTION_FILES,

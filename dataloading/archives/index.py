@@ -14,10 +14,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dataloading.archives.names import INDEX_SUFFIXES
 from dataloading.shards import is_binary
 from diffusers_flax.messages import one_line
 
-SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 CHUNK = 1 << 20  # characters of a JSON array that are read at a time
 MAX_ROW = 64 << 20  # characters of one row
 ROWS = 1000  # of a parquet file that are read at a time
@@ -25,7 +25,7 @@ ROWS = 1000  # of a parquet file that are read at a time
 
 def is_index(file: Path) -> bool:
     """Whether a file may be an index, by its name."""
-    return file.name.lower().endswith(SUFFIXES) and not file.name.startswith(".")
+    return file.name.lower().endswith(INDEX_SUFFIXES) and not file.name.startswith(".")
 
 
 def has_images(file: Path) -> bool:
@@ -45,7 +45,7 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict | str]]:
     """The rows of an index.
 
     Args:
-        file: named as in SUFFIXES.
+        file: named as in INDEX_SUFFIXES.
 
     Yields:
         (place such as "line 3", the row or a description of its problem).

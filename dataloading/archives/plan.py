@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from dataloading.archives.finder import FOLDER, Absent, Finder, end_of
 from dataloading.archives.index import has_images, is_index, read_rows
+from dataloading.archives.names import OTHER
 from dataloading.archives.sets import (
     LICENCES,
     WORDS,
@@ -29,15 +30,15 @@ from dataloading.archives.sets import (
     meaning_of,
     split_name,
 )
-from dataloading.archives.tar import (
-    OTHER,
-    Archive,
-    Stream,
-    find_archives,
-    list_members,
-)
+from dataloading.archives.tar import Archive, Stream, find_archives, list_members
 from dataloading.options import Columns
-from dataloading.shards import find_columns, find_mask_column, is_text, known_set
+from dataloading.shards import (
+    UNFINISHED_DIR,
+    find_columns,
+    find_mask_column,
+    is_text,
+    known_set,
+)
 from diffusers_flax.messages import first_names, one_line
 
 MAX_INDEXES = 5000
@@ -101,9 +102,16 @@ def find_source(path: Path, output_dir: Path) -> Source:
         output_dir: is not searched.
 
     Raises:
-        ValueError: there is nothing to read, or a part of an archive is missing.
+        ValueError: there is nothing to read, a part of an archive is missing, or its download is
+            not complete.
     """
     root = path if path.is_dir() else path.parent
+    unfinished = root / UNFINISHED_DIR
+    if unfinished.exists() and root.resolve() != output_dir.resolve():
+        raise ValueError(
+            f"--pairs {root} is not complete, as it contains {UNFINISHED_DIR}: run script.sh "
+            f"again, or remove {unfinished} if it belongs to another plan"
+        )
     files = list(walk(root, output_dir.resolve()))
     archives = find_archives(root, files)
     in_archives = {part for archive in archives for part in archive.parts}

@@ -251,6 +251,16 @@ LICENCES = {  # of sets whose shards have images, on their cards
     "iitolstykh/NHR-Edit": "Apache-2.0",
 }
 X2EDIT = "OPPOer/X2Edit-Dataset"
+FIRST_STEPS = {  # by the name on the hub in lower case: what else has to be downloaded
+    "ucsc-vlaa/gpt-image-edit-1.5m": (
+        "the set has its index in another repository; download it to the directory of the images: "
+        "hf download UCSC-VLAA/gpt-image-edit-training --include 'training_json/*' --local-dir "
+        "downloads"
+    ),
+    PICO.lower(): SHOULD_MAP,
+}
+# Of which the original and the edited image of a pair are in two archives.
+SPREAD = frozenset({"a1557811266/inter-edit-train", PICO.lower()})
 FORBIDDEN = {"NC": "commercial use", "ND": "sharing of changed copies"}
 
 WORDS = {  # of a sample's file names in WebDataset, and of an unknown index: meaning

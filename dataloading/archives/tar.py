@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from dataloading.archives.names import group_parts, in_order
 from diffusers_flax.messages import one_line
 
 BLOCK = tarfile.BLOCKSIZE
@@ -29,12 +30,7 @@ MAX_HEADERS = 32  # of one member; tarfile reads each in a call of itself
 MAX_RATIO = 200  # bytes for each compressed byte; images do not shrink
 FREE_BYTES = 256 << 20  # for which the ratio is not checked
 MAX_ZEROS = 1 << 20  # between two archives or after the last member
-# split's parts: .000, .aa, .split.000, .part-aa, -part-aa, .part0
-NAME = re.compile(
-    r"(.+\.(?:tar\.gz|tgz|tar))(?:[.-](?:(?:split|part)[.-]?([a-z]{2,3}|\d{1,6})|((?!bz|gz|lz|md|br|py)[a-y][a-z]|a[ab][a-z]|\d{1,6})))?"
-)
 OUTSIDE = re.compile(r"[/\\]|\w:|(.*[/\\])?\.\.([/\\]|$)", re.DOTALL)
-OTHER = re.compile(r".+\.(?:tar\.(?:xz|bz2|zst|lz4)|txz|tbz2?|zip|7z|rar)")
 
 
 class Archive(NamedTuple):
@@ -55,51 +51,17 @@ class Archive(NamedTuple):
             return file.read(2) == b"\x1f\x8b"
 
 
-def part_number(part: str) -> int:
-    """The number of a part: 007 is 7, aa is 0, ab is 1."""
-    if part.isdigit():
-        return int(part)
-    number = 0
-    for letter in part:
-        number = 26 * number + ord(letter) - ord("a")
-    return number
-
-
 def find_archives(folder: Path, files: list[Path]) -> list[Archive]:
     """The archives among the files of a directory, by name.
 
     Raises:
         ValueError: a part is missing.
     """
-    parts = {}
-    for file in files:
-        if found := NAME.fullmatch(file.name):
-            whole, part, bare = found.groups()
-            name = file.relative_to(folder).with_name(whole).as_posix()
-            parts.setdefault(name, {})[part or bare or ""] = file
-    archives = []
-    for name, found in sorted(parts.items()):
-        if "" in found and len(found) > 1:
-            raise ValueError(
-                f"{folder / name} is there whole and in {len(found) - 1} parts; remove one of both"
-            )
-        ordered = sorted(found, key=lambda part: part_number(part) if part else 0)
-        if "" not in found:
-            numbers = [part_number(part) for part in ordered]
-            expected = range(numbers[0], numbers[0] + len(numbers))
-            if numbers[0] > 1 or (numbers[0] == 1 and not ordered[0].isdigit()):
-                raise ValueError(
-                    f"{folder / name}: the parts before {found[ordered[0]].name} are missing; "
-                    "download them"
-                )
-            for number, wanted, part in zip(numbers, expected, ordered):
-                if number != wanted:
-                    raise ValueError(
-                        f"{folder / name}: the part before {found[part].name} is missing; "
-                        "download it"
-                    )
-        archives.append(Archive(name, tuple(found[part] for part in ordered)))
-    return archives
+    paths = {file.relative_to(folder).as_posix(): file for file in files}
+    return [
+        Archive(name, tuple(paths[path] for path in in_order(folder / name, found)))
+        for name, found in group_parts(paths).items()
+    ]
 
 
 class Parts(io.RawIOBase):
