@@ -170,7 +170,7 @@ def test_gedit(folder, capsys):
 
     faults = {
         "red 0": [429, 500, "no idea"],  # answered at the fourth attempt
-        "red 2": [500] * 4,  # no score
+        "red 2": [*[500] * 4, '{"score": [9, 2]}'],  # no score; later one
         "red 3": ["raw <html>", '{"score": [11, 5]}', 0],
     }
     with JudgeServer(faults) as server:
@@ -207,7 +207,11 @@ def test_gedit(folder, capsys):
         before = len(server.requests)
         results = evaluate(**given | judge)
         assert ["red 2" in text for *_, text in server.requests[before:]] == [True]
-        assert results["rows"][0]["semantics"] == 6
+        # Means of the tasks' means: two edits with 6, and one with 2
+        assert results["rows"][0]["semantics"] == (6 + 2) / 2
+        assert results["rows"][0]["semantics_intersection"] == 6
+        overall = (math.sqrt(6 * 4) + math.sqrt(2 * 4)) / 2
+        assert results["rows"][0]["overall"] == pytest.approx(overall)
         printed = capsys.readouterr().out
         assert "no score" not in printed
         assert "judge: stub, with this project's prompts: not comparable with papers" in printed
