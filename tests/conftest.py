@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items):
         test = (item.path, getattr(item, "originalname", item.name))
         is_variant = item.get_closest_marker("variants") and test in seen
         seen.add(test)
-        if is_variant or item.path.stem.startswith("test_benchmark"):
+        if is_variant or item.path.parent.name == "benchmarks":
             item.add_marker("slow")
 
 

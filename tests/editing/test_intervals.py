@@ -42,6 +42,16 @@ def test_clusters_are_drawn_whole():
     np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
+def test_clusters_of_different_sizes():
+    """The mean of a resample is over its turns: one session of three zeros, one of a single one."""
+    found = bootstrap_interval([0, 0, 0, 1], ["a", "a", "a", "b"], num_resamples=MANY)
+    assert found == (0, 1)
+    values, sessions = [0, 0, 0, 1] * 50, np.repeat(np.arange(100), [3, 1] * 50)
+    low, high = bootstrap_interval(values, sessions, num_resamples=MANY)
+    k = binom.ppf([0.025, 0.975], 100, 0.5)  # sessions of one turn among the hundred drawn
+    np.testing.assert_allclose([low, high], k / (3 * (100 - k) + k), atol=1e-9)
+
+
 def test_strata_have_equal_weights():
     """A mean of means: one group of a constant halves the width of the other's."""
     values = np.concatenate([np.arange(20) < 10, np.full(60, 0.5)])
