@@ -279,7 +279,8 @@ def announce(source: Source, plan: Plan) -> None:
     """Print what set it is, what its licence forbids, and what is not read."""
     for name, licence in sets_of(source, plan).items():
         forbidden = forbids(licence)
-        print(f"set         {name}, {licence or 'no licence on its card'}")
+        told = "columns" if source.are_shards else "keys" if source.indexes else "file names"
+        print(f"set         {name} by its {told}, {licence or 'no licence on its card'}")
         if forbidden:
             print(f"licence     {licence} forbids {forbidden}")
     for line in source.ignored[:MAX_IGNORED]:

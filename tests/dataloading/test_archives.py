@@ -31,6 +31,7 @@ from PIL import Image
 from shards import encode, smooth
 from trainer_runs import config_of, read_metrics, run_trainer
 
+import evaluate_edits
 import parquet_processing
 from dataloading.archives import convert, index, masks, reader, tar
 from dataloading.images import decode_mask
@@ -476,7 +477,7 @@ def test_shards_are_converted_too(tmp_path, capsys, name, monkeypatch):
     assert ("reference_image" in rows[0]) == ("AnyEdit" in name)
     assert ("mask_image" in rows[0]) == ("HumanEdit" in name)
     assert ("Omni" not in name) or rows[2]["edit_prompt"] == ["2.0", "2.1", "2.2"]
-    assert f"set         {known}, " in capsys.readouterr().out
+    assert f"set         {known} by its columns, " in capsys.readouterr().out
     # From the middle of a row group on, nothing before it is read.
     (shard,) = folder.glob("*.parquet")
     rows = reader.rows_from(shard, 6)
@@ -544,12 +545,13 @@ def test_pairs_with_faults_are_counted_and_left_out_if_asked(tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SETS, "Bin1117/AnyEdit", "BryanW/HumanEdit"])
 def test_a_known_set_trains(model, lenient_optimizer, tmp_path, monkeypatch, name):
-    """20 steps by the command lines that a user types."""
+    """20 steps and an evaluation by the command lines that a user types."""
     data = tmp_path / "data"
     if name in SETS:
-        make_set(name, tmp_path / "set")
+        greys = [*make_set(name, tmp_path / "set").values()]
         run(tmp_path / "set", data)
     else:
+        greys = [(n, 255 - n) for n in range(8)]
         write_known(data, name)
     has_masks = name in ("a1557811266/Inter-Edit-Train", "BryanW/HumanEdit")
     options = {"max_train_steps": 20, "mask_loss_weight": 3.0 if has_masks else 1.0}
@@ -557,7 +559,13 @@ def test_a_known_set_trains(model, lenient_optimizer, tmp_path, monkeypatch, nam
     rows = read_metrics(tmp_path / "out")
     assert [row["step"] for row in rows] == list(range(1, 21))
     assert all(np.isfinite(row["loss"]) for row in rows)
-    assert (tmp_path / "out" / "model_index.json").exists()
+    flags = {"model": tmp_path / "out", "data_dir": data, "output_dir": tmp_path / "scores"}
+    flags |= {"clip_model": "", "num_inference_steps": 1, "resolution": 16}
+    evaluate_edits.main([f"--{flag}={value}" for flag, value in flags.items()])
+    scores = json.loads((tmp_path / "scores" / "results.json").read_text())
+    copied = np.abs(np.subtract(*np.transpose(greys))).mean() / 255
+    assert scores["baselines"][0]["l1"] == pytest.approx(copied, abs=1e-4)
+    assert np.isfinite(scores["rows"][0]["l1"])
 
 
 def test_lists_of_images_are_read_as_before(tmp_path, capsys):
