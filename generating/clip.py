@@ -9,7 +9,6 @@ from functools import partial
 import jax
 import numpy as np
 
-from diffusers_flax.devices.layout import Layout
 from diffusers_flax.loading.files import read_json
 from diffusers_flax.loading.hub import fetch_directory, fetch_file
 from diffusers_flax.loading.tokenizer import TOKENIZER_FILES
@@ -35,13 +34,13 @@ class Clip:
     Args:
         name: directory or hub id.
         backend: "flax", or "torch", PyTorch on the CPU.
-        layout: Layout whose devices share the images of "flax"; None: the first device of JAX.
+        devices: of JAX, where "flax" computes features; None: the first one.
 
     Raises:
         ValueError: it cannot be read, or is not a CLIP model.
     """
 
-    def __init__(self, name, backend="flax", layout=None):
+    def __init__(self, name, backend="flax", devices=None):
         from transformers import CLIPProcessor  # seconds to import
 
         remedy = 'name a directory or hub id of a CLIP model, or "" to leave CLIP out'
@@ -52,7 +51,7 @@ class Clip:
                 raise ValueError(f"it is a model of type {config.get('model_type')}")
             self.processor = CLIPProcessor.from_pretrained(folder)
             self.side = (config.get("vision_config") or {}).get("image_size", 224)  # of its images
-            encoders = torch_encoders if backend == "torch" else partial(flax_encoders, layout)
+            encoders = torch_encoders if backend == "torch" else partial(flax_encoders, devices)
             self._encode_images, self._encode_texts, self.dim, self._length = encoders(name)
         except Exception as error:  # the libraries raise errors of many types
             reason = one_line(error, 400)
@@ -60,7 +59,7 @@ class Clip:
                 reason = "the hub cannot be reached, and its cache has no copy"
             raise ValueError(f"--clip_model {name} cannot be opened: {reason}; {remedy}") from error
 
-    def image_features(self, images, batch_size=16, map=map):
+    def image_features(self, images, batch_size=16, map=map, device=0):
         """Features of PIL images, float32 (n, D), each of length 1.
 
         The processor divides 8-bit values by 255, so the encoder gets [0, 1], shifted and scaled as
@@ -68,15 +67,17 @@ class Clip:
 
         Args:
             images: list of PIL images.
-            batch_size: images at once, a multiple of the layout's groups.
+            batch_size: images at once.
             map: of a pool of threads that prepare the images.
+            device: number of the device that encodes them.
         """
 
         def prepare(batch):
             rows = map(lambda image: self.processor(images=[image]), batch)
             return {"pixel_values": np.concatenate([np.stack(x["pixel_values"]) for x in rows])}
 
-        return self._features(self._encode_images, images, batch_size, prepare)
+        encode = partial(self._encode_images, device)
+        return self._features(encode, images, batch_size, prepare)
 
     def text_features(self, texts, batch_size=64):
         """Features of texts, float32 (n, D), each of length 1; tokens past the 77th are cut."""
@@ -86,7 +87,7 @@ class Clip:
             inputs = self.processor(text=batch, **options)
             return {name: np.stack(x) for name, x in inputs.items()}
 
-        return self._features(self._encode_texts, texts, batch_size, prepare)
+        return self._features(partial(self._encode_texts, 0), texts, batch_size, prepare)
 
     def _features(self, encode, items, batch_size, prepare):
         """Features of items, at most batch_size at once.
@@ -102,38 +103,30 @@ class Clip:
         return np.concatenate(rows)
 
 
-def flax_encoders(layout, name):
-    """CLIP on the devices of JAX.
+def flax_encoders(devices, name):
+    """CLIP on devices of JAX.
 
     Args:
-        layout: Layout, see Clip.
+        devices: see Clip.
         name: directory or hub id.
 
     Returns:
-        (pixel_values -> features, (input_ids, attention_mask) -> features, their size, longest
-        text in tokens): NumPy arrays, features not normalised.
+        ((number of the device, pixel_values=) -> features, likewise with input_ids= and
+        attention_mask=, size of the features, longest text in tokens): NumPy arrays, features not
+        normalised.
     """
     model, params = FlaxCLIPModel.from_pretrained(name, _do_init=False)
-    layout = layout or Layout(jax.local_devices()[:1])
-    params = {"clip": model.to_fp32(params)}
-    layout.place_params(params)
+    devices, params = devices or jax.local_devices()[:1], model.to_fp32(params)
+    copies = [jax.device_put(params, device) for device in devices]
 
     def compiled(encode):
-        def features(inputs, params):
+        @jax.jit
+        def features(params, inputs):
             # TPUs and GPUs would otherwise multiply float32 matrices with fewer bits.
             with jax.default_matmul_precision("highest"):
-                return encode(**inputs, params=params["clip"])
+                return encode(**inputs, params=params)
 
-        program = layout.jit_batches(features)
-
-        def run(**inputs):
-            count = len(next(iter(inputs.values())))
-            size = -(-count // layout.data)  # of a device
-            rows = np.arange(size * layout.data).clip(max=count - 1).reshape(layout.data, size)
-            found = program({name: x[rows] for name, x in inputs.items()}, params)
-            return np.asarray(found).reshape(-1, found.shape[-1])[:count]
-
-        return run
+        return lambda device, **inputs: np.asarray(features(copies[device], inputs))
 
     encoders = compiled(model.get_image_features), compiled(model.get_text_features)
     module = model.module
@@ -157,7 +150,7 @@ def torch_encoders(name):
 
     def on_cpu(encode):
         @torch.inference_mode()
-        def features(**inputs):
+        def features(device, **inputs):
             inputs = {name: torch.from_numpy(x) for name, x in inputs.items()}
             return encode(**inputs).pooler_output.numpy()
 

@@ -22,8 +22,7 @@ def save_whole(path: Path, save: Callable[[Path], None], shared: bool = False) -
         shared: several processes may write the path at the same time.
     """
     # Without a unique name, a later save removes the file of a killed one.
-    unique = f"{uuid.uuid4().hex}-" if shared else ""
-    unfinished = path.with_name(f"{UNFINISHED_PREFIX}{unique}{path.name}")
+    unfinished = unfinished_path(path, f"{uuid.uuid4().hex}-" if shared else "")
     with naming_full_disk(path):
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         remove(unfinished)
@@ -35,6 +34,11 @@ def save_whole(path: Path, save: Callable[[Path], None], shared: bool = False) -
         except BaseException:
             remove(unfinished)
             raise
+
+
+def unfinished_path(path: Path, unique: str = "") -> Path:
+    """The path that save_whole writes to before it is renamed."""
+    return path.with_name(f"{UNFINISHED_PREFIX}{unique}{path.name}")
 
 
 def remove(path: Path) -> None:

@@ -1,0 +1,431 @@
+"""Make pairs of images for training InstructPix2Pix from lines of captions, with any text-to-image
+model.
+
+    python make_pairs.py --captions captions.jsonl --model MODEL --output_dir data
+
+A line is {"input": "a photo of a cat", "edit": "make it a tiger", "output": "a photo of a tiger"}.
+Both images of a sample start from the same noise and get the same noise in each step, and in the
+first part of the steps their self-attention is shared, so that both have one layout. CLIP scores
+the samples of a line, and the best ones become rows of parquet shards, which
+flax_train_instruct_pix2pix.py reads: --train_data_dir data. With the demo's model on a CPU:
+
+    python make_pairs.py --model demo/base_model --output_dir night --num_samples 4 --keep_all \\
+        --template "a photo of {x}" "turn day into night" "a photo of {x} at night" \\
+        --fill "x=the moon,a flower" --clip_model CLIP
+
+Each sample depends on --seed, its line and its number alone. The same command gives the same shards
+on any number of devices and workers, and after an interruption: started again, it goes on with the
+unfinished lines. On a pod run it on every worker; workers divide the lines by shards. --preview
+draws the pairs of each line, report.json and report.png count the scores. docs/pairs.md says how to
+write captions and how many samples they need.
+
+Runs on TPU, GPU and CPU.
+
+Source: InstructPix2Pix (arXiv 2211.09800), section 3.1.
+"""
+
+import hashlib
+import io
+import json
+import sys
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from command_line import check_scale, check_seed, run_main
+from diffusers_flax.compilation_cache import use_compilation_cache
+from diffusers_flax.devices.precision import choose_dtype
+from diffusers_flax.images import to_pil
+from diffusers_flax.prompts import prepare_prompts
+from generating.batches import DeviceClock, check_finite_images, run_ahead
+from generating.clip import Clip
+from generating.flags import SamplingFlags, from_flags
+from generating.models import ModelOptions, Sampling, check_sampling, load_model, plan_images
+from generating.resuming import commit_of, identify, names_in
+from generating.single_files import with_single_files
+from generating.tasks import check_tasks, pipeline_for
+from pairing.captions import captions_of_template, check_lengths, read_captions
+from pairing.report import warn_of_empty, write_preview, write_report
+from pairing.results import Choice, Line, Output, Pair
+from pairing.samples import batches_of, chunks_of, draw_sample, interleaved
+from pairing.scores import Scorer, Thresholds
+
+NUM_SHARDS = 64  # of a short list; a long one has more
+MAX_LINES_PER_SHARD = 100
+JPEG_QUALITY = 95
+IN_FLIGHT = 2  # batches on the devices
+SCORING = 3  # batches whose images are being scored
+
+
+@dataclass(frozen=True)
+class PairFlags:
+    """Which pairs to make."""
+
+    FILES = ("model", "config_name_or_path", "clip_model")
+    # Flags that may differ when a run is continued.
+    SAME_IMAGES = ("captions", "template", "fill", "output_dir", "batch_size", "preview", "worker")
+    SAME_IMAGES += ("num_workers", "compilation_cache_dir")
+
+    model: str  # directory, hub id or file of Stable Diffusion 1.x, 2.x or SDXL
+    # configs of a one-file model: a directory or hub id; default: its family's
+    config_name_or_path: str | None = None
+    use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
+    captions: Path | None = None  # lines {"input", "edit", "output"}
+    # instead: caption, instruction and caption after the edit, with {words} of --fill
+    template: tuple[str, str, str] | None = None
+    fill: tuple[str, ...] = ()  # words of the template: animal=cat,dog
+    output_dir: Path = Path("data")  # directory for the shards
+    num_samples: int = 100  # pairs to make of each line
+    num_kept: int = 4  # pairs to keep of each line, at most
+    min_clip_text: float = 0.2  # least similarity of each image and its caption
+    min_clip_image: float = 0.7  # least similarity of both images
+    min_clip_direction: float = 0.2  # of the change of images and the change of captions
+    keep_all: bool = False  # keep all samples, with their scores
+    early_stop: bool = False  # keep the first good samples of a line, and make no more
+    # weight of the captions, drawn for each sample between these; up to 1: no guidance
+    guidance_scale: tuple[float, float] = (7.5, 15.0)
+    # fraction of the steps with shared self-attention, drawn between these
+    attention_sharing: tuple[float, float] = (0.1, 0.9)
+    num_inference_steps: int = 100  # denoising steps
+    negative_prompt: str = ""  # what to avoid, in both images
+    guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
+    width: int | None = None  # pixels; default: the model's
+    height: int | None = None  # likewise
+    seed: int = 0  # seed of all samples
+    batch_size: int = 4  # pairs per device at once
+    lines_per_shard: int | None = None  # default: 1 of 64 parts of the list, at most 100
+    preview: bool = False  # draw the pairs of each line, into OUTPUT_DIR/previews
+    clip_model: str = "openai/clip-vit-large-patch14"  # directory or hub id
+    worker: int | None = None  # this worker's index, from 0, with --num_workers
+    num_workers: int | None = None  # workers that divide the lines; default: as jax knows them
+    # what the UNet predicts; default: the scheduler's config
+    prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
+    storage: Literal["float8", "int8"] | None = None  # of the kernels of UNet and text encoders
+    vae_dtype: Literal["float32", "bfloat16", "float16"] | None = None  # default: --dtype
+    compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
+
+
+@dataclass(frozen=True)
+class Config(SamplingFlags, PairFlags):
+    """Flags of the script. tyro lists the flags of the last base class first."""
+
+    scheduler: str | None = "euler_ancestral"  # ddim, lcm, ...
+
+
+def check_flags(config):
+    """Raise a ValueError for flags that are out of range or do not fit together."""
+    if (config.captions is None) == (config.template is None):
+        raise ValueError("give one of --captions FILE and --template INPUT EDIT OUTPUT")
+    if config.fill and not config.template:
+        raise ValueError(f"--fill {config.fill[0]} is for --template; give both")
+    for name in ("num_samples", "num_kept", "num_inference_steps", "batch_size", "lines_per_shard"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    for name in ("guidance_scale", "attention_sharing"):
+        low, high = getattr(config, name)
+        if not low <= high:
+            raise ValueError(f"--{name} {low:g} {high:g} must be in order: the least, the largest")
+    for scale in config.guidance_scale:
+        check_scale("guidance_scale", scale, has_image_scale=False)
+    low, high = config.guidance_scale
+    if low <= 1 < high:
+        raise ValueError(
+            f"--guidance_scale {low:g} {high:g}: up to 1 there is no guidance; take both above 1, "
+            "or both up to 1"
+        )
+    for value in config.attention_sharing:
+        if not 0 <= value <= 1:
+            raise ValueError(f"--attention_sharing {value:g} must be from 0 to 1")
+    if not 0 <= config.guidance_rescale <= 1:
+        raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
+    for name, value in thresholds_of(config)._asdict().items():
+        if not -1 <= value <= 1:
+            raise ValueError(f"--{name} {value:g} must be from -1 to 1, a cosine")
+    check_seed("seed", config.seed)
+    if config.keep_all and config.early_stop:
+        raise ValueError("--keep_all makes all samples, and --early_stop does not; leave one out")
+    if (config.worker is None) != (config.num_workers is None):
+        raise ValueError("--worker and --num_workers go together; give both")
+    if config.worker is not None and not 0 <= config.worker < config.num_workers:
+        raise ValueError(f"--worker {config.worker} must be from 0 to {config.num_workers - 1}")
+
+
+def thresholds_of(config):
+    """The Thresholds of the flags."""
+    return Thresholds(*(getattr(config, name) for name in Thresholds._fields))
+
+
+def settings_of(config, captions):
+    """What pairs depend on, by flags, for Output.start."""
+    files, same = names_in(config, "FILES"), names_in(config, "SAME_IMAGES")
+    values = {
+        name: identify(name, value) if name in files and value else value
+        for name, value in vars(config).items()
+        if name not in same
+    }
+    texts = json.dumps([caption[1:] for caption in captions])
+    digest = hashlib.sha256(texts.encode()).hexdigest()
+    return values | {"commit": commit_of(config.model), "lines": digest}
+
+
+def open_models(config, captions, given, devices):
+    """Open --model and --clip_model; checks all that can be checked before it reads weights.
+
+    Args:
+        config: Config.
+        captions: list of Caption.
+        given: their flag, for errors.
+        devices: of JAX.
+
+    Returns:
+        (pipeline, its parameters on each device, Clip).
+    """
+    is_xl, configs = check_tasks(config.model, ["text to image"])
+    pipeline_type = pipeline_for("text to image", is_xl)
+    scale = max(config.guidance_scale)
+    sampling = from_flags(Sampling, config, guidance_scale=scale)
+    scheduler = check_sampling(pipeline_type, configs["scheduler"], config.model, sampling)
+    if any(spec.partition(":")[0] == "tome" for spec in config.accelerate):
+        raise ValueError(
+            "--accelerate tome merges other positions in each image of a pair; leave it out"
+        )
+
+    def plan(pipeline):
+        encoders = pipeline.text_encoders
+        lengths = [(x, encoder.module.max_position_embeddings) for _, encoder, x in encoders]
+        check_lengths(captions, lengths, given)
+        height, width = pipeline.image_size(config.height, config.width)
+        return plan_images(
+            pipeline,
+            devices,
+            num_images=2 * config.num_samples * len(captions),
+            batch_size=2 * config.batch_size,
+            branches=sampling.branches(pipeline_type),
+            size=(width, height),
+        )
+
+    options = dict(dtype=choose_dtype(config.dtype), preview=None)
+    own = from_flags(ModelOptions, config, **options)
+    clip = Clip(config.clip_model, devices=devices)
+    pipeline, params = load_model(
+        config.model, pipeline_type, scheduler, config.accelerate, own, plan
+    )
+    pipeline.embeddings.warn_unused([x for caption in captions for x in caption[1:]])
+    return pipeline, [jax.device_put(params, device) for device in devices], clip
+
+
+def encode_jpeg(image):
+    """A PIL image as the bytes of a JPEG file."""
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+    return buffer.getvalue()
+
+
+class PairMaker:
+    """Makes pairs of captions.
+
+    Each device runs a program for one device, so that pairs do not depend on the number of devices:
+    XLA compiles another one for several devices, which rounds differently.
+
+    Args:
+        pipeline, params: of open_models.
+        scorer: Scorer.
+        captions: list of Caption.
+        config: Config.
+    """
+
+    def __init__(self, pipeline, params, scorer, captions, config):
+        self.pipeline, self.params, self.scorer = pipeline, params, scorer
+        self.captions, self.config, self.thresholds = captions, config, thresholds_of(config)
+        self.pool = ThreadPoolExecutor(len(params))  # programs of all devices compile side by side
+
+    def prepare(self, batch):
+        """[(samples, arrays of a call)] of the chunks of a batch."""
+        return list(map(self.prepare_chunk, batch))
+
+    def prepare_chunk(self, chunk):
+        """(samples, arrays of a call) of a chunk."""
+        config = self.config
+        ranges = config.guidance_scale, config.attention_sharing
+        samples = [draw_sample(config.seed, *numbers, *ranges) for numbers in chunk]
+        captions = [self.captions[sample.place] for sample in samples]
+        texts = [text for caption in captions for text in (caption.input, caption.output)]
+        negative = [config.negative_prompt] * len(texts)
+        arrays = prepare_prompts(self.pipeline, texts, negative)._asdict()
+        arrays["prng_seed"] = np.repeat([sample.key for sample in samples], 2, axis=0)
+        for name in ("guidance_scale", "attention_sharing"):
+            values = np.float32([getattr(sample, name) for sample in samples])
+            arrays[name] = np.repeat(values, 2)
+        if config.guidance_scale[1] <= 1:
+            arrays["guidance_scale"] = config.guidance_scale[1]  # one branch
+        return samples, arrays
+
+    def dispatch(self, prepared):
+        """Start the programs of a batch; returns their images, on their devices."""
+        config = self.config
+        options = dict(
+            num_inference_steps=config.num_inference_steps,
+            timesteps=config.timesteps or None,
+            eta=config.eta,
+            guidance_rescale=config.guidance_rescale,
+            height=config.height,
+            width=config.width,
+        )
+
+        def call(params, chunk):
+            return self.pipeline(params=params, **options, **chunk[1]).images
+
+        return list(self.pool.map(call, self.params, prepared))
+
+    def collect(self, prepared, images):
+        """The images of each chunk, originals and edited images in turn, as PIL images."""
+        first = self.captions[prepared[0][0][0].place]
+        images = [np.asarray(x) for x in images]
+        which = f'images of "{first.input}" and others'
+        check_finite_images(np.stack(images), which, self.config.lora)
+        return list(map(to_pil, images))
+
+    def score(self, samples, images, device):
+        """The Pairs of a chunk; device: its number."""
+        config, places = self.config, [sample.place for sample in samples]
+        scores = self.scorer(images, places, device)
+
+        def files_of(i):
+            if self.thresholds.missed(scores[i]) and not (config.keep_all or config.preview):
+                return None
+            return tuple(map(encode_jpeg, images[2 * i : 2 * i + 2]))
+
+        files = self.scorer.pool.map(files_of, range(len(samples)))
+        return [Pair(*fields) for fields in zip(samples, scores, files)]
+
+    def batches(self, output, is_wanted):
+        """The batches of all unfinished lines; arguments of `make`."""
+        config = self.config
+
+        def chunks():
+            for places in output.unfinished_shards():
+                found = chunks_of(places, config.num_samples, config.batch_size)
+                if config.early_stop:
+                    at_once = (IN_FLIGHT + SCORING + 1) * len(self.params)
+                    found = interleaved(found, at_once)
+                yield from found
+
+        return batches_of(chunks(), is_wanted, len(self.params))
+
+    def make(self, output, bar, clock):
+        """Make the pairs of all lines that are not finished.
+
+        Args:
+            output: Output, started.
+            bar: tqdm progress bar in units of samples.
+            clock: DeviceClock.
+
+        Yields:
+            (place of a finished line, its Line).
+        """
+        config, lines = self.config, {}
+        num_kept = None if config.keep_all else config.num_kept
+        choice = Choice(config.num_samples, num_kept, self.thresholds, config.early_stop)
+
+        def is_wanted(place, number):
+            is_known = (
+                output.is_finished(place) or lines.setdefault(place, Line(choice)).is_finished
+            )
+            return not is_known
+
+        def finished_by(pairs):
+            for pair in pairs:
+                place = pair.sample.place
+                if (line := lines.get(place)) is None or not is_wanted(place, pair.sample.number):
+                    continue
+                bar.update(line.add(pair))
+                if line.is_finished:
+                    bar.update(config.num_samples - line.num_seen)
+                    yield place, line
+                    del lines[place]
+
+        ready = map(self.prepare, self.batches(output, is_wanted))
+        running = run_ahead(ready, self.dispatch, self.collect, clock, IN_FLIGHT)
+        with ThreadPoolExecutor(len(self.params)) as pool:
+            scoring = deque()
+            for prepared, images, _ in running:
+                bar.set_description("making pairs")
+                samples = [samples for samples, _ in prepared]
+                devices = range(len(samples))
+                scoring.append([pool.submit(self.score, *x) for x in zip(samples, images, devices)])
+                while len(scoring) > SCORING or (scoring and all(x.done() for x in scoring[0])):
+                    yield from finished_by(pairs_of(scoring.popleft()))
+            while scoring:
+                yield from finished_by(pairs_of(scoring.popleft()))
+
+
+def pairs_of(futures):
+    """The Pairs of the chunks of a batch, in order."""
+    return [pair for future in futures for pair in future.result()]
+
+
+def run(config):
+    """Check flags, captions and models, make the pairs, write shards and the report."""
+    check_flags(config)
+    worker, num_workers = config.worker, config.num_workers
+    if worker is None:
+        worker, num_workers = jax.process_index(), jax.process_count()
+    if config.captions:
+        given, captions = f"--captions {config.captions}", read_captions(config.captions)
+    else:
+        given, captions = "--template", captions_of_template(config.template, config.fill)
+    use_compilation_cache(config.compilation_cache_dir)
+    settings = settings_of(config, captions)
+    config = with_single_files(config, "model")
+    per_shard = config.lines_per_shard or min(
+        MAX_LINES_PER_SHARD, max(1, len(captions) // NUM_SHARDS)
+    )
+    output = Output(config.output_dir, captions, per_shard, worker, num_workers)
+    output.check(settings)
+    started, num_kept = time.perf_counter(), 0
+    todo = output.unfinished_lines()
+    if todo:
+        chunks = -(-len(todo) * config.num_samples // config.batch_size)
+        devices = jax.local_devices()[:chunks]
+        pipeline, params, clip = open_models(config, captions, given, devices)
+        output.start(settings)
+        maker = PairMaker(pipeline, params, Scorer(clip, captions), captions, config)
+        clock, total = DeviceClock(), len(todo) * config.num_samples
+        with tqdm(desc="compiling", total=total, unit="sample") as bar:
+            for place, line in maker.make(output, bar, clock):
+                num_kept += output.finish(place, line)["kept"]
+                if config.preview:
+                    write_preview(config.output_dir, captions[place], line)
+                bar.set_postfix_str(f"{num_kept} pairs kept")
+        report = clock.report(total)
+        print(report, file=sys.stderr, end="\n" if report else "")
+    counts, histograms = output.counted()
+    for sentence in warn_of_empty(counts, thresholds_of(config)):
+        print(f"warning: {sentence}", file=sys.stderr)
+    seconds = (time.perf_counter() - started) / num_kept if num_kept else None
+    name = "report" if num_workers == 1 else f"report-{worker}"
+    print(write_report(config.output_dir, name, counts, histograms, thresholds_of(config), seconds))
+    print(f"next: python parquet_processing.py --train_data_dir {config.output_dir}")
+
+
+def main(args=None):
+    """Command line."""
+    run_main(
+        Config,
+        __doc__,
+        run,
+        args,
+        interrupted="finished lines are kept; the same command goes on",
+        out_of_memory="lower --batch_size or the size, or use --dtype bfloat16",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What a run of make_pairs.py says about its pairs: previews of lines, report.json, report.png."""
+
+import io
+from collections import Counter
+
+import numpy as np
+from PIL import Image
+
+from diffusers_flax.images import save_image
+from diffusers_flax.loading.files import json_text, save_whole, write_text
+from generating.captions import captioned, tile_grid
+from pairing.results import BINS
+from pairing.scores import Scores
+
+PREVIEWS = "previews"  # directory below --output_dir
+NUM_NAMED = 10  # lines that are named in a warning
+THRESHOLD_OF = {  # of each score
+    "clip_text_original": "min_clip_text",
+    "clip_text_edited": "min_clip_text",
+    "clip_image": "min_clip_image",
+    "clip_direction": "min_clip_direction",
+}
+
+
+def write_preview(folder, caption, line):
+    """Draw the kept pairs of a line with their scores, or its best one if none is kept.
+
+    Args:
+        folder: --output_dir.
+        caption: Caption.
+        line: Line, finished.
+    """
+    pairs = line.kept or [line.best]
+    tiles = []
+    for pair in pairs:
+        images = [Image.open(io.BytesIO(data)).convert("RGB") for data in pair.images]
+        scores, sample = pair.scores, pair.sample
+        text = (
+            f"{sample.number}: text {scores.clip_text_original:.2f} {scores.clip_text_edited:.2f}, "
+            f"image {scores.clip_image:.2f}, direction {scores.clip_direction:.2f}; "
+            f"scale {sample.guidance_scale:.1f}, p {sample.attention_sharing:.2f}"
+        )
+        tiles.append(captioned(images, text if line.kept else f"not kept; {text}"))
+    columns = min(len(tiles), 2)
+    grid = tile_grid(tiles, columns, margin=8)
+    text = f"{caption.line}: {caption.input} | {caption.edit} | {caption.output}"
+    save_image(captioned([grid], text), folder / PREVIEWS / f"{caption.line:09d}.jpg")
+
+
+def warn_of_empty(counts, thresholds):
+    """Sentences about lines from which nothing is kept, with the threshold that failed most.
+
+    Args:
+        counts: of Line.counts, of all lines.
+        thresholds: Thresholds.
+
+    Returns:
+        List of sentences.
+    """
+    empty = [line for line in counts if not line["kept"]]
+    sentences = []
+    for line in empty[:NUM_NAMED]:
+        name, number = max(line["missed"].items(), key=lambda item: item[1])
+        columns = [column for column in THRESHOLD_OF if THRESHOLD_OF[column] == name]
+        largest = min(line["largest"][column] for column in columns)
+        sentences.append(
+            f"line {line['line']}: nothing of {line['samples']} samples is kept; {number} are "
+            f"below --{name} {getattr(thresholds, name):g}, the largest value is {largest:.3f}"
+        )
+    if (more := len(empty) - NUM_NAMED) > 0:
+        sentences.append(f"nothing is kept of {more} more lines, which report.json names")
+    return sentences
+
+
+def write_report(folder, name, counts, histograms, thresholds, seconds_per_pair):
+    """Write NAME.json and NAME.png.
+
+    Args:
+        folder: --output_dir.
+        name: of the files.
+        counts, histograms: of Output.counted.
+        thresholds: Thresholds.
+        seconds_per_pair: time of this start per kept pair; None: it has kept none.
+
+    Returns:
+        A line for the user.
+    """
+    totals, missed = Counter(), Counter()
+    for line in counts:
+        totals.update({key: line[key] for key in ("samples", "good", "kept")})
+        missed.update(line["missed"])
+    empty = [line for line in counts if not line["kept"]]
+    report = {
+        "lines": len(counts),
+        "lines_without_pairs": len(empty),
+        **totals,
+        "missed": missed,
+        "seconds_per_kept_pair": seconds_per_pair,
+        "thresholds": thresholds._asdict(),
+        "bins": [round(float(x), 2) for x in BINS],
+        "histograms": dict(zip(Scores._fields, histograms.tolist())),
+        "without_pairs": empty,
+    }
+    write_text(folder / f"{name}.json", json_text(report))
+    save_whole(folder / f"{name}.png", lambda path: draw(path, histograms, thresholds))
+    time = "" if seconds_per_pair is None else f", {seconds_per_pair:.2f} s per kept pair"
+    return (
+        f"{totals['kept']} pairs of {len(counts)} lines are kept; {totals['good']} of "
+        f"{totals['samples']} samples reach the thresholds{time}"
+    )
+
+
+def draw(path, histograms, thresholds):
+    """Draw the histograms of all scores, with their thresholds, as PNG."""
+    from matplotlib.figure import Figure  # a second
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    middles = (BINS[1:] + BINS[:-1]) / 2
+    for axes, name, histogram in zip(figure.subplots(2, 2).flat, Scores._fields, histograms):
+        axes.bar(middles, histogram, width=BINS[1] - BINS[0])
+        least = getattr(thresholds, THRESHOLD_OF[name])
+        axes.axvline(least, color="black", linestyle="dashed")
+        share = histogram[middles >= least].sum() / max(histogram.sum(), 1)
+        axes.set_title(f"{name}: {share:.0%} reach {least:g}")
+        used = np.flatnonzero(histogram)
+        if len(used):
+            axes.set_xlim(min(BINS[used[0]], least) - 0.05, max(BINS[used[-1] + 1], least) + 0.05)
+        axes.set_ylabel("samples")
+    figure.savefig(path, format="png", dpi=100)

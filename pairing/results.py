@@ -1,0 +1,296 @@
+"""Finished pairs on disk: a file for each finished line of captions, shards for training.
+
+    OUTPUT_DIR/make_pairs.json                       the flags and captions of the run
+    OUTPUT_DIR/.unfinished/line-000000012.parquet    pairs of a line, until its shard is complete
+    OUTPUT_DIR/train-00000-of-00064.parquet          pairs of --lines_per_shard lines
+
+A shard has the lines of a fixed part of the list, so that its content depends neither on the number
+of workers nor on restarts. Metadata of the files have what is counted for the report.
+"""
+
+import json
+from contextlib import suppress
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataloading.pairs import ROW_GROUP_BYTES, ROW_GROUP_ROWS, SCHEMA
+from dataloading.shards import UNFINISHED_DIR
+from diffusers_flax.loading.files import (
+    read_json,
+    remove,
+    save_whole,
+    unfinished_path,
+    write_text,
+)
+from pairing.samples import Sample
+from pairing.scores import Scores, Thresholds
+
+SETTINGS = "make_pairs.json"
+METADATA = b"make_pairs"
+PAIR_SCHEMA = pa.schema(
+    [
+        *SCHEMA,
+        ("line", pa.int64()),
+        ("sample", pa.int32()),
+        ("guidance_scale", pa.float32()),
+        ("attention_sharing", pa.float32()),
+        *((name, pa.float32()) for name in Scores._fields),
+    ]
+)
+BINS = np.linspace(-0.5, 1, 151)  # of the histograms; scores beyond them count at the ends
+
+
+class Pair(NamedTuple):
+    """A sample with its images and scores.
+
+    Fields:
+        sample: Sample.
+        scores: Scores.
+        images: (original, edited), files as bytes; None if nobody needs them.
+    """
+
+    sample: Sample
+    scores: Scores
+    images: tuple | None
+
+
+class Choice(NamedTuple):
+    """Which pairs of a line are kept.
+
+    Fields:
+        num_samples: that are made at most.
+        num_kept: with the largest direction, of the good ones; None: all pairs, good or not.
+        thresholds: of good pairs.
+        stops_early: no more samples once num_kept are good; the first good ones are kept.
+    """
+
+    num_samples: int
+    num_kept: int | None
+    thresholds: Thresholds
+    stops_early: bool = False
+
+
+class Line:
+    """The pairs of a line while they are made; counts them in the order of their numbers."""
+
+    def __init__(self, choice):
+        self.choice = choice
+        self.arrived, self.num_seen = {}, 0  # those behind a gap wait in `arrived`
+        self.kept, self.best = [], None  # best: the pair with the largest direction
+        self.num_good, self.missed = 0, dict.fromkeys(Thresholds._fields, 0)
+        self.histograms = np.zeros((len(Scores._fields), len(BINS) - 1), int)
+        self.largest = np.full(len(Scores._fields), -1.0)
+
+    @property
+    def is_finished(self):
+        """Whether no more samples are needed."""
+        choice = self.choice
+        is_enough = choice.stops_early and self.num_good == choice.num_kept
+        return is_enough or self.num_seen == choice.num_samples
+
+    def add(self, pair):
+        """Add a pair, which counts when all pairs of smaller numbers are there.
+
+        Returns:
+            The number of pairs that count now.
+        """
+        self.arrived[pair.sample.number] = pair
+        before = self.num_seen
+        while not self.is_finished and self.num_seen in self.arrived:
+            self._count(self.arrived.pop(self.num_seen))
+            self.num_seen += 1
+        return self.num_seen - before
+
+    def _count(self, pair):
+        missed = self.choice.thresholds.missed(pair.scores)
+        for name in missed:
+            self.missed[name] += 1
+        self.num_good += not missed
+        self.largest = np.fmax(self.largest, pair.scores)
+        places = np.searchsorted(BINS, np.nan_to_num(pair.scores, nan=-1), "right") - 1
+        self.histograms[np.arange(len(places)), places.clip(0, len(BINS) - 2)] += 1
+        if self.best is None or pair.scores.clip_direction > self.best.scores.clip_direction:
+            self.best = pair
+        if self.choice.num_kept is None:
+            self.kept.append(pair)
+        elif not missed:
+            self.kept.append(pair)
+            self.kept.sort(key=lambda x: -x.scores.clip_direction)  # a stable sort
+            del self.kept[self.choice.num_kept :]
+
+    def counts(self, caption):
+        """What the report needs, for JSON."""
+        largest = [round(float(x), 6) for x in self.largest]
+        return {
+            "line": caption.line,
+            "samples": self.num_seen,
+            "good": self.num_good,
+            "kept": len(self.kept),
+            "missed": self.missed,
+            "largest": dict(zip(Scores._fields, largest)),
+        }
+
+
+def row_of(caption, pair):
+    """A row of the shards."""
+    original, edited = ({"bytes": image, "path": None} for image in pair.images)
+    return {
+        "original_prompt": caption.input,
+        "original_image": original,
+        "edit_prompt": caption.edit,
+        "edited_prompt": caption.output,
+        "edited_image": edited,
+        "line": caption.line,
+        "sample": pair.sample.number,
+        "guidance_scale": pair.sample.guidance_scale,
+        "attention_sharing": pair.sample.attention_sharing,
+        **pair.scores._asdict(),
+    }
+
+
+def row_groups(rows):
+    """Rows in groups of limited number and bytes; rows: iterable, of which one group is held."""
+    group, num_bytes = [], 0
+    for row in rows:
+        size = sum(len(row[name]["bytes"]) for name in ("original_image", "edited_image"))
+        if group and (len(group) == ROW_GROUP_ROWS or num_bytes + size > ROW_GROUP_BYTES):
+            yield group
+            group, num_bytes = [], 0
+        group.append(row)
+        num_bytes += size
+    if group:
+        yield group
+
+
+def write_rows(path, rows, counted):
+    """Write rows and what is counted about them, {"lines", "histograms"}, to a parquet file."""
+    schema = PAIR_SCHEMA.with_metadata({METADATA: json.dumps(counted)})
+
+    def save(unfinished):
+        options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+        with pq.ParquetWriter(unfinished, schema, **options) as writer:
+            for group in row_groups(rows):
+                writer.write_table(pa.Table.from_pylist(group, schema))
+
+    save_whole(path, save)
+
+
+def read_counts(path):
+    """What write_rows has counted; histograms as an array (scores, bins)."""
+    counted = json.loads(pq.read_schema(path).metadata[METADATA])
+    return counted["lines"], np.array(counted["histograms"])
+
+
+def json_of(settings):
+    """Settings as JSON, with texts in place of what JSON does not have."""
+    return json.dumps(settings, indent=2, default=str) + "\n"
+
+
+class Output:
+    """The output directory of a run.
+
+    Args:
+        folder: the directory.
+        captions: list of Caption.
+        lines_per_shard: lines of the list in a shard.
+        worker, num_workers: shards worker, worker + num_workers, ... are this worker's.
+    """
+
+    def __init__(self, folder, captions, lines_per_shard, worker, num_workers):
+        self.folder, self.captions, self.lines_per_shard = folder, captions, lines_per_shard
+        num_shards = -(-len(captions) // lines_per_shard)
+        self.shards = [
+            folder / f"train-{i:05d}-of-{num_shards:05d}.parquet" for i in range(num_shards)
+        ]
+        self.own_shards = range(worker, num_shards, num_workers)
+
+    def check(self, settings):
+        """Raise a ValueError if the directory has other files, or pairs of other settings.
+
+        settings: {flag: value}, for JSON.
+        """
+        file = self.folder / SETTINGS
+        if file.exists():
+            before, settings = read_json(file), json.loads(json_of(settings))
+            names = dict.fromkeys((*settings, *before))
+            changed = [name for name in names if settings.get(name) != before.get(name)]
+            if changed:
+                was = ", ".join(f"{'' if name == 'lines' else '--'}{name}" for name in changed)
+                raise ValueError(
+                    f"--output_dir {self.folder} has pairs of a run with other {was}; name "
+                    f"another directory, or give the command of {file}"
+                )
+        elif found := next(self.folder.glob("[!.]*"), None):
+            raise ValueError(
+                f"--output_dir {self.folder} is not empty ({found.name}); name another directory"
+            )
+
+    def start(self, settings):
+        """Begin or continue the run of checked settings; merges lines of complete shards."""
+        if not (file := self.folder / SETTINGS).exists():
+            write_text(file, json_of(settings), shared=True)
+        for shard in self.own_shards:
+            for place in self.places(shard):  # of a killed run
+                remove(unfinished_path(self.line_file(place)))
+            self._merge(shard)
+
+    def places(self, shard):
+        """Places of a shard's captions in the list."""
+        first = shard * self.lines_per_shard
+        return range(first, min(first + self.lines_per_shard, len(self.captions)))
+
+    def line_file(self, place):
+        """The file of a finished line whose shard is not complete."""
+        return self.folder / UNFINISHED_DIR / f"line-{place:09d}.parquet"
+
+    def is_finished(self, place):
+        """Whether a line's pairs are on disk."""
+        shard = self.shards[place // self.lines_per_shard]
+        return shard.exists() or self.line_file(place).exists()
+
+    def unfinished_shards(self):
+        """The places of each shard of this worker that has unfinished lines, all of its lines."""
+        for shard in self.own_shards:
+            if not all(map(self.is_finished, self.places(shard))):
+                yield self.places(shard)
+
+    def unfinished_lines(self):
+        """Places of this worker's captions whose pairs are to be made."""
+        places = chain(*self.unfinished_shards())
+        return [place for place in places if not self.is_finished(place)]
+
+    def finish(self, place, line):
+        """Write a finished Line, and its shard if it is complete; returns its counts."""
+        caption, counts = self.captions[place], line.counts(self.captions[place])
+        rows = [row_of(caption, pair) for pair in line.kept]
+        counted = {"lines": [counts], "histograms": line.histograms.tolist()}
+        write_rows(self.line_file(place), rows, counted)
+        self._merge(place // self.lines_per_shard)
+        return counts
+
+    def _merge(self, shard):
+        """Write a shard if all its lines are there; removes their files."""
+        files = [self.line_file(place) for place in self.places(shard)]
+        if not self.shards[shard].exists():
+            if not all(file.exists() for file in files):
+                return
+            counts, histograms = zip(*map(read_counts, files))
+            counted = {"lines": [*chain(*counts)], "histograms": sum(histograms).tolist()}
+            rows = (row for file in files for row in pq.read_table(file).to_pylist())
+            write_rows(self.shards[shard], rows, counted)
+        for file in files:
+            remove(file)
+        with suppress(OSError):  # it has lines of other shards
+            (self.folder / UNFINISHED_DIR).rmdir()
+
+    def counted(self):
+        """(counts of all lines, histograms) of this worker's shards, which are complete."""
+        found = [read_counts(self.shards[shard]) for shard in self.own_shards]
+        if not found:
+            return [], np.zeros((len(Scores._fields), len(BINS) - 1), int)
+        counts, histograms = zip(*found)
+        return [*chain(*counts)], sum(histograms)
