@@ -295,7 +295,17 @@ def test_errors_name_the_url_and_the_reason(numbered, hub, monkeypatch):
         with pytest.raises(ValueError, match=r"resolve/shard-0.parquet: HTTP 502; waiting"):
             list(pairs)
         assert 280 <= sum(sleeps) < 4 * 300 + 16  # the four row groups of the shard
+        server.faults["shard-0.parquet"] = Fault(hub=[403] * 1000)
+        with pytest.raises(ValueError, match=r"resolve/shard-0.parquet: HTTP 403; check the addr"):
+            list(pairs)
         server.faults.clear()
+        gone = server.files.pop("shard-0.parquet")
+        with pytest.raises(ValueError, match=r"resolve/shard-0.parquet: HTTP 404; check the addr"):
+            list(pairs)
+        server.files["shard-0.parquet"] = gone[: len(gone) // 2]
+        with pytest.raises(ValueError, match=r"resolve/shard-0.parquet has changed while it was"):
+            list(pairs)
+        server.files["shard-0.parquet"] = gone
         server.files["bad.parquet"] = b"no parquet"
         assert "bad.parquet is not a parquet file, or is damaged" in error_of(url)
         assert "HTTP 404; check the address" in error_of(server.url("missing.parquet"))
