@@ -260,7 +260,8 @@ def describe_shares(found, num_workers, known_from):
     counts = [sum(owner in (k, None) for owner in owners) for k in range(num_workers)]
     if found.kind:
         print(f"the set comes as {found.kind}; shards are made after the download")
-        word = "archives or directories"
+        if any(name.endswith("/") for name in found.units):
+            word = "archives or directories"
     print(
         f"{len(rows)} {'files' if found.kind else 'shards'}, {format_size(rows)}, from "
         f"{found.source}\n"
@@ -325,7 +326,8 @@ def run(config):
     assign(found, num_workers)
     files = found.rows
     owners = [file["worker"] for file in files]
-    if (most := max(map(owners.count, range(num_workers)))) > MAX_FILES and are_archives:
+    most = owners.count(None) + max(map(owners.count, range(num_workers)))
+    if most > MAX_FILES and are_archives:
         raise ValueError(
             f"{most} files for one worker are too many for script.sh, which takes up to "
             f"{MAX_FILES}; choose some with --include, or download all with hf download "

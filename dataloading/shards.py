@@ -110,13 +110,9 @@ def list_row_groups(
         try:
             names, mask = find_columns(schema, path, columns), ""
         except ValueError as error:
-            archive = isinstance(path, Path) and find_archive(path.parent)
-            if not archive:
+            if has_bytes(schema):
                 raise
-            raise ValueError(
-                f"{error}; if it is the index of archives such as {archive}, make shards with "
-                f"parquet_processing.py --pairs {path.parent} --output_dir DIR"
-            ) from error
+            raise ValueError(f"{error}{index_hint(path)}") from error
         if columns.mask is not None:
             is_latents = latents_metadata(metadata) is not None
             mask = MASK if is_latents else find_mask_column(schema, path, columns.mask)
@@ -137,6 +133,23 @@ def list_row_groups(
             f"the {len(shards)} shards in {train_data_dir} have 0 rows; name another directory"
         )
     return groups
+
+
+def has_bytes(schema: pa.Schema) -> bool:
+    """Whether a column may have images themselves; an index of files has none."""
+    return any("binary" in str(kind) for kind in schema.types)
+
+
+def index_hint(path: Path | RemoteFile) -> str:
+    """What to do if a parquet file is the index of archives, for the end of an error."""
+    if isinstance(path, RemoteFile):
+        return "; an index of archives cannot be streamed: download the set with script.py"
+    if archive := find_archive(path.parent):
+        return (
+            f"; if it is the index of archives such as {archive}, make shards with "
+            f"parquet_processing.py --pairs {path.parent} --output_dir DIR"
+        )
+    return ""
 
 
 def find_archive(directory: Path) -> str:

@@ -325,8 +325,8 @@ def test_flags_and_archives_that_do_not_fit(hub, tmp_path, capsys, monkeypatch):
     flags = ("--dataset", IMGEDIT, "--num_workers=1")
     assert "these are archives with an index; leave it out" in refuse(capsys, *flags, "--columns")
     assert "leave out --config and --split" in refuse(capsys, *flags, "--split=test")
-    monkeypatch.setattr(script, "MAX_FILES", 4)
-    assert "5 files for one worker are too many" in refuse(capsys, *flags)
+    monkeypatch.setattr(script, "MAX_FILES", 6)
+    assert "7 files for one worker are too many" in refuse(capsys, *flags)
     hub.add("a/zip", {"a.zip": b"x", "train.jsonl": b"{}"})
     assert "archives such as a.zip, which are not .tar" in refuse(capsys, "--dataset=a/zip")
 
@@ -399,6 +399,16 @@ def test_plan_download_convert(hub, tmp_path, capsys):
         error.count("\n") == 1 and "parquet_processing.py --pairs downloads --output_dir" in error
     )
     assert convert("downloads", "data") == pairs
+
+
+def test_an_index_is_not_streamed(hub, tmp_path, capsys):
+    files, _ = upload(hub, IMGEDIT, tmp_path / "set")
+    index = {"default/train/0000.parquet": files["Parquet/add_part0.parquet"]}
+    hub.add(IMGEDIT, index, CONVERTED_REF)
+    with pytest.raises(SystemExit):
+        parquet_processing.main(["--train_data_dir", f"hf://datasets/{IMGEDIT}"])
+    error = capsys.readouterr().err
+    assert error.endswith("cannot be streamed: download the set with script.py\n")
 
 
 @pytest.mark.slow
