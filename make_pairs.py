@@ -389,6 +389,8 @@ def run(config):
     )
     output = Output(config.output_dir, captions, per_shard, worker, num_workers)
     output.check(settings)
+    if output.is_begun:
+        output.start(settings)
     started, num_kept = time.perf_counter(), 0
     todo = output.unfinished_lines()
     if todo:

@@ -98,8 +98,9 @@ class Line:
         Returns:
             The number of pairs that count now.
         """
-        self.arrived[pair.sample.number] = pair
-        before = self.num_seen
+        before, number = self.num_seen, pair.sample.number
+        if number >= before:
+            self.arrived[number] = pair
         while not self.is_finished and self.num_seen in self.arrived:
             self._count(self.arrived.pop(self.num_seen))
             self.num_seen += 1
@@ -208,13 +209,18 @@ class Output:
         ]
         self.own_shards = range(worker, num_shards, num_workers)
 
+    @property
+    def is_begun(self):
+        """Whether an earlier start has begun the run."""
+        return (self.folder / SETTINGS).exists()
+
     def check(self, settings):
         """Raise a ValueError if the directory has other files, or pairs of other settings.
 
         settings: {flag: value}, for JSON.
         """
         file = self.folder / SETTINGS
-        if file.exists():
+        if self.is_begun:
             before, settings = read_json(file), json.loads(json_of(settings))
             names = dict.fromkeys((*settings, *before))
             changed = [name for name in names if settings.get(name) != before.get(name)]
@@ -231,8 +237,8 @@ class Output:
 
     def start(self, settings):
         """Begin or continue the run of checked settings; merges lines of complete shards."""
-        if not (file := self.folder / SETTINGS).exists():
-            write_text(file, json_of(settings), shared=True)
+        if not self.is_begun:
+            write_text(self.folder / SETTINGS, json_of(settings), shared=True)
         for shard in self.own_shards:
             for place in self.places(shard):  # of a killed run
                 remove(unfinished_path(self.line_file(place)))
