@@ -149,6 +149,8 @@ def check_flags(config):
         if not -1 <= value <= 1:
             raise ValueError(f"--{name} {value:g} must be from -1 to 1, a cosine")
     check_seed("seed", config.seed)
+    if not config.clip_model:
+        raise ValueError("--clip_model is empty; name a directory or hub id of a CLIP model")
     if config.keep_all and config.early_stop:
         raise ValueError("--keep_all makes all samples, and --early_stop does not; leave one out")
     if (config.worker is None) != (config.num_workers is None):
@@ -187,7 +189,7 @@ def open_models(config, captions, given, devices):
     Returns:
         (pipeline, its parameters on each device, Clip).
     """
-    is_xl, configs = check_tasks(config.model, ["text to image"])
+    is_xl, configs = check_tasks(config.model, ["text to image"], takes_images=False)
     pipeline_type = pipeline_for("text to image", is_xl)
     scale = max(config.guidance_scale)
     sampling = from_flags(Sampling, config, guidance_scale=scale)
@@ -197,12 +199,15 @@ def open_models(config, captions, given, devices):
             "--accelerate tome merges other positions in each image of a pair; leave it out"
         )
 
+    clip = None
+
     def plan(pipeline):
+        nonlocal clip
         encoders = pipeline.text_encoders
         lengths = [(x, encoder.module.max_position_embeddings) for _, encoder, x in encoders]
         check_lengths(captions, lengths, given)
         height, width = pipeline.image_size(config.height, config.width)
-        return plan_images(
+        planned = plan_images(
             pipeline,
             devices,
             num_images=2 * config.num_samples * len(captions),
@@ -210,10 +215,11 @@ def open_models(config, captions, given, devices):
             branches=sampling.branches(pipeline_type),
             size=(width, height),
         )
+        clip = Clip(config.clip_model, devices=devices, is_optional=False)
+        return planned
 
     options = dict(dtype=choose_dtype(config.dtype), preview=None)
     own = from_flags(ModelOptions, config, **options)
-    clip = Clip(config.clip_model, devices=devices)
     pipeline, params = load_model(
         config.model, pipeline_type, scheduler, config.accelerate, own, plan
     )
@@ -391,30 +397,50 @@ def run(config):
     output.check(settings)
     if output.is_begun:
         output.start(settings)
-    started, num_kept = time.perf_counter(), 0
-    todo = output.unfinished_lines()
+    todo, started = output.unfinished_lines(), time.perf_counter()
+    num_kept = 0
     if todo:
         chunks = -(-len(todo) * config.num_samples // config.batch_size)
-        devices = jax.local_devices()[:chunks]
-        pipeline, params, clip = open_models(config, captions, given, devices)
-        output.start(settings)
-        maker = PairMaker(pipeline, params, Scorer(clip, captions), captions, config)
-        clock, total = DeviceClock(), len(todo) * config.num_samples
-        with tqdm(desc="compiling", total=total, unit="sample") as bar:
-            for place, line in maker.make(output, bar, clock):
-                num_kept += output.finish(place, line)["kept"]
-                if config.preview:
-                    write_preview(config.output_dir, captions[place], line)
-                bar.set_postfix_str(f"{num_kept} pairs kept")
-        report = clock.report(total)
-        print(report, file=sys.stderr, end="\n" if report else "")
+        models = open_models(config, captions, given, jax.local_devices()[:chunks])
+    output.start(settings)
+    if todo:
+        num_kept = make_lines(config, captions, output, len(todo), models)
+    output.end()
     counts, histograms = output.counted()
     for sentence in warn_of_empty(counts, thresholds_of(config)):
         print(f"warning: {sentence}", file=sys.stderr)
     seconds = (time.perf_counter() - started) / num_kept if num_kept else None
     name = "report" if num_workers == 1 else f"report-{worker}"
     print(write_report(config.output_dir, name, counts, histograms, thresholds_of(config), seconds))
-    print(f"next: python parquet_processing.py --train_data_dir {config.output_dir}")
+    if any(line["kept"] for line in counts):
+        print(f"next: python parquet_processing.py --train_data_dir {config.output_dir}")
+
+
+def make_lines(config, captions, output, num_lines, models):
+    """Make and write the pairs of all unfinished lines.
+
+    Args:
+        config: Config.
+        captions: list of Caption.
+        output: Output, started.
+        num_lines: unfinished ones.
+        models: of open_models.
+
+    Returns:
+        Number of pairs that are kept.
+    """
+    pipeline, params, clip = models
+    maker = PairMaker(pipeline, params, Scorer(clip, captions), captions, config)
+    clock, num_kept = DeviceClock(), 0
+    with tqdm(desc="compiling", total=num_lines * config.num_samples, unit="sample") as bar:
+        for place, line in maker.make(output, bar, clock):
+            if config.preview:
+                write_preview(config.output_dir, captions[place], line)
+            num_kept += output.finish(place, line)["kept"]
+            bar.set_postfix_str(f"{num_kept} pairs kept")
+    report = clock.report(2 * config.batch_size * len(params) * clock.num_batches)
+    print(report, file=sys.stderr, end="\n" if report else "")
+    return num_kept
 
 
 def main(args=None):

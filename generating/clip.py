@@ -35,15 +35,17 @@ class Clip:
         name: directory or hub id.
         backend: "flax", or "torch", PyTorch on the CPU.
         devices: of JAX, where "flax" computes features; None: the first one.
+        is_optional: whether the program works without CLIP.
 
     Raises:
         ValueError: it cannot be read, or is not a CLIP model.
     """
 
-    def __init__(self, name, backend="flax", devices=None):
+    def __init__(self, name, backend="flax", devices=None, is_optional=True):
         from transformers import CLIPProcessor  # seconds to import
 
-        remedy = 'name a directory or hub id of a CLIP model, or "" to leave CLIP out'
+        remedy = "name a directory or hub id of a CLIP model"
+        remedy += ', or "" to leave CLIP out' * is_optional
         try:
             folder = fetch_directory(name, CLIP_FILES)
             config = read_json(folder / "config.json")

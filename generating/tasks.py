@@ -68,7 +68,7 @@ def sees_mask(configs):
     return configs["unet"].get("in_channels", 4) != configs["vae"].get("latent_channels", 4)
 
 
-def check_tasks(model, tasks, replaced=None, flag="model"):
+def check_tasks(model, tasks, replaced=None, flag="model", takes_images=True):
     """Check that a model can do tasks, without reading weights.
 
     Args:
@@ -76,6 +76,7 @@ def check_tasks(model, tasks, replaced=None, flag="model"):
         tasks: all tasks that it is asked to do.
         replaced: {component: object} in place of the model's, see FlaxDiffusionPipeline.check.
         flag: name of the model's flag.
+        takes_images: whether the program has flags for images, masks and refiners.
 
     Returns:
         (whether the model is of SDXL's family; {component: its config}).
@@ -92,17 +93,19 @@ def check_tasks(model, tasks, replaced=None, flag="model"):
         )
     is_xl = issubclass(named, XLComponents)
     if is_xl and not has_component(index, "text_encoder") and "text to image" in tasks:
+        remedy = "give --image, or name it as --refiner beside the base model"
         raise ValueError(
-            f"--{flag} {model} is a refiner, which needs an image; give --image, or name it as "
-            "--refiner beside the base model"
+            f"--{flag} {model} is a refiner, which needs an image; "
+            f"{remedy if takes_images else 'name a base model'}"
         )
     # Inpainting takes UNets of 4 and 9 channels, so that it comes first and finds the channels.
     _, configs = pipeline_for("inpainting", is_xl).check(model, replaced=replaced)
     others = {*tasks} - {"inpainting"}
     if sees_mask(configs) and others:
+        remedy = "give --image and --mask, or another model"
         raise ValueError(
             f"--{flag} {model} is an inpainting model, whose UNet sees a mask, and cannot do "
-            f"{' or '.join(sorted(others))}; give --image and --mask, or another model"
+            f"{' or '.join(sorted(others))}; {remedy if takes_images else 'name another model'}"
         )
     return is_xl, configs
 

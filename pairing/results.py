@@ -1,6 +1,7 @@
 """Finished pairs on disk: a file for each finished line of captions, shards for training.
 
     OUTPUT_DIR/make_pairs.json                       the flags and captions of the run
+    OUTPUT_DIR/.unfinished/worker-0-of-1             until all shards of this worker are complete
     OUTPUT_DIR/.unfinished/line-000000012.parquet    pairs of a line, until its shard is complete
     OUTPUT_DIR/train-00000-of-00064.parquet          pairs of --lines_per_shard lines
 
@@ -17,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from command_line import check_writable
 from dataloading.pairs import ROW_GROUP_BYTES, ROW_GROUP_ROWS, SCHEMA
 from dataloading.shards import UNFINISHED_DIR
 from diffusers_flax.loading.files import (
@@ -31,6 +33,7 @@ from pairing.scores import Scores, Thresholds
 
 SETTINGS = "make_pairs.json"
 METADATA = b"make_pairs"
+TRIES = 10  # to write into a directory that another worker removes when it is empty
 PAIR_SCHEMA = pa.schema(
     [
         *SCHEMA,
@@ -114,13 +117,13 @@ class Line:
         self.largest = np.fmax(self.largest, pair.scores)
         places = np.searchsorted(BINS, np.nan_to_num(pair.scores, nan=-1), "right") - 1
         self.histograms[np.arange(len(places)), places.clip(0, len(BINS) - 2)] += 1
-        if self.best is None or pair.scores.clip_direction > self.best.scores.clip_direction:
+        if self.best is None or direction_of(pair) > direction_of(self.best):
             self.best = pair
         if self.choice.num_kept is None:
             self.kept.append(pair)
         elif not missed:
             self.kept.append(pair)
-            self.kept.sort(key=lambda x: -x.scores.clip_direction)  # a stable sort
+            self.kept.sort(key=direction_of, reverse=True)  # a stable sort
             del self.kept[self.choice.num_kept :]
 
     def counts(self, caption):
@@ -134,6 +137,11 @@ class Line:
             "missed": self.missed,
             "largest": dict(zip(Scores._fields, largest)),
         }
+
+
+def direction_of(pair):
+    """Its score, by which pairs are chosen; NaN is the least."""
+    return np.nan_to_num(pair.scores.clip_direction, nan=-np.inf)
 
 
 def row_of(caption, pair):
@@ -181,8 +189,18 @@ def write_rows(path, rows, counted):
 
 
 def read_counts(path):
-    """What write_rows has counted; histograms as an array (scores, bins)."""
-    counted = json.loads(pq.read_schema(path).metadata[METADATA])
+    """What write_rows has counted; histograms as an array (scores, bins).
+
+    Raises:
+        ValueError: the file is damaged, or another program's.
+    """
+    try:
+        counted = json.loads(pq.read_schema(path).metadata[METADATA])
+    except (pa.ArrowException, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is damaged, or not of make_pairs.py; remove it, and the same command makes "
+            "its pairs again"
+        ) from error
     return counted["lines"], np.array(counted["histograms"])
 
 
@@ -208,6 +226,8 @@ class Output:
             folder / f"train-{i:05d}-of-{num_shards:05d}.parquet" for i in range(num_shards)
         ]
         self.own_shards = range(worker, num_shards, num_workers)
+        self.num_workers = num_workers
+        self.marker = folder / UNFINISHED_DIR / f"worker-{worker}-of-{num_workers}"
 
     @property
     def is_begun(self):
@@ -219,7 +239,9 @@ class Output:
 
         settings: {flag: value}, for JSON.
         """
+        check_writable(f"--output_dir {self.folder}", self.folder)
         file = self.folder / SETTINGS
+        found = next(self.folder.glob("[!.]*"), None)  # first: another worker may begin now
         if self.is_begun:
             before, settings = read_json(file), json.loads(json_of(settings))
             names = dict.fromkeys((*settings, *before))
@@ -230,15 +252,27 @@ class Output:
                     f"--output_dir {self.folder} has pairs of a run with other {was}; name "
                     f"another directory, or give the command of {file}"
                 )
-        elif found := next(self.folder.glob("[!.]*"), None):
+        elif found:
             raise ValueError(
                 f"--output_dir {self.folder} is not empty ({found.name}); name another directory"
             )
 
     def start(self, settings):
-        """Begin or continue the run of checked settings; merges lines of complete shards."""
+        """Begin or continue the run of checked settings; merges lines of complete shards.
+
+        Raises:
+            ValueError: a file with the name of a shard is not one.
+        """
         if not self.is_begun:
             write_text(self.folder / SETTINGS, json_of(settings), shared=True)
+        for _ in range(TRIES):
+            with suppress(FileNotFoundError):
+                self.marker.parent.mkdir(parents=True, exist_ok=True)
+                self.marker.touch()
+                break
+        for marker in self.marker.parent.glob("worker-*"):  # of a run with other workers
+            if not marker.name.endswith(f"-of-{self.num_workers}"):
+                remove(marker)
         for shard in self.own_shards:
             for place in self.places(shard):  # of a killed run
                 remove(unfinished_path(self.line_file(place)))
@@ -281,7 +315,9 @@ class Output:
     def _merge(self, shard):
         """Write a shard if all its lines are there; removes their files."""
         files = [self.line_file(place) for place in self.places(shard)]
-        if not self.shards[shard].exists():
+        if self.shards[shard].exists():
+            read_counts(self.shards[shard])
+        else:
             if not all(file.exists() for file in files):
                 return
             counts, histograms = zip(*map(read_counts, files))
@@ -290,8 +326,12 @@ class Output:
             write_rows(self.shards[shard], rows, counted)
         for file in files:
             remove(file)
-        with suppress(OSError):  # it has lines of other shards
-            (self.folder / UNFINISHED_DIR).rmdir()
+
+    def end(self):
+        """Mark the directory as complete, unless other workers have unfinished shards in it."""
+        remove(self.marker)
+        with suppress(OSError):
+            self.marker.parent.rmdir()
 
     def counted(self):
         """(counts of all lines, histograms) of this worker's shards, which are complete."""
