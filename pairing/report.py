@@ -10,7 +10,7 @@ from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import json_text, save_whole, write_text
 from generating.captions import captioned, tile_grid
 from pairing.results import BINS
-from pairing.scores import Scores
+from pairing.scores import Scores, Thresholds
 
 PREVIEWS = "previews"  # directory below --output_dir
 NUM_NAMED = 10  # lines that are named in a warning
@@ -85,9 +85,10 @@ def write_report(folder, name, counts, histograms, thresholds, seconds_per_pair)
     Returns:
         A line for the user.
     """
-    totals, missed = Counter(), Counter()
+    totals = Counter(samples=0, good=0, kept=0)
+    missed = Counter(dict.fromkeys(Thresholds._fields, 0))
     for line in counts:
-        totals.update({key: line[key] for key in ("samples", "good", "kept")})
+        totals.update({key: line[key] for key in totals})
         missed.update(line["missed"])
     empty = [line for line in counts if not line["kept"]]
     report = {

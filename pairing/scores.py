@@ -41,7 +41,7 @@ class Thresholds(NamedTuple):
 
     def missed(self, scores):
         """The flags whose thresholds scores do not reach, a tuple of names."""
-        text = min(scores.clip_text_original, scores.clip_text_edited)
+        text = np.minimum(scores.clip_text_original, scores.clip_text_edited)  # NaN if one is
         values = text, scores.clip_image, scores.clip_direction
         return tuple(
             name

@@ -1,0 +1,165 @@
+"""What a run says about its pairs: previews, warnings, report.json and report.png."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers import ROOT, slow
+from PIL import Image
+from shards import encode
+
+from pairing.captions import Caption
+from pairing.report import NUM_NAMED, warn_of_empty, write_preview, write_report
+from pairing.results import BINS, Choice, Line, Pair
+from pairing.samples import draw_sample
+from pairing.scores import Scores, Thresholds
+
+CAPTION = Caption(7, "a cat", "make it a lion", "a lion")
+GOOD, BAD = Scores(0.3, 0.31, 0.8, 0.25), Scores(0.3, 0.19, 0.65, 0.1)
+PAPER = Thresholds()
+COLOURS = [(250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0), (0, 250, 250), (250, 0, 250)]
+
+
+def pair(number, scores):
+    """A pair of images of one colour each, 40x30."""
+    colours = COLOURS[2 * number : 2 * number + 2]
+    images = [encode(np.full((30, 40, 3), x, np.uint8), "JPEG", subsampling=0) for x in colours]
+    return Pair(draw_sample(0, 6, number, (7.5, 15), (0.1, 0.9)), scores, tuple(images))
+
+
+def line_of(*scores, num_kept=4, thresholds=PAPER):
+    line = Line(Choice(len(scores), num_kept, thresholds))
+    for number, each in enumerate(scores):
+        line.add(pair(number, each))
+    assert line.is_finished
+    return line
+
+
+def colours_in(file):
+    """The numbers of the COLOURS in an image, each as often as it is a rectangle of 40x30."""
+    pixels = np.asarray(Image.open(file).convert("RGB")).astype(int)
+    counts = [(np.abs(pixels - x).max(axis=-1) < 30).sum() / (40 * 30) for x in COLOURS]
+    return [number for number, count in enumerate(counts) if count > 0.8]
+
+
+def test_the_preview_has_the_kept_pairs(tmp_path):
+    write_preview(tmp_path, CAPTION, line_of(GOOD, BAD, GOOD))
+    assert colours_in(tmp_path / "previews" / "000000007.jpg") == [0, 1, 4, 5]
+
+
+def test_the_preview_of_a_line_without_pairs_has_its_best_one(tmp_path):
+    write_preview(tmp_path, CAPTION, line_of(BAD, BAD._replace(clip_direction=0.11), BAD))
+    assert colours_in(tmp_path / "previews" / "000000007.jpg") == [2, 3]
+
+
+def test_texts_of_the_preview(tmp_path, monkeypatch):
+    texts = []
+    real = __import__("pairing.report", fromlist=["captioned"]).captioned
+    monkeypatch.setattr(
+        "pairing.report.captioned", lambda images, text: texts.append(text) or real(images, text)
+    )
+    write_preview(tmp_path, CAPTION, line_of(BAD))
+    sample = draw_sample(0, 6, 0, (7.5, 15), (0.1, 0.9))
+    assert texts == [
+        "not kept; 0: text 0.30 0.19, image 0.65, direction 0.10; "
+        f"scale {sample.guidance_scale:.1f}, p {sample.attention_sharing:.2f}",
+        "7: a cat | make it a lion | a lion",
+    ]
+
+
+# ------------------------------------------------------------------ warnings
+
+
+def test_a_warning_names_the_threshold_that_failed_most():
+    """And the best value: of texts the lower one of both images."""
+    scores = [BAD, BAD._replace(clip_text_edited=0.195), BAD._replace(clip_image=0.9)]
+    counts = [line_of(*scores).counts(CAPTION), line_of(GOOD).counts(CAPTION)]
+    assert warn_of_empty(counts, Thresholds()) == [
+        "line 7: nothing of 3 samples is kept; 3 are below --min_clip_text 0.2, the largest value "
+        "is 0.195"
+    ]
+    lower = Thresholds(0.1, 0.7, 0.15)
+    counts = [line_of(*scores, thresholds=lower).counts(CAPTION)]
+    assert warn_of_empty(counts, lower) == [
+        "line 7: nothing of 3 samples is kept; 3 are below --min_clip_direction 0.15, the largest "
+        "value is 0.100"
+    ]
+
+
+def test_thresholds_that_fail_together_are_said():
+    """Each threshold is reached by some sample, and by none all of them."""
+    scores = Scores(0.3, 0.3, 0.5, 0.3), Scores(0.3, 0.3, 0.9, 0.1)
+    counts = [line_of(*scores).counts(CAPTION)]
+    (sentence,) = warn_of_empty(counts, Thresholds())
+    assert sentence == (
+        "line 7: nothing of 2 samples is kept; 1 are below --min_clip_image 0.7, the largest value "
+        "is 0.900"
+    )
+
+
+def test_many_empty_lines_are_counted():
+    counts = [line_of(BAD).counts(CAPTION._replace(line=line)) for line in range(1, 31)]
+    sentences = warn_of_empty(counts, Thresholds())
+    assert len(sentences) == NUM_NAMED + 1
+    assert sentences[-1] == "nothing is kept of 20 more lines, which report.json names"
+    assert warn_of_empty([], Thresholds()) == []
+
+
+# ------------------------------------------------------------------ reports
+
+
+def test_the_report(tmp_path):
+    lines = [line_of(GOOD, BAD, GOOD, num_kept=1), line_of(BAD)]
+    counts = [line.counts(CAPTION._replace(line=n)) for n, line in enumerate(lines, start=3)]
+    histograms = sum(line.histograms for line in lines)
+    said = write_report(tmp_path, "report-2", counts, histograms, Thresholds(), 1.234)
+    assert said == (
+        "1 pairs of 2 lines are kept; 2 of 4 samples reach the thresholds, 1.23 s per kept pair"
+    )
+    report = json.loads((tmp_path / "report-2.json").read_text())
+    assert {name: report[name] for name in ("lines", "samples", "good", "kept")} == {
+        "lines": 2,
+        "samples": 4,
+        "good": 2,
+        "kept": 1,
+    }
+    assert report["missed"] == dict.fromkeys(Thresholds._fields, 2)
+    assert report["lines_without_pairs"] == 1 and report["without_pairs"] == counts[1:]
+    assert report["thresholds"] == Thresholds()._asdict()
+    assert report["seconds_per_kept_pair"] == 1.234
+    bins = np.array(report["bins"])
+    assert np.allclose(bins, BINS) and len(bins) == 151
+    for name, values in zip(Scores._fields, zip(GOOD, BAD, GOOD, BAD)):
+        assert report["histograms"][name] == np.histogram(values, BINS)[0].tolist()
+    with Image.open(tmp_path / "report-2.png") as image:
+        assert image.format == "PNG" and np.ptp(np.asarray(image.convert("L"))) > 100
+
+
+@pytest.mark.parametrize("least", [0.2, *slow(-1, 1)])
+def test_shares_in_the_figure(tmp_path, monkeypatch, least):
+    """Of samples at least at the threshold, for a threshold between two bins."""
+    from matplotlib.axes import Axes
+
+    titles = []
+    monkeypatch.setattr(Axes, "set_title", lambda self, text: titles.append(text))
+    line = line_of(GOOD, BAD, GOOD)
+    write_report(tmp_path, "report", [], line.histograms, Thresholds(least, least, least), None)
+    shares = [np.mean([x[i] >= least for x in (GOOD, BAD, GOOD)]) for i in range(4)]
+    assert titles == [
+        f"{name}: {share:.0%} reach {least:g}" for name, share in zip(Scores._fields, shares)
+    ]
+
+
+def test_a_report_of_nothing(tmp_path):
+    """A worker without shards."""
+    said = write_report(tmp_path, "report", [], np.zeros((4, 150), int), Thresholds(), None)
+    assert said == "0 pairs of 0 lines are kept; 0 of 0 samples reach the thresholds"
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["lines"] == report["samples"] == report["kept"] == report["good"] == 0
+    assert report["missed"] == dict.fromkeys(Thresholds._fields, 0)
+    assert report["seconds_per_kept_pair"] is None
+
+
+def test_thresholds_are_flags():
+    text = (ROOT / "make_pairs.py").read_text()
+    assert all(f"    {name}: float" in text for name in Thresholds._fields)
