@@ -39,7 +39,7 @@ from dataloading.pairs import (
 )
 from dataloading.shards import UNFINISHED_DIR
 from diffusers_flax.loading.files import naming_full_disk, remove, write_text
-from diffusers_flax.messages import one_line
+from diffusers_flax.messages import first_names, one_line
 
 MANIFEST = "manifest.json"
 MAX_IGNORED = 5  # files that are named as not read
@@ -481,10 +481,14 @@ def finish(plan: Plan, source: Source, output_dir: Path, options: Options) -> st
         "conversion": plan.get("conversion"),
         "files": files,
         "left_out": left_out,
+        "not_read": plan.get("unnamed") or [],
     }
     write_text(output_dir / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     total = sum(file["rows"] for file in files)
     lines = [f"wrote {total} pairs to {output_dir} (shards: {len(files)}; {MANIFEST} lists them)"]
+    if unnamed := plan.get("unnamed"):
+        text = f"{len(unnamed)} archives with files that no index here names: "
+        lines.append(f"not read    {text}{first_names(unnamed)}")
     for kind, found in left_out.items():
         lines.append(f"left out    {found['count']} pairs: {kind}")
         lines += [f"            {name}" for name in found["examples"][:3]]

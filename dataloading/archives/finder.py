@@ -1,17 +1,19 @@
 """Finds the files that an index names, in archives and beside them.
 
-finder = Finder(db, root, archives)  # db: with the table members of plan.py
-finder.record(row, "train-00000")  # {"original": [archive, offset, size, name], ...}
+finder = Finder(db, source)  # db: with the table members of plan.py
+finder.record(row, file)  # {"original": [archive, offset, size, name], ...}
 """
 
 import hashlib
 import json
 import re
 import sqlite3
+from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 
 from dataloading.archives.sets import Row
-from dataloading.archives.tar import MAX_MEMBER_BYTES, Archive, Stream
+from dataloading.archives.tar import MAX_MEMBER_BYTES, Stream
 
 FOLDER = 0  # "archive" of files that are in no archive
 MAX_ALIKE = 1000  # files with one end of their names that are looked at
@@ -21,9 +23,27 @@ class Absent(ValueError):
     """None of the files of a pair is here."""
 
 
+class Missing(ValueError):
+    """Some of the files of a pair are here."""
+
+
+class NoInstruction(ValueError):
+    """A pair has no instruction."""
+
+
+class Changed(Exception):
+    """A rule by which earlier pairs were found does not hold; find all pairs again."""
+
+
 def end_of(name: str, num_parts: int) -> str:
     """The last directories and the file of a name; a function of the database, too."""
     return "/".join(name.rsplit("/", num_parts)[-num_parts:])
+
+
+def num_common(one: Iterable[str], other: Iterable[str]) -> int:
+    """How many leading directories two paths have in common."""
+    pairs = zip(one, other)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def without_numbers(name: str) -> str:
@@ -34,26 +54,36 @@ def without_numbers(name: str) -> str:
 class Finder:
     """Finds the files that an index names among the members of archives and the other files.
 
-    Either the index or an archive may have more leading directories; directories are never
-    exchanged, as then a path of an archive that is not here would fit another archive.
+    Either the index or an archive may have more leading directories. All paths with files in one
+    archive have the same ones more, else paths of an archive that is not here would fit another.
+    Files that lie nearer to another index are its own.
     """
 
-    def __init__(self, db: sqlite3.Connection, root: Path, archives: list[Archive]):
-        """db: with the table of members; root: that files beside the archives are relative to."""
-        self._db, self._root, self._archives = db, root, archives
-        self._names = ["", *(archive.name for archive in archives)]
+    def __init__(self, db: sqlite3.Connection, source):
+        """db: with the table of members; source: plan.Source."""
+        self._db, self._root, self._archives = db, source.root, source.archives
+        self._names = ["", *(archive.name for archive in source.archives)]
         self._folders = [  # of each archive, and its name without the suffix
             [*folder.split("/"), name.partition(".")[0]]
             for folder, _, name in (name.rpartition("/") for name in self._names)
         ]
-        self._paths: dict[int, int] = {}  # hash of a place: hash of the longer path in the index
+        self._more: dict[tuple, tuple | None] = {}  # see _has_same_more; None: none is right
+        self._indexes = {file.parent.relative_to(source.root).parts for file, _ in source.indexes}
+        self.used: set[int] = set()  # archives with a file that an index names
+        self._is_near: dict[tuple, bool] = {}  # (directory of a file, of an index): see _near
 
-    def record(self, row: Row, stem: str) -> dict:
+    def record(self, row: Row, file: Path) -> dict:
         """The record of a pair: places of files, and texts.
+
+        Args:
+            row: of the index `file`.
 
         Raises:
             Absent: none of its images is here.
-            ValueError: an image is missing or ambiguous, or there is no instruction.
+            Missing: one of its files is not.
+            NoInstruction: it has none.
+            ValueError: an image is ambiguous, or no path.
+            Changed: see there.
         """
         record, missing = {}, []
         for field in ("edited", "original", "mask", "reference"):
@@ -63,21 +93,22 @@ class Finder:
             elif path:
                 hint = row.original_archive if field == "original" else row.edited_archive
                 near = record.get("edited", [None])[0]
-                place = self.place(path, str(hint), row.folder, (near, stem))
+                place = self.place(path, str(hint), row.folder, (near, file))
                 if place is None:
                     missing.append(path)
                 else:
                     record[field] = place
+                    self.used.add(place[0])
         if not {"original", "edited"} & record.keys():
             raise Absent(f"{row.edited} is in no archive or directory")
         if missing:
-            raise ValueError(f"{missing[0]} is in no archive or directory")
+            raise Missing(f"{missing[0]} is in no archive or directory")
         for field in ("original", "edited"):
             if field not in record:
                 raise ValueError(f"it has no {field} image")
         texts = [text.strip() for text in row.instruction if isinstance(text, str) and text.strip()]
         if not texts:
-            raise ValueError("it has no instruction")
+            raise NoInstruction("it has no instruction")
         record["instruction"] = texts
         for field in ("original_prompt", "edited_prompt"):
             if isinstance(text := getattr(row, field), str) and text:
@@ -91,10 +122,11 @@ class Finder:
             path: as in the index; of a URL only the file's name counts.
             hint: the archive that has it; "": any.
             folder: that the path is relative to; "": not known.
-            near: (archive of the edited image, stem of the index), which decide between equals.
+            near: (archive of the edited image, index), which decide between equals.
 
         Raises:
             ValueError: several different files fit.
+            Changed: see there.
         """
         if not isinstance(path, str):
             raise ValueError(f"{str(path)[:40]} is not a path")
@@ -103,9 +135,9 @@ class Finder:
         parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".")]
         if not parts:
             raise ValueError(f"{path!r} names no file")
-        found = self._lookup(parts, hint, folder)
+        found = self._lookup(parts, hint, folder, near[1])
         if len(found) > 1:
-            stem = near[1]
+            stem = near[1].name.partition(".")[0]
             for fits in (
                 lambda x: folder and self._is_in(folder, x),
                 lambda x: x[0] == near[0],
@@ -142,7 +174,7 @@ class Finder:
         with Stream(archive) as stream:
             return hashlib.sha256(stream.at(offset, size)).digest()
 
-    def _lookup(self, parts: list[str], hint: str, folder: str) -> list[list]:
+    def _lookup(self, parts: list[str], hint: str, folder: str, index: Path) -> list[list]:
         """The files that a path may name; in an archive the last one of a name counts."""
         for path in [[*folder.split("/"), *parts], parts] if folder else [parts]:
             for find in (self._named, self._longer, self._shorter):
@@ -151,24 +183,27 @@ class Finder:
                     for x in find(path)
                     if (not hint or f"/{self._names[x[0]]}".endswith(f"/{hint}"))
                     and (not folder or self._is_in(folder, x))
+                    and (
+                        # The index says so, by the directory or by the whole path.
+                        folder or (x[0] == FOLDER and find != self._longer) or self._near(x, index)
+                    )
                 ]
                 if found:
-                    found = list({(x[0], x[3]): x for x in found}.values())
-                    if find == self._shorter:
-                        self._claim(found, path)
-                    return found
+                    return list({(x[0], x[3]): x for x in found}.values())
         return []
 
-    def _claim(self, found: list[list], path: list[str]) -> None:
-        """Raise a ValueError if another path of the index is shortened to the same file."""
-        for x in found:
-            if self._paths.setdefault(hash((x[0], x[1], x[3])), hash(tuple(path))) != hash(
-                tuple(path)
-            ):
-                raise ValueError(
-                    f"{'/'.join(path)} and another path of the index would both be {x[3]} in "
-                    f"{self._names[x[0]] or 'the directory'}"
-                )
+    def _near(self, found: list, index: Path) -> bool:
+        """Whether a file is below an index, or no other index has more directories in common."""
+        if len(self._indexes) < 2:
+            return True
+        folder = (self._names[found[0]] or found[3]).rpartition("/")[0]
+        key = (folder, index.parent)
+        if key not in self._is_near:
+            parts, own = folder.split("/"), index.parent.relative_to(self._root).parts
+            common = num_common(parts, own)
+            others = (num_common(parts, other) for other in self._indexes)
+            self._is_near[key] = common == len(own) or common >= max(others)
+        return self._is_near[key]
 
     def _named(self, parts: list[str]) -> list[list]:
         """The files of exactly this name."""
@@ -194,10 +229,36 @@ class Finder:
     def _shorter(self, parts: list[str]) -> list[list]:
         """The files that have fewer leading directories."""
         for count in range(1, len(parts)):
-            found = [x for x in self._named(parts[count:]) if not self._is_other(x, parts[:count])]
+            more = parts[:count]
+            found = [
+                x
+                for x in self._named(parts[count:])
+                if not self._is_other(x, more) and self._has_same_more(x, more)
+            ]
             if found:
                 return found
         return []
+
+    def _has_same_more(self, found: list, more: list[str]) -> bool:
+        """Whether the index has these directories more for all files of an archive or directory.
+
+        If it has others too, those that end in the archive's name are right, else none.
+
+        Raises:
+            Changed: others were taken before.
+        """
+        number, name = found[0], found[3]
+        place = (number, name.split("/")[0] if number == FOLDER and "/" in name else "")
+        given, known = tuple(more), self._more.get(place, ())
+        if known == ():
+            self._more[place] = known = given
+        if known == given or known is None:
+            return known is not None
+        own = self._folders[number][-1] or place[1]
+        if known[-1] == own:
+            return False
+        self._more[place] = given if given[-1] == own else None
+        raise Changed
 
     def _is_other(self, found: list, folders: list[str]) -> bool:
         """Whether a file's archive has the name of one of the folders, but with another number."""

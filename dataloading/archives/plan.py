@@ -10,6 +10,7 @@ import os
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +19,15 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dataloading.archives.finder import FOLDER, Absent, Finder, end_of
+from dataloading.archives.finder import (
+    FOLDER,
+    Absent,
+    Changed,
+    Finder,
+    Missing,
+    NoInstruction,
+    end_of,
+)
 from dataloading.archives.index import has_images, is_index, read_rows
 from dataloading.archives.names import OTHER
 from dataloading.archives.sets import (
@@ -43,7 +52,11 @@ from diffusers_flax.messages import first_names, one_line
 
 MAX_INDEXES = 5000
 MAX_NAMED = 10  # problems of one kind that are kept by name
-IMAGES = ("original", "edited", "mask", "reference")
+KINDS = {  # of rows that are left out
+    Absent: "no files here",
+    Missing: "a file is missing",
+    NoInstruction: "no instruction",
+}
 TABLES = """
 create table if not exists meta (key text primary key, value text);
 create table if not exists archives (id integer primary key, name text, stamp text);
@@ -336,14 +349,23 @@ class Plan:
             source: inventoried.
             max_pairs: only the first N; None: all.
         """
-        for table in ("pairs", "needs", "problems"):
-            self.db.execute(f"delete from {table}")
-        self.db.execute("drop index if exists by_order")
+        finder, is_right = Finder(self.db, source), False
+        self.put(unnamed=[])
+        while not is_right:
+            for table in ("pairs", "needs", "problems"):
+                self.db.execute(f"delete from {table}")
+            self.db.execute("drop index if exists by_order")
+            with suppress(Changed):
+                self._find_pairs(source, max_pairs, finder)
+                is_right = True
+
+    def _find_pairs(self, source: Source, max_pairs: int | None, finder: Finder) -> None:
+        """As make_pairs, by the rules that the finder knows so far."""
         gzipped = {n for n, x in enumerate(source.archives, start=1) if x.is_gzipped}
-        find = self._samples
-        if source.indexes or source.are_shards:
-            find = self._indexed if source.indexes else self._rows
-        pairs = find(source)
+        if source.are_shards:
+            pairs = self._rows(source)
+        else:
+            pairs = self._indexed(source, finder) if source.indexes else self._samples(source)
         bar, count, columns = tqdm(desc="finding pairs", unit="pair", disable=None), 0, set()
         with bar:
             for name, record in pairs:
@@ -379,9 +401,12 @@ class Plan:
                 (archive, offset, size, home, position),
             )
 
-    def _indexed(self, source: Source) -> Iterator[tuple[str, dict]]:
-        """(name, record) of each pair of the indexes, whose files are all there."""
-        finder, named = Finder(self.db, source.root, source.archives), Counter()
+    def _indexed(self, source: Source, finder: Finder) -> Iterator[tuple[str, dict]]:
+        """(name, record) of each pair of the indexes, whose files are all there.
+
+        After them, the samples of archives that no index names, if they are WebDataset.
+        """
+        named = Counter()
 
         def leave_out(kind, name):
             named[kind] += 1
@@ -405,12 +430,25 @@ class Plan:
                 for number, pair in enumerate(turns, start=1):
                     turn = f"{name} turn {number}" if len(turns) > 1 else name
                     try:
-                        yield turn, finder.record(pair, stem)
-                    except Absent as error:
-                        leave_out("no files here", f"{turn}: {error}")
+                        yield turn, finder.record(pair, file)
                     except ValueError as error:
-                        leave_out("a file is missing", f"{turn}: {error}")
-        self.put(left_out=named)
+                        leave_out(KINDS.get(type(error), "not a pair"), f"{turn}: {error}")
+        spare = {n for n in range(1, len(source.archives) + 1) if n not in finder.used}
+        if spare:
+            self.db.execute("create index if not exists by_archive on members (archive, offset)")
+        samples = {number for number in spare if self._has_samples(number)}
+        self.put(unnamed=[source.archives[n - 1].name for n in sorted(spare - samples)])
+        yield from self._samples(source, samples, named)
+
+    def _has_samples(self, archive: int) -> bool:
+        """Whether one of the first files of an archive begins a sample of WebDataset."""
+        query = (
+            "select archive, offset, size, name from members where archive = ? "
+            "order by offset limit 64"
+        )
+        rows = (([*row], *split_name(row[3])) for row in self.db.execute(query, (archive,)))
+        groups = groupby(rows, lambda row: row[1])
+        return any(is_sample(record) for _, files in groups for record in samples_of(files))
 
     def _rows(self, source: Source) -> Iterator[tuple[str, dict]]:
         """(name, record) of each row of shards, whose place is the row's number."""
@@ -419,18 +457,27 @@ class Plan:
                 yield f"{shard.name} row {row}", {"edited": [number, row, 0, ""]}
         self.put(left_out={})
 
-    def _samples(self, source: Source) -> Iterator[tuple[str, dict]]:
-        """(name, record) of each sample of WebDataset: files in a row with one key."""
-        named = Counter()
+    def _samples(
+        self, source: Source, archives: set[int] | None = None, named: Counter | None = None
+    ) -> Iterator[tuple[str, dict]]:
+        """(name, record) of each sample of WebDataset: files in a row with one key.
+
+        Args:
+            source: inventoried.
+            archives: numbers of those that have samples; None: all.
+            named: counts of rows that are left out already.
+        """
+        named = Counter() if named is None else named
         query = "select archive, offset, size, name from members order by archive, offset"
-        rows = self.db.cursor().execute(query)
-        named_rows = (([*row], *split_name(row[3])) for row in rows)  # place, key, extension
+        rows = self.db.cursor().execute(query) if archives != set() else ()
+        named_rows = (  # place, key, extension
+            ([*row], *split_name(row[3])) for row in rows if archives is None or row[0] in archives
+        )
         names = [archive.name for archive in source.archives]
         for (number, key), files in groupby(named_rows, lambda row: (row[0][0], row[1])):
             for record in samples_of(files):
                 name = f"{names[number - 1]} {key}"
-                texts = {"text", "json", "instruction"} & record.keys()
-                if {"original", "edited"} <= record.keys() and texts:
+                if is_sample(record):
                     yield name, record
                     continue
                 kinds = [*record.pop("others", ()), *record]
@@ -440,6 +487,12 @@ class Plan:
                 if named[kind] <= MAX_NAMED:
                     self.add_problem("plan", kind, f"{name} has {first_names(kinds)}")
         self.put(left_out=named)
+
+
+def is_sample(record: dict) -> bool:
+    """Whether a sample has both images and a text."""
+    texts = {"text", "json", "instruction"} & record.keys()
+    return {"original", "edited"} <= record.keys() and bool(texts)
 
 
 def is_place(value) -> bool:
@@ -472,7 +525,6 @@ def sets_of(source: Source, plan: Plan) -> dict[str, str]:
         columns = {ShardColumns.of(shard.parts[0])[:3] for shard in source.archives}
         names = filter(None, map(known_set, columns))
         return {name: LICENCES.get(name, "") for name in names}
-    if source.indexes:
-        return {known.name: known.licence for _, known in source.indexes if known.name}
+    found = {known.name: known.licence for _, known in source.indexes if known.name}
     query = "select exists (select 1 from members where name like '%.1.0.jpg')"
-    return {X2EDIT: "Apache-2.0"} if plan.one(query) else {}
+    return found | ({X2EDIT: "Apache-2.0"} if plan.one(query) else {})

@@ -274,8 +274,9 @@ def test_rows_that_cannot_be_used_are_named_and_counted(tmp_path, capsys):
         "left out    2 pairs: damaged",
         "index.jsonl line 4: 3b.png: ",
         "index.jsonl line 5: 4a.png: no known image format",
-        "left out    2 pairs: a file is missing",
+        "left out    1 pairs: a file is missing",
         "index.jsonl line 6: 5b.png is in no archive or directory",
+        "left out    1 pairs: no instruction",
         "index.jsonl line 8: it has no instruction",
         "left out    1 pairs: no files here",
         "index.jsonl line 7: 6b.png is in no archive",
@@ -283,7 +284,7 @@ def test_rows_that_cannot_be_used_are_named_and_counted(tmp_path, capsys):
         assert words in printed, words
     left_out = json.loads((tmp_path / "data" / "manifest.json").read_text())["left_out"]
     assert {kind: found["count"] for kind, found in left_out.items()} == {
-        "a file is missing": 2, "damaged": 2, "no files here": 1
+        "a file is missing": 1, "damaged": 2, "no files here": 1, "no instruction": 1
     }  # fmt: skip
 
 

@@ -73,7 +73,12 @@ def test_two_paths_are_never_one_file(tmp_path, capsys):
     write_tar(folder / "x.tar", {"a.png": plain(1), "b.png": plain(2)})
     write_lines(folder / "i.jsonl", rows_of("cats/", "dogs/"))
     error = refuse(folder, tmp_path / "data", capsys)
-    assert "dogs/b.png and another path of the index would both be b.png in x.tar" in error
+    assert "has no pair that can be used (2 rows)" in error
+    # The name of the archive decides, whichever comes first.
+    (folder / "x.tar").rename(folder / "dogs.tar")
+    run(folder, tmp_path / "named")
+    assert pairs_of(read_shards(tmp_path / "named")) == {"of dogs/": (1, 2)}
+    assert left_out(tmp_path / "named") == {"no files here": 1}
 
 
 def test_many_rows_without_files_do_not_hide_a_directory(tmp_path):
