@@ -25,26 +25,20 @@ Source: InstructPix2Pix (arXiv 2211.09800), section 3.1.
 """
 
 import hashlib
-import io
 import json
 import sys
 import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
 from command_line import check_scale, check_seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.precision import choose_dtype
-from diffusers_flax.images import to_pil
-from diffusers_flax.prompts import prepare_prompts
-from generating.batches import DeviceClock, check_finite_images, run_ahead
+from generating.batches import DeviceClock
 from generating.clip import Clip
 from generating.flags import SamplingFlags, from_flags
 from generating.models import ModelOptions, Sampling, check_sampling, load_model, plan_images
@@ -52,16 +46,13 @@ from generating.resuming import commit_of, identify, names_in
 from generating.single_files import with_single_files
 from generating.tasks import check_tasks, pipeline_for
 from pairing.captions import captions_of_template, check_lengths, read_captions
+from pairing.maker import PairMaker
 from pairing.report import warn_of_empty, write_preview, write_report
-from pairing.results import Choice, Line, Output, Pair
-from pairing.samples import batches_of, chunks_of, draw_sample, interleaved
-from pairing.scores import Scorer, Thresholds
+from pairing.results import Output
+from pairing.scores import Scorer, thresholds_of
 
 NUM_SHARDS = 64  # of a short list; a long one has more
 MAX_LINES_PER_SHARD = 100
-JPEG_QUALITY = 95
-IN_FLIGHT = 2  # batches on the devices
-SCORING = 3  # batches whose images are being scored
 
 
 @dataclass(frozen=True)
@@ -159,11 +150,6 @@ def check_flags(config):
         raise ValueError(f"--worker {config.worker} must be from 0 to {config.num_workers - 1}")
 
 
-def thresholds_of(config):
-    """The Thresholds of the flags."""
-    return Thresholds(*(getattr(config, name) for name in Thresholds._fields))
-
-
 def settings_of(config, captions):
     """What pairs depend on, by flags, for Output.start."""
     files, same = names_in(config, "FILES"), names_in(config, "SAME_IMAGES")
@@ -225,156 +211,6 @@ def open_models(config, captions, given, devices):
     )
     pipeline.embeddings.warn_unused([x for caption in captions for x in caption[1:]])
     return pipeline, [jax.device_put(params, device) for device in devices], clip
-
-
-def encode_jpeg(image):
-    """A PIL image as the bytes of a JPEG file."""
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=JPEG_QUALITY, subsampling=0)
-    return buffer.getvalue()
-
-
-class PairMaker:
-    """Makes pairs of captions.
-
-    Each device runs a program for one device, so that pairs do not depend on the number of devices:
-    XLA compiles another one for several devices, which rounds differently.
-
-    Args:
-        pipeline, params: of open_models.
-        scorer: Scorer.
-        captions: list of Caption.
-        config: Config.
-    """
-
-    def __init__(self, pipeline, params, scorer, captions, config):
-        self.pipeline, self.params, self.scorer = pipeline, params, scorer
-        self.captions, self.config, self.thresholds = captions, config, thresholds_of(config)
-        self.pool = ThreadPoolExecutor(len(params))  # programs of all devices compile side by side
-
-    def prepare(self, batch):
-        """[(samples, arrays of a call)] of the chunks of a batch."""
-        return list(map(self.prepare_chunk, batch))
-
-    def prepare_chunk(self, chunk):
-        """(samples, arrays of a call) of a chunk."""
-        config = self.config
-        ranges = config.guidance_scale, config.attention_sharing
-        samples = [draw_sample(config.seed, *numbers, *ranges) for numbers in chunk]
-        captions = [self.captions[sample.place] for sample in samples]
-        texts = [text for caption in captions for text in (caption.input, caption.output)]
-        negative = [config.negative_prompt] * len(texts)
-        arrays = prepare_prompts(self.pipeline, texts, negative)._asdict()
-        arrays["prng_seed"] = np.repeat([sample.key for sample in samples], 2, axis=0)
-        for name in ("guidance_scale", "attention_sharing"):
-            values = np.float32([getattr(sample, name) for sample in samples])
-            arrays[name] = np.repeat(values, 2)
-        if config.guidance_scale[1] <= 1:
-            arrays["guidance_scale"] = config.guidance_scale[1]  # one branch
-        return samples, arrays
-
-    def dispatch(self, prepared):
-        """Start the programs of a batch; returns their images, on their devices."""
-        config = self.config
-        options = dict(
-            num_inference_steps=config.num_inference_steps,
-            timesteps=config.timesteps or None,
-            eta=config.eta,
-            guidance_rescale=config.guidance_rescale,
-            height=config.height,
-            width=config.width,
-        )
-
-        def call(params, chunk):
-            return self.pipeline(params=params, **options, **chunk[1]).images
-
-        return list(self.pool.map(call, self.params, prepared))
-
-    def collect(self, prepared, images):
-        """The images of each chunk, originals and edited images in turn, as PIL images."""
-        first = self.captions[prepared[0][0][0].place]
-        images = [np.asarray(x) for x in images]
-        which = f'images of "{first.input}" and others'
-        check_finite_images(np.stack(images), which, self.config.lora)
-        return list(map(to_pil, images))
-
-    def score(self, samples, images, device):
-        """The Pairs of a chunk; device: its number."""
-        config, places = self.config, [sample.place for sample in samples]
-        scores = self.scorer(images, places, device)
-
-        def files_of(i):
-            if self.thresholds.missed(scores[i]) and not (config.keep_all or config.preview):
-                return None
-            return tuple(map(encode_jpeg, images[2 * i : 2 * i + 2]))
-
-        files = self.scorer.pool.map(files_of, range(len(samples)))
-        return [Pair(*fields) for fields in zip(samples, scores, files)]
-
-    def batches(self, output, is_wanted):
-        """The batches of all unfinished lines; arguments of `make`."""
-        config = self.config
-
-        def chunks():
-            for places in output.unfinished_shards():
-                found = chunks_of(places, config.num_samples, config.batch_size)
-                if config.early_stop:
-                    at_once = (IN_FLIGHT + SCORING + 1) * len(self.params)
-                    found = interleaved(found, at_once)
-                yield from found
-
-        return batches_of(chunks(), is_wanted, len(self.params))
-
-    def make(self, output, bar, clock):
-        """Make the pairs of all lines that are not finished.
-
-        Args:
-            output: Output, started.
-            bar: tqdm progress bar in units of samples.
-            clock: DeviceClock.
-
-        Yields:
-            (place of a finished line, its Line).
-        """
-        config, lines = self.config, {}
-        num_kept = None if config.keep_all else config.num_kept
-        choice = Choice(config.num_samples, num_kept, self.thresholds, config.early_stop)
-
-        def is_wanted(place, number):
-            is_known = (
-                output.is_finished(place) or lines.setdefault(place, Line(choice)).is_finished
-            )
-            return not is_known
-
-        def finished_by(pairs):
-            for pair in pairs:
-                place = pair.sample.place
-                if (line := lines.get(place)) is None or not is_wanted(place, pair.sample.number):
-                    continue
-                bar.update(line.add(pair))
-                if line.is_finished:
-                    bar.update(config.num_samples - line.num_seen)
-                    yield place, line
-                    del lines[place]
-
-        ready = map(self.prepare, self.batches(output, is_wanted))
-        running = run_ahead(ready, self.dispatch, self.collect, clock, IN_FLIGHT)
-        with ThreadPoolExecutor(len(self.params)) as pool:
-            scoring = deque()
-            for prepared, images, _ in running:
-                bar.set_description("making pairs")
-                samples = [samples for samples, _ in prepared]
-                devices = range(len(samples))
-                scoring.append([pool.submit(self.score, *x) for x in zip(samples, images, devices)])
-                while len(scoring) > SCORING or (scoring and all(x.done() for x in scoring[0])):
-                    yield from finished_by(pairs_of(scoring.popleft()))
-            while scoring:
-                yield from finished_by(pairs_of(scoring.popleft()))
-
-
-def pairs_of(futures):
-    """The Pairs of the chunks of a batch, in order."""
-    return [pair for future in futures for pair in future.result()]
 
 
 def run(config):

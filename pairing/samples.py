@@ -70,17 +70,19 @@ def interleaved(chunks, num_captions):
     While a chunk is on the devices, nobody knows yet whether its captions need another one.
 
     Args:
-        chunks: of chunks_of.
+        chunks: of chunks_of, of one or more calls.
         num_captions: how many captions take turns.
 
     Returns:
         The chunks, sorted: the first samples of the first captions, then their next samples.
     """
-    first = chunks[0][0][0]
+    ranks = {}
+    for chunk in chunks:
+        ranks.setdefault(chunk[0][0], len(ranks))
 
     def turn(chunk):
         place, number = chunk[0]
-        return (place - first) // num_captions, number // len(chunk), place
+        return ranks[place] // num_captions, number // len(chunk), place
 
     return sorted(chunks, key=turn)
 

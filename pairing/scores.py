@@ -50,6 +50,11 @@ class Thresholds(NamedTuple):
         )
 
 
+def thresholds_of(config):
+    """The Thresholds of the flags of make_pairs.py."""
+    return Thresholds(*(getattr(config, name) for name in Thresholds._fields))
+
+
 def pair_scores(images, texts):
     """Scores of pairs.
 
