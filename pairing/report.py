@@ -1,18 +1,20 @@
 """What a run of make_pairs.py says about its pairs: previews of lines, report.json, report.png."""
 
 import io
+import json
 from collections import Counter
 
 import numpy as np
 from PIL import Image
 
 from diffusers_flax.images import save_image
-from diffusers_flax.loading.files import json_text, save_whole, write_text
+from diffusers_flax.loading.files import save_whole, write_text
 from generating.captions import captioned, tile_grid
-from pairing.results import BINS
+from pairing.results import BINS, direction_of
 from pairing.scores import Scores, Thresholds
 
 PREVIEWS = "previews"  # directory below --output_dir
+NUM_DRAWN = 12  # pairs in a preview
 NUM_NAMED = 10  # lines that are named in a warning
 THRESHOLD_OF = {  # of each score
     "clip_text_original": "min_clip_text",
@@ -28,11 +30,15 @@ def write_preview(folder, caption, line):
     Args:
         folder: --output_dir.
         caption: Caption.
-        line: Line, finished.
+        line: Line, finished. Of many pairs the first are drawn, good ones before the others, and of
+            these the ones with the largest direction.
     """
+    missed = line.choice.thresholds.missed
     pairs = line.kept or [line.best]
+    if len(pairs) > NUM_DRAWN:
+        pairs = sorted(pairs, key=lambda x: (not missed(x.scores), direction_of(x)), reverse=True)
     tiles = []
-    for pair in pairs:
+    for pair in pairs[:NUM_DRAWN]:
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data in pair.images]
         scores, sample = pair.scores, pair.sample
         text = (
@@ -40,15 +46,19 @@ def write_preview(folder, caption, line):
             f"image {scores.clip_image:.2f}, direction {scores.clip_direction:.2f}; "
             f"scale {sample.guidance_scale:.1f}, p {sample.attention_sharing:.2f}"
         )
-        tiles.append(captioned(images, text if line.kept else f"not kept; {text}"))
+        if below := missed(scores):
+            text += f"; below {', '.join(below)}"
+        tiles.append(captioned(images, text))
     columns = min(len(tiles), 2)
     grid = tile_grid(tiles, columns, margin=8)
     text = f"{caption.line}: {caption.input} | {caption.edit} | {caption.output}"
+    if (more := len(pairs) - NUM_DRAWN) > 0:
+        text += f" ({more} more pairs are kept)"
     save_image(captioned([grid], text), folder / PREVIEWS / f"{caption.line:09d}.jpg")
 
 
 def warn_of_empty(counts, thresholds):
-    """Sentences about lines from which nothing is kept, with the threshold that failed most.
+    """Sentences about lines without good pairs, with the threshold that failed most.
 
     Args:
         counts: of Line.counts, of all lines.
@@ -57,18 +67,19 @@ def warn_of_empty(counts, thresholds):
     Returns:
         List of sentences.
     """
-    empty = [line for line in counts if not line["kept"]]
+    empty = [line for line in counts if not line["good"]]
     sentences = []
     for line in empty[:NUM_NAMED]:
         name, number = max(line["missed"].items(), key=lambda item: item[1])
         columns = [column for column in THRESHOLD_OF if THRESHOLD_OF[column] == name]
         largest = min(line["largest"][column] for column in columns)
         sentences.append(
-            f"line {line['line']}: nothing of {line['samples']} samples is kept; {number} are "
-            f"below --{name} {getattr(thresholds, name):g}, the largest value is {largest:.3f}"
+            f"line {line['line']}: none of {line['samples']} samples is good; {number} "
+            f"{'is' if number == 1 else 'are'} below --{name} {getattr(thresholds, name):g}, the "
+            f"largest value is {largest:.3f}"
         )
     if (more := len(empty) - NUM_NAMED) > 0:
-        sentences.append(f"nothing is kept of {more} more lines, which report.json names")
+        sentences.append(f"{more} more lines have no good sample; the report names them")
     return sentences
 
 
@@ -90,19 +101,20 @@ def write_report(folder, name, counts, histograms, thresholds, seconds_per_pair)
     for line in counts:
         totals.update({key: line[key] for key in totals})
         missed.update(line["missed"])
-    empty = [line for line in counts if not line["kept"]]
+    empty = [line for line in counts if not line["good"]]
+    per_line = Counter(line["kept"] for line in counts)
     report = {
         "lines": len(counts),
-        "lines_without_pairs": len(empty),
         **totals,
-        "missed": missed,
         "seconds_per_kept_pair": seconds_per_pair,
+        "lines_by_kept_pairs": {number: per_line[number] for number in sorted(per_line)},
         "thresholds": thresholds._asdict(),
+        "missed": missed,
+        "lines_without_good": empty,
         "bins": [round(float(x), 2) for x in BINS],
         "histograms": dict(zip(Scores._fields, histograms.tolist())),
-        "without_pairs": empty,
     }
-    write_text(folder / f"{name}.json", json_text(report))
+    write_text(folder / f"{name}.json", json.dumps(report, indent=2) + "\n")  # totals first
     save_whole(folder / f"{name}.png", lambda path: draw(path, histograms, thresholds))
     time = "" if seconds_per_pair is None else f", {seconds_per_pair:.2f} s per kept pair"
     return (

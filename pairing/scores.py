@@ -1,8 +1,9 @@
 """CLIP's scores of pairs of images with their captions, and the choice of good pairs.
 
-Source: InstructPix2Pix (arXiv 2211.09800), section 3.1.2 and appendix A: the published thresholds
-are 0.2 for images and captions, 0.7 for both images, 0.2 for the direction; of the pairs that reach
-them the 4 with the largest direction are kept.
+Source: InstructPix2Pix (arXiv 2211.09800), section 3.1.2. The thresholds are the defaults of its
+published code (dataset_creation/generate_img_dataset.py): scores of at least 0.2 for images and
+captions, 0.7 for both images, 0.2 for the direction; of the pairs that reach them the 4 with the
+largest direction are kept.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -52,6 +52,14 @@ def test_the_preview_of_a_line_without_pairs_has_its_best_one(tmp_path):
     assert colours_in(tmp_path / "previews" / "000000007.jpg") == [2, 3]
 
 
+def test_the_preview_of_many_pairs_has_the_best_ones(tmp_path, monkeypatch):
+    """With --keep_all: good ones first, then by direction; a JPEG has at most 65,500 rows."""
+    monkeypatch.setattr("pairing.report.NUM_DRAWN", 2)
+    scores = [BAD._replace(clip_direction=0.9), GOOD, GOOD._replace(clip_direction=0.3)]
+    write_preview(tmp_path, CAPTION, line_of(*scores, num_kept=None))
+    assert colours_in(tmp_path / "previews" / "000000007.jpg") == [2, 3, 4, 5]
+
+
 def test_texts_of_the_preview(tmp_path, monkeypatch):
     texts = []
     real = __import__("pairing.report", fromlist=["captioned"]).captioned
@@ -61,8 +69,9 @@ def test_texts_of_the_preview(tmp_path, monkeypatch):
     write_preview(tmp_path, CAPTION, line_of(BAD))
     sample = draw_sample(0, 6, 0, (7.5, 15), (0.1, 0.9))
     assert texts == [
-        "not kept; 0: text 0.30 0.19, image 0.65, direction 0.10; "
-        f"scale {sample.guidance_scale:.1f}, p {sample.attention_sharing:.2f}",
+        "0: text 0.30 0.19, image 0.65, direction 0.10; "
+        f"scale {sample.guidance_scale:.1f}, p {sample.attention_sharing:.2f}; "
+        "below min_clip_text, min_clip_image, min_clip_direction",
         "7: a cat | make it a lion | a lion",
     ]
 
@@ -75,13 +84,13 @@ def test_a_warning_names_the_threshold_that_failed_most():
     scores = [BAD, BAD._replace(clip_text_edited=0.195), BAD._replace(clip_image=0.9)]
     counts = [line_of(*scores).counts(CAPTION), line_of(GOOD).counts(CAPTION)]
     assert warn_of_empty(counts, Thresholds()) == [
-        "line 7: nothing of 3 samples is kept; 3 are below --min_clip_text 0.2, the largest value "
+        "line 7: none of 3 samples is good; 3 are below --min_clip_text 0.2, the largest value "
         "is 0.195"
     ]
     lower = Thresholds(0.1, 0.7, 0.15)
     counts = [line_of(*scores, thresholds=lower).counts(CAPTION)]
     assert warn_of_empty(counts, lower) == [
-        "line 7: nothing of 3 samples is kept; 3 are below --min_clip_direction 0.15, the largest "
+        "line 7: none of 3 samples is good; 3 are below --min_clip_direction 0.15, the largest "
         "value is 0.100"
     ]
 
@@ -92,16 +101,22 @@ def test_thresholds_that_fail_together_are_said():
     counts = [line_of(*scores).counts(CAPTION)]
     (sentence,) = warn_of_empty(counts, Thresholds())
     assert sentence == (
-        "line 7: nothing of 2 samples is kept; 1 are below --min_clip_image 0.7, the largest value "
+        "line 7: none of 2 samples is good; 1 is below --min_clip_image 0.7, the largest value "
         "is 0.900"
     )
+
+
+def test_lines_that_keep_bad_pairs_are_warned_of_too():
+    """With --keep_all."""
+    counts = [line_of(BAD, num_kept=None).counts(CAPTION)]
+    assert counts[0]["kept"] == 1 and len(warn_of_empty(counts, Thresholds())) == 1
 
 
 def test_many_empty_lines_are_counted():
     counts = [line_of(BAD).counts(CAPTION._replace(line=line)) for line in range(1, 31)]
     sentences = warn_of_empty(counts, Thresholds())
     assert len(sentences) == NUM_NAMED + 1
-    assert sentences[-1] == "nothing is kept of 20 more lines, which report.json names"
+    assert sentences[-1] == "20 more lines have no good sample; the report names them"
     assert warn_of_empty([], Thresholds()) == []
 
 
@@ -124,7 +139,9 @@ def test_the_report(tmp_path):
         "kept": 1,
     }
     assert report["missed"] == dict.fromkeys(Thresholds._fields, 2)
-    assert report["lines_without_pairs"] == 1 and report["without_pairs"] == counts[1:]
+    assert report["lines_without_good"] == counts[1:]
+    assert report["lines_by_kept_pairs"] == {"0": 1, "1": 1}
+    assert list(report)[:4] == ["lines", "samples", "good", "kept"]
     assert report["thresholds"] == Thresholds()._asdict()
     assert report["seconds_per_kept_pair"] == 1.234
     bins = np.array(report["bins"])
