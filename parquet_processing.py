@@ -45,6 +45,7 @@ from tqdm import tqdm
 
 from command_line import check_image_file, run_main
 from dataloading.archives.convert import Options, convert_archives, is_archived
+from dataloading.archives.manifest import sets_in
 from dataloading.archives.scores import Wanted, copy_best
 from dataloading.archives.sets import LICENCES, forbids
 from dataloading.dataset import ParquetImagePairs
@@ -142,12 +143,22 @@ def describe_shards(groups: list[RowGroup]) -> str:
 
 def describe_pairs(groups: list[RowGroup]) -> str:
     """The columns of the pairs, and the known set with these columns."""
-    found = []
+    found, made = [], sets_of_shards(groups)
     for columns in sorted({group.columns for group in groups}):
         original, edited, prompt = columns
-        name = known_set(columns)
-        found.append(f"{original} to {edited} by {prompt}{f', as in {name}' if name else ''}")
+        names = ", ".join(made) if made is not None else known_set(columns)
+        relation = "as in" if made is None else "of"
+        found.append(
+            f"{original} to {edited} by {prompt}{f', {relation} {names}' if names else ''}"
+        )
     return "; ".join(found)
+
+
+def sets_of_shards(groups: list[RowGroup]) -> dict[str, str] | None:
+    """{name of a set: licence} of shards that --pairs made of archives; None: of others."""
+    files = {group.path for group in groups}
+    folder = next(iter(files)).parent
+    return sets_in(folder, {file.name for file in files})
 
 
 def check_pair(
@@ -324,9 +335,11 @@ def describe_and_preview(config: Config) -> None:
             "images"
         )
     print(describe_shards(groups), flush=True)
-    licence = LICENCES.get(known_set(groups[0].columns), "")
-    if forbidden := forbids(licence):
-        print(f"licence     {licence} forbids {forbidden}")
+    made = sets_of_shards(groups)
+    name = known_set(groups[0].columns)
+    for licence in {LICENCES.get(name, "")} if made is None else sorted({*made.values()}):
+        if forbidden := forbids(licence):
+            print(f"licence     {licence} forbids {forbidden}")
 
     kinds, unreadable, num_rows = (Counter(), Counter()), [], 0
     preview_pairs = []

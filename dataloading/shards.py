@@ -164,12 +164,7 @@ def open_local_shards(directory: Path, flag: str) -> list[tuple[Path, pq.FileMet
     if not directory.is_dir():
         raise ValueError(f"{flag} {directory} is not a directory; name the directory of the shards")
     if (directory / UNFINISHED_DIR).exists():
-        raise ValueError(
-            f"{directory} is not complete, as it contains {UNFINISHED_DIR}: run script.sh again, "
-            "or the same command of make_pairs.py, whichever writes it; or "
-            f"remove {directory / UNFINISHED_DIR} if it belongs to another plan; if "
-            f"parquet_processing.py --pairs was killed, remove {directory} and run that again"
-        )
+        raise ValueError(f"{directory} is not complete, {unfinished_hint(directory)}")
     paths = shard_files(directory)
     if not paths and (archive := find_archive(directory)):
         raise ValueError(
@@ -195,6 +190,24 @@ def open_local_shards(directory: Path, flag: str) -> list[tuple[Path, pq.FileMet
             f"{', '.join(unreadable)}; delete them and download them again"
         )
     return shards
+
+
+def unfinished_hint(directory: Path) -> str:
+    """By what a directory is known to be incomplete, and which command goes on with it."""
+    unfinished = directory / UNFINISHED_DIR
+    manifest = directory / "manifest.json"
+    is_converted = manifest.exists() and '"conversion"' in manifest.read_text(errors="replace")
+    if (unfinished / "plan.sqlite").exists() or is_converted:
+        command = "run the same command of parquet_processing.py --pairs again, which goes on"
+    elif any(unfinished.glob("line-*.parquet")):
+        command = "run the same command of make_pairs.py again, which goes on"
+    else:
+        command = (
+            "run script.sh again, or the same command of make_pairs.py, whichever writes it; or "
+            f"remove {unfinished} if it belongs to another plan; if parquet_processing.py --pairs "
+            f"was killed, remove {directory} and run that again"
+        )
+    return f"as it contains {UNFINISHED_DIR}: {command}"
 
 
 def shard_files(directory: str | Path) -> list[Path] | list[RemoteFile]:

@@ -23,6 +23,14 @@ from tqdm import tqdm
 from command_line import ask_before_replacing
 from dataloading.archives.finder import FOLDER
 from dataloading.archives.index import is_index, read_rows
+from dataloading.archives.manifest import (
+    MANIFEST,
+    check_apart,
+    check_other_shards,
+    check_replaced,
+    files_of,
+    finished_report,
+)
 from dataloading.archives.names import NAME
 from dataloading.archives.plan import MAX_NAMED, Plan, Source, find_source, sets_of
 from dataloading.archives.reader import COLUMNS, Pair, Reader
@@ -41,7 +49,7 @@ from dataloading.shards import UNFINISHED_DIR
 from diffusers_flax.loading.files import naming_full_disk, remove, write_text
 from diffusers_flax.messages import first_names, one_line
 
-MANIFEST = "manifest.json"
+PLAN = "plan.sqlite"
 MAX_IGNORED = 5  # files that are named as not read
 
 
@@ -217,15 +225,24 @@ def convert_archives(path: Path, output_dir: Path, options: Options = Options())
     """
     if not path.exists():
         raise ValueError(f"--pairs {path} does not exist; name an index, an archive or a directory")
+    check_apart(path, output_dir)
     unfinished = output_dir / UNFINISHED_DIR
-    database = unfinished / "plan.sqlite"
-    if not database.exists():
+    database = unfinished / PLAN
+    source = find_source(path, output_dir)
+    given = conversion_of(path, options)
+    is_new = not database.exists()
+    if is_new and (unfinished.exists() or not options.overwrite):
+        finished = finished_report(output_dir, given, source.stamp())
+        if finished:
+            remove(unfinished)
+            return finished
+    if is_new:
         ask_before_replacing("output_dir", output_dir, options.overwrite)
         check_other_shards(output_dir)
-    source = find_source(path, output_dir)
+        check_replaced(source.archives, output_dir)
     unfinished.mkdir(parents=True, exist_ok=True)
     with Plan(database) as plan:
-        check_same(plan, path, options, output_dir)
+        plan.check_same(given, output_dir)
         plan.check_files(source)
         if not plan.get("planned"):
             plan.take_inventory(source)
@@ -238,41 +255,13 @@ def convert_archives(path: Path, output_dir: Path, options: Options = Options())
     return report
 
 
-def check_other_shards(output_dir: Path) -> None:
-    """Raise a ValueError for shards that are not listed in a manifest of this program."""
-    listed = {file["file"] for file in read_manifest(output_dir)}
-    other = [x for x in output_dir.glob("[!.]*.parquet") if x.name not in listed]
-    if other or (output_dir / UNFINISHED_DIR).exists():
-        name = other[0].name if other else UNFINISHED_DIR
-        raise ValueError(f"--output_dir {output_dir} is not empty ({name}); name another")
-
-
-def read_manifest(output_dir: Path) -> list[dict]:
-    """The files of a manifest; [] without one."""
-    try:
-        return json.loads((output_dir / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
-def check_same(plan: Plan, path: Path, options: Options, output_dir: Path) -> None:
-    """Note what is converted; raise a ValueError if it was something else before."""
-    now = {"pairs": str(path.resolve())}
+def conversion_of(path: Path, options: Options) -> dict:
+    """What is converted, as a plan and a manifest note it."""
     given = asdict(options)
-    now |= {name: given[name] for name in ("max_pairs", "worker", "num_workers", "faults")}
-    now = json.loads(json.dumps(now))
-    before = plan.get("conversion")
-    if before and before != now:
-        changed = [
-            f"{name} was {before[name]} and is {now[name]}"
-            for name in now
-            if before[name] != now[name]
-        ]
-        raise ValueError(
-            f"--output_dir {output_dir} has another conversion that is not complete: "
-            f"{', '.join(changed)}; name another directory, or remove {output_dir / UNFINISHED_DIR}"
-        )
-    plan.put(conversion=now)
+    names = ("max_pairs", "worker", "num_workers", "faults")
+    return {"pairs": str(path.resolve())} | {
+        name: list(given[name]) if name == "faults" else given[name] for name in names
+    }
 
 
 def announce(source: Source, plan: Plan) -> None:
@@ -285,6 +274,9 @@ def announce(source: Source, plan: Plan) -> None:
             print(f"licence     {licence} forbids {forbidden}")
     for line in source.ignored[:MAX_IGNORED]:
         print(f"not read    {line}")
+    if len(source.ignored) > MAX_IGNORED:
+        more = f"{len(source.ignored) - MAX_IGNORED} more files"
+        print(f"not read    {more}; {MANIFEST} will name them")
 
 
 def check_left_out(plan: Plan, source: Source, options: Options) -> None:
@@ -295,6 +287,7 @@ def check_left_out(plan: Plan, source: Source, options: Options) -> None:
     names = dict(plan.db.execute("select kind, name from problems where stage = 'plan'").fetchall())
     if not pairs:
         steps = [known.sources for _, known in source.indexes if known.sources]
+        steps += no_pairs_hint(source)
         first = f"{next(iter(names.values()))}" if names else "it has no rows"
         raise ValueError(
             f"--pairs {source.root} has no pair that can be used ({left_out.total()} rows); the "
@@ -308,6 +301,20 @@ def check_left_out(plan: Plan, source: Source, options: Options) -> None:
             f"{options.max_bad_fraction}; for example {next(iter(names.values()))}"
             f"{f'; {steps[0]}' if steps else ''}"
         )
+
+
+def no_pairs_hint(source: Source) -> list[str]:
+    """What may be missing if there are no pairs at all."""
+    if source.indexes and not source.archives:
+        return [f"{source.root} has no archive; name a directory that has the index and archives"]
+    if source.indexes or source.are_shards:
+        return []
+    not_read = f" (not read: {first_names(source.ignored)})" if source.ignored else ""
+    return [
+        f"no index (.jsonl, .json, .parquet) with keys such as input, edited and edit names files "
+        f"of the {len(source.archives)} archives{not_read}, and they are no WebDataset with "
+        "original, edited and instruction: download the index, and name a directory that has both"
+    ]
 
 
 def stem_of(source: Source, home: int) -> str:
@@ -466,7 +473,7 @@ def finish(plan: Plan, source: Source, output_dir: Path, options: Options) -> st
     for kind, name in plan.db.execute("select kind, name from problems"):
         if len(named := examples.setdefault(kind, [])) < MAX_NAMED:
             named.append(name)
-    for old in read_manifest(output_dir):
+    for old in files_of(output_dir):
         if old["file"] not in {file["file"] for file in files}:
             remove(output_dir / Path(old["file"]).name)
     for file in files:
@@ -479,9 +486,10 @@ def finish(plan: Plan, source: Source, output_dir: Path, options: Options) -> st
     content = {
         "sets": sets_of(source, plan),
         "conversion": plan.get("conversion"),
+        "source": source.stamp(),
         "files": files,
         "left_out": left_out,
-        "not_read": plan.get("unnamed") or [],
+        "not_read": [*source.ignored, *(plan.get("unnamed") or [])],
     }
     write_text(output_dir / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     total = sum(file["rows"] for file in files)

@@ -28,7 +28,8 @@ from dataloading.archives.finder import (
     NoInstruction,
     end_of,
 )
-from dataloading.archives.index import has_images, is_index, read_rows
+from dataloading.archives.index import count_rows, has_images, is_index, read_rows
+from dataloading.archives.manifest import MANIFEST, read_manifest, sets_in
 from dataloading.archives.names import OTHER
 from dataloading.archives.sets import (
     LICENCES,
@@ -39,7 +40,7 @@ from dataloading.archives.sets import (
     meaning_of,
     split_name,
 )
-from dataloading.archives.tar import Archive, Stream, find_archives, list_members
+from dataloading.archives.tar import Archive, Stream, find_archives, hint_of, list_members
 from dataloading.options import Columns
 from dataloading.shards import (
     UNFINISHED_DIR,
@@ -48,7 +49,7 @@ from dataloading.shards import (
     is_text,
     known_set,
 )
-from diffusers_flax.messages import first_names, one_line
+from diffusers_flax.messages import differences, first_names, one_line
 
 MAX_INDEXES = 5000
 MAX_NAMED = 10  # problems of one kind that are kept by name
@@ -83,10 +84,11 @@ class Source(NamedTuple):
     ignored: list[str]  # files that look like an index, with the reason
     are_shards: bool = False
 
-    def stamp(self) -> str:
-        """A hash of the names, sizes and times of change of indexes and other files."""
+    def stamp(self, archives: bool = True) -> str:
+        """A hash of the names, sizes and times of change of all files, or without archives."""
+        parts = [part for archive in self.archives for part in archive.parts] if archives else []
         digest = hashlib.sha256()
-        for file in (*(file for file, _ in self.indexes), *self.files):
+        for file in (*parts, *(file for file, _ in self.indexes), *self.files):
             stat = file.stat()
             digest.update(f"{file} {stat.st_size} {stat.st_mtime_ns}\n".encode(errors="replace"))
         return digest.hexdigest()
@@ -170,6 +172,8 @@ def find_indexes(
     indexes, shards, ignored = [], [], []
     mapped = "_with_local_source_image_path"
     for file in files:
+        if file.name == MANIFEST and read_manifest(file.parent):
+            continue
         if file.with_name(f"{file.stem}{mapped}{file.suffix}") in files:
             ignored.append(f"{file}: the file with{mapped} is read instead")
         elif "preference" in file.stem:
@@ -182,7 +186,8 @@ def find_indexes(
                 indexes.append((file, known))
             else:
                 keys = first_names(list(row)) if row else "no JSON objects"
-                ignored.append(f"{file}: no known keys of images and instruction ({keys})")
+                rows = f", {count_rows(file)} rows" if row else ""
+                ignored.append(f"{file}: no known keys of images and instruction ({keys}){rows}")
     return indexes, shards, ignored
 
 
@@ -273,20 +278,38 @@ class Plan:
             self.num_damaged += 1
         self.db.execute("insert into problems values (?, ?, ?)", (stage, kind, one_line(name)))
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether a shard is written."""
+        return self.one("select exists (select 1 from shards) or exists (select 1 from finished)")
+
+    def check_same(self, now: dict, output_dir: Path) -> None:
+        """Note what is converted; raise a ValueError if shards of something else are written."""
+        before = self.get("conversion")
+        if before and before != now:
+            if self.has_shards:
+                raise ValueError(
+                    f"--output_dir {output_dir} has another conversion that is not complete: "
+                    f"{', '.join(differences(before, now))}; go on with its flags, or name another "
+                    "directory"
+                )
+            self.put(planned=False)
+        self.put(conversion=now)
+
     def check_files(self, source: Source) -> None:
         """Forget the plan if files have changed; raise a ValueError if shards are written by it."""
         known = self.db.execute("select id, name, stamp from archives order by id").fetchall()
         here = [(n, x.name, x.stamp()) for n, x in enumerate(source.archives, start=1)]
         same = next((n for n, (a, b) in enumerate(zip(known, here)) if a != b), len(known))
         changed = next((name for _, name, _ in [*known[same:], *here[same:]]), None)
-        others = source.stamp()
+        others = source.stamp(archives=False)
         if self.get("others") not in (None, others):
             changed = changed or "an index or a file beside the archives"
         if changed and self.get("planned"):
-            if self.one("select exists (select 1 from shards) or exists (select 1 from finished)"):
+            if self.has_shards:
                 raise ValueError(
-                    f"{changed} has changed, come or gone since the conversion began; remove "
-                    ".unfinished in --output_dir and convert again"
+                    f"{changed} has changed, come or gone since the conversion began; bring it "
+                    "back, or convert to another --output_dir"
                 )
             self.put(planned=False)
         for table, column in (("archives", "id"), ("members", "archive")):
@@ -301,6 +324,7 @@ class Plan:
         """
         done = self.one("select count(*) from archives")
         sizes = [sum(part.stat().st_size for part in x.parts) for x in source.archives]
+        broken = []
         bar = tqdm(
             desc="listing archives", total=sum(sizes), unit="B", unit_scale=True, disable=None
         )
@@ -312,10 +336,19 @@ class Plan:
                 if source.are_shards:
                     bar.update(sizes[number - 1])
                 else:
-                    self._list(archive, number, sizes[number - 1], bar)
+                    try:
+                        self._list(archive, number, sizes[number - 1], bar)
+                    except ValueError as error:
+                        self.db.rollback()
+                        broken.append(f"{error}{hint_of(archive)}")
+                if broken:  # the next start begins with the first of them
+                    continue
                 values = (number, archive.name, archive.stamp())
                 self.db.execute("insert into archives values (?, ?, ?)", values)
                 self.db.commit()
+        if broken:
+            more = f"{len(broken)} archives cannot be read: " * (len(broken) > 1)
+            raise ValueError(more + " | ".join(broken[:MAX_NAMED]))
         self.db.execute("delete from members where archive = ?", (FOLDER,))
         names = ((file.relative_to(source.root).as_posix(), file) for file in source.files)
         rows = ((name, FOLDER, 0, file.stat().st_size) for name, file in names)
@@ -522,9 +555,13 @@ def samples_of(files: Iterator[tuple[list, str, str]]) -> Iterator[dict]:
 def sets_of(source: Source, plan: Plan) -> dict[str, str]:
     """{name of a known set: its licence}; plan: with the inventory."""
     if source.are_shards:
-        columns = {ShardColumns.of(shard.parts[0])[:3] for shard in source.archives}
-        names = filter(None, map(known_set, columns))
-        return {name: LICENCES.get(name, "") for name in names}
+        sets = {}
+        for folder, shards in groupby((x.parts[0] for x in source.archives), lambda x: x.parent):
+            files = [*shards]
+            made = sets_in(folder, {file.name for file in files})
+            names = filter(None, (known_set(ShardColumns.of(file)[:3]) for file in files))
+            sets |= {x: LICENCES.get(x, "") for x in names} if made is None else made
+        return sets
     found = {known.name: known.licence for _, known in source.indexes if known.name}
     query = "select exists (select 1 from members where name like '%.1.0.jpg')"
     return found | ({X2EDIT: "Apache-2.0"} if plan.one(query) else {})

@@ -287,6 +287,21 @@ def list_members(archive: Archive, stream: Stream) -> Iterator[tuple[str, int, i
         )
 
 
+def hint_of(archive: Archive) -> str:
+    """What a damaged archive may be instead, or which part may be missing; begins with "; "."""
+    with open(archive.parts[0], "rb") as file:
+        start = file.read(64).lstrip()
+    if start.startswith(b"version https://git-lfs"):
+        return "; it is a Git LFS pointer and not the file, which hf download or git lfs pull gets"
+    if start[:1] in (b"<", b"{"):
+        return "; it is a web page or a server's message and not the file"
+    names = [part.name for part in archive.parts]
+    if len(names) > 1 or not archive.name.endswith(names[0]):
+        here = f"s here are {names[0]} to {names[-1]}" if len(names) > 1 else f" here is {names[0]}"
+        return f"; its part{here}: an earlier or a later one may be missing"
+    return ""
+
+
 def refuse_kind(archive: Archive, member: tarfile.TarInfo) -> None:
     """Raise a ValueError unless a member is a file or a directory."""
     kinds = {
