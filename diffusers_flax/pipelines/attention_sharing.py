@@ -12,6 +12,7 @@ self-attention, where Prompt-to-Prompt (arXiv 2208.01626) shares cross-attention
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from diffusers_flax.models.attention import attention
 from diffusers_flax.models.blocks import Attention
@@ -28,7 +29,8 @@ def share_attention(pipeline, prediction, fraction, num_images, num_steps):
         num_steps: of the run.
 
     Raises:
-        ValueError: the number of images is odd, or the pipeline merges tokens.
+        ValueError: the number of images is odd, `fraction` is not one per image, or the pipeline
+            merges tokens.
     """
     if num_images % 2:
         raise ValueError(
@@ -39,6 +41,11 @@ def share_attention(pipeline, prediction, fraction, num_images, num_steps):
         raise ValueError(
             "accelerate=tome merges other positions in each image of a pair, which then cannot "
             "share their attention; leave tome out, or attention_sharing="
+        )
+    if jnp.shape(fraction) not in ((), (num_images,)):
+        raise ValueError(
+            f"attention_sharing has shape {jnp.shape(fraction)} for {num_images} images; give one "
+            "number, or one per image"
         )
     sharing = AttentionSharing(jnp.broadcast_to(fraction, (num_images,)), num_steps)
 
@@ -61,12 +68,13 @@ class AttentionSharing:
     """
 
     def __init__(self, fraction, num_steps):
-        self.fraction, self.last = fraction[1::2], max(num_steps - 1, 1)
-        self.shared = None
+        self.fraction, self.shared = fraction[1::2], None
+        # A table, as XLA divides by a constant inexactly.
+        self.done = np.float32(np.arange(num_steps) / max(num_steps - 1, 1))
 
     def start_step(self, i):
         """Choose the pairs that share in step i."""
-        self.shared = self.fraction > i.astype(jnp.float32) / self.last
+        self.shared = self.fraction > jnp.asarray(self.done)[i]
 
     def __call__(self, call, args, kwargs, context):
         module = context.module
@@ -89,6 +97,16 @@ def share(query, key, value, num_heads, shared):
     """
     shared = jnp.tile(shared, len(query) // (2 * len(shared)))
 
+    def of_none():
+        return attention(query, key, value, num_heads)
+
+    def of_some():
+        def of_first(x):
+            pairs = x.reshape(-1, 2, *x.shape[1:])
+            return jnp.where(shared[:, None, None, None], pairs[:, :1], pairs).reshape(x.shape)
+
+        return attention(of_first(query), of_first(key), value, num_heads)
+
     def of_all():  # the values of both images side by side in each head: one softmax
         values = value.reshape(-1, 2, *value.shape[1:2], num_heads, value.shape[-1] // num_heads)
         values = jnp.moveaxis(values, 1, 3)  # (pairs, S, heads, 2, C / heads)
@@ -96,9 +114,5 @@ def share(query, key, value, num_heads, shared):
         both = both.reshape(*both.shape[:2], num_heads, 2, -1)
         return jnp.moveaxis(both, 3, 1).reshape(query.shape)
 
-    def of_some():
-        chosen = jnp.stack([jnp.zeros_like(shared), shared], 1).reshape(-1, 1, 1)
-        q, k = (jnp.where(chosen, jnp.repeat(x[::2], 2, 0), x) for x in (query, key))
-        return attention(q, k, value, num_heads)
-
-    return jax.lax.cond(shared.all(), of_all, of_some)
+    kind = jnp.int32(shared.any()) + jnp.int32(shared.all())
+    return jax.lax.switch(kind, (of_none, of_some, of_all))

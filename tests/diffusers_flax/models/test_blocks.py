@@ -17,6 +17,8 @@ from helpers import random_normal, slow
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.models.attention import (
     BLOCK_LOGITS,
+    _attention,
+    _each_value,
     _num_blocks,
     attention,
     blockwise,
@@ -406,6 +408,46 @@ def test_padded_attention(num_keys):
     ours = partial(padded_attention, implementation="xla")
     found = value_and_gradients(ours, args)
     assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "kernel", ["blockwise", "blocks", *slow("splash", "splash of 128", "xla", "padded")]
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, *slow(jnp.bfloat16)])
+def test_values_side_by_side(kernel, dtype, monkeypatch):
+    """Two values that share a softmax, in each kernel, against PyTorch with one after the other."""
+    if kernel == "blocks":
+        monkeypatch.setattr("diffusers_flax.models.attention.ALL_LOGITS", 1)
+        monkeypatch.setattr("diffusers_flax.models.attention.BLOCK_LOGITS", 1000)
+    head_dim = 64 if kernel == "splash of 128" else 40
+    T, S = (128, 256) if kernel.startswith("splash") else (24, 9)
+    shapes = (2, T, 3, head_dim), *[(2, S, 3, head_dim)] * 3
+    arrays = [jnp.asarray(random_normal(*shape, seed=i), dtype) for i, shape in enumerate(shapes)]
+    query, key, *values = arrays
+    ours = {
+        "splash": partial(splash, interpret=True),
+        "xla": partial(_each_value, partial(_attention, implementation="xla")),
+        "padded": partial(_each_value, partial(padded_attention, implementation="xla")),
+    }.get(kernel.split()[0], blockwise)
+    found = ours(query, key, jnp.concatenate(values, -1))
+    query, key, *values = (torch.from_numpy(np.float64(x)) for x in arrays)
+    expected = torch.cat([torch_attention(query, key, value) for value in values], -1)
+    assert found.dtype == dtype
+    assert_close([np.float32(found)], [expected.numpy()], 1e-5 if dtype == jnp.float32 else 1e-2)
+
+
+def test_values_side_by_side_of_attention():
+    """The values of a head are neighbours; by the CPU's kernel, and with a mask in float16."""
+    query, key, *values = (random_normal(2, n, 24, seed=i) for i, n in enumerate((6, 9, 9, 9)))
+    in_heads = [value.reshape(2, 9, 3, 8) for value in values]
+    wide = np.concatenate(in_heads, -1).reshape(2, 9, 48)
+    mask = np.arange(9) < 7
+    for dtype, options in ((jnp.float32, {}), (jnp.float16, {"mask": mask})):
+        arrays = [jnp.asarray(x, dtype) for x in (query, key, wide, *values)]
+        found = attention(*arrays[:3], 3, **options).reshape(2, 6, 3, 2, 8)
+        for i, value in enumerate(arrays[3:]):
+            expected = attention(*arrays[:2], value, 3, **options)
+            np.testing.assert_allclose(found[:, :, :, i].reshape(2, 6, 24), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("capability", [None, 9.0])

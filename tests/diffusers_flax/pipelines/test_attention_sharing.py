@@ -1,0 +1,301 @@
+"""attention_sharing= of text to image, against PyTorch's pipelines with an own processor."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.schedulers import scheduling_euler_ancestral_discrete
+from flax.jax_utils import replicate
+from helpers import edit_json, psnr, slow
+from references import open_ours, open_theirs
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+
+from diffusers_flax.devices.layout import Layout
+from diffusers_flax.pipelines.attention_sharing import AttentionSharing
+from diffusers_flax.pipelines.sampling import keys_per_image, normal
+
+# of torch.Tensor.__array__, called by diffusers' schedulers
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+PAIR = ["make it red", "it"]
+PAIRS = [*PAIR, "red", "make", "it make", "red it", "make", "it red"]
+STEPS, SIZE = 5, 32
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """{name: directory} of random models with self-attention to few positions.
+
+    With small random weights each position attends to all of them equally, and shared weights would
+    hardly be seen.
+    """
+    root = tmp_path_factory.mktemp("models")
+    sampling = {"scheduler": "euler_ancestral"}
+    folders = {
+        "sd": make_tiny_pipeline(root / "sd", in_channels=4, unet_channels=(16, 32), **sampling),
+        "xl": make_tiny_xl(root / "xl", **sampling),
+    }
+    for folder in folders.values():
+        edit_json(folder / "scheduler" / "scheduler_config.json", steps_offset=1)
+        unet = UNet2DConditionModel.from_pretrained(folder / "unet")
+        with torch.no_grad():
+            for name, weight in unet.named_parameters():
+                if "attn1.to_q" in name or "attn1.to_k" in name:
+                    weight *= 8
+        unet.save_pretrained(folder / "unet")
+    return folders
+
+
+@pytest.fixture(scope="module")
+def sd(models):
+    """The Stable Diffusion pipeline and its parameters."""
+    return open_ours(models["sd"])
+
+
+@pytest.fixture(scope="module")
+def xl(models):
+    """The SDXL pipeline and its parameters."""
+    return open_ours(models["xl"])
+
+
+def keys_of_pairs(num_images):
+    """One key for both images of a pair."""
+    return keys_per_image(jax.random.key(3), num_images // 2)[np.arange(num_images) // 2]
+
+
+def images_of_pairs(loaded, prompts, sharing=None, **options):
+    """Images of pairs of prompts; sharing: attention_sharing=, or None to leave it out."""
+    pipeline, params = loaded
+    options = dict(num_inference_steps=STEPS, height=SIZE, width=SIZE) | options
+    if sharing is not None:
+        options["attention_sharing"] = sharing
+    inputs = pipeline.prepare_inputs(prompts), params, keys_of_pairs(len(prompts))
+    return np.asarray(pipeline(*inputs, **options).images)
+
+
+class SharedAttention:
+    """An attention processor of diffusers that writes the weights out.
+
+    While it shares, the weights of the first image replace the second image's in self-attention, in
+    each branch of guidance. Source: the published code of InstructPix2Pix,
+    stable_diffusion/ldm/modules/attention.py.
+    """
+
+    shares = False
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **_):
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
+        query, key, value = (
+            x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value)
+        )
+        weights = (query @ key.mT * attn.scale).softmax(-1)
+        if self.shares and encoder_hidden_states is None:
+            of_pairs = weights.unflatten(0, (-1, 2))
+            weights = of_pairs[:, [0, 0]].flatten(0, 1)
+        out = (weights @ value).transpose(1, 2).flatten(2)
+        return attn.to_out[0](out)
+
+
+def pair_of_pytorch(folder, sharing, monkeypatch):
+    """The images of PAIR, with the noise of images_of_pairs."""
+    pipeline = open_theirs(folder, "euler_ancestral")
+    attention = SharedAttention()
+    pipeline.unet.set_attn_processor(attention)
+    shape = (4, *[SIZE // pipeline.vae_scale_factor] * 2)
+    draws = [normal(keys_of_pairs(2), i, shape) for i in range(STEPS + 1)]
+    latents, *draws = (torch.from_numpy(np.array(x)) for x in draws)
+    draws = iter(draws)
+    monkeypatch.setattr(
+        scheduling_euler_ancestral_discrete, "randn_tensor", lambda *_, **__: next(draws)
+    )
+
+    def begin(step):
+        attention.shares = sharing > step / (STEPS - 1)
+
+    def after_step(pipeline, step, timestep, tensors):
+        begin(step + 1)
+        return tensors
+
+    begin(0)
+    options = dict(guidance_scale=7.5, callback_on_step_end=after_step, output_type="np")
+    options |= dict(num_inference_steps=STEPS, height=SIZE, width=SIZE)
+    images = pipeline(PAIR, latents=latents, **options).images
+    assert next(draws, None) is None  # each step has taken its noise
+    return images
+
+
+@pytest.mark.parametrize(
+    ("model", "sharing"),
+    [("sd", 0.5), *slow(("sd", 0.0), ("sd", 1.0), ("xl", 0.0), ("xl", 0.5), ("xl", 1.0))],
+)
+@torch.no_grad()
+def test_pairs_are_pytorchs(models, request, model, sharing, monkeypatch):
+    """With p = 0.5 and 5 steps the first two share; in the third p is not above 2 / 4.
+
+    With one step more or less the second image is another one.
+    """
+    loaded = request.getfixturevalue(model)
+    found = images_of_pairs(loaded, PAIR, sharing)
+    expected = pair_of_pytorch(models[model], sharing, monkeypatch)
+    least = min(psnr(found[0], expected[0]), psnr(found[1], expected[1]))
+    assert least > 110
+    for other in {0.0, 0.25, 0.75, 1.0} - {sharing}:
+        different = images_of_pairs(loaded, PAIR, other)
+        assert psnr(different[1], expected[1]) < least - 10
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 11, 100, 101])
+def test_steps_that_share(num_steps):
+    """Those with p > i / (steps - 1), also where p is such a fraction."""
+    last = max(num_steps - 1, 1)
+    fractions = [i / last for i in range(num_steps)]
+
+    @jax.jit
+    def shared(i):
+        sharing = AttentionSharing(jnp.repeat(jnp.float32(fractions), 2), num_steps)
+        sharing.start_step(i)
+        return sharing.shared
+
+    for i in range(num_steps):
+        assert list(shared(jnp.int32(i))) == [p > i / last for p in fractions]
+
+
+def test_the_first_image_stays(sd):
+    """It is as without its pair; p = 0 changes no image."""
+    plain, found = (images_of_pairs(sd, PAIR, p) for p in (None, 1.0))
+    np.testing.assert_array_equal(images_of_pairs(sd, PAIR, 0.0), plain)
+    np.testing.assert_allclose(found[0], plain[0], atol=1e-5)
+    assert psnr(found[1], plain[1]) < 60
+
+
+@pytest.mark.slow
+def test_without_guidance(sd):
+    """The batch has one branch."""
+    plain, found = (images_of_pairs(sd, PAIR, p, guidance_scale=1.0) for p in (None, 1.0))
+    np.testing.assert_allclose(found[0], plain[0], atol=1e-5)
+    assert psnr(found[1], plain[1]) < 70
+
+
+@pytest.fixture(scope="module")
+def four_pairs(sd):
+    """({"sharing", "guidance_scale"} per image, images of PAIRS with them)."""
+    per_image = {
+        "sharing": np.float32([1, 0, 0, 0.3, 0, 0.6, 0.1, 1]),  # the second image's counts
+        "guidance_scale": np.float32([3, 3, 7, 7, 5, 5, 2, 2]),
+    }
+    return per_image, images_of_pairs(sd, PAIRS, **per_image)
+
+
+@pytest.mark.slow
+def test_each_pair_has_its_own_fraction(sd, four_pairs):
+    per_image, together = four_pairs
+    pipeline, params = sd
+    for j, p in [(0, 0.0), (2, 0.3), (6, 1.0)]:
+        scale = per_image["guidance_scale"][j : j + 2]
+        alone = pipeline(
+            pipeline.prepare_inputs(PAIRS[j : j + 2]),
+            params,
+            keys_of_pairs(8)[j : j + 2],
+            num_inference_steps=STEPS,
+            height=SIZE,
+            width=SIZE,
+            guidance_scale=scale,
+            attention_sharing=p,
+        ).images
+        np.testing.assert_allclose(alone, together[j : j + 2], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_on_all_devices(sd, four_pairs, num_devices):
+    pipeline, params = sd
+    per_image, expected = four_pairs
+
+    def split(x):
+        return x.reshape(num_devices, -1, *x.shape[1:])
+
+    found = pipeline(
+        split(pipeline.prepare_inputs(PAIRS)),
+        replicate(params, jax.devices()[:num_devices]),
+        split(keys_of_pairs(8)),
+        jit=True,
+        num_inference_steps=STEPS,
+        height=SIZE,
+        width=SIZE,
+        guidance_scale=split(per_image["guidance_scale"]),
+        attention_sharing=split(per_image["sharing"]),
+    ).images
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [dict(branches=2), dict(data=2, branches=2), dict(data=2, rows=2)]
+)
+def test_on_a_layout(sd, four_pairs, sizes):
+    """Groups of devices with whole pairs; branches, or rows, of an image on several devices."""
+    pipeline, params = sd
+    per_image, expected = four_pairs
+    layout = Layout(jax.devices()[: int(np.prod([*sizes.values()]))], **sizes)
+    params = jax.tree.map(np.asarray, params)
+    layout.place_params(params)
+    loaded = dataclasses.replace(pipeline, layout=layout, compiled=set()), params
+    found = images_of_pairs(loaded, PAIRS, **per_image)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_what_does_not_fit(sd, models):
+    pipeline, params = sd
+    with pytest.raises(ValueError, match="pairs of images, and 3 images are on a device"):
+        pipeline(
+            pipeline.prepare_inputs(PAIRS[:3]), params, jax.random.key(0), attention_sharing=0.5
+        )
+    with pytest.raises(ValueError, match=r"attention_sharing has shape \(1,\) for 2 images"):
+        images_of_pairs(sd, PAIR, np.ones(1))
+    with pytest.raises(ValueError, match="accelerate=tome merges other positions"):
+        images_of_pairs(open_ours(models["sd"], accelerate="tome"), PAIR, 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "accelerate",
+    [
+        "deepcache:interval=2",
+        "fbcache:threshold=0.2",
+        "guidance:stop=0.5",
+        "guidance:start=0.2,stop=0.6",
+        "spectrum",
+        "tgate:gate=8,interval=4,warmup=1",
+    ],
+)
+def test_accelerations(models, accelerate):
+    """Sharing changes the second image alone; p = 0 is off.
+
+    Other pairs of a batch, with other fractions, do not change it.
+    """
+    loaded = open_ours(models["sd"], accelerate=accelerate)
+    of_pair = partial(images_of_pairs, loaded, num_inference_steps=12)
+    plain, shared = of_pair(PAIR), of_pair(PAIR, 1.0)
+    np.testing.assert_allclose(of_pair(PAIR, 0.0), plain, atol=1e-5)
+    np.testing.assert_allclose(shared[0], plain[0], atol=1e-5)
+    assert psnr(shared[1], plain[1]) < 60
+    both = of_pair(PAIR * 2, np.float32([0, 1, 0, 0]))
+    np.testing.assert_allclose(both[:2], shared, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_cross_attention_alone_is_not_shared(models, tmp_path):
+    """A UNet whose first attention also reads the text has no self-attention."""
+    folder = make_tiny_pipeline(tmp_path / "model", in_channels=4, scheduler="euler_ancestral")
+    unet = UNet2DConditionModel.from_config(
+        UNet2DConditionModel.load_config(folder / "unet") | {"only_cross_attention": True}
+    )
+    unet.save_pretrained(folder / "unet")
+    loaded = open_ours(folder)
+    np.testing.assert_array_equal(images_of_pairs(loaded, PAIR, 1.0), images_of_pairs(loaded, PAIR))
