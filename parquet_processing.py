@@ -458,8 +458,6 @@ def write_shards(config: Config) -> str:
         options = dict(max_pairs=config.max_pairs, overwrite=config.overwrite_output_dir)
         return copy_best(pairs, output_dir, wanted_of(config), **options)
     if is_archived(pairs):
-        if config.num_held_out:
-            raise ValueError("--num_held_out goes with lists of image files, not with archives")
         options = Options(
             config.max_pairs,
             config.worker or 0,
@@ -467,6 +465,9 @@ def write_shards(config: Config) -> str:
             config.max_bad_fraction,
             config.overwrite_output_dir,
             config.drop,
+            config.num_held_out,
+            Path(config.held_out_dir) if config.held_out_dir else None,
+            config.seed,
         )
         return convert_archives(pairs, output_dir, options)
     if of_archives := given_flags(config, ARCHIVE_FLAGS):

@@ -338,28 +338,50 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
     """
     for name in IMAGE_DIRS:
         (folder / name).mkdir()
-    edits, final_folder = [], final_folder.resolve()
+    edits = []
     for number, pair in enumerate(pairs):
         original, edited = (f"{number:05d}{path.suffix}" for path in (pair.original, pair.edited))
         shutil.copyfile(pair.original, folder / "original" / original)
         shutil.copyfile(pair.edited, folder / "edited" / edited)
-        captions = {"input_caption": pair.original_prompt, "output_caption": pair.edited_prompt}
-        edits.append(
-            {
-                "input": str(final_folder / "original" / original),
-                "edit": pair.edit_prompt,
-                "output": str(final_folder / "results" / f"{number:05d}.png"),
-                "truth": str(final_folder / "edited" / edited),
-            }
-            | {name: caption for name, caption in captions.items() if caption}
-        )
+        names = {"original": original, "edited": edited}
         if pair.mask:
             (folder / MASK_DIR).mkdir(exist_ok=True)
-            mask = f"{number:05d}{pair.mask.suffix}"
-            shutil.copyfile(pair.mask, folder / MASK_DIR / mask)
-            edits[-1]["mask"] = str(final_folder / MASK_DIR / mask)
+            names["mask"] = f"{number:05d}{pair.mask.suffix}"
+            shutil.copyfile(pair.mask, folder / MASK_DIR / names["mask"])
+        captions = pair.original_prompt, pair.edited_prompt
+        edits.append(held_out_edit(final_folder, number, names, pair.edit_prompt, captions))
     lines = [json.dumps(edit, ensure_ascii=False) + "\n" for edit in edits]
     (folder / HELD_OUT_LIST).write_text("".join(lines), encoding="utf-8", newline="\n")
+
+
+def held_out_edit(
+    folder: Path,
+    number: int,
+    names: dict[str, str],
+    text: str,
+    captions: tuple[str | None, str | None],
+) -> dict[str, str]:
+    """The object of a held-out pair in HELD_OUT_LIST.
+
+    Args:
+        folder: for held-out pairs.
+        number: of the pair, from 0.
+        names: of its files: "original", "edited" and, if it has one, "mask".
+        text: instruction.
+        captions: of both images.
+    """
+    folder = folder.resolve()
+    edit = {
+        "input": str(folder / "original" / names["original"]),
+        "edit": text,
+        "output": str(folder / "results" / f"{number:05d}.png"),
+        "truth": str(folder / "edited" / names["edited"]),
+    }
+    keys = ("input_caption", "output_caption")
+    edit |= {key: caption for key, caption in zip(keys, captions) if caption}
+    if "mask" in names:
+        edit["mask"] = str(folder / MASK_DIR / names["mask"])
+    return edit
 
 
 def check_directory(flag: str, directory: Path, overwrite: bool) -> None:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from command_line import ask_before_replacing
 from dataloading.archives.finder import FOLDER
+from dataloading.archives.held_out import HeldOut, choose
 from dataloading.archives.index import is_index, read_rows
 from dataloading.archives.manifest import (
     MANIFEST,
@@ -44,6 +45,7 @@ from dataloading.pairs import (
     ROW_GROUP_ROWS,
     SCHEMA,
     SHARD_BYTES,
+    check_directory,
 )
 from dataloading.shards import UNFINISHED_DIR
 from diffusers_flax.loading.files import naming_full_disk, remove, write_text
@@ -63,6 +65,9 @@ class Options:
     max_bad_fraction: float = 0.1  # of rows and pairs that cannot be used
     overwrite: bool = False  # replace earlier shards of this function
     faults: tuple[str, ...] = ()  # names of faults.FAULTS; pairs with one are left out
+    num_held_out: int = 0  # original images, which with all their pairs go to held_out_dir
+    held_out_dir: Path | None = None
+    seed: int = 0  # of the choice of images
 
 
 class Planned(NamedTuple):
@@ -72,6 +77,7 @@ class Planned(NamedTuple):
     position: int  # in the archive, of its last file
     name: str
     record: str  # JSON
+    id: int  # in the plan
 
 
 class HashedFile:
@@ -240,28 +246,48 @@ def convert_archives(path: Path, output_dir: Path, options: Options = Options())
         ask_before_replacing("output_dir", output_dir, options.overwrite)
         check_other_shards(output_dir)
         check_replaced(source.archives, output_dir)
+        check_held_out(source, output_dir, options)
     unfinished.mkdir(parents=True, exist_ok=True)
     with Plan(database) as plan:
         plan.check_same(given, output_dir)
         plan.check_files(source)
+        if not plan.has_shards:
+            check_held_out(source, output_dir, options)
         if not plan.get("planned"):
             plan.take_inventory(source)
             announce(source, plan)
             plan.make_pairs(source, options.max_pairs)
         check_left_out(plan, source, options)
+        if options.num_held_out and not plan.get("chosen"):
+            choose(plan, source, options.num_held_out, options.seed)
         write_homes(plan, source, output_dir, options)
         report = finish(plan, source, output_dir, options)
     remove(unfinished)
     return report
 
 
+def check_held_out(source: Source, output_dir: Path, options: Options) -> None:
+    """Raise a ValueError unless the directory for held-out pairs may be written."""
+    if not (folder := options.held_out_dir):
+        return
+    check_directory("held_out_dir", folder, options.overwrite)
+    for other, flag in ((output_dir, "output_dir"), (source.root, "pairs")):
+        if folder.resolve().is_relative_to(other.resolve()):
+            raise ValueError(f"--held_out_dir {folder} is in --{flag} {other}; name another")
+
+
 def conversion_of(path: Path, options: Options) -> dict:
     """What is converted, as a plan and a manifest note it."""
     given = asdict(options)
     names = ("max_pairs", "worker", "num_workers", "faults")
-    return {"pairs": str(path.resolve())} | {
+    conversion = {"pairs": str(path.resolve())} | {
         name: list(given[name]) if name == "faults" else given[name] for name in names
     }
+    if options.num_held_out:
+        names = ("num_held_out", "seed")
+        conversion |= {name: given[name] for name in names}
+        conversion["held_out_dir"] = str(options.held_out_dir.resolve())
+    return conversion
 
 
 def announce(source: Source, plan: Plan) -> None:
@@ -352,7 +378,10 @@ def write_homes(plan: Plan, source: Source, output_dir: Path, options: Options) 
         tqdm(desc="writing shards", unit="pair", disable=None) as bar,
     ):
         bar.total = sum(counts[home] for home in mine)
-        conversion = Conversion(plan, options, reader, bar)
+        held_out = None
+        if options.num_held_out:
+            held_out = HeldOut(plan, folder, options.held_out_dir)
+        conversion = Conversion(plan, options, reader, bar, held_out)
         for home in sorted({*mine, *reader.gzipped}):
             todo = {other for other in mine if other not in done and other >= home}
             if home in todo:
@@ -374,6 +403,7 @@ class Conversion:
     options: Options
     reader: Reader
     bar: tqdm
+    held_out: HeldOut | None
 
     def write(self, shards: Shards | None, home: int, todo: set[int]) -> None:
         """Write the pairs of an archive, and keep its files for later archives if it is gzipped.
@@ -397,13 +427,13 @@ class Conversion:
 
     def pairs(self, home: int, start: int) -> Iterator[Planned]:
         """The pairs of an archive from the one with number `start` on."""
-        query = "select position, name, record from pairs where home = ? order by position, id"
+        query = "select position, name, record, id from pairs where home = ? order by position, id"
         rows = self.plan.db.cursor().execute(query, (home,))
-        for number, (position, name, record) in enumerate(rows):
+        for number, (position, *values) in enumerate(rows):
             if number < start:
                 self.bar.update()
             else:
-                yield Planned(number, position, name, record)
+                yield Planned(number, position, *values)
 
     def needed(self, archive: int, todo: set[int], first: int | None) -> Iterator[tuple]:
         """The files of a gzipped archive that pairs to come need: (offset, size, last pair).
@@ -430,7 +460,7 @@ class Conversion:
             self.check_damaged(problem)
             return
         if not shards.faults:
-            shards.add(pair, planned.number)
+            self.keep(shards, planned, pair)
             return
         measured = measure(*(pair.cells[role]["bytes"] for role in ("original", "edited")))
         text = "\n".join(pair.texts["edit_prompt"])
@@ -439,8 +469,17 @@ class Conversion:
             self.plan.add_problem("write", f"--drop {found[0]}", planned.name)
             return
         # First add, which may commit a shard that ends before this pair.
-        shards.add(pair, planned.number)
+        self.keep(shards, planned, pair)
         shards.faults.remember(measured, text)
+
+    def keep(self, shards: Shards, planned: Planned, pair: Pair) -> None:
+        """Add a pair to the shards or to those that are held out."""
+        if self.held_out and self.held_out.take(planned.id, pair):
+            return
+        if self.held_out and self.held_out.is_copy(pair):
+            self.plan.add_problem("write", "its original image is held out", planned.name)
+            return
+        shards.add(pair, planned.number)
 
     def check_damaged(self, problem: str) -> None:
         """Raise a ValueError if too many pairs are damaged; problem: of the last one."""
@@ -479,6 +518,10 @@ def finish(plan: Plan, source: Source, output_dir: Path, options: Options) -> st
     for file in files:
         if (written := output_dir / UNFINISHED_DIR / file["file"]).exists():
             written.rename(output_dir / file["file"])
+    held_out = []
+    if options.num_held_out:
+        folder = output_dir / UNFINISHED_DIR
+        held_out = [HeldOut(plan, folder, options.held_out_dir).finish()]
     left_out = {
         kind: {"count": count, "examples": examples.get(kind, [])}
         for kind, count in sorted(counts.items())
@@ -494,6 +537,7 @@ def finish(plan: Plan, source: Source, output_dir: Path, options: Options) -> st
     write_text(output_dir / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     total = sum(file["rows"] for file in files)
     lines = [f"wrote {total} pairs to {output_dir} (shards: {len(files)}; {MANIFEST} lists them)"]
+    lines += held_out
     if unnamed := plan.get("unnamed"):
         text = f"{len(unnamed)} archives with files that no index here names: "
         lines.append(f"not read    {text}{first_names(unnamed)}")

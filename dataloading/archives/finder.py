@@ -159,9 +159,9 @@ class Finder:
         """Whether files have the same content; of files in gzipped archives, the same size."""
         if len({x[2] for x in found}) > 1:
             return False
-        return len({content for x in found if (content := self._content(x)) is not None}) <= 1
+        return len({content for x in found if (content := self.content(x)) is not None}) <= 1
 
-    def _content(self, place: list) -> bytes | None:
+    def content(self, place: list) -> bytes | None:
         """The SHA-256 of a file; None: it is in a gzipped archive, or larger than any image."""
         number, offset, size, name = place
         if size > MAX_MEMBER_BYTES:

@@ -262,6 +262,10 @@ class Plan:
         """The first value of a query."""
         return self.db.execute(query, values).fetchone()[0]
 
+    def record(self, pair: int) -> str:
+        """The record of a pair, JSON."""
+        return self.one("select record from pairs where id = ?", pair)
+
     @cached_property
     def num_pairs(self) -> int:
         """Number of pairs, when they are planned."""
@@ -383,7 +387,7 @@ class Plan:
             max_pairs: only the first N; None: all.
         """
         finder, is_right = Finder(self.db, source), False
-        self.put(unnamed=[])
+        self.put(unnamed=[], chosen=False)
         while not is_right:
             for table in ("pairs", "needs", "problems"):
                 self.db.execute(f"delete from {table}")

@@ -590,11 +590,6 @@ MISTAKES = {
         [],
         "a.jsonl: no known keys of images and instruction (x, y)",
     ),
-    "held out": (
-        lambda folder: write_tar(folder / "a.tar", {}),
-        ["--num_held_out", "1", "--held_out_dir", "h"],
-        "--num_held_out goes with lists of image files",
-    ),
     "no samples": (
         lambda folder: write_tar(folder / "a.tar", {"1.jpg": plain(1), "1.txt": b"x"}),
         [],
