@@ -7,10 +7,10 @@ them:
 
     samples   WebDataset, key.input.jpg, key.output.jpg and key.txt
     index     images in tar archives, and an index of JSON lines in a random order
-    gzip      the same in .tar.gz
+    gzip      the same in .tar.gz, each in two parts
 
-The other contender opens the archives with tarfile and reads every file, one after the other. Each
-measurement is a new process, the contenders in turn; conversions write to --work_dir. A try:
+The other contender opens the same archives with tarfile and reads every file, one after the other.
+Each measurement is a new process, the contenders in turn; conversions write to --work_dir. A try:
 
     python -m benchmarks.archives --pairs 1000 --rounds 1 --output quick.json
 
@@ -35,6 +35,7 @@ import simplejpeg
 
 from benchmarks.rows import check_counts, describe_machine, run_benchmark, write_rows
 from dataloading.archives.convert import convert_archives
+from dataloading.archives.tar import Parts, find_archives
 
 CASES = ("samples", "index", "gzip")
 SIDE = 64  # pixels
@@ -73,6 +74,11 @@ def make_archives(folder: Path, case: str, num_pairs: int) -> None:
                     archive.addfile(info, io.BytesIO(data))
                 names = dict(zip(("input", "edited"), files))
                 rows.append(names | {"edit": f"make image {n} brighter"})
+        if case == "gzip":
+            data, half = file.read_bytes(), file.stat().st_size // 2
+            for part, content in (("aa", data[:half]), ("ab", data[half:])):
+                Path(f"{file}.part-{part}").write_bytes(content)
+            file.unlink()
     if case != "samples":
         lines = [json.dumps(rows[n]) + "\n" for n in rng.permutation(num_pairs)]
         (folder / "index.jsonl").write_text("".join(lines))
@@ -80,10 +86,15 @@ def make_archives(folder: Path, case: str, num_pairs: int) -> None:
 
 def read_by_tarfile(folder: Path, work_dir: Path) -> None:
     """Read all files of all archives."""
-    for file in sorted(folder.glob("*.tar*")):
-        with tarfile.open(file) as archive:
+    for found in find_archives(folder, sorted(folder.glob("*.tar*"))):
+        with open_parts(found.parts) as file, tarfile.open(fileobj=file) as archive:
             for member in archive:
                 archive.extractfile(member).read()
+
+
+def open_parts(paths: tuple[Path, ...]) -> io.BufferedReader:
+    """An archive, whole or in parts, as one file."""
+    return open(paths[0], "rb") if len(paths) == 1 else io.BufferedReader(Parts(paths), 1 << 20)
 
 
 def convert(folder: Path, work_dir: Path) -> None:

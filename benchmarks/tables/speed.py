@@ -229,7 +229,7 @@ def archives_table() -> str:
     titles = {
         "samples": "WebDataset",
         "index": "index of JSON lines in a random order, tar",
-        "gzip": "the same, tar.gz",
+        "gzip": "the same, tar.gz in two parts",
     }
     lines = []
     for case, row in results("archives").items():

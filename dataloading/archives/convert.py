@@ -11,11 +11,13 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
@@ -52,6 +54,7 @@ from diffusers_flax.loading.files import naming_full_disk, remove, write_text
 from diffusers_flax.messages import first_names, one_line
 
 PLAN = "plan.sqlite"
+HASH_BLOCK = 8 << 20  # bytes; a thread needs Python's lock once for each
 MAX_IGNORED = 5  # files that are named as not read
 
 
@@ -80,29 +83,41 @@ class Planned(NamedTuple):
     id: int  # in the plan
 
 
-class HashedFile:
-    """A file that hashes what is written to it, for pyarrow."""
+class Hash:
+    """The SHA-256 of a file that is being written, read behind the writer by a thread."""
 
     def __init__(self, path: Path):
-        self._file, self.sha256, self.closed = open(path, "wb"), hashlib.sha256(), False  # noqa: SIM115
+        self._file, self._sha256 = open(path, "rb", buffering=0), hashlib.sha256()  # noqa: SIM115
+        self._thread, self._jobs, self._size = ThreadPoolExecutor(1), [], 0
+        self._block = memoryview(bytearray(HASH_BLOCK))
 
-    def write(self, data) -> int:
-        """Write and hash."""
-        self.sha256.update(data)
-        return self._file.write(data)
+    def follow(self, size: int) -> None:
+        """Hash the blocks that are complete; size: bytes written so far."""
+        while size - self._size >= HASH_BLOCK:
+            self._jobs.append(self._thread.submit(self._read, HASH_BLOCK))
+            self._size += HASH_BLOCK
 
-    def tell(self) -> int:
-        """Bytes written."""
-        return self._file.tell()
-
-    def flush(self) -> None:
-        """Nothing: close does it."""
+    def finish(self, size: int) -> str:
+        """Hash up to the end, and close the file; the hash in hexadecimal."""
+        self.follow(size)
+        self._jobs.append(self._thread.submit(self._read, size - self._size))
+        for job in self._jobs:
+            job.result()
+        self.close()
+        return self._sha256.hexdigest()
 
     def close(self) -> None:
         """Close the file."""
-        if not self.closed:
-            self._file.close()
-            self.closed = True
+        self._thread.shutdown()
+        self._file.close()
+
+    def _read(self, size: int) -> None:
+        while size:
+            count = self._file.readinto(self._block[:size])
+            if not count:
+                raise OSError(f"{self._file.name} ends too early; is it being changed?")
+            self._sha256.update(self._block[:count])
+            size -= count
 
 
 class Shards:
@@ -128,7 +143,7 @@ class Shards:
         for role in self._roles[2:]:
             self._schema = self._schema.append(pa.field(COLUMNS[role], IMAGE))
         self._pairs, self._group_bytes = [], 0
-        self._writer = self._file = None
+        self._writer = self._file = self._hash = None
         self._rows = self._bytes = 0
 
     def add(self, pair: Pair, position: int) -> None:
@@ -158,13 +173,14 @@ class Shards:
                 self._writer.close()
             with suppress(OSError):
                 self._file.close()
+            self._hash.close()
             remove(self._path)
             self._writer = None
 
     def _write_group(self) -> None:
         if not self._writer:
             self._path = self._folder / f"train-{self._stem}-{self._number:05d}.parquet"
-            self._file = HashedFile(self._path)
+            self._file, self._hash = pa.OSFile(str(self._path), "wb"), Hash(self._path)
             options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
             self._writer = pq.ParquetWriter(self._file, self._schema, **options)
         columns = {COLUMNS[role]: [p.cells[role] for p in self._pairs] for role in self._roles}
@@ -172,9 +188,15 @@ class Shards:
             columns[name] = [pair.texts[name] for pair in self._pairs]
         if self._schema.field("edit_prompt").type == pa.string():
             columns["edit_prompt"] = [texts[0] for texts in columns["edit_prompt"]]
-        arrays = [pa.array(columns[field.name], field.type) for field in self._schema]
+        arrays = [
+            image_array(columns[field.name])
+            if field.type == IMAGE
+            else pa.array(columns[field.name], field.type)
+            for field in self._schema
+        ]
         with naming_full_disk(self._path):
             self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
+        self._hash.follow(self._file.tell())
         self._rows += len(self._pairs)
         self._pairs, self._group_bytes = [], 0
 
@@ -187,11 +209,23 @@ class Shards:
         values = (self._home, self._number, stop, self._path.name, size)
         self._plan.db.execute(
             "insert into shards values (?, ?, ?, ?, ?, ?, ?)",
-            (*values, self._file.sha256.hexdigest(), self._rows),
+            (*values, self._hash.finish(size), self._rows),
         )
         self._plan.db.commit()
         self._writer, self._rows, self._bytes = None, 0, 0
         self._number += 1
+
+
+def image_array(cells: list[dict | None]) -> pa.StructArray:
+    """The column of image cells; as pa.array(cells, IMAGE), in half the time."""
+    if None in cells:
+        return pa.array(cells, IMAGE)
+    images = [cell["bytes"] for cell in cells]
+    offsets = np.cumsum([0, *map(len, images)], dtype=np.int32)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(images))]
+    data = pa.Array.from_buffers(pa.binary(), len(images), buffers)
+    paths = pa.array([cell["path"] for cell in cells], pa.string())
+    return pa.StructArray.from_arrays([data, paths], fields=[*IMAGE])
 
 
 def is_archived(path: Path) -> bool:

@@ -71,6 +71,28 @@ class Finder:
         self._indexes = {file.parent.relative_to(source.root).parts for file, _ in source.indexes}
         self.used: set[int] = set()  # archives with a file that an index names
         self._is_near: dict[tuple, bool] = {}  # (directory of a file, of an index): see _near
+        self._ahead: dict[str, list[list]] = {}  # name: its files, see look_ahead
+
+    def look_ahead(self, rows: list[Row]) -> None:
+        """Look up the names of many rows at once, for the calls of `record` that follow."""
+        names = {
+            f"{row.folder}/{path}" if row.folder else path
+            for row in rows
+            for path in (row.original, row.edited, row.mask, row.reference)
+            if isinstance(path, str)
+        }
+        marks = ",".join("?" * len(names))
+        query = (
+            f"select archive, offset, size, name from members where name in ({marks}) "
+            "order by name, archive, offset"
+        )
+        try:
+            found = self._db.execute(query, [*names])
+        except UnicodeEncodeError:  # half a letter in a name: record looks for each
+            names, found = set(), ()
+        self._ahead = {name: [] for name in names}
+        for row in found:
+            self._ahead[row[3]].append([*row])
 
     def record(self, row: Row, file: Path) -> dict:
         """The record of a pair: places of files, and texts.
@@ -130,6 +152,9 @@ class Finder:
         """
         if not isinstance(path, str):
             raise ValueError(f"{str(path)[:40]} is not a path")
+        found = () if hint or folder else self._ahead.get(path, ())
+        if len(found) == 1 and self._near(found[0], near[1]):
+            return found[0]  # as most are: written as in the only archive that has it
         if "://" in path:
             path = path.partition("?")[0].rpartition("/")[2]
         parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".")]
@@ -207,11 +232,14 @@ class Finder:
 
     def _named(self, parts: list[str]) -> list[list]:
         """The files of exactly this name."""
+        name = "/".join(parts)
+        if name in self._ahead:
+            return self._ahead[name]
         query = (
             "select archive, offset, size, name from members where name = ? "
             "order by archive, offset"
         )
-        return [[*row] for row in self._db.execute(query, ("/".join(parts),))]
+        return [[*row] for row in self._db.execute(query, (name,))]
 
     def _longer(self, parts: list[str]) -> list[list]:
         """The files that have more leading directories."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ from dataloading.archives.sets import (
     WORDS,
     X2EDIT,
     IndexedSet,
+    Row,
     find_set,
     meaning_of,
     split_name,
@@ -52,6 +53,7 @@ from dataloading.shards import (
 from diffusers_flax.messages import differences, first_names, one_line
 
 MAX_INDEXES = 5000
+TURNS = 50  # pairs of an index that are looked up at once
 MAX_NAMED = 10  # problems of one kind that are kept by name
 KINDS = {  # of rows that are left out
     Absent: "no files here",
@@ -357,7 +359,9 @@ class Plan:
         names = ((file.relative_to(source.root).as_posix(), file) for file in source.files)
         rows = ((name, FOLDER, 0, file.stat().st_size) for name, file in names)
         self.db.executemany("insert into members values (?, ?, ?, ?)", rows)
-        self.db.execute("create index if not exists by_name on members (name)")
+        self.db.execute(
+            "create index if not exists by_name on members (name, archive, offset, size)"
+        )
         self.db.commit()
 
     def _list(self, archive: Archive, number: int, total: int, bar: tqdm) -> None:
@@ -403,33 +407,38 @@ class Plan:
             pairs = self._rows(source)
         else:
             pairs = self._indexed(source, finder) if source.indexes else self._samples(source)
-        bar, count, columns = tqdm(desc="finding pairs", unit="pair", disable=None), 0, set()
-        with bar:
-            for name, record in pairs:
+        columns = set()
+
+        def rows(found):
+            for count, (name, record) in enumerate(found):
                 if count == max_pairs:
                     break
-                count += 1
-                self._add_pair(name, record, gzipped)
-                columns |= {role for role in ("mask", "reference") if record.get(role)}
+                columns.update(role for role in ("mask", "reference") if record.get(role))
                 texts = record.get("instruction") or ()
                 if len(texts) > 1 and not is_place(texts):
                     columns.add("instructions")
-                bar.update()
+                yield *self._home(record, gzipped), name, json.dumps(record)
+
+        with tqdm(pairs, desc="finding pairs", unit="pair", disable=None) as found:
+            query = "insert into pairs (home, position, name, record) values (?, ?, ?, ?)"
+            self.db.executemany(query, rows(found))
         self.db.execute("create index by_order on pairs (home, position, id)")
         if source.are_shards:
             shards = map(ShardColumns.of, (shard.parts[0] for shard in source.archives))
             columns = set().union(*(shard.extra for shard in shards))
+        count = self.one("select count(*) from pairs")
         self.put(columns=sorted(columns), pairs=count, planned=True)
 
-    def _add_pair(self, name: str, record: dict, gzipped: set[int]) -> None:
-        """Insert a pair; its home is the last gzipped archive that it needs, else the result's."""
+    def _home(self, record: dict, gzipped: set[int]) -> tuple[int, int]:
+        """(archive, position) of a pair: of its last gzipped file, else of the result.
+
+        Notes the gzipped files that it needs.
+        """
+        if not gzipped:
+            return record["edited"][:2]
         places = [place for place in record.values() if is_place(place)]
         streamed = [place[:3] for place in places if place[0] in gzipped]
         home, position = max(streamed)[:2] if streamed else record["edited"][:2]
-        self.db.execute(
-            "insert into pairs (home, position, name, record) values (?, ?, ?, ?)",
-            (home, position, name, json.dumps(record)),
-        )
         for archive, offset, size in streamed:
             self.db.execute(
                 "insert into needs values (?, ?, ?, ?, ?) on conflict do update set "
@@ -437,6 +446,7 @@ class Plan:
                 "where (excluded.home, excluded.position) > (home, position)",
                 (archive, offset, size, home, position),
             )
+        return home, position
 
     def _indexed(self, source: Source, finder: Finder) -> Iterator[tuple[str, dict]]:
         """(name, record) of each pair of the indexes, whose files are all there.
@@ -451,25 +461,17 @@ class Plan:
                 self.add_problem("plan", kind, name)
 
         for file, known in source.indexes:
-            stem = file.name.partition(".")[0]
-            for place, row in read_rows(file):
-                name = f"{file.name} {place}"
-                try:
-                    if isinstance(row, str):
-                        raise ValueError(row)
-                    turns = list(known.rows(row, stem))
-                except KeyError as error:
-                    leave_out("key missing", f"{name}: {error}")
-                    continue
-                except (ValueError, TypeError, LookupError, AttributeError) as error:
-                    leave_out("not a pair", f"{name}: {one_line(error, 200)}")
-                    continue
-                for number, pair in enumerate(turns, start=1):
-                    turn = f"{name} turn {number}" if len(turns) > 1 else name
+            turns = turns_of(file, known)
+            while some := list(islice(turns, TURNS)):
+                finder.look_ahead([turn for _, turn in some if isinstance(turn, Row)])
+                for name, turn in some:
+                    if not isinstance(turn, Row):
+                        leave_out(turn[0], f"{name}: {turn[1]}")
+                        continue
                     try:
-                        yield turn, finder.record(pair, file)
+                        yield name, finder.record(turn, file)
                     except ValueError as error:
-                        leave_out(KINDS.get(type(error), "not a pair"), f"{turn}: {error}")
+                        leave_out(KINDS.get(type(error), "not a pair"), f"{name}: {error}")
         spare = {n for n in range(1, len(source.archives) + 1) if n not in finder.used}
         if spare:
             self.db.execute("create index if not exists by_archive on members (archive, offset)")
@@ -530,6 +532,24 @@ def is_sample(record: dict) -> bool:
     """Whether a sample has both images and a text."""
     texts = {"text", "json", "instruction"} & record.keys()
     return {"original", "edited"} <= record.keys() and bool(texts)
+
+
+def turns_of(file: Path, known: IndexedSet) -> Iterator[tuple[str, Row | tuple[str, str]]]:
+    """(name, pair) of each row of an index, or of its turns; not a pair: (kind, reason)."""
+    stem = file.name.partition(".")[0]
+    for place, row in read_rows(file):
+        name = f"{file.name} {place}"
+        try:
+            if isinstance(row, str):
+                raise ValueError(row)
+            turns = list(known.rows(row, stem))
+        except KeyError as error:
+            yield name, ("key missing", str(error))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            yield name, ("not a pair", one_line(error, 200))
+        else:
+            for number, turn in enumerate(turns, start=1):
+                yield (f"{name} turn {number}" if len(turns) > 1 else name), turn
 
 
 def is_place(value) -> bool:

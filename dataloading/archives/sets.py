@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from dataloading.lists import NAMES
 
+LISTS = (list, tuple)
+
 
 class Row(NamedTuple):
     """A pair as an index describes it; paths are as written there."""
@@ -39,12 +41,12 @@ class IndexedSet(NamedTuple):
 
 def first(value):
     """The first of a list, or the value."""
-    return next(iter(value), None) if isinstance(value, list | tuple) else value
+    return next(iter(value), None) if isinstance(value, LISTS) else value
 
 
 def second(value):
     """The second of a list, or None."""
-    return value[1] if isinstance(value, list | tuple) and len(value) > 1 else None
+    return value[1] if isinstance(value, LISTS) and len(value) > 1 else None
 
 
 def plain(**keys: str) -> Callable[[dict, str], Iterator[Row]]:
@@ -295,7 +297,7 @@ def any_index(row: dict, stem: str) -> Iterator[Row]:
             values.setdefault(meaning, row[word])
     values.setdefault("reference", second(values.get("original")))
     texts = values.get("instruction")
-    values["instruction"] = tuple(texts) if isinstance(texts, list | tuple) else (texts,)
+    values["instruction"] = tuple(texts) if isinstance(texts, LISTS) else (texts,)
     for field in ("original", "edited"):
         values[field] = first(values.get(field))
     yield Row(**values)

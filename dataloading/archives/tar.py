@@ -213,6 +213,12 @@ class Replay:
         return self._stream.at(offset, size)
 
 
+def sum_of(block: bytes) -> int:
+    """The sum of a block's bytes, by Adler-32, whose low half is 1 + the sum of up to 256 bytes."""
+    halves = zlib.adler32(block[:256]) & 0xFFFF, zlib.adler32(block[256:]) & 0xFFFF
+    return halves[0] + halves[1] - 2
+
+
 def plain_member(head: bytes) -> tuple[bytes, int] | None:
     """Name and size in the header of a usual file; None: tarfile has to read it."""
     if head[156] not in b"0\0" or head[257:262] != b"ustar" or head[124] >= 0x80:
@@ -222,7 +228,7 @@ def plain_member(head: bytes) -> tuple[bytes, int] | None:
         size = int(head[124:136].strip(b" \0") or b"0", 8)
     except ValueError:
         return None
-    if sum(head) - sum(head[148:156]) + 8 * 32 != checksum:  # the field counts as spaces
+    if sum_of(head) - sum(head[148:156]) + 8 * 32 != checksum:  # the field counts as spaces
         return None
     name = head[:100].partition(b"\0")[0]
     if head[262] == 0:  # POSIX, not GNU

@@ -12,6 +12,7 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from edit_sets import (
@@ -35,6 +36,7 @@ import evaluate_edits
 import parquet_processing
 from dataloading.archives import convert, index, masks, reader, tar
 from dataloading.images import decode_mask
+from dataloading.pairs import IMAGE
 
 FAST = ("a1557811266/Inter-Edit-Train", "OPPOer/X2Edit-Dataset")
 
@@ -378,6 +380,58 @@ def test_files_of_a_gzipped_archive_wait_on_disk(tmp_path, monkeypatch):
     pairs = pairs_of(read_shards(tmp_path / "data"))
     assert pairs == {str(n): (n, 50 + n) for n in range(12)}
     assert list(pairs) == [str(n) for n in [*range(6), *(n for n in orders[1] if n > 5)]]
+
+
+def test_a_finished_gzipped_archive_is_not_read_again(tmp_path, monkeypatch):
+    folder, read = tmp_path / "set", []
+    for k, name in enumerate("ab"):
+        files = {"input.png": plain(k), "output.png": plain(9), "txt": b"x"}
+        members = {f"{n}.{kind}": data for n in range(3) for kind, data in files.items()}
+        write_tar(folder / f"{name}.tgz", members, "w:gz")
+    finish, at = convert.Shards.finish, tar.Stream.at
+
+    def interrupted(self, stop):
+        finish(self, stop)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert.Shards, "finish", interrupted)
+        with pytest.raises(SystemExit):
+            run(folder, tmp_path / "data")
+    monkeypatch.setattr(
+        tar.Stream, "at", lambda self, *place: read.append(self.archive.name) or at(self, *place)
+    )
+    run(folder, tmp_path / "data")
+    assert set(read) == {"b.tgz"}
+    assert len(read_shards(tmp_path / "data")) == 6
+
+
+def test_columns_hashes_and_sums_are_those_of_plain_python(tmp_path, monkeypatch):
+    cells = [{"bytes": os.urandom(n), "path": f"{n}ü.png"} for n in range(5)]
+    for some in (cells, [*cells, None], [{"bytes": b"", "path": None}]):
+        assert convert.image_array(some).equals(pa.array(some, IMAGE))
+    for block in (bytes(512), b"\xff" * 512, os.urandom(512)):
+        assert tar.sum_of(block) == sum(block)
+    monkeypatch.setattr(convert, "HASH_BLOCK", 1000)
+    data = os.urandom(5300)
+    with open(tmp_path / "x", "wb", buffering=0) as file:
+        digest = convert.Hash(tmp_path / "x")
+        for first in range(0, len(data), 700):
+            file.write(data[first : first + 700])
+            digest.follow(file.tell())
+        assert digest.finish(len(data)) == hashlib.sha256(data).hexdigest()
+
+
+def test_a_name_with_half_a_letter_leaves_the_other_rows(tmp_path):
+    folder = tmp_path / "set"
+    write_tar(folder / "x.tar", {f"{k}.png": plain(k) for k in range(4)})
+    names = [("0.png", "1.png"), ("\ud800.png", "1.png"), ("2.png", "3.png")]
+    rows = [{"input": x, "edited": y, "edit": x[0]} for x, y in names]
+    write_lines(folder / "i.jsonl", [*rows[:1], rows[1] | {"edit": "x"}, rows[2]])
+    run(folder, tmp_path / "data", "--max_bad_fraction", "0.5")
+    assert pairs_of(read_shards(tmp_path / "data")) == {"0": (0, 1), "2": (2, 3)}
+    left_out = json.loads((tmp_path / "data" / "manifest.json").read_text())["left_out"]
+    assert sum(found["count"] for found in left_out.values()) == 1
 
 
 def test_a_json_array_is_read_in_chunks(tmp_path, monkeypatch):
