@@ -251,6 +251,12 @@ def check_flags(config: Config) -> None:
             "write them"
         )
     if config.pairs:
+        if "://" in config.pairs:
+            raise ValueError(
+                f"--pairs {config.pairs} is a URL; download it first: script.py --dataset "
+                "OWNER/NAME and script.sh, or hf download OWNER/NAME --repo-type dataset "
+                "--local-dir DIR"
+            )
         if not config.output_dir:
             raise ValueError("--pairs needs --output_dir DIR for the shards")
         if bool(config.num_held_out) != bool(config.held_out_dir):

@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +59,7 @@ MASK = "mask"  # column of shards of latents: uint8 (h, w), see decoding.reduce_
 TIME_IDS = "time_ids"  # column of shards of latents: float32 (2, 6), see decode_pair
 LATENTS = b"latents"  # metadata key of shards by cache_latents.py: how their latents were made
 UNFINISHED_DIR = ".unfinished"  # subdirectory; marks an incomplete directory of shards
+MAX_LOOKED_AT = 5000  # files, to find an archive
 READ_ROWS = 32  # rows of a column that are read at a time
 READ_BYTES = 8 << 20  # read buffer; without one pyarrow reads whole column chunks
 
@@ -149,14 +151,20 @@ def index_hint(path: Path | RemoteFile) -> str:
             f"; if it is the index of archives such as {archive}, make shards with "
             f"parquet_processing.py --pairs {path.parent} --output_dir DIR"
         )
-    return ""
+    return (
+        "; if it is the index of archives, make shards with parquet_processing.py --pairs DIR, of "
+        "the directory that has both"
+    )
 
 
 def find_archive(directory: Path) -> str:
-    """A tar archive in a directory or directly below, or ""."""
-    files = (file for pattern in ("*", "*/*") for file in directory.glob(pattern))
-    archives = (file for file in files if {".tar", ".tgz"} & {*file.suffixes})
-    return next((file.relative_to(directory).as_posix() for file in archives), "")
+    """A tar archive in a directory or up to four below, or ""."""
+    for depth in range(5):
+        files = islice(directory.glob("*/" * depth + "*"), MAX_LOOKED_AT)
+        archives = (file for file in files if {".tar", ".tgz"} & {*file.suffixes})
+        if found := next(archives, None):
+            return found.relative_to(directory).as_posix()
+    return ""
 
 
 def open_local_shards(directory: Path, flag: str) -> list[tuple[Path, pq.FileMetaData]]:

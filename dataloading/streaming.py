@@ -250,7 +250,7 @@ def list_files(url: str) -> list[RemoteFile]:
         files = list_hub(*match.groups())
     elif url.startswith(("http://", "https://")):
         files = list_http(url)
-    elif url.startswith("hf://datasets"):
+    elif url.startswith("hf://"):
         raise ValueError(f"{url} is no dataset on the hub; write hf://datasets/OWNER/NAME")
     else:
         files = list_fsspec(url)

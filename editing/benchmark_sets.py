@@ -11,6 +11,7 @@ parquet or Arrow. ImgEdit-Bench: a folder with basic_edit.json and the images th
 
 import re
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,11 +153,15 @@ def magicbrush_test(folder, limit=None):
             for name, text in zip(TURN, (before, after, instruction)):
                 if not text:
                     raise ValueError(f"{place} lacks the text {name!r}; it has {', '.join(entry)}")
-            files = (before, after, mask) if mask else (before, after)
             try:
-                images = [read_beside(folder / "images" / session, x) for x in files]
+                images = [read_beside(folder / "images" / session, x) for x in (before, after)]
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
+            data = None
+            if mask:
+                data = b""  # as if it were damaged, which only matters if edits need it
+                with suppress(ValueError):
+                    data = read_beside(folder / "images" / session, mask)
             pairs.append(
                 HeldOutPair(
                     index=len(pairs),
@@ -165,7 +170,7 @@ def magicbrush_test(folder, limit=None):
                     original=images[0],
                     edited=images[1],
                     edited_caption=captions[session].get(after),
-                    mask=images[2] if mask else None,
+                    mask=data,
                     key=result_key(session, turn),
                     session=session,
                     turn=turn,

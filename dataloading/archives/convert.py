@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from command_line import ask_before_replacing
+from command_line import ask_before_replacing, is_full_disk
 from dataloading.archives.finder import FOLDER
 from dataloading.archives.held_out import HeldOut, choose
 from dataloading.archives.index import is_index, read_rows
@@ -282,7 +282,7 @@ def convert_archives(path: Path, output_dir: Path, options: Options = Options())
         check_replaced(source.archives, output_dir)
         check_held_out(source, output_dir, options)
     unfinished.mkdir(parents=True, exist_ok=True)
-    with Plan(database) as plan:
+    with going_on_if_full(), Plan(database) as plan:
         plan.check_same(given, output_dir)
         plan.check_files(source)
         if not plan.has_shards:
@@ -298,6 +298,18 @@ def convert_archives(path: Path, output_dir: Path, options: Options = Options())
         report = finish(plan, source, output_dir, options)
     remove(unfinished)
     return report
+
+
+@contextmanager
+def going_on_if_full() -> Iterator[None]:
+    """Context in which the error of a full disk says that the same command goes on."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        text = f"{error.strerror}; with free space, the same command goes on"
+        raise OSError(error.errno, text, error.filename) from error
 
 
 def check_held_out(source: Source, output_dir: Path, options: Options) -> None:

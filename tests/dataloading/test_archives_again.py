@@ -1,5 +1,6 @@
 """parquet_processing.py --pairs: finished conversions, directories that are read and written."""
 
+import errno
 import json
 import os
 
@@ -50,6 +51,20 @@ def test_a_finished_conversion_says_so(tmp_path, capsys):
     assert "is not empty" in refused(capsys, *flags)
     run(tmp_path / "set", out, "--overwrite_output_dir")
     assert len(read_shards(out)) == 11
+
+
+def test_a_full_disk_says_that_the_same_command_goes_on(tmp_path, capsys, monkeypatch):
+    make_set(NAME, tmp_path / "set")
+
+    def full(self, table):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert.pq.ParquetWriter, "write_table", full)
+        error = refuse(tmp_path / "set", tmp_path / "data", capsys)
+    assert "the disk is full; with free space, the same command goes on" in error
+    run(tmp_path / "set", tmp_path / "data")
+    assert len(read_shards(tmp_path / "data")) == 11
 
 
 def test_what_is_read_is_never_deleted(tmp_path, capsys):
@@ -110,6 +125,18 @@ def test_filtered_shards_keep_set_and_licence(tmp_path, capsys):
     ]
     assert manifests[0]["sets"] == manifests[1]["sets"] and len(manifests[0]["sets"]) == 2
     assert pairs_of(read_shards(tmp_path / "clean")) == pairs
+
+
+def test_programs_that_are_given_the_other_ones_directory(tmp_path, capsys):
+    root = tmp_path / "set"
+    make_set("OPPOer/X2Edit-Dataset", root / "x2edit")
+    error = refused(capsys, "--train_data_dir", root)
+    assert "contains x2edit/X2Edit_data/textflux/000/00000.tar and no shards" in error
+    make_set("sysuyy/ImgEdit", root)
+    error = refused(capsys, "--train_data_dir", root / "Parquet")
+    assert "if it is the index of archives, make shards with parquet_processing.py --pairs" in error
+    error = refused(capsys, "--pairs", "hf://datasets/a/b", "--output_dir", tmp_path / "data")
+    assert "is a URL; download it first: script.py --dataset OWNER/NAME" in error
 
 
 def test_what_is_missing_is_named(tmp_path, capsys):

@@ -287,6 +287,9 @@ def test_errors_name_the_url_and_the_reason(numbered, hub, monkeypatch):
 
     sleeps = []
     monkeypatch.setattr(remote_shards.time, "sleep", sleeps.append)
+    for url in ("hf://a/b", "hf://datasets/a", "hf://datasets"):
+        assert f"{url} is no dataset on the hub; write hf://datasets/OWNER/NAME" in error_of(url)
+    assert not sleeps
     files = contents(numbered)
     with FlakyServer(files, redirect=False) as server:
         url = server.url("")

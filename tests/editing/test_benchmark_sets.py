@@ -229,6 +229,18 @@ def test_emu_edit(tmp_path, monkeypatch, capsys):
     assert values["direction_similarity"][2] is None and values["text_similarity"][2] is not None
 
 
+def test_a_missing_mask_is_a_damaged_one(tmp_path):
+    """It only matters if the edits need it."""
+    write_magicbrush(tmp_path)
+    sessions = json.loads((tmp_path / "edit_sessions.json").read_text())
+    sessions["100"][0]["mask"] = "none.png"
+    (tmp_path / "edit_sessions.json").write_text(json.dumps(sessions))
+    pairs = magicbrush_test(tmp_path)
+    assert check_pairs(pairs, use_masks=False)[0].mask is None
+    with pytest.raises(ValueError, match=r"the mask of .*100"):
+        check_pairs(pairs, use_masks=True)
+
+
 def test_sessions_of_magicbrush(tmp_path):
     """The test's folder, the dev shards and a list have the same sessions."""
     write_magicbrush(tmp_path)
