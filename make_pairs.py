@@ -38,8 +38,9 @@ from tqdm import tqdm
 from command_line import check_scale, check_seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.precision import choose_dtype
+from diffusers_flax.schedulers.factory import check_scheduler
 from generating.batches import DeviceClock
-from generating.clip import Clip
+from generating.clip import Clip, check_clip
 from generating.flags import SamplingFlags, from_flags
 from generating.models import ModelOptions, Sampling, check_sampling, load_model, plan_images
 from generating.resuming import commit_of, identify, names_in
@@ -140,6 +141,7 @@ def check_flags(config):
         if not -1 <= value <= 1:
             raise ValueError(f"--{name} {value:g} must be from -1 to 1, a cosine")
     check_seed("seed", config.seed)
+    check_scheduler(config.scheduler)
     if not config.clip_model:
         raise ValueError("--clip_model is empty; name a directory or hub id of a CLIP model")
     if config.keep_all and config.early_stop:
@@ -185,15 +187,13 @@ def open_models(config, captions, given, devices):
             "--accelerate tome merges other positions in each image of a pair; leave it out"
         )
 
-    clip = None
-
     def plan(pipeline):
-        nonlocal clip
         encoders = pipeline.text_encoders
         lengths = [(x, encoder.module.max_position_embeddings) for _, encoder, x in encoders]
         check_lengths(captions, lengths, given)
         height, width = pipeline.image_size(config.height, config.width)
-        planned = plan_images(
+        check_clip(config.clip_model, is_optional=False)
+        return plan_images(
             pipeline,
             devices,
             num_images=2 * config.num_samples * len(captions),
@@ -201,14 +201,13 @@ def open_models(config, captions, given, devices):
             branches=sampling.branches(pipeline_type),
             size=(width, height),
         )
-        clip = Clip(config.clip_model, devices=devices, is_optional=False)
-        return planned
 
     options = dict(dtype=choose_dtype(config.dtype), preview=None)
     own = from_flags(ModelOptions, config, **options)
     pipeline, params = load_model(
         config.model, pipeline_type, scheduler, config.accelerate, own, plan
     )
+    clip = Clip(config.clip_model, devices=devices, is_optional=False)
     pipeline.embeddings.warn_unused([x for caption in captions for x in caption[1:]])
     return pipeline, [jax.device_put(params, device) for device in devices], clip
 

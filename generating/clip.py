@@ -4,6 +4,7 @@ clip = Clip("openai/clip-vit-large-patch14")
 similarity = cosine(clip.image_features([image]), clip.text_features(["a cat"]))
 """
 
+from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -28,6 +29,35 @@ def cosine(a, b):
     return np.sum(a * b, axis=-1) / np.where(norms > 0, norms, 1)
 
 
+@contextmanager
+def naming_clip(name, is_optional):
+    """Context in which errors become a ValueError that names --clip_model; see Clip."""
+    remedy = "name a directory or hub id of a CLIP model"
+    remedy += ', or "" to leave CLIP out' * is_optional
+    try:
+        yield
+    except Exception as error:  # the libraries raise errors of many types
+        reason = one_line(error, 400)
+        if "couldn't connect" in reason:
+            reason = "the hub cannot be reached, and its cache has no copy"
+        raise ValueError(f"--clip_model {name} cannot be opened: {reason}; {remedy}") from error
+
+
+def find_clip(name):
+    """(folder, content of config.json) of a directory or hub id; a ValueError if it is no CLIP."""
+    folder = fetch_directory(name, CLIP_FILES)
+    config = read_json(folder / "config.json")
+    if config.get("model_type") != "clip":
+        raise ValueError(f"it is a model of type {config.get('model_type')}")
+    return folder, config
+
+
+def check_clip(name, is_optional=True):
+    """Raise the errors of Clip that need no weights."""
+    with naming_clip(name, is_optional):
+        find_clip(name)
+
+
 class Clip:
     """A CLIP model in float32.
 
@@ -44,22 +74,12 @@ class Clip:
     def __init__(self, name, backend="flax", devices=None, is_optional=True):
         from transformers import CLIPProcessor  # seconds to import
 
-        remedy = "name a directory or hub id of a CLIP model"
-        remedy += ', or "" to leave CLIP out' * is_optional
-        try:
-            folder = fetch_directory(name, CLIP_FILES)
-            config = read_json(folder / "config.json")
-            if config.get("model_type") != "clip":
-                raise ValueError(f"it is a model of type {config.get('model_type')}")
+        with naming_clip(name, is_optional):
+            folder, config = find_clip(name)
             self.processor = CLIPProcessor.from_pretrained(folder)
             self.side = (config.get("vision_config") or {}).get("image_size", 224)  # of its images
             encoders = torch_encoders if backend == "torch" else partial(flax_encoders, devices)
             self._encode_images, self._encode_texts, self.dim, self._length = encoders(name)
-        except Exception as error:  # the libraries raise errors of many types
-            reason = one_line(error, 400)
-            if "couldn't connect" in reason:
-                reason = "the hub cannot be reached, and its cache has no copy"
-            raise ValueError(f"--clip_model {name} cannot be opened: {reason}; {remedy}") from error
 
     def image_features(self, images, batch_size=16, map=map, device=0):
         """Features of PIL images, float32 (n, D), each of length 1.
