@@ -53,7 +53,7 @@ from pairing.results import Output
 from pairing.scores import Scorer, thresholds_of
 
 NUM_SHARDS = 64  # of a short list; a long one has more
-MAX_LINES_PER_SHARD = 100
+MAX_PAIRS_PER_SHARD = 400
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class PairFlags:
     height: int | None = None  # likewise
     seed: int = 0  # seed of all samples
     batch_size: int = 4  # pairs per device at once
-    lines_per_shard: int | None = None  # default: 1 of 64 parts of the list, at most 100
+    lines_per_shard: int | None = None  # default: a 64th of the list, at most 400 pairs
     preview: bool = False  # draw the pairs of each line, into OUTPUT_DIR/previews
     clip_model: str = "openai/clip-vit-large-patch14"  # directory or hub id
     worker: int | None = None  # this worker's index, from 0, with --num_workers
@@ -146,6 +146,8 @@ def check_flags(config):
         raise ValueError("--clip_model is empty; name a directory or hub id of a CLIP model")
     if config.keep_all and config.early_stop:
         raise ValueError("--keep_all makes all samples, and --early_stop does not; leave one out")
+    if config.keep_all and config.num_kept != Config.num_kept:
+        raise ValueError(f"--keep_all keeps more than --num_kept {config.num_kept}; leave one out")
     if (config.worker is None) != (config.num_workers is None):
         raise ValueError("--worker and --num_workers go together; give both")
     if config.worker is not None and not 0 <= config.worker < config.num_workers:
@@ -225,26 +227,26 @@ def run(config):
     use_compilation_cache(config.compilation_cache_dir)
     settings = settings_of(config, captions)
     config = with_single_files(config, "model")
-    per_shard = config.lines_per_shard or min(
-        MAX_LINES_PER_SHARD, max(1, len(captions) // NUM_SHARDS)
-    )
+    pairs_per_line = config.num_samples if config.keep_all else config.num_kept
+    largest = min(len(captions) // NUM_SHARDS, MAX_PAIRS_PER_SHARD // pairs_per_line)
+    per_shard = config.lines_per_shard or max(1, largest)
     output = Output(config.output_dir, captions, per_shard, worker, num_workers)
     output.check(settings)
     if output.is_begun:
         output.start(settings)
-    todo, started = output.unfinished_lines(), time.perf_counter()
-    num_kept = 0
+    if output.finished:
+        print(f"finished already by this command: {len(output.finished)} lines", file=sys.stderr)
+    todo, seconds = output.unfinished_lines(), None
     if todo:
         chunks = -(-len(todo) * config.num_samples // config.batch_size)
         models = open_models(config, captions, given, jax.local_devices()[:chunks])
     output.start(settings)
     if todo:
-        num_kept = make_lines(config, captions, output, len(todo), models)
+        seconds = make_lines(config, captions, output, len(todo), models)
     output.end()
     counts, histograms = output.counted()
     for sentence in warn_of_empty(counts, thresholds_of(config)):
         print(f"warning: {sentence}", file=sys.stderr)
-    seconds = (time.perf_counter() - started) / num_kept if num_kept else None
     name = "report" if num_workers == 1 else f"report-{worker}"
     print(write_report(config.output_dir, name, counts, histograms, thresholds_of(config), seconds))
     if any(line["kept"] for line in counts):
@@ -262,7 +264,7 @@ def make_lines(config, captions, output, num_lines, models):
         models: of open_models.
 
     Returns:
-        Number of pairs that are kept.
+        Seconds for a kept pair, after compiling; None: no pair is kept.
     """
     pipeline, params, clip = models
     maker = PairMaker(pipeline, params, Scorer(clip, captions), captions, config)
@@ -275,7 +277,7 @@ def make_lines(config, captions, output, num_lines, models):
             bar.set_postfix_str(f"{num_kept} pairs kept")
     report = clock.report(2 * config.batch_size * len(params) * clock.num_batches)
     print(report, file=sys.stderr, end="\n" if report else "")
-    return num_kept
+    return (time.perf_counter() - clock.begin) / num_kept if num_kept else None
 
 
 def main(args=None):

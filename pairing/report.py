@@ -91,7 +91,7 @@ def write_report(folder, name, counts, histograms, thresholds, seconds_per_pair)
         name: of the files.
         counts, histograms: of Output.counted.
         thresholds: Thresholds.
-        seconds_per_pair: time of this start per kept pair; None: it has kept none.
+        seconds_per_pair: time of this start per kept pair, after compiling; None: it has kept none.
 
     Returns:
         A line for the user.

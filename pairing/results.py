@@ -10,6 +10,7 @@ of workers nor on restarts. Metadata of the files have what is counted for the r
 """
 
 import json
+import re
 from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
@@ -22,10 +23,10 @@ from command_line import check_writable
 from dataloading.pairs import ROW_GROUP_BYTES, ROW_GROUP_ROWS, SCHEMA
 from dataloading.shards import UNFINISHED_DIR
 from diffusers_flax.loading.files import (
+    UNFINISHED_PREFIX,
     read_json,
     remove,
     save_whole,
-    unfinished_path,
     write_text,
 )
 from pairing.samples import Sample
@@ -33,6 +34,7 @@ from pairing.scores import Scores, Thresholds
 
 SETTINGS = "make_pairs.json"
 METADATA = b"make_pairs"
+LINE_FILE = r"line-(\d{9})\.parquet"  # the place of its line in the list
 TRIES = 10  # to write into a directory that another worker removes when it is empty
 PAIR_SCHEMA = pa.schema(
     [
@@ -228,6 +230,7 @@ class Output:
         self.own_shards = range(worker, num_shards, num_workers)
         self.num_workers = num_workers
         self.marker = folder / UNFINISHED_DIR / f"worker-{worker}-of-{num_workers}"
+        self.finished = set()  # places of this worker's lines whose pairs are on disk
 
     @property
     def is_begun(self):
@@ -273,9 +276,31 @@ class Output:
         for marker in self.marker.parent.glob("worker-*"):  # of a run with other workers
             if not marker.name.endswith(f"-of-{self.num_workers}"):
                 remove(marker)
+        self._find_finished()
+
+    def _find_finished(self):
+        """Find the finished lines of an earlier start, and complete what it has left undone.
+
+        A list may be long and a disk far away: names are listed, not looked for one by one.
+        """
         for shard in self.own_shards:
-            for place in self.places(shard):  # of a killed run
-                remove(unfinished_path(self.line_file(place)))
+            if self.shards[shard].exists():
+                read_counts(self.shards[shard])
+                self.finished.update(self.places(shard))
+        begun = set()  # shards with finished lines
+        for file in self.marker.parent.iterdir():
+            match = re.fullmatch(f"({re.escape(UNFINISHED_PREFIX)})?{LINE_FILE}", file.name)
+            if not match:
+                continue
+            place = int(match[2])
+            if (shard := place // self.lines_per_shard) not in self.own_shards:
+                continue
+            if match[1] or self.shards[shard].exists():  # of a killed run
+                remove(file)
+            else:
+                self.finished.add(place)
+                begun.add(shard)
+        for shard in sorted(begun):
             self._merge(shard)
 
     def places(self, shard):
@@ -288,9 +313,8 @@ class Output:
         return self.folder / UNFINISHED_DIR / f"line-{place:09d}.parquet"
 
     def is_finished(self, place):
-        """Whether a line's pairs are on disk."""
-        shard = self.shards[place // self.lines_per_shard]
-        return shard.exists() or self.line_file(place).exists()
+        """Whether the pairs of one of this worker's lines are on disk."""
+        return place in self.finished
 
     def unfinished_shards(self):
         """The places of each shard of this worker that has unfinished lines, all of its lines."""
@@ -309,17 +333,16 @@ class Output:
         rows = [row_of(caption, pair) for pair in line.kept]
         counted = {"lines": [counts], "histograms": line.histograms.tolist()}
         write_rows(self.line_file(place), rows, counted)
+        self.finished.add(place)
         self._merge(place // self.lines_per_shard)
         return counts
 
     def _merge(self, shard):
         """Write a shard if all its lines are there; removes their files."""
+        if not all(map(self.is_finished, self.places(shard))):
+            return
         files = [self.line_file(place) for place in self.places(shard)]
-        if self.shards[shard].exists():
-            read_counts(self.shards[shard])
-        else:
-            if not all(file.exists() for file in files):
-                return
+        if not self.shards[shard].exists():  # by the same command, started twice
             counts, histograms = zip(*map(read_counts, files))
             counted = {"lines": [*chain(*counts)], "histograms": sum(histograms).tolist()}
             rows = (row for file in files for row in pq.read_table(file).to_pylist())
