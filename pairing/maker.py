@@ -66,8 +66,11 @@ class PairMaker:
         for name in ("guidance_scale", "attention_sharing"):
             values = np.float32([getattr(sample, name) for sample in samples])
             arrays[name] = np.repeat(values, 2)
-        if config.guidance_scale[1] <= 1:
-            arrays["guidance_scale"] = config.guidance_scale[1]  # one branch
+        takes_scale = (
+            self.pipeline.unet.time_cond_proj_dim is not None
+        )  # it needs one branch anyway
+        if config.guidance_scale[1] <= 1 and not takes_scale:
+            arrays["guidance_scale"] = config.guidance_scale[1]  # a number up to 1: one branch
         return samples, arrays
 
     def dispatch(self, prepared):
