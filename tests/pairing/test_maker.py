@@ -2,8 +2,11 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from pairing import maker as makers
+from pairing.captions import Caption
 from pairing.maker import IN_FLIGHT, SCORING, PairMaker
 
 
@@ -56,3 +59,21 @@ def test_without_early_stop_all_samples_are_made_in_order():
     maker = PairMaker(None, [None], None, None, config_of(early_stop=False))
     made = made_until_known(maker, shards_of(5, 2), num_needed=12)
     assert [x for chunk in made for x in chunk] == [(i, n) for i in range(5) for n in range(12)]
+
+
+@pytest.mark.parametrize("dim, high", [(None, 0.8), (None, 4.0), (256, 0.8)])
+def test_guidance_scales_are_a_number_only_without_guidance(monkeypatch, dim, high):
+    """A number up to 1 is one branch; a UNet that takes the scale gets the drawn ones of pairs."""
+    prompts = SimpleNamespace(_asdict=dict)
+    monkeypatch.setattr(makers, "prepare_prompts", lambda *args: prompts)
+    pipeline = SimpleNamespace(unet=SimpleNamespace(time_cond_proj_dim=dim))
+    ranges = dict(guidance_scale=(high / 2, high), attention_sharing=(0.1, 0.9))
+    config = config_of(seed=0, negative_prompt="", **ranges)
+    captions = [Caption(1, "a cat", "make it a lion", "a lion")]
+    maker = PairMaker(pipeline, [None], None, captions, config)
+    samples, arrays = maker.prepare_chunk([(0, 0), (0, 1)])
+    if dim is None and high <= 1:
+        assert arrays["guidance_scale"] == high
+    else:
+        drawn = np.float32([x.guidance_scale for x in samples])
+        assert arrays["guidance_scale"].tolist() == drawn.repeat(2).tolist()
