@@ -505,6 +505,7 @@ MISTAKES = [
     ("--min_clip_text 20", "--min_clip_text 20 must be from -1 to 1, a cosine"),
     ("--min_clip_image nan", "--min_clip_image nan must be from -1 to 1, a cosine"),
     ("--seed -1", "--seed -1 must be from 0 to 4294967295"),
+    ("--keep_all --num_kept 2", "--keep_all keeps more than --num_kept 2; leave one out"),
     ("--keep_all --early_stop", "--keep_all makes all samples, and --early_stop does not"),
     ("--worker 0", "--worker and --num_workers go together; give both"),
     ("--worker 2 --num_workers 2", "--worker 2 must be from 0 to 1"),
