@@ -35,6 +35,7 @@ TABLES = {
     "data": speed.data_table,
     "streaming": speed.streaming_table,
     "archives": speed.archives_table,
+    "pairs": speed.pairs_table,
     "demo_evaluation": quality.demo_evaluation_table,
     "ema_quality": quality.ema_table,
     "acceleration_quality": quality.acceleration_quality_table,

@@ -224,6 +224,22 @@ def streaming_table() -> str:
     )
 
 
+def pairs_table() -> str:
+    """What make_pairs.py does besides its compiled programs, and its memory."""
+    rows = results("pairs")
+    time, memory = rows["time"], rows["memory"]
+    first, last = (f"{memory[x] / 1e6:.0f} MB" for x in ("bytes_first", "bytes_last"))
+    made = f"{time['samples']} samples, {time['side']}x{time['side']}, {time['steps']} steps"
+    lines = [
+        [made, "time", f"{time['seconds']:.0f} s"],
+        ["", "outside of the compiled programs", f"{time['share_outside']:.1%}"],
+        ["", "the devices waited", f"{time['share_waited']:.1%}"],
+        [f"{memory['lines']} lines", f"memory after {memory['first_lines']} lines", first],
+        ["", "after all", last],
+    ]
+    return markdown_table("run | figure | measured", lines)
+
+
 def archives_table() -> str:
     """Conversions of archives to shards."""
     titles = {

@@ -1,0 +1,45 @@
+"""benchmarks/pairs with few pairs of the demo's model."""
+
+import json
+
+import pytest
+from helpers import ROOT
+from tiny_models import make_tiny_clip
+
+from benchmarks.pairs import cases as pairs
+from benchmarks.tables import speed
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """With models; measurements are of one pass."""
+    make_tiny_clip(tmp_path / "clip")
+    (tmp_path / "model").symlink_to(ROOT / "demo/base_model")
+    mean_seconds = pairs.mean_seconds
+    monkeypatch.setattr(pairs, "mean_seconds", lambda call, seconds: mean_seconds(call, 0))
+    monkeypatch.setattr(pairs, "TIMED_LINES", 2)
+    monkeypatch.setattr(pairs, "FIRST_LINES", 2)
+    return tmp_path
+
+
+def test_rows_and_their_table(folder, monkeypatch):
+    config = pairs.Config(num_samples=5, num_inference_steps=1, num_lines=3)
+    time = pairs.measure_time(folder, config)
+    assert (time["samples"], time["batches"]) == (10, 3)
+    of_batches = [sum(x.values()) for x in time["seconds_of_a_batch"].values()]
+    assert time["seconds_of_programs"] == pytest.approx(3 * sum(of_batches) / 2)
+    share = 1 - time["seconds_of_programs"] / time["seconds"]
+    assert time["share_outside"] == pytest.approx(share)
+    assert 0 <= time["share_waited"] < 1
+    (folder / "captions.jsonl").unlink()
+    for file in (folder / "data").iterdir():
+        file.unlink()
+    memory = pairs.measure_memory(folder, config)
+    assert memory["samples"] == 12
+    assert 50e6 < memory["bytes_first"] <= memory["bytes_most"] >= memory["bytes_last"]
+    rows = {"time": time, "memory": memory}
+    monkeypatch.setattr(speed, "results", lambda name: {"pairs": rows}[name])
+    table = speed.pairs_table()
+    assert f"| outside of the compiled programs | {share:.1%} |" in table
+    assert f"| after all | {memory['bytes_last'] / 1e6:.0f} MB |" in table
+    assert json.loads(json.dumps(rows)) == rows
