@@ -134,7 +134,8 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
     words = sys.argv[1:] if args is None else args
     check_unicode(words)
     lists = list_flags(config_class)
-    given = Counter(word.partition("=")[0].replace("-", "_").removeprefix("__") for word in words)
+    names = [word.partition("=")[0].replace("-", "_") for word in words]
+    given = Counter(name.removeprefix("__") for name in names if name.startswith("__"))
     for name, count in given.items():
         if count > 1 and name in lists:
             refuse(f"--{name} is given {count} times; write all values after one --{name}")

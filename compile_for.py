@@ -22,6 +22,12 @@ A UNet, SDXL images as sdxl_single.py makes them, and edits as edit_cli.py makes
     python compile_for.py sdxl --tpu v5e-4 --num_images 2 --accelerate spectrum guidance:stop=0.5
     python compile_for.py edit --gpu h100x8 --resolution 512 --scheduler ddim
 
+Pairs of images as make_pairs.py makes and scores them, 4 pairs at once:
+
+    python compile_for.py pairs --tpu v5e-1
+    python compile_for.py pairs --gpu h100 --num_inference_steps 8 --scheduler lcm \\
+        --guidance_scale 1 1
+
 A batch of "auto" is the largest that fits: --train_batch_size, --batch_size or --num_images auto.
 With a cache, a step counts only what it computes; fbcache decides at run time, so its steps count
 in full. Needs a CPU and the compiler of the target: `pip install "jax[tpu]"`, or for GPUs, unless
@@ -47,6 +53,13 @@ import flax_train_instruct_pix2pix as trainer
 from command_line import check_scale, check_writable, run_main
 from compiling.cards import traced_for
 from compiling.costs import GIB, gpu_costs, num_bytes, program_costs, replicated_shapes
+from compiling.pairs import (
+    PairProgramFlags,
+    check_pair_flags,
+    count_clip_flops,
+    pair_program,
+    with_scoring,
+)
 from compiling.programs import (
     DTYPES,
     FAMILIES,
@@ -240,6 +253,7 @@ def train_program(config, devices):
 
 
 SUBCOMMANDS = {"train": TrainFlags, "unet": UnetFlags, "sdxl": SdxlFlags, "edit": EditProgramFlags}
+SUBCOMMANDS |= {"pairs": PairProgramFlags}
 
 
 def subcommand_of(config):
@@ -254,7 +268,7 @@ def count_step_flops(config, batch_per_chip, program=None):
     countable matmuls.
 
     Args:
-        config: TrainFlags, UnetFlags, SdxlFlags or EditProgramFlags.
+        config: flags of a subcommand.
         batch_per_chip: pairs, samples or images of a chip.
         program: Program that all chips run on one image; None: a chip's own with this batch.
     """
@@ -278,6 +292,9 @@ def check_flags(config, num_devices):
         check_batch(config, num_devices)
         check_combinations(config)  # no check of --output_dir, as nothing is written there
         return
+    if isinstance(config, PairProgramFlags):
+        check_pair_flags(config)
+        return
     for name in ("batch_size", "resolution", "num_images", "num_inference_steps", "image_size"):
         if (value := getattr(config, name, 1)) < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
@@ -298,7 +315,7 @@ def check_flags(config, num_devices):
 
 def make_program(config, devices):
     """Make the Program for the flags; raise a ValueError if flags or models do not fit together."""
-    makers = {"train": train_program, "unet": unet_program}
+    makers = {"train": train_program, "unet": unet_program, "pairs": pair_program}
     return makers.get(subcommand_of(config), image_program)(config, devices)
 
 
@@ -306,7 +323,7 @@ def compile_program(config, program, target):
     """Compile a Program.
 
     Args:
-        config: TrainFlags, UnetFlags, SdxlFlags or EditProgramFlags.
+        config: flags of a subcommand.
         program: of make_program.
         target: Slice or Host.
 
@@ -329,7 +346,11 @@ def compile_program(config, program, target):
     update = costs(program.update, program.update_args) if program.update else None
     is_shared = bool(getattr(config, "parallel", ()))  # the work on an image
     flops = count_step_flops(config, program.batch_per_chip, program if is_shared else None)
-    return report((step, update), flops)
+    made = report((step, update), flops)
+    if program.scoring is None:
+        return made
+    scoring = costs(program.scoring, program.scoring_args)
+    return with_scoring(made, target.chip, scoring, count_clip_flops(config))
 
 
 def compile_sizes(config, target, devices):
@@ -469,7 +490,9 @@ def run(config):
     output = report_file(config)
     devices = target_devices(target)
     components = COMPONENT_FLAGS if isinstance(config, TrainFlags) else {}
-    first = with_single_files(first, "pretrained_model_name_or_path", **components)
+    is_pairs = isinstance(first, PairProgramFlags)
+    model = "model" if is_pairs else "pretrained_model_name_or_path"
+    first = with_single_files(first, model, **components)
     with traced_for(target.chip if config.gpu else None):
         program = make_program(first, devices)
         say_what_compiles(config, target)

@@ -54,6 +54,13 @@ CHECKPOINTED = ("--gradient_checkpointing", *CACHED)
 LORA = ("--lora_rank", "16")
 XL = ("--family", "sdxl")
 TILES = ("--vae_tile", "512")
+LCM = ("--scheduler", "lcm", "--guidance_scale", "1", "1")
+PAIRS = {  # of make_pairs.py
+    "pairs, 100 steps": (),
+    "pairs, 25 steps": ("--num_inference_steps", "25"),
+    "pairs, 8 steps of LCM": (*LCM, "--num_inference_steps", "8"),
+    "pairs, 4 steps of LCM": (*LCM, "--num_inference_steps", "4"),
+}
 # {name: (subcommand and flags, batches)}
 CASES = {
     "edit": (("edit",), (1, 8)),
@@ -76,6 +83,7 @@ CASES = {
     "full 256, small": (("train", *BF16, "--ema", "none", *CHECKPOINTED), (1, 16)),
     "forward": (("unet", "--no_gradient", "--in_channels", "8", "--resolution", "512"), (8,)),
     "gradient": (("unet", "--resolution", "512"), (8,)),
+    **{name: (("pairs", *words), (4,)) for name, words in PAIRS.items()},
     "full xl 512": (("train", *BF16, *XL, *CHECKPOINTED, "--resolution", "512"), (1, 8)),
 }
 
@@ -117,9 +125,11 @@ def flags_of(name, batch_size, config):
     (subcommand, *words), _ = CASES[name]
     words += ["--gpu", config.gpu, f"--{compile_for.BATCH_FLAGS[subcommand]}", str(batch_size)]
     if config.resolution is not None:
-        words += ["--resolution", str(config.resolution)]
+        sides = ("width", "height") if subcommand == "pairs" else ("resolution",)
+        words += [word for side in sides for word in (f"--{side}", str(config.resolution))]
     if model := config.pretrained_model_name_or_path:
-        words += ["--pretrained_model_name_or_path", model]
+        flag = "model" if subcommand == "pairs" else "pretrained_model_name_or_path"
+        words += [f"--{flag}", model]
     return tyro.cli(compile_for.SUBCOMMANDS[subcommand], args=words, use_underscores=True)
 
 
@@ -144,7 +154,10 @@ def run_programs(config):
         flags = flags_of(name, size, config)
         with traced_for(host.chip):
             program = compile_for.make_program(flags, devices)
-            row = compiled_row(program, host.chip)
+            if program.scoring is None:
+                row = compiled_row(program, host.chip)
+            else:  # with CLIP's time
+                row = compile_for.compile_program(flags, program, host)
         row |= {"gpu": config.gpu, "case": name, "batch_size": size} | measured
         row |= {"commit": head_commit()}
         write_rows({case: row}, machine, config.output)

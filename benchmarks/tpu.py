@@ -43,6 +43,7 @@ from jax.extend.core import jaxprs_in_params
 from tqdm import tqdm
 
 import compile_for
+from benchmarks.gpu_compiled import PAIRS
 from benchmarks.harness import ACCELERATIONS
 from benchmarks.rows import (
     ROOT,
@@ -123,6 +124,7 @@ LITTLE_MEMORY = {  # one image of SDXL on one chip: flags in words, without "sdx
 }
 PROGRAMS |= {f"sdxl, {name}": ("sdxl", *flags) for name, flags in LITTLE_MEMORY.items()}
 PROGRAMS |= ACCELERATED | SHARED
+PROGRAMS |= {name: ("pairs", *words) for name, words in PAIRS.items()}
 ProgramName = Literal[tuple(PROGRAMS)]
 
 
@@ -185,12 +187,13 @@ def arguments_of(tpu, name, config):
     if subcommand == "train":
         batch_size = config.pairs_per_chip * find_slice(tpu).num_chips
         arguments += ["--train_batch_size", str(batch_size)]
-    if config.resolution is not None and subcommand != "sdxl":
+    if config.resolution is not None and subcommand not in ("sdxl", "pairs"):
         arguments += ["--resolution", str(config.resolution)]
     if config.optimization_level:
         arguments += ["--optimization_level", config.optimization_level]
     if model := config.pretrained_model_name_or_path:
-        arguments += ["--pretrained_model_name_or_path", str(Path(model).absolute())]
+        flag = "model" if subcommand == "pairs" else "pretrained_model_name_or_path"
+        arguments += [f"--{flag}", str(Path(model).absolute())]
     return arguments
 
 

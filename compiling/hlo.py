@@ -13,6 +13,8 @@ from functools import cache
 
 import numpy as np
 
+from diffusers_flax.flops import in_scope, split_switches
+
 # bf16[8,1024]{1,0:T(8,128)S(1)}; the name has the number of bits, except pred, which is a byte.
 SHAPE = re.compile(r"\b(pred|(?:bf|[cfsu])\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
@@ -127,7 +129,7 @@ def sum_over_run(text, cost, switches=()):
         cost: (instructions of a computation, all computations, see parse_program) -> number or
             NumPy array.
         switches: for each `lax.switch` in a loop, in order: the fraction of trips in which each
-            branch runs.
+            branch runs; and Scoped, see flops.matmul_flops.
 
     Returns:
         The sum, a float where shares of trips count.
@@ -136,7 +138,7 @@ def sum_over_run(text, cost, switches=()):
         ValueError: the program has another number of switches.
     """
     computations, entry = parse_program(text)
-    shares = list(switches)
+    shares, scoped = split_switches(switches)
 
     @cache
     def cost_of(computation, in_switch=False):
@@ -145,13 +147,16 @@ def sum_over_run(text, cost, switches=()):
             trips = 1
             if operation == "while":
                 trips = num_trips(rest, computations[CONDITION.search(rest)[1]])
-            called = CALLED.findall(rest)
+            called = CALLED.findall(rest)[::-1]  # of a condition: false, true, as in jax.lax.cond
             for branches in BRANCHES.findall(rest):
                 called += NAME.findall(branches)
             if operation == "call":
                 called += re.findall(r"to_apply=%([\w.\-]+)", rest)
-            is_switch = operation == "conditional" and not in_switch
-            weights = shares.pop(0) if is_switch and shares else [trips] * len(called)
+            is_conditional = operation == "conditional"
+            weights = in_scope(scoped, rest) if is_conditional and scoped else None
+            is_switch = is_conditional and not in_switch
+            if weights is None:
+                weights = shares.pop(0) if is_switch and shares else [trips] * len(called)
             for branch, weight in zip(called, weights, strict=True):
                 total = total + weight * cost_of(branch, in_switch or is_switch)
         return total

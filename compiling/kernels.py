@@ -43,6 +43,8 @@ def kind_of_name(name):
 
 TARGET = re.compile(r'custom_call_target="([^"]+)"')
 CONTRACTING = re.compile(r'"?lhs_contracting_(?:dims|dimensions)"?[=:][{\[]([^}\]]*)[}\]]')
+HIGHEST = re.compile(r'operand_precision(=\{|":\[")highest', re.IGNORECASE)
+FULL = "f32 without TF32"  # dtype of products of the highest precision
 DIM_LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
 
 
@@ -78,7 +80,7 @@ def product_flops(operation, kind, rest, types):
         types: {name: type} of the computation.
 
     Returns:
-        (FLOPs, dtype of the operands); (0, "") for other operations.
+        (FLOPs, dtype of the operands, or FULL); (0, "") for other operations.
     """
     found = TARGET.search(rest)
     target = found[1] if operation == "custom-call" and found else operation
@@ -87,6 +89,8 @@ def product_flops(operation, kind, rest, types):
     operands = [size_of(types[name]) for name in operands_of(rest)[:2]]
     (dtype, left), (_, right) = operands
     _, out = size_of(kind)
+    if dtype == "f32" and HIGHEST.search(rest):
+        dtype = FULL
     if "fmha" in target:  # (B, T, N, H), (B, S, N, H); two products, or five of the backward pass
         return (10 if "Backward" in target else 4) * math.prod(left) * right[1], dtype
     if operation == "dot" or target.startswith("__cublas"):
@@ -103,7 +107,8 @@ def product_flops(operation, kind, rest, types):
 
 def rate(card, dtype):
     """FLOPs per second of a Card."""
-    return {"f32": card.flops / 2, "s8": card.int8}.get(dtype, card.flops)
+    full = 2e9 * card.cores * card.units * card.clock  # a multiply-add of each unit in a cycle
+    return {"f32": card.flops / 2, FULL: full, "s8": card.int8}.get(dtype, card.flops)
 
 
 COLUMNS = ("kernels", "bytes", "flops", "least_seconds")

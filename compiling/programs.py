@@ -101,6 +101,8 @@ class Program(NamedTuple):
     update: Callable | None = None  # of an average of the weights
     update_args: tuple = ()
     updates_per_step: float = 0.0
+    scoring: Callable | None = None  # of the images, by CLIP
+    scoring_args: tuple = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +223,8 @@ def open_pipeline_of_flags(config, layout=None):
     Raises:
         ValueError: the model or flags do not fit.
     """
-    is_edit, dtype = isinstance(config, EditProgramFlags), jnp.bfloat16
-    source, settings = config.pretrained_model_name_or_path, {}
+    is_edit, settings = isinstance(config, EditProgramFlags), {}
+    source = config.pretrained_model_name_or_path
     if source:
         cls = pipeline_class(source, config.revision) if is_edit else FlaxStableDiffusionXLPipeline
         if is_edit and not issubclass(cls, InstructPix2Pix):
@@ -243,6 +245,20 @@ def open_pipeline_of_flags(config, layout=None):
             }[family]
             configs["unet"] = configs["unet"] | {"in_channels": 8}
     scheduler, _ = choose_scheduler(configs["scheduler"], source, config.scheduler)
+    settings |= {"scheduler": scheduler, "layout": layout}
+    return pipeline_of_configs(cls, configs, config, settings)
+
+
+def pipeline_of_configs(cls, configs, config, settings):
+    """A pipeline in bfloat16, without parameters.
+
+    Args:
+        cls: its class.
+        configs: {component: its config}.
+        config: flags with accelerate, storage and vae_dtype.
+        settings: other fields of the pipeline, with its scheduler.
+    """
+    dtype, settings = jnp.bfloat16, dict(settings)
     modules = {
         name: MODULES[name].from_config(configs[name], dtype=dtype)
         for name in MODULES.keys() & configs.keys()
@@ -258,9 +274,9 @@ def open_pipeline_of_flags(config, layout=None):
         for name in modules
         if name.startswith("text_encoder")
     }
-    settings |= {"dtype": dtype, "accelerate": accelerate, "layout": layout}
+    settings |= {"dtype": dtype, "accelerate": accelerate}
     settings |= {"storage": config.storage, "vae_dtype": config.vae_dtype}
-    return cls(**modules, **tokenizers, **settings, scheduler=scheduler)
+    return cls(**modules, **tokenizers, **settings)
 
 
 def tiny_vae_module(source, vae, dtype):
@@ -296,26 +312,28 @@ def pipeline_shapes(pipeline):
     return params
 
 
-def with_vae_tile(pipeline, config, side):
+def with_vae_tile(pipeline, config, num_images, size, held=0):
     """Set the side of the VAE's tiles: --vae_tile, or what the chip's memory needs.
 
     Args:
-        pipeline: of open_pipeline_of_flags.
-        config: as for image_program.
-        side: of the images, pixels.
+        pipeline: of pipeline_of_configs.
+        config: flags of the target, and vae_tile if the program has it.
+        num_images: at once.
+        size: (width, height) of the images, pixels.
+        held: bytes of other models on the chip.
 
     Returns:
         (pipeline, side of the tiles, pixels; 0: whole images).
     """
-    tile, size = config.vae_tile, (side, side)
+    tile = getattr(config, "vae_tile", None)
     if tile is None:
-        left = find_target(config).chip.memory * GIB - num_bytes_at_once(pipeline)
+        left = find_target(config).chip.memory * GIB - num_bytes_at_once(pipeline) - held
         if layout := pipeline.layout:
-            left *= num_row_devices(layout, side // pipeline.vae_scale_factor)
+            left *= num_row_devices(layout, size[1] // pipeline.vae_scale_factor)
         platform = "tpu" if config.tpu else "gpu"
-        tile = choose_vae_tile(pipeline, config.num_images, size, left, platform)
+        tile = choose_vae_tile(pipeline, num_images, size, left, platform)
     pipeline = replace(pipeline, vae=with_tile(pipeline.vae, tile))
-    return pipeline, tile if side > tile else 0
+    return pipeline, tile if max(size) > tile else 0
 
 
 def image_program(config, devices):
@@ -334,7 +352,8 @@ def image_program(config, devices):
     n = len(devices) if layout is None else layout.data
     B, num_steps = config.num_images, config.num_inference_steps
     side = config.resolution if isinstance(config, EditProgramFlags) else config.image_size
-    pipeline, vae_tile = with_vae_tile(open_pipeline_of_flags(config, layout), config, side)
+    pipeline = open_pipeline_of_flags(config, layout)
+    pipeline, vae_tile = with_vae_tile(pipeline, config, B, (side, side))
     params = pipeline_shapes(pipeline)
     keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
     length = pipeline.text_encoder.module.max_position_embeddings

@@ -4,7 +4,7 @@ from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 
 from compiling.cards import JAX_SHARE, USABLE_SHARE
-from compiling.chips import roofline_seconds
+from compiling.chips import MEASURED_SHARE, roofline_seconds
 from compiling.costs import GIB, num_bytes
 from compiling.kernels import add_tables, estimated_seconds, kind_seconds
 
@@ -156,7 +156,7 @@ def verdict(report):
     return f"{answer}: {need} GiB"
 
 
-BATCH_FLAGS = {"train": "train_batch_size", "unet": "batch_size"}
+BATCH_FLAGS = {"train": "train_batch_size", "unet": "batch_size", "pairs": "batch_size"}
 BATCH_FLAGS |= dict.fromkeys(("sdxl", "edit"), "num_images")
 IMAGE_ADVICE = {"parameters": ("--storage int8",), "temporaries": ("--vae_tile 512",)}
 # {subcommand: {part of the memory: flags that make it smaller}}
@@ -171,6 +171,7 @@ ADVICE = {
     "unet": {},
     "sdxl": IMAGE_ADVICE,
     "edit": IMAGE_ADVICE,
+    "pairs": {"parameters": ("--storage int8",)},
 }
 
 
@@ -237,6 +238,9 @@ def print_times(report):
         print_kernels(report["kernels"])
     if "cycles" in report:
         print(f"{report['cycles'] / 1e6:.4g} million cycles expected, without kernels")
+    if report["program"] == "pairs":
+        print_pair_times(report)
+        return
     rates = f"{report['images_per_second_per_chip']:.3g} {unit}/s per {chip_name(report)}"
     if report["chips"] > 1:
         where = "host" if "gpu" in report else "slice"
@@ -249,6 +253,30 @@ def print_times(report):
             f"by estimate {seconds * 1e3:.3g} ms, {rate:.3g} {unit}/s per GPU, at the shares that "
             "these kinds of kernels reached on an H200"
         )
+
+
+def print_pair_times(report):
+    """Times of make_pairs.py's programs for a batch of pairs, and CLIP's part of them."""
+    where, chip = ("host" if "gpu" in report else "slice"), chip_name(report)
+    pairs = f"{report['batch_per_chip']} pair{'s' * (report['batch_per_chip'] > 1)}"
+
+    def line(seconds, clip, rate):
+        images = f"{rate / report['chips']:.3g} images/s, {rate / report['chips'] / 2:.3g} pairs/s"
+        rates = f"{images} per {chip}"
+        if report["chips"] > 1:
+            rates += f", {rate / 2:.3g} pairs/s on the {where}"
+        total = seconds + clip
+        share = f"{clip * 1e3:.3g} ms ({clip / total:.1%}) of them by CLIP"
+        return f"{total * 1e3:.3g} ms for {pairs}, {share}", rates
+
+    time, rates = line(report["step_seconds"], report["clip_seconds"], report["images_per_second"])
+    print(f"at least {time}; so at most {rates}")
+    names = ("estimated_seconds", "clip_estimated_seconds", "estimated_images_per_second")
+    time, rates = line(*(report[name] for name in names))
+    shares = f"at {MEASURED_SHARE:.0%} of the peak, as SDXL reached on v5e"
+    if "gpu" in report:
+        shares = "at the shares that these kinds of kernels reached on an H200"
+    print(f"by estimate {time}; {rates}, {shares}")
 
 
 def print_kernels(kernels):

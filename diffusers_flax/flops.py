@@ -4,10 +4,29 @@ matmul_flops(jax.make_jaxpr(function)(*args).jaxpr)
 """
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
+
+
+class Scoped(NamedTuple):
+    """All conditions in a jax.named_scope: the fraction of trips in which each branch runs."""
+
+    scope: str
+    fractions: tuple
+
+
+def split_switches(switches):
+    """(fractions of the switches in loops, {scope: fractions}) of matmul_flops' switches."""
+    scoped = {x.scope: x.fractions for x in switches if isinstance(x, Scoped)}
+    return [x for x in switches if not isinstance(x, Scoped)], scoped
+
+
+def in_scope(scoped, name):
+    """The fractions for an operation in named scopes, name: scopes and operation; or None."""
+    return next((fractions for scope, fractions in scoped.items() if scope in name), None)
 
 
 def matmul_flops(jaxpr, switches=()):
@@ -18,13 +37,14 @@ def matmul_flops(jaxpr, switches=()):
 
     Args:
         jaxpr: its Jaxpr. A loop counts once per trip, a loop with unknown trips once.
-        switches: for each `lax.switch` in a loop, in their order, the fraction of trips per branch.
-            For other conditions the branch with the most FLOPs counts.
+        switches: for each `lax.switch` in a loop, in their order, the fraction of trips per branch;
+            and Scoped. For other conditions the branch with the most FLOPs counts.
 
     Returns:
         (number of all FLOPs, number of FLOPs with int8 operands).
     """
-    fractions = iter(switches)
+    in_loops, scoped = split_switches(switches)
+    fractions = iter(in_loops)
 
     def count(jaxpr, in_switch=False):
         total = np.zeros(2)
@@ -39,7 +59,9 @@ def matmul_flops(jaxpr, switches=()):
                 total += count(params["branches"][platforms.index(None)].jaxpr, in_switch)
             elif name == "cond" and len(params["branches"]) > 1:
                 costs = np.array([count(branch.jaxpr, True) for branch in params["branches"]])
-                fraction = None if in_switch else next(fractions, None)
+                fraction = in_scope(scoped, str(equation.source_info.name_stack))
+                if fraction is None and not in_switch:
+                    fraction = next(fractions, None)
                 total += costs.max(0) if fraction is None else np.array(fraction) @ costs
             else:
                 trips = params["length"] if name == "scan" else 1

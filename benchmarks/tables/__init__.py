@@ -12,7 +12,7 @@ results files.
 
 import re
 
-from benchmarks.tables import gpu, quality, readme, speed, tpu
+from benchmarks.tables import gpu, pair_costs, quality, readme, speed, tpu
 
 PLACE = re.compile(r"(<!-- results: (\S+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 
@@ -28,6 +28,7 @@ TABLES = {
     "gpu_step_moves": gpu.step_moves_table,
     "gpu_fits": gpu.fits_table,
     "gpu_fits_training": gpu.training_fits_table,
+    "pair_costs": pair_costs.pair_costs_table,
     "full_size": speed.full_size_table,
     "full_size_xl": speed.full_size_xl_table,
     "exports": speed.exports_table,

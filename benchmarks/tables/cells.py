@@ -3,9 +3,8 @@
 from functools import cache
 
 from benchmarks.rows import GIB, ROOT, read_rows
+from compiling.chips import MEASURED_SHARE
 
-# Of a v5e chip's peak in bfloat16: SDXL, 20 steps, by the classes that diffusers 0.40 removed.
-MEASURED_SHARE = 0.61
 AT_SHARE = f"at {MEASURED_SHARE:.0%} of the peak"  # title of the column beside a bound
 
 

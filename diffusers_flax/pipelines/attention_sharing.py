@@ -17,6 +17,8 @@ import numpy as np
 from diffusers_flax.models.attention import attention
 from diffusers_flax.models.blocks import Attention
 
+SCOPE = "share_attention"  # of the conditions, in traced and compiled programs
+
 
 def share_attention(pipeline, prediction, fraction, num_images, num_steps):
     """A GuidedPrediction for which pairs of images share their attention.
@@ -115,4 +117,5 @@ def share(query, key, value, num_heads, shared):
         return jnp.moveaxis(both, 3, 1).reshape(query.shape)
 
     kind = jnp.int32(shared.any()) + jnp.int32(shared.all())
-    return jax.lax.switch(kind, (of_none, of_some, of_all))
+    with jax.named_scope(SCOPE):
+        return jax.lax.switch(kind, (of_none, of_some, of_all))
