@@ -34,7 +34,8 @@ def pair_costs_table() -> str:
             line = [name.removeprefix("pairs, "), chip, f"{2 * PAIRS_AT_ONCE / least:.3g}"]
             line += [f"{2 * PAIRS_AT_ONCE / seconds:.2g}", f"{scores / seconds:.0%}"]
             line += [f"{hours:#.2g}".rstrip("."), f"{hours * PRICES[chip]:#.2g}".rstrip(".")]
-            memory = f"{row['memory_total'] / GIB:.1f}" if chip == "H100" else ""
+            compiled = row if chip == "H100" else results("tpu").get(f"program v5e-1 {name} O1")
+            memory = f"{compiled['memory_total'] / GIB:.1f}" if compiled else ""
             lines.append([*line, memory])
     return markdown_table(
         "Stable Diffusion 1.5, 512 px | chip | images/s, at most | images/s, estimate "

@@ -104,7 +104,7 @@ def test_flops_of_conditions_in_a_scope():
 def test_parameters_of_clip_and_few_steps(models):
     """The published CLIP has 427,616,513 parameters; timesteps, guidance and sizes matter."""
     devices = jax.devices()[:1]
-    config = flags((models[0], ""), timesteps=(999, 749, 499), height=32)
+    config = flags((models[0], ""), scheduler="lcm", timesteps=(999, 749, 499), height=32)
     program = pair_program(config, devices)
     assert num_bytes(program.held["CLIP"]) == 4 * 427_616_513
     assert program.evaluations == 2 * 3
