@@ -26,6 +26,8 @@ Source: InstructPix2Pix (arXiv 2211.09800), section 3.1.
 
 import hashlib
 import json
+import os
+import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -49,9 +51,10 @@ from generating.tasks import check_tasks, pipeline_for
 from pairing.captions import captions_of_template, check_lengths, read_captions
 from pairing.maker import PairMaker
 from pairing.report import warn_of_empty, write_preview, write_report
-from pairing.results import Output
+from pairing.results import COMMAND, Output
 from pairing.scores import Scorer, thresholds_of
 
+MEGABYTE = 1 << 20
 NUM_SHARDS = 64  # of a short list; a long one has more
 MAX_PAIRS_PER_SHARD = 400
 
@@ -154,17 +157,42 @@ def check_flags(config):
         raise ValueError(f"--worker {config.worker} must be from 0 to {config.num_workers - 1}")
 
 
+def contents_of(flag, value):
+    """The value of a flag, with what its files contain in place of their names and times.
+
+    Workers may have copies of a model. Of a file its size and the ends are read.
+    """
+    if isinstance(value, tuple):
+        return [contents_of(flag, x) for x in value]
+    files = [Path(name) for name, *_ in identify(flag, value)[1:]]
+    if not files:
+        return str(value)
+    weight = "" if os.path.exists(os.path.expanduser(value)) else str(value).rpartition(":")[2]
+    return [weight, *sorted(map(ends_of, files))]
+
+
+def ends_of(file):
+    """(name, bytes, SHA-256 of the first and the last megabyte) of a file."""
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        digest = hashlib.sha256(opened.read(MEGABYTE))
+        opened.seek(max(size - MEGABYTE, 0))
+        digest.update(opened.read())
+    return file.name, size, digest.hexdigest()
+
+
 def settings_of(config, captions):
-    """What pairs depend on, by flags, for Output.start."""
+    """What pairs depend on, by flags, and the command, for Output.start."""
     files, same = names_in(config, "FILES"), names_in(config, "SAME_IMAGES")
     values = {
-        name: identify(name, value) if name in files and value else value
+        name: contents_of(name, value) if name in files and value else value
         for name, value in vars(config).items()
         if name not in same
     }
     texts = json.dumps([caption[1:] for caption in captions])
     digest = hashlib.sha256(texts.encode()).hexdigest()
-    return values | {"commit": commit_of(config.model), "lines": digest}
+    command = f"python {shlex.join(sys.argv)}"
+    return values | {"commit": commit_of(config.model), "lines": digest, COMMAND: command}
 
 
 def open_models(config, captions, given, devices):
@@ -249,8 +277,14 @@ def run(config):
         print(f"warning: {sentence}", file=sys.stderr)
     name = "report" if num_workers == 1 else f"report-{worker}"
     print(write_report(config.output_dir, name, counts, histograms, thresholds_of(config), seconds))
-    if any(line["kept"] for line in counts):
-        print(f"next: python parquet_processing.py --train_data_dir {config.output_dir}")
+    if not any(line["kept"] for line in counts):
+        print(
+            "nothing is kept: choose lower thresholds, or --keep_all to see all scores, with "
+            "another --output_dir"
+        )
+        return
+    when = "" if num_workers == 1 else ", when all workers have finished"
+    print(f"next{when}: python parquet_processing.py --train_data_dir {config.output_dir}")
 
 
 def make_lines(config, captions, output, num_lines, models):

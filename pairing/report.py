@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from diffusers_flax.images import save_image
-from diffusers_flax.loading.files import save_whole, write_text
+from diffusers_flax.loading.files import read_json, save_whole, write_text
 from generating.captions import captioned, tile_grid
 from pairing.results import BINS, direction_of
 from pairing.scores import Scores, Thresholds
@@ -91,7 +91,8 @@ def write_report(folder, name, counts, histograms, thresholds, seconds_per_pair)
         name: of the files.
         counts, histograms: of Output.counted.
         thresholds: Thresholds.
-        seconds_per_pair: time of this start per kept pair, after compiling; None: it has kept none.
+        seconds_per_pair: time of this start per kept pair, after compiling; None: it has kept none,
+            and the time of an earlier start stays.
 
     Returns:
         A line for the user.
@@ -103,10 +104,12 @@ def write_report(folder, name, counts, histograms, thresholds, seconds_per_pair)
         missed.update(line["missed"])
     empty = [line for line in counts if not line["good"]]
     per_line = Counter(line["kept"] for line in counts)
+    file = folder / f"{name}.json"
+    before = read_json(file) if file.exists() else {}
     report = {
         "lines": len(counts),
         **totals,
-        "seconds_per_kept_pair": seconds_per_pair,
+        "seconds_per_kept_pair": seconds_per_pair or before.get("seconds_per_kept_pair"),
         "lines_by_kept_pairs": {number: per_line[number] for number in sorted(per_line)},
         "thresholds": thresholds._asdict(),
         "missed": missed,
@@ -114,9 +117,13 @@ def write_report(folder, name, counts, histograms, thresholds, seconds_per_pair)
         "bins": [round(float(x), 2) for x in BINS],
         "histograms": dict(zip(Scores._fields, histograms.tolist())),
     }
-    write_text(folder / f"{name}.json", json.dumps(report, indent=2) + "\n")  # totals first
+    write_text(file, json.dumps(report, indent=2) + "\n")  # totals first
     save_whole(folder / f"{name}.png", lambda path: draw(path, histograms, thresholds))
-    time = "" if seconds_per_pair is None else f", {seconds_per_pair:.2f} s per kept pair"
+    time = (
+        ""
+        if seconds_per_pair is None
+        else f", {seconds_per_pair:.2f} s per kept pair of this start"
+    )
     return (
         f"{totals['kept']} pairs of {len(counts)} lines are kept; {totals['good']} of "
         f"{totals['samples']} samples reach the thresholds{time}"

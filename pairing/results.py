@@ -33,6 +33,7 @@ from pairing.samples import Sample
 from pairing.scores import Scores, Thresholds
 
 SETTINGS = "make_pairs.json"
+COMMAND = "command"  # the entry of SETTINGS that is not compared
 METADATA = b"make_pairs"
 LINE_FILE = r"line-(\d{9})\.parquet"  # the place of its line in the list
 TRIES = 10  # to write into a directory that another worker removes when it is empty
@@ -247,13 +248,13 @@ class Output:
         found = next(self.folder.glob("[!.]*"), None)  # first: another worker may begin now
         if self.is_begun:
             before, settings = read_json(file), json.loads(json_of(settings))
-            names = dict.fromkeys((*settings, *before))
+            names = dict.fromkeys(x for x in (*settings, *before) if x != COMMAND)
             changed = [name for name in names if settings.get(name) != before.get(name)]
             if changed:
                 was = ", ".join(f"{'' if name == 'lines' else '--'}{name}" for name in changed)
                 raise ValueError(
                     f"--output_dir {self.folder} has pairs of a run with other {was}; name "
-                    f"another directory, or give the command of {file}"
+                    f"another directory, or give the run's command: {before.get(COMMAND)}"
                 )
         elif found:
             raise ValueError(

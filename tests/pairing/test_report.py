@@ -129,7 +129,8 @@ def test_the_report(tmp_path):
     histograms = sum(line.histograms for line in lines)
     said = write_report(tmp_path, "report-2", counts, histograms, Thresholds(), 1.234)
     assert said == (
-        "1 pairs of 2 lines are kept; 2 of 4 samples reach the thresholds, 1.23 s per kept pair"
+        "1 pairs of 2 lines are kept; 2 of 4 samples reach the thresholds, 1.23 s per kept pair "
+        "of this start"
     )
     report = json.loads((tmp_path / "report-2.json").read_text())
     assert {name: report[name] for name in ("lines", "samples", "good", "kept")} == {
