@@ -96,3 +96,55 @@ def distillation_table() -> str:
         if name == "plain" or "step" in name
     ]
     return markdown_table("| edit_error_ratio | instruction_accuracy", lines)
+
+
+def made_pairs_table() -> str:
+    """Errors of made pairs and of models trained on made and true pairs, by instruction."""
+    rows = rows_of(results("made_pairs"), "model")
+    made, models = rows["made"]["made_pairs"], list(rows.values())
+    lines = []
+    for name, error in made["edit_error_ratio_by_instruction"].items():
+        errors = [row["by_instruction"][name]["edit_error_ratio"] for row in models]
+        lines.append([name, *(f"{x:.2f}" for x in (error, *errors))])
+    errors = [made["edit_error_ratio"], *(row["edit_error_ratio"] for row in models)]
+    lines.append(["all", *(f"{x:.2f}" for x in errors)])
+    nearest = [
+        f"{round(row['instruction_accuracy'] * row['num_edits'])} of {row['num_edits']}"
+        for row in models
+    ]
+    lines.append(["nearest to their true edit", "", *nearest])
+    titles = [f"model of {row['pairs']} {name} pairs" for name, row in rows.items()]
+    return markdown_table(f"edit error | made pairs | {' | '.join(titles)}", lines)
+
+
+def made_pairs_cells(row: dict) -> list[str]:
+    """Error and scores of pairs."""
+    text = (row["clip_text_original"] + row["clip_text_edited"]) / 2
+    values = row["edit_error_ratio"], text, row["clip_image"], row["clip_direction"]
+    return [f"{value:.2f}" for value in values]
+
+
+def made_pairs_sharing_table() -> str:
+    """Pairs by their fraction of steps with shared attention."""
+    rows = rows_of(results("made_pairs"), "p")
+    lines = [[p, str(row["pairs"]), *made_pairs_cells(row)] for p, row in rows.items()]
+    return markdown_table("p | pairs | edit error | text | image | direction", lines)
+
+
+def made_pairs_thresholds_table() -> str:
+    """Pairs that thresholds keep."""
+    titles = {
+        "all": "all samples",
+        "none": "4 best of each line, no threshold",
+        "90": "4 best of those that 90% of true pairs reach",
+        "75": "of 75%",
+        "50": "of 50%",
+        "none, best": "the best of each line, no threshold",
+    }
+    rows = rows_of(results("made_pairs"), "thresholds")
+    lines = [
+        [title, str(rows[name]["pairs"]), str(rows[name]["lines"]), *made_pairs_cells(rows[name])]
+        for name, title in titles.items()
+        if name in rows
+    ]
+    return markdown_table("kept | pairs | lines | edit error | text | image | direction", lines)

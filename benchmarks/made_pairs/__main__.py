@@ -1,0 +1,180 @@
+"""How near the pairs that make_pairs.py draws with the demo's model are to true edits.
+
+    python examples/pairs_from_captions.py --output_dir pairs
+    python -m benchmarks.made_pairs --pairs pairs
+
+The demo's edits can be computed (demo/photographs.py), so each made pair has an edit error: L1 of
+its edited image to the true edit of its original image, over L1 of the original image to it. The
+error of several pairs is the ratio of the means. Cases, --measure:
+
+    p           pairs with p (attention sharing) fixed, all from the same noise and guidance
+    thresholds  which pairs of PAIRS/samples CLIP keeps
+    models      edits of held-out photographs by models trained on made and true pairs, from
+                PAIRS/summary.json, by instruction, beside the errors of the pairs. --others
+                DIRECTORY is another run of the example, such as one with --thresholds none
+
+Replaces these rows of benchmarks/results/made_pairs.json. p takes minutes on two cores.
+"""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow.parquet as pq
+from PIL import Image
+
+from benchmarks.rows import ROOT, check_counts, describe_machine, run_benchmark, write_rows
+from demo.photographs import EDITS
+from pairing.scores import Scores, Thresholds
+
+APPLY = {edit.instruction: edit.apply for edit in EDITS}
+
+
+@dataclass(frozen=True)
+class Config:
+    pairs: Path  # OUTPUT_DIR of examples/pairs_from_captions.py
+    measure: tuple[Literal["p", "thresholds", "models"], ...] = ("p", "thresholds", "models")
+    fractions: tuple[float, ...] = (0.0, 0.3, 0.6, 0.9)  # values of p
+    samples_per_line: int = 2  # for each p
+    num_inference_steps: int = 20  # likewise
+    num_kept: int = 4  # pairs of a line, of thresholds
+    others: tuple[Path, ...] = ()  # OUTPUT_DIR of other runs of the example, for models
+    output: str = "benchmarks/results/made_pairs.json"
+
+
+def read_pixels(cell):
+    """The image of a parquet cell: (H, W, 3) float32 in [0, 1]."""
+    return np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert("RGB"), np.float32) / 255
+
+
+def read_made(folder):
+    """The pairs of a directory: dicts of instruction, line, error, change and scores.
+
+    error and change are the L1 distances of the edited and the original image to the true edit.
+    """
+    rows = []
+    for file in sorted(Path(folder).glob("*.parquet")):
+        for row in pq.read_table(file).to_pylist():
+            original = read_pixels(row["original_image"])
+            true = APPLY[row["edit_prompt"]](original)
+            rows.append(
+                {
+                    "instruction": row["edit_prompt"],
+                    "line": row["line"],
+                    "error": float(np.abs(read_pixels(row["edited_image"]) - true).mean()),
+                    "change": float(np.abs(original - true).mean()),
+                    "scores": Scores(*(row[name] for name in Scores._fields)),
+                }
+            )
+    return rows
+
+
+def edit_error(rows):
+    """Error of pairs relative to the change."""
+    return sum(row["error"] for row in rows) / sum(row["change"] for row in rows)
+
+
+def summarize(rows):
+    """Numbers of some pairs."""
+    by_instruction = defaultdict(list)
+    for row in rows:
+        by_instruction[row["instruction"]].append(row)
+    return {
+        "pairs": len(rows),
+        "lines": len({row["line"] for row in rows}),
+        "edit_error_ratio": edit_error(rows),
+        **{
+            name: float(np.mean([getattr(row["scores"], name) for row in rows]))
+            for name in Scores._fields
+        },
+        "edit_error_ratio_by_instruction": {
+            name: edit_error(some) for name, some in sorted(by_instruction.items())
+        },
+    }
+
+
+def best_of_lines(rows, num_kept):
+    """Of each line the pairs with the largest direction."""
+    lines = defaultdict(list)
+    for row in sorted(rows, key=lambda row: -row["scores"].clip_direction):
+        if len(kept := lines[row["line"]]) < num_kept:
+            kept.append(row)
+    return [row for kept in lines.values() for row in kept]
+
+
+def study_fractions(config):
+    """Rows of pairs with p fixed."""
+    rows, source = {}, config.pairs.resolve()
+    settings = json.loads((config.pairs / "samples" / "make_pairs.json").read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        for p in config.fractions:
+            command = ["make_pairs.py", "--captions", source / "captions.jsonl"]
+            command += ["--model", "demo/base_model", "--clip_model", source / "clip"]
+            command += ["--output_dir", f"{folder}/{p}", "--keep_all", "--batch_size", 8]
+            command += ["--guidance_scale", *settings["guidance_scale"]]
+            command += ["--attention_sharing", p, p, "--num_samples", config.samples_per_line]
+            command += ["--num_inference_steps", config.num_inference_steps]
+            environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+            command = [sys.executable, *map(str, command)]
+            subprocess.run(command, cwd=ROOT, env=environment, check=True)
+            rows[f"p {p:g}"] = summarize(read_made(f"{folder}/{p}"))
+    return rows
+
+
+def study_thresholds(config):
+    """Rows of the samples that thresholds keep."""
+    samples = read_made(config.pairs / "samples")
+    quantiles = json.loads((config.pairs / "clip" / "scores.json").read_text())["quantiles"]
+    rows = {"thresholds all": summarize(samples)}
+    rows["thresholds none"] = summarize(best_of_lines(samples, config.num_kept))
+    for share, values in quantiles.items():
+        thresholds = Thresholds(**values)
+        good = [row for row in samples if not thresholds.missed(row["scores"])]
+        if good:
+            rows[f"thresholds {share}"] = summarize(best_of_lines(good, config.num_kept)) | values
+    best = summarize(best_of_lines(samples, 1))
+    return rows | {"thresholds none, best": best}
+
+
+def study_models(config):
+    """Rows of the models of the example."""
+    rows = {}
+    for folder in (config.pairs, *config.others):
+        title = "" if folder == config.pairs else f", {folder.name}"
+        for name, measured in json.loads((folder / "summary.json").read_text()).items():
+            data = read_made(folder / "made" / "data") if name == "made" else []
+            rows[f"model {name}{title}"] = {
+                "pairs": measured["pairs"],
+                "edit_error_ratio": measured["edit_error_ratio"],
+                "instruction_accuracy": measured["instruction_accuracy"],
+                "num_edits": measured["num_edits"],
+                "by_instruction": measured["by_instruction"],
+                "made_pairs": summarize(data) if data else {},
+            }
+    return rows
+
+
+def run(config):
+    """Measure and write the rows."""
+    check_counts(config, samples_per_line=1, num_inference_steps=1, num_kept=1)
+    machine = describe_machine()
+    studies = {"p": study_fractions, "thresholds": study_thresholds, "models": study_models}
+    for name in config.measure:
+        write_rows(studies[name](config), machine, config.output)
+
+
+def main(args=None):
+    """Command line."""
+    run_benchmark(Config, run, __doc__, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Train a small CLIP model of your own on pairs of images with captions, in PyTorch.
+
+    python examples/train_clip.py --data data --tokenizer demo/base_model/tokenizer \\
+        --output_dir clip
+
+For make_pairs.py --clip_model where no published CLIP fits: tiny images, or subjects that it has
+never seen. Needs PyTorch, transformers, pyarrow and Pillow. --data is a directory of parquet shards
+with the columns original_image, original_prompt, edited_image, edited_prompt. Every tenth pair is
+held out. OUTPUT_DIR gets the model, which transformers opens too, and scores.json:
+
+retrieval_accuracy: share of held-out images whose own caption is the nearest of all captions.
+direction_accuracy: share of held-out pairs whose change of images is nearer to the change of their
+    captions than to the changes of other edits of the same image.
+direction, direction_of_other_edits: mean cosine of the change of images with either.
+quantiles: scores that 90, 75 and 50% of the held-out pairs reach, by the names of make_pairs.py's
+    thresholds; a choice of thresholds for this model.
+
+Paper: CLIP (arXiv 2103.00020). With few captions the same one is in a batch many times; here an
+image is compared with all captions, and a caption with all images of the batch that are its own.
+"""
+
+import io
+import json
+import sys
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTokenizer,
+)
+
+FLAGS = dict(data=Path, tokenizer=Path, output_dir=Path, image_size=64, patch_size=16, width=64)
+FLAGS |= dict(num_layers=3, num_steps=1000, batch_size=32, learning_rate=2e-3, seed=0)
+COLUMNS = ("original_prompt", "original_image", "edited_prompt", "edited_image")
+
+
+def read_pairs(folder, size):
+    """All pairs of the shards in a directory.
+
+    Returns:
+        (images, uint8 (n, 2, size, size, 3); captions, a list of n pairs).
+    """
+    images, captions = [], []
+    for file in sorted(folder.glob("*.parquet")):
+        for row in pq.read_table(file, columns=list(COLUMNS)).to_pylist():
+            pair = [
+                Image.open(io.BytesIO(row[f"{name}_image"]["bytes"])).convert("RGB")
+                for name in ("original", "edited")
+            ]
+            images.append(np.stack([np.asarray(image.resize((size, size))) for image in pair]))
+            captions.append((row["original_prompt"], row["edited_prompt"]))
+    if len(images) < 20:
+        sys.exit(f"--data {folder} has {len(images)} pairs in *.parquet; it needs 20 or more")
+    return np.stack(images), captions
+
+
+def make_model(args, tokenizer):
+    """A CLIPModel with random weights."""
+    heads = max(1, args.width // 32)
+    tower = dict(hidden_size=args.width, intermediate_size=4 * args.width)
+    tower |= dict(num_hidden_layers=args.num_layers, num_attention_heads=heads)
+    text = tower | dict(
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    vision = tower | dict(image_size=args.image_size, patch_size=args.patch_size)
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=args.width)
+    return CLIPModel(config)
+
+
+def contrastive_loss(image_features, text_features, own, scale):
+    """CLIP's loss, for captions that several images of a batch share.
+
+    Args:
+        image_features, text_features: each of length 1, (B, D) and (C, D), of all captions.
+        own: number of each image's caption, int64 (B,).
+        scale: inverse temperature.
+    """
+    logits = scale * image_features @ text_features.T  # (B, C)
+    present, own_present = own.unique(return_inverse=True)
+    positives = F.one_hot(own_present, len(present)).T.float()  # (captions of the batch, B)
+    targets = positives / positives.sum(dim=1, keepdim=True)
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T[present], targets)) / 2
+
+
+def features_of(model, pixels=None, **tokens):
+    """Features of images or texts, each of length 1."""
+    encode = model.get_text_features if pixels is None else model.get_image_features
+    inputs = tokens if pixels is None else {"pixel_values": pixels}
+    return F.normalize(encode(**inputs).pooler_output, dim=-1)
+
+
+def train(model, pixels, own, tokens, args):
+    """Train in place.
+
+    Args:
+        model: CLIPModel.
+        pixels: float32 (n, 2, 3, S, S), as the processor makes them.
+        own: numbers of the captions of the images, int64 (n, 2).
+        tokens: of all captions.
+        args: flags.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.learning_rate, args.num_steps, pct_start=0.1
+    )
+    started = time.perf_counter()
+    for step in range(args.num_steps):
+        rows = torch.randint(len(pixels), (args.batch_size,))
+        batch = pixels[rows].flatten(0, 1)
+        if step % 2:
+            batch = batch.flip(-1)  # mirrored
+        scale = model.logit_scale.exp().clamp(max=100)
+        images, texts = features_of(model, batch), features_of(model, **tokens)
+        loss = contrastive_loss(images, texts, own[rows].flatten(), scale)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % 50 == 0 or step + 1 == args.num_steps:
+            seconds = time.perf_counter() - started
+            print(f"step {step + 1}: loss {loss.item():.3f}, {seconds:.0f} s", flush=True)
+
+
+@torch.inference_mode()
+def measure(model, pixels, own, tokens):
+    """What scores.json has, a dict; arguments of train, for held-out pairs."""
+    batches = pixels.flatten(0, 1).split(128)
+    images = torch.cat([features_of(model, batch) for batch in batches])
+    texts = features_of(model, **tokens)
+    nearest = (images @ texts.T).argmax(dim=1)
+    images, own_texts = images.unflatten(0, (-1, 2)), texts[own]
+    change = F.normalize(images[:, 1] - images[:, 0], dim=-1)
+    # Changes from the caption of the original to all captions of edited images of that name.
+    edits = {first: own[own[:, 0] == first, 1].unique() for first in own[:, 0].unique().tolist()}
+    true, wrong, hits = [], [], []
+    for row in range(len(own)):
+        first, second = own[row].tolist()
+        others = edits[first]
+        cosines = F.normalize(texts[others] - texts[first], dim=-1) @ change[row]
+        is_own = others == second
+        true.append(cosines[is_own].item())
+        wrong += cosines[~is_own].tolist()
+        hits.append(bool(is_own[cosines.argmax()]))
+    scores = {
+        "min_clip_text": (images * own_texts).sum(-1).min(dim=1).values.numpy(),
+        "min_clip_image": (images[:, 0] * images[:, 1]).sum(-1).numpy(),
+        "min_clip_direction": np.array(true),
+    }
+    return {
+        "retrieval_accuracy": (nearest == own.flatten()).float().mean().item(),
+        "direction_accuracy": float(np.mean(hits)),
+        "direction": float(np.mean(true)),
+        "direction_of_other_edits": float(np.mean(wrong)) if wrong else None,
+        "num_held_out": len(own),
+        "quantiles": {
+            f"{share}": {
+                name: round(float(np.quantile(values, 1 - share / 100)), 3)
+                for name, values in scores.items()
+            }
+            for share in (90, 75, 50)
+        },
+    }
+
+
+def main():
+    """Command line."""
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    for name, value in FLAGS.items():
+        if isinstance(value, type):
+            parser.add_argument(f"--{name}", type=value, required=True)
+        else:
+            parser.add_argument(
+                f"--{name}", type=type(value), default=value, help=f"default: {value}"
+            )
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    images, captions = read_pairs(args.data, args.image_size)
+    tokenizer = CLIPTokenizer.from_pretrained(args.tokenizer)
+    side = {"height": args.image_size, "width": args.image_size}
+    processor = CLIPImageProcessor(size={"shortest_edge": args.image_size}, crop_size=side)
+    texts = sorted({caption for pair in captions for caption in pair})
+    numbers = {caption: i for i, caption in enumerate(texts)}
+    own = torch.tensor([[numbers[caption] for caption in pair] for pair in captions])
+    tokens = tokenizer(texts, padding=True, return_tensors="pt")
+    tokens = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    pixels = torch.from_numpy(images).permute(0, 1, 4, 2, 3).float() / 255
+    shift, scale = (
+        torch.tensor(x)[:, None, None] for x in (processor.image_mean, processor.image_std)
+    )
+    pixels = (pixels - shift) / scale
+    held_out = torch.arange(len(own)) % 10 == 9
+    model = make_model(args, tokenizer)
+    train(model, pixels[~held_out], own[~held_out], tokens, args)
+    scores = measure(model.eval(), pixels[held_out], own[held_out], tokens)
+    model.save_pretrained(args.output_dir)
+    CLIPProcessor(processor, tokenizer).save_pretrained(args.output_dir)
+    (args.output_dir / "scores.json").write_text(json.dumps(scores, indent=2) + "\n")
+    print(json.dumps(scores, indent=2))
+
+
+if __name__ == "__main__":
+    main()

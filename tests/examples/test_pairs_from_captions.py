@@ -1,0 +1,159 @@
+"""examples/pairs_from_captions.py from end to end, small, its CLIP model and its benchmark."""
+
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers import ROOT
+from PIL import Image
+from transformers import CLIPModel, CLIPProcessor
+
+from benchmarks.made_pairs import __main__ as made_pairs
+from demo.photographs import EDITS
+from generating.clip import Clip
+
+SMALL = "--num_pairs 120 --clip_steps 60 --num_samples 2 --num_kept 1 --num_inference_steps 4"
+SMALL += " --train_steps 4 --crops_per_photograph 1 --thresholds 90"
+
+pytestmark = pytest.mark.slow
+
+
+def run_example(folder, flags=SMALL):
+    """Lines that the example prints."""
+    command = [sys.executable, ROOT / "examples" / "pairs_from_captions.py"]
+    command += ["--output_dir", folder, *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(OUTPUT_DIR, printed lines)."""
+    folder = tmp_path_factory.mktemp("example") / "pairs"
+    return folder, run_example(folder)
+
+
+def rows_of(folder):
+    return [
+        row for file in sorted(folder.glob("*.parquet")) for row in pq.read_table(file).to_pylist()
+    ]
+
+
+def test_files_and_numbers(made):
+    folder, lines = made
+    commands = [line for line in lines if line.startswith("$ python")]
+    assert [line.split()[2] for line in commands] == [
+        "demo/make_dataset.py",
+        "examples/train_clip.py",
+        "make_pairs.py",
+        "parquet_processing.py",
+        "create_modified_unet.py",
+        *["flax_train_instruct_pix2pix.py", "edit_cli.py", "demo/evaluate.py"] * 2,
+    ]
+    texts = [json.loads(line) for line in (folder / "captions.jsonl").read_text().splitlines()]
+    true = {
+        (row["original_prompt"], row["edit_prompt"], row["edited_prompt"])
+        for row in rows_of(folder / "true" / "data")
+    }
+    assert {tuple(line.values()) for line in texts} == true
+    assert len(texts) == len(true)
+    samples, kept = rows_of(folder / "samples"), rows_of(folder / "made" / "data")
+    assert len(samples) == 2 * len(texts)
+    assert 1 <= len(kept) <= len(texts)
+    least = json.loads((folder / "clip" / "scores.json").read_text())["quantiles"]["90"]
+    best = {}
+    for row in samples:
+        text = min(row["clip_text_original"], row["clip_text_edited"])
+        values = text, row["clip_image"], row["clip_direction"]
+        if all(value >= least[name] for value, name in zip(values, least, strict=True)):
+            best[row["line"]] = max(best.get(row["line"], -1), row["clip_direction"])
+    assert {row["line"]: row["clip_direction"] for row in kept} == best
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {name: row["pairs"] for name, row in summary.items()} == {
+        "made": len(kept),
+        "true": 120,
+    }
+    for name, row in summary.items():
+        assert row["num_edits"] == 3 * len(EDITS)
+        assert len(list((folder / name / "edits").glob("*.png"))) == 3 * len(EDITS)
+        assert 0 < row["edit_error_ratio"] < 20
+        nearest = round(row["instruction_accuracy"] * row["num_edits"])
+        (line,) = (line for line in lines if line.startswith(f"{name} pairs"))
+        assert f"{nearest} of {row['num_edits']}" in line
+    assert summary["made"]["edit_error_ratio"] != summary["true"]["edit_error_ratio"]
+
+
+def test_finished_steps_are_kept(made):
+    folder, _ = made
+    model = folder / "made" / "model" / "unet" / "diffusion_pytorch_model.safetensors"
+    before = model.stat().st_mtime_ns
+    lines = run_example(folder)
+    assert not [line for line in lines if line.startswith("$ python")]
+    assert model.stat().st_mtime_ns == before
+
+
+def test_other_flags_run_the_steps_that_depend_on_them(made, tmp_path):
+    folder, _ = made
+    names = json.loads((folder / "steps.json").read_text())
+    assert all(is_finished for _, is_finished in names)
+    # An interruption while pairs are made: the step is not finished, and no later one is known.
+    (folder / "steps.json").write_text(json.dumps([*names[:2], [names[2][0], False]]))
+    samples = sorted((folder / "samples").glob("*.parquet"))
+    before = [file.read_bytes() for file in samples]
+    lines = run_example(folder, f"{SMALL} --only made")
+    commands = [line.split()[2] for line in lines if line.startswith("$ python")]
+    assert commands[0] == "make_pairs.py"
+    assert len(commands) == 6
+    assert [file.read_bytes() for file in samples] == before
+    assert list(json.loads((folder / "summary.json").read_text())) == ["made"]
+
+
+def test_clip_is_the_same_in_pytorch_and_has_learned(made):
+    folder, _ = made
+    rows = rows_of(folder / "true" / "data")[:8]
+    images = [Image.open(io.BytesIO(row["original_image"]["bytes"])) for row in rows]
+    texts = [row["original_prompt"] for row in rows]
+    model = CLIPModel.from_pretrained(folder / "clip").eval()
+    processor = CLIPProcessor.from_pretrained(folder / "clip")
+    inputs = processor(text=texts, images=images, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        outputs = model(**inputs)
+    clip = Clip(str(folder / "clip"))
+    np.testing.assert_allclose(clip.image_features(images), outputs.image_embeds, atol=1e-5)
+    np.testing.assert_allclose(clip.text_features(texts), outputs.text_embeds, atol=1e-5)
+    scores = json.loads((folder / "clip" / "scores.json").read_text())
+    assert scores["num_held_out"] == 12
+    assert scores["direction"] > scores["direction_of_other_edits"] + 0.05
+
+
+def test_benchmark(made, tmp_path):
+    folder, _ = made
+    output = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks.made_pairs", "--pairs", folder, "--output", output]
+    command += ["--samples_per_line", "1", "--num_inference_steps", "2", "--fractions", "0", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(output.read_text())
+    lines = len((folder / "captions.jsonl").read_text().splitlines())
+    assert {"p 0", "p 1", "thresholds all", "thresholds none", "model made"} <= set(rows)
+    assert rows["p 0"]["pairs"] == rows["p 1"]["pairs"] == lines
+    assert rows["p 0"]["edit_error_ratio"] != rows["p 1"]["edit_error_ratio"]
+    assert rows["thresholds all"]["pairs"] == 2 * lines
+    assert rows["model made"]["edit_error_ratio"] > 0
+
+
+def test_errors_of_pairs():
+    """A true edit has no error, an unedited image has 1; errors are weighed by the change."""
+    rows = [
+        {"error": 0.0, "change": 0.3, "instruction": "a", "line": 1},
+        {"error": 0.1, "change": 0.1, "instruction": "b", "line": 2},
+    ]
+    assert made_pairs.edit_error(rows[:1]) == 0
+    assert made_pairs.edit_error(rows[1:]) == 1
+    assert made_pairs.edit_error(rows) == pytest.approx(0.25)
