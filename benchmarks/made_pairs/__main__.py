@@ -11,7 +11,9 @@ error of several pairs is the ratio of the means. Cases, --measure:
     thresholds  which pairs of PAIRS/samples CLIP keeps
     models      edits of held-out photographs by models trained on made and true pairs, from
                 PAIRS/summary.json, by instruction, beside the errors of the pairs. --others
-                DIRECTORY is another run of the example, such as one with --thresholds none
+                DIRECTORY is another run of the example, such as one with --thresholds none.
+                --demo demo/output takes the model of true pairs from `make demo`, which trains it
+                on the same data with the same flags; the example then needs --only made
 
 Replaces these rows of benchmarks/results/made_pairs.json. p takes minutes on two cores.
 """
@@ -47,6 +49,7 @@ class Config:
     num_inference_steps: int = 20  # likewise
     num_kept: int = 4  # pairs of a line, of thresholds
     others: tuple[Path, ...] = ()  # OUTPUT_DIR of other runs of the example, for models
+    demo: Path | None = None  # output of run_demo.py, for the model of true pairs
     output: str = "benchmarks/results/made_pairs.json"
 
 
@@ -111,8 +114,8 @@ def best_of_lines(rows, num_kept):
 
 
 def study_fractions(config):
-    """Rows of pairs with p fixed."""
-    rows, source = {}, config.pairs.resolve()
+    """Yields the row of each fixed p."""
+    source = config.pairs.resolve()
     settings = json.loads((config.pairs / "samples" / "make_pairs.json").read_text())
     with tempfile.TemporaryDirectory() as folder:
         for p in config.fractions:
@@ -125,12 +128,11 @@ def study_fractions(config):
             environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
             command = [sys.executable, *map(str, command)]
             subprocess.run(command, cwd=ROOT, env=environment, check=True)
-            rows[f"p {p:g}"] = summarize(read_made(f"{folder}/{p}"))
-    return rows
+            yield {f"p {p:g}": summarize(read_made(f"{folder}/{p}"))}
 
 
 def study_thresholds(config):
-    """Rows of the samples that thresholds keep."""
+    """Yields the rows of the samples that thresholds keep."""
     samples = read_made(config.pairs / "samples")
     quantiles = json.loads((config.pairs / "clip" / "scores.json").read_text())["quantiles"]
     rows = {"thresholds all": summarize(samples)}
@@ -141,25 +143,29 @@ def study_thresholds(config):
         if good:
             rows[f"thresholds {share}"] = summarize(best_of_lines(good, config.num_kept)) | values
     best = summarize(best_of_lines(samples, 1))
-    return rows | {"thresholds none, best": best}
+    yield rows | {"thresholds none, best": best}
 
 
 def study_models(config):
-    """Rows of the models of the example."""
-    rows = {}
-    for folder in (config.pairs, *config.others):
+    """Yields the rows of the models of the example."""
+    summaries = {"made": {}, "true": {}}
+    for folder in (*config.others, config.pairs):
         title = "" if folder == config.pairs else f", {folder.name}"
         for name, measured in json.loads((folder / "summary.json").read_text()).items():
-            data = read_made(folder / "made" / "data") if name == "made" else []
-            rows[f"model {name}{title}"] = {
-                "pairs": measured["pairs"],
-                "edit_error_ratio": measured["edit_error_ratio"],
-                "instruction_accuracy": measured["instruction_accuracy"],
-                "num_edits": measured["num_edits"],
-                "by_instruction": measured["by_instruction"],
-                "made_pairs": summarize(data) if data else {},
-            }
-    return rows
+            data = summarize(read_made(folder / "made" / "data")) if name == "made" else {}
+            summaries[f"{name}{title}"] = measured | {"made_pairs": data}
+    if config.demo:
+        shards = (config.demo / "data").glob("*.parquet")
+        pairs = sum(pq.read_metadata(shard).num_rows for shard in shards)
+        measured = json.loads((config.demo / "summary.json").read_text())
+        summaries["true"] = measured | {"pairs": pairs, "made_pairs": {}}
+    columns = ("pairs", "edit_error_ratio", "instruction_accuracy", "num_edits", "by_instruction")
+    columns += ("made_pairs",)
+    yield {
+        f"model {name}": {column: measured[column] for column in columns}
+        for name, measured in summaries.items()
+        if measured
+    }
 
 
 def run(config):
@@ -168,7 +174,8 @@ def run(config):
     machine = describe_machine()
     studies = {"p": study_fractions, "thresholds": study_thresholds, "models": study_models}
     for name in config.measure:
-        write_rows(studies[name](config), machine, config.output)
+        for rows in studies[name](config):
+            write_rows(rows, machine, config.output)
 
 
 def main(args=None):

@@ -100,51 +100,45 @@ def distillation_table() -> str:
 
 def made_pairs_table() -> str:
     """Errors of made pairs and of models trained on made and true pairs, by instruction."""
-    rows = rows_of(results("made_pairs"), "model")
-    made, models = rows["made"]["made_pairs"], list(rows.values())
-    lines = []
-    for name, error in made["edit_error_ratio_by_instruction"].items():
-        errors = [row["by_instruction"][name]["edit_error_ratio"] for row in models]
-        lines.append([name, *(f"{x:.2f}" for x in (error, *errors))])
-    errors = [made["edit_error_ratio"], *(row["edit_error_ratio"] for row in models)]
-    lines.append(["all", *(f"{x:.2f}" for x in errors)])
-    nearest = [
-        f"{round(row['instruction_accuracy'] * row['num_edits'])} of {row['num_edits']}"
-        for row in models
-    ]
-    lines.append(["nearest to their true edit", "", *nearest])
-    titles = [f"model of {row['pairs']} {name} pairs" for name, row in rows.items()]
-    return markdown_table(f"edit error | made pairs | {' | '.join(titles)}", lines)
-
-
-def made_pairs_cells(row: dict) -> list[str]:
-    """Error and scores of pairs."""
-    text = (row["clip_text_original"] + row["clip_text_edited"]) / 2
-    values = row["edit_error_ratio"], text, row["clip_image"], row["clip_direction"]
-    return [f"{value:.2f}" for value in values]
-
-
-def made_pairs_sharing_table() -> str:
-    """Pairs by their fraction of steps with shared attention."""
-    rows = rows_of(results("made_pairs"), "p")
-    lines = [[p, str(row["pairs"]), *made_pairs_cells(row)] for p, row in rows.items()]
-    return markdown_table("p | pairs | edit error | text | image | direction", lines)
-
-
-def made_pairs_thresholds_table() -> str:
-    """Pairs that thresholds keep."""
-    titles = {
-        "all": "all samples",
-        "none": "4 best of each line, no threshold",
-        "90": "4 best of those that 90% of true pairs reach",
-        "75": "of 75%",
-        "50": "of 50%",
-        "none, best": "the best of each line, no threshold",
+    short = {
+        "cover it in fog": "fog",
+        "turn day into night": "night",
+        "give it a green tint": "green",
+        "give it a red tint": "red",
+        "put a white frame around it": "frame",
+        "make it black and white": "grey",
+        "invert the colors": "invert",
+        "swap red and blue": "swap",
     }
-    rows = rows_of(results("made_pairs"), "thresholds")
-    lines = [
-        [title, str(rows[name]["pairs"]), str(rows[name]["lines"]), *made_pairs_cells(rows[name])]
-        for name, title in titles.items()
-        if name in rows
-    ]
-    return markdown_table("kept | pairs | lines | edit error | text | image | direction", lines)
+    rows = rows_of(results("made_pairs"), "model")
+    made = rows["made"]["made_pairs"]
+    errors = made["edit_error_ratio_by_instruction"]
+    cells = [f"{x:.2f}" for x in (*(errors[name] for name in short), made["edit_error_ratio"])]
+    lines = [["made pairs", *cells, ""]]
+    for name, row in rows.items():
+        errors = [row["by_instruction"][x]["edit_error_ratio"] for x in short]
+        cells = [f"{x:.2f}" for x in (*errors, row["edit_error_ratio"])]
+        nearest = round(row["instruction_accuracy"] * row["num_edits"])
+        title = f"model of {row['pairs']} {name} pairs"
+        lines.append([title, *cells, f"{nearest} of {row['num_edits']}"])
+    header = f"edit error | {' | '.join(short.values())} | all | right"
+    return markdown_table(header, lines)
+
+
+def made_pairs_choices_table() -> str:
+    """Pairs by the fraction of steps with shared attention, and by thresholds."""
+    rows = results("made_pairs")
+    titles = {f"p {p}": f"p = {p}" for p in sorted(rows_of(rows, "p"))}
+    titles |= {
+        "thresholds all": "p from 0.1 to 0.9",
+        "thresholds none": "4 best of a line",
+        "thresholds 90": "thresholds of 90%",
+        "thresholds 75": "75%",
+        "thresholds 50": "50%",
+    }
+    lines = []
+    for name, title in titles.items():
+        row = rows[name]
+        values = row["edit_error_ratio"], row["clip_image"], row["clip_direction"]
+        lines.append([title, str(row["pairs"]), *(f"{value:.2f}" for value in values)])
+    return markdown_table("| pairs | edit error | image | direction", lines)
