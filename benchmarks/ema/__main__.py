@@ -30,7 +30,7 @@ A tiny run, in minutes:
         --crops_per_photograph 1 --loss_draws 1 --sigma_rels 0.05 0.1 \\
         --cost_rounds 1 --cost_steps 1 --output quick.json --plot quick.png
 
-Replaces the measured rows of benchmarks/results/ema.json and draws benchmarks/results/ema.png.
+Replaces the measured rows of benchmarks/results/ema.json and draws docs/images/ema.png.
 Needs an otherwise idle CPU; on two cores quality takes an hour, cost takes minutes.
 
 Papers: EDM2 (arXiv 2312.02696); the late EMA is MosaicML's for Stable Diffusion 2.
@@ -70,7 +70,7 @@ class Config:
     cost_steps: int = 5  # steps of a measurement
     # output
     output: str = "benchmarks/results/ema.json"
-    plot: str = "benchmarks/results/ema.png"
+    plot: str = "docs/images/ema.png"
 
 
 def check_flags(config):

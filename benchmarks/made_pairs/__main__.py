@@ -15,7 +15,7 @@ error of several pairs is the ratio of the means. Cases, --measure:
                 --demo demo/output takes the model of true pairs from `make demo`, which trains it
                 on the same data with the same flags; the example then needs --only made
 
-Replaces these rows of benchmarks/results/made_pairs.json. p takes minutes on two cores.
+Replaces these rows of benchmarks/results/pairs.json, which benchmarks.pairs writes to, too. p takes minutes on two cores.
 """
 
 import io
@@ -50,7 +50,7 @@ class Config:
     num_kept: int = 4  # pairs of a line, of thresholds
     others: tuple[Path, ...] = ()  # OUTPUT_DIR of other runs of the example, for models
     demo: Path | None = None  # output of run_demo.py, for the model of true pairs
-    output: str = "benchmarks/results/made_pairs.json"
+    output: str = "benchmarks/results/pairs.json"
 
 
 def read_pixels(cell):

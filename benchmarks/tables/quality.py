@@ -110,7 +110,7 @@ def made_pairs_table() -> str:
         "invert the colors": "invert",
         "swap red and blue": "swap",
     }
-    rows = rows_of(results("made_pairs"), "model")
+    rows = rows_of(results("pairs"), "model")
     made = rows["made"]["made_pairs"]
     errors = made["edit_error_ratio_by_instruction"]
     cells = [f"{x:.2f}" for x in (*(errors[name] for name in short), made["edit_error_ratio"])]
@@ -127,7 +127,7 @@ def made_pairs_table() -> str:
 
 def made_pairs_choices_table() -> str:
     """Pairs by the fraction of steps with shared attention, and by thresholds."""
-    rows = results("made_pairs")
+    rows = results("pairs")
     titles = {f"p {p}": f"p = {p}" for p in sorted(rows_of(rows, "p"))}
     titles |= {
         "thresholds all": "p from 0.1 to 0.9",
