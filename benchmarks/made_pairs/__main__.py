@@ -15,7 +15,8 @@ error of several pairs is the ratio of the means. Cases, --measure:
                 --demo demo/output takes the model of true pairs from `make demo`, which trains it
                 on the same data with the same flags; the example then needs --only made
 
-Replaces these rows of benchmarks/results/pairs.json, which benchmarks.pairs writes to, too. p takes minutes on two cores.
+Replaces these rows of benchmarks/results/pairs.json; its other rows are of benchmarks.pairs.
+p takes minutes on two cores.
 """
 
 import io
