@@ -158,6 +158,8 @@ def sets_of_shards(groups: list[RowGroup]) -> dict[str, str] | None:
     """{name of a set: licence} of shards that --pairs made of archives; None: of others."""
     files = {group.path for group in groups}
     folder = next(iter(files)).parent
+    if not isinstance(folder, Path):  # a URL
+        return None
     return sets_in(folder, {file.name for file in files})
 
 

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -427,12 +426,8 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on(tmp_path):
     flags = ["--pairs", folder, "--output_dir", out, "--preview", ""]
     command = [sys.executable, parquet_processing.__file__, *map(str, flags)]
 
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    ended = subprocess.run(
-        command, env=ENVIRONMENT, timeout=60, capture_output=True, text=True, preexec_fn=limit
-    )
+    limited = ["bash", "-c", 'ulimit -f 97 && exec "$@"', "bash", *command]  # 97 KiB
+    ended = subprocess.run(limited, env=ENVIRONMENT, timeout=60, capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stderr.count("error: ") == 1, ended.stderr
     assert "Traceback" not in ended.stderr
     assert not list(out.glob("*.parquet")) and not list((out / ".unfinished").glob("*.parquet"))
