@@ -110,11 +110,13 @@ def made_pairs_table() -> str:
         "invert the colors": "invert",
         "swap red and blue": "swap",
     }
-    rows = rows_of(results("pairs"), "model")
-    made = rows["made"]["made_pairs"]
-    errors = made["edit_error_ratio_by_instruction"]
-    cells = [f"{x:.2f}" for x in (*(errors[name] for name in short), made["edit_error_ratio"])]
-    lines = [["made pairs", *cells, ""]]
+    rows, sharing = (rows_of(results("pairs"), kind) for kind in ("model", "p"))
+    pairs = {f"pairs with p = {p}": sharing[p] for p in sorted(sharing)}
+    pairs["pairs for training"] = rows["made"]["made_pairs"]
+    lines = []
+    for title, row in pairs.items():
+        errors = [row["edit_error_ratio_by_instruction"][x] for x in short]
+        lines.append([title, *(f"{x:.2f}" for x in (*errors, row["edit_error_ratio"])), ""])
     for name, row in rows.items():
         errors = [row["by_instruction"][x]["edit_error_ratio"] for x in short]
         cells = [f"{x:.2f}" for x in (*errors, row["edit_error_ratio"])]
@@ -125,12 +127,11 @@ def made_pairs_table() -> str:
     return markdown_table(header, lines)
 
 
-def made_pairs_choices_table() -> str:
-    """Pairs by the fraction of steps with shared attention, and by thresholds."""
+def made_pairs_thresholds_table() -> str:
+    """Pairs by thresholds."""
     rows = results("pairs")
-    titles = {f"p {p}": f"p = {p}" for p in sorted(rows_of(rows, "p"))}
-    titles |= {
-        "thresholds all": "p from 0.1 to 0.9",
+    titles = {
+        "thresholds all": "all samples",
         "thresholds none": "4 best of a line",
         "thresholds 90": "thresholds of 90%",
         "thresholds 75": "75%",
