@@ -31,6 +31,7 @@ from diffusers_flax.models.clip_similarities import FlaxCLIPModel
 from diffusers_flax.pipelines.attention_sharing import SCOPE
 from diffusers_flax.pipelines.running import Options
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
+from diffusers_flax.schedulers.factory import check_scheduler
 from generating.flags import from_flags
 from generating.models import Sampling, check_sampling
 from generating.tasks import check_tasks, pipeline_for
@@ -106,6 +107,7 @@ def check_pair_flags(config):
             f"--guidance_scale {low:g} {high:g}: up to 1 there is no guidance; take both above 1, "
             "or both up to 1"
         )
+    check_scheduler(config.scheduler)
     for value in config.attention_sharing:
         if not 0 <= value <= 1:
             raise ValueError(f"--attention_sharing {value:g} must be from 0 to 1")
