@@ -229,11 +229,13 @@ def pairs_table() -> str:
     rows = results("pairs")
     time, memory = rows["time"], rows["memory"]
     first, last = (f"{memory[x] / 1e6:.0f} MB" for x in ("bytes_first", "bytes_last"))
+    alone = [sum(x.values()) for x in time["seconds_alone"].values()]
     made = f"{time['samples']} samples, {time['side']}x{time['side']}, {time['steps']} steps"
     lines = [
         [made, "time", f"{time['seconds']:.0f} s"],
-        ["", "outside of the compiled programs", f"{time['share_outside']:.1%}"],
-        ["", "the devices waited", f"{time['share_waited']:.1%}"],
+        ["", "outside of the compiled programs", f"{time['share_outside']:.2%}"],
+        ["", f"a batch of {time['batch_size']} pairs", seconds(time["seconds_of_a_batch"])],
+        ["", "its programs alone, before and after", " and ".join(map(seconds, alone))],
         [f"{memory['lines']} lines", f"memory after {memory['first_lines']} lines", first],
         ["", "after all", last],
     ]

@@ -26,11 +26,11 @@ def test_rows_and_their_table(folder, monkeypatch):
     config = pairs.Config(num_samples=5, num_inference_steps=1, num_lines=3)
     time = pairs.measure_time(folder, config)
     assert (time["samples"], time["batches"]) == (10, 3)
-    of_batches = [sum(x.values()) for x in time["seconds_of_a_batch"].values()]
-    assert time["seconds_of_programs"] == pytest.approx(3 * sum(of_batches) / 2)
+    assert time["seconds_of_a_batch"] == pytest.approx(time["seconds"] / 3)
+    assert 0 < min(sum(x.values()) for x in time["seconds_alone"].values())
+    assert 0 < time["seconds_of_programs"] < time["seconds"]
     share = 1 - time["seconds_of_programs"] / time["seconds"]
     assert time["share_outside"] == pytest.approx(share)
-    assert 0 <= time["share_waited"] < 1
     (folder / "captions.jsonl").unlink()
     for file in (folder / "data").iterdir():
         file.unlink()
@@ -40,6 +40,6 @@ def test_rows_and_their_table(folder, monkeypatch):
     rows = {"time": time, "memory": memory}
     monkeypatch.setattr(speed, "results", lambda name: {"pairs": rows}[name])
     table = speed.pairs_table()
-    assert f"| outside of the compiled programs | {share:.1%} |" in table
+    assert f"| outside of the compiled programs | {share:.2%} |" in table
     assert f"| after all | {memory['bytes_last'] / 1e6:.0f} MB |" in table
     assert json.loads(json.dumps(rows)) == rows
