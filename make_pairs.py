@@ -50,7 +50,7 @@ from generating.single_files import with_single_files
 from generating.tasks import check_tasks, pipeline_for
 from pairing.captions import captions_of_template, check_lengths, read_captions
 from pairing.maker import PairMaker
-from pairing.report import warn_of_empty, write_preview, write_report
+from pairing.report import summarize, warn_of_empty, write_preview, write_report
 from pairing.results import COMMAND, Output
 from pairing.scores import Scorer, thresholds_of
 
@@ -272,12 +272,12 @@ def run(config):
     if todo:
         seconds = make_lines(config, captions, output, len(todo), models)
     output.end()
-    counts, histograms = output.counted()
-    for sentence in warn_of_empty(counts, thresholds_of(config)):
+    report = summarize(output.counted(), thresholds_of(config))
+    for sentence in warn_of_empty(report):
         print(f"warning: {sentence}", file=sys.stderr)
     name = "report" if num_workers == 1 else f"report-{worker}"
-    print(write_report(config.output_dir, name, counts, histograms, thresholds_of(config), seconds))
-    if not any(line["kept"] for line in counts):
+    print(write_report(config.output_dir, name, report, seconds))
+    if not report["kept"]:
         print(
             "nothing is kept: choose lower thresholds, or --keep_all to see all scores, with "
             "another --output_dir"

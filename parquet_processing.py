@@ -90,11 +90,10 @@ class Config:
     max_bad_fraction: float = 0.1  # with --pairs of archives: rows that may be unusable, 0 to 1
     worker: int | None = None  # with --pairs of archives: this worker's index, from 0
     num_workers: int | None = None  # with --worker: workers that divide the archives of one disk
-    # with --pairs of shards by make_pairs.py: keep pairs whose CLIP scores are at least this, of
-    # both images with their captions, of both images, of the change of images and of captions
+    # with --pairs of shards by make_pairs.py: least CLIP score of each image and its caption
     min_clip_text: float | None = None
-    min_clip_image: float | None = None
-    min_clip_direction: float | None = None
+    min_clip_image: float | None = None  # likewise: of both images
+    min_clip_direction: float | None = None  # likewise: of the change of images and of captions
     num_kept: int | None = None  # likewise: of each edit the N with the largest clip_direction
     num_held_out: int = 0  # with --pairs: original images to hold out, with their edits
     held_out_dir: str = ""  # with --num_held_out: directory for the held-out pairs

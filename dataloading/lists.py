@@ -19,9 +19,9 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 
@@ -120,7 +120,8 @@ def list_rows(
         ValueError: the file cannot be read, is not UTF-8 or has no rows.
     """
     found, problems, unread, truths, of_invalid = [], [], {}, {}, []
-    for line, content in islice(read_objects(given, file, required), max_rows):
+    check = partial(missing_names, required=required)
+    for line, content in islice(read_objects(given, file, check), max_rows):
         try:
             if isinstance(content, str):
                 raise ValueError(content)
@@ -262,12 +263,13 @@ def missing_files(
 
 
 def read_objects(
-    given: str, file: Path, required: tuple[str, ...]
+    given: str, file: Path, check_columns: Callable[[list[str]], str] = lambda names: ""
 ) -> Iterator[tuple[int, dict | str]]:
     """Read the objects of a list.
 
     Args:
-        given, file, required: see list_rows.
+        given, file: see list_rows.
+        check_columns: columns of a CSV file -> what is wrong with them, or "".
 
     Yields:
         (first line, {name: value} or a description of the problem).
@@ -303,7 +305,7 @@ def read_objects(
         for values in rows:
             if header is None:
                 header = [name.strip() for name in values]
-                problem = missing_names(header, required)
+                problem = check_columns(header)
                 if len(set(header)) < len(header):
                     problem = "two columns have the same name"
                 if problem:

@@ -148,7 +148,7 @@ def requests_of_jsonl(file, config):
     given = f"--requests_jsonl {file}"
     plain = from_flags(Request, config, **NOTHING)
     requests, problems = [], []
-    for line, content in read_objects(given, file, ()):
+    for line, content in read_objects(given, file):
         try:
             if isinstance(content, str):
                 raise ValueError(content)

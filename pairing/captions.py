@@ -14,6 +14,7 @@ import json
 import math
 import string
 from collections import Counter
+from collections.abc import Iterable
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
@@ -57,11 +58,12 @@ def read_captions(file: Path) -> list[Caption]:
     """
     given = f"--captions {file}"
     captions, problems, lines = [], [], {}
-    for line, content in read_objects(given, file, ()):
+    for line, content in read_objects(given, file, missing_keys):
         try:
             caption = Caption(line, *texts_of(content))
             check_change(caption)
-            if (first := lines.setdefault(caption[1:], line)) != line:
+            texts = tuple(" ".join(words(text)) for text in caption[1:])
+            if (first := lines.setdefault(texts, line)) != line:
                 raise ValueError(f"repeats line {first}")
             captions.append(caption)
         except ValueError as error:
@@ -86,11 +88,8 @@ def texts_of(content: dict | str) -> tuple[str, str, str]:
     """
     if isinstance(content, str):
         raise ValueError(content)
-    if missing := [key for key in KEYS if key not in content]:
-        unknown = [key for key in content if key not in KEYS]
-        near = get_close_matches(missing[0], unknown, 1, LIKENESS)
-        hint = f"; rename {near[0]} to {missing[0]}" if near else ""
-        raise ValueError(f"no {' and no '.join(missing)}{hint}")
+    if problem := missing_keys(content):
+        raise ValueError(problem)
     texts = [content[key] for key in KEYS]
     for key, text in zip(KEYS, texts):
         if not isinstance(text, str):
@@ -102,6 +101,17 @@ def texts_of(content: dict | str) -> tuple[str, str, str]:
         except UnicodeEncodeError:
             raise ValueError(f"{key} is not valid Unicode: it has an unpaired surrogate") from None
     return tuple(text.strip() for text in texts)
+
+
+def missing_keys(names: Iterable[str]) -> str:
+    """Name the missing keys or columns; "" without any."""
+    missing = [key for key in KEYS if key not in names]
+    if not missing:
+        return ""
+    unknown = [name for name in names if name not in KEYS]
+    near = get_close_matches(missing[0], unknown, 1, LIKENESS)
+    hint = f"; rename {near[0]} to {missing[0]}" if near else ""
+    return f"no {' and no '.join(missing)}{hint}"
 
 
 def check_change(caption: Caption) -> None:

@@ -66,9 +66,8 @@ class PairMaker:
         for name in ("guidance_scale", "attention_sharing"):
             values = np.float32([getattr(sample, name) for sample in samples])
             arrays[name] = np.repeat(values, 2)
-        takes_scale = (
-            self.pipeline.unet.time_cond_proj_dim is not None
-        )  # it needs one branch anyway
+        # A UNet that takes the scale has one branch anyway.
+        takes_scale = self.pipeline.unet.time_cond_proj_dim is not None
         if config.guidance_scale[1] <= 1 and not takes_scale:
             arrays["guidance_scale"] = config.guidance_scale[1]  # a number up to 1: one branch
         return samples, arrays
@@ -154,14 +153,14 @@ class PairMaker:
         num_kept = None if config.keep_all else config.num_kept
         choice = Choice(config.num_samples, num_kept, self.thresholds, config.early_stop)
 
-        def is_wanted(place, number):  # also in the thread that prepares; changes nothing
+        def is_wanted(place):  # also in the thread that prepares; changes nothing
             line = lines.get(place)
             return not output.is_finished(place) and (line is None or not line.is_finished)
 
         def finished_by(pairs):
             for pair in pairs:
                 place = pair.sample.place
-                if not is_wanted(place, pair.sample.number):
+                if not is_wanted(place):
                     continue
                 line = lines.setdefault(place, Line(choice))
                 bar.update(line.add(pair))

@@ -57,59 +57,54 @@ def write_preview(folder, caption, line):
     save_image(captioned([grid], text), folder / PREVIEWS / f"{caption.line:09d}.jpg")
 
 
-def warn_of_empty(counts, thresholds):
+def why_empty(line):
+    """The threshold that failed most in a line without good pairs; line: of Line.counts."""
+    name, number = max(line["missed"].items(), key=lambda item: item[1])
+    columns = [column for column in THRESHOLD_OF if THRESHOLD_OF[column] == name]
+    largest = min(line["largest"][column] for column in columns)
+    samples = {"line": line["line"], "samples": line["samples"]}
+    return samples | {"threshold": name, "missed": number, "largest": largest}
+
+
+def warn_of_empty(report):
     """Sentences about lines without good pairs, with the threshold that failed most.
 
-    Args:
-        counts: of Line.counts, of all lines.
-        thresholds: Thresholds.
-
-    Returns:
-        List of sentences.
+    report: of summarize.
     """
-    empty = [line for line in counts if not line["good"]]
-    sentences = []
+    empty, sentences = report["lines_without_good"], []
     for line in empty[:NUM_NAMED]:
-        name, number = max(line["missed"].items(), key=lambda item: item[1])
-        columns = [column for column in THRESHOLD_OF if THRESHOLD_OF[column] == name]
-        largest = min(line["largest"][column] for column in columns)
+        name, number = line["threshold"], line["missed"]
         sentences.append(
             f"line {line['line']}: none of {line['samples']} samples is good; {number} "
-            f"{'is' if number == 1 else 'are'} below --{name} {getattr(thresholds, name):g}, the "
-            f"largest value is {largest:.3f}"
+            f"{'is' if number == 1 else 'are'} below --{name} {report['thresholds'][name]:g}, the "
+            f"largest value is {line['largest']:.3f}"
         )
     if (more := len(empty) - NUM_NAMED) > 0:
         sentences.append(f"{more} more lines have no good sample; the report names them")
     return sentences
 
 
-def write_report(folder, name, counts, histograms, thresholds, seconds_per_pair):
-    """Write NAME.json and NAME.png.
+def summarize(counted, thresholds):
+    """The content of report.json but for the time.
 
     Args:
-        folder: --output_dir.
-        name: of the files.
-        counts, histograms: of Output.counted.
+        counted: of Output.counted.
         thresholds: Thresholds.
-        seconds_per_pair: time of this start per kept pair, after compiling; None: it has kept none,
-            and the time of an earlier start stays.
-
-    Returns:
-        A line for the user.
     """
-    totals = Counter(samples=0, good=0, kept=0)
+    totals = Counter(lines=0, samples=0, good=0, kept=0)
     missed = Counter(dict.fromkeys(Thresholds._fields, 0))
-    for line in counts:
-        totals.update({key: line[key] for key in totals})
-        missed.update(line["missed"])
-    empty = [line for line in counts if not line["good"]]
-    per_line = Counter(line["kept"] for line in counts)
-    file = folder / f"{name}.json"
-    before = read_json(file) if file.exists() else {}
-    report = {
-        "lines": len(counts),
+    per_line, empty = Counter(), []
+    histograms = np.zeros((len(Scores._fields), len(BINS) - 1), int)
+    for lines, of_shard in counted:
+        histograms += of_shard
+        for line in lines:
+            totals.update(lines=1, samples=line["samples"], good=line["good"], kept=line["kept"])
+            missed.update(line["missed"])
+            per_line[line["kept"]] += 1
+            if not line["good"]:
+                empty.append(why_empty(line))
+    return {
         **totals,
-        "seconds_per_kept_pair": seconds_per_pair or before.get("seconds_per_kept_pair"),
         "lines_by_kept_pairs": {number: per_line[number] for number in sorted(per_line)},
         "thresholds": thresholds._asdict(),
         "missed": missed,
@@ -117,28 +112,49 @@ def write_report(folder, name, counts, histograms, thresholds, seconds_per_pair)
         "bins": [round(float(x), 2) for x in BINS],
         "histograms": dict(zip(Scores._fields, histograms.tolist())),
     }
-    write_text(file, json.dumps(report, indent=2) + "\n")  # totals first
-    save_whole(folder / f"{name}.png", lambda path: draw(path, histograms, thresholds))
+
+
+def write_report(folder, name, report, seconds_per_pair):
+    """Write NAME.json and NAME.png.
+
+    Args:
+        folder: --output_dir.
+        name: of the files.
+        report: of summarize.
+        seconds_per_pair: time of this start per kept pair, after compiling; None: it has kept none,
+            and the time of an earlier start stays.
+
+    Returns:
+        A line for the user.
+    """
+    file = folder / f"{name}.json"
+    before = read_json(file) if file.exists() else {}
+    seconds = seconds_per_pair or before.get("seconds_per_kept_pair")
+    entries = report | {"seconds_per_kept_pair": seconds}
+    lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
+    write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")  # a histogram is a line
+    save_whole(folder / f"{name}.png", lambda path: draw(path, report))
     time = (
         ""
         if seconds_per_pair is None
         else f", {seconds_per_pair:.2f} s per kept pair of this start"
     )
     return (
-        f"{totals['kept']} pairs of {len(counts)} lines are kept; {totals['good']} of "
-        f"{totals['samples']} samples reach the thresholds{time}"
+        f"{report['kept']} pairs of {report['lines']} lines are kept; {report['good']} of "
+        f"{report['samples']} samples reach the thresholds{time}"
     )
 
 
-def draw(path, histograms, thresholds):
-    """Draw the histograms of all scores, with their thresholds, as PNG."""
+def draw(path, report):
+    """Draw the histograms of a report's scores, with their thresholds, as PNG."""
     from matplotlib.figure import Figure  # a second
 
     figure = Figure(figsize=(10, 6), layout="constrained")
     middles = (BINS[1:] + BINS[:-1]) / 2
-    for axes, name, histogram in zip(figure.subplots(2, 2).flat, Scores._fields, histograms):
+    for axes, (name, counts) in zip(figure.subplots(2, 2).flat, report["histograms"].items()):
+        histogram = np.array(counts)
         axes.bar(middles, histogram, width=BINS[1] - BINS[0])
-        least = getattr(thresholds, THRESHOLD_OF[name])
+        least = report["thresholds"][THRESHOLD_OF[name]]
         axes.axvline(least, color="black", linestyle="dashed")
         share = histogram[middles >= least].sum() / max(histogram.sum(), 1)
         axes.set_title(f"{name}: {share:.0%} reach {least:g}")

@@ -358,9 +358,5 @@ class Output:
             self.marker.parent.rmdir()
 
     def counted(self):
-        """(counts of all lines, histograms) of this worker's shards, which are complete."""
-        found = [read_counts(self.shards[shard]) for shard in self.own_shards]
-        if not found:
-            return [], np.zeros((len(Scores._fields), len(BINS) - 1), int)
-        counts, histograms = zip(*found)
-        return [*chain(*counts)], sum(histograms)
+        """(counts of the lines, histograms) of each of this worker's shards, which are complete."""
+        return (read_counts(self.shards[shard]) for shard in self.own_shards)

@@ -92,7 +92,7 @@ def batches_of(chunks, is_wanted, num_devices):
 
     Args:
         chunks: iterable of chunks, which is advanced by one batch at a time.
-        is_wanted: (place, number) -> whether a sample is still needed.
+        is_wanted: place -> whether more samples of these captions are needed.
         num_devices: chunks in a batch.
 
     Yields:
@@ -100,7 +100,7 @@ def batches_of(chunks, is_wanted, num_devices):
     """
     batch = []
     for chunk in chunks:
-        if not any(is_wanted(*sample) for sample in chunk):
+        if not any(is_wanted(place) for place, _ in chunk):
             continue
         batch.append(chunk)
         if len(batch) == num_devices:

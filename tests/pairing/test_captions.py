@@ -54,6 +54,17 @@ def test_a_list(tmp_path):
     ]
 
 
+def test_columns_of_a_table(tmp_path):
+    """One problem for the file, not one for each line."""
+    file = tmp_path / "captions.csv"
+    file.write_text("a cat,make it a dog,a dog\na cow,make it a pig,a pig\n")
+    with pytest.raises(ValueError, match="line 1 names the columns a cat, make it a dog, a dog: "):
+        read_captions(file)
+    file.write_text("input,edit,ouput\na,b,c\na,b,d\n")
+    with pytest.raises(ValueError, match=r"input, edit, ouput: no output; rename ouput to output$"):
+        read_captions(file)
+
+
 @pytest.mark.parametrize(
     "row, problem",
     [
@@ -70,6 +81,7 @@ def test_a_list(tmp_path):
         (CAT | {"output": "A photo  of a CAT"}, "output is the same as input; write the caption"),
         (CAT | {"output": "a photo of a cat."}, "output is the same as input"),
         (CAT | {"edit": "make it a lion "}, "repeats line 1"),
+        (CAT | {"edit": "Make it  a lion."}, "repeats line 1"),
     ],
 )
 def test_a_problem_of_a_line(tmp_path, row, problem):

@@ -30,7 +30,7 @@ def made_until_known(maker, output, num_needed):
     """
     known, waiting, made = {}, [], []
 
-    def is_wanted(place, number):
+    def is_wanted(place):
         return known.get(place, 0) < num_needed
 
     for batch in maker.batches(output, is_wanted):

@@ -9,7 +9,7 @@ from PIL import Image
 from shards import encode
 
 from pairing.captions import Caption
-from pairing.report import NUM_NAMED, warn_of_empty, write_preview, write_report
+from pairing.report import NUM_NAMED, summarize, warn_of_empty, write_preview, write_report
 from pairing.results import BINS, Choice, Line, Pair
 from pairing.samples import draw_sample
 from pairing.scores import Scores, Thresholds
@@ -79,17 +79,30 @@ def test_texts_of_the_preview(tmp_path, monkeypatch):
 # ------------------------------------------------------------------ warnings
 
 
+def summary_of(lines, thresholds=PAPER):
+    """The report of lines 7, 8, ... of which each has a shard."""
+    return summarize(
+        (
+            ([line.counts(CAPTION._replace(line=n))], line.histograms)
+            for n, line in enumerate(lines, start=CAPTION.line)
+        ),
+        thresholds,
+    )
+
+
+def warnings_of(lines, thresholds=PAPER):
+    return warn_of_empty(summary_of(lines, thresholds))
+
+
 def test_a_warning_names_the_threshold_that_failed_most():
     """And the best value: of texts the lower one of both images."""
     scores = [BAD, BAD._replace(clip_text_edited=0.195), BAD._replace(clip_image=0.9)]
-    counts = [line_of(*scores).counts(CAPTION), line_of(GOOD).counts(CAPTION)]
-    assert warn_of_empty(counts, Thresholds()) == [
+    assert warnings_of([line_of(*scores), line_of(GOOD)]) == [
         "line 7: none of 3 samples is good; 3 are below --min_clip_text 0.2, the largest value "
         "is 0.195"
     ]
     lower = Thresholds(0.1, 0.7, 0.15)
-    counts = [line_of(*scores, thresholds=lower).counts(CAPTION)]
-    assert warn_of_empty(counts, lower) == [
+    assert warnings_of([line_of(*scores, thresholds=lower)], lower) == [
         "line 7: none of 3 samples is good; 3 are below --min_clip_direction 0.15, the largest "
         "value is 0.100"
     ]
@@ -98,8 +111,7 @@ def test_a_warning_names_the_threshold_that_failed_most():
 def test_thresholds_that_fail_together_are_said():
     """Each threshold is reached by some sample, and by none all of them."""
     scores = Scores(0.3, 0.3, 0.5, 0.3), Scores(0.3, 0.3, 0.9, 0.1)
-    counts = [line_of(*scores).counts(CAPTION)]
-    (sentence,) = warn_of_empty(counts, Thresholds())
+    (sentence,) = warnings_of([line_of(*scores)])
     assert sentence == (
         "line 7: none of 2 samples is good; 1 is below --min_clip_image 0.7, the largest value "
         "is 0.900"
@@ -108,26 +120,23 @@ def test_thresholds_that_fail_together_are_said():
 
 def test_lines_that_keep_bad_pairs_are_warned_of_too():
     """With --keep_all."""
-    counts = [line_of(BAD, num_kept=None).counts(CAPTION)]
-    assert counts[0]["kept"] == 1 and len(warn_of_empty(counts, Thresholds())) == 1
+    line = line_of(BAD, num_kept=None)
+    assert len(line.kept) == 1 and len(warnings_of([line])) == 1
 
 
 def test_many_empty_lines_are_counted():
-    counts = [line_of(BAD).counts(CAPTION._replace(line=line)) for line in range(1, 31)]
-    sentences = warn_of_empty(counts, Thresholds())
+    sentences = warnings_of([line_of(BAD)] * 30)
     assert len(sentences) == NUM_NAMED + 1
     assert sentences[-1] == "20 more lines have no good sample; the report names them"
-    assert warn_of_empty([], Thresholds()) == []
+    assert warnings_of([]) == []
 
 
 # ------------------------------------------------------------------ reports
 
 
 def test_the_report(tmp_path):
-    lines = [line_of(GOOD, BAD, GOOD, num_kept=1), line_of(BAD)]
-    counts = [line.counts(CAPTION._replace(line=n)) for n, line in enumerate(lines, start=3)]
-    histograms = sum(line.histograms for line in lines)
-    said = write_report(tmp_path, "report-2", counts, histograms, Thresholds(), 1.234)
+    summary = summary_of([line_of(GOOD, BAD, GOOD, num_kept=1), line_of(BAD)])
+    said = write_report(tmp_path, "report-2", summary, 1.234)
     assert said == (
         "1 pairs of 2 lines are kept; 2 of 4 samples reach the thresholds, 1.23 s per kept pair "
         "of this start"
@@ -140,7 +149,8 @@ def test_the_report(tmp_path):
         "kept": 1,
     }
     assert report["missed"] == dict.fromkeys(Thresholds._fields, 2)
-    assert report["lines_without_good"] == counts[1:]
+    least = {"line": 8, "samples": 1, "threshold": "min_clip_text", "missed": 1, "largest": 0.19}
+    assert report["lines_without_good"] == [least]
     assert report["lines_by_kept_pairs"] == {"0": 1, "1": 1}
     assert list(report)[:4] == ["lines", "samples", "good", "kept"]
     assert report["thresholds"] == Thresholds()._asdict()
@@ -160,8 +170,8 @@ def test_shares_in_the_figure(tmp_path, monkeypatch, least):
 
     titles = []
     monkeypatch.setattr(Axes, "set_title", lambda self, text: titles.append(text))
-    line = line_of(GOOD, BAD, GOOD)
-    write_report(tmp_path, "report", [], line.histograms, Thresholds(least, least, least), None)
+    summary = summary_of([line_of(GOOD, BAD, GOOD)], Thresholds(least, least, least))
+    write_report(tmp_path, "report", summary, None)
     shares = [np.mean([x[i] >= least for x in (GOOD, BAD, GOOD)]) for i in range(4)]
     assert titles == [
         f"{name}: {share:.0%} reach {least:g}" for name, share in zip(Scores._fields, shares)
@@ -170,7 +180,7 @@ def test_shares_in_the_figure(tmp_path, monkeypatch, least):
 
 def test_a_report_of_nothing(tmp_path):
     """A worker without shards."""
-    said = write_report(tmp_path, "report", [], np.zeros((4, 150), int), Thresholds(), None)
+    said = write_report(tmp_path, "report", summary_of([]), None)
     assert said == "0 pairs of 0 lines are kept; 0 of 0 samples reach the thresholds"
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["lines"] == report["samples"] == report["kept"] == report["good"] == 0
