@@ -1,6 +1,7 @@
 """What the tests of programs for TPUs share."""
 
 import importlib.util
+import re
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-def tensor_shapes(folder):
-    """The shapes of a directory's weights, in PyTorch's naming."""
+def tensor_shapes(folder, pattern=""):
+    """The shapes of a directory's weights whose names, PyTorch's, have a regular expression."""
     with safe_open(next(folder.glob("*.safetensors")), "np") as tensors:
-        return [tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()]  # noqa: SIM118
+        names = [name for name in tensors.keys() if re.search(pattern, name)]  # noqa: SIM118
+        return [tuple(tensors.get_slice(name).get_shape()) for name in names]
 
 
 def elements(shapes, num_slices=1):

@@ -2,11 +2,13 @@
 
 import json
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 from tpu_programs import accelerated, needs_libtpu
 
@@ -70,7 +72,8 @@ def test_flops_of_branches_and_int8(model):
     two, _ = compile_for.count_step_flops(accelerated(model, num_inference_steps=2), 1)
     half = accelerated(model, "guidance:stop=0.5", num_inference_steps=4)
     found, _ = compile_for.count_step_flops(half, 1)
-    assert found == pytest.approx(plain - (plain - two) * 2 / 3)  # 3 + 3 + 1 + 1 of 12 branches
+    # 3 + 3 + 1 + 1 of 12 branches; the text of the last one is projected a second time
+    assert found == pytest.approx(plain - (plain - two) * 2 / 3, rel=1e-3)
     int8 = accelerated(model, "int8:mode=dynamic", num_inference_steps=4)
     flops, int8_flops = compile_for.count_step_flops(int8, 1)
     assert flops == pytest.approx(plain)
@@ -123,19 +126,20 @@ def test_parameters_in_the_hosts_memory_take_none_of_a_chip(model, monkeypatch):
 @pytest.mark.slow
 @needs_libtpu
 def test_text_keys_and_values_are_computed_once_per_image(tmp_path, libtpu_environment):
-    """The compiler moves them out of the loop, but not the queries."""
+    """They are matmuls before the loop, which has the queries."""
     model = make_tiny_xl(tmp_path / "xl")  # text states are as wide as the widest layer
     config = SdxlFlags(tpu="v5e-1", pretrained_model_name_or_path=str(model), image_size=64)
     program = image_program(config, slice_devices(find_slice("v5e-1")))
     with no_compilation_cache():
         text = program.step.lower(*program.args).compile().as_text()
     computations, entry = parse_program(text)
-    loops = {"to_q": 0, "to_k": 0, "to_v": 0}
-    once = dict(loops)
+    once, loops = Counter(), Counter()
     for name, instructions in computations.items():
         for _, _, operation, rest in instructions:
-            layer = re.search(r"attn2/(to_[qkv])/\1/dot_general", rest)
+            layer = re.search(r"(attn2/to_[qkv]|/Dense)/[^/]*/dot_general", rest)
             if layer and operation in ("fusion", "convolution") and "fused" not in name:
                 (once if name == entry else loops)[layer[1]] += 1
-    assert once["to_k"] == once["to_v"] > 0 == loops["to_k"] == loops["to_v"]
-    assert once["to_q"] == 0 and "attn2/to_q/to_q/dot_general" in text
+    layers = flatten_dict(program.held["parameters"]["unet"])
+    num_layers = sum(path[-3:] == ("attn2", "to_k", "kernel") for path in layers)
+    assert once == {"/Dense": 2 * num_layers} and num_layers  # project_text's
+    assert loops.keys() <= {"attn2/to_q"} and "attn2/to_q/to_q/dot_general" in text
