@@ -8,15 +8,17 @@ its edited image to the true edit of its original image, over L1 of the original
 error of several pairs is the ratio of the means. Cases, --measure:
 
     p           pairs with p (attention sharing) fixed, all from the same noise and guidance
+    fast        pairs made with fewer steps and with accelerations, with p drawn
     thresholds  which pairs of PAIRS/samples CLIP keeps
     models      edits of held-out photographs by models trained on made and true pairs, from
                 PAIRS/summary.json, by instruction, beside the errors of the pairs. --others
                 DIRECTORY is another run of the example, such as one with --thresholds none.
                 --demo demo/output takes the model of true pairs from `make demo`, which trains it
-                on the same data with the same flags; the example then needs --only made
+                on the same data with the same flags; the example then needs --only made. Further
+                directories of --demo have the same steps with less data (demo/run_demo.py)
 
 Replaces these rows of benchmarks/results/pairs.json; its other rows are of benchmarks.pairs.
-p takes minutes on two cores.
+p and fast take minutes on two cores for each row.
 """
 
 import io
@@ -39,18 +41,32 @@ from demo.photographs import EDITS
 from pairing.scores import Scores, Thresholds
 
 APPLY = {edit.instruction: edit.apply for edit in EDITS}
+FAST = {  # flags of make_pairs.py
+    "20 steps": [],
+    "10 steps": ["--num_inference_steps", 10],
+    "5 steps": ["--num_inference_steps", 5],
+    "10 steps of dpmsolver++": ["--num_inference_steps", 10, "--scheduler", "dpmsolver++"],
+    "guidance in half of the steps": ["--accelerate", "guidance:stop=0.5"],
+    "DeepCache, every second step": ["--accelerate", "deepcache:interval=2"],
+}
 
 
 @dataclass(frozen=True)
 class Config:
     pairs: Path  # OUTPUT_DIR of examples/pairs_from_captions.py
-    measure: tuple[Literal["p", "thresholds", "models"], ...] = ("p", "thresholds", "models")
+    measure: tuple[Literal["p", "fast", "thresholds", "models"], ...] = (
+        "p",
+        "fast",
+        "thresholds",
+        "models",
+    )
     fractions: tuple[float, ...] = (0.0, 0.3, 0.6, 0.9)  # values of p
-    samples_per_line: int = 2  # for each p
+    ways: tuple[str, ...] = tuple(FAST)  # rows of fast
+    samples_per_line: int = 1  # for each row of p and fast
     num_inference_steps: int = 20  # likewise
     num_kept: int = 4  # pairs of a line, of thresholds
     others: tuple[Path, ...] = ()  # OUTPUT_DIR of other runs of the example, for models
-    demo: Path | None = None  # output of run_demo.py, for the model of true pairs
+    demo: tuple[Path, ...] = ()  # outputs of run_demo.py, for the models of true pairs
     output: str = "benchmarks/results/pairs.json"
 
 
@@ -114,35 +130,60 @@ def best_of_lines(rows, num_kept):
     return [row for kept in lines.values() for row in kept]
 
 
+def make_samples(config, *flags):
+    """Make pairs of the example's captions; returns (pairs of read_made, seconds per pair)."""
+    source = config.pairs.resolve()
+    settings = json.loads((source / "samples" / "make_pairs.json").read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["make_pairs.py", "--captions", source / "captions.jsonl", "--keep_all"]
+        command += ["--model", "demo/base_model", "--clip_model", source / "clip"]
+        command += ["--output_dir", folder, "--batch_size", 8, "--lines_per_shard", 28]
+        command += ["--guidance_scale", *settings["guidance_scale"]]
+        command += ["--num_samples", config.samples_per_line]
+        command += ["--num_inference_steps", config.num_inference_steps, *flags]
+        environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
+        command = [sys.executable, *map(str, command)]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+        report = json.loads(Path(folder, "report.json").read_text())
+        return read_made(folder), report["seconds_per_kept_pair"]
+
+
+def thresholds_of(config):
+    """{share of the true pairs in percent that reach them: Thresholds}."""
+    quantiles = json.loads((config.pairs / "clip" / "scores.json").read_text())["quantiles"]
+    return {share: Thresholds(**values) for share, values in quantiles.items()}
+
+
+def good_of(rows, thresholds):
+    """The pairs that reach Thresholds."""
+    return [row for row in rows if not thresholds.missed(row["scores"])]
+
+
 def study_fractions(config):
     """Yields the row of each fixed p."""
-    source = config.pairs.resolve()
-    settings = json.loads((config.pairs / "samples" / "make_pairs.json").read_text())
-    with tempfile.TemporaryDirectory() as folder:
-        for p in config.fractions:
-            command = ["make_pairs.py", "--captions", source / "captions.jsonl"]
-            command += ["--model", "demo/base_model", "--clip_model", source / "clip"]
-            command += ["--output_dir", f"{folder}/{p}", "--keep_all", "--batch_size", 8]
-            command += ["--guidance_scale", *settings["guidance_scale"]]
-            command += ["--attention_sharing", p, p, "--num_samples", config.samples_per_line]
-            command += ["--num_inference_steps", config.num_inference_steps]
-            environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
-            command = [sys.executable, *map(str, command)]
-            subprocess.run(command, cwd=ROOT, env=environment, check=True)
-            yield {f"p {p:g}": summarize(read_made(f"{folder}/{p}"))}
+    for p in config.fractions:
+        rows, _ = make_samples(config, "--attention_sharing", p, p)
+        yield {f"p {p:g}": summarize(rows)}
+
+
+def study_fast(config):
+    """Yields the row of each way to make pairs in less time."""
+    thresholds = thresholds_of(config)["90"]
+    for name in config.ways:
+        rows, seconds = make_samples(config, *FAST[name])
+        good = {"good": len(good_of(rows, thresholds)), "seconds_per_pair": seconds}
+        yield {f"fast {name}": summarize(rows) | good}
 
 
 def study_thresholds(config):
     """Yields the rows of the samples that thresholds keep."""
     samples = read_made(config.pairs / "samples")
-    quantiles = json.loads((config.pairs / "clip" / "scores.json").read_text())["quantiles"]
     rows = {"thresholds all": summarize(samples)}
     rows["thresholds none"] = summarize(best_of_lines(samples, config.num_kept))
-    for share, values in quantiles.items():
-        thresholds = Thresholds(**values)
-        good = [row for row in samples if not thresholds.missed(row["scores"])]
-        if good:
-            rows[f"thresholds {share}"] = summarize(best_of_lines(good, config.num_kept)) | values
+    for share, thresholds in thresholds_of(config).items():
+        if good := good_of(samples, thresholds):
+            kept = best_of_lines(good, config.num_kept)
+            rows[f"thresholds {share}"] = summarize(kept) | thresholds._asdict()
     best = summarize(best_of_lines(samples, 1))
     yield rows | {"thresholds none, best": best}
 
@@ -155,11 +196,11 @@ def study_models(config):
         for name, measured in json.loads((folder / "summary.json").read_text()).items():
             data = summarize(read_made(folder / "made" / "data")) if name == "made" else {}
             summaries[f"{name}{title}"] = measured | {"made_pairs": data}
-    if config.demo:
-        shards = (config.demo / "data").glob("*.parquet")
-        pairs = sum(pq.read_metadata(shard).num_rows for shard in shards)
-        measured = json.loads((config.demo / "summary.json").read_text())
-        summaries["true"] = measured | {"pairs": pairs, "made_pairs": {}}
+    for number, folder in enumerate(config.demo):
+        pairs = sum(pq.read_metadata(file).num_rows for file in (folder / "data").glob("*.parquet"))
+        measured = json.loads((folder / "summary.json").read_text())
+        title = f", {pairs}" if number else ""
+        summaries[f"true{title}"] = measured | {"pairs": pairs, "made_pairs": {}}
     columns = ("pairs", "edit_error_ratio", "instruction_accuracy", "num_edits", "by_instruction")
     columns += ("made_pairs",)
     yield {
@@ -173,7 +214,8 @@ def run(config):
     """Measure and write the rows."""
     check_counts(config, samples_per_line=1, num_inference_steps=1, num_kept=1)
     machine = describe_machine()
-    studies = {"p": study_fractions, "thresholds": study_thresholds, "models": study_models}
+    studies = {"p": study_fractions, "fast": study_fast}
+    studies |= {"thresholds": study_thresholds, "models": study_models}
     for name in config.measure:
         for rows in studies[name](config):
             write_rows(rows, machine, config.output)

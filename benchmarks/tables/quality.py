@@ -111,20 +111,37 @@ def made_pairs_table() -> str:
         "swap red and blue": "swap",
     }
     rows, sharing = (rows_of(results("pairs"), kind) for kind in ("model", "p"))
+    order = sorted(rows, key=lambda name: (name.startswith("true"), rows[name]["pairs"]))
     pairs = {f"pairs with p = {p}": sharing[p] for p in sorted(sharing)}
     pairs["pairs for training"] = rows["made"]["made_pairs"]
     lines = []
     for title, row in pairs.items():
         errors = [row["edit_error_ratio_by_instruction"][x] for x in short]
         lines.append([title, *(f"{x:.2f}" for x in (*errors, row["edit_error_ratio"])), ""])
-    for name, row in rows.items():
+    for name in order:
+        row = rows[name]
         errors = [row["by_instruction"][x]["edit_error_ratio"] for x in short]
         cells = [f"{x:.2f}" for x in (*errors, row["edit_error_ratio"])]
         nearest = round(row["instruction_accuracy"] * row["num_edits"])
-        title = f"model of {row['pairs']} {name} pairs"
+        title = f"model of {row['pairs']} {name.partition(',')[0]} pairs"
         lines.append([title, *cells, f"{nearest} of {row['num_edits']}"])
     header = f"edit error | {' | '.join(short.values())} | all | right"
     return markdown_table(header, lines)
+
+
+def made_pairs_fast_table() -> str:
+    """Pairs made in less time."""
+    lines = [
+        [
+            name,
+            f"{row['seconds_per_pair']:.2f} s",
+            f"{row['good'] / row['pairs']:.0%}",
+            f"{row['edit_error_ratio']:.2f}",
+            f"{row['seconds_per_pair'] * row['pairs'] / row['good']:.1f} s",
+        ]
+        for name, row in rows_of(results("pairs"), "fast").items()
+    ]
+    return markdown_table("| a pair | good | edit error | a good pair", lines)
 
 
 def made_pairs_thresholds_table() -> str:
