@@ -30,6 +30,7 @@ import os
 import shlex
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,7 +38,7 @@ from typing import Literal
 import jax
 from tqdm import tqdm
 
-from command_line import check_scale, check_seed, run_main
+from command_line import check_seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.schedulers.factory import check_scheduler
@@ -48,15 +49,17 @@ from generating.models import ModelOptions, Sampling, check_sampling, load_model
 from generating.resuming import commit_of, identify, names_in
 from generating.single_files import with_single_files
 from generating.tasks import check_tasks, pipeline_for
-from pairing.captions import captions_of_template, check_lengths, read_captions
+from pairing.captions import Caption, captions_of_template, check_lengths, read_captions
 from pairing.maker import PairMaker
 from pairing.report import summarize, warn_of_empty, write_preview, write_report
 from pairing.results import COMMAND, Output
+from pairing.samples import check_ranges
 from pairing.scores import Scorer, thresholds_of
 
 MEGABYTE = 1 << 20
 NUM_SHARDS = 64  # of a short list; a long one has more
 MAX_PAIRS_PER_SHARD = 400
+MIN_SAMPLES_PER_SHARD = 32  # lines with few samples share batches, which do not cross shards
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ class PairFlags:
     height: int | None = None  # likewise
     seed: int = 0  # seed of all samples
     batch_size: int = 4  # pairs per device at once
-    lines_per_shard: int | None = None  # default: a 64th of the list, at most 400 pairs
+    # default: a 64th of the list, at most 400 pairs, at least 32 samples
+    lines_per_shard: int | None = None
     preview: bool = False  # draw the pairs of each line, into OUTPUT_DIR/previews
     clip_model: str = "openai/clip-vit-large-patch14"  # directory or hub id
     worker: int | None = None  # this worker's index, from 0, with --num_workers
@@ -123,21 +127,7 @@ def check_flags(config):
     for name in ("num_samples", "num_kept", "num_inference_steps", "batch_size", "lines_per_shard"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
-    for name in ("guidance_scale", "attention_sharing"):
-        low, high = getattr(config, name)
-        if not low <= high:
-            raise ValueError(f"--{name} {low:g} {high:g} must be in order: the least, the largest")
-    for scale in config.guidance_scale:
-        check_scale("guidance_scale", scale, has_image_scale=False)
-    low, high = config.guidance_scale
-    if low <= 1 < high:
-        raise ValueError(
-            f"--guidance_scale {low:g} {high:g}: up to 1 there is no guidance; take both above 1, "
-            "or both up to 1"
-        )
-    for value in config.attention_sharing:
-        if not 0 <= value <= 1:
-            raise ValueError(f"--attention_sharing {value:g} must be from 0 to 1")
+    check_ranges(config)
     if not 0 <= config.guidance_rescale <= 1:
         raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
     for name, value in thresholds_of(config)._asdict().items():
@@ -189,44 +179,52 @@ def settings_of(config, captions):
         for name, value in vars(config).items()
         if name not in same
     }
-    texts = json.dumps([caption[1:] for caption in captions])
-    digest = hashlib.sha256(texts.encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(captions).encode()).hexdigest()
     command = f"python {shlex.join(sys.argv)}"
+    values["dtype"] = choose_dtype(config.dtype).name
     return values | {"commit": commit_of(config.model), "lines": digest, COMMAND: command}
 
 
-def open_models(config, captions, given, devices):
+def given_captions(config):
+    """The flag of the captions, for errors."""
+    return f"--captions {config.captions}" if config.captions else "--template"
+
+
+def open_models(config, captions, num_lines, devices):
     """Open --model and --clip_model; checks all that can be checked before it reads weights.
 
     Args:
         config: Config.
         captions: list of Caption.
-        given: their flag, for errors.
-        devices: of JAX.
+        num_lines: number of lines whose pairs are to be made.
+        devices: list of devices of JAX.
 
     Returns:
         (pipeline, its parameters on each device, Clip).
     """
     is_xl, configs = check_tasks(config.model, ["text to image"], takes_images=False)
+    low, high = config.guidance_scale
+    if low <= 1 < high and configs["unet"].get("time_cond_proj_dim") is None:
+        raise ValueError(
+            f"--guidance_scale {low:g} {high:g}: up to 1 there is no guidance; take both above 1, "
+            "or both up to 1"
+        )
     pipeline_type = pipeline_for("text to image", is_xl)
     scale = max(config.guidance_scale)
     sampling = from_flags(Sampling, config, guidance_scale=scale)
     scheduler = check_sampling(pipeline_type, configs["scheduler"], config.model, sampling)
-    if any(spec.partition(":")[0] == "tome" for spec in config.accelerate):
-        raise ValueError(
-            "--accelerate tome merges other positions in each image of a pair; leave it out"
-        )
 
     def plan(pipeline):
         encoders = pipeline.text_encoders
         lengths = [(x, encoder.module.max_position_embeddings) for _, encoder, x in encoders]
-        check_lengths(captions, lengths, given)
+        check_lengths(captions, lengths, given_captions(config))
+        check_lengths([Caption(1, "", "", config.negative_prompt)], lengths, "--negative_prompt")
         height, width = pipeline.image_size(config.height, config.width)
         check_clip(config.clip_model, is_optional=False)
         return plan_images(
             pipeline,
             devices,
-            num_images=2 * config.num_samples * len(captions),
+            num_images=2 * config.num_samples * num_lines,
             batch_size=2 * config.batch_size,
             branches=sampling.branches(pipeline_type),
             size=(width, height),
@@ -238,7 +236,8 @@ def open_models(config, captions, given, devices):
         config.model, pipeline_type, scheduler, config.accelerate, own, plan
     )
     clip = Clip(config.clip_model, devices=devices, is_optional=False)
-    pipeline.embeddings.warn_unused([x for caption in captions for x in caption[1:]])
+    drawn = [text for caption in captions for text in (caption.input, caption.output)]
+    pipeline.embeddings.warn_unused([*drawn, config.negative_prompt])
     return pipeline, [jax.device_put(params, device) for device in devices], clip
 
 
@@ -249,26 +248,36 @@ def run(config):
     if worker is None:
         worker, num_workers = jax.process_index(), jax.process_count()
     if config.captions:
-        given, captions = f"--captions {config.captions}", read_captions(config.captions)
+        captions = read_captions(config.captions)
     else:
-        given, captions = "--template", captions_of_template(config.template, config.fill)
+        captions = captions_of_template(config.template, config.fill)
     use_compilation_cache(config.compilation_cache_dir)
     settings = settings_of(config, captions)
     config = with_single_files(config, "model")
     pairs_per_line = config.num_samples if config.keep_all else config.num_kept
     largest = min(len(captions) // NUM_SHARDS, MAX_PAIRS_PER_SHARD // pairs_per_line)
-    per_shard = config.lines_per_shard or max(1, largest)
+    least = -(-MIN_SAMPLES_PER_SHARD // config.num_samples)
+    per_shard = config.lines_per_shard or max(least, largest)
     output = Output(config.output_dir, captions, per_shard, worker, num_workers)
     output.check(settings)
-    if output.is_begun:
+    is_continued = output.is_begun
+    if is_continued:
         output.start(settings)
     if output.finished:
-        print(f"finished already by this command: {len(output.finished)} lines", file=sys.stderr)
+        print(
+            f"finished already by this command: {len(output.finished)} lines"
+            + ", of which no previews are drawn" * config.preview,
+            file=sys.stderr,
+        )
     todo, seconds = output.unfinished_lines(), None
     if todo:
-        chunks = -(-len(todo) * config.num_samples // config.batch_size)
-        models = open_models(config, captions, given, jax.local_devices()[:chunks])
-    output.start(settings)
+        shards = Counter(place // per_shard for place in todo)
+        chunks = sum(
+            -(-lines * config.num_samples // config.batch_size) for lines in shards.values()
+        )
+        models = open_models(config, captions, len(todo), jax.local_devices()[:chunks])
+    if not is_continued:
+        output.start(settings)
     if todo:
         seconds = make_lines(config, captions, output, len(todo), models)
     output.end()
@@ -294,22 +303,23 @@ def make_lines(config, captions, output, num_lines, models):
         config: Config.
         captions: list of Caption.
         output: Output, started.
-        num_lines: unfinished ones.
-        models: of open_models.
+        num_lines: number of lines that are not finished.
+        models: what open_models returns.
 
     Returns:
         Seconds for a kept pair, after compiling; None: no pair is kept.
     """
     pipeline, params, clip = models
     maker = PairMaker(pipeline, params, Scorer(clip, captions), captions, config)
-    clock, num_kept = DeviceClock(), 0
+    clock, num_kept, num_made = DeviceClock(), 0, 0
     with tqdm(desc="compiling", total=num_lines * config.num_samples, unit="sample") as bar:
         for place, line in maker.make(output, bar, clock):
             if config.preview:
                 write_preview(config.output_dir, captions[place], line)
-            num_kept += output.finish(place, line)["kept"]
+            counts = output.finish(place, line)
+            num_kept, num_made = num_kept + counts["kept"], num_made + counts["samples"]
             bar.set_postfix_str(f"{num_kept} pairs kept")
-    report = clock.report(2 * config.batch_size * len(params) * clock.num_batches)
+    report = clock.report(2 * num_made)
     print(report, file=sys.stderr, end="\n" if report else "")
     return (time.perf_counter() - clock.begin) / num_kept if num_kept else None
 

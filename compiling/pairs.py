@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from command_line import check_scale
 from compiling.chips import MEASURED_SHARE, roofline_seconds
 from compiling.costs import num_bytes, replicated_shapes
 from compiling.kernels import estimated_seconds
@@ -91,30 +90,20 @@ class PairProgramFlags(TargetFlags):
 
 
 def check_pair_flags(config):
-    """Raise a ValueError for PairProgramFlags out of range; a batch is a number here."""
+    """Raise a ValueError for PairProgramFlags out of range, which check_ranges has passed.
+
+    A batch is a number here.
+    """
     for name in ("batch_size", "num_inference_steps", "width", "height"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
-    for name in ("guidance_scale", "attention_sharing"):
-        low, high = getattr(config, name)
-        if not low <= high:
-            raise ValueError(f"--{name} {low:g} {high:g} must be in order: the least, the largest")
     low, high = config.guidance_scale
-    for scale in (low, high):
-        check_scale("guidance_scale", scale, has_image_scale=False)
     if low <= 1 < high:
         raise ValueError(
             f"--guidance_scale {low:g} {high:g}: up to 1 there is no guidance; take both above 1, "
             "or both up to 1"
         )
     check_scheduler(config.scheduler)
-    for value in config.attention_sharing:
-        if not 0 <= value <= 1:
-            raise ValueError(f"--attention_sharing {value:g} must be from 0 to 1")
-    if any(spec.partition(":")[0] == "tome" for spec in config.accelerate):
-        raise ValueError(
-            "--accelerate tome merges other positions in each image of a pair; leave it out"
-        )
 
 
 def sharing_fractions(low, high, num_pairs, num_steps):

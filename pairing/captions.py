@@ -62,8 +62,7 @@ def read_captions(file: Path) -> list[Caption]:
         try:
             caption = Caption(line, *texts_of(content))
             check_change(caption)
-            texts = tuple(" ".join(words(text)) for text in caption[1:])
-            if (first := lines.setdefault(texts, line)) != line:
+            if (first := lines.setdefault(spelling_of(caption[1:]), line)) != line:
                 raise ValueError(f"repeats line {first}")
             captions.append(caption)
         except ValueError as error:
@@ -116,13 +115,14 @@ def missing_keys(names: Iterable[str]) -> str:
 
 def check_change(caption: Caption) -> None:
     """Raise a ValueError unless the captions differ in a word."""
-    if words(caption.input) == words(caption.output):
+    before, _, after = spelling_of(caption[1:])
+    if before == after:
         raise ValueError("output is the same as input; write the caption after the edit")
 
 
-def words(text: str) -> list[str]:
-    """The words of a text as CLIP's tokenizer reads them, without punctuation at the end."""
-    return text.lower().rstrip(" .!?").split()
+def spelling_of(texts: Iterable[str]) -> tuple[str, ...]:
+    """Texts as CLIP's tokenizer reads them, without punctuation at the end."""
+    return tuple(" ".join(text.lower().rstrip(" .!?").split()) for text in texts)
 
 
 # ------------------------------------------------------------------ templates
@@ -165,13 +165,17 @@ def captions_of_template(template: tuple[str, str, str], fill: tuple[str, ...]) 
         tuple(text.format(**dict(zip(values, chosen))) for text in template)
         for chosen in product(*values.values())
     )
-    changes = [x for x in dict.fromkeys(filled) if words(x[0]) != words(x[2])]
+    changes = {}  # copies that differ in case alone are made once
+    for texts in filled:
+        spelling = spelling_of(texts)
+        if spelling[0] != spelling[2]:
+            changes.setdefault(spelling, tuple(text.strip() for text in texts))
     if not changes:
         raise ValueError(
             f"--template makes equal captions before and after the edit, such as {template[0]!r}; "
             "give the third text another field or word than the first"
         )
-    return [Caption(number, *texts) for number, texts in enumerate(changes, start=1)]
+    return [Caption(number, *texts) for number, texts in enumerate(changes.values(), start=1)]
 
 
 def fields_of(template: tuple[str, str, str]) -> list[str]:

@@ -6,21 +6,24 @@ for place, line in maker.make(output, bar, clock):
 """
 
 import io
+import math
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from diffusers_flax.images import to_pil
+from diffusers_flax.messages import warn_once
 from diffusers_flax.prompts import prepare_prompts
 from generating.batches import check_finite_images, run_ahead
-from pairing.results import Choice, Line, Pair
+from pairing.results import Choice, Line, MadePair
 from pairing.samples import batches_of, chunks_of, draw_sample, interleaved
-from pairing.scores import thresholds_of
+from pairing.scores import Scores, thresholds_of
 
 JPEG_QUALITY = 95
 IN_FLIGHT = 2  # batches on the devices
 SCORING = 3  # batches whose images are being scored
+NO_SCORES = Scores(*[float("nan")] * len(Scores._fields))  # of images that are NaN
 
 
 def encode_jpeg(image):
@@ -56,8 +59,12 @@ class PairMaker:
     def prepare_chunk(self, chunk):
         """(samples, arrays of a call) of a chunk."""
         config = self.config
-        ranges = config.guidance_scale, config.attention_sharing
-        samples = [draw_sample(config.seed, *numbers, *ranges) for numbers in chunk]
+        scales, fractions = config.guidance_scale, config.attention_sharing
+        # A UNet that takes the scale has one branch anyway.
+        is_unguided = scales[1] <= 1 and self.pipeline.unet.time_cond_proj_dim is None
+        if is_unguided:
+            scales = scales[1:] * 2  # no image depends on it
+        samples = [draw_sample(config.seed, *numbers, scales, fractions) for numbers in chunk]
         captions = [self.captions[sample.place] for sample in samples]
         texts = [text for caption in captions for text in (caption.input, caption.output)]
         negative = [config.negative_prompt] * len(texts)
@@ -66,10 +73,8 @@ class PairMaker:
         for name in ("guidance_scale", "attention_sharing"):
             values = np.float32([getattr(sample, name) for sample in samples])
             arrays[name] = np.repeat(values, 2)
-        # A UNet that takes the scale has one branch anyway.
-        takes_scale = self.pipeline.unet.time_cond_proj_dim is not None
-        if config.guidance_scale[1] <= 1 and not takes_scale:
-            arrays["guidance_scale"] = config.guidance_scale[1]  # a number up to 1: one branch
+        if is_unguided:
+            arrays["guidance_scale"] = scales[1]  # a number up to 1: one branch
         return samples, arrays
 
     def dispatch(self, prepared):
@@ -90,25 +95,45 @@ class PairMaker:
         return list(self.pool.map(call, self.params, prepared))
 
     def collect(self, prepared, images):
-        """The images of each chunk, originals and edited images in turn, as PIL images."""
-        first = self.captions[prepared[0][0][0].place]
-        images = [np.asarray(x) for x in images]
-        which = f'images of "{first.input}" and others'
-        check_finite_images(np.stack(images), which, self.config.lora)
-        return list(map(to_pil, images))
+        """The images of each chunk, and which of its pairs are finite.
 
-    def score(self, samples, images, device):
-        """The Pairs of a chunk; device: its number."""
+        Returns:
+            List of (PIL images, originals and edited images in turn; list of bool).
+
+        Raises:
+            ValueError: no pair of the batch is finite.
+        """
+        images = np.stack([np.asarray(x) for x in images])  # (chunks, 2 pairs, H, W, 3)
+        pairs = images.reshape(len(images), -1, 2 * math.prod(images.shape[2:]))
+        finite = np.isfinite(pairs).all(axis=-1)
+        place = prepared[0][0][0].place
+        if not finite.any():
+            which = f'images of "{self.captions[place].input}" and others'
+            check_finite_images(images, which, self.config.lora)
+        if not finite.all():
+            warn_once("some images are NaN; their samples are not kept, try --dtype float32")
+        return list(zip(map(to_pil, np.nan_to_num(images)), finite.tolist()))
+
+    def score(self, samples, images, is_finite, device):
+        """The MadePairs of a chunk.
+
+        Args:
+            samples: list of Sample.
+            images, is_finite: of `collect`.
+            device: number of the chunk's device.
+        """
         config, places = self.config, [sample.place for sample in samples]
         scores = self.scorer(images, places, device)
+        scores = [x if finite else NO_SCORES for x, finite in zip(scores, is_finite)]
 
         def files_of(i):
-            if self.thresholds.missed(scores[i]) and not (config.keep_all or config.preview):
+            is_kept = config.keep_all or config.preview or not self.thresholds.missed(scores[i])
+            if not (is_kept and is_finite[i]):
                 return None
             return tuple(map(encode_jpeg, images[2 * i : 2 * i + 2]))
 
         files = self.scorer.pool.map(files_of, range(len(samples)))
-        return [Pair(*fields) for fields in zip(samples, scores, files)]
+        return [MadePair(*fields) for fields in zip(samples, scores, files)]
 
     def batches(self, output, is_wanted):
         """The batches of all unfinished lines.
@@ -173,18 +198,26 @@ class PairMaker:
         running = run_ahead(ready, self.dispatch, self.collect, clock, IN_FLIGHT)
         # A score waits for the device, which has batches to make: more threads than devices.
         with ThreadPoolExecutor(SCORING * len(self.params)) as pool:
-            scoring = deque()
-            for prepared, images, _ in running:
-                bar.set_description("making pairs")
-                samples = [samples for samples, _ in prepared]
-                devices = range(len(samples))
-                scoring.append([pool.submit(self.score, *x) for x in zip(samples, images, devices)])
-                while len(scoring) > SCORING or (scoring and all(x.done() for x in scoring[0])):
-                    yield from finished_by(pairs_of(scoring.popleft()))
+            scoring, failed = deque(), None
+            try:
+                for prepared, chunks, _ in running:
+                    bar.set_description("making pairs")
+                    scoring.append(
+                        [
+                            pool.submit(self.score, samples, *chunk, device)
+                            for device, ((samples, _), chunk) in enumerate(zip(prepared, chunks))
+                        ]
+                    )
+                    while len(scoring) > SCORING or (scoring and all(x.done() for x in scoring[0])):
+                        yield from finished_by(pairs_of(scoring.popleft()))
+            except Exception as error:  # lines that are made all the same are kept
+                failed = error
             while scoring:
                 yield from finished_by(pairs_of(scoring.popleft()))
+            if failed:
+                raise failed
 
 
 def pairs_of(futures):
-    """The Pairs of the chunks of a batch, in order."""
+    """The MadePairs of the chunks of a batch, in order."""
     return [pair for future in futures for pair in future.result()]

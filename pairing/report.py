@@ -37,7 +37,9 @@ def write_preview(folder, caption, line):
     pairs = line.kept or [line.best]
     if len(pairs) > NUM_DRAWN:
         pairs = sorted(pairs, key=lambda x: (not missed(x.scores), direction_of(x)), reverse=True)
-    tiles = []
+    pairs, tiles = [x for x in pairs if x.images], []
+    if not pairs:  # all are NaN
+        return
     for pair in pairs[:NUM_DRAWN]:
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data in pair.images]
         scores, sample = pair.scores, pair.sample
@@ -60,10 +62,8 @@ def write_preview(folder, caption, line):
 def why_empty(line):
     """The threshold that failed most in a line without good pairs; line: of Line.counts."""
     name, number = max(line["missed"].items(), key=lambda item: item[1])
-    columns = [column for column in THRESHOLD_OF if THRESHOLD_OF[column] == name]
-    largest = min(line["largest"][column] for column in columns)
-    samples = {"line": line["line"], "samples": line["samples"]}
-    return samples | {"threshold": name, "missed": number, "largest": largest}
+    found = {"threshold": name, "missed": number, "largest": line["largest"][name]}
+    return {"line": line["line"], "samples": line["samples"]} | found
 
 
 def warn_of_empty(report):
@@ -150,14 +150,15 @@ def draw(path, report):
     from matplotlib.figure import Figure  # a second
 
     figure = Figure(figsize=(10, 6), layout="constrained")
-    middles = (BINS[1:] + BINS[:-1]) / 2
+    middles, samples = (BINS[1:] + BINS[:-1]) / 2, max(report["samples"], 1)
     for axes, (name, counts) in zip(figure.subplots(2, 2).flat, report["histograms"].items()):
         histogram = np.array(counts)
         axes.bar(middles, histogram, width=BINS[1] - BINS[0])
-        least = report["thresholds"][THRESHOLD_OF[name]]
+        flag = THRESHOLD_OF[name]
+        least = report["thresholds"][flag]
         axes.axvline(least, color="black", linestyle="dashed")
-        share = histogram[middles >= least].sum() / max(histogram.sum(), 1)
-        axes.set_title(f"{name}: {share:.0%} reach {least:g}")
+        share = 1 - report["missed"][flag] / samples
+        axes.set_title(f"{name}; {share:.0%} of the samples reach {flag} {least:g}", fontsize=10)
         used = np.flatnonzero(histogram)
         if len(used):
             axes.set_xlim(min(BINS[used[0]], least) - 0.05, max(BINS[used[-1] + 1], least) + 0.05)

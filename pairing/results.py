@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
 
 from command_line import check_writable
 from dataloading.pairs import ROW_GROUP_BYTES, ROW_GROUP_ROWS, SCHEMA
@@ -30,10 +31,11 @@ from diffusers_flax.loading.files import (
     write_text,
 )
 from pairing.samples import Sample
-from pairing.scores import Scores, Thresholds
+from pairing.scores import Scores, Thresholds, compared
 
 SETTINGS = "make_pairs.json"
 COMMAND = "command"  # the entry of SETTINGS that is not compared
+NO_FLAGS = {"lines": "lines", "commit": "commit of --model on the hub"}  # entries of SETTINGS
 METADATA = b"make_pairs"
 LINE_FILE = r"line-(\d{9})\.parquet"  # the place of its line in the list
 TRIES = 10  # to write into a directory that another worker removes when it is empty
@@ -50,13 +52,13 @@ PAIR_SCHEMA = pa.schema(
 BINS = np.linspace(-0.5, 1, 151)  # of the histograms; scores beyond them count at the ends
 
 
-class Pair(NamedTuple):
+class MadePair(NamedTuple):
     """A sample with its images and scores.
 
     Fields:
         sample: Sample.
-        scores: Scores.
-        images: (original, edited), files as bytes; None if nobody needs them.
+        scores: Scores; NaN if an image is NaN.
+        images: (original, edited), files as bytes; None if they are NaN or nobody needs them.
     """
 
     sample: Sample
@@ -89,7 +91,7 @@ class Line:
         self.kept, self.best = [], None  # best: the pair with the largest direction
         self.num_good, self.missed = 0, dict.fromkeys(Thresholds._fields, 0)
         self.histograms = np.zeros((len(Scores._fields), len(BINS) - 1), int)
-        self.largest = np.full(len(Scores._fields), -1.0)
+        self.largest = np.full(len(Thresholds._fields), -1.0)
 
     @property
     def is_finished(self):
@@ -117,13 +119,13 @@ class Line:
         for name in missed:
             self.missed[name] += 1
         self.num_good += not missed
-        self.largest = np.fmax(self.largest, pair.scores)
+        self.largest = np.fmax(self.largest, compared(pair.scores))
         places = np.searchsorted(BINS, np.nan_to_num(pair.scores, nan=-1), "right") - 1
         self.histograms[np.arange(len(places)), places.clip(0, len(BINS) - 2)] += 1
         if self.best is None or direction_of(pair) > direction_of(self.best):
             self.best = pair
         if self.choice.num_kept is None:
-            self.kept.append(pair)
+            self.kept += [pair] if pair.images else []
         elif not missed:
             self.kept.append(pair)
             self.kept.sort(key=direction_of, reverse=True)  # a stable sort
@@ -138,7 +140,7 @@ class Line:
             "good": self.num_good,
             "kept": len(self.kept),
             "missed": self.missed,
-            "largest": dict(zip(Scores._fields, largest)),
+            "largest": dict(zip(Thresholds._fields, largest)),
         }
 
 
@@ -231,6 +233,8 @@ class Output:
         self.own_shards = range(worker, num_shards, num_workers)
         self.num_workers = num_workers
         self.marker = folder / UNFINISHED_DIR / f"worker-{worker}-of-{num_workers}"
+        # Without flock, filelock's soft lock would outlive a killed process.
+        self.lock = FileLock(self.marker, fallback_to_soft=False)
         self.finished = set()  # places of this worker's lines whose pairs are on disk
 
     @property
@@ -244,46 +248,69 @@ class Output:
         settings: {flag: value}, for JSON.
         """
         check_writable(f"--output_dir {self.folder}", self.folder)
-        file = self.folder / SETTINGS
         found = next(self.folder.glob("[!.]*"), None)  # first: another worker may begin now
         if self.is_begun:
-            before, settings = read_json(file), json.loads(json_of(settings))
-            names = dict.fromkeys(x for x in (*settings, *before) if x != COMMAND)
-            changed = [name for name in names if settings.get(name) != before.get(name)]
-            if changed:
-                was = ", ".join(f"{'' if name == 'lines' else '--'}{name}" for name in changed)
-                raise ValueError(
-                    f"--output_dir {self.folder} has pairs of a run with other {was}; name "
-                    f"another directory, or give the run's command: {before.get(COMMAND)}"
-                )
+            self._compare(settings)
         elif found:
             raise ValueError(
                 f"--output_dir {self.folder} is not empty ({found.name}); name another directory"
+            )
+
+    def _compare(self, settings):
+        """Raise a ValueError if the run that has begun has other settings."""
+        before, settings = read_json(self.folder / SETTINGS), json.loads(json_of(settings))
+        names = dict.fromkeys(x for x in (*settings, *before) if x != COMMAND)
+        changed = [name for name in names if settings.get(name) != before.get(name)]
+        if changed:
+            was = ", ".join(NO_FLAGS.get(name, f"--{name}") for name in changed)
+            command = f", or give the run's command: {before.get(COMMAND)}"
+            raise ValueError(
+                f"--output_dir {self.folder} has pairs of a run with other {was}; name another "
+                f"directory{'' if changed == ['commit'] else command}"
             )
 
     def start(self, settings):
         """Begin or continue the run of checked settings; merges lines of complete shards.
 
         Raises:
-            ValueError: a file with the name of a shard is not one.
+            ValueError: a file with the name of a shard is not one; a run with other settings has
+                begun, or another run of this worker.
         """
         if not self.is_begun:
             write_text(self.folder / SETTINGS, json_of(settings), shared=True)
-        for _ in range(TRIES):
-            with suppress(FileNotFoundError):
-                self.marker.parent.mkdir(parents=True, exist_ok=True)
-                self.marker.touch()
-                break
+        self._compare(settings)  # another run may have begun since the check
+        self._lock()
         for marker in self.marker.parent.glob("worker-*"):  # of a run with other workers
             if not marker.name.endswith(f"-of-{self.num_workers}"):
                 remove(marker)
         self._find_finished()
 
-    def _find_finished(self):
-        """Find the finished lines of an earlier start, and complete what it has left undone.
+    def _lock(self):
+        """Make the marker, and lock it against the same worker, started twice.
 
-        A list may be long and a disk far away: names are listed, not looked for one by one.
+        The system releases the lock when the process ends. Without flock there is none.
         """
+        for tries_left in reversed(range(TRIES)):
+            try:
+                self.marker.parent.mkdir(parents=True, exist_ok=True)
+                self.marker.touch()
+                self.lock.acquire(blocking=False)
+                return
+            except Timeout as error:
+                raise ValueError(
+                    f"another run of this worker writes into --output_dir {self.folder}; wait for "
+                    "it, or divide the lines by --worker and --num_workers"
+                ) from error
+            except FileNotFoundError:
+                if not tries_left:
+                    raise
+            except OSError as error:
+                if error.filename is not None:  # the file cannot be opened
+                    raise
+                return
+
+    def _find_finished(self):
+        """Find the finished lines of an earlier start, and complete what it has left undone."""
         for shard in self.own_shards:
             if self.shards[shard].exists():
                 read_counts(self.shards[shard])
@@ -343,17 +370,17 @@ class Output:
         if not all(map(self.is_finished, self.places(shard))):
             return
         files = [self.line_file(place) for place in self.places(shard)]
-        if not self.shards[shard].exists():  # by the same command, started twice
-            counts, histograms = zip(*map(read_counts, files))
-            counted = {"lines": [*chain(*counts)], "histograms": sum(histograms).tolist()}
-            rows = (row for file in files for row in pq.read_table(file).to_pylist())
-            write_rows(self.shards[shard], rows, counted)
+        counts, histograms = zip(*map(read_counts, files))
+        counted = {"lines": [*chain(*counts)], "histograms": sum(histograms).tolist()}
+        rows = (row for file in files for row in pq.read_table(file).to_pylist())
+        write_rows(self.shards[shard], rows, counted)
         for file in files:
             remove(file)
 
     def end(self):
         """Mark the directory as complete, unless other workers have unfinished shards in it."""
         remove(self.marker)
+        self.lock.release()
         with suppress(OSError):
             self.marker.parent.rmdir()
 

@@ -42,13 +42,17 @@ class Thresholds(NamedTuple):
 
     def missed(self, scores):
         """The flags whose thresholds scores do not reach, a tuple of names."""
-        text = np.minimum(scores.clip_text_original, scores.clip_text_edited)  # NaN if one is
-        values = text, scores.clip_image, scores.clip_direction
         return tuple(
             name
-            for name, least, value in zip(self._fields, self, values)
+            for name, least, value in zip(self._fields, self, compared(scores))
             if not value >= least  # NaN misses
         )
+
+
+def compared(scores):
+    """What is compared with each of Thresholds; of the texts the lower score counts."""
+    text = np.minimum(scores.clip_text_original, scores.clip_text_edited)  # NaN if one is
+    return text, scores.clip_image, scores.clip_direction
 
 
 def thresholds_of(config):

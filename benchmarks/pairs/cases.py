@@ -128,15 +128,15 @@ class Run:
         make_pairs.check_flags(self.config)
         self.captions = read_captions(captions)
         devices = jax.local_devices()[:1]
-        models = make_pairs.open_models(self.config, self.captions, "--captions", devices)
+        models = make_pairs.open_models(self.config, self.captions, num_lines, devices)
         pipeline, params, self.clip = models
         scorer = Scorer(self.clip, self.captions)
         self.maker = PairMaker(pipeline, params, scorer, self.captions, self.config)
         chunk = chunks_of([0], num_samples, BATCH_SIZE)[0]
         self.prepared = self.maker.prepare([chunk])
         images = self.maker.dispatch(self.prepared)  # compiles
-        (self.images,) = self.maker.collect(self.prepared, images)
-        self.maker.score(self.prepared[0][0], self.images, 0)  # likewise
+        (chunk,) = self.maker.collect(self.prepared, images)
+        self.maker.score(self.prepared[0][0], *chunk, 0)  # likewise
 
     def batch_seconds(self):
         """Seconds of the compiled programs of a batch, alone: {program: seconds}."""

@@ -16,7 +16,7 @@ from pairing.captions import (
     fields_of,
     may_be_long,
     read_captions,
-    words,
+    spelling_of,
 )
 
 CAT = {"input": "a photo of a cat", "edit": "make it a lion", "output": "a photo of a lion"}
@@ -228,4 +228,4 @@ def test_tokens_of_embeddings_count_with_all_vectors():
 def test_words_are_compared_as_clip_reads_them(tokenizer):
     for one, other in (("A  Cat\n", "a cat"), ("a cat", "a cats"), ("İ", "i̇")):
         is_equal = tokenizer(one).input_ids == tokenizer(other).input_ids
-        assert (words(one) == words(other)) == is_equal
+        assert (spelling_of([one]) == spelling_of([other])) == is_equal

@@ -1,13 +1,18 @@
 """Which batches are made, in which order."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from generating.batches import DeviceClock
 from pairing import maker as makers
 from pairing.captions import Caption
 from pairing.maker import IN_FLIGHT, SCORING, PairMaker
+from pairing.samples import draw_sample
+from pairing.scores import Scores
 
 
 def config_of(**changes):
@@ -74,6 +79,65 @@ def test_guidance_scales_are_a_number_only_without_guidance(monkeypatch, dim, hi
     samples, arrays = maker.prepare_chunk([(0, 0), (0, 1)])
     if dim is None and high <= 1:
         assert arrays["guidance_scale"] == high
+        assert [x.guidance_scale for x in samples] == [np.float32(high)] * 2
     else:
         drawn = np.float32([x.guidance_scale for x in samples])
         assert arrays["guidance_scale"].tolist() == drawn.repeat(2).tolist()
+
+
+class Stub(PairMaker):
+    """Makes grey images instead of a model's, which are good.
+
+    Args:
+        values: of each batch the grey values of its pairs, or an error.
+    """
+
+    def __init__(self, values, **flags):
+        flags = dict(num_samples=2, early_stop=False, preview=False, lora=(), seed=0) | flags
+        captions = [Caption(i + 1, f"a {i}", "edit", f"b {i}") for i in range(9)]
+        super().__init__(None, [None], None, captions, config_of(**flags))
+        self.scorer, self.values = SlowScorer(), iter(values)
+
+    def prepare_chunk(self, chunk):
+        return [draw_sample(0, *numbers, (7, 8), (0, 1)) for numbers in chunk], {}
+
+    def dispatch(self, prepared):
+        values = next(self.values)
+        if isinstance(values, Exception):
+            raise values
+        grey = np.repeat(np.float32(values), 2)
+        return [grey[:, None, None, None] * np.ones((8, 8, 3), np.float32)]
+
+    def lines(self, num_lines):
+        """Yields the finished lines of a run: (place, Line)."""
+        output = shards_of(num_lines, 1)
+        output.is_finished = lambda place: False
+        bar = SimpleNamespace(update=lambda n: None, set_description=lambda text: None)
+        yield from self.make(output, bar, DeviceClock())
+
+
+class SlowScorer:
+    pool = ThreadPoolExecutor(1)
+
+    def __call__(self, images, places, device):
+        time.sleep(0.1)
+        return [Scores(0.5, 0.5, 0.9, 0.5)] * len(places)
+
+
+def test_an_error_keeps_the_lines_that_are_made():
+    """Their scores are unknown when the device fails; a line is a batch."""
+    maker, found = Stub([[0.2, 0.4]] * 3 + [RuntimeError("out of memory")]), []
+    with pytest.raises(RuntimeError, match="out of memory"):
+        found.extend(maker.lines(6))
+    assert [place for place, _ in found] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("keep_all", [False, True])
+def test_a_sample_that_is_nan_is_not_kept(keep_all, caplog):
+    nan = np.nan
+    lines = dict(Stub([[0.2, 0.4], [nan, 0.4]], keep_all=keep_all).lines(2))
+    assert [[pair.sample.number for pair in lines[i].kept] for i in (0, 1)] == [[0, 1], [1]]
+    assert [lines[i].num_good for i in (0, 1)] == [2, 1]
+    assert lines[1].missed == {"min_clip_text": 1, "min_clip_image": 1, "min_clip_direction": 1}
+    with pytest.raises(ValueError, match='images of "a 0" and others are NaN'):
+        dict(Stub([[nan, nan]]).lines(1))

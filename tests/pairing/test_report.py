@@ -10,7 +10,7 @@ from shards import encode
 
 from pairing.captions import Caption
 from pairing.report import NUM_NAMED, summarize, warn_of_empty, write_preview, write_report
-from pairing.results import BINS, Choice, Line, Pair
+from pairing.results import BINS, Choice, Line, MadePair
 from pairing.samples import draw_sample
 from pairing.scores import Scores, Thresholds
 
@@ -24,7 +24,7 @@ def pair(number, scores):
     """A pair of images of one colour each, 40x30."""
     colours = COLOURS[2 * number : 2 * number + 2]
     images = [encode(np.full((30, 40, 3), x, np.uint8), "JPEG", subsampling=0) for x in colours]
-    return Pair(draw_sample(0, 6, number, (7.5, 15), (0.1, 0.9)), scores, tuple(images))
+    return MadePair(draw_sample(0, 6, number, (7.5, 15), (0.1, 0.9)), scores, tuple(images))
 
 
 def line_of(*scores, num_kept=4, thresholds=PAPER):
@@ -163,18 +163,23 @@ def test_the_report(tmp_path):
         assert image.format == "PNG" and np.ptp(np.asarray(image.convert("L"))) > 100
 
 
-@pytest.mark.parametrize("least", [0.2, *slow(-1, 1)])
+@pytest.mark.parametrize("least", [0.251, *slow(-1, 0.2, 1)])
 def test_shares_in_the_figure(tmp_path, monkeypatch, least):
-    """Of samples at least at the threshold, for a threshold between two bins."""
+    """Of samples at least at the threshold, also within a bin; of texts the lower score counts."""
     from matplotlib.axes import Axes
 
     titles = []
-    monkeypatch.setattr(Axes, "set_title", lambda self, text: titles.append(text))
-    summary = summary_of([line_of(GOOD, BAD, GOOD)], Thresholds(least, least, least))
+    monkeypatch.setattr(Axes, "set_title", lambda self, text, **_: titles.append(text))
+    thresholds = Thresholds(least, least, least)
+    line = line_of(GOOD, BAD, GOOD, thresholds=thresholds)
+    summary = summary_of([line], thresholds)
     write_report(tmp_path, "report", summary, None)
-    shares = [np.mean([x[i] >= least for x in (GOOD, BAD, GOOD)]) for i in range(4)]
+    rows = [(min(x[:2]), min(x[:2]), *x[2:]) for x in (GOOD, BAD, GOOD)]
+    shares = np.mean(np.array(rows) >= least, axis=0)
+    flags = ["min_clip_text"] * 2 + ["min_clip_image", "min_clip_direction"]
     assert titles == [
-        f"{name}: {share:.0%} reach {least:g}" for name, share in zip(Scores._fields, shares)
+        f"{name}; {share:.0%} of the samples reach {flag} {least:g}"
+        for name, share, flag in zip(Scores._fields, shares, flags)
     ]
 
 

@@ -19,7 +19,7 @@ from dataloading.shards import list_row_groups, pair_at, read_row_group, shard_i
 from diffusers_flax.loading.files import unfinished_path
 from pairing import results
 from pairing.captions import Caption
-from pairing.results import BINS, Choice, Line, Output, Pair, read_counts
+from pairing.results import BINS, Choice, Line, MadePair, Output, read_counts
 from pairing.samples import draw_sample
 from pairing.scores import Scores, Thresholds
 
@@ -35,7 +35,7 @@ def random_pairs(count, seed=0, place=0):
     rng = random.Random(seed)
     grid = [NAN, -0.6, 1.0, *(x / 8 for x in range(9))]
     return [
-        Pair(
+        MadePair(
             draw_sample(0, place, number, (7.5, 15), (0.1, 0.9)),
             Scores(*(rng.choice(grid) for _ in Scores._fields)),
             (plain(number % 256), plain(255 - number % 256)),
@@ -141,6 +141,7 @@ def test_what_is_counted():
     counts = line_of(Choice(50, 2, thresholds), pairs).counts(CAPTIONS[3])
     scores = np.array([pair.scores for pair in pairs])
     good = scores >= [0.5, 0.5, 0.25, 0.5]
+    compared = np.column_stack([scores[:, :2].min(axis=1), scores[:, 2:]])
     missed = [50 - (good[:, 0] & good[:, 1]).sum(), *(50 - good[:, 2:].sum(axis=0))]
     assert counts == {
         "line": 7,
@@ -148,7 +149,7 @@ def test_what_is_counted():
         "good": good.all(axis=1).sum(),
         "kept": 2,
         "missed": dict(zip(Thresholds._fields, missed)),
-        "largest": dict(zip(Scores._fields, np.nanmax(scores, axis=0))),
+        "largest": dict(zip(Thresholds._fields, np.nanmax(compared, axis=0))),
     }
     assert json.loads(json.dumps(counts, default=int)) == counts
 
@@ -188,12 +189,16 @@ def made(place, choice=CHOICE):
 def write_all(folder, **options):
     """All shards of a run; returns the Output."""
     (output,) = outputs(folder, **options)
+    complete(output)
+    return output
+
+
+def complete(output):
     output.check(SETTINGS)
     output.start(SETTINGS)
     for place in output.unfinished_lines():
         output.finish(place, made(place))
     output.end()
-    return output
 
 
 def counted_by(output):
@@ -313,6 +318,7 @@ def test_files_of_killed_writers_are_removed(folder):
     output.finish(0, made(0))
     part = unfinished_path(output.line_file(1))
     part.write_bytes(b"PAR1")
+    output.lock.release()  # as the system does after a kill
     write_all(folder)
     assert not (folder / ".unfinished").exists()
     output.line_file(1).parent.mkdir()
@@ -385,6 +391,22 @@ def test_a_worker_that_begins_while_another_is_checked(folder, monkeypatch):
     second.check(SETTINGS)
 
 
+def test_runs_that_begin_at_once_do_not_mix(folder):
+    """Both find an empty directory, then open their models; the first to start stays."""
+    (first,), (second,) = outputs(folder), outputs(folder)
+    first.check(SETTINGS)
+    second.check(SETTINGS | {"seed": 5})
+    first.start(SETTINGS)
+    with pytest.raises(ValueError, match="other --seed"):
+        second.start(SETTINGS | {"seed": 5})
+    with pytest.raises(ValueError, match=r"another run of this worker .* --worker and --num_wo"):
+        second.start(SETTINGS)
+    first.finish(0, made(0))
+    first.end()
+    second.start(SETTINGS)
+    assert second.finished == {0}
+
+
 # ------------------------------------------------------------------ refusals
 
 
@@ -393,6 +415,7 @@ def test_a_worker_that_begins_while_another_is_checked(folder, monkeypatch):
     [
         ({"model": "b"}, "other --model;"),
         ({"lines": "456"}, "other lines;"),
+        ({"commit": "1a"}, "other commit of --model on the hub; name another directory$"),
         ({"num_samples": 4, "lora": ["x"]}, "other --num_samples, --lora;"),
     ],
 )
@@ -438,6 +461,7 @@ def test_damaged_files_are_named(folder, content, name):
     output.start(SETTINGS)
     for place in (0, 1, 2):
         output.finish(place, made(place))
+    output.lock.release()  # as the system does after a kill
     file = output.shards[0] if name == "shard" else output.line_file(2)
     if content == "foreign":
         pq.write_table(pa.table({"a": [1]}), file)
@@ -445,8 +469,10 @@ def test_damaged_files_are_named(folder, content, name):
         pq.write_table(pa.table({"a": [1]}).replace_schema_metadata({"a": "b"}), file)
     else:
         file.write_bytes(b"" if content == "empty" else file.read_bytes()[:-20])
+    (again,) = outputs(folder)
     with pytest.raises(ValueError) as error:
-        write_all(folder)
+        complete(again)
+    again.lock.release()
     assert f"{file} is damaged, or not of make_pairs.py; remove it" in str(error.value)
     file.unlink()
     write_all(folder)
