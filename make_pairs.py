@@ -14,10 +14,10 @@ flax_train_instruct_pix2pix.py reads: --train_data_dir data. With the demo's mod
         --fill "x=the moon,a flower" --clip_model CLIP
 
 Each sample depends on --seed, its line and its number alone. The same command gives the same shards
-on any number of devices and workers, and after an interruption: started again, it goes on with the
-unfinished lines. On a pod run it on every worker; workers divide the lines by shards. --preview
-draws the pairs of each line, report.json and report.png count the scores. docs/pairs.md says how to
-write captions and how many samples they need.
+on any number of equal devices and workers, and after an interruption: started again, it goes on
+with the unfinished lines. On a pod run it on every worker; workers divide the lines by shards.
+--preview draws the pairs of each line, report.json and report.png count the scores. docs/pairs.md
+says how to write captions and how many samples they need.
 
 Runs on TPU, GPU and CPU.
 

@@ -31,11 +31,11 @@ from diffusers_flax.pipelines.attention_sharing import SCOPE
 from diffusers_flax.pipelines.running import Options
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import check_scheduler
+from generating.batches import IN_FLIGHT
 from generating.flags import from_flags
 from generating.models import Sampling, check_sampling
 from generating.tasks import check_tasks, pipeline_for
 
-IN_FLIGHT = 2  # batches of make_pairs.py on a device
 # CLIP ViT-L/14, from which openai/clip-vit-large-patch14's config does not differ in shapes.
 CLIP_CONFIG = {
     "projection_dim": 768,

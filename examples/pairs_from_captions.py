@@ -113,19 +113,24 @@ def write_edits(source, folder):
     list_of_edits.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def quoted(path):
+    """A path in a command."""
+    return shlex.quote(str(path))
+
+
 def make_pairs(steps, args):
     """Captions to pairs: everything before training."""
     folder = args.output_dir
     true, clip, samples = (folder / name for name in ("true", "clip", "samples"))
     captions = folder / "captions.jsonl"
     steps.run(
-        f"demo/make_dataset.py --output_dir {true} --num_pairs {args.num_pairs} "
+        f"demo/make_dataset.py --output_dir {quoted(true)} --num_pairs {args.num_pairs} "
         f"--crops_per_photograph {args.crops_per_photograph}",
         true,
     )
     steps.run(
-        f"examples/train_clip.py --data {true}/data --tokenizer {MODEL}/tokenizer "
-        f"--output_dir {clip} --num_steps {args.clip_steps}",
+        f"examples/train_clip.py --data {quoted(true)}/data --tokenizer {MODEL}/tokenizer "
+        f"--output_dir {quoted(clip)} --num_steps {args.clip_steps}",
         clip,
     )
     write_captions(true / "data", captions)
@@ -136,8 +141,8 @@ def make_pairs(steps, args):
     for name in ("num_samples", "num_inference_steps", "batch_size"):
         flags += f" --{name} {getattr(args, name)}"
     steps.run(
-        f"make_pairs.py --captions {captions} --model {MODEL} --clip_model {clip} "
-        f"--output_dir {samples} --keep_all --lines_per_shard 28{flags}",
+        f"make_pairs.py --captions {quoted(captions)} --model {MODEL} --clip_model {quoted(clip)} "
+        f"--output_dir {quoted(samples)} --keep_all --lines_per_shard 28{flags}",
         samples,
     )
     flags = f"--num_kept {args.num_kept}"
@@ -146,7 +151,7 @@ def make_pairs(steps, args):
         for name, value in scores["quantiles"][args.thresholds].items():
             flags += f" --{name} {value}"
     steps.run(
-        f"parquet_processing.py --pairs {samples} --output_dir {folder}/made/data "
+        f"parquet_processing.py --pairs {quoted(samples)} --output_dir {quoted(folder)}/made/data "
         f"--overwrite_output_dir {flags}",
         folder / "made" / "data",
     )
@@ -158,8 +163,9 @@ def train_and_edit(steps, args, folder):
     warmup = min(50, args.train_steps // 2)
     steps.run(
         f"flax_train_instruct_pix2pix.py --pretrained_model_name_or_path {MODEL} "
-        f"--unet_model_name_or_path {unet} --train_data_dir {folder}/data "
-        f"--output_dir {folder}/model --overwrite_output_dir --cache_latents {folder}/latents "
+        f"--unet_model_name_or_path {quoted(unet)} --train_data_dir {quoted(folder)}/data "
+        f"--output_dir {quoted(folder)}/model --overwrite_output_dir "
+        f"--cache_latents {quoted(folder)}/latents "
         "--no_random_crop --checkpointing_steps 0 --resolution 64 --train_batch_size 8 "
         f"--max_train_steps {args.train_steps} --learning_rate 3e-3 --lr_warmup_steps {warmup} "
         "--lr_scheduler cosine --ema_fraction 0.2",
@@ -167,12 +173,13 @@ def train_and_edit(steps, args, folder):
         folder / "latents",
     )
     steps.run(
-        f"edit_cli.py --model {folder}/model --edits_jsonl {folder}/held_out/edits.jsonl "
+        f"edit_cli.py --model {quoted(folder)}/model "
+        f"--edits_jsonl {quoted(folder)}/held_out/edits.jsonl "
         "--resolution 64 --num_inference_steps 20 --guidance_scale 2 --image_guidance_scale 1.2 "
         "--batch_size 18",
         folder / "edits",
     )
-    steps.run(f"demo/evaluate.py --output_dir {folder}", folder / "summary.json")
+    steps.run(f"demo/evaluate.py --output_dir {quoted(folder)}", folder / "summary.json")
 
 
 def run(args):
@@ -185,7 +192,7 @@ def run(args):
     write_edits(folder / "true" / "held_out" / "edits.jsonl", folder / "made")
     steps.run(
         f"create_modified_unet.py --pretrained_model_name_or_path {MODEL} "
-        f"--output_dir {folder}/modified_unet --overwrite_output_dir",
+        f"--output_dir {quoted(folder)}/modified_unet --overwrite_output_dir",
         folder / "modified_unet",
     )
     summary = {}

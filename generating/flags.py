@@ -218,7 +218,9 @@ def list_prompts(config, per_batch):
     """
     if config.prompts_file and config.prompt != type(config).prompt:
         raise ValueError("--prompt and --prompts_file are both given; give one of them")
-    prompts = read_prompts(config.prompts_file) if config.prompts_file else list(config.prompt)
+    prompts = list(config.prompt)
+    if file := config.prompts_file:
+        prompts = read_lines(f"--prompts_file {file}", file, "prompt")
     if not prompts:
         raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
     if not config.prompts_file:
@@ -237,19 +239,24 @@ def note_single_words(flag, texts):
         )
 
 
-def read_prompts(file):
-    """The non-empty lines of a text file, at least one."""
+def read_lines(given, file, what):
+    """The lines with text of a UTF-8 file, at least one, without the spaces around them.
+
+    Args:
+        given: the file with its flag, for errors.
+        file: Path.
+        what: what a line has, for errors.
+    """
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts_file {file} is not UTF-8 text; save it as UTF-8") from error
+        raise ValueError(f"{given} is not UTF-8 text; save it as UTF-8") from error
     except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(f"--prompts_file {file} cannot be read: {reason}") from error
-    prompts = [line.strip() for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f"--prompts_file {file} has no prompt; write one per line")
-    return prompts
+        raise ValueError(f"{given} cannot be read: {error.strerror or error}") from error
+    lines = [line.strip() for line in lines if line.strip()]
+    if not lines:
+        raise ValueError(f"{given} has no {what}; write one per line")
+    return lines
 
 
 def read_latents(file, shape):

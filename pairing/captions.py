@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from dataloading.lists import LIKENESS, raise_problems, read_objects
 from diffusers_flax.loading.tokenizer import sequences_of_ids, sequences_of_tokens
+from generating.flags import read_lines
 
 MAX_COMBINATIONS = 1_000_000  # of the words of a template
 TEXTS_AT_ONCE = 10_000  # to tokenize
@@ -225,7 +226,7 @@ def values_of(fill: tuple[str, ...]) -> dict[str, list[str]]:
         if name in values:
             raise ValueError(f"--fill {name}= is given twice; write all its values after one")
         if text.startswith("@"):
-            found = lines_of(Path(text[1:]), f"--fill {name}=@")
+            found = read_lines(f"--fill {given}", Path(text[1:]), "value")
         else:
             found = [value.strip() for value in text.split(",")]
             if not all(found):
@@ -238,24 +239,6 @@ def values_of(fill: tuple[str, ...]) -> dict[str, list[str]]:
             raise ValueError(f"--fill {name}= has the value {value!r} {count} times")
         values[name] = found
     return values
-
-
-def lines_of(file: Path, given: str) -> list[str]:
-    """The lines with text of a file; given: the flag before its name.
-
-    Raises:
-        ValueError: the file cannot be read, is not UTF-8 or has no text.
-    """
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ValueError(f"{given}{file} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError:
-        raise ValueError(f"{given}{file} is not UTF-8; save it as UTF-8") from None
-    lines = [line.strip() for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise ValueError(f"{given}{file} is empty; write a value on each line")
-    return lines
 
 
 # ------------------------------------------------------------------ lengths

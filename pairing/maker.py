@@ -15,13 +15,12 @@ import numpy as np
 from diffusers_flax.images import to_pil
 from diffusers_flax.messages import warn_once
 from diffusers_flax.prompts import prepare_prompts
-from generating.batches import check_finite_images, run_ahead
+from generating.batches import IN_FLIGHT, check_finite_images, run_ahead
 from pairing.results import Choice, Line, MadePair
 from pairing.samples import batches_of, chunks_of, draw_sample, interleaved
 from pairing.scores import Scores, thresholds_of
 
 JPEG_QUALITY = 95
-IN_FLIGHT = 2  # batches on the devices
 SCORING = 3  # batches whose images are being scored
 NO_SCORES = Scores(*[float("nan")] * len(Scores._fields))  # of images that are NaN
 
@@ -140,7 +139,7 @@ class PairMaker:
 
         Args:
             output: Output, started.
-            is_wanted: of batches_of.
+            is_wanted: place -> whether more samples of its captions are needed.
         """
         config = self.config
         # When a line's turn comes again, its scores should be known. Finished lines are skipped, so

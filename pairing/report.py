@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 from PIL import Image
 
+from dataloading.archives.scores import SCORES
 from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import read_json, save_whole, write_text
 from generating.captions import captioned, tile_grid
@@ -16,12 +17,7 @@ from pairing.scores import Scores, Thresholds
 PREVIEWS = "previews"  # directory below --output_dir
 NUM_DRAWN = 12  # pairs in a preview
 NUM_NAMED = 10  # lines that are named in a warning
-THRESHOLD_OF = {  # of each score
-    "clip_text_original": "min_clip_text",
-    "clip_text_edited": "min_clip_text",
-    "clip_image": "min_clip_image",
-    "clip_direction": "min_clip_direction",
-}
+THRESHOLD_OF = {column: flag for flag, columns in SCORES.items() for column in columns}
 
 
 def write_preview(folder, caption, line):

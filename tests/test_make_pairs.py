@@ -204,15 +204,19 @@ def test_devices_workers_and_kills_do_not_change_a_bit(clip):
     assert shards("own-0") | shards("own-1") == expected
     assert not shards("own-0").keys() & shards("own-1").keys()
 
-    draw, num_killed = random.Random(), 0
-    for _ in range(3):
+    for num_shards in sorted(random.sample(range(5), 3)):
         process = command(flags_of(clip, *many, output="killed", **options), 2)
-        wait_for(lambda: Path("killed/.unfinished").exists() or process.poll() is not None)  # noqa: B023
-        time.sleep(draw.uniform(0, 6))
+        wait_for(
+            lambda: (
+                (Path("killed/.unfinished").exists() and len(shards_of("killed")) >= num_shards)  # noqa: B023
+                or process.poll() is not None  # noqa: B023
+            ),
+            seconds=200,
+        )
+        time.sleep(random.uniform(0, 0.2))
         process.kill()
-        num_killed += process.wait() == -signal.SIGKILL
         process.communicate()
-    assert num_killed
+        assert process.returncode == -signal.SIGKILL
     finish(command(flags_of(clip, *many, output="killed", **options), 4))
     assert shards("killed") == expected
 

@@ -43,6 +43,7 @@ TABLES = {
     "text_to_image": quality.text_to_image_table,
     "storage": quality.storage_table,
     "made_pairs": quality.made_pairs_table,
+    "made_pairs_short": quality.made_pairs_short_table,
     "made_pairs_fast": quality.made_pairs_fast_table,
     "made_pairs_thresholds": quality.made_pairs_thresholds_table,
     "distillation": quality.distillation_table,

@@ -129,6 +129,22 @@ def made_pairs_table() -> str:
     return markdown_table(header, lines)
 
 
+def made_pairs_short_table() -> str:
+    """Errors of models and of pairs with one p."""
+    models, sharing = (rows_of(results("pairs"), kind) for kind in ("model", "p"))
+    lines = []
+    for name in sorted(models, key=lambda name: -models[name]["edit_error_ratio"]):
+        row = models[name]
+        nearest = f"{round(row['instruction_accuracy'] * row['num_edits'])} of {row['num_edits']}"
+        title = f"model of {row['pairs']} {name.partition(',')[0]} pairs"
+        lines.append([title, f"{row['edit_error_ratio']:.2f}", nearest])
+    made = {f"pairs, p = {p}": sharing[p] for p in sorted(sharing)}
+    for title, name in {"all pairs": "all", "that reach 90%": "90", "75%": "75"}.items():
+        made[title] = results("pairs")[f"thresholds {name}"]
+    lines += [[title, f"{row['edit_error_ratio']:.2f}", ""] for title, row in made.items()]
+    return markdown_table("| edit error (the input has 1) | right edits", lines)
+
+
 def made_pairs_fast_table() -> str:
     """Pairs made in less time."""
     lines = [

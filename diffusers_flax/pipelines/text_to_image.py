@@ -127,7 +127,8 @@ class TextToImage(FlaxDiffusionPipeline):
             denoising_end: fraction of the denoising to end at, between 0 and 1, with
                 output_type="latent", for another pipeline to continue; None: all.
             prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
-            attention_sharing: p in [0, 1], a number, or an array of one per image; None: off.
+            attention_sharing: p in [0, 1], a number, or an array of one per image, of which each
+                second one counts; None: off.
                 Images 2 j and 2 j + 1 are a pair, for which prng_seed has equal keys. In the steps
                 i with p > i / (steps - 1) the second image's self-attention has the queries and
                 keys of the first image, which gives both one layout; see attention_sharing.py.

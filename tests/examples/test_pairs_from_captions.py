@@ -35,7 +35,7 @@ def run_example(folder, flags=SMALL):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """(OUTPUT_DIR, printed lines)."""
-    folder = tmp_path_factory.mktemp("example") / "pairs"
+    folder = tmp_path_factory.mktemp("example") / "made pairs"
     return folder, run_example(folder)
 
 

@@ -175,7 +175,7 @@ def test_files_of_words(tmp_path, monkeypatch):
     Path("latin.txt").write_bytes(b"caf\xe9")
     Path("many.txt").write_text("\n".join(map(str, range(2000))))
     for name, problem in (
-        ("empty", "--fill animal=@empty.txt is empty; write a value on each line"),
+        ("empty", "--fill animal=@empty.txt has no value; write one per line"),
         ("latin", "--fill animal=@latin.txt is not UTF-8"),
         ("many", "--fill makes 4,000,000 combinations of its values, more than 1,000,000"),
     ):

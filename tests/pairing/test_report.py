@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers import ROOT, slow
+from helpers import slow
 from PIL import Image
 from shards import encode
 
@@ -191,8 +191,3 @@ def test_a_report_of_nothing(tmp_path):
     assert report["lines"] == report["samples"] == report["kept"] == report["good"] == 0
     assert report["missed"] == dict.fromkeys(Thresholds._fields, 0)
     assert report["seconds_per_kept_pair"] is None
-
-
-def test_thresholds_are_flags():
-    text = (ROOT / "make_pairs.py").read_text()
-    assert all(f"    {name}: float" in text for name in Thresholds._fields)

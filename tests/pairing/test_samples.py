@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pairing.samples import Sample, batches_of, chunks_of, draw_sample, interleaved
+from pairing.samples import batches_of, chunks_of, draw_sample, interleaved
 
 SCALES, FRACTIONS = (7.5, 15.0), (0.1, 0.9)
 
@@ -59,10 +59,6 @@ def test_ranges_change_neither_keys_nor_places_in_the_range():
     assert np.array_equal(wide.key, narrow.key)
     assert narrow.guidance_scale == pytest.approx(2 + wide.guidance_scale / 4)
     assert wide.attention_sharing == narrow.attention_sharing == 0.5
-
-
-def test_a_sample_is_named():
-    assert Sample._fields == ("place", "number", "key", "guidance_scale", "attention_sharing")
 
 
 # ------------------------------------------------------------------ chunks and batches
