@@ -6,8 +6,10 @@ The case "time" makes 200 samples of 10 lines, 256x256 pixels, with a model whos
 time. The time from the start to the last shard in which no program makes images is outside of the
 programs. It also measures a batch of images and of CLIP alone, before and after: on an idle machine
 a batch of the run takes as long, apart from scores and JPEG files, which share the cores. The case
-"memory" makes 4 samples of each of 200 lines with the demo's model, and reads the memory of the
-process after 20 lines and after all. A quarter of an hour on two idle cores; in two minutes:
+"host" does what the host does for pairs of 512x512 pixels that are all kept, without programs:
+captions, CLIP's preprocessing, JPEG files, shards. The case "memory" makes 4 samples of each of 200
+lines with the demo's model, and reads the memory of the process after 20 lines and after all. Ten
+minutes on two idle cores; in two minutes:
 
     python -m benchmarks.pairs --num_samples 2 --num_lines 40 --output pairs.json
 
@@ -43,7 +45,7 @@ from benchmarks.rows import ROOT, check_counts, describe_machine, run_benchmark,
 from generating.batches import DeviceClock
 from pairing.captions import read_captions
 from pairing.maker import PairMaker
-from pairing.results import Output
+from pairing.results import Choice, Line, Output
 from pairing.samples import chunks_of
 from pairing.scores import Scorer, Thresholds
 
@@ -53,11 +55,13 @@ BATCH_SIZE = 4
 SIDE = 256
 CHANNELS = (64, 128)  # of the UNet
 FIRST_LINES = 20  # after which memory is read
+HOST_SIDE = 512
+HOST_SAMPLES = 40
 
 
 @dataclass(frozen=True)
 class Config:
-    cases: tuple[Literal["time", "memory"], ...] = ("time", "memory")
+    cases: tuple[Literal["time", "host", "memory"], ...] = ("time", "host", "memory")
     num_samples: int = 20  # of each of 10 lines, for time
     num_inference_steps: int = 8  # likewise
     num_lines: int = 200  # for memory
@@ -187,6 +191,29 @@ def measure_time(folder, config):
     }
 
 
+def measure_host(folder, config):
+    """The row of the case "host": CPU seconds of all threads for a pair."""
+    run = Run(folder, ROOT / "demo/base_model", 1, HOST_SAMPLES, 1)
+    rng = np.random.default_rng(0)
+    shape, large = (2 * BATCH_SIZE, 64, 64, 3), (HOST_SIDE // 64, HOST_SIDE // 64, 1)
+    images = np.stack([np.kron(x, np.ones(large)) for x in rng.random(shape)])  # blocks of 8 pixels
+    images = np.float32(images * 0.9 + rng.random(images.shape) * 0.1)
+    features = np.ones((2 * BATCH_SIZE, run.clip.dim), np.float32)
+    run.clip._encode_images = lambda device, pixel_values: features
+    output = Output(run.config.output_dir, run.captions, 1, 0, 1)
+    output.start({})
+    line = Line(Choice(HOST_SAMPLES, None, Thresholds(-1, -1, -1)))
+    began = time.process_time()
+    for chunk in chunks_of([0], HOST_SAMPLES, BATCH_SIZE):
+        prepared = run.maker.prepare([chunk])
+        (collected,) = run.maker.collect(prepared, [images])
+        for pair in run.maker.score(prepared[0][0], *collected, 0):
+            line.add(pair)
+    output.finish(0, line)
+    seconds = (time.process_time() - began) / HOST_SAMPLES
+    return {"samples": HOST_SAMPLES, "side": HOST_SIDE, "cpu_seconds_per_pair": seconds}
+
+
 def resident_bytes():
     """Memory of this process."""
     words = Path("/proc/self/status").read_text().split()
@@ -208,7 +235,7 @@ def measure_memory(folder, config):
     }
 
 
-CASES = {"time": measure_time, "memory": measure_memory}
+CASES = {"time": measure_time, "host": measure_host, "memory": measure_memory}
 
 
 def run(config):

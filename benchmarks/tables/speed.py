@@ -227,7 +227,7 @@ def streaming_table() -> str:
 def pairs_table() -> str:
     """What make_pairs.py does besides its compiled programs, and its memory."""
     rows = results("pairs")
-    time, memory = rows["time"], rows["memory"]
+    time, memory, host = rows["time"], rows["memory"], rows["host"]
     first, last = (f"{memory[x] / 1e6:.0f} MB" for x in ("bytes_first", "bytes_last"))
     alone = [sum(x.values()) for x in time["seconds_alone"].values()]
     made = f"{time['samples']} samples, {time['side']}x{time['side']}, {time['steps']} steps"
@@ -236,6 +236,11 @@ def pairs_table() -> str:
         ["", "outside of the compiled programs", f"{time['share_outside']:.2%}"],
         ["", f"a batch of {time['batch_size']} pairs", seconds(time["seconds_of_a_batch"])],
         ["", "its programs alone, before and after", " and ".join(map(seconds, alone))],
+        [
+            f"{host['side']}x{host['side']}, without programs",
+            "a pair, of one core of the host",
+            seconds(host["cpu_seconds_per_pair"]),
+        ],
         [f"{memory['lines']} lines", f"memory after {memory['first_lines']} lines", first],
         ["", "after all", last],
     ]

@@ -1,7 +1,9 @@
 """benchmarks/pairs with few pairs of the demo's model."""
 
 import json
+import shutil
 
+import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT
 from tiny_models import make_tiny_clip
@@ -31,13 +33,18 @@ def test_rows_and_their_table(folder, monkeypatch):
     assert 0 < time["seconds_of_programs"] < time["seconds"]
     share = 1 - time["seconds_of_programs"] / time["seconds"]
     assert time["share_outside"] == pytest.approx(share)
-    (folder / "captions.jsonl").unlink()
-    for file in (folder / "data").iterdir():
-        file.unlink()
+    monkeypatch.setattr(pairs, "HOST_SAMPLES", 5)
+    shutil.rmtree(folder / "data")
+    host = pairs.measure_host(folder, config)
+    assert 0.001 < host["cpu_seconds_per_pair"] < 10
+    (shard,) = (folder / "data").glob("*.parquet")
+    rows = pq.read_table(shard).to_pylist()
+    assert len(rows) == 5 and len(rows[0]["edited_image"]["bytes"]) > 10_000
+    shutil.rmtree(folder / "data")
     memory = pairs.measure_memory(folder, config)
     assert memory["samples"] == 12
     assert 50e6 < memory["bytes_first"] <= memory["bytes_most"] >= memory["bytes_last"]
-    rows = {"time": time, "memory": memory}
+    rows = {"time": time, "host": host, "memory": memory}
     monkeypatch.setattr(speed, "results", lambda name: {"pairs": rows}[name])
     table = speed.pairs_table()
     assert f"| outside of the compiled programs | {share:.2%} |" in table
