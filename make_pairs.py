@@ -49,7 +49,7 @@ from generating.models import ModelOptions, Sampling, check_sampling, load_model
 from generating.resuming import commit_of, identify, names_in
 from generating.single_files import with_single_files
 from generating.tasks import check_tasks, pipeline_for
-from pairing.captions import Caption, captions_of_template, check_lengths, read_captions
+from pairing.captions import captions_of_template, check_lengths, read_captions, too_long
 from pairing.maker import PairMaker
 from pairing.report import summarize, warn_of_empty, write_preview, write_report
 from pairing.results import COMMAND, Output
@@ -78,7 +78,7 @@ class PairFlags:
     captions: Path | None = None  # lines {"input", "edit", "output"}
     # instead: caption, instruction and caption after the edit, with {words} of --fill
     template: tuple[str, str, str] | None = None
-    fill: tuple[str, ...] = ()  # words of the template: animal=cat,dog
+    fill: tuple[str, ...] = ()  # words of the template: animal=cat,dog or animal=@FILE
     output_dir: Path = Path("data")  # directory for the shards
     num_samples: int = 100  # pairs to make of each line
     num_kept: int = 4  # pairs to keep of each line, at most
@@ -87,7 +87,7 @@ class PairFlags:
     min_clip_direction: float = 0.2  # of the change of images and the change of captions
     keep_all: bool = False  # keep all samples, with their scores
     early_stop: bool = False  # keep the first good samples of a line, and make no more
-    # weight of the captions, drawn for each sample between these; up to 1: no guidance
+    # weight of the captions, drawn for each sample between these; both up to 1: no guidance
     guidance_scale: tuple[float, float] = (7.5, 15.0)
     # fraction of the steps with shared self-attention, drawn between these
     attention_sharing: tuple[float, float] = (0.1, 0.9)
@@ -135,14 +135,17 @@ def check_flags(config):
             raise ValueError(f"--{name} {value:g} must be from -1 to 1, a cosine")
     check_seed("seed", config.seed)
     check_scheduler(config.scheduler)
-    if not config.clip_model:
-        raise ValueError("--clip_model is empty; name a directory or hub id of a CLIP model")
+    for name in ("model", "clip_model"):
+        if not getattr(config, name):
+            raise ValueError(f"--{name} is empty; name a directory or hub id of a model")
     if config.keep_all and config.early_stop:
         raise ValueError("--keep_all makes all samples, and --early_stop does not; leave one out")
     if config.keep_all and config.num_kept != Config.num_kept:
         raise ValueError(f"--keep_all keeps more than --num_kept {config.num_kept}; leave one out")
     if (config.worker is None) != (config.num_workers is None):
         raise ValueError("--worker and --num_workers go together; give both")
+    if config.num_workers is not None and config.num_workers < 1:
+        raise ValueError(f"--num_workers {config.num_workers} must be at least 1")
     if config.worker is not None and not 0 <= config.worker < config.num_workers:
         raise ValueError(f"--worker {config.worker} must be from 0 to {config.num_workers - 1}")
 
@@ -204,10 +207,15 @@ def open_models(config, captions, num_lines, devices):
     """
     is_xl, configs = check_tasks(config.model, ["text to image"], takes_images=False)
     low, high = config.guidance_scale
-    if low <= 1 < high and configs["unet"].get("time_cond_proj_dim") is None:
+    takes_scale = configs["unet"].get("time_cond_proj_dim") is not None
+    if low <= 1 < high and not takes_scale:
         raise ValueError(
             f"--guidance_scale {low:g} {high:g}: up to 1 there is no guidance; take both above 1, "
             "or both up to 1"
+        )
+    if config.negative_prompt and (high <= 1 or takes_scale):
+        raise ValueError(
+            f"--negative_prompt needs guidance, not --guidance_scale {low:g} {high:g}; leave it out"
         )
     pipeline_type = pipeline_for("text to image", is_xl)
     scale = max(config.guidance_scale)
@@ -218,7 +226,8 @@ def open_models(config, captions, num_lines, devices):
         encoders = pipeline.text_encoders
         lengths = [(x, encoder.module.max_position_embeddings) for _, encoder, x in encoders]
         check_lengths(captions, lengths, given_captions(config))
-        check_lengths([Caption(1, "", "", config.negative_prompt)], lengths, "--negative_prompt")
+        for problem in too_long([config.negative_prompt], lengths).values():
+            raise ValueError(f"--negative_prompt {problem}")
         height, width = pipeline.image_size(config.height, config.width)
         check_clip(config.clip_model, is_optional=False)
         return plan_images(
@@ -286,14 +295,18 @@ def run(config):
         print(f"warning: {sentence}", file=sys.stderr)
     name = "report" if num_workers == 1 else f"report-{worker}"
     print(write_report(config.output_dir, name, report, seconds))
-    if not report["kept"]:
+    if not report["lines"]:
+        print(f"worker {worker} has no lines, as the list has {len(output.shards)} shards")
+    elif not report["kept"]:
         print(
             "nothing is kept: choose lower thresholds, or --keep_all to see all scores, with "
             "another --output_dir"
         )
-        return
-    when = "" if num_workers == 1 else ", when all workers have finished"
-    print(f"next{when}: python parquet_processing.py --train_data_dir {config.output_dir}")
+    else:
+        when = "" if num_workers == 1 else ", when all workers have finished"
+        choice = f"--pairs {config.output_dir} --output_dir NEW --num_kept {Config.num_kept}"
+        shown = choice if config.keep_all else f"--train_data_dir {config.output_dir}"
+        print(f"next{when}: python parquet_processing.py {shown}")
 
 
 def make_lines(config, captions, output, num_lines, models):

@@ -46,7 +46,7 @@ from tqdm import tqdm
 from command_line import check_image_file, run_main
 from dataloading.archives.convert import Options, convert_archives, is_archived
 from dataloading.archives.manifest import sets_in
-from dataloading.archives.scores import Wanted, copy_best
+from dataloading.archives.scores import Wanted, copy_best, has_scores
 from dataloading.archives.sets import LICENCES, forbids
 from dataloading.dataset import ParquetImagePairs
 from dataloading.decoding import decode_pair, place_mask
@@ -94,7 +94,8 @@ class Config:
     min_clip_text: float | None = None
     min_clip_image: float | None = None  # likewise: of both images
     min_clip_direction: float | None = None  # likewise: of the change of images and of captions
-    num_kept: int | None = None  # likewise: of each edit the N with the largest clip_direction
+    # likewise: of each line of captions the N with the largest clip_direction
+    num_kept: int | None = None
     num_held_out: int = 0  # with --pairs: original images to hold out, with their edits
     held_out_dir: str = ""  # with --num_held_out: directory for the held-out pairs
     seed: int = 0  # with --num_held_out: seed of the random choice
@@ -451,7 +452,7 @@ def wanted_of(config: Config) -> Wanted:
 
 
 def given_flags(config: Config, names: tuple[str, ...]) -> list[str]:
-    """Those of some flags whose value is not their default."""
+    """The given ones among the flags in names, with --."""
     return [f"--{name}" for name in names if getattr(config, name) != getattr(Config, name)]
 
 
@@ -464,6 +465,11 @@ def write_shards(config: Config) -> str:
             raise ValueError(f"{other[0]} does not go with {by_scores[0]}{then}")
         options = dict(max_pairs=config.max_pairs, overwrite=config.overwrite_output_dir)
         return copy_best(pairs, output_dir, wanted_of(config), **options)
+    if has_scores(pairs) and not given_flags(config, (*ARCHIVE_FLAGS, "num_held_out")):
+        raise ValueError(
+            f"--pairs {pairs} has pairs by make_pairs.py, which training reads as they are; choose "
+            "the best ones with --num_kept or --min_clip_direction"
+        )
     if is_archived(pairs):
         options = Options(
             config.max_pairs,

@@ -309,13 +309,21 @@ def read_objects(
                 if len(set(header)) < len(header):
                     problem = "two columns have the same name"
                 if problem:
+                    hint = "; separate them by commas" if len(header) == 1 else ""
                     raise ValueError(
-                        f"{file} line {line} names the columns {', '.join(header)}: {problem}"
+                        f"{file} line {line} names the columns {', '.join(header)}: {problem}{hint}"
                     )
             elif len(values) == len(header):
                 yield line, dict(zip(header, values))
             elif values:
-                yield line, f"{len(values)} values, but {len(header)} columns"
+                hint = "; put texts with commas in quotation marks"
+                yield (
+                    line,
+                    (
+                        f"{len(values)} values, but {len(header)} columns"
+                        f"{hint if len(values) > len(header) else ''}"
+                    ),
+                )
             line = rows.line_num + 1
     except csv.Error as error:
         yield line, f"not CSV ({error})"

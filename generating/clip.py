@@ -4,6 +4,7 @@ clip = Clip("openai/clip-vit-large-patch14")
 similarity = cosine(clip.image_features([image]), clip.text_features(["a cat"]))
 """
 
+import os
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,6 +18,11 @@ from diffusers_flax.loading.weights import find_weights
 from diffusers_flax.messages import one_line
 from diffusers_flax.models.clip_similarities import FlaxCLIPModel
 
+# One file of each tuple; transformers makes a tokenizer without words if there is none.
+NEEDED_FILES = (
+    ("tokenizer.json", "vocab.json"),
+    ("preprocessor_config.json", "processor_config.json"),
+)
 CLIP_FILES = (
     *("config.json", "preprocessor_config.json", "processor_config.json"),
     *TOKENIZER_FILES,
@@ -49,6 +55,12 @@ def find_clip(name):
     config = read_json(folder / "config.json")
     if config.get("model_type") != "clip":
         raise ValueError(f"it is a model of type {config.get('model_type')}")
+    for names in NEEDED_FILES:
+        if not any((folder / name).exists() for name in names):
+            raise ValueError(f"it has no {' and no '.join(names)}")
+    if os.path.isdir(name):
+        fetch = partial(fetch_file, name, subfolder=None, revision=None)
+        find_weights(fetch, "model", None, False, name)
     return folder, config
 
 

@@ -259,24 +259,32 @@ def check_lengths(captions: list[Caption], tokenizers: list[tuple], given: str) 
     for caption in captions:
         for key, text in zip(KEYS, caption[1:]):
             lines.setdefault(text, []).append((caption.line, key))
+    problems = [
+        (line, KEYS.index(key), f"{key} {problem}")
+        for text, problem in too_long(lines, tokenizers).items()
+        for line, key in lines[text]
+    ]
+    raise_problems(given, [(line, problem) for line, _, problem in sorted(problems)])
+
+
+def too_long(texts: Iterable[str], tokenizers: list[tuple]) -> dict[str, str]:
+    """The texts that text encoders cut: {text: its length in words}; tokenizers: check_lengths."""
     problems = {}
     for tokenizer, length in tokenizers:
-        unsure = may_be_long(lines, tokenizer, length)
+        unsure = may_be_long(texts, tokenizer, length)
         for start in range(0, len(unsure), TEXTS_AT_ONCE):
-            texts = unsure[start : start + TEXTS_AT_ONCE]
-            for text, ids in zip(texts, sequences_of_ids(tokenizer, texts)):
+            some = unsure[start : start + TEXTS_AT_ONCE]
+            for text, ids in zip(some, sequences_of_ids(tokenizer, some)):
                 if len(ids) > length:
                     excerpt = f"{text[:EXCERPT]}..." if len(text) > EXCERPT else text
-                    for line, key in lines[text]:
-                        problems[line, key] = (
-                            f"{key} is {len(ids)} tokens long, the model takes {length}, start and "
-                            f"end included: {excerpt!r}"
-                        )
-    order = sorted(problems, key=lambda place: (place[0], KEYS.index(place[1])))
-    raise_problems(given, [(place[0], problems[place]) for place in order])
+                    problems[text] = (
+                        f"is {len(ids)} tokens long, the model takes {length}, start and end "
+                        f"included: {excerpt!r}"
+                    )
+    return problems
 
 
-def may_be_long(texts: dict, tokenizer, length: int) -> list[str]:
+def may_be_long(texts: Iterable[str], tokenizer, length: int) -> list[str]:
     """The texts of which characters alone do not tell that their tokens fit.
 
     CLIP's tokens are at least one byte, without spaces. A token of an embedding may become several.

@@ -3,6 +3,7 @@
 import io
 import json
 from collections import Counter
+from contextlib import suppress
 
 import numpy as np
 from PIL import Image
@@ -124,7 +125,9 @@ def write_report(folder, name, report, seconds_per_pair):
         A line for the user.
     """
     file = folder / f"{name}.json"
-    before = read_json(file) if file.exists() else {}
+    before = {}
+    with suppress(ValueError):  # a damaged report is replaced
+        before = read_json(file) if file.exists() else {}
     seconds = seconds_per_pair or before.get("seconds_per_kept_pair")
     entries = report | {"seconds_per_kept_pair": seconds}
     lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())

@@ -209,6 +209,17 @@ def read_counts(path):
     return counted["lines"], np.array(counted["histograms"])
 
 
+def read_settings(file):
+    """The content of SETTINGS; a ValueError if it is damaged."""
+    try:
+        return read_json(file)
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is damaged, and nothing else says which flags made the pairs; name another "
+            "directory"
+        ) from error
+
+
 def json_of(settings):
     """Settings as JSON, with texts in place of what JSON does not have."""
     return json.dumps(settings, indent=2, default=str) + "\n"
@@ -258,7 +269,8 @@ class Output:
 
     def _compare(self, settings):
         """Raise a ValueError if the run that has begun has other settings."""
-        before, settings = read_json(self.folder / SETTINGS), json.loads(json_of(settings))
+        file, settings = self.folder / SETTINGS, json.loads(json_of(settings))
+        before = read_settings(file)
         names = dict.fromkeys(x for x in (*settings, *before) if x != COMMAND)
         changed = [name for name in names if settings.get(name) != before.get(name)]
         if changed:
@@ -279,11 +291,12 @@ class Output:
         if not self.is_begun:
             write_text(self.folder / SETTINGS, json_of(settings), shared=True)
         self._compare(settings)  # another run may have begun since the check
+        self._find_shards()
         self._lock()
         for marker in self.marker.parent.glob("worker-*"):  # of a run with other workers
             if not marker.name.endswith(f"-of-{self.num_workers}"):
                 remove(marker)
-        self._find_finished()
+        self._find_lines()
 
     def _lock(self):
         """Make the marker, and lock it against the same worker, started twice.
@@ -309,12 +322,21 @@ class Output:
                     raise
                 return
 
-    def _find_finished(self):
-        """Find the finished lines of an earlier start, and complete what it has left undone."""
+    def _find_shards(self):
+        """Find the shards of an earlier start."""
         for shard in self.own_shards:
-            if self.shards[shard].exists():
-                read_counts(self.shards[shard])
-                self.finished.update(self.places(shard))
+            if (file := self.shards[shard]).exists():
+                lines, _ = read_counts(file)
+                places = self.places(shard)
+                if [line["line"] for line in lines] != [self.captions[i].line for i in places]:
+                    raise ValueError(
+                        f"{file} has the lines of another shard; remove it, and the same command "
+                        "makes its pairs again"
+                    )
+                self.finished.update(places)
+
+    def _find_lines(self):
+        """Find the lines that an earlier start has finished, and complete what it left undone."""
         begun = set()  # shards with finished lines
         for file in self.marker.parent.iterdir():
             match = re.fullmatch(f"({re.escape(UNFINISHED_PREFIX)})?{LINE_FILE}", file.name)

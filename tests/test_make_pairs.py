@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -490,11 +491,16 @@ MISTAKES = [
     ("--captions same.jsonl", "same.jsonl has 1 problem: line 1: output is the same as input"),
     ("--template a b c", "give one of --captions FILE and --template INPUT EDIT OUTPUT"),
     ("--fill x=a", "--fill x=a is for --template; give both"),
-    ("--clip_model=", "--clip_model is empty; name a directory or hub id of a CLIP model"),
+    ("--clip_model=", "--clip_model is empty; name a directory or hub id of a model"),
+    ("--model=", "--model is empty; name a directory or hub id of a model"),
+    (
+        "--clip_model WORDLESS",
+        "opened: it has no tokenizer.json and no vocab.json; name a directory",
+    ),
     ("--clip_model none", "--clip_model none cannot be opened"),
     (f"--clip_model {MODEL}", f"--clip_model {MODEL} cannot be opened"),
     ("--clip_model BERT", "it is a model of type bert; name a directory or hub id of a CLIP model"),
-    ("--model none", "none"),
+    ("--model none", "none has no model_index.json (it is no directory"),
     ("--model EDITS", "--model EDITS is an edit model (StableDiffusionInstructPix2PixPipeline)"),
     ("--model INPAINTS", "and cannot do text to image; name another model"),
     ("--model REFINER", "is a refiner, which needs an image; name a base model"),
@@ -518,11 +524,17 @@ MISTAKES = [
     ("--keep_all --early_stop", "--keep_all makes all samples, and --early_stop does not"),
     ("--worker 0", "--worker and --num_workers go together; give both"),
     ("--worker 2 --num_workers 2", "--worker 2 must be from 0 to 1"),
+    ("--worker 0 --num_workers 0", "--num_workers 0 must be at least 1"),
+    (f'--negative_prompt "{LONG}"', "--negative_prompt is 202 tokens long, the model takes 77"),
+    (
+        "--negative_prompt red --guidance_scale 0 1",
+        "--negative_prompt needs guidance, not --guidance_scale 0 1; leave it out",
+    ),
     ("--width 30", "size 64x30 (height x width) is not divisible by"),
     ("--scheduler nonsense", "--scheduler nonsense is unknown"),
-    ("--timesteps 999 --scheduler pndm", "timesteps"),
+    ("--timesteps 999 --scheduler pndm", "--timesteps 999 cannot be chosen with FlaxPNDMScheduler"),
     ("--accelerate tome", "--accelerate tome merges other positions in each image of a pair"),
-    ("--accelerate nonsense", "nonsense"),
+    ("--accelerate nonsense", "'nonsense' is unknown; known: guidance"),
     ("--lora none.safetensors", "--lora none.safetensors does not exist; check the path"),
     ("--config_name_or_path none", "--config_name_or_path none does not exist; check the path"),
     ("--output_dir captions.jsonl", "--output_dir captions.jsonl cannot be written"),
@@ -539,6 +551,10 @@ def others(tmp_path_factory):
     make_tiny_xl(folder / "REFINER", refiner=True)
     make_tiny_clip(folder / "BERT")
     edit_json(folder / "BERT" / "config.json", model_type="bert")
+    make_tiny_clip(folder / "WORDLESS")
+    for file in (folder / "WORDLESS").glob("*token*"):
+        file.unlink()
+    (folder / "WORDLESS" / "vocab.json").unlink(missing_ok=True)
     return folder
 
 
@@ -552,14 +568,14 @@ def test_a_mistake_is_one_line_before_weights_are_read(
 
     monkeypatch.setattr(FlaxModelMixin, "from_pretrained", read)
     monkeypatch.setattr(FlaxCLIPModel, "from_pretrained", read)
-    for name in ("EDITS", "INPAINTS", "REFINER", "BERT"):
+    for name in ("EDITS", "INPAINTS", "REFINER", "BERT", "WORDLESS"):
         shutil.copytree(others / name, name)
     Path("empty.jsonl").write_text("\n")
     write("broken.jsonl", [ROWS[0], "{", ROWS[1]])
     write("long.jsonl", [ROWS[0] | {"input": LONG}])
     write("same.jsonl", [ROWS[0] | {"output": ROWS[0]["input"]}])
     before = files_of(Path())
-    assert message in refused(capsys, *flags_of(clip, *flags.split()))
+    assert message in refused(capsys, *flags_of(clip, *shlex.split(flags)))
     assert files_of(Path()) == before and not Path("data").exists()
 
 

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from dataloading.archives.index import one_line_errors
+from dataloading.mixture import first_metadata
 from dataloading.pairs import (
     ROW_GROUP_BYTES,
     ROW_GROUP_ROWS,
@@ -99,9 +100,15 @@ def copy_best(
         number = len(np.unique(captions[good]))
         lines.append(
             f"            {len(kept)} of them with --num_kept {wanted.num_kept}, from {number} "
-            f"of {len(np.unique(captions))} captions"
+            f"of {len(np.unique(captions))} lines of captions"
         )
     return "\n".join(lines)
+
+
+def has_scores(folder: Path) -> bool:
+    """Whether the first shard of a directory has columns of scores; False if it has no shards."""
+    shard = first_metadata(str(folder)) if folder.is_dir() else None
+    return shard is not None and not missing_columns(shard.schema.to_arrow_schema())
 
 
 def check_columns(source: Path, shards: list[tuple[Path, pq.FileMetaData]]) -> None:

@@ -101,10 +101,23 @@ def test_counts_are_printed(tmp_path, capsys, monkeypatch):
         "            9 reach --min_clip_text 0.2\n"
         "            4 reach --min_clip_image 0.755\n"
         "            3 reach all\n"
-        "            2 of them with --num_kept 2, from 1 of 2 captions\n"
+        "            2 of them with --num_kept 2, from 1 of 2 lines of captions\n"
     )
     assert "checked     all 2 rows" in printed and "unreadable  0 of 2 rows" in printed
     assert not (tmp_path / "clean/.unfinished").exists()
+
+
+def test_shards_with_scores_are_not_converted_without_a_choice(tmp_path, monkeypatch, capsys):
+    """Conversion of shards would leave the scores out."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "data", [[row(n) for n in range(10)]])
+    with pytest.raises(SystemExit, match="2"):
+        parquet_processing.main(["--pairs", "data", "--output_dir", "clean"])
+    assert "--pairs data has pairs by make_pairs.py, which training" in capsys.readouterr().err
+    assert not (tmp_path / "clean").exists()
+    held_out = ["--num_held_out", "2", "--held_out_dir", "held_out"]
+    parquet_processing.main(["--pairs", "data", "--output_dir", "clean", *held_out])
+    assert (tmp_path / "held_out" / "edits.jsonl").exists()
 
 
 def test_a_threshold_is_compared_in_double_precision(tmp_path):

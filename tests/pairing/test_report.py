@@ -184,7 +184,8 @@ def test_shares_in_the_figure(tmp_path, monkeypatch, least):
 
 
 def test_a_report_of_nothing(tmp_path):
-    """A worker without shards."""
+    """A worker without shards; a damaged report is replaced."""
+    (tmp_path / "report.json").write_text("{bad")
     said = write_report(tmp_path, "report", summary_of([]), None)
     assert said == "0 pairs of 0 lines are kept; 0 of 0 samples reach the thresholds"
     report = json.loads((tmp_path / "report.json").read_text())

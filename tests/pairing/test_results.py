@@ -453,6 +453,21 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
             outputs(folder)[0].check(SETTINGS)
 
 
+def test_a_shard_under_the_name_of_another_is_named(folder):
+    output = write_all(folder)
+    output.shards[1].write_bytes(output.shards[0].read_bytes())
+    with pytest.raises(ValueError, match=f"{output.shards[1]} has the lines of another shard; rem"):
+        outputs(folder)[0].start(SETTINGS)
+    assert not (folder / ".unfinished").exists()
+
+
+def test_damaged_settings_are_named(folder):
+    write_all(folder)
+    (folder / "make_pairs.json").write_text("{bad")
+    with pytest.raises(ValueError, match=r"pairs.json is damaged, and nothing else says which"):
+        outputs(folder)[0].check(SETTINGS)
+
+
 @pytest.mark.parametrize("content", ["empty", "cut", "foreign", "not ours"])
 @pytest.mark.parametrize("name", ["shard", "line"])
 def test_damaged_files_are_named(folder, content, name):
