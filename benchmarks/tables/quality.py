@@ -112,7 +112,7 @@ def made_pairs_table() -> str:
     }
     rows, sharing = (rows_of(results("pairs"), kind) for kind in ("model", "p"))
     order = sorted(rows, key=lambda name: (name.startswith("true"), rows[name]["pairs"]))
-    pairs = {f"pairs with p = {p}": sharing[p] for p in sorted(sharing)}
+    pairs = {f"p = {p}": sharing[p] for p in sorted(sharing)}
     pairs["pairs for training"] = rows["made"]["made_pairs"]
     lines = []
     for title, row in pairs.items():
@@ -153,7 +153,7 @@ def made_pairs_fast_table() -> str:
             f"{row['seconds_per_pair']:.2f} s",
             f"{row['good'] / row['pairs']:.0%}",
             f"{row['edit_error_ratio']:.2f}",
-            f"{row['seconds_per_pair'] * row['pairs'] / row['good']:.1f} s",
+            f"{row['seconds_per_pair'] * row['pairs'] / row['good']:.2f} s",
         ]
         for name, row in rows_of(results("pairs"), "fast").items()
     ]

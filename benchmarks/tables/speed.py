@@ -239,7 +239,7 @@ def pairs_table() -> str:
         [
             f"{host['side']}x{host['side']}, without programs",
             "a pair, of one core of the host",
-            seconds(host["cpu_seconds_per_pair"]),
+            f"{1000 * host['cpu_seconds_per_pair']:.0f} ms",
         ],
         [f"{memory['lines']} lines", f"memory after {memory['first_lines']} lines", first],
         ["", "after all", last],
