@@ -412,6 +412,7 @@ def test_a_pair_at_the_start_of_a_shard_is_not_its_own_duplicate(tmp_path, monke
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named_and_the_same_command_goes_on(tmp_path):
     """A limit to the size of a file has the same effect as a full disk, but for the error."""
     folder, out = tmp_path / "set", tmp_path / "data"

@@ -525,6 +525,7 @@ def test_repeated_states_give_the_same_image(opened, name):
     np.testing.assert_allclose(image_of(pipeline, params, null_twice), once, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_devices_make_the_images_of_one(opened):
     pipeline, params = opened["sd"]
     texts = [PROMPT, "it (red:0.5)"]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import slow
 from safetensors.numpy import load_file
 
 import flax_train_instruct_pix2pix as trainer
@@ -47,7 +46,8 @@ def trained():
     return load_file("out/unet/diffusion_pytorch_model.safetensors")
 
 
-@pytest.mark.parametrize("platform", ["cpu", *slow("gpu")])
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_an_old_checkpoint_is_the_start(old_run, monkeypatch, capsys, platform):
     if platform == "gpu":
         use_order_of_gpus(monkeypatch)

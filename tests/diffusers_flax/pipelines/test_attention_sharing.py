@@ -180,6 +180,7 @@ def test_steps_that_share(num_steps):
         assert list(shared(jnp.int32(i))) == [p > i / last for p in fractions]
 
 
+@pytest.mark.slow
 def test_the_first_image_stays(sd):
     """It is as without its pair; p = 0 changes no image."""
     plain, found = (images_of_pairs(sd, PAIR, p) for p in (None, 1.0))
