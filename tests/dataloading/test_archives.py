@@ -99,9 +99,8 @@ parquet_processing.main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize(
-    "name", ["a1557811266/Inter-Edit-Train", *slow("AILab-CVC/SEED-Data-Edit")]
-)
+@pytest.mark.variants
+@pytest.mark.parametrize("name", ["a1557811266/Inter-Edit-Train", "AILab-CVC/SEED-Data-Edit"])
 def test_a_killed_conversion_continues_with_the_same_shards(tmp_path, monkeypatch, capsys, name):
     make_set(name, tmp_path / "set", 9)
     small_shards(monkeypatch)
