@@ -41,6 +41,7 @@ from tqdm import tqdm
 from command_line import check_seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.precision import choose_dtype
+from diffusers_flax.loading.files import write_text
 from diffusers_flax.schedulers.factory import check_scheduler
 from generating.batches import DeviceClock
 from generating.clip import Clip, check_clip
@@ -49,7 +50,13 @@ from generating.models import ModelOptions, Sampling, check_sampling, load_model
 from generating.resuming import commit_of, identify, names_in
 from generating.single_files import with_single_files
 from generating.tasks import check_tasks, pipeline_for
-from pairing.captions import captions_of_template, check_lengths, read_captions, too_long
+from pairing.captions import (
+    captions_of_template,
+    check_lengths,
+    read_captions,
+    text_of,
+    too_long,
+)
 from pairing.maker import PairMaker
 from pairing.report import summarize, warn_of_empty, write_preview, write_report
 from pairing.results import COMMAND, Output
@@ -287,6 +294,8 @@ def run(config):
         models = open_models(config, captions, len(todo), jax.local_devices()[:chunks])
     if not is_continued:
         output.start(settings)
+    if config.template:
+        write_text(config.output_dir / "captions.jsonl", text_of(captions), shared=True)
     if todo:
         seconds = make_lines(config, captions, output, len(todo), models)
     output.end()

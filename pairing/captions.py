@@ -74,6 +74,12 @@ def read_captions(file: Path) -> list[Caption]:
     return captions
 
 
+def text_of(captions: Iterable[Caption]) -> str:
+    """A list of captions, as read_captions reads it."""
+    rows = (dict(zip(KEYS, caption[1:])) for caption in captions)
+    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+
+
 def example() -> str:
     """A line of a list."""
     texts = ("a photo of a cat", "make it a lion", "a photo of a lion")

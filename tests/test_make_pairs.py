@@ -34,6 +34,7 @@ from diffusers_flax import FlaxStableDiffusionPipeline
 from diffusers_flax.images import to_pil
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.clip_similarities import FlaxCLIPModel
+from pairing.captions import read_captions
 from pairing.samples import draw_sample
 from pairing.scores import Scores
 
@@ -610,6 +611,8 @@ def test_other_lists_give_the_same_shards(clip, monkeypatch, kind):
     words = ["--template", *words, "--fill", "x=the moon,a flower"]
     make_pairs.main([*flags_of(clip)[2:], *words])
     assert shards("data") == shards("list")
+    listed = read_captions(Path("data/captions.jsonl"))
+    assert [caption[1:] for caption in listed] == [tuple(row.values()) for row in ROWS[:2]]
 
 
 @pytest.mark.slow

@@ -80,8 +80,8 @@ def copy_best(
         ValueError: shards are missing, damaged or without scores; no row is good enough;
             output_dir is not empty. Nothing is written in these cases.
     """
-    if output_dir.resolve() == source.resolve():
-        raise ValueError(f"--output_dir {output_dir} is also --pairs; name another")
+    if output_dir.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"--output_dir {output_dir} is also --pairs, or in it; name another")
     check_directory("output_dir", output_dir, overwrite)
     shards = open_local_shards(source, "--pairs")
     check_columns(source, shards)
