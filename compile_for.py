@@ -85,8 +85,8 @@ from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import check_scheduler, training_scheduler
+from generating.flags import check_pair_ranges
 from generating.single_files import with_single_files
-from pairing.samples import check_ranges
 from training.batches import MAX_STEPS_IN_FLIGHT
 from training.ema import ema_flags, ema_plan, make_update_average
 from training.flags import (
@@ -294,7 +294,7 @@ def check_flags(config, num_devices):
         check_combinations(config)  # no check of --output_dir, as nothing is written there
         return
     if isinstance(config, PairProgramFlags):
-        check_ranges(config)
+        check_pair_ranges(config)
         check_pair_flags(config)
         return
     for name in ("batch_size", "resolution", "num_images", "num_inference_steps", "image_size"):

@@ -45,7 +45,7 @@ from diffusers_flax.loading.files import write_text
 from diffusers_flax.schedulers.factory import check_scheduler
 from generating.batches import DeviceClock
 from generating.clip import Clip, check_clip
-from generating.flags import SamplingFlags, from_flags
+from generating.flags import SamplingFlags, check_guidance, check_pair_ranges, from_flags
 from generating.models import ModelOptions, Sampling, check_sampling, load_model, plan_images
 from generating.resuming import commit_of, identify, names_in
 from generating.single_files import with_single_files
@@ -58,9 +58,8 @@ from pairing.captions import (
     too_long,
 )
 from pairing.maker import PairMaker
-from pairing.report import summarize, warn_of_empty, write_preview, write_report
+from pairing.report import preview_file, summarize, warn_of_empty, write_preview, write_report
 from pairing.results import COMMAND, Output
-from pairing.samples import check_ranges
 from pairing.scores import Scorer, thresholds_of
 
 MEGABYTE = 1 << 20
@@ -134,7 +133,7 @@ def check_flags(config):
     for name in ("num_samples", "num_kept", "num_inference_steps", "batch_size", "lines_per_shard"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
-    check_ranges(config)
+    check_pair_ranges(config)
     if not 0 <= config.guidance_rescale <= 1:
         raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
     for name, value in thresholds_of(config)._asdict().items():
@@ -200,6 +199,13 @@ def given_captions(config):
     return f"--captions {config.captions}" if config.captions else "--template"
 
 
+def choose_lines_per_shard(config, num_lines):
+    """The default of --lines_per_shard, which depends on nothing that may differ between starts."""
+    pairs_per_line = config.num_samples if config.keep_all else config.num_kept
+    largest = min(num_lines // NUM_SHARDS, MAX_PAIRS_PER_SHARD // pairs_per_line)
+    return max(-(-MIN_SAMPLES_PER_SHARD // config.num_samples), largest)
+
+
 def open_models(config, captions, num_lines, devices):
     """Open --model and --clip_model; checks all that can be checked before it reads weights.
 
@@ -213,17 +219,15 @@ def open_models(config, captions, num_lines, devices):
         (pipeline, its parameters on each device, Clip).
     """
     is_xl, configs = check_tasks(config.model, ["text to image"], takes_images=False)
-    low, high = config.guidance_scale
-    takes_scale = configs["unet"].get("time_cond_proj_dim") is not None
-    if low <= 1 < high and not takes_scale:
-        raise ValueError(
-            f"--guidance_scale {low:g} {high:g}: up to 1 there is no guidance; take both above 1, "
-            "or both up to 1"
-        )
-    if config.negative_prompt and (high <= 1 or takes_scale):
-        raise ValueError(
-            f"--negative_prompt needs guidance, not --guidance_scale {low:g} {high:g}; leave it out"
-        )
+    check_guidance(config.guidance_scale, configs["unet"])
+    if config.negative_prompt:
+        if configs["unet"].get("time_cond_proj_dim") is not None:
+            raise ValueError(f"--model {config.model} takes no --negative_prompt; leave it out")
+        if (high := max(config.guidance_scale)) <= 1:
+            raise ValueError(
+                f"--negative_prompt has no effect without guidance, up to --guidance_scale {high:g}"
+                "; leave it out"
+            )
     pipeline_type = pipeline_for("text to image", is_xl)
     scale = max(config.guidance_scale)
     sampling = from_flags(Sampling, config, guidance_scale=scale)
@@ -270,21 +274,20 @@ def run(config):
     use_compilation_cache(config.compilation_cache_dir)
     settings = settings_of(config, captions)
     config = with_single_files(config, "model")
-    pairs_per_line = config.num_samples if config.keep_all else config.num_kept
-    largest = min(len(captions) // NUM_SHARDS, MAX_PAIRS_PER_SHARD // pairs_per_line)
-    least = -(-MIN_SAMPLES_PER_SHARD // config.num_samples)
-    per_shard = config.lines_per_shard or max(least, largest)
+    per_shard = config.lines_per_shard or choose_lines_per_shard(config, len(captions))
     output = Output(config.output_dir, captions, per_shard, worker, num_workers)
     output.check(settings)
     is_continued = output.is_begun
     if is_continued:
         output.start(settings)
     if output.finished:
-        print(
-            f"finished already by this command: {len(output.finished)} lines"
-            + ", of which no previews are drawn" * config.preview,
-            file=sys.stderr,
-        )
+        print(f"finished lines of this command: {len(output.finished)}", file=sys.stderr)
+        lines = [captions[place].line for place in output.finished] if config.preview else []
+        if missing := sum(not preview_file(config.output_dir, line).exists() for line in lines):
+            print(
+                f"{missing} of them have no preview: --preview draws the lines that are made now",
+                file=sys.stderr,
+            )
     todo, seconds = output.unfinished_lines(), None
     if todo:
         shards = Counter(place // per_shard for place in todo)
@@ -305,7 +308,10 @@ def run(config):
     name = "report" if num_workers == 1 else f"report-{worker}"
     print(write_report(config.output_dir, name, report, seconds))
     if not report["lines"]:
-        print(f"worker {worker} has no lines, as the list has {len(output.shards)} shards")
+        print(
+            f"worker {worker} has no shard of {len(output.shards)}; for more shards give a smaller "
+            "--lines_per_shard, with another --output_dir"
+        )
     elif not report["kept"]:
         print(
             "nothing is kept: choose lower thresholds, or --keep_all to see all scores, with "
@@ -313,8 +319,9 @@ def run(config):
         )
     else:
         when = "" if num_workers == 1 else ", when all workers have finished"
-        choice = f"--pairs {config.output_dir} --output_dir NEW --num_kept {Config.num_kept}"
-        shown = choice if config.keep_all else f"--train_data_dir {config.output_dir}"
+        folder = shlex.quote(str(config.output_dir))
+        choice = f"--pairs {folder} --output_dir NEW --num_kept {Config.num_kept}"
+        shown = choice if config.keep_all else f"--train_data_dir {folder}"
         print(f"next{when}: python parquet_processing.py {shown}")
 
 

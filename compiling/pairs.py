@@ -32,7 +32,7 @@ from diffusers_flax.pipelines.running import Options
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import check_scheduler
 from generating.batches import IN_FLIGHT
-from generating.flags import from_flags
+from generating.flags import check_guidance, from_flags
 from generating.models import Sampling, check_sampling
 from generating.tasks import check_tasks, pipeline_for
 
@@ -90,19 +90,10 @@ class PairProgramFlags(TargetFlags):
 
 
 def check_pair_flags(config):
-    """Raise a ValueError for PairProgramFlags out of range, which check_ranges has passed.
-
-    A batch is a number here.
-    """
+    """Raise a ValueError for numbers or a scheduler of PairProgramFlags; a batch is a number."""
     for name in ("batch_size", "num_inference_steps", "width", "height"):
         if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
-    low, high = config.guidance_scale
-    if low <= 1 < high:
-        raise ValueError(
-            f"--guidance_scale {low:g} {high:g}: up to 1 there is no guidance; take both above 1, "
-            "or both up to 1"
-        )
     check_scheduler(config.scheduler)
 
 
@@ -130,6 +121,7 @@ def open_text_pipeline(config):
     configs = PUBLISHED_CONFIGS[FAMILIES[config.family]]
     if config.model:
         is_xl, configs = check_tasks(config.model, ["text to image"])
+    check_guidance(config.guidance_scale, configs["unet"])
     cls = pipeline_for("text to image", is_xl)
     if config.model:
         index, _ = cls.check(config.model)

@@ -4,7 +4,6 @@ clip = Clip("openai/clip-vit-large-patch14")
 similarity = cosine(clip.image_features([image]), clip.text_features(["a cat"]))
 """
 
-import os
 from contextlib import contextmanager
 from functools import partial
 
@@ -58,14 +57,13 @@ def find_clip(name):
     for names in NEEDED_FILES:
         if not any((folder / name).exists() for name in names):
             raise ValueError(f"it has no {' and no '.join(names)}")
-    if os.path.isdir(name):
-        fetch = partial(fetch_file, name, subfolder=None, revision=None)
-        find_weights(fetch, "model", None, False, name)
+    fetch = partial(fetch_file, name, subfolder=None, revision=None)
+    find_weights(fetch, "model", None, False, name)
     return folder, config
 
 
 def check_clip(name, is_optional=True):
-    """Raise the errors of Clip that need no weights."""
+    """Raise the errors of Clip before it reads weights, which are fetched."""
     with naming_clip(name, is_optional):
         find_clip(name)
 

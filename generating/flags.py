@@ -239,6 +239,41 @@ def note_single_words(flag, texts):
         )
 
 
+def check_pair_ranges(config):
+    """Raise a ValueError unless flags are ranges of what pairs of images may have.
+
+    config: with guidance_scale and attention_sharing, each (least, largest), and accelerate.
+    """
+    for name in ("guidance_scale", "attention_sharing"):
+        low, high = getattr(config, name)
+        if not low <= high:
+            raise ValueError(f"--{name} {low:g} {high:g} must be in order: the least, the largest")
+    for scale in config.guidance_scale:
+        check_scale("guidance_scale", scale, has_image_scale=False)
+    for value in config.attention_sharing:
+        if not 0 <= value <= 1:
+            raise ValueError(f"--attention_sharing {value:g} must be from 0 to 1")
+    if any(spec.partition(":")[0] == "tome" for spec in config.accelerate):
+        raise ValueError(
+            "--accelerate tome merges other positions in each image of a pair; leave it out"
+        )
+
+
+def check_guidance(guidance_scale, unet_config):
+    """Raise a ValueError for a range of scales of which only a part needs guidance.
+
+    Args:
+        guidance_scale: (least, largest).
+        unet_config: content of the UNet's config.json; a UNet that takes the scale has one branch.
+    """
+    low, high = guidance_scale
+    if low <= 1 < high and unet_config.get("time_cond_proj_dim") is None:
+        raise ValueError(
+            f"--guidance_scale {low:g} {high:g}: up to 1 there is no guidance; take both above 1, "
+            "or both up to 1"
+        )
+
+
 def read_lines(given, file, what):
     """The lines with text of a UTF-8 file, at least one, without the spaces around them.
 

@@ -59,7 +59,7 @@ def read_captions(file: Path) -> list[Caption]:
     """
     given = f"--captions {file}"
     captions, problems, lines = [], [], {}
-    for line, content in read_objects(given, file, missing_keys):
+    for line, content in read_objects(given, file, name_missing):
         try:
             caption = Caption(line, *texts_of(content))
             check_change(caption)
@@ -94,7 +94,7 @@ def texts_of(content: dict | str) -> tuple[str, str, str]:
     """
     if isinstance(content, str):
         raise ValueError(content)
-    if problem := missing_keys(content):
+    if problem := name_missing(content):
         raise ValueError(problem)
     texts = [content[key] for key in KEYS]
     for key, text in zip(KEYS, texts):
@@ -109,7 +109,7 @@ def texts_of(content: dict | str) -> tuple[str, str, str]:
     return tuple(text.strip() for text in texts)
 
 
-def missing_keys(names: Iterable[str]) -> str:
+def name_missing(names: Iterable[str]) -> str:
     """Name the missing keys or columns; "" without any."""
     missing = [key for key in KEYS if key not in names]
     if not missing:
@@ -274,7 +274,7 @@ def check_lengths(captions: list[Caption], tokenizers: list[tuple], given: str) 
 
 
 def too_long(texts: Iterable[str], tokenizers: list[tuple]) -> dict[str, str]:
-    """The texts that text encoders cut: {text: its length in words}; tokenizers: check_lengths."""
+    """The texts that text encoders cut: {text: sentence}; tokenizers: see check_lengths."""
     problems = {}
     for tokenizer, length in tokenizers:
         unsure = may_be_long(texts, tokenizer, length)

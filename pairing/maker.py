@@ -22,6 +22,7 @@ from pairing.scores import Scores, thresholds_of
 
 JPEG_QUALITY = 95
 SCORING = 3  # batches whose images are being scored
+MAX_NAN = 32  # samples at the start of a run that may all be NaN
 NO_SCORES = Scores(*[float("nan")] * len(Scores._fields))  # of images that are NaN
 
 
@@ -49,6 +50,7 @@ class PairMaker:
     def __init__(self, pipeline, params, scorer, captions, config):
         self.pipeline, self.params, self.scorer = pipeline, params, scorer
         self.captions, self.config, self.thresholds = captions, config, thresholds_of(config)
+        self.num_finite = self.num_nan = 0  # pairs since the start
         self.pool = ThreadPoolExecutor(len(params))  # programs of all devices compile side by side
 
     def prepare(self, batch):
@@ -100,18 +102,20 @@ class PairMaker:
             List of (PIL images, originals and edited images in turn; list of bool).
 
         Raises:
-            ValueError: no pair of the batch is finite.
+            ValueError: no pair since the start is finite.
         """
         images = np.stack([np.asarray(x) for x in images])  # (chunks, 2 pairs, H, W, 3)
         pairs = images.reshape(len(images), -1, 2 * math.prod(images.shape[2:]))
         finite = np.isfinite(pairs).all(axis=-1)
-        place = prepared[0][0][0].place
-        if not finite.any():
-            which = f'images of "{self.captions[place].input}" and others'
-            check_finite_images(images, which, self.config.lora)
+        self.num_finite += finite.sum()
+        self.num_nan += (~finite).sum()
+        if not self.num_finite and self.num_nan >= MAX_NAN:
+            first = self.captions[prepared[0][0][0].place]
+            check_finite_images(images, f'images of "{first.input}" and others', self.config.lora)
         if not finite.all():
-            warn_once("some images are NaN; their samples are not kept, try --dtype float32")
-        return list(zip(map(to_pil, np.nan_to_num(images)), finite.tolist()))
+            warn_once("some images are NaN, and their samples are not kept")
+            images = np.nan_to_num(images, posinf=0, neginf=0)
+        return list(zip(map(to_pil, images), finite.tolist()))
 
     def score(self, samples, images, is_finite, device):
         """The MadePairs of a chunk.
@@ -209,10 +213,15 @@ class PairMaker:
                     )
                     while len(scoring) > SCORING or (scoring and all(x.done() for x in scoring[0])):
                         yield from finished_by(pairs_of(scoring.popleft()))
-            except Exception as error:  # lines that are made all the same are kept
+            except Exception as error:  # batches that have been made still count
                 failed = error
             while scoring:
-                yield from finished_by(pairs_of(scoring.popleft()))
+                try:
+                    pairs = pairs_of(scoring.popleft())
+                except Exception as error:
+                    failed = failed or error
+                else:
+                    yield from finished_by(pairs)
             if failed:
                 raise failed
 

@@ -53,14 +53,19 @@ def write_preview(folder, caption, line):
     text = f"{caption.line}: {caption.input} | {caption.edit} | {caption.output}"
     if (more := len(pairs) - NUM_DRAWN) > 0:
         text += f" ({more} more pairs are kept)"
-    save_image(captioned([grid], text), folder / PREVIEWS / f"{caption.line:09d}.jpg")
+    save_image(captioned([grid], text), preview_file(folder, caption.line))
+
+
+def preview_file(folder, line):
+    """The preview of a line, by its number in the list."""
+    return folder / PREVIEWS / f"{line:09d}.jpg"
 
 
 def why_empty(line):
     """The threshold that failed most in a line without good pairs; line: of Line.counts."""
     name, number = max(line["missed"].items(), key=lambda item: item[1])
-    found = {"threshold": name, "missed": number, "largest": line["largest"][name]}
-    return {"line": line["line"], "samples": line["samples"]} | found
+    counts = {key: line[key] for key in ("line", "samples", "nan")}
+    return counts | {"threshold": name, "missed": number, "largest": line["largest"][name]}
 
 
 def warn_of_empty(report):
@@ -70,6 +75,9 @@ def warn_of_empty(report):
     """
     empty, sentences = report["lines_without_good"], []
     for line in empty[:NUM_NAMED]:
+        if line["nan"] == line["samples"]:
+            sentences.append(f"line {line['line']}: all images are NaN; try --dtype float32")
+            continue
         name, number = line["threshold"], line["missed"]
         sentences.append(
             f"line {line['line']}: none of {line['samples']} samples is good; {number} "
@@ -88,14 +96,14 @@ def summarize(counted, thresholds):
         counted: of Output.counted.
         thresholds: Thresholds.
     """
-    totals = Counter(lines=0, samples=0, good=0, kept=0)
+    totals = Counter(lines=0, samples=0, good=0, kept=0, nan=0)
     missed = Counter(dict.fromkeys(Thresholds._fields, 0))
     per_line, empty = Counter(), []
     histograms = np.zeros((len(Scores._fields), len(BINS) - 1), int)
     for lines, of_shard in counted:
         histograms += of_shard
         for line in lines:
-            totals.update(lines=1, samples=line["samples"], good=line["good"], kept=line["kept"])
+            totals.update({key: line[key] for key in ("samples", "good", "nan", "kept")}, lines=1)
             missed.update(line["missed"])
             per_line[line["kept"]] += 1
             if not line["good"]:
@@ -131,7 +139,7 @@ def write_report(folder, name, report, seconds_per_pair):
     seconds = seconds_per_pair or before.get("seconds_per_kept_pair")
     entries = report | {"seconds_per_kept_pair": seconds}
     lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
-    write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")  # a histogram is a line
+    write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")  # an entry is a line
     save_whole(folder / f"{name}.png", lambda path: draw(path, report))
     time = (
         ""
@@ -149,15 +157,17 @@ def draw(path, report):
     from matplotlib.figure import Figure  # a second
 
     figure = Figure(figsize=(10, 6), layout="constrained")
-    middles, samples = (BINS[1:] + BINS[:-1]) / 2, max(report["samples"], 1)
+    middles = (BINS[1:] + BINS[:-1]) / 2
     for axes, (name, counts) in zip(figure.subplots(2, 2).flat, report["histograms"].items()):
         histogram = np.array(counts)
         axes.bar(middles, histogram, width=BINS[1] - BINS[0])
         flag = THRESHOLD_OF[name]
         least = report["thresholds"][flag]
         axes.axvline(least, color="black", linestyle="dashed")
-        share = 1 - report["missed"][flag] / samples
-        axes.set_title(f"{name}; {share:.0%} of the samples reach {flag} {least:g}", fontsize=10)
+        reached = report["samples"] - report["missed"][flag]
+        both = " with both images" if flag == "min_clip_text" else ""
+        title = f"{name}\n{reached} of {report['samples']} reach {flag} {least:g}{both}"
+        axes.set_title(title, fontsize=10)
         used = np.flatnonzero(histogram)
         if len(used):
             axes.set_xlim(min(BINS[used[0]], least) - 0.05, max(BINS[used[-1] + 1], least) + 0.05)

@@ -9,10 +9,12 @@ A shard has the lines of a fixed part of the list, so that its content depends n
 of workers nor on restarts. Metadata of the files have what is counted for the report.
 """
 
+import errno
 import json
 import re
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -30,14 +32,16 @@ from diffusers_flax.loading.files import (
     save_whole,
     write_text,
 )
+from diffusers_flax.messages import warn_once
 from pairing.samples import Sample
-from pairing.scores import Scores, Thresholds, compared
+from pairing.scores import Scores, Thresholds, compared_scores
 
 SETTINGS = "make_pairs.json"
 COMMAND = "command"  # the entry of SETTINGS that is not compared
 NO_FLAGS = {"lines": "lines", "commit": "commit of --model on the hub"}  # entries of SETTINGS
 METADATA = b"make_pairs"
 LINE_FILE = r"line-(\d{9})\.parquet"  # the place of its line in the list
+NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of disks without locks
 TRIES = 10  # to write into a directory that another worker removes when it is empty
 PAIR_SCHEMA = pa.schema(
     [
@@ -89,7 +93,7 @@ class Line:
         self.choice = choice
         self.arrived, self.num_seen = {}, 0  # those behind a gap wait in `arrived`
         self.kept, self.best = [], None  # best: the pair with the largest direction
-        self.num_good, self.missed = 0, dict.fromkeys(Thresholds._fields, 0)
+        self.num_good, self.num_nan, self.missed = 0, 0, dict.fromkeys(Thresholds._fields, 0)
         self.histograms = np.zeros((len(Scores._fields), len(BINS) - 1), int)
         self.largest = np.full(len(Thresholds._fields), -1.0)
 
@@ -119,7 +123,8 @@ class Line:
         for name in missed:
             self.missed[name] += 1
         self.num_good += not missed
-        self.largest = np.fmax(self.largest, compared(pair.scores))
+        self.num_nan += bool(np.isnan(pair.scores).all())
+        self.largest = np.fmax(self.largest, compared_scores(pair.scores))
         places = np.searchsorted(BINS, np.nan_to_num(pair.scores, nan=-1), "right") - 1
         self.histograms[np.arange(len(places)), places.clip(0, len(BINS) - 2)] += 1
         if self.best is None or direction_of(pair) > direction_of(self.best):
@@ -138,6 +143,7 @@ class Line:
             "line": caption.line,
             "samples": self.num_seen,
             "good": self.num_good,
+            "nan": self.num_nan,
             "kept": len(self.kept),
             "missed": self.missed,
             "largest": dict(zip(Thresholds._fields, largest)),
@@ -291,35 +297,43 @@ class Output:
         if not self.is_begun:
             write_text(self.folder / SETTINGS, json_of(settings), shared=True)
         self._compare(settings)  # another run may have begun since the check
-        self._find_shards()
-        self._lock()
         for marker in self.marker.parent.glob("worker-*"):  # of a run with other workers
             if not marker.name.endswith(f"-of-{self.num_workers}"):
+                other = FileLock(marker, fallback_to_soft=False)
+                self._lock(other)
                 remove(marker)
+                other.release()
+        self._lock(self.lock)
+        try:
+            self._find_shards()
+        except ValueError:
+            self.end()
+            raise
         self._find_lines()
 
-    def _lock(self):
-        """Make the marker, and lock it against the same worker, started twice.
+    def _lock(self, lock):
+        """Make the file of a FileLock, and lock it against a run that is alive.
 
         The system releases the lock when the process ends. Without flock there is none.
         """
         for tries_left in reversed(range(TRIES)):
             try:
                 self.marker.parent.mkdir(parents=True, exist_ok=True)
-                self.marker.touch()
-                self.lock.acquire(blocking=False)
+                lock.acquire(blocking=False)
                 return
             except Timeout as error:
                 raise ValueError(
-                    f"another run of this worker writes into --output_dir {self.folder}; wait for "
-                    "it, or divide the lines by --worker and --num_workers"
+                    f"another run writes into --output_dir {self.folder}; wait until it ends "
+                    "(machines that share a disk need --worker and --num_workers from the start)"
                 ) from error
-            except FileNotFoundError:
+            except FileNotFoundError:  # another worker has removed the directory
                 if not tries_left:
                     raise
             except OSError as error:
-                if error.filename is not None:  # the file cannot be opened
+                if error.errno not in NO_FLOCK:
                     raise
+                Path(lock.lock_file).touch()
+                warn_once(f"{lock.lock_file} cannot be locked; start each worker once")
                 return
 
     def _find_shards(self):
@@ -392,10 +406,11 @@ class Output:
         if not all(map(self.is_finished, self.places(shard))):
             return
         files = [self.line_file(place) for place in self.places(shard)]
-        counts, histograms = zip(*map(read_counts, files))
-        counted = {"lines": [*chain(*counts)], "histograms": sum(histograms).tolist()}
-        rows = (row for file in files for row in pq.read_table(file).to_pylist())
-        write_rows(self.shards[shard], rows, counted)
+        if not self.shards[shard].exists():  # by the same worker, started twice without flock
+            counts, histograms = zip(*map(read_counts, files))
+            counted = {"lines": [*chain(*counts)], "histograms": sum(histograms).tolist()}
+            rows = (row for file in files for row in pq.read_table(file).to_pylist())
+            write_rows(self.shards[shard], rows, counted)
         for file in files:
             remove(file)
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from command_line import check_scale
-
 
 class Sample(NamedTuple):
     """What is random about a pair.
@@ -28,26 +26,6 @@ class Sample(NamedTuple):
     key: np.ndarray
     guidance_scale: float
     attention_sharing: float
-
-
-def check_ranges(config):
-    """Raise a ValueError unless flags are ranges of numbers that samples may have.
-
-    config: with guidance_scale and attention_sharing, each (least, largest), and accelerate.
-    """
-    for name in ("guidance_scale", "attention_sharing"):
-        low, high = getattr(config, name)
-        if not low <= high:
-            raise ValueError(f"--{name} {low:g} {high:g} must be in order: the least, the largest")
-    for scale in config.guidance_scale:
-        check_scale("guidance_scale", scale, has_image_scale=False)
-    for value in config.attention_sharing:
-        if not 0 <= value <= 1:
-            raise ValueError(f"--attention_sharing {value:g} must be from 0 to 1")
-    if any(spec.partition(":")[0] == "tome" for spec in config.accelerate):
-        raise ValueError(
-            "--accelerate tome merges other positions in each image of a pair; leave it out"
-        )
 
 
 def draw_sample(seed, place, number, scales, fractions):

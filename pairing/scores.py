@@ -44,12 +44,12 @@ class Thresholds(NamedTuple):
         """The flags whose thresholds scores do not reach, a tuple of names."""
         return tuple(
             name
-            for name, least, value in zip(self._fields, self, compared(scores))
+            for name, least, value in zip(self._fields, self, compared_scores(scores))
             if not value >= least  # NaN misses
         )
 
 
-def compared(scores):
+def compared_scores(scores):
     """What is compared with each of Thresholds; of the texts the lower score counts."""
     text = np.minimum(scores.clip_text_original, scores.clip_text_edited)  # NaN if one is
     return text, scores.clip_image, scores.clip_direction

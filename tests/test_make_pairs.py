@@ -498,6 +498,8 @@ MISTAKES = [
         "--clip_model WORDLESS",
         "opened: it has no tokenizer.json and no vocab.json; name a directory",
     ),
+    ("--clip_model WEIGHTLESS", "opened: no weights in WEIGHTLESS: neither model.safetensors"),
+    ("--clip_model BLIND", "opened: it has no preprocessor_config.json and no processor_config"),
     ("--clip_model none", "--clip_model none cannot be opened"),
     (f"--clip_model {MODEL}", f"--clip_model {MODEL} cannot be opened"),
     ("--clip_model BERT", "it is a model of type bert; name a directory or hub id of a CLIP model"),
@@ -529,7 +531,7 @@ MISTAKES = [
     (f'--negative_prompt "{LONG}"', "--negative_prompt is 202 tokens long, the model takes 77"),
     (
         "--negative_prompt red --guidance_scale 0 1",
-        "--negative_prompt needs guidance, not --guidance_scale 0 1; leave it out",
+        "--negative_prompt has no effect without guidance, up to --guidance_scale 1; leave it out",
     ),
     ("--width 30", "size 64x30 (height x width) is not divisible by"),
     ("--scheduler nonsense", "--scheduler nonsense is unknown"),
@@ -553,9 +555,13 @@ def others(tmp_path_factory):
     make_tiny_clip(folder / "BERT")
     edit_json(folder / "BERT" / "config.json", model_type="bert")
     make_tiny_clip(folder / "WORDLESS")
-    for file in (folder / "WORDLESS").glob("*token*"):
+    for file in [*(folder / "WORDLESS").glob("*token*"), folder / "WORDLESS" / "vocab.json"]:
+        file.unlink(missing_ok=True)
+    make_tiny_clip(folder / "WEIGHTLESS")
+    (folder / "WEIGHTLESS" / "model.safetensors").unlink()
+    make_tiny_clip(folder / "BLIND")
+    for file in (folder / "BLIND").glob("*processor_config.json"):
         file.unlink()
-    (folder / "WORDLESS" / "vocab.json").unlink(missing_ok=True)
     return folder
 
 
@@ -569,7 +575,7 @@ def test_a_mistake_is_one_line_before_weights_are_read(
 
     monkeypatch.setattr(FlaxModelMixin, "from_pretrained", read)
     monkeypatch.setattr(FlaxCLIPModel, "from_pretrained", read)
-    for name in ("EDITS", "INPAINTS", "REFINER", "BERT", "WORDLESS"):
+    for name in ("EDITS", "INPAINTS", "REFINER", "BERT", "WORDLESS", "WEIGHTLESS", "BLIND"):
         shutil.copytree(others / name, name)
     Path("empty.jsonl").write_text("\n")
     write("broken.jsonl", [ROWS[0], "{", ROWS[1]])
@@ -590,7 +596,10 @@ def test_other_flags_for_a_directory_with_pairs_are_refused(clip, capsys):
     said = refused(capsys, *flags_of(clip, captions="captions.jsonl"))
     assert "has pairs of a run with other lines;" in said
     assert files_of(Path("data")) == before
+    capsys.readouterr()
     run(clip, "--batch_size", "3", "--preview", "--worker", "0", "--num_workers", "1")
+    said = capsys.readouterr().err
+    assert "finished lines of this command: 2\n2 of them have no preview: --preview draws" in said
 
 
 @pytest.mark.slow
@@ -613,6 +622,30 @@ def test_other_lists_give_the_same_shards(clip, monkeypatch, kind):
     assert shards("data") == shards("list")
     listed = read_captions(Path("data/captions.jsonl"))
     assert [caption[1:] for caption in listed] == [tuple(row.values()) for row in ROWS[:2]]
+
+
+@pytest.mark.parametrize(
+    ("num_lines", "flags", "expected"),
+    [
+        (1, dict(), 1),
+        (128, dict(), 2),  # 64 shards
+        (450_000, dict(), 100),  # 400 pairs
+        (450_000, dict(keep_all=True), 4),
+        (20, dict(num_samples=10), 4),  # 32 samples
+        (20, dict(num_samples=1), 32),
+        (6400, dict(num_samples=1), 100),
+    ],
+)
+def test_lines_of_a_shard(num_lines, flags, expected):
+    config = make_pairs.Config(model="", **flags)
+    assert make_pairs.choose_lines_per_shard(config, num_lines) == expected
+
+
+def test_a_worker_without_lines(clip, capsys):
+    run(clip, "--worker", "1", "--num_workers", "2")
+    printed = capsys.readouterr().out
+    assert "worker 1 has no shard of 1; for more shards give a smaller --lines_per_shard" in printed
+    assert "choose lower thresholds" not in printed
 
 
 @pytest.mark.slow

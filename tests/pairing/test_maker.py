@@ -133,11 +133,19 @@ def test_an_error_keeps_the_lines_that_are_made():
 
 
 @pytest.mark.parametrize("keep_all", [False, True])
-def test_a_sample_that_is_nan_is_not_kept(keep_all, caplog):
+def test_a_sample_that_is_nan_is_not_kept(keep_all, monkeypatch):
+    monkeypatch.setattr(makers, "MAX_NAN", 4)
     nan = np.nan
     lines = dict(Stub([[0.2, 0.4], [nan, 0.4]], keep_all=keep_all).lines(2))
     assert [[pair.sample.number for pair in lines[i].kept] for i in (0, 1)] == [[0, 1], [1]]
     assert [lines[i].num_good for i in (0, 1)] == [2, 1]
     assert lines[1].missed == {"min_clip_text": 1, "min_clip_image": 1, "min_clip_direction": 1}
-    with pytest.raises(ValueError, match='images of "a 0" and others are NaN'):
-        dict(Stub([[nan, nan]]).lines(1))
+    with pytest.raises(ValueError, match='images of "a 1" and others are NaN'):
+        dict(Stub([[nan, np.inf]] * 9).lines(9))
+
+
+def test_lines_that_are_all_nan():
+    """As many as a start may have, in batches of any size; infinite values are like NaN."""
+    lines = dict(Stub([[np.inf, -np.inf], [np.nan, 0.4]]).lines(2))
+    assert [lines[i].num_nan for i in (0, 1)] == [2, 1]
+    assert not lines[0].kept and lines[0].best.images is None

@@ -124,6 +124,14 @@ def test_lines_that_keep_bad_pairs_are_warned_of_too():
     assert len(line.kept) == 1 and len(warnings_of([line])) == 1
 
 
+def test_lines_of_nan_are_named():
+    """Their thresholds and captions are not to blame."""
+    nan = Scores(*[float("nan")] * 4)
+    assert warnings_of([line_of(nan, nan)]) == ["line 7: all images are NaN; try --dtype float32"]
+    (sentence,) = warnings_of([line_of(nan, BAD)])
+    assert sentence.endswith("2 are below --min_clip_text 0.2, the largest value is 0.190")
+
+
 def test_many_empty_lines_are_counted():
     sentences = warnings_of([line_of(BAD)] * 30)
     assert len(sentences) == NUM_NAMED + 1
@@ -149,8 +157,8 @@ def test_the_report(tmp_path):
         "kept": 1,
     }
     assert report["missed"] == dict.fromkeys(Thresholds._fields, 2)
-    least = {"line": 8, "samples": 1, "threshold": "min_clip_text", "missed": 1, "largest": 0.19}
-    assert report["lines_without_good"] == [least]
+    empty = {"line": 8, "samples": 1, "nan": 0, "threshold": "min_clip_text"}
+    assert report["lines_without_good"] == [empty | {"missed": 1, "largest": 0.19}]
     assert report["lines_by_kept_pairs"] == {"0": 1, "1": 1}
     assert list(report)[:4] == ["lines", "samples", "good", "kept"]
     assert report["thresholds"] == Thresholds()._asdict()
@@ -164,7 +172,7 @@ def test_the_report(tmp_path):
 
 
 @pytest.mark.parametrize("least", [0.251, *slow(-1, 0.2, 1)])
-def test_shares_in_the_figure(tmp_path, monkeypatch, least):
+def test_numbers_in_the_figure(tmp_path, monkeypatch, least):
     """Of samples at least at the threshold, also within a bin; of texts the lower score counts."""
     from matplotlib.axes import Axes
 
@@ -175,11 +183,12 @@ def test_shares_in_the_figure(tmp_path, monkeypatch, least):
     summary = summary_of([line], thresholds)
     write_report(tmp_path, "report", summary, None)
     rows = [(min(x[:2]), min(x[:2]), *x[2:]) for x in (GOOD, BAD, GOOD)]
-    shares = np.mean(np.array(rows) >= least, axis=0)
-    flags = ["min_clip_text"] * 2 + ["min_clip_image", "min_clip_direction"]
+    reached = np.sum(np.array(rows) >= least, axis=0)
+    text = f"min_clip_text {least:g} with both images"
+    flags = [text, text, f"min_clip_image {least:g}", f"min_clip_direction {least:g}"]
     assert titles == [
-        f"{name}; {share:.0%} of the samples reach {flag} {least:g}"
-        for name, share, flag in zip(Scores._fields, shares, flags)
+        f"{name}\n{number} of 3 reach {flag}"
+        for name, number, flag in zip(Scores._fields, reached, flags)
     ]
 
 

@@ -1,5 +1,7 @@
 """Which pairs of a line are kept, what is counted, and the files of finished lines."""
 
+import errno
+import fcntl
 import itertools
 import json
 import os
@@ -147,6 +149,7 @@ def test_what_is_counted():
         "line": 7,
         "samples": 50,
         "good": good.all(axis=1).sum(),
+        "nan": 0,
         "kept": 2,
         "missed": dict(zip(Thresholds._fields, missed)),
         "largest": dict(zip(Thresholds._fields, np.nanmax(compared, axis=0))),
@@ -356,6 +359,7 @@ def test_marks_of_other_numbers_of_workers_do_not_stay(folder):
     """A run with 3 workers is killed and goes on with 1."""
     for output in outputs(folder, num_workers=3):
         output.start(SETTINGS)
+        output.lock.release()  # as the system does after a kill
     write_all(folder)
     assert not (folder / ".unfinished").exists()
 
@@ -399,12 +403,36 @@ def test_runs_that_begin_at_once_do_not_mix(folder):
     first.start(SETTINGS)
     with pytest.raises(ValueError, match="other --seed"):
         second.start(SETTINGS | {"seed": 5})
-    with pytest.raises(ValueError, match=r"another run of this worker .* --worker and --num_wo"):
+    with pytest.raises(ValueError, match=r"another run writes into .*; wait until it ends"):
         second.start(SETTINGS)
+    with pytest.raises(ValueError, match=r"another run writes into .*; wait until it ends"):
+        outputs(folder, num_workers=2)[0].start(SETTINGS)
+    assert len(list((folder / ".unfinished").iterdir())) == 1
     first.finish(0, made(0))
     first.end()
     second.start(SETTINGS)
     assert second.finished == {0}
+
+
+def test_a_disk_without_locks(folder, monkeypatch):
+    """The same worker, started twice: both end, and lines are made twice."""
+
+    def no_lock(*args):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    (first,), (second,) = outputs(folder), outputs(folder)
+    first.start(SETTINGS)
+    second.start(SETTINGS)
+    for place in range(4):
+        first.finish(place, made(place))
+    for place in second.unfinished_lines():
+        second.finish(place, made(place))
+    first.finish(4, made(4))
+    for output in (first, second):
+        output.end()
+    assert not (folder / ".unfinished").exists()
+    assert [len(lines) for lines, _ in first.counted()] == [2, 2, 1]
 
 
 # ------------------------------------------------------------------ refusals
