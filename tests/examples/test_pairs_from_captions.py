@@ -137,7 +137,7 @@ def test_benchmark(made, tmp_path):
     output = tmp_path / "rows.json"
     command = [sys.executable, "-m", "benchmarks.made_pairs", "--pairs", folder, "--output", output]
     command += ["--samples_per_line", "1", "--num_inference_steps", "2", "--fractions", "0", "1"]
-    command += ["--ways", "5 steps", "DeepCache, every second step"]
+    command += ["--ways", "5 steps", "10 steps of dpmsolver++"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(output.read_text())
@@ -145,7 +145,7 @@ def test_benchmark(made, tmp_path):
     assert {"p 0", "p 1", "thresholds all", "thresholds none", "model made"} <= set(rows)
     assert rows["p 0"]["pairs"] == rows["p 1"]["pairs"] == lines
     assert rows["p 0"]["edit_error_ratio"] != rows["p 1"]["edit_error_ratio"]
-    ways = [rows[f"fast {x}"] for x in ("5 steps", "DeepCache, every second step")]
+    ways = [rows[f"fast {x}"] for x in ("5 steps", "10 steps of dpmsolver++")]
     assert [row["pairs"] for row in ways] == [lines, lines]
     assert all(0 <= row["good"] <= lines and row["seconds_per_pair"] > 0 for row in ways)
     assert ways[0]["edit_error_ratio"] != ways[1]["edit_error_ratio"]
