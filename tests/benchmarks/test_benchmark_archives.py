@@ -8,7 +8,7 @@ from edit_sets import read_shards
 from benchmarks import archives
 
 
-@pytest.mark.parametrize("case", archives.CASES)
+@pytest.mark.parametrize("case", archives.Config.cases)
 def test_all_pairs_are_converted(tmp_path, monkeypatch, case):
     monkeypatch.setattr(archives, "ARCHIVE_PAIRS", 15)
     archives.make_archives(tmp_path / "set", case, 40)
@@ -28,5 +28,5 @@ def test_the_command(tmp_path):
     output = tmp_path / "archives.json"
     archives.main(["--pairs", "20", "--rounds", "1", "--output", str(output)])
     rows = json.loads(output.read_text())
-    assert set(rows) == set(archives.CASES)
+    assert set(rows) == set(archives.Config.cases)
     assert all(row["summary"]["cpu_seconds_to_tarfile"] > 0 for row in rows.values())
