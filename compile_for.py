@@ -253,8 +253,13 @@ def train_program(config, devices):
     )
 
 
-SUBCOMMANDS = {"train": TrainFlags, "unet": UnetFlags, "sdxl": SdxlFlags, "edit": EditProgramFlags}
-SUBCOMMANDS |= {"pairs": PairProgramFlags}
+SUBCOMMANDS = {
+    "train": TrainFlags,
+    "unet": UnetFlags,
+    "sdxl": SdxlFlags,
+    "edit": EditProgramFlags,
+    "pairs": PairProgramFlags,
+}
 
 
 def subcommand_of(config):

@@ -45,7 +45,7 @@ from diffusers_flax.loading.files import write_text
 from diffusers_flax.schedulers.factory import check_scheduler
 from generating.batches import DeviceClock
 from generating.clip import Clip, check_clip
-from generating.flags import SamplingFlags, check_guidance, check_pair_ranges, from_flags
+from generating.flags import SamplingFlags, check_guidance_range, check_pair_ranges, from_flags
 from generating.models import ModelOptions, Sampling, check_sampling, load_model, plan_images
 from generating.resuming import commit_of, identify, names_in
 from generating.single_files import with_single_files
@@ -53,12 +53,18 @@ from generating.tasks import check_tasks, pipeline_for
 from pairing.captions import (
     captions_of_template,
     check_lengths,
+    find_cut_texts,
     read_captions,
     text_of,
-    too_long,
 )
 from pairing.maker import PairMaker
-from pairing.report import preview_file, summarize, warn_of_empty, write_preview, write_report
+from pairing.report import (
+    line_preview,
+    summarize_counts,
+    warn_of_empty,
+    write_preview,
+    write_report,
+)
 from pairing.results import COMMAND, Output
 from pairing.scores import Scorer, thresholds_of
 
@@ -180,7 +186,7 @@ def ends_of(file):
     return file.name, size, digest.hexdigest()
 
 
-def settings_of(config, captions):
+def run_settings(config, captions):
     """What pairs depend on, by flags, and the command, for Output.start."""
     files, same = names_in(config, "FILES"), names_in(config, "SAME_IMAGES")
     values = {
@@ -219,7 +225,7 @@ def open_models(config, captions, num_lines, devices):
         (pipeline, its parameters on each device, Clip).
     """
     is_xl, configs = check_tasks(config.model, ["text to image"], takes_images=False)
-    check_guidance(config.guidance_scale, configs["unet"])
+    check_guidance_range(config.guidance_scale, configs["unet"])
     if config.negative_prompt:
         if configs["unet"].get("time_cond_proj_dim") is not None:
             raise ValueError(f"--model {config.model} takes no --negative_prompt; leave it out")
@@ -237,7 +243,7 @@ def open_models(config, captions, num_lines, devices):
         encoders = pipeline.text_encoders
         lengths = [(x, encoder.module.max_position_embeddings) for _, encoder, x in encoders]
         check_lengths(captions, lengths, given_captions(config))
-        for problem in too_long([config.negative_prompt], lengths).values():
+        for problem in find_cut_texts([config.negative_prompt], lengths).values():
             raise ValueError(f"--negative_prompt {problem}")
         height, width = pipeline.image_size(config.height, config.width)
         check_clip(config.clip_model, is_optional=False)
@@ -272,7 +278,7 @@ def run(config):
     else:
         captions = captions_of_template(config.template, config.fill)
     use_compilation_cache(config.compilation_cache_dir)
-    settings = settings_of(config, captions)
+    settings = run_settings(config, captions)
     config = with_single_files(config, "model")
     per_shard = config.lines_per_shard or choose_lines_per_shard(config, len(captions))
     output = Output(config.output_dir, captions, per_shard, worker, num_workers)
@@ -283,7 +289,7 @@ def run(config):
     if output.finished:
         print(f"finished lines of this command: {len(output.finished)}", file=sys.stderr)
         lines = [captions[place].line for place in output.finished] if config.preview else []
-        if missing := sum(not preview_file(config.output_dir, line).exists() for line in lines):
+        if missing := sum(not line_preview(config.output_dir, line).exists() for line in lines):
             print(
                 f"{missing} of them have no preview: --preview draws the lines that are made now",
                 file=sys.stderr,
@@ -302,7 +308,7 @@ def run(config):
     if todo:
         seconds = make_lines(config, captions, output, len(todo), models)
     output.end()
-    report = summarize(output.counted(), thresholds_of(config))
+    report = summarize_counts(output.counted(), thresholds_of(config))
     for sentence in warn_of_empty(report):
         print(f"warning: {sentence}", file=sys.stderr)
     name = "report" if num_workers == 1 else f"report-{worker}"

@@ -36,8 +36,8 @@ CHIPS = {
     "v5p": Chip("v5", 2, 459e12, 918e12, 2.8e12, 0.6e12, 95.74),
     "v6e": Chip("v6e", 1, 918e12, 1836e12, 1.64e12, 0.448e12, 31.25, 32e9),
 }
-# Of a v5e chip's peak in bfloat16: SDXL, 20 steps, by the classes that diffusers 0.40 removed, in a
-# published measurement (docs/sdxl.md).
+# Share of a v5e chip's bfloat16 peak that SDXL with 20 steps reaches in a published measurement of
+# diffusers' Flax classes (docs/sdxl.md).
 MEASURED_SHARE = 0.61
 # Slices have three dimensions (v4, v5p) or two.
 SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")

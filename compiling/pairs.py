@@ -32,7 +32,7 @@ from diffusers_flax.pipelines.running import Options
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import check_scheduler
 from generating.batches import IN_FLIGHT
-from generating.flags import check_guidance, from_flags
+from generating.flags import check_guidance_range, from_flags
 from generating.models import Sampling, check_sampling
 from generating.tasks import check_tasks, pipeline_for
 
@@ -121,7 +121,7 @@ def open_text_pipeline(config):
     configs = PUBLISHED_CONFIGS[FAMILIES[config.family]]
     if config.model:
         is_xl, configs = check_tasks(config.model, ["text to image"])
-    check_guidance(config.guidance_scale, configs["unet"])
+    check_guidance_range(config.guidance_scale, configs["unet"])
     cls = pipeline_for("text to image", is_xl)
     if config.model:
         index, _ = cls.check(config.model)

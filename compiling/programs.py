@@ -101,7 +101,7 @@ class Program(NamedTuple):
     update: Callable | None = None  # of an average of the weights
     update_args: tuple = ()
     updates_per_step: float = 0.0
-    scoring: Callable | None = None  # of the images, by CLIP
+    scoring: Callable | None = None  # CLIP's features of the images
     scoring_args: tuple = ()
 
 
@@ -250,13 +250,13 @@ def open_pipeline_of_flags(config, layout=None):
 
 
 def pipeline_of_configs(cls, configs, config, settings):
-    """A pipeline in bfloat16, without parameters.
+    """A bfloat16 pipeline without parameters, made from the configs of its components.
 
     Args:
-        cls: its class.
-        configs: {component: its config}.
+        cls: class of the pipeline.
+        configs: {component: content of its config.json}.
         config: flags with accelerate, storage and vae_dtype.
-        settings: other fields of the pipeline, with its scheduler.
+        settings: {field of the pipeline: value}, among them the scheduler.
     """
     dtype, settings = jnp.bfloat16, dict(settings)
     modules = {

@@ -316,14 +316,10 @@ def read_objects(
             elif len(values) == len(header):
                 yield line, dict(zip(header, values))
             elif values:
-                hint = "; put texts with commas in quotation marks"
-                yield (
-                    line,
-                    (
-                        f"{len(values)} values, but {len(header)} columns"
-                        f"{hint if len(values) > len(header) else ''}"
-                    ),
-                )
+                problem = f"{len(values)} values, but {len(header)} columns"
+                if len(values) > len(header):
+                    problem += "; put texts with commas in quotation marks"
+                yield line, problem
             line = rows.line_num + 1
     except csv.Error as error:
         yield line, f"not CSV ({error})"

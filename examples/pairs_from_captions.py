@@ -4,7 +4,7 @@
     python examples/pairs_from_captions.py --output_dir tiny --num_pairs 120 --clip_steps 20 \\
         --num_samples 2 --num_inference_steps 4 --train_steps 20 --crops_per_photograph 1
 
-Run it in a clone: every step is a command that is printed before it runs. OUTPUT_DIR gets
+Run it in a clone. It prints each command before it runs it, and writes to OUTPUT_DIR:
 
     true/          pairs of photographs with true edits, and held-out photographs (the demo's)
     clip/          a small CLIP model that has learned from them: nobody publishes one for 64 pixels
@@ -92,7 +92,7 @@ class Steps:
         self.place += 1
 
 
-def write_captions(data, file):
+def extract_captions(data, file):
     """Write each caption and instruction of the shards once, as make_pairs.py reads them."""
     found = set()
     for shard in sorted(data.glob("*.parquet")):
@@ -133,7 +133,7 @@ def make_pairs(steps, args):
         f"--output_dir {quoted(clip)} --num_steps {args.clip_steps}",
         clip,
     )
-    write_captions(true / "data", captions)
+    extract_captions(true / "data", captions)
     flags = ""
     for name in ("guidance_scale", "attention_sharing"):
         low, high = getattr(args, name)

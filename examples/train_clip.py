@@ -3,10 +3,11 @@
     python examples/train_clip.py --data data --tokenizer demo/base_model/tokenizer \\
         --output_dir clip
 
-For make_pairs.py --clip_model where no published CLIP fits: tiny images, or subjects that it has
-never seen. Needs PyTorch, transformers, pyarrow and Pillow. --data is a directory of parquet shards
-with the columns original_image, original_prompt, edited_image, edited_prompt. Every tenth pair is
-held out. OUTPUT_DIR gets the model, which transformers opens too, and scores.json:
+make_pairs.py --clip_model CLIP uses the model. Train one if no published CLIP fits: for tiny
+images, or for subjects that published models have never seen. Needs PyTorch, transformers, pyarrow
+and Pillow. --data is a directory of parquet shards with the columns original_image,
+original_prompt, edited_image, edited_prompt. Every tenth pair is held out. The program writes the
+model, in the format of transformers, and scores.json to OUTPUT_DIR:
 
 retrieval_accuracy: share of held-out images whose own caption is the nearest of all captions.
 direction_accuracy: share of held-out pairs whose change of images is nearer to the change of their
@@ -44,7 +45,7 @@ FLAGS |= dict(num_layers=3, num_steps=1000, batch_size=32, learning_rate=2e-3, s
 COLUMNS = ("original_prompt", "original_image", "edited_prompt", "edited_image")
 
 
-def read_pairs(folder, size):
+def read_captioned_images(folder, size):
     """All pairs of the shards in a directory.
 
     Returns:
@@ -64,7 +65,7 @@ def read_pairs(folder, size):
     return np.stack(images), captions
 
 
-def make_model(args, tokenizer):
+def make_clip_model(args, tokenizer):
     """A CLIPModel with random weights."""
     heads = max(1, args.width // 32)
     tower = dict(hidden_size=args.width, intermediate_size=4 * args.width)
@@ -102,7 +103,7 @@ def features_of(model, pixels=None, **tokens):
     return F.normalize(encode(**inputs).pooler_output, dim=-1)
 
 
-def train(model, pixels, own, tokens, args):
+def train_clip(model, pixels, own, tokens, args):
     """Train in place.
 
     Args:
@@ -135,8 +136,8 @@ def train(model, pixels, own, tokens, args):
 
 
 @torch.inference_mode()
-def measure(model, pixels, own, tokens):
-    """What scores.json has, a dict; arguments of train, for held-out pairs."""
+def measure_clip(model, pixels, own, tokens):
+    """What scores.json has, a dict; arguments of train_clip, for held-out pairs."""
     batches = pixels.flatten(0, 1).split(128)
     images = torch.cat([features_of(model, batch) for batch in batches])
     texts = features_of(model, **tokens)
@@ -187,7 +188,7 @@ def main():
             )
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    images, captions = read_pairs(args.data, args.image_size)
+    images, captions = read_captioned_images(args.data, args.image_size)
     tokenizer = CLIPTokenizer.from_pretrained(args.tokenizer)
     side = {"height": args.image_size, "width": args.image_size}
     processor = CLIPImageProcessor(size={"shortest_edge": args.image_size}, crop_size=side)
@@ -202,9 +203,9 @@ def main():
     )
     pixels = (pixels - shift) / scale
     held_out = torch.arange(len(own)) % 10 == 9
-    model = make_model(args, tokenizer)
-    train(model, pixels[~held_out], own[~held_out], tokens, args)
-    scores = measure(model.eval(), pixels[held_out], own[held_out], tokens)
+    model = make_clip_model(args, tokenizer)
+    train_clip(model, pixels[~held_out], own[~held_out], tokens, args)
+    scores = measure_clip(model.eval(), pixels[held_out], own[held_out], tokens)
     model.save_pretrained(args.output_dir)
     CLIPProcessor(processor, tokenizer).save_pretrained(args.output_dir)
     (args.output_dir / "scores.json").write_text(json.dumps(scores, indent=2) + "\n")

@@ -17,7 +17,8 @@ from diffusers_flax.loading.weights import find_weights
 from diffusers_flax.messages import one_line
 from diffusers_flax.models.clip_similarities import FlaxCLIPModel
 
-# One file of each tuple; transformers makes a tokenizer without words if there is none.
+# A CLIP model needs one file of each tuple. Without tokenizer files, transformers silently makes a
+# tokenizer without words.
 NEEDED_FILES = (
     ("tokenizer.json", "vocab.json"),
     ("preprocessor_config.json", "processor_config.json"),
@@ -57,8 +58,6 @@ def find_clip(name):
     for names in NEEDED_FILES:
         if not any((folder / name).exists() for name in names):
             raise ValueError(f"it has no {' and no '.join(names)}")
-    fetch = partial(fetch_file, name, subfolder=None, revision=None)
-    find_weights(fetch, "model", None, False, name)
     return folder, config
 
 
@@ -66,6 +65,8 @@ def check_clip(name, is_optional=True):
     """Raise the errors of Clip before it reads weights, which are fetched."""
     with naming_clip(name, is_optional):
         find_clip(name)
+        fetch = partial(fetch_file, name, subfolder=None, revision=None)
+        find_weights(fetch, "model", None, False, name)
 
 
 class Clip:

@@ -220,7 +220,7 @@ def list_prompts(config, per_batch):
         raise ValueError("--prompt and --prompts_file are both given; give one of them")
     prompts = list(config.prompt)
     if file := config.prompts_file:
-        prompts = read_lines(f"--prompts_file {file}", file, "prompt")
+        prompts = nonblank_lines(f"--prompts_file {file}", file, "prompt")
     if not prompts:
         raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
     if not config.prompts_file:
@@ -259,7 +259,7 @@ def check_pair_ranges(config):
         )
 
 
-def check_guidance(guidance_scale, unet_config):
+def check_guidance_range(guidance_scale, unet_config):
     """Raise a ValueError for a range of scales of which only a part needs guidance.
 
     Args:
@@ -274,7 +274,7 @@ def check_guidance(guidance_scale, unet_config):
         )
 
 
-def read_lines(given, file, what):
+def nonblank_lines(given, file, what):
     """The lines with text of a UTF-8 file, at least one, without the spaces around them.
 
     Args:

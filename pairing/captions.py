@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from dataloading.lists import LIKENESS, raise_problems, read_objects
 from diffusers_flax.loading.tokenizer import sequences_of_ids, sequences_of_tokens
-from generating.flags import read_lines
+from generating.flags import nonblank_lines
 
 MAX_COMBINATIONS = 1_000_000  # of the words of a template
 TEXTS_AT_ONCE = 10_000  # to tokenize
@@ -232,7 +232,7 @@ def values_of(fill: tuple[str, ...]) -> dict[str, list[str]]:
         if name in values:
             raise ValueError(f"--fill {name}= is given twice; write all its values after one")
         if text.startswith("@"):
-            found = read_lines(f"--fill {given}", Path(text[1:]), "value")
+            found = nonblank_lines(f"--fill {given}", Path(text[1:]), "value")
         else:
             found = [value.strip() for value in text.split(",")]
             if not all(found):
@@ -267,13 +267,13 @@ def check_lengths(captions: list[Caption], tokenizers: list[tuple], given: str) 
             lines.setdefault(text, []).append((caption.line, key))
     problems = [
         (line, KEYS.index(key), f"{key} {problem}")
-        for text, problem in too_long(lines, tokenizers).items()
+        for text, problem in find_cut_texts(lines, tokenizers).items()
         for line, key in lines[text]
     ]
     raise_problems(given, [(line, problem) for line, _, problem in sorted(problems)])
 
 
-def too_long(texts: Iterable[str], tokenizers: list[tuple]) -> dict[str, str]:
+def find_cut_texts(texts: Iterable[str], tokenizers: list[tuple]) -> dict[str, str]:
     """The texts that text encoders cut: {text: sentence}; tokenizers: see check_lengths."""
     problems = {}
     for tokenizer, length in tokenizers:

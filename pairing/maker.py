@@ -22,8 +22,8 @@ from pairing.scores import Scores, thresholds_of
 
 JPEG_QUALITY = 95
 SCORING = 3  # batches whose images are being scored
-MAX_NAN = 32  # samples at the start of a run that may all be NaN
-NO_SCORES = Scores(*[float("nan")] * len(Scores._fields))  # of images that are NaN
+MAX_NAN = 32  # the run stops if its first 32 samples are all NaN
+NO_SCORES = Scores(*[float("nan")] * len(Scores._fields))  # scores of a pair with NaN pixels
 
 
 def encode_jpeg(image):
@@ -61,10 +61,10 @@ class PairMaker:
         """(samples, arrays of a call) of a chunk."""
         config = self.config
         scales, fractions = config.guidance_scale, config.attention_sharing
-        # A UNet that takes the scale has one branch anyway.
+        # A UNet with the guidance scale as an input always computes one branch.
         is_unguided = scales[1] <= 1 and self.pipeline.unet.time_cond_proj_dim is None
         if is_unguided:
-            scales = scales[1:] * 2  # no image depends on it
+            scales = scales[1:] * 2  # without guidance images do not depend on the scale
         samples = [draw_sample(config.seed, *numbers, scales, fractions) for numbers in chunk]
         captions = [self.captions[sample.place] for sample in samples]
         texts = [text for caption in captions for text in (caption.input, caption.output)]

@@ -53,10 +53,10 @@ def write_preview(folder, caption, line):
     text = f"{caption.line}: {caption.input} | {caption.edit} | {caption.output}"
     if (more := len(pairs) - NUM_DRAWN) > 0:
         text += f" ({more} more pairs are kept)"
-    save_image(captioned([grid], text), preview_file(folder, caption.line))
+    save_image(captioned([grid], text), line_preview(folder, caption.line))
 
 
-def preview_file(folder, line):
+def line_preview(folder, line):
     """The preview of a line, by its number in the list."""
     return folder / PREVIEWS / f"{line:09d}.jpg"
 
@@ -71,7 +71,7 @@ def why_empty(line):
 def warn_of_empty(report):
     """Sentences about lines without good pairs, with the threshold that failed most.
 
-    report: of summarize.
+    report: of summarize_counts.
     """
     empty, sentences = report["lines_without_good"], []
     for line in empty[:NUM_NAMED]:
@@ -89,7 +89,7 @@ def warn_of_empty(report):
     return sentences
 
 
-def summarize(counted, thresholds):
+def summarize_counts(counted, thresholds):
     """The content of report.json but for the time.
 
     Args:
@@ -125,7 +125,7 @@ def write_report(folder, name, report, seconds_per_pair):
     Args:
         folder: --output_dir.
         name: of the files.
-        report: of summarize.
+        report: of summarize_counts.
         seconds_per_pair: time of this start per kept pair, after compiling; None: it has kept none,
             and the time of an earlier start stays.
 
@@ -134,8 +134,9 @@ def write_report(folder, name, report, seconds_per_pair):
     """
     file = folder / f"{name}.json"
     before = {}
-    with suppress(ValueError):  # a damaged report is replaced
-        before = read_json(file) if file.exists() else {}
+    if file.exists():
+        with suppress(ValueError):  # a damaged report is replaced
+            before = read_json(file)
     seconds = seconds_per_pair or before.get("seconds_per_kept_pair")
     entries = report | {"seconds_per_kept_pair": seconds}
     lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())

@@ -37,7 +37,7 @@ from pairing.samples import Sample
 from pairing.scores import Scores, Thresholds, compared_scores
 
 SETTINGS = "make_pairs.json"
-COMMAND = "command"  # the entry of SETTINGS that is not compared
+COMMAND = "command"  # entry of SETTINGS that may differ between starts
 NO_FLAGS = {"lines": "lines", "commit": "commit of --model on the hub"}  # entries of SETTINGS
 METADATA = b"make_pairs"
 LINE_FILE = r"line-(\d{9})\.parquet"  # the place of its line in the list
@@ -215,17 +215,6 @@ def read_counts(path):
     return counted["lines"], np.array(counted["histograms"])
 
 
-def read_settings(file):
-    """The content of SETTINGS; a ValueError if it is damaged."""
-    try:
-        return read_json(file)
-    except ValueError as error:
-        raise ValueError(
-            f"{file} is damaged, and nothing else says which flags made the pairs; name another "
-            "directory"
-        ) from error
-
-
 def json_of(settings):
     """Settings as JSON, with texts in place of what JSON does not have."""
     return json.dumps(settings, indent=2, default=str) + "\n"
@@ -276,7 +265,13 @@ class Output:
     def _compare(self, settings):
         """Raise a ValueError if the run that has begun has other settings."""
         file, settings = self.folder / SETTINGS, json.loads(json_of(settings))
-        before = read_settings(file)
+        try:
+            before = read_json(file)
+        except ValueError as error:
+            raise ValueError(
+                f"{file} is damaged, and nothing else says which flags made the pairs; name "
+                "another directory"
+            ) from error
         names = dict.fromkeys(x for x in (*settings, *before) if x != COMMAND)
         changed = [name for name in names if settings.get(name) != before.get(name)]
         if changed:
@@ -312,9 +307,16 @@ class Output:
         self._find_lines()
 
     def _lock(self, lock):
-        """Make the file of a FileLock, and lock it against a run that is alive.
+        """Create a lock file and lock it; refuse if another process holds the lock.
 
-        The system releases the lock when the process ends. Without flock there is none.
+        The system releases the lock when the process ends. On file systems without flock there is
+        a warning and no lock.
+
+        Args:
+            lock: FileLock.
+
+        Raises:
+            ValueError: another process holds the lock.
         """
         for tries_left in reversed(range(TRIES)):
             try:

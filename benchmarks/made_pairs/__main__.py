@@ -70,7 +70,7 @@ class Config:
     output: str = "benchmarks/results/pairs.json"
 
 
-def read_pixels(cell):
+def decode_cell(cell):
     """The image of a parquet cell: (H, W, 3) float32 in [0, 1]."""
     return np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert("RGB"), np.float32) / 255
 
@@ -83,13 +83,13 @@ def read_made(folder):
     rows = []
     for file in sorted(Path(folder).glob("*.parquet")):
         for row in pq.read_table(file).to_pylist():
-            original = read_pixels(row["original_image"])
+            original = decode_cell(row["original_image"])
             true = APPLY[row["edit_prompt"]](original)
             rows.append(
                 {
                     "instruction": row["edit_prompt"],
                     "line": row["line"],
-                    "error": float(np.abs(read_pixels(row["edited_image"]) - true).mean()),
+                    "error": float(np.abs(decode_cell(row["edited_image"]) - true).mean()),
                     "change": float(np.abs(original - true).mean()),
                     "scores": Scores(*(row[name] for name in Scores._fields)),
                 }
@@ -102,7 +102,7 @@ def edit_error(rows):
     return sum(row["error"] for row in rows) / sum(row["change"] for row in rows)
 
 
-def summarize(rows):
+def summarize_pairs(rows):
     """Numbers of some pairs."""
     by_instruction = defaultdict(list)
     for row in rows:
@@ -148,7 +148,7 @@ def make_samples(config, *flags):
         return read_made(folder), report["seconds_per_kept_pair"]
 
 
-def thresholds_of(config):
+def read_thresholds(config):
     """{share of the true pairs in percent that reach them: Thresholds}."""
     quantiles = json.loads((config.pairs / "clip" / "scores.json").read_text())["quantiles"]
     return {share: Thresholds(**values) for share, values in quantiles.items()}
@@ -163,28 +163,28 @@ def study_fractions(config):
     """Yields the row of each fixed p."""
     for p in config.fractions:
         rows, _ = make_samples(config, "--attention_sharing", p, p)
-        yield {f"p {p:g}": summarize(rows)}
+        yield {f"p {p:g}": summarize_pairs(rows)}
 
 
 def study_fast(config):
     """Yields the row of each way to make pairs in less time."""
-    thresholds = thresholds_of(config)["90"]
+    thresholds = read_thresholds(config)["90"]
     for name in config.ways:
         rows, seconds = make_samples(config, *FAST[name])
         good = {"good": len(good_of(rows, thresholds)), "seconds_per_pair": seconds}
-        yield {f"fast {name}": summarize(rows) | good}
+        yield {f"fast {name}": summarize_pairs(rows) | good}
 
 
 def study_thresholds(config):
     """Yields the rows of the samples that thresholds keep."""
     samples = read_made(config.pairs / "samples")
-    rows = {"thresholds all": summarize(samples)}
-    rows["thresholds none"] = summarize(best_of_lines(samples, config.num_kept))
-    for share, thresholds in thresholds_of(config).items():
+    rows = {"thresholds all": summarize_pairs(samples)}
+    rows["thresholds none"] = summarize_pairs(best_of_lines(samples, config.num_kept))
+    for share, thresholds in read_thresholds(config).items():
         if good := good_of(samples, thresholds):
             kept = best_of_lines(good, config.num_kept)
-            rows[f"thresholds {share}"] = summarize(kept) | thresholds._asdict()
-    best = summarize(best_of_lines(samples, 1))
+            rows[f"thresholds {share}"] = summarize_pairs(kept) | thresholds._asdict()
+    best = summarize_pairs(best_of_lines(samples, 1))
     yield rows | {"thresholds none, best": best}
 
 
@@ -194,7 +194,7 @@ def study_models(config):
     for folder in (*config.others, config.pairs):
         title = "" if folder == config.pairs else f", {folder.name}"
         for name, measured in json.loads((folder / "summary.json").read_text()).items():
-            data = summarize(read_made(folder / "made" / "data")) if name == "made" else {}
+            data = summarize_pairs(read_made(folder / "made" / "data")) if name == "made" else {}
             summaries[f"{name}{title}"] = measured | {"made_pairs": data}
     for number, folder in enumerate(config.demo):
         pairs = sum(pq.read_metadata(file).num_rows for file in (folder / "data").glob("*.parquet"))

@@ -6,11 +6,10 @@ The case "time" makes 200 samples of 10 lines, 256x256 pixels, with a model whos
 time. Outside of the programs is the time, from the start to the last shard, in which none of them
 makes images. It also measures a batch of images and of CLIP alone, before and after: on an idle
 machine a batch of the run takes as long, apart from scores and JPEG files, which share the cores.
-The case
-"host" does what the host does for pairs of 512x512 pixels that are all kept, without programs:
-captions, CLIP's preprocessing, JPEG files, shards. The case "memory" makes 4 samples of each of 200
-lines with the demo's model, and reads the memory of the process after 20 lines and after all. Ten
-minutes on two idle cores; in two minutes:
+The case "host" does the host's work for pairs of 512x512 pixels without compiled programs:
+captions, CLIP's preprocessing, JPEG files, shards; all pairs are kept. The case "memory" makes 4
+samples of each of 200 lines with the demo's model, and reads the memory of the process after 20
+lines and after all. Ten minutes on two idle cores; in two minutes:
 
     python -m benchmarks.pairs --num_samples 2 --num_lines 40 --output pairs.json
 

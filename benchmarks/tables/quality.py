@@ -121,12 +121,17 @@ def made_pairs_table() -> str:
     for name in order:
         row = rows[name]
         errors = [row["by_instruction"][x]["edit_error_ratio"] for x in short]
-        cells = [f"{x:.2f}" for x in (*errors, row["edit_error_ratio"])]
-        nearest = round(row["instruction_accuracy"] * row["num_edits"])
-        title = f"model of {row['pairs']} {name.partition(',')[0]} pairs"
-        lines.append([title, *cells, f"{nearest} of {row['num_edits']}"])
+        title, error, nearest = model_cells(name, row)
+        lines.append([title, *(f"{x:.2f}" for x in errors), error, nearest])
     header = f"edit error | {' | '.join(short.values())} | all | right"
     return markdown_table(header, lines)
+
+
+def model_cells(name, row):
+    """A model's title, edit error and number of right edits; name: "made", "true", "true, ..."."""
+    nearest = f"{round(row['instruction_accuracy'] * row['num_edits'])} of {row['num_edits']}"
+    title = f"model of {row['pairs']} {name.partition(',')[0]} pairs"
+    return [title, f"{row['edit_error_ratio']:.2f}", nearest]
 
 
 def made_pairs_short_table() -> str:
@@ -134,10 +139,7 @@ def made_pairs_short_table() -> str:
     models, sharing = (rows_of(results("pairs"), kind) for kind in ("model", "p"))
     lines = []
     for name in sorted(models, key=lambda name: -models[name]["edit_error_ratio"]):
-        row = models[name]
-        nearest = f"{round(row['instruction_accuracy'] * row['num_edits'])} of {row['num_edits']}"
-        title = f"model of {row['pairs']} {name.partition(',')[0]} pairs"
-        lines.append([title, f"{row['edit_error_ratio']:.2f}", nearest])
+        lines.append(model_cells(name, models[name]))
     made = {f"made pairs, p = {p}": sharing[p] for p in sorted(sharing)}
     titles = {"all": "all made pairs", "90": "as good as 90% of true ones", "75": "as good as 75%"}
     made |= {title: results("pairs")[f"thresholds {name}"] for name, title in titles.items()}

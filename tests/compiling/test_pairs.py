@@ -74,7 +74,7 @@ def test_flops_of_clip_by_hand():
 
 @pytest.mark.slow
 def test_flops_are_of_a_plain_program(models):
-    """Sharing selects queries and keys, and adds no product."""
+    """Attention sharing selects queries and keys, and adds no matmul."""
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(models[0], dtype=jnp.bfloat16)
     ids = jnp.zeros((4, 77), jnp.int32)
 

@@ -9,7 +9,7 @@ from PIL import Image
 from shards import encode
 
 from pairing.captions import Caption
-from pairing.report import NUM_NAMED, summarize, warn_of_empty, write_preview, write_report
+from pairing.report import NUM_NAMED, summarize_counts, warn_of_empty, write_preview, write_report
 from pairing.results import BINS, Choice, Line, MadePair
 from pairing.samples import draw_sample
 from pairing.scores import Scores, Thresholds
@@ -81,7 +81,7 @@ def test_texts_of_the_preview(tmp_path, monkeypatch):
 
 def summary_of(lines, thresholds=PAPER):
     """The report of lines 7, 8, ... of which each has a shard."""
-    return summarize(
+    return summarize_counts(
         (
             ([line.counts(CAPTION._replace(line=n))], line.histograms)
             for n, line in enumerate(lines, start=CAPTION.line)
