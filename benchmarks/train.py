@@ -11,6 +11,10 @@ in a minute:
 
     python -m benchmarks.train --tiny --resolution 64 --rounds 1 --output train.json
 
+    python -m benchmarks.train --hosts 2
+
+measures instead the host's time for a step, in one and in two processes (benchmarks/hosts.py).
+
 Rows go to benchmarks/results/train.json. Needs 23 GB of memory; a quarter of an hour on two
 otherwise idle cores.
 """
@@ -37,8 +41,9 @@ from benchmarks.harness import (
     time_in_turn,
     write_contenders,
 )
+from benchmarks.hosts import measure_hosts
 from benchmarks.random_models import END_OF_TEXT, TINY_UNET, make_pipeline
-from benchmarks.rows import describe_machine, run_benchmark
+from benchmarks.rows import check_counts, describe_machine, run_benchmark
 from benchmarks.unet import SD15_EDIT, TEXT_LENGTH, Case, count_flops, make_inputs
 from training.checkpoints import release_memory
 from training.ema import make_update_average, start_average
@@ -54,6 +59,7 @@ class Config(TimingFlags):
     resolution: int = 256  # pixels
     batch_size: int = 2  # pairs
     rounds: int = 3  # each contender is measured once in each
+    hosts: int | None = None  # number of processes on this machine
     output: str = "benchmarks/results/train.json"
 
 
@@ -204,6 +210,10 @@ def torch_training(unet, vae, text_encoder, scheduler, batch):
 def run(config):
     """Measure, write."""
     check_timing(config, side="resolution", batch_size=1)
+    if config.hosts is not None:
+        check_counts(config, hosts=1)
+        measure_hosts(config)
+        return
     machine, size = describe_machine(), "tiny" if config.tiny else "sd15"
     contenders = {"ours": our_step, "torch eager": torch_step}
     contenders["ours, latents cached"] = partial(our_step, latents=True)

@@ -229,9 +229,12 @@ def test_every_device_holds_its_shard(parallel):
     (state, _), *_ = parallel.run([make_batch(0)], 0)
     sizes, whole = {}, parallel.whole(state)
     for name, tree in (("params", state.params), ("moments", state.opt_state[0].mu)):
-        for key, x in flatten_dict(tree, sep="/").items():
-            shape = list(whole[key].shape)
-            split = flatten_dict(parallel.axes, sep="/")[key]
+        for path, x in tree.items():
+            split = parallel.axes[path]
+            if split.vectors:
+                shape = [sum(whole["/".join(path)].size for path, _ in split.vectors)]
+            else:
+                shape = list(whole["/".join(path)].shape)
             shape[split.axis] //= split.num_shards
             assert x.shape == (NUM_DEVICES, *shape)
         sizes[name] = sum(x.nbytes for x in jax.tree.leaves(tree)) / NUM_DEVICES

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from dataloading.streaming import changed_files
 from diffusers_flax.devices.processes import check_agreement
@@ -32,7 +33,7 @@ from training.ema import Averages, start_average
 from training.flags import final_file, fixed_flags, flag
 from training.models import checksums
 from training.processes import from_process_0, on_process_0, wait_for_all
-from training.sharding import TrainState, replicate, shard, shard_axes, start_state
+from training.sharding import TrainState, join_vectors, replicate, shard, start_state
 
 CHECKPOINTS_DIR = "checkpoints"  # a checkpoint is the directory OUTPUT_DIR/checkpoints/STEP
 ARRAYS_PER_READ = 32  # limits the host memory that reading takes
@@ -382,10 +383,14 @@ def refuse_length(config, checkpoint, num_steps, new_num_steps, is_finished):
     return f"{change}, but {decay}; {remedy}"
 
 
-def flatten_by_name(tree):
-    """Flatten a tree into a dict with names such as "opt_state/0/mu/conv_in/kernel"."""
+def flatten_by_name(tree, path=()):
+    """Flatten a tree into a dict with names such as "opt_state/0/mu/conv_in/kernel".
+
+    path: of the tree in a larger one; its keys come first in the names.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+    keystr = partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {keystr((*path, *keys)): x for keys, x in leaves}
 
 
 @dataclass(frozen=True)
@@ -428,7 +433,7 @@ class Start:
             num_to_read = min(num_averages, self.num_averages)
             params_shapes = jax.eval_shape(lambda: params)
             shapes = checkpoint_shapes(params_shapes, tx, num_to_read)
-            state, averages = read_state(self.checkpoints, self.step, shapes)
+            state, averages = read_state(self.checkpoints, self.step, shapes, axes)
             if num_to_read < num_averages:  # a longer run began its average later
                 averages = [start_average(state.params) for _ in range(num_averages)]
             if self.checkpoints:
@@ -479,30 +484,48 @@ def checkpoint_shapes(params, tx, num_averages):
     return {"params": params, "opt_state": opt_state, "ema": [params] * num_averages}
 
 
-def read_state(checkpoints, step, shapes):
+def read_state(checkpoints, step, shapes, axes):
     """Read a checkpoint onto the devices; process 0 reads a few arrays at a time and sends them.
 
     Args:
         checkpoints: Checkpoints on process 0, None on other processes.
         step: of the checkpoint.
         shapes: of checkpoint_shapes.
+        axes: of shard_axes.
 
     Returns:
         (TrainState, list of averages).
     """
-    shape_of = flatten_by_name(shapes)
-    axis_of = flatten_by_name(shard_axes(shapes, jax.device_count()))
-    names, arrays = list(shape_of), []
-    for start in range(0, len(names), ARRAYS_PER_READ):
-        some = names[start : start + ARRAYS_PER_READ]
-        saved = checkpoints.read_state(step, some) if checkpoints else {}
+    structure = jax.tree.structure(shapes["params"])
+
+    def is_params(x):
+        return jax.tree.structure(x) == structure
+
+    def read(shape_of):
+        """Whole arrays of some names, on all processes: {name: array}."""
+        saved = checkpoints.read_state(step, list(shape_of)) if checkpoints else {}
         wait_for_all("process 0 has read")
-        for name in some:
-            shape = shape_of[name]
+        for name, shape in shape_of.items():
             x = saved.pop(name) if checkpoints else np.zeros(shape.shape, shape.dtype)
-            arrays.append(shard(from_process_0(x), axis_of[name]))
+            yield name, from_process_0(x)
         release_memory()
-    tree = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+
+    def load(path, tree):
+        of_name = flatten_by_name(tree, path)
+        if not is_params(tree):  # such as the number of steps in an optimizer's state
+            return replicate(dict(read(of_name)).popitem()[1])
+        path_of = dict(zip(of_name, sorted(flatten_dict(tree))))
+        shards, vectors, names = {}, {}, list(of_name)
+        for start in range(0, len(names), ARRAYS_PER_READ):
+            for name, x in read({name: of_name[name] for name in names[start:][:ARRAYS_PER_READ]}):
+                if x.ndim == 1:
+                    vectors[path_of[name]] = x
+                else:
+                    shards[path_of[name]] = shard(x, axes[path_of[name]])
+        joined = {path: split for path, split in axes.items() if split.vectors}
+        return shards | shard(join_vectors(vectors, joined), joined)
+
+    tree = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=is_params)
     return TrainState(replicate(np.int32(step)), tree["params"], tree["opt_state"]), tree["ema"]
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from training.sharding import in_place, replicate
+from training.sharding import compile_pmapped, in_place, replicate
 
 SIGMA_RELS = (0.05, 0.1)  # lengths of the two tracked averages, fractions of the run
 HORIZONS = 5  # window times (1 - decay): the initial weights keep a share of e^-5 = 0.7%
@@ -257,7 +257,7 @@ class Averages:
 
     def __init__(self, plan, trees=()):
         self.plan, self.trees = plan, list(trees)
-        self.p_update = make_update_average()
+        self.p_update = None  # compiled when the first update is due
 
     def start(self, step, params):
         """Before the plan's first step, copy the parameters."""
@@ -267,9 +267,11 @@ class Averages:
     def update(self, num_steps, params):
         """Move the averages towards the parameters if an update is due after num_steps steps."""
         if num_updates := self.plan.update_of(num_steps):
+            decays = [replicate(np.float32(decay)) for decay in self.plan.decays(num_updates)]
+            if self.p_update is None:
+                self.p_update = compile_pmapped(make_update_average(), params, params, decays[0])
             self.trees = [
-                self.p_update(tree, params, replicate(np.float32(decay)))
-                for tree, decay in zip(self.trees, self.plan.decays(num_updates))
+                self.p_update(tree, params, decay) for tree, decay in zip(self.trees, decays)
             ]
 
     def best(self, params):
@@ -279,7 +281,7 @@ class Averages:
 
 def start_average(params):
     """Start an average as a copy of the sharded parameters."""
-    return jax.pmap(ema_start, axis_name="batch")(params)
+    return compile_pmapped(jax.pmap(ema_start, axis_name="batch"), params)(params)
 
 
 def make_update_average(devices=None):

@@ -27,6 +27,8 @@ from training.sharding import first_replica
 logger = logging.getLogger(__name__)
 
 LOSS_PLOT = "loss.png"
+MOST_WAITING = 0.1  # fraction of the time; above it the trainer says that devices wait
+WAITING_STEPS = 20  # if it is above for this number of steps
 LOSS_SPAN = 20  # the smoothed loss averages over about a fraction 1 / 20 of the rows
 LOSS_ROWS = 5  # but over at least this number of rows
 
@@ -53,7 +55,11 @@ class StepMetrics:
         self.unfetched = deque()  # metrics of steps that may still run on the devices
         self.unlogged = saved.get("losses", [])
         self.num_bad_before = saved.get("num_bad", 0)  # undecodable pairs before the run resumed
-        self.num_timed_pairs, self.clock_start = 0, None
+        self.num_timed_steps, self.clock_start = 0, None
+        # Metrics are ready when their step is: a thread notes the time.
+        self.watcher, self.watched = ThreadPoolExecutor(1), None
+        self.ready_at, self.device_waited = None, 0.0
+        self.num_waiting_steps = 0  # of rows in which the devices waited for the host
 
     def add(self, metrics):
         """Add {"loss", "grad_norm"} of a step, replicated arrays."""
@@ -62,10 +68,18 @@ class StepMetrics:
             jax.block_until_ready(metrics)
             self._restart_clock()
             return
+        self.watched = self.watcher.submit(self._watch, metrics, time.perf_counter())
         # The host must not run far ahead: the progress bar would show steps that are not done.
         if len(self.unfetched) > MAX_STEPS_IN_FLIGHT:
             jax.block_until_ready(self.unfetched[-1 - MAX_STEPS_IN_FLIGHT])
-        self.num_timed_pairs += self.batch_size
+        self.num_timed_steps += 1
+
+    def _watch(self, metrics, dispatched):
+        """Add the devices' wait between the end of the previous step and the dispatch of a step."""
+        if self.ready_at is not None:
+            self.device_waited += max(0.0, dispatched - self.ready_at)
+        jax.block_until_ready(metrics)
+        self.ready_at = time.perf_counter()
 
     def row(self, step):
         """Make the row of all steps since the last row, a dict of numbers and None.
@@ -78,7 +92,9 @@ class StepMetrics:
         """
         self.fetch(step)
         seconds = time.perf_counter() - self.clock_start
-        plan, timed = self.plan, self.num_timed_pairs > 0
+        plan, timed = self.plan, self.num_timed_steps
+        if timed:
+            self.watched.result()
         is_averaging = plan.averages_after(step) > 0
         num_updates = (step - plan.first_step) // plan.every if is_averaging else 0
         row = {
@@ -86,19 +102,27 @@ class StepMetrics:
             "loss": float(np.mean(self.unlogged, axis=0)[0]),
             "lr": float(self.schedule(step - 1)),
             "grad_norm": self.unlogged[-1][1],
-            "pairs_per_second": self.num_timed_pairs / seconds if timed else None,
+            "pairs_per_second": timed * self.batch_size / seconds if timed else None,
             "data_wait": self.batches.seconds_waited / seconds if timed else None,  # fraction
+            "device_wait": self.device_waited / seconds if timed else None,  # fraction
+            # of this thread's work, without waiting
+            "host_seconds": (time.thread_time() - self.work_start) / timed if timed else None,
             "memory_gb": peak_memory(jax.local_devices())[0] / 1e9,
             "ema_decay": plan.decays(num_updates)[0] if num_updates else None,
             "num_bad": self.total_bad(),
         } | {f"passes/{name}": n for name, n in self.batches.dataset.passes(step).items()}
+        if timed and row["device_wait"] > MOST_WAITING:
+            self.num_waiting_steps += timed
+            if 0 <= self.num_waiting_steps - WAITING_STEPS < timed:  # once
+                print(explain_waiting(row))
         self.unlogged.clear()
         self._restart_clock()
         return row
 
     def _restart_clock(self):
-        self.num_timed_pairs, self.clock_start = 0, time.perf_counter()
-        self.batches.seconds_waited = 0.0
+        self.num_timed_steps, self.clock_start = 0, time.perf_counter()
+        self.work_start = time.thread_time()
+        self.batches.seconds_waited = self.device_waited = 0.0
 
     def wait(self):
         """Wait for all steps."""
@@ -127,10 +151,22 @@ class StepMetrics:
     @contextlib.contextmanager
     def pause(self):
         """A context for work that is not timed; all processes leave it together."""
-        pause_start = time.perf_counter()
+        pause_start, work_start = time.perf_counter(), time.thread_time()
         yield
         wait_for_all("process 0 has written")
         self.clock_start += time.perf_counter() - pause_start
+        self.work_start += time.thread_time() - work_start
+        self.ready_at = None
+
+
+def explain_waiting(row):
+    """The line for a row of metrics in which the devices wait for the host."""
+    return (
+        f"the devices wait for the host in {row['device_wait']:.0%} of the time: the loop waits "
+        f"for batches in {row['data_wait']:.0%}, and works {1e3 * row['host_seconds']:.3g} ms in "
+        "a step. Usual reasons: images are read or decoded slowly (--cache_latents helps), other "
+        "programs run on this host, --train_batch_size or --logging_steps is small"
+    )
 
 
 def check_losses_finite(numbers, first_step):

@@ -24,7 +24,6 @@ from diffusers_flax.loading.files import save_whole
 from training.checkpoints import (
     CHECKPOINTS_DIR,
     Checkpoints,
-    checkpoint_shapes,
     flatten_by_name,
     release_memory,
 )
@@ -33,7 +32,7 @@ from training.flags import profiled_steps, snapshot_steps, steps_between_rows
 from training.metrics import MetricsLog, StepMetrics
 from training.output import write_flags
 from training.processes import StopSignal, wait_for_all
-from training.sharding import gather, replicate, shard_axes, to_host
+from training.sharding import compile_pmapped, gather, shard_axes, to_host
 from training.validation import Validation, drop_step_images
 
 
@@ -47,9 +46,6 @@ def cache_programs(folder):
 def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
     """Compile a training step for the batches of every size.
 
-    With several processes pmap compiles only when called: in the first step, or for several sizes
-    in a call with zeros.
-
     Args:
         p_train_step: pmapped train_step.
         state: state_shapes for all devices.
@@ -57,39 +53,24 @@ def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
         batches: Batches.
 
     Returns:
-        A function like p_train_step.
+        A function like p_train_step, for global arrays.
     """
-    shapes, are_several = batches.shapes(), jax.process_count() > 1
-    if "" in shapes:
-        if are_several:
-            return p_train_step
-        return p_train_step.lower(state, p_frozen, batches.peek(), p_rng).compile()
-    if are_several:
-        state = zeros_like(state)
-    programs = {}
+    programs, shapes = {}, batches.shapes()
     for number, (size, batch) in enumerate(shapes.items(), start=1):
         start = time.perf_counter()
-        if are_several:
-            state, _ = p_train_step(state, p_frozen, zeros_like(batch), p_rng)
-            jax.block_until_ready(state)
-            program = p_train_step
-        else:
-            program = p_train_step.lower(state, p_frozen, batch, p_rng).compile()
+        program = compile_pmapped(p_train_step, state, p_frozen, batch, p_rng)
         programs[shapes_of(batch)] = program
-        if jax.process_index() == 0:
+        if size and jax.process_index() == 0:
             seconds = time.perf_counter() - start
             print(f"compiled {size} in {seconds:.3g} s, {number} of {len(shapes)}", flush=True)
     wait_for_all("all sizes are compiled")
+    if len(programs) == 1:
+        return program
 
     def step(state, p_frozen, batch, p_rng):
         return programs[shapes_of(batch)](state, p_frozen, batch, p_rng)
 
     return step
-
-
-def zeros_like(shapes):
-    """Zeros on this process's devices, (local devices, ...); shapes: a tree of (devices, ...)."""
-    return replicate(jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), shapes))
 
 
 def shapes_of(batch):
@@ -204,8 +185,6 @@ class TrainRun:
         self.max_train_steps, self.output_dir = num_steps, Path(config.output_dir)
         self.is_main = jax.process_index() == 0
         self.axes = shard_axes(optimization.shapes, jax.device_count())
-        gather_all = partial(gather, axes=self.axes, dtype=self.unet.dtype)
-        self.p_gather = jax.pmap(gather_all, axis_name="batch")
         self.snapshot_steps = snapshot_steps(config, num_steps)
         self.logging_steps = steps_between_rows(config, num_steps)
         self.validation = Validation(config, pipeline, validation_images, num_steps)
@@ -213,7 +192,7 @@ class TrainRun:
             batches, config.train_batch_size, optimization.schedule, plan, start.saved
         )
         self.stop_signal, self.is_stopping = StopSignal(), False
-        self.last_save_error = None
+        self.last_save_error = self.p_gather = None
         self.metrics_log, self.checkpoints = self._open_files() if self.is_main else (None, None)
         if self.is_main:
             self._announce()
@@ -338,8 +317,7 @@ class TrainRun:
             release_memory()  # writing takes gigabytes
             trees = averages.trees
             content = {"params": state.params, "opt_state": state.opt_state, "ema": trees}
-            shapes = checkpoint_shapes(self.optimization.shapes, self.optimization.tx, len(trees))
-            content = flatten_by_name(to_host(content, shard_axes(shapes, jax.device_count())))
+            content = flatten_by_name(to_host(content, self.axes))
             record = {
                 "identity": self.start.identity,
                 "losses": self.metrics.unlogged,
@@ -391,8 +369,11 @@ class TrainRun:
         if self.is_stopping or not (self.validation.images and is_due):
             return
         with self.metrics.pause():
-            p_unet = self.p_gather(averages.best(state.params))
-            edits = self.validation.edit(p_unet, p_frozen)
+            best = averages.best(state.params)
+            if self.p_gather is None:
+                gather_all = partial(gather, axes=self.axes, dtype=self.unet.dtype)
+                self.p_gather = compile_pmapped(jax.pmap(gather_all, axis_name="batch"), best)
+            edits = self.validation.edit(self.p_gather(best), p_frozen)
             if self.is_main:
                 path = self.validation.write(step, edits)
                 self.metrics_log.images("validation", path, f"before and after, step {step}", step)

@@ -12,8 +12,14 @@ compute dtype. The gradient of the gather is a reduce-scatter that adds in float
     loss, grads = jax.value_and_grad(loss_fn)(state.params)       # shards of the mean, float32
     state, metrics = update_state(tx, state, loss, grads, axes, max_grad_norm)
 
+    p_step = compile_pmapped(jax.pmap(step, axis_name="batch", donate_argnums=0), state, ...)
+
 On one device each of these operations returns its argument. gather_by_block replaces gather for
 models that do not fit into a device's memory.
+
+Shards are a flat dict {path: array}. All vectors (biases, scales of norms) are joined into one
+array, as the host spends microseconds on each array of a call and more than half of them are
+vectors. Arrays on devices are global: their first axis counts the devices of all processes.
 
 On NVIDIA GPUs the shards of convolution kernels have their axes in the order of cuDNN, (O, height,
 width, I): then neither the forward pass nor the optimizer transposes them. gather returns
@@ -31,6 +37,7 @@ import numpy as np
 import optax
 from flax import struct
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.core import ShapedArray
 from jax.experimental import multihost_utils
 from jax.experimental.layout import Format, Layout
 from jax.tree_util import Partial
@@ -50,6 +57,7 @@ class Split:
     axis: int
     num_shards: int
     order: tuple[int, ...] | None = None  # None: as they are
+    vectors: tuple | None = None  # ((path, size), ...) of joined vectors; None: any other array
 
     @property
     def is_replicated(self):
@@ -93,41 +101,99 @@ def kernel_order(x, platform=None):
     return KERNEL_ORDER if is_kernel and is_on_gpu else None
 
 
-def shard_axes(tree, num_devices, platform=None):
-    """The Split of each array: along the longest axis that num_devices divides.
+def split_of(x, num_devices, platform=None):
+    """The Split of an array: along the longest axis that num_devices divides.
 
-    Matrices and kernels without such an axis are split into fewer shards, as many as possible.
+    Matrices and kernels without such an axis are split into fewer shards, as many as possible; the
+    array is replicated if no axis can be split.
 
     Args:
-        tree: arrays or their shapes (ShapeDtypeStructs), not sharded.
+        x: array or its shape, not sharded.
         num_devices: number of devices.
         platform: as for kernel_order.
+    """
+    order = kernel_order(x, platform)
+    shape = x.shape if order is None else [x.shape[i] for i in order]
+    numbers = [math.gcd(size, num_devices) for size in shape]
+    splits = [Split(i, n, order) for i, n in enumerate(numbers) if shape[i]]
+    whole = Split(0, 1, order)
+    best = max(splits, key=lambda s: (s.num_shards, shape[s.axis]), default=whole)
+    is_worth_it = best.num_shards == num_devices or x.ndim > 1
+    return best if best.num_shards > 1 and is_worth_it else whole
+
+
+def shard_axes(params, num_devices, platform=None):
+    """How a tree of parameters is sharded.
+
+    Args:
+        params: nested dict of arrays or their shapes (ShapeDtypeStructs), not sharded.
+        num_devices, platform: as for split_of.
 
     Returns:
-        The tree with Splits; replicated where no axis can be split, and for one device.
+        {path, a tuple: Split} of matrices and kernels; vectors that are split alike are one entry.
+    """
+    axes, vectors = {}, {}
+    for path, x in sorted(flatten_dict(params).items()):
+        split = split_of(x, num_devices, platform)
+        if x.ndim == 1:
+            vectors.setdefault(split.num_shards, []).append((path, x.size))
+        else:
+            axes[path] = split
+    return axes | {("vectors", str(n)): Split(0, n, None, tuple(v)) for n, v in vectors.items()}
+
+
+def join_vectors(flat, axes):
+    """Join the vectors among whole NumPy arrays.
+
+    Args:
+        flat: {path: array}.
+        axes: of shard_axes.
+
+    Returns:
+        {path: array} with the paths of axes.
     """
 
-    def split_of(x):
-        order = kernel_order(x, platform)
-        shape = x.shape if order is None else [x.shape[i] for i in order]
-        numbers = [math.gcd(size, num_devices) for size in shape]
-        splits = [Split(i, n, order) for i, n in enumerate(numbers) if shape[i]]
-        whole = Split(0, 1, order)
-        best = max(splits, key=lambda s: (s.num_shards, shape[s.axis]), default=whole)
-        is_worth_it = best.num_shards == num_devices or x.ndim > 1
-        return best if best.num_shards > 1 and is_worth_it else whole
+    def join(split):
+        n = split.num_shards  # a shard has a shard of each vector
+        shards = [np.reshape(flat[path], (n, -1)) for path, _ in split.vectors]
+        return np.concatenate(shards, axis=1).ravel()
 
-    return jax.tree.map(split_of, tree)
+    return {path: join(split) if split.vectors else flat[path] for path, split in axes.items()}
+
+
+def separate_vectors(arrays, axes):
+    """The inverse of join_vectors, a nested dict; the arrays may be jax's."""
+    flat = {}
+    for path, x in arrays.items():
+        if (split := axes[path]).vectors:
+            n, (paths, sizes) = split.num_shards, zip(*split.vectors)
+            xp = np if isinstance(x, np.ndarray) else jnp
+            parts = xp.split(x.reshape(n, -1), np.cumsum(sizes)[:-1] // n, axis=1)
+            flat |= {name: part.ravel() for name, part in zip(paths, parts)}
+        else:
+            flat[path] = x
+    return unflatten_dict(flat)
 
 
 def gather(shards, axes, dtype):
-    """The whole parameters, on every device; the gradient is reduce_scatter_mean.
+    """The whole parameters, a nested dict, on every device.
 
     Args:
         shards: this device's shards, float32.
         axes: of shard_axes.
         dtype: of the matrices and kernels. Vectors (biases, scales of norms) stay float32: they are
             small, and norms compute in float32.
+    """
+    return separate_vectors(gather_arrays(shards, axes, dtype), axes)
+
+
+def gather_arrays(shards, axes, dtype):
+    """Whole arrays, on every device; the gradient is reduce_scatter_mean.
+
+    Args:
+        shards: this device's shards, float32: a tree.
+        axes: tree of their Splits.
+        dtype: as for gather.
 
     Source: ZeRO (arXiv 1910.02054), section 5.3.
     """
@@ -157,26 +223,25 @@ def gather(shards, axes, dtype):
 def gather_by_block(shards, axes, dtype, blocks):
     """Like gather, but blocks gather their own parameters when they run, forward and backward.
 
-    A device then holds parameters and gradients of a few blocks instead of all blocks; each block's
-    parameters are sent twice. The blocks must be checkpointed, see models.blocks.checkpointed;
+    A device then holds kernels and their gradients of a few blocks instead of all blocks; each
+    block's kernels are sent twice. The blocks must be checkpointed, see models.blocks.checkpointed;
     otherwise all parameters are kept for the backward pass.
 
     Args:
-        shards, axes, dtype: as for gather; shards is a nested dict.
+        shards, axes, dtype: as for gather.
         blocks: name prefixes of the blocks, such as "resnets_".
 
     Returns:
-        The parameters; those of blocks are functions without arguments that gather them.
+        The parameters; kernels of blocks are functions without arguments that gather them.
     """
-    flat, flat_axes = flatten_dict(shards), flatten_dict(axes)
     later = {
-        path: Partial(partial(gather, axes=flat_axes[path], dtype=dtype), x)
-        for path, x in flat.items()
+        path: Partial(partial(gather_arrays, axes=axes[path], dtype=dtype), x)
+        for path, x in shards.items()
         if any(name.startswith(blocks) for name in path)
     }
-    first = {path: x for path, x in flat.items() if path not in later}
-    first = gather(first, {path: flat_axes[path] for path in first}, dtype)
-    return unflatten_dict(first | later)
+    first = {path: x for path, x in shards.items() if path not in later}
+    first = gather_arrays(first, {path: axes[path] for path in first}, dtype)
+    return separate_vectors(first | later, axes)
 
 
 def cast_kernels(params, dtype):
@@ -374,19 +439,45 @@ def in_place(update):
 # On the host: arrays to the devices and back
 
 
+def all_devices():
+    """The devices of all processes, one process after the other, as pmap orders them."""
+    numbers = range(jax.process_count())
+    return [device for number in numbers for device in jax.local_devices(number)]
+
+
+def compile_pmapped(p_function, state, *others):
+    """Compile a pmapped function for arrays on the devices of all processes.
+
+    With several processes, a call of the pmapped function turns every array into a global one and
+    every result back, in Python: FIGURE. The
+    executable takes and returns global arrays: FIGURE.
+
+    Args:
+        p_function: of jax.pmap.
+        state, others: its arguments: trees of arrays (devices of all processes, ...), or of their
+            ShapeDtypeStructs, to compile before anything is allocated.
+
+    Returns:
+        The executable; it takes arrays of these shapes and donates what p_function donates.
+    """
+    # With several processes lower takes these as they are, and would convert other shapes.
+    state = jax.tree.map(lambda x: ShapedArray(x.shape, x.dtype), state)
+    return p_function.lower(state, *others).compile()
+
+
 def replicate(tree, devices=None, layout=None):
     """Put a copy of NumPy arrays on every device.
 
     Args:
-        tree: arrays or numbers.
-        devices: of this process; None: all of them.
+        tree: arrays or numbers, the same on all processes.
+        devices: None: the devices of all processes.
         layout: Layout of the arrays (devices, ...); None: the usual one.
 
     Returns:
-        Tree of arrays (local devices, ...), which may be donated.
+        Tree of arrays (devices, ...), which may be donated.
     """
-    devices = devices or jax.local_devices()
-    n = len(devices)
+    devices = devices or all_devices()
+    n = len(_local(devices))
     return jax.tree.map(lambda x: _place([np.asarray(x)[None]] * n, devices, layout), tree)
 
 
@@ -409,23 +500,20 @@ def shard(tree, axes, devices=None):
 
     Args:
         tree: whole arrays, the same on all processes.
-        axes: of shard_axes.
+        axes: tree of their Splits.
         devices: to divide the arrays over; None: the devices of all processes.
 
     Returns:
-        Tree of arrays (local devices, ...), which may be donated.
+        Tree of arrays (devices, ...), which may be donated.
     """
-    devices = devices or jax.devices()
-    local = [device for device in devices if device.process_index == jax.process_index()]
+    devices = devices or all_devices()
+    places = [devices.index(device) for device in _local(devices)]
 
     def shard_array(x, split):
-        x = split.to_device_order(np.asarray(x))
-        if split.is_replicated:
-            return replicate(x, local)
-        shards = np.split(x, split.num_shards, split.axis)
-        number = np.argsort(shard_order(split.num_shards))  # of each device's shard
-        numbers = [number[devices.index(device) % split.num_shards] for device in local]
-        return _place([shards[n][None] for n in numbers], local)
+        x, n = split.to_device_order(np.asarray(x)), split.num_shards
+        shards = np.split(x, n, split.axis)
+        number = np.argsort(shard_order(n))  # of each device's shard
+        return _place([shards[number[place % n]][None] for place in places], devices)
 
     return jax.tree.map(shard_array, tree, axes)
 
@@ -437,13 +525,12 @@ def shard_batch(batch):
         batch: dict of NumPy arrays (B, ...); B is a multiple of the number of local devices.
 
     Returns:
-        dict of arrays (local devices, B / local devices, ...), for a pmapped function.
+        dict of arrays (devices, B / local devices, ...), with the rows of all processes.
 
     Raises:
         ValueError: the arrays have different numbers of rows, or the number cannot be divided.
     """
-    devices = jax.local_devices()
-    rows, n = {name: len(x) for name, x in batch.items()}, len(devices)
+    rows, n = {name: len(x) for name, x in batch.items()}, jax.local_device_count()
     if len(set(rows.values())) > 1:
         raise ValueError(f"a batch needs as many rows in every array; this one has {rows}")
     B = next(iter(rows.values()), 0)
@@ -454,7 +541,7 @@ def shard_batch(batch):
             "drop a shorter last batch"
         )
     return {
-        name: _place(list(x.reshape(n, 1, B // n, *x.shape[1:])), devices)
+        name: _place(list(x.reshape(n, 1, B // n, *x.shape[1:])), all_devices())
         for name, x in batch.items()
     }
 
@@ -463,27 +550,39 @@ def to_host(tree, axes):
     """Join shards to whole, contiguous NumPy arrays; all processes call it together.
 
     Args:
-        tree: arrays (local devices, ...), as pmap returns them.
+        tree: shards, or a tree that contains some, such as an optimizer's state; other arrays in it
+            are replicated.
         axes: of shard_axes.
+
+    Returns:
+        The tree with nested dicts of parameters.
     """
 
-    def gather_array(x, split):
+    def whole(x, split):
         if split.is_replicated:
-            whole = first_replica(x)
+            x = first_replica(x)
         else:
             if jax.process_count() > 1:
                 x = multihost_utils.process_allgather(x, tiled=True)
-            whole = np.concatenate(np.asarray(x)[shard_order(split.num_shards)], split.axis)
-        return np.asarray(split.from_device_order(whole), order="C")
+            x = np.concatenate(np.asarray(x)[shard_order(split.num_shards)], split.axis)
+        return np.asarray(split.from_device_order(x), order="C")
 
-    return jax.tree.map(gather_array, tree, axes)
+    def join(x):
+        if not is_sharded(x):
+            return first_replica(x)
+        return separate_vectors({path: whole(x[path], axes[path]) for path in x}, axes)
+
+    def is_sharded(x):
+        return isinstance(x, dict) and x.keys() == axes.keys()
+
+    return jax.tree.map(join, tree, is_leaf=is_sharded)
 
 
 def start_state(params, tx, axes, devices=None):
-    """The TrainState (local devices, ...) at the start of a run.
+    """The TrainState (devices, ...) at the start of a run.
 
     Args:
-        params: whole NumPy arrays, float32.
+        params: whole NumPy arrays, float32: a nested dict.
         tx: element-wise optax optimizer, such as Adam.
         axes: of shard_axes(params).
         devices: as for shard.
@@ -492,10 +591,10 @@ def start_state(params, tx, axes, devices=None):
         ValueError: params are not float32.
     """
     check_float32(params)
-    shards = shard(params, axes, devices)
-    opt_state = jax.pmap(tx.init, axis_name="batch", devices=devices)(shards)
-    local = [device for device in devices or [] if device.process_index == jax.process_index()]
-    return TrainState(replicate(np.int32(0), local), shards, opt_state)
+    shards = shard(join_vectors(flatten_dict(params), axes), axes, devices)
+    init = jax.pmap(tx.init, axis_name="batch", devices=devices)
+    opt_state = compile_pmapped(init, shards)(shards)
+    return TrainState(replicate(np.int32(0), devices), shards, opt_state)
 
 
 def check_float32(params):
@@ -528,12 +627,17 @@ def state_shapes(params, tx, axes, num_devices):
     """
     check_float32(params)
 
-    def shard_shape(x, split):
-        x = jax.eval_shape(split.to_device_order, x)
-        shape = [n // split.num_shards if i == split.axis else n for i, n in enumerate(x.shape)]
-        return jax.ShapeDtypeStruct(shape, x.dtype)
+    flat = flatten_dict(params)
 
-    shards = jax.tree.map(shard_shape, params, axes)
+    def shard_shape(path, split):
+        if split.vectors:
+            shape = (sum(size for _, size in split.vectors),)
+        else:
+            shape = jax.eval_shape(split.to_device_order, flat[path]).shape
+        shape = [n // split.num_shards if i == split.axis else n for i, n in enumerate(shape)]
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    shards = {path: shard_shape(path, split) for path, split in axes.items()}
     state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), shards, jax.eval_shape(tx.init, shards))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), state)
 
@@ -562,10 +666,15 @@ def local_rows(x):
     return np.concatenate([np.asarray(shard.data)[0] for shard in x.addressable_shards])
 
 
+def _local(devices):
+    """This process's devices among some."""
+    return [device for device in devices if device.process_index == jax.process_index()]
+
+
 def _place(shards, devices, layout=None):
-    """Make one array (devices, ...) of an array (1, ...) for each device of this process."""
+    """Make one array (devices, ...) of an array (1, ...) for each of this process's devices."""
     sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(devices), ("batch",)), jax.P("batch"))
-    formats = [Format(layout, jax.sharding.SingleDeviceSharding(device)) for device in devices]
+    formats = [Format(layout, jax.sharding.SingleDeviceSharding(d)) for d in _local(devices)]
     arrays = [jax.device_put(_unaligned(x), form) for x, form in zip(shards, formats)]
     shape = (len(devices), *shards[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)

@@ -195,13 +195,14 @@ def test_a_step_does_not_copy_the_parameters(libtpu_environment):
     """The optimizer moves less than 9 times the parameters' size, in place."""
     n, tx = 4, optax.adamw(1e-4)
     devices = slice_devices(find_slice("v5e-4"))
-    shapes = [jax.ShapeDtypeStruct((2560, 2560), jnp.float32)] * 20  # more than the VMEM holds
+    shape = jax.ShapeDtypeStruct((2560, 2560), jnp.float32)
+    shapes = {f"kernel_{i:02d}": shape for i in range(20)}  # more than the VMEM holds
     axes = shard_axes(shapes, n)
 
     def step(state, x):
         def loss(shards):
             y = x
-            for w in gather(shards, axes, jnp.bfloat16):
+            for w in gather(shards, axes, jnp.bfloat16).values():
                 y = y + jnp.tanh(y @ w)
             return jnp.mean(jnp.square(y.astype(jnp.float32)))
 

@@ -118,7 +118,7 @@ def contents(out):
         for file in sorted(Path(out, component).iterdir())
     }
     files["model_index.json"] = index
-    timings = ("pairs_per_second", "data_wait", "memory_gb")
+    timings = ("pairs_per_second", "data_wait", "device_wait", "host_seconds", "memory_gb")
     rows = [{k: v for k, v in row.items() if k not in timings} for row in read_metrics(out)]
     return arrays, files, rows
 

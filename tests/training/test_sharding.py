@@ -18,11 +18,14 @@ from training.sharding import (
     REPLICATED,
     Split,
     gather,
+    join_vectors,
     reduce_scatter_stages,
     replicate,
     replicate_frozen,
+    separate_vectors,
     shard_axes,
     shard_batch,
+    split_of,
     start_state,
     state_shapes,
     to_host,
@@ -47,19 +50,36 @@ def test_a_batch_is_divided_over_the_devices():
         shard_batch({"x": np.zeros((8, 2)), "y": np.zeros(4)})
 
 
-def test_shard_axes():
-    shapes = [(3, 3, 320, 640), (3, 3, 320, 4), (3, 3, 4, 4), (8,), ()]
-    trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    assert shard_axes(trees, 8) == [
+def shapes_of(*shapes):
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+def test_arrays_are_split_along_their_longest_axis():
+    shapes = shapes_of((3, 3, 320, 640), (3, 3, 320, 4), (3, 3, 4, 4), (8,), ())
+    assert [split_of(x, 8) for x in shapes] == [
         *(Split(3, 8), Split(2, 8), Split(2, 4), Split(0, 8), REPLICATED)
     ]
-    assert shard_axes(trees, 1) == [REPLICATED] * 5
+    assert [split_of(x, 1) for x in shapes] == [REPLICATED] * 5
     # Of 256 devices every 64th has the same part; vectors stay whole.
-    shapes = [(3, 3, 320, 320), (1920, 640), (320,), (0, 256), (0, 0), (5, 7)]
-    trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    assert shard_axes(trees, 256) == [
+    shapes = shapes_of((3, 3, 320, 320), (1920, 640), (320,), (0, 256), (0, 0), (5, 7))
+    assert [split_of(x, 256) for x in shapes] == [
         *(Split(2, 64), Split(0, 128), REPLICATED, Split(1, 256), REPLICATED, REPLICATED)
     ]
+
+
+def test_vectors_are_joined_shard_by_shard():
+    """Every shard of the joined vector has the shards of all its vectors, in order."""
+    params = {"a": {"bias": np.arange(4), "kernel": np.ones((3, 3))}, "scale": np.arange(10, 16)}
+    params["odd"] = np.arange(20, 23)
+    axes = shard_axes(params, 2)
+    flat = {("a", "bias"): params["a"]["bias"], ("a", "kernel"): params["a"]["kernel"]}
+    flat |= {("scale",): params["scale"], ("odd",): params["odd"]}
+    joined = join_vectors(flat, axes)
+    assert joined.keys() == axes.keys() == {("a", "kernel"), ("vectors", "2"), ("vectors", "1")}
+    assert joined["vectors", "2"].tolist() == [0, 1, 10, 11, 12, 2, 3, 13, 14, 15]
+    assert joined["vectors", "1"].tolist() == [20, 21, 22]
+    for arrays in (joined, jax.tree.map(jnp.asarray, joined)):
+        jax.tree.map(np.testing.assert_array_equal, separate_vectors(arrays, axes), params)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
@@ -67,7 +87,7 @@ def test_shard_axes():
 def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices, platform):
     """Also for a gather in bfloat16, in which a sum over devices would lose small gradients."""
     rng = np.random.default_rng(0)
-    shapes = {"a": (8, 4), "b": (3,), "c": (3, 3, 4, 8), "d": (3, 3, 5, 7)}
+    shapes = {"a": (8, 4), "b": (3,), "c": (3, 3, 4, 8), "d": (3, 3, 5, 7), "e": (4,), "f": (8,)}
     params = {k: rng.standard_normal(shape, np.float32) for k, shape in shapes.items()}
     weights = {k: 2.0 ** rng.integers(-12, 1, (num_devices, *x.shape)) for k, x in params.items()}
     weights = jax.tree.map(lambda x: x.astype(np.float32), weights)  # exact in bfloat16
@@ -108,12 +128,11 @@ def test_frozen_kernels_keep_their_shapes(monkeypatch):
 
 def test_kernels_of_gpus():
     """Output channels come first, and are split if that is the longest axis."""
-    trees = [
-        jax.ShapeDtypeStruct(x, jnp.float32) for x in ((3, 3, 320, 640), (3, 3, 640, 4), (8, 4))
-    ]
+    shapes = shapes_of((3, 3, 320, 640), (3, 3, 640, 4), (8, 4))
     splits = [Split(0, 8, KERNEL_ORDER), Split(3, 8, KERNEL_ORDER), Split(0, 8)]
-    assert shard_axes(trees, 8, "gpu") == splits
-    assert shard_axes(trees, 1, "gpu") == [Split(0, 1, KERNEL_ORDER)] * 2 + [REPLICATED]
+    assert [split_of(x, 8, "gpu") for x in shapes] == splits
+    splits = [Split(0, 1, KERNEL_ORDER)] * 2 + [REPLICATED]
+    assert [split_of(x, 1, "gpu") for x in shapes] == splits
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -143,9 +162,9 @@ params = {name: rng.integers(-9, 9, shape).astype(np.float32) for name, shape in
 weights = {k: rng.integers(-9, 9, (n, *x.shape)).astype(np.float32) for k, x in params.items()}
 mean = {k: x.mean(axis=0) for k, x in weights.items()}
 axes = shard_axes(params, n)
-assert axes["b"] == Split(0, 4)
+assert axes["b",] == Split(0, 4)
 state = start_state(params, optax.identity(), axes)
-assert state.params["b"].shape == (16, 5, 12)
+assert state.params["b",].shape == (16, 5, 12)
 for k, x in to_host(state.params, axes).items():
     np.testing.assert_array_equal(x, params[k])
 
