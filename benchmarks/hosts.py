@@ -45,13 +45,14 @@ def make_model(folder, name):
     jax.config.update("jax_platforms", "cpu")
     is_xl = name == "sdxl"
     configs = SDXL if is_xl else SD15
-    widths = [width // 10 for width in configs["unet"]["block_out_channels"]]
-    unet = dict(in_channels=8, block_out_channels=widths, cross_attention_dim=32 * (1 + is_xl))
+    unet = FlaxUNet2DConditionModel(**configs["unet"])
+    widths = tuple(width // 10 for width in unet.block_out_channels)
+    changes = dict(in_channels=8, block_out_channels=widths, cross_attention_dim=32 * (1 + is_xl))
     if is_xl:
-        unet |= dict(attention_head_dim=(2, 4, 8), addition_time_embed_dim=8)
-        unet["projection_class_embeddings_input_dim"] = 32 + 6 * 8
+        changes |= dict(attention_head_dim=(2, 4, 8), addition_time_embed_dim=8)
+        changes["projection_class_embeddings_input_dim"] = 32 + 6 * 8
     modules = {
-        "unet": FlaxUNet2DConditionModel(**configs["unet"] | unet),
+        "unet": unet.clone(**changes),
         "vae": FlaxAutoencoderKL(**configs["vae"] | {"block_out_channels": (32, 64, 128, 128)}),
         "text_encoder": FlaxCLIPTextModule(**configs["text_encoder"] | TEXT, **IDS),
     }

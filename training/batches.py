@@ -65,11 +65,12 @@ class Batches:
     Attributes:
         num_bad: undecodable pairs in this process's batches so far.
         seconds_waited: time spent waiting for batches; readers may reset it.
+        handed_over: time.perf_counter() and time.thread_time() at the end of the last `next`.
     """
 
     def __init__(self, dataset, tokenize, start_step=0):
         dataset.set_step(start_step)
-        self.num_bad, self.seconds_waited = 0, 0.0
+        self.num_bad, self.seconds_waited, self.handed_over = 0, 0.0, None
         self.dataset = dataset
         self.stream = self._endless_batches(dataset, tokenize)
         self.queue = deque(itertools.islice(self.stream, MAX_STEPS_IN_FLIGHT))
@@ -88,7 +89,8 @@ class Batches:
         wait_start = time.perf_counter()
         batch, self.num_bad = self.queue.popleft()
         self.queue.append(next(self.stream))
-        self.seconds_waited += time.perf_counter() - wait_start
+        self.handed_over = time.perf_counter(), time.thread_time()
+        self.seconds_waited += self.handed_over[0] - wait_start
         return batch
 
     def peek(self):

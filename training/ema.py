@@ -258,6 +258,7 @@ class Averages:
     def __init__(self, plan, trees=()):
         self.plan, self.trees = plan, list(trees)
         self.p_update = None  # compiled when the first update is due
+        self.decays = self.p_decays = None  # of the last update
 
     def start(self, step, params):
         """Before the plan's first step, copy the parameters."""
@@ -267,11 +268,14 @@ class Averages:
     def update(self, num_steps, params):
         """Move the averages towards the parameters if an update is due after num_steps steps."""
         if num_updates := self.plan.update_of(num_steps):
-            decays = [replicate(np.float32(decay)) for decay in self.plan.decays(num_updates)]
+            if self.decays != (decays := self.plan.decays(num_updates)):  # most plans have one
+                self.decays, self.p_decays = decays, [replicate(np.float32(x)) for x in decays]
             if self.p_update is None:
-                self.p_update = compile_pmapped(make_update_average(), params, params, decays[0])
+                p_update = make_update_average()
+                self.p_update = compile_pmapped(p_update, params, params, self.p_decays[0])
             self.trees = [
-                self.p_update(tree, params, decay) for tree, decay in zip(self.trees, decays)
+                self.p_update(tree, params, p_decay)
+                for tree, p_decay in zip(self.trees, self.p_decays)
             ]
 
     def best(self, params):

@@ -68,7 +68,10 @@ class StepMetrics:
             jax.block_until_ready(metrics)
             self._restart_clock()
             return
-        self.watched = self.watcher.submit(self._watch, metrics, time.perf_counter())
+        # On CPUs the call of a step may last as long as the step; its work does not.
+        called, work = self.batches.handed_over
+        dispatched = called + time.thread_time() - work
+        self.watched = self.watcher.submit(self._watch, metrics, dispatched)
         # The host must not run far ahead: the progress bar would show steps that are not done.
         if len(self.unfetched) > MAX_STEPS_IN_FLIGHT:
             jax.block_until_ready(self.unfetched[-1 - MAX_STEPS_IN_FLIGHT])

@@ -540,10 +540,8 @@ def shard_batch(batch):
             f"a batch of {B} rows cannot be divided over {n} devices; give it {sizes} rows, and "
             "drop a shorter last batch"
         )
-    return {
-        name: _place(list(x.reshape(n, 1, B // n, *x.shape[1:])), all_devices())
-        for name, x in batch.items()
-    }
+    rows = {name: x.reshape(n, B // n, *x.shape[1:]) for name, x in batch.items()}
+    return jax.make_array_from_process_local_data(_sharding(all_devices()), rows)
 
 
 def to_host(tree, axes):
@@ -644,12 +642,10 @@ def state_shapes(params, tx, axes, num_devices):
 
 def frozen_shapes(params, devices):
     """The shapes, dtypes and layouts of replicate_frozen, (devices, ...); devices: all of them."""
-    mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
-    sharding = jax.NamedSharding(mesh, jax.P("batch"))
 
     def shape_of(x):
         layout = frozen_layout(x, devices[0].platform)
-        sharded = layout and Format(layout, sharding)
+        sharded = layout and Format(layout, _sharding(devices))
         return jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype, sharding=sharded)
 
     return jax.tree.map(shape_of, params)
@@ -671,13 +667,19 @@ def _local(devices):
     return [device for device in devices if device.process_index == jax.process_index()]
 
 
+def _sharding(devices):
+    """The sharding of an array (devices, ...)."""
+    return jax.NamedSharding(jax.sharding.Mesh(np.array(devices), ("batch",)), jax.P("batch"))
+
+
 def _place(shards, devices, layout=None):
     """Make one array (devices, ...) of an array (1, ...) for each of this process's devices."""
-    sharding = jax.NamedSharding(jax.sharding.Mesh(np.array(devices), ("batch",)), jax.P("batch"))
-    formats = [Format(layout, jax.sharding.SingleDeviceSharding(d)) for d in _local(devices)]
-    arrays = [jax.device_put(_unaligned(x), form) for x, form in zip(shards, formats)]
+    places = _local(devices)
+    if layout is not None:
+        places = [Format(layout, jax.sharding.SingleDeviceSharding(device)) for device in places]
+    arrays = jax.device_put(list(map(_unaligned, shards)), places)
     shape = (len(devices), *shards[0].shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+    return jax.make_array_from_single_device_arrays(shape, _sharding(devices), arrays)
 
 
 def _unaligned(x):
