@@ -6,6 +6,7 @@ of axes, along which the rows of feature maps are sharded (spatial_parallelism.p
 device has all rows. Submodules have the names of the published Flax checkpoints.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -65,15 +66,66 @@ def _in_memory(x, g):
     return jax.lax.platform_dependent(x, g, cuda=write, default=lambda x, g: (x, g))
 
 
+BLOCK = 32  # neighbours whose values a GPU's thread joins; a block's results go through the memory
+
+
+def _blocks(x):
+    """x (B, N, C) -> its values in blocks of at most BLOCK neighbours: list of (B, blocks, C)."""
+    B, N, C = x.shape
+    size = math.gcd(N, BLOCK)
+    x = x.reshape(B, N // size, size, C)
+    return [x[:, :, i] for i in range(size)]
+
+
+def _in_pairs(join, values):
+    """Join values, 2^k of them, two at a time."""
+    while len(values) > 1:
+        values = [join(a, b) for a, b in zip(values[::2], values[1::2])]
+    return values[0]
+
+
+def _add_exactly(a, b):
+    """(a + b rounded, what the rounding has lost). Source: Knuth's TwoSum."""
+    total = a + b
+    b_part = total - a
+    return total, (a - (total - b_part)) + (b - b_part)
+
+
+def _halves(x):
+    """x as a sum of two float32 numbers of at most 12 bits, whose products are exact."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0xFFFFF000)
+    high = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return high, x - high
+
+
+def _multiply_exactly(a, b):
+    """(a b rounded, what the rounding has lost). Source: Dekker's product."""
+    (a1, a2), (b1, b2), product = _halves(a), _halves(b), a * b
+    return product, ((a1 * b1 - product) + a1 * b2 + a2 * b1) + a2 * b2
+
+
+def _exact_sums(highs, lows, axis):
+    """Sums over an axis of numbers that have a high and a low part: (highs, lows)."""
+    k = len(highs)
+
+    def add(x, y):
+        sums = [_add_exactly(a, b) for a, b in zip(x[:k], y[:k])]
+        lost = [a + b + error for a, b, (_, error) in zip(x[k:], y[k:], sums)]
+        return *(total for total, _ in sums), *lost
+
+    operands = (*highs, *lows)
+    sums = jax.lax.reduce(operands, (np.float32(0),) * len(operands), add, (axis,))
+    return sums[:k], sums[k:]
+
+
 def _two_sums(a, b):
-    """Sums of a and b, float32 (B, N, C), over N; on GPUs by one kernel."""
+    """Sums of a and b, float32 (B, N, C), over N; on GPUs one kernel reads both."""
 
     def at_once(a, b):
-        def add(x, y):
-            return x[0] + y[0], x[1] + y[1]
-
-        sums = jax.lax.reduce((a, b), (np.float32(0),) * 2, add, (1,))
-        return tuple(jax.lax.optimization_barrier(sums))
+        sums = [_in_pairs(jnp.add, _blocks(x)) for x in (a, b)]
+        sums = jax.lax.optimization_barrier(sums)
+        sums, lost = _exact_sums(sums, [jnp.zeros_like(x) for x in sums], 1)
+        return jax.lax.optimization_barrier(tuple(map(jnp.add, sums, lost)))
 
     def each(a, b):
         return a.sum(1), b.sum(1)
@@ -84,23 +136,43 @@ def _two_sums(a, b):
 def _moments(x, num_groups):
     """Means and variances of the groups of x (B, ..., C): float32 (B, 1, C) each.
 
-    On GPUs one pass over the memory gives sum and sum of squares per channel. They are sums of
-    differences to a median of three values, so that the variance is no difference of large numbers.
+    On GPUs one pass over the memory gives both. Blocks of neighbours have a mean and a sum of
+    squared differences to it; these, and the squares of the means, are added without rounding.
 
     Source: Chan, Golub and LeVeque, Algorithms for computing the sample variance (1983).
     """
 
     def one_pass(flat):
-        N, column = flat.shape[1], x.shape[-2] // 2  # not at the border, where zeros are padded
-        places = ((k * N // 4 + column) % N for k in (1, 2, 3))
-        a, b, c = (flat[:, i : i + 1] for i in places)
-        median = jnp.maximum(jnp.minimum(a, b), jnp.minimum(jnp.maximum(a, b), c))
-        flat = flat - median
-        mean, square = (total / N for total in _two_sums(flat, jnp.square(flat)))
-        variance = jnp.maximum(square - jnp.square(mean), 0)
-        mean = mean + median[:, 0]
-        group_mean = _per_group(mean, num_groups)
-        return group_mean, _per_group(variance + jnp.square(mean - group_mean[:, 0]), num_groups)
+        B, N, C = flat.shape
+        values = _blocks(flat)
+        size, group = len(values), C // num_groups
+
+        def join(a, b):  # two blocks of n values; the differences' sum of squares is n/2 d^2
+            (mean, squares, n), (other, others, _) = a, b
+            d = other - mean
+            return mean + d / 2, squares + others + d * d * (n / 2), 2 * n
+
+        means, squares, _ = _in_pairs(join, [(x, jnp.zeros_like(x), 1) for x in values])
+        means, squares = jax.lax.optimization_barrier((means, squares))
+        high, low = _halves(means)
+        zeros = jnp.zeros_like(means)
+        sums = _exact_sums(
+            (means, squares, high * high), (zeros, zeros, 2 * high * low + low * low), 1
+        )
+        sums = jax.lax.optimization_barrier(sums)
+        per_group = jax.tree.map(lambda x: x.reshape(B, num_groups, group), sums)
+        (total, within, square), lost = _exact_sums(*per_group, 2)
+        n = jnp.float32(N // size * group)  # blocks of a group
+        mean = (total + lost[0]) / n
+        # sum (m - mean)^2 = sum m^2 - mean (2 sum m - n mean), of large numbers that nearly cancel
+        product, error = _multiply_exactly(mean, n)
+        rest, rest_error = _add_exactly(2 * total, -product)
+        rest_error = rest_error + 2 * lost[0] - error
+        product, error = _multiply_exactly(mean, rest)
+        between, between_error = _add_exactly(square, -product)
+        between = between + (between_error + lost[2] - error - mean * rest_error)
+        variance = (within + lost[1] + size * jnp.maximum(between, 0)) / (size * n)
+        return tuple(jnp.repeat(x, group, axis=1)[:, None] for x in (mean, variance))
 
     def two_passes(flat):
         group_mean = _per_group(flat.mean(1), num_groups)

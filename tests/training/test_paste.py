@@ -11,10 +11,12 @@ import shutil
 import subprocess
 import sys
 
-from helpers import ROOT
+import pytest
+from helpers import ROOT, free_port
 
 import flax_train_instruct_pix2pix as trainer
 
+NUM_DEVICES = 2
 SECTION = re.compile(r"^## Copy the training loop\n(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
 TOYS = '''
 import sys
@@ -60,6 +62,9 @@ def encode_batch(batch, frozen, models):
     return edited, jnp.zeros_like(edited), original, text
 
 
+numbers = [int(number) for number in sys.argv[1:]]  # port and number of this process
+if numbers:
+    jax.distributed.initialize(f"localhost:{numbers[0]}", NUM_DEVICES, numbers[1])
 rng = np.random.default_rng(0)
 original = rng.uniform(-1, 1, (B, 1, 1, 3)) * np.ones((B, 32, 32, 1))
 batch = {
@@ -67,6 +72,9 @@ batch = {
     "edited": -original.astype(np.float32),
     "input_ids": rng.integers(0, 9, (B, T)),
 }
+rows = B // jax.process_count()
+batch = {name: x[jax.process_index() * rows :][:rows] for name, x in batch.items()}
+first_batch = batch
 unet = ToyUnet()
 params = jax.device_get(
     unet.init(jax.random.key(0), np.zeros((1, 6, 8, 8)), np.zeros(1), np.zeros((1, T, D)))["params"]
@@ -85,26 +93,28 @@ losses = []
 def repeat(batch, num_steps=300):
     for step in range(num_steps):
         if step:
-            losses.append(float(metrics["loss"][0]))
+            losses.append(float(metrics["loss"].addressable_shards[0].data[0]))
         yield batch
 
 
 batches = repeat(batch)
 '''
 CHECKS = """
-assert loss == float(metrics["loss"][1])
+assert all(loss == float(shard.data[0]) for shard in metrics["loss"].addressable_shards)
 for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(trained), strict=True):
     assert after.shape == before.shape and after.dtype == np.float32 and (after != before).any()
 assert jax.device_count() == NUM_DEVICES
-assert np.asarray(state.step).tolist() == [300] * NUM_DEVICES
+assert first_replica(state.step) == 300
 print(np.mean(losses[:10]), np.mean(losses[-50:]))
 """
 
 
-def test_the_pasted_functions_train_toy_models(tmp_path):
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_pasted_functions_train_toy_models(tmp_path, num_processes):
+    """On two devices; with two processes also the lines for several hosts."""
     (section,) = SECTION.findall((ROOT / "README.md").read_text())
     what, imports, rest = re.match(r"(.*?)```python\n(.*?)```(.*)", section, re.DOTALL).groups()
-    (loop,) = re.findall(r"```\n(axes = .*?)```", rest, re.DOTALL)
+    loop, several_hosts = re.findall(r"```\n(.*?)```", rest, re.DOTALL)
     files = set(re.findall(r"[\w/]+\.py", what)) - {"flax_train_instruct_pix2pix.py"}
     assert "training/sharding.py" in files
     for name in files:
@@ -112,20 +122,30 @@ def test_the_pasted_functions_train_toy_models(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     pasted = (trainer.conditioning_dropout, trainer.diffusion_loss, trainer.train_step)
     program = imports + "\n\n" + "\n\n".join(map(inspect.getsource, pasted))
-    (after,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL
-    )
+    page = (ROOT / "docs" / "training.md").read_text()
+    after, also_several_hosts = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert also_several_hosts.replace("\n\n", "\n") == several_hosts
+    if num_processes > 1:
+        loop = loop.replace("for batch in", several_hosts + "for batch in")
     program += TOYS + loop + after + CHECKS
     (tmp_path / "pasted.py").write_text(program)
-    flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
+    devices = f"device_count={NUM_DEVICES // num_processes}"
+    flags = os.environ["XLA_FLAGS"].replace("device_count=4", devices)
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "pasted.py"],
-        cwd=tmp_path,
-        env=environment | {"XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    first, last = map(float, done.stdout.split())
-    assert last < 0.5 * first
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "pasted.py", *[port, str(number)] * (num_processes > 1)],
+            cwd=tmp_path,
+            env=environment | {"XLA_FLAGS": flags},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(num_processes)
+    ]
+    for process in processes:
+        found, errors = process.communicate()
+        assert process.returncode == 0, errors
+        first, last = map(float, found.splitlines()[-1].split())  # Gloo prints, too
+        assert last < 0.5 * first
