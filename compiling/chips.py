@@ -36,9 +36,15 @@ CHIPS = {
     "v5p": Chip("v5", 2, 459e12, 918e12, 2.8e12, 0.6e12, 95.74),
     "v6e": Chip("v6e", 1, 918e12, 1836e12, 1.64e12, 0.448e12, 31.25, 32e9),
 }
-# Share of a v5e chip's bfloat16 peak that SDXL with 20 steps reaches in a published measurement of
-# diffusers' Flax classes (docs/sdxl.md).
-MEASURED_SHARE = 0.61
+# Share of a chip's bfloat16 peak that SDXL images of 20 steps reached in published measurements,
+# {Chip.topology: share}.
+PUBLISHED_SHARES = {
+    "v5e": 0.61,  # diffusers' Flax classes: 2.33 s an image for a bound of 1.43 s (docs/sdxl.md)
+    "v6e": 0.42,  # MLPerf Inference v4.1, tpu_v6_x4_flax: 1.36 images/s for a bound of 3.26
+}
+# Milliseconds that the trainer's thread computes in a step on several hosts, with an average in
+# every step: benchmarks/results/train.json, "host time, 2 processes".
+HOST_MS = {"Stable Diffusion 1.5": 12, "SDXL": 31}
 # Slices have three dimensions (v4, v5p) or two.
 SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -114,6 +120,14 @@ def slice_devices(tpu):
     if tpu.num_chips == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
     return get_topology_desc(f"{tpu.chip.topology}:{tpu.shape}", "tpu", **options).devices
+
+
+def peak_share(chip):
+    """Share of its peak that programs of a Chip reach by estimate.
+
+    The published one, or the lowest one that is published for any chip.
+    """
+    return PUBLISHED_SHARES.get(chip.topology, min(PUBLISHED_SHARES.values()))
 
 
 def roofline_seconds(chip, flops, moved, sent=0, int8_flops=0):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from compiling.chips import MEASURED_SHARE, roofline_seconds
+from compiling.chips import peak_share, roofline_seconds
 from compiling.costs import num_bytes, replicated_shapes
 from compiling.kernels import estimated_seconds
 from compiling.programs import (
@@ -249,16 +249,13 @@ def with_scoring(report, chip, costs, flops):
     total = sum(memory.values())
     if "kernels" in costs:
         least = sum(row["least_seconds"] for row in costs["kernels"].values())
-        estimates = {
-            "estimated_seconds": report["estimated_seconds"],
-            "clip_estimated_seconds": estimated_seconds(costs["kernels"], makes_images=False),
-        }
+        estimate = estimated_seconds(costs["kernels"], makes_images=False)
     else:
         least = roofline_seconds(chip, TPU_PASSES * flops, costs["hbm_bytes"])
-        seconds = {"estimated_seconds": report["step_seconds"], "clip_estimated_seconds": least}
-        estimates = {name: x / MEASURED_SHARE for name, x in seconds.items()}
+        estimate = least / peak_share(chip)
     images = 2 * report["batch_per_chip"]
-    at_most, estimated = images / (report["step_seconds"] + least), images / sum(estimates.values())
+    at_most = images / (report["step_seconds"] + least)
+    estimated = images / (report["estimated_seconds"] + estimate)
     return report | {
         "fits": total <= report["memory_usable"],
         "memory": memory,
@@ -266,7 +263,7 @@ def with_scoring(report, chip, costs, flops):
         "compile_seconds": report["compile_seconds"] + costs["compile_seconds"],
         "clip_flops": flops,
         "clip_seconds": least,
-        **estimates,
+        "clip_estimated_seconds": estimate,
         "images_per_second_per_chip": at_most,
         "images_per_second": report["chips"] * at_most,
         "estimated_images_per_second_per_chip": estimated,

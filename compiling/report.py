@@ -4,7 +4,13 @@ from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 
 from compiling.cards import JAX_SHARE, USABLE_SHARE
-from compiling.chips import MEASURED_SHARE, roofline_seconds
+from compiling.chips import (
+    HOST_MS,
+    PUBLISHED_SHARES,
+    find_slice,
+    peak_share,
+    roofline_seconds,
+)
 from compiling.costs import GIB, num_bytes
 from compiling.kernels import add_tables, estimated_seconds, kind_seconds
 
@@ -101,20 +107,21 @@ def with_fetching(config, seconds, step, chip):
 
 
 def tpu_times(config, chip, program, costs, flops):
-    """Bytes, cycles and the least time of a TPU's step; arguments as for make_report."""
+    """Bytes, cycles, the least time and an estimate of a TPU's step; see make_report."""
     (step, update), (flops, int8_flops) = costs, flops
     traffic, averages = ("bytes_accessed", "hbm_bytes", "interconnect_bytes", "host_bytes"), {}
     for name in traffic[:2]:
         averages[f"ema_{name}"] = update[name] * program.updates_per_step if update else 0.0
     moved, sent = step["hbm_bytes"], step["interconnect_bytes"]
-    seconds = roofline_seconds(chip, flops, moved, sent, int8_flops)
-    seconds = with_fetching(config, seconds, step, chip)
-    seconds += roofline_seconds(chip, 0.0, averages["ema_hbm_bytes"])
+    least = roofline_seconds(chip, flops, moved, sent, int8_flops)
+    average = roofline_seconds(chip, 0.0, averages["ema_hbm_bytes"])
+    estimate, estimated_average = (x / peak_share(chip) for x in (least, average))
     return {
         **{name: step[name] for name in traffic},
         "cycles": step["cycles"],
         **averages,
-        "step_seconds": seconds,
+        "step_seconds": with_fetching(config, least, step, chip) + average,
+        "estimated_seconds": with_fetching(config, estimate, step, chip) + estimated_average,
     }
 
 
@@ -246,13 +253,23 @@ def print_times(report):
         where = "host" if "gpu" in report else "slice"
         rates += f", {report['images_per_second']:.3g} on the {where}"
     print(f"at least {report['step_seconds'] * 1e3:.3g} ms, so at most {rates}")
-    if "estimated_seconds" in report:
-        seconds = report["estimated_seconds"]
-        rate = report["batch_per_chip"] / seconds
-        print(
-            f"by estimate {seconds * 1e3:.3g} ms, {rate:.3g} {unit}/s per GPU, at the shares that "
-            "these kinds of kernels reached on an H200"
-        )
+    seconds = report["estimated_seconds"]
+    rate = f"{report['batch_per_chip'] / seconds:.3g} {unit}/s per {chip_name(report)}"
+    print(f"by estimate {seconds * 1e3:.3g} ms, {rate}, {source_of_estimate(report)}")
+    if report["program"] == "train" and report["hosts"] > 1:
+        hosts = " and ".join(f"{ms} ms with {model}" for model, ms in HOST_MS.items())
+        print(f"the host's thread needs about {hosts}; a step takes the longer of host and chip")
+
+
+def source_of_estimate(report):
+    """The share of the peak that the estimate of a report counts with."""
+    if "gpu" in report:
+        return "at the shares that these kinds of kernels reached on an H200"
+    chip = find_slice(report["tpu"]).chip
+    source = "as SDXL reached in a published measurement of this chip"
+    if chip.topology not in PUBLISHED_SHARES:
+        source = "the lowest published one: no measurement of this chip is published"
+    return f"at {peak_share(chip):.0%} of the peak, {source}"
 
 
 def print_pair_times(report):
@@ -273,10 +290,7 @@ def print_pair_times(report):
     print(f"at least {time}; so at most {rates}")
     names = ("estimated_seconds", "clip_estimated_seconds", "estimated_images_per_second")
     time, rates = line(*(report[name] for name in names))
-    shares = f"at {MEASURED_SHARE:.0%} of the peak, as SDXL reached on v5e"
-    if "gpu" in report:
-        shares = "at the shares that these kinds of kernels reached on an H200"
-    print(f"by estimate {time}; {rates}, {shares}")
+    print(f"by estimate {time}; {rates}, {source_of_estimate(report)}")
 
 
 def print_kernels(kernels):

@@ -196,6 +196,7 @@ def test_report_by_hand(model):
     assert report["memory_total"] == 9613
     assert report["fits"]
     assert report["step_seconds"] == pytest.approx(2.0 + 1.0)
+    assert report["estimated_seconds"] == pytest.approx(3.0 / 0.61)
     assert (report["bytes_accessed"], report["ema_bytes_accessed"]) == (9e12, 2.5e12)
     assert report["images_per_second_per_chip"] == pytest.approx(4 / 3)
     assert report["images_per_second"] == pytest.approx(16 / 3)

@@ -6,9 +6,10 @@
 measures in bfloat16, with random weights: optimizer steps of Stable Diffusion 1.5 at 256 pixels (16
 pairs), with the average of the weights, from images and from cached latents; an SDXL image at 1024
 pixels, 20 steps, plain, with --vae_dtype bfloat16, and with --accelerate deepcache:interval=2
-guidance:stop=0.5; an edit at 512 pixels, 20 steps; the UNet at 512 pixels (8 samples), forward and
-with the gradient of float32 parameters; and how far the edits of a tiny pipeline differ between GPU
-and CPU.
+guidance:stop=0.5; eight such images at once, plain and with --vae_dtype bfloat16, beside the
+published images per second of TensorRT (MLPerf Inference v4.1); an edit at 512 pixels, 20 steps;
+the UNet at 512 pixels (8 samples), forward and with the gradient of float32 parameters; and how far
+the edits of a tiny pipeline differ between GPU and CPU.
 
 The plan, printed first, has the rows that fit into --minutes by what they took before. Rows without
 figures of this GPU come first, so that repeating the command measures what is missing; --rows
@@ -57,7 +58,7 @@ import jax
 import torch
 
 from benchmarks.gpu.cache import ProgramCache, file_name
-from benchmarks.gpu.flags import ROWS, Config
+from benchmarks.gpu.flags import PUBLISHED_IMAGES, ROWS, Config
 from benchmarks.gpu.kernels import write_kernels
 from benchmarks.gpu.ours import compile_ours, measure_agreement, our_flags, our_run
 from benchmarks.gpu.plan import (
@@ -205,13 +206,14 @@ def make_rows(config, sources, device):
         # PNDM has one more call of the UNet than steps.
         partial(flops, sd15["unet"], sizes.resolution, len(EDIT_BRANCHES), passes=steps + 1),
     )
-    rows["images"] = Row(
-        f"{size}_xl_{sizes.image_size} images, {steps} steps 1",
-        1,
-        ours["images"],
-        partial(sdxl_contenders, config.pytorch, sdxl, sizes, device),
-        partial(flops, sdxl["unet"], sizes.image_size, 2, passes=steps),
-    )
+    for name, num_images in (("images", 1), ("image_batch", sizes.num_images)):
+        rows[name] = Row(
+            f"{size}_xl_{sizes.image_size} images, {steps} steps {num_images}",
+            num_images,
+            ours[name],
+            partial(sdxl_contenders, config.pytorch, sdxl, sizes, device, num_images),
+            partial(flops, sdxl["unet"], sizes.image_size, 2 * num_images, passes=steps),
+        )
     return rows, configs
 
 
@@ -312,6 +314,8 @@ def measure_row(config, name, row, programs, theirs, configs):
             milliseconds, launches = write_kernels(run, file)
             print(f"{file}: {milliseconds:.1f} ms in {launches} launches", flush=True)
     known = {"dtype": "bfloat16", "batch_size": row.batch_size, "flops": row.count_flops()}
+    if name == "image_batch" and (published := PUBLISHED_IMAGES.get(jax.devices()[0].device_kind)):
+        known["published_samples_per_second"] = published
     return known | figures
 
 

@@ -6,11 +6,23 @@ from typing import Literal, NamedTuple
 from benchmarks.harness import TimingFlags
 
 # In the order in which they are measured if figures of all are missing.
-ROWS = ("train", "images", "edit", "gradient", "train_latents", "forward", "agreement")
+ROWS = (
+    "train",
+    "images",
+    "image_batch",
+    "edit",
+    "gradient",
+    "train_latents",
+    "forward",
+    "agreement",
+)
+# Images per second of SDXL, 1024 pixels, 20 steps, with TensorRT: NVIDIA's results per GPU of
+# MLPerf Inference v4.1, offline scenario, {device: figure}.
+PUBLISHED_IMAGES = {"NVIDIA H200": 2.18, "NVIDIA H100 80GB HBM3": 2.03}
 
 
 class Sizes(NamedTuple):
-    """Sizes of all rows: samples, pairs, pixels, denoising steps."""
+    """Sizes of all rows: samples, pairs, pixels, denoising steps, images."""
 
     batch_size: int
     pairs: int
@@ -18,9 +30,10 @@ class Sizes(NamedTuple):
     train_resolution: int
     image_size: int
     num_inference_steps: int
+    num_images: int  # of SDXL at once
 
 
-SIZES = {"full": Sizes(8, 16, 512, 256, 1024, 20), "tiny": Sizes(2, 2, 64, 64, 64, 10)}
+SIZES = {"full": Sizes(8, 16, 512, 256, 1024, 20, 8), "tiny": Sizes(2, 2, 64, 64, 64, 10, 2)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,10 @@ def our_flags(config, sources):
             HALF_VAE: replace(images, vae_dtype="bfloat16"),
             ACCELERATED: replace(images, accelerate=ACCELERATE),
         },
+        "image_batch": {
+            "ours": replace(images, num_images=sizes.num_images),
+            HALF_VAE: replace(images, num_images=sizes.num_images, vae_dtype="bfloat16"),
+        },
         "edit": {"ours": EditProgramFlags(**sd15, resolution=sizes.resolution, **of_images)},
     }
 

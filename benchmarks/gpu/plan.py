@@ -13,6 +13,7 @@ UNKNOWN = {
     "tiny": {"ours": 60, "torch eager": 5, "torch channels_last": 5, "torch compiled": 60},
 }
 UNKNOWN_PASS = 0.5  # seconds
+UNKNOWN_IMAGE_BATCH = 6.0  # seconds of a pass of the row "image_batch"
 AGREEMENT = 90  # seconds of the row "agreement", in a thread beside compilation
 
 
@@ -63,7 +64,8 @@ def plan_row(name, contenders, earlier, cached, config):
         seconds = statistics.median(known) if known else unknown[kind]
         first[contender] = min(seconds, LOADED[kind]) if contender in cached else seconds
         passes = earlier.get("seconds", {}).get(contender)
-        a_pass = statistics.median(passes) if passes else UNKNOWN_PASS
+        guess = UNKNOWN_IMAGE_BATCH if name == "image_batch" else UNKNOWN_PASS
+        a_pass = statistics.median(passes) if passes else guess
         measuring += a_pass * (1 + config.rounds) + config.rounds * max(a_pass, config.seconds)
     return Planned(name, first, 0 if config.compile_only else measuring)
 

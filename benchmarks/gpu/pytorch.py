@@ -99,8 +99,8 @@ def image_contenders(names, pipeline, run):
     return {name: (partial(prepare, name), run) for name in names}
 
 
-def sdxl_contenders(names, configs, sizes, device):
-    """An SDXL image; arguments as for train_contenders."""
+def sdxl_contenders(names, configs, sizes, device, num_images):
+    """SDXL images, num_images at once; the other arguments as for train_contenders."""
     make = partial(torch_module, device=device, dtype=torch.bfloat16)
     pipeline = StableDiffusionXLPipeline(
         vae=make(AutoencoderKL, configs["vae"]),
@@ -116,6 +116,7 @@ def sdxl_contenders(names, configs, sizes, device):
     def run():
         pipeline(
             PROMPT,
+            num_images_per_prompt=num_images,
             height=sizes.image_size,
             width=sizes.image_size,
             num_inference_steps=sizes.num_inference_steps,

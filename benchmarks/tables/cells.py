@@ -3,9 +3,7 @@
 from functools import cache
 
 from benchmarks.rows import GIB, ROOT, read_rows
-from compiling.chips import MEASURED_SHARE
-
-AT_SHARE = f"at {MEASURED_SHARE:.0%} of the peak"  # title of the column beside a bound
+from compiling.chips import Chip, peak_share
 
 
 @cache
@@ -19,14 +17,19 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s"
 
 
-def estimate(bound: float) -> float:
+def at_share(chip: Chip) -> str:
+    """The title of the column of estimates beside the bounds of a chip."""
+    return f"at {peak_share(chip):.0%} of the peak"
+
+
+def estimate(bound: float, chip: Chip) -> float:
     """Estimated time of a program; bound: its time at the chip's peak."""
-    return bound / MEASURED_SHARE
+    return bound / peak_share(chip)
 
 
-def estimated_seconds(bound: float) -> str:
-    """The estimate with two digits, as many as the measured share has."""
-    return f"{estimate(bound):#.2g}".rstrip(".") + " s"
+def estimated_seconds(bound: float, chip: Chip) -> str:
+    """The estimate with two digits, as many as a published share has."""
+    return f"{estimate(bound, chip):#.2g}".rstrip(".") + " s"
 
 
 def spread(low: float, middle: float, high: float, digits: int = 2) -> str:

@@ -16,13 +16,13 @@ def pair_costs_table() -> str:
 
     A v5e's times count FLOPs alone, an H100's its kernels.
     """
-    lines = []
+    lines, v5e = [], CHIPS["v5e"]
     for name in PAIRS:
         row = results("gpu_compiled")[program_case(name, PAIRS_AT_ONCE)]
-        clip = roofline_seconds(CHIPS["v5e"], TPU_PASSES * row["clip_flops"], 0)
-        bounds = roofline_seconds(CHIPS["v5e"], row["flops"], 0), clip
+        clip = roofline_seconds(v5e, TPU_PASSES * row["clip_flops"], 0)
+        bounds = roofline_seconds(v5e, row["flops"], 0), clip
         times = {
-            "v5e": (sum(bounds), *map(estimate, bounds)),
+            "v5e": (sum(bounds), *(estimate(bound, v5e) for bound in bounds)),
             "H100": (
                 row["step_seconds"] + row["clip_seconds"],
                 *(row[f"{kind}estimated_seconds"] for kind in ("", "clip_")),

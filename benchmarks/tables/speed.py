@@ -52,11 +52,12 @@ GPU_CASES = {  # case of benchmarks.gpu without the device: title
     "full_512 gradient 8": "UNet with gradients, 8 samples, 512 px",
     "full_512 edit, 20 steps 1": "edit, 512 px, 20 steps",
     "full_xl_1024 images, 20 steps 1": "SDXL image, 1024 px, 20 steps",
+    "full_xl_1024 images, 20 steps 8": "8 SDXL images at once, 1024 px, 20 steps",
 }
 
 
 def gpu_lines(case: str, title: str) -> list[list[str]]:
-    """The lines of a case of benchmarks.gpu, for every GPU: ours, and the accelerated image."""
+    """The lines of a case of benchmarks.gpu, for every GPU: ours, accelerated, published."""
     lines = []
     for row in (row for name, row in results("gpu").items() if name.endswith(f" {case}")):
         gpu = row["device"].removeprefix("NVIDIA ").partition(" ")[0]
@@ -75,6 +76,9 @@ def gpu_lines(case: str, title: str) -> list[list[str]]:
                     ratio_cell(row, "torch compiled", name),
                 ]
             )
+        if published := row.get("published_samples_per_second"):
+            title = "the same, TensorRT, published (MLPerf Inference v4.1)"
+            lines.append([title, gpu, "", f"{published:.3g}", "", "", ""])
     return lines
 
 

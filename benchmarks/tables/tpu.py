@@ -2,8 +2,7 @@
 
 from benchmarks.rows import GIB, markdown_table, rows_of
 from benchmarks.tables.cells import (
-    AT_SHARE,
-    MEASURED_SHARE,
+    at_share,
     estimate,
     estimated_seconds,
     memory_cell,
@@ -11,10 +10,10 @@ from benchmarks.tables.cells import (
     seconds,
 )
 from benchmarks.tpu import LITTLE_MEMORY, SHARED
-from compiling.chips import find_slice, roofline_seconds
+from compiling.chips import CHIPS, find_slice, peak_share, roofline_seconds
 from training.flags import Config as TrainingConfig
 
-CHIPS = ("v5e", "v6e")  # that images and edits are counted for
+COUNTED = ("v5e", "v6e")  # chips that images and edits are counted for
 
 
 def training_settings(flags: dict) -> str:
@@ -46,18 +45,26 @@ def least_times(row: dict) -> dict[str, float]:
 
 
 def traffic_cells(row: dict) -> list[str]:
-    """Of a training step: GB to and from HBM, GB to other chips, ms (least, estimate), limit."""
+    """Of a training step: GB to and from HBM, to other chips, ms (least, estimate, host), limit."""
+    chip = find_slice(row["tpu"]).chip
     limits, hbm_bytes = least_times(row), row["hbm_bytes"] + row["ema_hbm_bytes"]
     moved, least, note = f"{hbm_bytes / 1e9:.1f}", row["step_seconds"], ""
     if "optimization_level" in row["flags"]:  # the default level moves less
         moved = f"less than {moved}"
-        at_most = roofline_seconds(find_slice(row["tpu"]).chip, 0, hbm_bytes)
+        at_most = roofline_seconds(chip, 0, hbm_bytes)
         note = f", or HBM: less than {at_most * 1e3:.0f} ms"
         del limits["HBM"]
         least = max(limits.values())
     sent = f"{row['interconnect_bytes'] / 1e9:.2f}" if "interconnect_bytes" in row else ""
-    times = [f"{x * 1e3:.0f}" for x in (least, estimate(least))]
+    times = [f"{least * 1e3:.0f}", f"{estimate(least, chip) * 1e3:.0f} ({peak_share(chip):.0%})"]
+    times.append(f"{host_ms(row['flags'].get('family', 'sd15')):.0f}" if row["hosts"] > 1 else "")
     return [moved, sent, *times, max(limits, key=limits.get) + note]
+
+
+def host_ms(family: str) -> float:
+    """Measured ms of the trainer's thread for a step on several hosts; the longest of all jax."""
+    rows = rows_of(results("train"), f"{family} host time,")
+    return max(row["host_ms"] for name, row in rows.items() if name.startswith("2 processes"))
 
 
 def train_table() -> str:
@@ -82,7 +89,7 @@ def train_table() -> str:
     return markdown_table(
         "slice | model | chips | pairs per chip | memory, GiB | of which state | temporaries "
         "| TFLOP | to and from HBM, GB | to other chips, GB | at least, ms "
-        f"| {AT_SHARE}, ms | limit",
+        "| estimate, ms (share of the peak) | host, ms | limit",
         lines,
     )
 
@@ -91,6 +98,8 @@ def sdxl_table() -> str:
     """SDXL images."""
     lines = []
     for tpu in ("v5e-4", "v4-8", "v6e-4"):
+        chip = find_slice(tpu).chip
+        share = peak_share(chip)
         for num_images in (1, 2, 4):
             row = results("tpu")[f"program {tpu} sdxl {num_images}"]
             lines.append(
@@ -100,22 +109,24 @@ def sdxl_table() -> str:
                     memory_cell(row),
                     f"{row['hbm_bytes'] / num_images / 1e9:.0f}",
                     f"{row['step_seconds'] / num_images:.2f}",
-                    estimated_seconds(row["step_seconds"] / num_images).removesuffix(" s"),
+                    estimated_seconds(row["step_seconds"] / num_images, chip).removesuffix(" s")
+                    + f" ({share:.0%})",
                     f"{row['images_per_second_per_chip']:.2f}",
-                    f"{row['images_per_second_per_chip'] * MEASURED_SHARE:.2f}",
+                    f"{row['images_per_second_per_chip'] * share:.2f}",
                 ]
             )
     return markdown_table(
         "chip | images at once | holds, GiB | to and from HBM, GB per image "
-        f"| at least, s per image | {AT_SHARE}, s | at most, images/s per chip "
-        f"| {AT_SHARE}, images/s",
+        "| at least, s per image | estimate, s (share of the peak) | at most, images/s per chip "
+        "| estimate, images/s",
         lines,
     )
 
 
 def shared_table() -> str:
     """Images that several v5e chips share: FLOPs of a chip, and what it sends."""
-    lines, link = [], find_slice("v5e-4").chip.interconnect / 4  # of a chip's four links
+    lines, chip = [], CHIPS["v5e"]
+    link = chip.interconnect / 4  # of a chip's four links
     for name in SHARED:
         row = results("tpu")[f"shared {name}"]
         image, _ = name.split(", ")
@@ -126,7 +137,7 @@ def shared_table() -> str:
                 f"`{row['parallel']}`",
                 f"{row['flops'] / 1e12:.1f}",
                 f"{row['seconds']:.3f}",
-                estimated_seconds(row["seconds"]).removesuffix(" s"),
+                estimated_seconds(row["seconds"], chip).removesuffix(" s"),
                 f"{row['exchanges']}",
                 f"{row['sent'] / 1e9:.3g}",
                 f"{row['sent'] / link:.2g}",
@@ -134,21 +145,21 @@ def shared_table() -> str:
         )
     return markdown_table(
         "20 steps | chips | `--parallel` | TFLOP of a chip | at least, s "
-        f"| {AT_SHARE}, s | exchanges | sent by a chip, GB | over one link, s",
+        f"| {at_share(chip)}, s | exchanges | sent by a chip, GB | over one link, s",
         lines,
     )
 
 
 def little_memory_table() -> str:
     """An image of SDXL on a v5e chip with less memory; times count FLOPs and what is fetched."""
-    lines, chip = [], find_slice("v5e-1").chip
+    lines, chip = [], CHIPS["v5e"]
     for name, flags in LITTLE_MEMORY.items():
         row = results("tpu")[f"program v5e-1 sdxl, {name} O0"]
         compute = roofline_seconds(chip, row["flops"], 0)
         fetched = row.get("host_bytes", 0) / chip.host
         at_once = "group" in flags  # blocks are fetched while others compute
         least, estimated = (
-            max(x, fetched) if at_once else x + fetched for x in (compute, estimate(compute))
+            max(x, fetched) if at_once else x + fetched for x in (compute, estimate(compute, chip))
         )
         lines.append(
             [
@@ -162,7 +173,7 @@ def little_memory_table() -> str:
         )
     return markdown_table(
         "flags | memory, GiB | of which temporaries | fetched from the host, GB | at least, s "
-        f"| {AT_SHARE}, s",
+        f"| {at_share(chip)}, s",
         lines,
     )
 
@@ -171,8 +182,10 @@ def flops_cells(row: dict | None) -> list[str]:
     """Evaluations, TFLOP, and per chip least time and estimate; empty without a row."""
     if row is None:
         return [""] * 6
-    bounds = [row["seconds"][chip] for chip in CHIPS]
-    times = [cell for bound in bounds for cell in (seconds(bound), estimated_seconds(bound))]
+    times = []
+    for name in COUNTED:
+        bound = row["seconds"][name]
+        times += [seconds(bound), estimated_seconds(bound, CHIPS[name])]
     return [str(row["unet_evaluations"]), f"{row['flops'] / 1e12:.3g}", *times]
 
 
@@ -182,6 +195,6 @@ def acceleration_flops_table() -> str:
     for name in dict.fromkeys(case.partition(", ")[2] for case in counts):
         found = [counts.get(f"{program}, {name}") for program in ("sdxl", "edit")]
         lines.append([name, *(cell for row in found for cell in flops_cells(row))])
-    times = " | ".join(f"{chip}, at least | {chip}, {AT_SHARE}" for chip in CHIPS)
+    times = " | ".join(f"{name}, at least | {name}, {at_share(CHIPS[name])}" for name in COUNTED)
     columns = f"evaluations | TFLOP | {times}"
     return markdown_table(f"| SDXL: {columns} | edit: {columns}", lines)

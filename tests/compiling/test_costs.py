@@ -9,16 +9,20 @@ import pytest
 from jax.experimental import pallas as pl
 from tpu_programs import needs_libtpu
 
+from benchmarks.tables.tpu import host_ms
 from compile_for import TrainFlags
 from compiling.chips import (
     CHIPS,
+    HOST_MS,
+    PUBLISHED_SHARES,
     find_slice,
+    peak_share,
     roofline_seconds,
     slice_devices,
 )
 from compiling.costs import program_costs, replicated_shapes
 from compiling.programs import Program
-from compiling.report import make_report, verdict
+from compiling.report import make_report, print_times, verdict
 from diffusers_flax.models.quantization import store
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from training.sharding import (
@@ -67,6 +71,35 @@ def test_roofline_by_hand():
     assert roofline_seconds(v5e, 197e12, 2.46e12) == pytest.approx(3.0)  # 3 x 0.82 TB
     # 98.5 TFLOP in bfloat16 and 786 in int8
     assert roofline_seconds(v5e, 884.5e12, 0.0, int8_flops=786e12) == pytest.approx(2.5)
+
+
+def test_every_chip_has_a_share_of_its_peak():
+    shares = {name: peak_share(chip) for name, chip in CHIPS.items()}
+    assert shares == {"v4": 0.42, "v5e": 0.61, "v5p": 0.42, "v6e": 0.42}
+    assert PUBLISHED_SHARES.keys() == {CHIPS["v5e"].topology, CHIPS["v6e"].topology}
+
+
+@pytest.mark.parametrize(
+    ("tpu", "hosts", "share"),
+    [
+        ("v5e-16", 4, "61% of the peak, as SDXL reached in a published measurement of this chip"),
+        ("v5p-8", 1, "42% of the peak, the lowest published one: no measurement of this chip"),
+    ],
+)
+def test_printed_estimate(capsys, tpu, hosts, share):
+    """It names its share, and on several hosts the host's time."""
+    report = dict.fromkeys(("flops", "hbm_bytes", "interconnect_bytes"), 1e12)
+    report |= {"program": "train", "tpu": tpu, "hosts": hosts, "chips": 16, "batch_per_chip": 4}
+    report |= {"step_seconds": 0.05, "estimated_seconds": 0.1}
+    print_times(report | {"images_per_second_per_chip": 80, "images_per_second": 1280})
+    said = capsys.readouterr().out
+    assert f"\nby estimate 100 ms, 40 pairs/s per chip, at {share}" in said
+    assert ("\nthe host's thread needs about " in said) == (hosts > 1)
+
+
+def test_host_time_is_the_measured_one():
+    measured = {"Stable Diffusion 1.5": host_ms("sd15"), "SDXL": host_ms("sdxl")}
+    assert {name: round(ms) for name, ms in measured.items()} == HOST_MS
 
 
 def test_measure_counts_what_a_program_does():

@@ -85,6 +85,7 @@ def torch_attention(query, key, value):
 @pytest.mark.parametrize("place", [0, 0.5])  # of the outlier
 @pytest.mark.parametrize("platform", ["default", "cuda"])
 def test_group_norm(shape, num_groups, offset, activate, outlier, place, platform, monkeypatch):
+    jax.clear_caches()  # of the other platform
     monkeypatch.setattr(jax.lax, "platform_dependent", on_platform(platform))
     channels, x = shape[-1], random_normal(*shape) + offset
     positions = x.reshape(len(x), -1, channels)
@@ -100,6 +101,72 @@ def test_group_norm(shape, num_groups, offset, activate, outlier, place, platfor
 
     expected = torch_value_and_gradients(theirs, args)
     assert_close(value_and_gradients(ours, args), expected, 3e-5 if offset else 3e-6)
+
+
+def inputs_that_cancel(num_inputs):
+    """Images (1, N, 8): two outliers, large means, half-empty images, bfloat16."""
+    rng, side = np.random.default_rng(0), 128
+    x = 0.01 * rng.standard_normal((1, side**2, 8), np.float32)
+    # Rows at 1/4 and 3/4 of the middle column.
+    x[:, [side**2 // 4 + side // 2, 3 * side**2 // 4 + side // 2]] = 1000
+    yield x
+    for number in range(num_inputs):
+        N = (8**2, 12**2, 16**2, 20**2, 32**2)[number % 5]
+        mean = rng.choice([0, 1, 10, 1e2, 1e3, 1e4]) * rng.standard_normal(8)
+        deviation = 10 ** rng.uniform(-2, 2)
+        x = mean + deviation * rng.standard_normal((1, N, 8))
+        kind = number // 5 % 4
+        if kind == 1:
+            x[:, rng.integers(0, N, rng.integers(1, 4))] += rng.choice([10, 1e3, 1e4]) * deviation
+        if kind == 2:
+            x[:, : N // 2] = 0
+        x = x.astype(np.float32)
+        yield np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) if kind == 3 else x
+
+
+def reduce_in_pairs(operands, initial, join, axes):
+    """jax.lax.reduce over one axis, as a tree."""
+    operands = [jnp.moveaxis(x, axes[0], 0) for x in operands]
+    while (n := len(operands[0])) > 1:
+        halves = [(x[: n // 2], x[n // 2 : n // 2 * 2], x[n // 2 * 2 :]) for x in operands]
+        joined = join(*(tuple(half[i] for half in halves) for i in range(2)))
+        operands = [jnp.concatenate((x, half[2])) for x, half in zip(joined, halves)]
+    return tuple(x[0] for x in operands)
+
+
+@pytest.mark.parametrize("order", ["sequential", "pairwise"])
+@pytest.mark.parametrize("num_inputs", [20, *slow(1000)])
+def test_group_norm_of_gpus_is_as_exact_as_pytorchs(num_inputs, order, monkeypatch):
+    """Results and gradients have at most twice PyTorch's error, or two roundings."""
+    jax.clear_caches()  # of the other branch
+    monkeypatch.setattr(jax.lax, "platform_dependent", on_platform("cuda"))
+    if order == "pairwise":
+        monkeypatch.setattr(jax.lax, "reduce", reduce_in_pairs)
+    weights = random_normal(8, seed=2), random_normal(8, seed=3)
+
+    @jax.jit
+    def ours(x, gradient):
+        function = partial(group_norm.__wrapped__, num_groups=2, epsilon=1e-5, activate=False)
+        out, pull = jax.vjp(lambda *args: function(*args, dtype=jnp.float32), x, *weights)
+        return out, *pull(gradient)
+
+    def theirs(x, gradient, dtype):
+        args = [torch.tensor(each, dtype=dtype, requires_grad=True) for each in (x, *weights)]
+        out = F.group_norm(args[0].movedim(-1, 1), 2, *args[1:], 1e-5).movedim(1, -1)
+        out.backward(torch.tensor(gradient, dtype=dtype))
+        return [each.detach().double().numpy() for each in (out, *(arg.grad for arg in args))]
+
+    for x in inputs_that_cancel(num_inputs):
+        gradient = random_normal(*x.shape, seed=1)
+        exact = theirs(x, gradient, torch.float64)
+        single = theirs(x, gradient, torch.float32)
+        for found, other, expected in zip(ours(x, gradient), single, exact, strict=True):
+            size = np.sqrt(np.square(expected).mean())
+            error, their_error = (
+                np.sqrt(np.square(each - expected).mean()) / size for each in (found, other)
+            )
+            assert error <= 2 * max(their_error, np.finfo(np.float32).eps)
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("offset", [0, 100])
