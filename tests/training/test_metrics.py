@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from helpers import ROOT
 from PIL import Image
 
 from training import metrics
+from training.ema import NO_AVERAGE
 from training.metrics import MetricsLog
+from training.sharding import replicate
 
 TOKEN = "hf_stand_in_5f0c"
 
@@ -236,3 +239,65 @@ def test_wandb_without_login(tmp_path):
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "wandb login" in line and "WANDB_MODE=offline" in line
     assert len(rows_of(tmp_path)) == 1  # nothing of an earlier run is lost for it
+
+
+# Waiting
+
+
+class TimedSteps:
+    """StepMetrics on a clock of its own; every step takes the host 20 ms.
+
+    early: seconds by which a step is dispatched before the host has worked.
+    """
+
+    def __init__(self, monkeypatch, early=0.0):
+        self.now, self.early = 100.0, early
+        clock = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.now)
+        monkeypatch.setattr(metrics, "time", clock)
+        dataset = SimpleNamespace(passes=lambda step: {})
+        self.batches = SimpleNamespace(seconds_waited=0.0, num_bad=0, dataset=dataset)
+        self.metrics = metrics.StepMetrics(self.batches, 4, lambda step: 1e-4, NO_AVERAGE, {})
+
+    def add(self, num_steps, last_step):
+        """Add steps, which the devices end at once; returns their row."""
+        for _ in range(num_steps):
+            self.now += 0.02
+            self.batches.handed_over = self.now - self.early, self.now
+            self.metrics.add(replicate(dict.fromkeys(("loss", "grad_norm"), np.float32(1))))
+            if self.metrics.watched:
+                self.metrics.watched.result()
+        return self.metrics.row(last_step)
+
+
+def test_devices_that_wait_for_the_host_are_reported_once(monkeypatch, capsys):
+    steps = TimedSteps(monkeypatch)
+    assert steps.add(1, 1)["device_wait"] is None  # the first step compiles
+    row = steps.add(15, 16)
+    assert row["device_wait"] == pytest.approx(14 / 15)
+    assert row["host_seconds"] == pytest.approx(0.02)
+    assert capsys.readouterr().out == ""
+    assert steps.add(15, 31)["device_wait"] == pytest.approx(1)
+    found = capsys.readouterr().out
+    assert found.startswith("the devices wait for the host in 100% of the time: ")
+    assert found.count("\n") == 1
+    steps.add(30, 61)
+    assert capsys.readouterr().out == ""
+
+
+def test_busy_devices_are_not_reported(monkeypatch, capsys):
+    steps = TimedSteps(monkeypatch, early=0.018)
+    steps.add(1, 1)
+    assert steps.add(40, 41)["device_wait"] == pytest.approx(0.1 * 39 / 40)
+    assert capsys.readouterr().out == ""
+
+
+def test_pauses_are_not_counted(monkeypatch):
+    steps = TimedSteps(monkeypatch)
+    steps.add(1, 1)
+    steps.add(5, 6)
+    with steps.metrics.pause():
+        steps.now += 100
+    row = steps.add(10, 16)
+    assert row["pairs_per_second"] == pytest.approx(4 / 0.02)
+    assert row["device_wait"] == pytest.approx(0.9)
+    assert row["host_seconds"] == pytest.approx(0.02)
