@@ -29,11 +29,18 @@ from dataloading.streaming import changed_files
 from diffusers_flax.devices.processes import check_agreement
 from diffusers_flax.loading.directories import INDEX_NAME
 from diffusers_flax.messages import differences, one_line
-from training.ema import Averages, start_average
+from training.ema import Averages
 from training.flags import final_file, fixed_flags, flag
 from training.models import checksums
 from training.processes import from_process_0, on_process_0, wait_for_all
-from training.sharding import TrainState, join_vectors, replicate, shard, start_state
+from training.sharding import (
+    TrainState,
+    join_vectors,
+    replicate,
+    shard,
+    start_state,
+    state_shapes,
+)
 
 CHECKPOINTS_DIR = "checkpoints"  # a checkpoint is the directory OUTPUT_DIR/checkpoints/STEP
 ARRAYS_PER_READ = 32  # limits the host memory that reading takes
@@ -426,20 +433,21 @@ class Start:
         Raises:
             ValueError: the checkpoint is damaged.
         """
+        averages = Averages(plan, state_shapes(params, tx, axes, jax.device_count()).params)
         if not self.step:
-            state, averages = start_state(params, tx, axes), []
+            state = start_state(params, tx, axes)
         else:
             num_averages = plan.averages_after(self.step)
             num_to_read = min(num_averages, self.num_averages)
             params_shapes = jax.eval_shape(lambda: params)
             shapes = checkpoint_shapes(params_shapes, tx, num_to_read)
-            state, averages = read_state(self.checkpoints, self.step, shapes, axes)
+            state, averages.trees = read_state(self.checkpoints, self.step, shapes, axes)
             if num_to_read < num_averages:  # a longer run began its average later
-                averages = [start_average(state.params) for _ in range(num_averages)]
+                averages.copy(state.params)
             if self.checkpoints:
                 self.checkpoints.close()
         release_memory()
-        return state, Averages(plan, averages)
+        return state, averages
 
     def describe_resume(self, max_train_steps):
         """Describe the step after which a run of this length resumes, and what has changed."""
@@ -514,7 +522,7 @@ def read_state(checkpoints, step, shapes, axes):
         of_name = flatten_by_name(tree, path)
         if not is_params(tree):  # such as the number of steps in an optimizer's state
             return replicate(dict(read(of_name)).popitem()[1])
-        path_of = dict(zip(of_name, sorted(flatten_dict(tree))))
+        path_of = dict(zip(of_name, sorted(flatten_dict(tree))))  # both in jax's order
         shards, vectors, names = {}, {}, list(of_name)
         for start in range(0, len(names), ARRAYS_PER_READ):
             for name, x in read({name: of_name[name] for name in names[start:][:ARRAYS_PER_READ]}):

@@ -249,30 +249,37 @@ class Averages:
 
     Args:
         plan: EmaPlan.
-        trees: averages of a checkpoint, sharded like the parameters.
+        shapes: of the sharded parameters, state_shapes(...).params; their programs are compiled
+            here, before the state takes memory.
 
     Attributes:
-        trees: list of averages; empty before the plan's first step.
+        trees: list of averages, sharded like the parameters; empty before the plan's first step.
     """
 
-    def __init__(self, plan, trees=()):
-        self.plan, self.trees = plan, list(trees)
-        self.p_update = None  # compiled when the first update is due
-        self.decays = self.p_decays = None  # of the last update
+    def __init__(self, plan, shapes):
+        self.plan, self.trees = plan, []
+        self.last_decays = self.p_decays = None  # of the last update
+        if plan.first_step is not None:
+            number = jax.tree.leaves(shapes)[0].shape[:1]
+            decay = jax.ShapeDtypeStruct(number, jnp.float32)
+            self.p_start = compile_pmapped(make_start_average(), shapes)
+            self.p_update = compile_pmapped(make_update_average(), shapes, shapes, decay)
 
     def start(self, step, params):
         """Before the plan's first step, copy the parameters."""
         if step == self.plan.first_step:
-            self.trees = [start_average(params) for _ in range(self.plan.num_averages)]
+            self.copy(params)
+
+    def copy(self, params):
+        """Start all averages as copies of the sharded parameters."""
+        self.trees = [self.p_start(params) for _ in range(self.plan.num_averages)]
 
     def update(self, num_steps, params):
         """Move the averages towards the parameters if an update is due after num_steps steps."""
         if num_updates := self.plan.update_of(num_steps):
-            if self.decays != (decays := self.plan.decays(num_updates)):  # most plans have one
-                self.decays, self.p_decays = decays, [replicate(np.float32(x)) for x in decays]
-            if self.p_update is None:
-                p_update = make_update_average()
-                self.p_update = compile_pmapped(p_update, params, params, self.p_decays[0])
+            if self.last_decays != (decays := self.plan.decays(num_updates)):  # most plans: one
+                self.last_decays = decays
+                self.p_decays = [replicate(np.float32(decay)) for decay in decays]
             self.trees = [
                 self.p_update(tree, params, p_decay)
                 for tree, p_decay in zip(self.trees, self.p_decays)
@@ -283,9 +290,14 @@ class Averages:
         return self.trees[0] if self.trees else params
 
 
+def make_start_average():
+    """Make the pmapped start of a sharded average: params -> average."""
+    return jax.pmap(ema_start, axis_name="batch")
+
+
 def start_average(params):
     """Start an average as a copy of the sharded parameters."""
-    return compile_pmapped(jax.pmap(ema_start, axis_name="batch"), params)(params)
+    return compile_pmapped(make_start_average(), params)(params)
 
 
 def make_update_average(devices=None):

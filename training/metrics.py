@@ -68,9 +68,10 @@ class StepMetrics:
             jax.block_until_ready(metrics)
             self._restart_clock()
             return
-        # On CPUs the call of a step may last as long as the step; its work does not.
-        called, work = self.batches.handed_over
-        dispatched = called + time.thread_time() - work
+        dispatched = time.perf_counter()
+        if jax.default_backend() == "cpu":  # where a call may last as long as its step
+            handed_over, work = self.batches.handed_over
+            dispatched = handed_over + time.thread_time() - work
         self.watched = self.watcher.submit(self._watch, metrics, dispatched)
         # The host must not run far ahead: the progress bar would show steps that are not done.
         if len(self.unfetched) > MAX_STEPS_IN_FLIGHT:
@@ -78,7 +79,10 @@ class StepMetrics:
         self.num_timed_steps += 1
 
     def _watch(self, metrics, dispatched):
-        """Add the devices' wait between the end of the previous step and the dispatch of a step."""
+        """Add the devices' wait between the end of the previous step and the dispatch of a step.
+
+        An average's update in between counts as waiting.
+        """
         if self.ready_at is not None:
             self.device_waited += max(0.0, dispatched - self.ready_at)
         jax.block_until_ready(metrics)
@@ -94,10 +98,20 @@ class StepMetrics:
             FloatingPointError: a loss or gradient is not finite.
         """
         self.fetch(step)
-        seconds = time.perf_counter() - self.clock_start
         plan, timed = self.plan, self.num_timed_steps
+        times = dict.fromkeys(("pairs_per_second", "data_wait", "device_wait", "host_seconds"))
         if timed:
             self.watched.result()
+            seconds = time.perf_counter() - self.clock_start
+            times = {
+                "pairs_per_second": timed * self.batch_size / seconds,
+                "data_wait": self.batches.seconds_waited / seconds,  # fraction
+                "device_wait": self.device_waited / seconds,  # fraction
+                # of this thread's work in a step, without waiting
+                "host_seconds": (time.thread_time() - self.work_start) / timed,
+            }
+            self._explain_waiting(times)
+        self._restart_clock()
         is_averaging = plan.averages_after(step) > 0
         num_updates = (step - plan.first_step) // plan.every if is_averaging else 0
         row = {
@@ -105,27 +119,30 @@ class StepMetrics:
             "loss": float(np.mean(self.unlogged, axis=0)[0]),
             "lr": float(self.schedule(step - 1)),
             "grad_norm": self.unlogged[-1][1],
-            "pairs_per_second": timed * self.batch_size / seconds if timed else None,
-            "data_wait": self.batches.seconds_waited / seconds if timed else None,  # fraction
-            "device_wait": self.device_waited / seconds if timed else None,  # fraction
-            # of this thread's work, without waiting
-            "host_seconds": (time.thread_time() - self.work_start) / timed if timed else None,
+            **times,
             "memory_gb": peak_memory(jax.local_devices())[0] / 1e9,
             "ema_decay": plan.decays(num_updates)[0] if num_updates else None,
             "num_bad": self.total_bad(),
         } | {f"passes/{name}": n for name, n in self.batches.dataset.passes(step).items()}
-        if timed and row["device_wait"] > MOST_WAITING:
-            self.num_waiting_steps += timed
-            if 0 <= self.num_waiting_steps - WAITING_STEPS < timed:  # once
-                print(explain_waiting(row))
         self.unlogged.clear()
-        self._restart_clock()
         return row
+
+    def _explain_waiting(self, times):
+        """Say once that the devices wait for the host, if they do for some time."""
+        if times["device_wait"] > MOST_WAITING:
+            before = self.num_waiting_steps
+            self.num_waiting_steps += self.num_timed_steps
+            if before < WAITING_STEPS <= self.num_waiting_steps and jax.process_index() == 0:
+                print(explain_waiting(times))
 
     def _restart_clock(self):
         self.num_timed_steps, self.clock_start = 0, time.perf_counter()
         self.work_start = time.thread_time()
         self.batches.seconds_waited = self.device_waited = 0.0
+
+    def close(self):
+        """Wait for all steps and stop the thread."""
+        self.watcher.shutdown()
 
     def wait(self):
         """Wait for all steps."""
@@ -154,6 +171,8 @@ class StepMetrics:
     @contextlib.contextmanager
     def pause(self):
         """A context for work that is not timed; all processes leave it together."""
+        if self.watched:
+            self.watched.result()
         pause_start, work_start = time.perf_counter(), time.thread_time()
         yield
         wait_for_all("process 0 has written")
@@ -162,13 +181,14 @@ class StepMetrics:
         self.ready_at = None
 
 
-def explain_waiting(row):
-    """The line for a row of metrics in which the devices wait for the host."""
+def explain_waiting(times):
+    """The line for the times of a row in which the devices wait for the host."""
+    devices, data = f"{times['device_wait']:.0%}", f"{times['data_wait']:.0%}"
     return (
-        f"the devices wait for the host in {row['device_wait']:.0%} of the time: the loop waits "
-        f"for batches in {row['data_wait']:.0%}, and works {1e3 * row['host_seconds']:.3g} ms in "
-        "a step. Usual reasons: images are read or decoded slowly (--cache_latents helps), other "
-        "programs run on this host, --train_batch_size or --logging_steps is small"
+        f"the devices wait for the host in {devices} of the time: the loop waits for batches in "
+        f"{data}, and works {1e3 * times['host_seconds']:.3g} ms in a step. Usual reasons: images "
+        "are read or decoded slowly (--cache_latents helps), other programs run on this host, "
+        "--train_batch_size or --logging_steps is small"
     )
 
 

@@ -58,13 +58,14 @@ def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
     programs, shapes = {}, batches.shapes()
     for number, (size, batch) in enumerate(shapes.items(), start=1):
         start = time.perf_counter()
-        program = compile_pmapped(p_train_step, state, p_frozen, batch, p_rng)
-        programs[shapes_of(batch)] = program
+        arguments = state, p_frozen, batch, p_rng
+        programs[shapes_of(batch)] = compile_pmapped(p_train_step, *arguments)
         if size and jax.process_index() == 0:
             seconds = time.perf_counter() - start
             print(f"compiled {size} in {seconds:.3g} s, {number} of {len(shapes)}", flush=True)
     wait_for_all("all sizes are compiled")
     if len(programs) == 1:
+        (program,) = programs.values()
         return program
 
     def step(state, p_frozen, batch, p_rng):
@@ -385,6 +386,7 @@ class TrainRun:
             {"unet"}, with --save_raw_unet also {"unet_raw"}; {} if the run was stopped early.
         """
         self.batches.close()
+        self.metrics.close()
         if self.is_stopping:
             return {}
         weights = {"unet": to_host(averages.best(state.params), self.axes)}

@@ -99,9 +99,9 @@ def _halves(x):
 
 
 def _multiply_exactly(a, b):
-    """(a b rounded, what the rounding has lost). Source: Dekker's product."""
-    (a1, a2), (b1, b2), product = _halves(a), _halves(b), a * b
-    return product, ((a1 * b1 - product) + a1 * b2 + a2 * b1) + a2 * b2
+    """(high, low) parts of a b; the high part is exact, so a fused multiply-add changes nothing."""
+    (a1, a2), (b1, b2) = _halves(a), _halves(b)
+    return a1 * b1, a1 * b2 + (a2 * b1 + a2 * b2)
 
 
 def _exact_sums(highs, lows, axis):
@@ -154,23 +154,21 @@ def _moments(x, num_groups):
 
         means, squares, _ = _in_pairs(join, [(x, jnp.zeros_like(x), 1) for x in values])
         means, squares = jax.lax.optimization_barrier((means, squares))
-        high, low = _halves(means)
         zeros = jnp.zeros_like(means)
-        sums = _exact_sums(
-            (means, squares, high * high), (zeros, zeros, 2 * high * low + low * low), 1
-        )
+        high, low = _multiply_exactly(means, means)
+        sums = _exact_sums((means, squares, high), (zeros, zeros, low), 1)
         sums = jax.lax.optimization_barrier(sums)
         per_group = jax.tree.map(lambda x: x.reshape(B, num_groups, group), sums)
         (total, within, square), lost = _exact_sums(*per_group, 2)
         n = jnp.float32(N // size * group)  # blocks of a group
         mean = (total + lost[0]) / n
         # sum (m - mean)^2 = sum m^2 - mean (2 sum m - n mean), of large numbers that nearly cancel
-        product, error = _multiply_exactly(mean, n)
-        rest, rest_error = _add_exactly(2 * total, -product)
-        rest_error = rest_error + 2 * lost[0] - error
-        product, error = _multiply_exactly(mean, rest)
-        between, between_error = _add_exactly(square, -product)
-        between = between + (between_error + lost[2] - error - mean * rest_error)
+        high, low = _multiply_exactly(mean, n)
+        rest, rest_lost = _add_exactly(2 * total, -high)
+        rest_lost = rest_lost + 2 * lost[0] - low
+        high, low = _multiply_exactly(mean, rest)
+        between, between_lost = _add_exactly(square, -high)
+        between = between + (between_lost + lost[2] - low - mean * rest_lost)
         variance = (within + lost[1] + size * jnp.maximum(between, 0)) / (size * n)
         return tuple(jnp.repeat(x, group, axis=1)[:, None] for x in (mean, variance))
 

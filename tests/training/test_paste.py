@@ -105,6 +105,8 @@ for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(trained), stri
     assert after.shape == before.shape and after.dtype == np.float32 and (after != before).any()
 assert jax.device_count() == NUM_DEVICES
 assert first_replica(state.step) == 300
+# With several processes an executable returns global arrays, and donates.
+assert state.step.is_fully_addressable == metrics["loss"].is_fully_addressable == (not numbers)
 print(np.mean(losses[:10]), np.mean(losses[-50:]))
 """
 

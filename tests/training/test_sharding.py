@@ -78,8 +78,11 @@ def test_vectors_are_joined_shard_by_shard():
     assert joined.keys() == axes.keys() == {("a", "kernel"), ("vectors", "2"), ("vectors", "1")}
     assert joined["vectors", "2"].tolist() == [0, 1, 10, 11, 12, 2, 3, 13, 14, 15]
     assert joined["vectors", "1"].tolist() == [20, 21, 22]
-    for arrays in (joined, jax.tree.map(jnp.asarray, joined)):
-        jax.tree.map(np.testing.assert_array_equal, separate_vectors(arrays, axes), params)
+    second = {("a", "bias"): [2, 3], ("scale",): [13, 14, 15], ("odd",): [20, 21, 22]}
+    shards = {("vectors", "2"): jnp.asarray(joined["vectors", "2"][5:])}
+    found, splits = separate_vectors(shards | {("vectors", "1"): joined["vectors", "1"]}, axes)
+    assert {path: x.tolist() for path, x in found.items()} == second
+    assert splits == {("a", "bias"): Split(0, 2), ("scale",): Split(0, 2), ("odd",): REPLICATED}
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
