@@ -97,6 +97,7 @@ class Validation:
         prompt_ids, image = pipeline.prepare_inputs(
             [self.prompts[i] for i in padded], [self.images[i] for i in padded]
         )
+        # On several hosts the inputs are this process's, and the parameters global arrays.
         images = pipeline(
             prompt_ids.reshape(num_devices, -1, *prompt_ids.shape[1:]),
             image.reshape(num_devices, -1, *image.shape[1:]),
