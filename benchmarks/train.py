@@ -16,10 +16,10 @@ in a minute:
 runs instead the trainer in one and in two processes of two devices each, with the trees of Stable
 Diffusion 1.5 and SDXL, whose number of arrays decides the host's time; channels and images are
 small enough for a CPU. Every step updates an average. A row has the host_seconds of metrics.jsonl:
-what the loop's thread computes in a step, without waiting. Twenty minutes.
+what the loop's thread computes in a step, without waiting. Twenty minutes, 10 GB of memory.
 
-Rows go to benchmarks/results/train.json. Needs 23 GB of memory; a quarter of an hour on two
-otherwise idle cores.
+Rows go to benchmarks/results/train.json. The comparison needs 23 GB of memory; a quarter of an hour
+on two otherwise idle cores.
 """
 
 import io
@@ -86,7 +86,7 @@ class Config(TimingFlags):
     resolution: int = 256  # pixels
     batch_size: int = 2  # pairs
     rounds: int = 3  # each contender is measured once in each
-    hosts: int | None = None  # number of processes on this machine
+    hosts: int | None = None  # measure only the host's time, in one and in this many processes
     output: str = "benchmarks/results/train.json"
 
 
