@@ -373,9 +373,11 @@ def wait_for_devices(tree):
 
 def global_norm(shards, axes):
     """L2 norm of a sharded tree, the same on all devices."""
+    # Separately, so that the rounding of the sum does not depend on how vectors are stored.
+    shards, axes = separate_vectors(shards, axes)
     by_split = {}  # {number of shards: arrays}
-    for x, split in zip(jax.tree.leaves(shards), jax.tree.leaves(axes)):
-        by_split.setdefault(split.num_shards, []).append(x)
+    for path in sorted(shards):
+        by_split.setdefault(axes[path].num_shards, []).append(shards[path])
     squares = {n: sum_of_squares(arrays) for n, arrays in by_split.items()}
     total = squares.pop(1, 0.0)
     if squares:
@@ -386,8 +388,10 @@ def global_norm(shards, axes):
 
 
 def sum_of_squares(arrays):
-    """Sum of the squares of arrays, vectors first."""
-    return sum(jnp.sum(jnp.square(x)) for x in sorted(arrays, key=lambda x: x.ndim))
+    """Sum of the squares of arrays; vectors are joined, as each takes several kernels on a GPU."""
+    vectors = [x for x in arrays if x.ndim < 2]
+    joined = [jnp.concatenate(vectors)] if vectors else []
+    return sum(jnp.sum(jnp.square(x)) for x in joined + [x for x in arrays if x.ndim > 1])
 
 
 def update_state(tx, state, loss, grads, axes, max_grad_norm):
