@@ -123,9 +123,9 @@ def slice_devices(tpu):
 
 
 def peak_share(chip):
-    """Share of its peak that programs of a Chip reach by estimate.
+    """Share of a Chip's peak for estimates.
 
-    The published one, or the lowest one that is published for any chip.
+    It is the share published for the chip; without one, the lowest published share of all chips.
     """
     return PUBLISHED_SHARES.get(chip.topology, min(PUBLISHED_SHARES.values()))
 

@@ -27,8 +27,10 @@ from training.sharding import first_replica
 logger = logging.getLogger(__name__)
 
 LOSS_PLOT = "loss.png"
-MOST_WAITING = 0.1  # fraction of the time; above it the trainer says that devices wait
-WAITING_STEPS = 20  # if it is above for this number of steps
+# The trainer says that devices wait for the host after WAITING_STEPS steps in rows whose
+# device_wait, a fraction of the time, is above MOST_WAITING.
+MOST_WAITING = 0.1
+WAITING_STEPS = 20
 LOSS_SPAN = 20  # the smoothed loss averages over about a fraction 1 / 20 of the rows
 LOSS_ROWS = 5  # but over at least this number of rows
 

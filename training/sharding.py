@@ -466,8 +466,8 @@ def compile_pmapped(p_function, first, *others):
     Returns:
         The executable; it takes arrays of these shapes and donates what p_function donates.
     """
-    # pmap leaves its arguments as they are if the first one is abstract. With several processes it
-    # would otherwise take the shapes as those of this process.
+    # With several processes pmap converts its arguments from local to global arrays, unless the
+    # first argument is abstract: then it takes all arguments as they are.
     first = jax.tree.map(lambda x: ShapedArray(x.shape, x.dtype), first)
     return p_function.lower(first, *others).compile()
 

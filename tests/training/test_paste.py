@@ -113,7 +113,7 @@ print(np.mean(losses[:10]), np.mean(losses[-50:]))
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_pasted_functions_train_toy_models(tmp_path, num_processes):
-    """On two devices; with two processes also the lines for several hosts."""
+    """On two devices; with two processes also the line for several hosts."""
     (section,) = SECTION.findall((ROOT / "README.md").read_text())
     what, imports, rest = re.match(r"(.*?)```python\n(.*?)```(.*)", section, re.DOTALL).groups()
     (loop,) = re.findall(r"```\n(axes = .*?)```", rest, re.DOTALL)
