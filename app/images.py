@@ -7,9 +7,9 @@ import numpy as np
 from PIL import Image
 
 from dataloading.images import decode_image, one_error
-from diffusers_flax.images import open_image
+from diffusers_flax.images import opaque_part, open_image
 from editing.edits import read_edits
-from generating.masks import read_mask_of, white_mask
+from generating.masks import read_mask_of
 from generating.sizes import fit_image
 
 PAINTING_SIZE = 512  # pixels, smallest longer side of an image in the mask editor
@@ -87,17 +87,17 @@ def painted_mask(layers):
     """
     if not has_paint(layers):
         raise ValueError("no part is painted; paint the part that may change, or switch this off")
-    return white_mask(np.max([alpha_of(layer) for layer in layers], axis=0))
+    return Image.fromarray(opaque_part(alpha_of(layers)))
 
 
 def has_paint(layers):
     """Whether a layer of the mask editor has paint; layers: see painted_mask."""
-    return any((alpha_of(layer) >= 128).any() for layer in layers)
+    return bool(layers) and opaque_part(alpha_of(layers)).any()
 
 
-def alpha_of(layer):
-    """The alpha channel of a PIL image, uint8 (H, W)."""
-    return np.asarray(layer.convert("RGBA"))[..., 3]
+def alpha_of(layers):
+    """The largest alpha of all layers, uint8 (H, W)."""
+    return np.max([np.asarray(layer.convert("RGBA"))[..., 3] for layer in layers], axis=0)
 
 
 def read_examples(file):

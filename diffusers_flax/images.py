@@ -18,6 +18,12 @@ READ_FORMATS = (
     *("AVIF", "JPEG2000", "PPM", "TGA"),
 )
 MAX_PIXELS = 150_000_000  # of an image; decoding and compositing take up to 20 bytes per pixel
+COLOR_SAMPLES = 4096  # pixels of a mask whose colors are looked at
+MANY_COLORS = 64  # a photograph's in these pixels, also a grey one's
+USUAL_MASKS = (
+    "give an image that is white where the image may change and black elsewhere, a layer with "
+    "paint of one color there, or the image with a hole there"
+)
 OTHER_FORMATS = (  # (offset, signature, name) of formats that users try
     (4, b"ftyphei", "HEIC"),
     (4, b"ftypmif1", "HEIF"),
@@ -184,32 +190,53 @@ def prepare_masks(mask, feather=0):
 
 
 def mask_values(mask):
-    """The values of a mask, a PIL image of any mode, as uint8 (H, W); 255 is white.
+    """The values of a mask, a PIL image of any mode, as uint8 (H, W); 255 may change.
 
-    Pixels with alpha below 128 are transparent. The opaque ones tell what that means:
+    An image without transparent pixels is grey: white may change. Else the opaque pixels, see
+    opaque_part, tell what the transparent ones mean:
 
     - black and white, and little else: transparent pixels are black;
-    - white only: they are paint on an empty layer, and the paint is white;
-    - else they are the image around a hole, as in MagicBrush and DALL-E, and the hole is white.
+    - one color, or none as opaque as a photograph: paint on an empty layer, and the paint is white;
+    - many colors: a photograph around a hole, as in MagicBrush and DALL-E, and the hole is white.
 
     Raises:
-        ValueError: the range of the values is not known, see to_8_bits.
+        ValueError: the range of the values is not known, see to_8_bits; nothing is painted; or it
+            is none of these.
     """
     if mask.mode == "I" and mask.getextrema()[1] < 256:  # not 16 bits, see to_8_bits
         return np.asarray(mask).clip(0).astype(np.uint8)
     mask = to_8_bits(mask)
-    if mask.has_transparency_data:
-        mask = mask.convert("RGBA")
-        rgba, values = np.asarray(mask), np.asarray(mask.convert("L"))  # without alpha
-        opaque = rgba[..., 3] >= 128
-        darkest, brightest = rgba[opaque][:, :3].min(1), rgba[opaque][:, :3].max(1)
-        black, white = brightest < 32, darkest >= 224
-        drawn = black.any() and white.any() and (black | white).mean() > 0.95  # else smooth edges
-        if opaque.all() or drawn:
-            return np.where(opaque, values, 0)
-        is_paint = opaque.any() and darkest.min() >= 128
-        return np.where(opaque == is_paint, np.uint8(255), np.uint8(0))
-    return np.asarray(to_rgb(mask).convert("L"))
+    if not mask.has_transparency_data:
+        mask = mask.convert("RGB")  # not every mode becomes RGBA
+    rgba = np.asarray(mask.convert("RGBA"))
+    alpha, values = rgba[..., 3], np.asarray(Image.fromarray(rgba[..., :3]).convert("L"))
+    if not (opaque := opaque_part(alpha)).any():
+        raise ValueError("nothing is painted on it, all pixels are transparent; " + USUAL_MASKS)
+    colors = rgba[opaque][:: opaque.sum() // COLOR_SAMPLES + 1, :3]
+    darkest, brightest = colors.min(1), colors.max(1)
+    if opaque.all():
+        if (brightest - darkest > 64).mean() > 0.02:
+            raise ValueError("it has colors and no transparent pixels; " + USUAL_MASKS)
+        return values
+    black, white = brightest < 32, darkest >= 224
+    if black.any() and white.any() and (black | white).mean() > 0.95:  # else smooth edges
+        return np.where(opaque, values, 0)
+    main_color = np.abs(colors.astype(np.int16) - np.median(colors, 0)).max(1) <= 16
+    if main_color.mean() > 0.95 or alpha.max() < 224:
+        return np.where(opaque, np.uint8(255), np.uint8(0))
+    if len(np.unique(colors, axis=0)) < min(MANY_COLORS, len(colors) / 4):
+        raise ValueError(
+            "it may be paint of several colors or an image with a hole; " + USUAL_MASKS
+        )
+    return np.where(opaque, np.uint8(0), np.uint8(255))
+
+
+def opaque_part(alpha):
+    """Where a layer has paint, bool (H, W): at least half as opaque as its most opaque pixel.
+
+    alpha: uint8 (H, W). Paint of less than 3% opacity is none.
+    """
+    return alpha >= max(alpha.max() / 2, 8)
 
 
 def ramp(inside, feather):

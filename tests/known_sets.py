@@ -126,7 +126,8 @@ def half_mask(convention, size=(16, 16)):
     left[:, : size[1] // 2] = 255
     if convention == "white":
         return png(left)
-    image = Image.fromarray(np.full((*size, 3), 90, np.uint8))
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    image = Image.fromarray(pixels)
     image.putalpha(Image.fromarray(255 - left))
     return png(image)
 

@@ -21,7 +21,10 @@ ULTRA, MAGIC = "BleachNick/UltraEdit", "osunlp/MagicBrush"
 def masks_of(kind):
     left = np.zeros((6, 8), np.uint8)
     left[:, :4] = 255
-    white, hole = Image.fromarray(left), Image.fromarray(np.full((6, 8, 3), 90, np.uint8))
+    white, hole = (
+        Image.fromarray(left),
+        Image.fromarray(np.arange(144, dtype=np.uint8).reshape(6, 8, 3)),
+    )
     hole.putalpha(Image.fromarray(255 - left))
     drawing = Image.new("RGBA", (8, 6))
     drawing.paste("white", (0, 0, 4, 6))

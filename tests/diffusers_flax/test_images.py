@@ -107,6 +107,49 @@ def test_masks_of_any_mode(mode):
     np.testing.assert_array_equal(prepare_masks(mask), white[None, None])
 
 
+def layer(color, where, alpha=255, under=(9, 80, 200)):
+    """An RGBA image: a color, or an image, uint8 (H, W, 3), where painted; elsewhere alpha 0."""
+    pixels = np.where(where[..., None], np.uint8(color), np.uint8(under))
+    return Image.fromarray(np.dstack([pixels, np.where(where, np.uint8(alpha), np.uint8(0))]))
+
+
+PHOTOGRAPH = np.random.default_rng(0).integers(128, 256, (32, 40, 3), np.uint8)
+PAINTED = np.hypot(*np.mgrid[-16:16, -20:20]) < 10  # bool (32, 40)
+MANY_STROKES = np.where(
+    np.arange(40)[None, :, None] < 20, np.uint8([200, 0, 0]), np.uint8([0, 0, 200])
+)
+
+
+@pytest.mark.parametrize("alpha", [255, 128, 100, 20])
+@pytest.mark.parametrize("color", [(255, 255, 255), (255, 0, 0), (0, 0, 0), (90, 90, 90)])
+def test_paint_of_any_color_and_opacity_may_change(color, alpha):
+    np.testing.assert_array_equal(mask_values(layer(color, PAINTED, alpha)), 255 * PAINTED)
+    soft = np.where(PAINTED, np.linspace(alpha / 2, alpha, 40).round(), 0).astype(np.uint8)
+    assert (mask_values(layer(color, PAINTED, soft)) == 255 * PAINTED).mean() > 0.99
+
+
+@pytest.mark.parametrize("dark", [0, 128])
+@pytest.mark.parametrize("is_grey", [False, True])
+def test_holes_of_photographs_may_change(dark, is_grey):
+    photograph = PHOTOGRAPH - np.uint8(dark)
+    photograph = photograph[..., :1] if is_grey else photograph
+    hole = layer(np.broadcast_to(photograph, (32, 40, 3)), ~PAINTED)
+    np.testing.assert_array_equal(mask_values(hole), 255 * PAINTED)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (layer((0, 0, 0), PAINTED & False), "nothing is painted"),
+        (layer(MANY_STROKES, PAINTED), "several colors or an image with a hole"),
+        (Image.fromarray(PHOTOGRAPH * np.uint8([1, 0, 0])), "colors and no transparent pixels"),
+    ],
+)
+def test_masks_that_cannot_be_told_apart_are_refused(mask, message):
+    with pytest.raises(ValueError, match=f"{message}.*white where .* may change and black"):
+        mask_values(mask)
+
+
 @pytest.mark.parametrize("function", [to_rgb, prepare_images, mask_values, prepare_masks])
 def test_values_without_a_known_range_are_refused(function):
     ramp = np.linspace(0, 1, 16).reshape(4, 4)
