@@ -20,7 +20,7 @@ FAULTS = {  # name: what it means
     "unreadable": "an image cannot be decoded",
     "shape": "the images have two aspect ratios; training leaves these out as damaged",
     "border": "an image has a frame or bars of one colour",
-    "unchanged": "the images are equal",
+    "unchanged": "no part of the image changes by more than compression changes it",
     "duplicate": "images and instruction are those of an earlier pair",
     "near_duplicate": "images look like those of an earlier pair with the same instruction",
 }
@@ -28,10 +28,15 @@ SIDE = 128  # pixels along which frames and changes are looked for
 SAME_COLOUR = 12  # levels within which a frame is of one colour
 MIN_FRAME = 0.02  # of the image's side, on two opposite sides
 SHARP_EDGE = 0.7  # of the first line inside a frame differs from it; less is a plain background
-SAME_IMAGE = 0.5  # mean difference in levels of an unchanged image, for compression
+# Levels by which recompression (JPEG 50 to 90, WebP 70; 256 to 1024 px) changes the mean color of
+# the most changed and the average cell of CELL pixels at CHANGE_SIDE: up to 10 and 1.4; a ball
+# of 28 pixels put in at 512 px changes one cell by 23 and more.
+CHANGE_SIDE, CELL = 256, 8
+MOST_CHANGE, MEAN_CHANGE = 11, 2
 NUM_BANDS = 7  # of the 128 bits of two images' hashes
 MAX_BITS = NUM_BANDS - 1  # that differ between near duplicates; one band is then equal
-MAX_COLOUR = 6  # levels between the mean colours of near duplicates
+LOOK_SIDE = 4  # cells, of the mean colours of an image
+MAX_COLOUR = 10  # levels between the mean colours of near duplicates
 MAX_CANDIDATES = 100  # earlier pairs of one instruction and band that are compared
 
 
@@ -41,7 +46,7 @@ class Measured(NamedTuple):
     faults: tuple[str, ...]  # that a pair has by itself
     digest: bytes = b""  # of the bytes of both images
     bits: int = 0  # 128: difference hashes of both images
-    colours: bytes = b""  # mean RGB of both images
+    colours: bytes = b""  # uint8 (2, 4, 4, 3): mean RGB of cells of both images
 
 
 def frame_sides(pixels: np.ndarray) -> tuple[float, float]:
@@ -83,7 +88,7 @@ def measure(original: bytes, edited: bytes) -> Measured:
         original, edited: encoded images.
     """
     try:
-        pixels = [decode_image(data, (SIDE, SIDE)) for data in (original, edited)]
+        pixels = [decode_image(data, (CHANGE_SIDE, CHANGE_SIDE)) for data in (original, edited)]
         (w, h), (W, H) = map(encoded_size, (original, edited))
     except ValueError:
         return Measured(("unreadable",))
@@ -94,12 +99,23 @@ def measure(original: bytes, edited: bytes) -> Measured:
     small = [image.resize((SIDE, SIDE), Image.Resampling.BOX) for image in images]
     if any(has_border(np.asarray(image)) for image in small):
         faults.append("border")
-    if np.abs(np.subtract(*(np.asarray(x, np.int16) for x in small))).mean() <= SAME_IMAGE:
+    if is_unchanged(*images):
         faults.append("unchanged")
     bits = difference_hash(small[0]) << 64 | difference_hash(small[1])
-    colours = np.stack([np.asarray(image).mean((0, 1)) for image in small])
+    looks = [image.resize((LOOK_SIDE, LOOK_SIDE), Image.Resampling.BOX) for image in small]
     digest = hashlib.sha256(hashlib.sha256(original).digest() + edited).digest()[:16]
-    return Measured(tuple(faults), digest, bits, np.rint(colours).astype(np.uint8).tobytes())
+    return Measured(tuple(faults), digest, bits, b"".join(image.tobytes() for image in looks))
+
+
+def is_unchanged(original: Image.Image, edited: Image.Image) -> bool:
+    """Whether no cell of an image changes by more than recompression changes it."""
+    size = (CHANGE_SIDE, CHANGE_SIDE)
+    cells = [
+        np.asarray(image.resize(size, Image.Resampling.BOX).reduce(CELL), np.int16)
+        for image in (original, edited)
+    ]
+    change = np.abs(cells[0] - cells[1])
+    return change.max() <= MOST_CHANGE and change.mean() <= MEAN_CHANGE
 
 
 class FaultFinder:
