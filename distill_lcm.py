@@ -55,6 +55,7 @@ from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH
 from diffusers_flax.schedulers.factory import EDM_CLASSES, class_name
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
 from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predict_x0_and_eps
+from generating.defaults import with_defaults, write_defaults
 from generating.single_files import with_single_files
 from training.batches import Batches, open_dataset
 from training.checkpoints import find_start, run_identity
@@ -75,6 +76,7 @@ from training.output import (
     check_run_dir,
     lock_output_dir,
     remove_replaced_model,
+    says_finished,
     write_readme,
 )
 from training.run import Optimization, TrainRun, cache_programs, compile_steps, make_optimizer
@@ -98,8 +100,10 @@ class Config:
     # configs of a one-file model: a directory or hub id; default: its family's
     config_name_or_path: str | None = per_process(None)
     use_ema_weights: bool = may_change(False)  # of a one-file model: the UNet's averages
-    guidance_scale: float = 7.5  # of the teacher: weight of the instruction, >= 0
-    image_guidance_scale: float = 1.5  # of the teacher: similarity to the original image, >= 0
+    # of the teacher: weight of the instruction, >= 0; default: the model's, or 7.5
+    guidance_scale: float | None = None
+    # of the teacher: similarity to the original image, >= 0; default: the model's, or 1.5
+    image_guidance_scale: float | None = None
     # data
 
     # directories or URLs of *.parquet shards or of latents; batches are drawn from all of them
@@ -345,7 +349,6 @@ def training_config(config: Config):
     unet = source.as_component("unet") if is_file else str(Path(source, "unet"))
     shared = TrainingConfig(unet_model_name_or_path=unet, ema="none", **flags)
     check_flags(shared, jax.device_count())
-    check_run_dir(shared)
     return shared
 
 
@@ -386,6 +389,8 @@ class FinalLora:
         config, output_dir = self.config, Path(self.config.output_dir)
         introduction = introduce(config, self.pipeline.torch_class_name)
         write_readme(config, config.output_dir, introduction, metrics, tags=("lora", "lcm"))
+        scales = dict(guidance_scale=1.0, image_guidance_scale=1.0)
+        write_defaults(output_dir, **scales, num_inference_steps=4, scheduler="lcm")
         remove_replaced_model(self.shared, self.pipeline)
         options = lora_options(self.shared)
         save_lora(output_dir / LORA_FILE, weights["unet"], **options, run=asdict(config))
@@ -443,7 +448,11 @@ python edit_cli.py --model {shlex.quote(teacher)} --lora {shlex.quote(config.out
 def distill(config: Config):
     """Distil a model and write the LoRA to config.output_dir."""
     config = with_single_files(config, "pretrained_model_name_or_path")
+    config = with_defaults(config, [config.pretrained_model_name_or_path])
     shared, config = training_config(config), named_buckets(config)
+    if says_finished(shared, config):
+        return
+    check_run_dir(shared)
     with lock_output_dir(shared):
         run_distillation(config, shared)
 

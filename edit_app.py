@@ -36,6 +36,7 @@ from app.images import read_examples
 from command_line import check_scale, check_seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.schedulers.factory import check_scheduler
+from generating.defaults import with_defaults
 from generating.flags import DeviceFlags, layout_of_flags
 from generating.single_files import with_single_files
 
@@ -55,9 +56,10 @@ class AppFlags:
     open_browser: bool = False  # open the page in a browser
     # list of edits, as for edit_cli.py --edits_jsonl; the page offers its images and instructions
     examples: Path | None = None
-    num_inference_steps: int = 50  # denoising steps, the page's initial value
-    guidance_scale: float = 7.5  # weight of the instruction, likewise
-    image_guidance_scale: float = 1.5  # similarity to the original image, likewise
+    # denoising steps, the page's initial value; default: the model's, or 50
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None  # weight of the instruction, likewise, or 7.5
+    image_guidance_scale: float | None = None  # similarity to the original image, likewise, or 1.5
     seed: int = 0  # of the noise, likewise
     resolution: int | None = None  # pixels, longer side, likewise; default: the model's
     max_resolution: int | None = None  # the largest choice; default: twice the resolution
@@ -91,10 +93,11 @@ class Config(DeviceFlags, AppFlags):
 def check_flags(config):
     """Raise a ValueError for invalid flags."""
     for name in ("num_inference_steps", "max_queue", "max_upload_mb"):
-        if (value := getattr(config, name)) < 1:
+        if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
     for name in ("guidance_scale", "image_guidance_scale"):
-        check_scale(name, getattr(config, name))
+        if (value := getattr(config, name)) is not None:
+            check_scale(name, value)
     check_seed("seed", config.seed)
 
 
@@ -107,7 +110,9 @@ def run(config):
 
     layout = layout_of_flags(config)
     use_compilation_cache(config.compilation_cache_dir)
-    editor = Editor(with_single_files(config, "model"), layout)
+    config = with_single_files(config, "model")
+    config = with_defaults(config, [config.model], config.lora)
+    editor = Editor(config, layout)
     examples = read_examples(config.examples)
     if find_spec("gradio") is None:
         raise ValueError(

@@ -51,6 +51,7 @@ from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import SOFTWARE, EditList, check_model, edit_batches, plan_edits, read_edits
 from generating.batches import IN_FLIGHT, DeviceClock, FileWriter, check_finite_images, rounds_of
 from generating.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
+from generating.defaults import with_defaults
 from generating.flags import (
     DeviceFlags,
     PreviewFlags,
@@ -89,9 +90,10 @@ class EditFlags:
     # images, white where an input may change: one per input, or one for all; default: everywhere
     mask: tuple[str, ...] | None = None
     mask_feather: int = 0  # pixels inside of the white part, from its border, to fade the edit in
-    num_inference_steps: int = 50  # denoising steps
-    guidance_scale: float = 7.5  # weight of the instruction, >= 0
-    image_guidance_scale: float = 1.5  # similarity to the input, >= 0
+    num_inference_steps: int | None = None  # denoising steps; default: the model's, or 50
+    # weight of the instruction, >= 0; default: the model's, or 7.5
+    guidance_scale: float | None = None
+    image_guidance_scale: float | None = None  # similarity to the input, >= 0; likewise, or 1.5
     negative_prompt: str = ""  # what to avoid
     seed: int = 0  # seed of the noise
     resolution: int | None = None  # pixels, longer side; default: the model's
@@ -325,10 +327,11 @@ def check_flags(config):
             "--edits_jsonl excludes --input, --edit and --output; give one or the other"
         )
     for name in ("num_inference_steps", "batch_size"):
-        if (value := getattr(config, name)) < 1:
+        if (value := getattr(config, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
     for name in ("guidance_scale", "image_guidance_scale"):
-        check_scale(name, getattr(config, name))
+        if (value := getattr(config, name)) is not None:
+            check_scale(name, value)
     if config.mask and config.edits_jsonl:
         raise ValueError('--mask is for --input; give "mask" in the rows of --edits_jsonl')
     if config.mask == ():
@@ -358,6 +361,7 @@ def run(config):
     image_sizes = check_inputs(edits, bar)
 
     config = with_single_files(config, "model")
+    config = with_defaults(config, [config.model], config.lora)
     sampling = from_flags(Sampling, config)
     checked = check_model(config.model, config.resolution, sampling)
     sizes = [result_size(size, checked.resolution, checked.factor) for size in image_sizes]

@@ -1,11 +1,16 @@
-"""Reconstruct an average of the weights, of any length, after training.
+"""Make a model of a checkpoint, or of an average of the weights of any length, after training.
+
+    python ema_posthoc.py --checkpoint instruct-pix2pix-model/checkpoints/600 --output_dir model-600
+
+writes what the run would have written if it had ended there: its average, if it has one by then,
+else its weights. Give the command in the directory in which the run was started.
 
     python ema_posthoc.py --train_output_dir instruct-pix2pix-model --sigma_rel 0.08 \\
         --output_dir model-0.08
     python ema_posthoc.py --train_output_dir instruct-pix2pix-model --sigma_rel 0.03 0.08 0.15 \\
         --output_dir models
 
-The first command writes model-0.08, the second models/0.03, models/0.08 and models/0.15; each is a
+The first of these writes model-0.08, the second models/0.03, models/0.08 and models/0.15; each is a
 pipeline directory for edit_cli.py and PyTorch diffusers. The run must have --ema power, which saves
 snapshots of two averages; the result is their best weighted sum, and its error is printed.
 sigma_rel is the average's standard deviation in time as a fraction of the run: an average with 0.1
@@ -17,6 +22,7 @@ snapshots up to --step once for each length. A model of a few MB takes seconds.
 Paper: EDM2 (arXiv 2312.02696), section 3.
 """
 
+import logging
 import re
 import shutil
 import sys
@@ -41,7 +47,14 @@ from diffusers_flax.loading.weights import (
     torch_to_flax,
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from generating.defaults import DEFAULTS_FILE
+from generating.single_files import with_single_files
+from training.checkpoints import Checkpoints, flatten_by_name
 from training.ema import posthoc_error, posthoc_weights, sigma_rel_to_gamma
+from training.flags import COMPONENT_FLAGS
+from training.flags import Config as TrainingConfig
+from training.models import load_models
+from training.output import FinalModel
 
 SNAPSHOT_NAME = re.compile(r"(\d+)-(0\.\d+)")  # STEP-SIGMA
 LARGEST_ERROR = 0.1  # of the profile; above it there is a warning
@@ -49,9 +62,10 @@ LARGEST_ERROR = 0.1  # of the profile; above it there is a warning
 
 @dataclass(frozen=True)
 class Config:
-    train_output_dir: str  # output directory of a finished run with --ema power
-    sigma_rel: tuple[float, ...]  # lengths of the averages, each above 0 and below 0.28
     output_dir: str  # directory for the model; several lengths: a subdirectory for each
+    checkpoint: str | None = None  # RUN/checkpoints/STEP, instead of the two below
+    train_output_dir: str | None = None  # output directory of a finished run with --ema power
+    sigma_rel: tuple[float, ...] = ()  # lengths of the averages, each above 0 and below 0.28
     step: int | None = None  # last step of the average, one with snapshots; default: the last
     dtype: Literal["float32", "float16"] = "float32"  # dtype of the UNet's file
     overwrite_output_dir: bool = False  # replace an existing model; other files are not changed
@@ -197,6 +211,8 @@ def save_model(config, snapshots, weights, sigma_rel, folder):
     source = Path(config.train_output_dir)
     with naming_full_disk(folder), writing_pipeline(folder) as new:
         shutil.copy(source / "model_index.json", new)
+        if (source / DEFAULTS_FILE).is_file():
+            shutil.copy(source / DEFAULTS_FILE, new)
         for name, classes in read_json(source / "model_index.json").items():
             if isinstance(classes, list) and classes[0] is not None and name != "unet":
                 shutil.copytree(source / name, new / name)
@@ -234,9 +250,46 @@ def output_folders(config):
     return folders
 
 
+def save_checkpoint(config):
+    """Write the model of --checkpoint, as the trainer writes it."""
+    checkpoint, output_dir = Path(config.checkpoint), config.output_dir
+    record_file = checkpoint.parent.parent / "config.json"
+    if not (checkpoint.name.isdecimal() and checkpoint.is_dir() and record_file.is_file()):
+        raise ValueError(
+            f"--checkpoint {checkpoint} is not a checkpoint of the trainer; give its directory, "
+            "such as OUTPUT_DIR/checkpoints/600"
+        )
+    ask_before_replacing("output_dir", output_dir, config.overwrite_output_dir)
+    saved, step = read_json(record_file), int(checkpoint.name)
+    if "pretrained_model_name_or_path" not in saved or "unet_model_name_or_path" not in saved:
+        raise ValueError(f"{record_file} is not of flax_train_instruct_pix2pix.py")
+    saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+    changes = dict(output_dir=output_dir, max_train_steps=step, num_train_epochs=None)
+    flags = TrainingConfig(**saved | changes | dict(push_to_hub=False, save_raw_unet=False))
+    flags = with_single_files(flags, "pretrained_model_name_or_path", **COMPONENT_FLAGS)
+    models, pipeline, frozen, params = load_models(flags, np.float32)
+    checkpoints = Checkpoints(checkpoint.parent)
+    record = checkpoints.read_record(step)
+    prefix = "ema/0" if record["num_averages"] else "params"
+    names = flatten_by_name(params)
+    state = checkpoints.read_state(step, [f"{prefix}/{name}" for name in names])
+    checkpoints.close()
+    weights = [state[f"{prefix}/{name}"] for name in names]
+    weights = jax.tree.unflatten(jax.tree.structure(params), weights)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    identity = record["identity"] | {"max_train_steps": step}
+    FinalModel(flags, models, pipeline, frozen, identity).save({"unet": weights}, {"step": step})
+    what = "average" if record["num_averages"] else "weights"
+    print(f"saved the {what} after {step} steps to {output_dir}")
+
+
 def run(config):
-    """Check the flags and files, then reconstruct the averages."""
+    """Check the flags and files, then make the models."""
+    if bool(config.checkpoint) == bool(config.train_output_dir):
+        raise ValueError("give --checkpoint, or --train_output_dir and --sigma_rel")
     jax.config.update("jax_platforms", "cpu")  # only shapes are computed
+    if config.checkpoint:
+        return save_checkpoint(config)
     source = Path(config.train_output_dir)
     if not source.is_dir():
         raise ValueError(
@@ -273,6 +326,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every action
     run_main(
         Config,
         __doc__,

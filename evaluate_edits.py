@@ -66,6 +66,7 @@ from editing.results import (
 )
 from editing.scores import draw_extremes, score_tables
 from generating.clip import Clip
+from generating.defaults import with_defaults
 from generating.flags import SamplingFlags, from_flags
 from generating.models import Sampling
 from generating.single_files import with_single_files
@@ -98,10 +99,11 @@ class EvaluationFlags:
     use_masks: bool = False  # edit inside of the masks only, as edit_cli.py --mask does
     mask_feather: int = 0  # of --use_masks: pixels inside of the white part to fade the edit in
     # edits; all combinations of the three lists
-    guidance_scale: tuple[float, ...] = (7.5,)  # weight of the instruction, >= 0
-    image_guidance_scale: tuple[float, ...] = (1.5,)  # similarity to the input, >= 0
+    # weights of the instruction, >= 0; default: the model's, or 7.5
+    guidance_scale: tuple[float, ...] = ()
+    image_guidance_scale: tuple[float, ...] = ()  # similarity to the input, >= 0; likewise, or 1.5
     seeds: tuple[int, ...] = (0,)  # seeds of the noise
-    num_inference_steps: int = 50  # denoising steps
+    num_inference_steps: int | None = None  # denoising steps; default: the model's, or 50
     resolution: int | None = None  # pixels, longer side; default: the models'
     batch_size: int = 1  # images per device at once
     # metrics
@@ -136,7 +138,7 @@ def check_flags(config):
             raise ValueError(f"--{name} {value} must be at least 1")
     for name in ("model", "guidance_scale", "image_guidance_scale", "seeds"):
         values = getattr(config, name)
-        if not values:
+        if not values and name in ("model", "seeds"):
             raise ValueError(f"--{name} needs at least one value")
         if len(set(values)) < len(values):
             raise ValueError(f"--{name} {' '.join(map(str, values))} has a value twice")
@@ -232,8 +234,9 @@ def run(config):
         sentences = left_out(pairs, config.clip_model)
     if config.protocol == "magicbrush":
         pairs = add_final_turns(pairs)
-    all_scales = list(itertools.product(config.guidance_scale, config.image_guidance_scale))
     config = with_single_files(config, "model")
+    config = with_defaults(config, config.model, config.lora)
+    all_scales = list(itertools.product(config.guidance_scale, config.image_guidance_scale))
     checked, resolution, factor = check_compared_models(config, all_scales)
     results = load_results(
         config.output_dir,

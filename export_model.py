@@ -101,7 +101,8 @@ class Config:
     batch_size: int | None = None  # stablehlo, coreml: images at once; default: 1
     height: int | None = None  # stablehlo, coreml: pixels; default: the model's
     width: int | None = None  # likewise
-    num_inference_steps: int | None = None  # stablehlo: denoising steps; default: 20
+    # stablehlo: denoising steps; default: the model's, or 20
+    num_inference_steps: int | None = None
     # stablehlo: where programs run, each with a file of its own; default: cpu cuda
     platform: tuple[Literal["cpu", "cuda", "tpu"], ...] | None = None
     overwrite_output_dir: bool = False  # replace an export in output_dir
@@ -111,8 +112,9 @@ class Config:
     input: Path | None = None  # of --run: image to edit
     output: Path = Path("image.png")  # of --run: image, or .npy of floats in [0, 1]
     seed: int | None = None  # of --run: of the noise; default: 0
-    guidance_scale: float | None = None  # of --run: weight of the prompt; default: 7.5
-    image_guidance_scale: float | None = None  # of --run: similarity to the input; default: 1.5
+    # of --run: weight of the prompt; default: the model's, or 7.5
+    guidance_scale: float | None = None
+    image_guidance_scale: float | None = None  # of --run: similarity to the input; likewise, or 1.5
 
 
 def given_flags(config):
@@ -183,9 +185,8 @@ def load_model_to_export(config):
     from diffusers_flax.pipelines.base import pipeline_class
     from diffusers_flax.pipelines.text_to_image import TextToImage
     from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
-    from generating.single_files import with_single_files
 
-    model = with_single_files(config, "model").model
+    model = config.model
     cls = pipeline_class(model)
     if "ControlNet" in cls.__name__:
         raise ValueError(
@@ -212,8 +213,14 @@ def export(config):
     """Load the model and write its files."""
     import jax
 
+    from generating.defaults import read_defaults, write_defaults
+    from generating.single_files import with_single_files
+
     check_flags(config)
     jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
+    config = with_single_files(config, "model")
+    defaults = read_defaults(config.model, config.lora)
+    config = dataclasses.replace(config, scheduler=config.scheduler or defaults.get("scheduler"))
     pipeline, size, params = load_model_to_export(config)
     output_dir, batch_size = config.output_dir, config.batch_size or 1
     dtype = config.dtype or DTYPES[config.format][0]
@@ -244,7 +251,8 @@ def export(config):
     else:
         from exporting.stablehlo_files import export_stablehlo
 
-        platforms, steps = config.platform or ("cpu", "cuda"), config.num_inference_steps or 20
+        platforms, steps = config.platform or ("cpu", "cuda"), config.num_inference_steps
+        steps = steps or defaults.get("num_inference_steps", 20)
         files = export_stablehlo(
             pipeline,
             params,
@@ -254,8 +262,9 @@ def export(config):
             size=size,
             num_inference_steps=steps,
         )
-        return print_files(files)
-    print(output_dir)
+    if defaults:
+        write_defaults(output_dir, **defaults)
+    print_files(files) if config.format == "stablehlo" else print(output_dir)
 
 
 def run_file(config):
@@ -269,11 +278,10 @@ def run_file(config):
     check_image_file(config.output) if config.output.suffix != ".npy" else None
     require_packages(dataclasses.replace(config, format="stablehlo"))
     from exporting.run_stablehlo import run_program, save_images
+    from generating.defaults import with_defaults
 
-    scales = [
-        default if value is None else value
-        for value, default in ((config.guidance_scale, 7.5), (config.image_guidance_scale, 1.5))
-    ]
+    config = with_defaults(config, [config.run.parent])
+    scales = config.guidance_scale, config.image_guidance_scale
     check_scale("guidance_scale", scales[0])
     check_scale("image_guidance_scale", scales[1])
     check_seed("seed", config.seed or 0)

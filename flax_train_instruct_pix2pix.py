@@ -55,6 +55,7 @@ from training.output import (
     lock_output_dir,
     merge_finished_run,
     merges_finished_run,
+    says_finished,
 )
 from training.processes import explain_lost_process, from_process_0
 from training.run import Optimization, TrainRun, cache_programs, compile_steps, make_optimizer
@@ -295,6 +296,8 @@ def train(config: Config):
     check_flags(config, jax.device_count())
     config = named_buckets(config)
     config = with_single_files(config, "pretrained_model_name_or_path", **COMPONENT_FLAGS)
+    if from_process_0(np.int32(says_finished(config))):
+        return
     check_run_dir(config)
     validation_images = load_validation_images(config)
     with lock_output_dir(config):

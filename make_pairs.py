@@ -9,9 +9,9 @@ first part of the steps their self-attention is shared, so that both have one la
 the samples of a line, and the best ones become rows of parquet shards, which
 flax_train_instruct_pix2pix.py reads: --train_data_dir data. With the demo's model on a CPU:
 
-    python make_pairs.py --model demo/base_model --output_dir night --num_samples 4 --keep_all \\
+    python make_pairs.py --model demo/base_model --output_dir night --num_samples 4 \\
         --template "a photo of {x}" "turn day into night" "a photo of {x} at night" \\
-        --fill "x=the moon,a flower" --clip_model CLIP
+        --fill "x=the moon,a flower" --clip_model ""
 
 Each sample depends on --seed, its line and its number alone. The same command gives the same shards
 on any number of equal devices and workers, and after an interruption: started again, it goes on
@@ -31,7 +31,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -113,7 +113,8 @@ class PairFlags:
     # default: a 64th of the list, at most 400 pairs, at least 32 samples
     lines_per_shard: int | None = None
     preview: bool = False  # draw the pairs of each line, into OUTPUT_DIR/previews
-    clip_model: str = "openai/clip-vit-large-patch14"  # directory or hub id
+    # directory or hub id; "": keep all samples, without scores
+    clip_model: str = "openai/clip-vit-large-patch14"
     worker: int | None = None  # this worker's index, from 0, with --num_workers
     num_workers: int | None = None  # workers that divide the lines; default: as jax knows them
     # what the UNet predicts; default: the scheduler's config
@@ -147,13 +148,13 @@ def check_flags(config):
             raise ValueError(f"--{name} {value:g} must be from -1 to 1, a cosine")
     check_seed("seed", config.seed)
     check_scheduler(config.scheduler)
-    for name in ("model", "clip_model"):
-        if not getattr(config, name):
-            raise ValueError(f"--{name} is empty; name a directory or hub id of a model")
+    if not config.model:
+        raise ValueError("--model is empty; name a directory or hub id of a model")
+    keeping = "--keep_all" if config.clip_model else '--clip_model ""'
     if config.keep_all and config.early_stop:
-        raise ValueError("--keep_all makes all samples, and --early_stop does not; leave one out")
+        raise ValueError(f"{keeping} makes all samples, and --early_stop does not; leave one out")
     if config.keep_all and config.num_kept != Config.num_kept:
-        raise ValueError(f"--keep_all keeps more than --num_kept {config.num_kept}; leave one out")
+        raise ValueError(f"{keeping} keeps more than --num_kept {config.num_kept}; leave one out")
     if (config.worker is None) != (config.num_workers is None):
         raise ValueError("--worker and --num_workers go together; give both")
     if config.num_workers is not None and config.num_workers < 1:
@@ -222,7 +223,7 @@ def open_models(config, captions, num_lines, devices):
         devices: list of devices of JAX.
 
     Returns:
-        (pipeline, its parameters on each device, Clip).
+        (pipeline, its parameters on each device, Clip or None).
     """
     is_xl, configs = check_tasks(config.model, ["text to image"], takes_images=False)
     check_guidance_range(config.guidance_scale, configs["unet"])
@@ -246,7 +247,8 @@ def open_models(config, captions, num_lines, devices):
         for problem in find_cut_texts([config.negative_prompt], lengths).values():
             raise ValueError(f"--negative_prompt {problem}")
         height, width = pipeline.image_size(config.height, config.width)
-        check_clip(config.clip_model, is_optional=False)
+        if config.clip_model:
+            check_clip(config.clip_model, is_optional=False)
         return plan_images(
             pipeline,
             devices,
@@ -261,7 +263,9 @@ def open_models(config, captions, num_lines, devices):
     pipeline, params = load_model(
         config.model, pipeline_type, scheduler, config.accelerate, own, plan
     )
-    clip = Clip(config.clip_model, devices=devices, is_optional=False)
+    clip = None
+    if config.clip_model:
+        clip = Clip(config.clip_model, devices=devices, is_optional=False)
     drawn = [text for caption in captions for text in (caption.input, caption.output)]
     pipeline.embeddings.warn_unused([*drawn, config.negative_prompt])
     return pipeline, [jax.device_put(params, device) for device in devices], clip
@@ -269,6 +273,8 @@ def open_models(config, captions, num_lines, devices):
 
 def run(config):
     """Check flags, captions and models, make the pairs, write shards and the report."""
+    if not config.clip_model:
+        config = replace(config, keep_all=True)
     check_flags(config)
     worker, num_workers = config.worker, config.num_workers
     if worker is None:
@@ -309,10 +315,10 @@ def run(config):
         seconds = make_lines(config, captions, output, len(todo), models)
     output.end()
     report = summarize_counts(output.counted(), thresholds_of(config))
-    for sentence in warn_of_empty(report):
+    for sentence in warn_of_empty(report) if config.clip_model else ():
         print(f"warning: {sentence}", file=sys.stderr)
     name = "report" if num_workers == 1 else f"report-{worker}"
-    print(write_report(config.output_dir, name, report, seconds))
+    print(write_report(config.output_dir, name, report, seconds, bool(config.clip_model)))
     if not report["lines"]:
         print(
             f"worker {worker} has no shard of {len(output.shards)}; for more shards give a smaller "
@@ -327,7 +333,7 @@ def run(config):
         when = "" if num_workers == 1 else ", when all workers have finished"
         folder = shlex.quote(str(config.output_dir))
         choice = f"--pairs {folder} --output_dir NEW --num_kept {Config.num_kept}"
-        shown = choice if config.keep_all else f"--train_data_dir {folder}"
+        shown = choice if config.keep_all and config.clip_model else f"--train_data_dir {folder}"
         print(f"next{when}: python parquet_processing.py {shown}")
 
 

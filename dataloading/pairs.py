@@ -331,10 +331,10 @@ def image_cell(path: Path) -> dict:
     return {"bytes": path.read_bytes(), "path": path.name}
 
 
-def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) -> None:
+def write_held_out(pairs: list[ListedPair], folder: Path) -> None:
     """Copy pairs to original/, edited/ and masks/; write edits.jsonl for other programs.
 
-    Paths in edits.jsonl are absolute and in final_folder; edit_cli.py writes results to results/.
+    Paths in edits.jsonl are relative to it; edit_cli.py writes results to results/.
     """
     for name in IMAGE_DIRS:
         (folder / name).mkdir()
@@ -349,13 +349,12 @@ def write_held_out(pairs: list[ListedPair], folder: Path, final_folder: Path) ->
             names["mask"] = f"{number:05d}{pair.mask.suffix}"
             shutil.copyfile(pair.mask, folder / MASK_DIR / names["mask"])
         captions = pair.original_prompt, pair.edited_prompt
-        edits.append(held_out_edit(final_folder, number, names, pair.edit_prompt, captions))
+        edits.append(held_out_edit(number, names, pair.edit_prompt, captions))
     lines = [json.dumps(edit, ensure_ascii=False) + "\n" for edit in edits]
     (folder / HELD_OUT_LIST).write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
 def held_out_edit(
-    folder: Path,
     number: int,
     names: dict[str, str],
     text: str,
@@ -364,23 +363,21 @@ def held_out_edit(
     """The object of a held-out pair in HELD_OUT_LIST.
 
     Args:
-        folder: for held-out pairs.
         number: of the pair, from 0.
         names: of its files: "original", "edited" and, if it has one, "mask".
         text: instruction.
         captions: of both images.
     """
-    folder = folder.resolve()
     edit = {
-        "input": str(folder / "original" / names["original"]),
+        "input": f"original/{names['original']}",
         "edit": text,
-        "output": str(folder / "results" / f"{number:05d}.png"),
-        "truth": str(folder / "edited" / names["edited"]),
+        "output": f"results/{number:05d}.png",
+        "truth": f"edited/{names['edited']}",
     }
     keys = ("input_caption", "output_caption")
     edit |= {key: caption for key, caption in zip(keys, captions) if caption}
     if "mask" in names:
-        edit["mask"] = str(folder / MASK_DIR / names["mask"])
+        edit["mask"] = f"{MASK_DIR}/{names['mask']}"
     return edit
 
 
@@ -487,6 +484,6 @@ def write_pairs(
         report = f"wrote {len(training)} pairs to {output_dir} (shards: {num_shards})"
         if held_out:
             with move_when_complete(held_out_dir, (*IMAGE_DIRS, MASK_DIR, HELD_OUT_LIST)) as folder:
-                write_held_out(held_out, folder, held_out_dir)
+                write_held_out(held_out, folder)
             report += f"\nheld out {len(held_out)} pairs: {held_out_dir / HELD_OUT_LIST}"
     return report

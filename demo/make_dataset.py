@@ -68,7 +68,7 @@ def write_demo_shards(folder, rng, num_pairs, num_shards):
         pq.write_table(table, folder / name, row_group_size=100)
 
 
-def write_demo_held_out(folder, results, rng, crops_per_photograph):
+def write_demo_held_out(folder, rng, crops_per_photograph):
     """Crops of the held-out photographs, every true edit, and the list of edits to be made."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
@@ -80,10 +80,10 @@ def write_demo_held_out(folder, results, rng, crops_per_photograph):
             for i, edit in enumerate(EDITS):
                 to_pil(edit.apply(image))[0].save(folder / f"{name}_truth_{i}.png")
                 line = {
-                    "input": f"{folder}/{name}.png",
+                    "input": f"{name}.png",
                     "edit": edit.instruction,
-                    "output": f"{results}/{name}_{i}.png",
-                    "truth": f"{folder}/{name}_truth_{i}.png",
+                    "output": f"../edits/{name}_{i}.png",
+                    "truth": f"{name}_truth_{i}.png",
                     "input_caption": f"a photo of {subject}",
                     "output_caption": edit.caption.format(subject),
                 }
@@ -94,13 +94,11 @@ def write_demo_held_out(folder, results, rng, crops_per_photograph):
 
 def run(config):
     """Write both."""
-    output_dir = Path(config.output_dir).resolve()  # for the paths of the list
+    output_dir = Path(config.output_dir)
     rng = np.random.default_rng(config.seed)
     write_demo_shards(output_dir / "data", rng, config.num_pairs, config.num_shards)
     held_out = output_dir / "held_out"
-    num_edits = write_demo_held_out(
-        held_out, output_dir / "edits", rng, config.crops_per_photograph
-    )
+    num_edits = write_demo_held_out(held_out, rng, config.crops_per_photograph)
     print(f"wrote {config.num_pairs} pairs and {num_edits} held-out edits below {output_dir}")
 
 

@@ -8,7 +8,8 @@ logger = logging.getLogger(__name__)
 
 def one_line(error: BaseException | str, limit: int | None = None) -> str:
     """An exception's text on one line, of at most `limit` characters; without text, its type."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
+    text = " ".join(str(error).split())[:limit]
+    return text if isinstance(error, str) else text or type(error).__name__
 
 
 @functools.cache

@@ -45,6 +45,8 @@ NUM_NAMED = 10  # edits without a score that are named
 MOST_FAILURES = 16  # questions of a row without any answer, after which the judge counts as down
 GEDIT_AREA = 512 * 512  # pixels of the images that the judge of GEdit-Bench sees
 NUM_SCORES = 3  # of an edit of ImgEdit-Bench
+# Up to the last end of thinking, and thinking without an end.
+THINKING = re.compile(r"(?s)^.*</think(?:ing)?>|<think(?:ing)?>.*$")
 SEMANTICS, QUALITY, ALL_TYPES = "semantics", "quality", "all types"
 # In the words of this project; a benchmark's own words are given by --judge_prompts.
 PROMPTS = {
@@ -249,43 +251,40 @@ def data_urls(question):
 
 
 def parse_scores(question, reply):
-    """The scores in a reply.
+    """The scores in a reply; what the judge thinks first does not count.
 
     Args:
         question: its name.
-        reply: text: of ALL_TYPES three lines that end in ": 3"; else JSON with "score", or a list.
+        reply: text: of ALL_TYPES lines that end in ": 3"; else JSON with "score", or a list. Of
+            several answers the last complete one counts. A score may be text, followed by a reason
+            in brackets.
 
     Returns:
-        List of numbers.
+        List of numbers, NUM_SCORES or 2.
 
     Raises:
-        ValueError: there are none or too few, or they are out of range.
+        ValueError: there are more, fewer or none, or they are out of range.
     """
+    text = THINKING.sub("", reply)
     if question == ALL_TYPES:
-        least, most = 1, 5
-        found = re.findall(r":[ *]*(\d{1,9})(?: */ *5)?[ *.\r]*$", reply, re.MULTILINE)
-        scores = list(map(int, found)) if len(found) == NUM_SCORES else []
+        least, most, number = 1, 5, NUM_SCORES
+        found = re.findall(
+            r":[ *]*(\d{1,9})(?: */ *5)?[ *.]*(?:\([^()\n]*\))?[ *.\r]*$", text, re.MULTILINE
+        )
+        scores = found[-number:] if len(found) % number == 0 else []
     else:
-        least, most = 0, 10
-        text = between(reply, "{", "}") or between(reply, "[", "]") or reply
-        try:
-            scores = json.loads(text, strict=False)
-            scores = scores["score"] if isinstance(scores, dict) else scores
-        except (ValueError, KeyError, RecursionError):
-            # JSON with a slip in its reasoning
-            match = re.search(r'score"?\s*:\s*\[([^\]]*)\]', reply)
-            scores = re.findall(r"\d+(?:\.\d+)?", match[1]) if match else []
-            scores = list(map(float, scores))
-        scores = scores if isinstance(scores, list) else [scores]
-    is_number = all(type(x) in (int, float) and least <= x <= most for x in scores)
-    if not scores or not is_number:
-        raise ValueError(f"no scores from {least} to {most} in the answer {one_line(reply, 80)!r}")
+        least, most, number = 0, 10, 2
+        lists = re.findall(r"""score["']?\s*:\s*\[([^\[\]]*)\]""", text)
+        lists = lists or re.findall(r"\[([^\[\]]*)\]", text) or [""]
+        items = re.sub(r"\([^()]*\)", "", lists[-1]).split(",")
+        found = [re.fullmatch(r"""\s*["']?\s*(\d{1,9}(?:\.\d+)?)\s*["']?\s*""", x) for x in items]
+        scores = [match[1] for match in found] if all(found) else []
+    scores = [float(x) if "." in x else int(x) for x in scores]
+    if len(scores) != number or not all(least <= x <= most for x in scores):
+        raise ValueError(
+            f"no {number} scores from {least} to {most} in the answer {one_line(text, 80)!r}"
+        )
     return scores
-
-
-def between(text, first, last):
-    """The part of a text from the first `first` to the last `last`, "" without them."""
-    return text[text.find(first) : text.rfind(last) + 1] if first in text else ""
 
 
 def scores_of_edit(protocol, answers):
@@ -348,7 +347,7 @@ class Judge:
                 if error.code in (401, 403, 404):
                     raise PermissionError(reason) from error
                 if error.code != 429 and error.code < 500:
-                    raise ValueError(f"{reason}: {said}") from error
+                    raise ValueError(f"{reason}: {said or 'no reason given'}") from error
                 failure = ValueError(reason)
             except (OSError, http.client.HTTPException) as error:
                 # urllib's error of a request that could not be sent has the cause as its reason.

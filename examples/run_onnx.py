@@ -29,8 +29,11 @@ FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM
 MAX_PIXELS = 150_000_000
 TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64"}
 FLAGS = dict(model=Path, prompt=str, input=Path, output=Path("image.png"), negative_prompt="")
-FLAGS |= dict(num_inference_steps=20, guidance_scale=7.5, image_guidance_scale=1.5, height=int)
-FLAGS |= dict(width=int, scheduler=str, seed=0, noise=Path)  # types or defaults
+FLAGS |= dict(num_inference_steps=int, guidance_scale=float, image_guidance_scale=float)
+FLAGS |= dict(height=int, width=int, scheduler=str, seed=0, noise=Path)  # types or defaults
+# Unless the model's file says something else.
+DEFAULTS = dict(num_inference_steps=20, guidance_scale=7.5, image_guidance_scale=1.5)
+DEFAULTS_FILE = "sampling_defaults.json"
 
 # Entries of scheduler_config.json by PyTorch diffusers' classes, with defaults. A class ignores the
 # entries of other classes.
@@ -422,6 +425,15 @@ def check_flags(options):
         raise ValueError(f"--output {output} cannot be written; name another file")
 
 
+def fill_defaults(options):
+    """Set the flags of DEFAULTS that are not given."""
+    has_file = (options.model / DEFAULTS_FILE).is_file()
+    defaults = DEFAULTS | (read(options.model, DEFAULTS_FILE) if has_file else {})
+    for name in DEFAULTS:
+        if getattr(options, name) is None:
+            setattr(options, name, defaults[name])
+
+
 def parse_flags():
     """The flags; a mistake ends the program with one line."""
     parser = ArgumentParser(
@@ -449,6 +461,7 @@ def main():
     """Command line."""
     options = parse_flags()
     try:
+        fill_defaults(options)
         check_flags(options)
         image = make_image(options, *open_folder(options.model, options.scheduler))
         if options.output.suffix.lower() == ".npy":

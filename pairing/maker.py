@@ -18,12 +18,11 @@ from diffusers_flax.prompts import prepare_prompts
 from generating.batches import IN_FLIGHT, check_finite_images, run_ahead
 from pairing.results import Choice, Line, MadePair
 from pairing.samples import batches_of, chunks_of, draw_sample, interleaved
-from pairing.scores import Scores, thresholds_of
+from pairing.scores import NO_SCORES, thresholds_of
 
 JPEG_QUALITY = 95
 SCORING = 3  # batches whose images are being scored
 MAX_NAN = 32  # the run stops if its first 32 samples are all NaN
-NO_SCORES = Scores(*[float("nan")] * len(Scores._fields))  # scores of a pair with NaN pixels
 
 
 def encode_jpeg(image):

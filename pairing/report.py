@@ -40,12 +40,14 @@ def write_preview(folder, caption, line):
     for pair in pairs[:NUM_DRAWN]:
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data in pair.images]
         scores, sample = pair.scores, pair.sample
-        text = (
-            f"{sample.number}: text {scores.clip_text_original:.2f} {scores.clip_text_edited:.2f}, "
-            f"image {scores.clip_image:.2f}, direction {scores.clip_direction:.2f}; "
-            f"scale {sample.guidance_scale:.1f}, p {sample.attention_sharing:.2f}"
-        )
-        if below := missed(scores):
+        text = f"{sample.number}: "
+        if not np.isnan(scores).all():
+            text += (
+                f"text {scores.clip_text_original:.2f} {scores.clip_text_edited:.2f}, "
+                f"image {scores.clip_image:.2f}, direction {scores.clip_direction:.2f}; "
+            )
+        text += f"scale {sample.guidance_scale:.1f}, p {sample.attention_sharing:.2f}"
+        if not np.isnan(scores).all() and (below := missed(scores)):
             text += f"; below {', '.join(below)}"
         tiles.append(captioned(images, text))
     columns = min(len(tiles), 2)
@@ -119,8 +121,8 @@ def summarize_counts(counted, thresholds):
     }
 
 
-def write_report(folder, name, report, seconds_per_pair):
-    """Write NAME.json and NAME.png.
+def write_report(folder, name, report, seconds_per_pair, has_scores=True):
+    """Write NAME.json and, of scores, NAME.png.
 
     Args:
         folder: --output_dir.
@@ -128,6 +130,7 @@ def write_report(folder, name, report, seconds_per_pair):
         report: of summarize_counts.
         seconds_per_pair: time of this start per kept pair, after compiling; None: it has kept none,
             and the time of an earlier start stays.
+        has_scores: False without CLIP.
 
     Returns:
         A line for the user.
@@ -141,16 +144,18 @@ def write_report(folder, name, report, seconds_per_pair):
     entries = report | {"seconds_per_kept_pair": seconds}
     lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
     write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")  # an entry is a line
-    save_whole(folder / f"{name}.png", lambda path: draw(path, report))
+    if has_scores:
+        save_whole(folder / f"{name}.png", lambda path: draw(path, report))
     time = (
         ""
         if seconds_per_pair is None
         else f", {seconds_per_pair:.2f} s per kept pair of this start"
     )
-    return (
-        f"{report['kept']} pairs of {report['lines']} lines are kept; {report['good']} of "
-        f"{report['samples']} samples reach the thresholds{time}"
-    )
+    kept = f"{report['kept']} pairs of {report['lines']} lines are kept"
+    if not has_scores:
+        return f"{kept}, without scores{time}"
+    good = f"{report['good']} of {report['samples']} samples reach the thresholds"
+    return f"{kept}; {good}{time}"
 
 
 def draw(path, report):

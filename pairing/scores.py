@@ -33,6 +33,9 @@ class Scores(NamedTuple):
     clip_direction: float
 
 
+NO_SCORES = Scores(*[float("nan")] * len(Scores._fields))  # of NaN pixels, or without CLIP
+
+
 class Thresholds(NamedTuple):
     """The least scores of a good pair. The names are flags."""
 
@@ -80,7 +83,7 @@ class Scorer:
     """Scores of pairs of captions.
 
     Args:
-        clip: Clip.
+        clip: Clip; None: all scores are NO_SCORES.
         captions: list of Caption.
     """
 
@@ -105,6 +108,8 @@ class Scorer:
         Returns:
             List of Scores.
         """
+        if self.clip is None:
+            return [NO_SCORES] * len(places)
         texts = np.stack([self.text_features(place) for place in places])
         features = self.clip.image_features(images, len(images), self.pool.map, device)
         return pair_scores(features.reshape(len(places), 2, -1), texts)

@@ -12,8 +12,10 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx2
+import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 from huggingface_hub import HfApi, ModelCardData, get_token
@@ -21,9 +23,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from command_line import ask_before_replacing
 from diffusers_flax.loading.directories import COMPONENTS, CONV_IN_FILE, INDEX_NAME, LORA_FILE
-from diffusers_flax.loading.files import write_text
+from diffusers_flax.loading.files import read_json, write_text
 from diffusers_flax.messages import differences, one_line
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from generating.defaults import write_defaults
 from training.checkpoints import CHECKPOINTS_DIR, check_goes_on
 from training.flags import FINAL_FILES, Config, final_file, fixed_flags, flag
 from training.lora import fold_lora, read_lora, read_record, save_conv_in, save_lora
@@ -40,7 +43,7 @@ from training.models import (
     to_float32,
 )
 from training.processes import lock_folder, on_process_0
-from training.validation import guidance_scales, step_images
+from training.validation import NUM_INFERENCE_STEPS, guidance_scales, step_images
 
 # Files of a run that do not belong to the model: checkpoints, other weights, logs, hidden files.
 UNPUBLISHED_PATTERNS = (
@@ -82,6 +85,30 @@ def check_run_dir(config: Config) -> None:
     replaces = config.overwrite_output_dir or is_run
     # Only process 0 writes to its directory.
     on_process_0(lambda: ask_before_replacing("output_dir", output_dir, replaces, others=others))
+
+
+def says_finished(config: Config, flags: Any = None) -> bool:
+    """Whether output_dir has the model of a finished run with the same flags; if so, say it.
+
+    Args:
+        config: Config.
+        flags: another program's flags that identify the run instead of config.
+    """
+    folder, flags = Path(config.output_dir), flags or config
+    record, models = folder / "config.json", [folder / name for name in FINAL_FILES]
+    models = [path.stat().st_mtime_ns for path in models if path.exists()]
+    # A run writes its flags at the start, its model at the end.
+    is_older = not record.exists() or not models or max(models) < record.stat().st_mtime_ns
+    if config.overwrite_output_dir or config.resume_from_checkpoint != "latest" or is_older:
+        return False
+    wanted = fixed_flags(flags, "may_change")
+    wanted |= {x: getattr(flags, x, False) for x in ("merge_lora", "push_to_hub")}
+    saved, wanted = read_json(record), json.loads(json.dumps(wanted))
+    if any(saved.get(name) != value for name, value in wanted.items()):
+        return False
+    if jax.process_index() == 0:
+        print(f"{folder} has the model of this run, which is finished; nothing is left to do")
+    return True
 
 
 def merges_finished_run(config: Config) -> bool:
@@ -167,6 +194,7 @@ class FinalModel:
                 params = merged_unet(config, params)
             self.unet.save_pretrained(output_dir / "unet_raw", params=params)
         write_card(config, self.pipeline, metrics, self.repo_id)
+        write_scales(config, self.pipeline, metrics)
         remove_replaced_model(config, self.pipeline)
         if config.lora_rank is not None:
             save_conv_in(output_dir / CONV_IN_FILE, weights["unet"])
@@ -290,6 +318,7 @@ def merge_finished_run(config: Config):
         rows = lines_until_step(output_dir / "metrics.jsonl", math.inf)
         write_card(config, pipeline, json.loads(rows[-1]) if rows else None, repo_id)
         write_flags(output_dir, config)
+        (output_dir / INDEX_NAME).touch()  # see says_finished
         print(f"merged {output_dir / LORA_FILE} without training; saved {output_dir}")
         if repo_id:
             print(f"uploaded {push_to_hub(output_dir, repo_id)}")
@@ -298,6 +327,19 @@ def merge_finished_run(config: Config):
 
 
 # The model card
+
+
+def scales_of_run(config, pipeline, metrics):
+    """guidance_scales of a run; metrics: last row of metrics.jsonl, or None."""
+    num_steps = metrics["step"] if metrics else config.max_train_steps
+    return guidance_scales(config, pipeline, num_steps)
+
+
+def write_scales(config, pipeline, metrics):
+    """Write the scales and steps that programs take for the model of a run."""
+    s_T, s_I = scales_of_run(config, pipeline, metrics)
+    scales = dict(guidance_scale=s_T, image_guidance_scale=s_I)
+    write_defaults(config.output_dir, **scales, num_inference_steps=NUM_INFERENCE_STEPS)
 
 
 def write_card(config, pipeline, metrics, repo_id=None):
@@ -313,8 +355,7 @@ def write_card(config, pipeline, metrics, repo_id=None):
     datasets = ", ".join(f"`{directory}`" for directory in config.train_data_dir)
     R = config.resolution  # SDXL's class otherwise resizes images to 1024 pixels
     size = f", height={R}, width={R}" if "XL" in pipeline_class else ""
-    num_steps = metrics["step"] if metrics else config.max_train_steps
-    s_T, s_I = (f"{scale:g}" for scale in guidance_scales(config, pipeline, num_steps))
+    s_T, s_I = (f"{scale:g}" for scale in scales_of_run(config, pipeline, metrics))
     images = list(step_images(Path(config.output_dir, "validation")).values())
     shown = ""
     if images:

@@ -548,8 +548,17 @@ def shard_batch(batch):
             f"a batch of {B} rows cannot be divided over {n} devices; give it {sizes} rows, and "
             "drop a shorter last batch"
         )
-    arrays = {name: x.reshape(n, B // n, *x.shape[1:]) for name, x in batch.items()}
-    return jax.make_array_from_process_local_data(_sharding(all_devices()), arrays)
+    sharding, first = _sharding(all_devices()), n * jax.process_index()
+
+    def put(x):
+        x = x.reshape(n, B // n, *x.shape[1:])
+        shape = (jax.device_count(), *x.shape[1:])
+        # Takes half the time of make_array_from_process_local_data.
+        return jax.make_array_from_callback(
+            shape, sharding, lambda i: x[i[0].start - first : i[0].stop - first]
+        )
+
+    return {name: put(x) for name, x in batch.items()}
 
 
 def to_host(tree, axes):

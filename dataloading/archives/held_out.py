@@ -173,7 +173,7 @@ class HeldOut:
                 file.parent.mkdir(exist_ok=True)
                 file.write_bytes(cell["bytes"])
         captions = pair.texts["original_prompt"], pair.texts["edited_prompt"]
-        edit = held_out_edit(self._final, number, names, pair.texts["edit_prompt"][0], captions)
+        edit = held_out_edit(number, names, pair.texts["edit_prompt"][0], captions)
         text = json.dumps(edit, ensure_ascii=False) + "\n"
         write_text(self._folder / f"{number:05d}.json", text)
         return True

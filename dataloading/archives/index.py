@@ -104,12 +104,22 @@ def read_lines(opened: io.TextIOBase) -> Iterator[tuple[str, dict | str]]:
 
 
 def read_array(opened: io.TextIOBase) -> Iterator[tuple[str, dict | str]]:
-    """The objects of a JSON array, without the whole array in memory."""
+    """The objects of JSON arrays, one after the other, without a whole array in memory."""
     decoder, text, at, number = json.JSONDecoder(), opened.read(CHUNK).lstrip(), 1, 0
     while True:
         at = skip(text, at, " \t\r\n,")
         if at < len(text) and text[at] == "]":
-            return
+            text, at = text[at + 1 :].lstrip(), 1
+            while not text and (more := opened.read(CHUNK)):
+                text = more.lstrip()
+            if not text:
+                return
+            if text[0] != "[":
+                raise ValueError(
+                    f"{getattr(opened, 'name', 'the index')} has more after its JSON array: "
+                    f"{one_line(text[:40])}; give an array of objects, or an object in each line"
+                )
+            continue
         try:
             row, end = decoder.raw_decode(text, at)
             if end == len(text) and not isinstance(row, dict):  # a number may go on

@@ -28,7 +28,7 @@ def group_parts(paths: Iterable[str]) -> dict[str, dict[str, str]]:
     archives = {}
     for path in paths:
         folder, slash, name = path.rpartition("/")
-        if found := NAME.fullmatch(name):
+        if not OTHER.fullmatch(name) and (found := NAME.fullmatch(name)):
             whole, part, bare = found.groups()
             archives.setdefault(folder + slash + whole, {})[part or bare or ""] = path
     return dict(sorted(archives.items()))

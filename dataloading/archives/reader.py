@@ -181,7 +181,8 @@ class Reader:
         if cells["original"] is None or cells["edited"] is None:
             raise ValueError("an image is null")
         texts = values[columns.instruction]
-        found = [texts] if isinstance(texts, str) else [text for text in texts or [] if text]
+        found = [texts] if isinstance(texts, str) else texts or []
+        found = [text.strip() for text in found if text and text.strip()]
         if not found:
             raise ValueError("it has no instruction")
         captions = {name: values.get(name) for name in ("original_prompt", "edited_prompt")}

@@ -290,11 +290,18 @@ def known_words(keys: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def any_index(row: dict, stem: str) -> Iterator[Row]:
-    """The pair of a row of an unknown set, whose keys are words of WORDS."""
+    """The pair of a row of an unknown set, whose keys are words of WORDS; of columns all pairs."""
     values = {}
     for word, meaning in known_words(tuple(row)):
         if row[word] not in (None, "", []):
             values.setdefault(meaning, row[word])
+    columns = [values.get(name) for name in ("original", "edited", "instruction")]
+    lengths = {len(x) if isinstance(x, LISTS) else 1 for x in columns}
+    if len(lengths) == 1 and (n := lengths.pop()) > 1:
+        for i in range(n):
+            one = {k: x[i] if isinstance(x, LISTS) and len(x) == n else x for k, x in row.items()}
+            yield from any_index(one, stem)
+        return
     values.setdefault("reference", second(values.get("original")))
     texts = values.get("instruction")
     values["instruction"] = tuple(texts) if isinstance(texts, LISTS) else (texts,)

@@ -43,6 +43,7 @@ ENCODERS = {
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 NO_TOKEN = ("emb_params", "*")  # names of vectors that are not tokens
 WIDTHS = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "SDXL"}
+BUNDLE = "bundle_emb"  # start of the names of embeddings in a LoRA
 MODEL = re.compile(r"\.(weight|bias)$|^state_dict$")
 TABLE = "text_model/embeddings/token_embedding/embedding"
 
@@ -232,15 +233,37 @@ def read_embeddings(spec, **hub_options):
             )
         content = params["*"] if "*" in params else next(iter(params.values()), None)
     content = content if isinstance(content, dict) else {"*": content}
+    bundles = {}  # of a LoRA with embeddings: bundle_emb.TOKEN.NAME
+    for key in content:
+        if str(key).startswith(f"{BUNDLE}."):
+            _, name, entry = key.split(".", 2)
+            entry = entry.removeprefix("string_to_param.")
+            bundles.setdefault(name, {})[entry] = content[key]
+    if token and len(bundles) > 1:
+        raise ValueError(f"{what} has the tokens {first_names(sorted(bundles))}; leave out :TOKEN")
+    bundles = bundles or {default: content}
+    return [x for pair in bundles.items() for x in embeddings_of(what, str(spec), token, *pair)]
+
+
+def embeddings_of(what, spec, token, default, content):
+    """List of the Embeddings of {name: array}.
+
+    Args:
+        what: argument and file, for errors.
+        spec: FILE or FILE:TOKEN.
+        token: TOKEN, or None.
+        default: token of vectors without a name.
+        content: the arrays by token, or by ENCODERS.
+    """
     check_names(what, content)
     vectors = {name: as_vectors(what, name, x) for name, x in content.items()}
     if vectors.keys() <= ENCODERS.keys():
         by_encoder = {ENCODERS[name]: x for name, x in vectors.items()}
-        return [Embedding(str(spec), token or default, by_encoder)]
+        return [Embedding(spec, token or default, by_encoder)]
     if token and len(vectors) > 1:
         raise ValueError(f"{what} has the tokens {first_names(sorted(vectors))}; leave out :TOKEN")
     return [
-        Embedding(str(spec), token or (default if name in NO_TOKEN else name), {None: x})
+        Embedding(spec, token or (default if name in NO_TOKEN else name), {None: x})
         for name, x in vectors.items()
     ]
 

@@ -23,7 +23,7 @@ from diffusers_flax.loading.weights import (
     naming_damage,
     read_weights,
 )
-from diffusers_flax.messages import one_line
+from diffusers_flax.messages import one_line, warn_once
 
 # The two factors of a layer in all layouts, after torch_to_flax.
 FACTOR = re.compile(
@@ -157,7 +157,7 @@ def split_weight(
 ):
     """FILE or FILE:WEIGHT -> (FILE, WEIGHT or 1.0); argument, write: for the error."""
     source, colon, weight = str(spec).rpartition(":")
-    if not colon or "/" in weight or "\\" in weight:
+    if not colon or "/" in weight or "\\" in weight or Path(spec).exists():
         return str(spec), 1.0
     try:
         weight = float(weight)
@@ -201,8 +201,11 @@ def read_updates(file, weight):
     Raises:
         ValueError: an entry is not LoRA's.
     """
-    downs, ups, alphas, names, is_adapter = {}, {}, {}, {}, False
+    downs, ups, alphas, names, bundled, is_adapter = {}, {}, {}, {}, set(), False
     for name, x in read_entries(file):
+        if name.startswith("bundle_emb/"):  # see loading/embeddings.py
+            bundled.add(name.split("/")[1])
+            continue
         is_adapter |= name.startswith(ADAPTER_PREFIX)
         x = np.asarray(x, np.float32)
         if found := FACTOR.fullmatch(name):
@@ -224,6 +227,11 @@ def read_updates(file, weight):
         lonely = sorted((downs.keys() ^ ups.keys()) | (alphas.keys() - downs.keys()))
         problem = f"{' '.join(lonely[0])} has one of two factors" if lonely else "it has no LoRA"
         raise ValueError(f"lora={file}: {problem}; download the file again")
+    if bundled:
+        warn_once(
+            f"lora={file} comes with embeddings of {', '.join(sorted(bundled))}; give the file as "
+            "embedding too to use them in prompts"
+        )
     settings = read_peft_settings(file)
     if is_adapter and "unet.lora_alpha" not in settings and downs.keys() != alphas.keys():
         raise ValueError(

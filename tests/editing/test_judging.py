@@ -304,13 +304,27 @@ def test_wrong_prompts_are_told_before_the_first_edit(folder, capsys, monkeypatc
         (QUALITY, GOOD[QUALITY], [9, 4]),
         (QUALITY, '||V^=^V||\n{"score": [3.5, 2], "reasoning": ""}\n||V^=^V||', [3.5, 2]),
         (SEMANTICS, "I say [7, 0]", [7, 0]),
-        (SEMANTICS, '{"score": 7, "reasoning": "x"}', [7]),
+        (SEMANTICS, '<think>Maybe {"score": [2, 3]}?</think>{"score": [7, 8]}', [7, 8]),
+        (SEMANTICS, 'Maybe {"score": [2, 3]}? No: {"score": [7, 8]}', [7, 8]),
+        (SEMANTICS, '{"score": [7, 8]} or {"score": [2,', [7, 8]),
+        (SEMANTICS, '<thinking>Maybe {"score": [2, 3]}, or', None),
+        (
+            SEMANTICS,
+            "{'score': ['4 (the hat, in part)', '6.5'], 'reasoning': 'a [red] hat'}",
+            [4, 6.5],
+        ),
+        (SEMANTICS, '{"score": [7, 8, 9]}', None),
+        (SEMANTICS, '{"score": [-1, 3]}', None),
+        (SEMANTICS, '{"score": [7, 11]}', None),
+        (SEMANTICS, '{"score": 7, "reasoning": "x"}', None),
         (SEMANTICS, '{"score": [1, 2], "reasoning": "a "quoted" word"}', [1, 2]),
-        (SEMANTICS, "8", [8]),
+        (SEMANTICS, "8", None),
         (SEMANTICS, '{"score": [], "reasoning": ""}', None),
         (SEMANTICS, '{"score": [true, 3]}', None),
         (SEMANTICS, "a beautiful image", None),
         (ALL_TYPES, GOOD[ALL_TYPES], [5, 4, 4]),
+        (ALL_TYPES, "<think>A: 1\nB: 1\nC: 1</think>A: 4 (good)\nB: 3/5\nC: 2.", [4, 3, 2]),
+        (ALL_TYPES, "A: 1\nB: 1\nC: 1\nSo, again:\nA: 4\nB: 3\nC: 2", [4, 3, 2]),
         (ALL_TYPES, "Prompt Compliance: five\nin 1999: 1999", None),
         (ALL_TYPES, GOOD[ALL_TYPES].replace("4  ", "7"), None),
         (ALL_TYPES, GOOD[ALL_TYPES].replace("4  ", "4 of 5"), None),
@@ -321,7 +335,7 @@ def test_scores_of_replies(question, reply, scores):
     if reply == GOOD[SEMANTICS]:
         scores = [8, 6]
     if scores is None:
-        with pytest.raises(ValueError, match="no scores from"):
+        with pytest.raises(ValueError, match=r"no [23] scores from"):
             parse_scores(question, reply)
     else:
         assert parse_scores(question, reply) == scores

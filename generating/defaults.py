@@ -1,0 +1,73 @@
+"""The scales, steps and scheduler that a model is made for, in a file that PyTorch ignores.
+
+write_defaults(folder, guidance_scale=2.0, image_guidance_scale=1.2, num_inference_steps=20)
+config = with_defaults(config, [config.model], config.lora)
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from diffusers_flax.loading.files import write_json
+from diffusers_flax.loading.hub import fetch_config, locate
+from diffusers_flax.loading.lora import split_weight
+from diffusers_flax.loading.single_file import SingleFile
+
+DEFAULTS_FILE = "sampling_defaults.json"  # in a model's directory, or beside a LoRA
+# Of models without this file; None: the model's own scheduler.
+USUAL = {
+    "guidance_scale": 7.5,
+    "image_guidance_scale": 1.5,
+    "num_inference_steps": 50,
+    "scheduler": None,
+}
+
+
+def write_defaults(folder, **values):
+    """Write DEFAULTS_FILE; values: of the keys of USUAL."""
+    write_json(Path(folder, DEFAULTS_FILE), values)
+
+
+def read_defaults(model, loras=()):
+    """The values of DEFAULTS_FILE of a model, then of its LoRAs, {} without the file.
+
+    Args:
+        model: directory, hub id or SingleFile.
+        loras: FILE or FILE:WEIGHT, see loading.lora.Loras.
+    """
+    sources = [] if isinstance(model, SingleFile) else [model]
+    sources += [locate("lora", split_weight(lora)[0])[0] for lora in loras]
+    found = {}
+    for source in sources:
+        values, _ = fetch_config(source, DEFAULTS_FILE)
+        found |= {name: x for name, x in (values or {}).items() if name in USUAL}
+    return found
+
+
+def with_defaults(config, models, loras=()):
+    """Fill in the flags that were not given, None or (), with the values that models are made for.
+
+    Args:
+        config: dataclass of flags, with some of the keys of USUAL; flags whose default is a tuple
+            get a tuple of one value.
+        models: directories, hub ids or SingleFiles.
+        loras: that are folded into each.
+
+    Raises:
+        ValueError: the models are made for different values.
+    """
+    missing = [name for name in USUAL if getattr(config, name, 0) in (None, ())]
+    found = {str(model): read_defaults(model, loras) for model in models}
+    changes = {}
+    for name in missing:
+        values = {model: x.get(name, USUAL[name]) for model, x in found.items()}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{model} {value}" for model, value in values.items())
+            raise ValueError(f"the models are made for different values ({listed}); give --{name}")
+        changes[name] = next(iter(values.values()))
+    if said := [
+        f"--{name} {changes[name]}" for name in missing if any(name in x for x in found.values())
+    ]:
+        print(f"{' '.join(said)}, as in {DEFAULTS_FILE} of the model", file=sys.stderr)
+    is_tuple = [name for name in changes if getattr(config, name) == ()]
+    return replace(config, **changes | {name: (changes[name],) for name in is_tuple})
