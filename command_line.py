@@ -165,6 +165,12 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
             text = shown.getvalue()
             for default, shorter in DEFAULTS.items():
                 text = text.replace(default, shorter)
+            # Of an optional flag the type alone is shown; the columns of help stay aligned.
+            text = re.sub(
+                r"\{None\}\|(\{\[.*?\]\]\}|\S+)",
+                lambda found: found[1].strip("{}").ljust(len(found[0])),
+                text,
+            )
             sys.stdout.write(text.replace(DESCRIPTION, wrap_paragraphs(description), 1))
         raise
     if unknown:

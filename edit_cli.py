@@ -33,7 +33,7 @@ Source: InstructPix2Pix (arXiv 2211.09800); masks, Blended Latent Diffusion (arX
 import math
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -51,7 +51,7 @@ from diffusers_flax.schedulers.factory import check_scheduler
 from editing.edits import SOFTWARE, EditList, check_model, edit_batches, plan_edits, read_edits
 from generating.batches import IN_FLIGHT, DeviceClock, FileWriter, check_finite_images, rounds_of
 from generating.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
-from generating.defaults import with_defaults
+from generating.defaults import USUAL, with_defaults
 from generating.flags import (
     DeviceFlags,
     PreviewFlags,
@@ -64,9 +64,13 @@ from generating.flags import (
 from generating.masks import check_inputs, check_masks, finish_image, load_mask, stretch_mask
 from generating.models import ModelOptions, Sampling, load_model
 from generating.previews import preview_files
-from generating.resuming import checksum_of, id_maker, is_finished, print_continued
+from generating.recipes import changed, recipe_text, with_flags_of_image
+from generating.resuming import checksum_of, id_maker, is_finished, names_in, print_continued
 from generating.single_files import with_single_files
 from generating.sizes import load_fitted, result_size, shared_size, stretch
+
+# Flags of --like that a list replaces.
+REPLACED = {"edits_jsonl": ("input", "edit", "mask", "first_index")}
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class EditFlags:
 
     FILES = ("model", "config_name_or_path")
     SAME_IMAGES = ("input", "edit", "mask", "edits_jsonl", "output", "grid", "batch_size")
-    SAME_IMAGES += ("compilation_cache_dir",)
+    SAME_IMAGES += ("first_index", "like", "compilation_cache_dir")
 
     model: str  # directory, hub id or file of an InstructPix2Pix model, SD or SDXL
     # configs of a one-file model: a directory or hub id; default: its family's
@@ -96,6 +100,8 @@ class EditFlags:
     image_guidance_scale: float | None = None  # similarity to the input, >= 0; likewise, or 1.5
     negative_prompt: str = ""  # what to avoid
     seed: int = 0  # seed of the noise
+    first_index: int = 0  # place of the first edit in a list, on which the noise depends too
+    like: Path | None = None  # image of this program or page: its flags, unless given here
     resolution: int | None = None  # pixels, longer side; default: the model's
     exact_size: bool = False  # a program for each size; default: similar shapes share one
     batch_size: int = 1  # images per device at once
@@ -120,7 +126,7 @@ class Edit:
     after: int | None = None  # index of the edit whose output is the input
 
 
-def edits_of_flags(inputs, instructions, output, masks=()):
+def edits_of_flags(inputs, instructions, output, masks=(), first_index=0):
     """Pair inputs, instructions and masks of the command line; returns a list of Edit.
 
     Args:
@@ -129,6 +135,7 @@ def edits_of_flags(inputs, instructions, output, masks=()):
         output: file or directory for one edit, directory for several; None:
             NAME-edited.png next to each input.
         masks: one per input, or one, or none.
+        first_index: of the first edit.
     """
     missing = [flag for flag, x in (("--input", inputs), ("--edit", instructions)) if not x]
     if missing:
@@ -163,12 +170,23 @@ def edits_of_flags(inputs, instructions, output, masks=()):
         raise ValueError(f"--output {output} is one file for {len(inputs)} edits; give a directory")
     else:
         outputs = [output / f"{path.stem}.png" for path in inputs]
-    return [Edit(i, *row) for i, row in enumerate(zip(inputs, instructions, outputs, masks))]
+    rows = zip(inputs, instructions, outputs, masks)
+    return [Edit(i, *row) for i, row in enumerate(rows, first_index)]
 
 
-def edits_of_jsonl(file):
+def edits_of_jsonl(file, first_index=0):
     """Read a list of edits, see read_edits."""
-    return [Edit(i, *row) for i, row in enumerate(read_edits(file))]
+    return [Edit(i, *row) for i, row in enumerate(read_edits(file), first_index)]
+
+
+def recipe_of(config, edit):
+    """The recipe_text of an edit; config: Config, with its paths as the user wrote them."""
+    same = names_in(config, "SAME_IMAGES")
+    flags = {name: x for name, x in changed(config).items() if name not in same}
+    flags |= {"input": edit.input, "edit": edit.instruction, "seed": config.seed}
+    flags |= {"mask": edit.mask} if edit.mask else {}
+    flags |= {"first_index": edit.index} if edit.index else {}
+    return recipe_text(SOFTWARE, flags, edit.input)
 
 
 def check_outputs(edits, grid):
@@ -251,17 +269,17 @@ def load_edit_model(edit_list, checked, preview, layout, config):
     return pipeline, params
 
 
-def write_edit(result, edit, size, image_id, mask_feather):
+def write_edit(result, edit, size, image_id, given):
     """Write a program's result, NumPy (H, W, 3) in [0, 1], at size (width, height)."""
     original = mask = None
     if edit.mask is not None:
         original, mask = load_fitted(edit.input, size), load_mask(edit.mask, size)
     (image,) = to_pil(result)
-    image = finish_image(image, size, original, mask, mask_feather)
-    save_image(image, edit.output, SOFTWARE, image_id)
+    image = finish_image(image, size, original, mask, given.mask_feather)
+    save_image(image, edit.output, SOFTWARE, image_id, recipe_of(given, edit))
 
 
-def run_edits(pipeline, params, edit_list, sizes, ids, config):
+def run_edits(pipeline, params, edit_list, sizes, ids, config, given):
     """Edit and write all images on the local devices.
 
     Args:
@@ -270,7 +288,7 @@ def run_edits(pipeline, params, edit_list, sizes, ids, config):
         edit_list: EditList.
         sizes: (width, height) of each result.
         ids: of ids_of_edits.
-        config: Config.
+        config, given: Config, and with its paths as the user wrote them.
     """
     edits, finished = edit_list.edits, edit_list.finished
     place_params(params, edit_list.devices(pipeline.layout), pipeline.layout)
@@ -300,7 +318,7 @@ def run_edits(pipeline, params, edit_list, sizes, ids, config):
                     edit,
                     size_of[edit],
                     id_of[edit],
-                    config.mask_feather,
+                    given,
                 )
     jax.effects_barrier()  # waits for the previews
     if report := clock.report(todo):
@@ -341,6 +359,7 @@ def check_flags(config):
     if config.mask_feather < 0:
         raise ValueError(f"--mask_feather {config.mask_feather} must be 0 or more pixels")
     check_seed("seed", config.seed)
+    check_seed("first_index", config.first_index)
     check_scheduler(config.scheduler)
 
 
@@ -348,10 +367,10 @@ def run(config):
     """Check the flags and images, load the model, edit and write."""
     check_flags(config)
     if config.edits_jsonl:
-        edits = edits_of_jsonl(config.edits_jsonl)
+        edits = edits_of_jsonl(config.edits_jsonl, config.first_index)
     else:
         masks = [Path(name) for name in config.mask or ()]
-        edits = edits_of_flags(config.input, config.edit, config.output, masks)
+        edits = edits_of_flags(config.input, config.edit, config.output, masks, config.first_index)
     if config.mask_feather and not any(edit.mask for edit in edits):
         raise ValueError(f"--mask_feather {config.mask_feather} is for --mask; give both or none")
     check_outputs(edits, config.grid)
@@ -360,8 +379,9 @@ def run(config):
     bar = partial(tqdm, desc="checking images", unit="edit", disable=len(edits) < 100)
     image_sizes = check_inputs(edits, bar)
 
-    config = with_single_files(config, "model")
+    given, config = config, with_single_files(config, "model")
     config = with_defaults(config, [config.model], config.lora)
+    given = replace(given, **{name: getattr(config, name) for name in USUAL})
     sampling = from_flags(Sampling, config)
     checked = check_model(config.model, config.resolution, sampling)
     sizes = [result_size(size, checked.resolution, checked.factor) for size in image_sizes]
@@ -386,7 +406,7 @@ def run(config):
             finished=frozenset(finished),
         )
         pipeline, params = load_edit_model(edit_list, checked, preview, layout, config)
-        run_edits(pipeline, params, edit_list, sizes, ids, config)
+        run_edits(pipeline, params, edit_list, sizes, ids, config, given)
     if layout and not layout.is_writer:
         return
     if config.grid:
@@ -396,11 +416,14 @@ def run(config):
 
 def main(args=None):
     """Command line."""
+    words = with_flags_of_image(sys.argv[1:] if args is None else args, Config, REPLACED)
+    if args is None:
+        sys.argv[1:] = words
     run_main(
         Config,
         __doc__,
         run,
-        args,
+        args and words,
         interrupted="the images finished so far are in place",
         out_of_memory="lower --batch_size or --resolution, or use --dtype bfloat16",
     )

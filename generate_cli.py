@@ -69,6 +69,7 @@ from generating.flags import (
 from generating.inputs import arrays_of, join, key_of, kind_of, load_inputs
 from generating.masks import finish_image, load_mask
 from generating.previews import preview_files
+from generating.recipes import changed, recipe_text, with_flags_of_image
 from generating.requests import (
     OF_LINES,
     REPLACED,
@@ -81,7 +82,7 @@ from generating.requests import (
     requests_of_flags,
     requests_of_jsonl,
 )
-from generating.resuming import print_continued, texts_of, with_flags_of_image
+from generating.resuming import names_in, print_continued
 from generating.single_files import with_single_files
 from generating.sizes import load_fitted
 from generating.tasks import REFINER_ARRAYS, call_models, check_models, load_models
@@ -217,6 +218,20 @@ def write_image(result, request, size, path, image_id, texts):
     save_image(image, path, SOFTWARE, image_id, texts)
 
 
+def recipe_of(config, request):
+    """The recipe_text of an image.
+
+    Args:
+        config: Config, with its paths as the user wrote them.
+        request: Request.
+    """
+    same = {*names_in(config, "SAME_IMAGES"), *(() if request.control else ("controlnet",))}
+    flags = {name: x for name, x in changed(config).items() if name not in same}
+    flags |= {name: x for name, x in changed(request).items() if name not in ("line", "output")}
+    flags |= {"prompt": request.prompt, "seed": request.seed}  # also their defaults
+    return recipe_text(SOFTWARE, flags, request.image)
+
+
 def run(config):
     """Check flags, images and models, load the models, make the images and the grid."""
     check_flags(config)
@@ -228,7 +243,7 @@ def run(config):
     layout = layout_of_flags(config)
     layout = layout and layout.first(len(requests))
     use_compilation_cache(config.compilation_cache_dir)
-    texts, config = partial(texts_of, config), with_single_files(config, "model")
+    given, config = config, with_single_files(config, "model")
     if config.refiner:
         end = config.denoising_end or DENOISING_END
         config = replace(config, refiner=open_source("refiner", config.refiner), denoising_end=end)
@@ -250,7 +265,7 @@ def run(config):
         with FileWriter(not layout or layout.is_writer) as files:
 
             def write(i, image):
-                about = requests[i], sizes[i], outputs[i], ids[i], texts(requests[i])
+                about = requests[i], sizes[i], outputs[i], ids[i], recipe_of(given, requests[i])
                 files.write(outputs[i], write_image, image, *about)
 
             report = make_images(models, requests, sizes, program_sizes, todo, write, config)
@@ -265,7 +280,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    words = with_flags_of_image(sys.argv[1:] if args is None else args, REPLACED)
+    words = with_flags_of_image(sys.argv[1:] if args is None else args, Config, REPLACED)
     if args is None:
         sys.argv[1:] = words
     run_main(

@@ -109,9 +109,9 @@ class Api:
             settings = self.events.checked(values)
             if "mask_feather" in values and not image:  # not from text alone
                 raise ValueError("there is no image; give image=handle_file(PATH)")
-            image = image and await asyncio.to_thread(read_upload, image)
+            source, image = image, image and await asyncio.to_thread(read_upload, image)
             mask = read_mask_file(mask, image.size) if mask else None
-            request = self.editor.submit(ImageRequest(settings, image, mask))
+            request = self.editor.submit(ImageRequest(settings, image, mask, source))
             async with aclosing(self.editor.follow(request)) as following:
                 async for progress in following:
                     yield None, {"stage": progress.stage, "step": progress.step}
@@ -119,5 +119,8 @@ class Api:
             raise gr.Error("cancelled", print_exception=False) from error
         except (ValueError, OSError) as error:
             raise gr.Error(self.events.in_words(error), print_exception=False) from error
-        (result,) = self.sessions.add(session, request.images, None, [settings], self.editor.edits)
+        edits = self.editor.edits
+        (result,) = self.sessions.add(
+            session, request.images, None, [settings], edits, original=source
+        )
         yield result.path, asdict(settings) | {"seconds": request.seconds}

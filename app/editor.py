@@ -77,6 +77,7 @@ class ImageRequest:
     settings: Settings
     image: Image.Image | None = None  # original image, of any size
     mask: Image.Image | None = None  # of the image's size, white where it may change
+    source: Path | None = None  # file of the original image
     scales: tuple = ()  # (guidance_scale, image_guidance_scale) of each image; (): the settings'
     is_trial: bool = False  # only compiles
     at_once: int = 1  # batch size

@@ -5,6 +5,7 @@ import html
 import time
 from contextlib import aclosing
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import gradio as gr
@@ -41,6 +42,8 @@ from app.settings import (
 from app.status import in_words, status, status_of
 from diffusers_flax.images import save_image
 from generating.captions import GRID_MARGIN, captioned, tile_grid
+from generating.recipes import read_recipe
+from generating.resuming import checksum_of
 from generating.sizes import fit_image
 
 MAX_COMPARED = 8
@@ -134,6 +137,10 @@ class Events:
         if data[c.use_mask] and session.painted_since == float("inf"):
             session.painted_since = 0  # a mask from before a lost connection
         try:
+            if self.editor.edits and not data[c.image] and not (data[c.instruction] or "").strip():
+                raise ValueError(
+                    "there is no image and no instruction; drop an image, and say what to change"
+                )
             settings = self._settings(data)
             scales = scales_of(settings, data)
             request = await asyncio.to_thread(self._request, settings, data, scales)
@@ -223,7 +230,8 @@ class Events:
         if not data[c.image]:
             raise ValueError("there is no image; drop one, paste one, or take an example")
         image = open_image_of_page(data[c.image])
-        return ImageRequest(settings, image, self._mask(data, image.size), scales)
+        mask = self._mask(data, image.size)
+        return ImageRequest(settings, image, mask, data[c.image], scales)
 
     def _mask(self, data, size):
         """The mask, painted or of a file, or None; size: (width, height) of its image."""
@@ -262,7 +270,9 @@ class Events:
         several = [
             replace(request.settings, **dict(zip(names, scales))) for scales in request.scales
         ]
-        results = self.sessions.add(session, request.images, before, several, edits)
+        results = self.sessions.add(
+            session, request.images, before, several, edits, original=request.source
+        )
         gallery = [(result.path, result.settings.instruction) for result in session.results]
         update = self._idle() | self._shown(results[-1], session)
         update |= {
@@ -351,7 +361,7 @@ class Events:
     def _toast(self, error):
         """An exception that Gradio shows over the page, also on a phone."""
         text = self.in_words(error)
-        return gr.Error(html.escape(text[:1].upper() + text[1:]), print_exception=False)
+        return gr.Error(html.escape(text[:1].upper() + text[1:]), duration=5, print_exception=False)
 
     def in_words(self, error):
         """An error's message, with the page's labels."""
@@ -399,16 +409,25 @@ class Events:
         except UnreadableImage as error:
             yield self._failed(error, self.sessions.get(page.session_hash))
             raise self._toast(error) from error
-        if (settings := read_settings(file)) is None:
+        session, recipe = self.sessions.get(page.session_hash), read_recipe(file) or {}
+        original, checksum = recipe.get("input", recipe.get("image")), checksum_of(file)
+        if (settings := read_settings(file)) is None or session.restored == checksum:
             yield {self.c.status: ""}
             return
         settings, changed = within_limits(settings, self.editor.limits)
         text = "the settings of this file are back"
+        if original:
+            session.restored = checksum
+            text += (
+                f"; now give its original image, {Path(str(original)).name}, or this file again to "
+                "change the result further"
+            )
         if changed:
             text += (
                 f"; this page cannot have its {', '.join(self.labels[name] for name in changed)}"
             )
-        yield self._restored(settings) | {self.c.status: status(text, "info")}
+        cleared = {self.c.image: None} if original else {}
+        yield self._restored(settings) | cleared | {self.c.status: status(text, "info")}
 
     def _restored(self, settings):
         """Updates of all controls."""

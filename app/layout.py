@@ -97,7 +97,8 @@ def build(editor, examples):
         Namespace of Gradio components; a setting's control has its name.
     """
     c, defaults = SimpleNamespace(), editor.defaults()
-    name = "/".join(Path(str(editor.config.model)).parts[-2:])  # a whole hub id
+    path = Path(str(editor.config.model))  # a hub id is shown whole
+    name = "/".join(path.parts[-3:] if path.name == "model" else path.parts[-2:])
     with gr.Row(elem_id="head"):
         gr.HTML(f"<h1>{TITLES[editor.task][1]}</h1><p>{html.escape(name)}</p>", padding=False)
         c.state = gr.HTML(elem_id="state", padding=False)

@@ -40,6 +40,7 @@ class Session:
     uploads: set = field(default_factory=set)  # Paths
     number: int = 0  # of results so far
     used: float = field(default_factory=time.monotonic)
+    restored: str = ""  # SHA-256 of the file whose settings came last
     painted_since: float = float("inf")  # seconds since 1970, of the first mask; inf: none
 
 
@@ -101,7 +102,7 @@ class Sessions:
         image.save(file, compress_level=1)
         return file
 
-    def add(self, session, images, before, settings, edits):
+    def add(self, session, images, before, settings, edits, original=None):
         """Save results.
 
         Args:
@@ -110,6 +111,7 @@ class Sessions:
             before: path of the original image at their size, from save, or None.
             settings: Settings of each image.
             edits: whether the model edits images.
+            original: path of the original image, as it was uploaded, or None.
 
         Returns:
             The Results, also at the start of session.results.
@@ -119,7 +121,7 @@ class Sessions:
             session.number += 1
             words = re.sub(r"[^a-z0-9]+", "-", of_image.instruction.lower()).strip("-")[:40]
             file = session.folder / f"{session.number:03}-{words or 'image'}.png"
-            save_image(image, file, SOFTWARE, texts=of_image.as_texts(self.model))
+            save_image(image, file, SOFTWARE, texts=of_image.as_texts(self.model, original, edits))
             made.append(Result(file, before, of_image, of_image.summary(edits)))
         session.results[:0] = reversed(made)
         for old in session.results[MAX_RESULTS:]:

@@ -1,22 +1,21 @@
-"""Settings of an image, and the PNG text chunk that carries them.
+"""Settings of an image, and the recipe in its PNG file that carries them.
 
 settings = Settings("make it red", guidance_scale=2, seed=7, resolution=64)
-save_image(image, path, SOFTWARE, texts=settings.as_texts("demo"))
+save_image(image, path, SOFTWARE, texts=settings.as_texts("demo", original=file))
 settings = read_settings(path)  # of an uploaded file, or None
 """
 
-import json
 import secrets
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
 from command_line import check_seed
 from diffusers_flax.acceleration.plans import parse
-from diffusers_flax.images import open_image
 from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.schedulers.factory import check_scheduler
+from generating.recipes import read_recipe, recipe_text
 
 SOFTWARE = "edit_app.py"  # marks the images of the page
-KEYWORD = "edit_app"  # of the PNG text chunk with the settings
 SHAPES = {  # width : height of images from text
     "square": (1, 1),
     "landscape 4:3": (4, 3),
@@ -64,9 +63,19 @@ class Settings:
         skipped = ImageToImage.get_timestep_start(self.num_inference_steps, self.strength)
         return self.num_inference_steps - skipped
 
-    def as_texts(self, model):
-        """{keyword: text} for save_image; model: its name."""
-        return {KEYWORD: json.dumps({"model": model} | asdict(self))}
+    def as_texts(self, model, original=None, edits=True):
+        """The recipe_text.
+
+        Args:
+            model: its name.
+            original: path of the original image, of which the recipe has the name; None: none.
+            edits: whether the model edits images.
+        """
+        flags = {"model": model} | {k: x for k, x in asdict(self).items() if x not in (None, ())}
+        flags["edit" if edits else "prompt"] = flags.pop("instruction")
+        if original is not None:
+            flags["input" if edits else "image"] = Path(original).name
+        return recipe_text(SOFTWARE, flags, original)
 
     def summary(self, edits):
         """The settings in a few words; edits: whether the model edits images."""
@@ -138,24 +147,17 @@ def draw_seed():
 
 
 def read_settings(path):
-    """The Settings in a PNG file with the text chunk of as_texts, else None.
+    """The Settings in a PNG file with a recipe, else None.
 
     Missing entries and entries of another type get their defaults.
     """
-    try:
-        with open(path, "rb") as file:
-            image = open_image(file)
-            image.load()  # text chunks may stand after the pixels
-            saved = json.loads(image.text[KEYWORD])
-            known = settings_of(saved)
-    except Exception:  # decoders raise errors of many types
-        return None
-    return known
+    recipe = read_recipe(path) or {}
+    return settings_of(recipe) if {"edit", "prompt"} & recipe.keys() else None
 
 
 def settings_of(saved):
-    """Settings from a dict of JSON values."""
-    settings = Settings(str(saved["instruction"]))
+    """Settings from a recipe."""
+    settings = Settings(str(saved.get("edit", saved.get("prompt"))))
     changes = {}
     for field in fields(Settings)[1:]:
         value, default = saved.get(field.name), getattr(settings, field.name)

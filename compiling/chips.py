@@ -44,7 +44,7 @@ PUBLISHED_SHARES = {
 }
 # Milliseconds that the trainer's thread computes in a step on several hosts, with an average in
 # every step: benchmarks/results/train.json, "host time, 2 processes".
-HOST_MS = {"Stable Diffusion 1.5": 11, "SDXL": 28}
+HOST_MS = {"Stable Diffusion 1.5": 15, "SDXL": 38}
 # Slices have three dimensions (v4, v5p) or two.
 SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")

@@ -313,6 +313,8 @@ def read_objects(
                     raise ValueError(
                         f"{file} line {line} names the columns {', '.join(header)}: {problem}{hint}"
                     )
+            elif not any(map(str.strip, values)):  # a blank row of a table
+                pass
             elif len(values) == len(header):
                 yield line, dict(zip(header, values))
             elif values:

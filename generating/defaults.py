@@ -34,7 +34,16 @@ def read_defaults(model, loras=()):
     Args:
         model: directory, hub id or SingleFile.
         loras: FILE or FILE:WEIGHT, see loading.lora.Loras.
+
+    Raises:
+        ValueError: the model is a checkpoint of a training run.
     """
+    path = Path(str(model))
+    if path.parent.name == "checkpoints" and path.is_dir():
+        raise ValueError(
+            f"{path} is a checkpoint of a training run; make a model of it: python ema_posthoc.py "
+            f"--checkpoint {path} --output_dir NEW"
+        )
     sources = [] if isinstance(model, SingleFile) else [model]
     sources += [locate("lora", split_weight(lora)[0])[0] for lora in loras]
     found = {}

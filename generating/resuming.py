@@ -1,9 +1,9 @@
-"""What image files hold: ids, to continue a list of images, and flags, to make an image again.
+"""Ids in image files, to continue a list of images.
 
     make_id = id_maker(config, config.model)
     ids = [make_id(prompt=prompt, index=i) for i, prompt in enumerate(prompts)]
     files, missing = continue_images(files, ids, output, "sdxl_single.py", grid)
-    save_image(image, file, "generate_cli.py", ids[0], texts=texts_of(config, request))
+    save_image(image, file, "generate_cli.py", ids[0])
 
 An image file holds an id, a hash of all that the image depends on. A program that is started again
 finds its finished images by their ids, whatever else is in the directory, and makes the others.
@@ -14,16 +14,13 @@ import json
 import os
 import re
 import sys
-from dataclasses import MISSING, fields
 from pathlib import Path
 
-from command_line import IMAGE_EXTENSIONS, check_image_file, refuse
-from diffusers_flax.images import image_mark, open_image
+from command_line import IMAGE_EXTENSIONS, check_image_file
+from diffusers_flax.images import image_mark
 from diffusers_flax.loading.hub import WEIGHTS_SUFFIXES, fetch_file
 from diffusers_flax.loading.single_file import INDEX_NAME, SingleFile
 
-KEYWORD = "generate_cli"  # of the text chunk of a PNG file with the flags of its image
-LIKE = "--like"
 MODEL_SUFFIXES = {*WEIGHTS_SUFFIXES, ".json", ".txt"}  # weights, configs and tokenizers
 
 
@@ -216,78 +213,3 @@ def print_continued(num_finished, num_images):
     if num_finished:
         made = f"{num_finished} of {num_images} image{'s' * (num_images > 1)}"
         print(f"made already by this command: {made}", file=sys.stderr)
-
-
-# ------------------------------------------------------------ flags in image files
-
-
-def texts_of(config, request):
-    """{keyword: text} for save_image: the flags that make one image, as JSON.
-
-    Args:
-        config: flags of the program, with its paths as the user wrote them.
-        request: Request.
-    """
-    same = {*names_in(config, "SAME_IMAGES"), *(() if request.control else ("controlnet",))}
-    flags = {name: x for name, x in changed(config).items() if name not in same}
-    flags |= {name: x for name, x in changed(request).items() if name not in ("line", "output")}
-    flags |= {"prompt": request.prompt, "seed": request.seed}  # also their defaults
-    return {KEYWORD: json.dumps(flags, default=str, ensure_ascii=False)}
-
-
-def changed(flags):
-    """{name: value} of the fields of a dataclass that are not their defaults."""
-    values = {field.name: getattr(flags, field.name) for field in fields(flags)}
-    defaults = {field.name: field.default for field in fields(flags)}
-    return {
-        name: x for name, x in values.items() if defaults[name] is MISSING or x != defaults[name]
-    }
-
-
-def with_flags_of_image(words, replaced):
-    """A command line in which --like FILE gives the flags of that image; other flags win.
-
-    replaced: {flag: flags of the image that it replaces, too}.
-
-    A file that is not such an image ends the program with one line.
-    """
-    places = [i for i, word in enumerate(words) if word.partition("=")[0] == LIKE]
-    if not places:
-        return words
-    if len(places) > 1:
-        refuse(f"{LIKE} is given {len(places)} times; name one image")
-    place = places[0]
-    _, is_joined, file = words[place].partition("=")
-    rest = [*words[:place], *words[place + (1 if is_joined else 2) :]]
-    if not is_joined:
-        file = "".join(words[place + 1 : place + 2])
-    named = [word.partition("=")[0] for word in rest if word.startswith("--")]
-    given = {name.removeprefix("--").replace("-", "_") for name in named}
-    given |= {name.removeprefix("no_") for name in given}
-    given = given.union(*(replaced.get(name, ()) for name in given))
-    flags = read_flags(file)
-    return [*rest, *(word for name in flags.keys() - given for word in as_words(name, flags[name]))]
-
-
-def read_flags(file):
-    """The flags of texts_of in a PNG file."""
-    if not file or file.startswith("--"):
-        refuse(f"{LIKE} has no value; name an image of this program")
-    if not Path(file).is_file():
-        refuse(f"{LIKE} {file} does not exist; name an image of this program")
-    try:
-        with open(file, "rb") as opened:
-            image = open_image(opened)
-            image.load()  # text chunks may stand after the pixels
-            return dict(json.loads(image.text[KEYWORD]))
-    except Exception:  # decoders raise errors of many types
-        refuse(f"{LIKE} {file} has no flags; name a PNG file as this program wrote it")
-
-
-def as_words(name, value):
-    """A flag and its value as words of a command line."""
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no_{name}"]
-    if isinstance(value, list) and len(value) != 1:
-        return [f"--{name}", *map(str, value)]
-    return [f"--{name}={value[0] if isinstance(value, list) else value}"]  # it may begin with -

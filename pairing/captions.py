@@ -7,7 +7,8 @@
     )
 
 A list has lines {"input": caption, "edit": instruction, "output": caption after the edit}, or is a
-.csv file with these columns. Other keys are ignored, as in lists of edits (dataloading/lists.py).
+.csv file with these columns; "caption" is another name of "input". Other keys are ignored, as in
+lists of edits (dataloading/lists.py).
 """
 
 import json
@@ -94,6 +95,8 @@ def texts_of(content: dict | str) -> tuple[str, str, str]:
     """
     if isinstance(content, str):
         raise ValueError(content)
+    if "caption" in content and "input" not in content:  # of InstructPix2Pix's own generator
+        content = content | {"input": content["caption"]}
     if problem := name_missing(content):
         raise ValueError(problem)
     texts = [content[key] for key in KEYS]
@@ -111,6 +114,7 @@ def texts_of(content: dict | str) -> tuple[str, str, str]:
 
 def name_missing(names: Iterable[str]) -> str:
     """Name the missing keys or columns; "" without any."""
+    names = [*names, *(["input"] if "caption" in names else [])]
     missing = [key for key in KEYS if key not in names]
     if not missing:
         return ""

@@ -38,7 +38,7 @@ class Config:
     # model; on resume, directories may change but not the weights in them
     pretrained_model_name_or_path: str = per_process()  # pipeline directory, hub id or file
     # UNet with 8 input channels, such as create_modified_unet.py's: directory, hub id or file
-    unet_model_name_or_path: str = per_process()
+    unet_model_name_or_path: str = per_process("")
     # another VAE, directory, hub id or file; "": the model's own
     pretrained_vae_model_name_or_path: str = per_process("")
     revision: str | None = may_change(None)  # branch, tag or commit of a hub id
@@ -188,6 +188,11 @@ def chosen_columns(config: Any, masks: bool) -> Columns:
 
 def check_flags(config: Config, num_devices: int) -> None:
     """Raise a ValueError for invalid flags; training.output.check_run_dir checks --output_dir."""
+    if not config.unet_model_name_or_path:
+        raise ValueError(
+            "--unet_model_name_or_path is missing; give the output of create_modified_unet.py "
+            f"--pretrained_model_name_or_path {config.pretrained_model_name_or_path}"
+        )
     check_numbers(config)
     check_batch(config, num_devices)
     check_combinations(config)

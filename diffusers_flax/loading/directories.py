@@ -31,11 +31,6 @@ def read_index(path, revision=None, **hub_options):
                 f"{path} has a LoRA and no model_index.json; open the model that it was trained "
                 f"from, with lora={path}"
             )
-        if Path(path).parent.name == "checkpoints" and os.path.isdir(path):
-            raise ValueError(
-                f"{path} is a checkpoint of a training run; make a model of it: python "
-                f"ema_posthoc.py --checkpoint {path} --output_dir DIRECTORY"
-            )
         where = (
             ""
             if os.path.isdir(path)

@@ -10,7 +10,6 @@ from helpers import photo
 from PIL import Image
 
 from app.settings import (
-    KEYWORD,
     SOFTWARE,
     Limits,
     Settings,
@@ -19,6 +18,8 @@ from app.settings import (
     within_limits,
 )
 from diffusers_flax.images import save_image
+from generating.recipes import KEYWORD, read_recipe
+from generating.resuming import checksum_of
 
 LIMITS = Limits(16, 128, ("style",), takes_strength=True)
 
@@ -32,9 +33,15 @@ def test_settings_in_a_png_file(tmp_path):
     image = photo(8, 6)
     save_image(image, tmp_path / "a.png", SOFTWARE, texts=settings.as_texts("demo"))
     assert read_settings(tmp_path / "a.png") == settings
+    texts = settings.as_texts("demo", original=tmp_path / "a.png")
+    save_image(image, tmp_path / "b.png", SOFTWARE, texts=texts)
+    assert read_settings(tmp_path / "b.png") == settings
+    recipe = read_recipe(tmp_path / "b.png")
+    assert (recipe["edit"], recipe["input"]) == ("écris « rouge »", "a.png")
+    assert recipe["original_sha256"] == checksum_of(tmp_path / "a.png")
     np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a.png")), np.asarray(image))
     save_image(image, tmp_path / "plain.png", SOFTWARE)
-    texts = {KEYWORD: '{"instruction": "red", "seed": "7", "guidance_scale": 2, "lora": ["x"]}'}
+    texts = {KEYWORD: '{"edit": "red", "seed": "7", "guidance_scale": 2, "lora": ["x"]}'}
     save_image(image, tmp_path / "other.png", texts=texts)
     assert read_settings(tmp_path / "plain.png") is None
     other = Settings("red", guidance_scale=2.0, lora=("x",))  # the seed is no number
@@ -44,23 +51,23 @@ def test_settings_in_a_png_file(tmp_path):
         ["resolution", "lora"],
     )
     for wrong in (
-        {"instruction": "x" * 9999, "negative_prompt": "y" * 9999},
+        {"edit": "x" * 9999, "negative_prompt": "y" * 9999},
         {"seed": -1, "resolution": 10**30, "num_inference_steps": 0, "mask_feather": -5},
         {"guidance_scale": 99, "image_guidance_scale": float("inf"), "lora_weight": float("nan")},
         {"accelerate": [{"a": 1}, ["x"], 5], "lora": [["style"]], "scheduler": "<b>"},
         {"accelerate": ["taesd:path=/etc/passwd"], "shape": "round"},
-        {"instruction": "half an emoji \ud83d", "negative_prompt": "\udcff"},
+        {"edit": "half an emoji \ud83d", "negative_prompt": "\udcff"},
         {"strength": 0.001},
     ):
-        texts = {KEYWORD: json.dumps({"instruction": "red", "resolution": 64} | wrong)}
+        texts = {KEYWORD: json.dumps({"edit": "red", "resolution": 64} | wrong)}
         save_image(image, tmp_path / "wrong.png", texts=texts)
         allowed, changed = within_limits(read_settings(tmp_path / "wrong.png"), LIMITS)
         check_settings(allowed, LIMITS)
         assert sorted(changed) == sorted(wrong)
-    texts = {KEYWORD: '{"instruction": "red", "strength": 1}'}
+    texts = {KEYWORD: '{"edit": "red", "strength": 1}'}
     save_image(image, tmp_path / "a.png", texts=texts)
     assert read_settings(tmp_path / "a.png") == Settings("red", strength=1.0)
-    for damaged in ('{"instruction": ', "[]", "7"):
+    for damaged in ('{"edit": ', "[]", "7"):
         save_image(image, tmp_path / "broken.png", texts={KEYWORD: damaged})
         assert read_settings(tmp_path / "broken.png") is None
 

@@ -447,6 +447,32 @@ def test_a_json_array_is_read_in_chunks(tmp_path, monkeypatch):
     (tmp_path / "b.json").write_text(json.dumps(rows)[:-20])
     with pytest.raises(ValueError, match=r"is not a complete JSON array: object 30 "):
         list(index.read_rows(tmp_path / "b.json"))
+    two = json.dumps(rows[:2]) + "\n \n" + json.dumps(rows[2:])
+    (tmp_path / "two.json").write_text(two)  # one array after the other
+    assert [row for _, row in index.read_rows(tmp_path / "two.json")] == rows
+    (tmp_path / "more.json").write_text(json.dumps(rows) + " and more")
+    with pytest.raises(ValueError, match="has more after its JSON array: and mor"):
+        list(index.read_rows(tmp_path / "more.json"))
+
+
+def test_columns_of_lists_are_as_many_pairs(tmp_path):
+    names = [("a.png", "b.png"), ("b.png", "c.png"), ("c.png", "a.png")]
+    members = {name: plain(n) for n, name in enumerate(("a.png", "b.png", "c.png"))}
+    write_tar(tmp_path / "set" / "x.tar", members)
+    inputs, edited = zip(*names)
+    columns = {"input": inputs, "edited": edited, "instruction": ["one", "two", " "]}
+    (tmp_path / "set" / "i.json").write_text(json.dumps(columns))
+    (tmp_path / "set" / "y.tar.xz").write_bytes(b"another archive, which no pair needs")
+    run(tmp_path / "set", tmp_path / "data", "--max_bad_fraction", "0.5")
+    rows = read_shards(tmp_path / "data")
+    assert pairs_of(rows) == {"one": (0, 1), "two": (1, 2)}
+    table = pa.Table.from_pylist(
+        [row | {"edit_prompt": text} for row, text in zip(rows, ("one", " "))]
+    )
+    (tmp_path / "shards").mkdir()
+    pq.write_table(table, tmp_path / "shards" / "train-00000-of-00001.parquet")
+    run(tmp_path / "shards", tmp_path / "again", "--max_bad_fraction", "0.5")
+    assert [row["edit_prompt"] for row in read_shards(tmp_path / "again")] == ["one"]
 
 
 def test_masks_of_run_lengths(tmp_path):

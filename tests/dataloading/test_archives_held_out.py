@@ -1,7 +1,6 @@
 """parquet_processing.py --pairs --num_held_out with archives and shards."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ def held_out_pairs(folder):
     edits = [json.loads(line) for line in (folder / "edits.jsonl").read_text().splitlines()]
     return {
         edit["edit"]: tuple(
-            int(np.asarray(decode_image(Path(edit[key]).read_bytes()))[0, 0, 0])
+            int(np.asarray(decode_image((folder / edit[key]).read_bytes()))[0, 0, 0])
             for key in ("input", "truth")
         )
         for edit in edits

@@ -501,7 +501,8 @@ def test_a_pair_of_two_shapes_is_bad_everywhere(tmp_path, capsys, caplog):
     assert "pairs that are left out: 1" in caplog.text
     with pytest.raises(ValueError, match=r"row 1 has 96x64 .*; no pair is left to measure"):
         check_pairs(held_out[1:2], use_masks=False)
-    masked = dataclasses.replace(held_out[0], mask=pairs[1][0])
+    mask = encode(np.zeros((64, 96), np.uint8))
+    masked = dataclasses.replace(held_out[0], mask=mask)
     with pytest.raises(ValueError, match=r"row 0 has 64x64 .* and its mask 96x64; crop"):
         masked.check_mask()
 

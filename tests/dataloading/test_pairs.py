@@ -183,7 +183,10 @@ def test_held_out_images_are_in_no_shard(tmp_path, monkeypatch, capsys):
         assert edit.input.read_bytes() == Path(f"images/{n}.jpg").read_bytes()
         truth = Path("held-a/edited", edit.output.name)
         assert truth.read_bytes() == Path(f"images/{n}-{k}.png").read_bytes()
-        assert edit.output.parent == tmp_path / "held-a/results"
+        assert edit.output.parent == Path("held-a/results")
+    Path("held-a").rename("moved")  # paths are relative to the list
+    moved = edits_of_jsonl(Path("moved/edits.jsonl"))
+    assert [edit.input.is_file() for edit in moved] == [True] * 6
     assert {edit.instruction for edit in part("again", 0)} == held_out
     assert {edit.instruction for edit in part("other", 1)} != held_out
     with pytest.raises(ValueError, match="--num_held_out 12 must be less than the 12 original"):
@@ -216,7 +219,7 @@ def test_masks_go_with_their_pairs(tmp_path, capsys):
         n = int(row["edit"])
         assert ("mask" in row) == bool(n % 2)
         if n % 2:
-            assert Path(row["mask"]).read_bytes() == (tmp_path / f"mask-{n}.png").read_bytes()
+            assert (held / row["mask"]).read_bytes() == (tmp_path / f"mask-{n}.png").read_bytes()
     options = dict(batch_size=4, resolution=16, mask="", random_flip=False)
     (batch,) = open_pairs(tmp_path / "data", **options)
     has_mask = [mask.any() for mask in batch["mask"]]

@@ -10,7 +10,8 @@ from PIL import Image
 
 from command_line import parse_flags
 from diffusers_flax.images import save_image
-from generate_cli import Config
+from generate_cli import Config, recipe_of
+from generating.recipes import with_flags_of_image
 from generating.requests import (
     REPLACED,
     identities_of,
@@ -19,7 +20,6 @@ from generating.requests import (
     requests_of_jsonl,
     seed_of,
 )
-from generating.resuming import texts_of, with_flags_of_image
 
 
 @pytest.fixture(autouse=True)
@@ -118,9 +118,9 @@ def test_the_flags_of_an_image_make_its_request_again(line, flags):
     (request,) = requests_of(line)
     config = config_of(*flags, "--batch_size", "3", "--num_images", "2", "--output", "elsewhere")
     save_image(
-        Image.new("RGB", (8, 8)), Path("x.png"), "program", "0" * 32, texts_of(config, request)
+        Image.new("RGB", (8, 8)), Path("x.png"), "program", "0" * 32, recipe_of(config, request)
     )
-    words = with_flags_of_image(["--like", "x.png"], REPLACED)
+    words = with_flags_of_image(["--like", "x.png"], Config, REPLACED)
     again = parse_flags(Config, "", words)
     names = ("batch_size", "num_images", "output")
     for name, value in vars(config).items():
@@ -134,7 +134,7 @@ def test_the_flags_of_an_image_make_its_request_again(line, flags):
     assert vars(found) == expected
 
     words = with_flags_of_image(
-        ["--prompt", "seed", "--like=x.png", "--seed", "5", "--no-guess_mode"], REPLACED
+        ["--prompt", "seed", "--like=x.png", "--seed", "5", "--no-guess_mode"], Config, REPLACED
     )
     (other,) = requests_of_flags(parse_flags(Config, "", words))
     assert vars(other) == expected | {"prompt": "seed", "seed": 5, "guess_mode": False}
@@ -166,14 +166,22 @@ def test_other_sources_of_requests_replace_the_flags_of_an_image():
     """Also the flags that go with what they replace."""
     (request,) = requests_of({"prompt": "x", "image": "a.png", "strength": 0.5, "resolution": 16})
     save_image(
-        Image.new("RGB", (8, 8)), Path("x.png"), "program", "0" * 32, texts_of(config_of(), request)
+        Image.new("RGB", (8, 8)),
+        Path("x.png"),
+        "program",
+        "0" * 32,
+        recipe_of(config_of(), request),
     )
     Path("list.jsonl").write_text('{"prompt": "y"}')
-    words = with_flags_of_image(["--like", "x.png", "--requests_jsonl", "list.jsonl"], REPLACED)
+    words = with_flags_of_image(
+        ["--like", "x.png", "--requests_jsonl", "list.jsonl"], Config, REPLACED
+    )
     (found,) = requests_of_jsonl(Path("list.jsonl"), parse_flags(Config, "", words))
     assert (found.prompt, found.image, found.strength, found.resolution) == ("y", None, None, None)
     Path("prompts.txt").write_text("one\ntwo\n")
-    words = with_flags_of_image(["--like", "x.png", "--prompts_file", "prompts.txt"], REPLACED)
+    words = with_flags_of_image(
+        ["--like", "x.png", "--prompts_file", "prompts.txt"], Config, REPLACED
+    )
     found = requests_of_flags(parse_flags(Config, "", words))
     assert [(x.prompt, x.strength) for x in found] == [("one", 0.5), ("two", 0.5)]
 
