@@ -44,8 +44,8 @@ test-lowest: .venv-lowest/installed .venv-lowest/tpu aria2
 test-export: .venv/export
 	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" tests/test_export_model.py tests/exporting
 
-.venv/export: .venv/installed requirements-export.txt
-	$(BIN)/python -m pip install --quiet -r requirements-export.txt
+.venv/export: .venv/installed pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[export]"
 	touch $@
 
 # If this fails, the tests of LPIPS are skipped. Its own requirements are not used.
@@ -97,7 +97,7 @@ endef
 
 # The oldest version that every line of the requirements allows. What these packages need
 # themselves is the newest version that fits.
-.venv-lowest/installed: requirements.txt requirements-app.txt requirements-export.txt
+.venv-lowest/installed: requirements.txt requirements-app.txt
 	rm -rf .venv-lowest
 	$(call make_venv,.venv-lowest)
 	# uv keeps installed versions, so what torch brought along goes first.
@@ -105,7 +105,7 @@ endef
 		xargs .venv-lowest/bin/python -m pip uninstall --quiet --yes
 	.venv-lowest/bin/python -m pip install --quiet uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python \
-		--resolution lowest-direct $(patsubst %,--requirements %,$^)
+		--resolution lowest-direct $(patsubst %,--requirements %,$^) --editable ".[export]"
 	touch $@
 
 # libtpu, the TPU compiler, for the tests of compile_for.py. It is not installed into .venv, because

@@ -105,7 +105,7 @@ class EditFlags:
     resolution: int | None = None  # pixels, longer side; default: the model's
     exact_size: bool = False  # a program for each size; default: similar shapes share one
     batch_size: int = 1  # images per device at once
-    grid: Path | None = None  # image of the first 64 edits, before and after
+    grid: Path | None = None  # image of the first 64 edits: before, after, true edit
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
 
@@ -124,6 +124,7 @@ class Edit:
     output: Path
     mask: Path | None = None  # white where the image may change; None: everywhere
     after: int | None = None  # index of the edit whose output is the input
+    truth: Path | None = None  # the true edit, for --grid
 
 
 def edits_of_flags(inputs, instructions, output, masks=(), first_index=0):
@@ -208,15 +209,19 @@ def check_outputs(edits, grid):
 
 
 def before_after_grid(edits, sizes):
-    """A PIL image of the first edits: input, result and instruction; sizes: of the results."""
+    """A PIL image of the first edits: input, result, the true edit if known, and instruction.
+
+    sizes: of the results.
+    """
     box = (GRID_IMAGE_SIZE, GRID_IMAGE_SIZE)
     tiles = []
     for edit, size in zip(edits[:GRID_IMAGES], sizes):
-        before_after = (load_fitted(path, size) for path in (edit.input, edit.output))
+        paths = filter(None, (edit.input, edit.output, edit.truth))
+        before_after = (load_fitted(path, size) for path in paths)
         images = [ImageOps.contain(image, box) for image in before_after]
         tiles.append(captioned(images, edit.instruction))
-    # A tile is about twice as wide as high.
-    return tile_grid(tiles, max(1, round(math.sqrt(len(tiles) / 2))), GRID_MARGIN)
+    shape = max(tile.width for tile in tiles) / max(tile.height for tile in tiles)
+    return tile_grid(tiles, max(1, round(math.sqrt(len(tiles) / shape))), GRID_MARGIN)
 
 
 def ids_of_edits(edits, sizes, program_sizes, config):

@@ -36,8 +36,8 @@ stablehlo: the whole run as one program of jax.export, for one --batch_size, --h
 in a process that has no model code, with guidance the same to the last bit as the pipeline makes.
 jax refuses such files after about six months; weights.safetensors beside them stays.
 
-Needs the packages of requirements-export.txt and no accelerator. Measured peaks of memory of
---format onnx in float32: 7.4 GiB for Stable Diffusion 1.5, 17.3 GiB for SDXL.
+Needs the packages of a format, pip install ".[onnx]", and no accelerator. Measured peaks of memory
+of --format onnx in float32: 7.4 GiB for Stable Diffusion 1.5, 17.3 GiB for SDXL.
 """
 
 import dataclasses
@@ -132,8 +132,7 @@ def require_packages(config):
     """Raise a ValueError if packages that the format needs are not installed."""
     if missing := [name for name in PACKAGES[config.format] if not is_installed(name)]:
         raise ValueError(
-            f"--format {config.format} needs {', '.join(missing)}: "
-            "pip install -r requirements-export.txt"
+            f'--format {config.format} needs {", ".join(missing)}: pip install ".[{config.format}]"'
         )
 
 

@@ -253,6 +253,9 @@ def missing_files(
         path = row.get(name)
         if path is None or os.path.isfile(path):
             continue
+        if name == "edited_image" and "output" in row:  # only drawn
+            row[name] = None
+            continue
         if name == "original_image" and (row.get("after") or path.resolve() in promised):
             continue
         problem = f"{path} {'is a directory' if os.path.exists(path) else 'does not exist'}"

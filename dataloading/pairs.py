@@ -54,6 +54,10 @@ SCHEMA = pa.schema(
     }
 )
 HELD_OUT_LIST = "edits.jsonl"
+COPIES = (
+    "all pairs with the same original file are held out; copies of it that were saved again, in "
+    "another size or format, are not recognized"
+)
 SHARDS = "train-*-of-*.parquet"
 IMAGE_DIRS = ("original", "edited")  # in a directory of pairs
 MASK_DIR = "masks"  # beside them, of held-out pairs that have masks
@@ -486,4 +490,5 @@ def write_pairs(
             with move_when_complete(held_out_dir, (*IMAGE_DIRS, MASK_DIR, HELD_OUT_LIST)) as folder:
                 write_held_out(held_out, folder)
             report += f"\nheld out {len(held_out)} pairs: {held_out_dir / HELD_OUT_LIST}"
+            report += f"; {COPIES}"
     return report

@@ -32,16 +32,19 @@ def read_edits(file, flag="edits_jsonl"):
 
     Returns:
         List of (original image, instruction, output, mask or None, place of the edit whose output
-        is the original image, or None).
+        is the original image, or None, true edit or None).
 
     Raises:
         ValueError: a row is invalid, or would overwrite an image that another row edits.
     """
     names = ("original_image", "edit_prompt", "output")
-    rows = read_list(f"--{flag} {file}", file, names, ("mask",))
+    rows = read_list(f"--{flag} {file}", file, names, ("mask", "edited_image"))
     raise_problems(file, overwritten_images(rows))
     places = {row["line"]: place for place, row in enumerate(rows)}
-    return [(*(row[name] for name in (*names, "mask")), places.get(row["after"])) for row in rows]
+    return [
+        (*(row[x] for x in (*names, "mask")), places.get(row["after"]), row["edited_image"])
+        for row in rows
+    ]
 
 
 def overwritten_images(rows):

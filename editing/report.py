@@ -233,7 +233,7 @@ def draw_curve(results, file):
         ),
         None,
     )
-    if axes is None:
+    if axes is None or len(over_seeds(rows)) < 2:  # one point is no curve
         return None
     figure = matplotlib.figure.Figure(figsize=(8, 7), layout="constrained")
     plot = figure.add_subplot()
@@ -395,7 +395,10 @@ def write_report(output_dir, results, pairs, sentences, tables=()):
     if curve is None:  # of earlier results
         (output_dir / "curve.png").unlink(missing_ok=True)
     if curve or results["settings"].get("protocol") not in PROTOCOLS:
-        sentences = [*sentences, curve or "no curve: it needs captions and CLIP, or truths"]
+        sentences = [
+            *sentences,
+            curve or "no curve: it needs captions and CLIP, or truths, and two scales or models",
+        ]
     save_image(draw_grid(results, pairs, output_dir / "images"), output_dir / "grid.png")
     text = markdown(results, sentences, tables)
     write_text(output_dir / "results.md", text)

@@ -75,6 +75,7 @@ def score_tables(results, pairs, output_dir):
         if shown:
             lines += part_title(title, part, pairs)
             lines += interval_table(results, all_values, shown, pairs, names, protocol)
+            lines += difference_table(all_values, shown, pairs, names, protocol)
     if protocol and protocol.is_judged and any("overall" in x[0] for x in all_values.values()):
         lines += group_table(all_values, pairs, names)
     return lines
@@ -115,8 +116,7 @@ def interval_table(results, all_values, shown, pairs, names, protocol):
         names: of short_names.
         protocol: Protocol or None; its baselines are shown.
     """
-    clusters = [pair.session or f"pair {place}" for place, pair in enumerate(pairs)]
-    strata = [pair.group for pair in pairs] if protocol and protocol.is_judged else None
+    clusters, strata = clusters_and_strata(pairs, protocol)
     lines = table_head(("model", "guidance", "image guidance", "seeds", *shown.values()))
     for label, row in merge_baselines(results["baselines"], list(shown), names) if protocol else ():
         lines.append(f"| {' | '.join([label, '', '', '', *(cell([row], x) for x in shown)])} |")
@@ -124,16 +124,47 @@ def interval_table(results, all_values, shown, pairs, names, protocol):
         cells = [names[model], *map(str, scales), str(len(values))]
         for metric in shown:
             numbers = over_rows(values, metric)
-            mean = None if numbers is None else mean_over(numbers, strata)
-            if mean is None:
-                cells.append("")
-                continue
-            interval = bootstrap_interval(numbers, clusters, strata)
-            cells.append(
-                f"{mean:.4f}" + (" [{:.4f}, {:.4f}]".format(*interval) if interval else "")
-            )
+            cells.append(mean_and_interval(numbers, clusters, strata))
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def difference_table(all_values, shown, pairs, names, protocol):
+    """Lines of a table of the differences to the first model, pair by pair; [] with one model.
+
+    An interval without 0 means that the models differ, which two overlapping intervals of means do
+    not rule out. Arguments: interval_table.
+    """
+    clusters, strata = clusters_and_strata(pairs, protocol)
+    first = next(iter(all_values))
+    heading = f"difference to {names[first[0]]}"
+    lines = table_head((heading, "guidance", "image guidance", *shown.values()))
+    others = [key for key in all_values if key[0] != first[0]]
+    for model, *scales in others:
+        base = all_values.get((first[0], *scales), all_values[first])
+        cells = [names[model], *map(str, scales)]
+        for metric in shown:
+            both = [over_rows(x, metric) for x in (all_values[model, *scales], base)]
+            known = all(x is not None for x in both) and len({len(x) for x in both}) == 1
+            cells.append(mean_and_interval(both[0] - both[1], clusters, strata) if known else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""] if others else []
+
+
+def clusters_and_strata(pairs, protocol):
+    """Labels of each pair, for bootstrap_interval; strata None: one for all."""
+    clusters = [pair.session or f"pair {place}" for place, pair in enumerate(pairs)]
+    strata = [pair.group for pair in pairs] if protocol and protocol.is_judged else None
+    return clusters, strata
+
+
+def mean_and_interval(numbers, clusters, strata):
+    """The cell "mean [low, high]" of values per pair, "" without any."""
+    mean = None if numbers is None else mean_over(numbers, strata)
+    if mean is None:
+        return ""
+    interval = bootstrap_interval(numbers, clusters, strata)
+    return f"{mean:.4f}" + (" [{:.4f}, {:.4f}]".format(*interval) if interval else "")
 
 
 def draw_extremes(results, pairs, output_dir, folder):
@@ -189,7 +220,12 @@ def rows_to_show(rows):
 
 def tile_of(pair, place, folder, text):
     """Input, result and truth side by side with the instruction below; folder: of the results."""
-    images = [pair.fitted_original(), load_image(folder / pair.result_file(place))]
-    images += [] if pair.edited is None else [pair.fitted_edited()]
-    images = [ImageOps.contain(image, (CELL_SIZE, CELL_SIZE)) for image in images]
-    return captioned(images, text + pair.instruction)
+    images = {"input": pair.fitted_original()}
+    images["result"] = load_image(folder / pair.result_file(place))
+    if pair.edited is not None:
+        images["truth"] = pair.fitted_edited()
+    tiles = [
+        captioned([ImageOps.contain(image, (CELL_SIZE, CELL_SIZE))], name)
+        for name, image in images.items()
+    ]
+    return captioned(tiles, text + pair.instruction)

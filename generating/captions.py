@@ -1,6 +1,7 @@
 """Captioned images and grids of them."""
 
 import functools
+import itertools
 import logging
 import math
 import unicodedata
@@ -13,6 +14,7 @@ LINE_HEIGHT = 20  # of a caption, pixels
 NO_LETTER = "\U0010ffff"  # fonts draw missing letters like this one
 GRID_IMAGES = 64  # in a grid, at most
 GRID_IMAGE_SIZE = 256  # pixels, longer side
+MAX_COLUMNS = 8  # images of one caption in a row
 GRID_MARGIN = 8  # pixels
 
 logger = logging.getLogger(__name__)
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 def image_grid(images, captions):
     """One image of the first GRID_IMAGES images, in as many rows as columns if possible.
+
+    Several images of each of several captions have a row for each caption.
 
     Args:
         images: list of PIL images; small ones are enlarged.
@@ -30,7 +34,11 @@ def image_grid(images, captions):
         scale = max(1, GRID_IMAGE_SIZE / max(image.size))
         size = [round(side * scale) for side in image.size]
         tiles.append(captioned([image.resize(size, Image.Resampling.LANCZOS)], caption))
-    return tile_grid(tiles, math.ceil(math.sqrt(len(tiles))), GRID_MARGIN)
+    runs = [len([*run]) for _, run in itertools.groupby(captions[: len(tiles)])]
+    columns = math.ceil(math.sqrt(len(tiles)))
+    if len(runs) > 1 and len(set(runs)) == 1 and 1 < runs[0] <= MAX_COLUMNS:
+        columns = runs[0]
+    return tile_grid(tiles, columns, GRID_MARGIN)
 
 
 def captioned(images, text, max_lines=None):

@@ -30,7 +30,7 @@ MODELS = {
 def needs(format):
     """Marks a slow test that make test-export runs, and make test-all if its packages are there."""
     missing = [x for x in export_model.PACKAGES[format] if not export_model.is_installed(x)]
-    reason = f"needs requirements-export.txt: {', '.join(missing)}"
+    reason = f"needs make .venv/export: {', '.join(missing)}"
     skip = pytest.mark.skipif(bool(missing), reason=reason)
     return lambda test: pytest.mark.slow(skip(test))
 

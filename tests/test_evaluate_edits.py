@@ -266,7 +266,8 @@ def test_two_families_on_parquet_shards(folder, tmp_path, monkeypatch, capsys):
     table = (out / "results.md").read_text()
     assert sentence in table and "CLIP model: clip" in table and " ± " in table
     # a line for each image guidance, without and with intervals
-    assert table.count("\n| sd |") == table.count("\n| xl |") == 4
+    assert (table.count("\n| sd |"), table.count("\n| xl |")) == (4, 6)
+    assert "| difference to sd | guidance | image guidance |" in table
     assert results["models"]["xl"]["parameters"]["text_encoder_2"] > 0
     for row in results["rows"]:
         assert row["num_pairs"] == 3 and row["seconds_per_edit"] > 0

@@ -60,7 +60,7 @@ def test_missing_packages_and_models(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().err
 
     monkeypatch.setattr(export_model, "is_installed", lambda package: package != "onnxscript")
-    said = "--format onnx needs onnxscript: pip install -r requirements-export.txt\n"
+    said = '--format onnx needs onnxscript: pip install ".[onnx]"\n'
     assert message("--model", "x") == f"error: {said}"
     monkeypatch.setattr(export_model, "is_installed", lambda package: True)
     assert "has no model_index.json" in message("--model", str(tmp_path))

@@ -13,7 +13,7 @@ edit of 20 steps with DDIM, by our pipeline, PyTorch's, and examples/run_onnx.py
 and with OpenVINO, in turn, all in float32. Needs 16 GB of memory and, on two otherwise idle cores,
 an hour. Tiny: --tiny --resolution 64 --rounds 1 --seconds 1 --output export.json.
 
-Both need requirements-export.txt. Rows go to benchmarks/results/full_size.json.
+Both need make .venv/export. Rows go to benchmarks/results/full_size.json.
 """
 
 import os
@@ -130,7 +130,7 @@ def torch_unet(model, config):
 
 def open_exported(folder):
     """run_onnx.open_folder with as many threads as this process has cores."""
-    import onnxruntime  # of requirements-export.txt
+    import onnxruntime  # of make .venv/export
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = len(os.sched_getaffinity(0))  # default: all of the machine

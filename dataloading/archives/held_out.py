@@ -20,7 +20,14 @@ from dataloading.archives.finder import Finder
 from dataloading.archives.index import one_line_errors
 from dataloading.archives.plan import Plan, ShardColumns, Source
 from dataloading.archives.reader import Pair
-from dataloading.pairs import HELD_OUT_LIST, IMAGE_DIRS, MASK_DIR, held_out_edit, move_when_complete
+from dataloading.pairs import (
+    COPIES,
+    HELD_OUT_LIST,
+    IMAGE_DIRS,
+    MASK_DIR,
+    held_out_edit,
+    move_when_complete,
+)
 from dataloading.shards import READ_ROWS
 from diffusers_flax.images import open_image
 from diffusers_flax.loading.files import remove, write_text
@@ -190,4 +197,4 @@ class HeldOut:
                     shutil.copytree(self._folder / name, folder / name)
             text = "".join(file.read_text(encoding="utf-8") for file in lines)
             write_text(folder / HELD_OUT_LIST, text)
-        return f"held out    {len(lines)} pairs: {self._final / HELD_OUT_LIST}"
+        return f"held out    {len(lines)} pairs: {self._final / HELD_OUT_LIST}; {COPIES}"

@@ -121,7 +121,10 @@ class ControlNetTextToImage(TextToImage):
             )
         component = FlaxControlNetModel.single_file_component
         sources = tuple(open_source("controlnet", net, component, **hub_options) for net in nets)
-        configs = [FlaxControlNetModel.load_config(source, **hub_options) for source in sources]
+        try:
+            configs = [FlaxControlNetModel.load_config(source, **hub_options) for source in sources]
+        except ValueError as error:
+            raise ValueError(f"controlnet: {error}") from error
         for source, config in zip(sources, configs):
             FlaxControlNetModel.check_class(config, source)
         several = FlaxMultiControlNetModel.from_config(configs, dtype)

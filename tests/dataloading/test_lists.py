@@ -118,10 +118,11 @@ def test_paths_are_relative_to_the_list_before_the_working_directory(tmp_path, c
         tmp_path / "lists/a.jsonl", [row | {"input": str(tmp_path / "work/in.png")}]
     )
     assert edits_of_jsonl(absolute) == [
-        Edit(0, tmp_path / "work/in.png", "x", tmp_path / "lists/out/0.png")
+        Edit(0, tmp_path / "work/in.png", "x", tmp_path / "lists/out/0.png", truth=beside[1])
     ]
     absolute = write_list(Path("a.jsonl"), [row | {"output": str(tmp_path / "o.png")}])
-    assert edits_of_jsonl(absolute) == [Edit(0, Path("in.png"), "x", tmp_path / "o.png")]
+    (edit,) = edits_of_jsonl(absolute)
+    assert (edit.input, edit.output) == (Path("in.png"), tmp_path / "o.png")
     assert not caplog.records
 
 

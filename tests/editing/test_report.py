@@ -25,7 +25,8 @@ def test_curve_and_table_of_given_rows(tmp_path):
     results = {"settings": settings, "models": {"a": {}}, "baselines": [], "rows": rows}
     file = tmp_path / "curve.png"
     assert "L1 to the truth" in draw_curve(results, file)
-    results["rows"] = rows[:2]
+    assert draw_curve(results | {"rows": rows[:2]}, tmp_path / "none.png") is None  # one point
+    results["rows"] = [*rows[:2], rows[0] | {"image_guidance_scale": 1.5}]
     assert "direction similarity" in draw_curve(results, file)
     with Image.open(file) as image:
         assert image.size == (960, 840)

@@ -33,7 +33,8 @@ def test_ids_stay_the_same(tmp_path, monkeypatch):
     }
     files = dict(input=(Path("i.png"),), output=Path("o.png"), mask=("m.png",), mask_feather=2)
     more = dict(edit=("red",), preview=3, preview_decoder="x", compilation_cache_dir="y")
-    config = Config("model", **files, **more, resolution=64, exact_size=True, **shared)
+    scales = dict(num_inference_steps=50, guidance_scale=7.5, image_guidance_scale=1.5)
+    config = Config("model", **files, **more, resolution=64, exact_size=True, **scales, **shared)
     make_id = id_maker(config, "model")
     assert make_id(instruction="red", index=0) == "6176e5029950d16baf61058cc8c723df"
     delta = ("model/unet", "a.safetensors:0.5")
