@@ -531,7 +531,7 @@ def showing_time(config, target):
 
     def tick():
         name = "tracing, then waiting for XLA's compiler"
-        with tqdm(desc=name, bar_format="{desc}: {elapsed}", leave=False) as bar:
+        with tqdm(desc=name, bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
             while not done.wait(1):
                 bar.refresh()
 

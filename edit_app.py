@@ -36,7 +36,6 @@ from app.images import read_examples
 from command_line import check_scale, check_seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.schedulers.factory import check_scheduler
-from generating.defaults import with_defaults
 from generating.flags import DeviceFlags, layout_of_flags
 from generating.single_files import with_single_files
 
@@ -110,9 +109,7 @@ def run(config):
 
     layout = layout_of_flags(config)
     use_compilation_cache(config.compilation_cache_dir)
-    config = with_single_files(config, "model")
-    config = with_defaults(config, [config.model], config.lora)
-    editor = Editor(config, layout)
+    editor = Editor(with_single_files(config, "model"), layout)
     examples = read_examples(config.examples)
     if find_spec("gradio") is None:
         raise ValueError(

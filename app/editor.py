@@ -39,6 +39,7 @@ from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 from editing.edits import EditList, check_model, plan_edits
 from generating.batches import check_finite_images, devices_for
+from generating.defaults import with_defaults
 from generating.flags import from_flags
 from generating.inputs import inputs_of, key_of
 from generating.masks import finish_image, fit_mask, stretch_mask
@@ -126,6 +127,7 @@ class Editor:
 
     def __init__(self, config, layout=None):
         """config: edit_app.py's flags; layout: Layout of the devices, or None."""
+        config = with_defaults(config, [config.model], config.lora)
         self.config, self.layout = config, layout and layout.first(1)
         sampling = from_flags(Sampling, config)
         others = "text to image", "inpainting"

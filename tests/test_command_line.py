@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -474,3 +475,30 @@ def test_processes_that_share_a_file_do_not_meet(tmp_path):
     save_whole(file, save, shared=True)
     assert file.read_text() == "first"
     assert [path.name for path in file.parent.iterdir()] == ["file"]
+
+
+def test_no_proxy_takes_requests_to_this_machine(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    for given, expected in (
+        ("", "localhost,127.0.0.1,::1"),
+        ("a.b", "a.b,localhost,127.0.0.1,::1"),
+    ):
+        monkeypatch.setenv("no_proxy", given)
+        monkeypatch.setenv("NO_PROXY", given)
+        command_line.spare_this_machine()
+        assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == expected
+        command_line.spare_this_machine()
+        assert os.environ["no_proxy"] == expected
+    assert urllib.request.proxy_bypass_environment("127.0.0.1")
+
+
+def test_types_of_optional_flags_are_plain(capsys):
+    @dataclass(frozen=True)
+    class Config:
+        scale: float | None = None
+        names: tuple[str, ...] | None = None
+
+    with pytest.raises(SystemExit):
+        command_line.parse_flags(Config, "A program.", ["--help"])
+    said = capsys.readouterr().out
+    assert "{None}" not in said and "--scale FLOAT" in said and "--names [STR [STR ...]]" in said

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstruc
 from diffusers_flax.schedulers.factory import SCHEDULERS, make_scheduler
 from edit_cli import edits_of_flags, load_fitted, result_size, save_image, shared_size
 from generating.captions import GRID_MARGIN
+from generating.recipes import read_recipe, recipe_text
 
 SCRIPT = Path(edit_cli.__file__)
 
@@ -76,6 +78,42 @@ def test_tiles_and_component_parallelism(model, input_images, monkeypatch, capsy
     for name, other in (("plain", "components"), ("tiles", "both")):
         assert np.abs(found[name] - found[other]).max() <= 1
     assert (found["plain"] != found["tiles"]).any()
+
+
+def test_an_image_is_made_again_from_its_recipe(model, input_images, monkeypatch, capsys):
+    """Of a list too; another seed wins; a missing or changed original is refused."""
+    monkeypatch.chdir(input_images)
+    rows = [dict(input="a.png", edit=text, output=f"{text}.png") for text in ("red", "blue")]
+    Path("two.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--model", str(model), "--num_inference_steps", "2", "--resolution", "32"]
+    edit_cli.main([*flags, "--edits_jsonl", "two.jsonl", "--seed", "5", "--guidance_scale", "3"])
+    recipe = read_recipe("blue.png")
+    assert (recipe["edit"], recipe["seed"], recipe["first_index"]) == ("blue", 5, 1)
+
+    def edited(*more):
+        edit_cli.main(["--like", "blue.png", "--output", "again.png", *more])
+        image = np.asarray(Image.open("again.png"))
+        Path("again.png").unlink()
+        return image
+
+    np.testing.assert_array_equal(edited(), np.asarray(Image.open("blue.png")))
+    assert (edited("--seed", "6") != np.asarray(Image.open("blue.png"))).any()
+    capsys.readouterr()
+    shutil.copy("a.png", "moved.png")
+    Path("a.png").unlink()
+    for problem in ("does not exist here", "has changed since"):
+        with pytest.raises(SystemExit):
+            edited()
+        said = f"was made from a.png, which {problem}; name the original with --input"
+        assert said in capsys.readouterr().err
+        Image.new("RGB", (32, 24)).save("a.png")
+    moved = edited("--input", "moved.png")
+    np.testing.assert_array_equal(moved, np.asarray(Image.open("blue.png")))
+    shutil.copy("moved.png", "a.png")
+    save_image(moved / 255, Path("text.png"), texts=recipe_text("generate_cli.py", {"prompt": "x"}))
+    with pytest.raises(SystemExit):
+        edit_cli.main(["--like", "text.png"])
+    assert "generate_cli.py --like text.png makes it again" in capsys.readouterr().err
 
 
 def test_a_list_of_edits_by_the_real_command_line(model, input_images, monkeypatch):

@@ -624,6 +624,20 @@ def test_other_lists_give_the_same_shards(clip, monkeypatch, kind):
     assert [caption[1:] for caption in listed] == [tuple(row.values()) for row in ROWS[:2]]
 
 
+def test_without_clip_all_samples_are_kept(capsys):
+    run("", "--preview")
+    printed = capsys.readouterr()
+    assert "6 pairs of 2 lines are kept, without scores" in printed.out
+    assert "next: python parquet_processing.py --train_data_dir data" in printed.out
+    assert "warning" not in printed.err and not Path("data/report.png").exists()
+    rows = rows_of()
+    assert len(rows) == 6 and all(np.isnan(row[name]) for row in rows for name in SCORES)
+    assert all(row["original_image"]["bytes"] != row["edited_image"]["bytes"] for row in rows)
+    with pytest.raises(SystemExit):
+        run("", "--early_stop", output="other")
+    assert '--clip_model "" makes all samples, and --early_stop does not' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("num_lines", "flags", "expected"),
     [

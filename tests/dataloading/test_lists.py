@@ -118,7 +118,13 @@ def test_paths_are_relative_to_the_list_before_the_working_directory(tmp_path, c
         tmp_path / "lists/a.jsonl", [row | {"input": str(tmp_path / "work/in.png")}]
     )
     assert edits_of_jsonl(absolute) == [
-        Edit(0, tmp_path / "work/in.png", "x", tmp_path / "lists/out/0.png", truth=beside[1])
+        Edit(
+            0,
+            tmp_path / "work/in.png",
+            "x",
+            tmp_path / "lists/out/0.png",
+            truth=tmp_path / "lists/truth.png",
+        )
     ]
     absolute = write_list(Path("a.jsonl"), [row | {"output": str(tmp_path / "o.png")}])
     (edit,) = edits_of_jsonl(absolute)

@@ -26,8 +26,9 @@ def test_curve_and_table_of_given_rows(tmp_path):
     file = tmp_path / "curve.png"
     assert "L1 to the truth" in draw_curve(results, file)
     assert draw_curve(results | {"rows": rows[:2]}, tmp_path / "none.png") is None  # one point
-    results["rows"] = [*rows[:2], rows[0] | {"image_guidance_scale": 1.5}]
-    assert "direction similarity" in draw_curve(results, file)
+    results["rows"] = rows[:2]
+    two = [*rows[:2], rows[0] | {"image_guidance_scale": 1.5}]
+    assert "direction similarity" in draw_curve(results | {"rows": two}, file)
     with Image.open(file) as image:
         assert image.size == (960, 840)
     table = markdown(results, ["a sentence"])

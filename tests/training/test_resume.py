@@ -24,6 +24,7 @@ from shards import write_random_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 from trainer_runs import config_of, flags_of, read_metrics
 
+import ema_posthoc
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
@@ -331,6 +332,7 @@ def test_other_processes_end_when_one_dies(model, data, one_process, tmp_path, m
 
 LATE = """
 import time
+import ema_posthoc
 import flax_train_instruct_pix2pix as trainer
 pmap, pauses = trainer.jax.pmap, [45]
 def slow_pmap(function, *names, **options):
@@ -448,6 +450,7 @@ def test_processes_with_other_flags_are_told(model, data, tmp_path):
 
 IMPATIENT = """
 from training import processes
+import ema_posthoc
 import flax_train_instruct_pix2pix as trainer
 processes.LOCK_SECONDS = 0
 trainer.main()
@@ -613,18 +616,43 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(model, data, finished, 
     assert [(row["step"], row["loss"]) for row in rows] == [
         (row["step"], row["loss"]) for row in whole_rows
     ]
-    with pytest.raises(ValueError, match="its run had 6 steps, give more to train it longer"):
-        run_here(config)
+    files = sorted(map(str, out.rglob("*")))
+    run_here(config)
+    assert "out has the model of this run, which is finished" in capsys.readouterr().out
+    assert sorted(map(str, out.rglob("*"))) == files
+
+
+def test_the_command_of_a_finished_run_ends_well(model, data, tmp_path, capsys):
+    """With a checkpoint's model, which is the run's; another configuration is an error."""
+    out, made = tmp_path / "out", tmp_path / "made"
+    flags = CONSTANT | dict(checkpointing_steps=2, max_train_steps=2, ema_fraction=0.5)
+    config = config_of(model, data, out, **flags)
+    run_here(config)
+    before = contents(out)
+    capsys.readouterr()
+    trainer.main(flags_of(config))
+    assert "out has the model of this run, which is finished" in capsys.readouterr().out
+    assert contents(out) == before
+    with pytest.raises(SystemExit) as stop:
+        trainer.main([*flags_of(config), "--learning_rate", "1"])
+    assert stop.value.code == 2 and "contains a model" in capsys.readouterr().err
+
+    checkpoint = ["--checkpoint", str(out / "checkpoints" / "2"), "--output_dir", str(made)]
+    ema_posthoc.main(checkpoint)
+    name = "unet/diffusion_pytorch_model.safetensors"
+    assert (made / name).read_bytes() == (out / name).read_bytes()
+    defaults = json.loads((made / "sampling_defaults.json").read_text())
+    assert defaults == json.loads((out / "sampling_defaults.json").read_text())
+    assert defaults["guidance_scale"] == 2 and defaults["num_inference_steps"] == 20
+    with pytest.raises(SystemExit):
+        ema_posthoc.main(["--checkpoint", str(out), "--output_dir", str(tmp_path / "no")])
+    assert "is not a checkpoint of the trainer; give its directory" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {},
-            "contains a model; name another .*; its run had 3 steps, give more to train it longer",
-        ),
         ({"max_train_steps": 2}, "contains a model; .*; its run had 3 steps, give more"),
         ({"max_train_steps": 6, "seed": 5}, "belongs to another run: seed was 3 and is 5. Change"),
         (
@@ -704,6 +732,7 @@ FULL_DISK = """
 import resource, signal
 import jax
 from training import checkpoints
+import ema_posthoc
 import flax_train_instruct_pix2pix as trainer
 save = checkpoints.Checkpoints.save
 def save_on_a_full_disk(self, step, *args):

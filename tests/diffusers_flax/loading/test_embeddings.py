@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import shutil
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.images import prepare_images
 from diffusers_flax.loading.embeddings import read_embeddings
+from diffusers_flax.loading.lora import read_updates, split_weight
 from diffusers_flax.loading.tokenizer import tokenize
 from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -246,6 +248,32 @@ def test_vectors_of_every_dtype(tmp_path):
         for name in ("a.safetensors", "a.pt"):
             [embedding] = read_embeddings(tmp_path / name)
             np.testing.assert_array_equal(embedding.vectors[None], content["<cat>"].float())
+
+
+def test_embeddings_in_a_lora(tmp_path, caplog):
+    """Each reads its entries; names as in AUTOMATIC1111's web UI and OneTrainer."""
+    lora = {"lora_unet_mid_block_attentions_0_proj_in.lora_down.weight": torch.randn(2, 16, 1, 1)}
+    lora["lora_unet_mid_block_attentions_0_proj_in.lora_up.weight"] = torch.randn(16, 2, 1, 1)
+    bundled = {
+        "bundle_emb.cat.string_to_param.*": vectors(2),
+        "bundle_emb.dog.emb_params": vectors(1, seed=1),
+    }
+    xl = {f"bundle_emb.cat.{name}": vectors(1) for name in ("clip_l", "clip_g")}
+    save_file(lora | bundled, tmp_path / "both.safetensors")
+    save_file(lora | xl, tmp_path / "xl.safetensors")
+    for name in ("both", "xl"):
+        assert len(read_updates(tmp_path / f"{name}.safetensors", 1.0)) == 1
+    assert "comes with embeddings of cat, dog; give the file as embedding too" in caplog.text
+    cat, dog = read_embeddings(tmp_path / "both.safetensors")
+    assert (cat.token, dog.token) == ("cat", "dog")
+    np.testing.assert_array_equal(cat.vectors[None], vectors(2))
+    [embedding] = read_embeddings(f"{tmp_path}/xl.safetensors:<cat>")
+    assert embedding.token == "<cat>"
+    assert embedding.vectors.keys() == {"text_encoder", "text_encoder_2"}
+    with pytest.raises(ValueError, match="has the tokens cat, dog; leave out :TOKEN"):
+        read_embeddings(f"{tmp_path}/both.safetensors:<cat>")
+    shutil.copy(tmp_path / "both.safetensors", tmp_path / "style:v2.safetensors")
+    assert split_weight(f"{tmp_path}/style:v2.safetensors")[1] == 1.0
 
 
 class RunsCode:
