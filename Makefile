@@ -20,8 +20,7 @@ demo: .venv/installed
 	$(BIN)/python demo/run_demo.py
 
 app: .venv/app demo/output/model/model_index.json
-	$(BIN)/python edit_app.py --model demo/output/model --examples demo/output/held_out/edits.jsonl \
-		--guidance_scale 2 --image_guidance_scale 1.2 --num_inference_steps 20
+	$(BIN)/python edit_app.py --model demo/output/model --examples demo/output/held_out/edits.jsonl
 
 demo/output/model/model_index.json:
 	$(MAKE) demo

@@ -11,8 +11,7 @@ mask the image changes where the mask is white; all other pixels are the input's
 result. With the model of `make demo`, on a CPU:
 
     python edit_cli.py --model demo/output/model --input demo/output/held_out/chelsea_0.png \\
-        --edit "invert the colors" --output inverted.png \\
-        --num_inference_steps 20 --guidance_scale 2 --image_guidance_scale 1.2
+        --edit "invert the colors" --output inverted.png
 
 Sizes: the EXIF orientation is applied. The longer side becomes --resolution, by default the model's
 own; the aspect ratio is kept, with each side rounded to the nearest multiple of the VAE's factor.

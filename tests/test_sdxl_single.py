@@ -68,9 +68,9 @@ def test_images_and_grid(made):
     assert len({x.tobytes() for x in found}) == 6
     grid, margin, line = np.asarray(Image.open(made / "grid.png")), GRID_MARGIN, LINE_HEIGHT
     side = GRID_IMAGE_SIZE  # of the images, enlarged
-    assert grid.shape == (2 * (side + line + margin) + margin, 3 * (side + margin) + margin, 3)
+    assert grid.shape == (3 * (side + line + margin) + margin, 2 * (side + margin) + margin, 3)
     top = margin + side + line + margin
-    enlarged = Image.fromarray(found[3]).resize((side, side), Image.Resampling.LANCZOS)
+    enlarged = Image.fromarray(found[2]).resize((side, side), Image.Resampling.LANCZOS)
     np.testing.assert_array_equal(grid[top : top + side, margin : margin + side], enlarged)
     captions = grid[margin + side : margin + side + line]
     assert captions[:, :margin].min() == 255 and captions[:, margin : margin + side].min() < 80
