@@ -66,7 +66,7 @@ def spare_this_machine():
     """Let no proxy of the environment take requests to this machine: a page, a judge, a server."""
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     has_proxy = any(name.lower().endswith("_proxy") for name in os.environ)
-    if has_proxy and "127.0.0.1" not in given:
+    if has_proxy and "127.0.0.1" not in given and "*" not in given:
         spared = ",".join(filter(None, (given, "localhost,127.0.0.1,::1")))
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = spared
 

@@ -41,6 +41,7 @@ current directory. docs/compile.md explains the figures, options of XLA, and how
 
 import json
 import math
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -531,8 +532,9 @@ def showing_time(config, target):
 
     def tick():
         name = "tracing, then waiting for XLA's compiler"
-        with tqdm(desc=name, bar_format="{desc}: {elapsed}", leave=False, disable=None) as bar:
-            while not done.wait(1):
+        pause = 1 if sys.stderr.isatty() else 60  # seconds
+        with tqdm(desc=name, bar_format="{desc}: {elapsed}", leave=False, delay=pause) as bar:
+            while not done.wait(pause):
                 bar.refresh()
 
     thread = Thread(target=tick, daemon=True)

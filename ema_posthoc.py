@@ -26,7 +26,7 @@ import logging
 import re
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain, product
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -224,6 +224,15 @@ def save_model(config, snapshots, weights, sigma_rel, folder):
         unet.save_pretrained(new / "unet", unflatten_dict(params, sep="/"), dtype=config.dtype)
 
 
+def check_apart(output_dir, source, flag):
+    """Raise a ValueError if the model would be written into or around the run."""
+    one, other = Path(output_dir).resolve(), Path(source).resolve()
+    if one.is_relative_to(other) or other.is_relative_to(one):
+        raise ValueError(
+            f"--output_dir {output_dir} is in or around {flag} {source}; name another directory"
+        )
+
+
 def output_folders(config):
     """{sigma_rel: directory to write}.
 
@@ -235,12 +244,7 @@ def output_folders(config):
     if not config.output_dir:
         raise ValueError("--output_dir is empty; name a directory")
     output_dir = Path(config.output_dir).resolve()
-    source = Path(config.train_output_dir).resolve()
-    if output_dir.is_relative_to(source) or source.is_relative_to(output_dir):
-        raise ValueError(
-            f"--output_dir {config.output_dir} is in or around "
-            f"--train_output_dir {config.train_output_dir}; name another directory"
-        )
+    check_apart(config.output_dir, config.train_output_dir, "--train_output_dir")
     folders = {config.sigma_rel[0]: output_dir}
     if len(config.sigma_rel) > 1:
         folders = {sigma_rel: output_dir / str(sigma_rel) for sigma_rel in config.sigma_rel}
@@ -259,13 +263,20 @@ def save_checkpoint(config):
             f"--checkpoint {checkpoint} is not a checkpoint of the trainer; give its directory, "
             "such as OUTPUT_DIR/checkpoints/600"
         )
+    if config.sigma_rel or config.step is not None or config.dtype != Config.dtype:
+        raise ValueError(
+            "--sigma_rel, --step and --dtype are for --train_output_dir; leave them out"
+        )
+    check_apart(output_dir, checkpoint.parent.parent, "--checkpoint")
     ask_before_replacing("output_dir", output_dir, config.overwrite_output_dir)
     saved, step = read_json(record_file), int(checkpoint.name)
     if "pretrained_model_name_or_path" not in saved or "unet_model_name_or_path" not in saved:
         raise ValueError(f"{record_file} is not of flax_train_instruct_pix2pix.py")
     saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
     changes = dict(output_dir=output_dir, max_train_steps=step, num_train_epochs=None)
-    flags = TrainingConfig(**saved | changes | dict(push_to_hub=False, save_raw_unet=False))
+    changes |= dict(push_to_hub=False, save_raw_unet=False)
+    known = {field.name for field in fields(TrainingConfig)}
+    flags = TrainingConfig(**{k: x for k, x in (saved | changes).items() if k in known})
     flags = with_single_files(flags, "pretrained_model_name_or_path", **COMPONENT_FLAGS)
     models, pipeline, frozen, params = load_models(flags, np.float32)
     checkpoints = Checkpoints(checkpoint.parent)

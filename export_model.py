@@ -212,7 +212,7 @@ def export(config):
     """Load the model and write its files."""
     import jax
 
-    from generating.defaults import read_defaults, write_defaults
+    from generating.defaults import DEFAULTS_FILE, read_defaults, write_defaults
     from generating.single_files import with_single_files
 
     check_flags(config)
@@ -261,6 +261,7 @@ def export(config):
             size=size,
             num_inference_steps=steps,
         )
+    (output_dir / DEFAULTS_FILE).unlink(missing_ok=True)  # of an export that is replaced
     if defaults:
         write_defaults(output_dir, **defaults)
     print_files(files) if config.format == "stablehlo" else print(output_dir)

@@ -119,8 +119,8 @@ class Api:
             raise gr.Error("cancelled", print_exception=False) from error
         except (ValueError, OSError) as error:
             raise gr.Error(self.events.in_words(error), print_exception=False) from error
-        edits = self.editor.edits
+        texts = [self.editor.recipe(request, settings)]
         (result,) = self.sessions.add(
-            session, request.images, None, [settings], edits, original=source
+            session, request.images, None, [settings], texts, self.editor.edits
         )
         yield result.path, asdict(settings) | {"seconds": request.seconds}

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from app.settings import SCALES, SHAPES, Limits, Settings, check_settings
+from app.settings import SCALES, SHAPES, Limits, Settings, check_settings, page_recipe
 from dataloading.images import load_image
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.acceleration.previews import Preview
@@ -44,6 +44,7 @@ from generating.flags import from_flags
 from generating.inputs import inputs_of, key_of
 from generating.masks import finish_image, fit_mask, stretch_mask
 from generating.models import ModelOptions, Sampling, check_sampling, load_model, plan_images
+from generating.recipes import MASKED
 from generating.sizes import fit_image, result_size, shared_size, stretch
 from generating.tasks import sees_mask, task_of, with_task
 
@@ -171,6 +172,37 @@ class Editor:
         flags = {name: getattr(self.config, name) for name in names}
         flags |= {"strength": 1.0} if self.task == "inpainting" else {}
         return Settings("", resolution=self.checked.resolution, lora=tuple(self.loras), **flags)
+
+    def recipe(self, request, settings):
+        """The page_recipe of an image of a request; settings: the image's."""
+        of_model = (
+            "embedding",
+            "unet_delta",
+            "config_name_or_path",
+            "dtype",
+            "storage",
+            "vae_dtype",
+        )
+        names = (*SCALES, "num_inference_steps", "seed", "scheduler", "accelerate")
+        values = {name: getattr(self.config, name) for name in of_model}
+        values |= {
+            name: getattr(settings, name) for name in (*names, "negative_prompt", "strength")
+        }
+        flags = {"model": str(self.config.model)}
+        flags |= {name: x for name, x in values.items() if x not in (None, (), "")}
+        flags["edit" if self.edits else "prompt"] = settings.instruction
+        if settings.lora:
+            specs = (split_weight(self.loras[name]) for name in settings.lora)
+            flags["lora"] = [f"{file}:{weight * settings.lora_weight:g}" for file, weight in specs]
+        if request.image is None:
+            flags["width"], flags["height"] = request.size
+        else:
+            flags["resolution"] = settings.resolution
+        if request.source is not None:
+            flags["input" if self.edits else "image"] = Path(request.source).name
+        if request.mask is not None:
+            flags |= {MASKED: True, "mask_feather": settings.mask_feather}
+        return page_recipe(settings, flags, request.source)
 
     def open(self):
         """Load the model and start the thread."""

@@ -270,9 +270,8 @@ class Events:
         several = [
             replace(request.settings, **dict(zip(names, scales))) for scales in request.scales
         ]
-        results = self.sessions.add(
-            session, request.images, before, several, edits, original=request.source
-        )
+        texts = [self.editor.recipe(request, one) for one in several]
+        results = self.sessions.add(session, request.images, before, several, texts, edits)
         gallery = [(result.path, result.settings.instruction) for result in session.results]
         update = self._idle() | self._shown(results[-1], session)
         update |= {
@@ -411,7 +410,8 @@ class Events:
             raise self._toast(error) from error
         session, recipe = self.sessions.get(page.session_hash), read_recipe(file) or {}
         original, checksum = recipe.get("input", recipe.get("image")), checksum_of(file)
-        if (settings := read_settings(file)) is None or session.restored == checksum:
+        plain, edits = self.editor.defaults(), self.editor.edits
+        if (settings := read_settings(file, plain, edits)) is None or session.restored == checksum:
             yield {self.c.status: ""}
             return
         settings, changed = within_limits(settings, self.editor.limits)

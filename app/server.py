@@ -115,7 +115,7 @@ def make_blocks(editor, examples, folder):
     ):
         warnings.simplefilter("ignore")  # Gradio's own
         components = build(editor, examples)
-        sessions = Sessions(folder, Path(str(editor.config.model)).name)
+        sessions = Sessions(folder)
         Events(editor, sessions, components).connect(blocks)
     # Requests wait in the editor's queue, which knows how many are before each.
     return blocks.queue(max_size=None, default_concurrency_limit=None)

@@ -47,9 +47,9 @@ class Session:
 class Sessions:
     """Sessions by Gradio's session hash."""
 
-    def __init__(self, root, model):
-        """root: Gradio's directory; model: name of the model, for PNG files."""
-        self.root, self.model = Path(root), model
+    def __init__(self, root):
+        """root: Gradio's directory."""
+        self.root = Path(root)
         self.open, self.lock = {}, Lock()
         self.examples = {*self.root.rglob("*")}  # Gradio's copies
 
@@ -102,7 +102,7 @@ class Sessions:
         image.save(file, compress_level=1)
         return file
 
-    def add(self, session, images, before, settings, edits, original=None):
+    def add(self, session, images, before, settings, texts, edits):
         """Save results.
 
         Args:
@@ -110,18 +110,18 @@ class Sessions:
             images: PIL images.
             before: path of the original image at their size, from save, or None.
             settings: Settings of each image.
+            texts: of page_recipe, for each image.
             edits: whether the model edits images.
-            original: path of the original image, as it was uploaded, or None.
 
         Returns:
             The Results, also at the start of session.results.
         """
         made = []
-        for image, of_image in zip(images, settings):
+        for image, of_image, recipe in zip(images, settings, texts):
             session.number += 1
             words = re.sub(r"[^a-z0-9]+", "-", of_image.instruction.lower()).strip("-")[:40]
             file = session.folder / f"{session.number:03}-{words or 'image'}.png"
-            save_image(image, file, SOFTWARE, texts=of_image.as_texts(self.model, original, edits))
+            save_image(image, file, SOFTWARE, texts=recipe)
             made.append(Result(file, before, of_image, of_image.summary(edits)))
         session.results[:0] = reversed(made)
         for old in session.results[MAX_RESULTS:]:

@@ -1,13 +1,12 @@
 """Settings of an image, and the recipe in its PNG file that carries them.
 
 settings = Settings("make it red", guidance_scale=2, seed=7, resolution=64)
-save_image(image, path, SOFTWARE, texts=settings.as_texts("demo", original=file))
-settings = read_settings(path)  # of an uploaded file, or None
+save_image(image, path, SOFTWARE, texts=page_recipe(settings, flags, file))
+settings = read_settings(path, plain, edits=True)  # of an uploaded file, or None
 """
 
 import secrets
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 
 from command_line import check_seed
 from diffusers_flax.acceleration.plans import parse
@@ -23,6 +22,7 @@ SHAPES = {  # width : height of images from text
     "portrait 3:4": (3, 4),
     "portrait 9:16": (9, 16),
 }
+PAGE = "page"  # entry of a recipe with the page's Settings
 SCALES = ("guidance_scale", "image_guidance_scale")
 RANGES = {  # of the page's sliders
     "guidance_scale": (0, 20),
@@ -63,20 +63,6 @@ class Settings:
         skipped = ImageToImage.get_timestep_start(self.num_inference_steps, self.strength)
         return self.num_inference_steps - skipped
 
-    def as_texts(self, model, original=None, edits=True):
-        """The recipe_text.
-
-        Args:
-            model: its name.
-            original: path of the original image, of which the recipe has the name; None: none.
-            edits: whether the model edits images.
-        """
-        flags = {"model": model} | {k: x for k, x in asdict(self).items() if x not in (None, ())}
-        flags["edit" if edits else "prompt"] = flags.pop("instruction")
-        if original is not None:
-            flags["input" if edits else "image"] = Path(original).name
-        return recipe_text(SOFTWARE, flags, original)
-
     def summary(self, edits):
         """The settings in a few words; edits: whether the model edits images."""
         words = [f"{'instruction' if edits else 'prompt'} scale {self.guidance_scale:g}"]
@@ -86,6 +72,9 @@ class Settings:
         words += [*filter(None, [self.scheduler]), *self.accelerate]
         words += [f"{name} at {self.lora_weight:g}" for name in self.lora]
         return ", ".join(words)
+
+
+NOTHING = Settings("")
 
 
 @dataclass(frozen=True)
@@ -146,18 +135,36 @@ def draw_seed():
     return secrets.randbelow(2**32)
 
 
-def read_settings(path):
+def page_recipe(settings, flags, original=None):
+    """The recipe_text of an image: flags of the programs, and the page's settings.
+
+    Args:
+        settings: Settings.
+        flags: {name: value}, as edit_cli.py or generate_cli.py take them.
+        original: path of the original image, or None.
+    """
+    return recipe_text(SOFTWARE, {**flags, PAGE: asdict(settings)}, original)
+
+
+def read_settings(path, plain=NOTHING, edits=True):
     """The Settings in a PNG file with a recipe, else None.
 
-    Missing entries and entries of another type get their defaults.
+    Args:
+        path: of the file.
+        plain: Settings for missing entries and entries of another type.
+        edits: whether the page edits images; recipes of images from text then count as none.
     """
-    recipe = read_recipe(path) or {}
-    return settings_of(recipe) if {"edit", "prompt"} & recipe.keys() else None
+    recipe, text = read_recipe(path) or {}, "edit" if edits else "prompt"
+    if text not in recipe:
+        return None
+    page = recipe.get(PAGE)
+    saved = page if isinstance(page, dict) else {**recipe, "lora": ()}
+    return settings_of({**saved, "instruction": str(recipe[text])}, plain)
 
 
-def settings_of(saved):
-    """Settings from a recipe."""
-    settings = Settings(str(saved.get("edit", saved.get("prompt"))))
+def settings_of(saved, plain):
+    """Settings from a dict of JSON values; plain: see read_settings."""
+    settings = replace(plain, instruction=saved["instruction"])
     changes = {}
     for field in fields(Settings)[1:]:
         value, default = saved.get(field.name), getattr(settings, field.name)

@@ -14,7 +14,7 @@ from dataloading.images import (
     crop_corner,
     crop_image,
     decode_image,
-    decode_mask,
+    decode_mask_of_set,
     encoded_size,
     scaled_shape,
 )
@@ -225,7 +225,7 @@ def place_mask(
         out[:] = 0
         return
     try:
-        mask = decode_mask(pair.mask)
+        mask = decode_mask_of_set(pair.mask)
     except ValueError as error:
         raise ValueError(f"mask: {error}") from error
     check_one_shape("the mask", mask.shape[::-1], "the edited image", size)

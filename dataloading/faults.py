@@ -35,7 +35,7 @@ CHANGE_SIDE, CELL = 256, 8
 MOST_CHANGE, MEAN_CHANGE = 11, 2
 NUM_BANDS = 7  # of the 128 bits of two images' hashes
 MAX_BITS = NUM_BANDS - 1  # that differ between near duplicates; one band is then equal
-LOOK_SIDE = 4  # cells, of the mean colours of an image
+LOOK_SIDE = 16  # cells, of the mean colours of an image
 MAX_COLOUR = 10  # levels between the mean colours of near duplicates
 MAX_CANDIDATES = 100  # earlier pairs of one instruction and band that are compared
 
@@ -46,7 +46,7 @@ class Measured(NamedTuple):
     faults: tuple[str, ...]  # that a pair has by itself
     digest: bytes = b""  # of the bytes of both images
     bits: int = 0  # 128: difference hashes of both images
-    colours: bytes = b""  # uint8 (2, 4, 4, 3): mean RGB of cells of both images
+    colours: bytes = b""  # uint8 (2, 16, 16, 3): mean RGB of cells of both images
 
 
 def frame_sides(pixels: np.ndarray) -> tuple[float, float]:
@@ -125,8 +125,9 @@ class FaultFinder:
         """db: to remember pairs in, which a later process may go on with; the caller closes it."""
         self._db = db
         self._db.execute("create table if not exists seen (digest blob primary key) without rowid")
-        self._db.execute("create table if not exists looks (band blob, bits blob, colours blob)")
-        self._db.execute("create index if not exists by_band on looks (band)")
+        self._db.execute("create table if not exists looks (id integer primary key, bits, colours)")
+        self._db.execute("create table if not exists bands (band blob, look integer)")
+        self._db.execute("create index if not exists by_band on bands (band)")
 
     def find(self, measured: Measured, instruction: str) -> list[str]:
         """The faults of a pair, in the order of FAULTS; see remember.
@@ -151,9 +152,10 @@ class FaultFinder:
         if "unreadable" in measured.faults or self._is_seen(key):
             return
         self._db.execute("insert into seen values (?)", (key,))
-        bits = measured.bits.to_bytes(16)
-        rows = [(band, bits, measured.colours) for band in self._bands(measured, text)]
-        self._db.executemany("insert into looks values (?, ?, ?)", rows)
+        look = measured.bits.to_bytes(16), measured.colours
+        number = self._db.execute("insert into looks values (null, ?, ?)", look).lastrowid
+        rows = [(band, number) for band in self._bands(measured, text)]
+        self._db.executemany("insert into bands values (?, ?)", rows)
 
     @staticmethod
     def _digest(instruction: str) -> bytes:
@@ -173,7 +175,7 @@ class FaultFinder:
 
     def _is_near(self, measured: Measured, text: bytes) -> bool:
         """Whether an earlier pair of this instruction looks alike."""
-        query = "select distinct bits, colours from looks where band = ? limit ?"
+        query = "select bits, colours from bands join looks on id = look where band = ? limit ?"
         colours = np.frombuffer(measured.colours, np.uint8).astype(np.int16)
         for band in self._bands(measured, text):
             for bits, other in self._db.execute(query, (band, MAX_CANDIDATES)):

@@ -106,6 +106,17 @@ def decode_mask(data: bytes) -> np.ndarray:
     return mask_values(open_upright(data))
 
 
+def decode_mask_of_set(data: bytes) -> np.ndarray:
+    """decode_mask, for the mask of a data set: all may change where nothing is opaque."""
+    try:
+        return decode_mask(data)
+    except ValueError:
+        image = open_upright(data).convert("RGBA")
+        if image.getextrema()[3][1]:
+            raise
+        return np.full(image.size[::-1], 255, np.uint8)
+
+
 def open_upright(data):
     """Open an image with PIL and turn it by its EXIF orientation."""
     return ImageOps.exif_transpose(open_image(io.BytesIO(data)))

@@ -490,5 +490,6 @@ def write_pairs(
             with move_when_complete(held_out_dir, (*IMAGE_DIRS, MASK_DIR, HELD_OUT_LIST)) as folder:
                 write_held_out(held_out, folder)
             report += f"\nheld out {len(held_out)} pairs: {held_out_dir / HELD_OUT_LIST}"
+            report += f" (of {num_held_out} originals)"
             report += f"; {COPIES}"
     return report

@@ -212,7 +212,7 @@ def mask_values(mask):
     alpha, values = rgba[..., 3], np.asarray(Image.fromarray(rgba[..., :3]).convert("L"))
     if not (opaque := opaque_part(alpha)).any():
         raise ValueError("nothing is painted on it, all pixels are transparent; " + USUAL_MASKS)
-    colors = rgba[opaque][:: opaque.sum() // COLOR_SAMPLES + 1, :3]
+    colors = rgba[opaque][:, :3]
     darkest, brightest = colors.min(1), colors.max(1)
     if opaque.all():
         if (brightest - darkest > 64).mean() > 0.02:
@@ -221,13 +221,16 @@ def mask_values(mask):
     black, white = brightest < 32, darkest >= 224
     if black.any() and white.any() and (black | white).mean() > 0.95:  # else smooth edges
         return np.where(opaque, values, 0)
-    main_color = np.abs(colors.astype(np.int16) - np.median(colors, 0)).max(1) <= 16
-    if main_color.mean() > 0.95 or alpha.max() < 224:
+    colors = colors[:: len(colors) // COLOR_SAMPLES + 1]
+    main_color = np.abs(colors.astype(np.int16) - np.median(colors, 0)).max(1) <= 1  # no noise
+    is_grey, is_most = (brightest - darkest).max() <= 16, opaque.mean() > 0.5
+    is_paint = alpha.max() < 224 or main_color.mean() > 0.95
+    # A plain background, of which a hole leaves the most, looks like grey paint.
+    is_background = is_paint and is_grey and is_most and alpha.max() == 255
+    if is_paint and not is_background:
         return np.where(opaque, np.uint8(255), np.uint8(0))
-    if len(np.unique(colors, axis=0)) < min(MANY_COLORS, len(colors) / 4):
-        raise ValueError(
-            "it may be paint of several colors or an image with a hole; " + USUAL_MASKS
-        )
+    if is_background or len(np.unique(colors, axis=0)) < min(MANY_COLORS, len(colors) / 4):
+        raise ValueError("it may be paint or an image with a hole; " + USUAL_MASKS)
     return np.where(opaque, np.uint8(0), np.uint8(255))
 
 

@@ -274,8 +274,10 @@ def parse_scores(question, reply):
         scores = found[-number:] if len(found) % number == 0 else []
     else:
         least, most, number = 0, 10, 2
-        lists = re.findall(r"""score["']?\s*:\s*\[([^\[\]]*)\]""", text)
-        lists = lists or re.findall(r"\[([^\[\]]*)\]", text) or [""]
+        lists = re.findall(r"""(?i)scores?["']?\s*:\s*\[([^\[\]]*)\](?=[\s\S]*\})""", text)
+        if not lists and "score" not in text.lower():
+            lists = re.findall(r"\[([^\[\]]*)\]", text)
+        lists = lists or [""]
         items = re.sub(r"\([^()]*\)", "", lists[-1]).split(",")
         found = [re.fullmatch(r"""\s*["']?\s*(\d{1,9}(?:\.\d+)?)\s*["']?\s*""", x) for x in items]
         scores = [match[1] for match in found] if all(found) else []

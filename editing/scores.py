@@ -141,7 +141,7 @@ def difference_table(all_values, shown, pairs, names, protocol):
     lines = table_head((heading, "guidance", "image guidance", *shown.values()))
     others = [key for key in all_values if key[0] != first[0]]
     for model, *scales in others:
-        base = all_values.get((first[0], *scales), all_values[first])
+        base = all_values[first[0], *scales]
         cells = [names[model], *map(str, scales)]
         for metric in shown:
             both = [over_rows(x, metric) for x in (all_values[model, *scales], base)]

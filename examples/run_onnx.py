@@ -432,6 +432,8 @@ def fill_defaults(options):
     for name in DEFAULTS:
         if getattr(options, name) is None:
             setattr(options, name, defaults[name])
+            if has_file:
+                print(f"--{name} {defaults[name]}, as in {DEFAULTS_FILE}", file=sys.stderr)
 
 
 def parse_flags():

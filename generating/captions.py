@@ -36,7 +36,7 @@ def image_grid(images, captions):
         tiles.append(captioned([image.resize(size, Image.Resampling.LANCZOS)], caption))
     runs = [len([*run]) for _, run in itertools.groupby(captions[: len(tiles)])]
     columns = math.ceil(math.sqrt(len(tiles)))
-    if len(runs) > 1 and len(set(runs)) == 1 and 1 < runs[0] <= MAX_COLUMNS:
+    if len(runs) > 1 and len(set(runs[:-1])) == 1 and 1 < runs[0] <= MAX_COLUMNS:
         columns = runs[0]
     return tile_grid(tiles, columns, GRID_MARGIN)
 

@@ -39,7 +39,7 @@ def read_defaults(model, loras=()):
         ValueError: the model is a checkpoint of a training run.
     """
     path = Path(str(model))
-    if path.parent.name == "checkpoints" and path.is_dir():
+    if path.parent.name == "checkpoints" and path.name.isdecimal() and path.is_dir():
         raise ValueError(
             f"{path} is a checkpoint of a training run; make a model of it: python ema_posthoc.py "
             f"--checkpoint {path} --output_dir NEW"

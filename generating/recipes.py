@@ -18,6 +18,7 @@ from generating.resuming import checksum_of
 
 KEYWORD = "recipe"  # of the text chunk
 LIKE = "--like"
+MASKED = "masked"  # entry of an image inside of a mask that is in no file
 ORIGINALS = ("input", "image")  # flags of the original image
 
 
@@ -81,6 +82,8 @@ def with_flags_of_image(words, config_class, replaced):
     given = given.union(*(replaced.get(name, ()) for name in given))
     recipe, known = recipe_for(file, config_class)
     check_original(file, recipe, given)
+    if recipe.get(MASKED) and "mask" not in given:
+        refuse(f"{LIKE} {file} has a painted mask, which its recipe lacks; give it with --mask")
     flags = {name: x for name, x in recipe.items() if name in known - given}
     return [*rest, *(word for name, value in flags.items() for word in as_words(name, value))]
 

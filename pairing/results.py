@@ -123,7 +123,9 @@ class Line:
         for name in missed:
             self.missed[name] += 1
         self.num_good += not missed
-        self.num_nan += bool(np.isnan(pair.scores).all())
+        # Without CLIP all pairs are kept, and none has scores.
+        is_unscored = self.choice.num_kept is None and pair.images is not None
+        self.num_nan += bool(np.isnan(pair.scores).all()) and not is_unscored
         self.largest = np.fmax(self.largest, compared_scores(pair.scores))
         places = np.searchsorted(BINS, np.nan_to_num(pair.scores, nan=-1), "right") - 1
         self.histograms[np.arange(len(places)), places.clip(0, len(BINS) - 2)] += 1

@@ -58,6 +58,12 @@ UNPUBLISHED_PATTERNS = (
 )
 
 
+# Flags that differ between starts of one command.
+OF_A_START = {"output_dir", "compilation_cache_dir", "coordinator_address", "num_processes"}
+OF_A_START |= {"process_id", "dataloader_num_workers"}
+UPLOADED = ".uploaded"  # marks a finished run whose model is on the hub
+
+
 def check_run_dir(config: Config) -> None:
     """Raise a ValueError if output_dir cannot be written or its content would be lost."""
     if not config.output_dir:
@@ -88,23 +94,23 @@ def check_run_dir(config: Config) -> None:
 
 
 def says_finished(config: Config, flags: Any = None) -> bool:
-    """Whether output_dir has the model of a finished run with the same flags; if so, say it.
+    """Whether output_dir has the model of a finished run of the same command; if so, say it.
 
     Args:
         config: Config.
         flags: another program's flags that identify the run instead of config.
     """
     folder, flags = Path(config.output_dir), flags or config
-    record, models = folder / "config.json", [folder / name for name in FINAL_FILES]
-    models = [path.stat().st_mtime_ns for path in models if path.exists()]
-    # A run writes its flags at the start, its model at the end.
-    is_older = not record.exists() or not models or max(models) < record.stat().st_mtime_ns
-    if config.overwrite_output_dir or config.resume_from_checkpoint != "latest" or is_older:
+    record, files = folder / "config.json", [folder / final_file(config)]
+    files += [folder / INDEX_NAME] if config.merge_lora else []
+    files += [folder / UPLOADED] if config.push_to_hub else []
+    if config.overwrite_output_dir or not all(path.exists() for path in (record, *files)):
         return False
-    wanted = fixed_flags(flags, "may_change")
-    wanted |= {x: getattr(flags, x, False) for x in ("merge_lora", "push_to_hub")}
-    saved, wanted = read_json(record), json.loads(json.dumps(wanted))
-    if any(saved.get(name) != value for name, value in wanted.items()):
+    # A run writes its flags at the start, its model at the end.
+    if max(path.stat().st_mtime_ns for path in files) < record.stat().st_mtime_ns:
+        return False
+    saved, now = read_json(record), json.loads(json.dumps(asdict(flags), default=str))
+    if any(saved.get(name) != now[name] for name in now.keys() - OF_A_START):
         return False
     if jax.process_index() == 0:
         print(f"{folder} has the model of this run, which is finished; nothing is left to do")
@@ -211,6 +217,7 @@ class FinalModel:
         """Upload output_dir to the hub, with --push_to_hub."""
         if self.repo_id:
             print(f"uploaded {push_to_hub(self.output_dir, self.repo_id)}")
+            (self.output_dir / UPLOADED).touch()
 
 
 def remove_replaced_model(config, pipeline):

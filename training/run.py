@@ -4,6 +4,7 @@ TrainRun handles steps and files, not gradients; flax_train_instruct_pix2pix.py 
 processes make the same calls; only process 0 writes files.
 """
 
+import contextlib
 import gc
 import shutil
 import signal
@@ -250,8 +251,9 @@ class TrainRun:
         """
         first_profiled, last_profiled = profiled_steps(self.config.profile_steps)
         is_profiling = False
-        gc.freeze()  # else the collector goes through all loaded objects during steps
-        with self.stop_signal, self.bar:
+        with self.stop_signal, self.bar, contextlib.ExitStack() as stack:
+            gc.freeze()  # else the collector goes through all loaded objects during steps
+            stack.callback(gc.unfreeze)
             for step in range(self.start.step, self.max_train_steps):
                 if self.is_main and step == first_profiled:
                     is_profiling = True
@@ -264,7 +266,6 @@ class TrainRun:
                     jax.profiler.stop_trace()
                 if self.is_stopping:
                     break
-        gc.unfreeze()
 
     def _is_last_step(self, step):
         return step == self.max_train_steps

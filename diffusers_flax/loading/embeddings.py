@@ -43,7 +43,8 @@ ENCODERS = {
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 NO_TOKEN = ("emb_params", "*")  # names of vectors that are not tokens
 WIDTHS = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "SDXL"}
-BUNDLE = "bundle_emb"  # start of the names of embeddings in a LoRA
+# Names of embeddings in a LoRA: the token, and the name of the vectors.
+BUNDLED = re.compile(r"bundle_emb\.(.+?)\.(?:string_to_param\.)?([^.]+)")
 MODEL = re.compile(r"\.(weight|bias)$|^state_dict$")
 TABLE = "text_model/embeddings/token_embedding/embedding"
 
@@ -235,10 +236,8 @@ def read_embeddings(spec, **hub_options):
     content = content if isinstance(content, dict) else {"*": content}
     bundles = {}  # of a LoRA with embeddings: bundle_emb.TOKEN.NAME
     for key in content:
-        if str(key).startswith(f"{BUNDLE}."):
-            _, name, entry = key.split(".", 2)
-            entry = entry.removeprefix("string_to_param.")
-            bundles.setdefault(name, {})[entry] = content[key]
+        if found := BUNDLED.fullmatch(str(key)):
+            bundles.setdefault(found[1], {})[found[2]] = content[key]
     if token and len(bundles) > 1:
         raise ValueError(f"{what} has the tokens {first_names(sorted(bundles))}; leave out :TOKEN")
     bundles = bundles or {default: content}

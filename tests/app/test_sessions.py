@@ -8,6 +8,7 @@ from helpers import photo
 from app.sessions import MAX_RESULTS, Sessions
 from app.settings import (
     Settings,
+    page_recipe,
     read_settings,
 )
 
@@ -16,21 +17,22 @@ def test_files_of_sessions(tmp_path):
     """A session keeps its latest images; closing it deletes its files and no others."""
     example, upload, both = (tmp_path / f"{name}.png" for name in ("example", "upload", "both"))
     example.touch()
-    sessions = Sessions(tmp_path, "demo")
+    sessions = Sessions(tmp_path)
     upload.touch()
     both.touch()
     ours, theirs = sessions.get("a"), sessions.get("b")
     assert sessions.get("a") is ours
     settings = Settings("make it red")
+    texts = [page_recipe(settings, {"edit": settings.instruction})]
     for _ in range(MAX_RESULTS + 2):
         before = sessions.save(ours, photo(8, 6), "input")
-        sessions.add(ours, [photo(8, 6)], before, [settings], edits=True)
-    (other,) = sessions.add(theirs, [photo(8, 6)], None, [settings], edits=True)
+        sessions.add(ours, [photo(8, 6)], before, [settings], texts, edits=True)
+    (other,) = sessions.add(theirs, [photo(8, 6)], None, [settings], texts, edits=True)
     assert other.path.name == "001-make-it-red.png"
     names = sorted(file.name for file in ours.folder.iterdir())
     assert len(names) == 2 * MAX_RESULTS and len(ours.results) == MAX_RESULTS
     assert names[0] == "003-make-it-red.png" and names[-1].startswith("input-")
-    assert read_settings(ours.results[0].path) == settings
+    assert read_settings(ours.results[0].path, Settings(""), edits=True) == settings
     for file in (example, upload, both, Path(__file__)):
         sessions.add_upload(ours, file)
     sessions.add_upload(theirs, both)

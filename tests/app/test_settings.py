@@ -14,6 +14,7 @@ from app.settings import (
     Limits,
     Settings,
     check_settings,
+    page_recipe,
     read_settings,
     within_limits,
 )
@@ -30,10 +31,10 @@ def test_settings_in_a_png_file(tmp_path):
         "écris « rouge »", 3.5, 1.2, 7, 2**32 - 1, 48, "square", "euler", ("tome",), ("style",), 0.5
     )
     settings = dataclasses.replace(settings, strength=0.7)
-    image = photo(8, 6)
-    save_image(image, tmp_path / "a.png", SOFTWARE, texts=settings.as_texts("demo"))
+    image, flags = photo(8, 6), {"edit": settings.instruction, "input": "a.png"}
+    save_image(image, tmp_path / "a.png", SOFTWARE, texts=page_recipe(settings, flags))
     assert read_settings(tmp_path / "a.png") == settings
-    texts = settings.as_texts("demo", original=tmp_path / "a.png")
+    texts = page_recipe(settings, flags, tmp_path / "a.png")
     save_image(image, tmp_path / "b.png", SOFTWARE, texts=texts)
     assert read_settings(tmp_path / "b.png") == settings
     recipe = read_recipe(tmp_path / "b.png")
@@ -41,7 +42,8 @@ def test_settings_in_a_png_file(tmp_path):
     assert recipe["original_sha256"] == checksum_of(tmp_path / "a.png")
     np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a.png")), np.asarray(image))
     save_image(image, tmp_path / "plain.png", SOFTWARE)
-    texts = {KEYWORD: '{"edit": "red", "seed": "7", "guidance_scale": 2, "lora": ["x"]}'}
+    page = {"seed": "7", "guidance_scale": 2, "lora": ["x"]}
+    texts = {KEYWORD: json.dumps({"edit": "red", "page": page})}
     save_image(image, tmp_path / "other.png", texts=texts)
     assert read_settings(tmp_path / "plain.png") is None
     other = Settings("red", guidance_scale=2.0, lora=("x",))  # the seed is no number
@@ -59,7 +61,13 @@ def test_settings_in_a_png_file(tmp_path):
         {"edit": "half an emoji \ud83d", "negative_prompt": "\udcff"},
         {"strength": 0.001},
     ):
-        texts = {KEYWORD: json.dumps({"edit": "red", "resolution": 64} | wrong)}
+        texts = {
+            KEYWORD: json.dumps(
+                {"edit": "red", "resolution": 64}
+                | wrong
+                | {"page": {"edit": "red", "resolution": 64} | wrong}
+            )
+        }
         save_image(image, tmp_path / "wrong.png", texts=texts)
         allowed, changed = within_limits(read_settings(tmp_path / "wrong.png"), LIMITS)
         check_settings(allowed, LIMITS)

@@ -56,20 +56,22 @@ def test_small_edits_are_changes(photographs):
         assert not is_unchanged(original, encode(slightly_brighter))
 
 
-def drawing(rng):
+def drawing(rng, largest):
     """An object on white: a shape of one colour around the middle, 256x256."""
     image = Image.new("RGB", (256, 256), "white")
     draw, colour = ImageDraw.Draw(image), tuple(rng.integers(0, 200, 3).tolist())
-    radii = rng.uniform(30, 100, 8)
+    radii = rng.uniform(largest / 3, largest, 8)
     angles = np.arange(8) * np.pi / 4
     points = 128 + radii[:, None] * np.stack([np.cos(angles), np.sin(angles)], 1)
     draw.polygon([tuple(point) for point in points.tolist()], fill=colour)
     return image
 
 
-def test_different_objects_on_white_do_not_look_alike(photographs):
-    rng, finder = np.random.default_rng(1), FaultFinder(sqlite3.connect(":memory:"))
-    objects = [drawing(rng) for _ in range(100)]
+@pytest.mark.parametrize("largest", [15, 40, 100])
+def test_different_objects_on_white_do_not_look_alike(photographs, largest):
+    rng, db = np.random.default_rng(1), sqlite3.connect(":memory:")
+    finder = FaultFinder(db)
+    objects = [drawing(rng, largest) for _ in range(100)]
     pairs = [(image, image.convert("L").convert("RGB")) for image in objects]
     pairs += [(image, image.rotate(180)) for image in photographs]
 
@@ -84,3 +86,4 @@ def test_different_objects_on_white_do_not_look_alike(photographs):
     for pair in pairs:
         scaled = [image.resize((240, 240), Image.Resampling.LANCZOS) for image in pair]
         assert "near_duplicate" in found(scaled, quality=80)
+    db.close()

@@ -101,7 +101,7 @@ def test_images_of_any_mode(mode):
 @pytest.mark.parametrize("mode", [*WITHOUT_ALPHA, *WITH_ALPHA])
 def test_masks_of_any_mode(mode):
     """Drawn in white and black, and as white paint on a layer that is empty elsewhere."""
-    white = np.arange(12) >= np.full((8, 1), 5)
+    white = np.arange(12) >= np.full((8, 1), 7)
     mask = image_of(mode, np.where(white, 255, 0).astype(np.uint8), white)
     np.testing.assert_array_equal(mask_values(mask) >= 128, white)
     np.testing.assert_array_equal(prepare_masks(mask), white[None, None])
@@ -128,8 +128,17 @@ def test_paint_of_any_color_and_opacity_may_change(color, alpha):
     assert (mask_values(layer(color, PAINTED, soft)) == 255 * PAINTED).mean() > 0.99
 
 
-@pytest.mark.parametrize("dark", [0, 128])
+def test_holes_of_plain_photographs_may_change():
+    """A sky with little noise; a strip that is left of a photograph."""
+    sky = np.random.default_rng(0).integers(-2, 3, (32, 40, 3)) + np.array([90, 140, 200])
+    hole = layer(sky.astype(np.uint8), ~PAINTED)
+    np.testing.assert_array_equal(mask_values(hole), 255 * PAINTED)
+    strip = np.arange(32)[:, None] >= np.full(40, 28)
+    np.testing.assert_array_equal(mask_values(layer(PHOTOGRAPH // 6, strip)), 255 * ~strip)
+
+
 @pytest.mark.parametrize("is_grey", [False, True])
+@pytest.mark.parametrize("dark", [0, 128])
 def test_holes_of_photographs_may_change(dark, is_grey):
     photograph = PHOTOGRAPH - np.uint8(dark)
     photograph = photograph[..., :1] if is_grey else photograph
@@ -141,7 +150,8 @@ def test_holes_of_photographs_may_change(dark, is_grey):
     ("mask", "message"),
     [
         (layer((0, 0, 0), PAINTED & False), "nothing is painted"),
-        (layer(MANY_STROKES, PAINTED), "several colors or an image with a hole"),
+        (layer(MANY_STROKES, PAINTED), "may be paint or an image with a hole"),
+        (layer((255, 255, 255), ~PAINTED), "may be paint or an image with a hole"),
         (Image.fromarray(PHOTOGRAPH * np.uint8([1, 0, 0])), "colors and no transparent pixels"),
     ],
 )

@@ -307,6 +307,8 @@ def test_wrong_prompts_are_told_before_the_first_edit(folder, capsys, monkeypatc
         (SEMANTICS, '<think>Maybe {"score": [2, 3]}?</think>{"score": [7, 8]}', [7, 8]),
         (SEMANTICS, 'Maybe {"score": [2, 3]}? No: {"score": [7, 8]}', [7, 8]),
         (SEMANTICS, '{"score": [7, 8]} or {"score": [2,', [7, 8]),
+        (SEMANTICS, '{"score": [7, 8]} Or maybe {"score": [2, 3]', [7, 8]),
+        (SEMANTICS, '{"Scores": [7, 8], "reasoning": "boxes [1, 2]"}', [7, 8]),
         (SEMANTICS, '<thinking>Maybe {"score": [2, 3]}, or', None),
         (
             SEMANTICS,

@@ -34,6 +34,17 @@ from training.sharding import (
 NUM_DEVICES = 4  # conftest.py's
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_batch_on_few_devices(devices):
+    program = (
+        "import numpy as np; from training.sharding import shard_batch\n"
+        "x = np.arange(8).reshape(4, 2); found = shard_batch({'x': x})['x']\n"
+        f"np.testing.assert_array_equal(np.asarray(found), x.reshape({devices}, -1, 2))"
+    )
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    subprocess.run([sys.executable, "-c", program], env=os.environ | flags, cwd=ROOT, check=True)
+
+
 def test_a_batch_is_divided_over_the_devices():
     batch = {"x": np.arange(24).reshape(8, 3), "y": np.zeros((8, 0))}
     for name, x in shard_batch(batch).items():

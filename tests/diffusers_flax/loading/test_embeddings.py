@@ -256,21 +256,21 @@ def test_embeddings_in_a_lora(tmp_path, caplog):
     lora["lora_unet_mid_block_attentions_0_proj_in.lora_up.weight"] = torch.randn(16, 2, 1, 1)
     bundled = {
         "bundle_emb.cat.string_to_param.*": vectors(2),
-        "bundle_emb.dog.emb_params": vectors(1, seed=1),
+        "bundle_emb.dog-v1.1.emb_params": vectors(1, seed=1),
     }
     xl = {f"bundle_emb.cat.{name}": vectors(1) for name in ("clip_l", "clip_g")}
     save_file(lora | bundled, tmp_path / "both.safetensors")
     save_file(lora | xl, tmp_path / "xl.safetensors")
     for name in ("both", "xl"):
         assert len(read_updates(tmp_path / f"{name}.safetensors", 1.0)) == 1
-    assert "comes with embeddings of cat, dog; give the file as embedding too" in caplog.text
+    assert "comes with embeddings of cat, dog-v1.1; give the file as embedding too" in caplog.text
     cat, dog = read_embeddings(tmp_path / "both.safetensors")
-    assert (cat.token, dog.token) == ("cat", "dog")
+    assert (cat.token, dog.token) == ("cat", "dog-v1.1")
     np.testing.assert_array_equal(cat.vectors[None], vectors(2))
     [embedding] = read_embeddings(f"{tmp_path}/xl.safetensors:<cat>")
     assert embedding.token == "<cat>"
     assert embedding.vectors.keys() == {"text_encoder", "text_encoder_2"}
-    with pytest.raises(ValueError, match="has the tokens cat, dog; leave out :TOKEN"):
+    with pytest.raises(ValueError, match=r"has the tokens cat, dog-v1\.1; leave out :TOKEN"):
         read_embeddings(f"{tmp_path}/both.safetensors:<cat>")
     shutil.copy(tmp_path / "both.safetensors", tmp_path / "style:v2.safetensors")
     assert split_weight(f"{tmp_path}/style:v2.safetensors")[1] == 1.0
