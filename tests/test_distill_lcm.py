@@ -299,8 +299,10 @@ def test_command_line(models, data, tmp_path, lenient_optimizer, capsys):
     assert "guidance scale 3 and image guidance scale 1.4" in card and "](loss.png)" in card
 
     capsys.readouterr()
+    distill_lcm.main(flags(model, data, out))
+    assert "which is finished" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stop:
-        distill_lcm.main(flags(model, data, out))
+        distill_lcm.main([*flags(model, data, out), "--learning_rate", "1"])
     assert stop.value.code == 2
     assert "contains a model; name another directory" in capsys.readouterr().err
 
