@@ -89,9 +89,9 @@ define make_venv
 		$(1)/bin/python -m pip install --quiet $(TORCH)
 endef
 
-.venv/installed: requirements.txt
+.venv/installed: requirements.txt pyproject.toml
 	$(call make_venv,.venv)
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet -r requirements.txt --editable .
 	touch $@
 
 # The oldest version that every line of the requirements allows. What these packages need

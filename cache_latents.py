@@ -32,10 +32,10 @@ cores).
 from dataclasses import dataclass
 from typing import Literal
 
-from command_line import ask_before_replacing, run_main
-from generating.single_files import with_single_files
-from training.flags import chosen_columns
-from training.latents import latent_dirs, write_latents
+from diffusers_flax.command_line import ask_before_replacing, run_main
+from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.training.flags import chosen_columns
+from diffusers_flax.training.latents import latent_dirs, write_latents
 
 
 @dataclass(frozen=True)

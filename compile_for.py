@@ -54,17 +54,23 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import flax_train_instruct_pix2pix as trainer
-from command_line import check_scale, check_writable, run_main
-from compiling.cards import traced_for
-from compiling.costs import GIB, gpu_costs, num_bytes, program_costs, replicated_shapes
-from compiling.pairs import (
+from diffusers_flax.command_line import check_scale, check_writable, run_main
+from diffusers_flax.compiling.cards import traced_for
+from diffusers_flax.compiling.costs import (
+    GIB,
+    gpu_costs,
+    num_bytes,
+    program_costs,
+    replicated_shapes,
+)
+from diffusers_flax.compiling.pairs import (
     PairProgramFlags,
     check_pair_flags,
     count_clip_flops,
     pair_program,
     with_scoring,
 )
-from compiling.programs import (
+from diffusers_flax.compiling.programs import (
     DTYPES,
     FAMILIES,
     EditProgramFlags,
@@ -80,8 +86,16 @@ from compiling.programs import (
     target_devices,
     unet_program,
 )
-from compiling.report import BATCH_FLAGS, changed_flags, make_report, print_report, verdict
+from diffusers_flax.compiling.report import (
+    BATCH_FLAGS,
+    changed_flags,
+    make_report,
+    print_report,
+    verdict,
+)
 from diffusers_flax.flops import matmul_flops
+from diffusers_flax.generating.flags import check_pair_ranges
+from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
@@ -89,11 +103,9 @@ from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import check_scheduler, training_scheduler
-from generating.flags import check_pair_ranges
-from generating.single_files import with_single_files
-from training.batches import MAX_STEPS_IN_FLIGHT
-from training.ema import ema_flags, ema_plan, make_update_average
-from training.flags import (
+from diffusers_flax.training.batches import MAX_STEPS_IN_FLIGHT
+from diffusers_flax.training.ema import ema_flags, ema_plan, make_update_average
+from diffusers_flax.training.flags import (
     COMPONENT_FLAGS,
     check_batch,
     check_combinations,
@@ -101,8 +113,8 @@ from training.flags import (
     chosen_sizes,
     named_buckets,
 )
-from training.lora import add_lora
-from training.models import (
+from diffusers_flax.training.lora import add_lora
+from diffusers_flax.training.models import (
     Models,
     check_models,
     encode_text,
@@ -110,7 +122,7 @@ from training.models import (
     lora_options,
     store_frozen,
 )
-from training.sharding import cast_kernels, frozen_shapes, shard_axes, state_shapes
+from diffusers_flax.training.sharding import cast_kernels, frozen_shapes, shard_axes, state_shapes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,14 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from command_line import ask_before_replacing, run_main
+from diffusers_flax.command_line import ask_before_replacing, run_main
+from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.loading.directories import INDEX_NAME, has_component
 from diffusers_flax.loading.files import naming_full_disk
 from diffusers_flax.loading.hub import download_hint, fetch_config, fetch_file
 from diffusers_flax.loading.single_file import PURPOSES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.published_configs import REFINER_FEATURES, kind_of_unet
-from generating.single_files import with_single_files
 
 CHECK_LATENT_SIZE = 32  # 256 pixels in Stable Diffusion
 CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums differs

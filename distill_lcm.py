@@ -41,7 +41,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from command_line import check_scale, run_main
+from diffusers_flax.command_line import check_scale, run_main
+from diffusers_flax.generating.defaults import with_defaults, write_defaults
+from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.loading.directories import LORA_FILE
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.pipelines.base import pipeline_class
@@ -55,16 +57,14 @@ from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH
 from diffusers_flax.schedulers.factory import EDM_CLASSES, class_name
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
 from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predict_x0_and_eps
-from generating.defaults import with_defaults, write_defaults
-from generating.single_files import with_single_files
-from training.batches import Batches, open_dataset
-from training.checkpoints import find_start, run_identity
-from training.ema import ema_plan
-from training.flags import Config as TrainingConfig
-from training.flags import check_flags, may_change, named_buckets, per_process
-from training.latents import check_vae
-from training.lora import save_lora
-from training.models import (
+from diffusers_flax.training.batches import Batches, open_dataset
+from diffusers_flax.training.checkpoints import find_start, run_identity
+from diffusers_flax.training.ema import ema_plan
+from diffusers_flax.training.flags import Config as TrainingConfig
+from diffusers_flax.training.flags import check_flags, may_change, named_buckets, per_process
+from diffusers_flax.training.latents import check_vae
+from diffusers_flax.training.lora import save_lora
+from diffusers_flax.training.models import (
     Models,
     encode_batch,
     load_models,
@@ -72,15 +72,21 @@ from training.models import (
     mixed_precision_dtype,
     move_to_devices,
 )
-from training.output import (
+from diffusers_flax.training.output import (
     check_run_dir,
     lock_output_dir,
     remove_replaced_model,
     says_finished,
     write_readme,
 )
-from training.run import Optimization, TrainRun, cache_programs, compile_steps, make_optimizer
-from training.sharding import (
+from diffusers_flax.training.run import (
+    Optimization,
+    TrainRun,
+    cache_programs,
+    compile_steps,
+    make_optimizer,
+)
+from diffusers_flax.training.sharding import (
     combine,
     gather,
     replicate,

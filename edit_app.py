@@ -20,7 +20,7 @@ The page loads nothing from other hosts and is open to this machine only; others
 Images of a page are deleted when it is closed, painted masks when the other pages with masks are
 closed too. docs/editing.md has the API for other programs.
 
-Needs the packages of requirements-app.txt. Runs on TPU, GPU and CPU.
+Needs gradio: pip install ".[app]". Runs on TPU, GPU and CPU.
 """
 
 import logging
@@ -30,14 +30,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from app import server
-from app.editor import Editor, NoStops, trial_request
-from app.images import read_examples
-from command_line import check_scale, check_seed, run_main
+from diffusers_flax.app import server
+from diffusers_flax.app.editor import Editor, NoStops, trial_request
+from diffusers_flax.app.images import read_examples
+from diffusers_flax.command_line import check_scale, check_seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
+from diffusers_flax.generating.flags import DeviceFlags, layout_of_flags
+from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.schedulers.factory import check_scheduler
-from generating.flags import DeviceFlags, layout_of_flags
-from generating.single_files import with_single_files
 
 
 @dataclass(frozen=True)

@@ -40,18 +40,39 @@ import jax
 from PIL import ImageOps
 from tqdm import tqdm
 
-from command_line import check_image_file, check_scale, check_seed, print_files, run_main
+from diffusers_flax.command_line import (
+    check_image_file,
+    check_scale,
+    check_seed,
+    print_files,
+    run_main,
+)
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.precision import choose_dtype
-from diffusers_flax.images import IMAGE_FORMATS, save_image, to_pil
-from diffusers_flax.parameters import place_params
-from diffusers_flax.pipelines.sampling import count_steps
-from diffusers_flax.schedulers.factory import check_scheduler
-from editing.edits import SOFTWARE, EditList, check_model, edit_batches, plan_edits, read_edits
-from generating.batches import IN_FLIGHT, DeviceClock, FileWriter, check_finite_images, rounds_of
-from generating.captions import GRID_IMAGE_SIZE, GRID_IMAGES, GRID_MARGIN, captioned, tile_grid
-from generating.defaults import USUAL, with_defaults
-from generating.flags import (
+from diffusers_flax.evaluation.edits import (
+    SOFTWARE,
+    EditList,
+    check_model,
+    edit_batches,
+    plan_edits,
+    read_edits,
+)
+from diffusers_flax.generating.batches import (
+    IN_FLIGHT,
+    DeviceClock,
+    FileWriter,
+    check_finite_images,
+    rounds_of,
+)
+from diffusers_flax.generating.captions import (
+    GRID_IMAGE_SIZE,
+    GRID_IMAGES,
+    GRID_MARGIN,
+    captioned,
+    tile_grid,
+)
+from diffusers_flax.generating.defaults import USUAL, with_defaults
+from diffusers_flax.generating.flags import (
     DeviceFlags,
     PreviewFlags,
     ProcessFlags,
@@ -60,13 +81,29 @@ from generating.flags import (
     layout_of_flags,
     note_single_words,
 )
-from generating.masks import check_inputs, check_masks, finish_image, load_mask, stretch_mask
-from generating.models import ModelOptions, Sampling, load_model
-from generating.previews import preview_files
-from generating.recipes import changed, recipe_text, with_flags_of_image
-from generating.resuming import checksum_of, id_maker, is_finished, names_in, print_continued
-from generating.single_files import with_single_files
-from generating.sizes import load_fitted, result_size, shared_size, stretch
+from diffusers_flax.generating.masks import (
+    check_inputs,
+    check_masks,
+    finish_image,
+    load_mask,
+    stretch_mask,
+)
+from diffusers_flax.generating.models import ModelOptions, Sampling, load_model
+from diffusers_flax.generating.previews import preview_files
+from diffusers_flax.generating.recipes import changed, recipe_text, with_flags_of_image
+from diffusers_flax.generating.resuming import (
+    checksum_of,
+    id_maker,
+    is_finished,
+    names_in,
+    print_continued,
+)
+from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.generating.sizes import load_fitted, result_size, shared_size, stretch
+from diffusers_flax.images import IMAGE_FORMATS, save_image, to_pil
+from diffusers_flax.parameters import place_params
+from diffusers_flax.pipelines.sampling import count_steps
+from diffusers_flax.schedulers.factory import check_scheduler
 
 # Flags of --like that a list replaces.
 REPLACED = {"edits_jsonl": ("input", "edit", "mask", "first_index")}

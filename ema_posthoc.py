@@ -37,7 +37,9 @@ from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from command_line import ask_before_replacing, run_main
+from diffusers_flax.command_line import ask_before_replacing, run_main
+from diffusers_flax.generating.defaults import DEFAULTS_FILE
+from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.loading.directories import writing_pipeline
 from diffusers_flax.loading.files import naming_full_disk, read_json
 from diffusers_flax.loading.weights import (
@@ -47,14 +49,12 @@ from diffusers_flax.loading.weights import (
     torch_to_flax,
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from generating.defaults import DEFAULTS_FILE
-from generating.single_files import with_single_files
-from training.checkpoints import Checkpoints, flatten_by_name
-from training.ema import posthoc_error, posthoc_weights, sigma_rel_to_gamma
-from training.flags import COMPONENT_FLAGS
-from training.flags import Config as TrainingConfig
-from training.models import load_models
-from training.output import FinalModel
+from diffusers_flax.training.checkpoints import Checkpoints, flatten_by_name
+from diffusers_flax.training.ema import posthoc_error, posthoc_weights, sigma_rel_to_gamma
+from diffusers_flax.training.flags import COMPONENT_FLAGS
+from diffusers_flax.training.flags import Config as TrainingConfig
+from diffusers_flax.training.models import load_models
+from diffusers_flax.training.output import FinalModel
 
 SNAPSHOT_NAME = re.compile(r"(\d+)-(0\.\d+)")  # STEP-SIGMA
 LARGEST_ERROR = 0.1  # of the profile; above it there is a warning

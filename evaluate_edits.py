@@ -37,14 +37,11 @@ from typing import Literal
 
 from tqdm import tqdm
 
-from command_line import ask_before_replacing, check_scale, check_seed, run_main
+from diffusers_flax.command_line import ask_before_replacing, check_scale, check_seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.images import save_image
-from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
-from diffusers_flax.schedulers.factory import check_scheduler
-from editing.benchmark_sets import add_final_turns, read_benchmark
-from editing.edits import check_model
-from editing.held_out import (
+from diffusers_flax.evaluation.benchmark_sets import add_final_turns, read_benchmark
+from diffusers_flax.evaluation.edits import check_model
+from diffusers_flax.evaluation.held_out import (
     Columns,
     check_pairs,
     left_out,
@@ -52,11 +49,21 @@ from editing.held_out import (
     pairs_of_shards,
     require_masks,
 )
-from editing.judging import JudgeFlags, check_judge_flags, judge_rows, load_prompts
-from editing.measuring import IMAGES, load_references, measure_baselines, measure_model
-from editing.protocols import PROTOCOLS, VIT_L_14, ScoreFlags, left_out_scores
-from editing.report import grid_rows, write_report
-from editing.results import (
+from diffusers_flax.evaluation.judging import (
+    JudgeFlags,
+    check_judge_flags,
+    judge_rows,
+    load_prompts,
+)
+from diffusers_flax.evaluation.measuring import (
+    IMAGES,
+    load_references,
+    measure_baselines,
+    measure_model,
+)
+from diffusers_flax.evaluation.protocols import PROTOCOLS, VIT_L_14, ScoreFlags, left_out_scores
+from diffusers_flax.evaluation.report import grid_rows, write_report
+from diffusers_flax.evaluation.results import (
     RESULTS,
     find_row,
     load_results,
@@ -64,12 +71,15 @@ from editing.results import (
     save_results,
     settings_of_results,
 )
-from editing.scores import draw_extremes, score_tables
-from generating.clip import Clip
-from generating.defaults import with_defaults
-from generating.flags import SamplingFlags, from_flags
-from generating.models import Sampling
-from generating.single_files import with_single_files
+from diffusers_flax.evaluation.scores import draw_extremes, score_tables
+from diffusers_flax.generating.clip import Clip
+from diffusers_flax.generating.defaults import with_defaults
+from diffusers_flax.generating.flags import SamplingFlags, from_flags
+from diffusers_flax.generating.models import Sampling
+from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.images import save_image
+from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
+from diffusers_flax.schedulers.factory import check_scheduler
 
 FLAGS_OF_SHARDS = (
     *("original_image_column", "edited_image_column", "edit_prompt_column"),

@@ -47,7 +47,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from command_line import (
+from diffusers_flax.command_line import (
     ask_before_replacing,
     check_image_file,
     check_scale,
@@ -212,8 +212,8 @@ def export(config):
     """Load the model and write its files."""
     import jax
 
-    from generating.defaults import DEFAULTS_FILE, read_defaults, write_defaults
-    from generating.single_files import with_single_files
+    from diffusers_flax.generating.defaults import DEFAULTS_FILE, read_defaults, write_defaults
+    from diffusers_flax.generating.single_files import with_single_files
 
     check_flags(config)
     jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
@@ -224,19 +224,19 @@ def export(config):
     output_dir, batch_size = config.output_dir, config.batch_size or 1
     dtype = config.dtype or DTYPES[config.format][0]
     if config.format == "onnx":
-        from exporting.onnx_files import export_onnx
+        from diffusers_flax.exporting.onnx_files import export_onnx
 
         export_onnx(pipeline, params, output_dir, dtype, config.quantize)
     elif config.format == "openvino":
         os.environ.setdefault("CI", "true")  # else the import of openvino starts its telemetry
-        from exporting.openvino_files import export_openvino
+        from diffusers_flax.exporting.openvino_files import export_openvino
 
         export_openvino(pipeline, params, output_dir, dtype, config.quantize)
     elif config.format == "coreml":
-        from exporting.folders import quiet
+        from diffusers_flax.exporting.folders import quiet
 
         with quiet():
-            from exporting.coreml_files import export_coreml
+            from diffusers_flax.exporting.coreml_files import export_coreml
 
         export_coreml(
             pipeline,
@@ -248,7 +248,7 @@ def export(config):
             size=size,
         )
     else:
-        from exporting.stablehlo_files import export_stablehlo
+        from diffusers_flax.exporting.stablehlo_files import export_stablehlo
 
         platforms, steps = config.platform or ("cpu", "cuda"), config.num_inference_steps
         steps = steps or defaults.get("num_inference_steps", 20)
@@ -277,8 +277,8 @@ def run_file(config):
         raise ValueError("--run needs --prompt, a text")
     check_image_file(config.output) if config.output.suffix != ".npy" else None
     require_packages(dataclasses.replace(config, format="stablehlo"))
-    from exporting.run_stablehlo import run_program, save_images
-    from generating.defaults import with_defaults
+    from diffusers_flax.exporting.run_stablehlo import run_program, save_images
+    from diffusers_flax.generating.defaults import with_defaults
 
     config = with_defaults(config, [config.run.parent])
     scales = config.guidance_scale, config.image_guidance_scale

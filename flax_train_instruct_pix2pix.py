@@ -33,23 +33,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from command_line import run_main
+from diffusers_flax.command_line import run_main
 from diffusers_flax.devices.processes import start_distributed
+from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
-from generating.single_files import with_single_files
-from training.batches import Batches, open_dataset
-from training.checkpoints import find_start, run_identity
-from training.ema import ema_flags, ema_plan
-from training.flags import (
+from diffusers_flax.training.batches import Batches, open_dataset
+from diffusers_flax.training.checkpoints import find_start, run_identity
+from diffusers_flax.training.ema import ema_flags, ema_plan
+from diffusers_flax.training.flags import (
     COMPONENT_FLAGS,
     Config,
     check_flags,
     check_schedules,
     named_buckets,
 )
-from training.latents import check_vae
-from training.models import encode_batch, load_models, mixed_precision_dtype, move_to_devices
-from training.output import (
+from diffusers_flax.training.latents import check_vae
+from diffusers_flax.training.models import (
+    encode_batch,
+    load_models,
+    mixed_precision_dtype,
+    move_to_devices,
+)
+from diffusers_flax.training.output import (
     FinalModel,
     check_run_dir,
     lock_output_dir,
@@ -57,9 +62,15 @@ from training.output import (
     merges_finished_run,
     says_finished,
 )
-from training.processes import explain_lost_process, from_process_0
-from training.run import Optimization, TrainRun, cache_programs, compile_steps, make_optimizer
-from training.sharding import (
+from diffusers_flax.training.processes import explain_lost_process, from_process_0
+from diffusers_flax.training.run import (
+    Optimization,
+    TrainRun,
+    cache_programs,
+    compile_steps,
+    make_optimizer,
+)
+from diffusers_flax.training.sharding import (
     combine,
     gather,
     gather_by_block,
@@ -68,7 +79,7 @@ from training.sharding import (
     state_shapes,
     update_state,
 )
-from training.validation import fit_validation_images, load_validation_images
+from diffusers_flax.training.validation import fit_validation_images, load_validation_images
 
 
 def conditioning_dropout(keys, text, null_text, image_latents, rate):

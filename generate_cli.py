@@ -42,14 +42,9 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from command_line import print_files, run_main
+from diffusers_flax.command_line import print_files, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.images import save_image, to_pil
-from diffusers_flax.loading.hub import open_source
-from diffusers_flax.parameters import place_params
-from diffusers_flax.prompts import prepare_prompts
-from diffusers_flax.schedulers.factory import check_scheduler
-from generating.batches import (
+from diffusers_flax.generating.batches import (
     IN_FLIGHT,
     DeviceClock,
     FileWriter,
@@ -58,19 +53,19 @@ from generating.batches import (
     devices_for,
     run_batches,
 )
-from generating.captions import GRID_IMAGES, image_grid
-from generating.flags import (
+from diffusers_flax.generating.captions import GRID_IMAGES, image_grid
+from diffusers_flax.generating.flags import (
     DeviceFlags,
     PreviewFlags,
     ProcessFlags,
     SamplingFlags,
     layout_of_flags,
 )
-from generating.inputs import arrays_of, join, key_of, kind_of, load_inputs
-from generating.masks import finish_image, load_mask
-from generating.previews import preview_files
-from generating.recipes import changed, recipe_text, with_flags_of_image
-from generating.requests import (
+from diffusers_flax.generating.inputs import arrays_of, join, key_of, kind_of, load_inputs
+from diffusers_flax.generating.masks import finish_image, load_mask
+from diffusers_flax.generating.previews import preview_files
+from diffusers_flax.generating.recipes import changed, recipe_text, with_flags_of_image
+from diffusers_flax.generating.requests import (
     OF_LINES,
     REPLACED,
     RequestFlags,
@@ -82,10 +77,15 @@ from generating.requests import (
     requests_of_flags,
     requests_of_jsonl,
 )
-from generating.resuming import names_in, print_continued
-from generating.single_files import with_single_files
-from generating.sizes import load_fitted
-from generating.tasks import REFINER_ARRAYS, call_models, check_models, load_models
+from diffusers_flax.generating.resuming import names_in, print_continued
+from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.generating.sizes import load_fitted
+from diffusers_flax.generating.tasks import REFINER_ARRAYS, call_models, check_models, load_models
+from diffusers_flax.images import save_image, to_pil
+from diffusers_flax.loading.hub import open_source
+from diffusers_flax.parameters import place_params
+from diffusers_flax.prompts import prepare_prompts
+from diffusers_flax.schedulers.factory import check_scheduler
 
 SOFTWARE = "generate_cli.py"  # marks the images, which the same command may replace
 DENOISING_END = 0.8  # as in diffusers' example of the ensemble of base and refiner

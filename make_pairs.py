@@ -38,35 +38,46 @@ from typing import Literal
 import jax
 from tqdm import tqdm
 
-from command_line import check_seed, run_main
+from diffusers_flax.command_line import check_seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.precision import choose_dtype
+from diffusers_flax.generating.batches import DeviceClock
+from diffusers_flax.generating.clip import Clip, check_clip
+from diffusers_flax.generating.flags import (
+    SamplingFlags,
+    check_guidance_range,
+    check_pair_ranges,
+    from_flags,
+)
+from diffusers_flax.generating.models import (
+    ModelOptions,
+    Sampling,
+    check_sampling,
+    load_model,
+    plan_images,
+)
+from diffusers_flax.generating.resuming import commit_of, identify, names_in
+from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.generating.tasks import check_tasks, pipeline_for
 from diffusers_flax.loading.files import write_text
-from diffusers_flax.schedulers.factory import check_scheduler
-from generating.batches import DeviceClock
-from generating.clip import Clip, check_clip
-from generating.flags import SamplingFlags, check_guidance_range, check_pair_ranges, from_flags
-from generating.models import ModelOptions, Sampling, check_sampling, load_model, plan_images
-from generating.resuming import commit_of, identify, names_in
-from generating.single_files import with_single_files
-from generating.tasks import check_tasks, pipeline_for
-from pairing.captions import (
+from diffusers_flax.pairing.captions import (
     captions_of_template,
     check_lengths,
     find_cut_texts,
     read_captions,
     text_of,
 )
-from pairing.maker import PairMaker
-from pairing.report import (
+from diffusers_flax.pairing.maker import PairMaker
+from diffusers_flax.pairing.report import (
     line_preview,
     summarize_counts,
     warn_of_empty,
     write_preview,
     write_report,
 )
-from pairing.results import COMMAND, Output
-from pairing.scores import Scorer, thresholds_of
+from diffusers_flax.pairing.results import COMMAND, Output
+from diffusers_flax.pairing.scores import Scorer, thresholds_of
+from diffusers_flax.schedulers.factory import check_scheduler
 
 MEGABYTE = 1 << 20
 NUM_SHARDS = 64  # of a short list; a long one has more

@@ -1,11 +1,11 @@
 """Parquet shards of (image, instruction, edited image), as batches for training.
 
-The data loader, ParquetImagePairs, is in dataloading/dataset.py. Run as a script, it describes a
-directory of shards and draws a preview of some pairs:
+The data loader, ParquetImagePairs, is in diffusers_flax/data/dataset.py. Run as a script, it
+describes a directory of shards and draws a preview of some pairs:
 
     python parquet_processing.py --train_data_dir data
 
-It also writes shards from your own images (dataloading/pairs.py documents the formats of the list):
+It also writes shards from your own images (docs/data.md has the formats of the list):
 
     python parquet_processing.py --pairs pairs.jsonl --output_dir data
 
@@ -43,19 +43,19 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from command_line import check_image_file, run_main
-from dataloading.archives.convert import Options, convert_archives, is_archived
-from dataloading.archives.manifest import sets_in
-from dataloading.archives.scores import Wanted, copy_best, has_scores
-from dataloading.archives.sets import LICENCES, forbids
-from dataloading.dataset import ParquetImagePairs
-from dataloading.decoding import decode_pair, place_mask
-from dataloading.faults import FAULTS, FaultFinder, Measured, check_names, measure
-from dataloading.images import crop_image, decode_image
-from dataloading.mixture import first_metadata
-from dataloading.options import Columns
-from dataloading.pairs import write_pairs
-from dataloading.shards import (
+from diffusers_flax.command_line import check_image_file, run_main
+from diffusers_flax.data.archives.convert import Options, convert_archives, is_archived
+from diffusers_flax.data.archives.manifest import sets_in
+from diffusers_flax.data.archives.scores import Wanted, copy_best, has_scores
+from diffusers_flax.data.archives.sets import LICENCES, forbids
+from diffusers_flax.data.dataset import ParquetImagePairs
+from diffusers_flax.data.decoding import decode_pair, place_mask
+from diffusers_flax.data.faults import FAULTS, FaultFinder, Measured, check_names, measure
+from diffusers_flax.data.images import crop_image, decode_image
+from diffusers_flax.data.mixture import first_metadata
+from diffusers_flax.data.options import Columns
+from diffusers_flax.data.pairs import write_pairs
+from diffusers_flax.data.shards import (
     COLUMN_FLAGS,
     Cells,
     Pair,
@@ -68,8 +68,8 @@ from dataloading.shards import (
     pair_at,
     read_row_group,
 )
+from diffusers_flax.generating.captions import captioned, tile_grid
 from diffusers_flax.images import open_image, save_image
-from generating.captions import captioned, tile_grid
 
 __all__ = ["ParquetImagePairs"]
 NUM_EXAMPLES = 4  # of each fault in the image of --report

@@ -14,7 +14,7 @@ one "URL [SIZE_IN_BYTES [SHA256]]" per line; # starts a comment.
 Choice of shards: the hub's parquet conversion (refs/convert/parquet) if it covers the whole split,
 else the parquet files in the repository. --revision always selects the files in the repository.
 --columns reads the footer of every shard and prints columns, rows and row groups. How archives are
-told from shards: dataloading/archives/remote.py. --include 'Singleturn/add_*' chooses files.
+told from shards: docs/edit-sets.md. --include 'Singleturn/add_*' chooses files.
 
 Assignment: shards are taken from largest to smallest; each goes to the worker with the fewest bytes
 so far. Archives likewise, with all of their parts, and image files by directory; index files go to
@@ -48,9 +48,9 @@ from urllib.parse import urlsplit
 import httpx2
 from tqdm import tqdm
 
-from command_line import run_main
-from dataloading.archives.remote import Selection, list_dataset, list_urls
-from dataloading.remote_shards import format_range, read_columns, read_url_list
+from diffusers_flax.command_line import run_main
+from diffusers_flax.data.archives.remote import Selection, list_dataset, list_urls
+from diffusers_flax.data.remote_shards import format_range, read_columns, read_url_list
 
 MAX_UNUSED_FRACTION = 0.05  # of the rows in every epoch; more prints a warning
 ARCHIVES_DIR = "downloads"  # of script.sh, for archives

@@ -27,17 +27,19 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from command_line import print_files, run_main
 from diffusers_flax import FlaxStableDiffusionXLPipeline
+from diffusers_flax.command_line import print_files, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.precision import choose_dtype
-from diffusers_flax.images import save_image
-from diffusers_flax.parameters import cast_params, place_params
-from diffusers_flax.pipelines.base import Execution
-from diffusers_flax.pipelines.sampling import count_steps, keys_per_image
-from generating.batches import DeviceClock, FileWriter, check_finite_images, run_ahead, to_batches
-from generating.captions import GRID_IMAGES, image_grid
-from generating.flags import (
+from diffusers_flax.generating.batches import (
+    DeviceClock,
+    FileWriter,
+    check_finite_images,
+    run_ahead,
+    to_batches,
+)
+from diffusers_flax.generating.captions import GRID_IMAGES, image_grid
+from diffusers_flax.generating.flags import (
     BatchFlags,
     DeviceFlags,
     ImageFlags,
@@ -50,17 +52,26 @@ from generating.flags import (
     list_prompts,
     read_latents,
 )
-from generating.models import Sampling, check_sampling, check_xl, plan_images
-from generating.previews import preview_files
-from generating.resuming import continue_images, id_maker, image_files, print_continued
-from generating.single_files import with_single_files
+from diffusers_flax.generating.models import Sampling, check_sampling, check_xl, plan_images
+from diffusers_flax.generating.previews import preview_files
+from diffusers_flax.generating.resuming import (
+    continue_images,
+    id_maker,
+    image_files,
+    print_continued,
+)
+from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.images import save_image
+from diffusers_flax.parameters import cast_params, place_params
+from diffusers_flax.pipelines.base import Execution
+from diffusers_flax.pipelines.sampling import count_steps, keys_per_image
 
 SOFTWARE = "sdxl_single.py"  # marks the images
 
 
 @dataclass(frozen=True)
 class Config(ProcessFlags, DeviceFlags, BatchFlags, PreviewFlags, SamplingFlags, ImageFlags):
-    """Flags of generating/flags.py, and the flag of this script alone.
+    """Flags of diffusers_flax/generating/flags.py, and the flag of this script alone.
 
     tyro lists the flags of the last base class first.
     """

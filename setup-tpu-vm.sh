@@ -142,7 +142,7 @@ say "installing packages for $target (some minutes the first time)"
 pip install --no-index "$torch" 2>/dev/null ||
     pip --retries 1 install "$torch" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
     pip install "$torch"
-pip install -r requirements.txt ${extra:+"jax[$extra]"} ${cudnn:+"$cudnn"}
+pip install -r requirements.txt --editable . ${extra:+"jax[$extra]"} ${cudnn:+"$cudnn"}
 # jax would look for the accelerator of an earlier target in every program.
 for package in libtpu jax-cuda{12,13}-{plugin,pjrt}; do
     [[ $package = libtpu && $extra = tpu || $package = "jax-$extra-"* ]] || others+=("$package")

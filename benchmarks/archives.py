@@ -35,8 +35,8 @@ import numpy as np
 import simplejpeg
 
 from benchmarks.rows import check_counts, describe_machine, run_benchmark, write_rows
-from dataloading.archives.convert import convert_archives
-from dataloading.archives.tar import Parts, find_archives
+from diffusers_flax.data.archives.convert import convert_archives
+from diffusers_flax.data.archives.tar import Parts, find_archives
 
 SIDE = 64  # pixels
 IMAGES = 64  # different ones

@@ -50,12 +50,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
 from benchmarks.rows import check_counts, describe_machine, run_benchmark, write_rows
-from dataloading.buckets import bucket_sizes
-from dataloading.decoding import decode_pair
-from dataloading.options import Reading, Transform
-from dataloading.pairs import SCHEMA
-from dataloading.shards import Pair, list_row_groups, pair_at, read_row_group, shard_files
 from demo.photographs import load_photographs
+from diffusers_flax.data.buckets import bucket_sizes
+from diffusers_flax.data.decoding import decode_pair
+from diffusers_flax.data.options import Reading, Transform
+from diffusers_flax.data.pairs import SCHEMA
+from diffusers_flax.data.shards import Pair, list_row_groups, pair_at, read_row_group, shard_files
 from parquet_processing import ParquetImagePairs
 
 try:

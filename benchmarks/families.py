@@ -30,11 +30,11 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from benchmarks.rows import ROOT, check_output, describe_machine, write_rows
-from command_line import run_main
-from dataloading.images import load_image
 from demo.photographs import EDITS
+from diffusers_flax.command_line import run_main
+from diffusers_flax.data.images import load_image
+from diffusers_flax.generating.captions import GRID_MARGIN
 from diffusers_flax.loading.files import save_whole
-from generating.captions import GRID_MARGIN
 
 FAMILIES = {"sd": "demo/base_model", "sdxl": "demo/base_model_xl"}
 TITLES = {"sd": "Stable Diffusion", "sdxl": "SDXL"}

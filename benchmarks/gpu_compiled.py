@@ -15,8 +15,9 @@ see requirements-gpu-compiler.txt. In 20 seconds, with a tiny model:
         --work "step, 16 pairs, 256 px" --milliseconds 93.5 --gpu h200
 
 compares a profile with the program that ran: by kind of kernel, the least time at the card's rates
-and the measured one. compiling/kernels.py has the shares of all rows together. The profile has
-lines of microseconds, launches and name, separated by tabs; the program is compiled.as_text().
+and the measured one. diffusers_flax/compiling/kernels.py has the shares of all rows together. The
+profile has lines of microseconds, launches and name, separated by tabs; the program is
+compiled.as_text().
 """
 
 import gzip
@@ -32,10 +33,10 @@ from tqdm import tqdm
 
 import compile_for
 from benchmarks.rows import ROOT, describe_machine, read_rows, run_benchmark, write_rows
-from compiling.cards import find_gpus, traced_for
-from compiling.costs import gpu_costs
-from compiling.hlo import parse_program
-from compiling.kernels import (
+from diffusers_flax.compiling.cards import find_gpus, traced_for
+from diffusers_flax.compiling.costs import gpu_costs
+from diffusers_flax.compiling.hlo import parse_program
+from diffusers_flax.compiling.kernels import (
     ALL_KINDS,
     add_tables,
     estimated_seconds,
@@ -43,8 +44,8 @@ from compiling.kernels import (
     kind_of,
     kind_of_name,
 )
-from compiling.programs import target_devices
-from compiling.report import chip_memory
+from diffusers_flax.compiling.programs import target_devices
+from diffusers_flax.compiling.report import chip_memory
 
 RESULTS = "benchmarks/results/gpu_compiled.json"
 GPU = "h100"

@@ -13,8 +13,8 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from command_line import run_main
-from compiling.chips import check_compiler
+from diffusers_flax.command_line import run_main
+from diffusers_flax.compiling.chips import check_compiler
 from diffusers_flax.loading.files import save_whole
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from benchmarks.rows import ROOT, check_counts, describe_machine, run_benchmark, write_rows
-from dataloading.shards import shard_files
+from diffusers_flax.data.shards import shard_files
 
 sys.path.append(str(ROOT / "tests"))
 
@@ -39,7 +39,7 @@ MAKE_DATA = (
 )
 TRAINER = """
 import sys
-from dataloading import streaming
+from diffusers_flax.data import streaming
 streaming.CACHE_BYTES = min(streaming.CACHE_BYTES, {kept})
 streaming.READ_AHEAD_BYTES = min(streaming.READ_AHEAD_BYTES, {kept} // 4)
 import flax_train_instruct_pix2pix

@@ -53,9 +53,9 @@ from benchmarks.rows import (
     run_benchmark,
     write_rows,
 )
-from compiling.chips import CHIPS, find_slice, roofline_seconds, slice_devices
-from compiling.costs import program_costs
-from compiling.programs import image_program
+from diffusers_flax.compiling.chips import CHIPS, find_slice, roofline_seconds, slice_devices
+from diffusers_flax.compiling.costs import program_costs
+from diffusers_flax.compiling.programs import image_program
 from diffusers_flax.devices.layout import AXES, parse_layout
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.loading.files import read_json

@@ -67,10 +67,10 @@ from benchmarks.unet import SD15_EDIT, TEXT_LENGTH, Case, count_flops, make_inpu
 from diffusers_flax.models.clip import FlaxCLIPTextModelWithProjectionModule, FlaxCLIPTextModule
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from training.checkpoints import release_memory
-from training.ema import make_update_average, start_average
-from training.models import load_models
-from training.sharding import replicate, shard_axes, start_state
+from diffusers_flax.training.checkpoints import release_memory
+from diffusers_flax.training.ema import make_update_average, start_average
+from diffusers_flax.training.models import load_models
+from diffusers_flax.training.sharding import replicate, shard_axes, start_state
 
 EMA_DECAY = 0.9999
 HOSTS_RESOLUTION = 64  # pixels

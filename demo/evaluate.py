@@ -20,10 +20,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import run_main
-from dataloading.images import load_image
-from dataloading.lists import read_list
 from demo.photographs import EDITS
+from diffusers_flax.command_line import run_main
+from diffusers_flax.data.images import load_image
+from diffusers_flax.data.lists import read_list
 from diffusers_flax.images import to_pil
 
 CELL = 128  # pixels of an image in the grid
@@ -49,7 +49,7 @@ def distance(a, b):
 
 
 def read_held_out_edits(output_dir):
-    """The rows of the list of held-out edits; see dataloading/lists.py."""
+    """The rows of the list of held-out edits; see diffusers_flax/data/lists.py."""
     file = Path(output_dir) / "held_out" / "edits.jsonl"
     required = ("original_image", "edit_prompt", "output")
     return read_list(str(file), file, required, ("edited_image", "edited_prompt"))

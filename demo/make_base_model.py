@@ -51,8 +51,6 @@ from transformers import CLIPTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from command_line import run_main
-from dataloading.images import scaled_shape
 from demo.photographs import (
     EDITS,
     TRAINING,
@@ -60,13 +58,15 @@ from demo.photographs import (
     random_box,
     resize_box,
 )
+from diffusers_flax.command_line import run_main
+from diffusers_flax.data.images import scaled_shape
 from diffusers_flax.loading.files import save_whole
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
-from training.models import encode_text
+from diffusers_flax.training.models import encode_text
 
 SIZE = 64  # pixels of an image's side
 NUM_MERGES = 120

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from command_line import check_writable, run_main
 from demo.make_base_model import (
     BASE_MODEL,
     VAE,
@@ -26,6 +25,7 @@ from demo.make_base_model import (
     image_batches,
     load_vae_as_trained,
 )
+from diffusers_flax.command_line import check_writable, run_main
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 
 WIDTHS = (32, 32, 32)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from dataloading.images import load_image
+from diffusers_flax.data.images import load_image
 
 TRAINING = {  # file: what a caption calls it
     "skimage/data/astronaut.png": "an astronaut",

@@ -20,7 +20,7 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from command_line import run_main
+from diffusers_flax.command_line import run_main
 
 FOLDERS = {  # base model and output
     "sd": ("demo/base_model", "demo/output"),

@@ -118,7 +118,7 @@ def main():
         print(f"error: {script} is not a file; {USAGE}", file=sys.stderr)
         sys.exit(2)
     if find_spec("diffusers") is None:
-        print('error: diffusers is missing; pip install "diffusers-flax[scripts]"', file=sys.stderr)
+        print("error: diffusers is missing; pip install diffusers", file=sys.stderr)
         sys.exit(2)
     sys.meta_path.insert(0, OldNamesFinder())
     del sys.argv[0]

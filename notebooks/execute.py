@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from command_line import run_main
+from diffusers_flax.command_line import run_main
 
 NOTEBOOK = ROOT / "notebooks" / "instruct_pix2pix.ipynb"
 CELL_SECONDS = 1800  # a cell may take

@@ -176,7 +176,7 @@ def data(tmp_path_factory):
 @pytest.fixture
 def libtpu_environment(monkeypatch):
     """Restores the settings that slice_devices changes."""
-    from compiling.chips import LIBTPU_ENVIRONMENT
+    from diffusers_flax.compiling.chips import LIBTPU_ENVIRONMENT
 
     for name, value in LIBTPU_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)

@@ -317,7 +317,7 @@ def read_shards(folder):
 
 def grey_of(cell):
     """The grey of an image made by known_sets.plain."""
-    from dataloading.images import decode_image
+    from diffusers_flax.data.images import decode_image
 
     return int(np.asarray(decode_image(cell["bytes"]))[0, 0, 0])
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from compiling.cards import find_compiler
+from diffusers_flax.compiling.cards import find_compiler
 
 
 def missing_compiler():

@@ -17,7 +17,7 @@ from PIL import Image
 
 import diffusers_flax
 import edit_cli
-from app.settings import Settings
+from diffusers_flax.app.settings import Settings
 from diffusers_flax.images import to_pil
 
 CHROMIUM = next(

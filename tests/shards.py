@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from helpers import PROMPTS
 from PIL import Image
 
-from dataloading.dataset import ParquetImagePairs
-from dataloading.mixture import Mixture
-from dataloading.options import Columns, Processes, Reading, Transform
+from diffusers_flax.data.dataset import ParquetImagePairs
+from diffusers_flax.data.mixture import Mixture
+from diffusers_flax.data.options import Columns, Processes, Reading, Transform
 
 COLUMNS = ("original_image", "edit_prompt", "edited_image")
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -25,13 +25,13 @@ import cache_latents
 import flax_train_instruct_pix2pix as trainer
 import parquet_processing
 from cache_latents import Config
-from dataloading import decoding
-from dataloading.options import Columns
-from dataloading.shards import list_row_groups, pair_at, read_row_group, shard_ids
+from diffusers_flax.data import decoding
+from diffusers_flax.data.options import Columns
+from diffusers_flax.data.shards import list_row_groups, pair_at, read_row_group, shard_ids
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from training import latents as training_latents
-from training.latents import write_latents
-from training.models import encode_images
+from diffusers_flax.training import latents as training_latents
+from diffusers_flax.training.latents import write_latents
+from diffusers_flax.training.models import encode_images
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 

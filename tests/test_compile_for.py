@@ -23,19 +23,19 @@ from tpu_programs import accelerated, elements, needs_libtpu, tensor_shapes
 import compile_for
 import flax_train_instruct_pix2pix as trainer
 from compile_for import SdxlFlags, TrainFlags, UnetFlags, largest_fitting
-from compiling.cards import find_gpus
-from compiling.chips import (
+from diffusers_flax.compiling.cards import find_gpus
+from diffusers_flax.compiling.chips import (
     find_slice,
     slice_devices,
 )
-from compiling.costs import num_bytes
-from compiling.programs import Program
-from compiling.report import changed_flags, make_report, print_report
+from diffusers_flax.compiling.costs import num_bytes
+from diffusers_flax.compiling.programs import Program
+from diffusers_flax.compiling.report import changed_flags, make_report, print_report
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.pipelines import sampling
-from training.ema import start_average
-from training.models import cast_frozen, load_models
-from training.sharding import (
+from diffusers_flax.training.ema import start_average
+from diffusers_flax.training.models import cast_frozen, load_models
+from diffusers_flax.training.sharding import (
     replicate,
     shard_axes,
     shard_batch,
@@ -563,7 +563,7 @@ def test_targets_that_do_not_work(capsys, args, message):
 
 def test_gpu_compiler_not_installed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("compiling.cards.FOLDER", tmp_path / "gpu")
+    monkeypatch.setattr("diffusers_flax.compiling.cards.FOLDER", tmp_path / "gpu")
     error = mistake(capsys, "--gpu", "h100")
     assert error.startswith("error: the compiler for NVIDIA GPUs is not installed; 140 MB: pip ")
 

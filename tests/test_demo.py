@@ -24,8 +24,6 @@ from references import edit_with_torch
 from safetensors.numpy import load_file
 
 import evaluate_edits
-from dataloading.images import crop_corner, scaled_shape
-from dataloading.options import Transform
 from demo import (
     evaluate,
     make_base_model,
@@ -42,6 +40,8 @@ from demo.photographs import (
     random_box,
     random_crop,
 )
+from diffusers_flax.data.images import crop_corner, scaled_shape
+from diffusers_flax.data.options import Transform
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionPipeline

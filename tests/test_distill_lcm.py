@@ -35,13 +35,13 @@ import distill_lcm
 import edit_cli
 from diffusers_flax.loading.weights import flax_to_torch
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from training import processes
-from training.checkpoints import Checkpoints
-from training.flags import LORA_FILE
-from training.lora import add_lora
-from training.models import Models
-from training.processes import lock_folder
-from training.sharding import replicate, shard_axes, start_state, to_host
+from diffusers_flax.training import processes
+from diffusers_flax.training.checkpoints import Checkpoints
+from diffusers_flax.training.flags import LORA_FILE
+from diffusers_flax.training.lora import add_lora
+from diffusers_flax.training.models import Models
+from diffusers_flax.training.processes import lock_folder
+from diffusers_flax.training.sharding import replicate, shard_axes, start_state, to_host
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

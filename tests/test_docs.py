@@ -13,8 +13,8 @@ import pytest
 from helpers import ROOT
 
 from benchmarks import tables
-from command_line import OUTPUT_FLAGS
-from generating.requests import Request
+from diffusers_flax.command_line import OUTPUT_FLAGS
+from diffusers_flax.generating.requests import Request
 
 PAGES = [
     *(ROOT / "README.md", ROOT / "CONTRIBUTING.md"),

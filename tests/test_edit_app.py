@@ -14,8 +14,8 @@ from served_app import FAST, needs_gradio, served
 from tiny_models import make_tiny_pipeline
 
 import edit_app
-from app import server
-from app.editor import Editor
+from diffusers_flax.app import server
+from diffusers_flax.app.editor import Editor
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,12 @@ from safetensors.numpy import save_file
 from tiny_models import make_tiny_pipeline
 
 import edit_cli
-from dataloading.images import load_image
+from diffusers_flax.data.images import load_image
+from diffusers_flax.generating.captions import GRID_MARGIN
+from diffusers_flax.generating.recipes import read_recipe, recipe_text
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.factory import SCHEDULERS, make_scheduler
 from edit_cli import edits_of_flags, load_fitted, result_size, save_image, shared_size
-from generating.captions import GRID_MARGIN
-from generating.recipes import read_recipe, recipe_text
 
 SCRIPT = Path(edit_cli.__file__)
 

@@ -19,7 +19,7 @@ from tiny_models import make_tiny_pipeline
 import ema_posthoc
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
-from training.ema import SIGMA_RELS, posthoc_weights, sigma_rel_to_gamma
+from diffusers_flax.training.ema import SIGMA_RELS, posthoc_weights, sigma_rel_to_gamma
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PARTS = ["model_index.json", "scheduler", "text_encoder", "tokenizer", "unet", "vae"]

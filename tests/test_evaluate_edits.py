@@ -23,17 +23,23 @@ from transformers import CLIPModel, CLIPProcessor, CLIPTextModel
 
 import edit_cli
 import evaluate_edits
-from dataloading.images import decode_image
-from dataloading.pairs import SCHEMA, image_cell
 from diffusers_flax.acceleration.plans import parse
+from diffusers_flax.data.images import decode_image
+from diffusers_flax.data.pairs import SCHEMA, image_cell
+from diffusers_flax.evaluation import measuring
+from diffusers_flax.evaluation.held_out import (
+    Columns,
+    HeldOutPair,
+    check_pairs,
+    checksum_of_pairs,
+    pairs_of_shards,
+)
+from diffusers_flax.evaluation.measuring import count_edit_flops
+from diffusers_flax.evaluation.perceptual import Dino, ssim
+from diffusers_flax.evaluation.results import load_results, model_checksum, save_results
+from diffusers_flax.generating.clip import Clip
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.sampling import timestep_options
-from editing import measuring
-from editing.held_out import Columns, HeldOutPair, check_pairs, checksum_of_pairs, pairs_of_shards
-from editing.measuring import count_edit_flops
-from editing.perceptual import Dino, ssim
-from editing.results import load_results, model_checksum, save_results
-from generating.clip import Clip
 
 STEPS = 2
 PROMPTS = ("make it red", "make it redder", "paint it red")

@@ -37,14 +37,14 @@ from trainer_runs import RUN, config_of, flags_of, read_metrics, run_trainer
 from transformers import CLIPTextModel, CLIPTokenizer
 
 import flax_train_instruct_pix2pix as trainer
-from dataloading.options import Transform
+from diffusers_flax.data.options import Transform
 from diffusers_flax.images import to_pil
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
+from diffusers_flax.training.models import Models
+from diffusers_flax.training.sharding import replicate, shard_axes, start_state
 from parquet_processing import ParquetImagePairs
-from training.models import Models
-from training.sharding import replicate, shard_axes, start_state
 
 SCRIPT = Path(trainer.__file__)
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")

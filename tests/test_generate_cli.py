@@ -21,11 +21,11 @@ from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl, 
 
 import diffusers_flax
 import generate_cli
+from diffusers_flax.generating.captions import image_grid
+from diffusers_flax.generating.inputs import CANNY
 from diffusers_flax.images import prepare_images
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.prompts import prepare_prompts
-from generating.captions import image_grid
-from generating.inputs import CANNY
 
 SIZE = (32, 24)  # width x height of all images
 BOX = (8, 5, 32, 19)  # white part of the mask: left, top, right, bottom

@@ -34,9 +34,9 @@ from diffusers_flax import FlaxStableDiffusionPipeline
 from diffusers_flax.images import to_pil
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.clip_similarities import FlaxCLIPModel
-from pairing.captions import read_captions
-from pairing.samples import draw_sample
-from pairing.scores import Scores
+from diffusers_flax.pairing.captions import read_captions
+from diffusers_flax.pairing.samples import draw_sample
+from diffusers_flax.pairing.scores import Scores
 
 MODEL, XL = str(ROOT / "demo/base_model"), str(ROOT / "demo/base_model_xl")
 SUBJECTS = ("the moon", "a flower", "a galaxy", "a cat", "a brick wall")
@@ -133,7 +133,7 @@ THREADS = str(max(4, os.cpu_count()))
 KILLED = """
 import os, signal
 import make_pairs
-from pairing.results import Output
+from diffusers_flax.pairing.results import Output
 finish, finished = Output.finish, []
 def finish_or_die(*arguments):
     if finished:

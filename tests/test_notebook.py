@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT, slow
 
-from command_line import parse_flags
-from training.flags import check_flags
+from diffusers_flax.command_line import parse_flags
+from diffusers_flax.training.flags import check_flags
 
 NOTEBOOK = ROOT / "notebooks" / "instruct_pix2pix.ipynb"
 COMMAND = re.compile(r"^( *)!(.*)$", re.MULTILINE)

@@ -17,8 +17,8 @@ from shards import (
 )
 
 import parquet_processing
-from dataloading.shards import Pair
-from generating.captions import LINE_HEIGHT
+from diffusers_flax.data.shards import Pair
+from diffusers_flax.generating.captions import LINE_HEIGHT
 
 SCRIPT = Path(parquet_processing.__file__)
 

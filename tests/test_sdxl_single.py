@@ -15,8 +15,8 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import sdxl_single
 import sdxl_single_aot
+from diffusers_flax.generating.captions import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
 from diffusers_flax.models.base import FlaxModelMixin
-from generating.captions import GRID_IMAGE_SIZE, GRID_MARGIN, LINE_HEIGHT
 
 PROMPTS = ("make it", "make it red", "it")
 OPTIONS = ["--num_inference_steps", "3", "--num_images", "2", "--prompt", *PROMPTS]

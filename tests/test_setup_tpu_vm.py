@@ -96,7 +96,7 @@ def test_which_jax_is_installed(tmp_path, args, machine, extra):
     (install,) = (call for call in calls if "-r requirements.txt" in call)
     old = any(float(gpu.split()[1]) < 7.5 for gpu in machine.get("gpus", ())) and extra == "cuda12"
     packages = [
-        "requirements.txt",
+        "requirements.txt --editable .",
         *([f"jax[{extra}]"] if extra else []),
         *([CUDNN] if old else []),
     ]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from compiling.programs import EditProgramFlags
+from diffusers_flax.compiling.programs import EditProgramFlags
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,

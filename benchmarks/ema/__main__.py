@@ -50,7 +50,7 @@ from benchmarks.ema.runs import make_demo
 from benchmarks.harness import in_new_process
 from benchmarks.rows import check_counts, describe_machine, run_benchmark, write_rows
 from diffusers_flax.loading.files import save_whole
-from training.ema import sigma_rel_to_gamma
+from diffusers_flax.training.ema import sigma_rel_to_gamma
 
 
 @dataclass(frozen=True)

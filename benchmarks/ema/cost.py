@@ -8,12 +8,12 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.ema.runs import AveragedRun, make_programs, trainer_config
-from dataloading.options import Transform
+from diffusers_flax.data.options import Transform
+from diffusers_flax.training.batches import Batches
+from diffusers_flax.training.ema import ema_plan, start_average
+from diffusers_flax.training.models import load_models
+from diffusers_flax.training.sharding import replicate, start_state
 from parquet_processing import ParquetImagePairs
-from training.batches import Batches
-from training.ema import ema_plan, start_average
-from training.models import load_models
-from training.sharding import replicate, start_state
 
 COST_DEVICES = 4
 COST_PLANS = {

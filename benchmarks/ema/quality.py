@@ -10,13 +10,13 @@ from tqdm import tqdm
 
 import flax_train_instruct_pix2pix as trainer
 from benchmarks.ema.runs import AveragedRun, make_programs, trainer_config
-from dataloading.options import Reading, Transform
 from demo.evaluate import load_edits, read_held_out_edits, read_pixels, summarize_edits
+from diffusers_flax.data.options import Reading, Transform
+from diffusers_flax.training.batches import Batches
+from diffusers_flax.training.ema import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma
+from diffusers_flax.training.models import encode_batch, load_models
+from diffusers_flax.training.sharding import replicate, to_host
 from parquet_processing import ParquetImagePairs
-from training.batches import Batches
-from training.ema import SIGMA_RELS, ema_plan, posthoc_weights, sigma_rel_to_gamma
-from training.models import encode_batch, load_models
-from training.sharding import replicate, to_host
 
 REFERENCE_STEPS = 15000  # of Hugging Face's trainer, whose decay is 0.9999
 NUM_SNAPSHOTS = 8  # of a run with --ema power

@@ -12,8 +12,8 @@ import optax
 
 import flax_train_instruct_pix2pix as trainer
 from benchmarks.rows import ROOT
-from training.ema import make_update_average, start_average
-from training.sharding import replicate, shard_axes, start_state
+from diffusers_flax.training.ema import make_update_average, start_average
+from diffusers_flax.training.sharding import replicate, shard_axes, start_state
 
 RESOLUTION = 64  # of the demo
 

@@ -86,8 +86,8 @@ from benchmarks.rows import (
     write_rows,
 )
 from benchmarks.unet import Case, can_compile, count_flops, make_inputs
-from compiling.programs import read_configs
 from diffusers_flax.compilation_cache import no_compilation_cache
+from diffusers_flax.compiling.programs import read_configs
 from diffusers_flax.messages import one_line
 from diffusers_flax.pipelines.instruct_pix2pix import EDIT_BRANCHES
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS

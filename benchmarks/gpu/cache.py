@@ -13,7 +13,12 @@ from benchmarks.rows import ROOT
 from diffusers_flax.executables import SUFFIX, ExecutableStore, surroundings
 from diffusers_flax.loading.files import write_json
 
-SOURCES = ("compile_for.py", "flax_train_instruct_pix2pix.py", "compiling/*.py", "training/*.py")
+SOURCES = (
+    "compile_for.py",
+    "flax_train_instruct_pix2pix.py",
+    "diffusers_flax/compiling/*.py",
+    "diffusers_flax/training/*.py",
+)
 
 
 def file_name(text):

@@ -11,7 +11,7 @@ import numpy as np
 
 import compile_for
 from benchmarks.harness import PROMPT, SCALES, in_new_process, psnr_db
-from compiling.programs import (
+from diffusers_flax.compiling.programs import (
     EditProgramFlags,
     Program,
     SdxlFlags,

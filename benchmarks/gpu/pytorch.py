@@ -24,7 +24,7 @@ from benchmarks.harness import PROMPT, SCALES, synchronize
 from benchmarks.random_models import TOKENIZER
 from benchmarks.train import make_batch, torch_training
 from benchmarks.unet import make_inputs, torch_contenders
-from compiling.programs import SdxlFlags
+from diffusers_flax.compiling.programs import SdxlFlags
 
 FORMATS = {
     "eager": torch.contiguous_format,

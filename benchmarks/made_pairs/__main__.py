@@ -38,7 +38,7 @@ from PIL import Image
 
 from benchmarks.rows import ROOT, check_counts, describe_machine, run_benchmark, write_rows
 from demo.photographs import EDITS
-from pairing.scores import Scores, Thresholds
+from diffusers_flax.pairing.scores import Scores, Thresholds
 
 APPLY = {edit.instruction: edit.apply for edit in EDITS}
 FAST = {  # flags of make_pairs.py

@@ -42,12 +42,12 @@ from benchmarks.random_models import (
     write_pipeline,
 )
 from benchmarks.rows import ROOT, check_counts, describe_machine, run_benchmark, write_rows
-from generating.batches import DeviceClock
-from pairing.captions import read_captions
-from pairing.maker import PairMaker
-from pairing.results import Choice, Line, Output
-from pairing.samples import chunks_of
-from pairing.scores import Scorer, Thresholds
+from diffusers_flax.generating.batches import DeviceClock
+from diffusers_flax.pairing.captions import read_captions
+from diffusers_flax.pairing.maker import PairMaker
+from diffusers_flax.pairing.results import Choice, Line, Output
+from diffusers_flax.pairing.samples import chunks_of
+from diffusers_flax.pairing.scores import Scorer, Thresholds
 
 TIMED_LINES = 10
 SAMPLES_OF_MEMORY = 4  # of each line

@@ -3,7 +3,7 @@
 from functools import cache
 
 from benchmarks.rows import GIB, ROOT, read_rows
-from compiling.chips import Chip, peak_share
+from diffusers_flax.compiling.chips import Chip, peak_share
 
 
 @cache

@@ -3,8 +3,8 @@
 from benchmarks.gpu_compiled import CASES, program_case
 from benchmarks.rows import GIB, markdown_table, rows_of
 from benchmarks.tables.cells import results
-from compiling.cards import CARDS, USABLE_SHARE
-from compiling.kernels import ALL_KINDS, MEASURED_SHARES
+from diffusers_flax.compiling.cards import CARDS, USABLE_SHARE
+from diffusers_flax.compiling.kernels import ALL_KINDS, MEASURED_SHARES
 
 
 def cards_table() -> str:

@@ -3,8 +3,8 @@
 from benchmarks.gpu_compiled import PAIRS, program_case
 from benchmarks.rows import GIB, markdown_table
 from benchmarks.tables.cells import estimate, results
-from compiling.chips import CHIPS, roofline_seconds
-from compiling.pairs import TPU_PASSES
+from diffusers_flax.compiling.chips import CHIPS, roofline_seconds
+from diffusers_flax.compiling.pairs import TPU_PASSES
 
 SAMPLES_PER_PAIR = 43  # samples for a kept pair of the published set, see docs/pairs.md
 PRICES = {"v5e": 1.2, "H100": 2.69}  # dollars for an hour of a chip, see docs/pairs.md

@@ -3,7 +3,7 @@
 from benchmarks.rows import markdown_table
 from benchmarks.tables.cells import at_share, estimated_seconds, results, seconds
 from benchmarks.tables.speed import faster_eager
-from compiling.chips import CHIPS
+from diffusers_flax.compiling.chips import CHIPS
 
 H100, STEP = "H100 80GB HBM3", "full_256 optimizer step 16"  # of benchmarks.gpu
 SDXL_IMAGE = "full_xl_1024 images, 20 steps 1"

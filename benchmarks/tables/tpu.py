@@ -10,8 +10,8 @@ from benchmarks.tables.cells import (
     seconds,
 )
 from benchmarks.tpu import LITTLE_MEMORY, SHARED
-from compiling.chips import CHIPS, find_slice, peak_share, roofline_seconds
-from training.flags import Config as TrainingConfig
+from diffusers_flax.compiling.chips import CHIPS, find_slice, peak_share, roofline_seconds
+from diffusers_flax.training.flags import Config as TrainingConfig
 
 COUNTED = ("v5e", "v6e")  # chips that images and edits are counted for
 

@@ -12,8 +12,12 @@ from pathlib import Path
 FILE = Path(__file__).with_name("data_flow.svg")
 STAGES = (  # name, what it does, what it gives to the next stage
     ("script.py, script.sh", "plan and download a dataset", "data/*.parquet"),
-    ("dataloading/", "decode, crop, shuffle, resume", "uint8 images, instructions"),
-    ("training/, train_step", "VAE, CLIP, noise, UNet, AdamW", "model directory, safetensors"),
+    ("diffusers_flax/data/", "decode, crop, shuffle, resume", "uint8 images, instructions"),
+    (
+        "diffusers_flax/training/, train_step",
+        "VAE, CLIP, noise, UNet, AdamW",
+        "model directory, safetensors",
+    ),
     ("diffusers_flax/pipelines/", "text, denoising loop, VAE", "image"),
 )
 WIDTH, BOX, FLOW, ARROW = 440, 100, 44, 26  # and heights: of a stage, of data, of an arrow

@@ -28,7 +28,7 @@ from benchmarks.data import (
     torch_rows,
 )
 from benchmarks.rows import rows_of
-from dataloading.decoding import decode_pair
+from diffusers_flax.data.decoding import decode_pair
 
 NUM_ROWS = 2 * BATCH_SIZE
 # The workers of torch's DataLoader are forked, and compute nothing with JAX.

@@ -28,8 +28,8 @@ from benchmarks.ema.report import draw_quality, summarize_cost, summarize_qualit
 from benchmarks.ema.runs import make_demo, make_programs, trainer_config
 from demo.photographs import EDITS
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from training.ema import SIGMA_RELS, ema_plan, power_decay, sigma_rel_to_gamma
-from training.models import load_models
+from diffusers_flax.training.ema import SIGMA_RELS, ema_plan, power_decay, sigma_rel_to_gamma
+from diffusers_flax.training.models import load_models
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 NUM_STEPS = 8

@@ -12,7 +12,7 @@ from PIL import Image
 
 from benchmarks import families
 from demo.photographs import EDITS
-from training.validation import validation_grid
+from diffusers_flax.training.validation import validation_grid
 
 
 def test_summary_of_families():

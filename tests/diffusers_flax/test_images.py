@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dataloading.images import decode_image, encoded_size
+from diffusers_flax.data.images import decode_image, encoded_size
 from diffusers_flax.images import (
     MAX_PIXELS,
     READ_FORMATS,

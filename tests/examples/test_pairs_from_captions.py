@@ -15,7 +15,7 @@ from transformers import CLIPModel, CLIPProcessor
 
 from benchmarks.made_pairs import __main__ as made_pairs
 from demo.photographs import EDITS
-from generating.clip import Clip
+from diffusers_flax.generating.clip import Clip
 
 SMALL = "--num_pairs 120 --clip_steps 60 --num_samples 2 --num_kept 1 --num_inference_steps 4"
 SMALL += " --train_steps 4 --crops_per_photograph 1 --thresholds 90"

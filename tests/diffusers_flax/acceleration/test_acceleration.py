@@ -23,7 +23,6 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 import edit_cli
 import sdxl_single
 import sdxl_single_aot
-from compiling.programs import SdxlFlags, open_pipeline_of_flags
 from diffusers_flax.acceleration.plans import (
     TECHNIQUES,
     Acceleration,
@@ -37,6 +36,7 @@ from diffusers_flax.acceleration.plans import (
     plan_steps,
 )
 from diffusers_flax.acceleration.token_merging import match, window_offsets
+from diffusers_flax.compiling.programs import SdxlFlags, open_pipeline_of_flags
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, FlaxUNet2DConditionOutput
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
@@ -452,7 +452,7 @@ def test_plans():
 
 
 def test_help_and_docs_name_all_techniques():
-    for file in ("generating/flags.py", "compiling/programs.py"):
+    for file in ("diffusers_flax/generating/flags.py", "diffusers_flax/compiling/programs.py"):
         source = (ROOT / file).read_text()
         (comment,) = re.findall(r"# NAME or NAME:PARAMETER=VALUE(.*?) accelerate: ", source, re.S)
         assert TECHNIQUES.keys() <= {*re.findall(r"\w+", comment)}

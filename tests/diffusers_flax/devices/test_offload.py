@@ -12,8 +12,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from helpers import random_inputs
 from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
 
-from compiling.hlo import host_bytes
 from diffusers_flax import FlaxStableDiffusionXLControlNetPipeline
+from diffusers_flax.compiling.hlo import host_bytes
 from diffusers_flax.devices import layout as layout_module
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.devices.offload import GROUPS, fetching, group_of, path_in_model

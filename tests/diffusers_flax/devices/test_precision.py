@@ -9,7 +9,7 @@ import pytest
 
 from diffusers_flax import messages
 from diffusers_flax.devices import precision
-from training.models import mixed_precision_dtype
+from diffusers_flax.training.models import mixed_precision_dtype
 
 CPU = SimpleNamespace(platform="cpu", client=SimpleNamespace(platform_version=""))
 TPU = SimpleNamespace(platform="tpu", client=SimpleNamespace(platform_version="TFRT TPU v4"))

@@ -17,13 +17,13 @@ from original_layout import original_layout, write_single_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl, write_tokenizer
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
+from diffusers_flax.generating.clip import Clip
 from diffusers_flax.loading import hub
 from diffusers_flax.models.clip import FlaxCLIPTextModel
 from diffusers_flax.pipelines.base import Execution, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
-from generating.clip import Clip
 
 COMMIT = "c" * 40
 ANSWER_LIMIT = 1  # seconds that the client waits for the hub

@@ -31,6 +31,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import diffusers_flax
 import sdxl_single
+from diffusers_flax.evaluation.results import model_checksum
 from diffusers_flax.loading import hub
 from diffusers_flax.loading.hub import check_single_file_configs, open_source, place_of_link
 from diffusers_flax.loading.single_file import (
@@ -44,7 +45,6 @@ from diffusers_flax.models.controlnet import FlaxControlNetModel
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from editing.results import model_checksum
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

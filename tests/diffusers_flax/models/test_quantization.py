@@ -13,12 +13,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from helpers import ROOT, psnr, random_normal
 from tpu_programs import needs_libtpu
 
-from compiling.chips import find_slice, slice_devices
+from diffusers_flax.compiling.chips import find_slice, slice_devices
 from diffusers_flax.models.blocks import BasicTransformerBlock, Conv, Dense, ResnetBlock2D
 from diffusers_flax.models.quantization import quantize
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from training.lora import add_lora
-from training.sharding import combine
+from diffusers_flax.training.lora import add_lora
+from diffusers_flax.training.sharding import combine
 
 TINY = {
     "in_channels": 4,

@@ -15,13 +15,13 @@ from tiny_models import make_tiny_cosxl
 
 import edit_cli
 import sdxl_single
-from dataloading.images import load_image
 from diffusers_flax import (
     FlaxDiffusionPipeline,
     FlaxStableDiffusionXLInstructPix2PixPipeline,
     FlaxStableDiffusionXLPipeline,
 )
 from diffusers_flax.acceleration.previews import Preview
+from diffusers_flax.data.images import load_image
 
 SCALES = dict(guidance_scale=3.0, image_guidance_scale=1.5)
 

@@ -16,7 +16,9 @@ from references import check_output_types, edit_with_torch_xl
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
-from dataloading.images import load_image
+from diffusers_flax.data.images import load_image
+from diffusers_flax.evaluation.edits import check_model
+from diffusers_flax.generating.models import ModelOptions, Sampling, load_model
 from diffusers_flax.models.unet import FlaxUNet2DConditionOutput
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -29,9 +31,7 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
 from diffusers_flax.pipelines.sampling import resize
-from editing.edits import check_model
-from generating.models import ModelOptions, Sampling, load_model
-from training.sharding import replicate
+from diffusers_flax.training.sharding import replicate
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -12,7 +12,10 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import compile_for
 import sdxl_single
 import sdxl_single_aot
-from compiling.programs import EditProgramFlags, open_pipeline_of_flags
+from diffusers_flax.compiling.programs import EditProgramFlags, open_pipeline_of_flags
+from diffusers_flax.evaluation import edits
+from diffusers_flax.generating.flags import from_flags
+from diffusers_flax.generating.models import Sampling
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -22,11 +25,8 @@ from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPi
 from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
-from editing import edits
-from generating.flags import from_flags
-from generating.models import Sampling
-from training.flags import Config
-from training.models import load_models
+from diffusers_flax.training.flags import Config
+from diffusers_flax.training.models import load_models
 
 
 def change(file, **values):

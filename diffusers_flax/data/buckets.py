@@ -1,0 +1,270 @@
+"""Aspect ratio buckets: the sizes of batches, and the size of each pair. A size is (width, height).
+
+Source: NovelAI's aspect ratio bucketing; SDXL (arXiv 2307.01952), section 2.3.
+"""
+
+import math
+import os
+import re
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from diffusers_flax.data.images import encoded_size
+from diffusers_flax.data.options import Processes
+from diffusers_flax.data.shards import (
+    ImageColumn,
+    RowGroup,
+    latents_metadata,
+    open_row_group,
+    read_column,
+    read_images,
+)
+from diffusers_flax.data.streaming import is_remote
+from diffusers_flax.loading.files import save_whole
+from diffusers_flax.messages import one_line, warn_once
+
+MAX_STEP = 64  # pixels; sides of buckets are multiples of it, at low resolutions of less
+MAX_BUCKET_ASPECT = 2  # of the default sizes: the longer side to the shorter
+BUCKETS = "--aspect_ratio_buckets"
+SIZE = "size"  # column of shards of latents of several sizes: index in the list of sizes
+SIZES_DIR = ".image_sizes"  # subdirectory of a directory of shards, see stored_sizes
+SIZE_READERS = 4  # threads at most; each holds the images of a row group
+FOOTER_BYTES = 1 << 16  # at the end of a shard, for its checksum
+
+
+def side_step(resolution: int) -> int:
+    """The divisor of buckets' sides: 64, at low resolutions a smaller power of two."""
+    return min(MAX_STEP, 1 << max(0, (resolution // 4).bit_length() - 1))
+
+
+def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[int, int], ...]:
+    """The sizes of --aspect_ratio_buckets, from the tallest to the widest.
+
+    By default, every multiple of `side_step` is a shorter side. Its longer side is the largest with
+    at most resolution² pixels, up to an aspect ratio of MAX_BUCKET_ASPECT. Sizes are upright and
+    lying.
+
+    Args:
+        resolution: --resolution.
+        texts: sizes as WIDTHxHEIGHT; (): the default sizes; None: only the square.
+
+    Raises:
+        ValueError: a text is no size, or the sizes do not fit the resolution or each other.
+    """
+    if texts is None:
+        return ((resolution, resolution),)
+    step = side_step(resolution)
+    if not texts:
+        check_side(f"--resolution {resolution}", resolution, step)
+        shorts = range(step, resolution + 1, step)
+        sides = [(short, resolution**2 // short // step * step) for short in shorts]
+        sides = [(short, long) for short, long in sides if long <= MAX_BUCKET_ASPECT * short]
+        return tuple(sorted({*sides, *((long, short) for short, long in sides)}))
+    sizes = {}  # by aspect ratio
+    for text in texts:
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+        if not match:
+            raise ValueError(f"{BUCKETS} {text} is no size; write WIDTHxHEIGHT, such as 640x384")
+        width, height = map(int, match.groups())
+        for side in (width, height):
+            check_side(f"{BUCKETS} {text}: {side}", side, step)
+        if not 0.5 <= width * height / resolution**2 <= 2:
+            raise ValueError(
+                f"{BUCKETS} {text} has {width * height / resolution**2:.3g} times the pixels of "
+                f"--resolution {resolution}; it may have from a half to twice as many"
+            )
+        if other := sizes.get(width / height):
+            raise ValueError(
+                f"{BUCKETS} {size_name(other)} and {text} have one aspect ratio; leave out one"
+            )
+        sizes[width / height] = (width, height)
+    return tuple(sizes[aspect] for aspect in sorted(sizes))
+
+
+def check_side(named: str, side: int, step: int) -> None:
+    """Raise a ValueError unless a side is a multiple of step; named: its beginning."""
+    if side % step:
+        below = side // step * step
+        near = " or ".join(str(n) for n in (below, below + step) if n)
+        raise ValueError(f"{named} is not a multiple of {step}; try {near}")
+
+
+def check_sides(size: tuple[int, int], step: int) -> None:
+    """Raise a ValueError unless both sides of a bucket are multiples of step."""
+    for side in size:
+        check_side(f"{BUCKETS} {size_name(size)}: {side}", side, step)
+
+
+def size_name(size: tuple[int, int]) -> str:
+    """WIDTHxHEIGHT."""
+    return f"{size[0]}x{size[1]}"
+
+
+def nearest_sizes(image_sizes: np.ndarray, sizes: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """Index of the size with the nearest aspect ratio, by its logarithm, for each image.
+
+    Args:
+        image_sizes: integers (N, 2), width and height; (0, 0), unknown, counts as a square.
+        sizes: to choose from.
+    """
+    logs = np.log(np.maximum(image_sizes, 1))
+    aspects = logs[:, 0] - logs[:, 1]
+    return np.abs(aspects[:, None] - [math.log(w / h) for w, h in sizes]).argmin(axis=1)
+
+
+def choose_sizes(
+    image_sizes: list[np.ndarray], sizes: tuple[tuple[int, int], ...], batch_size: int
+) -> tuple[tuple[tuple[int, int], ...], list[np.ndarray]]:
+    """Choose the sizes with at least a batch of pairs, and each pair's nearest size.
+
+    The size with the fewest pairs is left out first; its pairs go to the nearest remaining size.
+
+    Args:
+        image_sizes: per directory, the sizes of its rows, see nearest_sizes.
+        sizes: to choose from.
+        batch_size: pairs of a size that every directory needs.
+
+    Returns:
+        (sizes, size_of): the remaining sizes; per directory, the index of each row's size.
+    """
+    while True:
+        size_of = [nearest_sizes(of_directory, sizes) for of_directory in image_sizes]
+        counts = count_sizes(size_of, len(sizes))
+        too_few = np.flatnonzero(counts.min(axis=0) < batch_size)
+        if len(sizes) == 1 or not len(too_few):
+            return sizes, size_of
+        left_out = too_few[counts.sum(axis=0)[too_few].argmin()]
+        sizes = sizes[:left_out] + sizes[left_out + 1 :]
+
+
+def count_sizes(size_of: list[np.ndarray], num_sizes: int) -> np.ndarray:
+    """Number of rows of each size in each directory, (directories, sizes)."""
+    return np.array([np.bincount(of_rows, minlength=num_sizes) for of_rows in size_of])
+
+
+def stored_sizes(
+    groups: list[RowGroup], num_threads: int, processes: Processes = Processes()
+) -> np.ndarray:
+    """Width and height of every row's original image, upright, from the files' headers.
+
+    The first call reads a column of all shards and saves the sizes of each shard in SIZES_DIR, if
+    that is writable. Sizes of image files beside a shard are not saved, as these may change. The
+    size of latents is the size that their images were scaled to.
+
+    Args:
+        groups: row groups of images or of latents, in the order of their shards.
+        num_threads: threads to read shards with, up to SIZE_READERS.
+        processes: processes with the same directory start at different shards.
+
+    Returns:
+        Integers (N, 2); (0, 0) without an image or a readable header.
+
+    Raises:
+        ValueError: a shard is damaged.
+    """
+    if latents := latents_metadata(groups[0].metadata):
+        if "sizes" not in latents:
+            num_rows = sum(group.num_rows for group in groups)
+            return np.full((num_rows, 2), latents["resolution"])
+        sizes = np.flip(latents["sizes"], axis=1)  # heights and widths
+        return np.concatenate([sizes[read_size_column(group)] for group in groups])
+    if is_remote(groups[0].path):
+        raise ValueError(
+            f"{BUCKETS} reads all images of {groups[0].path.parent} before training; download them "
+            "with script.py and script.sh first"
+        )
+    shards = list({group.path: group for group in groups}.values())
+    sizes_of = {shard.path: load_sizes(shard) for shard in shards}
+    missing = [shard for shard in shards if sizes_of[shard.path] is None]
+    first = processes.process_index * len(missing) // processes.process_count
+    missing = missing[first:] + missing[:first]
+    if missing:
+        total = sum(shard.metadata.num_rows for shard in missing)
+        with tqdm(total=total, desc="image sizes", unit="row") as bar:
+
+            def read_shard(shard):
+                sizes = load_sizes(shard)  # another process may have read it
+                if sizes is None:
+                    sizes, are_in_shard = read_sizes(shard)
+                    if are_in_shard:
+                        save_sizes(shard, sizes)
+                bar.update(len(sizes))
+                return sizes
+
+            with ThreadPoolExecutor(min(num_threads, SIZE_READERS)) as threads:
+                sizes_of |= zip([s.path for s in missing], threads.map(read_shard, missing))
+    return np.concatenate(
+        [sizes_of[g.path][g.first_row : g.first_row + g.num_rows] for g in groups]
+    )
+
+
+def read_size_column(group: RowGroup) -> np.ndarray:
+    """Index of the size of each row of a row group of latents."""
+    with open_row_group(group, [SIZE]) as file:
+        parts = [part.to_numpy() for part in read_column(file, group, SIZE)]
+    return np.concatenate(parts)[: group.num_rows]
+
+
+def read_sizes(shard: RowGroup) -> tuple[np.ndarray, bool]:
+    """Read stored_sizes of a shard from its images; shard: any of its row groups.
+
+    Returns:
+        (sizes, whether no image is a file beside the shard).
+    """
+    sizes, spare = np.zeros((shard.metadata.num_rows, 2), np.uint32), []
+    row, are_in_shard = 0, True
+    for index in range(shard.metadata.num_row_groups):
+        group = shard._replace(index=index)
+        with open_row_group(group, group.columns[:1]) as file:
+            images = read_images(file, group, group.columns[0], spare)
+        are_in_shard &= isinstance(images, ImageColumn) or not images.has_files()
+        for position in range(len(images)):
+            with suppress(Exception):  # null, or damaged data, which make decoders raise anything
+                sizes[row] = encoded_size(images[position])
+            row += 1
+        del images
+    return sizes, are_in_shard
+
+
+def end_checksum(path: Path) -> str:
+    """CRC-32 of the end of a shard, where parquet keeps the statistics of all columns."""
+    with path.open("rb") as file:
+        file.seek(-min(FOOTER_BYTES, path.stat().st_size), os.SEEK_END)
+        return f"{zlib.crc32(file.read()):08x}"
+
+
+def sizes_file(shard: RowGroup) -> Path:
+    """The file with heights and widths of a shard; its name identifies content and column."""
+    key = f"{shard.columns[0]} {shard.path.stat().st_size} {end_checksum(shard.path)}"
+    return shard.path.parent / SIZES_DIR / f"{shard.path.name}.{zlib.crc32(key.encode()):08x}.npy"
+
+
+def load_sizes(shard: RowGroup) -> np.ndarray | None:
+    """Saved stored_sizes of a shard, or None."""
+    with suppress(OSError, ValueError, EOFError):  # missing or damaged
+        sizes = np.flip(np.load(sizes_file(shard)), axis=1)
+        if sizes.shape == (shard.metadata.num_rows, 2):
+            return sizes
+    return None
+
+
+def save_sizes(shard: RowGroup, sizes: np.ndarray) -> None:
+    """Save stored_sizes of a shard, if its directory is writable."""
+    path = sizes_file(shard)
+
+    def save(unfinished):
+        with open(unfinished, "wb") as file:
+            np.save(file, np.flip(sizes, axis=1))
+
+    try:
+        save_whole(path, save, shared=True)
+    except OSError as error:
+        warn_once(
+            f"the sizes of the images cannot be saved in {path.parent} ({one_line(error, 200)}); "
+            "the next start reads them again"
+        )

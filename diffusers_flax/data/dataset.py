@@ -1,0 +1,529 @@
+"""Training batches from parquet shards, and their order: a plain iterator, a torch IterableDataset.
+
+    for batch in ParquetImagePairs("data", batch_size=16): ...
+
+Images are prepared as in InstructPix2Pix (arXiv 2211.09800).
+"""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from diffusers_flax.data.buckets import size_name
+from diffusers_flax.data.options import Columns, Processes, Reading, Transform, check_at_least
+from diffusers_flax.data.reading import BatchRow, StoredPairs, decode_batches, stream_settings
+from diffusers_flax.data.streaming import changed_files
+from diffusers_flax.messages import differences
+
+# Parts of an epoch. A process holds a window of row groups in memory for each part that it reads.
+# Fewer parts need less memory in one process; with many processes, more parts mean less reading.
+DEFAULT_PARTS = 4
+BATCHES_BEFORE_END = 64  # of an epoch, when a stream begins to fetch the next one
+MIN_LEFT_OUT = 0.01  # fraction of unused pairs above which a better batch size is suggested
+
+
+def register_with_torch(dataset_class: type) -> None:
+    """Register a class as a torch IterableDataset if torch is already imported.
+
+    Subclassing IterableDataset would import torch, which takes seconds, for all users.
+    """
+    if "torch.utils.data" in sys.modules:
+        sys.modules["torch.utils.data"].IterableDataset.register(dataset_class)
+
+
+def refuse_torch_workers() -> None:
+    """Raise a ValueError in a worker of a torch DataLoader."""
+    data = sys.modules.get("torch.utils.data")
+    if data is not None and data.get_worker_info() is not None:
+        raise ValueError(
+            "DataLoader's num_workers must be 0: ParquetImagePairs has its own threads; set "
+            "num_threads instead"
+        )
+
+
+class ParquetImagePairs(StoredPairs):
+    """Batches of image pairs and instructions from a directory of parquet shards.
+
+    One iteration yields one epoch of this process's batches; every process gets `len(self)` of
+    them. The next iteration yields the next epoch, unless `set_epoch` selects another. If torch is
+    imported before the object is created, the object is a torch IterableDataset:
+    `DataLoader(dataset, batch_size=None)`. A batch is a dict:
+
+        original_pixel_values, edited_pixel_values: uint8 (B, R, R, 3); (B, H, W, 3) with sizes
+        edit_prompt: list of B strings
+
+    or, for a directory written by cache_latents.py, with latents instead of images:
+
+        original_latents: float16 (B, h, w, C)
+        edited_latents: float16 (B, h, w, 2 C)
+
+    With micro_conditioning also `time_ids`, float32 (B, 6), see `decoding.decode_pair`. With masks
+    also `mask`, uint8 (B, R, R) or (B, h, w), 255 where the image may change, 0 without a mask.
+
+    Order: an epoch has `num_parts` parts, and a global batch concatenates equal slices of them. If
+    all processes have the same shards, the parts cover all rows, and process i takes the i-th equal
+    slice of every global batch; less than one global batch of rows is unused. If each process has
+    its own shards, it makes its own parts and batches, and all processes stop when the process with
+    the fewest rows has no more. Each epoch leaves out different rows and yields no row twice.
+    Order, crops and flips depend on the data, seed, epoch, global batch size, `num_parts` and
+    `shuffle_buffer` (see `epoch_order`). They do not depend on the number of threads or, if all
+    processes have the same shards, on the number of processes.
+
+    Sizes: with `sizes` a pair gets the size nearest in aspect ratio to its original image, and a
+    global batch has one size, the same on every process. A size with less than a global batch of
+    pairs is left out; if each process has its own shards, so is a size with less than one process's
+    batch on any process. Pairs of a size that do not fill a batch wait for the next epoch.
+
+    Undecodable pairs: the next decodable row of the same row group, cyclically, replaces the pair
+    and gets its crop and flip. If the row group has none, the following row groups are searched.
+    With sizes only rows of the same size are searched.
+    `num_bad` counts replaced pairs, `bad_rows` names their rows, and each is logged once.
+
+    Memory: the encoded pairs of a window of shuffle_buffer / num_parts rows plus up to two row
+    groups, for each part that the process reads, and at most all of its shards; one row group read
+    ahead, one of its columns twice while it is read; `prefetch_batches` batches. With sizes also up
+    to GROUPS_READ_AGAIN row groups with undecodable pairs, and the encoded pairs of incomplete
+    batches. With one part and shared shards these are less than a batch per size; else a few row
+    groups, or most pairs if shards are sorted by aspect ratio. For streamed shards also
+    CACHE_BYTES and READ_AHEAD_BYTES of streaming.py.
+
+    `state_dict()` is the position after the last batch yielded. A dataset with the same arguments
+    that loads it continues with the next batch, bit for bit.
+
+    Args:
+        train_data_dir: directory of *.parquet files, or a URL, see streaming.list_files.
+        batch_size: pairs per batch of this process.
+        columns, transform, processes, reading: see options.py.
+        seed: at least 0.
+        num_parts: a divisor of the global batch size; 0: the greatest common divisor of the global
+            batch size and DEFAULT_PARTS, with sizes 1.
+
+    Raises:
+        ValueError: an invalid argument, an invalid directory (see `list_row_groups` and
+            `gather_directories`), or fewer rows than one batch; while iterating, damaged shards or
+            too many pairs that cannot be used.
+    """
+
+    def __init__(
+        self,
+        train_data_dir: str,
+        *,
+        batch_size: int,
+        columns: Columns = Columns(),
+        transform: Transform = Transform(),
+        seed: int = 0,
+        processes: Processes = Processes(),
+        reading: Reading = Reading(),
+        num_parts: int = 0,
+    ):
+        register_with_torch(type(self))
+        check_at_least(1, batch_size=batch_size)
+        check_at_least(0, seed=seed, num_parts=num_parts)
+        global_batch_size = batch_size * processes.process_count
+        if transform.sizes is not None:
+            num_parts = num_parts or 1  # with more, more pairs wait until their batch is full
+        num_parts = num_parts or math.gcd(global_batch_size, DEFAULT_PARTS)
+        if global_batch_size % num_parts:
+            raise ValueError(
+                f"num_parts={num_parts} does not divide the global batch of {global_batch_size} "
+                f"pairs (batch_size={batch_size}, process_count={processes.process_count}); use a "
+                "divisor or 0"
+            )
+
+        super().__init__(train_data_dir, columns, transform, processes, reading)
+        self._check_enough_rows(batch_size)
+        if transform.sizes is not None:
+            self.choose_sizes(batch_size)
+        self._partition = partition_rows(
+            self.directories, self.size_rows, batch_size, num_parts, processes
+        )
+        self.epoch_rows = len(self) * global_batch_size
+        self.batch_size, self.seed, self.num_parts = batch_size, seed, num_parts
+        self.epoch = 0
+        self._first_batch = 0  # at which the next iteration starts
+        self._next_batch = 0  # position of state_dict
+        self._stream_identity = {
+            "seed": seed,
+            "global_batch_size": global_batch_size,
+            "num_parts": num_parts,
+            **stream_settings(transform, reading),
+            **self.identity(),
+        }
+        if transform.sizes is not None:
+            self._stream_identity["sizes"] = " ".join(map(size_name, self.decoding.sizes))
+
+    def _check_enough_rows(self, batch_size: int) -> None:
+        """Raise a ValueError if a directory has less than one batch."""
+        process_count, max_rows = self.processes.process_count, self.reading.max_rows
+        is_shared = len(self.directory_rows) == 1
+        num_rows, num_sharing = min(self.directory_rows), process_count if is_shared else 1
+        if num_rows >= batch_size * num_sharing:
+            return
+        source = self.train_data_dir if is_shared else "the directory with the fewest rows"
+        if max_rows is not None:
+            source = f"--max_train_samples {max_rows} of {source}"
+        most = num_rows // num_sharing
+        remedy = f"use at most {most} pairs per process, --train_batch_size {most * process_count}"
+        if num_rows < num_sharing:
+            remedy = f"use at most {num_rows} processes"
+        raise ValueError(
+            f"a batch of {batch_size} pairs on each of {num_sharing} process(es) needs "
+            f"{batch_size * num_sharing} pairs, but {source} has {num_rows}; {remedy}"
+        )
+
+    def describe_epoch(self, multiple: int = 1) -> str:
+        """Say how many pairs an epoch uses, and suggest a smaller batch that leaves out fewer.
+
+        Args:
+            multiple: divisor of the global batch size.
+
+        Returns:
+            "16 of 24 pairs per epoch (24 with --train_batch_size 12)". A batch size, at least half
+            of the present one, is suggested if more than MIN_LEFT_OUT of the pairs are left out,
+            but not with sizes: a smaller batch would have other sizes.
+        """
+        global_batch_size = self._stream_identity["global_batch_size"]
+        processes = global_batch_size // self.batch_size
+        sharing = processes if len(self.directory_rows) == 1 else 1  # processes per directory
+
+        def num_used(size):
+            return min(self.directory_rows) // (size // processes * sharing) * size
+
+        used, step = self.epoch_rows, math.lcm(multiple, processes)
+        smaller = range(global_batch_size - step, (global_batch_size - 1) // 2, -step)
+        best = max(smaller, key=num_used, default=global_batch_size)  # the largest of equals
+        text = f"{used} of {self.num_rows} pairs per epoch"
+        if self.directory_sizes is None and used < min(
+            num_used(best), (1 - MIN_LEFT_OUT) * self.num_rows
+        ):
+            text += f" ({num_used(best)} with --train_batch_size {best})"
+        return text
+
+    def describe_sizes(self) -> str:
+        """Number of pairs of each size over all processes; "" without sizes.
+
+        Returns:
+            "pairs by size: 384x640 12, 512x512 80; left out with less than a batch: 640x384".
+        """
+        if self.directory_sizes is None:
+            return ""
+        parts = zip(self.decoding.sizes, self.size_rows.sum(axis=0))
+        counts = ", ".join(f"{size_name(size)} {count}" for size, count in parts)
+        left_out = ", ".join(map(size_name, self.sizes_left_out))
+        end = f"; left out with less than a batch: {left_out}" if left_out else ""
+        return f"pairs by size: {counts}{end}"
+
+    def __len__(self) -> int:
+        """Batches per epoch of every process."""
+        return sum(self._partition.num_batches)
+
+    def __getitem__(self, index):
+        """Raise a TypeError: DataLoader indexes objects that are not registered with torch."""
+        raise TypeError(
+            "import torch before creating ParquetImagePairs, so that DataLoader iterates over it"
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the epoch, from 0, of the next iteration."""
+        self.epoch, self._first_batch, self._next_batch = epoch, 0, 0
+
+    def passes(self, step: int) -> dict[str, float]:
+        """See Mixture.passes; a single set has none."""
+        return {}
+
+    def set_step(self, step: int) -> None:
+        """Select the first batch of the next iteration, counted from 0 over all epochs."""
+        self.epoch, self._first_batch = divmod(step, len(self))
+        self._next_batch = self._first_batch
+
+    def state_dict(self) -> dict:
+        """Position and identity of the stream of batches; the same on every process."""
+        versions = {"versions": self.versions} if self.versions else {}
+        position = {"epoch": self.epoch, "batch": self._next_batch}
+        return position | versions | self._stream_identity
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue the next iteration at the position of a `state_dict`.
+
+        Raises:
+            ValueError: the state belongs to another stream; names all differences.
+        """
+        different = differences(state, self._stream_identity)
+        if different := changed_files(state.get("versions"), self.versions) + different:
+            raise ValueError(
+                f"cannot resume the data: {'; '.join(different)}"
+                + (" (other shards)" if state.get("data") != self._stream_identity["data"] else "")
+            )
+        if not (state["epoch"] >= 0 and 0 <= state["batch"] < len(self)):
+            raise ValueError(
+                f"epoch={state['epoch']}, batch={state['batch']} is not a position in an epoch "
+                f"of {len(self)} batches"
+            )
+        self.epoch, self._first_batch = state["epoch"], state["batch"]
+        self._next_batch = self._first_batch
+
+    def _shuffle(self, epoch: int) -> "Epoch":
+        """The Epoch of a number."""
+        return self._partition.shuffle(
+            [group.num_rows for group in self.groups],
+            self.seed,
+            epoch,
+            self.reading.shuffle_buffer,
+            self.directory_sizes,
+        )
+
+    def __iter__(self) -> Iterator[dict]:
+        refuse_torch_workers()
+        start, self._first_batch = self._first_batch, 0
+        self._next_batch = start
+        order, read_steps, draws = self._shuffle(self.epoch)
+        if self.directory_sizes:
+            found = self.read_waiting(order[start:], np.maximum(read_steps[start:] - start, 0))
+        else:
+            found = self.read_batches([order[start:]])
+        encoded = (
+            [BatchRow(self, row, of_row, draws[row]) for row, of_row in rows] for rows in found
+        )
+        batches = decode_batches(encoded, self.reading, [self])
+        with contextlib.closing(batches):
+            for step, batch in enumerate(batches, start=start + 1):
+                self._next_batch = step
+                if self.is_streamed and step == max(start + 1, len(self) - BATCHES_BEFORE_END):
+                    self.fetch_ahead(self._shuffle(self.epoch + 1).order)
+                if step == len(self):
+                    self.epoch, self._next_batch = self.epoch + 1, 0
+                yield batch
+
+
+class Epoch(NamedTuple):
+    """The rows that a process reads in an epoch, and when."""
+
+    order: np.ndarray  # integers (num_batches, B), rows of the directory
+    read_steps: np.ndarray  # (num_batches, B): the batch at which each row is read, see _deal
+    # (num_rows, 3) in [0, 1): crop, flip and choice of the instruction of each row.
+    draws: np.ndarray
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Division of an epoch among processes; see partition_rows."""
+
+    num_batches: tuple[int, ...]  # of each size, equal on all processes
+    num_parts: int  # in the order that this process draws
+    total_parts: int  # in the orders of all processes
+    batch_size: int  # rows of the order in a batch
+    columns: slice  # of a batch: the rows of this process
+    shard_seeds: tuple[tuple[int, ...], ...]  # of each directory, besides seed and epoch
+    directory: int  # index of this process's directory
+
+    def shuffle(
+        self,
+        group_rows: list[int],
+        seed: int,
+        epoch: int,
+        shuffle_buffer: int,
+        directories: list[tuple[list[int], np.ndarray]] | None = None,
+    ) -> Epoch:
+        """Draw an epoch's order, crops, flips and instructions.
+
+        Args:
+            group_rows: number of rows of each row group of this process's directory.
+            seed, epoch: of ParquetImagePairs.
+            shuffle_buffer: see Reading.
+            directories: with several sizes, StoredPairs.directory_sizes.
+        """
+        shard_seed = self.shard_seeds[self.directory]
+        num_rows = sum(group_rows)
+        of_images, of_texts = (
+            np.random.default_rng([seed, epoch, purpose, *shard_seed]).random((num_rows, n))
+            for purpose, n in ((1, 2), (2, 1))
+        )
+        draws = np.hstack((of_images, of_texts))
+        order_parts = partial(
+            epoch_order,
+            num_parts=self.num_parts,
+            rows_per_part=sum(self.num_batches) * self.batch_size // self.num_parts,
+            window=shuffle_buffer / self.total_parts,
+        )
+        if directories is None:
+            parts = order_parts(group_rows, seed=[seed, epoch, 0, *shard_seed])
+            order = self._join(parts.reshape(self.num_parts, sum(self.num_batches), -1))
+            steps = np.arange(len(order))[:, None]
+            read_steps = np.broadcast_to(steps, order.shape)
+        else:
+            order, read_steps = self._deal(directories, seed, epoch, order_parts)
+        return Epoch(order[:, self.columns], read_steps[:, self.columns], draws)
+
+    def _join(self, slices: np.ndarray) -> np.ndarray:
+        """Join the parts' slices (num_parts, num_batches, rows) to batches (num_batches, B)."""
+        return slices.swapaxes(0, 1).reshape(-1, self.batch_size)
+
+    def _deal(
+        self,
+        directories: list[tuple[list[int], np.ndarray]],
+        seed: int,
+        epoch: int,
+        order_parts: Callable[..., np.ndarray],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Deal the rows of an epoch to batches of one size each.
+
+        All parts are read at the same pace. A batch is complete, and comes next, when every part
+        has dealt its slice. So the batches of all processes have the same sizes, and rows of rare
+        sizes wait for their batch.
+
+        Args:
+            directories, seed, epoch: see shuffle.
+            order_parts: epoch_order of a directory.
+
+        Returns:
+            order: (num_batches, B), rows of this process's directory.
+            read_steps: (num_batches, B), index of the batch that completes first after the row is
+                dealt, at most the row's own.
+        """
+        batches, places, complete = [], [], []
+        for directory, (group_rows, size_of) in enumerate(directories):
+            shard_seed = self.shard_seeds[directory]
+            drawn = self._drawn_sizes(size_of, seed, epoch, shard_seed)
+            parts = order_parts(group_rows, seed=[seed, epoch, 0, *shard_seed], size_of=drawn)
+            place_of = [  # in their part, the rows of a size, (num_parts, num_batches, rows)
+                np.nonzero(size_of[parts] == size)[1].reshape(self.num_parts, count, -1)
+                for size, count in enumerate(self.num_batches)
+            ]
+            complete.append(np.concatenate([place.max(axis=(0, 2)) for place in place_of]))
+            if directory == self.directory:
+                each_part = np.arange(self.num_parts)[:, None, None]
+                batches = [self._join(parts[each_part, place]) for place in place_of]
+                places = [self._join(place) for place in place_of]
+        complete = np.max(complete, axis=0)
+        turn = np.argsort(complete, kind="stable")
+        order, places = (np.concatenate(x)[turn] for x in (batches, places))
+        return order, np.searchsorted(complete[turn], places)
+
+    def _drawn_sizes(
+        self, size_of: np.ndarray, seed: int, epoch: int, shard_seed: tuple[int, ...]
+    ) -> np.ndarray:
+        """size_of, with -1 for rows that wait for the next epoch.
+
+        The rows of a size take turns: an epoch begins after the last row of the epoch before. So a
+        waiting row is drawn in the next epoch, unless more rows wait than an epoch draws, as on a
+        process with more shards than another.
+        """
+        drawn = np.full_like(size_of, -1)
+        for size, count in enumerate(self.num_batches):
+            rows = np.flatnonzero(size_of == size)
+            rows = np.random.default_rng([seed, size, 3, *shard_seed]).permutation(rows)
+            count *= self.batch_size
+            drawn[rows.take(range(epoch * count, (epoch + 1) * count), mode="wrap")] = size
+        return drawn
+
+
+def partition_rows(
+    directories: list[list[tuple[int, int, int]]],
+    size_rows: np.ndarray,
+    batch_size: int,
+    num_parts: int,
+    processes: Processes,
+) -> Partition:
+    """Divide an epoch among processes.
+
+    Args:
+        directories: shard ids of one directory if all processes have the same shards, else of each
+            process's directory.
+        size_rows: (directories, sizes), number of rows.
+        batch_size: pairs per batch of a process.
+        num_parts: a divisor of the global batch size.
+        processes: the processes.
+    """
+    process_index, process_count = processes.process_index, processes.process_count
+    if len(directories) == 1:  # one order of global batches; each process takes its columns
+        global_batch_size = batch_size * process_count
+        return Partition(
+            num_batches=tuple((np.array(size_rows[0]) // global_batch_size).tolist()),
+            num_parts=num_parts,
+            total_parts=num_parts,
+            batch_size=global_batch_size,
+            columns=slice(process_index * batch_size, (process_index + 1) * batch_size),
+            shard_seeds=((),),
+            directory=0,
+        )
+    # Each process has its own order of its own batches.
+    own_parts = math.gcd(batch_size, max(1, num_parts // process_count))
+    return Partition(
+        num_batches=tuple((np.min(size_rows, axis=0) // batch_size).tolist()),
+        num_parts=own_parts,
+        total_parts=own_parts * process_count,
+        batch_size=batch_size,
+        columns=slice(batch_size),
+        # The order belongs to the shards, whichever process reads them.
+        shard_seeds=tuple(tuple(directory[0][:2]) for directory in directories),
+        directory=process_index,
+    )
+
+
+def epoch_order(
+    group_rows: list[int],
+    *,
+    seed: list[int],
+    num_parts: int,
+    rows_per_part: int,
+    window: float,
+    size_of: np.ndarray | None = None,
+) -> np.ndarray:
+    """Shuffle an epoch such that each part needs only a few row groups at a time.
+
+    The row groups are concatenated in shuffled order and cut into num_parts parts of equal length;
+    the remaining rows are not used in this epoch. Within a part, each row gets a random time,
+    uniform over a window around its row group's position in the part, and rows are sorted by time.
+    A row group is therefore needed only during its window, and rows mix with all rows whose windows
+    overlap. A window as long as the part gives a uniform shuffle. With several sizes the rows of
+    each size are cut into parts separately, so that all parts have equally many.
+
+    Args:
+        group_rows: number of rows of each row group.
+        seed: integers >= 0; the order depends on them and on the other arguments.
+        num_parts: at least 1.
+        rows_per_part: rows of each part; num_parts * rows_per_part <= sum(group_rows).
+        window: length of a window in rows; a window always covers its row group's rows in the part.
+        size_of: index of each row's size, -1 for unused rows; None: one size.
+
+    Returns:
+        Integers (num_parts, rows_per_part): the rows of each part in order, counted over all row
+        groups.
+    """
+    group_rows = np.asarray(group_rows)
+    first_rows = np.cumsum(group_rows) - group_rows
+    group_of = np.repeat(np.arange(len(group_rows)), group_rows)  # row -> row group
+    rng = np.random.default_rng(seed)
+    # Rows within a row group are shuffled too, so that a cut or the unused end takes random rows.
+    all_rows = np.concatenate(
+        [first_rows[g] + rng.permutation(group_rows[g]) for g in rng.permutation(len(group_rows))]
+    )
+    if size_of is not None:
+        all_rows = all_rows[size_of[all_rows] >= 0]
+        part_of = np.empty(len(all_rows), int)
+        for size in np.unique(size_of[all_rows]):
+            places = np.flatnonzero(size_of[all_rows] == size)
+            part_of[places] = np.arange(len(places)) * num_parts // len(places)
+        all_rows = all_rows[np.argsort(part_of, kind="stable")]
+    parts = all_rows[: num_parts * rows_per_part].reshape(num_parts, rows_per_part)
+    # Neighbouring parts share a row group; reversing every other part makes both need it at once.
+    parts[1::2] = parts[1::2, ::-1].copy()
+
+    order = np.empty_like(parts)
+    for part, rows in enumerate(parts):
+        cuts = np.flatnonzero(np.diff(group_of[rows], prepend=-1, append=-1))  # row group bounds
+        starts, stops = cuts[:-1], cuts[1:]
+        centers, halves = (starts + stops) / 2, np.maximum(stops - starts, window) / 2
+        begins = np.maximum(centers - halves, 0)
+        ends = np.minimum(centers + halves, rows_per_part)
+        if window >= rows_per_part:
+            begins, ends = np.zeros_like(begins), np.full_like(ends, rows_per_part)
+        times = rng.uniform(np.repeat(begins, stops - starts), np.repeat(ends, stops - starts))
+        order[part] = rows[np.argsort(times, kind="stable")]
+    return order

@@ -1,0 +1,290 @@
+"""Decoding stored pairs into the arrays of a batch: images, scaled and cropped, or latents.
+
+Source: InstructPix2Pix (arXiv 2211.09800); SDXL (arXiv 2307.01952), section 2.2, for time ids.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from diffusers_flax.data.buckets import BUCKETS, size_name
+from diffusers_flax.data.images import (
+    JPEG_START,
+    check_one_shape,
+    crop_corner,
+    crop_image,
+    decode_image,
+    decode_mask_of_set,
+    encoded_size,
+    scaled_shape,
+)
+from diffusers_flax.data.options import Transform
+from diffusers_flax.data.shards import (
+    Pair,
+    RowGroup,
+    choose_instruction,
+    has_time_ids,
+    latents_metadata,
+)
+
+DAMAGED_MASK = b""  # in shards of latents, of a mask that could not be decoded
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How pairs become arrays."""
+
+    transform: Transform
+    latents: dict | None  # latents_metadata of the shards; None: they have images
+    masks: bool  # batches have masks; zeros for pairs without one
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Widths and heights of the batches' images."""
+        return self.transform.sizes or ((self.transform.resolution,) * 2,)
+
+    def check(self, group: RowGroup) -> None:
+        """Raise a ValueError if the options do not fit a row group."""
+        latents, folder = latents_metadata(group.metadata), group.path.parent
+        for name in ("vae", "shape", "sizes"):
+            if (latents or {}).get(name) != (self.latents or {}).get(name):
+                raise ValueError(
+                    f"{group.path.name} does not match the first shard in {folder}: one has "
+                    "latents and the other images, or the latents differ in VAE or size; use one "
+                    "directory for each kind"
+                )
+        if latents is None:
+            return
+        if self.transform.random_crop:
+            raise ValueError(
+                "latents are of the centre of each image; add --no_random_crop (it changes nothing "
+                "for square images)"
+            )
+        resolution, resample = self.transform.resolution, self.transform.resample
+        for name, value in (("resolution", resolution), ("image_interpolation_mode", resample)):
+            if latents[name] != value:
+                raise ValueError(
+                    f"{folder} contains latents of --{name} {latents[name]}, not {value}; "
+                    f"use --{name} {latents[name]}, or another directory for new latents"
+                )
+        if "sizes" not in latents and {*self.sizes} != {(resolution, resolution)}:
+            raise ValueError(
+                f"{folder} contains latents of squares; leave out {BUCKETS}, or use another "
+                "directory for new latents"
+            )
+        stored = [(w, h) for h, w in latents.get("sizes", ())]
+        if not {*stored} <= {*self.sizes}:
+            raise ValueError(
+                f"{folder} contains latents of several sizes; use {BUCKETS} "
+                f"{' '.join(map(size_name, stored))} with this --train_data_dir alone, or another "
+                "directory for new latents"
+            )
+        if self.transform.micro_conditioning and not has_time_ids(group):
+            raise ValueError(
+                f"{group.path} has no time ids of SDXL; delete the directory and make the "
+                "latents again"
+            )
+
+    def image_specs(self, size: int = 0) -> dict[str, tuple[tuple[int, ...], type]]:
+        """{name in a batch: (shape, dtype) of a row} of both images or latents; size: an index."""
+        if self.latents:
+            h, w, C = latent_shape(self.latents, self.sizes[size])
+            return {
+                "original_latents": ((h, w, C), np.float16),
+                "edited_latents": ((h, w, 2 * C), np.float16),
+            }
+        width, height = self.sizes[size]
+        pixels = ((height, width, 3), np.uint8)
+        return {"original_pixel_values": pixels, "edited_pixel_values": pixels}
+
+    def empty_batch(self, batch_size: int, size: int = 0) -> dict[str, np.ndarray]:
+        """Uninitialized arrays for batch_size pairs; size: an index."""
+        specs = self.image_specs(size)
+        if self.transform.micro_conditioning:
+            specs["time_ids"] = ((6,), np.float32)
+        if self.masks:
+            specs["mask"] = (next(iter(specs.values()))[0][:2], np.uint8)
+        return {name: np.empty((batch_size, *spec[0]), spec[1]) for name, spec in specs.items()}
+
+    def decode(
+        self,
+        batch: dict[str, np.ndarray],
+        place: int,
+        pair: Pair,
+        columns: tuple[str, str, str],
+        draw: np.ndarray,
+    ) -> str:
+        """Decode a pair into batch[...][place], cropped and flipped by draw.
+
+        Args:
+            batch: result of empty_batch.
+            place: row of the batch.
+            pair: encoded pair.
+            columns: column names for error messages.
+            draw: (3,) in [0, 1): the crop, the flip if it is below a half, and which of several
+                instructions.
+
+        Returns:
+            The instruction.
+        """
+        out = tuple(batch[name][place] for name in self.image_specs())
+        transform = self.transform
+        flip = transform.random_flip and bool(draw[1] < 0.5)
+        if self.latents:
+            time_ids = copy_latents(pair, out, columns, flip)
+        else:
+            crop = draw[0] if transform.random_crop else 0.5
+            time_ids = decode_pair(pair, out, columns, transform.resample, crop, flip)
+        if transform.micro_conditioning:
+            batch["time_ids"][place] = time_ids[int(flip)]
+        if self.masks and self.latents:
+            copy_mask(pair, batch["mask"][place], flip)
+        elif self.masks:
+            stored = tuple(time_ids[0, 1::-1])
+            place_mask(pair, batch["mask"][place], stored, transform.resample, crop, flip)
+        return choose_instruction(pair.instruction, draw[2])
+
+
+def decode_pair(
+    pair: Pair,
+    out: tuple[np.ndarray, np.ndarray],
+    columns: tuple[str, str, str],
+    resample: str,
+    crop: float,
+    flip: bool,
+) -> np.ndarray:
+    """Decode both images of a pair into out, with the same crop and flip.
+
+    Args:
+        pair: encoded pair.
+        out: original and edited images, contiguous uint8 (H, W, 3) each; overwritten.
+        columns: column names for error messages.
+        resample: "dct": libjpeg downscales large JPEGs by powers of two while decoding, Lanczos
+            does the rest; "lanczos" (as in the paper) and "bicubic" (as at Hugging Face): libjpeg
+            leaves at least a factor of 2 to the filter.
+        crop: position of the crop, see crop_image.
+        flip: mirror left and right.
+
+    Returns:
+        The time ids of SDXL's micro-conditioning, float32 (2, 6), not mirrored and mirrored: height
+        and width of the edited image as stored, top and left of the crop in the scaled image, H, W.
+
+    Raises:
+        ValueError: the prompt or an image is missing or cannot be decoded, or the images have two
+            aspect ratios; out is then undefined.
+
+    Source: SDXL (arXiv 2307.01952), section 2.2.
+    """
+    if pair.instruction is None:
+        raise ValueError(f"{columns[2]}: null")
+    stored = []
+    for data, pixels, column in zip(pair[:2], out, columns[:2]):
+        if data is None:
+            raise ValueError(f"{column}: no image bytes in the shard")
+        shape = pixels.shape[:2]
+        try:
+            min_shape = shape if resample == "dct" else (2 * shape[0], 2 * shape[1])
+            decoded = decode_image(data, min_shape, out=pixels)
+            cropped = crop_image(decoded, shape, resample, crop)
+        except ValueError as error:
+            raise ValueError(f"{column}: {error}") from error
+        is_jpeg = data.startswith(JPEG_START)  # which may be decoded at a half of its size or less
+        stored.append(encoded_size(data) if is_jpeg else decoded.shape[1::-1])
+        if flip:
+            for c in range(3):  # five times faster than all channels at once
+                pixels[..., c] = cropped[:, ::-1, c]
+        else:
+            pixels[:] = cropped
+    check_one_shape(columns[0], stored[0], columns[1], stored[1])
+    height, width = scaled_shape(*decoded.shape[:2], shape)
+    top, left = crop_corner(height, width, shape, crop)
+    lefts = (left, width - shape[1] - left)
+    return np.array([(*stored[1][::-1], top, x, *shape) for x in lefts], np.float32)
+
+
+def place_mask(
+    pair: Pair,
+    out: np.ndarray,
+    size: tuple[float, float],
+    resample: str,
+    crop: float,
+    flip: bool,
+) -> None:
+    """Decode a pair's mask into out, scaled, cropped and flipped as its images.
+
+    Args:
+        pair: encoded pair; without a mask, out becomes 0.
+        out: uint8 (H, W); overwritten.
+        size: width and height of the edited image as stored.
+        resample, crop, flip: see decode_pair.
+
+    Raises:
+        ValueError: the mask cannot be decoded, or has another aspect ratio.
+    """
+    if pair.mask is None:
+        out[:] = 0
+        return
+    try:
+        mask = decode_mask_of_set(pair.mask)
+    except ValueError as error:
+        raise ValueError(f"mask: {error}") from error
+    check_one_shape("the mask", mask.shape[::-1], "the edited image", size)
+    mask = crop_image(mask, out.shape, resample, crop)
+    out[:] = mask[:, ::-1] if flip else mask
+
+
+def reduce_mask(mask: np.ndarray, factor: int) -> np.ndarray:
+    """Average a mask over the pixels of each latent, rounded; factor: pixels along a side."""
+    H, W = mask.shape
+    blocks = mask.reshape(H // factor, factor, W // factor, factor)
+    return np.rint(blocks.mean(axis=(1, 3))).astype(np.uint8)
+
+
+def copy_mask(pair: Pair, out: np.ndarray, flip: bool) -> None:
+    """Copy a stored result of reduce_mask into out, uint8 (h, w); zeros without one.
+
+    Raises:
+        ValueError: the shard has DAMAGED_MASK.
+    """
+    if pair.mask is None:
+        out[:] = 0
+        return
+    if len(pair.mask) != out.size:
+        raise ValueError("mask: none in the shard of latents; it could not be used")
+    mask = np.frombuffer(pair.mask, np.uint8).reshape(out.shape)
+    out[:] = mask[:, ::-1] if flip else mask
+
+
+def copy_latents(
+    pair: Pair, out: tuple[np.ndarray, np.ndarray], columns: tuple[str, str, str], flip: bool
+) -> np.ndarray | None:
+    """Copy the latents of a pair into out.
+
+    Args:
+        pair: stored pair of cache_latents.py.
+        out: float16 mode (h, w, C), and mean and standard deviation (h, w, 2 C); overwritten.
+        columns: column names for error messages.
+        flip: take the latents of the mirrored images.
+
+    Returns:
+        The time ids as from decode_pair, (2, 6); None if the shard has none.
+
+    Raises:
+        ValueError: the pair has no latents, or the shard is damaged.
+    """
+    if pair.instruction is None:
+        raise ValueError(f"{columns[2]}: null")
+    for data, latents, column in zip(pair[:2], out, columns[:2]):
+        if data is None or len(data) != 2 * latents.nbytes:
+            raise ValueError(f"{column}: no latents in the shard; the pair could not be used")
+        latents[:] = np.frombuffer(data, np.float16).reshape(2, *latents.shape)[int(flip)]
+    if pair.time_ids is None:
+        return None
+    return np.frombuffer(pair.time_ids, np.float32).reshape(2, -1)
+
+
+def latent_shape(latents: dict, size: tuple[int, int]) -> tuple[int, int, int]:
+    """Shape (h, w, C) of the latents of a size; latents: latents_metadata of a shard."""
+    if "sizes" in latents:
+        return tuple(latents["shape"][latents["sizes"].index([*size[::-1]])])
+    return tuple(latents["shape"])

@@ -1,0 +1,268 @@
+"""Image files: decoding, orientation, scaling and cropping."""
+
+import io
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+from PIL import ExifTags, Image, ImageOps
+
+from diffusers_flax.data.options import RESAMPLING
+from diffusers_flax.images import MAX_PIXELS, mask_values, open_image, to_rgb
+from diffusers_flax.messages import one_line
+
+JPEG_START = b"\xff\xd8"
+ORIENTATION = ExifTags.Base.Orientation
+EXIF_OF_PNG = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # Pillow reads all of them
+EXIF_OR_XMP = (b"Exif\0\0", b"http://ns.adobe.com/xap/")  # of JPEG; Pillow reads both
+MAX_ASPECT_ERROR = 0.02  # log ratio; image models round sides to multiples of 8
+MAX_ASPECT = 20  # of an image; scaling up the shorter side of a longer one takes too much memory
+# Warnings of libjpeg after which it fills in pixels. simplejpeg raises the first of a file.
+LOST_PIXELS = (
+    *("Premature end", "premature end", "bad Huffman code", "bad arithmetic code"),
+    *("instead of RST", "Inconsistent progression"),
+)
+
+
+def load_image(path):
+    """Read an image file and apply its EXIF orientation, see decode_image.
+
+    Args:
+        path: image file.
+
+    Returns:
+        PIL image, RGB, on white where it is transparent.
+
+    Raises:
+        ValueError: the file is missing, damaged or not an image; the message starts with path.
+    """
+    try:
+        return Image.fromarray(decode_image(Path(path).read_bytes()))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; check the path") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read as an image: {reason}") from error
+
+
+@contextmanager
+def one_error() -> Iterator[None]:
+    """A context or decorator that turns errors of decoders into ValueErrors of one line."""
+    try:
+        yield
+    except MemoryError:  # no fault of the image
+        raise
+    except Exception as error:  # damaged data make decoders raise anything
+        raise ValueError(one_line(error, 200)) from error
+
+
+@one_error()
+def decode_image(
+    data: bytes, min_shape: tuple[int, int] = (0, 0), out: np.ndarray | None = None
+) -> np.ndarray:
+    """Decode one image to upright RGB.
+
+    Args:
+        data: an encoded image, see open_image. Upright JPEGs are decoded by simplejpeg, which
+            releases the GIL.
+        min_shape: (height, width): a JPEG at least twice as large may be decoded at half its
+            size or less, but not below this; (0, 0): full size.
+        out: uint8 (h, w, 3), contiguous; holds the result if the shape fits.
+
+    Returns:
+        uint8 (H, W, 3).
+
+    Raises:
+        ValueError: the data are not an image, damaged, of more than MAX_PIXELS, or of a mode that
+            `to_rgb` does not support.
+    """
+    if data.startswith(JPEG_START):
+        pixels = decode_jpeg(data, min_shape, out)
+        if pixels is not None:
+            return pixels
+    return np.asarray(to_rgb(open_upright(data)))
+
+
+@one_error()
+def decode_mask(data: bytes) -> np.ndarray:
+    """Decode a mask: white may change, black may not.
+
+    diffusers_flax.images.mask_values says what transparent pixels mean.
+
+    Args:
+        data: an encoded image, see open_image.
+
+    Returns:
+        uint8 (H, W), upright; 255 where the image may change.
+
+    Raises:
+        ValueError: as for decode_image.
+    """
+    if data.startswith(JPEG_START):  # which may lack pixels
+        return mask_values(Image.fromarray(decode_image(data)))
+    return mask_values(open_upright(data))
+
+
+def decode_mask_of_set(data: bytes) -> np.ndarray:
+    """decode_mask, for the mask of a data set: all may change where nothing is opaque."""
+    try:
+        return decode_mask(data)
+    except ValueError:
+        image = open_upright(data).convert("RGBA")
+        if image.getextrema()[3][1]:
+            raise
+        return np.full(image.size[::-1], 255, np.uint8)
+
+
+def open_upright(data):
+    """Open an image with PIL and turn it by its EXIF orientation."""
+    return ImageOps.exif_transpose(open_image(io.BytesIO(data)))
+
+
+def decode_jpeg(data, min_shape, out):
+    """Decode an upright RGB or grey JPEG by simplejpeg, which raises libjpeg's warnings.
+
+    Args:
+        data, min_shape, out: see decode_image.
+
+    Returns:
+        uint8 (H, W, 3), or None to leave the JPEG to Pillow, which ignores warnings.
+
+    Raises:
+        ValueError: pixels are missing.
+    """
+    orientation = exif_orientation(data)
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+        if height * width > MAX_PIXELS:  # open_image refuses it
+            return None
+        if colorspace not in ("YCbCr", "RGB", "Gray"):
+            simplejpeg.decode_jpeg(data, "CMYK", min_height=1, min_width=1)  # only for its warning
+            return None
+        if orientation != 1:
+            simplejpeg.decode_jpeg(data, "Gray", min_height=1, min_width=1)
+            return None
+        is_large = height >= 2 * min_shape[0] and width >= 2 * min_shape[1]
+        h, w = min_shape if is_large else (0, 0)
+        shape = simplejpeg.decode_jpeg_header(data, h, w)[:2]
+        fits = out is not None and out.shape[:2] == shape
+        return simplejpeg.decode_jpeg(
+            data, "RGB", min_height=h, min_width=w, buffer=out if fits else None
+        )
+    except ValueError as error:
+        if any(loss in str(error) for loss in LOST_PIXELS):
+            raise
+        # A warning of the header hides warnings of the pixels; stray bytes at the end hide none.
+        if (usual := with_usual_header(data)) != data:
+            decode_jpeg(usual, min_shape, None)
+        return None
+
+
+def with_usual_header(data):
+    """A JPEG with JFIF version 1.1 and Se 63 in a baseline scan; libjpeg warns of other values."""
+    changed, position, is_baseline = bytearray(data), 2, False
+    while changed[position : position + 1] == b"\xff":
+        marker = changed[position + 1]
+        is_baseline |= marker in (0xC0, 0xC1)
+        if marker == 0xE0 and changed[position + 4 : position + 9] == b"JFIF\0":
+            changed[position + 9 : position + 11] = b"\1\1"
+        if marker == 0xDA:  # length, number n of components, two bytes for each, then Ss and Se
+            end = position + 6 + 2 * changed[position + 4]
+            if is_baseline:
+                changed[end : end + 1] = b"\x3f"
+            break
+        position += 2 + int.from_bytes(changed[position + 2 : position + 4])
+    return bytes(changed)
+
+
+def encoded_size(data: bytes) -> tuple[int, int]:
+    """Width and height of an encoded image, upright, at full size, from its header.
+
+    Raises any exception for damaged data.
+    """
+    if data.startswith(JPEG_START):
+        with suppress(ValueError):  # a header that decode_jpeg leaves to Pillow
+            height, width = simplejpeg.decode_jpeg_header(data)[:2]
+            is_turned = exif_orientation(data) in (5, 6, 7, 8)
+            return (height, width) if is_turned else (width, height)
+    image = open_image(io.BytesIO(data))
+    # getexif decodes a whole PNG. Pillow opens a TIFF upright, with the size of the turned image.
+    has_exif = image.format != "TIFF" and (
+        image.format != "PNG" or any(marker in data for marker in EXIF_OF_PNG)
+    )
+    is_turned = has_exif and image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+    return image.size[::-1] if is_turned else image.size
+
+
+def exif_orientation(data: bytes) -> int:
+    """The EXIF orientation of a JPEG, 1 to 8; 1 (upright) if it has none."""
+    position = 2
+    while data[position : position + 1] == b"\xff" and data[position + 1] != 0xDA:  # up to the scan
+        if data[position + 1] == 0xE1 and data.startswith(EXIF_OR_XMP, position + 4):
+            return open_image(io.BytesIO(data)).getexif().get(ORIENTATION, 1)
+        position += 2 + int.from_bytes(data[position + 2 : position + 4])
+    return 1
+
+
+def check_one_shape(
+    first: str, first_size: tuple[float, float], second: str, second_size: tuple[float, float]
+) -> None:
+    """Raise a ValueError unless two images have the same aspect ratio, as both are cropped alike.
+
+    Args:
+        first, second: names for the error.
+        first_size, second_size: (width, height).
+    """
+    (w, h), (W, H) = first_size, second_size
+    if abs(math.log(w * H / (h * W))) > MAX_ASPECT_ERROR:
+        raise ValueError(
+            f"{first} has {w:.0f}x{h:.0f} pixels (width x height) and {second} {W:.0f}x{H:.0f}; "
+            "crop one of them to the aspect ratio of the other"
+        )
+
+
+def scaled_shape(height: int, width: int, shape: tuple[int, int]) -> tuple[int, int]:
+    """Height and width of an image that is scaled until it just covers a shape."""
+    scale = max(shape[0] / height, shape[1] / width)
+    return max(shape[0], round(height * scale)), max(shape[1], round(width * scale))
+
+
+def crop_corner(height: int, width: int, shape: tuple[int, int], crop: float) -> tuple[int, int]:
+    """Top and left of crop_image's cut in the scaled image."""
+    return int(crop * (height - shape[0] + 1)), int(crop * (width - shape[1] + 1))
+
+
+def crop_image(
+    pixels: np.ndarray, shape: tuple[int, int], resample: str = "dct", crop: float = 0.5
+) -> np.ndarray:
+    """Scale an image until it just covers a shape, and cut this shape out.
+
+    Hugging Face's trainer squeezes the full image into a square instead; on the square images of
+    the public datasets both agree.
+
+    Args:
+        pixels: uint8 (H, W, 3).
+        shape: height h and width w of the result, pixels.
+        resample: "lanczos" or "dct" (Lanczos is what "dct" does here), or "bicubic".
+        crop: in [0, 1), position of the cut along the longer side; 0.5: the centre.
+
+    Returns:
+        uint8 (h, w, 3).
+
+    Raises:
+        ValueError: one side is more than MAX_ASPECT times the other.
+    """
+    if max(pixels.shape[:2]) > MAX_ASPECT * min(pixels.shape[:2]):
+        raise ValueError(
+            f"{pixels.shape[1]}x{pixels.shape[0]} pixels are too narrow: one side may be at most "
+            f"{MAX_ASPECT} times the other; crop the image"
+        )
+    height, width = scaled_shape(*pixels.shape[:2], shape)
+    if pixels.shape[:2] != (height, width):
+        image = Image.fromarray(pixels).resize((width, height), RESAMPLING[resample])
+        pixels = np.asarray(image)
+    top, left = crop_corner(height, width, shape, crop)
+    return pixels[top : top + shape[0], left : left + shape[1]]

@@ -1,0 +1,442 @@
+"""Training batches from several directories of pairs, drawn by weight.
+
+    for batch in Mixture(["magicbrush", "ultraedit"], [1, 3], batch_size=16): ...
+
+One directory is opened by dataset.ParquetImagePairs.
+"""
+
+import contextlib
+import itertools
+import math
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from diffusers_flax.data.buckets import BUCKETS
+from diffusers_flax.data.dataset import Partition, refuse_torch_workers, register_with_torch
+from diffusers_flax.data.options import Columns, Processes, Reading, Transform, check_at_least
+from diffusers_flax.data.reading import BatchRow, StoredPairs, decode_batches, stream_settings
+from diffusers_flax.data.shards import (
+    MASK,
+    MASK_COLUMNS,
+    SETS_WITH_MASKS,
+    known_set,
+    latents_metadata,
+    shard_files,
+)
+from diffusers_flax.data.streaming import changed_files, is_remote, read_footer
+from diffusers_flax.messages import differences
+
+DRAWS_PER_COUNT = 4  # numbers per value of Philox's counter
+DRAWS_AT_ONCE = 1 << 20  # in count_draws, to save memory
+
+
+class Mixture:
+    """Batches of pairs from several directories ("sets"); each row is drawn from a set by weight.
+
+    The set of a row of a global batch depends only on the seed, the step and the row. The j-th row
+    drawn from a set is the j-th of the set's stream: all of its rows in the order of
+    ParquetImagePairs with one part, then all of them again in another order, and so on. Each pass
+    draws every row once. Sets may have different columns and numbers of rows.
+
+    An iteration yields batches without end, as ParquetImagePairs does. The next iteration continues
+    after the last batch yielded.
+
+    If all processes have the same shards of a set, the stream has all of its rows, and a process
+    takes the rows of its slice of the global batches, which are the same for any number of
+    processes. If each process has its own shards of a set, it has its own stream of them for the
+    rows of its slice. Sets of both kinds may be mixed.
+
+    Undecodable pairs are replaced by pairs of the same set, as in ParquetImagePairs.
+
+    Memory: for each set the encoded pairs of a window of shuffle_buffer * share rows plus up to two
+    row groups, or the whole set if the window is longer; one row group read ahead;
+    `prefetch_batches` batches.
+
+    `state_dict()` is the position after the last batch yielded. A mixture with the same arguments
+    that loads it continues with the next batch, bit for bit.
+
+    Args:
+        train_data_dirs: directories or URLs of *.parquet files, all with images or all with
+            latents of one VAE and size.
+        weights: above 0, one per directory; (): the numbers of pairs.
+        batch_size: pairs per batch of this process.
+        columns: a name applies to the sets that have this column; other sets use known names. With
+            masks at least one set must have them.
+        transform: without sizes.
+        seed: at least 0.
+        processes, reading: see options.py.
+
+    Attributes:
+        sets: StoredPairs of each directory.
+        names: names of the sets: the shortest distinct ends of their paths.
+        shares: fractions of a batch, one per set.
+        latents: latents_metadata of the shards, None if they have images.
+
+    Raises:
+        ValueError: see ParquetImagePairs; also weights that do not fit, a directory named twice,
+            sets of images and of latents, or a set with fewer pairs than its share of a batch.
+    """
+
+    def __init__(
+        self,
+        train_data_dirs: Sequence[str],
+        weights: Sequence[float] = (),
+        *,
+        batch_size: int,
+        columns: Columns = Columns(),
+        transform: Transform = Transform(),
+        seed: int = 0,
+        processes: Processes = Processes(),
+        reading: Reading = Reading(),
+    ):
+        register_with_torch(type(self))
+        check_at_least(1, batch_size=batch_size)
+        check_at_least(0, seed=seed)
+        check_sets(train_data_dirs, weights, transform.sizes)
+        self.sets = [
+            StoredPairs(
+                directory, own, transform, processes, reading, masks=columns.mask is not None
+            )
+            for directory, own in zip(train_data_dirs, columns_of_sets(train_data_dirs, columns))
+        ]
+        self.latents = self.sets[0].latents
+        weights = np.asarray(weights or [pairs.num_rows for pairs in self.sets], np.float64)
+        self.shares = (weights / weights.sum()).tolist()
+        self.train_data_dir = ", ".join(map(str, train_data_dirs))
+        self.names = distinct_names(train_data_dirs)
+        self.versions = {
+            f"{name}/{shard}": version
+            for name, pairs in zip(self.names, self.sets)
+            for shard, version in pairs.versions.items()
+        }
+        self.batch_size, self.global_batch_size = batch_size, batch_size * processes.process_count
+        self.seed, self.reading = seed, reading
+        # Of a global batch: this process's rows, and for each set the rows that draw from the
+        # stream that this process reads.
+        first_row = processes.process_index * batch_size
+        self._own_rows = range(first_row, first_row + batch_size)
+        everyones = range(self.global_batch_size)
+        self._drawing = [
+            everyones if len(pairs.directories) == 1 else self._own_rows for pairs in self.sets
+        ]
+        self._partitions = [
+            one_part(pairs, number, processes.process_index)
+            for number, pairs in enumerate(self.sets)
+        ]
+        self._check_sets_fit()
+        self._step = 0  # of the next batch
+        self._counted = 0, np.zeros(len(self.sets), np.int64)  # a step, and the draws before it
+        self._stream_identity = {
+            "seed": seed,
+            "global_batch_size": self.global_batch_size,
+            "shares": self.shares,
+            **stream_settings(transform, reading),
+            **{
+                name: [pairs.identity()[name] for pairs in self.sets]
+                for name in self.sets[0].identity()
+            },
+        }
+
+    def _check_sets_fit(self) -> None:
+        """Raise a ValueError for sets of latents beside sets of images, or too small sets."""
+        first = self.sets[0]
+        for pairs, drawing, share in zip(self.sets, self._drawing, self.shares):
+            kinds = ["latents" if x.latents else "images" for x in (first, pairs)]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"--train_data_dir {first.train_data_dir} has {kinds[0]} and "
+                    f"{pairs.train_data_dir} {kinds[1]}; give sets of one kind, latents of all "
+                    "sets are made with cache_latents.py"
+                )
+            for name in ("vae", "shape"):
+                if (first.latents or {}).get(name) != (pairs.latents or {}).get(name):
+                    raise ValueError(
+                        f"--train_data_dir {first.train_data_dir} and {pairs.train_data_dir} have "
+                        "latents of different VAEs or sizes; make them with one VAE and "
+                        "--resolution"
+                    )
+            rows, B = min(pairs.directory_rows), len(drawing)
+            if rows < share * B:
+                raise ValueError(
+                    f"--train_data_dir {pairs.train_data_dir} has {rows} pairs, but its weight "
+                    f"takes {share * B:.3g} of the {B} pairs of a batch; give "
+                    "it a lower weight, or lower --train_batch_size"
+                )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sets, over all processes."""
+        return sum(pairs.num_rows for pairs in self.sets)
+
+    @property
+    def num_bad(self) -> int:
+        """Replaced pairs in the batches of this object."""
+        return sum(pairs.num_bad for pairs in self.sets)
+
+    def describe_epoch(self, multiple: int = 1) -> str:
+        """Describe the sets: pairs, fraction of a batch, steps of a pass, masks."""
+        sets = [
+            f"{name} ({pairs.num_rows} pairs, {share:.1%} of a batch, a pass takes "
+            f"{math.ceil(pairs.num_rows / (share * self.global_batch_size))} steps"
+            f"{', with masks' if pairs.groups[0].mask_column else ''})"
+            for name, pairs, share in zip(self.names, self.sets, self.shares)
+        ]
+        return f"a mixture of {', '.join(sets)}"
+
+    def describe_sizes(self) -> str:
+        """See ParquetImagePairs.describe_sizes."""
+        return ""
+
+    def passes(self, step: int) -> dict[str, float]:
+        """{set: number of passes, a fraction included} before a step."""
+        counts = self.count_draws(step).tolist()
+        rows = [sum(partition.num_batches) for partition in self._partitions]
+        return {name: count / n for name, count, n in zip(self.names, counts, rows)}
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """See StoredPairs.sizes."""
+        return self.sets[0].sizes
+
+    def image_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """See StoredPairs.image_shapes."""
+        return self.sets[0].image_shapes()
+
+    def count_draws(self, step: int) -> np.ndarray:
+        """Number of rows drawn from this process's stream of each set before a step."""
+        first, counts = self._counted
+        if step < first:
+            first, counts = 0, np.zeros_like(counts)
+        at_once = max(1, DRAWS_AT_ONCE // self.global_batch_size)
+        for start in range(first, step, at_once):
+            sets = self.draw_sets(start, min(at_once, step - start))
+            counts = counts + [
+                np.count_nonzero(sets[:, rows.start : rows.stop] == number)
+                for number, rows in enumerate(self._drawing)
+            ]
+        self._counted = step, counts
+        return counts
+
+    def draw_sets(self, first_step: int, num_steps: int) -> np.ndarray:
+        """The set of each row of global batches, integers (num_steps, global batch size)."""
+        counts_per_step = math.ceil(self.global_batch_size / DRAWS_PER_COUNT)
+        key = np.random.SeedSequence(self.seed).generate_state(2, np.uint64)
+        bits = np.random.Philox(key=key).advance(first_step * counts_per_step)
+        u = np.random.Generator(bits).random((num_steps, counts_per_step * DRAWS_PER_COUNT))
+        sets = np.zeros((num_steps, self.global_batch_size), np.int16)
+        for bound in itertools.accumulate(self.shares[:-1]):
+            sets += u[:, : self.global_batch_size] >= bound
+        return sets
+
+    def set_step(self, step: int) -> None:
+        """Select the first batch of the next iteration, counted from 0."""
+        self._step = step
+
+    def state_dict(self) -> dict:
+        """Position and identity of the stream of batches; the same on every process."""
+        versions = {"versions": self.versions} if self.versions else {}
+        return {"step": self._step, **versions, **self._stream_identity}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue the next iteration at the position of a `state_dict`.
+
+        Raises:
+            ValueError: the state belongs to another stream; names all differences.
+        """
+        different = differences(state, self._stream_identity)
+        if different := changed_files(state.get("versions"), self.versions) + different:
+            raise ValueError(f"cannot resume the data: {'; '.join(different)}")
+        if not state["step"] >= 0:
+            raise ValueError(f"step={state['step']} is not a position in a stream of batches")
+        self._step = state["step"]
+
+    def __iter__(self) -> Iterator[dict]:
+        refuse_torch_workers()
+        batches = decode_batches(self._read_batches(self._step), self.reading, self.sets)
+        with contextlib.closing(batches):
+            for batch in batches:
+                self._step += 1
+                yield batch
+
+    def _read_batches(self, first_step: int) -> Iterator[list[BatchRow]]:
+        """Yield the rows of this process's batches from a step on."""
+        streams = [
+            self._stream(number, int(count))
+            for number, count in enumerate(self.count_draws(first_step))
+        ]
+        try:
+            for step in itertools.count(first_step):
+                rows = []
+                for place, number in enumerate(self.draw_sets(step, 1)[0].tolist()):
+                    if place in self._drawing[number]:
+                        row = next(streams[number])  # also if another process decodes it
+                        if place in self._own_rows:
+                            rows.append(row)
+                yield rows
+        finally:
+            for stream in streams:
+                stream.close()
+
+    def _stream(self, number: int, first: int) -> Iterator[BatchRow]:
+        """Yield the rows of a set in the order drawn, from number `first` on."""
+        pairs, partition, draws = self.sets[number], self._partitions[number], deque()
+        num_rows, buffer = (
+            sum(partition.num_batches),
+            self.reading.shuffle_buffer * self.shares[number],
+        )
+        first_pass, skipped = divmod(first, num_rows)
+
+        def orders() -> Iterator[np.ndarray]:
+            group_rows = [group.num_rows for group in pairs.groups]
+            for number_of_pass in itertools.count(first_pass):
+                order, _, draws_of_pass = partition.shuffle(
+                    group_rows, self.seed, number_of_pass, buffer
+                )
+                draws.append(draws_of_pass)
+                yield order[skipped:] if number_of_pass == first_pass else order
+
+        # A window that has all rows needs all row groups at all times.
+        keep = buffer / partition.total_parts >= num_rows
+        place = skipped
+        for ((row, cells),) in pairs.read_batches(orders(), keep):
+            yield BatchRow(pairs, row, cells, draws[0][row])
+            place += 1
+            if place == num_rows:
+                draws.popleft()
+                place = 0
+
+
+def one_part(pairs: StoredPairs, number: int, process_index: int) -> Partition:
+    """The Partition of a set's passes: this process's rows of the set one by one.
+
+    Args:
+        pairs: the set.
+        number: number of the set, a seed of its orders.
+        process_index: index of this process.
+    """
+    num_rows, shard_seed = pairs.directory_rows[0], (number,)
+    if len(pairs.directories) > 1:  # the order belongs to the shards, whichever process has them
+        num_rows = pairs.directory_rows[process_index]
+        shard_seed += tuple(pairs.directories[process_index][0][:2])
+    return Partition(
+        num_batches=(num_rows,),
+        num_parts=1,
+        total_parts=len(pairs.directories),
+        batch_size=1,
+        columns=slice(1),
+        shard_seeds=(shard_seed,),
+        directory=0,
+    )
+
+
+def check_sets(
+    train_data_dirs: Sequence[str],
+    weights: Sequence[float] = (),
+    sizes: tuple[tuple[int, int], ...] | None = None,
+) -> None:
+    """Raise a ValueError for directories, weights or sizes that do not fit together."""
+    if not train_data_dirs:
+        raise ValueError("--train_data_dir is empty; name a directory of *.parquet files")
+    paths = [Path(directory).resolve() for directory in train_data_dirs]
+    for directory, path in zip(train_data_dirs, paths):
+        if paths.count(path) > 1:
+            raise ValueError(
+                f"--train_data_dir {directory} is given {paths.count(path)} times; name it once, "
+                "and raise its weight with --train_data_weights"
+            )
+    if sizes is not None and len(paths) > 1:
+        raise ValueError(
+            f"{BUCKETS} goes with one --train_data_dir; give one directory, or leave out {BUCKETS}"
+        )
+    if not weights:
+        return
+    if len(paths) == 1:
+        raise ValueError(
+            "--train_data_weights goes with several --train_data_dir; leave it out, or name more"
+        )
+    given = f"--train_data_weights {' '.join(f'{weight:g}' for weight in weights)}"
+    if len(weights) != len(train_data_dirs):
+        raise ValueError(
+            f"{given} has {len(weights)} weights for {len(train_data_dirs)} --train_data_dir; "
+            "give one for each"
+        )
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(
+            f"{given} must be above 0 and finite; leave a set out of --train_data_dir to draw "
+            "nothing from it"
+        )
+
+
+def columns_of_sets(train_data_dirs: Sequence[str], columns: Columns) -> list[Columns]:
+    """Columns of each set: the names that it has, "" to find a known name, None without masks.
+
+    A name that no set has goes to all sets, so that opening the first raises the error.
+    """
+    shards = list(map(first_metadata, train_data_dirs))
+    names = list(map(column_names, shards))
+    all_names = set().union(*names)
+    of_pairs = columns.original_image, columns.edited_image, columns.edit_prompt
+    return [
+        Columns(*(name if name in own or name not in all_names else "" for name in of_pairs), mask)
+        for own, mask in zip(names, masks_of_sets(shards, columns.mask))
+    ]
+
+
+def masks_of_sets(
+    shards: list[pq.FileMetaData | None], mask_column: str | None
+) -> list[str | None]:
+    """The mask column of each set, of its first shard; None for a set without masks.
+
+    A column that no set has goes to all sets, so that opening the first raises the error. Opening
+    latents without the masks of their images raises one, too.
+    """
+    everyones = [mask_column] * len(shards)
+    names = list(map(column_names, shards))
+    if mask_column is None or (mask_column and mask_column not in set().union(*names)):
+        return everyones
+    masks = [None] * len(shards)
+    for number, (shard, own) in enumerate(zip(shards, names)):
+        if mask_column in own:
+            masks[number] = mask_column
+        elif own.intersection(MASK_COLUMNS) or is_without_its_masks(shard):
+            masks[number] = ""
+    return everyones if masks == [None] * len(shards) else masks
+
+
+def is_without_its_masks(shard: pq.FileMetaData | None) -> bool:
+    """Whether a shard has latents without masks of a known set that has masks."""
+    latents = latents_metadata(shard) if shard else None
+    if latents is None or MASK in column_names(shard):
+        return False
+    return known_set(tuple(latents["columns"])) in SETS_WITH_MASKS
+
+
+def first_metadata(directory: str) -> pq.FileMetaData | None:
+    """The metadata of a directory's first shard; None if it cannot be read."""
+    try:
+        path = shard_files(directory)[0]
+        return read_footer(path) if is_remote(directory) else pq.read_metadata(path)
+    except (pa.ArrowException, OSError, IndexError):  # list_row_groups says what is wrong
+        return None
+
+
+def column_names(shard: pq.FileMetaData | None) -> set[str]:
+    """The columns of a shard; none if it cannot be read."""
+    return set(shard.schema.to_arrow_schema().names) if shard else set()
+
+
+def distinct_names(directories: Sequence[str]) -> list[str]:
+    """The shortest distinct ends of paths."""
+    # Without ".." and the root, as subdirectories have such names too.
+    parts = [Path(os.path.abspath(directory)).parts[1:] for directory in directories]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names

@@ -1,0 +1,113 @@
+"""Core ML packages of a pipeline's components, converted here and never run here.
+
+Running them needs macOS or iOS. Each package is for one batch and size.
+"""
+
+import coremltools
+import numpy as np
+import torch
+
+from diffusers_flax.exporting.components import output_shapes, random_inputs
+from diffusers_flax.exporting.folders import PACKAGE, quiet, write_components
+from diffusers_flax.exporting.torch_models import open_torch_model
+
+BITS = {"palette8": 8, "palette6": 6}  # of an index into a matrix's palette
+PRECISIONS = {
+    "float16": coremltools.precision.FLOAT16,
+    "float32": coremltools.precision.FLOAT32,
+}
+NOTE = (
+    "Converted from PyTorch's model of the same architecture with the weights of the Flax model; "
+    "not run by the program that wrote it."
+)
+
+
+def export_coreml(pipeline, params, output_dir, dtype, quantize, batch_size, size):
+    """Write a pipeline's Core ML packages.
+
+    Args:
+        pipeline, params, output_dir: as for write_components.
+        dtype: "float16" or "float32", to compute in.
+        quantize: key of BITS, or None.
+        batch_size: images; the UNet has this many rows for each branch of guidance.
+        size: (height, width) of images, pixels.
+    """
+    num_branches = 3 if pipeline.unet.in_channels == 2 * pipeline.vae.latent_channels else 2
+    latent_size = tuple(side // pipeline.vae_scale_factor for side in size)
+
+    def write(component, saved, folder):
+        batch = batch_size if component.module == "vae" else num_branches * batch_size
+        inputs = random_inputs(component, pipeline, batch, latent_size)
+        shapes = output_shapes(component, pipeline, inputs)
+        with quiet():
+            model = to_coreml(
+                open_torch_model(component, saved, "float32"), component, inputs, dtype
+            )
+            if quantize:
+                model = palettize(model, BITS[quantize])
+        check_description(model, component, inputs, shapes)
+        model.short_description = NOTE
+        model.save(str(folder / PACKAGE))
+        return None, None
+
+    write_components(pipeline, params, output_dir, write, None)
+
+
+def to_coreml(torch_model, component, inputs, dtype):
+    """A PyTorch counterpart as a model of coremltools, with the component's names."""
+    inputs = {  # Core ML has no int64
+        name: array.astype(np.int32) if array.dtype == np.int64 else array
+        for name, array in inputs.items()
+    }
+    program = torch.export.export(torch_model, tuple(map(torch.from_numpy, inputs.values())))
+    program = program.run_decompositions({})
+    for node in list(program.graph.nodes):  # coremltools does not know aliases
+        if node.target is torch.ops.aten.alias.default:
+            node.replace_all_uses_with(node.args[0])
+            program.graph.erase_node(node)
+    return coremltools.convert(
+        program,
+        inputs=[
+            coremltools.TensorType(name=name, shape=array.shape, dtype=array.dtype.type)
+            for name, array in inputs.items()
+        ],
+        outputs=[coremltools.TensorType(name=name) for name in output_names(component)],
+        minimum_deployment_target=coremltools.target.iOS18,
+        compute_precision=PRECISIONS[dtype],
+        skip_model_load=True,
+    )
+
+
+def output_names(component):
+    """Names of a component's outputs, without dots, which Core ML does not allow."""
+    return [name.replace(".", "_") for name in component.outputs]
+
+
+def palettize(model, bits):
+    """A model with 2^bits values per matrix, chosen by k-means."""
+    optimize = coremltools.optimize.coreml
+    options = optimize.OpPalettizerConfig(mode="kmeans", nbits=bits)
+    config = optimize.OptimizationConfig(global_config=options)
+    return optimize.palettize_weights(model, config)
+
+
+def check_description(model, component, inputs, outputs):
+    """Raise an ArithmeticError unless a model has the component's names and shapes.
+
+    Args:
+        model: coremltools' model.
+        component: Component.
+        inputs: {name: array}.
+        outputs: shapes of our model's outputs.
+    """
+    description = model.get_spec().description
+    wanted = {name: array.shape for name, array in inputs.items()}
+    wanted |= dict(zip(output_names(component), outputs))
+    found = {
+        x.name: tuple(x.type.multiArrayType.shape)
+        for x in (*description.input, *description.output)
+    }
+    if found != wanted:
+        raise ArithmeticError(
+            f"Core ML's {component.name} has {found}, not {wanted}; nothing was written"
+        )

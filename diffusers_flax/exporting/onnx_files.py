@@ -1,0 +1,177 @@
+"""ONNX files of a pipeline's components, compared with our models in onnxruntime.
+
+Names, folders and opset are as in Optimum's exports.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime
+import torch
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from onnx_ir.tensor_adapters import TorchTensor
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from safetensors import safe_open
+
+from diffusers_flax.exporting.folders import ONNX, ONNX_DATA, quiet, write_components
+from diffusers_flax.exporting.torch_models import example_tensors, open_torch_model
+
+OPSET = 18
+# Protocol buffers end at 2 GB; the graph itself takes a few MB.
+LARGEST_FILE = 1_900_000_000
+# With int8 convolutions the demo's image has 35 dB to the Flax pipeline's, instead of 41.
+QUANTIZED_OPERATORS = ["MatMul", "Gemm"]
+NOTE = (
+    "The graph is PyTorch's model of the same architecture with the weights of the Flax model; "
+    "largest_difference is between outputs of onnxruntime and of the Flax model, and "
+    "largest_output is the Flax model's."
+)
+
+
+def export_onnx(pipeline, params, output_dir, dtype, quantize):
+    """Write a pipeline's ONNX files.
+
+    Args:
+        pipeline, params, output_dir: as for write_components.
+        dtype: "float32" or "float16", of weights, inputs and outputs; timesteps, time_ids and a
+            VAE whose activations exceed float16 stay in float32.
+        quantize: "int8", or None.
+    """
+
+    def write(component, saved, folder):
+        with quiet():
+            own = dtype_of(component, pipeline, dtype)
+            write_onnx(component, pipeline, saved, folder, own, quantize is not None)
+        return open_onnx(folder / ONNX), partial(note_agreement, folder / ONNX)
+
+    def precision_of(component):
+        return quantize or dtype_of(component, pipeline, dtype)
+
+    write_components(pipeline, params, output_dir, write, precision_of)
+
+
+def dtype_of(component, pipeline, dtype):
+    """The dtype of a component's weights; a VAE with force_upcast stays in float32."""
+    is_vae = component.module == "vae"
+    return "float32" if is_vae and pipeline.vae.config.force_upcast else dtype
+
+
+def write_onnx(component, pipeline, saved, folder, dtype="float32", int8=False):
+    """Write a component's ONNX file; weights above LARGEST_FILE get a file of their own.
+
+    Args:
+        component: Component.
+        pipeline: the component's pipeline.
+        saved: directory that the module's save_pretrained wrote.
+        folder: Path of the component's folder, which exists.
+        dtype: name of the weights' dtype.
+        int8: quantize the weights of matrix products.
+    """
+    file, axes = folder / ONNX, tuple(component.axes().values())
+    # Weights would double the peak memory of the UNet's trace; other components are small.
+    device = "meta" if component.name == "unet" else "cpu"
+    tensors = [tensor.to(device) for tensor in example_tensors(component, pipeline, dtype)]
+    program = torch.onnx.export(
+        open_torch_model(component, saved, dtype, device),
+        tuple(tensors),
+        dynamo=True,
+        optimize=False,
+        verbose=False,
+        opset_version=OPSET,
+        external_data=False,
+        input_names=list(component.inputs),
+        output_names=list(component.outputs),
+        # TorchUNet takes its inputs as *arrays, one argument.
+        dynamic_shapes=(axes,) if component.name == "unet" else axes,
+    )
+    if device == "meta":
+        add_weights(program.model.graph, saved, dtype)
+    program.optimize()
+    ClearMetadataAndDocStringPass()(program.model)  # lines of PyTorch's code
+    save(program.model, file)
+    if int8:
+        del program
+        quantize_file(file)
+
+
+def add_weights(graph, folder, dtype):
+    """Give the initializers of a graph their weights, which are read when needed.
+
+    Args:
+        graph: of onnx_ir.
+        folder: as for open_torch_model.
+        dtype: name of the weights' dtype.
+    """
+    files = {}
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file)
+
+    def read(name):
+        with safe_open(files[name], "pt") as opened:
+            return TorchTensor(opened.get_tensor(name).to(getattr(torch, dtype)))
+
+    for name, value in graph.initializers.items():
+        like, key = value.const_value, name.removeprefix("model.")
+        assert key in files, f"{folder} has no weight {key}"
+        value.const_value = onnx_ir.LazyTensor(
+            partial(read, key), dtype=like.dtype, shape=like.shape, name=name
+        )
+
+
+def save(model, file):
+    """Write a model of onnx_ir; weights above LARGEST_FILE get a file of their own."""
+    weights = [value.const_value for value in model.graph.initializers.values()]
+    if sum(array.nbytes for array in weights if array is not None) > LARGEST_FILE:
+        onnx_ir.save(model, file, external_data=ONNX_DATA)
+    else:
+        onnx_ir.save(onnx_ir.external_data.load_to_model(model), file)
+
+
+def quantize_file(file):
+    """Quantize the weights of matrix products in an ONNX file to int8."""
+    whole, quantized = file.with_name("float.onnx"), file.with_name("int8.onnx")
+    file.rename(whole)
+    quantize_dynamic(
+        whole,
+        quantized,
+        op_types_to_quantize=QUANTIZED_OPERATORS,
+        per_channel=True,
+        weight_type=QuantType.QInt8,
+        use_external_data_format=True,  # under another name than Optimum's
+    )
+    for old in (whole, file.with_name(ONNX_DATA)):
+        old.unlink(missing_ok=True)
+    save(onnx_ir.load(quantized), file)
+    for old in file.parent.glob(f"{quantized.name}*"):
+        old.unlink()
+
+
+def open_onnx(file):
+    """A function {input: array} -> list of outputs that runs a file in onnxruntime on the CPU."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    session = onnxruntime.InferenceSession(file, options, ["CPUExecutionProvider"])
+    types = {x.name: np.float16 if "float16" in x.type else None for x in session.get_inputs()}
+
+    def run(inputs):
+        cast = {name: array.astype(types[name] or array.dtype) for name, array in inputs.items()}
+        return session.run(None, cast)
+
+    return run
+
+
+def note_agreement(file, agreement):
+    """Write the agreement into an ONNX file's metadata, without reading its weights.
+
+    Args:
+        file: Path.
+        agreement: {name: value}.
+    """
+    model = onnx.load(file, load_external_data=False)
+    texts = {"note": NOTE} | {name: str(value) for name, value in agreement.items()}
+    onnx.helper.set_model_props(model, texts)
+    onnx.save(model, file)

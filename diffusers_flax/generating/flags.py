@@ -1,0 +1,330 @@
+"""Flags of programs that make images, and what follows from them: prompts, latents, devices.
+
+Each class has two tuples for resuming.py. FILES: flags whose values are files; an image's id
+depends on the files too. SAME_IMAGES: flags that do not change an image, or are passed for each
+image.
+"""
+
+import re
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+
+from diffusers_flax.command_line import check_scale, check_seed
+from diffusers_flax.devices.layout import Layout, parse_components, parse_layout
+from diffusers_flax.devices.processes import check_agreement, start_distributed
+from diffusers_flax.schedulers.factory import check_scheduler
+
+DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
+DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
+
+
+@dataclass(frozen=True)
+class ImageFlags:
+    """What sdxl_single.py and sdxl_single_aot.py make."""
+
+    FILES = ("pretrained_model_name_or_path", "config_name_or_path", "unet")
+    SAME_IMAGES = ("prompt", "prompts_file", "num_images")
+
+    # directory, hub id or file of an SDXL model
+    pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
+    revision: str | None = None  # branch, tag or commit on the hub
+    variant: str | None = None  # variant of the weights' files, e.g. fp16
+    # configs of a one-file model: a directory or hub id; default: its family's
+    config_name_or_path: str | None = None
+    use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
+    prompt: tuple[str, ...] = (DEFAULT_PROMPT,)  # one or more texts
+    prompts_file: Path | None = None  # one prompt per line, replaces --prompt
+    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "": no text
+    num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
+    seed: int = 33  # seed of the noise
+    num_inference_steps: int = 25  # denoising steps
+    guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
+    guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
+    height: int | None = None  # pixels; default: the model's
+    width: int | None = None  # pixels; default: the model's
+    # what the UNet predicts; default: the scheduler's config
+    prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
+    unet: str | None = None  # file, directory or hub id of a UNet in place of the model's
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How models make images, besides the flags whose defaults differ between programs."""
+
+    FILES = ("unet_delta", "lora", "embedding", "accelerate")
+
+    # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
+    # ays, the ten of Align-Your-Steps for each model's family
+    timesteps: tuple[int | Literal["ays"], ...] = ()
+    eta: float | None = None  # noise per step, 0 to 1, for ddim (default 0) and tcd (default 0.3)
+    scheduler: str | None = None  # ddim, euler, ...; default: each model's own
+    # how timesteps are spaced; default: the scheduler's config
+    timestep_spacing: Literal["leading", "linspace", "trailing"] | None = None
+    # DISTILLED BASE or DISTILLED BASE:WEIGHT, adds the difference of two UNets to each model's; a
+    # UNet is a directory, hub id or file
+    unet_delta: tuple[str, ...] = ()
+    # LoRA files or hub ids to fold into each model: FILE or FILE:WEIGHT
+    lora: tuple[str, ...] = ()
+    # textual-inversion files or hub ids; texts may contain their tokens: FILE or FILE:TOKEN
+    embedding: tuple[str, ...] = ()
+    # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, fbcache, tome, int8,
+    # taesd; tgate only for images from text; see docs/acceleration.md
+    accelerate: tuple[str, ...] = ()
+    # default: float32 on a CPU, float16 on NVIDIA GPUs before Ampere, else bfloat16
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+
+@dataclass(frozen=True)
+class PreviewFlags:
+    """Previews of images."""
+
+    SAME_IMAGES = ("preview", "preview_decoder")
+
+    # also write a preview of every N-th step, decoded by TAESD, next to each image
+    preview: int | None = None
+    # directory or hub id of the TAESD of previews; "": as for --accelerate taesd
+    preview_decoder: str = ""
+
+
+@dataclass(frozen=True)
+class BatchFlags:
+    """How sdxl_single.py and sdxl_single_aot.py make images, and where they write them."""
+
+    FILES = ("latents",)
+    SAME_IMAGES = ("batch_size", "output", "grid")
+
+    latents: Path | None = None  # .npy of initial noise, (images, channels, h, w) of the latents
+    batch_size: int = 1  # images per device at once
+    output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
+    grid: Path | None = None  # also write the first 64 images into one file
+
+
+@dataclass(frozen=True)
+class DeviceFlags:
+    """Flags of the programs that make images: devices and their memory."""
+
+    SAME_IMAGES = ("parallel", "devices", "offload")
+
+    # devices of all hosts that share the work: data=N groups with different images; in a group
+    # branches=N with different branches of guidance, rows=N with different rows of an image; see
+    # docs/memory.md
+    parallel: tuple[str, ...] | None = None
+    # pixels, side of the tiles in which the VAE computes larger images; 0: whole images; default:
+    # tiles if whole images would not fit into the memory
+    vae_tile: int | None = None
+    # device of each component, such as text=0 unet=1 vae=2, device 0 for others; balanced: chosen
+    # by memory; default: every device has all components
+    devices: tuple[str, ...] | None = None
+    # keep parameters in the host's memory until they are needed. component: text encoders and VAE;
+    # group: blocks of all models, one ahead; layer: one layer at a time
+    offload: Literal["component", "group", "layer"] | None = None
+    # store the kernels of UNet and text encoders in 8 bits, cast up before each use
+    storage: Literal["float8", "int8"] | None = None
+    # in which the VAE computes; default: --dtype, or float32 for VAEs with force_upcast if --dtype
+    # is float16 or the model is SDXL. SDXL's published VAE overflows float16, not bfloat16
+    vae_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+
+
+@dataclass(frozen=True)
+class ProcessFlags:
+    """Flags of the programs that may run on several hosts."""
+
+    SAME_IMAGES = ("coordinator_address", "num_processes", "process_id")
+
+    # HOST:PORT of process 0, with --parallel over several hosts; a TPU slice, Slurm and Open MPI
+    # tell it themselves
+    coordinator_address: str | None = None
+    num_processes: int | None = None  # number of processes; one per host
+    process_id: int | None = None  # number of this process, from 0
+
+
+def check_image_flags(config):
+    """Raise a ValueError for a flag of sdxl_single.py or sdxl_single_aot.py out of its range."""
+    check_ranges(config, ("num_images", "num_inference_steps", "batch_size", "height", "width"))
+    check_scheduler(config.scheduler)
+
+
+def check_ranges(flags, counts):
+    """Raise a ValueError for a count, a scale of guidance or a seed out of its range.
+
+    Args:
+        flags: object with guidance_scale, guidance_rescale, seed and the counts.
+        counts: names of numbers from 1 on; None is allowed.
+    """
+    for name in counts:
+        if (value := getattr(flags, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value} must be at least 1")
+    check_scale("guidance_scale", flags.guidance_scale, has_image_scale=False)
+    if not 0 <= flags.guidance_rescale <= 1:
+        raise ValueError(f"--guidance_rescale {flags.guidance_rescale} must be from 0 to 1")
+    check_seed("seed", flags.seed)
+
+
+def layout_of_flags(flags):
+    """The Layout of DeviceFlags, or None if each device makes its own images.
+
+    With ProcessFlags, processes join first: no device may be used before this call.
+
+    Raises:
+        ValueError: the flags are not valid, or exclude each other.
+    """
+    is_one_process = not isinstance(flags, ProcessFlags)
+    names = () if is_one_process else ("coordinator_address", "num_processes", "process_id")
+    given = [name for name in names if getattr(flags, name) is not None]
+    for name, example in (("parallel", "branches=2"), ("devices", "balanced")):
+        if getattr(flags, name) == ():
+            raise ValueError(
+                f"--{name} has no value; give one, such as {example}, or leave the flag out"
+            )
+    if flags.parallel and flags.devices:
+        raise ValueError("--devices excludes --parallel; give one of them")
+    if given and not flags.parallel:
+        raise ValueError(f"--{given[0]} is for --parallel over several hosts; give both")
+    devices = jax.local_devices() if flags.devices or not flags.parallel else None
+    if flags.devices:
+        components = parse_components(flags.devices, len(devices))
+        return Layout(devices, components=components, offload=flags.offload)
+    if not flags.parallel:
+        return Layout(devices, offload=flags.offload) if flags.offload else None
+    if not is_one_process:
+        start_distributed(*(getattr(flags, name) for name in names))
+        check_agreement(repr(replace(flags, process_id=None)))
+    return replace(parse_layout(flags.parallel), offload=flags.offload)
+
+
+def from_flags(group, config, **changes):
+    """Fill a dataclass, such as models.Sampling, from the flags with its fields' names.
+
+    Args:
+        group: dataclass; fields without a flag keep their defaults.
+        config: flags of a program, or another object with such fields.
+        changes: values of fields, instead of flags.
+    """
+    names = [field.name for field in fields(group) if hasattr(config, field.name)]
+    return group(**{name: getattr(config, name) for name in names} | changes)
+
+
+def list_prompts(config, per_batch):
+    """The prompt of each image.
+
+    Args:
+        config: with the flags prompt, prompts_file and num_images.
+        per_batch: number of images of a single prompt without num_images.
+    """
+    if config.prompts_file and config.prompt != type(config).prompt:
+        raise ValueError("--prompt and --prompts_file are both given; give one of them")
+    prompts = list(config.prompt)
+    if file := config.prompts_file:
+        prompts = nonblank_lines(f"--prompts_file {file}", file, "prompt")
+    if not prompts:
+        raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
+    if not config.prompts_file:
+        note_single_words("prompt", prompts)
+    num_images = config.num_images or (per_batch if len(prompts) == 1 else 1)
+    return [prompt for prompt in prompts for _ in range(num_images)]
+
+
+def note_single_words(flag, texts):
+    """Print a note if the texts of a flag look like one text without quotation marks."""
+    if len(texts) > 2 and all(re.fullmatch(r"[A-Za-z]+[,.]?", text.strip()) for text in texts):
+        print(
+            f"--{flag} has {len(texts)} texts of one word each; if they are one text, write it in "
+            "quotation marks",
+            file=sys.stderr,
+        )
+
+
+def check_pair_ranges(config):
+    """Raise a ValueError unless flags are ranges of what pairs of images may have.
+
+    config: with guidance_scale and attention_sharing, each (least, largest), and accelerate.
+    """
+    for name in ("guidance_scale", "attention_sharing"):
+        low, high = getattr(config, name)
+        if not low <= high:
+            raise ValueError(f"--{name} {low:g} {high:g} must be in order: the least, the largest")
+    for scale in config.guidance_scale:
+        check_scale("guidance_scale", scale, has_image_scale=False)
+    for value in config.attention_sharing:
+        if not 0 <= value <= 1:
+            raise ValueError(f"--attention_sharing {value:g} must be from 0 to 1")
+    if any(spec.partition(":")[0] == "tome" for spec in config.accelerate):
+        raise ValueError(
+            "--accelerate tome merges other positions in each image of a pair; leave it out"
+        )
+
+
+def check_guidance_range(guidance_scale, unet_config):
+    """Raise a ValueError for a range of scales of which only a part needs guidance.
+
+    Args:
+        guidance_scale: (least, largest).
+        unet_config: content of the UNet's config.json; a UNet that takes the scale has one branch.
+    """
+    low, high = guidance_scale
+    if low <= 1 < high and unet_config.get("time_cond_proj_dim") is None:
+        raise ValueError(
+            f"--guidance_scale {low:g} {high:g}: up to 1 there is no guidance; take both above 1, "
+            "or both up to 1"
+        )
+
+
+def nonblank_lines(given, file, what):
+    """The lines with text of a UTF-8 file, at least one, without the spaces around them.
+
+    Args:
+        given: the file with its flag, for errors.
+        file: Path.
+        what: what a line has, for errors.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{given} is not UTF-8 text; save it as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"{given} cannot be read: {error.strerror or error}") from error
+    lines = [line.strip() for line in lines if line.strip()]
+    if not lines:
+        raise ValueError(f"{given} has no {what}; write one per line")
+    return lines
+
+
+def read_latents(file, shape):
+    """Read the initial noise of images from a .npy file.
+
+    Args:
+        file: path.
+        shape: (images, C, h, w); the file may have more images.
+
+    Returns:
+        float32 of that shape.
+
+    Raises:
+        ValueError: the file has no such array, or fewer images.
+    """
+    try:
+        with open(file, "rb") as opened:
+            latents = np.load(opened, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not one, or is cut short"
+        raise ValueError(f"--latents {file} cannot be read as a .npy file: {reason}") from error
+    if not isinstance(latents, np.ndarray) or latents.dtype.kind not in "fiu":
+        raise ValueError(f"--latents {file} has no array of real numbers; numpy.save writes one")
+    if latents.shape[1:] != shape[1:]:
+        raise ValueError(f"--latents {file} has shape {latents.shape}, these images need {shape}")
+    if len(latents) < shape[0]:
+        raise ValueError(
+            f"{shape[0]} images are more than the {len(latents)} latents of {file}; give fewer "
+            "prompts or more latents"
+        )
+    latents = latents[: shape[0]].astype(np.float32)
+    if not np.isfinite(latents).all():
+        raise ValueError(
+            f"--latents {file} has numbers that are not finite; make it again without them"
+        )
+    return latents

@@ -1,0 +1,127 @@
+"""The recipe of an image: the flags that make it again, as JSON in a text chunk of its PNG file.
+
+    save_image(image, file, "edit_cli.py", image_id, recipe_text("edit_cli.py", flags, input_file))
+    recipe = read_recipe(file)
+    words = with_flags_of_image(sys.argv[1:], Config, REPLACED)
+
+edit_cli.py, generate_cli.py and edit_app.py write it and read each other's. The text is the flag
+"edit" or "prompt". Of the original image a recipe has the path and the checksum.
+"""
+
+import json
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from diffusers_flax.command_line import refuse
+from diffusers_flax.generating.resuming import checksum_of
+from diffusers_flax.images import open_image
+
+KEYWORD = "recipe"  # of the text chunk
+LIKE = "--like"
+MASKED = "masked"  # entry of an image inside of a mask that is in no file
+ORIGINALS = ("input", "image")  # flags of the original image
+
+
+def recipe_text(program, flags, original=None):
+    """{keyword: text} for save_image.
+
+    Args:
+        program: name of the program.
+        flags: {name: value} of one image.
+        original: file of the original image, or None.
+    """
+    recipe = {"program": program, **flags}
+    if original is not None:
+        recipe["original_sha256"] = checksum_of(original)
+    return {KEYWORD: json.dumps(recipe, default=str, ensure_ascii=False)}
+
+
+def read_recipe(file):
+    """The recipe in a PNG file, a dict; None: it has none."""
+    try:
+        with open(file, "rb") as opened:
+            image = open_image(opened)
+            image.load()  # text chunks may stand after the pixels
+            return dict(json.loads(image.text[KEYWORD]))
+    except Exception:  # decoders raise errors of many types
+        return None
+
+
+def changed(flags):
+    """{name: value} of the fields of a dataclass that are not their defaults."""
+    values = {field.name: getattr(flags, field.name) for field in fields(flags)}
+    defaults = {field.name: field.default for field in fields(flags)}
+    return {
+        name: x for name, x in values.items() if defaults[name] is MISSING or x != defaults[name]
+    }
+
+
+def with_flags_of_image(words, config_class, replaced):
+    """A command line in which --like FILE gives the flags of that image; other flags win.
+
+    Args:
+        words: of the command line.
+        config_class: dataclass of the program's flags, with "edit" or "prompt".
+        replaced: {flag: flags of the image that it replaces, too}.
+
+    A file that is not such an image, or whose original has changed, ends the program with one line.
+    """
+    places = [i for i, word in enumerate(words) if word.partition("=")[0] == LIKE]
+    if not places:
+        return words
+    if len(places) > 1:
+        refuse(f"{LIKE} is given {len(places)} times; name one image")
+    place = places[0]
+    _, is_joined, file = words[place].partition("=")
+    rest = [*words[:place], *words[place + (1 if is_joined else 2) :]]
+    if not is_joined:
+        file = "".join(words[place + 1 : place + 2])
+    named = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    given = {name.removeprefix("--").replace("-", "_") for name in named}
+    given |= {name.removeprefix("no_") for name in given}
+    given = given.union(*(replaced.get(name, ()) for name in given))
+    recipe, known = recipe_for(file, config_class)
+    check_original(file, recipe, given)
+    if recipe.get(MASKED) and "mask" not in given:
+        refuse(f"{LIKE} {file} has a painted mask, which its recipe lacks; give it with --mask")
+    flags = {name: x for name, x in recipe.items() if name in known - given}
+    return [*rest, *(word for name, value in flags.items() for word in as_words(name, value))]
+
+
+def recipe_for(file, config_class):
+    """(recipe of --like FILE, names of the program's flags)."""
+    if not file or file.startswith("--"):
+        refuse(f"{LIKE} has no value; name an image of this program")
+    if not Path(file).is_file():
+        refuse(f"{LIKE} {file} does not exist; name an image of this program")
+    if (recipe := read_recipe(file)) is None:
+        refuse(f"{LIKE} {file} has no recipe; name a PNG file as this program wrote it")
+    known = {field.name for field in fields(config_class)}
+    for name, program in (("edit", "edit_cli.py"), ("prompt", "generate_cli.py")):
+        if name in recipe and name not in known:
+            refuse(f"{LIKE} {file} is not of this program; {program} {LIKE} {file} makes it again")
+    return recipe, known
+
+
+def check_original(file, recipe, given):
+    """Refuse the original image of a recipe if it is missing or has changed and none is given."""
+    name = next((name for name in ORIGINALS if name in recipe), None)
+    if name is None or name in given or "original_sha256" not in recipe:
+        return
+    path = recipe[name][0] if isinstance(recipe[name], list) else recipe[name]
+    if not Path(path).is_file():
+        problem = "which does not exist here"
+    elif checksum_of(path) != recipe["original_sha256"]:
+        problem = "which has changed since"
+    else:
+        return
+    refuse(f"{LIKE} {file} was made from {path}, {problem}; name the original with --{name}")
+
+
+def as_words(name, value):
+    """A flag and its value as words of a command line."""
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no_{name}"]
+    if isinstance(value, list) and len(value) != 1:
+        return [f"--{name}", *map(str, value)]
+    return [f"--{name}={value[0] if isinstance(value, list) else value}"]  # it may begin with -

@@ -1,0 +1,279 @@
+"""What a model is asked to do, and the pipeline that does it.
+
+    task = task_of(image=photograph, mask=None, control=())  # "image to image"
+    pipeline = with_task(pipeline, task)
+
+The tasks are "text to image", "image to image", "inpainting" and "ControlNet".
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import diffusers_flax
+from diffusers_flax.devices.precision import choose_dtype
+from diffusers_flax.generating.batches import devices_for
+from diffusers_flax.generating.flags import from_flags
+from diffusers_flax.generating.inputs import check_call, kind_of, naming_line, steps_to_skip
+from diffusers_flax.generating.models import (
+    ModelOptions,
+    Sampling,
+    check_sampling,
+    load_model,
+    plan_images,
+)
+from diffusers_flax.loading.directories import has_component, read_index
+from diffusers_flax.models.vae import with_tile
+from diffusers_flax.pipelines.base import class_of
+from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
+from diffusers_flax.pipelines.sampling import count_steps
+from diffusers_flax.pipelines.stable_diffusion_xl import XLComponents
+from diffusers_flax.prompts import prepare_prompts
+
+CLASSES = {  # of each task, with "XL" or nothing in place of the braces
+    "text to image": "FlaxStableDiffusion{}Pipeline",
+    "image to image": "FlaxStableDiffusion{}Img2ImgPipeline",
+    "inpainting": "FlaxStableDiffusion{}InpaintPipeline",
+    "ControlNet": "FlaxStableDiffusion{}ControlNetPipeline",
+}
+NET = "controlnet"  # the component
+# What the calls of model and refiner have in common.
+REFINER_OPTIONS = ("num_inference_steps", "timesteps", "eta", "guidance_rescale", "guidance_scale")
+REFINER_ARRAYS = ("prng_seed", "guidance_scale", "mask", "masked_image")
+
+
+def task_of(image=None, mask=None, control=()):
+    """The task of an image; arguments: whether it has an image, a mask, control images."""
+    if control:
+        return "ControlNet"
+    if mask is not None:
+        return "inpainting"
+    return "text to image" if image is None else "image to image"
+
+
+def pipeline_for(task, is_xl):
+    """The pipeline class of a task and a family."""
+    return getattr(diffusers_flax, CLASSES[task].format("XL" if is_xl else ""))
+
+
+def with_task(pipeline, task):
+    """The pipeline of a task, with all fields of another pipeline of the same family.
+
+    Both take the same parameters. A ControlNet is left out unless the task is "ControlNet".
+    """
+    pipeline_type = pipeline_for(task, isinstance(pipeline, XLComponents))
+    if type(pipeline) is pipeline_type:
+        return pipeline
+    names = {field.name for field in fields(pipeline_type)} - {"compiled"}
+    return pipeline_type(**{name: x for name, x in vars(pipeline).items() if name in names})
+
+
+def sees_mask(configs):
+    """Whether a UNet is for inpainting alone; configs: {component: its config}."""
+    return configs["unet"].get("in_channels", 4) != configs["vae"].get("latent_channels", 4)
+
+
+def check_tasks(model, tasks, replaced=None, flag="model", takes_images=True):
+    """Check that a model can do tasks, without reading weights.
+
+    Args:
+        model: value of --model, or of another flag.
+        tasks: all tasks that it is asked to do.
+        replaced: {component: object} in place of the model's, see FlaxDiffusionPipeline.check.
+        flag: name of the model's flag.
+        takes_images: whether the program has flags for images, masks and refiners.
+
+    Returns:
+        (whether the model is of SDXL's family; {component: its config}).
+
+    Raises:
+        ValueError: it is another kind of model; names the program or the flags for it.
+    """
+    index = read_index(model)
+    named = class_of(index, model)
+    if issubclass(named, InstructPix2Pix):
+        raise ValueError(
+            f"--{flag} {model} is an edit model ({named.torch_class_name}); edit_cli.py edits "
+            "images with it"
+        )
+    is_xl = issubclass(named, XLComponents)
+    if is_xl and not has_component(index, "text_encoder") and "text to image" in tasks:
+        remedy = "give --image, or name it as --refiner beside the base model"
+        raise ValueError(
+            f"--{flag} {model} is a refiner, which needs an image; "
+            f"{remedy if takes_images else 'name a base model'}"
+        )
+    # Inpainting takes UNets of 4 and 9 channels, so that it comes first and finds the channels.
+    _, configs = pipeline_for("inpainting", is_xl).check(model, replaced=replaced)
+    others = {*tasks} - {"inpainting"}
+    if sees_mask(configs) and others:
+        remedy = "give --image and --mask, or another model"
+        raise ValueError(
+            f"--{flag} {model} is an inpainting model, whose UNet sees a mask, and cannot do "
+            f"{' or '.join(sorted(others))}; {remedy if takes_images else 'name another model'}"
+        )
+    return is_xl, configs
+
+
+def describe_tasks(config, requests):
+    """What will be done, with which models, in a line for the user."""
+    tasks = " and ".join(dict.fromkeys(request.task for request in requests))
+    with_nets = f" and {', '.join(map(str, config.controlnet))}" if config.controlnet else ""
+    refined = f", refined by {config.refiner}" if config.refiner else ""
+    return f"{tasks} with {config.model}{with_nets}{refined}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What check_models finds out without reading weights."""
+
+    pipeline_type: type  # opens the model
+    scheduler: Any
+    configs: dict  # {component: its config} of the model
+    num_steps: int  # of the image with the most
+    branches: tuple  # of guidance, for the most
+    refiner_type: type | None = None
+    refiner_scheduler: Any = None
+
+
+@dataclass(frozen=True)
+class Models:
+    """The loaded models."""
+
+    pipelines: dict  # {task: pipeline}
+    params: dict
+    refiners: dict  # likewise; {}: no refiner
+    refiner_params: dict | None
+
+
+def check_models(config, requests):
+    """Check the models and the flags that depend on them; returns Checked."""
+    tasks = list(dict.fromkeys(request.task for request in requests))
+    is_xl, configs = check_tasks(config.model, tasks)
+    uses_nets = "ControlNet" in tasks
+    if config.controlnet and not uses_nets:
+        raise ValueError(f"--controlnet {config.controlnet[0]} needs --control, its image")
+    if uses_nets and not config.controlnet and not has_component(read_index(config.model), NET):
+        raise ValueError(
+            f"--control needs --controlnet, as --model {config.model} has no ControlNet"
+        )
+    names = ("num_inference_steps", "guidance_scale", "timesteps", "eta")
+    samplings = {
+        from_flags(Sampling, config, **{name: getattr(request, name) for name in names})
+        for request in requests
+    }
+    pipeline_type = pipeline_for("ControlNet" if uses_nets else tasks[0], is_xl)
+    found = [
+        check_sampling(pipeline_type, configs["scheduler"], config.model, x) for x in samplings
+    ]
+    scheduler = found[0]
+    counts = []
+    for request in {step_settings(request): request for request in requests}.values():
+        steps = from_flags(Sampling, request).steps(pipeline_type)
+        with naming_line(request):
+            skipped = steps_to_skip(pipeline_for(request.task, is_xl), request)
+        counts.append(count_steps(scheduler, steps) - skipped)
+    branches = max((sampling.branches(pipeline_type) for sampling in samplings), key=len)
+    checked = Checked(pipeline_type, scheduler, configs, max(counts), branches)
+    if config.refiner is None:
+        return checked
+    refiner_is_xl, refiner_configs = check_tasks(config.refiner, ["image to image"], flag="refiner")
+    if not (is_xl and refiner_is_xl):
+        which = f"--refiner {config.refiner}" if is_xl else f"--model {config.model}"
+        raise ValueError(f"{which} is not SDXL; --refiner goes with SDXL's base and refiner")
+    refiner_type, accelerate = pipeline_for("image to image", is_xl), for_refiner(config.accelerate)
+    found = [
+        check_sampling(refiner_type, refiner_configs["scheduler"], config.refiner, x)
+        for x in (replace(sampling, accelerate=accelerate) for sampling in samplings)
+    ]
+    return replace(checked, refiner_type=refiner_type, refiner_scheduler=found[0])
+
+
+def step_settings(request):
+    """All of a Request that its steps depend on."""
+    return request.num_inference_steps, request.timesteps, request.strength, request.task
+
+
+def load_models(config, checked, requests, program_sizes, preview, layout):
+    """Plan the memory, then read the weights; returns Models.
+
+    program_sizes: (width, height) of each image's program.
+    """
+    options = dict(dtype=choose_dtype(config.dtype), layout=layout)
+    largest, devices = max(program_sizes, key=math.prod), devices_for(len(requests), layout)
+
+    tasks = {request.task for request in requests}
+
+    def plan(pipeline):
+        pipelines = {task: with_task(pipeline, task) for task in tasks}
+        different = {
+            kind_of(request, size): request for request, size in zip(requests, program_sizes)
+        }
+        for kind, request in different.items():
+            with naming_line(request):
+                check_call(pipelines[request.task], request, kind.size, config.denoising_end)
+        for request in requests if config.prompt_weights else ():
+            with naming_line(request):  # weights that are no numbers
+                texts = request.prompt, request.negative_prompt
+                prepare_prompts(pipeline, *texts, config.long_prompts, config.prompt_weights)
+        pipeline, planned = plan_images(
+            pipeline,
+            devices,
+            num_images=len(requests),
+            batch_size=min(config.batch_size, math.ceil(len(requests) / len(devices))),
+            branches=checked.branches,
+            size=largest,
+            up_to="up to " if len({*program_sizes}) > 1 else "",
+            vae_tile=config.vae_tile,
+        )
+        return pipeline, f"{describe_tasks(config, requests)}\n{planned}"
+
+    own = from_flags(ModelOptions, config, **options, preview=preview)
+    pipeline, params = load_model(
+        config.model, checked.pipeline_type, checked.scheduler, config.accelerate, own, plan
+    )
+    pipelines = {task: with_task(pipeline, task) for task in tasks}
+    texts = [text for x in requests for text in (x.prompt, x.negative_prompt)]
+    pipeline.embeddings.warn_unused(texts)
+    if checked.refiner_type is None:
+        return Models(pipelines, params, {}, None)
+    refiner, refiner_params = load_model(
+        config.refiner,
+        checked.refiner_type,
+        checked.refiner_scheduler,
+        for_refiner(config.accelerate),
+        replace(own, lora=(), unet_delta=(), controlnet=(), preview=None, layout=pipeline.layout),
+        plan=lambda refiner: (replace(refiner, vae=with_tile(refiner.vae, pipeline.vae.tile)), ""),
+    )
+    names = {task: "inpainting" if task == "inpainting" else "image to image" for task in pipelines}
+    refiners = {task: with_task(refiner, name) for task, name in names.items()}
+    return Models(pipelines, params, refiners, refiner_params)
+
+
+def for_refiner(accelerate):
+    """The accelerations of --accelerate that a refiner's few steps take.
+
+    Caches and less guidance are for the steps of the model alone.
+    """
+    names = ("tome", "int8", "taesd")
+    return tuple(spec for spec in accelerate if spec.partition(":")[0] in names)
+
+
+def call_models(models, kind, arrays, refining, denoising_end):
+    """Start the programs of a batch; returns its images, on devices.
+
+    Args:
+        models: Models.
+        kind: Kind of the images.
+        arrays, refining: arguments of the call of the model, and of the refiner's or None.
+        denoising_end: fraction of the denoising after which the refiner goes on.
+    """
+    make = partial(models.pipelines[kind.task], **arrays, **dict(kind.options), jit=True)
+    if refining is None:
+        return make(params=models.params).images
+    ends = dict(denoising_end=denoising_end, output_type="latent")
+    latents = make(params=models.params, **ends).images
+    shared = {name: x for name, x in kind.options if name in REFINER_OPTIONS}
+    refine = partial(models.refiners[kind.task], **refining, **shared, jit=True)
+    return refine(image=latents, params=models.refiner_params, denoising_start=denoising_end).images

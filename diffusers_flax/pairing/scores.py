@@ -1,0 +1,115 @@
+"""CLIP's scores of pairs of images with their captions, and the choice of good pairs.
+
+Source: InstructPix2Pix (arXiv 2211.09800), section 3.1.2. The thresholds are the defaults of its
+published code (dataset_creation/generate_img_dataset.py): scores of at least 0.2 for images and
+captions, 0.7 for both images, 0.2 for the direction; of the pairs that reach them the 4 with the
+largest direction are kept.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from diffusers_flax.generating.clip import cosine
+from diffusers_flax.generating.sizes import num_loaders
+
+NUM_REMEMBERED = 1024  # captions whose features are kept
+
+
+class Scores(NamedTuple):
+    """Cosine similarities of CLIP's features of a pair. The names are columns of the shards.
+
+    Fields:
+        clip_text_original, clip_text_edited: each image and its caption.
+        clip_image: both images.
+        clip_direction: the change of the images and the change of the captions.
+    """
+
+    clip_text_original: float
+    clip_text_edited: float
+    clip_image: float
+    clip_direction: float
+
+
+NO_SCORES = Scores(*[float("nan")] * len(Scores._fields))  # of NaN pixels, or without CLIP
+
+
+class Thresholds(NamedTuple):
+    """The least scores of a good pair. The names are flags."""
+
+    min_clip_text: float = 0.2
+    min_clip_image: float = 0.7
+    min_clip_direction: float = 0.2
+
+    def missed(self, scores):
+        """The flags whose thresholds scores do not reach, a tuple of names."""
+        return tuple(
+            name
+            for name, least, value in zip(self._fields, self, compared_scores(scores))
+            if not value >= least  # NaN misses
+        )
+
+
+def compared_scores(scores):
+    """What is compared with each of Thresholds; of the texts the lower score counts."""
+    text = np.minimum(scores.clip_text_original, scores.clip_text_edited)  # NaN if one is
+    return text, scores.clip_image, scores.clip_direction
+
+
+def thresholds_of(config):
+    """The Thresholds of the flags of make_pairs.py."""
+    return Thresholds(*(getattr(config, name) for name in Thresholds._fields))
+
+
+def pair_scores(images, texts):
+    """Scores of pairs.
+
+    Args:
+        images, texts: features of the original and the edited image and of their captions, float32
+            (n, 2, D), each of length 1.
+
+    Returns:
+        List of Scores.
+    """
+    text, between = cosine(images, texts), cosine(images[:, 0], images[:, 1])
+    direction = cosine(images[:, 1] - images[:, 0], texts[:, 1] - texts[:, 0])
+    rows = np.column_stack([text, between, direction]).astype(np.float32)
+    return [Scores(*row) for row in rows.tolist()]
+
+
+class Scorer:
+    """Scores of pairs of captions.
+
+    Args:
+        clip: Clip; None: all scores are NO_SCORES.
+        captions: list of Caption.
+    """
+
+    def __init__(self, clip, captions):
+        self.clip, self.captions = clip, captions
+        self.text_features = lru_cache(NUM_REMEMBERED)(self._text_features)
+        self.pool = ThreadPoolExecutor(num_loaders())
+
+    def _text_features(self, place):
+        """Features (2, D) of both captions of a line."""
+        caption = self.captions[place]
+        return self.clip.text_features([caption.input, caption.output])
+
+    def __call__(self, images, places, device):
+        """Scores of pairs.
+
+        Args:
+            images: PIL images, original and edited in turn.
+            places: of the captions of each pair.
+            device: number of the device of clip that encodes the images.
+
+        Returns:
+            List of Scores.
+        """
+        if self.clip is None:
+            return [NO_SCORES] * len(places)
+        texts = np.stack([self.text_features(place) for place in places])
+        features = self.clip.image_features(images, len(images), self.pool.map, device)
+        return pair_scores(features.reshape(len(places), 2, -1), texts)

@@ -1,0 +1,543 @@
+"""Checkpoints of a training run: write, find, read.
+
+Checkpoints are written in the background by orbax-checkpoint:
+
+    checkpoints = Checkpoints("out/checkpoints", total_limit=2)
+    if (step := checkpoints.latest()) is not None:
+        record, state = checkpoints.read_record(step), checkpoints.read_state(step)
+    checkpoints.save(step, state, record)   # returns before the files are written
+    checkpoints.close()                     # waits for the last save
+
+A checkpoint has whole NumPy arrays and a record of the run, a dict. Incomplete checkpoints are
+never read. Only process 0 writes.
+"""
+
+import contextlib
+import ctypes
+import json
+import shutil
+import zlib
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from diffusers_flax.data.streaming import changed_files
+from diffusers_flax.devices.processes import check_agreement
+from diffusers_flax.loading.directories import INDEX_NAME
+from diffusers_flax.messages import differences, one_line
+from diffusers_flax.training.ema import Averages
+from diffusers_flax.training.flags import final_file, fixed_flags, flag
+from diffusers_flax.training.models import checksums
+from diffusers_flax.training.processes import from_process_0, on_process_0, wait_for_all
+from diffusers_flax.training.sharding import (
+    TrainState,
+    join_vectors,
+    replicate,
+    shard,
+    start_state,
+    state_shapes,
+)
+
+CHECKPOINTS_DIR = "checkpoints"  # a checkpoint is the directory OUTPUT_DIR/checkpoints/STEP
+ARRAYS_PER_READ = 32  # limits the host memory that reading takes
+
+
+def make_handlers():
+    """Orbax's handlers of a checkpoint's items, and its options for one process."""
+    import orbax.checkpoint as ocp  # seconds to import
+
+    # No copies: the arrays may take a large part of the host's memory.
+    arrays = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, arrays))
+    this_process = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(), active_processes={jax.process_index()}
+    )
+    handlers = {
+        "state": ocp.PyTreeCheckpointHandler(
+            type_handler_registry=registry, multiprocessing_options=this_process
+        ),
+        "run": ocp.JsonCheckpointHandler(multiprocessing_options=this_process),
+    }
+    return handlers, this_process
+
+
+class Checkpoints:
+    """The checkpoints FOLDER/STEP of one run; one process reads and writes them.
+
+    Args:
+        folder: directory.
+        total_limit: number of newest checkpoints to keep; None: all.
+        first_step: step at which the run starts; the first save removes checkpoints of later steps.
+            None keeps them.
+    """
+
+    def __init__(self, folder, total_limit=None, first_step=None):
+        self.folder = Path(folder).resolve()
+        self.first_step = first_step
+        self.folder.mkdir(parents=True, exist_ok=True)
+        import orbax.checkpoint as ocp  # seconds to import
+
+        self.ocp = ocp
+        item_handlers, this_process = make_handlers()
+        self.manager = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=total_limit,
+                cleanup_tmp_directories=first_step is not None,  # of killed processes
+                multiprocessing_options=this_process,
+                create=False,
+            ),
+            item_handlers=item_handlers,
+        )
+
+    def latest(self):
+        """Step of the newest complete checkpoint, or None."""
+        return self.manager.latest_step()
+
+    def save(self, step, state, record):
+        """Write a checkpoint in the background, once the previous one is complete.
+
+        Args:
+            step: number of completed steps.
+            state: dict of NumPy arrays; must not change until `wait` returns.
+            record: JSON dict that identifies the run.
+
+        Raises:
+            OSError: this checkpoint or the previous one cannot be written; older ones are intact.
+        """
+        try:
+            if self.first_step is not None:
+                for later in [s for s in self.manager.all_steps() if s > self.first_step]:
+                    self.manager.delete(later)
+                self.first_step = None
+            needed = sum(x.nbytes for x in state.values())
+            free = shutil.disk_usage(self.folder).free
+            if free < needed:  # checked first, as orbax logs tracebacks when a write fails
+                raise OSError(f"it takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free")
+            self.manager.save(
+                step,
+                args=self.ocp.args.Composite(
+                    state=self.ocp.args.PyTreeSave(state), run=self.ocp.args.JsonSave(record)
+                ),
+            )
+        except Exception as error:
+            raise self._close_and_explain(error) from error
+
+    def read_record(self, step):
+        """Read the record of the run.
+
+        Raises:
+            ValueError: the checkpoint is missing or damaged.
+        """
+        return self._read(step, run=self.ocp.args.JsonRestore())["run"]
+
+    def read_state(self, step, names=None):
+        """Read the arrays.
+
+        Args:
+            step: of the checkpoint.
+            names: arrays to read; None: all.
+
+        Raises:
+            ValueError: the checkpoint is missing or damaged.
+        """
+        options = {}
+        if names is not None:
+            as_numpy = self.ocp.RestoreArgs(restore_type=np.ndarray)
+            options = dict(
+                item=dict.fromkeys(names, 0),
+                restore_args=dict.fromkeys(names, as_numpy),
+                partial_restore=True,
+            )
+        return self._read(step, state=self.ocp.args.PyTreeRestore(**options))["state"]
+
+    def _read(self, step, **items):
+        try:
+            return self.manager.restore(step, args=self.ocp.args.Composite(**items))
+        except Exception as error:
+            raise ValueError(
+                f"checkpoint {self.folder / str(step)} cannot be read "
+                f"({one_line(error, 200)}); remove it to resume from the previous one"
+            ) from error
+
+    def wait(self):
+        """Wait until the checkpoint is written.
+
+        Raises:
+            OSError: the checkpoint cannot be written.
+        """
+        try:
+            self.manager.wait_until_finished()
+        except Exception as error:
+            raise self._close_and_explain(error) from error
+
+    def close(self):
+        """Wait, then stop the threads."""
+        self.wait()
+        self.manager.close()
+
+    def _close_and_explain(self, error):
+        steps = self.manager.all_steps()
+        complete = [step for step in steps if (self.folder / str(step)).exists()]
+        with contextlib.suppress(Exception):  # close() raises the same error again
+            self.manager.close()
+        return OSError(
+            f"a checkpoint cannot be written to {self.folder} "
+            f"({one_line(error, 200)}); "
+            + (
+                f"the one of step {max(complete)} is complete"
+                if complete
+                else "none is complete yet"
+            )
+        )
+
+
+def run_identity(flags, max_train_steps, dataset, models, params, frozen):
+    """A flat JSON dict of the flags, data and weights that must not change on resume.
+
+    Only max_train_steps may change, see refuse_length.
+    """
+    data = dataset.state_dict()
+    encoders = models.text_encoder
+    first, *second = encoders if isinstance(encoders, tuple) else [encoders]
+    modules = models._asdict() | {"text_encoder": first.module}
+    del modules["condition_scale"]  # no module, and fixed by the model
+    modules |= {f"text_encoder_{i}": encoder.module for i, encoder in enumerate(second, 2)}
+    configs = {name: dict(module.config) for name, module in modules.items()}
+    return fixed_flags(flags, "may_change") | {
+        "max_train_steps": max_train_steps,
+        "configs of the models": zlib.crc32(json.dumps(configs, default=str).encode()),
+        "columns of train_data_dir": data["columns"],
+        "shards of train_data_dir": data["data"],
+        "versions": data.get("versions"),  # of streamed shards
+        "sizes of batches": data.get("sizes"),  # of --aspect_ratio_buckets, with a batch of pairs
+        "shares of train_data_dir": data.get("shares"),  # of a mixture
+        **checksums(frozen, params),
+    }
+
+
+def new_flags(identity, flags):
+    """Default values, as JSON, of the flags in identity, for checkpoints without new flags.
+
+    Args:
+        identity: run_identity.
+        flags: the program's Config.
+    """
+    defaults = {f.name: f.default for f in fields(flags) if f.default is not MISSING}
+    return json.loads(json.dumps({name: defaults[name] for name in identity if name in defaults}))
+
+
+def newest_run(config):
+    """The checkpoint of --resume_from_checkpoint latest, (Checkpoints, step, record).
+
+    None: output_dir has no checkpoint, or the flag is not latest.
+    """
+    folder = Path(config.output_dir, CHECKPOINTS_DIR)
+    if config.resume_from_checkpoint != "latest" or not folder.is_dir():
+        return None
+    checkpoints = Checkpoints(folder)
+    step = checkpoints.latest()
+    return None if step is None else (checkpoints, step, checkpoints.read_record(step))
+
+
+def has_newer_model(config, checkpoint):
+    """Whether the model in output_dir is newer than the checkpoint, a Path."""
+    final = Path(config.output_dir, final_file(config))
+    return final.exists() and final.stat().st_mtime > checkpoint.stat().st_mtime
+
+
+def refuse_model(config):
+    """The message for an output_dir that contains a model."""
+    return (
+        f"{flag(config, 'output_dir')} contains a model; name another directory, or replace the "
+        "model with --overwrite_output_dir"
+    )
+
+
+def check_goes_on(config, max_train_steps=None):
+    """Check that the run in output_dir can go on despite its model: it was killed or gets longer.
+
+    Args:
+        config: Config, without --overwrite_output_dir.
+        max_train_steps: length of the run; None: not known yet.
+
+    Raises:
+        ValueError: the run is finished and is not made longer, or has no checkpoint.
+    """
+    newest = newest_run(config)
+    if newest is None:
+        unet, further = Path(config.output_dir, "unet"), ""
+        if unet.is_dir():
+            further = f"; another run trains it further with --unet_model_name_or_path {unet}"
+        raise ValueError(refuse_model(config) + further)
+    checkpoints, step, record = newest
+    checkpoints.close()
+    num_steps, checkpoint = record["identity"]["max_train_steps"], checkpoints.folder / str(step)
+    is_longer = max_train_steps is None or max_train_steps > num_steps
+    if not is_longer and has_newer_model(config, checkpoint):
+        advice = refuse_length(config, checkpoint, num_steps, max_train_steps, True)
+        raise ValueError(f"{refuse_model(config)}; {advice}")
+
+
+def find_checkpoint(config, identity, flags=None):
+    """Find the checkpoint to resume from.
+
+    A run is finished if its model is newer than its newest complete checkpoint. With
+    --overwrite_output_dir a finished run starts again, unless it can go on to more steps.
+
+    Args:
+        config: Config that check_flags has accepted.
+        identity: the run's run_identity.
+        flags: as for TrainRun.
+
+    Returns:
+        (Checkpoints, step, record); (None, 0, {}) to start from step 0.
+
+    Raises:
+        ValueError: the checkpoint is missing, damaged, or belongs to another run.
+    """
+    resume_from, max_train_steps = config.resume_from_checkpoint, identity["max_train_steps"]
+    if resume_from in ("none", "latest"):
+        newest = newest_run(config)
+        if newest is None:
+            make_handlers()  # an error of orbax ends the run before it compiles
+            return None, 0, {}
+        checkpoints, step, record = newest
+    else:
+        path = Path(resume_from)
+        if not (path.is_dir() and path.name.isdecimal()):
+            raise ValueError(
+                f"--resume_from_checkpoint {resume_from} is not a checkpoint; give latest, none or "
+                "its directory, such as OUTPUT_DIR/checkpoints/500"
+            )
+        checkpoints, step = Checkpoints(path.parent), int(path.name)
+        record = checkpoints.read_record(step)
+
+    saved, checkpoint = dict(record["identity"]), checkpoints.folder / str(step)
+    num_steps = saved["max_train_steps"]
+    current = json.loads(json.dumps(identity))  # tuples become lists
+    current["max_train_steps"] = num_steps  # see refuse_length
+    changed = changed_files(saved.pop("versions", None), current.pop("versions", None))
+    different = changed + differences(
+        new_flags(current, flags or config) | saved, dict.fromkeys(saved) | current
+    )
+    is_finished = resume_from == "latest" and has_newer_model(config, checkpoint)
+    refusal = refuse_length(config, checkpoint, num_steps, max_train_steps, is_finished)
+    if is_finished and config.overwrite_output_dir:
+        if step == num_steps and (different or refusal):
+            checkpoints.close()
+            change = f" ({'; '.join(different)})" if different else ""
+            print(f"starts again, replacing the finished run of {num_steps} steps{change}")
+            return None, 0, {}
+        # Without a checkpoint of its last step the run may have been killed: it goes on.
+        refusal = refuse_length(config, checkpoint, num_steps, max_train_steps, False)
+    elif is_finished and max_train_steps <= num_steps:
+        raise ValueError(f"{refuse_model(config)}; {refusal}")
+    if different:
+        named = different[:5] + [f"and {len(different) - 5} more"] * (len(different) > 5)
+        raise ValueError(
+            f"checkpoint {checkpoint} belongs to another run: {'; '.join(named)}. Change that "
+            "back, name another --output_dir, or start again with --resume_from_checkpoint none"
+        )
+    if refusal:
+        raise ValueError(refusal)
+    return checkpoints, step, record
+
+
+def refuse_length(config, checkpoint, num_steps, new_num_steps, is_finished):
+    """The message for a run that cannot go on with another length; None: it can.
+
+    Args:
+        config: Config.
+        checkpoint: Path, RUN/checkpoints/STEP.
+        num_steps, new_num_steps: length of the run so far, and as asked for.
+        is_finished: whether RUN has its model.
+    """
+    step, unet = int(checkpoint.name), checkpoint.parent.parent / "unet"
+    change = f"the run had {num_steps} steps and is to have {new_num_steps}"
+    has_decayed = config.lr_scheduler != "constant" and step > config.lr_warmup_steps
+    decay = f"{flag(config, 'lr_scheduler')} has lowered the learning rate for {num_steps} steps"
+    further = f"--unet_model_name_or_path {unet}"
+    if is_finished and new_num_steps <= num_steps:
+        if not has_decayed:
+            return f"its run had {num_steps} steps, give more to train it longer"
+        remedy = f"; another run trains it further with {further}" if unet.is_dir() else ""
+        return f"its run is not made longer, as {decay}{remedy}"
+    if new_num_steps < step:
+        return (
+            f"{change}, but its checkpoint has done {step}; give {step} or more, name another "
+            "--output_dir, or start again with --resume_from_checkpoint none"
+        )
+    if new_num_steps == num_steps or not has_decayed:
+        return None
+    is_lora = final_file(config) != INDEX_NAME  # no run starts from a LoRA
+    if is_lora or new_num_steps < num_steps:
+        remedy = f"name another --output_dir to train for {new_num_steps} steps from the start"
+    elif is_finished or (step == num_steps and unet.is_dir()):
+        remedy = (
+            f"start another run from its UNet: {further} --max_train_steps "
+            f"{new_num_steps - num_steps} and another --output_dir"
+        )
+    else:
+        remedy = (
+            f"finish the run with {num_steps} steps, then start another one from its UNet with "
+            f"{further} and another --output_dir"
+        )
+    return f"{change}, but {decay}; {remedy}"
+
+
+def flatten_by_name(tree, path=()):
+    """Flatten a tree into a dict with names such as "opt_state/0/mu/conv_in/kernel".
+
+    path: of the tree in a larger one; its keys come first in the names.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    keystr = partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {keystr((*path, *keys)): x for keys, x in leaves}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts: from a checkpoint, or at step 0.
+
+    Attributes:
+        step: number of completed steps.
+        identity: run_identity of the run that starts.
+        num_averages: number of averages in the checkpoint.
+        checkpoints: Checkpoints with the step, on process 0; None at step 0.
+        saved: record of the checkpoint's run, on process 0; {} at step 0.
+    """
+
+    step: int
+    identity: dict
+    num_averages: int = 0
+    checkpoints: Checkpoints | None = None
+    saved: dict = field(default_factory=dict)
+
+    def load(self, params, tx, axes, plan):
+        """Create the training state on the devices.
+
+        Args:
+            params: the UNet's parameters at step 0; their shapes if step is later.
+            tx: element-wise optax optimizer, such as Adam.
+            axes: of shard_axes(params).
+            plan: EmaPlan.
+
+        Returns:
+            (TrainState, Averages).
+
+        Raises:
+            ValueError: the checkpoint is damaged.
+        """
+        averages = Averages(plan, state_shapes(params, tx, axes, jax.device_count()).params)
+        if not self.step:
+            state = start_state(params, tx, axes)
+        else:
+            num_averages = plan.averages_after(self.step)
+            num_to_read = min(num_averages, self.num_averages)
+            params_shapes = jax.eval_shape(lambda: params)
+            shapes = checkpoint_shapes(params_shapes, tx, num_to_read)
+            state, averages.trees = read_state(self.checkpoints, self.step, shapes, axes)
+            if num_to_read < num_averages:  # a longer run began its average later
+                averages.copy(state.params)
+            if self.checkpoints:
+                self.checkpoints.close()
+        release_memory()
+        return state, averages
+
+    def describe_resume(self, max_train_steps):
+        """Describe the step after which a run of this length resumes, and what has changed."""
+        num_devices, num_steps = jax.device_count(), self.saved["identity"]["max_train_steps"]
+        saved_on = self.saved.get("num_devices", num_devices)
+        change = "" if saved_on == num_devices else f", which ran on {saved_on} device(s)"
+        if num_steps != max_train_steps:
+            change += f"; the run had {num_steps} steps and has {max_train_steps}"
+        return f"resuming after step {self.step}{change}"
+
+
+def find_start(config, dataset, identity, plan, flags=None):
+    """Find the newest checkpoint, or step 0; all processes call it together.
+
+    Args:
+        config: Config that check_flags has accepted.
+        dataset: ParquetImagePairs or Mixture.
+        identity: the run's run_identity.
+        plan: EmaPlan.
+        flags: as for TrainRun.
+
+    Returns:
+        Start.
+
+    Raises:
+        ValueError: processes have different flags or data, or the checkpoint is damaged or belongs
+            to another run.
+    """
+    shared = fixed_flags(flags or config, "per_process")
+    check_agreement(json.dumps([identity, shared, bool(dataset.latents)]))
+    find = partial(find_checkpoint, config, identity, flags)
+    checkpoints, step, saved = on_process_0(find) or (None, 0, {})
+    step = int(from_process_0(np.int32(step)))
+    due = plan.averages_after(step)  # for checkpoints that lack num_averages
+    num_averages = int(from_process_0(np.int32(saved.get("num_averages", due))))
+    return Start(step, identity, num_averages, checkpoints, saved)
+
+
+def checkpoint_shapes(params, tx, num_averages):
+    """Shapes of a checkpoint's arrays, not sharded; params: shapes of the trained parameters."""
+    opt_state = jax.eval_shape(tx.init, params)
+    return {"params": params, "opt_state": opt_state, "ema": [params] * num_averages}
+
+
+def read_state(checkpoints, step, shapes, axes):
+    """Read a checkpoint onto the devices; process 0 reads a few arrays at a time and sends them.
+
+    Args:
+        checkpoints: Checkpoints on process 0, None on other processes.
+        step: of the checkpoint.
+        shapes: of checkpoint_shapes.
+        axes: of shard_axes.
+
+    Returns:
+        (TrainState, list of averages).
+    """
+    structure = jax.tree.structure(shapes["params"])
+
+    def is_params(x):
+        return jax.tree.structure(x) == structure
+
+    def read(shape_of):
+        """Whole arrays of some names, on all processes: {name: array}."""
+        saved = checkpoints.read_state(step, list(shape_of)) if checkpoints else {}
+        wait_for_all("process 0 has read")
+        for name, shape in shape_of.items():
+            x = saved.pop(name) if checkpoints else np.zeros(shape.shape, shape.dtype)
+            yield name, from_process_0(x)
+        release_memory()
+
+    def load(path, tree):
+        of_name = flatten_by_name(tree, path)
+        if not is_params(tree):  # such as the number of steps in an optimizer's state
+            return replicate(dict(read(of_name)).popitem()[1])
+        path_of = dict(zip(of_name, sorted(flatten_dict(tree))))  # both in jax's order
+        shards, vectors, names = {}, {}, list(of_name)
+        for start in range(0, len(names), ARRAYS_PER_READ):
+            for name, x in read({name: of_name[name] for name in names[start:][:ARRAYS_PER_READ]}):
+                if x.ndim == 1:
+                    vectors[path_of[name]] = x
+                else:
+                    shards[path_of[name]] = shard(x, axes[path_of[name]])
+        joined = {path: split for path, split in axes.items() if split.vectors}
+        return shards | shard(join_vectors(vectors, joined), joined)
+
+    tree = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=is_params)
+    return TrainState(replicate(np.int32(step)), tree["params"], tree["opt_state"]), tree["ema"]
+
+
+def release_memory():
+    """Return freed memory to the system; glibc otherwise keeps gigabytes."""
+    if malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        malloc_trim(0)

@@ -1,0 +1,366 @@
+"""Averages of the weights over training (EMA): plan, decays, updates.
+
+    ema = ema_start(params)
+    for n in range(1, num_steps + 1):
+        params = ...
+        ema = ema_update(ema, params, power_decay(n, gamma))
+
+An exponential average has a constant decay (with warm-up, smaller at first). The decay of EDM2's
+power-function averages (arXiv 2312.02696) grows with the step, so their length is a fixed fraction
+of the run. Snapshots of two of them give averages of other lengths after training
+(`posthoc_weights`, ema_posthoc.py).
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffusers_flax.training.sharding import compile_pmapped, in_place, replicate
+
+SIGMA_RELS = (0.05, 0.1)  # lengths of the two tracked averages, fractions of the run
+HORIZONS = 5  # window times (1 - decay): the initial weights keep a share of e^-5 = 0.7%
+
+
+def ema_start(params):
+    """Start an average: a copy of the parameters."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def ema_update(ema_params, params, decay):
+    """Move the average towards the parameters: decay * ema_params + (1 - decay) * params."""
+    return jax.tree.map(lambda ema, p: ema + (1 - decay) * (p - ema), ema_params, params)
+
+
+def window_decay(window):
+    """Default decay for a window of steps: 1 - 5 / window, at least 0.
+
+    Source: MosaicML's Stable Diffusion 2: 0.9999 over the last 50k of 1.4M steps.
+    """
+    return max(0.0, 1 - HORIZONS / window)
+
+
+def warmup_decay(num_updates, decay):
+    """Decay of update num_updates, from 1, with warm-up.
+
+    It is (1 + s) / (10 + s), at most decay, with s = num_updates - 1. The first update copies the
+    weights.
+
+    Source: diffusers' EMAModel.
+    """
+    s = num_updates - 1
+    return 0.0 if s <= 0 else min(decay, (1 + s) / (10 + s))
+
+
+def power_decay(num_updates, gamma):
+    """Decay of update num_updates, from 1, of a power-function average.
+
+    Source: EDM2 (arXiv 2312.02696), equation 3 and its discrete form: (1 - 1/n)^(gamma + 1).
+    """
+    return (1 - 1 / num_updates) ** (gamma + 1)
+
+
+def sigma_rel_to_gamma(sigma_rel):
+    """Exponent of the power-function average with relative standard deviation sigma_rel.
+
+    Args:
+        sigma_rel: above 0 and below 0.28 (at gamma = 0, the mean of all steps, it is 0.289).
+
+    Raises:
+        ValueError: sigma_rel is out of range.
+
+    Source: EDM2 (arXiv 2312.02696): sigma_rel^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)).
+    """
+    if not 0 < sigma_rel < 0.28:
+        raise ValueError(
+            f"sigma_rel={sigma_rel} must be above 0 and below 0.28; the tracked averages have "
+            f"{' and '.join(map(str, SIGMA_RELS))}"
+        )
+    gamma = np.polynomial.Polynomial([0, 1])
+    cubic = sigma_rel**2 * (gamma + 2) ** 2 * (gamma + 3) - (gamma + 1)
+    return float(cubic.roots().real.max())  # the other roots are negative
+
+
+class EmaPlan(NamedTuple):
+    """Which steps update the averages, with which decays."""
+
+    first_step: int | None  # first averaged step; None: no average
+    every: int  # steps between updates
+    num_averages: int
+    decays: Callable[[int], list[float]]  # number of an update, from 1 -> decay of each average
+
+    def averages_after(self, num_steps):
+        """Number of averages after num_steps steps: 0, later num_averages."""
+        has_begun = self.first_step is not None and num_steps > self.first_step
+        return self.num_averages if has_begun else 0
+
+    def update_of(self, num_steps):
+        """Number of the update due after num_steps steps, from 1; 0: none."""
+        averaged = 0 if self.first_step is None else num_steps - self.first_step
+        return averaged // self.every if averaged > 0 and averaged % self.every == 0 else 0
+
+    def last_update_step(self, num_steps):
+        """Step of the last update up to num_steps, at least first_step, which is not None."""
+        return num_steps - (num_steps - self.first_step) % self.every
+
+
+NO_AVERAGE = EmaPlan(None, 1, 0, lambda num_updates: [])
+
+
+def ema_plan(
+    ema, max_train_steps, fraction=0.036, start_step=None, decay=None, every=1, warmup=False
+):
+    """Plan the averages of a run: none, one, or the two of "power".
+
+    The default decay is 1 - 5 / window: for any length of the run, the initial weights keep a share
+    of e^-5 = 0.7%. With a window of 5 steps or fewer the decay would be 0, and there is no average.
+
+    Args:
+        ema: "none", "late" (in the final stage), "full" (from the first step) or "power" (two
+            power-function averages from the first step, of the lengths SIGMA_RELS).
+        max_train_steps: length of the run.
+        fraction: late: fraction of the run to average, in (0, 1].
+        start_step: late: first averaged step, in [0, max_train_steps); None: from fraction.
+        decay: per step, in [0, 1); None: the default.
+        every: steps between updates, each with decay^every.
+        warmup: smaller decays at first, see warmup_decay.
+
+    Returns:
+        EmaPlan.
+
+    Raises:
+        ValueError: a number is out of range, or does not apply to this kind of average.
+
+    Source: MosaicML's Stable Diffusion 2: decay 0.9999 over the last 50k of 1.4M steps.
+    """
+    if ema != "late" and start_step is not None:
+        raise ValueError(f"--ema_start_step {start_step} goes with --ema late, not {ema}")
+    if ema in ("none", "power"):
+        for name, value in (("ema_decay", decay), ("ema_warmup", warmup or None)):
+            if value is not None:
+                raise ValueError(f"--{name} {value} goes with --ema late or full, not {ema}")
+    if ema == "none":
+        return NO_AVERAGE
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            f"--ema_fraction {fraction} must be above 0 and at most 1, a window as long as the run"
+        )
+    if ema in ("full", "power"):
+        start = 0
+    elif start_step is None:
+        start = max_train_steps - max(1, round(max_train_steps * fraction))
+    else:
+        start = start_step
+    if not 0 <= start < max_train_steps:
+        raise ValueError(
+            f"--ema_start_step {start} must be from 0 to --max_train_steps - 1, "
+            f"{max_train_steps - 1}; or use --ema none"
+        )
+    window = max_train_steps - start
+    if not 1 <= every <= window:
+        raise ValueError(f"--ema_every {every} must be from 1 to the averaged steps, {window}")
+    if ema == "power":
+        gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in SIGMA_RELS]
+        return EmaPlan(
+            start, every, len(gammas), lambda n: [power_decay(n, gamma) for gamma in gammas]
+        )
+    if decay is None and (decay := window_decay(window)) == 0:
+        return NO_AVERAGE
+    if not 0 <= decay < 1:
+        raise ValueError(f"--ema_decay {decay} must be at least 0 and below 1")
+    decay **= every
+    return EmaPlan(start, every, 1, lambda n: [warmup_decay(n, decay) if warmup else decay])
+
+
+def ema_flags(config, max_train_steps):
+    """The arguments of ema_plan for a Config and the length of its run."""
+    return (
+        config.ema,
+        max_train_steps,
+        config.ema_fraction,
+        config.ema_start_step,
+        config.ema_decay,
+        config.ema_every,
+        config.ema_warmup,
+    )
+
+
+def explain_no_average(config, max_train_steps):
+    """Say why a run has no average, and which flag gives one.
+
+    Args:
+        config: Config with --ema late or full and without --ema_decay.
+        max_train_steps: length of the run.
+    """
+    needed, remedy = HORIZONS + 1, "give more steps, or an --ema_decay"
+    run = f"{max_train_steps} step{'s' * (max_train_steps > 1)}"
+    if config.ema == "full" or max_train_steps < needed:
+        return f"no average of the weights: the run has {run}, an average needs {needed}; {remedy}"
+    if config.ema_start_step is not None:
+        window = max_train_steps - config.ema_start_step
+        place = f"from --ema_start_step {config.ema_start_step} on the run has"
+        remedy = f"give --ema_start_step {max_train_steps - needed} or less"
+    else:
+        window = max(1, round(max_train_steps * config.ema_fraction))
+        place = f"the last {100 * config.ema_fraction:g}% of {run} are"
+        remedy = f"give --ema_fraction {math.ceil(100 * needed / max_train_steps) / 100:g}"
+    steps = f"{window} step{'s' * (window > 1)}"
+    return f"no average of the weights: {place} {steps}, an average needs {needed}; {remedy}"
+
+
+def explain_average(config, plan, num_steps, start):
+    """Describe when the average of a run starts, and what happens to the checkpoint's average.
+
+    Args:
+        config: Config.
+        plan: EmaPlan of the run.
+        num_steps: length of the run.
+        start: training.checkpoints.Start.
+
+    Yields:
+        Lines to print.
+    """
+    num_averages, num_saved = plan.averages_after(start.step), start.num_averages
+    if num_saved > num_averages:
+        yield "the checkpoint's average is dropped; its last weights are trained further"
+    if plan.first_step is None:
+        if config.ema != "none":
+            yield explain_no_average(config, num_steps)
+        return
+
+    def decays(plan):
+        return ", ".join(f"{decay:.6g}" for decay in plan.decays(num_steps))
+
+    first_step, change = plan.first_step, ""
+    if num_averages > num_saved:
+        first_step = start.step
+    elif num_averages:
+        before = ema_plan(*ema_flags(config, start.saved["identity"]["max_train_steps"]))
+        if decays(before) != decays(plan):
+            change = f", until step {start.step} with decay {decays(before)}"
+    yield f"averaging the weights from step {first_step} with decay {decays(plan)}{change}"
+
+
+class Averages:
+    """The sharded averages of a run on the devices.
+
+    Args:
+        plan: EmaPlan.
+        shapes: of the sharded parameters, state_shapes(...).params; their programs are compiled
+            here, before the state takes memory.
+
+    Attributes:
+        trees: list of averages, sharded like the parameters; empty before the plan's first step.
+    """
+
+    def __init__(self, plan, shapes):
+        self.plan, self.trees = plan, []
+        self.last_decays = self.p_decays = None  # of the last update
+        if plan.first_step is not None:
+            number = jax.tree.leaves(shapes)[0].shape[:1]
+            decay = jax.ShapeDtypeStruct(number, jnp.float32)
+            self.p_start = compile_pmapped(make_start_average(), shapes)
+            self.p_update = compile_pmapped(make_update_average(), shapes, shapes, decay)
+
+    def start(self, step, params):
+        """Before the plan's first step, copy the parameters."""
+        if step == self.plan.first_step:
+            self.copy(params)
+
+    def copy(self, params):
+        """Start all averages as copies of the sharded parameters."""
+        self.trees = [self.p_start(params) for _ in range(self.plan.num_averages)]
+
+    def update(self, num_steps, params):
+        """Move the averages towards the parameters if an update is due after num_steps steps."""
+        if num_updates := self.plan.update_of(num_steps):
+            if self.last_decays != (decays := self.plan.decays(num_updates)):  # most plans: one
+                self.last_decays = decays
+                self.p_decays = [replicate(np.float32(decay)) for decay in decays]
+            self.trees = [
+                self.p_update(tree, params, p_decay)
+                for tree, p_decay in zip(self.trees, self.p_decays)
+            ]
+
+    def best(self, params):
+        """The weights to use: the first average, or the parameters before there is one."""
+        return self.trees[0] if self.trees else params
+
+
+def make_start_average():
+    """Make the pmapped start of a sharded average: params -> average."""
+    return jax.pmap(ema_start, axis_name="batch")
+
+
+def start_average(params):
+    """Start an average as a copy of the sharded parameters."""
+    return compile_pmapped(make_start_average(), params)(params)
+
+
+def make_update_average(devices=None):
+    """Make the pmapped update of a sharded average: (average, params, decay) -> average."""
+    update_array = jax.jit(in_place(ema_update))  # traced once for each shape
+
+    def update(average, params, decay):
+        return jax.tree.map(lambda ema, p: update_array(ema, p, decay), average, params)
+
+    return jax.pmap(update, axis_name="batch", donate_argnums=0, devices=devices)
+
+
+def profile_products(t_a, gamma_a, t_b, gamma_b):
+    """Inner products of the profiles of averages at times t with exponents gamma.
+
+    The profile of an average over (0, t] is p(x) = (gamma + 1) x^gamma / t^(gamma + 1); with the
+    discrete decay of power_decay, step n has the weight of p on (n - 1, n].
+
+    Args:
+        t_a, gamma_a, t_b, gamma_b: floats or arrays that broadcast.
+
+    Source: EDM2 (arXiv 2312.02696), appendix C.
+    """
+    shorter = np.minimum(t_a, t_b)
+    # Ratios, because powers of step numbers overflow.
+    ratio = (shorter / t_a) ** gamma_a * (shorter / t_b) ** gamma_b * shorter / (t_a * t_b)
+    return ratio * (gamma_a + 1) * (gamma_b + 1) / (gamma_a + gamma_b + 1)
+
+
+def posthoc_weights(times, gammas, target_time, target_gamma):
+    """Weights of the snapshots for an average that was not tracked.
+
+    The weighted sum of the snapshots' profiles is as close as possible to the target's profile.
+
+    Args:
+        times, gammas: step number and exponent of each snapshot, (K,) each.
+        target_time: step number of the target, at most max(times).
+        target_gamma: its exponent.
+
+    Returns:
+        float64 (K,); they sum to about 1.
+
+    Source: EDM2 (arXiv 2312.02696), appendix C: least squares by the normal equations.
+    """
+    times, gammas = np.asarray(times, np.float64), np.asarray(gammas, np.float64)
+    A = profile_products(times[:, None], gammas[:, None], times, gammas)
+    b = profile_products(times, gammas, float(target_time), float(target_gamma))
+    return np.linalg.lstsq(A, b, rcond=None)[0]
+
+
+def posthoc_error(times, gammas, weights, target_time, target_gamma):
+    """Relative error of the weighted sum of the snapshots' profiles.
+
+    Args:
+        times, gammas, weights: step number, exponent and weight of each snapshot, (K,) each.
+        target_time, target_gamma: step number and exponent of the target.
+
+    Returns:
+        L2 norm of the difference to the target's profile, divided by the profile's norm, 0 to 1.
+
+    Source: EDM2 (arXiv 2312.02696), appendix C: the squared norm by its inner products.
+    """
+    times, gammas = np.append(times, target_time), np.append(gammas, target_gamma)
+    weights = np.append(weights, -1.0)
+    A = profile_products(times[:, None], gammas[:, None], times, gammas)
+    return float(np.sqrt(max(0.0, weights @ A @ weights) / A[-1, -1]))

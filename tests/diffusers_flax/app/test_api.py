@@ -1,0 +1,221 @@
+"""The page's API, with gradio_client."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+from helpers import edit_json, photo, wait_for
+from PIL import Image
+from served_app import FAST, call_pipeline, edit_by_cli, memory_of, needs_gradio, served
+from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
+
+from diffusers_flax.app.settings import (
+    Settings,
+    read_settings,
+)
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_the_api(page, connect, model, photo_file, tmp_path):
+    """The image of edit_cli.py, also with a mask; its file has the settings; errors say why."""
+    from gradio_client import handle_file
+    from gradio_client.exceptions import AppError
+
+    client, given = connect(page, folder=tmp_path), {"image": handle_file(photo_file)}
+    given |= {"instruction": "make it red", "api_name": "/edit"}
+    settings = Settings("make it red", 3.0, 1.2, 3, seed=7, resolution=32)
+    changes = {"guidance_scale": 3, "image_guidance_scale": 1.2, "seed": 7}
+    job = client.submit(**given, **changes)
+    file, made = job.result()
+    assert read_settings(file) == settings
+    assert made.pop("seconds") > 0 and made["seed"] == 7
+    expected = edit_by_cli(model, photo_file, tmp_path / "cli.png", settings=settings)
+    np.testing.assert_array_equal(np.asarray(Image.open(file)), expected)
+    stages = {progress["stage"] for _, progress in job.outputs()[:-1]}
+    assert stages and stages <= {"waiting", "compiling", "making"}
+
+    mask = Image.new("L", (96, 72))
+    mask.paste(255, (48, 0, 96, 72))
+    mask.save(tmp_path / "mask.png")
+    file, _ = client.predict(**given, **changes, mask=handle_file(tmp_path / "mask.png"))
+    flags = "--mask", tmp_path / "mask.png"
+    masked = edit_by_cli(model, photo_file, tmp_path / "m.png", *map(str, flags), settings=settings)
+    np.testing.assert_array_equal(np.asarray(Image.open(file)), masked)
+    assert np.any(masked != expected)
+
+    (tmp_path / "broken.png").write_bytes(photo_file.read_bytes()[:99])
+    for change, message in (
+        ({"image": handle_file(tmp_path / "broken.png")}, "this image cannot be read"),
+        ({"instruction": " "}, "Instruction is empty; write a few words"),
+        ({"seed": -1}, "Seed -1 must be from 0 to 4294967295"),
+        ({"accelerate": "tea"}, "Acceleration tea: 'tea' is unknown"),
+        ({"mask": handle_file(tmp_path / "broken.png")}, "the mask cannot be read as a mask"),
+        ({"instruction": "red " * 300}, "Instruction has 1200 characters; write 1000 or less"),
+        ({"num_inference_steps": 151}, "Steps 151 must be from 1 to 150"),
+        ({"scheduler": "eular"}, "Scheduler eular is unknown"),
+        ({"seed": "seven"}, "Seed seven is not a number"),
+        ({"scheduler": "dpmsolver++", "accelerate": ["tgate"]}, "is for text to image"),
+    ):
+        with pytest.raises(AppError, match=re.escape(message)):
+            client.predict(**given | change)
+
+    import httpx  # Gradio's
+
+    # Half an emoji, which gradio_client does not send but browsers do.
+    for instruction, accelerate, message in (
+        (
+            "red \ud83d",
+            [],
+            "Instruction is not valid Unicode: character 5 is an unpaired surrogate",
+        ),
+        ("red", ["\ud83d"], r"Acceleration \ud83d: '\ud83d' is unknown"),
+    ):
+        values = [
+            None,
+            instruction,
+            7.5,
+            1.5,
+            3,
+            0,
+            32,
+            "the model's own",
+            accelerate,
+            [],
+            1,
+            "",
+            0,
+        ]
+        call = f"{page.url}gradio_api/call/edit"
+        sent = {"content": json.dumps({"data": [*values, None]})}
+        answer = httpx.post(call, headers={"Content-Type": "application/json"}, **sent)
+        said = httpx.get(f"{call}/{answer.json()['event_id']}").text
+        assert message in json.loads(said.partition("data: ")[2])["error"]
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_images_from_text_and_an_image(connect, tmp_path):
+    """The pipeline's image, with and without mask; errors say why; text alone works as well."""
+    from gradio_client import handle_file
+    from gradio_client.exceptions import AppError
+
+    model, original = make_tiny_pipeline(tmp_path / "model", in_channels=4), photo(32, 24)
+    original.save(tmp_path / "photo.png")
+    mask = Image.fromarray(np.arange(32) >= np.full((24, 1), 16))
+    mask.save(tmp_path / "mask.png")
+    photo(8, 8).save(tmp_path / "small.png")
+    Image.new("L", (32, 24)).save(tmp_path / "black.png")
+    settings = Settings("a red panda", 3.0, num_inference_steps=4, seed=7, resolution=32)
+    settings = dataclasses.replace(settings, strength=0.5, negative_prompt="grey")
+    given = {"instruction": "a red panda", "guidance_scale": 3, "seed": 7, "strength": 0.5}
+    given |= {"negative_prompt": "grey", "num_inference_steps": 4}
+    given |= {"image": handle_file(tmp_path / "photo.png"), "api_name": "/image_to_image"}
+    with served(model, *FAST) as page:
+        client = connect(page, folder=tmp_path / "files")
+        file, made = client.predict(**given)
+        assert read_settings(file) == settings and made["strength"] == 0.5
+        expected = call_pipeline(model, settings, original, None)
+        assert np.abs(np.int16(Image.open(file)) - expected).max() <= 1
+        file, _ = client.predict(**given, mask=handle_file(tmp_path / "mask.png"))
+        expected = call_pipeline(model, settings, original, mask)
+        expected = np.where(np.asarray(mask)[..., None], expected, np.asarray(original))
+        assert np.abs(np.int16(Image.open(file)) - expected).max() <= 1
+        for change, message in (
+            ({"image": None}, "there is no image; give image=handle_file(PATH)"),
+            ({"strength": 0.1}, "Strength 0.1 of Steps 4 leaves no step to do; take strength 0.25"),
+            ({"strength": 0}, "Strength 0.0 of Steps 4 leaves no step to do"),
+            ({"strength": 2}, "Strength 2.0 must be from 0 to 1"),
+            ({"strength": "much"}, "Strength much is not a number"),
+            ({"mask": handle_file(tmp_path / "small.png")}, "8x8 pixels, the image 32x24"),
+            ({"mask": handle_file(tmp_path / "black.png")}, "the mask has no white"),
+        ):
+            with pytest.raises(AppError, match=re.escape(message)):
+                client.predict(**given | change)
+        text = {name: given[name] for name in ("instruction", "seed")}
+        file, made = client.predict(**text, api_name="/image")
+        with Image.open(file) as image:
+            assert made["strength"] is None and image.size == (32, 32)
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_an_inpainting_model(connect, photo_file, tmp_path):
+    """It makes images with a mask, and says that it needs one."""
+    from gradio_client import handle_file
+    from gradio_client.exceptions import AppError
+
+    model = make_tiny_pipeline(tmp_path / "model", in_channels=9)
+    edit_json(model / "model_index.json", _class_name="StableDiffusionInpaintPipeline")
+    mask = Image.new("L", (96, 72), 255)
+    mask.paste(0, (0, 0, 48, 72))
+    mask.save(tmp_path / "mask.png")
+    given = {"image": handle_file(photo_file), "instruction": "a red panda"}
+    given |= {"api_name": "/image_to_image"}
+    with served(model, *FAST) as page:
+        client = connect(page, folder=tmp_path / "files")
+        with pytest.raises(AppError, match="there is no mask, which an inpainting model needs"):
+            client.predict(**given)
+        file, made = client.predict(**given, mask=handle_file(tmp_path / "mask.png"))
+        before = Image.open(photo_file).resize((32, 24), Image.Resampling.LANCZOS)
+        same = np.all(np.asarray(Image.open(file)) == np.asarray(before), axis=-1)
+        assert made["strength"] == 1 and same[:, :16].all() and not same[:, 16:].all()
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_two_clients_30_requests_and_a_client_that_goes(page, connect, photo_file, tmp_path):
+    """Requests of two pages never mix, memory stays, files go with the session."""
+    from gradio_client import handle_file
+
+    given = {"image": handle_file(photo_file), "api_name": "/edit"}
+    clients = [connect(page, folder=tmp_path / name) for name in ("a", "b")]
+    memory, jobs = [], []
+    for seed in range(30):
+        words = ("make it red", "invert the colors")[seed % 2]
+        jobs.append(clients[seed % 2].submit(**given, seed=seed, instruction=words))
+        if len(jobs) == 6:
+            for job in jobs:
+                job.result()
+            memory.append(memory_of(page.process))
+            made, jobs = jobs, []
+    for number, job in enumerate(made, 24):
+        file, settings = job.result()
+        assert settings["seed"] == number
+        assert settings["instruction"] == ("make it red", "invert the colors")[number % 2]
+        assert read_settings(file).seed == number
+    print("memory, MB:", [round(x / 2**20) for x in memory])
+    assert memory[-1] - memory[0] < 64 * 2**20
+
+    slow = clients[0].submit(**given, instruction="red", num_inference_steps=150, resolution=256)
+    wait_for(lambda: any(stage["stage"] == "making" for _, stage in slow.outputs()))
+    slow.cancel()
+    clients[1].predict(**given, instruction="make it blue")  # is not behind it
+
+
+@pytest.mark.slow
+@needs_gradio
+@pytest.mark.parametrize("kind", ["xl_edit", "text", "xl", "preview"])
+def test_other_models(kind, connect, tmp_path, photo_file):
+    """SDXL, text to image, and previews by a TAESD."""
+    from gradio_client import handle_file
+
+    flags = [*FAST]
+    if kind == "preview":
+        model = make_tiny_pipeline(tmp_path / "model", unet_channels=(16,))
+        save_tiny_vae(tmp_path / "taesd", (8, 8, 8))
+        flags += ["--preview_decoder", str(tmp_path / "taesd")]
+    elif kind == "text":
+        model = make_tiny_pipeline(tmp_path / "model", in_channels=4)
+    else:
+        model = make_tiny_xl(tmp_path / "model", edits=kind == "xl_edit")
+    with served(model, *flags) as page:
+        client, given = connect(page, folder=tmp_path / "files"), {"instruction": "make it red"}
+        is_edit = kind in ("xl_edit", "preview")
+        given |= {"image": handle_file(photo_file)} if is_edit else {"shape": "landscape 4:3"}
+        given |= {"accelerate": ["taesd"]} if kind == "preview" else {}
+        file, settings = client.predict(**given, seed=3, api_name="/edit" if is_edit else "/image")
+        with Image.open(file) as image:
+            assert image.size == (32, 24) and settings["seed"] == 3

@@ -1,0 +1,407 @@
+"""The page in Chromium."""
+
+import dataclasses
+import os
+import signal
+import socket
+import time
+from contextlib import closing, contextmanager, suppress
+
+import numpy as np
+import pytest
+from helpers import photo, wait_for
+from PIL import Image
+from served_app import FAST, edit_by_cli, launch, memory_of, needs_browser, needs_gradio, served
+from tiny_models import make_tiny_pipeline
+
+from diffusers_flax.app.settings import (
+    Settings,
+    read_settings,
+)
+
+
+@contextmanager
+def tab(browser, page, **options):
+    """A tab of its own session; it must have no console error and no request elsewhere."""
+    context = browser.new_context(viewport={"width": 1280, "height": 1000}, **options)
+    opened, wrong = context.new_page(), []
+    opened.on("console", lambda x: x.type == "error" and wrong.append(f"console: {x.text}"))
+    opened.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+    local = (page.url, page.url.replace("http", "ws"), "data:", "blob:")
+    opened.on("request", lambda x: x.url.startswith(local) or wrong.append(f"request: {x.url}"))
+    opened.goto(page.url)
+    opened.wait_for_selector("#run", timeout=60_000)
+    try:
+        yield opened
+    finally:
+        context.close()
+    assert wrong == []
+
+
+def click_and_wait(tab, button="#run", state=".done"):
+    """Start a request and wait for its end; the text of the status line, which is a new one."""
+    tab.evaluate("document.querySelector('#status .line')?.setAttribute('data-old', '')")
+    tab.click(button)
+    tab.wait_for_selector(f"#status {state}:not([data-old])", timeout=120_000)
+    tab.wait_for_selector("#run:not([disabled])")
+    return tab.inner_text("#status")
+
+
+def give(tab, photo_file, instruction="make it red", seed=7):
+    tab.set_input_files("#image input[type=file]", photo_file)
+    tab.wait_for_selector("#image img")
+    tab.fill("#instruction textarea, #instruction input", instruction)
+    tab.fill("#seed input", str(seed))
+    tab.check("#keep_seed input")
+
+
+def download(tab, selector, file):
+    with tab.expect_download() as started:
+        tab.click(selector)
+    started.value.save_as(file)
+    return np.asarray(Image.open(file))
+
+
+def value_of(tab, selector):
+    return tab.input_value(f"{selector} input, {selector} textarea")
+
+
+def make_long(tab):
+    """Settings of an edit that takes some seconds."""
+    fill(tab, "num_inference_steps", 150)
+    fill(tab, "resolution", 256)
+
+
+def fill(tab, name, number):
+    tab.fill(f"#{name} input[type=number]", str(number))
+    tab.keyboard.press("Tab")
+
+
+def slider_position(tab):
+    """Where the slider of the result is, from 0, the left edge of the image, to 1."""
+    image = tab.locator("#result img").first.bounding_box()
+    handle = tab.locator("#result [data-testid=slider]").bounding_box()
+    return (handle["x"] + handle["width"] / 2 - image["x"]) / image["width"]
+
+
+@needs_browser
+def test_an_edit_in_the_browser(browser, page, model, photo_file, tmp_path):
+    """Upload, instruction, slider, gallery, download, settings from the file, result as input."""
+    settings = Settings("make it red", 7.5, 1.5, 3, seed=7, resolution=32)
+    expected = edit_by_cli(model, photo_file, tmp_path / "cli.png", settings=settings)
+    with tab(browser, page) as opened:
+        give(opened, photo_file)
+        assert "seed 7" in click_and_wait(opened)
+        assert opened.locator("#result img").count() == 2
+        made = download(opened, "#download", tmp_path / "made.png")
+        np.testing.assert_array_equal(made, expected)
+        assert read_settings(tmp_path / "made.png") == settings
+
+        opened.fill("#instruction textarea, #instruction input", "make it blue")
+        opened.uncheck("#keep_seed input")
+        click_and_wait(opened)
+        seed = int(value_of(opened, "#seed"))
+        assert seed != 7
+        other = download(opened, "#download", tmp_path / "other.png")
+        assert np.any(other != made) and read_settings(tmp_path / "other.png").seed == seed
+        opened.click("#gallery button >> nth=1")  # the first one
+        wait_for(lambda: value_of(opened, "#seed") == "7")
+        assert value_of(opened, "#instruction") == "make it red"
+        opened.click("#use")
+        opened.wait_for_selector("#image img[src*='make-it-red']")
+
+    with tab(browser, page) as opened:  # of another session
+        assert opened.locator("#gallery").count() == 0
+        opened.set_input_files("#image input[type=file]", tmp_path / "other.png")
+        wait_for(lambda: value_of(opened, "#instruction") == "make it blue")
+        assert value_of(opened, "#seed") == str(seed) and opened.is_checked("#keep_seed input")
+        assert "settings of this file are back" in opened.inner_text("#status")
+        opened.set_input_files("#image input[type=file]", photo_file)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_masks_and_comparisons_in_the_browser(browser, page, photo_file, tmp_path):
+    """Paint restricts an edit; a comparison makes an image per value and one of all."""
+    files = {*page.files.rglob("*")}
+    with tab(browser, page) as opened:
+        give(opened, photo_file)
+        opened.click("text=Only a part of the image")
+        opened.check("#use_mask input")
+        opened.wait_for_selector("#mask canvas", timeout=30_000)
+        assert "No part is painted" in click_and_wait(opened, state=".failed")
+        box = opened.locator("#mask canvas").first.bounding_box()
+        x, y = box["x"] + 3, box["y"] + 0.5 * box["height"]  # in the margin, left of the image
+        opened.mouse.move(x, y)
+        opened.mouse.down()
+        for step in range(8):
+            opened.mouse.move(x + 0.05 * step * box["width"], y)
+        opened.mouse.up()
+        opened.wait_for_timeout(500)
+        click_and_wait(opened)
+        assert 0.05 < slider_position(opened) < 0.3  # in the edit
+        masked = download(opened, "#download", tmp_path / "masked.png")
+        with Image.open(photo_file) as image:
+            before = np.asarray(image.resize((32, 24), Image.Resampling.LANCZOS))
+        same = (masked == before).all(-1)
+        assert 0.5 < same.mean() < 0.95 and same[:, 16:].all()
+
+        opened.uncheck("#use_mask input")
+        opened.click("text=Compare values of a scale")
+        wait_for(lambda: value_of(opened, "#values"))  # when the part is opened
+        opened.fill("#values textarea, #values input", "1.2 1.5, 3")
+        opened.keyboard.press("Tab")
+        assert "3 images" in click_and_wait(opened, "#run_comparison")
+        captions = opened.locator("#comparison .caption-label").all_inner_texts()
+        assert captions == ["image scale 1.2", "image scale 1.5", "image scale 3"]
+        assert opened.locator("#comparison button img").count() == 3
+        figure = download(opened, "#figure", tmp_path / "figure.png")
+        assert figure.shape[1] > 4 * 192
+        opened.click("#comparison button >> nth=2")
+        wait_for(lambda: opened.input_value("#image_guidance_scale input[type=number]") == "3")
+    wait_for(lambda: not [x for x in {*page.files.rglob("*")} - files if x.is_file()])
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_model_from_text_has_a_tab_with_an_image(browser, photo_file, tmp_path):
+    """Upload, strength and a mask's file; a click on an image opens its tab again."""
+    model = make_tiny_pipeline(tmp_path / "model", in_channels=4)
+    mask = Image.new("L", (96, 72))
+    mask.paste(255, (48, 0, 96, 72))
+    mask.save(tmp_path / "mask.png")
+    from_text, from_image = "[role=tab]:has-text('Text to')", "[role=tab]:has-text('Image to')"
+    with served(model, *FAST) as page, tab(browser, page) as opened:
+        opened.fill("#instruction textarea, #instruction input", "a red panda")
+        click_and_wait(opened)
+        assert opened.locator("#result img").count() == 1
+        opened.click(from_image)
+        assert "There is no image" in click_and_wait(opened, state=".failed")
+        give(opened, photo_file, "a blue panda")
+        fill(opened, "strength", 0.2)
+        text = click_and_wait(opened, state=".failed")
+        assert "Strength 0.2 of Steps 3 leaves no step to do" in text
+        fill(opened, "strength", 0.7)
+        assert "strength 0.7, 3 steps, seed 7" in click_and_wait(opened)
+        assert opened.locator("#result img").count() == 2  # the slider
+        whole = download(opened, "#download", tmp_path / "whole.png")
+        settings = Settings("a blue panda", num_inference_steps=3, seed=7, resolution=32)
+        settings = dataclasses.replace(settings, strength=0.7)
+        assert read_settings(tmp_path / "whole.png") == settings
+
+        opened.click("text=Only a part of the image")
+        opened.set_input_files("#mask_file input[type=file]", tmp_path / "mask.png")
+        opened.wait_for_selector("#mask_file img")
+        click_and_wait(opened)
+        masked = download(opened, "#download", tmp_path / "masked.png")
+        with Image.open(photo_file) as image:
+            before = np.asarray(image.resize((32, 24), Image.Resampling.LANCZOS))
+        assert whole.shape == masked.shape == (24, 32, 3)
+        assert (masked[:, :16] == before[:, :16]).all() and np.any(masked[:, 16:] != before[:, 16:])
+        assert np.any(whole[:, :16] != before[:, :16])
+
+        opened.click("#gallery button >> nth=2")  # from text
+        opened.wait_for_selector(f"{from_text}[aria-selected=true]")
+        assert value_of(opened, "#instruction") == "a red panda"
+        wait_for(lambda: opened.locator("#result img").count() == 1)
+        assert "strength" not in click_and_wait(opened)
+        for _ in range(2):
+            opened.click("#use")
+            opened.wait_for_selector(f"{from_image}[aria-selected=true]")
+            opened.wait_for_selector("#image img[src*='a-red-panda']")
+            opened.click(from_text)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_two_tabs_cancel_and_a_tab_that_is_closed(browser, page, photo_file, tmp_path):
+    """A long request is cancelled, and one of a closed tab ends, so that the next one runs."""
+    with tab(browser, page) as opened:
+        give(opened, photo_file)
+        make_long(opened)
+        opened.click("#run")
+        opened.wait_for_selector("#status progress", timeout=120_000)
+        opened.keyboard.press("Escape")
+        opened.wait_for_selector("#status .info", timeout=20_000)
+        assert opened.inner_text("#status") == "Cancelled"
+        fill(opened, "num_inference_steps", 3)
+        fill(opened, "resolution", 32)
+
+        photo(80, 60).save(tmp_path / f"{tmp_path.name}.png")
+        before = {*page.files.glob("session-*")}
+        with tab(browser, page) as second:
+            give(second, tmp_path / f"{tmp_path.name}.png", "invert the colors", seed=8)
+            make_long(second)
+            second.click("#run")
+            second.wait_for_selector("#status progress", timeout=120_000)
+            opened.click("#run")
+            wait_for(lambda: "waiting for 1 request" in opened.inner_text("#status").lower())
+            (folder,) = {*page.files.glob("session-*")} - before
+            (upload,) = page.files.rglob(f"{tmp_path.name}.png")
+            assert [file.name.partition("-")[0] for file in folder.iterdir()] == ["input"]
+        opened.wait_for_selector("#status .done", timeout=60_000)
+        assert "seed 7" in opened.inner_text("#status")
+        wait_for(lambda: not folder.exists() and not upload.exists())
+
+
+@pytest.mark.slow
+@needs_browser
+def test_30_requests_and_a_browser_that_is_killed(browser, page, photo_file):
+    """Memory stays; a request of a killed browser leaves the queue."""
+    memory = []
+    with tab(browser, page) as opened:
+        give(opened, photo_file)
+        for number in range(30):
+            fill(opened, "seed", number)
+            assert f"seed {number}" in click_and_wait(opened)
+            memory.append(memory_of(page.process))
+    print("memory, MB:", [round(x / 2**20) for x in memory])
+    assert memory[-1] - memory[5] < 64 * 2**20
+
+    killed = launch(browser.browser_type)
+    processes = killed.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
+    (number,) = (process["id"] for process in processes if process["type"] == "browser")
+    before = {*page.files.glob("session-*")}
+    opened = killed.new_page()
+    opened.goto(page.url)
+    give(opened, photo_file)
+    make_long(opened)
+    opened.click("text=Compare values of a scale")
+    opened.fill("#values textarea, #values input", "1 1.1 1.2 1.3 1.4 1.5 1.6 1.7")
+    opened.click("#run_comparison")
+    opened.wait_for_selector("#status progress", timeout=120_000)
+    (folder,) = {*page.files.glob("session-*")} - before
+    os.kill(number, signal.SIGKILL)
+    started = time.monotonic()
+    while folder.exists():
+        with suppress(FileNotFoundError):  # it is deleted at this moment
+            assert not [*folder.glob("0*.png")], "the comparison was finished"
+        assert time.monotonic() - started < 60
+    print(f"files of the killed browser are gone after {time.monotonic() - started:.1f} s")
+    with tab(browser, page) as opened:
+        give(opened, photo_file)
+        click_and_wait(opened)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_photograph_of_the_camera(browser, page, tmp_path):
+    """Chromium's own moving test image stands for the camera."""
+    flags = "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"
+    with (
+        closing(launch(browser.browser_type, *flags)) as other,
+        tab(other, page, permissions=["camera"]) as opened,
+    ):
+        opened.click("#image button[aria-label='Capture from camera']")
+        opened.click("#image div[title='grant webcam access'] button")
+        opened.wait_for_function("document.querySelector('#image video').currentTime > 0")
+        opened.click("#image button[aria-label='capture photo']")
+        opened.wait_for_selector("#image img:not(.hide)")
+        opened.fill("#instruction textarea, #instruction input", "make it red")
+        click_and_wait(opened)
+        assert download(opened, "#download", tmp_path / "made.png").shape == (24, 32, 3)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_messages_in_the_browser(browser, page, photo_file, tmp_path):
+    """A broken file, no image, no instruction, a text that is too long.
+
+    An error takes the result before it away, and the file that is its cause.
+    """
+    (tmp_path / "broken.png").write_bytes(photo_file.read_bytes()[:99])
+    with tab(browser, page) as opened:
+        assert "Instruction is empty" in click_and_wait(opened, state=".failed")
+        opened.fill("#instruction textarea, #instruction input", "make it red")
+        assert "There is no image" in click_and_wait(opened, state=".failed")
+        give(opened, photo_file)
+        click_and_wait(opened)
+        opened.fill("#instruction textarea, #instruction input", "")
+        assert "Instruction is empty" in click_and_wait(opened, state=".failed")
+        opened.wait_for_selector("[data-testid=toast-body]:has-text('Instruction is empty')")
+        color = "getComputedStyle(document.querySelector('#status .failed')).backgroundColor"
+        assert opened.evaluate(color) != "rgba(0, 0, 0, 0)"
+        assert opened.locator("#result img").count() == 0
+        assert opened.is_disabled("#use") and opened.locator("#image img").count() == 1
+    with tab(browser, page) as opened:
+        give(opened, photo_file)
+        click_and_wait(opened)
+        opened.click("#image button[aria-label='Remove Image']")
+        opened.set_input_files("#image input[type=file]", tmp_path / "broken.png")
+        opened.wait_for_selector("#status .failed:has-text('This image cannot be read')")
+        wait_for(lambda: opened.locator("#image img, #result img").count() == 0)
+    with tab(browser, page) as opened:
+        give(opened, photo_file, "make it red " * 30)
+        opened.click("#run")
+        opened.wait_for_selector("text=/prompt is .* tokens long/i", timeout=30_000)
+        opened.wait_for_selector("#status .done", timeout=60_000)
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (1024, 768)])
+def test_the_page_fits_the_screen(browser, page, photo_file, width, height):
+    """Image, instruction, result and the main settings are seen without scrolling."""
+    with tab(browser, page) as opened:
+        opened.set_viewport_size({"width": width, "height": height})
+        give(opened, photo_file)
+        click_and_wait(opened)
+        names = ["image", "instruction", "run", "result", "status", "download"]
+        names += ["image_guidance_scale", "num_inference_steps", "resolution", "seed"]
+        for name in names:
+            box = opened.locator(f"#{name}").bounding_box()
+            assert box["x"] >= 0 and box["x"] + box["width"] <= width, name
+            assert box["y"] >= 0 and box["y"] + box["height"] <= height, name
+        columns = [opened.locator(f"#{x}").bounding_box() for x in ("request", "controls")]
+        assert columns[1]["x"] + columns[1]["width"] - columns[0]["x"] > 0.9 * width
+
+
+@pytest.mark.slow
+@needs_browser
+def test_reloading_asks(browser, page, photo_file):
+    with tab(browser, page) as opened:
+        dialogs = []
+
+        def answer(dialog):
+            dialogs.append(dialog.type)
+            dialog.accept()
+
+        opened.on("dialog", answer)
+        opened.click("#instruction")
+        opened.reload()  # nothing is lost
+        opened.wait_for_selector("#run")
+        assert dialogs == []
+        give(opened, photo_file)
+        opened.reload()
+        assert dialogs == ["beforeunload"]
+
+
+@pytest.mark.slow
+@needs_gradio
+def test_an_upload_of_a_tab_that_is_closed(page):
+    """It leaves nothing in the terminal; see served."""
+    head = "POST /gradio_api/upload HTTP/1.1", "Host: 127.0.0.1", "Content-Length: 9999"
+    body = "--x", 'Content-Disposition: form-data; name="files"; filename="a.png"', "", "cut off"
+    kind = "Content-Type: multipart/form-data; boundary=x"
+    with socket.create_connection(("127.0.0.1", page.port)) as connection:
+        connection.sendall("\r\n".join([*head, kind, "", *body]).encode())
+        time.sleep(0.5)
+    time.sleep(0.5)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_wrong_password_in_the_browser(browser, model, tmp_path):
+    with served(model, "--username", "anna", *FAST, EDIT_APP_PASSWORD="secret") as page:
+        opened = browser.new_page()
+        opened.goto(page.url)
+        for password, is_in in (("wrong", False), ("secret", True)):
+            opened.fill("input[type=text], input[autocomplete=username]", "anna")
+            opened.fill("input[type=password]", password)
+            opened.click("button:has-text('Login')")
+            if is_in:
+                opened.wait_for_selector("#run", timeout=30_000)
+            else:
+                opened.wait_for_selector("text=/incorrect/i", timeout=30_000)
+                assert opened.locator("#run").count() == 0
+        opened.close()

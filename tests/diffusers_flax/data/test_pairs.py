@@ -1,0 +1,520 @@
+"""diffusers_flax/data/pairs.py: written shards, refused input, interruptions."""
+
+import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image, ImageOps
+from shards import open_pairs, write_list
+
+import parquet_processing
+from diffusers_flax.data import lists, pairs
+from diffusers_flax.data import shards as dataloading_shards
+from diffusers_flax.data.pairs import write_pairs
+from edit_cli import edits_of_jsonl
+
+ORIENTATION = 0x0112
+HEADER = "input,edit,edited\n"
+
+
+def save(path, seed=0, size=(16, 16), mode="RGB", orientation=None, **options):
+    """Save a noise image in the format of the file extension."""
+    rng = np.random.default_rng(seed)
+    image = Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), np.uint8)).convert(mode)
+    if mode == "RGBA":
+        image.putalpha(Image.fromarray(rng.integers(0, 256, size[::-1], np.uint8)))
+    if orientation:
+        options["exif"] = image.getexif()
+        options["exif"][ORIENTATION] = orientation
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)
+    return path
+
+
+def make_pairs(folder, count, edits=1):
+    """Write `count` originals with a few edits each, and their list."""
+    rows = []
+    for n in range(count):
+        save(folder / f"images/{n}.jpg", n)
+        for k in range(edits):
+            save(folder / f"images/{n}-{k}.png", 100 * k + n)
+            rows.append({"input": f"images/{n}.jpg", "edit": f"edit {k} of {n}"})
+            rows[-1]["edited"] = f"images/{n}-{k}.png"
+    return write_list(folder / "pairs.jsonl", rows)
+
+
+def read(folder):
+    """Read the rows of all shards in order."""
+    return [row for path in sorted(folder.iterdir()) for row in pq.read_table(path).to_pylist()]
+
+
+def main(*flags):
+    parquet_processing.main(["--preview", "", *map(str, flags)])
+
+
+def error_of(capsys, *flags, code=2):
+    with pytest.raises(SystemExit) as stop:
+        main(*flags)
+    assert stop.value.code == code
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+KINDS = [
+    {"name": "a.jpg"},
+    {"name": "b.jpg", "orientation": 6},
+    {"name": "c.jpg", "mode": "L", "orientation": 3},
+    {"name": "d.png"},
+    {"name": "e.png", "mode": "P"},
+    {"name": "f.png", "mode": "RGBA"},
+    {"name": "g.png", "mode": "L", "orientation": 8},
+    {"name": "h.webp", "lossless": True},
+    {"name": "i.webp", "lossless": True, "orientation": 5},
+    {"name": "j.tiff", "mode": "CMYK"},
+]
+
+
+@pytest.mark.parametrize("form", ["pairs.jsonl", "pairs.csv", "captions.jsonl", "captions.csv"])
+def test_bytes_are_copied_and_read_upright(tmp_path, capsys, form):
+    source, rows, names = tmp_path / "own", [], []
+    for n, kind in enumerate(KINDS):
+        original = save(source / "original" / kind["name"], n, **{**kind, "name": None})
+        # Edited images with the same aspect ratio but another size, format and extension.
+        edited = save(source / "edited" / f"{original.stem}.webp", 50 + n, (32, 32), lossless=True)
+        names.append((original, edited))
+        text = f'line\nof "{n}", \x0b\u2028 ö'
+        rows.append({"original_caption": f"a {n}", "instruction": f" {text} ", "edited_prompt": ""})
+        if form.startswith("captions"):
+            rows[-1] = {"file_name": original.stem if n % 2 else original.name} | rows[-1]
+        else:
+            rows[-1] |= {"original": f"original/{original.name}", "edited": str(edited)}
+    file = write_list(source / form, rows)
+    data = tmp_path / "data"
+    main("--pairs", source if form.startswith("captions") else file, "--output_dir", data)
+    out = capsys.readouterr().out
+    assert out.startswith(f"wrote {len(KINDS)} pairs to {data} (shards: 1)\nshards      1, ")
+    assert "unreadable  0 of 10 rows" in out
+
+    assert [path.name for path in data.iterdir()] == ["train-00000-of-00001.parquet"]
+    for n, (row, (original, edited)) in enumerate(zip(read(data), names)):
+        assert row == {
+            "original_prompt": f"a {n}",
+            "original_image": {"bytes": original.read_bytes(), "path": original.name},
+            "edit_prompt": f'line\nof "{n}", \x0b\u2028 ö',
+            "edited_prompt": None,
+            "edited_image": {"bytes": edited.read_bytes(), "path": edited.name},
+        }
+    options = {"random_crop": False, "random_flip": False, "shuffle_buffer": 0}
+    (batch,) = open_pairs(data, batch_size=len(KINDS), resolution=16, **options)
+    pixels = dict(zip(batch["edit_prompt"], batch["original_pixel_values"]))
+    for n, (original, _) in enumerate(names):
+        upright = ImageOps.exif_transpose(Image.open(original)).convert("RGBA")
+        expected = Image.alpha_composite(Image.new("RGBA", (16, 16), "white"), upright)
+        loaded = pixels[f'line\nof "{n}", \x0b\u2028 ö']
+        np.testing.assert_array_equal(loaded, np.asarray(expected.convert("RGB")))
+
+
+@pytest.mark.parametrize("extension", ["jpg", "png", "webp", "tiff"])
+def test_turned_images_are_compared_upright(tmp_path, extension):
+    """An image rotated by EXIF and its upright edit have the same aspect ratio."""
+    save(tmp_path / f"a.{extension}", size=(64, 48), orientation=6)
+    save(tmp_path / "b.png", size=(24, 32))
+    save(tmp_path / "c.png", size=(32, 24))
+    row = {"input": f"a.{extension}", "edit": "x", "edited": "b.png"}
+    write_pairs(write_list(tmp_path / "ok.jsonl", [row]), tmp_path / "data")
+    file = write_list(tmp_path / "bad.jsonl", [row | {"edited": "c.png"}])
+    with pytest.raises(ValueError, match=r"a\.\w+ has 48x64 .*c\.png 32x24; crop one of them"):
+        write_pairs(file, tmp_path / "other")
+
+
+def test_row_groups_and_shards(tmp_path, monkeypatch):
+    file = make_pairs(tmp_path, 11)
+    row_bytes = len((tmp_path / "images/0.jpg").read_bytes()) + 900  # slightly more than one pair
+    monkeypatch.setattr(pairs, "ROW_GROUP_ROWS", 3)
+    monkeypatch.setattr(pairs, "SHARD_BYTES", 6 * row_bytes)
+    write_pairs(file, tmp_path / "by_rows")
+    monkeypatch.setattr(pairs, "ROW_GROUP_BYTES", 2 * row_bytes)
+    write_pairs(file, tmp_path / "by_bytes", max_pairs=5)
+    sizes = {}
+    for name in ("by_rows", "by_bytes"):
+        shards = [(path.name, pq.read_metadata(path)) for path in (tmp_path / name).iterdir()]
+        sizes[name] = {
+            shard: [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+            for shard, metadata in shards
+        }
+    assert sizes == {
+        "by_rows": {
+            "train-00000-of-00002.parquet": [3, 3],
+            "train-00001-of-00002.parquet": [3, 2],
+        },
+        "by_bytes": {"train-00000-of-00001.parquet": [2, 2, 1]},
+    }
+    prompts = [row["edit_prompt"] for row in read(tmp_path / "by_rows")]
+    assert prompts == [f"edit 0 of {n}" for n in range(11)]
+
+
+def test_held_out_images_are_in_no_shard(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_pairs(tmp_path, 12, edits=2)
+    Path("clone").mkdir()
+
+    def part(name, seed):
+        main(
+            "--pairs", "pairs.jsonl", "--output_dir", f"data-{name}", "--num_held_out", 3,
+            "--held_out_dir", f"clone/../held-{name}", "--seed", seed,
+        )  # fmt: skip
+        return edits_of_jsonl(Path(f"held-{name}/edits.jsonl"))
+
+    edits = part("a", 0)
+    assert "held out 6 pairs: clone/../held-a/edits.jsonl" in capsys.readouterr().out
+    assert [edit.output.name for edit in edits] == [f"{n:05d}.png" for n in range(6)]
+    held_out = {edit.instruction for edit in edits}
+    trained = {row["edit_prompt"] for row in read(tmp_path / "data-a")}
+    assert len(held_out) == 6 and len(trained) == 18
+    assert {text[-2:] for text in held_out}.isdisjoint(text[-2:] for text in trained)
+    for edit in edits:
+        k, n = edit.instruction.split()[1::2]
+        assert edit.input.read_bytes() == Path(f"images/{n}.jpg").read_bytes()
+        truth = Path("held-a/edited", edit.output.name)
+        assert truth.read_bytes() == Path(f"images/{n}-{k}.png").read_bytes()
+        assert edit.output.parent == Path("held-a/results")
+    Path("held-a").rename("moved")  # paths are relative to the list
+    moved = edits_of_jsonl(Path("moved/edits.jsonl"))
+    assert [edit.input.is_file() for edit in moved] == [True] * 6
+    assert {edit.instruction for edit in part("again", 0)} == held_out
+    assert {edit.instruction for edit in part("other", 1)} != held_out
+    with pytest.raises(ValueError, match="--num_held_out 12 must be less than the 12 original"):
+        write_pairs(Path("pairs.jsonl"), Path("x"), num_held_out=12, held_out_dir=Path("y"))
+
+
+def test_masks_go_with_their_pairs(tmp_path, capsys):
+    """Into the shards, for --mask_loss_weight, and beside held-out pairs."""
+    rows = []
+    for n in range(6):
+        for name in ("input", "edited"):
+            save(tmp_path / f"{name}-{n}.png", n)
+        rows.append({"input": f"input-{n}.png", "edit": str(n), "edited": f"edited-{n}.png"})
+        if n % 2:
+            rows[-1]["mask"] = save(tmp_path / f"mask-{n}.png", n, mode="L").name
+    file = write_list(tmp_path / "pairs.jsonl", rows)
+    held = tmp_path / "held"
+    main(
+        *("--pairs", file, "--output_dir", tmp_path / "data"),
+        *("--num_held_out", 2, "--held_out_dir", held, "--seed", 1),
+    )
+    assert "mask_image: struct" in capsys.readouterr().out
+    trained = read(tmp_path / "data")
+    kept = [json.loads(line) for line in (held / "edits.jsonl").read_text().splitlines()]
+    assert len(trained) == 4 and len(kept) == 2
+    for n, mask in [(row["edit_prompt"], row["mask_image"]) for row in trained]:
+        data = (tmp_path / f"mask-{n}.png").read_bytes() if int(n) % 2 else None
+        assert mask == (data and {"bytes": data, "path": f"mask-{n}.png"})
+    for row in kept:
+        n = int(row["edit"])
+        assert ("mask" in row) == bool(n % 2)
+        if n % 2:
+            assert (held / row["mask"]).read_bytes() == (tmp_path / f"mask-{n}.png").read_bytes()
+    options = dict(batch_size=4, resolution=16, mask="", random_flip=False)
+    (batch,) = open_pairs(tmp_path / "data", **options)
+    has_mask = [mask.any() for mask in batch["mask"]]
+    assert has_mask == [bool(int(text) % 2) for text in batch["edit_prompt"]]
+
+    save(tmp_path / "mask-1.png", size=(24, 16), mode="L")
+    (tmp_path / "mask-3.png").write_bytes(b"no image")
+    (tmp_path / "mask-5.png").unlink()
+    Image.new("L", (16, 16), 127).save(tmp_path / "mask-black.png")
+    rows[0]["mask"] = "mask-black.png"
+    write_list(file, rows)
+    error = error_of(capsys, "--pairs", file, "--output_dir", tmp_path / "other")
+    assert "4 problems: line 1: " in error and "mask-black.png: has no white, so" in error
+    assert "mask-1.png is 24x16 pixels (width x height) and " in error
+    assert "input-1.png 16x16; a mask has the size of the original image" in error
+    assert "mask-3.png: no known image format" in error and "mask-5.png does not exist" in error
+
+
+def test_paths_to_the_same_file_are_one_image(tmp_path, capsys):
+    """A held-out image is not in the shards under another spelling of its path."""
+    for name in ("a.png", "b.png", "edited.png", "other.png"):
+        save(tmp_path / name)
+    (tmp_path / "link.png").symlink_to("a.png")
+    row = {"edit": "x", "edited": "edited.png"}
+    names = ("a.png", str(tmp_path / "a.png"), "link.png", f"../{tmp_path.name}/a.png")
+    file = write_list(tmp_path / "pairs.jsonl", [row | {"input": name} for name in names])
+    file.write_text(file.read_text().replace("\n", "\n\n"))  # empty lines are skipped
+    error = error_of(capsys, "--pairs", file, "--output_dir", tmp_path / "data")
+    assert "3 problems: line 3: repeats line 1; line 5: repeats line 1; line 7: rep" in error
+
+    rows = [row | {"input": name, "edit": f"edit {n}"} for n, name in enumerate(names)]
+    rows += [row | {"input": "b.png", "edited": "other.png"}]
+    file = write_list(tmp_path / "pairs.jsonl", rows)
+    for seed in range(3):
+        folders = tmp_path / f"data-{seed}", tmp_path / f"held-{seed}"
+        write_pairs(file, folders[0], num_held_out=1, held_out_dir=folders[1], seed=seed)
+        trained = len(read(folders[0]))
+        assert trained in (1, 4) and trained + len(edits_of_jsonl(folders[1] / "edits.jsonl")) == 5
+
+
+def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypatch):
+    for name in ("good.png", "edited.png"):
+        save(tmp_path / name)
+    save(tmp_path / "wide.png", size=(24, 16))
+    save(tmp_path / "narrow.png", size=(1, 40))
+    save(tmp_path / "deep.tiff", mode="F")
+    (tmp_path / "cut.jpg").write_bytes(save(tmp_path / "whole.jpg").read_bytes()[:-40])
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "text.png").write_text("text")
+    (tmp_path / "large.pgm").write_bytes(b"P5 15000 10001 255\n")
+    good = {"input": "good.png", "edit": "red", "edited": "edited.png"}
+    rows = [
+        (good, None),
+        (good | {"input": "gone.png"}, "gone.png does not exist"),
+        (good | {"input": "."}, "is a directory"),
+        (good | {"input": "nul\0.png"}, "null byte"),
+        (good | {"input": "cut.jpg"}, "cut.jpg: Premature end of JPEG file"),
+        (good | {"edited": "empty.png"}, "empty.png: no known image format (0 bytes)"),
+        (good | {"edited": "text.png"}, "text.png: no known image format (4 bytes)"),
+        (good | {"edited": "large.pgm"}, "large.pgm: 15000x10001 pixels are more than 150 megap"),
+        (good | {"edited": "deep.tiff"}, "deep.tiff: image mode F (float) has no known range"),
+        (good | {"edited": "narrow.png"}, "narrow.png: 1x40 is too narrow"),
+        (good | {"edited": "wide.png"}, "wide.png 24x16; crop one of them to"),
+        (good | {"edit": " \n"}, "edit is empty"),
+        (good | {"edit": ["red"]}, "edit is a list; write one line for each instruction, or"),
+        (good | {"edit": {"red": 1}}, 'edit is {"red": 1}, not text'),
+        (good | {"edit": None}, "edit is empty"),
+        (good | {"edit": "\ud800"}, "edit is not valid Unicode"),
+        ({"input": "good.png", "edit": "x"}, "no edited_image or output_image or edited or truth"),
+        ({"input": "good.png", "edit": "x", "output": "edited.png"}, "output is the file that edi"),
+        (good | {"truth": "wide.png"}, 'edited "edited.png" and truth "wide.png" differ'),
+        ({}, "no original_image or "),
+        (good | {"input": "./good.png", "edit": "red "}, "repeats line 1"),
+        ("{", "not JSON (Expecting property name"),
+        ("[1]", "not a JSON object"),
+        ('"text"', "not a JSON object"),
+        ("9" * 5000, "not JSON (Exceeds the limit"),
+    ]
+    texts = [row if isinstance(row, str) else json.dumps(row) for row, _ in rows]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\r\n".join(texts))
+    flags = ("--pairs", file, "--output_dir", tmp_path / "data")
+    count = len(rows) - 1
+    error = error_of(capsys, *flags)
+    assert error.startswith(
+        f"error: {file} has {count} problems: line 2: {tmp_path}/gone.png does n"
+    )
+    assert error.endswith(f"; and {count - 10} more\n") and "line 12" not in error
+    monkeypatch.setattr(lists, "MAX_NAMED_PROBLEMS", 99)
+    told = error_of(capsys, *flags).strip().partition("problems: ")[2].split("; line ")
+    assert len(told) == count
+    for line, (problem, (_, expected)) in enumerate(zip(told, rows[1:]), start=2):
+        assert problem.removeprefix("line ").startswith(f"{line}: ") and expected in problem
+    assert not (tmp_path / "data").exists()
+    main(*flags, "--max_pairs", 1)  # the first row is valid
+    assert len(read(tmp_path / "data")) == 1
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("a.csv", "a.jpg,make it red,b.jpg\n", "a.csv line 1 names the columns a.jpg, make it red"),
+        ("a.csv", "input,edit,edit,edited\n", "two columns have the same name"),
+        ("a.csv", f"{HEADER}1,2\n3,4,5,6\n", "line 2: 2 values, but 3 columns; line 3: 4 values"),
+        ("a.csv", f'{HEADER}"a\nb",c,d,\n\n"e', "line 2: 4 values, but 3 columns; line 5: not CSV"),
+        ("a.csv", 'input, edit, edited\na, "b, c", d\n', "a.csv has 2 problems: line 2: "),
+        ("a.csv", HEADER, "a.csv has no rows"),
+        ("a.csv", "", "a.csv has no rows"),
+        ("a.jsonl", "\n \n", "a.jsonl has no rows"),
+        ("a.jsonl", b"{}\n{}\n\xff", "a.jsonl line 3 is not UTF-8; save the file as UTF-8"),
+        ("a.csv", "input,edit".encode("utf-16"), "a.csv line 1 is not UTF-8"),
+        ("a.txt", "x", "a.txt must be a .jsonl or .csv file, or a directory with original/"),
+        ("missing.csv", None, "missing.csv does not exist"),
+    ],
+)  # fmt: skip
+def test_bad_lists(tmp_path, capsys, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert words in error_of(capsys, "--pairs", tmp_path / name, "--output_dir", tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+def test_earlier_output_is_replaced_on_request_and_nothing_else(tmp_path):
+    file = make_pairs(tmp_path / "own", 4)
+    folders = [tmp_path / "data", tmp_path / "held"]
+    write_pairs(file, folders[0], num_held_out=1, held_out_dir=folders[1])
+    (folders[0] / "notes.txt").write_text("mine")
+    (folders[1] / "results").mkdir()
+    again = partial(write_pairs, file, folders[0], num_held_out=2, held_out_dir=folders[1])
+    with pytest.raises(ValueError, match=r"data is not empty .* with --overwrite_output_dir"):
+        again()
+    again(overwrite=True)
+    assert len(read_shards(folders[0])) == 2
+    assert len(edits_of_jsonl(folders[1] / "edits.jsonl")) == 2
+    assert (folders[0] / "notes.txt").exists() and (folders[1] / "results").exists()
+
+    (folders[0] / "other.parquet").touch()
+    with pytest.raises(ValueError, match=r"data is not empty \(other.parquet\)"):
+        again(overwrite=True)
+    (folders[0] / "other.parquet").unlink()
+    (folders[1] / "edits.jsonl").unlink()  # images of another origin
+    with pytest.raises(ValueError, match=r"held is not empty \(original\)"):
+        again(overwrite=True)
+    with pytest.raises(ValueError, match=r"held_out_dir .*own has images of --pairs"):
+        write_pairs(file, folders[0], num_held_out=1, held_out_dir=tmp_path / "own", overwrite=True)
+    assert len(read_shards(folders[0])) == 2
+
+
+def read_shards(folder):
+    return [row for path in folder.glob("*.parquet") for row in pq.read_table(path).to_pylist()]
+
+
+def test_hidden_files_do_not_count(tmp_path, caplog):
+    """Among the images, where macOS writes ._NAME beside NAME, and in the output directories."""
+    source, data, held_out = (tmp_path / name for name in ("own", "data", "held"))
+    for name in ("original/a.png", "edited/a.png", "original/b.png", "edited/b.png"):
+        path = save(source / name)
+        path.with_name(f"._{path.name}").write_bytes(b"of macOS")
+        path.with_name(".DS_Store").touch()
+    write_list(source / "captions.jsonl", [{"name": n, "edit": f"edit {n}"} for n in "ab"])
+    for folder in (data, held_out):
+        folder.mkdir()
+        (folder / ".DS_Store").touch()
+    write_pairs(source, data, num_held_out=1, held_out_dir=held_out)
+    assert not caplog.records
+    assert len(dataloading_shards.list_row_groups(data)) == 1
+    assert len(edits_of_jsonl(held_out / "edits.jsonl")) == 1
+    write_pairs(held_out / "edits.jsonl", tmp_path / "trap")
+    assert "edits.jsonl lists held-out pairs; a model that is trained on them" in caplog.text
+    with pytest.raises(ValueError, match=r"data is not empty \(train-00000-of-00001\.parquet\)"):
+        write_pairs(source, data)
+
+
+def test_bad_directories(tmp_path, capsys, caplog):
+    flags = ("--pairs", tmp_path, "--output_dir", tmp_path / "data")
+    assert "or a directory with original/, edited/ and captions" in error_of(capsys, *flags)
+    for name in ("original/a.png", "original/b.png", "original/b.jpg", "edited/a.jpg"):
+        save(tmp_path / name)
+    assert "or a directory with original/, edited/ and captions" in error_of(capsys, *flags)
+    rows = [{"name": "a", "edit": "x"}, {"name": "b", "edit": "x"}, {"name": "b.jpg", "edit": "x"}]
+    write_list(tmp_path / "captions.csv", rows)
+    error = error_of(capsys, *flags)
+    assert "captions.csv has 2 problems: line 3: 2 images in original/ are named b; " in error
+    assert "line 4: no images in edited/ are named b.jpg" in error and not caplog.records
+    rows[:2] = [{"name": "elsewhere/a.png", "edit": "x"}, {"name": "b.2", "edit": "x"}]
+    write_list(tmp_path / "captions.csv", rows[:2])
+    error = error_of(capsys, *flags)
+    assert "line 2: elsewhere/a.png contains a directory; give the file name in original/" in error
+    assert "line 3: no images in original/ are named b.2" in error
+    rows[0] = {"name": "a", "edit": "x"}
+    write_list(tmp_path / "captions.csv", rows[:1])
+    main(*flags)
+    (record,) = caplog.records
+    assert "no edit of 2 files in original/, for example b.jpg" in record.getMessage()
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("", "give --train_data_dir DIR to describe shards, or --pairs LIST --output_dir DIR"),
+        ("--pairs a.csv --train_data_dir data", "give --train_data_dir DIR"),
+        ("--pairs a.csv", "--pairs needs --output_dir DIR"),
+        ("--train_data_dir data --max_pairs 5", "--max_pairs goes with --pairs"),
+        ("--train_data_dir data --output_dir x", "--output_dir goes with --pairs"),
+        ("--pairs a.csv --output_dir x --edit_prompt_column y", "--edit_prompt_column goes with"),
+        ("--pairs a.csv --output_dir x --num_held_out 5", "go together"),
+        ("--pairs a.csv --output_dir x --held_out_dir y", "go together"),
+        ("--pairs a.csv --output_dir x --max_pairs 0", "--max_pairs 0 must be at least 1"),
+        (
+            "--pairs a.csv --output_dir x --held_out_dir y --num_held_out -1",
+            "--num_held_out -1 must be at least 0",
+        ),
+        ("--pairs a.csv --output_dir full", "--output_dir full is not empty (x.parquet)"),
+        (
+            "--pairs a.csv --output_dir file",
+            "--output_dir file is a file; name a directory",
+        ),
+        ("--pairs a.csv --output_dir file/x", "--output_dir file/x cannot be written: "),
+        (
+            "--pairs a.csv --output_dir x --held_out_dir file/y --num_held_out 1",
+            "--held_out_dir file/y cannot be written: ",
+        ),
+        ("--pairs a.csv --output_dir x --preview file/x.png", "--preview file/x.png cannot be wri"),
+        ("--pairs a.csv --output_dir x --preview x.txt", "--preview x.txt ends in .txt"),
+        (
+            "--pairs a.csv --output_dir x --held_out_dir full --num_held_out 1",
+            "--held_out_dir full is not empty",
+        ),
+        (
+            "--pairs a.csv --output_dir x --held_out_dir ./x --num_held_out 1",
+            "--held_out_dir x is also --output_dir",
+        ),
+    ],
+)
+def test_flags(tmp_path, monkeypatch, capsys, flags, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/x.parquet").touch()
+    (tmp_path / "file").touch()
+    assert words in error_of(capsys, *flags.split())
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("stop_at", ["check_image", "image_cell", "copyfile", "rename"])
+def test_interrupt_leaves_nothing(tmp_path, monkeypatch, capsys, stop_at):
+    file = make_pairs(tmp_path, 6)
+    monkeypatch.setattr(pairs, "ROW_GROUP_ROWS", 1)
+    monkeypatch.setattr(pairs, "SHARD_BYTES", 1)
+    owner = {"copyfile": pairs.shutil, "rename": Path}.get(stop_at, pairs)
+    real, calls = getattr(owner, stop_at), []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)  # like Ctrl-C
+        return real(*args)
+
+    monkeypatch.setattr(owner, stop_at, interrupted)
+    data, held_out = tmp_path / "data", tmp_path / "new/held_out"
+    data.mkdir()
+    flags = ("--pairs", file, "--output_dir", data, "--held_out_dir", held_out)
+    error = error_of(capsys, *flags, "--num_held_out", 2, code=130)
+    assert error == "interrupted; run the same command again\n"
+    assert len(calls) >= 3 and not any(data.iterdir()) and not held_out.exists()
+    monkeypatch.undo()
+    main(*flags, "--num_held_out", 2)
+    assert len(read(data)) == 4
+
+
+def test_interrupt_after_the_shards_are_written(tmp_path, monkeypatch, capsys):
+    """The message does not say to run the command again, as the directory is not empty now."""
+    file, data = make_pairs(tmp_path, 2), tmp_path / "data"
+
+    def interrupted(groups):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parquet_processing, "describe_shards", interrupted)
+    error = error_of(capsys, "--pairs", file, "--output_dir", data, code=130)
+    advice = f"--train_data_dir {data}"
+    assert error == f"interrupted; the shards are complete; {advice} describes them\n"
+    monkeypatch.undo()
+    main(*advice.split())
+
+
+def test_unfinished_directory_is_not_read(tmp_path):
+    """After a SIGKILL while shards are moved, the directory is refused."""
+    file = make_pairs(tmp_path, 1)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "data").symlink_to("elsewhere")  # a link is followed, not replaced
+    write_pairs(file, tmp_path / "data")
+    assert len(read(tmp_path / "elsewhere")) == 1
+    (tmp_path / "data" / pairs.UNFINISHED_DIR).mkdir()
+    with pytest.raises(ValueError, match=r"if .* --pairs was killed, remove .*data and run that"):
+        dataloading_shards.list_row_groups(tmp_path / "data")
+    with pytest.raises(ValueError, match=r"--output_dir .*data is not empty"):
+        write_pairs(file, tmp_path / "data")

@@ -1,0 +1,248 @@
+"""parquet_processing.py --min_clip_*: rows of shards with scores are chosen and copied."""
+
+import random
+import re
+from collections import defaultdict
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import files_of
+from shards import IMAGE, plain, write_numbered
+
+import parquet_processing
+from diffusers_flax.data.archives import scores
+from diffusers_flax.data.archives.scores import Wanted, copy_best
+from diffusers_flax.data.pairs import SCHEMA
+
+SCORES = ("clip_text_original", "clip_text_edited", "clip_image", "clip_direction")
+COLUMNS = [("line", pa.int64()), ("sample", pa.int32()), *((x, pa.float32()) for x in SCORES)]
+SCORED = pa.schema([*SCHEMA, *COLUMNS], {b"make_pairs": b"{}"})
+
+
+def row(number, line=1, **given):
+    """A row of make_pairs.py; given: other columns."""
+    images = [{"bytes": plain(x % 256), "path": None} for x in (number, 255 - number)]
+    texts = [f"before {line}", f"edit {line}", f"after {line}"]
+    values = [texts[0], images[0], *texts[1:], images[1], line, number, 0.3, 0.3, 0.8, 0.3]
+    return dict(zip(SCORED.names, values)) | given
+
+
+def write(folder, shards, schema=SCORED):
+    """Write lists of rows as shards whose row groups have 5 rows."""
+    folder.mkdir(exist_ok=True)
+    for number, rows in enumerate(shards):
+        path = folder / f"train-{number:05d}-of-{len(shards):05d}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows, schema), path, row_group_size=5)
+    return folder
+
+
+def random_rows(count, num_lines=4):
+    """Rows with random scores, of which some are equal and some missing."""
+    rng = random.Random(0)
+    grid = [None, float("nan"), *(x / 8 for x in range(9))]
+    return [
+        row(n, rng.randrange(num_lines), **{name: rng.choice(grid) for name in SCORES})
+        for n in range(count)
+    ]
+
+
+def chosen(rows, text, image, direction, num_kept):
+    """The numbers of the rows that are kept, row by row."""
+
+    def reaches(value, least):
+        return least is None or (value is not None and value >= least)
+
+    kept, by_line = [], defaultdict(list)
+    for one in rows:
+        values = [one[name] for name in SCORES]
+        if all(map(reaches, values, (text, text, image, direction))):
+            by_line[one["line"]].append(one)
+    for good in by_line.values():
+        good.sort(key=lambda x: -x["clip_direction"] if reaches(x["clip_direction"], -1) else 2)
+        kept += [one["sample"] for one in good[:num_kept]]
+    return sorted(kept)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        (0.25, None, None, None),
+        (None, 0.5, 0.25, None),
+        (0.125, 0.25, 0.375, 2),
+        (None, None, None, 3),
+    ],
+)
+def test_rows_are_chosen_as_one_by_one(tmp_path, wanted):
+    rows = random_rows(120)
+    source = write(tmp_path / "data", [rows[:47], [], rows[47:]])
+    report = copy_best(source, tmp_path / "clean", Wanted(*wanted))
+    found = pq.read_table(tmp_path / "clean")
+    numbers = chosen(rows, *wanted)
+    assert 0 < len(numbers) < 120 and found["sample"].to_pylist() == numbers
+    # Cells, columns and types are the same.
+    before = pq.read_table(source)
+    places = [before["sample"].to_pylist().index(number) for number in numbers]
+    assert str(found.to_pylist()) == str(before.take(places).to_pylist())  # NaN equals NaN
+    assert found.schema.equals(before.schema)
+    assert f"wrote {len(numbers)} of 120 pairs to" in report
+
+
+def test_counts_are_printed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [row(n, line=n // 5, clip_image=0.7 + n / 100) for n in range(10)]
+    rows[9]["clip_text_edited"] = 0.1
+    write(tmp_path / "data", [rows])
+    flags = ["--min_clip_text", "0.2", "--min_clip_image", "0.755", "--num_kept", "2"]
+    parquet_processing.main(["--pairs", "data", "--output_dir", "clean", *flags])
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "wrote 2 of 10 pairs to clean (shards: 1)\n"
+        "            9 reach --min_clip_text 0.2\n"
+        "            4 reach --min_clip_image 0.755\n"
+        "            3 reach all\n"
+        "            2 of them with --num_kept 2, from 1 of 2 lines of captions\n"
+    )
+    assert "checked     all 2 rows" in printed and "unreadable  0 of 2 rows" in printed
+    assert not (tmp_path / "clean/.unfinished").exists()
+
+
+def test_shards_with_scores_are_not_converted_without_a_choice(tmp_path, monkeypatch, capsys):
+    """Conversion of shards would leave the scores out."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "data", [[row(n) for n in range(10)]])
+    with pytest.raises(SystemExit, match="2"):
+        parquet_processing.main(["--pairs", "data", "--output_dir", "clean"])
+    assert "--pairs data has pairs by make_pairs.py, which training" in capsys.readouterr().err
+    assert not (tmp_path / "clean").exists()
+    held_out = ["--num_held_out", "2", "--held_out_dir", "held_out"]
+    parquet_processing.main(["--pairs", "data", "--output_dir", "clean", *held_out])
+    assert (tmp_path / "held_out" / "edits.jsonl").exists()
+
+
+def test_a_threshold_is_compared_in_double_precision(tmp_path):
+    """As make_pairs.py does: float32 of 0.7 is below 0.7, float32 of 0.2 above 0.2."""
+    source = write(tmp_path / "data", [[row(0, clip_image=0.7, clip_direction=0.2), row(1)]])
+    copy_best(source, tmp_path / "direction", Wanted(min_clip_direction=0.2))
+    assert pq.read_table(tmp_path / "direction")["sample"].to_pylist() == [0, 1]
+    copy_best(source, tmp_path / "image", Wanted(min_clip_image=0.7))
+    assert pq.read_table(tmp_path / "image")["sample"].to_pylist() == [1]
+
+
+def test_shards_and_row_groups_are_limited(tmp_path, monkeypatch):
+    rows = [row(n) for n in range(60)]
+    size = sum(map(len, (rows[0]["original_image"]["bytes"], rows[0]["edited_image"]["bytes"])))
+    monkeypatch.setattr(scores, "ROW_GROUP_BYTES", 14 * size)
+    monkeypatch.setattr(scores, "SHARD_BYTES", 40 * size)
+    source = write(tmp_path / "data", [rows[:30], rows[30:]])
+    copy_best(source, tmp_path / "clean", Wanted(num_kept=55))
+    files = sorted((tmp_path / "clean").glob("*.parquet"))
+    assert [x.name for x in files] == [f"train-{n:05d}-of-00003.parquet" for n in range(3)]
+    groups = [pq.read_metadata(x).row_group(n).num_rows for x in files
+              for n in range(pq.read_metadata(x).num_row_groups)]  # fmt: skip
+    assert max(groups) <= 10 and sum(groups) == 55
+    assert pq.read_table(tmp_path / "clean")["sample"].to_pylist() == list(range(55))
+
+
+def test_only_the_first_pairs(tmp_path):
+    source = write(tmp_path / "data", [random_rows(40), [row(99)]])
+    copy_best(source, tmp_path / "clean", Wanted(num_kept=40), max_pairs=7)
+    assert pq.read_table(tmp_path / "clean")["sample"].to_pylist() == list(range(7))
+
+
+def other_columns(folder):
+    write_numbered(folder, [3])
+
+
+def another_kind(folder):
+    extra = SCORED.append(pa.field("mask_image", IMAGE))
+    rows = [row(9, mask_image={"bytes": plain(255), "path": None})]
+    pq.write_table(pa.Table.from_pylist(rows, extra), folder / "z.parquet")
+
+
+def text_instead_of_a_score(folder):
+    schema = SCORED.set(SCORED.get_field_index("clip_image"), pa.field("clip_image", pa.string()))
+    write(folder, [[row(0, clip_image="high")]], schema)
+
+
+def one_bad_text(folder):
+    write(folder, [[row(0, clip_text_edited=0.21)]])
+
+
+def one_bad_direction(folder):
+    write(folder, [[row(0, clip_direction=0.1, clip_image=0.84), row(1)]])
+
+
+def without_rows(folder):
+    write(folder, [[]])
+
+
+def damaged(folder):
+    (file,) = folder.glob("*.parquet")
+    data = bytearray(file.read_bytes())
+    data[4:40] = bytes(36)  # the header of the first page
+    file.write_bytes(data)
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize(
+    "flags, damage, words",
+    [
+        (["--min_clip_image", "0.85"], None,
+         "--min_clip_image 0.85 leaves none of the 5 pairs; their best score is 0.8399"),
+        (["--min_clip_text", "0.25"], one_bad_text,
+         "their best score is 0.2099"),
+        (["--min_clip_image", "0.835", "--min_clip_direction", "0.25"],
+         one_bad_direction,
+         "none of the 2 pairs reaches all thresholds (1 reach --min_clip_image 0.835, 1 reach "
+         "--min_clip_direction 0.25); lower one"),
+        (["--min_clip_image", "0.5"], other_columns,
+         "1 of 2 shards in --pairs data have no scores: shard-0.parquet (no column "
+         "original_prompt, edited_prompt, clip_text_original, "),
+        (["--min_clip_image", "0.5"], text_instead_of_a_score, "(no column clip_image)"),
+        (["--min_clip_image", "0.5"], another_kind,
+         "z.parquet and train-00000-of-00001.parquet have different columns"),
+        (["--min_clip_image", "0.5"], without_rows, "has shards without rows"),
+        (["--min_clip_image", "0.5"], damaged, "train-00000-of-00001.parquet cannot be read ("),
+        (["--min_clip_image", "1.5"], None, "--min_clip_image 1.5 must be from -1 to 1"),
+        (["--min_clip_text", "nan"], None, "--min_clip_text nan must be from -1 to 1"),
+        (["--num_kept", "0"], None, "--num_kept 0 must be at least 1"),
+        (["--num_kept", "1", "--output_dir", "data"], None, "--output_dir data is also --pairs"),
+        (["--num_kept", "1", "--pairs", "none"], None, "--pairs none is not a directory"),
+        (["--num_kept", "1", "--drop", "border"], None,
+         "--drop does not go with --num_kept; give it in a second run"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, flags, damage, words):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "data", [[row(n, clip_image=0.8 + n / 100) for n in range(5)]])
+    if damage:
+        damage(tmp_path / "data")
+    before = files_of(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        parquet_processing.main(["--pairs", "data", "--output_dir", "clean", *flags])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and words in error and error.count("\n") == 1
+    assert files_of(tmp_path) == before
+
+
+def test_scores_go_with_pairs(capsys):
+    with pytest.raises(SystemExit):
+        parquet_processing.main(["--train_data_dir", "data", "--min_clip_image", "0.5"])
+    assert re.match(r"error: --min_clip_image goes with --pairs\b", capsys.readouterr().err)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "data", [[row(n) for n in range(30)]])
+
+    class Full(pq.ParquetWriter):
+        def write_table(self, *args, **options):
+            raise OSError("[Errno 28] Error writing bytes to file. Detail: No space left on device")
+
+    monkeypatch.setattr(scores.pq, "ParquetWriter", Full)
+    with pytest.raises(SystemExit) as stop:
+        parquet_processing.main(["--pairs", "data", "--output_dir", "clean", "--num_kept", "9"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "the disk is full" in error and error.count("\n") == 1
+    assert not (tmp_path / "clean").exists()

@@ -1,0 +1,78 @@
+"""Bootstrap intervals in closed form."""
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from diffusers_flax.evaluation.intervals import (
+    bootstrap_interval,
+    load_values,
+    mean_over,
+    over_rows,
+    save_values,
+)
+
+MANY = 20000  # resamples
+
+
+@pytest.mark.parametrize(("ones", "n"), [(10, 20), (3, 10), (40, 50)])
+def test_an_interval_of_zeros_and_ones_is_binomial(ones, n):
+    """The mean of a resample of k ones among n values is Binomial(n, k / n) / n."""
+    values = np.arange(n) < ones
+    expected = binom.ppf([0.025, 0.975], n, ones / n) / n
+    found = bootstrap_interval(values, num_resamples=MANY)
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+
+
+def test_an_interval_of_many_values_is_normal():
+    """Mean ± 1.96 standard errors; values that are not known do not count."""
+    values = np.random.default_rng(0).exponential(size=400)
+    error = 1.959964 * values.std() / 20
+    found = bootstrap_interval([*values, np.nan, np.nan], num_resamples=MANY)
+    np.testing.assert_allclose(found, [values.mean() - error, values.mean() + error], atol=0.01)
+    assert bootstrap_interval(values) == bootstrap_interval(values)  # seeded
+
+
+def test_clusters_are_drawn_whole():
+    """Sessions of equal turns: their number counts, not the number of turns."""
+    sessions = np.arange(20) < 10
+    turns = np.repeat(sessions, 3)
+    found = bootstrap_interval(turns, np.repeat(np.arange(20), 3), num_resamples=MANY)
+    expected = binom.ppf([0.025, 0.975], 20, 0.5) / 20
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+
+
+def test_clusters_of_different_sizes():
+    """The mean of a resample is over its turns: one session of three zeros, one of a single one."""
+    found = bootstrap_interval([0, 0, 0, 1], ["a", "a", "a", "b"], num_resamples=MANY)
+    assert found == (0, 1)
+    values, sessions = [0, 0, 0, 1] * 50, np.repeat(np.arange(100), [3, 1] * 50)
+    low, high = bootstrap_interval(values, sessions, num_resamples=MANY)
+    k = binom.ppf([0.025, 0.975], 100, 0.5)  # sessions of one turn among the hundred drawn
+    np.testing.assert_allclose([low, high], k / (3 * (100 - k) + k), atol=1e-9)
+
+
+def test_strata_have_equal_weights():
+    """A mean of means: one group of a constant halves the width of the other's."""
+    values = np.concatenate([np.arange(20) < 10, np.full(60, 0.5)])
+    groups = np.repeat(["a", "b"], [20, 60])
+    assert mean_over(values, groups) == 0.5
+    assert mean_over([1, 0, 0, np.nan], ["a", "b", "b", "b"]) == 0.5
+    low, high = bootstrap_interval(values, None, groups, num_resamples=MANY)
+    expected = (binom.ppf([0.025, 0.975], 20, 0.5) / 20 + 0.5) / 2
+    np.testing.assert_allclose([low, high], expected, atol=1e-9)
+
+
+def test_too_few_values_have_no_interval():
+    assert bootstrap_interval([0.5, np.nan]) is None
+    assert bootstrap_interval([0.5, 0.6], ["a", "a"]) is None
+    assert mean_over([np.nan]) is None
+
+
+def test_values_of_seeds_are_means_per_pair(tmp_path):
+    save_values(tmp_path, "0", {"l1": [0.1, np.nan, 0.3]})
+    save_values(tmp_path, "1", {"l1": [0.3, np.nan, np.nan], "dino": [1.0, 1.0, 0.0]})
+    both = [load_values(tmp_path, name) for name in ("0", "1")]
+    np.testing.assert_allclose(over_rows(both, "l1"), [0.2, np.nan, 0.3])
+    np.testing.assert_allclose(over_rows(both, "dino"), [1, 1, 0])
+    assert over_rows(both, "ssim") is None and load_values(tmp_path, "2") == {}

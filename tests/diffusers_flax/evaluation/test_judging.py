@@ -1,0 +1,511 @@
+"""--protocol gedit and imgedit with a stub of a judge that answers, fails and stalls."""
+
+import base64
+import io
+import json
+import math
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from helpers import photo
+from local_server import LocalServer
+from PIL import Image
+from tiny_models import make_tiny_pipeline
+from tqdm import tqdm
+
+import evaluate_edits
+from diffusers_flax.evaluation import judging
+from diffusers_flax.evaluation.benchmark_sets import gedit_shards, imgedit_folder
+from diffusers_flax.evaluation.held_out import HeldOutPair
+from diffusers_flax.evaluation.judging import (
+    ALL_TYPES,
+    QUALITY,
+    SEMANTICS,
+    load_prompts,
+    parse_scores,
+)
+
+GOOD = {
+    SEMANTICS: 'Sure. {"score": [8, 6], "reasoning": "a {red} hat"}',
+    QUALITY: '{"score": [9, 4],\n "reasoning": "soft"}',
+    ALL_TYPES: "Brief reasoning: fine.\nPrompt Compliance: 5\nSeamlessness: 4  \nFidelity: 4",
+}
+
+
+class JudgeServer(LocalServer):
+    """A chat endpoint.
+
+    Args:
+        faults: {word of the prompt: list of statuses or texts for its first answers}; 0: silence.
+    """
+
+    def __init__(self, faults=()):
+        self.faults, self.requests = {k: list(x) for k, x in dict(faults).items()}, []
+        self.lock, self.over = threading.Lock(), threading.Event()
+        super().__init__()
+
+    def __exit__(self, *exception):
+        self.over.set()
+        super().__exit__(*exception)
+
+    def answer(self, request):
+        body = json.loads(request.rfile.read(int(request.headers["Content-Length"])))
+        text = body["messages"][0]["content"][0]["text"]
+        with self.lock:
+            self.requests.append((request.path, request.headers["Authorization"], body, text))
+            fault = next((x for word, x in self.faults.items() if word in text and x), None)
+            reply = fault.pop(0) if fault else self.good(text)
+        if reply == 0:
+            self.over.wait(20)
+            return
+        if reply == "drop":
+            request.close_connection = True
+            return
+        status, content = 200, json.dumps({"choices": [{"message": {"content": reply}}]})
+        if isinstance(reply, int):
+            status, content = reply, "no"
+        elif reply.startswith("raw "):
+            content = reply[4:]
+        request.send_response(status)
+        if status == 429:
+            request.send_header("Retry-After", "0")
+        request.send_header("Content-Length", str(len(content)))
+        request.end_headers()
+        request.wfile.write(content.encode())
+
+    @staticmethod
+    def good(text):
+        if "three scores" in text or "type prompt" in text:
+            return GOOD[ALL_TYPES]
+        return GOOD[QUALITY] if "made by a model" in text else GOOD[SEMANTICS]
+
+
+def png(image):
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    return data.getvalue()
+
+
+def write_gedit(folder):
+    """Four rows of GEdit-Bench in datasets' Arrow stream, one of them Chinese."""
+    rows = []
+    for i, (task, language) in enumerate(
+        (("color_alter", "en"), ("color_alter", "cn"), ("subject-add", "en"), ("color_alter", "en"))
+    ):
+        image = {"bytes": png(photo(64, 48, i)), "path": None}
+        rows.append(
+            {"task_type": task, "key": f"k{i}", "instruction": f"make it red {i}"}
+            | {"instruction_language": language, "input_image": image, "input_image_raw": image}
+            | {"Intersection_exist": i != 2}
+        )
+    table = pa.Table.from_pylist(rows)
+    folder.mkdir()
+    with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as stream:
+        stream.write_table(table)
+
+
+def write_imgedit(folder):
+    """Two edits of ImgEdit-Bench's basic suite; the images are in a folder beside the list."""
+    edits = {}
+    for i, (key, kind) in enumerate((("1082", "adjust"), ("673", "style"))):
+        file = folder / "images" / kind / f"00{i}.jpg"
+        file.parent.mkdir(parents=True)
+        photo(64, 64, i).save(file)
+        edits[key] = {"id": f"{kind}/00{i}.jpg", "prompt": f"make it red {i}", "edit_type": kind}
+    (folder / "basic_edit.json").write_text(json.dumps(edits))
+
+
+def evaluate(**given):
+    """Run the program; return results.json's content."""
+    given = {"model": "sd", "num_inference_steps": 2, "resolution": 32} | given
+    words = []
+    for name, value in given.items():
+        words += [f"--{name}", *([str(value)] if value != () else [])]
+    evaluate_edits.main(words)
+    return json.loads(Path(given["output_dir"], "results.json").read_text())
+
+
+def refused(capsys, **given):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as error:
+        evaluate(**given)
+    assert error.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """The working directory; pauses are short, and there is a key."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(judging, "FIRST_PAUSE", 0.01)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    return tmp_path
+
+
+@pytest.fixture
+def folder(bare):
+    """The working directory, with a model."""
+    make_tiny_pipeline(bare / "sd")
+    return bare
+
+
+@pytest.mark.slow
+def test_gedit(folder, capsys):
+    """Layout, questions, what is sent, retries, errors per edit, resuming and the figures."""
+    write_gedit(folder / "set")
+    given = {"protocol": "gedit", "data_dir": "set", "output_dir": "out"}
+    results = evaluate(**given)
+    (row,) = results["rows"]
+    images = Path("out/images", row["images"])
+    names = [f"fullset/color_alter/en/k{i}" for i in (0, 3)] + ["fullset/subject-add/en/k2"]
+    expected = {f"{name}{end}.png" for name in names for end in ("", "_SRCIMG")}
+    assert {str(x.relative_to(images)) for x in images.rglob("*.png")} == expected
+    printed = capsys.readouterr().out
+    assert "not judged: judge/ has the questions, and --judge asks them" in printed
+    assert "copied input" not in printed
+    lines = Path("out/judge", f"{row['images']}_questions.jsonl").read_text().splitlines()
+    questions = [json.loads(line) for line in lines]
+    assert [x["name"] for x in questions] == [SEMANTICS, QUALITY] * 3
+    assert "make it red 3" in questions[4]["text"]
+    assert all(Path("out/images", x).is_file() for y in questions for x in y["images"])
+
+    faults = {
+        "red 0": [429, 500, "no idea"],  # answered at the fourth attempt
+        "red 2": [*[500] * 4, '{"score": [9, 2]}'],  # no score; later one
+        "red 3": ["raw <html>", '{"score": [11, 5]}', 0],
+    }
+    with JudgeServer(faults) as server:
+        judge = {"judge": f"{server.endpoint}/v1/", "judge_model": "stub", "judge_attempts": 4}
+        results = evaluate(**given | judge, judge_timeout=0.7)
+        printed = capsys.readouterr().out
+        text = "no score for 1 of 3 edits of sd: fullset/subject-add/en/k2 (HTTP 500); the same"
+        assert text in printed and "judge: stub" in printed
+        counts = Counter(text for *_, text in server.requests)
+        assert sorted(counts.values()) == [3, 4, 4, 4]  # quality has one text for all
+        for path, key, body, _ in server.requests:
+            assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer secret", "stub")
+        body = next(body for *_, body, text in server.requests if "red 3" in text)
+        _, before, after = body["messages"][0]["content"]
+        head, _, data = before["image_url"]["url"].partition(",")
+        assert head == "data:image/png;base64"
+        sent = Image.open(io.BytesIO(base64.b64decode(data)))
+        width = math.sqrt(512 * 512 * 64 / 48)
+        assert sent.size == (int(width), int(width * 48 / 64))
+        result = Image.open(io.BytesIO(base64.b64decode(after["image_url"]["url"].split(",")[1])))
+        made = Image.open(images / "fullset/color_alter/en/k3.png").resize(result.size)
+        assert result.tobytes() == made.tobytes()
+
+        (row,) = results["rows"]
+        g_o = math.sqrt(6 * 4)
+        assert (row["semantics"], row["quality"]) == (6, 4)
+        assert row["overall"] == pytest.approx(g_o, abs=1e-4)
+        values = json.loads(Path("out/values", f"{row['images']}.json").read_text())
+        # As in the benchmark's program, an edit without one of the answers counts nowhere.
+        assert values["semantics"] == [6, None, 6] and values["quality"] == [4, None, 4]
+        assert values["overall_intersection"] == [values["overall"][0], None, values["overall"][2]]
+
+        # Only what failed is asked again, and then nothing is.
+        before = len(server.requests)
+        results = evaluate(**given | judge)
+        assert ["red 2" in text for *_, text in server.requests[before:]] == [True]
+        # Means of the tasks' means: two edits with 6, and one with 2
+        assert results["rows"][0]["semantics"] == (6 + 2) / 2
+        assert results["rows"][0]["semantics_intersection"] == 6
+        overall = (math.sqrt(6 * 4) + math.sqrt(2 * 4)) / 2
+        assert results["rows"][0]["overall"] == pytest.approx(overall)
+        printed = capsys.readouterr().out
+        assert "no score" not in printed
+        assert "judge: stub, with this project's prompts: not comparable with papers" in printed
+        assert printed.count("| G_SC | G_PQ | G_O |") == 2
+        assert "Full set, 3 pairs; " in printed and "Intersection subset, 2 pairs; " in printed
+        assert (
+            "| overall | guidance | image guidance | color_alter (2) | subject-add (1) |" in printed
+        )
+        evaluate(**given | judge)
+        assert len(server.requests) == before + 1
+        capsys.readouterr()
+        evaluate(**given)  # the same report, without asking
+        printed = capsys.readouterr().out
+        assert "judge: stub" in printed and "not judged" not in printed
+        assert len(server.requests) == before + 1
+        # A line that a kill cut short is asked again, also in another run of the file.
+        file = Path("out/judge", f"{row['images']}.jsonl")
+        file.write_bytes(file.read_bytes()[:-30])
+        evaluate(**given | judge)
+        assert len(server.requests) == before + 2
+        # Another judge has answered nothing.
+        evaluate(**given | judge | {"judge_model": "other"})
+        assert len(server.requests) == before + 8
+    assert "secret" not in "".join(x.read_text() for x in Path("out").rglob("*.json*"))
+    with Image.open("out/best_and_worst.png") as image:
+        assert image.height > 150  # the best; there are no more
+
+    # The end of the server ends the program, in one line.
+    error = refused(capsys, **given | judge | {"judge_model": "third", "judge_attempts": 1})
+    assert error.startswith("error: --judge has no answer (") and "the same command" in error
+    # A result that is missing is named; without a judge the report goes on.
+    (images / names[0]).with_suffix(".png").unlink()
+    error = refused(capsys, **given | judge)
+    assert f"{names[0]}.png is missing; give --overwrite_output_dir" in error
+
+
+@pytest.mark.slow
+def test_imgedit(folder, capsys):
+    """Layout, prompts by type, the file of replies, and means of types."""
+    write_imgedit(folder / "set")
+    prompts = {"adjust": "type prompt A: <edit_prompt>", "style": "type prompt S: <edit_prompt>"}
+    Path("prompts.json").write_text(json.dumps(prompts))
+    given = {"protocol": "imgedit", "data_dir": "set", "output_dir": "out"}
+    given |= {"judge_model": "stub", "judge_prompts": "prompts.json"}
+    low = "Brief reasoning: nothing.\n**Style Fidelity**: 1\nContent: 2/5\n- Rendering: **1**\n"
+    with JudgeServer({"prompt S": [low]}) as server:
+        results = evaluate(**given, judge=f"{server.endpoint}/v1/chat/completions")
+        asked = sorted(x[3] for x in server.requests)
+        assert asked == ["type prompt A: make it red 0", "type prompt S: make it red 1"]
+    (row,) = results["rows"]
+    folder = Path("out/images", row["images"])
+    replies = json.loads((folder / "result.json").read_text())
+    assert replies == {"1082": GOOD[ALL_TYPES], "673": low}
+    assert (folder / "1082.png").is_file()
+    assert row["overall"] == pytest.approx((4.33 + 1.33) / 2, abs=1e-4)
+    printed = capsys.readouterr().out
+    assert "| adjust (1) | style (1) |" in printed
+    assert "judge: stub, with the prompts of prompts.json" in printed
+    with JudgeServer({"red": [401] * 9}) as server:
+        given |= {"judge": server.endpoint, "judge_model": "closed"}
+        error = refused(capsys, **given)
+        assert "error: --judge refuses requests (HTTP 401); set OPENAI_API_KEY" in error
+    # The judge sees the image of this set, not a file that earlier results have left.
+    assert np.array_equal(
+        Image.open(folder / "673_SRCIMG.png"), Image.open("set/images/style/001.jpg")
+    )
+    photo(64, 64, 9).save("set/images/style/001.jpg")
+    for name in ("judge", "judge_model"):
+        del given[name]
+    evaluate(**given, overwrite_output_dir=())
+    assert np.array_equal(
+        Image.open(folder / "673_SRCIMG.png"), Image.open("set/images/style/001.jpg")
+    )
+
+
+def test_wrong_prompts_are_told_before_the_first_edit(folder, capsys, monkeypatch):
+    write_imgedit(folder / "set")
+    monkeypatch.setattr(evaluate_edits, "measure_model", None)
+    Path("prompts.json").write_text('{"adjust": "<edit_prompt>"}')
+    given = {"protocol": "imgedit", "data_dir": "set", "output_dir": "out"}
+    error = refused(capsys, **given, judge_prompts="prompts.json")
+    assert "prompts.json has no prompt for edits of type style; it has adjust" in error
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("question", "reply", "scores"),
+    [
+        (SEMANTICS, GOOD[SEMANTICS], None),
+        (QUALITY, GOOD[QUALITY], [9, 4]),
+        (QUALITY, '||V^=^V||\n{"score": [3.5, 2], "reasoning": ""}\n||V^=^V||', [3.5, 2]),
+        (SEMANTICS, "I say [7, 0]", [7, 0]),
+        (SEMANTICS, '<think>Maybe {"score": [2, 3]}?</think>{"score": [7, 8]}', [7, 8]),
+        (SEMANTICS, 'Maybe {"score": [2, 3]}? No: {"score": [7, 8]}', [7, 8]),
+        (SEMANTICS, '{"score": [7, 8]} or {"score": [2,', [7, 8]),
+        (SEMANTICS, '{"score": [7, 8]} Or maybe {"score": [2, 3]', [7, 8]),
+        (SEMANTICS, '{"Scores": [7, 8], "reasoning": "boxes [1, 2]"}', [7, 8]),
+        (SEMANTICS, '<thinking>Maybe {"score": [2, 3]}, or', None),
+        (
+            SEMANTICS,
+            "{'score': ['4 (the hat, in part)', '6.5'], 'reasoning': 'a [red] hat'}",
+            [4, 6.5],
+        ),
+        (SEMANTICS, '{"score": [7, 8, 9]}', None),
+        (SEMANTICS, '{"score": [-1, 3]}', None),
+        (SEMANTICS, '{"score": [7, 11]}', None),
+        (SEMANTICS, '{"score": 7, "reasoning": "x"}', None),
+        (SEMANTICS, '{"score": [1, 2], "reasoning": "a "quoted" word"}', [1, 2]),
+        (SEMANTICS, "8", None),
+        (SEMANTICS, '{"score": [], "reasoning": ""}', None),
+        (SEMANTICS, '{"score": [true, 3]}', None),
+        (SEMANTICS, "a beautiful image", None),
+        (ALL_TYPES, GOOD[ALL_TYPES], [5, 4, 4]),
+        (ALL_TYPES, "<think>A: 1\nB: 1\nC: 1</think>A: 4 (good)\nB: 3/5\nC: 2.", [4, 3, 2]),
+        (ALL_TYPES, "A: 1\nB: 1\nC: 1\nSo, again:\nA: 4\nB: 3\nC: 2", [4, 3, 2]),
+        (ALL_TYPES, "Prompt Compliance: five\nin 1999: 1999", None),
+        (ALL_TYPES, GOOD[ALL_TYPES].replace("4  ", "7"), None),
+        (ALL_TYPES, GOOD[ALL_TYPES].replace("4  ", "4 of 5"), None),
+        (SEMANTICS, "[" * 100_000, None),
+    ],
+)
+def test_scores_of_replies(question, reply, scores):
+    if reply == GOOD[SEMANTICS]:
+        scores = [8, 6]
+    if scores is None:
+        with pytest.raises(ValueError, match=r"no [23] scores from"):
+            parse_scores(question, reply)
+    else:
+        assert parse_scores(question, reply) == scores
+
+
+def test_prompts_of_files(tmp_path):
+    """VIEScore's module is read without being run."""
+    file = tmp_path / "vie_prompts.py"
+    names = ("_context_no_delimit", "_prompts_0shot_two_image_edit_rule")
+    names += ("_prompts_0shot_tie_rule_SC", "_prompts_0shot_rule_PQ")
+    texts = ("context", "rule", "Editing instruction: <instruction>", "quality")
+    lines = [f'{name} = """{text}"""' for name, text in zip(names, texts)]
+    file.write_text("\n".join([*lines, "raise SystemExit('this was run')"]))
+    assert load_prompts(file, "gedit", {"color_alter"}) == {
+        SEMANTICS: "context\nrule\nEditing instruction: <instruction>",
+        QUALITY: "context\nquality",
+    }
+    file.write_text(lines[0])
+    with pytest.raises(ValueError, match="lacks '_prompts_0shot_two_image_edit_rule'"):
+        load_prompts(file, "gedit", ())
+    other = tmp_path / "prompts.json"
+    other.write_text('{"add": "no placeholder"}')
+    with pytest.raises(ValueError, match="the prompt add has no <edit_prompt>"):
+        load_prompts(other, "imgedit", ())
+    with pytest.raises(ValueError, match="lacks quality"):
+        load_prompts(other, "gedit", ())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"judge": "http://x/v1"}, "--protocol instruct_pix2pix has no judge; choose gedit or"),
+        ({"protocol": "gedit", "judge": "http://x"}, "--judge and --judge_model go together"),
+        (
+            {"protocol": "gedit", "judge": "x", "judge_model": "m"},
+            "--judge x is no URL; give one like http://localhost:8000/v1",
+        ),
+        ({"protocol": "gedit", "judge": "http:///v1", "judge_model": "m"}, "http:///v1 is no URL"),
+        (
+            {"metrics": "dino", "dino_model": ""},
+            "--metrics dino needs a model, but --dino_model is",
+        ),
+        ({"protocol": "gedit", "data_dir": "nowhere"}, "--data_dir nowhere is not a directory"),
+        (
+            {"protocol": "gedit", "data_dir": "hf://datasets/x/y"},
+            "--data_dir hf://datasets/x/y is not streamed with --protocol; download it",
+        ),
+        (
+            {"protocol": "imgedit", "metrics": "ssim"},
+            "--protocol imgedit has no true images; leave --metrics and --clip_model out",
+        ),
+        ({"protocol": "imgedit", "data_dir": "sd"}, "--data_dir sd has no basic_edit.json; copy"),
+        ({"protocol": "gedit", "data_dir": "sd"}, "contains no *.parquet or *.arrow file"),
+        ({"instruction_language": "cn"}, "--instruction_language cn is for --protocol gedit"),
+        ({"protocol": "gedit", "judge_attempts": 0}, "--judge_attempts 0 must be more than 0"),
+    ],
+)
+def test_wrong_flags_are_one_line(folder, capsys, flags, message):
+    write_imgedit(folder / "set")
+    assert message in refused(capsys, **{"data_dir": "set", "output_dir": "out"} | flags)
+    assert not Path("out").exists()
+
+
+def test_damaged_sets_are_one_line(tmp_path):
+    write_gedit(tmp_path / "gedit")
+    assert [pair.key for pair in gedit_shards(tmp_path / "gedit", "cn")] == [
+        "fullset/color_alter/cn/k1"
+    ]
+    file = next((tmp_path / "gedit").iterdir())
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(ValueError, match="cannot be read"):
+        gedit_shards(tmp_path / "gedit", "en")
+    write_imgedit(tmp_path / "set")
+    for change, message in (
+        ({"id": "../a.png"}, "is outside of"),
+        ({"id": "no.png"}, "No such file"),
+        ({"prompt": None}, "is no text"),
+    ):
+        edit = {"id": "adjust/000.jpg", "prompt": "red", "edit_type": "adjust"} | change
+        (tmp_path / "set/basic_edit.json").write_text(json.dumps({"1": edit}))
+        with pytest.raises(ValueError, match=message):
+            imgedit_folder(tmp_path / "set")
+
+
+def test_a_stopped_judge_does_not_wait(tmp_path, monkeypatch):
+    """Ctrl-C ends the pauses between attempts."""
+    monkeypatch.setattr(judging, "FIRST_PAUSE", 30)
+    photo(8, 8).save(tmp_path / "a.png")
+    question = judging.Question("a", QUALITY, "made by a model", (tmp_path / "a.png",))
+    with JudgeServer({"made": [500] * 9}) as server:
+        flags = judging.JudgeFlags(judge=server.endpoint, judge_model="stub")
+        judge = judging.Judge(flags)
+        threading.Timer(0.3, judge.stop).start()
+        start = time.monotonic()
+        with pytest.raises(ValueError, match="HTTP 500"):
+            judge.ask(question)
+        assert time.monotonic() - start < 10
+    assert np.isnan(judging.scores_of_edit("imgedit", {})["overall"])
+
+
+def ask(folder, server, number=1, **flags):
+    """judging.ask_all of questions about one image."""
+    photo(8, 8).save(folder / "a.png")
+    questions = [
+        judging.Question(f"k{i}", ALL_TYPES, f"type prompt {i}.", (folder / "a.png",))
+        for i in range(number)
+    ]
+    flags = judging.JudgeFlags(judge=server.endpoint, judge_model="stub", **flags)
+    return judging.ask_all(
+        questions, folder / "answers.jsonl", judging.Judge(flags), tqdm(disable=True)
+    )
+
+
+def test_a_judge_that_never_answers_ends_the_program_early(bare):
+    """And the failures of a judge that has answered before do not."""
+    with JudgeServer({"type": [500] * 99}) as server:
+        with pytest.raises(ValueError, match=r"no score for the first 16 questions \(HTTP 500\)"):
+            ask(bare, server, 40, judge_attempts=1)
+        assert len(server.requests) < 40
+    with JudgeServer({f"prompt {i}.": [500] for i in range(20)}) as server:
+        ask(bare, server, 21, judge_attempts=2)
+        assert len(server.requests) == 41
+        (bare / "answers.jsonl").write_text("")
+    with JudgeServer({f"prompt {i}.": [400] for i in range(1, 31)}) as server:
+        ask(bare, server)
+        answers, failures = ask(bare, server, 31)
+        assert list(answers) == [("k0", ALL_TYPES)] and len(failures) == 30
+
+
+def test_a_dropped_connection_is_one_question(bare):
+    """As on an image that crashes the judge."""
+    with JudgeServer({"prompt 1.": ["drop"] * 2}) as server:
+        answers, failures = ask(bare, server, 3, judge_attempts=2)
+        assert {key for key, _ in answers} == {"k0", "k2"}
+        assert "closed connection" in failures["k1"]
+
+
+def test_a_key_with_a_line_end(bare, monkeypatch, capsys):
+    """It is not printed; at its end it is left out."""
+    write_imgedit(bare / "set")
+    monkeypatch.setenv("OPENAI_API_KEY", "sec\nret")
+    given = {"protocol": "imgedit", "data_dir": "set", "judge": "http://x", "judge_model": "m"}
+    error = refused(capsys, **given)
+    assert error == "error: OPENAI_API_KEY has characters that no key has; set it again"
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\r\n")
+    with JudgeServer() as server:
+        ask(bare, server)
+        assert server.requests[0][1] == "Bearer secret"
+
+
+def test_the_input_is_scaled_once(bare):
+    """GEdit-Bench's program scales the raw input to 512 x 512 pixels of area, and nothing else."""
+    original = photo(300, 482)
+    pair = HeldOutPair(0, "0", "red", png(original), key="a")
+    (bare / "a.png").write_bytes(png(photo(32, 48)))
+    question, _ = judging.questions_of([pair], bare, "gedit", judging.PROMPTS["gedit"])
+    sent = [
+        Image.open(io.BytesIO(base64.b64decode(x.partition(",")[2])))
+        for x in judging.data_urls(question)
+    ]
+    width = math.sqrt(512 * 512 * 300 / 482)
+    expected = original.resize((int(width), int(width * 482 / 300)))
+    assert judging.gedit_size(expected).size != expected.size  # a second time would change it
+    np.testing.assert_array_equal(sent[0], expected)
+    assert sent[1].size == judging.gedit_size(photo(32, 48)).size

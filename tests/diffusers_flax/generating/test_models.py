@@ -1,0 +1,111 @@
+"""The plan of images: which devices, tiles and memory they take."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
+
+from diffusers_flax import FlaxStableDiffusionXLPipeline
+from diffusers_flax.devices.layout import Layout
+from diffusers_flax.generating.models import plan_images
+from diffusers_flax.pipelines import memory
+from diffusers_flax.pipelines.base import Execution, pipeline_class
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {"edit": make_tiny_pipeline(root / "edit"), "xl": make_tiny_xl(root / "xl")}
+
+
+def test_the_plan_says_which_tile(folders, monkeypatch):
+    pipeline = FlaxStableDiffusionXLPipeline.open(folders["xl"])
+    monkeypatch.setattr("diffusers_flax.devices.memory.host_memory", lambda: 2**30)
+
+    def plan(**options):
+        batch = dict(num_images=4, batch_size=1, branches=("text", "null"), size=(512, 512))
+        return plan_images(pipeline, jax.devices()[:2], **batch, **options)
+
+    planned, line = plan(vae_tile=32)
+    assert planned.vae.tile == 32
+    assert line.endswith("; the VAE works in tiles of 32 pixels")
+    planned, line = plan()
+    assert planned.vae.tile is None and "tiles" not in line
+    planned, line = plan(vae_tile=1024)
+    assert planned.vae.tile == 1024 and "tiles" not in line
+    of_vae = memory.bytes_of_vae(pipeline.compute_vae, 1, (512, 512), "cpu")
+    needed = memory.num_bytes_of_params(pipeline) + 2 * of_vae
+    monkeypatch.setattr("diffusers_flax.devices.memory.host_memory", lambda: needed - 1)
+    planned, line = plan()
+    assert planned.vae.tile == 64
+    assert line.endswith("tiles of 64 pixels, as whole images would not fit")
+    assert plan(vae_tile=0)[0].vae.tile is None
+    with pytest.raises(ValueError, match="vae_tile=33 is not a multiple of 32"):
+        plan(vae_tile=33)
+
+
+def test_tiles_need_a_vae_that_computes(folders, tmp_path):
+    for name, levels in (("xl", 4), ("edit", 3)):
+        save_tiny_vae(tmp_path / name, (8,) * levels)
+        accelerate = f"taesd:path={tmp_path / name}"
+        pipeline_type = pipeline_class(folders[name])
+        pipeline = pipeline_type.open(folders[name], execution=Execution(accelerate))
+        batch = dict(num_images=1, batch_size=1, branches=("text",), size=(64, 64))
+        plan = partial(plan_images, pipeline, jax.devices()[:1], **batch)
+        if name == "xl":
+            error = "--vae_tile 32 has no effect with --accelerate taesd"
+            with pytest.raises(ValueError, match=error):
+                plan(vae_tile=32)
+            assert "tiles" not in plan(vae_tile=0)[1]
+        else:  # it encodes in tiles
+            assert "tiles of 32" in plan(vae_tile=32)[1]
+
+
+def test_devices_are_balanced_with_tiles(folders, monkeypatch):
+    layout, found, balance = Layout(jax.devices()[:3], components="balanced"), [], memory.balance
+    monkeypatch.setattr(
+        memory, "balance", lambda sizes, n: found.append(sizes["vae"]) or balance(sizes, n)
+    )
+    pipeline = replace(pipeline_class(folders["edit"]).open(folders["edit"]), layout=layout)
+    for tile in (0, 32):
+        batch = dict(num_images=8, batch_size=8, branches=("text", "null"), size=(256, 256))
+        plan_images(pipeline, jax.devices()[:1], **batch, vae_tile=tile)
+    weights = memory.num_bytes_of_params(pipeline, ("vae",))
+    arrays = 4.5 * 8 * pipeline.vae.block_out_channels[0] * 4  # the encoder's, of all images
+    images = 2 * 8 * 256**2 * 3 * 4
+    expected = [weights + images + arrays * side**2 for side in (256, 32)]
+    np.testing.assert_allclose(found, expected)
+
+
+def test_the_plan_counts_each_device(folders):
+    layout = Layout(jax.devices()[:3], components="balanced")
+    pipeline = replace(FlaxStableDiffusionXLPipeline.open(folders["xl"]), layout=layout)
+    batch = dict(num_images=4, batch_size=2, branches=("text", "null"), size=(64, 64))
+    planned, line = plan_images(pipeline, layout.groups, **batch)
+    assert sorted(number for _, number in planned.layout.components) == [0, 1, 2]
+    places = ", ".join(
+        f"{x} on {dict(planned.layout.components)[x]}" for x in ("text", "unet", "vae")
+    )
+    assert f"2 at once with {places} of 3 cpu" in line
+    held = memory.bytes_of_devices(planned, 2, 2, (64, 64))
+    assert sum(params for params, _ in held) == memory.num_bytes_of_params(pipeline)
+    unet = sum(4 * math.prod(shape) for shape in pipeline.unet._param_shapes().values())
+    assert held[dict(planned.layout.components)["unet"]][0] == unet
+
+
+@pytest.mark.slow
+def test_offload_is_counted(folders, monkeypatch):
+    """Parameters of the largest component or group count; on a CPU it changes nothing."""
+    monkeypatch.setattr("diffusers_flax.devices.layout.HOST_PLATFORMS", ())
+    devices, counts = jax.devices()[:1], {}
+    for mode in (None, "component", "group", "layer"):
+        execution = Execution(layout=Layout(devices, offload=mode))
+        pipeline = FlaxStableDiffusionXLPipeline.open(folders["xl"], execution=execution)
+        counts[mode] = memory.num_bytes_at_once(pipeline)
+        _, line = plan_images(pipeline, devices, 1, 1, ("text",), (64, 64))
+        assert ("fetched by" in line) == (mode is not None)
+    assert counts[None] > counts["component"] > counts["group"] >= counts["layer"]

@@ -1,0 +1,231 @@
+"""Captions for make_pairs.py: lists, templates, and texts that are too long."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+from shards import write_list
+from transformers import CLIPTokenizer
+
+from diffusers_flax.pairing.captions import (
+    Caption,
+    captions_of_template,
+    check_lengths,
+    fields_of,
+    may_be_long,
+    read_captions,
+    spelling_of,
+)
+
+CAT = {"input": "a photo of a cat", "edit": "make it a lion", "output": "a photo of a lion"}
+TEMPLATE = ("a photo of {animal}", "make it {other}", "a photo of {other}")
+
+
+def write(tmp_path, *rows):
+    """A list of dicts and texts."""
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    file = tmp_path / "captions.jsonl"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file
+
+
+def error_of(call, *args):
+    with pytest.raises(ValueError) as error:
+        call(*args)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_list(tmp_path):
+    """Blank lines count, spaces around texts and other keys do not."""
+    snow = {"input": " カフェ ", "edit": "add snow\n", "output": "カフェ in the snow", "url": "x"}
+    file = write(tmp_path, "\ufeff" + json.dumps(CAT), "", "  ", snow, CAT | {"edit": "a lion"})
+    assert read_captions(file) == [
+        Caption(1, *CAT.values()),
+        Caption(4, "カフェ", "add snow", "カフェ in the snow"),
+        Caption(5, CAT["input"], "a lion", CAT["output"]),
+    ]
+    table = write_list(tmp_path / "captions.csv", [{**CAT, "url": ""}, snow])
+    assert [caption[1:] for caption in read_captions(table)] == [
+        tuple(CAT.values()),
+        ("カフェ", "add snow", "カフェ in the snow"),
+    ]
+
+
+def test_columns_of_a_table(tmp_path):
+    """One problem for the file, not one for each line."""
+    file = tmp_path / "captions.csv"
+    file.write_text("a cat,make it a dog,a dog\na cow,make it a pig,a pig\n")
+    with pytest.raises(ValueError, match="line 1 names the columns a cat, make it a dog, a dog: "):
+        read_captions(file)
+    file.write_text("input,edit,ouput\na,b,c\na,b,d\n")
+    with pytest.raises(ValueError, match=r"input, edit, ouput: no output; rename ouput to output$"):
+        read_captions(file)
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        ("{", "not JSON (Expecting property name enclosed in double quotes)"),
+        ("[1]", "not a JSON object"),
+        ({"input": "a", "edit": "b"}, "no output"),
+        ({"input": "a", "edit": "b", "ouput": "c"}, "no output; rename ouput to output"),
+        ({"input": "a"}, "no edit and no output"),
+        (CAT | {"edit": 3}, "edit is 3, not text"),
+        (CAT | {"edit": None}, "edit is null, not text"),
+        (CAT | {"input": ["a"]}, 'input is ["a"], not text'),
+        (CAT | {"output": " \n"}, "output is empty"),
+        ('{"input": "\\ud800", "edit": "b", "output": "c"}', "input is not valid Unicode: it has"),
+        (CAT | {"output": "A photo  of a CAT"}, "output is the same as input; write the caption"),
+        (CAT | {"output": "a photo of a cat."}, "output is the same as input"),
+        (CAT | {"edit": "make it a lion "}, "repeats line 1"),
+        (CAT | {"edit": "Make it  a lion."}, "repeats line 1"),
+    ],
+)
+def test_a_problem_of_a_line(tmp_path, row, problem):
+    file = write(tmp_path, CAT, row)
+    assert f"--captions {file} has 1 problem: line 2: {problem}" in error_of(read_captions, file)
+
+
+def test_all_problems_at_once(tmp_path):
+    rows = [CAT | {"edit": f"edit {n}", "output": ""} for n in range(3)]
+    rows += [CAT | {"edit": str(n)} for n in range(20)]
+    rows += [CAT | {"edit": str(n)} for n in range(9)]
+    error = error_of(read_captions, write(tmp_path, *rows))
+    assert "has 12 problems: line 1: output is empty; line 2: output is empty;" in error
+    assert error.endswith("line 30: repeats line 10; and 2 more")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
+def test_an_empty_file(tmp_path, content):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert "is empty; write a line for each edit: {" in error_of(
+        read_captions, tmp_path / "a.jsonl"
+    )
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    error = error_of(read_captions, tmp_path / "none.jsonl")
+    assert "none.jsonl cannot be read: No such file or directory" in error
+    assert "cannot be read: Is a directory" in error_of(read_captions, tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(CAT).encode() + b'\n{"input": "caf\xe9"}')
+    assert "a.jsonl line 2 is not UTF-8; save" in error_of(read_captions, tmp_path / "a.jsonl")
+
+
+def test_a_template_has_all_combinations(tmp_path):
+    (tmp_path / "cities.txt").write_text("\ufeffRome, in May\n\n Oslo \n", encoding="utf-8")
+    template = ("{animal} in {city}", "make it {other}", "{other} in {city}")
+    fill = ("animal=a cat,a dog", "other=a dog, a lion", f"city=@{tmp_path / 'cities.txt'}")
+    expected = [
+        (f"{a} in {city}", f"make it {b}", f"{b} in {city}")
+        for a, b, city in itertools.product(
+            ("a cat", "a dog"), ("a dog", "a lion"), ("Rome, in May", "Oslo")
+        )
+        if a != b
+    ]
+    found = captions_of_template(template, fill)
+    assert [x[1:] for x in found] == expected
+    assert [x.line for x in found] == list(range(1, len(expected) + 1))
+
+
+def test_braces_and_equal_results():
+    """Doubled braces stay, and combinations that make the same texts count once."""
+    template = ("{{{a}{b}}}", "edit", "after")
+    found = captions_of_template(template, ("a=x,xy", "b=yz,z"))
+    assert [x.input for x in found] == ["{xyz}", "{xz}", "{xyyz}"]
+    assert fields_of(("{b} {a}", "{a}", "c")) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    "template, fill, problem",
+    [
+        (TEMPLATE[:2], (), "--template has 2 texts; write 3"),
+        (("{animal", *TEMPLATE[1:]), (), "--template '{animal' cannot be read (expected '}'"),
+        (("animal}", *TEMPLATE[1:]), (), "--template 'animal}' cannot be read (Single '}'"),
+        (("{}", *TEMPLATE[1:]), (), "has the field {}; a field is a name"),
+        (("{0}", *TEMPLATE[1:]), (), "has the field {0}; a field is a name"),
+        (("{a.b}", *TEMPLATE[1:]), (), "has the field {a.b}; a field is a name"),
+        (("{a!r}", *TEMPLATE[1:]), (), "has the field {a}; a field is a name"),
+        (("{a:>9}", *TEMPLATE[1:]), (), "has the field {a}; a field is a name"),
+        (("a", " ", "b"), (), "--template has an empty text"),
+        (TEMPLATE, ("animal=cat",), "--template has {other}, for which --fill has no values; add "
+         "other=VALUE,VALUE"),
+        (TEMPLATE, ("animal=a", "other=b", "city=c"), "--fill city=... is not in --template, whose "
+         "fields are {animal}, {other}"),
+        (TEMPLATE, ("animal=cat", "lion"), "--fill 'lion' has no NAME="),
+        (TEMPLATE, ("animal=cat", "=lion"), "--fill '=lion' has no NAME="),
+        (TEMPLATE, ("animal=cat", "animal=dog"), "--fill animal= is given twice"),
+        (TEMPLATE, ("animal=cat,", "other=a"), "--fill animal=cat, has a value without text"),
+        (TEMPLATE, ("animal=", "other=a"), "--fill animal= has a value without text"),
+        (TEMPLATE, ("animal=a,b, a", "other=a"), "--fill animal= has the value 'a' 2 times"),
+        (TEMPLATE, ("animal=@none.txt", "other=a"), "--fill animal=@none.txt cannot be read: No"),
+        (TEMPLATE, ("animal=cat", "other=Cat"), "equal captions before and after the edit"),
+        (("a cat", "b", "a cat"), (), "equal captions before and after the edit"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_templates(template, fill, problem):
+    assert problem in error_of(captions_of_template, template, fill)
+
+
+def test_files_of_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text(" \n")
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    Path("many.txt").write_text("\n".join(map(str, range(2000))))
+    for name, problem in (
+        ("empty", "--fill animal=@empty.txt has no value; write one per line"),
+        ("latin", "--fill animal=@latin.txt is not UTF-8"),
+        ("many", "--fill makes 4,000,000 combinations of its values, more than 1,000,000"),
+    ):
+        fill = (f"animal=@{name}.txt", "other=@many.txt")
+        assert problem in error_of(captions_of_template, TEMPLATE, fill)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return CLIPTokenizer.from_pretrained(ROOT / "demo/base_model/tokenizer")
+
+
+def texts_of_tokens(tokenizer, numbers):
+    """Texts of so many tokens, start and end included."""
+    texts = ["a " * (number - 2) for number in numbers]
+    assert [len(tokenizer(text).input_ids) for text in texts] == numbers
+    return [text.strip() for text in texts]
+
+
+def test_texts_that_are_too_long_are_named(tokenizer):
+    fits, long = texts_of_tokens(tokenizer, [77, 78])
+    captions = [Caption(1, fits, "b", "c"), Caption(3, "a", long, long), Caption(5, long, "b", "c")]
+    check_lengths(captions[:1], [(tokenizer, 77)], "--captions list.jsonl")
+    problem = f"is 78 tokens long, the model takes 77, start and end included: '{long[:40]}...'"
+    expected = f"line 3: edit {problem}; line 3: output {problem}; line 5: input {problem}"
+    for tokenizers in ([(tokenizer, 77)], [(tokenizer, 99), (tokenizer, 77)]):
+        error = error_of(check_lengths, captions, tokenizers, "--captions list.jsonl")
+        assert error == f"--captions list.jsonl has 3 problems: {expected}"
+
+
+def test_characters_never_promise_too_much(tokenizer):
+    """No text that is skipped without tokenizing is longer; words of one letter are the limit."""
+    texts = ["a " * 75, "ab " * 37, "x" * 75, "!" * 75, "1 2 3 " * 25, "é" * 40, "日本語" * 25]
+    texts += ["\x1f " * 75, "\0" * 75]
+    texts += [text + "a" for text in texts]
+    unsure = may_be_long(dict.fromkeys(texts), tokenizer, 77)
+    for text in texts:
+        assert text in unsure or len(tokenizer(text).input_ids) <= 77
+    assert {"a " * 75, "ab " * 37, "x" * 75} & {*unsure} == set()
+
+
+def test_tokens_of_embeddings_count_with_all_vectors():
+    tokenizer = CLIPTokenizer.from_pretrained(ROOT / "demo/base_model/tokenizer")
+    tokenizer.add_tokens(["<cat>", *(f"<cat>_{n}" for n in range(1, 90))])
+    caption = Caption(1, "a <cat>", "b", "c")
+    error = error_of(check_lengths, [caption], [(tokenizer, 77)], "--template")
+    assert "line 1: input is 93 tokens long" in error
+
+
+def test_words_are_compared_as_clip_reads_them(tokenizer):
+    for one, other in (("A  Cat\n", "a cat"), ("a cat", "a cats"), ("İ", "i̇")):
+        is_equal = tokenizer(one).input_ids == tokenizer(other).input_ids
+        assert (spelling_of([one]) == spelling_of([other])) == is_equal

@@ -1,0 +1,149 @@
+"""Which checkpoint a run starts from, and what a refused run is told."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+
+import flax_train_instruct_pix2pix as trainer
+from diffusers_flax.loading.directories import LORA_FILE
+from diffusers_flax.training.checkpoints import Checkpoints, check_goes_on, find_checkpoint
+
+
+def make_small_run(out, step, num_steps, final="model_index.json", components=("unet",)):
+    """The directory of a run with a checkpoint and, if final, a newer model."""
+    checkpoints = Checkpoints(out / "checkpoints")
+    run = {"identity": {"max_train_steps": num_steps, "seed": 3}}
+    checkpoints.save(step, {"x": np.zeros(1)}, run)
+    checkpoints.close()
+    os.utime(out / "checkpoints" / str(step), (10, 10))
+    for component in components:
+        (out / component).mkdir()
+    if final:
+        (out / final).touch()
+
+
+def find(out, num_steps, seed=3, **flags):
+    """The step at which a run of small_run's directory starts."""
+    config = trainer.Config("", "", output_dir=str(out), **flags)
+    checkpoints, step, _ = find_checkpoint(config, {"max_train_steps": num_steps, "seed": seed})
+    if checkpoints:
+        checkpoints.close()
+    return step
+
+
+def test_a_finished_run_is_replaced_only_if_it_cannot_go_on(tmp_path, capsys):
+    """With --overwrite_output_dir, which commands that are repeated often contain."""
+    make_small_run(tmp_path, 30, 30)
+    replaced = "starts again, replacing the finished run of 30 steps"
+    for num_steps, flags, start, line in (
+        (60, {}, 30, ""),
+        (60, {"seed": 4}, 0, f"{replaced} (seed was 3 and is 4)\n"),
+        (60, {"lr_scheduler": "cosine"}, 0, f"{replaced}\n"),
+        (30, {}, 0, f"{replaced}\n"),
+        (20, {}, 0, f"{replaced}\n"),
+    ):
+        assert find(tmp_path, num_steps, overwrite_output_dir=True, **flags) == start
+        assert capsys.readouterr().out == line
+    assert find(tmp_path, 60) == 30
+    (tmp_path / "model_index.json").unlink()  # killed before its model was written
+    assert find(tmp_path, 30, overwrite_output_dir=True) == 30
+
+
+def test_a_new_run_makes_the_handlers_of_checkpoints_before_it_compiles(tmp_path, monkeypatch):
+    """An orbax that they do not fit ends it at once, not at the first checkpoint."""
+    monkeypatch.setattr("orbax.checkpoint.type_handlers.NumpyHandler", lambda: None)
+    config = trainer.Config("", "", output_dir=str(tmp_path / "new"))
+    with pytest.raises(TypeError, match="deepcopy_host_arrays"):
+        find_checkpoint(config, {"max_train_steps": 1})
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_from_before_a_flag_has_its_default(tmp_path):
+    make_small_run(tmp_path, 20, 30, final="", components=())
+    config = trainer.Config("", "", output_dir=str(tmp_path))
+    identity = {"max_train_steps": 30, "seed": 3}
+    flags = {"mask_loss_weight": 1.0, "train_data_weights": (), "mask_column": ""}
+    checkpoints, step, _ = find_checkpoint(config, identity | flags)
+    checkpoints.close()
+    assert step == 20
+    with pytest.raises(ValueError, match=r"another run: mask_loss_weight was 1\.0 and is 3\.0"):
+        find_checkpoint(config, identity | flags | {"mask_loss_weight": 3.0})
+
+
+def test_a_run_without_its_last_checkpoint_is_not_started_again(tmp_path):
+    """The model may be older than the run; a copy of the directory does not keep its time."""
+    make_small_run(tmp_path, 20, 30)
+    for num_steps in (30, 60):
+        assert find(tmp_path, num_steps, overwrite_output_dir=True) == 20
+
+
+FURTHER = "--unet_model_name_or_path OUT/unet"
+DECAYED = "--lr_scheduler cosine has lowered the learning rate for 30 steps; "
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize(
+    ("run", "num_steps", "flags", "advice"),
+    [
+        ({}, 30, {}, "contains a model; .*; its run had 30 steps, give more to train it longer"),
+        # more would be refused
+        ({}, 30, {"lr_scheduler": "cosine"}, f"longer, as {DECAYED}another run .* with {FURTHER}$"),
+        (
+            {},
+            60,
+            {"lr_scheduler": "cosine"},
+            f"{DECAYED}start another run from its UNet: {FURTHER} --max_train_steps 30 and another",
+        ),
+        (
+            {"step": 20, "final": "", "components": ()},
+            60,
+            {"lr_scheduler": "cosine"},
+            f"{DECAYED}finish the run with 30 steps, then start another one from its UNet with",
+        ),
+        (
+            {"step": 20, "final": "", "components": ()},
+            25,
+            {"lr_scheduler": "cosine"},
+            f"{DECAYED}name another --output_dir to train for 25 steps from the start",
+        ),
+        ({"step": 20, "final": ""}, 10, {}, "its checkpoint has done 20; give 20 or more, name"),
+        # no run starts from a LoRA
+        (
+            {"final": LORA_FILE, "components": ()},
+            60,
+            {"lr_scheduler": "cosine", "lora_rank": 4},
+            f"{DECAYED}name another --output_dir to train for 60 steps from the start",
+        ),
+        (
+            {"final": LORA_FILE, "components": ()},
+            30,
+            {"lr_scheduler": "cosine", "lora_rank": 4},
+            f"longer, as {DECAYED[:-2]}$",
+        ),
+    ],
+)
+def test_a_refused_length_comes_with_what_to_do(tmp_path, run, num_steps, flags, advice):
+    """The same before the models are loaded and after."""
+    make_small_run(tmp_path, **{"step": 30, "num_steps": 30} | run)
+    with pytest.raises(ValueError) as refusal:
+        find(tmp_path, num_steps, **flags)
+    message = str(refusal.value).replace(str(tmp_path), "OUT")
+    assert re.search(advice, message), message
+    if run.get("final") != "" and num_steps == 30:
+        config = trainer.Config("", "", output_dir=str(tmp_path), **flags)
+        with pytest.raises(ValueError) as before:
+            check_goes_on(config, num_steps)
+        assert str(before.value) == str(refusal.value)
+
+
+@pytest.mark.parametrize("decayed", [False, True])
+def test_a_cosine_within_its_warm_up_goes_on(tmp_path, decayed):
+    make_small_run(tmp_path, 10, 30, final="")
+    flags = dict(lr_scheduler="cosine", lr_warmup_steps=9 if decayed else 10)
+    if decayed:
+        with pytest.raises(ValueError, match="has lowered the learning rate"):
+            find(tmp_path, 40, **flags)
+    else:
+        assert find(tmp_path, 40, **flags) == find(tmp_path, 20, **flags) == 10

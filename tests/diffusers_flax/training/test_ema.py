@@ -1,0 +1,270 @@
+"""Averages of the weights against closed forms, brute force and diffusers."""
+
+import math
+import re
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers.training_utils import EMAModel
+
+import flax_train_instruct_pix2pix as trainer
+from diffusers_flax.training.ema import (
+    SIGMA_RELS,
+    ema_flags,
+    ema_plan,
+    ema_start,
+    ema_update,
+    explain_no_average,
+    posthoc_error,
+    posthoc_weights,
+    power_decay,
+    profile_products,
+    sigma_rel_to_gamma,
+    warmup_decay,
+    window_decay,
+)
+
+# Decays
+
+
+def weights_of_steps(decays):
+    """The weight of each step's parameters in an average with these decays, by ema_update."""
+    steps = np.eye(len(decays), dtype=np.float32)
+    ema = ema_start({"w": jnp.full(len(decays), 7, jnp.float32)})  # forgotten: the first decay is 0
+    for step, decay in zip(steps, decays):
+        ema = ema_update(ema, {"w": jnp.asarray(step)}, decay)
+    return np.asarray(ema["w"])
+
+
+@pytest.mark.parametrize("gamma", [0.5, 6.94, 16.97])
+def test_power_decay_gives_each_step_its_share_of_the_profile(gamma):
+    num_steps = 50
+    edges = (np.arange(num_steps + 1) / num_steps) ** (gamma + 1)
+    weights = weights_of_steps([power_decay(n, gamma) for n in range(1, num_steps + 1)])
+    np.testing.assert_allclose(weights, np.diff(edges), rtol=1e-4, atol=1e-7)
+
+
+def test_ema_start_is_a_copy():
+    params = {"w": jnp.arange(3.0)}
+    ema = ema_start(params)
+    np.testing.assert_array_equal(ema["w"], params["w"])
+    params["w"].delete()
+    assert not ema["w"].is_deleted()
+
+
+def test_warmup_decay_is_that_of_diffusers():
+    for decay in (0.5, 0.999):
+        reference = EMAModel([torch.nn.Parameter(torch.zeros(1))], decay=decay)
+        for n in (1, 2, 3, 10, 1000, 9000, 100000):
+            assert warmup_decay(n, decay) == pytest.approx(reference.get_decay(n))
+
+
+def test_window_decay_leaves_the_start_as_little_as_mosaicml_does():
+    assert window_decay(50_000) == pytest.approx(0.9999)
+    for window in (100, 10_000):
+        assert window_decay(window) ** window == pytest.approx(math.exp(-5), rel=0.2)
+    assert window_decay(5) == window_decay(2) == 0
+
+
+def test_the_plan_of_power_averages():
+    plan = ema_plan("power", 100, every=2)
+    assert plan.first_step == 0
+    assert [plan.update_of(step) for step in range(6)] == [0, 0, 1, 0, 2, 0]
+    assert [plan.last_update_step(step) for step in range(2, 6)] == [2, 2, 4, 4]
+    assert plan.decays(1) == [0, 0]
+    for n in (2, 50):
+        expected = [power_decay(n, sigma_rel_to_gamma(sigma_rel)) for sigma_rel in SIGMA_RELS]
+        assert plan.decays(n) == expected
+    assert plan.decays(50)[0] < plan.decays(50)[1]  # the shorter average forgets faster
+
+
+# Profiles
+
+
+def sampled_profile(t, gamma, end=1.0, num=200_000):
+    """(x, p(x)) of an average's profile at midpoints of (0, end]."""
+    x = (np.arange(num) + 0.5) * end / num
+    return x, np.where(x <= t, (gamma + 1) * (x / t) ** gamma / t, 0)
+
+
+@pytest.mark.parametrize("sigma_rel", [0.005, 0.05, 0.1, 0.2, 0.279])
+def test_sigma_rel_is_the_profiles_standard_deviation(sigma_rel):
+    gamma = sigma_rel_to_gamma(sigma_rel)
+    assert gamma > 0
+    x, p = sampled_profile(1.0, gamma)
+    mean = np.mean(x * p)
+    assert math.sqrt(np.mean((x - mean) ** 2 * p)) == pytest.approx(sigma_rel, rel=1e-3)
+
+
+def test_profile_products_are_the_integrals():
+    times, gammas = np.array([0.25, 0.5, 1.0, 1.0]), np.array([6.9, 17.0, 0.4, 17.0])
+    products = profile_products(times[:, None], gammas[:, None], times, gammas)
+    profiles = np.stack([sampled_profile(t, gamma)[1] for t, gamma in zip(times, gammas)])
+    np.testing.assert_allclose(products, profiles @ profiles.T / profiles.shape[1], rtol=1e-3)
+    # In steps of any length: large numbers do not overflow.
+    longer = profile_products(3e6 * times[:, None], gammas[:, None], 3e6 * times, gammas)
+    np.testing.assert_allclose(3e6 * longer, products)
+
+
+@pytest.mark.parametrize("sigma_rel", [0.03, 0.08, 0.2])
+def test_posthoc_weights_are_the_least_squares_of_sampled_profiles(sigma_rel):
+    times = np.repeat([20, 40, 60, 80, 100], 2)
+    gammas = np.tile([sigma_rel_to_gamma(s) for s in SIGMA_RELS], 5)
+    target = sigma_rel_to_gamma(sigma_rel)
+    columns = [sampled_profile(t, g, 100, 50_000)[1] for t, g in zip(times, gammas)]
+    wanted = sampled_profile(100, target, 100, 50_000)[1]
+    expected, (squares,), *_ = np.linalg.lstsq(np.stack(columns, 1), wanted, rcond=None)
+    weights = posthoc_weights(times, gammas, 100, target)
+    np.testing.assert_allclose(weights, expected, rtol=5e-3, atol=5e-3)
+    error = posthoc_error(times, gammas, weights, 100, target)
+    assert error == pytest.approx(math.sqrt(squares / np.sum(wanted**2)), rel=1e-2)
+
+
+def test_a_tracked_average_is_its_own_snapshot():
+    times = np.repeat([20, 40, 60], 2)
+    gammas = np.tile([sigma_rel_to_gamma(s) for s in SIGMA_RELS], 3)
+    weights = posthoc_weights(times, gammas, 60, gammas[0])
+    np.testing.assert_allclose(weights, [0, 0, 0, 0, 1, 0], atol=1e-9)
+    assert posthoc_error(times, gammas, weights, 60, gammas[0]) < 1e-6
+    assert posthoc_error(times, gammas, np.zeros(6), 60, gammas[0]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("sigma_rel", [0.0, -0.1, 0.28, 0.5, math.nan])
+def test_a_length_that_no_exponent_has(sigma_rel):
+    with pytest.raises(ValueError, match=rf"sigma_rel={sigma_rel} must be above 0 and below 0.28"):
+        sigma_rel_to_gamma(sigma_rel)
+
+
+# The average of the weights
+
+
+def test_ema_plan():
+    def plan(ema="late", steps=1000, fraction=0.036, start=None, decay=None, **options):
+        average = ema_plan(ema, steps, fraction, start, decay, **options)
+        return average.first_step, *average.decays(1000)
+
+    assert plan() == (964, pytest.approx(1 - 5 / 36))
+    assert plan(steps=15000) == (14460, pytest.approx(1 - 5 / 540))
+    # The rule reproduces MosaicML's published decay.
+    assert plan(steps=1_400_000, fraction=50 / 1400) == (1_350_000, pytest.approx(0.9999))
+    assert plan(start=400) == (400, pytest.approx(1 - 5 / 600))
+    assert plan(start=0, decay=0.0) == (0, 0.0)
+    assert plan("full", fraction=0.5) == (0, pytest.approx(0.995))
+    assert plan("full", decay=0.9) == (0, 0.9)
+    assert plan("full", decay=0.9, every=3) == (0, pytest.approx(0.729))
+    assert plan("none", fraction=-1) == (None,)
+    assert plan("power") == (
+        0,
+        pytest.approx((1 - 1e-3) ** 17.97, abs=1e-4),
+        pytest.approx((1 - 1e-3) ** 7.94, abs=1e-4),
+    )
+    # A window of five steps or fewer would be the last step alone.
+    assert plan(steps=30) == plan("full", steps=5) == plan(start=995) == (None,)
+    assert plan(start=994) == (994, pytest.approx(1 / 6))
+    # With a decay of the user's, there is always a step to average.
+    assert plan(steps=10, decay=0.5) == plan(steps=10, fraction=1e-9, decay=0.5) == (9, 0.5)
+    assert plan(fraction=1.0) == (0, pytest.approx(0.995))
+
+    average = ema_plan("late", 20, start_step=10, every=3)
+    assert [step for step in range(21) if average.update_of(step)] == [13, 16, 19]
+    assert [average.update_of(step) for step in (12, 13, 16)] == [0, 1, 2]
+    assert not any(map(ema_plan("none", 20).update_of, range(21)))
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("num_steps", [2, 5, 6, 7, 30, 41, 100, 152, 1000])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ema_fraction": 1e-3}, {"ema": "full"}, {"ema_start_step": 1}, {"ema_start_step": "END"}],
+)
+def test_without_average_the_named_flag_gives_one(options, num_steps):
+    """With the flag there is an average, over 6 steps or, of a fraction, little more."""
+    if options.get("ema_start_step") == "END":
+        options = {"ema_start_step": num_steps - 1}
+    config = trainer.Config("", "", **options)
+    if ema_plan(*ema_flags(config, num_steps)).first_step is not None:
+        return
+    message = explain_no_average(config, num_steps)
+    assert message.startswith("no average of the weights: ") and "an average needs 6; " in message
+    _, remedy = message.split("; ")
+    if num_steps < 6 or config.ema == "full":
+        assert remedy == "give more steps, or an --ema_decay"
+        return
+    name, value = re.fullmatch(r"give --(\w+) ([\d.]+)( or less)?", remedy).group(1, 2)
+    assert name in options or (name == "ema_fraction" and not options)
+    value = float(value) if name == "ema_fraction" else int(value)
+    plan = ema_plan(*ema_flags(replace(config, **{name: value}), num_steps))
+    assert 6 <= num_steps - plan.first_step <= max(7, 0.015 * num_steps)
+
+
+@pytest.mark.parametrize(
+    ("options", "window"),
+    [
+        ({}, "the last 3.6% of 30 steps are 1 step"),
+        ({"ema_fraction": 0.1}, "the last 10% of 30 steps are 3 steps"),
+        ({"ema_start_step": 27}, "from --ema_start_step 27 on the run has 3 steps"),
+    ],
+)
+def test_without_average_the_window_is_named(options, window):
+    message = explain_no_average(trainer.Config("", "", **options), 30)
+    assert message.startswith(f"no average of the weights: {window}, an average needs 6; give --")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_same"),
+    [
+        (dict(ema="full", decay=0.999), True),
+        (dict(ema="full", decay=0.999, every=7, warmup=True), True),
+        (dict(ema="late", start_step=14000, decay=0.999), True),
+        (dict(ema="power"), True),
+        (dict(ema="late", fraction=0.01), True),  # the longer run's starts after the checkpoint
+        (dict(ema="late", decay=0.999), False),
+        (dict(ema="late", start_step=14000), False),
+        (dict(ema="full"), False),
+    ],
+)
+def test_a_longer_run_has_the_average_of_its_whole_length(options, is_same):
+    """As docs/runs.md says: of 15000 steps, then 15300. The weight after step s is s."""
+    before, after = (ema_plan(max_train_steps=n, **options) for n in (15000, 15300))
+
+    def average(first_step, plans):
+        value = first_step
+        for step in range(first_step + 1, 15301):
+            plan = plans(step)._replace(first_step=first_step)
+            if num_updates := plan.update_of(step):
+                decay = plan.decays(num_updates)[0]
+                value = decay * value + (1 - decay) * step
+        return value
+
+    whole = average(after.first_step, lambda step: after)
+    goes_on = after.first_step < 15000
+    continued = whole
+    if goes_on:
+        continued = average(before.first_step, lambda step: before if step <= 15000 else after)
+    assert (continued == whole) == is_same
+    if not options.get("every") and after.decays(1) == after.decays(2):
+        decay, window = after.decays(1)[0], 15300 - after.first_step
+        expected = 15300 - decay * (1 - decay**window) / (1 - decay)
+        assert whole == pytest.approx(expected, rel=1e-9)
+
+
+def test_ema_is_the_closed_form_and_diffusers():
+    rng = np.random.default_rng(0)
+    decay, num_steps = 0.9, 40
+    steps = rng.standard_normal((num_steps + 1, 5), np.float32)
+    ema = ema_start({"w": jnp.asarray(steps[0])})
+    parameter = torch.nn.Parameter(torch.tensor(steps[0]))
+    # With both ends equal its decay is constant, after a first call that only copies.
+    reference = EMAModel([parameter], decay=decay, min_decay=decay)
+    reference.step([parameter])
+    for w in steps[1:]:
+        ema = ema_update(ema, {"w": jnp.asarray(w)}, decay)
+        parameter.data = torch.tensor(w)
+        reference.step([parameter])
+    age = np.arange(num_steps)[::-1]
+    expected = decay**num_steps * steps[0] + ((1 - decay) * decay**age) @ steps[1:]
+    np.testing.assert_allclose(ema["w"], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ema["w"], reference.shadow_params[0].numpy(), rtol=1e-5, atol=1e-6)

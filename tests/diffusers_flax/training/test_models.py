@@ -1,0 +1,284 @@
+"""Models of a run: text against PyTorch, models that do not fit together."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+from helpers import edit_json
+from shards import write_random_shard
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+from trainer_runs import SIZE, config_of, run_badly, run_trainer
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
+from diffusers_flax.models.vae import FlaxAutoencoderKL
+from diffusers_flax.training import models as training_models
+from diffusers_flax.training.models import encode_text
+
+pytestmark = pytest.mark.usefixtures("lenient_optimizer")
+
+
+@pytest.fixture(scope="module")
+def unet_of(tmp_path_factory):
+    """UNet directories that do not fit the model: name -> directory."""
+    folder = tmp_path_factory.mktemp("unets")
+    make_tiny_pipeline(folder / "narrow", in_channels=4, **SIZE)
+    wider = {"cross_attention_dim": 40}
+    config = json.loads((folder / "narrow" / "unet" / "config.json").read_text())
+    torch_unet = UNet2DConditionModel.from_config(config | wider | {"in_channels": 8})
+    torch_unet.save_pretrained(folder / "other" / "unet")
+    return {name: str(folder / name / "unet") for name in ("narrow", "other")}
+
+
+def without(path):
+    return lambda: shutil.rmtree(path)
+
+
+def damaged(file, content=b""):
+    return lambda: Path(file).write_bytes(content)
+
+
+def changed(file, **values):
+    return lambda: edit_json(Path(file), **values)
+
+
+def columns_named(*names):
+    return lambda: write_random_shard("data/a.parquet", 2, names=names)
+
+
+NOWHERE = "nowhere/model"
+BAD_FOLDERS = [
+    ({"unet_model_name_or_path": NOWHERE}, None, f"no config.json in {NOWHERE}"),
+    (
+        {"unet_model_name_or_path": "model"},
+        None,
+        "--unet_model_name_or_path model is a pipeline; give the output of create_modified_unet.py",
+    ),
+    (
+        {"unet_model_name_or_path": "model"},
+        lambda: Path("model/config.json").write_text('{"push_to_hub": false}'),  # of a trained one
+        "--unet_model_name_or_path model is a pipeline; give the output of create_modified_unet.py",
+    ),
+    ({"unet_model_name_or_path": "model/vae"}, None, "is the config of AutoencoderKL"),
+    ({"unet_model_name_or_path": "narrow"}, None, "create_modified_unet.py"),
+    (
+        {"unet_model_name_or_path": "other"},
+        None,
+        "has cross_attention_dim 40, but the text of",
+    ),
+    ({"pretrained_model_name_or_path": NOWHERE}, None, f"{NOWHERE} has no model_index.json"),
+    ({}, without("model/vae"), "no config.json in model/vae"),
+    ({}, without("model/text_encoder"), "no config.json in model/text_encoder"),
+    ({}, without("model/scheduler"), "no scheduler_config.json in"),
+    ({}, without("model/tokenizer"), "the tokenizer of model"),
+    ({}, damaged("model/tokenizer/vocab.json", b"{"), "the tokenizer of model"),
+    ({}, damaged("model/unet/diffusion_pytorch_model.safetensors"), "diffusion_pytorch_model"),
+    (
+        {},
+        changed("model/scheduler/scheduler_config.json", _class_name="UnknownScheduler"),
+        "_class_name=UnknownScheduler, which is not supported",
+    ),
+    (
+        {},
+        changed("model/scheduler/scheduler_config.json", prediction_type="sample"),
+        "has prediction_type sample",
+    ),
+    ({"resolution": 17}, None, "--resolution 17 is not a multiple of 2; try 16 or 18"),
+    ({"resolution": 1}, None, "--resolution 1 is too small: this model's VAE and UNet reduce"),
+    ({"dataloader_num_workers": -1}, None, "workers -1 must be at least 0"),
+    ({"train_data_dir": (NOWHERE,)}, None, f"--train_data_dir {NOWHERE} is not a dir"),
+    ({"train_data_dir": ("model",)}, None, "--train_data_dir model contains no *.parquet file"),
+    (
+        {"original_image_column": "a"},
+        columns_named("a", "b", "c"),
+        "a.parquet has no column that is known to have the edited image and the instruction; it "
+        "has a, b, c: choose with --edited_image_column and --edit_prompt_column\n",
+    ),
+    ({"edit_prompt_column": "caption"}, None, "a.parquet has no column caption"),
+    ({}, damaged("data/b.parquet"), "1 of 2 shards in data cannot be read as parquet: b.parquet"),
+    (
+        {"unet_model_name_or_path": "xl/unet"},
+        lambda: make_tiny_xl("xl"),
+        "but the UNet in xl/unet is SDXL; take both from",
+    ),
+    ({"train_batch_size": 20}, None, "use at most 16 pairs per process"),
+    (
+        {"ema": "power", "ema_snapshot_steps": 100},
+        None,
+        "--ema_snapshot_steps 100 is more than the run's 5 steps",
+    ),
+]
+
+
+@pytest.fixture
+def copies(model, data, tmp_path, monkeypatch):
+    """Copies of model and data, to spoil, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "model")
+    shutil.copytree(data, "data")
+
+
+@pytest.mark.variants
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize(("flags", "spoil", "message"), BAD_FOLDERS)
+def test_bad_folders_are_one_line(unet_of, monkeypatch, capsys, flags, spoil, message):
+    if spoil is not None:
+        spoil()
+    if (name := flags.get("unet_model_name_or_path")) in unet_of:
+        flags = flags | {"unet_model_name_or_path": unet_of[name]}
+    config = config_of("model", "data", "out", **flags)
+    assert message in run_badly(config, monkeypatch, capsys)
+
+
+def test_sdxl_text_equals_pytorch(tmp_path):
+    """Penultimate states of both encoders, side by side, and the projected end of text."""
+    folder = make_tiny_xl(tmp_path / "xl")
+    ids = np.random.default_rng(0).integers(0, 500, (2, 2, 77)).astype(np.int32)
+    encoders, params, expected = [], [], []
+    for i, (ours, theirs) in enumerate(
+        (
+            (FlaxCLIPTextModel, CLIPTextModel),
+            (FlaxCLIPTextModelWithProjection, CLIPTextModelWithProjection),
+        )
+    ):
+        subfolder = f"text_encoder{'_2' if i else ''}"
+        encoder, its_params = ours.from_pretrained(folder, subfolder=subfolder, _do_init=False)
+        encoders.append(encoder)
+        params.append(its_params)
+        theirs = theirs.from_pretrained(folder, subfolder=subfolder)
+        with torch.no_grad():
+            expected.append(theirs(torch.from_numpy(ids[:, i]).long(), output_hidden_states=True))
+    time_ids = np.ones((2, 6), np.float32)
+    text = encode_text(tuple(encoders), tuple(params), ids, time_ids)
+    states = torch.cat([output.hidden_states[-2] for output in expected], -1)
+    np.testing.assert_allclose(text["states"], states.numpy(), atol=1e-5)
+    np.testing.assert_allclose(text["pooled"], expected[1].text_embeds.numpy(), atol=1e-5)
+    assert text["time_ids"] is time_ids
+
+
+@pytest.fixture(scope="module")
+def xl(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "xl"
+    return make_tiny_xl(folder, edits=True, prediction_type="v_prediction")
+
+
+def sd_unet(tmp_path):
+    return {"unet_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd") / "unet")}
+
+
+def sd_vae(tmp_path):
+    return {"pretrained_vae_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd") / "vae")}
+
+
+def refiner(tmp_path):
+    return {"pretrained_model_name_or_path": str(make_tiny_xl(tmp_path / "r", refiner=True))}
+
+
+def no_second_encoder(tmp_path):
+    folder = make_tiny_xl(tmp_path / "half")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["text_encoder_2"] = [None, None]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return {"pretrained_model_name_or_path": str(folder)}
+
+
+def no_second_directory(tmp_path):
+    folder = make_tiny_xl(tmp_path / "half")
+    shutil.rmtree(folder / "text_encoder_2")
+    return {"pretrained_model_name_or_path": str(folder)}
+
+
+def unknown_scheduler(tmp_path):
+    folder = make_tiny_xl(tmp_path / "scheduler")
+    edit_json(folder / "scheduler" / "scheduler_config.json", _class_name="UnknownScheduler")
+    return {"pretrained_model_name_or_path": str(folder)}
+
+
+def xl_vae(tmp_path):
+    sd = make_tiny_pipeline(tmp_path / "sd")
+    return {
+        "pretrained_model_name_or_path": str(sd),
+        "unet_model_name_or_path": str(sd / "unet"),
+        "pretrained_vae_model_name_or_path": str(make_tiny_xl(tmp_path / "xl") / "vae"),
+    }
+
+
+def cached(change):
+    """The same with --cache_latents; nothing is encoded before the models are checked."""
+
+    def with_latents(tmp_path):
+        latents = {"cache_latents": str(tmp_path / "latents"), "random_crop": False}
+        return change(tmp_path) | latents | {"random_flip": False}
+
+    return with_latents
+
+
+def odd_resolution(tmp_path):
+    return {"resolution": 12}
+
+
+def sd_pipeline(tmp_path):
+    return {"pretrained_model_name_or_path": str(make_tiny_pipeline(tmp_path / "sd"))}
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (sd_unet, "is SDXL, but the UNet in "),
+        (sd_pipeline, "is Stable Diffusion 1 or 2, but the UNet in "),
+        (sd_vae, "has scaling_factor 0.18215, so it is Stable Diffusion's; SDXL needs its own"),
+        (refiner, "is SDXL's refiner, which lacks the first text encoder; give the base model"),
+        (no_second_encoder, "is SDXL without text_encoder_2; copy or download it again"),
+        (no_second_directory, "no config.json in "),
+        (xl_vae, "has scaling_factor 0.13025, so it is SDXL's; Stable Diffusion needs its own"),
+        (cached(sd_vae), "so it is Stable Diffusion's; SDXL needs its own"),
+        (cached(unknown_scheduler), "_class_name=UnknownScheduler, which is not supported"),
+        (cached(odd_resolution), "--resolution 12 is not a multiple of 8; try 8 or 16"),
+        (
+            lambda path: {"resolution": 4},
+            "--resolution 4 is too small: this model's VAE and UNet reduce sides to 1/8, which "
+            "takes 8 pixels or more; its UNet was made for 64",
+        ),
+        (odd_resolution, "--resolution 12 is not a multiple of 8; try 8 or 16"),
+    ],
+)
+def test_models_that_do_not_fit_are_one_line(
+    xl, data, tmp_path, monkeypatch, capsys, change, message
+):
+    config = dataclasses.replace(config_of(xl, data, tmp_path / "out"), **change(tmp_path))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run_trainer(config, monkeypatch)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ") and message in error
+    assert not Path(config.output_dir, "config.json").exists()
+    assert not (tmp_path / "latents").exists()
+
+
+def test_the_vae_computes_in_float32(xl):
+    config = config_of(xl, "unused", "unused", mixed_precision="bf16")
+    models, *_ = training_models.load_models(config, jnp.bfloat16)
+    assert models.vae.dtype == jnp.float32 and models.unet.dtype == jnp.bfloat16
+
+
+def test_another_vae_replaces_the_models_own(xl, tmp_path):
+    """One that computes in half precision, as its config says."""
+    vae = tmp_path / "vae"
+    shutil.copytree(make_tiny_xl(tmp_path / "other", seed=1) / "vae", vae)
+    content = json.loads((vae / "config.json").read_text()) | {"force_upcast": False}
+    (vae / "config.json").write_text(json.dumps(content))
+    options = dict(mixed_precision="bf16", pretrained_vae_model_name_or_path=str(vae))
+    config = config_of(xl, "unused", "unused", **options)
+    models, pipeline, frozen, _ = training_models.load_models(config, jnp.bfloat16)
+    assert models.vae.dtype == jnp.bfloat16 and pipeline.vae is models.vae
+    _, expected = FlaxAutoencoderKL.from_pretrained(vae)
+    jax.tree.map(np.testing.assert_array_equal, frozen["vae"], expected)

@@ -1,0 +1,227 @@
+"""Programs whose models are single files: widening, training, editing."""
+
+import json
+import re
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionInstructPix2PixPipeline
+from helpers import photo, psnr, random_inputs
+from original_layout import (
+    add_averages,
+    original_layout,
+    read_component,
+    vae_layout,
+    write_single_file,
+)
+from PIL import Image
+from shards import write_random_shard
+from tiny_models import make_tiny_pipeline, make_tiny_xl
+from trainer_runs import config_of
+
+import cache_latents
+import compile_for
+import create_modified_unet
+import distill_lcm
+import edit_cli
+import flax_train_instruct_pix2pix as trainer
+import sdxl_single
+from diffusers_flax.generating.single_files import with_single_files
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lenient_optimizer")
+def test_programs(tmp_path, capsys):
+    """A text-to-image file is widened, trained from, and the result edits, as does a file of it."""
+    folder = make_tiny_pipeline(
+        tmp_path / "configs", in_channels=4, vae_channels=(16, 32), unet_channels=(16,)
+    )
+    file = write_single_file(tmp_path / "model.ckpt", add_averages(original_layout(folder), 0.01))
+    flags = ["--pretrained_model_name_or_path", str(file), "--config_name_or_path", str(folder)]
+    create_modified_unet.main([*flags, "--output_dir", str(tmp_path / "wide"), "--use_ema_weights"])
+    wide = FlaxUNet2DConditionModel.from_pretrained(tmp_path / "wide")[1]
+    narrow = FlaxUNet2DConditionModel.from_single_file(file, folder, use_ema_weights=True)[1]
+    kernel = np.asarray(wide["conv_in"]["kernel"])
+    assert (kernel[:, :, :4] == narrow["conv_in"]["kernel"]).all()
+
+    (tmp_path / "data").mkdir()
+    write_random_shard(tmp_path / "data" / "0.parquet", 16)
+    outputs = []
+    for name, source in (("from_file", str(file)), ("from_directory", str(folder))):
+        config = config_of(
+            source,
+            tmp_path / "data",
+            tmp_path / name,
+            max_train_steps=2,
+            lr_warmup_steps=0,
+            config_name_or_path=str(folder) if source == str(file) else None,
+        )
+        trainer.train(replace(config, unet_model_name_or_path=str(tmp_path / "wide")))
+        outputs.append(FlaxDiffusionPipeline.from_pretrained(tmp_path / name)[1])
+        saved = json.loads((tmp_path / name / "config.json").read_text())
+        assert saved["pretrained_model_name_or_path"] == source
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), *outputs))
+
+    trained = write_single_file(
+        tmp_path / "edit.safetensors", original_layout(tmp_path / "from_file")
+    )
+    photo(32, 32).save(tmp_path / "in.png")
+    results = []
+    for model in (["from_file"], [str(trained), "--config_name_or_path", str(folder)]):
+        model[0] = str(tmp_path / model[0])
+        flags = ["--input", str(tmp_path / "in.png"), "--edit", "make it red", "--resolution", "32"]
+        flags += ["--num_inference_steps", "2", "--output", str(tmp_path / "out.png")]
+        edit_cli.main(["--model", *model, *flags, "--compilation_cache_dir", ""])
+        results.append(np.asarray(Image.open(tmp_path / "out.png")))
+    np.testing.assert_array_equal(*results)
+    with pytest.raises(SystemExit):
+        edit_cli.main(["--model", str(file), *flags, "--config_name_or_path", str(folder)])
+    assert "is a StableDiffusionPipeline, not an InstructPix2Pix model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lenient_optimizer")
+def test_the_lora_of_a_single_file_opens_as_its_card_says(tmp_path):
+    """PyTorch's image equals the image of the pipeline that --merge_lora writes."""
+    folder = make_tiny_pipeline(
+        tmp_path / "configs", in_channels=4, vae_channels=(16, 32), unet_channels=(16,)
+    )
+    file = write_single_file(tmp_path / "model.safetensors", original_layout(folder))
+    names = {"config_name_or_path": str(folder), "pretrained_model_name_or_path": str(file)}
+    flags = [word for name, value in names.items() for word in (f"--{name}", value)]
+    create_modified_unet.main([*flags, "--output_dir", str(tmp_path / "wide")])
+    (tmp_path / "data").mkdir()
+    write_random_shard(tmp_path / "data" / "0.parquet", 16)
+    options = dict(lora_rank=2, max_train_steps=2, lr_warmup_steps=0, **names)
+    config = config_of(file, tmp_path / "data", tmp_path / "lora", **options)
+    config = replace(config, unet_model_name_or_path=str(tmp_path / "wide"))
+    trainer.train(config)
+    trainer.train(replace(config, output_dir=str(tmp_path / "merged"), merge_lora=True))
+    card = (tmp_path / "lora" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)pipeline\.to\(", card, re.DOTALL)
+    namespace = {}
+    exec(code.replace("float16", "float32"), namespace)
+    images, latents = random_inputs(1, 40, 24, 2)
+    merged = StableDiffusionInstructPix2PixPipeline.from_pretrained(tmp_path / "merged")
+    options = dict(num_inference_steps=4, guidance_scale=3.0, image_guidance_scale=1.5)
+    found = [
+        pipeline(
+            "red",
+            image=torch.tensor(images).permute(0, 3, 1, 2),
+            latents=torch.tensor(latents),
+            output_type="np",
+            **options,
+        ).images
+        for pipeline in (namespace["pipeline"], merged)
+    ]
+    assert psnr(*found) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lenient_optimizer")
+def test_latents_distillation_and_compilation(tmp_path):
+    """cache_latents.py with the file of a VAE, distill_lcm.py and compile_for.py with a model's."""
+    folder = make_tiny_pipeline(tmp_path / "configs", vae_channels=(16, 32), unet_channels=(16,))
+    file = write_single_file(tmp_path / "model.safetensors", original_layout(folder))
+    state, config = read_component(folder, "vae")
+    vae = vae_layout(state, len(config["block_out_channels"]))
+    vae = write_single_file(tmp_path / "vae.ckpt", vae)
+    (tmp_path / "data").mkdir()
+    write_random_shard(tmp_path / "data" / "0.parquet", 16)
+    flags = f"--train_data_dir {tmp_path}/data --resolution 16".split()
+    model = f"--pretrained_model_name_or_path {file} --config_name_or_path {folder}".split()
+    cached = []
+    for name, source in (
+        ("a", ["--pretrained_model_name_or_path", str(folder)]),
+        ("b", model),
+        ("c", [*model, "--pretrained_vae_model_name_or_path", str(vae)]),
+    ):
+        cache_latents.main([*flags, *source, "--output_dir", str(tmp_path / name)])
+        cached.append((tmp_path / name / "0.parquet").read_bytes())
+    assert cached[0] == cached[1] == cached[2]
+
+    flags += ["--max_train_steps", "1", "--train_batch_size", "4", "--lora_rank", "2"]
+    flags += ["--output_dir", f"{tmp_path}/lora", "--compilation_cache_dir", ""]
+    distill_lcm.main([*flags, *model])
+    assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").exists()
+    assert ".from_single_file(" in (tmp_path / "lora" / "README.md").read_text()
+
+    config = compile_for.EditProgramFlags(
+        tpu="v5e-1", pretrained_model_name_or_path=str(file), config_name_or_path=str(folder)
+    )
+    config = with_single_files(config, "pretrained_model_name_or_path")
+    assert compile_for.make_program(config, jax.devices()[:1]).batch_per_chip == 1
+
+
+@pytest.mark.slow
+def test_images_of_sdxl(tmp_path):
+    """A file, and a directory with the UNet of a file, make the directory's images."""
+    folder = make_tiny_xl(tmp_path / "model")
+    file = write_single_file(tmp_path / "model.safetensors", original_layout(folder))
+    unet = write_single_file(tmp_path / "unet.safetensors", original_layout(folder, ["unet"]))
+    half = {name: x.half() for name, x in read_component(folder, "unet")[0].items()}
+    converted = write_single_file(tmp_path / "diffusers.safetensors", half)
+    results = []
+    for name, flags in (
+        ("a", [str(folder)]),
+        ("b", [str(file), "--config_name_or_path", str(folder)]),
+        ("c", [str(folder), "--unet", str(unet)]),
+        ("d", [str(folder), "--unet", str(converted)]),
+    ):
+        output = tmp_path / f"{name}.png"
+        options = f"--output {output} --num_images 1 --num_inference_steps 2 --prompt red".split()
+        options += ["--compilation_cache_dir", ""]
+        sdxl_single.main(["--pretrained_model_name_or_path", *flags, *options])
+        results.append(np.asarray(Image.open(output)).astype(int))
+    assert (results[0] == results[1]).all() and (results[0] == results[2]).all()
+    assert abs(results[0] - results[3]).max() <= 3
+
+
+@pytest.mark.slow
+def test_flags_without_effect(tmp_path, capsys):
+    folder = make_tiny_pipeline(tmp_path / "model", in_channels=4)
+    file = write_single_file(tmp_path / "model.safetensors", original_layout(folder))
+    given = ["--output_dir", str(tmp_path / "out"), "--pretrained_model_name_or_path"]
+    for flags, message in (
+        ([str(folder), "--config_name_or_path", str(folder)], "goes with a model that is one file"),
+        ([str(folder), "--use_ema_weights"], "--use_ema_weights goes with a UNet in one file"),
+        (
+            [str(file), "--variant", "fp16", "--config_name_or_path", str(folder)],
+            "--variant fp16 goes with a directory or hub id",
+        ),
+        ([f"{folder}.ckpt"], "model.ckpt does not exist; check the path"),
+        ([str(file), "--use_ema_weights"], "has no averages of the weights"),
+        ([str(file), "--config_name_or_path", str(tmp_path)], f"{tmp_path} has no config.json"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            create_modified_unet.main([*given, *flags])
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and message in error and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_refiner_makes_no_edits(tmp_path, capsys):
+    folder = make_tiny_xl(tmp_path / "refiner", refiner=True)
+    file = write_single_file(tmp_path / "refiner.safetensors", original_layout(folder))
+    (tmp_path / "data").mkdir()
+    write_random_shard(tmp_path / "data" / "0.parquet", 4)
+    photo(32, 32).save(tmp_path / "in.png")
+    unet = make_tiny_pipeline(tmp_path / "model") / "unet"
+    edit = f"--model {file} --input {tmp_path}/in.png --edit red --output {tmp_path}/out.png"
+    train = f"--pretrained_model_name_or_path {file} --unet_model_name_or_path {unet}"
+    train += f" --train_data_dir {tmp_path}/data --output_dir {tmp_path}/out"
+    for program, flags, message in (
+        (edit_cli, edit, "is a StableDiffusionXLImg2ImgPipeline, not an InstructPix2Pix model"),
+        (trainer, train, "is SDXL's refiner, which lacks the first text encoder; give the base"),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            program.main([*flags.split(), "--config_name_or_path", str(folder)])
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and message in error.splitlines()[-1]

@@ -1,0 +1,210 @@
+"""Training, cached latents and distillation with several directories of pairs."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from shards import write_random_shard
+from trainer_runs import config_of, flags_of, read_metrics, run_trainer
+
+import cache_latents
+import distill_lcm
+import flax_train_instruct_pix2pix as trainer
+from diffusers_flax.data.mixture import Mixture
+from diffusers_flax.training.batches import Batches
+
+pytestmark = pytest.mark.usefixtures("lenient_optimizer")
+MIXED = dict(train_data_weights=(3.0, 1.0), max_train_steps=3, checkpointing_steps=1, ema="none")
+
+
+@pytest.fixture(scope="module")
+def sets(data, tmp_path_factory):
+    """The data, and ten pairs in columns of other names."""
+    folder = tmp_path_factory.mktemp("more") / "magicbrush"
+    folder.mkdir()
+    write_random_shard(
+        folder / "c.parquet", 10, seed=3, names=("source_img", "instruction", "target_img")
+    )
+    return str(data), str(folder)
+
+
+def mixture_config(model, sets, out, **options):
+    return config_of(model, "", out, **{"train_data_dir": tuple(sets)} | MIXED | options)
+
+
+def weights_of(out):
+    return load_file(out / "unet/diffusion_pytorch_model.safetensors")
+
+
+def assert_same_runs(out, expected):
+    weights, rows = weights_of(out), read_metrics(out)
+    for name, array in weights_of(expected).items():
+        np.testing.assert_array_equal(weights[name], array, err_msg=name)
+    for row, other in zip(rows, read_metrics(expected), strict=True):
+        same = ("step", "loss", "grad_norm", "num_bad", "passes/magicbrush")
+        assert [row[name] for name in same] == [other[name] for name in same]
+
+
+@pytest.fixture(scope="module")
+def whole_run(model, sets, tmp_path_factory):
+    """The output of three steps without interruption."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run_trainer(mixture_config(model, sets, out), monkeypatch)
+    return out
+
+
+def test_batches_of_a_resumed_run(model, sets, tmp_path):
+    """The trainer's flags open a mixture, whose batches go on at any step."""
+    config = mixture_config(model, sets, tmp_path / "out")
+
+    def tokenize(prompts):
+        return np.array([[len(prompt)] for prompt in prompts])
+
+    dataset = trainer.open_dataset(config)
+    assert isinstance(dataset, Mixture) and dataset.shares == [0.75, 0.25]
+    first, again = Batches(dataset, tokenize), Batches(trainer.open_dataset(config), tokenize, 2)
+    batches = [next(first) for _ in range(4)]
+    for batch in batches[2:]:
+        jax.tree.map(np.testing.assert_array_equal, next(again), batch)
+    first.close(), again.close()
+
+
+@pytest.mark.slow
+def test_a_stopped_run_resumes_bit_for_bit(model, sets, whole_run, tmp_path, monkeypatch, capsys):
+    config, passes = mixture_config(model, sets, tmp_path / "out"), Mixture.passes
+
+    def stop_at(mixture, step):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return passes(mixture, step)
+
+    monkeypatch.setattr(Mixture, "passes", stop_at)
+    with pytest.raises(SystemExit, match="143"):
+        run_trainer(config, monkeypatch)
+    monkeypatch.setattr(Mixture, "passes", passes)
+    other = mixture_config(model, sets, tmp_path / "out", train_data_weights=(1, 1))
+    with pytest.raises(SystemExit, match="2"):
+        run_trainer(other, monkeypatch)
+    out, error = capsys.readouterr()
+    assert "shares of train_data_dir was [0.75, 0.25] and is [0.5, 0.5]" in error
+    run_trainer(config, monkeypatch)
+    out += capsys.readouterr().out
+    assert "parameters on a mixture of pairs (16 pairs, 75.0% of a batch, a pass takes 3 st" in out
+    assert "resuming after step 2" in out
+    assert_same_runs(tmp_path / "out", whole_run)
+    rows = read_metrics(whole_run)
+    drawn = [16 * row["passes/pairs"] + 10 * row["passes/magicbrush"] for row in rows]
+    np.testing.assert_allclose(drawn, [8, 16, 24], rtol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bit_for_bit(model, sets, whole_run, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, trainer.__file__, *flags_of(mixture_config(model, sets, out))]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    stop = time.monotonic() + 300
+    while process.poll() is None and not list(out.glob("checkpoints/[12]")):
+        assert time.monotonic() < stop, "no checkpoint"
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    subprocess.run(command, check=True, capture_output=True)
+    weights = weights_of(out)
+    for name, array in weights_of(whole_run).items():  # which other optimizer code computed
+        np.testing.assert_allclose(weights[name], array, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_latents_of_several_sets(model, sets, tmp_path, monkeypatch, capsys):
+    """Training caches what cache_latents.py writes; pairs and order are the images'."""
+    cache, options = tmp_path / "cache", dict(random_crop=False, random_flip=False)
+    config = mixture_config(model, sets, tmp_path / "out", cache_latents=str(cache), **options)
+    run_trainer(config, monkeypatch)
+    assert {path.name for path in cache.iterdir()} == {"pairs", "magicbrush"}
+    flags = ["--pretrained_model_name_or_path", str(model), "--resolution", "16"]
+    written = tmp_path / "written"
+    capsys.readouterr()
+    cache_latents.main([*flags, "--train_data_dir", *sets, "--output_dir", str(written)])
+    assert capsys.readouterr().out.splitlines() == [
+        f"latents of {sets[0]} are in {written}/pairs",
+        f"latents of {sets[1]} are in {written}/magicbrush",
+    ]
+    for path in cache.glob("*/*.parquet"):
+        assert path.read_bytes() == (written / path.relative_to(cache)).read_bytes()
+
+    latents = [str(written / name) for name in ("pairs", "magicbrush")]
+    run_trainer(mixture_config(model, latents, tmp_path / "again", **options), monkeypatch)
+    assert_same_runs(tmp_path / "again", tmp_path / "out")
+    run_trainer(mixture_config(model, sets, tmp_path / "images", **options), monkeypatch)
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("out", "images")]
+    np.testing.assert_allclose(*losses, rtol=1e-2)  # latents are stored in float16
+
+    for places, message in (
+        ((sets[0], latents[1]), "has images and"),
+        ((latents[0], sets[1]), "has latents and"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            run_trainer(mixture_config(model, places, tmp_path / "mixed", **options), monkeypatch)
+        error = capsys.readouterr().err
+        assert message in error and "give sets of one kind" in error
+    path = written / "magicbrush" / "c.parquet"
+    other = tmp_path / "magicbrush"
+    other.mkdir()
+    flags[-1] = "32"
+    cache_latents.main([*flags, "--train_data_dir", sets[1], "--output_dir", str(other)])
+    shutil.copy(other / "c.parquet", path)
+    with pytest.raises(SystemExit, match="2"):
+        run_trainer(mixture_config(model, latents, tmp_path / "mixed", **options), monkeypatch)
+    assert "contains latents of --resolution 32, not 16" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_lora_is_distilled_from_several_sets(model, sets, tmp_path):
+    flags = dict(
+        pretrained_model_name_or_path=model,
+        resolution=16,
+        train_batch_size=8,
+        max_train_steps=3,
+        logging_steps=1,
+        lora_rank=2,
+        output_dir=tmp_path / "out",
+    )
+    flags = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    distill_lcm.main([*flags, "--train_data_dir", *sets, "--train_data_weights", "1", "1"])
+    assert read_metrics(tmp_path / "out")[-1]["passes/magicbrush"] > 0.5
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["train_data_dir"] == list(sets) and config["train_data_weights"] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(num_train_epochs=2), "--num_train_epochs 2 goes with one --train_data_dir, as each"),
+        (dict(train_data_weights=(1.0,)), "--train_data_weights 1 has 1 weights for 2 --train_dat"),
+        (dict(train_data_weights=(1.0, 0.0)), "--train_data_weights 1 0 must be above 0"),
+        (dict(train_data_weights=(1.0, 9.0), train_batch_size=16), "magicbrush has 10 pairs, but"),
+        (dict(output_dir="SECOND"), "is --train_data_dir too; name another directory"),
+        (dict(cache_latents="TOP", random_crop=False), "is --train_data_dir; name another dir"),
+        (dict(train_data_dir="TWICE"), "is given 2 times; name it once"),
+    ],
+)
+def test_what_training_refuses(model, sets, tmp_path, monkeypatch, capsys, options, message):
+    places = {"SECOND": sets[1], "TWICE": (sets[0], sets[0]), "TOP": str(Path(sets[1]).parent)}
+    options = {name: places.get(value, value) for name, value in options.items()}
+    before = sorted(Path(sets[1]).iterdir())
+    with pytest.raises(SystemExit, match="2"):
+        run_trainer(mixture_config(model, sets, tmp_path / "out", **options), monkeypatch)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert sorted(Path(sets[1]).iterdir()) == before
