@@ -223,7 +223,8 @@ def recipe_of(config, edit):
     flags |= {"input": edit.input, "edit": edit.instruction, "seed": config.seed}
     flags |= {"mask": edit.mask} if edit.mask else {}
     flags |= {"first_index": edit.index} if edit.index else {}
-    return recipe_text(SOFTWARE, flags, edit.input)
+    files = {name: flags[name] for name in ("input", "mask") if name in flags}
+    return recipe_text(SOFTWARE, flags, files)
 
 
 def check_outputs(edits, grid):

@@ -229,7 +229,8 @@ def recipe_of(config, request):
     flags = {name: x for name, x in changed(config).items() if name not in same}
     flags |= {name: x for name, x in changed(request).items() if name not in ("line", "output")}
     flags |= {"prompt": request.prompt, "seed": request.seed}  # also their defaults
-    return recipe_text(SOFTWARE, flags, request.image)
+    files = {name: flags[name] for name in ("image", "mask") if name in flags}
+    return recipe_text(SOFTWARE, flags, files)
 
 
 def run(config):

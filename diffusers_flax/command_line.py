@@ -171,6 +171,7 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
                 lambda found: found[1].strip("{}").ljust(len(found[0])),
                 text,
             )
+            text = re.sub(r"\{None,(\S*\})", r"{\1     ", text)
             sys.stdout.write(text.replace(DESCRIPTION, wrap_paragraphs(description), 1))
         raise
     if unknown:
@@ -221,7 +222,7 @@ def one_line_errors(config_class: Any, words: list[str]) -> Iterator[None]:
     def explain(event):
         match event:
             case MissingArgs(missing_arguments=missing, unrecognized_tokens=unknown):
-                flags = " and ".join(usage(given.arg) for given in missing)
+                flags = " and ".join(given.arg.display_name() for given in missing)
                 also = f"; {explain_unknown(unknown, config_class, words)}" if unknown else ""
                 refuse(f"{flags} must be given{also}")
             case MissingSubcommand(subcommand_spec=subcommands):

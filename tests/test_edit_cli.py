@@ -104,7 +104,7 @@ def test_an_image_is_made_again_from_its_recipe(model, input_images, monkeypatch
     for problem in ("does not exist here", "has changed since"):
         with pytest.raises(SystemExit):
             edited()
-        said = f"was made from a.png, which {problem}; name the original with --input"
+        said = f"was made from a.png, which {problem}; name the file with --input"
         assert said in capsys.readouterr().err
         Image.new("RGB", (32, 24)).save("a.png")
     moved = edited("--input", "moved.png")

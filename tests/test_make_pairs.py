@@ -492,7 +492,6 @@ MISTAKES = [
     ("--captions same.jsonl", "same.jsonl has 1 problem: line 1: output is the same as input"),
     ("--template a b c", "give one of --captions FILE and --template INPUT EDIT OUTPUT"),
     ("--fill x=a", "--fill x=a is for --template; give both"),
-    ("--clip_model=", "--clip_model is empty; name a directory or hub id of a model"),
     ("--model=", "--model is empty; name a directory or hub id of a model"),
     (
         "--clip_model WORDLESS",

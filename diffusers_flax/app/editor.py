@@ -211,11 +211,13 @@ class Editor:
             flags["width"], flags["height"] = request.size
         else:
             flags["resolution"] = settings.resolution
+        files = {}
         if request.source is not None:
-            flags["input" if self.edits else "image"] = Path(request.source).name
+            files = {"input" if self.edits else "image": request.source}
+            flags |= {name: Path(file).name for name, file in files.items()}
         if request.mask is not None:
             flags |= {MASKED: True, "mask_feather": settings.mask_feather}
-        return page_recipe(settings, flags, request.source)
+        return page_recipe(settings, flags, files)
 
     def open(self):
         """Load the model and start the thread."""

@@ -1,7 +1,7 @@
 """Settings of an image, and the recipe in its PNG file that carries them.
 
 settings = Settings("make it red", guidance_scale=2, seed=7, resolution=64)
-save_image(image, path, SOFTWARE, texts=page_recipe(settings, flags, file))
+save_image(image, path, SOFTWARE, texts=page_recipe(settings, flags, {"input": file}))
 settings = read_settings(path, plain, edits=True)  # of an uploaded file, or None
 """
 
@@ -135,15 +135,15 @@ def draw_seed():
     return secrets.randbelow(2**32)
 
 
-def page_recipe(settings, flags, original=None):
+def page_recipe(settings, flags, files=()):
     """The recipe_text of an image: flags of the programs, and the page's settings.
 
     Args:
         settings: Settings.
         flags: {name: value}, as edit_cli.py or generate_cli.py take them.
-        original: path of the original image, or None.
+        files: see recipe_text.
     """
-    return recipe_text(SOFTWARE, {**flags, PAGE: asdict(settings)}, original)
+    return recipe_text(SOFTWARE, {**flags, PAGE: asdict(settings)}, files)
 
 
 def read_settings(path, plain=NOTHING, edits=True):

@@ -12,12 +12,14 @@ loader applies their EXIF orientation. The shards have the schema of
 timbrooks/instructpix2pix-clip-filtered.
 """
 
+import hashlib
 import json
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
@@ -55,8 +57,8 @@ SCHEMA = pa.schema(
 )
 HELD_OUT_LIST = "edits.jsonl"
 COPIES = (
-    "all pairs with the same original file are held out; copies of it that were saved again, in "
-    "another size or format, are not recognized"
+    "all pairs with the same original, byte by byte, are held out; copies of it that were saved "
+    "again, in another size or format, are not recognized"
 )
 SHARDS = "train-*-of-*.parquet"
 IMAGE_DIRS = ("original", "edited")  # in a directory of pairs
@@ -271,7 +273,8 @@ def split_held_out(
     Raises:
         ValueError: no training pairs would remain.
     """
-    originals = list(dict.fromkeys(pair.original for pair in pairs))
+    same = same_files({pair.original for pair in pairs} if num_held_out else ())
+    originals = list(dict.fromkeys(same.get(pair.original, pair.original) for pair in pairs))
     if not 0 <= num_held_out < len(originals):
         raise ValueError(
             f"--num_held_out {num_held_out} must be less than the {len(originals)} original images"
@@ -279,9 +282,21 @@ def split_held_out(
     chosen = np.random.default_rng(seed).permutation(len(originals))[:num_held_out]
     held_out = {originals[i] for i in chosen}
     return (
-        [pair for pair in pairs if pair.original not in held_out],
-        [pair for pair in pairs if pair.original in held_out],
+        [pair for pair in pairs if same.get(pair.original, pair.original) not in held_out],
+        [pair for pair in pairs if same.get(pair.original, pair.original) in held_out],
     )
+
+
+def same_files(paths: Iterable[Path]) -> dict[Path, Path]:
+    """{path: the first path whose file has the same bytes}, of paths that are not the first."""
+    by_size, first, same = defaultdict(list), {}, {}
+    for path in sorted(paths):
+        by_size[path.stat().st_size].append(path)
+    for path in chain.from_iterable(alike for alike in by_size.values() if len(alike) > 1):
+        other = first.setdefault(hashlib.sha256(path.read_bytes()).digest(), path)
+        if other != path:
+            same[path] = other
+    return same
 
 
 def plan_shards(pairs: list[ListedPair]) -> list[list[list[ListedPair]]]:

@@ -233,7 +233,8 @@ def draw_curve(results, file):
         ),
         None,
     )
-    if axes is None or len(over_seeds(rows)) < 2:  # one point is no curve
+    lengths = Counter(key[:2] for key in over_seeds(rows))
+    if axes is None or max(lengths.values()) < 2:  # single points are no curve
         return None
     figure = matplotlib.figure.Figure(figsize=(8, 7), layout="constrained")
     plot = figure.add_subplot()
@@ -397,7 +398,8 @@ def write_report(output_dir, results, pairs, sentences, tables=()):
     if curve or results["settings"].get("protocol") not in PROTOCOLS:
         sentences = [
             *sentences,
-            curve or "no curve: it needs captions and CLIP, or truths, and two scales or models",
+            curve
+            or "no curve: it needs captions and CLIP, or truths, and two image guidance scales",
         ]
     save_image(draw_grid(results, pairs, output_dir / "images"), output_dir / "grid.png")
     text = markdown(results, sentences, tables)

@@ -50,6 +50,9 @@ def read_defaults(model, loras=()):
     for source in sources:
         values, _ = fetch_config(source, DEFAULTS_FILE)
         found |= {name: x for name, x in (values or {}).items() if name in USUAL}
+        for name, x in found.items():
+            if name != "scheduler" and type(x) not in (int, float):
+                raise ValueError(f"{DEFAULTS_FILE} of {source} has {name} {x!r}, not a number")
     return found
 
 
@@ -72,11 +75,11 @@ def with_defaults(config, models, loras=()):
         values = {model: x.get(name, USUAL[name]) for model, x in found.items()}
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{model} {value}" for model, value in values.items())
-            raise ValueError(f"the models are made for different values ({listed}); give --{name}")
+            raise ValueError(f"the models have different values of --{name} ({listed}); give it")
         changes[name] = next(iter(values.values()))
     if said := [
         f"--{name} {changes[name]}" for name in missing if any(name in x for x in found.values())
     ]:
-        print(f"{' '.join(said)}, as in {DEFAULTS_FILE} of the model", file=sys.stderr)
+        print(f"{' '.join(said)}, as in {DEFAULTS_FILE} of the model or LoRA", file=sys.stderr)
     is_tuple = [name for name in changes if getattr(config, name) == ()]
     return replace(config, **changes | {name: (changes[name],) for name in is_tuple})

@@ -1,11 +1,12 @@
 """The recipe of an image: the flags that make it again, as JSON in a text chunk of its PNG file.
 
-    save_image(image, file, "edit_cli.py", image_id, recipe_text("edit_cli.py", flags, input_file))
+    text = recipe_text("edit_cli.py", flags, {"input": path})
+    save_image(image, file, "edit_cli.py", image_id, text)
     recipe = read_recipe(file)
     words = with_flags_of_image(sys.argv[1:], Config, REPLACED)
 
 edit_cli.py, generate_cli.py and edit_app.py write it and read each other's. The text is the flag
-"edit" or "prompt". Of the original image a recipe has the path and the checksum.
+"edit" or "prompt". Of an original image and its mask a recipe has paths and checksums.
 """
 
 import json
@@ -18,21 +19,20 @@ from diffusers_flax.images import open_image
 
 KEYWORD = "recipe"  # of the text chunk
 LIKE = "--like"
+CHECKSUMS = "sha256"  # entry of the files that are read
 MASKED = "masked"  # entry of an image inside of a mask that is in no file
-ORIGINALS = ("input", "image")  # flags of the original image
 
 
-def recipe_text(program, flags, original=None):
+def recipe_text(program, flags, files=()):
     """{keyword: text} for save_image.
 
     Args:
         program: name of the program.
         flags: {name: value} of one image.
-        original: file of the original image, or None.
+        files: {flag: file that is read}; the recipe has their checksums.
     """
-    recipe = {"program": program, **flags}
-    if original is not None:
-        recipe["original_sha256"] = checksum_of(original)
+    checksums = {name: checksum_of(file) for name, file in dict(files).items()}
+    recipe = {"program": program, **flags, CHECKSUMS: checksums}
     return {KEYWORD: json.dumps(recipe, default=str, ensure_ascii=False)}
 
 
@@ -81,7 +81,7 @@ def with_flags_of_image(words, config_class, replaced):
     given |= {name.removeprefix("no_") for name in given}
     given = given.union(*(replaced.get(name, ()) for name in given))
     recipe, known = recipe_for(file, config_class)
-    check_original(file, recipe, given)
+    check_files(file, recipe, given)
     if recipe.get(MASKED) and "mask" not in given:
         refuse(f"{LIKE} {file} has a painted mask, which its recipe lacks; give it with --mask")
     flags = {name: x for name, x in recipe.items() if name in known - given}
@@ -103,19 +103,14 @@ def recipe_for(file, config_class):
     return recipe, known
 
 
-def check_original(file, recipe, given):
-    """Refuse the original image of a recipe if it is missing or has changed and none is given."""
-    name = next((name for name in ORIGINALS if name in recipe), None)
-    if name is None or name in given or "original_sha256" not in recipe:
-        return
-    path = recipe[name][0] if isinstance(recipe[name], list) else recipe[name]
-    if not Path(path).is_file():
-        problem = "which does not exist here"
-    elif checksum_of(path) != recipe["original_sha256"]:
-        problem = "which has changed since"
-    else:
-        return
-    refuse(f"{LIKE} {file} was made from {path}, {problem}; name the original with --{name}")
+def check_files(file, recipe, given):
+    """Refuse the files of a recipe that are missing or have changed, unless others are given."""
+    for name, checksum in recipe.get(CHECKSUMS, {}).items():
+        path = recipe[name][0] if isinstance(recipe[name], list) else recipe[name]
+        if name in given or (Path(path).is_file() and checksum_of(path) == checksum):
+            continue
+        problem = "has changed since" if Path(path).is_file() else "does not exist here"
+        refuse(f"{LIKE} {file} was made from {path}, which {problem}; name the file with --{name}")
 
 
 def as_words(name, value):

@@ -216,7 +216,9 @@ def read_updates(file, weight):
         elif name.endswith("/alpha") and x.size == 1:
             layer, kind, value = name.removesuffix("/alpha"), alphas, float(x.reshape(()))
         else:
-            raise ValueError(f"lora={file}: its entry {name} is not of a LoRA")
+            raise ValueError(
+                f"lora={file}: its entry {name} is not of a LoRA; give an embedding as embedding="
+            )
         key = layer_of(layer)
         if key in kind:
             raise ValueError(

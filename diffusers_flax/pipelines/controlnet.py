@@ -121,12 +121,13 @@ class ControlNetTextToImage(TextToImage):
             )
         component = FlaxControlNetModel.single_file_component
         sources = tuple(open_source("controlnet", net, component, **hub_options) for net in nets)
-        try:
-            configs = [FlaxControlNetModel.load_config(source, **hub_options) for source in sources]
-        except ValueError as error:
-            raise ValueError(f"controlnet: {error}") from error
-        for source, config in zip(sources, configs):
-            FlaxControlNetModel.check_class(config, source)
+        configs = []
+        for source in sources:
+            try:
+                configs.append(FlaxControlNetModel.load_config(source, **hub_options))
+                FlaxControlNetModel.check_class(configs[-1], source)
+            except ValueError as error:
+                raise ValueError(f"controlnet={source}: {error}") from error
         several = FlaxMultiControlNetModel.from_config(configs, dtype)
         if is_several:
             return {"controlnet": several}, {"controlnet": sources}

@@ -114,7 +114,7 @@ def test_ctrl_c_during_a_compilation():
             "error: --prompt make it \\xff red is not valid UTF-8; type the text again, or ",
         ),
         (["--prompt=\ud83d"], "error: --prompt=\\ud83d is not valid UTF-8; "),
-        ([], "error: --model STR must be given; "),
+        ([], "error: --model must be given; "),
     ],
 )
 def test_wrong_flags_are_one_line(args, message, capsys):
@@ -194,7 +194,7 @@ def test_a_text_without_quotation_marks_is_noticed(capsys):
         (["train", "--stps", "2"], "--stps is unknown (did you mean --steps?)"),
         (
             ["edit", "--modl", "a"],
-            "--model STR must be given; --modl is unknown (did you mean --model?)",
+            "--model must be given; --modl is unknown (did you mean --model?)",
         ),
     ],
 )

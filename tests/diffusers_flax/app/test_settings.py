@@ -34,12 +34,12 @@ def test_settings_in_a_png_file(tmp_path):
     image, flags = photo(8, 6), {"edit": settings.instruction, "input": "a.png"}
     save_image(image, tmp_path / "a.png", SOFTWARE, texts=page_recipe(settings, flags))
     assert read_settings(tmp_path / "a.png") == settings
-    texts = page_recipe(settings, flags, tmp_path / "a.png")
+    texts = page_recipe(settings, flags, {"input": tmp_path / "a.png"})
     save_image(image, tmp_path / "b.png", SOFTWARE, texts=texts)
     assert read_settings(tmp_path / "b.png") == settings
     recipe = read_recipe(tmp_path / "b.png")
     assert (recipe["edit"], recipe["input"]) == ("écris « rouge »", "a.png")
-    assert recipe["original_sha256"] == checksum_of(tmp_path / "a.png")
+    assert recipe["sha256"] == {"input": checksum_of(tmp_path / "a.png")}
     np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a.png")), np.asarray(image))
     save_image(image, tmp_path / "plain.png", SOFTWARE)
     page = {"seed": "7", "guidance_scale": 2, "lora": ["x"]}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -193,6 +194,25 @@ def test_held_out_images_are_in_no_shard(tmp_path, monkeypatch, capsys):
         write_pairs(Path("pairs.jsonl"), Path("x"), num_held_out=12, held_out_dir=Path("y"))
 
 
+def test_copies_of_a_held_out_image_are_held_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = []
+    for n in range(6):
+        for name in ("input", "edited"):
+            save(tmp_path / f"{name}-{n}.png", n if name == "input" else 100 + n)
+        shutil.copy(f"input-{n}.png", f"copy-{n}.png")
+        for name in ("input", "copy"):
+            row = {"input": f"{name}-{n}.png", "edit": f"{n} {name}", "edited": f"edited-{n}.png"}
+            rows.append(row)
+    write_list(Path("pairs.jsonl"), rows)
+    flags = ["--pairs", "pairs.jsonl", "--output_dir", "data", "--num_held_out", 2]
+    main(*flags, "--held_out_dir", "held")
+    held = [json.loads(line)["edit"] for line in Path("held/edits.jsonl").read_text().splitlines()]
+    trained = [row["edit_prompt"] for row in read(Path("data"))]
+    assert len(held) == 4 and len(trained) == 8
+    assert {text[0] for text in held}.isdisjoint(text[0] for text in trained)
+
+
 def test_masks_go_with_their_pairs(tmp_path, capsys):
     """Into the shards, for --mask_loss_weight, and beside held-out pairs."""
     rows = []
@@ -240,8 +260,8 @@ def test_masks_go_with_their_pairs(tmp_path, capsys):
 
 def test_paths_to_the_same_file_are_one_image(tmp_path, capsys):
     """A held-out image is not in the shards under another spelling of its path."""
-    for name in ("a.png", "b.png", "edited.png", "other.png"):
-        save(tmp_path / name)
+    for n, name in enumerate(("a.png", "b.png", "edited.png", "other.png")):
+        save(tmp_path / name, n)
     (tmp_path / "link.png").symlink_to("a.png")
     row = {"edit": "x", "edited": "edited.png"}
     names = ("a.png", str(tmp_path / "a.png"), "link.png", f"../{tmp_path.name}/a.png")
@@ -325,12 +345,12 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         ("a.csv", "a.jpg,make it red,b.jpg\n", "a.csv line 1 names the columns a.jpg, make it red"),
         ("a.csv", "input,edit,edit,edited\n", "two columns have the same name"),
         ("a.csv", f"{HEADER}1,2\n3,4,5,6\n", "line 2: 2 values, but 3 columns; line 3: 4 values"),
-        ("a.csv", f'{HEADER}"a\nb",c,d,\n\n"e', "line 2: 4 values, but 3 columns; line 5: not CSV"),
+        ("a.csv", f'{HEADER}"a\nb",c,d,\n\n"e', "line 2: 4 values, but 3 columns; put texts with commas in quotation marks; line 5: not CSV"),
         ("a.csv", 'input, edit, edited\na, "b, c", d\n', "a.csv has 2 problems: line 2: "),
         ("a.csv", HEADER, "a.csv has no rows"),
         ("a.csv", "", "a.csv has no rows"),
         ("a.jsonl", "\n \n", "a.jsonl has no rows"),
-        ("a.jsonl", b"{}\n{}\n\xff", "a.jsonl line 3 is not UTF-8; save the file as UTF-8"),
+        ("a.jsonl", b"{}\n{}\n\xff", "a.jsonl cannot be read ('utf-8' codec"),
         ("a.csv", "input,edit".encode("utf-16"), "a.csv line 1 is not UTF-8"),
         ("a.txt", "x", "a.txt must be a .jsonl or .csv file, or a directory with original/"),
         ("missing.csv", None, "missing.csv does not exist"),
@@ -376,8 +396,8 @@ def read_shards(folder):
 def test_hidden_files_do_not_count(tmp_path, caplog):
     """Among the images, where macOS writes ._NAME beside NAME, and in the output directories."""
     source, data, held_out = (tmp_path / name for name in ("own", "data", "held"))
-    for name in ("original/a.png", "edited/a.png", "original/b.png", "edited/b.png"):
-        path = save(source / name)
+    for n, name in enumerate(("original/a.png", "edited/a.png", "original/b.png", "edited/b.png")):
+        path = save(source / name, n)
         path.with_name(f"._{path.name}").write_bytes(b"of macOS")
         path.with_name(".DS_Store").touch()
     write_list(source / "captions.jsonl", [{"name": n, "edit": f"edit {n}"} for n in "ab"])
