@@ -53,6 +53,7 @@ def test_the_loop_trains_a_model_that_edits(tmp_path, devices, capsys):
 
 def test_it_says_what_to_type():
     command = [sys.executable, "examples/training_loop.py", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert "python examples/training_loop.py demo/base_model" in done.stderr
