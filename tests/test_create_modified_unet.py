@@ -90,7 +90,7 @@ def test_sdxl(tmp_path, monkeypatch):
     checked = create_modified_unet.largest_difference
     biased = {"add_embedding": {}}
 
-    def spoiled(narrow, narrow_params, wide, wide_params, key):
+    def spoiled(narrow, narrow_params, wide, wide_params):
         added = wide_params["add_embedding"]["linear_1"]
         biased["add_embedding"] = wide_params["add_embedding"] | {
             "linear_1": added | {"bias": added["bias"] + 1}

@@ -233,7 +233,7 @@ def read_updates(file, weight):
     if bundled:
         warn_once(
             f"lora={file} comes with embeddings of {', '.join(sorted(bundled))}; give the file as "
-            "embedding too to use them in prompts"
+            "embedding=, too, to use them in prompts"
         )
     settings = read_peft_settings(file)
     if is_adapter and "unet.lora_alpha" not in settings and downs.keys() != alphas.keys():

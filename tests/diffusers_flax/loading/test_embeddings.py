@@ -263,7 +263,7 @@ def test_embeddings_in_a_lora(tmp_path, caplog):
     save_file(lora | xl, tmp_path / "xl.safetensors")
     for name in ("both", "xl"):
         assert len(read_updates(tmp_path / f"{name}.safetensors", 1.0)) == 1
-    assert "comes with embeddings of cat, dog-v1.1; give the file as embedding too" in caplog.text
+    assert "comes with embeddings of cat, dog-v1.1; give the file as embedding=, too" in caplog.text
     cat, dog = read_embeddings(tmp_path / "both.safetensors")
     assert (cat.token, dog.token) == ("cat", "dog-v1.1")
     np.testing.assert_array_equal(cat.vectors[None], vectors(2))

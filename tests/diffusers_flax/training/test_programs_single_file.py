@@ -76,6 +76,7 @@ def test_programs(tmp_path, capsys):
         model[0] = str(tmp_path / model[0])
         flags = ["--input", str(tmp_path / "in.png"), "--edit", "make it red", "--resolution", "32"]
         flags += ["--num_inference_steps", "2", "--output", str(tmp_path / "out.png")]
+        flags += ["--guidance_scale", "3", "--image_guidance_scale", "1.5"]  # a file has none
         edit_cli.main(["--model", *model, *flags, "--compilation_cache_dir", ""])
         results.append(np.asarray(Image.open(tmp_path / "out.png")))
     np.testing.assert_array_equal(*results)
