@@ -95,7 +95,7 @@ def test_sdxl(tmp_path, monkeypatch):
         biased["add_embedding"] = wide_params["add_embedding"] | {
             "linear_1": added | {"bias": added["bias"] + 1}
         }
-        return checked(narrow, narrow_params, wide, wide_params | biased, key)
+        return checked(narrow, narrow_params, wide, wide_params | biased)
 
     monkeypatch.setattr(create_modified_unet, "largest_difference", spoiled)
     with pytest.raises(SystemExit) as stop:
