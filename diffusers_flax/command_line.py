@@ -24,15 +24,20 @@ DEFAULTS = {  # replacements in the help, of equal length
     "(default: )": "(optional) ",
 }
 IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg")  # that programs write
+# Names of one thing: a program has one of them as its flag and takes the other.
+SAME_FLAGS = (
+    ("model", "pretrained_model_name_or_path"),
+    ("data_dir", "train_data_dir"),
+    ("max_pairs", "max_train_samples"),
+)
 ALSO_CALLED = {  # name of a flag in other programs: its names here
     **dict.fromkeys(("prompt", "instruction"), ("edit",)),
     **dict.fromkeys(("image", "images", "input_image"), ("input",)),
-    **dict.fromkeys(("model", "model_id", "model_path"), ("pretrained_model_name_or_path",)),
-    **dict.fromkeys(("data", "data_dir", "dataset_name"), ("train_data_dir",)),
+    **dict.fromkeys(("model_id", "model_path"), ("pretrained_model_name_or_path",)),
+    **dict.fromkeys(("data", "dataset_name"), ("train_data_dir",)),
     **dict.fromkeys(("cfg", "cfg_scale", "scale"), ("guidance_scale",)),
     **dict.fromkeys(("resolution", "size"), ("height", "width")),
     "unet": ("unet_model_name_or_path",),
-    "pretrained_model_name_or_path": ("model",),
     "steps": ("num_inference_steps", "max_train_steps"),
     "epochs": ("num_train_epochs",),
     "lr": ("learning_rate",),
@@ -143,6 +148,7 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
 
     words = sys.argv[1:] if args is None else args
     check_unicode(words)
+    words = with_own_names(words, config_class)
     lists = list_flags(config_class)
     names = [word.partition("=")[0].replace("-", "_") for word in words]
     given = Counter(name.removeprefix("__") for name in names if name.startswith("__"))
@@ -177,6 +183,22 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
     if unknown:
         refuse(explain_unknown(unknown, config_class, words))
     return config
+
+
+def with_own_names(words: list[str], config_class: Any) -> list[str]:
+    """The words of a command line with the program's own names of SAME_FLAGS."""
+    known = {name for cls in classes_of(config_class).values() for name in get_type_hints(cls)}
+    own = {}
+    for pair in SAME_FLAGS:
+        for name, other in (pair, pair[::-1]):
+            if name in known and other not in known:
+                own[f"--{other}"] = f"--{name}"
+
+    def renamed(word):
+        flag, sep, value = word.partition("=")
+        return own.get(f"--{flag[2:].replace('-', '_')}", flag) + sep + value
+
+    return [renamed(word) if word.startswith("--") else word for word in words]
 
 
 def refuse(message: str) -> NoReturn:

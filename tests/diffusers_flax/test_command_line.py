@@ -1,5 +1,6 @@
 """How scripts end, and how they write files."""
 
+import dataclasses
 import errno
 import logging
 import os
@@ -502,3 +503,24 @@ def test_types_of_optional_flags_are_plain(capsys):
         command_line.parse_flags(Config, "A program.", ["--help"])
     said = capsys.readouterr().out
     assert "{None}" not in said and "--scale FLOAT" in said and "--names [STR [STR ...]]" in said
+
+
+@pytest.mark.parametrize(
+    ("own", "other"),
+    [("model", "pretrained_model_name_or_path"), ("pretrained_model_name_or_path", "model")],
+)
+def test_doubles_have_both_names(own, other, capsys):
+    """Also with hyphens and with an equals sign; --help shows the program's own name alone."""
+    config_class = dataclasses.make_dataclass("Config", [(own, str)], frozen=True)
+    for words in (
+        [f"--{own}", "x"],
+        [f"--{other}", "x"],
+        [f"--{other}=x"],
+        [f"--{other.replace('_', '-')}", "x"],
+    ):
+        assert command_line.with_own_names([f"xx{other}"], config_class) == [f"xx{other}"]
+        assert getattr(command_line.parse_flags(config_class, "A program.", words), own) == "x"
+    with pytest.raises(SystemExit):
+        command_line.parse_flags(config_class, "A program.", ["--help"])
+    said = capsys.readouterr().out
+    assert f"--{own} STR" in said and f"--{other}" not in said
