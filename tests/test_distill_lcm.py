@@ -227,6 +227,7 @@ def test_solver_and_boundary_are_numpys(models):
 def run_on(num_devices, model, batch, num_steps=3):
     """(losses, gradient norms, LoRA) of train_step on some devices."""
     out = dict(output_dir="unused", resolution=16, lora_rank=RANK, train_batch_size=8)
+    out |= dict(zip(("guidance_scale", "image_guidance_scale"), SCALES))
     shared = distill_lcm.training_config(distill_lcm.Config(str(model), **out))
     modules, pipeline, frozen, lora = distill_lcm.load_teacher(shared)
     batch = {"input_ids": pipeline.prepare_text_inputs(["make it red"] * 8), **batch}

@@ -257,11 +257,11 @@ def test_files_of_a_run_open_in_pytorch(models, data, tmp_path, monkeypatch, cap
         (trainer.main, flags_of(config), "contains a model; name another directory"),
         (trainer.main, flags_of(other), "belongs to another run: "),
         (trainer.main, flags_of(not_a_unet), "is the output of a run with --lora_rank, not a UNet"),
-        (edit_cli.main, edit, "has a LoRA and no model_index.json; repeat the training command"),
+        (edit_cli.main, edit, "has a LoRA and no model_index.json; open the model that it was"),
         (
             edit_cli.main,
             with_lora,
-            "was trained in full: repeat the training command with",
+            "was trained in full: write the model with both merged in",
         ),
     ):
         capsys.readouterr()
