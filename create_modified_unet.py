@@ -30,7 +30,7 @@ CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums 
 class Config:
     pretrained_model_name_or_path: str  # pipeline directory, hub id or file with the UNet
     output_dir: str  # directory for the widened UNet
-    in_channels: int | None = None  # of the widened UNet; default: twice the latents'
+    in_channels: int | None = None  # of the widened UNet; default: twice the latents' channels
     subfolder: str = "unet"  # subdirectory of the UNet; "": the directory itself
     revision: str | None = None  # branch, tag or commit, if a hub id is given
     variant: str | None = None  # variant of the UNet's files, e.g. fp16
@@ -60,10 +60,8 @@ def largest_difference(narrow, narrow_params, wide, wide_params):
     Returns:
         (largest absolute difference, largest absolute output of the narrow UNet), floats.
     """
-    keys, side = (
-        jax.random.split(jax.random.key(0), 4),
-        32,
-    )  # latents, 256 pixels in Stable Diffusion
+    side = 32  # of the latents, 256 pixels in Stable Diffusion
+    keys = jax.random.split(jax.random.key(0), 4)
     latents = jax.random.normal(keys[0], (1, narrow.in_channels, side, side))
     extra = 10 * jax.random.normal(keys[1], (1, wide.in_channels - narrow.in_channels, side, side))
     arguments = [jnp.array([500]), jax.random.normal(keys[2], (1, 77, narrow.cross_attention_dim))]
@@ -75,7 +73,8 @@ def largest_difference(narrow, narrow_params, wide, wide_params):
     expected = jax.jit(narrow.apply)({"params": narrow_params}, latents, *arguments).sample
     latents = jnp.concatenate((latents, extra), axis=1)
     result = jax.jit(wide.apply)({"params": wide_params}, latents, *arguments).sample
-    result, expected = np.asarray(result), np.asarray(expected)  # XLA's maximum may lose a NaN
+    # Not jnp: XLA's maximum may lose a NaN on a CPU.
+    result, expected = np.asarray(result), np.asarray(expected)
     return float(np.abs(result - expected).max()), float(np.abs(expected).max())
 
 

@@ -31,7 +31,7 @@ TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64
 FLAGS = dict(model=Path, prompt=str, input=Path, output=Path("image.png"), negative_prompt="")
 FLAGS |= dict(num_inference_steps=int, guidance_scale=float, image_guidance_scale=float)
 FLAGS |= dict(height=int, width=int, scheduler=str, seed=0, noise=Path)  # types or defaults
-# Unless the model's file says something else.
+# Of models without DEFAULTS_FILE.
 DEFAULTS = dict(num_inference_steps=20, guidance_scale=7.5, image_guidance_scale=1.5)
 DEFAULTS_FILE = "sampling_defaults.json"
 

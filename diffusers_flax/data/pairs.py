@@ -288,7 +288,7 @@ def split_held_out(
 
 
 def same_files(paths: Iterable[Path]) -> dict[Path, Path]:
-    """{path: the first path whose file has the same bytes}, of paths that are not the first."""
+    """Map each path whose file repeats the bytes of an earlier path's file to the earlier path."""
     by_size, first, same = defaultdict(list), {}, {}
     for path in sorted(paths):
         by_size[path.stat().st_size].append(path)

@@ -19,8 +19,8 @@ from diffusers_flax.images import open_image
 
 KEYWORD = "recipe"  # of the text chunk
 LIKE = "--like"
-CHECKSUMS = "sha256"  # entry of the files that are read
-MASKED = "masked"  # entry of an image inside of a mask that is in no file
+CHECKSUMS = "sha256"  # entry of a recipe: {flag: checksum of its file}
+MASKED = "masked"  # entry of a recipe: whether the page used a mask, which the recipe lacks
 
 
 def recipe_text(program, flags, files=()):
@@ -48,7 +48,7 @@ def read_recipe(file):
 
 
 def changed(flags):
-    """{name: value} of the fields of a dataclass that are not their defaults."""
+    """The fields of a dataclass that differ from their defaults: {name: value}."""
     values = {field.name: getattr(flags, field.name) for field in fields(flags)}
     defaults = {field.name: field.default for field in fields(flags)}
     return {
@@ -64,7 +64,7 @@ def with_flags_of_image(words, config_class, replaced):
         config_class: dataclass of the program's flags, with "edit" or "prompt".
         replaced: {flag: flags of the image that it replaces, too}.
 
-    A file that is not such an image, or whose original has changed, ends the program with one line.
+    A file without a recipe, or a changed original image or mask, ends the program with one line.
     """
     places = [i for i, word in enumerate(words) if word.partition("=")[0] == LIKE]
     if not places:
@@ -104,7 +104,7 @@ def recipe_for(file, config_class):
 
 
 def check_files(file, recipe, given):
-    """Refuse the files of a recipe that are missing or have changed, unless others are given."""
+    """Refuse a recipe whose input files are missing or changed, unless other files are given."""
     for name, checksum in recipe.get(CHECKSUMS, {}).items():
         path = recipe[name][0] if isinstance(recipe[name], list) else recipe[name]
         if name in given or (Path(path).is_file() and checksum_of(path) == checksum):

@@ -40,14 +40,14 @@ def write_preview(folder, caption, line):
     for pair in pairs[:NUM_DRAWN]:
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data in pair.images]
         scores, sample = pair.scores, pair.sample
-        text = f"{sample.number}: "
-        if not np.isnan(scores).all():
+        text, has_scores = f"{sample.number}: ", not np.isnan(scores).all()
+        if has_scores:
             text += (
                 f"text {scores.clip_text_original:.2f} {scores.clip_text_edited:.2f}, "
                 f"image {scores.clip_image:.2f}, direction {scores.clip_direction:.2f}; "
             )
         text += f"scale {sample.guidance_scale:.1f}, p {sample.attention_sharing:.2f}"
-        if not np.isnan(scores).all() and (below := missed(scores)):
+        if has_scores and (below := missed(scores)):
             text += f"; below {', '.join(below)}"
         tiles.append(captioned(images, text))
     columns = min(len(tiles), 2)

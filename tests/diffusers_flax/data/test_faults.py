@@ -1,4 +1,4 @@
-"""Which pairs count as unchanged, and which as copies that look alike."""
+"""Which pairs count as unchanged, and which as near duplicates."""
 
 import io
 import sqlite3
