@@ -14,6 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -67,6 +68,76 @@ OUTPUT_FLAGS = (  # of files that a program writes
 )
 
 
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a flag takes, declared beside its type.
+
+        steps: Annotated[int, AtLeast(1)] = 20
+        sizes: tuple[Annotated[int, AtLeast(8), MultipleOf(8)], ...] = ()
+        share: Annotated[float, Above(0), Below(1)] | None = None
+
+    check_ranges checks all of a config. Infinity is refused, unless the range allows it.
+    """
+
+    description: str  # "at least 1"
+    contains: Callable[[float], bool]
+    has_infinity: bool = False
+
+
+def AtLeast(low: float) -> Range:
+    return Range(f"at least {low}", lambda x: x >= low)
+
+
+def Above(low: float) -> Range:
+    return Range(f"above {low}", lambda x: x > low)
+
+
+def AtMost(high: float) -> Range:
+    return Range(f"at most {high}", lambda x: x <= high)
+
+
+def Below(high: float) -> Range:
+    return Range(f"below {high}", lambda x: x < high)
+
+
+def Between(low: float, high: float) -> Range:
+    """From low to high, both included; Between(1, math.inf) includes infinity."""
+    return Range(f"from {low} to {high}", lambda x: low <= x <= high, math.isinf(high))
+
+
+def MultipleOf(number: int) -> Range:
+    return Range(f"a multiple of {number}", lambda x: x % number == 0)
+
+
+Seed = Annotated[int, Between(0, 2**32 - 1)]  # of PRNGKey
+
+
+def check_ranges(config: Any) -> None:
+    """Raise a ValueError for the first flag of a config that is out of its ranges.
+
+    Args:
+        config: dataclass object. Its numbers must be finite, also without a range; None has none.
+    """
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        ranges, value = list(ranges_of(hint)), getattr(config, name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                continue
+            if not all(limit.contains(number) for limit in ranges):
+                must_be = " and ".join(limit.description for limit in ranges)
+                raise ValueError(f"--{name} {number} must be {must_be}")
+            if not (math.isfinite(number) or any(limit.has_infinity for limit in ranges)):
+                raise ValueError(f"--{name} {number} must be a finite number")
+
+
+def ranges_of(hint: Any) -> Iterator[Range]:
+    """The ranges in a type, such as Annotated[int, AtLeast(1)] | None."""
+    if isinstance(hint, Range):
+        yield hint
+    for part in get_args(hint):
+        yield from ranges_of(part)
+
+
 def spare_this_machine():
     """Let no proxy of the environment take requests to this machine: a page, a judge, a server."""
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
@@ -106,6 +177,7 @@ def run_main(
     config = parse_flags(config_class, description, args)
     try:
         with messages_with_flags(config):
+            check_ranges(config)
             work(config)
         return
     except KeyboardInterrupt as stop:

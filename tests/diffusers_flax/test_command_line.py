@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import logging
+import math
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import pytest
@@ -24,7 +25,19 @@ import edit_cli
 from diffusers_flax import command_line
 from diffusers_flax.acceleration.plans import TinyDecoder
 from diffusers_flax.acceleration.previews import Preview
-from diffusers_flax.command_line import ask_before_replacing, check_writable, run_main
+from diffusers_flax.command_line import (
+    Above,
+    AtLeast,
+    AtMost,
+    Below,
+    Between,
+    MultipleOf,
+    Seed,
+    ask_before_replacing,
+    check_ranges,
+    check_writable,
+    run_main,
+)
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.layout import Layout, parse_components
 from diffusers_flax.devices.parallelism import check_parallel
@@ -33,6 +46,62 @@ from diffusers_flax.loading.embeddings import read_embeddings
 from diffusers_flax.loading.files import save_whole, write_text
 from diffusers_flax.loading.lora import Loras
 from diffusers_flax.models.tiny_vae import choose_tiny_vae
+
+
+@dataclass(frozen=True)
+class Numbers:
+    steps: Annotated[int, AtLeast(1)] = 1
+    scale: Annotated[float, AtLeast(0)] | None = None
+    share: Annotated[float | None, Between(0, 1)] = None
+    noise: Annotated[float, Between(1, math.inf)] = 1.0
+    sizes: tuple[Annotated[int, AtLeast(8), MultipleOf(8)], ...] = ()
+    lengths: Annotated[tuple[float, float], Above(0), Below(0.28)] | None = None
+    levels: Annotated[int, AtMost(3)] = 3
+    seed: Seed = 0
+    offset: float = 0.0
+    shuffle: bool = True
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--steps", "0"], "--steps 0 must be at least 1"),
+        (["--scale", "-0.1"], "--scale -0.1 must be at least 0"),
+        (["--scale", "nan"], "--scale nan must be at least 0"),
+        (["--scale", "inf"], "--scale inf must be a finite number"),
+        (["--share", "1.5"], "--share 1.5 must be from 0 to 1"),
+        (["--noise", "0"], "--noise 0.0 must be from 1 to inf"),
+        (["--sizes", "8", "12"], "--sizes 12 must be at least 8 and a multiple of 8"),
+        (["--lengths", "0.1", "0.28"], "--lengths 0.28 must be above 0 and below 0.28"),
+        (["--lengths", "0", "0.2"], "--lengths 0.0 must be above 0 and below 0.28"),
+        (["--levels", "4"], "--levels 4 must be at most 3"),
+        (["--seed", "-1"], "--seed -1 must be from 0 to 4294967295"),
+        (["--offset", "nan"], "--offset nan must be a finite number"),
+    ],
+)
+def test_flags_out_of_range_are_one_line(args, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_main(Numbers, "", lambda config: None, args)
+    assert (stopped.value.code, capsys.readouterr().err) == (2, f"error: {message}\n")
+
+
+def test_flags_in_range():
+    check_ranges(Numbers())
+    check_ranges(Numbers(1, 0.0, 1.0, math.inf, (8, 16), (0.1, 0.2), -5, 2**32 - 1, -1.0))
+
+
+def test_help_shows_no_ranges(capsys):
+    with pytest.raises(SystemExit):
+        run_main(Numbers, "", lambda config: None, ["--help"])
+    said = capsys.readouterr().out
+    assert "Range" not in said and "lambda" not in said and "Annotated" not in said
+    for flag in (
+        "--steps INT",
+        "--scale FLOAT",
+        "--sizes [INT [INT ...]]",
+    ):
+        assert f" {flag} " in said
+
 
 SCRIPT = """
 import signal, sys, threading
