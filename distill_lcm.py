@@ -32,16 +32,17 @@ Papers: Latent Consistency Models (arXiv 2310.04378), LCM-LoRA (arXiv 2311.05556
 import json
 import logging
 import shlex
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from diffusers_flax.command_line import check_scale, run_main
+from diffusers_flax.command_line import Above, AtLeast, Seed, run_main
 from diffusers_flax.generating.defaults import with_defaults, write_defaults
 from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.loading.directories import LORA_FILE
@@ -57,12 +58,10 @@ from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH
 from diffusers_flax.schedulers.factory import EDM_CLASSES, class_name
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
 from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predict_x0_and_eps
-from diffusers_flax.training.batches import Batches, open_dataset
-from diffusers_flax.training.checkpoints import find_start, run_identity
-from diffusers_flax.training.ema import ema_plan
-from diffusers_flax.training.flags import Config as TrainingConfig
-from diffusers_flax.training.flags import check_flags, may_change, named_buckets, per_process
-from diffusers_flax.training.latents import check_vae
+from diffusers_flax.training.batches import Batches, compile_steps, open_dataset
+from diffusers_flax.training.checkpoints import Checkpoints, run_identity
+from diffusers_flax.training.ema import NO_AVERAGE
+from diffusers_flax.training.flags import TrainerFlags
 from diffusers_flax.training.lora import save_lora
 from diffusers_flax.training.models import (
     Models,
@@ -72,88 +71,91 @@ from diffusers_flax.training.models import (
     mixed_precision_dtype,
     move_to_devices,
 )
-from diffusers_flax.training.output import (
-    check_run_dir,
-    lock_output_dir,
-    remove_replaced_model,
-    says_finished,
-    write_readme,
-)
-from diffusers_flax.training.run import (
-    Optimization,
-    TrainRun,
-    cache_programs,
-    compile_steps,
-    make_optimizer,
-)
+from diffusers_flax.training.output import open_run, remove_replaced_model
+from diffusers_flax.training.publishing import write_readme
+from diffusers_flax.training.reports import Reports
 from diffusers_flax.training.sharding import (
     combine,
+    each_array,
     gather,
     replicate,
     shard_axes,
     state_shapes,
+    to_host,
     update_state,
 )
 
+Count = Annotated[int, AtLeast(1)]
 HUBER_C = 0.001  # below it the loss is quadratic, above linear
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(TrainerFlags):
     # model; on resume, directories may change but not the weights in them
-    pretrained_model_name_or_path: str = per_process()  # InstructPix2Pix directory or file
-    variant: str | None = may_change(None)  # e.g. fp16, of the model's files
+    pretrained_model_name_or_path: str  # InstructPix2Pix directory or file
+    variant: str | None = None  # e.g. fp16, of the model's files
     # configs of a one-file model: a directory or hub id; default: its family's
-    config_name_or_path: str | None = per_process(None)
-    use_ema_weights: bool = may_change(False)  # of a one-file model: the UNet's averages
+    config_name_or_path: str | None = None
+    use_ema_weights: bool = False  # of a one-file model: the UNet's averages
     # of the teacher: weight of the instruction, >= 0; default: the model's, or 7.5
-    guidance_scale: float | None = None
+    guidance_scale: Annotated[float, AtLeast(0)] | None = None
     # of the teacher: similarity to the original image, >= 0; default: the model's, or 1.5
-    image_guidance_scale: float | None = None
+    image_guidance_scale: Annotated[float, AtLeast(0)] | None = None
     # data
 
     # directories or URLs of *.parquet shards or of latents; batches are drawn from all of them
-    train_data_dir: tuple[str, ...] = per_process(("data",))
+    train_data_dir: tuple[str, ...] = ("data",)
     # weights of several directories, in any unit; default: in proportion to their pairs
-    train_data_weights: tuple[float, ...] = may_change(())
+    train_data_weights: tuple[float, ...] = ()
     original_image_column: str = ""  # original image; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # edited image; "": likewise
     edit_prompt_column: str = ""  # one or several instructions; "": likewise
-    max_train_samples: int | None = None  # use the first N pairs of each set only; None: all
-    resolution: int = 256  # side of the square training images, pixels
+    max_train_samples: Count | None = None  # use the first N pairs of each set only; None: all
+    resolution: Count = 256  # side of the square training images, pixels
     # train at these sizes, WIDTHxHEIGHT, of about resolution² pixels; each pair gets the size
     # nearest in aspect ratio; no values: default sizes; default: only squares
     aspect_ratio_buckets: tuple[str, ...] | None = None
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
-    dataloader_num_workers: int = per_process(0)  # decoding threads; 0: one per core
+    dataloader_num_workers: Annotated[int, AtLeast(0)] = 0  # decoding threads; 0: one per core
     # LoRA
-    lora_rank: int = 64  # rank of the updates
-    lora_alpha: float | None = None  # updates are scaled by alpha / rank; None: the rank
+    lora_rank: Count = 64  # rank of the updates
+    lora_alpha: Annotated[float, Above(0)] | None = (
+        None  # updates are scaled by alpha / rank; None: the rank
+    )
     lora_target_modules: tuple[str, ...] = (  # PyTorch's names
         *("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"),
         *("conv1", "conv2", "conv_shortcut", "time_emb_proj"),
     )
     # training
-    train_batch_size: int = 16  # global batch: pairs per optimizer step
-    max_train_steps: int = 2000  # optimizer steps
-    learning_rate: float = 1e-4  # peak value
+    train_batch_size: Count = 16  # global batch: pairs per optimizer step
+    max_train_steps: Count = 2000  # optimizer steps
+    learning_rate: Annotated[float, Above(0)] = 1e-4  # peak value
     lr_scheduler: Literal["constant", "cosine"] = "constant"  # after warm-up; cosine: to zero
-    lr_warmup_steps: int = 0  # linear warm-up from 0
-    adam_weight_decay: float = 1e-2  # decoupled, as in AdamW; 0: off
-    max_grad_norm: float = 1.0  # clip the gradient to this global norm
+    lr_warmup_steps: Annotated[int, AtLeast(0)] = 0  # linear warm-up from 0
+    adam_weight_decay: Annotated[float, AtLeast(0)] = 1e-2  # decoupled, as in AdamW; 0: off
+    max_grad_norm: Annotated[float, Above(0)] = 1.0  # clip the gradient to this global norm
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; the LoRA stays float32
-    gradient_checkpointing: bool = may_change(False)  # less memory, slower
-    seed: int = 42  # of the LoRA's initial values, data order, augmentation and noise
+    gradient_checkpointing: bool = False  # less memory, slower
+    seed: Seed = 42  # of the LoRA's initial values, data order, augmentation and noise
     # output
-    output_dir: str = per_process("lcm-lora")  # for the LoRA, checkpoints and metrics
-    overwrite_output_dir: bool = may_change(False)  # replace an existing LoRA
+    output_dir: str = "lcm-lora"  # for the LoRA, checkpoints and metrics
+    overwrite_output_dir: bool = False  # replace an existing LoRA
     # steps between lines of metrics.jsonl; None: 50, in short runs a twentieth of the run
-    logging_steps: int | None = may_change(None)
-    checkpointing_steps: int = may_change(500)  # steps between checkpoints; 0: only when stopped
-    checkpoints_total_limit: int | None = may_change(2)  # newest checkpoints to keep; None: all
-    resume_from_checkpoint: str = may_change("latest")  # latest, none, or DIR/checkpoints/STEP
-    compilation_cache_dir: str = per_process("~/.cache/jax")  # cache of compiled programs; "": none
+    logging_steps: Count | None = None
+    checkpointing_steps: Annotated[int, AtLeast(0)] = (
+        500  # steps between checkpoints; 0: only when stopped
+    )
+    checkpoints_total_limit: Count | None = 2  # newest checkpoints to keep; None: all
+    resume_from_checkpoint: str = "latest"  # latest, none, or DIR/checkpoints/STEP
+    compilation_cache_dir: str = "~/.cache/jax"  # cache of compiled programs; "": none
+
+    @property
+    def unet_model_name_or_path(self):
+        """The UNet of the model."""
+        source = self.pretrained_model_name_or_path
+        is_file = isinstance(source, SingleFile)
+        return source.as_component("unet") if is_file else str(Path(source, "unet"))
 
 
 class Teacher(NamedTuple):
@@ -324,15 +326,9 @@ def distill_step(state, frozen, batch, base_rng, *, teacher, tx, axes, max_grad_
     return update_state(tx, state, loss, grads, axes, max_grad_norm)
 
 
-def training_config(config: Config):
-    """The trainer's Config with these flags, for the functions of training/.
-
-    Raises:
-        ValueError: a flag is invalid, or the model is not InstructPix2Pix.
-    """
-    source = config.pretrained_model_name_or_path
-    is_file = isinstance(source, SingleFile)
-    if not is_file and not Path(source, "unet").is_dir():
+def check_teacher(source):
+    """Raise a ValueError unless a model, a directory or SingleFile, can be distilled."""
+    if not isinstance(source, SingleFile) and not Path(source, "unet").is_dir():
         raise ValueError(
             f"--pretrained_model_name_or_path {source} is not a pipeline directory with unet/; "
             "train a model, or get one with hf download OWNER/NAME --local-dir DIR"
@@ -348,24 +344,16 @@ def training_config(config: Config):
             f"--pretrained_model_name_or_path {source} is a CosXL model, whose noise levels are "
             "not the timesteps that LCM distils; take an InstructPix2Pix model of SDXL"
         )
-    for name in ("guidance_scale", "image_guidance_scale"):
-        check_scale(name, getattr(config, name))
-    names = {f.name for f in fields(TrainingConfig)}
-    flags = {name: value for name, value in asdict(config).items() if name in names}
-    unet = source.as_component("unet") if is_file else str(Path(source, "unet"))
-    shared = TrainingConfig(unet_model_name_or_path=unet, ema="none", **flags)
-    check_flags(shared, jax.device_count())
-    return shared
 
 
-def load_teacher(shared: TrainingConfig):
+def load_teacher(config: Config):
     """Load the models of a run onto the host.
 
     Returns:
         (models, pipeline, frozen, lora): Models with FlaxLCMScheduler; the teacher's pipeline;
         distill_step's frozen parameters; the LoRA's initial parameters.
     """
-    models, pipeline, frozen, lora = load_models(shared, mixed_precision_dtype(shared))
+    models, pipeline, frozen, lora = load_models(config, mixed_precision_dtype(config))
     frozen["unet"]["conv_in"] = lora.pop("conv_in")  # the trainer trains it in full
     scheduler = FlaxLCMScheduler.from_config(pipeline.scheduler.config)
     num_teacher_steps = scheduler.config.original_inference_steps
@@ -373,36 +361,36 @@ def load_teacher(shared: TrainingConfig):
     return models._replace(scheduler=scheduler), pipeline, frozen, lora
 
 
-class FinalLora:
-    """The LoRA file that a run writes at its end, with its model card.
+def make_optimizer(config: Config):
+    """AdamW without clipping; returns (optax optimizer, schedule: step from 0 -> learning rate)."""
+    rate, num_warmup = config.learning_rate, config.lr_warmup_steps
+    schedule = optax.constant_schedule(rate)
+    if config.lr_scheduler == "cosine":
+        schedule = optax.cosine_decay_schedule(rate, config.max_train_steps - num_warmup)
+    if num_warmup:
+        warmup = optax.linear_schedule(0.0, rate, num_warmup)
+        schedule = optax.join_schedules([warmup, schedule], [num_warmup])
+    return each_array(optax.adamw(schedule, weight_decay=config.adam_weight_decay)), schedule
+
+
+def save_model(config: Config, pipeline, lora, reports):
+    """Write the card and the LoRA; the LoRA last, as it marks a finished run.
 
     Args:
         config: Config.
-        shared: training_config(config).
         pipeline: of load_teacher.
+        lora: the LoRA's parameters, NumPy arrays.
+        reports: Reports.
     """
-
-    def __init__(self, config, shared, pipeline):
-        self.config, self.shared, self.pipeline = config, shared, pipeline
-
-    def save(self, weights, metrics):
-        """Write the card and the LoRA; the LoRA last, as it marks a finished run.
-
-        Args:
-            weights: {"unet"}, the LoRA's parameters.
-            metrics: last row of metrics.jsonl, or None.
-        """
-        config, output_dir = self.config, Path(self.config.output_dir)
-        introduction = introduce(config, self.pipeline.torch_class_name)
-        write_readme(config, config.output_dir, introduction, metrics, tags=("lora", "lcm"))
-        scales = dict(guidance_scale=1.0, image_guidance_scale=1.0)
-        write_defaults(output_dir, **scales, num_inference_steps=4, scheduler="lcm")
-        remove_replaced_model(self.shared, self.pipeline)
-        options = lora_options(self.shared)
-        save_lora(output_dir / LORA_FILE, weights["unet"], **options, run=asdict(config))
-
-    def upload(self):
-        """LoRAs of this program are not uploaded."""
+    output_dir = Path(config.output_dir)
+    introduction = introduce(config, pipeline.torch_class_name)
+    tags = ("lora", "lcm")
+    write_readme(config, config.output_dir, introduction, reports.last_row, tags=tags)
+    scales = dict(guidance_scale=1.0, image_guidance_scale=1.0)
+    write_defaults(output_dir, **scales, num_inference_steps=4, scheduler="lcm")
+    remove_replaced_model(config, pipeline)
+    save_lora(output_dir / LORA_FILE, lora, **lora_options(config), run=asdict(config))
+    print(f"saved {output_dir}")
 
 
 def introduce(config: Config, pipeline_class):
@@ -455,57 +443,55 @@ def distill(config: Config):
     """Distil a model and write the LoRA to config.output_dir."""
     config = with_single_files(config, "pretrained_model_name_or_path")
     config = with_defaults(config, [config.pretrained_model_name_or_path])
-    shared, config = training_config(config), named_buckets(config)
-    if says_finished(shared, config):
-        return
-    check_run_dir(shared)
-    with lock_output_dir(shared):
-        run_distillation(config, shared)
+    check_teacher(config.pretrained_model_name_or_path)
+    with open_run(config) as config:  # None: the run is finished
+        if config is not None:
+            run_distillation(config)
 
 
-def run_distillation(config: Config, shared: TrainingConfig):
+def run_distillation(config: Config):
     """Load the model, start or resume, run the loop, and save."""
-    cache_programs(config.compilation_cache_dir)
-
     # Data and models, on the host
-    dataset = open_dataset(shared)  # first, to report errors before gigabytes are loaded
-    models, pipeline, frozen, lora = load_teacher(shared)
-    check_vae(dataset, frozen["vae"], shared)
+    num_steps = config.max_train_steps
+    dataset = open_dataset(config)  # first, to report errors before gigabytes are loaded
+    models, pipeline, frozen, lora = load_teacher(config)
 
     # Optimizer, the step to start from
-    tx, schedule = make_optimizer(shared, config.max_train_steps)
-    plan = ema_plan("none", config.max_train_steps)
+    tx, schedule = make_optimizer(config)
     axes = shard_axes(lora, jax.device_count())
-    identity = run_identity(config, config.max_train_steps, dataset, models, lora, frozen)
-    start = find_start(shared, dataset, identity, plan, flags=config)
+    identity = run_identity(config, num_steps, dataset, models, lora, frozen)
+    checkpoints = Checkpoints(config, dataset, identity, NO_AVERAGE, axes)
+    start_step = checkpoints.start_step
+    batches = Batches(dataset, pipeline.prepare_text_inputs, start_step)
+
+    # Frozen weights in the compute dtype, batches and sharded state go to the devices
+    p_frozen = move_to_devices(frozen, models, config, dataset)
+    p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
     teacher = Teacher(models, config.guidance_scale, config.image_guidance_scale)
     options = dict(teacher=teacher, tx=tx, axes=axes, max_grad_norm=config.max_grad_norm)
     p_train_step = jax.pmap(partial(distill_step, **options), axis_name="batch", donate_argnums=0)
-
-    # Frozen weights in the compute dtype, batches and sharded state go to the devices
-    p_frozen = move_to_devices(frozen, models, with_vae=not dataset.latents)
-    p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
-    batches = Batches(dataset, pipeline.prepare_text_inputs, start.step)
-    if start.step < config.max_train_steps:  # compile before the state takes memory
+    if start_step < num_steps:  # compile before the state takes memory
         shapes = state_shapes(lora, tx, axes, jax.device_count())
         p_train_step = compile_steps(p_train_step, shapes, p_frozen, batches, p_rng)
-    state, averages = start.load(lora, tx, axes, plan)
-    optimization = Optimization(
-        config.max_train_steps, jax.eval_shape(lambda x: x, lora), tx, schedule, plan
-    )
-    del lora
-    final_model = FinalLora(config, shared, pipeline)
-    run = TrainRun(shared, start, batches, optimization, pipeline, final_model, flags=config)
+    state, _ = checkpoints.restore(lora, tx)
+    reports = Reports(config, num_steps, schedule, NO_AVERAGE, pipeline, batches, checkpoints)
 
     # Loop
-    for step in run.steps():
-        state, metrics = p_train_step(state, p_frozen, next(batches), p_rng)
-        run.log(step + 1, metrics)
-        run.save_if_due(step + 1, state, averages)
+    with reports, checkpoints.stop_signal:
+        for step in range(start_step + 1, num_steps + 1):
+            state, metrics = p_train_step(state, p_frozen, next(batches), p_rng)
+            reports.log(step, metrics)
+            if checkpoints.is_due(step):
+                checkpoints.save(step, state, [], reports)
+            if checkpoints.is_stopped:
+                checkpoints.exit_after_signal(step)
 
-    weights = run.final_weights(state, averages)
+    lora = to_host(state.params, axes)
     del state, p_frozen  # free device memory
-    run.finish(weights)
+    checkpoints.close()
+    reports.close()
+    save_model(config, pipeline, lora, reports)
+    checkpoints.raise_error()
     print("sample with --scheduler lcm and both guidance scales 1")
 
 

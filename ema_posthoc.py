@@ -26,7 +26,7 @@ import logging
 import re
 import shutil
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, make_dataclass
 from itertools import chain, product
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -49,12 +49,11 @@ from diffusers_flax.loading.weights import (
     torch_to_flax,
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.training.checkpoints import Checkpoints, flatten_by_name
+from diffusers_flax.training.checkpoints import CheckpointFiles, flatten_by_name
 from diffusers_flax.training.ema import posthoc_error, posthoc_weights, sigma_rel_to_gamma
-from diffusers_flax.training.flags import COMPONENT_FLAGS
-from diffusers_flax.training.flags import Config as TrainingConfig
-from diffusers_flax.training.models import load_models
-from diffusers_flax.training.output import FinalModel
+from diffusers_flax.training.flags import COMPONENT_FLAGS, TrainerFlags
+from diffusers_flax.training.models import load_models, params_beside_unet
+from diffusers_flax.training.output import write_model
 
 SNAPSHOT_NAME = re.compile(r"(\d+)-(0\.\d+)")  # STEP-SIGMA
 LARGEST_ERROR = 0.1  # of the profile; above it there is a warning
@@ -275,11 +274,11 @@ def save_checkpoint(config):
     saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
     changes = dict(output_dir=output_dir, max_train_steps=step, num_train_epochs=None)
     changes |= dict(push_to_hub=False, save_raw_unet=False)
-    known = {field.name for field in fields(TrainingConfig)}
-    flags = TrainingConfig(**{k: x for k, x in (saved | changes).items() if k in known})
+    saved |= changes
+    flags = make_dataclass("Flags", saved, bases=(TrainerFlags,), frozen=True)(**saved)
     flags = with_single_files(flags, "pretrained_model_name_or_path", **COMPONENT_FLAGS)
-    models, pipeline, frozen, params = load_models(flags, np.float32)
-    checkpoints = Checkpoints(checkpoint.parent)
+    _, pipeline, frozen, params = load_models(flags, np.float32)
+    checkpoints = CheckpointFiles(checkpoint.parent)
     record = checkpoints.read_record(step)
     prefix = "ema/0" if record["num_averages"] else "params"
     names = flatten_by_name(params)
@@ -289,7 +288,8 @@ def save_checkpoint(config):
     weights = jax.tree.unflatten(jax.tree.structure(params), weights)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     identity = record["identity"] | {"max_train_steps": step}
-    FinalModel(flags, models, pipeline, frozen, identity).save({"unet": weights}, {"step": step})
+    others = params_beside_unet(frozen)
+    write_model(flags, pipeline, {"unet": weights}, others, identity, {"step": step})
     what = "average" if record["num_averages"] else "weights"
     print(f"saved the {what} after {step} steps to {output_dir}")
 

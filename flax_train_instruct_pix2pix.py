@@ -27,59 +27,165 @@ MosaicML's Stable Diffusion 2 for the late EMA.
 """
 
 import logging
+from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from diffusers_flax.command_line import run_main
-from diffusers_flax.devices.processes import start_distributed
-from diffusers_flax.generating.single_files import with_single_files
-from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
-from diffusers_flax.training.batches import Batches, open_dataset
-from diffusers_flax.training.checkpoints import find_start, run_identity
-from diffusers_flax.training.ema import ema_flags, ema_plan
-from diffusers_flax.training.flags import (
-    COMPONENT_FLAGS,
-    Config,
-    check_flags,
-    check_schedules,
-    named_buckets,
-)
-from diffusers_flax.training.latents import check_vae
+from diffusers_flax.command_line import Above, AtLeast, AtMost, Below, Between, Seed, run_main
+from diffusers_flax.training.batches import Batches, compile_steps, length_of_run, open_dataset
+from diffusers_flax.training.checkpoints import Checkpoints, run_identity
+from diffusers_flax.training.ema import compile_averages, ema_flags, ema_plan
 from diffusers_flax.training.models import (
     encode_batch,
     load_models,
     mixed_precision_dtype,
     move_to_devices,
+    params_beside_unet,
 )
-from diffusers_flax.training.output import (
-    FinalModel,
-    check_run_dir,
-    lock_output_dir,
-    merge_finished_run,
-    merges_finished_run,
-    says_finished,
-)
-from diffusers_flax.training.processes import explain_lost_process, from_process_0
-from diffusers_flax.training.run import (
-    Optimization,
-    TrainRun,
-    cache_programs,
-    compile_steps,
-    make_optimizer,
-)
+from diffusers_flax.training.output import open_run, save_model
+from diffusers_flax.training.reports import Reports
 from diffusers_flax.training.sharding import (
     combine,
+    each_array,
     gather,
     gather_by_block,
     replicate,
+    replicated_number,
     shard_axes,
     state_shapes,
+    to_host,
     update_state,
 )
-from diffusers_flax.training.validation import fit_validation_images, load_validation_images
+
+Count = Annotated[int, AtLeast(1)]
+Positive = Annotated[float, Above(0)]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Flags. Which of them may change on resume is in diffusers_flax/training/flags.py."""
+
+    # model; on resume, directories may change but not the weights in them
+    pretrained_model_name_or_path: str  # pipeline directory, hub id or file
+    # UNet with 8 input channels, such as create_modified_unet.py's: directory, hub id or file
+    unet_model_name_or_path: str = ""
+    # another VAE, directory, hub id or file; "": the model's own
+    pretrained_vae_model_name_or_path: str = ""
+    revision: str | None = None  # branch, tag or commit of a hub id
+    variant: str | None = None  # variant of its files, e.g. fp16
+    # configs of one-file models: a directory or hub id; default: their family's
+    config_name_or_path: str | None = None
+    use_ema_weights: bool = False  # of a one-file UNet: the averages of its weights
+    # data
+
+    # directories of *.parquet shards, all or this host's, or URLs; a batch mixes them
+    train_data_dir: tuple[str, ...] = ("data",)
+    # weights of several directories, in any unit; default: in proportion to their pairs
+    train_data_weights: tuple[float, ...] = ()
+    original_image_column: str = ""  # original image; "": as in a known set, docs/data.md
+    edited_image_column: str = ""  # edited image; "": likewise
+    edit_prompt_column: str = ""  # one or several instructions; "": likewise
+    # masks, white where an image may change; read for mask_loss_weight; "": mask_img, mask_image or
+    # mask
+    mask_column: str = ""
+    max_train_samples: Count | None = None  # use the first N pairs of each set only; None: all
+    resolution: Count = 256  # side of the square training images, pixels
+    # sizes WIDTHxHEIGHT of about resolution² pixels; a pair gets the nearest aspect ratio; for one
+    # train_data_dir; no values: default sizes; default: only squares
+    aspect_ratio_buckets: tuple[str, ...] | None = None
+    random_crop: bool = True  # crop at a random position, else in the centre
+    random_flip: bool = True  # mirror half of the pairs
+    image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # resizing; dct: fastest
+    shuffle_buffer: Annotated[int, AtLeast(0)] = (
+        4096  # encoded pairs in memory to draw from, over all hosts
+    )
+    max_bad_fraction: Annotated[float, Between(0, 1)] = (
+        0.1  # stop if more of the pairs cannot be used
+    )
+    dataloader_num_workers: Annotated[int, AtLeast(0)] = 0  # decoding threads; 0: one per core
+    # directory for the VAE's latents; with several train_data_dir a subdirectory for each; "": none
+    cache_latents: str = ""
+    # training
+    train_batch_size: Count = 16  # global batch: pairs per optimizer step
+    gradient_accumulation_steps: Count = 1  # micro-batches per step
+    max_train_steps: Count = 15000  # optimizer steps
+    # replaces max_train_steps, with one train_data_dir; None: off
+    num_train_epochs: Count | None = None
+    learning_rate: Positive = 5e-5  # peak of the schedule
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"  # decay after warm-up
+    lr_warmup_steps: Annotated[int, AtLeast(0)] = 0  # steps of linear warm-up from 0
+    adam_beta1: Annotated[float, AtLeast(0), Below(1)] = 0.9  # decay of the first moment
+    adam_beta2: Annotated[float, AtLeast(0), Below(1)] = 0.999  # decay of the second moment
+    adam_weight_decay: Annotated[float, AtLeast(0)] = 1e-2  # decoupled, as in AdamW; 0: off
+    adam_epsilon: Positive = 1e-8  # added to the root of the second moment
+    max_grad_norm: Positive = 1.0  # clip the gradient to this global norm
+    snr_gamma: Positive | None = None  # min-SNR loss weighting, 5 in the paper; None: off
+    mask_loss_weight: Positive = (
+        1.0  # loss inside the mask relative to outside; 1: no masks are read
+    )
+    # probability of dropping the text; the same for the image, and for both; at most 1/3; 0: off
+    conditioning_dropout_prob: Annotated[float, Between(0, 1 / 3)] = 0.05
+    mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
+    gradient_checkpointing: bool = False  # less memory, slower
+    # with gradient_checkpointing: a block gathers its parameters when it runs, for models that do
+    # not fit into a device's memory; parameters are sent twice
+    gather_by_block: bool = False
+    seed: Seed = 42  # of data order, augmentation, noise and dropout
+    # LoRA: train low-rank updates and the UNet's first convolution; all else is frozen
+    lora_rank: Count | None = None  # rank of the updates; None: train the whole UNet
+    lora_alpha: Positive | None = None  # updates are scaled by alpha / rank; None: the rank
+    # layers with updates, by the ends of their PyTorch names
+    lora_target_modules: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    # 8-bit kernels of the frozen UNet and text encoders, with --lora_rank; None: the compute dtype
+    storage: Literal["float8", "int8"] | None = None
+    merge_lora: bool = False  # also write a pipeline that contains the updates
+    # exponential moving average (EMA) of the weights
+    ema: Literal["none", "late", "full", "power"] = "late"  # late: only the last steps
+    ema_fraction: Annotated[float, Above(0), AtMost(1)] = (
+        0.036  # late: fraction of the run, at its end, to average
+    )
+    ema_start_step: Annotated[int, AtLeast(0)] | None = (
+        None  # late: first averaged step; replaces ema_fraction
+    )
+    ema_decay: Annotated[float, AtLeast(0), Below(1)] | None = (
+        None  # decay per step; None: 1 - 5 / (averaged steps)
+    )
+    ema_every: Count = 1  # steps between updates; each has decay ema_decay ** ema_every
+    ema_warmup: bool = False  # decay of update n at most (1 + n) / (10 + n), as in diffusers
+    ema_snapshot_steps: Count | None = None  # power: steps between snapshots; None: 1/8 of the run
+    # output
+    output_dir: str = "instruct-pix2pix-model"  # for model, checkpoints and metrics
+    overwrite_output_dir: bool = False  # replace an existing model
+    save_raw_unet: bool = False  # also save the UNet without EMA, in unet_raw/
+    # steps between lines of metrics.jsonl; None: 50, in short runs a twentieth of the run
+    logging_steps: Count | None = None
+    report_to: Literal["none", "wandb"] = "none"  # service besides metrics.jsonl
+    tracker_project_name: str = "instruct-pix2pix"  # wandb project
+    checkpointing_steps: Annotated[int, AtLeast(0)] = (
+        500  # steps between checkpoints; 0: only when stopped
+    )
+    checkpoints_total_limit: Count | None = 2  # newest checkpoints to keep; None: all
+    resume_from_checkpoint: str = "latest"  # latest, none, or DIR/checkpoints/STEP
+    validation_image: tuple[str, ...] = ()  # images to edit during training
+    validation_prompt: tuple[str, ...] = ()  # an instruction for each, or one for all
+    # weight of the instruction in these edits; default: 7.5, SDXL 3, CosXL 7, short runs 2
+    validation_guidance_scale: Annotated[float, AtLeast(0)] | None = None
+    # similarity of these edits to the original image; default: 1.5, short runs 1.2
+    validation_image_guidance_scale: Annotated[float, AtLeast(0)] | None = None
+    validation_steps: Count = 500  # steps between validations, saved in validation/
+    profile_steps: str = ""  # FIRST:LAST, steps to trace into profile/; "": none
+    push_to_hub: bool = False  # upload the model; needs HF_TOKEN or `hf auth login`
+    hub_model_id: str | None = None  # OWNER/NAME; None: the name of output_dir
+    compilation_cache_dir: str = "~/.cache/jax"  # cache of compiled programs; "": none
+    # several hosts without a TPU slice, Slurm or Open MPI: give all three flags
+    coordinator_address: str | None = None  # HOST:PORT of process 0
+    num_processes: int | None = None  # number of processes on all hosts
+    process_id: int | None = None  # index of this process, from 0
 
 
 def conditioning_dropout(keys, text, null_text, image_latents, rate):
@@ -295,83 +401,148 @@ def train_step_options(config: Config):
         mask_loss_weight=config.mask_loss_weight,
         max_grad_norm=config.max_grad_norm,
         num_micro_batches=config.gradient_accumulation_steps,
-        gather=partial(gather_by_block, blocks=CHECKPOINTED_BLOCKS)
-        if config.gather_by_block
-        else gather,
+        gather=gather_by_block if config.gather_by_block else gather,
     )
+
+
+def update_ema(averages, params, num_steps, plan, p_start, p_update):
+    """The averages of the weights after a step: an EMA of the final stage of the run.
+
+    Before plan.first_step there is no average, and it costs neither time nor memory. There it
+    starts as a copy of the weights. After every plan.every steps more it becomes
+    decay * average + (1 - decay) * weights. The decay of update n is plan.decays(n): by default
+    1 - 5 / (averaged steps), so that the copy keeps a share of e^-5; with --ema_warmup it grows and
+    is at most (1 + n) / (10 + n).
+
+    Args:
+        averages: list of averages, sharded like the weights; empty before the first step.
+        params: the weights, sharded.
+        num_steps: number of completed steps.
+        plan: EmaPlan of ema_plan: one average, none, or with --ema power two.
+        p_start: pmapped copy of the weights.
+        p_update: pmapped (average, weights, decay) -> average.
+
+    Returns:
+        The new list; the old averages are donated.
+
+    Source: MosaicML's Stable Diffusion 2: decay 0.9999 over the last 50k of 1.4M steps.
+    """
+    if plan.first_step is None or num_steps < plan.first_step:
+        return []
+    if not averages:
+        return [p_start(params) for _ in range(plan.num_averages)]
+    if (n := plan.update_of(num_steps)) == 0:
+        return averages
+    decays = map(replicated_number, plan.decays(n))
+    return [p_update(average, params, decay) for average, decay in zip(averages, decays)]
+
+
+def best_weights(state, averages):
+    """The weights to use: the first average, or before there is one the trained weights."""
+    return averages[0] if averages else state.params
+
+
+def make_optimizer(config: Config, num_steps):
+    """The optimizer and its learning rate; write another one here, such as optax.lion.
+
+    A device has a part of each matrix and all vectors in one array. So the optimizer must treat
+    every element alone, as AdamW, Lion, SGD and RMSProp do. On several devices Adafactor (means of
+    rows), LAMB (norms of arrays), Muon (whole matrices) and masks by name would go wrong.
+    train_step clips the gradient. each_array shortens compilation.
+
+    Args:
+        config: Config.
+        num_steps: length of the run.
+
+    Returns:
+        (optax optimizer, schedule: step from 0 -> learning rate).
+    """
+    decay_steps = num_steps - config.lr_warmup_steps
+    schedule = {
+        "constant": optax.constant_schedule(config.learning_rate),
+        "linear": optax.linear_schedule(config.learning_rate, 0.0, decay_steps),
+        "cosine": optax.cosine_decay_schedule(config.learning_rate, decay_steps),
+    }[config.lr_scheduler]
+    if config.lr_warmup_steps:
+        warmup = optax.linear_schedule(0.0, config.learning_rate, config.lr_warmup_steps)
+        schedule = optax.join_schedules([warmup, schedule], [config.lr_warmup_steps])
+    tx = optax.adamw(
+        schedule,
+        b1=config.adam_beta1,
+        b2=config.adam_beta2,
+        eps=config.adam_epsilon,
+        weight_decay=config.adam_weight_decay,
+    )
+    return each_array(tx), schedule
 
 
 def train(config: Config):
     """Train a model and write it to config.output_dir."""
-    start_distributed(config.coordinator_address, config.num_processes, config.process_id)
-    check_flags(config, jax.device_count())
-    config = named_buckets(config)
-    config = with_single_files(config, "pretrained_model_name_or_path", **COMPONENT_FLAGS)
-    if from_process_0(np.int32(says_finished(config))):
-        return
-    check_run_dir(config)
-    validation_images = load_validation_images(config)
-    with lock_output_dir(config):
-        if from_process_0(np.int32(merges_finished_run(config))):
-            merge_finished_run(config)
-        else:
-            run_training(config, validation_images)
+    with open_run(config) as config:  # with its models opened; None: the run is finished
+        if config is not None:
+            run_training(config)
 
 
-def run_training(config: Config, validation_images):
+def run_training(config: Config):
     """Load models, start or resume, run the loop, and save."""
-    cache_programs(config.compilation_cache_dir)
-
     # Data and models, on the host
     dataset = open_dataset(config)  # first, to report errors before gigabytes are loaded
-    validation_images = fit_validation_images(validation_images, dataset.sizes)
-    max_train_steps = config.max_train_steps
-    if config.num_train_epochs is not None:
-        max_train_steps = config.num_train_epochs * len(dataset)
-        check_schedules(config, max_train_steps)
+    num_steps = length_of_run(config, dataset)
     models, pipeline, frozen, params = load_models(config, mixed_precision_dtype(config))
-    check_vae(dataset, frozen["vae"], config)
+    others = None if config.lora_rank else params_beside_unet(frozen)  # saved beside the UNet
 
     # Optimizer, EMA, the step to start from
-    tx, schedule = make_optimizer(config, max_train_steps)
-    plan = ema_plan(*ema_flags(config, max_train_steps))
+    tx, schedule = make_optimizer(config, num_steps)
+    ema = ema_plan(*ema_flags(config, num_steps))
     axes = shard_axes(params, jax.device_count())
-    identity = run_identity(config, max_train_steps, dataset, models, params, frozen)
-    start = find_start(config, dataset, identity, plan)
-    final_model = FinalModel(config, models, pipeline, frozen, identity)
+    identity = run_identity(config, num_steps, dataset, models, params, frozen)
+    checkpoints = Checkpoints(config, dataset, identity, ema, axes)
+    start_step = checkpoints.start_step
+    batches = Batches(dataset, pipeline.prepare_text_inputs, start_step)
+
+    # Frozen weights in the compute dtype to the devices; all programs are compiled before the
+    # sharded state takes memory
+    p_frozen = move_to_devices(frozen, models, config, dataset)
+    p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
+    shapes = state_shapes(params, tx, axes, jax.device_count())
     p_train_step = jax.pmap(
         partial(train_step, models=models, tx=tx, axes=axes, **train_step_options(config)),
         axis_name="batch",
         donate_argnums=0,
     )
-
-    # Frozen weights in the compute dtype, batches and sharded state go to the devices
-    with_vae = bool(validation_images) or not dataset.latents
-    p_frozen = move_to_devices(frozen, models, with_vae, config.storage)
-    p_rng = replicate(np.asarray(jax.random.PRNGKey(config.seed)))
-    batches = Batches(dataset, pipeline.prepare_text_inputs, start.step)
-    if start.step < max_train_steps:  # compile before the state takes memory
-        shapes = state_shapes(params, tx, axes, jax.device_count())
+    if start_step < num_steps:
         p_train_step = compile_steps(p_train_step, shapes, p_frozen, batches, p_rng)
-    state, averages = start.load(params, tx, axes, plan)
-    optimization = Optimization(
-        max_train_steps, jax.eval_shape(lambda x: x, params), tx, schedule, plan
-    )
+    p_average = compile_averages(ema, shapes.params)
+    state, averages = checkpoints.restore(params, tx)
     del params
-    run = TrainRun(config, start, batches, optimization, pipeline, final_model, validation_images)
+    averages = averages or update_ema([], state.params, start_step, ema, *p_average)
+    reports = Reports(config, num_steps, schedule, ema, pipeline, batches, checkpoints)
 
     # Loop
-    for step in run.steps():
-        averages.start(step, state.params)
-        state, metrics = p_train_step(state, p_frozen, next(batches), p_rng)
-        averages.update(step + 1, state.params)
-        run.log(step + 1, metrics)
-        run.save_if_due(step + 1, state, averages)
-        run.validate_if_due(step + 1, state, averages, p_frozen)
+    with reports, checkpoints.stop_signal:
+        for step in range(start_step + 1, num_steps + 1):
+            reports.profile(step)
+            state, metrics = p_train_step(state, p_frozen, next(batches), p_rng)
+            averages = update_ema(averages, state.params, step, ema, *p_average)
+            reports.log(step, metrics)
+            if reports.snapshot_is_due(step):
+                reports.save_snapshots(step, averages, axes)
+            if checkpoints.is_due(step):
+                checkpoints.save(step, state, averages, reports)
+            if checkpoints.is_stopped:  # by SIGTERM or Ctrl-C
+                break
+            if reports.validation_is_due(step):
+                reports.validate(step, best_weights(state, averages), p_frozen, axes)
 
-    weights = run.final_weights(state, averages)
+    if checkpoints.is_stopped:
+        checkpoints.exit_after_signal(step)
+    trained = {"unet": to_host(best_weights(state, averages), axes)}
+    if config.save_raw_unet:
+        trained["unet_raw"] = to_host(state.params, axes)
     del state, averages, p_frozen  # free device memory: writing the model needs as much
-    run.finish(weights)
+    checkpoints.close()  # a run is finished if its model is newer than its last checkpoint
+    save_model(config, pipeline, trained, others, identity, reports)
+    checkpoints.raise_error()  # of the last checkpoint
 
 
 def main(args=None):
@@ -388,7 +559,6 @@ def main(args=None):
         out_of_memory="raise --gradient_accumulation_steps, lower --train_batch_size, or use "
         "--mixed_precision bf16, --gradient_checkpointing, --lora_rank 16 and, on several "
         "devices, --gather_by_block",
-        explain=explain_lost_process,
     )
 
 

@@ -9,7 +9,7 @@ import jax
 from diffusers_flax.data.dataset import ParquetImagePairs
 from diffusers_flax.data.mixture import Mixture
 from diffusers_flax.data.options import Columns, Reading, Transform
-from diffusers_flax.training.flags import Config, chosen_columns, chosen_sizes
+from diffusers_flax.training.flags import check_schedules, chosen_columns, chosen_sizes
 from diffusers_flax.training.latents import latent_dirs, write_latents
 from diffusers_flax.training.models import (
     check_models,
@@ -18,12 +18,12 @@ from diffusers_flax.training.models import (
     open_modules,
 )
 from diffusers_flax.training.processes import all_processes, wait_for_all
-from diffusers_flax.training.sharding import shard_batch
+from diffusers_flax.training.sharding import compile_pmapped, shard_batch
 
 MAX_STEPS_IN_FLIGHT = 2  # steps by which the host may be ahead of the devices; batches to prefetch
 
 
-def open_dataset(config: Config):
+def open_dataset(config):
     """Open --train_data_dir, or --cache_latents after writing its missing shards."""
     directories = config.train_data_dir
     columns = chosen_columns(config, masks=config.mask_loss_weight != 1)
@@ -57,6 +57,19 @@ def open_dataset(config: Config):
     if len(directories) == 1:
         return ParquetImagePairs(directories[0], **options)
     return Mixture(directories, config.train_data_weights, **options)
+
+
+def length_of_run(config, dataset):
+    """Number of steps of a run, of --max_train_steps or --num_train_epochs.
+
+    Raises:
+        ValueError: schedules do not fit into it.
+    """
+    num_steps = config.max_train_steps
+    if config.num_train_epochs is not None:
+        num_steps = config.num_train_epochs * len(dataset)
+    check_schedules(config, num_steps)
+    return num_steps
 
 
 class Batches:
@@ -118,3 +131,39 @@ class Batches:
         """Stop the dataset's threads and free the batches."""
         self.stream.close()
         self.queue.clear()
+
+
+def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
+    """Compile a training step for the batches of every size.
+
+    Args:
+        p_train_step: pmapped train_step.
+        state: state_shapes for all devices.
+        p_frozen, p_rng: as for train_step, replicated.
+        batches: Batches.
+
+    Returns:
+        A function like p_train_step, for global arrays.
+    """
+    programs, shapes = {}, batches.shapes()
+    for number, (size, batch) in enumerate(shapes.items(), start=1):
+        start = time.perf_counter()
+        arguments = state, p_frozen, batch, p_rng
+        programs[shapes_of(batch)] = compile_pmapped(p_train_step, *arguments)
+        if size and jax.process_index() == 0:
+            seconds = time.perf_counter() - start
+            print(f"compiled {size} in {seconds:.3g} s, {number} of {len(shapes)}", flush=True)
+    wait_for_all("all sizes are compiled")
+    if len(programs) == 1:
+        (program,) = programs.values()
+        return program
+
+    def step(state, p_frozen, batch, p_rng):
+        return programs[shapes_of(batch)](state, p_frozen, batch, p_rng)
+
+    return step
+
+
+def shapes_of(batch):
+    """The shapes of a batch's arrays, to look up its program."""
+    return frozenset((name, x.shape) for name, x in batch.items())

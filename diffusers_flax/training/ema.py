@@ -11,7 +11,6 @@ of the run. Snapshots of two of them give averages of other lengths after traini
 (`posthoc_weights`, ema_posthoc.py).
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.training.sharding import compile_pmapped, in_place, replicate
+from diffusers_flax.training.sharding import compile_pmapped, in_place
 
 SIGMA_RELS = (0.05, 0.1)  # lengths of the two tracked averages, fractions of the run
 HORIZONS = 5  # window times (1 - decay): the initial weights keep a share of e^-5 = 0.7%
@@ -94,7 +93,7 @@ class EmaPlan(NamedTuple):
 
     def averages_after(self, num_steps):
         """Number of averages after num_steps steps: 0, later num_averages."""
-        has_begun = self.first_step is not None and num_steps > self.first_step
+        has_begun = self.first_step is not None and num_steps >= self.first_step
         return self.num_averages if has_begun else 0
 
     def update_of(self, num_steps):
@@ -132,36 +131,26 @@ def ema_plan(
         EmaPlan.
 
     Raises:
-        ValueError: a number is out of range, or does not apply to this kind of average.
+        ValueError: an argument is out of range, or does not apply to this kind of average.
 
     Source: MosaicML's Stable Diffusion 2: decay 0.9999 over the last 50k of 1.4M steps.
     """
     if ema != "late" and start_step is not None:
-        raise ValueError(f"--ema_start_step {start_step} goes with --ema late, not {ema}")
-    if ema in ("none", "power"):
-        for name, value in (("ema_decay", decay), ("ema_warmup", warmup or None)):
-            if value is not None:
-                raise ValueError(f"--{name} {value} goes with --ema late or full, not {ema}")
+        raise ValueError(f"ema_start_step={start_step} goes with ema late, not {ema}")
+    if ema in ("none", "power") and (decay is not None or warmup):
+        raise ValueError(f"ema_decay= and ema_warmup= go with ema late or full, not {ema}")
     if ema == "none":
         return NO_AVERAGE
-    if not 0 < fraction <= 1:
-        raise ValueError(
-            f"--ema_fraction {fraction} must be above 0 and at most 1, a window as long as the run"
-        )
-    if ema in ("full", "power"):
-        start = 0
-    elif start_step is None:
+    start = 0
+    if ema == "late":
         start = max_train_steps - max(1, round(max_train_steps * fraction))
-    else:
-        start = start_step
-    if not 0 <= start < max_train_steps:
-        raise ValueError(
-            f"--ema_start_step {start} must be from 0 to --max_train_steps - 1, "
-            f"{max_train_steps - 1}; or use --ema none"
-        )
+        start = start if start_step is None else start_step
     window = max_train_steps - start
     if not 1 <= every <= window:
-        raise ValueError(f"--ema_every {every} must be from 1 to the averaged steps, {window}")
+        raise ValueError(
+            f"ema_start_step={start} and ema_every={every} must leave an update in the run of "
+            f"{max_train_steps} steps; or use ema none"
+        )
     if ema == "power":
         gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in SIGMA_RELS]
         return EmaPlan(
@@ -169,14 +158,12 @@ def ema_plan(
         )
     if decay is None and (decay := window_decay(window)) == 0:
         return NO_AVERAGE
-    if not 0 <= decay < 1:
-        raise ValueError(f"--ema_decay {decay} must be at least 0 and below 1")
     decay **= every
     return EmaPlan(start, every, 1, lambda n: [warmup_decay(n, decay) if warmup else decay])
 
 
 def ema_flags(config, max_train_steps):
-    """The arguments of ema_plan for a Config and the length of its run."""
+    """The arguments of ema_plan for a program's flags and the length of its run."""
     return (
         config.ema,
         max_train_steps,
@@ -188,106 +175,50 @@ def ema_flags(config, max_train_steps):
     )
 
 
-def explain_no_average(config, max_train_steps):
-    """Say why a run has no average, and which flag gives one.
+def explain_average(config, plan, num_steps, start_step, num_saved):
+    """Say when the average of a run starts, and what happens to the checkpoint's average.
 
     Args:
-        config: Config with --ema late or full and without --ema_decay.
-        max_train_steps: length of the run.
-    """
-    needed, remedy = HORIZONS + 1, "give more steps, or an --ema_decay"
-    run = f"{max_train_steps} step{'s' * (max_train_steps > 1)}"
-    if config.ema == "full" or max_train_steps < needed:
-        return f"no average of the weights: the run has {run}, an average needs {needed}; {remedy}"
-    if config.ema_start_step is not None:
-        window = max_train_steps - config.ema_start_step
-        place = f"from --ema_start_step {config.ema_start_step} on the run has"
-        remedy = f"give --ema_start_step {max_train_steps - needed} or less"
-    else:
-        window = max(1, round(max_train_steps * config.ema_fraction))
-        place = f"the last {100 * config.ema_fraction:g}% of {run} are"
-        remedy = f"give --ema_fraction {math.ceil(100 * needed / max_train_steps) / 100:g}"
-    steps = f"{window} step{'s' * (window > 1)}"
-    return f"no average of the weights: {place} {steps}, an average needs {needed}; {remedy}"
-
-
-def explain_average(config, plan, num_steps, start):
-    """Describe when the average of a run starts, and what happens to the checkpoint's average.
-
-    Args:
-        config: Config.
+        config: flags of the run.
         plan: EmaPlan of the run.
         num_steps: length of the run.
-        start: training.checkpoints.Start.
+        start_step: number of completed steps.
+        num_saved: number of averages in the checkpoint.
 
     Yields:
         Lines to print.
     """
-    num_averages, num_saved = plan.averages_after(start.step), start.num_averages
+    num_averages = plan.averages_after(start_step)
     if num_saved > num_averages:
         yield "the checkpoint's average is dropped; its last weights are trained further"
-    if plan.first_step is None:
-        if config.ema != "none":
-            yield explain_no_average(config, num_steps)
-        return
-
-    def decays(plan):
-        return ", ".join(f"{decay:.6g}" for decay in plan.decays(num_steps))
-
-    first_step, change = plan.first_step, ""
-    if num_averages > num_saved:
-        first_step = start.step
-    elif num_averages:
-        before = ema_plan(*ema_flags(config, start.saved["identity"]["max_train_steps"]))
-        if decays(before) != decays(plan):
-            change = f", until step {start.step} with decay {decays(before)}"
-    yield f"averaging the weights from step {first_step} with decay {decays(plan)}{change}"
+    if plan.first_step is not None:
+        first_step = start_step if num_averages > num_saved else plan.first_step
+        decays = ", ".join(f"{decay:.6g}" for decay in plan.decays(num_steps))
+        yield f"averaging the weights from step {first_step} with decay {decays}"
+    elif config.ema != "none":
+        yield (
+            f"no average of the weights: less than {HORIZONS + 1} of the run's {num_steps} steps "
+            "would be averaged; give more steps, ema_fraction= or ema_decay="
+        )
 
 
-class Averages:
-    """The sharded averages of a run on the devices.
+def compile_averages(plan, shapes):
+    """Compile the programs of update_ema, before the state takes memory.
 
     Args:
         plan: EmaPlan.
-        shapes: of the sharded parameters, state_shapes(...).params; their programs are compiled
-            here, before the state takes memory.
+        shapes: of the sharded parameters, state_shapes(...).params.
 
-    Attributes:
-        trees: list of averages, sharded like the parameters; empty before the plan's first step.
+    Returns:
+        (p_start, p_update): weights -> average, and (average, weights, decay) -> average; None and
+        None without average.
     """
-
-    def __init__(self, plan, shapes):
-        self.plan, self.trees = plan, []
-        self.last_decays = self.p_decays = None  # of the last update
-        if plan.first_step is not None:
-            number = jax.tree.leaves(shapes)[0].shape[:1]
-            decay = jax.ShapeDtypeStruct(number, jnp.float32)
-            self.p_start = compile_pmapped(make_start_average(), shapes)
-            self.p_update = compile_pmapped(make_update_average(), shapes, shapes, decay)
-
-    def start(self, step, params):
-        """Before the plan's first step, copy the parameters."""
-        if step == self.plan.first_step:
-            self.copy(params)
-
-    def copy(self, params):
-        """Start all averages as copies of the sharded parameters."""
-        self.trees = [self.p_start(params) for _ in range(self.plan.num_averages)]
-
-    def update(self, num_steps, params):
-        """Move the averages towards the parameters if an update is due after num_steps steps."""
-        if num_updates := self.plan.update_of(num_steps):
-            if self.last_decays != (decays := self.plan.decays(num_updates)):  # most plans: one
-                self.last_decays = decays
-                self.p_decays = [replicate(np.float32(decay)) for decay in decays]
-            self.trees = [
-                self.p_update(tree, params, p_decay)
-                for tree, p_decay in zip(self.trees, self.p_decays)
-            ]
-
-    def best(self, params):
-        """The weights to use: the first average, or the parameters before there is one."""
-        return self.trees[0] if self.trees else params
+    if plan.first_step is None:
+        return None, None
+    number = jax.tree.leaves(shapes)[0].shape[:1]
+    decay = jax.ShapeDtypeStruct(number, jnp.float32)
+    p_start = compile_pmapped(make_start_average(), shapes)
+    return p_start, compile_pmapped(make_update_average(), shapes, shapes, decay)
 
 
 def make_start_average():

@@ -36,7 +36,7 @@ from diffusers_flax.schedulers.factory import (
     scheduler_from_config,
     training_scheduler,
 )
-from diffusers_flax.training.flags import Config, flag, nearest_multiples
+from diffusers_flax.training.flags import flag, nearest_multiples
 from diffusers_flax.training.lora import add_lora
 from diffusers_flax.training.sharding import cast_kernels, combine, replicate_frozen
 
@@ -133,11 +133,11 @@ def encode_batch(batch, frozen, models):
     return posterior.mean[:B], posterior.std[:B], scaled(posterior.mode()[B:]), text
 
 
-def load_models(config: Config, dtype: Any):
+def load_models(config, dtype: Any):
     """Load the models of a run onto the host and check that they fit together.
 
     Args:
-        config: Config.
+        config.
         dtype: compute dtype of the modules.
 
     Returns:
@@ -203,7 +203,7 @@ def load_models(config: Config, dtype: Any):
     return models, pipeline, frozen, params
 
 
-def open_modules(config: Config, dtype):
+def open_modules(config, dtype):
     """Build the modules of a run from their config files, without weights: Models.
 
     Args and Raises as for load_models.
@@ -299,7 +299,7 @@ def to_float32(name, x):
     return x.astype(np.float32, copy=False)
 
 
-def lora_options(config: Config):
+def lora_options(config):
     """The arguments of add_lora and save_lora that come from flags."""
     return dict(
         rank=config.lora_rank,
@@ -337,7 +337,7 @@ def store_frozen(frozen, storage):
     return frozen | stored
 
 
-def mixed_precision_dtype(config: Config):
+def mixed_precision_dtype(config):
     """The dtype of --mixed_precision, with a warning if the GPU is slow in it."""
     dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
     return warn_if_slow(dtype, instead=jnp.float32)
@@ -413,18 +413,18 @@ def checksums(frozen, params):
     return dict(zip(WEIGHTS, map(tree_checksum, trees)))
 
 
-def move_to_devices(frozen, models, with_vae, storage=None):
+def move_to_devices(frozen, models, config, dataset):
     """Put train_step's frozen parameters on every device, in the compute dtypes.
 
     Args:
         frozen: of load_models; emptied, to free the host's copies one by one.
         models: Models.
-        with_vae: whether images are encoded or decoded; cached latents need no VAE.
-        storage: as for cast_frozen.
+        config: flags of the program.
+        dataset: ParquetImagePairs or Mixture; with cached latents only validation needs the VAE.
     """
-    p_frozen = cast_frozen(frozen, models, storage)
+    p_frozen = cast_frozen(frozen, models, config.storage)
     frozen.clear()
-    if not with_vae:
+    if dataset.latents and not config.validation_image:
         del p_frozen["vae"]
     replace_leaves(replicate_frozen, p_frozen)
     return p_frozen
@@ -438,7 +438,7 @@ def params_beside_unet(frozen):
     return {"vae": frozen["vae"], "text_encoder": encoders[0], "text_encoder_2": encoders[1]}
 
 
-def check_models(config: Config, models: Models):
+def check_models(config, models: Models):
     """Raise a ValueError for models that do not fit together, or a resolution that they refuse."""
     unet, vae, text_encoder, scheduler, _ = models
     source, is_xl = config.pretrained_model_name_or_path, isinstance(models.text_encoder, tuple)

@@ -28,7 +28,7 @@ parameters, and to_host arrays, in the usual order.
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -41,6 +41,8 @@ from jax.core import ShapedArray
 from jax.experimental import multihost_utils
 from jax.experimental.layout import Format, Layout
 from jax.tree_util import Partial
+
+from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
 
 KERNEL_ORDER = (3, 0, 1, 2)  # of a kernel's axes (height, width, I, O) on GPUs
 CHIPS_PER_HOST = 4  # in TPU slices of several hosts; their device numbers are consecutive
@@ -223,7 +225,7 @@ def gather_arrays(shards, axes, dtype):
     return gather_all(shards)
 
 
-def gather_by_block(shards, axes, dtype, blocks):
+def gather_by_block(shards, axes, dtype, blocks=CHECKPOINTED_BLOCKS):
     """Like gather, but blocks gather their own parameters when they run, forward and backward.
 
     A device then holds parameters and gradients of a few blocks instead of all blocks; each block's
@@ -421,6 +423,36 @@ def update_state(tx, state, loss, grads, axes, max_grad_norm):
     return state, {"loss": jax.lax.pmean(loss, "batch"), "grad_norm": grad_norm}
 
 
+def each_array(tx):
+    """An element-wise optax optimizer that updates one array after the other.
+
+    Its state is the same; a program traces the update once for each shape, not for each array.
+    """
+    update_one = jax.jit(tx.update)
+
+    def update(grads, opt_state, params):
+        structure = jax.tree.structure(params)
+
+        def is_per_array(x):  # moments are, the number of steps is not
+            return jax.tree.structure(x) == structure
+
+        parts, whole = jax.tree.flatten(opt_state, is_leaf=is_per_array)
+        parts = [structure.flatten_up_to(x) if is_per_array(x) else x for x in parts]
+        updates, new_parts = [], []
+        for i, (g, p) in enumerate(zip(jax.tree.leaves(grads), jax.tree.leaves(params))):
+            own = whole.unflatten([x[i] if isinstance(x, list) else x for x in parts])
+            one, own = update_one(g, own, p)
+            updates.append(one)
+            new_parts.append(whole.flatten_up_to(own))
+        new_parts = [
+            structure.unflatten(new) if isinstance(old, list) else new[0]
+            for old, new in zip(parts, zip(*new_parts))
+        ]
+        return structure.unflatten(updates), whole.unflatten(new_parts)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
 def in_place(update):
     """Make XLA update donated arrays in place.
 
@@ -486,6 +518,12 @@ def replicate(tree, devices=None, layout=None):
     devices = devices or all_devices()
     n = len(_local(devices))
     return jax.tree.map(lambda x: _place([np.asarray(x)[None]] * n, devices, layout), tree)
+
+
+@lru_cache(maxsize=4)
+def replicated_number(number):
+    """replicate for a float, as float32; the last numbers are kept on the devices."""
+    return replicate(np.float32(number))
 
 
 def replicate_frozen(params):

@@ -14,9 +14,8 @@ from diffusers_flax.data.buckets import nearest_sizes
 from diffusers_flax.data.images import load_image
 from diffusers_flax.generating.captions import GRID_IMAGE_SIZE, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.loading.files import save_whole
-from diffusers_flax.training.flags import Config
 from diffusers_flax.training.models import params_beside_unet
-from diffusers_flax.training.sharding import combine, local_rows, replicate
+from diffusers_flax.training.sharding import combine, compile_pmapped, gather, local_rows, replicate
 
 NUM_INFERENCE_STEPS = 20
 SHORT_RUN = 100_000  # steps times batch; after fewer samples a model edits well at low scales only
@@ -29,7 +28,7 @@ def guidance_scales(config, pipeline, num_steps):
     """Guidance scales for a run's model: the flags, or the defaults of docs/editing.md.
 
     Args:
-        config: Config.
+        config.
         pipeline: InstructPix2Pix.
         num_steps: length of the run.
 
@@ -51,35 +50,43 @@ class Validation:
     """Edits images during training and writes them to OUTPUT_DIR/validation/step-N.png.
 
     Args:
-        config: Config.
+        config.
         pipeline: InstructPix2Pix.
-        images: of fit_validation_images.
+        sizes: (width, height) of the batches' images; an image is cropped to the nearest one.
         num_steps: length of the run.
+
+    Attributes:
+        images: PIL images, [] without --validation_image.
     """
 
-    def __init__(self, config, pipeline, images, num_steps):
+    def __init__(self, config, pipeline, sizes, num_steps):
         self.pipeline = replace(pipeline, storage=config.storage) if config.storage else pipeline
-        self.images, self.seed = images, config.seed
+        self.images = fit_validation_images(load_validation_images(config), sizes)
+        self.seed, self.p_gather = config.seed, None
         self.scales = guidance_scales(config, pipeline, num_steps)
         prompts = list(config.validation_prompt)  # one for each image, or one for all
-        self.prompts = prompts * (len(images) if len(prompts) == 1 else 1)
+        self.prompts = prompts * (len(self.images) if len(prompts) == 1 else 1)
         self.folder = Path(config.output_dir, "validation")
 
-    def edit(self, p_unet, p_frozen):
+    def edit(self, weights, axes, p_frozen):
         """Edit the images, one batch per size, on this process's devices.
 
         All processes call this together.
 
         Args:
-            p_unet: the UNet's trained parameters, replicated.
+            weights: the UNet's trained parameters, sharded.
+            axes: of shard_axes.
             p_frozen: train_step's frozen parameters, replicated.
 
         Returns:
             List of PIL images.
         """
         pipeline = self.pipeline
+        if self.p_gather is None:
+            gather_all = partial(gather, axes=axes, dtype=pipeline.unet.dtype)
+            self.p_gather = compile_pmapped(jax.pmap(gather_all, axis_name="batch"), weights)
         p_params = {
-            "unet": combine(p_frozen.get("unet", {}), p_unet),
+            "unet": combine(p_frozen.get("unet", {}), self.p_gather(weights)),
             **params_beside_unet(p_frozen),
             "scheduler": replicate(pipeline.scheduler.create_state()),
         }
@@ -117,7 +124,7 @@ class Validation:
         return path
 
 
-def load_validation_images(config: Config):
+def load_validation_images(config):
     """Load --validation_image: PIL images, RGB."""
     try:
         return [load_image(path) for path in config.validation_image]

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from diffusers_flax.training.metrics import MetricsLog
 from helpers import ROOT
 from PIL import Image
 
 from diffusers_flax.training import metrics
 from diffusers_flax.training.ema import NO_AVERAGE
-from diffusers_flax.training.metrics import MetricsLog
 from diffusers_flax.training.sharding import replicate
 
 TOKEN = "hf_stand_in_5f0c"

@@ -5,10 +5,10 @@ import optax
 import pytest
 import torch
 from diffusers.optimization import get_scheduler
+from diffusers_flax.training.run import lr_schedule
 from flax.traverse_util import flatten_dict
 
 import flax_train_instruct_pix2pix as trainer
-from diffusers_flax.training.run import lr_schedule
 from diffusers_flax.training.sharding import global_norm, join_vectors, shard_axes
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")

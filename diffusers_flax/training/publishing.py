@@ -1,0 +1,298 @@
+"""The model card of a run, and its upload to the hub.
+
+huggingface_hub handles its own token.
+"""
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import httpx2
+from huggingface_hub import HfApi, ModelCardData, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
+from diffusers_flax.loading.files import write_text
+from diffusers_flax.messages import one_line
+from diffusers_flax.training.flags import final_file
+from diffusers_flax.training.reports import LOSS_PLOT
+from diffusers_flax.training.validation import guidance_scales, step_images
+
+# Files of a run that do not belong to the model: checkpoints, other weights, logs, hidden files.
+UNPUBLISHED_PATTERNS = (
+    "checkpoints/*",
+    "ema_snapshots/*",
+    "unet_raw/*",
+    "profile/*",
+    "wandb/*",
+    "wandb_run_id",
+    ".*",
+    "*/.*",
+)
+
+
+def scales_of_run(config, pipeline, metrics):
+    """guidance_scales of a run; metrics: last row of metrics.jsonl, or None."""
+    num_steps = metrics["step"] if metrics else config.max_train_steps
+    return guidance_scales(config, pipeline, num_steps)
+
+
+def write_card(config, pipeline, metrics, repo_id=None):
+    """Write the model card of a finished run, with its last images and plot.
+
+    Args:
+        config: Config of the run.
+        pipeline: the pipeline that the run trained.
+        metrics: last row of metrics.jsonl, or None.
+        repo_id: hub id, if the model is published.
+    """
+    name, pipeline_class = repo_id or config.output_dir, pipeline.torch_class_name
+    datasets = ", ".join(f"`{directory}`" for directory in config.train_data_dir)
+    R = config.resolution  # SDXL's class otherwise resizes images to 1024 pixels
+    size = f", height={R}, width={R}" if "XL" in pipeline_class else ""
+    s_T, s_I = (f"{scale:g}" for scale in scales_of_run(config, pipeline, metrics))
+    images = list(step_images(Path(config.output_dir, "validation")).values())
+    shown = ""
+    if images:
+        shown = f"![before and after, with the instruction](validation/{images[-1].name})\n"
+    if final_file(config) == LORA_FILE:
+        opening = open_with_lora(name, pipeline, config)
+        with_jax = (
+            "The training command below with `--merge_lora` writes a complete pipeline, for "
+            "`edit_cli.py`.\n"
+        )
+    else:
+        opening = open_directory(name, pipeline_class)
+        with_jax = f"""\
+On TPU, GPU or CPU, with `edit_cli.py` from the scripts that trained the model:
+
+```sh
+python edit_cli.py --model {shlex.quote(name)} --resolution {R} \\
+    --guidance_scale {s_T} --image_guidance_scale {s_I} \\
+    --input in.jpg --edit "make it red" --output out.png
+```
+"""
+    base_model = config.pretrained_model_name_or_path
+    introduction = f"""\
+Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on {datasets} with JAX.
+
+{shown}
+## Use
+
+With PyTorch diffusers:
+
+```python
+{opening}
+pipeline.to("cuda")
+image = load_image("in.jpg")
+edited = pipeline(
+    "make it red", image{size}, guidance_scale={s_T}, image_guidance_scale={s_I}
+).images[0]
+edited.save("out.png")
+```
+
+{with_jax}"""
+    write_readme(config, name, introduction, metrics)
+
+
+def write_readme(config, name, introduction, metrics, tags=()):
+    """Write a model card with command, last metrics and all flags of a run.
+
+    Args:
+        config: flags of the run, a dataclass.
+        name: title, the hub id of the model or its directory.
+        introduction: Markdown: what the model does and how to use it.
+        metrics: last row of metrics.jsonl, or None.
+        tags: for the hub, besides the tags of every edit model.
+
+    Source: hub documentation, "Model Cards". The license field is empty: the base model's applies.
+    """
+    folder, base_model = config.output_dir, config.pretrained_model_name_or_path
+    data = ModelCardData(
+        base_model=None if Path(base_model).exists() else base_model,  # a hub id
+        library_name="diffusers",
+        pipeline_tag="image-to-image",
+        tags=["stable-diffusion", "instruct-pix2pix", "image-to-image", "diffusers", "jax", *tags],
+        inference=True,
+    )
+    last_metrics = ""
+    if metrics:
+        rounded = {
+            name: float(f"{value:.4g}") if isinstance(value, float) else value
+            for name, value in metrics.items()
+        }
+        last_metrics = f"### Last metrics\n\n{table_of_values(rounded)}\n"
+    if Path(folder, LOSS_PLOT).exists():
+        last_metrics = f"![loss of the steps]({LOSS_PLOT})\n\n{last_metrics}"
+    text = f"""
+# {name}
+
+{introduction}
+## Training
+
+```sh
+{shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])}
+```
+
+{last_metrics}
+### Hyperparameters
+
+{table_of_values(asdict(config))}
+"""
+    write_text(Path(folder, "README.md"), f"---\n{data.to_yaml()}\n---\n{text}")
+
+
+def open_directory(name, pipeline_class):
+    """Python code that opens a pipeline directory or hub id with PyTorch."""
+    return f"""\
+import torch
+from diffusers import {pipeline_class}
+from diffusers.utils import load_image
+
+pipeline = {pipeline_class}.from_pretrained(
+    {json.dumps(name)}, dtype=torch.float16
+)"""
+
+
+def open_with_lora(name, pipeline, config):
+    """Python code that opens the base model with PyTorch and adds conv_in and the LoRA file."""
+    base_model, pipeline_class = config.pretrained_model_name_or_path, pipeline.torch_class_name
+    is_file, base_model = Path(base_model).is_file(), json.dumps(base_model)
+    in_channels = pipeline.unet.in_channels
+    place = "".join(
+        f"{name}={json.dumps(getattr(config, name))}, "
+        for name in ("revision", "variant")
+        if getattr(config, name)
+    )
+    vae_class = vae_code = vae_argument = ""
+    if vae := config.pretrained_vae_model_name_or_path:
+        vae_class, vae_argument = ", AutoencoderKL", "vae=vae, "
+        vae_code = f"vae = AutoencoderKL.from_pretrained({json.dumps(vae)}, dtype=torch.float16)\n"
+    conv_in, hub_import = json.dumps(f"{name}/{CONV_IN_FILE}"), ""
+    if config.push_to_hub:
+        hub_import = "from huggingface_hub import hf_hub_download\n"
+        conv_in = f'hf_hub_download({json.dumps(name)}, "{CONV_IN_FILE}")'
+    opens = "from_pretrained"
+    unet_code = f"""\
+unet = UNet2DConditionModel.from_pretrained(
+    {base_model},
+    subfolder="unet",
+    in_channels={in_channels},
+    ignore_mismatched_sizes=True,
+    low_cpu_mem_usage=False,
+    {place}dtype=torch.float16,
+)
+unet.load_state_dict(load_file({conv_in}), strict=False)
+"""
+    if is_file:
+        opens, place = "from_single_file", ""
+        if configs := config.config_name_or_path:
+            place = f"config={json.dumps(configs)}, "
+        unet_code = f"""\
+unet = UNet2DConditionModel.from_single_file(
+    {base_model}, {place}{'subfolder="unet", ' if place else ""}dtype=torch.float16
+)
+weights = unet.state_dict() | load_file({conv_in})
+unet = UNet2DConditionModel.from_config(unet.config, in_channels={in_channels})
+unet.to(torch.float16).load_state_dict(weights)
+"""
+    return f"""\
+import torch
+from diffusers import {pipeline_class}, UNet2DConditionModel{vae_class}
+from diffusers.utils import load_image
+{hub_import}from safetensors.torch import load_file
+
+# The 4-channel UNet that create_modified_unet.py widened.
+{unet_code}{vae_code}pipeline = {pipeline_class}.{opens}(
+    {base_model}, unet=unet, {vae_argument}{place}dtype=torch.float16
+)
+pipeline.load_lora_weights({json.dumps(name)})"""
+
+
+def table_of_values(values):
+    """Format a dict as a Markdown table with two columns."""
+    cells = {name: repr(value).replace("|", r"\|") for name, value in values.items()}
+    return "\n".join(["| | |", "|-|-|", *(f"| {name} | `{cells[name]}` |" for name in cells)])
+
+
+# The hub
+
+
+def check_hub(repo_id, folder):
+    """Create the hub repository before training, to check that an upload is possible.
+
+    Args:
+        repo_id: NAME or OWNER/NAME; None: the name of folder.
+        folder: directory of the model.
+
+    Returns:
+        OWNER/NAME.
+
+    Raises:
+        ValueError: no or insufficient token, or no answer from the hub.
+    """
+    log_in = (
+        "run `hf auth login` or set HF_TOKEN, with a token with write access, or leave "
+        "out --push_to_hub"
+    )
+    token = get_token()
+    if token is None:
+        raise ValueError(f"--push_to_hub: nobody is logged in to the hub; {log_in}")
+    # The HTTP library's error would quote the token.
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(f"--push_to_hub: the token contains an invalid character; {log_in}")
+    repo_id = repo_id or Path(folder).resolve().name
+    hub = HfApi()
+    try:
+        user = hub.whoami()
+        if "/" not in repo_id:
+            repo_id = f"{user['name']}/{repo_id}"
+        hub.create_repo(repo_id, exist_ok=True)
+    except HFValidationError as error:
+        raise ValueError(f"--hub_model_id {repo_id}: {one_line(error)}") from error
+    # httpx2's errors are not OSErrors; a ValueError means that the response is not from the hub.
+    except (httpx2.HTTPError, OSError, ValueError) as error:
+        refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
+        remedy = log_in if refused else "check network and HF_ENDPOINT, or leave out --push_to_hub"
+        raise ValueError(
+            f"--push_to_hub: the hub at {hub.endpoint}: {one_line(error)}; {remedy}"
+        ) from error
+    # A read-only token passes the calls above if the repository exists, but the upload would fail.
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise ValueError(f"--push_to_hub: the token of {user['name']} is read-only; {log_in}")
+    return repo_id
+
+
+def push_to_hub(folder, repo_id):
+    """Upload a trained model, without the files of UNPUBLISHED_PATTERNS.
+
+    Args:
+        folder: pipeline directory with its README.md.
+        repo_id: OWNER/NAME, from check_hub.
+
+    Returns:
+        URL of the model.
+
+    Raises:
+        ValueError: the upload failed; the message gives the command to upload the model by hand.
+    """
+    try:
+        commit = HfApi().upload_folder(
+            folder_path=folder,
+            repo_id=repo_id,
+            commit_message="Model trained with flax_train_instruct_pix2pix.py",
+            ignore_patterns=list(UNPUBLISHED_PATTERNS),
+        )
+    # Any error: the user must learn that training succeeded and where the model is.
+    except Exception as error:
+        # huggingface_hub wraps the error of one file in a RuntimeError without its text.
+        reason = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+        by_hand = ["hf", "upload", repo_id, str(folder), "."]
+        by_hand += [word for pattern in UNPUBLISHED_PATTERNS for word in ("--exclude", pattern)]
+        raise ValueError(
+            f"the model is in {folder} but was not uploaded: {one_line(reason)}; to upload it "
+            f"later: {shlex.join(by_hand)}"
+        ) from error
+    return str(commit.repo_url)
