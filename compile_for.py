@@ -109,7 +109,6 @@ from diffusers_flax.training.flags import (
     COMPONENT_FLAGS,
     check_batch,
     check_combinations,
-    check_numbers,
     chosen_sizes,
     named_buckets,
 )
@@ -310,7 +309,6 @@ def check_flags(config, num_devices):
         if (count := names.count(name)) > 1:
             raise ValueError(f"--compiler_options names {name} {count} times; give it once")
     if isinstance(config, TrainFlags):
-        check_numbers(config)
         check_batch(config, num_devices)
         check_combinations(config)  # no check of --output_dir, as nothing is written there
         return

@@ -275,7 +275,9 @@ def save_checkpoint(config):
     changes = dict(output_dir=output_dir, max_train_steps=step, num_train_epochs=None)
     changes |= dict(push_to_hub=False, save_raw_unet=False)
     saved |= changes
-    flags = make_dataclass("Flags", saved, bases=(TrainerFlags,), frozen=True)(**saved)
+    flags = make_dataclass("Flags", saved, bases=(TrainerFlags,), frozen=True, kw_only=True)(
+        **saved
+    )
     flags = with_single_files(flags, "pretrained_model_name_or_path", **COMPONENT_FLAGS)
     _, pipeline, frozen, params = load_models(flags, np.float32)
     checkpoints = CheckpointFiles(checkpoint.parent)

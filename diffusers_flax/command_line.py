@@ -155,12 +155,11 @@ def run_main(
     *,
     interrupted: str = "nothing was written",
     out_of_memory: str | None = None,
-    explain: Callable[[Exception], str | None] = lambda error: None,
 ) -> None:
     """Parse a script's flags and call its work; errors end in one line on stderr.
 
     Exit codes: 0; 2 for a user's mistake (ValueError, OSError, too little device memory); 130 for
-    Ctrl-C; 1 for an ArithmeticError and exceptions that `explain` knows. Others are raised.
+    Ctrl-C; 1 for an ArithmeticError and for a lost process. Others are raised.
 
     Args:
         config_class: dataclass of the flags, or {subcommand: dataclass}.
@@ -169,7 +168,6 @@ def run_main(
         args: the flags; None: this process's command line.
         interrupted: message for a KeyboardInterrupt without one.
         out_of_memory: remedy for too little device memory; None raises the error.
-        explain: the message for an exception, or None.
     """
     if args is None:
         gc.set_threshold(10_000)  # with Python 3.11's 700, a start takes a tenth longer
@@ -193,12 +191,13 @@ def run_main(
             code, message = 2, f"error: out of device memory; {out_of_memory}"
         elif space := free_space(error, config):
             code, message = 2, f"error: {one_line(error)}{space}"
-        elif reason := explain(error):
-            code, message = 1, f"error: {reason}"
         elif isinstance(error, ArithmeticError):
             code, message = 1, f"error: {one_line(error)}"
         elif is_distributed():
-            code, message = 1, traceback.format_exc()
+            from diffusers_flax.devices.processes import explain_lost_process  # imports jax
+
+            reason = explain_lost_process(error)
+            code, message = 1, f"error: {reason}" if reason else traceback.format_exc()
         else:
             raise
     sys.stderr.write(f"{message}\n")  # at once, as print lets another thread write before the \n

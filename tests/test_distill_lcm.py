@@ -36,7 +36,7 @@ import edit_cli
 from diffusers_flax.loading.weights import flax_to_torch
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.training import processes
-from diffusers_flax.training.checkpoints import Checkpoints
+from diffusers_flax.training.checkpoints import CheckpointFiles
 from diffusers_flax.training.flags import LORA_FILE
 from diffusers_flax.training.lora import add_lora
 from diffusers_flax.training.models import Models
@@ -305,7 +305,7 @@ def test_command_line(models, data, tmp_path, lenient_optimizer, capsys):
     with pytest.raises(SystemExit) as stop:
         distill_lcm.main([*flags(model, data, out), "--learning_rate", "1"])
     assert stop.value.code == 2
-    assert "contains a model; name another directory" in capsys.readouterr().err
+    assert "contains a model; its run had 4 steps" in capsys.readouterr().err
 
 
 def assert_same_run(out, expected):
@@ -315,7 +315,7 @@ def assert_same_run(out, expected):
     assert all(found[name].tobytes() == x.tobytes() for name, x in wanted.items())
     states, losses = [], []
     for folder in (out, expected):
-        checkpoints = Checkpoints(folder / "checkpoints")
+        checkpoints = CheckpointFiles(folder / "checkpoints")
         state = checkpoints.read_state(checkpoints.latest())
         checkpoints.close()
         states.append({name: x.tobytes() for name, x in state.items()})
@@ -445,7 +445,7 @@ def test_bad_input_is_one_line(models, data, tmp_path, capsys):
         (["--train_data_dir", empty], "contains no *.parquet file"),
         (["--lora_rank", 0], "--lora_rank 0 must be at least 1"),
         (["--lora_target_modules", "to_x"], "--lora_target_modules to_x names no dense"),
-        (["--guidance_scale", -1], "--guidance_scale -1.0 must be 0 or more"),
+        (["--guidance_scale", -1], "--guidance_scale -1.0 must be at least 0"),
         (["--train_batch_size", 6], "--train_batch_size 6 is not divisible by 4 devices"),
         (["--lr_warmup_steps", 4], "--lr_warmup_steps 4 must be at least 0 and below"),
         (["--resolution", 15], "--resolution 15 is not a multiple of 2"),

@@ -70,7 +70,7 @@ def test_programs_that_read_like_the_published_guides_are_short():
     limits = {
         "sdxl_single.py": 210,
         "sdxl_single_aot.py": 270,
-        "flax_train_instruct_pix2pix.py": 500,
+        "flax_train_instruct_pix2pix.py": 700,
         "generate_cli.py": 350,
     }
     lines = {name: len((ROOT / name).read_text().splitlines()) for name in limits}

@@ -4,10 +4,13 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import flax_train_instruct_pix2pix as trainer
+from diffusers_flax.training.ema import NO_AVERAGE
+from diffusers_flax.training.reports import Reports
 
 SIZE = dict(vae_channels=(16, 32), unet_channels=(16,))  # latents are half as wide as images
 # A run small enough to be computed again by hand. Adam's epsilon is large so that the sign of a
@@ -76,3 +79,26 @@ def run_badly(config, monkeypatch, capsys):
 def read_metrics(folder):
     """The rows of metrics.jsonl in a folder."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def make_reports(folder, start_step=0, **flags):
+    """Reports of a run of 60 steps without averages, models and data; every step has a row."""
+    config = trainer.Config("", "", output_dir=str(folder), **{"logging_steps": 1} | flags)
+    dataset = SimpleNamespace(
+        sizes=((16, 16),),
+        passes=lambda step: {},
+        describe_epoch=lambda multiple: "no pairs",
+        describe_sizes=lambda: "",
+    )
+    batches = SimpleNamespace(
+        dataset=dataset, seconds_waited=0.0, num_bad=0, handed_over=(0.0, 0.0), close=list
+    )
+    checkpoints = SimpleNamespace(
+        start_step=start_step,
+        saved={},
+        num_params=0,
+        num_averages=0,
+        describe_resume=lambda num_steps: "resuming",
+    )
+    pipeline = SimpleNamespace(unet=None, is_cosxl_edit=False, torch_class_name="")
+    return Reports(config, 60, lambda step: 5e-5, NO_AVERAGE, pipeline, batches, checkpoints)

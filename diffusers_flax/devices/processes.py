@@ -2,14 +2,19 @@
 
 import importlib.util
 import os
+import re
 import zlib
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from diffusers_flax.messages import one_line
+
 GOOGLE_PCI_VENDOR = "0x1ae0"  # of TPUs, and of network cards, which have no libtpu
 COLLECTIVE_SECONDS = 90  # timeout of a collective operation on CPUs; below HEARTBEAT_SECONDS
+# Errors of a process whose peer has died.
+LOST_PROCESS = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"
 HEARTBEAT_SECONDS = 100  # a process that is silent for this long counts as dead and ends the run
 
 
@@ -115,3 +120,18 @@ def list_of_process_0(numbers):
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(numbers))))
     row = np.resize(np.array([*numbers, 0], np.int32), length)
     return multihost_utils.broadcast_one_to_all(row).tolist() if length else []
+
+
+def explain_lost_process(error):
+    """The message for an error caused by a lost process; None for other errors."""
+    reason = one_line(error, 200)
+    if (
+        isinstance(error, jax.errors.JaxRuntimeError)
+        and jax.process_count() > 1
+        and re.search(LOST_PROCESS, reason)
+    ):
+        return (
+            f"process {jax.process_index()} has lost another process ({reason}); start all "
+            "processes again with the same command"
+        )
+    return None

@@ -83,8 +83,14 @@ def open_run(config):
     load_validation_images(config)  # an error ends the run early
     folder = Path(config.output_dir)
     check_output_dir(config)
+    model_before = modified_at(folder / final_file(config))
     with contextlib.ExitStack() as stack:
         on_process_0(lambda: stack.enter_context(lock_folder(folder)))
+        if from_process_0(np.int32(modified_at(folder / final_file(config)) != model_before)):
+            raise ValueError(
+                f"a run that has just ended has written a model to --output_dir {folder}; name "
+                "another directory, or replace the model with --overwrite_output_dir"
+            )
         if from_process_0(np.int32(says_finished(config))):
             yield None
         elif from_process_0(np.int32(merges_finished_run(config))):
@@ -98,6 +104,11 @@ def open_run(config):
                 # Saving runs many small programs, with no time to compile them at a preemption.
                 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
             yield config
+
+
+def modified_at(path):
+    """Modification time of a file in ns, or None."""
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def check_output_dir(config):

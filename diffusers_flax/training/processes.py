@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import platform
-import re
 import signal
 import time
 from pathlib import Path
@@ -19,15 +18,12 @@ from filelock import FileLock, Timeout
 from jax.experimental import multihost_utils
 
 from diffusers_flax.data.options import Processes
-from diffusers_flax.messages import one_line
 
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 3600  # timeout of wait_for_all; others may still compile, or process 0 upload
 LOCK_SECONDS = 120  # timeout for the lock; NFS releases a crashed host's lock late
 MESSAGE_BYTES = 4096  # maximum size of an error message that process 0 sends
-# Errors of a process whose peer has died.
-LOST_PROCESS = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"
 _numbers = itertools.count()
 
 
@@ -83,21 +79,6 @@ def on_process_0(function):
     if message:
         raise ValueError(message) from error
     return result
-
-
-def explain_lost_process(error):
-    """The message for an error caused by a lost process; None for other errors."""
-    reason = one_line(error, 200)
-    if (
-        isinstance(error, jax.errors.JaxRuntimeError)
-        and jax.process_count() > 1
-        and re.search(LOST_PROCESS, reason)
-    ):
-        return (
-            f"process {jax.process_index()} has lost another process ({reason}); start all "
-            "processes with the same command to resume from the last checkpoint"
-        )
-    return None
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import pytest
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import compile_for
+import flax_train_instruct_pix2pix as trainer
 import sdxl_single
 import sdxl_single_aot
 from diffusers_flax.compiling.programs import EditProgramFlags, open_pipeline_of_flags
@@ -25,7 +26,6 @@ from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPi
 from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
-from diffusers_flax.training.flags import Config
 from diffusers_flax.training.models import load_models
 
 
@@ -77,7 +77,7 @@ def test_training_needs_the_noise_schedule_only(tmp_path, caplog):
         pretrained_model_name_or_path=str(folder), unet_model_name_or_path=f"{folder}/unet"
     )
     warn_once.cache_clear()
-    models, pipeline, frozen, _ = load_models(Config(**flags), jnp.float32)
+    models, pipeline, frozen, _ = load_models(trainer.Config(**flags), jnp.float32)
     assert type(models.scheduler) is FlaxDDPMScheduler
     assert models.scheduler.config.prediction_type == "v_prediction"
     betas = frozen["scheduler"].common.betas

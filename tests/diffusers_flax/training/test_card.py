@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from helpers import ROOT
 from huggingface_hub import ModelCard
 
-from diffusers_flax.training.flags import Config
-from diffusers_flax.training.output import write_card
+import flax_train_instruct_pix2pix as trainer
+from diffusers_flax.training.publishing import write_card
 
 PIPELINE = SimpleNamespace(
     torch_class_name="StableDiffusionInstructPix2PixPipeline", is_cosxl_edit=False
@@ -23,7 +23,7 @@ def card_of(folder, metrics=None, repo_id=None, **flags):
         "unet_model_name_or_path": "modified_unet",
         "output_dir": str(folder),
     } | flags
-    write_card(Config(**flags), PIPELINE, metrics, repo_id)
+    write_card(trainer.Config(**flags), PIPELINE, metrics, repo_id)
     return ModelCard.load(folder / "README.md")
 
 

@@ -8,12 +8,12 @@ import pytest
 
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.loading.directories import LORA_FILE
-from diffusers_flax.training.checkpoints import Checkpoints, check_goes_on, find_checkpoint
+from diffusers_flax.training.checkpoints import CheckpointFiles, find_checkpoint
 
 
 def make_small_run(out, step, num_steps, final="model_index.json", components=("unet",)):
     """The directory of a run with a checkpoint and, if final, a newer model."""
-    checkpoints = Checkpoints(out / "checkpoints")
+    checkpoints = CheckpointFiles(out / "checkpoints")
     run = {"identity": {"max_train_steps": num_steps, "seed": 3}}
     checkpoints.save(step, {"x": np.zeros(1)}, run)
     checkpoints.close()
@@ -79,63 +79,34 @@ def test_a_run_without_its_last_checkpoint_is_not_started_again(tmp_path):
         assert find(tmp_path, num_steps, overwrite_output_dir=True) == 20
 
 
-FURTHER = "--unet_model_name_or_path OUT/unet"
-DECAYED = "--lr_scheduler cosine has lowered the learning rate for 30 steps; "
-
-
-@pytest.mark.variants
 @pytest.mark.parametrize(
     ("run", "num_steps", "flags", "advice"),
     [
-        ({}, 30, {}, "contains a model; .*; its run had 30 steps, give more to train it longer"),
+        ({}, 30, {}, "contains a model; its run had 30 steps, give more to train it longer; or"),
         # more would be refused
-        ({}, 30, {"lr_scheduler": "cosine"}, f"longer, as {DECAYED}another run .* with {FURTHER}$"),
-        (
-            {},
-            60,
-            {"lr_scheduler": "cosine"},
-            f"{DECAYED}start another run from its UNet: {FURTHER} --max_train_steps 30 and another",
-        ),
+        ({}, 30, {"lr_scheduler": "cosine"}, "cosine has lowered .*; name another --output_dir"),
         (
             {"step": 20, "final": "", "components": ()},
             60,
             {"lr_scheduler": "cosine"},
-            f"{DECAYED}finish the run with 30 steps, then start another one from its UNet with",
+            "cosine has lowered .* for 30; .* further with --unet_model_name_or_path OUT/unet$",
         ),
-        (
-            {"step": 20, "final": "", "components": ()},
-            25,
-            {"lr_scheduler": "cosine"},
-            f"{DECAYED}name another --output_dir to train for 25 steps from the start",
-        ),
-        ({"step": 20, "final": ""}, 10, {}, "its checkpoint has done 20; give 20 or more, name"),
+        ({"step": 20, "final": ""}, 10, {}, "its checkpoint has done 20; give 20 or more, or"),
         # no run starts from a LoRA
         (
             {"final": LORA_FILE, "components": ()},
             60,
             {"lr_scheduler": "cosine", "lora_rank": 4},
-            f"{DECAYED}name another --output_dir to train for 60 steps from the start",
-        ),
-        (
-            {"final": LORA_FILE, "components": ()},
-            30,
-            {"lr_scheduler": "cosine", "lora_rank": 4},
-            f"longer, as {DECAYED[:-2]}$",
+            "cosine has lowered the learning rate for 30; name another --output_dir$",
         ),
     ],
 )
 def test_a_refused_length_comes_with_what_to_do(tmp_path, run, num_steps, flags, advice):
-    """The same before the models are loaded and after."""
     make_small_run(tmp_path, **{"step": 30, "num_steps": 30} | run)
     with pytest.raises(ValueError) as refusal:
         find(tmp_path, num_steps, **flags)
     message = str(refusal.value).replace(str(tmp_path), "OUT")
     assert re.search(advice, message), message
-    if run.get("final") != "" and num_steps == 30:
-        config = trainer.Config("", "", output_dir=str(tmp_path), **flags)
-        with pytest.raises(ValueError) as before:
-            check_goes_on(config, num_steps)
-        assert str(before.value) == str(refusal.value)
 
 
 @pytest.mark.parametrize("decayed", [False, True])

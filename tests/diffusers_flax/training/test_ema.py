@@ -1,8 +1,6 @@
 """Averages of the weights against closed forms, brute force and diffusers."""
 
 import math
-import re
-from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,7 @@ from diffusers_flax.training.ema import (
     ema_plan,
     ema_start,
     ema_update,
-    explain_no_average,
+    explain_average,
     posthoc_error,
     posthoc_weights,
     power_decay,
@@ -174,43 +172,22 @@ def test_ema_plan():
     assert not any(map(ema_plan("none", 20).update_of, range(21)))
 
 
-@pytest.mark.variants
-@pytest.mark.parametrize("num_steps", [2, 5, 6, 7, 30, 41, 100, 152, 1000])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"ema_fraction": 1e-3}, {"ema": "full"}, {"ema_start_step": 1}, {"ema_start_step": "END"}],
-)
-def test_without_average_the_named_flag_gives_one(options, num_steps):
-    """With the flag there is an average, over 6 steps or, of a fraction, little more."""
-    if options.get("ema_start_step") == "END":
-        options = {"ema_start_step": num_steps - 1}
-    config = trainer.Config("", "", **options)
-    if ema_plan(*ema_flags(config, num_steps)).first_step is not None:
-        return
-    message = explain_no_average(config, num_steps)
-    assert message.startswith("no average of the weights: ") and "an average needs 6; " in message
-    _, remedy = message.split("; ")
-    if num_steps < 6 or config.ema == "full":
-        assert remedy == "give more steps, or an --ema_decay"
-        return
-    name, value = re.fullmatch(r"give --(\w+) ([\d.]+)( or less)?", remedy).group(1, 2)
-    assert name in options or (name == "ema_fraction" and not options)
-    value = float(value) if name == "ema_fraction" else int(value)
-    plan = ema_plan(*ema_flags(replace(config, **{name: value}), num_steps))
-    assert 6 <= num_steps - plan.first_step <= max(7, 0.015 * num_steps)
-
-
-@pytest.mark.parametrize(
-    ("options", "window"),
+    ("options", "start_step", "num_saved", "line"),
     [
-        ({}, "the last 3.6% of 30 steps are 1 step"),
-        ({"ema_fraction": 0.1}, "the last 10% of 30 steps are 3 steps"),
-        ({"ema_start_step": 27}, "from --ema_start_step 27 on the run has 3 steps"),
+        ({}, 0, 0, "no average of the weights: less than 6 of the run's 30 steps"),
+        ({"ema": "none"}, 0, 0, ""),
+        ({"ema": "none"}, 20, 1, "the checkpoint's average is dropped"),
+        ({"ema_start_step": 10}, 0, 0, "averaging the weights from step 10 with decay 0.75"),
+        ({"ema_start_step": 10}, 20, 0, "averaging the weights from step 20 with decay 0.75"),
+        ({"ema_start_step": 10}, 20, 1, "averaging the weights from step 10 with decay 0.75"),
     ],
 )
-def test_without_average_the_window_is_named(options, window):
-    message = explain_no_average(trainer.Config("", "", **options), 30)
-    assert message.startswith(f"no average of the weights: {window}, an average needs 6; give --")
+def test_a_run_says_what_it_averages(options, start_step, num_saved, line):
+    config = trainer.Config("", "", **options)
+    plan = ema_plan(*ema_flags(config, 30))
+    lines = list(explain_average(config, plan, 30, start_step, num_saved))
+    assert lines == [] if not line else lines[0].startswith(line)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ from diffusers_flax.models.quantization import storage_of
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.training.lora import add_lora, fold_lora, save_conv_in, save_lora
-from diffusers_flax.training.models import cast_frozen, checksums, load_models, lora_options
-from diffusers_flax.training.output import lora_record
+from diffusers_flax.training.models import cast_frozen, checksums, load_models
+from diffusers_flax.training.output import save_lora_file
 from diffusers_flax.training.sharding import combine
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
@@ -326,11 +326,11 @@ def test_merging_in_bfloat16_keeps_what_is_not_trained(
 
     rng = np.random.default_rng(1)
     trained = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), params)
-    run = lora_record(config, config.max_train_steps, checksums(frozen, params))
+    identity = checksums(frozen, params) | {"max_train_steps": config.max_train_steps}
     out.mkdir()
     (out / "metrics.jsonl").touch()  # as every run has it
     save_conv_in(out / CONV_IN_FILE, trained)
-    save_lora(out / LORA_FILE, trained, **lora_options(config), run=run)
+    save_lora_file(config, trained, identity)
     run_trainer(config, monkeypatch)
 
     before, after = (FlaxDiffusionPipeline.from_pretrained(x)[1] for x in (model, out))

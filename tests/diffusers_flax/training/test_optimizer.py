@@ -5,7 +5,6 @@ import optax
 import pytest
 import torch
 from diffusers.optimization import get_scheduler
-from diffusers_flax.training.run import lr_schedule
 from flax.traverse_util import flatten_dict
 
 import flax_train_instruct_pix2pix as trainer
@@ -18,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
 def test_learning_rates_are_diffusers(name, warmup):
     num_steps, peak = 12, 3e-4
-    schedule = lr_schedule(name, peak, warmup, num_steps)
+    config = trainer.Config("", "", learning_rate=peak, lr_scheduler=name, lr_warmup_steps=warmup)
+    _, schedule = trainer.make_optimizer(config, num_steps)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     reference = get_scheduler(
         "constant_with_warmup" if name == "constant" else name,

@@ -18,8 +18,12 @@ from hub_upload_server import UploadHub
 
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
-from diffusers_flax.training.lora import save_lora
-from diffusers_flax.training.output import lora_record, merges_finished_run, remove_replaced_model
+from diffusers_flax.training.models import WEIGHTS
+from diffusers_flax.training.output import (
+    merges_finished_run,
+    remove_replaced_model,
+    save_lora_file,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +46,8 @@ def test_only_a_finished_lora_is_merged_without_training(tmp_path, finished, fla
     assert not merges_finished_run(config)
     params = {"q": {"lora_A": {"kernel": np.zeros((8, 4), np.float32)}}}
     params["q"]["lora_B"] = {"kernel": np.zeros((4, 8), np.float32)}
-    record = lora_record(before, num_steps, {})
-    save_lora(tmp_path / LORA_FILE, params, rank=4, alpha=4, target_modules=("q",), run=record)
+    identity = dict.fromkeys(WEIGHTS, 0) | {"max_train_steps": num_steps}
+    save_lora_file(before, params, identity)
     assert merges_finished_run(config) == merges
     assert not merges_finished_run(replace(config, merge_lora=False))
     assert not merges_finished_run(replace(config, overwrite_output_dir=True))
@@ -88,7 +92,7 @@ TOKEN = "hf_stand_in_5f0c"
 
 PUBLISH = """
 import sys
-from diffusers_flax.training.output import check_hub, push_to_hub
+from diffusers_flax.training.publishing import check_hub, push_to_hub
 try:
     print(push_to_hub(sys.argv[1], check_hub(sys.argv[2] or None, sys.argv[1])))
 except ValueError as error:
@@ -96,7 +100,7 @@ except ValueError as error:
 """
 CHECKS = """
 import json, os, sys
-from diffusers_flax.training.output import check_hub
+from diffusers_flax.training.publishing import check_hub
 for repo_id, os.environ["HF_TOKEN"] in json.loads(sys.argv[2]):
     try:
         print(check_hub(repo_id, sys.argv[1]))

@@ -17,6 +17,7 @@ import cache_latents
 import distill_lcm
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.data.shards import latents_metadata
+from diffusers_flax.training.flags import check_flags
 from diffusers_flax.training.validation import fit_validation_images, load_validation_images
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
@@ -215,5 +216,5 @@ def test_distillation_of_sizes(model, data, tmp_path, capsys):
 def test_bad_flags(model, data, tmp_path, options, words):
     config = config_of(model, data, tmp_path / "out", **options)
     with pytest.raises(ValueError) as error:
-        trainer.check_flags(config, 4)
+        check_flags(config, 4)
     assert words in str(error.value) and "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Reports and uploads: metrics, resuming them, wandb offline, the model card, the hub."""
+"""Reports of a run: metrics.jsonl, resuming it, the plot, wandb offline, waiting devices."""
 
 import json
 import os
@@ -8,103 +8,83 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from diffusers_flax.training.metrics import MetricsLog
 from helpers import ROOT
 from PIL import Image
+from trainer_runs import make_reports
 
-from diffusers_flax.training import metrics
-from diffusers_flax.training.ema import NO_AVERAGE
+from diffusers_flax.training import reports as module
 from diffusers_flax.training.sharding import replicate
-
-TOKEN = "hf_stand_in_5f0c"
 
 
 def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# metrics.jsonl
+def log(reports, step, loss, grad_norm=1.0):
+    """Log a step whose row is due at once."""
+    values = {"loss": np.float32(loss), "grad_norm": np.float32(grad_norm)}
+    reports.log(step, replicate(values))
 
 
-def test_rows_are_on_disk_at_once(tmp_path):
-    log = MetricsLog(tmp_path, {})
-    log.write({"step": 1, "loss": 0.5, "ema_decay": None})
-    assert rows_of(tmp_path) == [{"step": 1, "loss": 0.5, "ema_decay": None}]
-    log.write({"step": 2, "loss": 0.25, "ema_decay": None})
-    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
-    assert "wandb_run_id" not in os.listdir(tmp_path)
+# metrics.jsonl and its plot
 
 
 @pytest.mark.parametrize(
     "torn", ["", '{"step": 4', '{"step": 4, "loss": 0.4}', "\0\0\0", '{"mine": 1}\n3']
 )
-def test_resume_drops_what_is_repeated(tmp_path, torn):
-    log = MetricsLog(tmp_path, {})
+def test_rows_are_on_disk_at_once_and_resume_drops_what_is_repeated(tmp_path, torn):
+    reports = make_reports(tmp_path)
     for step in range(1, 4):
-        log.write({"step": step, "loss": 1 / step})
+        log(reports, step, 1 / step)
+        assert rows_of(tmp_path)[-1]["loss"] == np.float32(1 / step)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)
-    MetricsLog(tmp_path, {}, first_step=2).write({"step": 3, "loss": 7.0})
-    assert rows_of(tmp_path) == [
-        {"step": 1, "loss": 1.0},
-        {"step": 2, "loss": 0.5},
-        {"step": 3, "loss": 7.0},
-    ]
+    log(make_reports(tmp_path, start_step=2), 3, 7.0)
+    found = [(row["step"], row["loss"]) for row in rows_of(tmp_path)]
+    assert found == [(1, 1.0), (2, 0.5), (3, 7.0)]
 
 
 def test_new_run_starts_empty(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     (tmp_path / "loss.png").touch()
-    MetricsLog(tmp_path, {})
-    assert rows_of(tmp_path) == []
-    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+    make_reports(tmp_path)
+    assert rows_of(tmp_path) == [] and not (tmp_path / "loss.png").exists()
 
 
-def test_the_plot_shows_all_losses(tmp_path):
+@pytest.mark.parametrize("numbers", [(np.nan, 1.0), (1.0, np.inf)])
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, numbers):
+    reports = make_reports(tmp_path)
+    log(reports, 1, 1.0)
+    with pytest.raises(FloatingPointError, match="not finite at step 2 "):
+        log(reports, 2, *numbers)
+
+
+def test_the_plot_shows_all_losses(tmp_path, caplog):
     """Drawn meanwhile and at the end; a full disk or a missing matplotlib costs only the plot."""
-    log = MetricsLog(tmp_path, {})
-    log.draw()
-    log.plot.result()  # nothing to draw yet
+    reports = make_reports(tmp_path)
+    reports.draw()
+    reports.plot.result()  # nothing to draw yet
     sizes = set()
-    for step, loss in ((1, 2.0), (2, 1.0), (40, 0.5)):
-        log.write({"step": step, "loss": loss})
-        log.draw()
-        log.plot.result()
+    for step, loss in ((1, 2.0), (2, 1.0), (3, 0.5)):
+        log(reports, step, loss)
+        reports.draw()
+        reports.plot.result()
         sizes.add((tmp_path / "loss.png").read_bytes())
     assert len(sizes) == 3  # each row changes it
-    log.finish_plot()
+    reports.close()
     with Image.open(tmp_path / "loss.png") as plot:
         colors = plot.convert("RGB").getcolors(maxcolors=100_000)
     assert sum(blue > red + 100 for _, (red, _, blue) in colors)  # the lines
     (tmp_path / "loss.png").unlink()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
-        metrics.draw_losses(tmp_path / "metrics.jsonl")
-    assert os.listdir(tmp_path) == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize("failure", ["full disk", "no number"])
-def test_a_plot_that_fails_does_not_fail_the_run(tmp_path, monkeypatch, caplog, failure):
-    """At any checkpoint and at the end; one line says why."""
-    log = MetricsLog(tmp_path, {})
-    log.write({"step": 1, "loss": 1.0 if failure == "full disk" else {}})
-    if failure == "full disk":
-        monkeypatch.setattr(metrics, "save_whole", full_disk)
-    for _ in range(2):
-        log.draw()
-        assert log.plot.result() is None
-    log.finish_plot()
+        module.draw_losses(tmp_path)
+    assert not (tmp_path / "loss.png").exists() and not caplog.messages
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "save_whole", full_disk)
+        module.draw_losses(tmp_path)
     (line,) = caplog.messages
     assert line.startswith("loss.png cannot be drawn: ")
-    assert os.listdir(tmp_path) == ["metrics.jsonl"]
-
-
-def test_rows_without_a_loss_are_not_in_the_plot(tmp_path, caplog):
-    log = MetricsLog(tmp_path, {})
-    for row in ({"step": 1}, {"step": 2, "loss": 1.0}, {"step": 3}):
-        log.write(row)
-    log.finish_plot()
-    assert (tmp_path / "loss.png").exists() and not caplog.messages
 
 
 def full_disk(*args):
@@ -116,15 +96,9 @@ def test_smoothed_losses(num_rows, span):
     """The closed form of an unbiased exponential average, over five rows in short runs."""
     values = np.random.default_rng(0).uniform(size=num_rows)
     decay = 1 - 1 / span
-    for n, found in enumerate(metrics.smoothed(list(values)), start=1):
+    for n, found in enumerate(module.smoothed(list(values)), start=1):
         weights = decay ** np.arange(n)[::-1]
         assert found == pytest.approx(weights @ values[:n] / weights.sum())
-
-
-@pytest.mark.slow
-def test_wandb_is_imported_only_if_asked_for():
-    code = "import sys, training.metrics, training.run; sys.exit('wandb' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 # wandb
@@ -132,19 +106,23 @@ def test_wandb_is_imported_only_if_asked_for():
 
 WANDB_RUN = """
 import sys
+sys.path.insert(0, "tests")
 from pathlib import Path
-from PIL import Image
-from diffusers_flax.training.metrics import MetricsLog
+import numpy as np
+from diffusers_flax.training.sharding import replicate
+from trainer_runs import make_reports
 folder, first_step, last_step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-options = {"report_to": "wandb", "project": "test", "first_step": first_step}
+options = {"report_to": "wandb", "tracker_project_name": "test", "learning_rate": 5e-5}
 try:
-    log = MetricsLog(folder, {"learning_rate": 5e-5}, **options)
+    reports = make_reports(folder, first_step, **options)
 except ValueError as error:
     sys.exit(f"error: {error}")
+reports.validation.edit = lambda *args: []
+reports.validation.write = lambda step, edits: folder / f"{step}.png"
 for step in range(first_step + 1, last_step + 1):
-    log.write({"step": step, "loss": 1 / step, "lr": 5e-5, "ema_decay": None})
-log.images("validation", folder / f"{step}.png", "make it red", step)
-log.close()
+    reports.log(step, replicate({"loss": np.float32(1 / step), "grad_norm": np.float32(1)}))
+reports.validate(step, None, None, None)
+reports.finish_wandb()
 """
 
 
@@ -217,7 +195,7 @@ def test_wandb_offline_and_resumed(tmp_path):
         assert {row["lr"] for row in losses} == {5e-5}
         (shown,) = [row for row in rows if "validation.path" in row]
         assert shown["step"] == steps[-1]
-        assert shown["validation.caption"] == "make it red"
+        assert shown["validation.caption"] == f"before and after, step {steps[-1]}"
         media = file.parent / "files" / shown["validation.path"]
         np.testing.assert_array_equal(np.asarray(Image.open(media)), array)
         axes = {
@@ -245,32 +223,32 @@ def test_wandb_without_login(tmp_path):
 
 
 class TimedSteps:
-    """StepMetrics on a clock of its own; every step takes the host 20 ms.
+    """Reports on a clock of its own; every step takes the host 20 ms.
 
     early: seconds by which a step is dispatched before the host has worked.
     """
 
-    def __init__(self, monkeypatch, early=0.0):
+    def __init__(self, folder, monkeypatch, early=0.0):
         self.now, self.early = 100.0, early
         clock = SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.now)
-        monkeypatch.setattr(metrics, "time", clock)
-        dataset = SimpleNamespace(passes=lambda step: {})
-        self.batches = SimpleNamespace(seconds_waited=0.0, num_bad=0, dataset=dataset)
-        self.metrics = metrics.StepMetrics(self.batches, 4, lambda step: 1e-4, NO_AVERAGE, {})
+        monkeypatch.setattr(module, "time", clock)
+        self.reports = make_reports(folder, train_batch_size=4, logging_steps=1000)
+        self.batches = self.reports.batches
 
     def add(self, num_steps, last_step):
         """Add steps, which the devices end at once; returns their row."""
         for _ in range(num_steps):
             self.now += 0.02
             self.batches.handed_over = self.now - self.early, self.now
-            self.metrics.add(replicate(dict.fromkeys(("loss", "grad_norm"), np.float32(1))))
-            if self.metrics.watched:
-                self.metrics.watched.result()
-        return self.metrics.row(last_step)
+            self.reports._add(replicate(dict.fromkeys(("loss", "grad_norm"), np.float32(1))))
+            if self.reports.watched:
+                self.reports.watched.result()
+        return self.reports._row(last_step)
 
 
-def test_devices_that_wait_for_the_host_are_reported_once(monkeypatch, capsys):
-    steps = TimedSteps(monkeypatch)
+def test_devices_that_wait_for_the_host_are_reported_once(tmp_path, monkeypatch, capsys):
+    steps = TimedSteps(tmp_path, monkeypatch)
+    capsys.readouterr()
     assert steps.add(1, 1)["device_wait"] is None  # the first step compiles
     row = steps.add(15, 16)
     assert row["device_wait"] == pytest.approx(14 / 15)
@@ -284,18 +262,19 @@ def test_devices_that_wait_for_the_host_are_reported_once(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_busy_devices_are_not_reported(monkeypatch, capsys):
-    steps = TimedSteps(monkeypatch, early=0.018)
+def test_busy_devices_are_not_reported(tmp_path, monkeypatch, capsys):
+    steps = TimedSteps(tmp_path, monkeypatch, early=0.018)
+    capsys.readouterr()
     steps.add(1, 1)
     assert steps.add(40, 41)["device_wait"] == pytest.approx(0.1 * 39 / 40)
     assert capsys.readouterr().out == ""
 
 
-def test_pauses_are_not_counted(monkeypatch):
-    steps = TimedSteps(monkeypatch)
+def test_pauses_are_not_counted(tmp_path, monkeypatch):
+    steps = TimedSteps(tmp_path, monkeypatch)
     steps.add(1, 1)
     steps.add(5, 6)
-    with steps.metrics.pause():
+    with steps.reports.pause():
         steps.now += 100
     row = steps.add(10, 16)
     assert row["pairs_per_second"] == pytest.approx(4 / 0.02)
