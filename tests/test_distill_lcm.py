@@ -447,7 +447,7 @@ def test_bad_input_is_one_line(models, data, tmp_path, capsys):
         (["--lora_target_modules", "to_x"], "--lora_target_modules to_x names no dense"),
         (["--guidance_scale", -1], "--guidance_scale -1.0 must be at least 0"),
         (["--train_batch_size", 6], "--train_batch_size 6 is not divisible by 4 devices"),
-        (["--lr_warmup_steps", 4], "--lr_warmup_steps 4 must be at least 0 and below"),
+        (["--lr_warmup_steps", 4], "--lr_warmup_steps 4 must be below"),
         (["--resolution", 15], "--resolution 15 is not a multiple of 2"),
         (["--output_dir", model.parent], "is or contains --pretrained_model_name_or_path"),
     ):
