@@ -95,12 +95,19 @@ DENOISING_END = 0.8  # as in diffusers' example of the ensemble of base and refi
 class GenerateFlags:
     """What to make, and with which models."""
 
-    FILES = ("model", "config_name_or_path", "refiner", "controlnet")
+    FILES = ("model", "config_name_or_path", "unet", "refiner", "controlnet")
     SAME_IMAGES = ("prompt", "prompts_file", "image", "mask", "control", "latents", "num_images")
     SAME_IMAGES += ("requests_jsonl", "like", "output", "grid", "batch_size", "timesteps", "eta")
-    SAME_IMAGES += ("compilation_cache_dir", *(field.name for field in fields(RequestFlags)))
+    SAME_IMAGES += (
+        "compilation_cache_dir",
+        "executable_dir",
+        *(field.name for field in fields(RequestFlags)),
+    )
 
     model: str  # directory, hub id or file of Stable Diffusion 1.x, 2.x or SDXL
+    revision: str | None = None  # branch, tag or commit on the hub
+    variant: str | None = None  # variant of the weights' files, such as fp16
+    unet: str | None = None  # file, directory or hub id of a UNet in place of the model's
     # configs of a one-file model: a directory or hub id; default: its family's
     config_name_or_path: str | None = None
     use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
@@ -130,6 +137,8 @@ class GenerateFlags:
     output: Path = Path("images")  # directory; for one image also a file (.png, .jpg)
     grid: Path | None = None  # also write the first 64 images into one file
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
+    # directory of compiled programs: later starts do not trace either; made for its owner only
+    executable_dir: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -244,7 +253,7 @@ def run(config):
     layout = layout_of_flags(config)
     layout = layout and layout.first(len(requests))
     use_compilation_cache(config.compilation_cache_dir)
-    given, config = config, with_single_files(config, "model")
+    given, config = config, with_single_files(config, "model", unet="unet")
     if config.refiner:
         end = config.denoising_end or DENOISING_END
         config = replace(config, refiner=open_source("refiner", config.refiner), denoising_end=end)

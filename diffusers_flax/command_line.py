@@ -44,6 +44,16 @@ ALSO_CALLED = {  # name of a flag in other programs: its names here
     "lr": ("learning_rate",),
     "fp16": ("dtype", "mixed_precision"),
 }
+# Flags that a short program, whose config says MORE_FLAGS_IN, leaves to another one.
+FLAGS_OF = {
+    "generate_cli.py": (
+        *("accelerate", "compilation_cache_dir", "config_name_or_path", "coordinator_address"),
+        *("devices", "embedding", "eta", "grid", "guidance_rescale", "latents", "lora"),
+        *("num_processes", "offload", "parallel", "prediction_type", "preview", "preview_decoder"),
+        *("process_id", "prompts_file", "scheduler", "storage", "timestep_spacing", "timesteps"),
+        *("unet", "unet_delta", "use_ema_weights", "vae_dtype", "vae_tile", "variant"),
+    )
+}
 ONE_WORD = ("_dir", "model", "name_or_path")  # ends of names of flags whose text is no prose
 ARGUMENTS = {  # flag: the library's argument, if it has another name
     "config_name_or_path": "config",
@@ -223,7 +233,10 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
     lists = list_flags(config_class)
     names = [word.partition("=")[0].replace("-", "_") for word in words]
     given = Counter(name.removeprefix("__") for name in names if name.startswith("__"))
+    more = getattr(config_class, "MORE_FLAGS_IN", None)
     for name, count in given.items():
+        if name in FLAGS_OF.get(more, ()):
+            refuse(f"--{name} is a flag of {more}")
         if count > 1 and name in lists:
             refuse(f"--{name} is given {count} times; write all values after one --{name}")
         if count > 1 and name == "model" and name not in lists:
@@ -253,6 +266,9 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
         raise
     if unknown:
         refuse(explain_unknown(unknown, config_class, words))
+    for name in sorted(lists & given.keys()):
+        if getattr(config, name) == ():
+            refuse(f"--{name} has no value; give one or more, or leave the flag out")
     return config
 
 

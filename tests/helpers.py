@@ -90,8 +90,3 @@ def matmuls_of_text(program, in_loop=False):
             states, kernel = (x.aval.shape for x in equation.invars)
             total += len(kernel) == 2 and states[-2:-1] == (77,)
     return total
-
-
-def model_flags(model, output):
-    """Flags of the SDXL programs."""
-    return ["--pretrained_model_name_or_path", str(model), "--output", str(output)]

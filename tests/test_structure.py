@@ -68,8 +68,8 @@ def test_lengths():
 
 def test_programs_that_read_like_the_published_guides_are_short():
     limits = {
-        "sdxl_single.py": 210,
-        "sdxl_single_aot.py": 270,
+        "sdxl_single.py": 100,
+        "sdxl_single_aot.py": 130,
         "flax_train_instruct_pix2pix.py": 700,
         "generate_cli.py": 350,
     }

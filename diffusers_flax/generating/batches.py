@@ -277,26 +277,6 @@ class FileWriter:
             raise self._error
 
 
-def to_batches(arrays, num_devices, batch_size, places):
-    """Split the arrays of all images into batches for all devices; pads the last batch.
-
-    Args:
-        arrays: {name: (images, ...) or None}.
-        num_devices: number of devices.
-        batch_size: images per device.
-        places: list of the places of the images to take.
-
-    Yields:
-        (list of the places in the batch, {name: (devices, batch_size, ...) or None}).
-    """
-    per_batch = num_devices * batch_size
-    for start in range(0, len(places), per_batch):
-        batch = places[start : start + per_batch]
-        padded = np.array(batch + batch[-1:] * (per_batch - len(batch)))
-        padded = padded.reshape(num_devices, batch_size)
-        yield batch, {name: None if x is None else x[padded] for name, x in arrays.items()}
-
-
 def check_finite_images(images, which, lora=()):
     """Raise a ValueError with a remedy if images are not finite.
 

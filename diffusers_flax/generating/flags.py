@@ -8,7 +8,6 @@ image.
 import re
 import sys
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -17,39 +16,6 @@ import numpy as np
 from diffusers_flax.command_line import check_scale, check_seed
 from diffusers_flax.devices.layout import Layout, parse_components, parse_layout
 from diffusers_flax.devices.processes import check_agreement, start_distributed
-from diffusers_flax.schedulers.factory import check_scheduler
-
-DEFAULT_PROMPT = "a photograph of a red panda reading a map in a bamboo forest, soft morning light"
-DEFAULT_NEGATIVE_PROMPT = "blurry, low quality, drawing, text, watermark"
-
-
-@dataclass(frozen=True)
-class ImageFlags:
-    """What sdxl_single.py and sdxl_single_aot.py make."""
-
-    FILES = ("pretrained_model_name_or_path", "config_name_or_path", "unet")
-    SAME_IMAGES = ("prompt", "prompts_file", "num_images")
-
-    # directory, hub id or file of an SDXL model
-    pretrained_model_name_or_path: str = "stabilityai/stable-diffusion-xl-base-1.0"
-    revision: str | None = None  # branch, tag or commit on the hub
-    variant: str | None = None  # variant of the weights' files, e.g. fp16
-    # configs of a one-file model: a directory or hub id; default: its family's
-    config_name_or_path: str | None = None
-    use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
-    prompt: tuple[str, ...] = (DEFAULT_PROMPT,)  # one or more texts
-    prompts_file: Path | None = None  # one prompt per line, replaces --prompt
-    negative_prompt: str = DEFAULT_NEGATIVE_PROMPT  # what to avoid; "": no text
-    num_images: int | None = None  # per prompt; default: 1, or one batch if there is one prompt
-    seed: int = 33  # seed of the noise
-    num_inference_steps: int = 25  # denoising steps
-    guidance_scale: float = 5.0  # weight of the prompt; at most 1: no guidance, half the work
-    guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
-    height: int | None = None  # pixels; default: the model's
-    width: int | None = None  # pixels; default: the model's
-    # what the UNet predicts; default: the scheduler's config
-    prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
-    unet: str | None = None  # file, directory or hub id of a UNet in place of the model's
 
 
 @dataclass(frozen=True)
@@ -92,19 +58,6 @@ class PreviewFlags:
 
 
 @dataclass(frozen=True)
-class BatchFlags:
-    """How sdxl_single.py and sdxl_single_aot.py make images, and where they write them."""
-
-    FILES = ("latents",)
-    SAME_IMAGES = ("batch_size", "output", "grid")
-
-    latents: Path | None = None  # .npy of initial noise, (images, channels, h, w) of the latents
-    batch_size: int = 1  # images per device at once
-    output: Path = Path("sdxl")  # directory; for one image also a file (.png, .jpg)
-    grid: Path | None = None  # also write the first 64 images into one file
-
-
-@dataclass(frozen=True)
 class DeviceFlags:
     """Flags of the programs that make images: devices and their memory."""
 
@@ -141,12 +94,6 @@ class ProcessFlags:
     coordinator_address: str | None = None
     num_processes: int | None = None  # number of processes; one per host
     process_id: int | None = None  # number of this process, from 0
-
-
-def check_image_flags(config):
-    """Raise a ValueError for a flag of sdxl_single.py or sdxl_single_aot.py out of its range."""
-    check_ranges(config, ("num_images", "num_inference_steps", "batch_size", "height", "width"))
-    check_scheduler(config.scheduler)
 
 
 def check_ranges(flags, counts):

@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax.typing import DTypeLike
@@ -13,8 +12,6 @@ from tqdm import tqdm
 from diffusers_flax.command_line import in_bytes
 from diffusers_flax.devices.layout import COMPONENTS, Layout
 from diffusers_flax.generating.sizes import result_size
-from diffusers_flax.loading.directories import read_index
-from diffusers_flax.loading.hub import locate
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.vae import with_tile
 from diffusers_flax.parameters import cast_params
@@ -35,6 +32,7 @@ from diffusers_flax.schedulers.factory import choose_scheduler
 
 if TYPE_CHECKING:
     from diffusers_flax.acceleration.previews import Preview
+    from diffusers_flax.executables import SavedPrograms
 
 
 @dataclass(frozen=True)
@@ -78,36 +76,11 @@ class ModelOptions:
     vae_dtype: str | None = None  # of the VAE's computation; None: see from_pretrained
     layout: Layout | None = None  # of the devices; None: each device makes images of its own
     controlnet: tuple[str, ...] = ()  # directories, hub ids or files
+    unet: Any = None  # file, directory or hub id of a UNet in place of the model's
+    revision: str | None = None  # branch, tag or commit on the hub
+    variant: str | None = None  # of the weights' files, such as fp16
     preview: "Preview | None" = None
-
-
-def check_xl(model, revision, unet):
-    """Raise a ValueError, which names the right program, for a model that is not SDXL for text.
-
-    Args:
-        model, revision: --pretrained_model_name_or_path and --revision.
-        unet: --unet, or None.
-    """
-    given = f"--pretrained_model_name_or_path {model}"
-    name = str(read_index(model, revision).get("_class_name"))
-    if "InstructPix2Pix" in name:
-        raise ValueError(f"{given} is an edit model ({name}); edit_cli.py edits images with it")
-    if "XL" not in name:
-        raise ValueError(
-            f"{given} is a {name}, not Stable Diffusion XL; give an SDXL model, or make "
-            "images with generate_cli.py"
-        )
-    folder, file = locate("unet", unet) if unet else (None, None)
-    if not folder or file:
-        return
-    if Path(folder, "unet", "config.json").is_file():
-        raise ValueError(f"--unet {unet} is a pipeline; give its UNet, {Path(unet, 'unet')}")
-    config = MODULES["unet"].load_config(folder)
-    if config.get("addition_embed_type") != "text_time":
-        raise ValueError(
-            f"--unet {unet} is a UNet of Stable Diffusion 1.x or 2.x, the model is SDXL; give a "
-            "UNet of SDXL"
-        )
+    saved_programs: "SavedPrograms | None" = None
 
 
 def factor_and_resolution(configs, resolution=None):
@@ -180,19 +153,23 @@ def load_model(
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
-    settings = dict(storage=options.storage, vae_dtype=options.vae_dtype)
+    settings = {name: getattr(options, name) for name in ("storage", "vae_dtype", "saved_programs")}
     execution = Execution(accelerate, options.preview, options.layout, **settings)
-    nets = options.controlnet
+    nets, replaced = options.controlnet, {"unet": options.unet} if options.unet else {}
+    if nets:
+        replaced["controlnet"] = nets if len(nets) > 1 else nets[0]
     pipeline = pipeline_type.open(
         model,
+        options.revision,
         dtype=options.dtype,
         scheduler=scheduler,
-        replaced={"controlnet": nets if len(nets) > 1 else nets[0]} if nets else None,
+        replaced=replaced,
         embeddings=options.embedding,
         execution=execution,
     )
     pipeline, planned = plan(pipeline)
-    params = pipeline.load_params(model, lora=options.lora, unet_delta=options.unet_delta)
+    weights = dict(variant=options.variant, lora=options.lora, unet_delta=options.unet_delta)
+    params = pipeline.load_params(model, options.revision, **weights)
     cast_params(pipeline, params)
     if planned:
         tqdm.write(planned, file=sys.stderr)

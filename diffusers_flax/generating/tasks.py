@@ -7,12 +7,16 @@ The tasks are "text to image", "image to image", "inpainting" and "ControlNet".
 """
 
 import math
+import sys
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+from tqdm import tqdm
+
 import diffusers_flax
 from diffusers_flax.devices.precision import choose_dtype
+from diffusers_flax.executables import SavedPrograms
 from diffusers_flax.generating.batches import devices_for
 from diffusers_flax.generating.flags import from_flags
 from diffusers_flax.generating.inputs import check_call, kind_of, naming_line, steps_to_skip
@@ -74,7 +78,7 @@ def sees_mask(configs):
     return configs["unet"].get("in_channels", 4) != configs["vae"].get("latent_channels", 4)
 
 
-def check_tasks(model, tasks, replaced=None, flag="model", takes_images=True):
+def check_tasks(model, tasks, replaced=None, flag="model", takes_images=True, revision=None):
     """Check that a model can do tasks, without reading weights.
 
     Args:
@@ -83,6 +87,7 @@ def check_tasks(model, tasks, replaced=None, flag="model", takes_images=True):
         replaced: {component: object} in place of the model's, see FlaxDiffusionPipeline.check.
         flag: name of the model's flag.
         takes_images: whether the program has flags for images, masks and refiners.
+        revision: branch, tag or commit on the hub.
 
     Returns:
         (whether the model is of SDXL's family; {component: its config}).
@@ -90,7 +95,7 @@ def check_tasks(model, tasks, replaced=None, flag="model", takes_images=True):
     Raises:
         ValueError: it is another kind of model; names the program or the flags for it.
     """
-    index = read_index(model)
+    index = read_index(model, revision)
     named = class_of(index, model)
     if issubclass(named, InstructPix2Pix):
         raise ValueError(
@@ -105,7 +110,7 @@ def check_tasks(model, tasks, replaced=None, flag="model", takes_images=True):
             f"{remedy if takes_images else 'name a base model'}"
         )
     # Inpainting takes UNets of 4 and 9 channels, so that it comes first and finds the channels.
-    _, configs = pipeline_for("inpainting", is_xl).check(model, replaced=replaced)
+    _, configs = pipeline_for("inpainting", is_xl).check(model, revision, replaced)
     others = {*tasks} - {"inpainting"}
     if sees_mask(configs) and others:
         remedy = "give --image and --mask, or another model"
@@ -150,11 +155,12 @@ class Models:
 def check_models(config, requests):
     """Check the models and the flags that depend on them; returns Checked."""
     tasks = list(dict.fromkeys(request.task for request in requests))
-    is_xl, configs = check_tasks(config.model, tasks)
-    uses_nets = "ControlNet" in tasks
+    replaced = {"unet": config.unet} if config.unet else None
+    is_xl, configs = check_tasks(config.model, tasks, replaced, revision=config.revision)
+    uses_nets, index = "ControlNet" in tasks, read_index(config.model, config.revision)
     if config.controlnet and not uses_nets:
         raise ValueError(f"--controlnet {config.controlnet[0]} needs --control, its image")
-    if uses_nets and not config.controlnet and not has_component(read_index(config.model), NET):
+    if uses_nets and not config.controlnet and not has_component(index, NET):
         raise ValueError(
             f"--control needs --controlnet, as --model {config.model} has no ControlNet"
         )
@@ -229,7 +235,8 @@ def load_models(config, checked, requests, program_sizes, preview, layout):
         )
         return pipeline, f"{describe_tasks(config, requests)}\n{planned}"
 
-    own = from_flags(ModelOptions, config, **options, preview=preview)
+    options |= dict(preview=preview, saved_programs=saved_programs_of(config))
+    own = from_flags(ModelOptions, config, **options)
     pipeline, params = load_model(
         config.model, checked.pipeline_type, checked.scheduler, config.accelerate, own, plan
     )
@@ -243,12 +250,25 @@ def load_models(config, checked, requests, program_sizes, preview, layout):
         checked.refiner_type,
         checked.refiner_scheduler,
         for_refiner(config.accelerate),
-        replace(own, lora=(), unet_delta=(), controlnet=(), preview=None, layout=pipeline.layout),
+        replace(
+            own,
+            **dict(lora=(), unet_delta=(), controlnet=(), unet=None, revision=None, variant=None),
+            **dict(preview=None, layout=pipeline.layout),
+        ),
         plan=lambda refiner: (replace(refiner, vae=with_tile(refiner.vae, pipeline.vae.tile)), ""),
     )
     names = {task: "inpainting" if task == "inpainting" else "image to image" for task in pipelines}
     refiners = {task: with_task(refiner, name) for task, name in names.items()}
     return Models(pipelines, params, refiners, refiner_params)
+
+
+def saved_programs_of(config):
+    """The SavedPrograms of --executable_dir, or None."""
+    if not config.executable_dir:
+        return None
+    if given := [name for name in ("devices", "preview") if getattr(config, name)]:
+        raise ValueError(f"--executable_dir excludes --{given[0]}; leave one out")
+    return SavedPrograms(config.executable_dir, partial(tqdm.write, file=sys.stderr))
 
 
 def for_refiner(accelerate):

@@ -69,6 +69,7 @@ from diffusers_flax.schedulers.factory import scheduler_from_config
 if TYPE_CHECKING:  # a plain image runs no code of acceleration/
     from diffusers_flax.acceleration.plans import Acceleration
     from diffusers_flax.acceleration.previews import Preview
+    from diffusers_flax.executables import SavedPrograms
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ class Execution:
     vae_tile: int | None = None
     storage: str | None = None
     vae_dtype: DTypeLike | None = None
+    saved_programs: "SavedPrograms | None" = None  # executables on disk, instead of compiling
 
 
 @dataclass(frozen=True, eq=False)  # compiled programs belong to the object, so it must not change
@@ -131,6 +133,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
     # {component: path for its from_pretrained}, if its weights are not in the directory
     component_sources: dict = field(default_factory=dict, kw_only=True)
     embeddings: Embeddings = field(default_factory=Embeddings, kw_only=True)  # of load_params
+    saved_programs: "SavedPrograms | None" = field(default=None, kw_only=True)
     # The programs of earlier calls, to log when a call compiles another.
     compiled: set = field(default_factory=set, kw_only=True, repr=False)
     _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
@@ -387,6 +390,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             settings |= {"tiny_vae": tiny_vae, "tiny_vae_source": source}
         settings |= {"accelerate": accelerate, "preview": preview}
         settings |= {"layout": execution.layout, "storage": execution.storage}
+        settings |= {"saved_programs": execution.saved_programs}
         if execution.vae_dtype is not None:
             settings["vae_dtype"] = warn_if_slow(jnp.dtype(execution.vae_dtype))
         return cls(**components, **settings)

@@ -97,14 +97,19 @@ def run(pipeline, options, inputs, scales, params, prng_seed, jit, shared=None):
     params = {name: x for name, x in params.items() if name != "safety_checker"}
     static = pipeline, options, pipeline.text_modules()
     program = log_compilation(pipeline, jit, options, inputs, shared, params)
-    if pipeline.layout is None:
-        result = (generate_on_all if jit else generate_on_one)(*static, inputs, shared, params)
+    if pipeline.layout is not None:
+        inputs, static = pipeline.layout.as_inputs(inputs), (*static, jit)
+    arrays = inputs, shared, params
+    if pipeline.layout is not None and pipeline.layout.components:
+        result = generate_by_stages(*static, *arrays)
+    elif pipeline.saved_programs:
+        devices = jax.local_devices()[: len(inputs["prompt_ids"]) if jit else 1]
+        devices = pipeline.layout.devices if pipeline.layout else devices
+        description = f"{pipeline.description()} {options} {jit}"
+        function = choose_function(pipeline, jit)
+        result = pipeline.saved_programs.run(function, description, devices, static, arrays)
     else:
-        inputs = pipeline.layout.as_inputs(inputs)
-        if pipeline.layout.components:
-            result = generate_by_stages(*static, inputs, shared, params, jit)
-        else:
-            result = generate_on_layout(*static, inputs, shared, params, jit)
+        result = choose_function(pipeline, jit)(*static, *arrays)
     pipeline.compiled.add(program)
     return result
 
@@ -235,8 +240,15 @@ generate_on_all = jax.pmap(
 )
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 6))
-def generate_on_layout(pipeline, options, text_modules, inputs, shared, params, jit):
+def choose_function(pipeline, jit):
+    """`generate` on the devices of a call."""
+    if pipeline.layout is not None:
+        return generate_on_layout
+    return generate_on_all if jit else generate_on_one
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def generate_on_layout(pipeline, options, text_modules, jit, inputs, shared, params):
     """On the devices of a pipeline's layout, each group with its share of the images."""
     axes = inputs["prompt_ids"].shape[: 2 if jit else 1]
 
@@ -252,7 +264,7 @@ def generate_on_layout(pipeline, options, text_modules, inputs, shared, params, 
     return pipeline.layout.on_all_devices(result.reshape(*axes, *result.shape[1:]))
 
 
-def generate_by_stages(pipeline, options, text_modules, inputs, shared, params, jit):
+def generate_by_stages(pipeline, options, text_modules, jit, inputs, shared, params):
     """One program for each stage, on the device of its models.
 
     Stages are dispatched without waiting: the text of the next call may be encoded while the UNet's

@@ -21,8 +21,7 @@ from references import images_of, images_of_theirs, open_ours, open_theirs
 from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
 import edit_cli
-import sdxl_single
-import sdxl_single_aot
+import generate_cli
 from diffusers_flax.acceleration.plans import (
     TECHNIQUES,
     Acceleration,
@@ -623,8 +622,8 @@ def test_int8_images_are_close(models, mode):
 
 
 @pytest.mark.slow
-def test_scripts(models, tmp_path, capsys):
-    """Each combination of the AOT script has its own executable; jit makes the same image."""
+def test_saved_executables(models, tmp_path, capsys):
+    """Each combination has its own executable; jit makes the same image."""
     tiny = tmp_path / "tiny"
     save_tiny_vae(tiny, (8, 8, 8, 8))
     flags = ["--pretrained_model_name_or_path", str(models["xl"]), "--prompt", PROMPT]
@@ -633,19 +632,19 @@ def test_scripts(models, tmp_path, capsys):
     fast.append(f"taesd:path={tiny}")
     store = ["--executable_dir", str(tmp_path / "store")]
     images, said = {}, {}
-    for name, script, arguments in (
-        ("jit", sdxl_single, [*fast, "--compilation_cache_dir", ""]),
-        ("aot", sdxl_single_aot, [*fast, *store]),
-        ("plain", sdxl_single_aot, [*flags, *store]),
-        ("again", sdxl_single_aot, [*fast, *store]),
+    for name, arguments in (
+        ("jit", [*fast, "--compilation_cache_dir", ""]),
+        ("aot", [*fast, *store]),
+        ("plain", [*flags, *store]),
+        ("again", [*fast, *store]),
     ):
-        script.main([*arguments, "--output", str(tmp_path / f"{name}.png")])
+        generate_cli.main([*arguments, "--output", str(tmp_path / f"{name}.png")])
         images[name] = np.int16(Image.open(tmp_path / f"{name}.png"))
         said[name] = capsys.readouterr().err
     assert np.abs(images["aot"] - images["jit"]).max() <= 1
     np.testing.assert_array_equal(images["again"], images["aot"])
     assert np.abs(images["plain"] - images["jit"]).mean() > 1
-    unsaved = "compiling (no executable of these settings is saved"
+    unsaved = "compiled (no executable of these settings is saved"
     assert unsaved in said["aot"] and unsaved in said["plain"]
     assert "loaded in" in said["again"]
 
@@ -674,7 +673,7 @@ def test_edit_cli(models, tmp_path):
 
 
 @pytest.mark.variants
-@pytest.mark.parametrize("script", [edit_cli, sdxl_single, sdxl_single_aot])
+@pytest.mark.parametrize("script", [edit_cli, generate_cli])
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -7,7 +7,7 @@ from PIL import Image
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
-import sdxl_single
+import generate_cli
 from diffusers_flax.generating.previews import preview_files
 from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.sampling import count_steps, keys_per_image, timestep_options
@@ -17,7 +17,7 @@ DDIM, _ = make_scheduler("ddim", {})
 
 
 def flags_of(**flags):
-    return sdxl_single.Config(seed=0, num_inference_steps=6, **flags)
+    return generate_cli.Config("model", seed=0, num_inference_steps=6, **flags)
 
 
 def preview_files_of(flags, scheduler, outputs, inputs=()):
@@ -87,7 +87,7 @@ def test_steps_that_pndm_repeats_count(tmp_path, skip_prk_steps, number):
         (["--preview_decoder", "/no/such"], "is for --preview; give both or neither"),
     ],
 )
-@pytest.mark.parametrize("script", [edit_cli, sdxl_single])
+@pytest.mark.parametrize("script", [edit_cli, generate_cli])
 def test_bad_flags(script, tmp_path, capsys, flags, message):
     model, image = tmp_path / "model", tmp_path / "in.png"
     Image.new("RGB", (32, 32)).save(image)

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import sdxl_single
-import sdxl_single_aot
 from diffusers_flax.generating.resuming import continue_images, id_maker, is_finished
 from diffusers_flax.images import image_mark, save_image
 from edit_cli import Config
@@ -42,15 +40,6 @@ def test_ids_stay_the_same(tmp_path, monkeypatch):
     others = replace(config, embedding=("a.safetensors:<a>",), unet_delta=delta, accelerate=chosen)
     make_id = id_maker(others, "model")
     assert make_id(instruction="red", index=0) == "c5f4da40eb51f844dd16337febe03f05"
-    more = dict(prompt=("a",), num_images=4, latents=Path("a.safetensors"), unet="model/unet")
-    more |= dict(height=64, output=Path("out"))
-    for program, own in (
-        (sdxl_single, dict(preview=2, preview_decoder="z", compilation_cache_dir="y")),
-        (sdxl_single_aot, dict(executable_dir="y")),
-    ):
-        config = program.Config(pretrained_model_name_or_path="model", **own, **more, **shared)
-        make_id = id_maker(config, "model")
-        assert make_id(prompt="a", index=0) == "b0c7f0f91ae151b27cae8424d56be11c"
 
 
 def test_what_an_image_id_depends_on(tmp_path):

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import diffusers_flax
-import sdxl_single
+import generate_cli
 from diffusers_flax.evaluation.results import model_checksum
 from diffusers_flax.loading import hub
 from diffusers_flax.loading.hub import check_single_file_configs, open_source, place_of_link
@@ -507,7 +507,7 @@ def test_a_component_of_another_family(tmp_path, capsys):
         FlaxDiffusionPipeline.from_pretrained(folder, unet=str(unet))
     flags = ["--unet", str(unet), "--prompt", "a cat", "--output", str(tmp_path / "out.png")]
     with pytest.raises(SystemExit) as error:
-        sdxl_single.main(["--pretrained_model_name_or_path", str(folder), *flags])
+        generate_cli.main(["--pretrained_model_name_or_path", str(folder), *flags])
     assert error.value.code == 2
     assert "unet.safetensors takes text of width" in capsys.readouterr().err.splitlines()[-1]
 

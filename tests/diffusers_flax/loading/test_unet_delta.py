@@ -18,7 +18,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_cli
 import evaluate_edits
-import sdxl_single
+import generate_cli
 from diffusers_flax import FlaxDiffusionPipeline
 from diffusers_flax.loading.weights import torch_to_flax
 from diffusers_flax.messages import warn_once
@@ -157,7 +157,7 @@ def test_programs_add_it(tmp_path):
     for name, flags in (("plain", []), ("with", delta)):
         out = tmp_path / f"{name}-text.png"
         args = ["--pretrained_model_name_or_path", str(base), "--num_images", "1", *flags]
-        sdxl_single.main([*args, "--prompt", "red", "--output", str(out), *common])
+        generate_cli.main([*args, "--prompt", "red", "--output", str(out), *common])
         changed[name] = np.asarray(Image.open(out), np.float32)
     assert np.abs(changed["plain"] - changed["with"]).max() > 1
 

@@ -14,7 +14,7 @@ from references import edit_with_torch_xl
 from tiny_models import make_tiny_cosxl
 
 import edit_cli
-import sdxl_single
+import generate_cli
 from diffusers_flax import (
     FlaxDiffusionPipeline,
     FlaxStableDiffusionXLInstructPix2PixPipeline,
@@ -84,10 +84,10 @@ def test_text_to_image_is_pytorchs(tmp_path):
 
     args = f"--pretrained_model_name_or_path {folder} --num_inference_steps 2 --num_images 1"
     args = [*args.split(), "--compilation_cache_dir", "", "--prompt", "red"]
-    sdxl_single.main([*args, "--output", str(tmp_path / "out.png")])
+    generate_cli.main([*args, "--output", str(tmp_path / "out.png")])
     assert load_image(tmp_path / "out.png").size == (64, 64)
     with pytest.raises(SystemExit):
-        sdxl_single.main([*args, "--scheduler", "ddim", "--output", str(tmp_path / "no.png")])
+        generate_cli.main([*args, "--scheduler", "ddim", "--output", str(tmp_path / "no.png")])
 
 
 @pytest.mark.slow

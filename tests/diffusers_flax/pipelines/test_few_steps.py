@@ -13,8 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
-import sdxl_single
-import sdxl_single_aot
+import generate_cli
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, guidance_embedding
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
@@ -198,8 +197,8 @@ def test_the_directory_of_a_unet_replaces_the_models(models):
 
 
 @pytest.mark.slow
-def test_sdxl_scripts(tmp_path):
-    """LoRA, chosen timesteps and eta by the command lines of both scripts."""
+def test_flags_of_sdxl(tmp_path):
+    """LoRA, chosen timesteps and eta by the command line, also with a saved executable."""
     model, lora = make_tiny_xl(tmp_path / "model"), tmp_path / "lora.safetensors"
     layer, generator = "unet.mid_block.attentions.0.proj_in", torch.manual_seed(0)
     factors = {"A": (2, 16), "B": (16, 2)}
@@ -216,16 +215,16 @@ def test_sdxl_scripts(tmp_path):
     trailing = [*flags, "--scheduler", "euler", "--timestep_spacing", "trailing"]
     no_cache = ["--compilation_cache_dir", ""]
     images = {}
-    for name, script, arguments in (
-        ("jit", sdxl_single, [*few, *no_cache]),
-        ("aot", sdxl_single_aot, [*few, "--executable_dir", str(tmp_path / "store")]),
-        ("again", sdxl_single_aot, [*few, "--executable_dir", str(tmp_path / "store")]),
-        ("plain", sdxl_single, [*flags, "--timesteps", "999", "499", "--eta", "0.5", *no_cache]),
-        ("trailing", sdxl_single, [*trailing, "--num_inference_steps", "2", *no_cache]),
-        ("chosen", sdxl_single, [*trailing, "--timesteps", "999", "499", *no_cache]),
+    for name, arguments in (
+        ("jit", [*few, *no_cache]),
+        ("aot", [*few, "--executable_dir", str(tmp_path / "store")]),
+        ("again", [*few, "--executable_dir", str(tmp_path / "store")]),
+        ("plain", [*flags, "--timesteps", "999", "499", "--eta", "0.5", *no_cache]),
+        ("trailing", [*trailing, "--num_inference_steps", "2", *no_cache]),
+        ("chosen", [*trailing, "--timesteps", "999", "499", *no_cache]),
     ):
         output = tmp_path / f"{name}.png"
-        script.main([*arguments, "--output", str(output)])
+        generate_cli.main([*arguments, "--output", str(output)])
         images[name] = np.int16(Image.open(output))
     for name in ("aot", "again"):
         assert np.abs(images[name] - images["jit"]).max() <= 1
@@ -234,7 +233,6 @@ def test_sdxl_scripts(tmp_path):
 
 
 @pytest.mark.variants
-@pytest.mark.parametrize("script", [sdxl_single, sdxl_single_aot], ids=["jit", "aot"])
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -248,7 +246,7 @@ def test_sdxl_scripts(tmp_path):
         (["--unet", "SD"], "are for 48; take both from one family"),
     ],
 )
-def test_bad_flags_are_one_line(tmp_path, capsys, script, flags, message):
+def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):
     model = make_tiny_xl(tmp_path / "model")
     if "EDITS" in flags:
         flags = ["--unet", str(make_tiny_xl(tmp_path / "edits", edits=True) / "unet")]
@@ -259,7 +257,7 @@ def test_bad_flags_are_one_line(tmp_path, capsys, script, flags, message):
         flags = ["--unet", str(next((narrow / "unet").glob("*.safetensors")))]
     capsys.readouterr()  # progress bars of writing the model
     with pytest.raises(SystemExit) as stopped:
-        script.main(["--pretrained_model_name_or_path", str(model), *flags])
+        generate_cli.main(["--pretrained_model_name_or_path", str(model), *flags])
     assert stopped.value.code == 2
     error = capsys.readouterr().err.strip()
     assert message in error and "\n" not in error

@@ -11,12 +11,12 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import compile_for
 import flax_train_instruct_pix2pix as trainer
-import sdxl_single
-import sdxl_single_aot
+import generate_cli
 from diffusers_flax.compiling.programs import EditProgramFlags, open_pipeline_of_flags
 from diffusers_flax.evaluation import edits
-from diffusers_flax.generating.flags import from_flags
 from diffusers_flax.generating.models import Sampling
+from diffusers_flax.generating.requests import Request
+from diffusers_flax.generating.tasks import check_models
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -44,18 +44,16 @@ def with_unipc(folder):
     return folder
 
 
-@pytest.mark.parametrize("program", [sdxl_single, sdxl_single_aot])
-def test_sdxl_programs_build_the_chosen_scheduler(tmp_path, program):
+def test_images_by_the_chosen_scheduler(tmp_path):
     folder = with_unipc(make_tiny_xl(tmp_path / "model"))
-    outputs = [[]] * (program is sdxl_single)
 
-    def open_pipeline(**flags):
-        config = program.Config(pretrained_model_name_or_path=str(folder), **flags)
-        return program.open_pipeline(config, None, from_flags(Sampling, config), *outputs)
+    def scheduler_of(**flags):
+        config = generate_cli.Config(model=str(folder), **flags)
+        return check_models(config, [Request()]).scheduler
 
-    assert type(open_pipeline(scheduler="ddim").scheduler) is FlaxDDIMScheduler
+    assert type(scheduler_of(scheduler="ddim")) is FlaxDDIMScheduler
     with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with scheduler="):
-        open_pipeline()
+        scheduler_of()
 
 
 def test_edits_and_tpu_programs_build_the_chosen_scheduler(tmp_path):

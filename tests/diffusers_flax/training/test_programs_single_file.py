@@ -28,7 +28,7 @@ import create_modified_unet
 import distill_lcm
 import edit_cli
 import flax_train_instruct_pix2pix as trainer
-import sdxl_single
+import generate_cli
 from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -177,7 +177,7 @@ def test_images_of_sdxl(tmp_path):
         output = tmp_path / f"{name}.png"
         options = f"--output {output} --num_images 1 --num_inference_steps 2 --prompt red".split()
         options += ["--compilation_cache_dir", ""]
-        sdxl_single.main(["--pretrained_model_name_or_path", *flags, *options])
+        generate_cli.main(["--pretrained_model_name_or_path", *flags, *options])
         results.append(np.asarray(Image.open(output)).astype(int))
     assert (results[0] == results[1]).all() and (results[0] == results[2]).all()
     assert abs(results[0] - results[3]).max() <= 3
