@@ -104,7 +104,7 @@ def test_one_prompt_fills_a_batch_and_images_stay(model, tmp_path, program):
 
 def test_code_that_changes_compiles_again(model, tmp_path):
     """A copy of the program with another line has other executables."""
-    store, copy = ["--executable_dir", tmp_path / "store"], tmp_path / "copy.py"
+    store, copy = ["--executable_dir", tmp_path / "store"], tmp_path / "mine.py"
     copy.write_text(
         (ROOT / "sdxl_single_aot.py").read_text().replace("key(config", "key(1 + config")
     )
