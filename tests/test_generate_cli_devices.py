@@ -137,7 +137,7 @@ def test_variant_and_unet(model, made, tmp_path):
         ("--vae_tile 48", "48 is not a multiple of 32 pixels, 32 or more; try 64"),
         ("--storage int8 --accelerate int8", "int8 both change"),
         ("--vae_dtype bfloat16 --accelerate taesd", "bfloat16 has no effect with"),
-        ("--unet SD", "SD is a pipeline; give its UNet"),
+        ("--unet SD", "no config.json in SD; check the path"),
         (  # images of 4 * 3 * 64 * 64 bytes, and more than a tenth of a megabyte of weights
             "--batch_size 8000 --num_images 32000",
             "32000 images of 64x64 pixels, 8000 at once on each of 4 cpu take at least 1.57 GB of "
