@@ -41,7 +41,7 @@ test-lowest: .venv-lowest/installed .venv-lowest/tpu aria2
 
 # Without its packages the tests of export_model.py are skipped.
 test-export: .venv/export
-	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" tests/test_export_model.py tests/exporting
+	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" tests/test_export_model.py tests/diffusers_flax/exporting
 
 .venv/export: .venv/installed pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[export]"
@@ -53,7 +53,7 @@ test-export: .venv/export
 
 # Stops without gradio, Playwright or Chromium; make test skips the tests that need them.
 test-app: .venv/playwright chromium
-	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" tests/test_edit_app.py tests/app
+	$(BIN)/python -m pytest $(PARALLEL) --durations 10 -m "" tests/test_edit_app.py tests/diffusers_flax/app
 
 .venv/playwright: .venv/app
 	$(BIN)/python -m pip install --quiet playwright

@@ -37,3 +37,9 @@ def reason_of(error):
     """An exception's text on one line, with the type if it is not a ValueError."""
     is_ours = isinstance(error, ValueError)
     return one_line(error, 200) if is_ours else f"{type(error).__name__}: {one_line(error, 200)}"
+
+
+def in_bytes(number: float) -> str:
+    """A number of bytes, such as 3.4 GB."""
+    unit, name = next((x for x in ((1e9, "GB"), (1e6, "MB")) if number >= x[0]), (1e3, "kB"))
+    return f"{number / unit:.3g} {name}"

@@ -13,7 +13,6 @@ import pytest
 from helpers import ROOT
 
 from benchmarks import tables
-from diffusers_flax.command_line import OUTPUT_FLAGS
 from diffusers_flax.generating.requests import Request
 
 PAGES = [
@@ -21,6 +20,10 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "notebooks" / "instruct_pix2pix.ipynb",
 ]
+OUTPUT_FLAGS = re.compile(
+    "--(output|output_dir|held_out_dir|image_dir|work_dir|grid|preview|report|cache_latents"
+    "|executable_dir|compilation_cache_dir)"
+)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+(?:\n[^`\n]+)?`", re.MULTILINE | re.DOTALL)
@@ -115,10 +118,9 @@ def test_links_and_commands(page):
 
 def written_files(text):
     """What the commands and snippets of a page write in the clone; not PLACEHOLDERS."""
-    flags = {f"--{name}" for name in OUTPUT_FLAGS}
     for words in commands(text):
         for flag, value in itertools.pairwise(words):
-            if flag in flags:
+            if OUTPUT_FLAGS.fullmatch(flag):
                 yield value
         if words[:2] == ["bash", "script.sh"]:
             yield (words[3:] or ["data"])[0]

@@ -5,7 +5,6 @@ import re
 import time
 
 from diffusers_flax.app.settings import as_unicode
-from diffusers_flax.command_line import with_flags
 from diffusers_flax.messages import one_line
 
 
@@ -88,5 +87,9 @@ def in_words(error, names, labels):
         names: namespace of the flags and settings.
         labels: {name: label on the page}.
     """
-    text = with_flags(one_line(error), names)
-    return as_unicode(re.sub(r"--(\w+)", lambda flag: labels.get(flag[1], flag[0]), text))
+    named = re.compile(rf"(?:--|(?<![\w./=]))({'|'.join(labels)})(?:=(?=\S)|=|\b)")
+
+    def label(found):
+        return labels[found[1]] + " " * found[0].endswith("=")
+
+    return as_unicode(named.sub(label, one_line(error)).replace("  ", " "))

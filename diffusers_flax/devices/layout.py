@@ -364,22 +364,20 @@ def parse_components(words, num_devices):
     if tuple(words) == (BALANCED,):
         return BALANCED
     if BALANCED in words:
-        raise ValueError(
-            f"components={tuple(words)!r}: {BALANCED} chooses all devices; give it alone"
-        )
+        raise ValueError(f"devices={tuple(words)!r}: {BALANCED} chooses all devices; give it alone")
     components = {}
     for word in words:
         name, _, number = word.partition("=")
         if name not in COMPONENTS or not number.isdecimal():
             raise ValueError(
-                f"components={word} must be COMPONENT=NUMBER, with a component of "
+                f"devices={word} must be COMPONENT=NUMBER, with a component of "
                 f"{', '.join(COMPONENTS)} and the number of a device, or balanced alone"
             )
         if name in components:
-            raise ValueError(f"components= has {name} twice; give it once")
+            raise ValueError(f"devices= has {name} twice; give it once")
         if int(number) >= num_devices:
             raise ValueError(
-                f"components={word} does not exist; this machine has {num_devices}, numbered from 0"
+                f"devices={word} does not exist; this machine has {num_devices}, numbered from 0"
             )
         components[name] = int(number)
     return components

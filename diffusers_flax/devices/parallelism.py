@@ -80,14 +80,14 @@ def check_parallel(layout, unet, branches, height, factor):
     if len(branches) % n:
         fitting = [i for i in range(1, len(branches) + 1) if len(branches) % i == 0]
         raise ValueError(
-            f"layout=branches={n} does not divide the number of branches of guidance, "
+            f"branches={n} does not divide the number of branches of guidance, "
             f"{len(branches)} ({names}); take branches={' or '.join(map(str, fitting))}"
         )
     unit = factor * row_multiple(unet) * layout.rows
     if layout.rows > 1 and height % unit:
         near = [k * unit for k in (height // unit, height // unit + 1) if k]
         raise ValueError(
-            f"layout=rows={layout.rows} does not divide a height of {height} pixels, which "
+            f"rows={layout.rows} does not divide a height of {height} pixels, which "
             f"must be a multiple of {unit}; take a height of "
             f"{' or '.join(map(str, near))}, or other rows"
         )

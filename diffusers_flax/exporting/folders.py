@@ -12,11 +12,11 @@ import warnings
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from diffusers_flax.command_line import in_bytes
 from diffusers_flax.exporting.agreement import compare_with_flax, references
 from diffusers_flax.exporting.components import COMPONENTS, exported_components
 from diffusers_flax.loading.directories import INDEX_NAME, writing_pipeline
 from diffusers_flax.loading.files import remove, write_json
+from diffusers_flax.messages import in_bytes
 from diffusers_flax.parameters import replace_leaves
 
 # A component's files, by format.

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
-from diffusers_flax.command_line import in_bytes
 from diffusers_flax.devices.layout import COMPONENTS, Layout
 from diffusers_flax.generating.sizes import result_size
-from diffusers_flax.messages import warn_once
+from diffusers_flax.messages import in_bytes, warn_once
 from diffusers_flax.models.vae import with_tile
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import MODULES, Execution, read_acceleration

@@ -65,11 +65,15 @@ def naming_full_disk(path: Path, num_bytes: int | None = None) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        codes = [c for c in (errno.ENOSPC, errno.EDQUOT) if os.strerror(c) in str(error)]
-        if not codes:
+        if not is_full_disk(error):
             raise
         takes = f"; it takes {num_bytes / 1e6:.4g} MB" if num_bytes else ""
-        raise OSError(codes[0], f"the disk is full{takes}", str(path)) from error
+        raise OSError(errno.ENOSPC, f"the disk is full{takes}", str(path)) from error
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an exception of any library is about a full disk or a used quota."""
+    return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def read_json(file):
