@@ -253,10 +253,10 @@ SNAPSHOT = "the snapshot run/ema_snapshots/"
 @pytest.mark.parametrize(
     ("spoil", "flags", "message"),
     [
-        (nothing, {"sigma_rel": "0"}, "--sigma_rel 0.0 must be above 0 and below 0.28"),
-        (nothing, {"sigma_rel": "0.28"}, "--sigma_rel 0.28 must be above 0 and below 0.28"),
-        (nothing, {"sigma_rel": "nan"}, "--sigma_rel nan must be above 0"),
-        (nothing, {"sigma_rel": "0.1 0.3"}, "--sigma_rel 0.3 must be above 0"),
+        (nothing, {"sigma_rel": "0"}, "sigma_rel=0.0 must be above 0 and below 0.28"),
+        (nothing, {"sigma_rel": "0.28"}, "sigma_rel=0.28 must be above 0 and below 0.28"),
+        (nothing, {"sigma_rel": "nan"}, "sigma_rel=nan must be above 0"),
+        (nothing, {"sigma_rel": "0.1 0.3"}, "sigma_rel=0.3 must be above 0"),
         (nothing, {"sigma_rel": ""}, "sigma_rel is empty; give one length or several"),
         (nothing, {"train_output_dir": "nowhere"}, "--train_output_dir nowhere is not a directory"),
         (nothing, {"step": "3"}, "--step 3 has no snapshots; choose from 4, 8"),

@@ -587,16 +587,6 @@ def test_urls(hub, tmp_path, capsys):
     [
         (("--dataset", "https://huggingface.co/datasets/a/b"), "--dataset https://.* OWNER/NAME"),
         (("--dataset", "a/b c"), "--dataset a/b c is no name of a dataset on the hub; .*/NAME"),
-        (("--dataset", "a\udcff/b"), r"--dataset a\\xff/b is not valid UTF-8; .*"),
-        (("--dataset", "a/b", "--revision", "\udcff"), r"--revision \\xff is not valid UTF-8; .*"),
-        (
-            (
-                "--dataset",
-                "a/b",
-                "--config=\ud83d",
-            ),
-            r"--config=\\ud83d is not valid UTF-8; .*",
-        ),
         (("--dataset", ""), "--dataset is no name of a dataset on the hub; write OWNER/NAME"),
     ],
 )

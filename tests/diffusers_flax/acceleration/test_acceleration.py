@@ -591,7 +591,7 @@ def test_tgate_is_refused_for_edits(models, tmp_path, capsys, scales):
     flags += ["--guidance_scale", scales[0], "--image_guidance_scale", scales[1]]
     with pytest.raises(SystemExit):
         edit_cli.main(flags)
-    assert "error: --accelerate tgate is for text to image; for edits" in capsys.readouterr().err
+    assert "error: accelerate=tgate is for text to image; for edits" in capsys.readouterr().err
     pipeline, _ = open_ours(models["edits"])
     with pytest.raises(ValueError, match="tgate is for text to image"):
         dataclasses.replace(pipeline, accelerate="tgate")

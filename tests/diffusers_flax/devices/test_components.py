@@ -199,11 +199,11 @@ def test_previews(folders, tmp_path):
 def test_what_does_not_fit(folders):
     devices = jax.devices()[:2]
     for error, call in (
-        ("components=unte=1 must be COMPONENT=NUMBER", lambda: parse_components(["unte=1"], 4)),
-        ("components=unet=a must be COMPONENT=NUMBER", lambda: parse_components(["unet=a"], 4)),
-        ("components= has unet twice", lambda: parse_components(["unet=0", "unet=1"], 4)),
+        ("devices=unte=1 must be COMPONENT=NUMBER", lambda: parse_components(["unte=1"], 4)),
+        ("devices=unet=a must be COMPONENT=NUMBER", lambda: parse_components(["unet=a"], 4)),
+        ("devices= has unet twice", lambda: parse_components(["unet=0", "unet=1"], 4)),
         (
-            "components=vae=4 does not exist; this machine has 4",
+            "devices=vae=4 does not exist; this machine has 4",
             lambda: parse_components(["vae=4"], 4),
         ),
         (

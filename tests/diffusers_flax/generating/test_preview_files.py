@@ -80,7 +80,10 @@ def test_steps_that_pndm_repeats_count(tmp_path, skip_prk_steps, number):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--preview", "2", "--preview_decoder", "a", "--accelerate", "taesd"], "leave --preview_"),
+        (
+            ["--preview", "2", "--preview_decoder", "a", "--accelerate", "taesd"],
+            "leave preview.path= out",
+        ),
         (["--preview", "51", "--num_inference_steps", "50"], "--preview 51 of 5"),
         (["--preview", "0"], "--preview 0 must be a whole number, at least 1"),
         (["--preview", "2", "--preview_decoder", "/no/such"], "/no/such"),

@@ -236,11 +236,11 @@ def test_flags_of_sdxl(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--eta", "0.5"], "--eta 0.5 is not an option of FlaxEulerDiscreteScheduler"),
+        (["--eta", "0.5"], "eta=0.5 is not an option of FlaxEulerDiscreteScheduler"),
         (["--timesteps", "499", "999"], "must decrease and be from 999 to 0"),
-        (["--lora", "/no/such.safetensors"], "--lora /no/such.safetensors does not exist"),
+        (["--lora", "/no/such.safetensors"], "lora=/no/such.safetensors does not exist"),
         (["--scheduler", "lcm", "--timestep_spacing", "trailing"], "has no effect with FlaxLCM"),
-        (["--unet", "/no/such.safetensors"], "--unet /no/such.safetensors does not exist"),
+        (["--unet", "/no/such.safetensors"], "unet=/no/such.safetensors does not exist"),
         (["--unet", "EDITS"], "has in_channels=8, this pipeline needs 4"),
         (["--unet", "VAE"], "has a VAE alone; give a file with a UNet"),
         (["--unet", "SD"], "are for 48; take both from one family"),

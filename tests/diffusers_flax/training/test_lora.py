@@ -406,7 +406,7 @@ def test_a_lora_of_another_family_is_one_line(models, tmp_path, capsys, family, 
         edit_cli.main([*flags, "--model", str(models[other])])
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: --lora {tmp_path}/{LORA_FILE}") and error.count("\n") == 1
+    assert error.startswith(f"error: lora={tmp_path}/{LORA_FILE}") and error.count("\n") == 1
     assert re.search(r"is for another model: .* \d+ -> \d+|of this model's family", error)
     assert {file.name for file in tmp_path.iterdir()} == {"in.png", LORA_FILE}
 
