@@ -35,18 +35,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import jax
 from PIL import ImageOps
 from tqdm import tqdm
 
-from diffusers_flax.command_line import (
-    check_image_file,
-    check_scale,
-    check_seed,
-    print_files,
-    run_main,
-)
+from diffusers_flax.command_line import AtLeast, Seed, print_files, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.evaluation.edits import (
@@ -79,28 +74,27 @@ from diffusers_flax.generating.flags import (
     SamplingFlags,
     from_flags,
     layout_of_flags,
-    note_single_words,
 )
-from diffusers_flax.generating.masks import (
-    check_inputs,
-    check_masks,
-    finish_image,
-    load_mask,
-    stretch_mask,
-)
+from diffusers_flax.generating.masks import load_mask, stretch_mask
 from diffusers_flax.generating.models import ModelOptions, Sampling, load_model
 from diffusers_flax.generating.previews import preview_files
-from diffusers_flax.generating.recipes import changed, recipe_text, with_flags_of_image
-from diffusers_flax.generating.resuming import (
-    checksum_of,
-    id_maker,
-    is_finished,
-    names_in,
+from diffusers_flax.generating.recipes import (
+    ids_of,
     print_continued,
+    with_flags_of_image,
+    write_image,
+)
+from diffusers_flax.generating.requests import (
+    EditRequest,
+    check_images,
+    files_read,
+    is_image_file,
+    one_for_each,
+    output_files,
 )
 from diffusers_flax.generating.single_files import with_single_files
-from diffusers_flax.generating.sizes import load_fitted, result_size, shared_size, stretch
-from diffusers_flax.images import IMAGE_FORMATS, save_image, to_pil
+from diffusers_flax.generating.sizes import load_fitted, stretch
+from diffusers_flax.images import save_image
 from diffusers_flax.parameters import place_params
 from diffusers_flax.pipelines.sampling import count_steps
 from diffusers_flax.schedulers.factory import check_scheduler
@@ -128,19 +122,22 @@ class EditFlags:
     # lines {"input", "edit", "output"}, also "mask", instead of the three above
     edits_jsonl: Path | None = None
     # images, white where an input may change: one per input, or one for all; default: everywhere
-    mask: tuple[str, ...] | None = None
-    mask_feather: int = 0  # pixels inside of the white part, from its border, to fade the edit in
-    num_inference_steps: int | None = None  # denoising steps; default: the model's, or 50
-    # weight of the instruction, >= 0; default: the model's, or 7.5
-    guidance_scale: float | None = None
-    image_guidance_scale: float | None = None  # similarity to the input, >= 0; likewise, or 1.5
+    mask: tuple[Path, ...] = ()
+    # pixels inside of the white part, from its border, to fade the edit in
+    mask_feather: Annotated[int, AtLeast(0)] = 0
+    # denoising steps; default: the model's, or 50
+    num_inference_steps: Annotated[int, AtLeast(1)] | None = None
+    # weight of the instruction; default: the model's, or 7.5
+    guidance_scale: Annotated[float, AtLeast(0)] | None = None
+    # similarity to the input; likewise, or 1.5
+    image_guidance_scale: Annotated[float, AtLeast(0)] | None = None
     negative_prompt: str = ""  # what to avoid
-    seed: int = 0  # seed of the noise
-    first_index: int = 0  # place of the first edit in a list, on which the noise depends too
+    seed: Seed = 0  # seed of the noise
+    first_index: Seed = 0  # place of the first edit in a list, on which the noise depends too
     like: Path | None = None  # image of this program or page: its flags, unless given here
     resolution: int | None = None  # pixels, longer side; default: the model's
     exact_size: bool = False  # a program for each size; default: similar shapes share one
-    batch_size: int = 1  # images per device at once
+    batch_size: Annotated[int, AtLeast(1)] = 1  # images per device at once
     grid: Path | None = None  # image of the first 64 edits: before, after, true edit
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
 
@@ -150,99 +147,42 @@ class Config(ProcessFlags, DeviceFlags, PreviewFlags, SamplingFlags, EditFlags):
     """Flags of the script. tyro lists the flags of the last base class first."""
 
 
-@dataclass(frozen=True)
-class Edit:
-    """One image to edit."""
-
-    index: int  # place in the list, on which the noise depends
-    input: Path
-    instruction: str
-    output: Path
-    mask: Path | None = None  # white where the image may change; None: everywhere
-    after: int | None = None  # index of the edit whose output is the input
-    truth: Path | None = None  # the true edit, for --grid
-
-
-def edits_of_flags(inputs, instructions, output, masks=(), first_index=0):
-    """Pair inputs, instructions and masks of the command line; returns a list of Edit.
-
-    Args:
-        inputs: paths.
-        instructions: one per input, or one.
-        output: file or directory for one edit, directory for several; None:
-            NAME-edited.png next to each input.
-        masks: one per input, or one, or none.
-        first_index: of the first edit.
-    """
-    missing = [flag for flag, x in (("--input", inputs), ("--edit", instructions)) if not x]
-    if missing:
-        raise ValueError(
-            f"no {' and no '.join(missing)}; give --input and --edit, or --edits_jsonl"
-        )
-    if not all(map(str.strip, instructions)):
+def edits_of_flags(config):
+    """A list of EditRequest for the flags input, edit, mask and output."""
+    if not (config.input and config.edit):
+        raise ValueError("--input and --edit must be given, or --edits_jsonl")
+    if not all(map(str.strip, config.edit)):
         raise ValueError('an --edit is empty; say what to change, such as "make it red"')
-    for path in inputs:
+    given = {name: list(getattr(config, name)) for name in ("input", "edit", "mask")}
+    if len(config.input) < len(config.edit):
+        raise ValueError(f"{len(config.edit)} --edit do not fit {len(config.input)} --input")
+    edits = []
+    for i, row in enumerate(one_for_each(given)):
+        path, output = row["input"], config.output
         if path.is_dir():
-            raise ValueError(
-                f"--input {path} is a directory; name images, such as {path / '*.png'}"
-            )
-    if len(instructions) not in (1, len(inputs)):
-        raise ValueError(
-            f"{len(instructions)} --edit do not fit {len(inputs)} --input; give one per input, "
-            "in quotation marks, or one for all"
-        )
-    note_single_words("edit", instructions)
-    instructions = list(instructions) * (len(inputs) // len(instructions))
-    if len(masks) not in (0, 1, len(inputs)):
-        raise ValueError(
-            f"{len(masks)} --mask do not fit {len(inputs)} --input; give one per input, or one for "
-            "all"
-        )
-    masks = list(masks or [None]) * (len(inputs) // max(1, len(masks)))
-    if output is None:
-        outputs = [path.with_name(f"{path.stem}-edited.png") for path in inputs]
-    elif len(inputs) == 1 and not output.is_dir() and (output.suffix or output.is_file()):
-        outputs = [output]
-    elif output.suffix.lower() in IMAGE_FORMATS or output.is_file():
-        raise ValueError(f"--output {output} is one file for {len(inputs)} edits; give a directory")
-    else:
-        outputs = [output / f"{path.stem}.png" for path in inputs]
-    rows = zip(inputs, instructions, outputs, masks)
-    return [Edit(i, *row) for i, row in enumerate(rows, first_index)]
+            raise ValueError(f"--input {path} is a directory; name images, such as {path}/*.png")
+        if output is None:
+            output = path.with_name(f"{path.stem}-edited.png")
+        elif len(config.input) > 1 and is_image_file(output):
+            raise ValueError(f"--output {output} is one file for several edits; give a directory")
+        elif len(config.input) > 1 or output.is_dir() or not output.suffix:
+            output = output / f"{path.stem}.png"
+        edits.append(edit_of(config, i, path, row["edit"], output, row.get("mask")))
+    return edits
 
 
-def edits_of_jsonl(file, first_index=0):
-    """Read a list of edits, see read_edits."""
-    return [Edit(i, *row) for i, row in enumerate(read_edits(file), first_index)]
-
-
-def recipe_of(config, edit):
-    """The recipe_text of an edit; config: Config, with its paths as the user wrote them."""
-    same = names_in(config, "SAME_IMAGES")
-    flags = {name: x for name, x in changed(config).items() if name not in same}
-    flags |= {"input": edit.input, "edit": edit.instruction, "seed": config.seed}
-    flags |= {"mask": edit.mask} if edit.mask else {}
-    flags |= {"first_index": edit.index} if edit.index else {}
-    files = {name: flags[name] for name in ("input", "mask") if name in flags}
-    return recipe_text(SOFTWARE, flags, files)
-
-
-def check_outputs(edits, grid):
-    """Raise a ValueError for outputs that cannot be written, coincide or overwrite an input."""
-    paths = [edit.output for edit in edits] + ([grid] if grid else [])
-    for path in paths:
-        check_image_file(path)
-    written = Counter(path.resolve() for path in paths)
-    path, count = written.most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"{count} images would be written to {path}; give each its own output")
-    for edit in edits:
-        if edit.after is None and edit.input.resolve() in written:
-            raise ValueError(
-                f"{edit.input} is an input and would be overwritten; name another output"
-            )
-        if edit.mask and edit.mask.resolve() in written:
-            raise ValueError(f"{edit.mask} is a mask and would be overwritten; name another output")
+def edit_of(config, place, image, instruction, output, mask=None, after=None, truth=None):
+    """The EditRequest of a row of a list, see read_edits; place: in the list, from 0."""
+    files = dict(image=image, mask=mask, output=output, truth=truth)
+    return EditRequest(
+        prompt=instruction,
+        seed=config.seed,
+        mask_feather=config.mask_feather,
+        resolution=config.resolution,
+        index=config.first_index + place,
+        after=after,
+        **files,
+    )
 
 
 def before_after_grid(edits, sizes):
@@ -253,30 +193,12 @@ def before_after_grid(edits, sizes):
     box = (GRID_IMAGE_SIZE, GRID_IMAGE_SIZE)
     tiles = []
     for edit, size in zip(edits[:GRID_IMAGES], sizes):
-        paths = filter(None, (edit.input, edit.output, edit.truth))
+        paths = filter(None, (edit.image, edit.output, edit.truth))
         before_after = (load_fitted(path, size) for path in paths)
         images = [ImageOps.contain(image, box) for image in before_after]
         tiles.append(captioned(images, edit.instruction))
     shape = max(tile.width for tile in tiles) / max(tile.height for tile in tiles)
     return tile_grid(tiles, max(1, round(math.sqrt(len(tiles) / shape))), GRID_MARGIN)
-
-
-def ids_of_edits(edits, sizes, program_sizes, config):
-    """The id of each edit, see id_maker; another edit's output as input counts with that id.
-
-    sizes, program_sizes: (width, height) of each result, and of its program.
-    """
-    make_id, rounds, ids = id_maker(config, config.model), rounds_of(edits), [None] * len(edits)
-    for place in sorted(range(len(edits)), key=rounds.__getitem__):
-        edit = edits[place]
-        ids[place] = make_id(
-            instruction=edit.instruction,
-            index=edit.index,
-            input=checksum_of(edit.input) if edit.after is None else ids[edit.after],
-            mask=edit.mask and checksum_of(edit.mask),
-            **({} if sizes[place] == program_sizes[place] else {"program": program_sizes[place]}),
-        )
-    return ids
 
 
 def load_edit_model(edit_list, checked, preview, layout, config):
@@ -311,16 +233,6 @@ def load_edit_model(edit_list, checked, preview, layout, config):
     return pipeline, params
 
 
-def write_edit(result, edit, size, image_id, given):
-    """Write a program's result, NumPy (H, W, 3) in [0, 1], at size (width, height)."""
-    original = mask = None
-    if edit.mask is not None:
-        original, mask = load_fitted(edit.input, size), load_mask(edit.mask, size)
-    (image,) = to_pil(result)
-    image = finish_image(image, size, original, mask, given.mask_feather)
-    save_image(image, edit.output, SOFTWARE, image_id, recipe_of(given, edit))
-
-
 def run_edits(pipeline, params, edit_list, sizes, ids, config, given):
     """Edit and write all images on the local devices.
 
@@ -353,15 +265,8 @@ def run_edits(pipeline, params, edit_list, sizes, ids, config, given):
         ):
             check_finite_images(images, f"the edit of {batch[0].input} and others", config.lora)
             for edit, image in zip(batch, images):
-                files.write(
-                    edit.output,
-                    write_edit,
-                    image,
-                    edit,
-                    size_of[edit],
-                    id_of[edit],
-                    given,
-                )
+                about = edit, size_of[edit], edit.output, SOFTWARE, id_of[edit], given
+                files.write(edit.output, write_image, image, *about)
     jax.effects_barrier()  # waits for the previews
     if report := clock.report(todo):
         print(report, file=sys.stderr)
@@ -381,27 +286,12 @@ def layout_of_edits(config, edits):
 
 
 def check_flags(config):
-    """Raise a ValueError for invalid flags."""
-    if config.edits_jsonl and (config.input or config.edit or config.output):
-        raise ValueError(
-            "--edits_jsonl excludes --input, --edit and --output; give one or the other"
-        )
-    for name in ("num_inference_steps", "batch_size"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    for name in ("guidance_scale", "image_guidance_scale"):
-        if (value := getattr(config, name)) is not None:
-            check_scale(name, value)
-    if config.mask and config.edits_jsonl:
-        raise ValueError('--mask is for --input; give "mask" in the rows of --edits_jsonl')
-    if config.mask == ():
-        raise ValueError("--mask has no value; name an image, or leave the flag out")
-    if "" in (config.mask or ()):
-        raise ValueError("--mask is empty; name an image, or leave the flag out")
-    if config.mask_feather < 0:
-        raise ValueError(f"--mask_feather {config.mask_feather} must be 0 or more pixels")
-    check_seed("seed", config.seed)
-    check_seed("first_index", config.first_index)
+    """Raise a ValueError for flags that do not fit together."""
+    of_lines = [name for name in ("input", "edit", "output", "mask") if getattr(config, name)]
+    if config.edits_jsonl and of_lines:
+        raise ValueError(f"--edits_jsonl excludes --{of_lines[0]}; write it into the lines")
+    if config.mask_feather and not (config.mask or config.edits_jsonl):
+        raise ValueError(f"--mask_feather {config.mask_feather} is for --mask; give both or none")
     check_scheduler(config.scheduler)
 
 
@@ -409,43 +299,34 @@ def run(config):
     """Check the flags and images, load the model, edit and write."""
     check_flags(config)
     if config.edits_jsonl:
-        edits = edits_of_jsonl(config.edits_jsonl, config.first_index)
+        rows = enumerate(read_edits(config.edits_jsonl))
+        edits = [edit_of(config, place, *row) for place, row in rows]
     else:
-        masks = [Path(name) for name in config.mask or ()]
-        edits = edits_of_flags(config.input, config.edit, config.output, masks, config.first_index)
-    if config.mask_feather and not any(edit.mask for edit in edits):
-        raise ValueError(f"--mask_feather {config.mask_feather} is for --mask; give both or none")
-    check_outputs(edits, config.grid)
+        edits = edits_of_flags(config)
     layout = layout_of_edits(config, edits)
     use_compilation_cache(config.compilation_cache_dir)
-    bar = partial(tqdm, desc="checking images", unit="edit", disable=len(edits) < 100)
-    image_sizes = check_inputs(edits, bar)
-
     given, config = config, with_single_files(config, "model")
     config = with_defaults(config, [config.model], config.lora)
     given = replace(given, **{name: getattr(config, name) for name in USUAL})
     sampling = from_flags(Sampling, config)
     checked = check_model(config.model, config.resolution, sampling)
-    sizes = [result_size(size, checked.resolution, checked.factor) for size in image_sizes]
-    program_sizes = sizes
-    if not config.exact_size:
-        program_sizes = [shared_size(size, checked.factor) for size in sizes]
-    outputs, inputs, masks = zip(*((edit.output, edit.input, edit.mask) for edit in edits))
+    _, configs = checked.pipeline_type.check(config.model)
+    edits, sizes, program_sizes = check_images(edits, configs, config.exact_size)
+    ids = ids_of(SOFTWARE, given, edits, zip(sizes, program_sizes))
+    outputs, todo = output_files(edits, ids, None, SOFTWARE, config.grid)
+    todo = layout.agree(todo) if layout else todo
+    print_continued(len(edits) - len(todo), len(edits))
     num_steps = count_steps(checked.scheduler, sampling.steps(checked.pipeline_type))
-    preview = preview_files(config, outputs, num_steps, [*inputs, *masks, config.grid], sizes)
-    edits = check_masks(edits, image_sizes, sizes, config.mask_feather)
-    ids = ids_of_edits(edits, sizes, program_sizes, config)
-    finished = {i for i, edit in enumerate(edits) if is_finished(edit.output, ids[i], SOFTWARE)}
-    finished = {*layout.agree(list(finished))} if layout else finished
-    print_continued(len(finished), len(edits))
-    if len(finished) < len(edits):
+    kept = [config.grid, *(path for edit in edits for path in files_read(edit))]
+    preview = preview_files(config, outputs, num_steps, kept, sizes)
+    if todo:
         edit_list = EditList(
             edits,
             program_sizes,
             config.batch_size,
             rounds_of(edits),
             use_masks=True,
-            finished=frozenset(finished),
+            finished=frozenset(range(len(edits))) - {*todo},
         )
         pipeline, params = load_edit_model(edit_list, checked, preview, layout, config)
         run_edits(pipeline, params, edit_list, sizes, ids, config, given)

@@ -35,14 +35,14 @@ import sys
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from diffusers_flax.command_line import print_files, run_main
+from diffusers_flax.command_line import Above, AtLeast, Below, print_files, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.generating.batches import (
     IN_FLIGHT,
@@ -62,26 +62,27 @@ from diffusers_flax.generating.flags import (
     layout_of_flags,
 )
 from diffusers_flax.generating.inputs import arrays_of, join, key_of, kind_of, load_inputs
-from diffusers_flax.generating.masks import finish_image, load_mask
 from diffusers_flax.generating.previews import preview_files
-from diffusers_flax.generating.recipes import changed, recipe_text, with_flags_of_image
+from diffusers_flax.generating.recipes import (
+    ids_of,
+    print_continued,
+    with_flags_of_image,
+    write_image,
+)
 from diffusers_flax.generating.requests import (
     OF_LINES,
     REPLACED,
     RequestFlags,
     check_images,
     check_seeds_differ,
-    identities_of,
-    maker_of_ids,
+    files_read,
     output_files,
     requests_of_flags,
     requests_of_jsonl,
 )
-from diffusers_flax.generating.resuming import names_in, print_continued
 from diffusers_flax.generating.single_files import with_single_files
-from diffusers_flax.generating.sizes import load_fitted
 from diffusers_flax.generating.tasks import REFINER_ARRAYS, call_models, check_models, load_models
-from diffusers_flax.images import save_image, to_pil
+from diffusers_flax.images import save_image
 from diffusers_flax.loading.hub import open_source
 from diffusers_flax.parameters import place_params
 from diffusers_flax.prompts import prepare_prompts
@@ -113,7 +114,7 @@ class GenerateFlags:
     use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
     prompt: tuple[str, ...] = ()  # one or more texts
     prompts_file: Path | None = None  # one prompt per line, replaces --prompt
-    num_images: int = 1  # of each prompt, with different seeds
+    num_images: Annotated[int, AtLeast(1)] = 1  # of each prompt, with different seeds
     image: tuple[Path, ...] = ()  # images to start from: one per prompt, or one for all
     # images, white where --image may change: one per image, or one for all
     mask: tuple[Path, ...] = ()
@@ -121,8 +122,8 @@ class GenerateFlags:
     control: tuple[Path, ...] = ()  # images that guide, such as edges: one for each ControlNet
     # directory, hub id or file of the SDXL model that makes the last steps
     refiner: str | None = None
-    # fraction of the denoising after which --refiner goes on, between 0 and 1; default: 0.8
-    denoising_end: float | None = None
+    # fraction of the denoising after which --refiner goes on; default: 0.8
+    denoising_end: Annotated[float, Above(0), Below(1)] | None = None
     # lines {"prompt", "seed", ...}, with any flag of an image, instead of the flags above
     requests_jsonl: Path | None = None
     like: Path | None = None  # image of this program, whose flags are taken unless given here
@@ -133,7 +134,7 @@ class GenerateFlags:
     prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
     latents: tuple[Path, ...] = ()  # .npy of the noise to start from, (1, channels, h, w), likewise
     exact_size: bool = False  # a program for each size; default: similar photographs share one
-    batch_size: int = 1  # images per device at once
+    batch_size: Annotated[int, AtLeast(1)] = 1  # images per device at once
     output: Path = Path("images")  # directory; for one image also a file (.png, .jpg)
     grid: Path | None = None  # also write the first 64 images into one file
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
@@ -148,18 +149,12 @@ class Config(ProcessFlags, DeviceFlags, PreviewFlags, SamplingFlags, RequestFlag
 
 def check_flags(config):
     """Raise a ValueError for flags that do not fit together; requests.py checks an image's."""
-    for name in ("num_images", "batch_size"):
-        if (value := getattr(config, name)) < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
     given = [name for name in OF_LINES if getattr(config, name) != getattr(Config, name)]
     if config.requests_jsonl and given:
         key = "" if given[0] in ("num_images", "prompts_file") else "write it into the lines, or "
         raise ValueError(f"--requests_jsonl excludes --{given[0]}; {key}leave one out")
-    if (end := config.denoising_end) is not None:
-        if not config.refiner:
-            raise ValueError(f"--denoising_end {end} is for --refiner; give both")
-        if not 0 < end < 1:
-            raise ValueError(f"--denoising_end {end} must be between 0 and 1")
+    if config.denoising_end is not None and not config.refiner:
+        raise ValueError(f"--denoising_end {config.denoising_end} is for --refiner; give both")
     check_scheduler(config.scheduler)
 
 
@@ -167,7 +162,7 @@ def make_images(models, requests, sizes, program_sizes, todo, write, config):
     """Make images on the local devices.
 
     Args:
-        models: Models.
+        models: LoadedModels.
         requests: list of Request.
         sizes, program_sizes: (width, height) of each result, and of its program.
         todo: places of the images to make.
@@ -217,31 +212,6 @@ def make_images(models, requests, sizes, program_sizes, todo, write, config):
     return clock.report(len(todo))
 
 
-def write_image(result, request, size, path, image_id, texts):
-    """Write a program's result, NumPy (H, W, 3) in [0, 1], at size (width, height)."""
-    original = mask = None
-    if request.mask is not None:
-        original, mask = load_fitted(request.image, size), load_mask(request.mask, size)
-    (image,) = to_pil(result)
-    image = finish_image(image, size, original, mask, request.mask_feather)
-    save_image(image, path, SOFTWARE, image_id, texts)
-
-
-def recipe_of(config, request):
-    """The recipe_text of an image.
-
-    Args:
-        config: Config, with its paths as the user wrote them.
-        request: Request.
-    """
-    same = {*names_in(config, "SAME_IMAGES"), *(() if request.control else ("controlnet",))}
-    flags = {name: x for name, x in changed(config).items() if name not in same}
-    flags |= {name: x for name, x in changed(request).items() if name not in ("line", "output")}
-    flags |= {"prompt": request.prompt, "seed": request.seed}  # also their defaults
-    files = {name: flags[name] for name in ("image", "mask") if name in flags}
-    return recipe_text(SOFTWARE, flags, files)
-
-
 def run(config):
     """Check flags, images and models, load the models, make the images and the grid."""
     check_flags(config)
@@ -258,24 +228,24 @@ def run(config):
         end = config.denoising_end or DENOISING_END
         config = replace(config, refiner=open_source("refiner", config.refiner), denoising_end=end)
     checked = check_models(config, requests)
-    sizes, program_sizes = check_images(requests, checked.configs, config.exact_size)
-    ids = identities_of(requests, sizes, program_sizes, maker_of_ids(config))
+    images = check_images(requests, checked.configs, config.exact_size)
+    requests, sizes, program_sizes = images
+    requests = [replace(x, output=x.output and config.output / x.output) for x in requests]
+    ids = ids_of(SOFTWARE, given, requests, zip(sizes, program_sizes))
     outputs, todo = output_files(requests, ids, config.output, SOFTWARE, config.grid)
     todo = layout.agree(todo) if layout else todo
     print_continued(len(requests) - len(todo), len(requests))
     if todo:
-        read = [path for x in requests for path in (x.image, x.mask, *x.control)]
-        keys = jax.vmap(key_of)(np.array([x.seed for x in requests], np.uint32))
         if config.preview:
             check_seeds_differ(requests)
-        preview = preview_files(
-            config, outputs, checked.num_steps, [*read, config.grid], sizes, keys
-        )
+        keys = jax.vmap(key_of)(np.array([x.seed for x in requests], np.uint32))
+        kept = [config.grid, *(path for x in requests for path in files_read(x))]
+        preview = preview_files(config, outputs, checked.num_steps, kept, sizes, keys)
         models = load_models(config, checked, requests, program_sizes, preview, layout)
         with FileWriter(not layout or layout.is_writer) as files:
 
             def write(i, image):
-                about = requests[i], sizes[i], outputs[i], ids[i], recipe_of(given, requests[i])
+                about = requests[i], sizes[i], outputs[i], SOFTWARE, ids[i], given
                 files.write(outputs[i], write_image, image, *about)
 
             report = make_images(models, requests, sizes, program_sizes, todo, write, config)

@@ -56,7 +56,7 @@ from diffusers_flax.generating.models import (
     load_model,
     plan_images,
 )
-from diffusers_flax.generating.resuming import commit_of, identify, names_in
+from diffusers_flax.generating.recipes import commit_of, identify, names_in
 from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.generating.tasks import check_tasks, pipeline_for
 from diffusers_flax.loading.files import write_text

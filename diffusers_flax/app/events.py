@@ -41,8 +41,7 @@ from diffusers_flax.app.settings import (
 )
 from diffusers_flax.app.status import in_words, status, status_of
 from diffusers_flax.generating.captions import GRID_MARGIN, captioned, tile_grid
-from diffusers_flax.generating.recipes import read_recipe
-from diffusers_flax.generating.resuming import checksum_of
+from diffusers_flax.generating.recipes import checksum_of, read_recipe
 from diffusers_flax.generating.sizes import fit_image
 from diffusers_flax.images import save_image
 

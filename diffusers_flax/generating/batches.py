@@ -15,9 +15,17 @@ import math
 import os
 import time
 from collections import Counter, defaultdict, deque
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    CancelledError,
+    Future,
+    InvalidStateError,
+    ThreadPoolExecutor,
+    wait,
+)
+from contextlib import suppress
 from graphlib import TopologicalSorter
-from threading import BoundedSemaphore, Lock
+from threading import BoundedSemaphore
 
 import jax
 import numpy as np
@@ -126,42 +134,34 @@ def run_ahead(batches, dispatch, collect, clock=None, in_flight=IN_FLIGHT):
         shape include its compilation.
     """
     clock = clock or DeviceClock()
-    batches, end, failed = iter(batches), object(), None
+    batches, end = iter(batches), object()
 
-    def watch(arrays, started, dispatched):
+    def finish(batch, arrays, started, dispatched):
         jax.block_until_ready(arrays)
         before, ready = clock.ready, time.perf_counter()
         clock.add(dispatched, ready)
-        return ready - (started if before is None else max(started, before))
-
-    def finish(batch, arrays, watched):
-        seconds = watched.result()
+        seconds = ready - (started if before is None else max(started, before))
         return batch, collect(batch, arrays), seconds
 
-    # The watcher does nothing else, so that its times are exact.
-    preparer, watcher, collector = pools = [ThreadPoolExecutor(1) for _ in range(3)]
+    preparer, collector = pools = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
     following, running = preparer.submit(next, batches, end), deque()
     try:
         while following or running:
             has_room = following is not None and len(running) < in_flight
             if has_room and (following.done() or not running):
-                try:
-                    if (batch := following.result()) is not end:
-                        started = time.perf_counter()
-                        arrays = dispatch(batch)
-                        watched = watcher.submit(watch, arrays, started, time.perf_counter())
-                        running.append(collector.submit(finish, batch, arrays, watched))
-                except Exception as error:  # raised after the results of the batches before
-                    failed, batch = error, end
-                following = None if batch is end else preparer.submit(next, batches, end)
+                batch, following = following.result(), None
+                if batch is not end:
+                    started = time.perf_counter()
+                    arrays = dispatch(batch)
+                    dispatched = time.perf_counter()
+                    running.append(collector.submit(finish, batch, arrays, started, dispatched))
+                    following = preparer.submit(next, batches, end)
                 batch = arrays = None  # their memory
             elif not has_room or running[0].done():
                 yield running.popleft().result()
             else:
                 wait([following, running[0]], return_when=FIRST_COMPLETED)
-        if failed:
-            raise failed
-    finally:  # after Ctrl-C without waiting for the devices
+    finally:  # after an error or Ctrl-C without waiting for the devices
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -217,8 +217,8 @@ class FileWriter:
         num_threads = min(MAX_WRITERS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(num_threads)
         self._places = BoundedSemaphore(num_threads * (1 + WAITING_PER_WRITER))
-        self._files, self._error = {}, None
-        self._closing, self._is_closed = Lock(), False
+        self._files = defaultdict(Future)  # by path
+        self._error, self._is_closed = None, False
 
     def __enter__(self):
         return self
@@ -242,38 +242,32 @@ class FileWriter:
             CancelledError: the `with` block has ended without the file.
             BaseException: the error of a writing thread.
         """
-        self._file(path).result()
-
-    def _file(self, path):
-        with self._closing:
-            file = self._files.setdefault(path, Future())
-            if self._is_closed:
-                self._give_up(file)
-        return file
+        file = self._files[path]
+        if self._is_closed:
+            self._give_up(file)
+        file.result()
 
     def _give_up(self, file):
-        if not file.done():
+        with suppress(InvalidStateError):  # it is written
             file.set_exception(self._error or CancelledError())
 
     def _write(self, path, function, args):
         try:
             function(*args)
-            self._file(path).set_result(None)
+            self._files[path].set_result(None)
         except BaseException as error:
             self._error = self._error or error
-            self._file(path).set_exception(error)
         finally:
             self._places.release()
 
-    def __exit__(self, kind, error, trace):
+    def __exit__(self, error_type, error, trace):
         try:
             self._pool.shutdown(cancel_futures=self._error is not None)
         finally:  # also after Ctrl-C: releases threads in wait_for
-            with self._closing:
-                self._is_closed = True
-                for file in self._files.values():
-                    self._give_up(file)
-        if self._error and kind is None:
+            self._is_closed = True
+            for file in [*self._files.values()]:
+                self._give_up(file)
+        if self._error and error is None:
             raise self._error
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import logging
 import math
 import unicodedata
 from pathlib import Path
@@ -16,8 +15,6 @@ GRID_IMAGES = 64  # in a grid, at most
 GRID_IMAGE_SIZE = 256  # pixels, longer side
 MAX_COLUMNS = 8  # images of one caption in a row
 GRID_MARGIN = 8  # pixels
-
-logger = logging.getLogger(__name__)
 
 
 def image_grid(images, captions):
@@ -46,16 +43,13 @@ def captioned(images, text, max_lines=None):
 
     Args:
         images: list of PIL images.
-        text: the caption; letters that no installed font has become \\uXXXX, with a warning.
+        text: the caption.
         max_lines: longer captions end with an ellipsis; None: all lines.
     """
     width, height = sum(image.width for image in images), max(image.height for image in images)
     size = max(CAPTION_SIZE, width // 40)
     line_height = size * LINE_HEIGHT // CAPTION_SIZE
-    font, missing = caption_font(set(text), size)
-    if missing:
-        warn_of_missing_letters()
-        text = "".join(x.encode("unicode_escape").decode() if x in missing else x for x in text)
+    font = caption_font(frozenset(text), size)
     lines = wrap(text, font, width, max_lines)
     tile = Image.new("RGB", (width, height + line_height * len(lines)), "white")
     left = 0
@@ -93,21 +87,25 @@ def wrap(text, font, width, max_lines=None):
     return lines
 
 
+@functools.cache
 def caption_font(letters, size):
-    """(the first font with all letters, or with the most; the set of letters that it lacks).
+    """The first font with all letters, else with the most: Pillow's own, then the system's.
 
-    letters: set of characters; size: pixels.
+    letters: frozenset of characters; size: pixels.
     """
     # Spaces, controls and combining marks have no shape of their own.
     letters = {x for x in letters if unicodedata.category(x)[0] not in "ZCM"}
-    best, lacking = None, {x for x in letters if not has_letter(None, x)}
-    for file in font_files() if lacking else ():
-        missing = {x for x in letters if not has_letter(file, x)}
-        if len(missing) < len(lacking):
-            best, lacking = file, missing
+
+    def num_missing(file):
+        return sum(not has_letter(file, x) for x in letters)
+
+    best, fewest = None, num_missing(None)
+    for file in font_files() if fewest else ():
+        if (missing := num_missing(file)) < fewest:
+            best, fewest = file, missing
         if not missing:
             break
-    return open_font(best, size), lacking
+    return open_font(best, size)
 
 
 @functools.cache
@@ -131,22 +129,12 @@ def has_letter(file, letter):
 
 @functools.cache
 def font_files():
-    """Font files besides Pillow's own: matplotlib's, then the system's."""
+    """Font files besides Pillow's own; most fonts lack Chinese, Japanese and Korean."""
     from matplotlib import font_manager, get_data_path  # only captions need it
 
-    # Most fonts lack Chinese, Japanese and Korean.
     system = sorted(font_manager.findSystemFonts(), key=lambda file: ("CJK" not in file, file))
     own = Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
     return [str(own), *(file for file in system if "LastResort" not in file)]
-
-
-@functools.cache
-def warn_of_missing_letters():
-    """Log once that no font has all letters of the captions."""
-    logger.warning(
-        "no installed font has all letters of the captions: the others are written as \\uXXXX; "
-        "install a font that has them, such as the packages fonts-noto and fonts-noto-cjk"
-    )
 
 
 def tile_grid(tiles, columns, margin=0):

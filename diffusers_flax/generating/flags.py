@@ -1,19 +1,16 @@
 """Flags of programs that make images, and what follows from them: prompts, latents, devices.
 
-Each class has two tuples for resuming.py. FILES: flags whose values are files; an image's id
+Each class has two tuples for recipes.py. FILES: flags whose values are files; an image's id
 depends on the files too. SAME_IMAGES: flags that do not change an image, or are passed for each
 image.
 """
 
-import re
-import sys
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import jax
-import numpy as np
 
-from diffusers_flax.command_line import check_scale, check_seed
+from diffusers_flax.command_line import check_scale
 from diffusers_flax.devices.layout import Layout, parse_components, parse_layout
 from diffusers_flax.devices.processes import check_agreement, start_distributed
 
@@ -96,22 +93,6 @@ class ProcessFlags:
     process_id: int | None = None  # number of this process, from 0
 
 
-def check_ranges(flags, counts):
-    """Raise a ValueError for a count, a scale of guidance or a seed out of its range.
-
-    Args:
-        flags: object with guidance_scale, guidance_rescale, seed and the counts.
-        counts: names of numbers from 1 on; None is allowed.
-    """
-    for name in counts:
-        if (value := getattr(flags, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    check_scale("guidance_scale", flags.guidance_scale, has_image_scale=False)
-    if not 0 <= flags.guidance_rescale <= 1:
-        raise ValueError(f"--guidance_rescale {flags.guidance_rescale} must be from 0 to 1")
-    check_seed("seed", flags.seed)
-
-
 def layout_of_flags(flags):
     """The Layout of DeviceFlags, or None if each device makes its own images.
 
@@ -123,11 +104,6 @@ def layout_of_flags(flags):
     is_one_process = not isinstance(flags, ProcessFlags)
     names = () if is_one_process else ("coordinator_address", "num_processes", "process_id")
     given = [name for name in names if getattr(flags, name) is not None]
-    for name, example in (("parallel", "branches=2"), ("devices", "balanced")):
-        if getattr(flags, name) == ():
-            raise ValueError(
-                f"--{name} has no value; give one, such as {example}, or leave the flag out"
-            )
     if flags.parallel and flags.devices:
         raise ValueError("--devices excludes --parallel; give one of them")
     if given and not flags.parallel:
@@ -154,36 +130,6 @@ def from_flags(group, config, **changes):
     """
     names = [field.name for field in fields(group) if hasattr(config, field.name)]
     return group(**{name: getattr(config, name) for name in names} | changes)
-
-
-def list_prompts(config, per_batch):
-    """The prompt of each image.
-
-    Args:
-        config: with the flags prompt, prompts_file and num_images.
-        per_batch: number of images of a single prompt without num_images.
-    """
-    if config.prompts_file and config.prompt != type(config).prompt:
-        raise ValueError("--prompt and --prompts_file are both given; give one of them")
-    prompts = list(config.prompt)
-    if file := config.prompts_file:
-        prompts = nonblank_lines(f"--prompts_file {file}", file, "prompt")
-    if not prompts:
-        raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
-    if not config.prompts_file:
-        note_single_words("prompt", prompts)
-    num_images = config.num_images or (per_batch if len(prompts) == 1 else 1)
-    return [prompt for prompt in prompts for _ in range(num_images)]
-
-
-def note_single_words(flag, texts):
-    """Print a note if the texts of a flag look like one text without quotation marks."""
-    if len(texts) > 2 and all(re.fullmatch(r"[A-Za-z]+[,.]?", text.strip()) for text in texts):
-        print(
-            f"--{flag} has {len(texts)} texts of one word each; if they are one text, write it in "
-            "quotation marks",
-            file=sys.stderr,
-        )
 
 
 def check_pair_ranges(config):
@@ -231,47 +177,9 @@ def nonblank_lines(given, file, what):
     """
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{given} is not UTF-8 text; save it as UTF-8") from error
-    except OSError as error:
-        raise ValueError(f"{given} cannot be read: {error.strerror or error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{given} cannot be read as UTF-8 text: {error}") from error
     lines = [line.strip() for line in lines if line.strip()]
     if not lines:
         raise ValueError(f"{given} has no {what}; write one per line")
     return lines
-
-
-def read_latents(file, shape):
-    """Read the initial noise of images from a .npy file.
-
-    Args:
-        file: path.
-        shape: (images, C, h, w); the file may have more images.
-
-    Returns:
-        float32 of that shape.
-
-    Raises:
-        ValueError: the file has no such array, or fewer images.
-    """
-    try:
-        with open(file, "rb") as opened:
-            latents = np.load(opened, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not one, or is cut short"
-        raise ValueError(f"--latents {file} cannot be read as a .npy file: {reason}") from error
-    if not isinstance(latents, np.ndarray) or latents.dtype.kind not in "fiu":
-        raise ValueError(f"--latents {file} has no array of real numbers; numpy.save writes one")
-    if latents.shape[1:] != shape[1:]:
-        raise ValueError(f"--latents {file} has shape {latents.shape}, these images need {shape}")
-    if len(latents) < shape[0]:
-        raise ValueError(
-            f"{shape[0]} images are more than the {len(latents)} latents of {file}; give fewer "
-            "prompts or more latents"
-        )
-    latents = latents[: shape[0]].astype(np.float32)
-    if not np.isfinite(latents).all():
-        raise ValueError(
-            f"--latents {file} has numbers that are not finite; make it again without them"
-        )
-    return latents

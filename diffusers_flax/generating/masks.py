@@ -1,23 +1,12 @@
-"""Masks of images: reading them, and checking them against their images.
-
-    mask = read_mask(Path("mask.png"))
-    image_sizes = check_inputs(edits)
-    edits = check_masks(edits, image_sizes, sizes)
-
-Edits are frozen dataclasses with input (a path), mask (a path or None) and after, the place of the
-edit whose output is the input, or None.
-"""
+"""Masks of images: reading, fitting and checking them; images outside of a mask stay."""
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 from PIL import Image, ImageFilter
 
-from diffusers_flax.data.images import decode_mask, load_image
-from diffusers_flax.generating.batches import rounds_of
-from diffusers_flax.generating.sizes import fit_image, num_loaders, stretch
+from diffusers_flax.data.images import decode_mask
+from diffusers_flax.generating.sizes import fit_image, stretch
 from diffusers_flax.images import ramp
 
 BORDER = 4  # pixels, more than Lanczos reads beside a pixel
@@ -96,91 +85,44 @@ def finish_image(result, size, original=None, mask=None, feather=0):
     return Image.composite(result, original, Image.fromarray(weights))
 
 
-def check_inputs(edits, bar=iter):
-    """Decode all images and masks, in a few threads, to check them.
+def check_mask(request, image_size, size):
+    """Check a request's mask at the size of its result.
 
     Args:
-        edits: list of edits.
-        bar: function of an iterable, for progress.
+        request: Request with a mask.
+        image_size: (width, height) of its image, or of the first image of its chain of edits.
+        size: (width, height) of its result.
 
     Returns:
-        (width, height) of the first original image of each edit's chain.
+        The mask, fitted to the result.
 
     Raises:
-        ValueError: an image or a mask cannot be read, or a mask has no white or another size than
-            its image.
+        ValueError: it cannot be read, has another size than the image, or no white.
     """
-    rounds, sizes = rounds_of(edits), [None] * len(edits)
-    order = sorted(range(len(edits)), key=rounds.__getitem__)
-    with ThreadPoolExecutor(num_loaders()) as loaders:
-        found = loaders.map(check_input, (edits[place] for place in order))
-        for place, (size, mask) in zip(bar(order), found):
-            edit = edits[place]
-            sizes[place] = size if edit.after is None else sizes[edit.after]
-            if mask is not None and edit.after is None:
-                require_size(edit, mask, size)
-    return sizes
-
-
-def check_input(edit):
-    """(size of an edit's original image, None if another edit writes it; its mask or None)."""
-    size = load_image(edit.input).size if edit.after is None else None
-    if edit.mask is None:
-        return size, None
-    mask = read_mask(edit.mask)
+    mask = read_mask(request.mask)
     if not mask.getbbox():
         raise ValueError(
-            f"{edit.mask} has no white, so nothing of {edit.input} may change; paint the part "
-            "white that may change"
+            f"{request.mask} has no white, so nothing of {request.image} may change; paint the "
+            "part white that may change"
         )
-    return size, mask
-
-
-def require_size(edit, mask, *sizes):
-    """Raise a ValueError unless a mask has one of these sizes (width, height)."""
-    if mask.size not in sizes:
-        found, *needed = ("{}x{}".format(*size) for size in dict.fromkeys((mask.size, *sizes)))
+    # An edit of another's output may have a mask of the output's size.
+    allowed = (image_size,) if request.after is None else (image_size, size)
+    if mask.size not in allowed:
+        found, *needed = ("{}x{}".format(*x) for x in dict.fromkeys((mask.size, *allowed)))
         raise ValueError(
-            f"{edit.mask} is {found} pixels (width x height) and {edit.input} "
+            f"{request.mask} is {found} pixels (width x height) and {request.image} "
             f"{' or '.join(needed)}; a mask has the size of its image"
         )
-
-
-def check_masks(edits, image_sizes, sizes, feather=0):
-    """Check masks at the sizes of the edits.
-
-    Args:
-        edits: list of edits.
-        image_sizes: of check_inputs; a mask has this size, or the result's if the edit is of
-            another's output.
-        sizes: (width, height) of each result.
-        feather: --mask_feather; too wide a value is a warning.
-
-    Returns:
-        The edits; all-white masks are None, as they restrict nothing.
-
-    Raises:
-        ValueError: a mask has another size, or no white is left at the size of the result.
-    """
-    checked = []
-    for edit, image_size, size in zip(edits, image_sizes, sizes):
-        if edit.mask is not None:
-            mask = read_mask(edit.mask)
-            require_size(edit, mask, image_size, size)
-            mask = fit_mask(mask, size)
-            if not mask.getbbox():
-                raise ValueError(
-                    f"{edit.mask} has no white left at the size of the result, "
-                    f"{size[0]}x{size[1]} (width x height); paint a larger part white, or raise "
-                    "--resolution"
-                )
-            if feather and (strongest := ramp(np.asarray(mask), feather).max()) < 1:
-                logger.warning(
-                    "--mask_feather %d is wider than the white part of %s, in which the edit "
-                    "reaches a weight of %.2f at most; lower it",
-                    feather, edit.mask, strongest,
-                )  # fmt: skip
-            if mask.getextrema()[0]:
-                edit = replace(edit, mask=None)
-        checked.append(edit)
-    return checked
+    mask, feather = fit_mask(mask, size), request.mask_feather
+    if not mask.getbbox():
+        raise ValueError(
+            f"{request.mask} has no white left at the size of the result, {size[0]}x{size[1]} "
+            "(width x height); paint a larger part white, or raise --resolution"
+        )
+    if feather and (strongest := ramp(np.asarray(mask), feather).max()) < 1:
+        logger.warning(
+            "--mask_feather %d is wider than the white part of %s, in which the image reaches a "
+            "weight of %.2f at most; lower it",
+            *(feather, request.mask, strongest),
+        )
+    return mask

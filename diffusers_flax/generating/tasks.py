@@ -44,6 +44,7 @@ CLASSES = {  # of each task, with "XL" or nothing in place of the braces
 NET = "controlnet"  # the component
 # What the calls of model and refiner have in common.
 REFINER_OPTIONS = ("num_inference_steps", "timesteps", "eta", "guidance_rescale", "guidance_scale")
+OF_BOTH_MODELS = ("dtype", "embedding", "storage", "vae_dtype", "saved_programs")
 REFINER_ARRAYS = ("prng_seed", "guidance_scale", "mask", "masked_image")
 
 
@@ -95,42 +96,32 @@ def check_tasks(model, tasks, replaced=None, flag="model", takes_images=True, re
     Raises:
         ValueError: it is another kind of model; names the program or the flags for it.
     """
-    index = read_index(model, revision)
+    index, given = read_index(model, revision), f"--{flag} {model}"
     named = class_of(index, model)
     if issubclass(named, InstructPix2Pix):
         raise ValueError(
-            f"--{flag} {model} is an edit model ({named.torch_class_name}); edit_cli.py edits "
-            "images with it"
+            f"{given} is an edit model ({named.torch_class_name}); edit_cli.py edits images with it"
         )
     is_xl = issubclass(named, XLComponents)
     if is_xl and not has_component(index, "text_encoder") and "text to image" in tasks:
         remedy = "give --image, or name it as --refiner beside the base model"
-        raise ValueError(
-            f"--{flag} {model} is a refiner, which needs an image; "
-            f"{remedy if takes_images else 'name a base model'}"
-        )
+        remedy = remedy if takes_images else "name a base model"
+        raise ValueError(f"{given} is a refiner, which needs an image; {remedy}")
     # Inpainting takes UNets of 4 and 9 channels, so that it comes first and finds the channels.
     _, configs = pipeline_for("inpainting", is_xl).check(model, revision, replaced)
-    others = {*tasks} - {"inpainting"}
+    others = " or ".join(sorted({*tasks} - {"inpainting"}))
     if sees_mask(configs) and others:
         remedy = "give --image and --mask, or another model"
+        remedy = remedy if takes_images else "name another model"
         raise ValueError(
-            f"--{flag} {model} is an inpainting model, whose UNet sees a mask, and cannot do "
-            f"{' or '.join(sorted(others))}; {remedy if takes_images else 'name another model'}"
+            f"{given} is an inpainting model, whose UNet sees a mask, and cannot do {others}; "
+            f"{remedy}"
         )
     return is_xl, configs
 
 
-def describe_tasks(config, requests):
-    """What will be done, with which models, in a line for the user."""
-    tasks = " and ".join(dict.fromkeys(request.task for request in requests))
-    with_nets = f" and {', '.join(map(str, config.controlnet))}" if config.controlnet else ""
-    refined = f", refined by {config.refiner}" if config.refiner else ""
-    return f"{tasks} with {config.model}{with_nets}{refined}"
-
-
 @dataclass(frozen=True)
-class Checked:
+class CheckedModels:
     """What check_models finds out without reading weights."""
 
     pipeline_type: type  # opens the model
@@ -143,8 +134,8 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Models:
-    """The loaded models."""
+class LoadedModels:
+    """The models, ready for calls."""
 
     pipelines: dict  # {task: pipeline}
     params: dict
@@ -153,7 +144,7 @@ class Models:
 
 
 def check_models(config, requests):
-    """Check the models and the flags that depend on them; returns Checked."""
+    """Check the models and the flags that depend on them; returns CheckedModels."""
     tasks = list(dict.fromkeys(request.task for request in requests))
     replaced = {"unet": config.unet} if config.unet else None
     is_xl, configs = check_tasks(config.model, tasks, replaced, revision=config.revision)
@@ -164,61 +155,52 @@ def check_models(config, requests):
         raise ValueError(
             f"--control needs --controlnet, as --model {config.model} has no ControlNet"
         )
-    names = ("num_inference_steps", "guidance_scale", "timesteps", "eta")
-    samplings = {
-        from_flags(Sampling, config, **{name: getattr(request, name) for name in names})
-        for request in requests
-    }
     pipeline_type = pipeline_for("ControlNet" if uses_nets else tasks[0], is_xl)
-    found = [
-        check_sampling(pipeline_type, configs["scheduler"], config.model, x) for x in samplings
-    ]
-    scheduler = found[0]
-    counts = []
-    for request in {step_settings(request): request for request in requests}.values():
-        steps = from_flags(Sampling, request).steps(pipeline_type)
+    refiner_type = refiner_configs = refiner_scheduler = None
+    if config.refiner:
+        refiner_is_xl, refiner_configs = check_tasks(
+            config.refiner, ["image to image"], flag="refiner"
+        )
+        refiner_type = pipeline_for("image to image", is_xl)
+        if not (is_xl and refiner_is_xl):
+            which = f"--refiner {config.refiner}" if is_xl else f"--model {config.model}"
+            raise ValueError(f"{which} is not SDXL; --refiner goes with SDXL's base and refiner")
+    names = ("num_inference_steps", "guidance_scale", "timesteps", "eta")
+    different = {(*(getattr(x, name) for name in names), x.strength, x.task): x for x in requests}
+    num_steps, all_branches = [], []
+    for request in different.values():
+        own = {name: getattr(request, name) for name in names}
+        sampling = from_flags(Sampling, config, **own)
+        scheduler = check_sampling(pipeline_type, configs["scheduler"], config.model, sampling)
         with naming_line(request):
             skipped = steps_to_skip(pipeline_for(request.task, is_xl), request)
-        counts.append(count_steps(scheduler, steps) - skipped)
-    branches = max((sampling.branches(pipeline_type) for sampling in samplings), key=len)
-    checked = Checked(pipeline_type, scheduler, configs, max(counts), branches)
-    if config.refiner is None:
-        return checked
-    refiner_is_xl, refiner_configs = check_tasks(config.refiner, ["image to image"], flag="refiner")
-    if not (is_xl and refiner_is_xl):
-        which = f"--refiner {config.refiner}" if is_xl else f"--model {config.model}"
-        raise ValueError(f"{which} is not SDXL; --refiner goes with SDXL's base and refiner")
-    refiner_type, accelerate = pipeline_for("image to image", is_xl), for_refiner(config.accelerate)
-    found = [
-        check_sampling(refiner_type, refiner_configs["scheduler"], config.refiner, x)
-        for x in (replace(sampling, accelerate=accelerate) for sampling in samplings)
-    ]
-    return replace(checked, refiner_type=refiner_type, refiner_scheduler=found[0])
-
-
-def step_settings(request):
-    """All of a Request that its steps depend on."""
-    return request.num_inference_steps, request.timesteps, request.strength, request.task
+        num_steps.append(count_steps(scheduler, sampling.steps(pipeline_type)) - skipped)
+        all_branches.append(sampling.branches(pipeline_type))
+        if config.refiner:
+            sampling = replace(sampling, accelerate=for_refiner(config.accelerate))
+            scheduler_config = refiner_configs["scheduler"]
+            refiner_scheduler = check_sampling(
+                refiner_type, scheduler_config, config.refiner, sampling
+            )
+    branches = max(all_branches, key=len)
+    own = pipeline_type, scheduler, configs, max(num_steps), branches
+    return CheckedModels(*own, refiner_type, refiner_scheduler)
 
 
 def load_models(config, checked, requests, program_sizes, preview, layout):
-    """Plan the memory, then read the weights; returns Models.
+    """Plan the memory, then read the weights; returns LoadedModels.
 
     program_sizes: (width, height) of each image's program.
     """
-    options = dict(dtype=choose_dtype(config.dtype), layout=layout)
-    largest, devices = max(program_sizes, key=math.prod), devices_for(len(requests), layout)
-
-    tasks = {request.task for request in requests}
+    devices = devices_for(len(requests), layout)
+    tasks = list(dict.fromkeys(request.task for request in requests))
 
     def plan(pipeline):
-        pipelines = {task: with_task(pipeline, task) for task in tasks}
-        different = {
-            kind_of(request, size): request for request, size in zip(requests, program_sizes)
-        }
+        different = {kind_of(*row): row[0] for row in zip(requests, program_sizes)}
         for kind, request in different.items():
             with naming_line(request):
-                check_call(pipelines[request.task], request, kind.size, config.denoising_end)
+                pipeline_of_task = with_task(pipeline, request.task)
+                check_call(pipeline_of_task, request, kind.size, config.denoising_end)
         for request in requests if config.prompt_weights else ():
             with naming_line(request):  # weights that are no numbers
                 texts = request.prompt, request.negative_prompt
@@ -229,14 +211,21 @@ def load_models(config, checked, requests, program_sizes, preview, layout):
             num_images=len(requests),
             batch_size=min(config.batch_size, math.ceil(len(requests) / len(devices))),
             branches=checked.branches,
-            size=largest,
+            size=max(program_sizes, key=math.prod),
             up_to="up to " if len({*program_sizes}) > 1 else "",
             vae_tile=config.vae_tile,
         )
-        return pipeline, f"{describe_tasks(config, requests)}\n{planned}"
+        used = [config.model, *config.controlnet, *filter(None, [config.refiner])]
+        return pipeline, f"{' and '.join(tasks)} with {', '.join(map(str, used))}\n{planned}"
 
-    options |= dict(preview=preview, saved_programs=saved_programs_of(config))
-    own = from_flags(ModelOptions, config, **options)
+    own = from_flags(
+        ModelOptions,
+        config,
+        dtype=choose_dtype(config.dtype),
+        layout=layout,
+        preview=preview,
+        saved_programs=saved_programs_of(config),
+    )
     pipeline, params = load_model(
         config.model, checked.pipeline_type, checked.scheduler, config.accelerate, own, plan
     )
@@ -244,22 +233,22 @@ def load_models(config, checked, requests, program_sizes, preview, layout):
     texts = [text for x in requests for text in (x.prompt, x.negative_prompt)]
     pipeline.embeddings.warn_unused(texts)
     if checked.refiner_type is None:
-        return Models(pipelines, params, {}, None)
+        return LoadedModels(pipelines, params, {}, None)
+    options = ModelOptions(
+        layout=pipeline.layout,
+        **{name: getattr(own, name) for name in OF_BOTH_MODELS},
+    )
     refiner, refiner_params = load_model(
         config.refiner,
         checked.refiner_type,
         checked.refiner_scheduler,
         for_refiner(config.accelerate),
-        replace(
-            own,
-            **dict(lora=(), unet_delta=(), controlnet=(), unet=None, revision=None, variant=None),
-            **dict(preview=None, layout=pipeline.layout),
-        ),
+        options,
         plan=lambda refiner: (replace(refiner, vae=with_tile(refiner.vae, pipeline.vae.tile)), ""),
     )
     names = {task: "inpainting" if task == "inpainting" else "image to image" for task in pipelines}
     refiners = {task: with_task(refiner, name) for task, name in names.items()}
-    return Models(pipelines, params, refiners, refiner_params)
+    return LoadedModels(pipelines, params, refiners, refiner_params)
 
 
 def saved_programs_of(config):
@@ -284,7 +273,7 @@ def call_models(models, kind, arrays, refining, denoising_end):
     """Start the programs of a batch; returns its images, on devices.
 
     Args:
-        models: Models.
+        models: LoadedModels.
         kind: Kind of the images.
         arrays, refining: arguments of the call of the model, and of the refiner's or None.
         denoising_end: fraction of the denoising after which the refiner goes on.

@@ -31,7 +31,6 @@ from diffusers_flax.command_line import (
     run_main,
     spare_this_machine,
 )
-from diffusers_flax.generating.flags import note_single_words
 from diffusers_flax.loading.files import save_whole, write_text
 
 
@@ -314,14 +313,6 @@ def test_no_directory_can_be_made_in_a_file(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             ask_before_replacing("output_dir", path, True)
-
-
-def test_a_text_without_quotation_marks_is_noticed(capsys):
-    for texts in (["cat", "dog"], ["a cat", "a", "dog"]):
-        note_single_words("prompt", texts)
-        assert capsys.readouterr().err == ""
-    note_single_words("prompt", ["a", "cat", "on", "a", "mat"])
-    assert capsys.readouterr().err.startswith("--prompt has 5 texts of one word each; if they are")
 
 
 def test_processes_that_share_a_file_do_not_meet(tmp_path):

@@ -18,8 +18,7 @@ from diffusers_flax.app.settings import (
     read_settings,
     within_limits,
 )
-from diffusers_flax.generating.recipes import KEYWORD, read_recipe
-from diffusers_flax.generating.resuming import checksum_of
+from diffusers_flax.generating.recipes import KEYWORD, checksum_of, read_recipe
 from diffusers_flax.images import save_image
 
 LIMITS = Limits(16, 128, ("style",), takes_strength=True)

@@ -1,6 +1,7 @@
 """Requests for images: lines of lists, and flags kept in images."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,17 +10,16 @@ from helpers import photo
 from PIL import Image
 
 from diffusers_flax.command_line import parse_flags
-from diffusers_flax.generating.recipes import with_flags_of_image
+from diffusers_flax.generating.recipes import as_text, recipe_of, with_flags_of_image
 from diffusers_flax.generating.requests import (
     REPLACED,
-    identities_of,
     output_files,
     requests_of_flags,
     requests_of_jsonl,
     seed_of,
 )
 from diffusers_flax.images import save_image
-from generate_cli import Config, recipe_of
+from generate_cli import Config
 
 
 @pytest.fixture(autouse=True)
@@ -111,15 +111,19 @@ FLAGS = [
 ]
 
 
+def save_recipe(config, request):
+    """Write x.png with a recipe."""
+    texts = as_text(recipe_of("program", config, request))
+    save_image(Image.new("RGB", (8, 8)), Path("x.png"), "program", "0" * 32, texts)
+
+
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("flags", FLAGS)
 def test_the_flags_of_an_image_make_its_request_again(line, flags):
     """Through the command line, with the same id; flags that are given win."""
     (request,) = requests_of(line)
     config = config_of(*flags, "--batch_size", "3", "--num_images", "2", "--output", "elsewhere")
-    save_image(
-        Image.new("RGB", (8, 8)), Path("x.png"), "program", "0" * 32, recipe_of(config, request)
-    )
+    save_recipe(config, request)
     words = with_flags_of_image(["--like", "x.png"], Config, REPLACED)
     again = parse_flags(Config, "", words)
     names = ("batch_size", "num_images", "output")
@@ -140,38 +144,10 @@ def test_the_flags_of_an_image_make_its_request_again(line, flags):
     assert vars(other) == expected | {"prompt": "seed", "seed": 5, "guess_mode": False}
 
 
-def test_ids():
-    """They depend on the contents of files, not on names, outputs or places; equal ones count."""
-    Path("copy.png").write_bytes(Path("a b.png").read_bytes())
-    lines = [
-        {"prompt": "x", "seed": 1, "image": "a b.png"},
-        {"prompt": "x", "seed": 1, "image": "copy.png", "output": "y.png"},
-        {"prompt": "x", "seed": 1, "image": "mask.png"},
-        {"prompt": "x", "seed": 1, "image": "a b.png", "guidance_scale": 8},
-    ]
-    found = requests_of(*lines)
-    sizes = [(8, 8)] * 4
-
-    def ids(requests, programs=sizes):
-        return identities_of(requests, sizes, programs, lambda **image: json.dumps(image))
-
-    made = ids(found)
-    assert len({*made}) == 4
-    assert ids(requests_of({"prompt": "x", "eta": 0})) != ids(requests_of({"prompt": "x"}))
-    assert made[0] == ids(found[1:])[0] and made[1] == ids([found[1], found[0]])[1]
-    assert ids(found, [(8, 16)] * 4)[0] != made[0]
-
-
 def test_other_sources_of_requests_replace_the_flags_of_an_image():
     """Also the flags that go with what they replace."""
     (request,) = requests_of({"prompt": "x", "image": "a.png", "strength": 0.5, "resolution": 16})
-    save_image(
-        Image.new("RGB", (8, 8)),
-        Path("x.png"),
-        "program",
-        "0" * 32,
-        recipe_of(config_of(), request),
-    )
+    save_recipe(config_of(), request)
     Path("list.jsonl").write_text('{"prompt": "y"}')
     words = with_flags_of_image(
         ["--like", "x.png", "--requests_jsonl", "list.jsonl"], Config, REPLACED
@@ -190,19 +166,20 @@ def test_other_sources_of_requests_replace_the_flags_of_an_image():
     ("lines", "grid", "message"),
     [
         ([{"output": "000.png"}, {}], None, "2 images would be written to"),
-        ([{"output": "x.png"}, {"output": "x.png"}], None, "2 images would be written to"),
         ([{"output": "x.png"}], "out/x.png", "2 images would be written to"),
-        ([{}], "out/000.png", "is an image of --output too"),
         ([{"output": "x.png"}], "grid.gif", "ends in .gif"),
-        ([{"output": "a.png", "image": "a.png"}], None, "would be overwritten"),
+        ([{"output": "a.png", "image": "a.png"}], None, "is an input and would be overwritten"),
     ],
 )
 def test_outputs_that_would_be_lost(lines, grid, message):
-    found = requests_of(*({"prompt": "x"} | line for line in lines))
-    output = Path("lists") if "image" in lines[0] else Path("out")
-    grid = grid and Path(grid)
+    folder = Path("lists") if "image" in lines[0] else Path("out")
+    found = [
+        replace(x, output=x.output and folder / x.output)
+        for x in requests_of(*({"prompt": "x"} | line for line in lines))
+    ]
+    ids = [str(i) for i in range(len(found))]
     with pytest.raises(ValueError, match=message):
-        output_files(found, [str(i) for i in range(len(found))], output, "program", grid)
+        output_files(found, ids, folder, "program", grid and Path(grid))
 
 
 def test_flags_of_the_command_count_for_the_lines_that_they_are_for():
