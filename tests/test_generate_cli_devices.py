@@ -70,7 +70,7 @@ def assert_alike(found, expected):
             ["--devices", "text=3", "unet=1", "vae=2", "--batch_size", "4"],
             "4 at once with text on 3, unet on 1, vae on 2 of 4 cpu; memory",
         ),
-        (["--offload", "group"], "; --offload group changes nothing on a cpu"),
+        (["--offload", "group"], "fetched by group, which changes nothing on this device"),
     ],
 )
 def test_layouts_make_the_same_images(model, made, tmp_path, flags, said):

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -132,12 +131,7 @@ def check_sampling(pipeline_type, scheduler_config, model, sampling):
 
 
 def load_model(
-    model: str,
-    pipeline_type: type,
-    scheduler: Any,
-    accelerate: tuple[str, ...],
-    options: ModelOptions,
-    plan: Callable = lambda pipeline: (pipeline, ""),
+    model, pipeline_type, scheduler, accelerate, options, plan=lambda pipeline: (pipeline, "")
 ):
     """Read a model.
 
@@ -197,8 +191,12 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         ValueError: the images need more memory than there is, vae_tile is no valid tile, or it has
             no effect.
     """
+    if vae_tile and decodes_tiny(pipeline) and not pipeline.encodes_images:
+        raise ValueError(
+            f"--vae_tile {vae_tile} has no effect with --accelerate taesd, which decodes whole "
+            "images; give one of them"
+        )
     if vae_tile is not None:
-        check_vae_computes(pipeline, vae_tile)
         pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
     batch = batch_size, len(branches), size
     pipeline = with_balanced_components(pipeline, *batch)
@@ -221,36 +219,22 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         vae_tile = choose_vae_tile(pipeline, batch_size, size, bound.left, platform)
         pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
         reason = ", as whole images would not fit"
-    tiles = ""
+    planned = f"{what}; memory: {memory}"
     if vae_tile and max(size) > vae_tile:
-        tiles = f"; the VAE works in tiles of {vae_tile} pixels{reason}"
-    return pipeline, f"{what}; memory: {memory}{tiles}{describe_offload(pipeline.layout)}"
-
-
-def check_vae_computes(pipeline, vae_tile):
-    """Raise a ValueError for tiles of a VAE that neither encodes nor decodes."""
-    if vae_tile and decodes_tiny(pipeline) and not pipeline.encodes_images:
-        raise ValueError(
-            f"--vae_tile {vae_tile} has no effect with --accelerate taesd, which decodes whole "
-            "images; give one of them"
-        )
+        planned += f"; the VAE works in tiles of {vae_tile} pixels{reason}"
+    if (layout := pipeline.layout) and layout.offload:
+        planned += f"; parameters are in the host's memory, fetched by {layout.offload}"
+        if not layout.fetches:
+            planned += ", which changes nothing on this device"
+    return pipeline, planned
 
 
 def describe_devices(devices, layout):
     """The devices that make images, for the line of plan_images."""
-    kind = devices[0].device_kind
+    name = devices[0].device_kind
     if layout is None or (layout.group_size == 1 and not layout.components):
-        return f"on each of {len(devices)} {kind}"
+        return f"on each of {len(devices)} {name}"
     if not layout.components:
-        return f"on each of {len(devices)} x {layout.group_size} {kind}"
+        return f"on each of {len(devices)} x {layout.group_size} {name}"
     places = (f"{x} on {layout.devices.index(layout.device_of(x))}" for x in COMPONENTS)
-    return f"with {', '.join(places)} of {len(layout.devices)} {kind}"
-
-
-def describe_offload(layout):
-    """What a layout's offload does, for the line of plan_images."""
-    if layout is None or layout.offload is None:
-        return ""
-    if not layout.fetches:
-        return f"; --offload {layout.offload} changes nothing on a {layout.devices[0].platform}"
-    return f"; parameters are in the host's memory, fetched by {layout.offload}"
+    return f"with {', '.join(places)} of {len(layout.devices)} {name}"

@@ -18,38 +18,26 @@ def with_single_files(config, model, component=None, **components):
     Raises:
         ValueError: see open_source; or a flag has no effect.
     """
-    configs, revision = config.config_name_or_path, getattr(config, "revision", None)
-    use_ema_weights = getattr(config, "use_ema_weights", False)
+    configs, use_ema_weights = config.config_name_or_path, getattr(config, "use_ema_weights", False)
     if configs and locate("config", configs)[1]:
         raise ValueError(f"--config_name_or_path {configs} is a file; give a directory or hub id")
     components = {flag: name for flag, name in components.items() if getattr(config, flag)}
-    value = getattr(config, model)
-    sources = value if isinstance(value, tuple) else (value,)
+    values = getattr(config, model)
+    options = dict(revision=getattr(config, "revision", None))
+    options["use_ema_weights"] = use_ema_weights and "unet" not in components.values()
     opened = [
-        open_source(
-            "pretrained_model_name_or_path",
-            source,
-            component,
-            configs,
-            use_ema_weights=use_ema_weights and "unet" not in components.values(),
-            revision=revision,
-        )
-        for source in sources
+        open_source("pretrained_model_name_or_path", source, component, configs, **options)
+        for source in (values if isinstance(values, tuple) else (values,))
     ]
-    changes = {model: tuple(opened) if isinstance(value, tuple) else opened[0]}
-    main = opened[0]
-    configs = configs or getattr(main, "configs", main) or None
+    main, changes = opened[0], {model: tuple(opened) if isinstance(values, tuple) else opened[0]}
+    of_main = configs or getattr(main, "configs", main) or None
     for flag, name in components.items():
-        changes[flag] = open_source(
-            flag,
-            getattr(config, flag),
-            component=name,
-            configs=configs,
-            use_ema_weights=use_ema_weights and name == "unet",
-        )
-        opened.append(changes[flag])
+        is_averaged = use_ema_weights and name == "unet"
+        options = dict(component=name, configs=of_main, use_ema_weights=is_averaged)
+        changes[flag] = open_source(flag, getattr(config, flag), **options)
+    opened += [changes[flag] for flag in components]
     files = [source for source in opened if isinstance(source, SingleFile)]
-    if config.config_name_or_path and not files:
+    if configs and not files:
         raise ValueError(
             f"--config_name_or_path {configs} goes with a model that is one file; leave it out"
         )
