@@ -438,17 +438,15 @@ def output_files(requests, ids, output, software, grid):
         ValueError: a file cannot be written, is not by this program, or is read or written twice.
     """
     files = [request.output for request in requests]
-    if None in files:
+    if files == [None] and not output.is_dir() and (output.suffix or output.is_file()):
+        files = [output]
+    elif None in files:
         if is_image_file(output):
-            if len(files) > 1:
-                raise ValueError(
-                    f"--output {output} is one file for {len(files)} images; give a directory"
-                )
-            files = [output]
-        else:
-            places = [place for place, file in enumerate(files) if file is None]
-            for place, file in zip(places, numbered_files(output, [ids[i] for i in places])):
-                files[place] = file
+            number = len(files)
+            raise ValueError(f"--output {output} is one file for {number} images; give a directory")
+        places = [place for place, file in enumerate(files) if file is None]
+        for place, file in zip(places, numbered_files(output, [ids[i] for i in places])):
+            files[place] = file
     written = [*files, *filter(None, [grid])]
     for path in written:
         check_image_file(path)

@@ -76,7 +76,7 @@ def test_an_input_that_waits_for_an_earlier_result():
 
 @pytest.mark.parametrize("place", ["prepare", "dispatch", "collect", "write", "caller"])
 def test_an_error_anywhere_ends_the_run(place):
-    """Files submitted before are complete, and no thread is left."""
+    """Files of results before are complete, and no thread is left."""
     written, threads = [], threading.active_count()
 
     def fail_at(here, number):
@@ -98,7 +98,7 @@ def test_an_error_anywhere_ends_the_run(place):
             files.write(number, write, number)
             fail_at("caller", number)
     assert (error.type is KeyboardInterrupt) == (place == "caller")
-    assert {*written} >= {0, 1, 2}
+    assert {*written} >= ({0} if place in ("prepare", "dispatch") else {0, 1, 2})
     assert (3 in written) == (place == "caller")
     del error
     while threading.active_count() > threads:
