@@ -98,11 +98,9 @@ def load_or_compile(folder, description, arguments, devices, compile, *files):
     }
     name = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     settings |= surroundings(devices, files)
-    store, trees = (
-        ExecutableStore(folder),
-        (jax.tree.structure(arguments), jax.tree.structure(0)),
-    )
-    compiled, why = store.load(name, settings, devices, *trees)
+    store = ExecutableStore(folder)
+    in_tree, out_tree = jax.tree.structure(arguments), jax.tree.structure(0)
+    compiled, why = store.load(name, settings, devices, in_tree, out_tree)
     if compiled is not None:
         return compiled, "loaded"
     with no_compilation_cache():

@@ -21,7 +21,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 
-from diffusers_flax.command_line import refuse
+from diffusers_flax.command_line import refuse, with_own_names
 from diffusers_flax.generating.batches import rounds_of
 from diffusers_flax.generating.masks import finish_image, load_mask
 from diffusers_flax.generating.sizes import load_fitted
@@ -267,6 +267,7 @@ def with_flags_of_image(words, config_class, replaced):
 
     A file without a recipe, or a changed original image or mask, ends the program with one line.
     """
+    words = with_own_names(words, config_class)
     places = [i for i, word in enumerate(words) if word.partition("=")[0] == LIKE]
     if not places:
         return words
