@@ -75,6 +75,7 @@ from diffusers_flax.generating.flags import (
     from_flags,
     layout_of_flags,
 )
+from diffusers_flax.generating.inputs import keys_of
 from diffusers_flax.generating.masks import load_mask, stretch_mask
 from diffusers_flax.generating.models import ModelOptions, Sampling, load_model
 from diffusers_flax.generating.previews import preview_files
@@ -201,71 +202,50 @@ def before_after_grid(edits, sizes):
     return tile_grid(tiles, max(1, round(math.sqrt(len(tiles) / shape))), GRID_MARGIN)
 
 
-def load_edit_model(edit_list, checked, preview, layout, config):
-    """Load the model.
+def make_edits(config, given, checked, options, edit_list, sizes, ids):
+    """Load the model, edit on the local devices and write the images.
 
     Args:
-        edit_list: EditList.
+        config, given: Config, and with its paths as the user wrote them.
         checked: of check_model.
-        preview, layout: Preview and Layout, or None.
-        config: Config.
-
-    Returns:
-        (pipeline, its parameters as NumPy arrays).
+        options: ModelOptions.
+        edit_list: EditList.
+        sizes, ids: (width, height) and id of each image.
     """
+    edits, finished = edit_list.edits, edit_list.finished
     sampling = from_flags(Sampling, config)
-    options = dict(dtype=choose_dtype(config.dtype), preview=preview, layout=layout)
+    branches = sampling.branches(checked.pipeline_type)
     pipeline, params = load_model(
         config.model,
         checked.pipeline_type,
         checked.scheduler,
         config.accelerate,
-        from_flags(ModelOptions, config, **options),
-        partial(
-            plan_edits,
-            edit_list=edit_list,
-            branches=sampling.branches(checked.pipeline_type),
-            vae_tile=config.vae_tile,
-        ),
+        options,
+        partial(plan_edits, edit_list=edit_list, branches=branches, vae_tile=config.vae_tile),
     )
-    instructions = [edit.instruction for edit in edit_list.edits]
-    pipeline.embeddings.warn_unused([*instructions, config.negative_prompt])
-    return pipeline, params
-
-
-def run_edits(pipeline, params, edit_list, sizes, ids, config, given):
-    """Edit and write all images on the local devices.
-
-    Args:
-        pipeline: InstructPix2Pix.
-        params: its parameters, NumPy arrays that are moved to the devices.
-        edit_list: EditList.
-        sizes: (width, height) of each result.
-        ids: of ids_of_edits.
-        config, given: Config, and with its paths as the user wrote them.
-    """
-    edits, finished = edit_list.edits, edit_list.finished
+    texts = [edit.instruction for edit in edits]
+    pipeline.embeddings.warn_unused([*texts, config.negative_prompt])
     place_params(params, edit_list.devices(pipeline.layout), pipeline.layout)
+    place_of = {edit: place for place, edit in enumerate(edits)}
     clock, todo = DeviceClock(), len(edits) - len(finished)
-    size_of, id_of = dict(zip(edits, sizes)), dict(zip(edits, ids))
     is_writer = pipeline.layout is None or pipeline.layout.is_writer
     with tqdm(total=todo, unit="edit") as bar, FileWriter(is_writer) as files:
 
         def load(edit, program_size, is_masked):
             if edit.after is not None and edit.after not in finished:
                 files.wait_for(edits[edit.after].output)
-            size, mask = size_of[edit], None
-            image = stretch(load_fitted(edit.input, size), program_size)
-            if is_masked:
-                mask = stretch_mask(load_mask(edit.mask, size), program_size)
+            size = sizes[place_of[edit]]
+            image = stretch(load_fitted(edit.image, size), program_size)
+            mask = stretch_mask(load_mask(edit.mask, size), program_size) if is_masked else None
             return image, mask
 
         for batch, images, _ in edit_batches(
-            pipeline, params, edit_list, from_flags(Sampling, config), load, bar, clock, IN_FLIGHT
+            pipeline, params, edit_list, sampling, load, bar, clock, IN_FLIGHT
         ):
-            check_finite_images(images, f"the edit of {batch[0].input} and others", config.lora)
+            check_finite_images(images, f"the edit of {batch[0].image} and others", config.lora)
             for edit, image in zip(batch, images):
-                about = edit, size_of[edit], edit.output, SOFTWARE, id_of[edit], given
+                place = place_of[edit]
+                about = edit, sizes[place], edit.output, SOFTWARE, ids[place], given
                 files.write(edit.output, write_image, image, *about)
     jax.effects_barrier()  # waits for the previews
     if report := clock.report(todo):
@@ -318,7 +298,7 @@ def run(config):
     print_continued(len(edits) - len(todo), len(edits))
     num_steps = count_steps(checked.scheduler, sampling.steps(checked.pipeline_type))
     kept = [config.grid, *(path for edit in edits for path in files_read(edit))]
-    preview = preview_files(config, outputs, num_steps, kept, sizes)
+    preview = preview_files(config, outputs, num_steps, kept, sizes, keys_of(edits))
     if todo:
         edit_list = EditList(
             edits,
@@ -328,8 +308,9 @@ def run(config):
             use_masks=True,
             finished=frozenset(range(len(edits))) - {*todo},
         )
-        pipeline, params = load_edit_model(edit_list, checked, preview, layout, config)
-        run_edits(pipeline, params, edit_list, sizes, ids, config, given)
+        options = dict(dtype=choose_dtype(config.dtype), preview=preview, layout=layout)
+        options = from_flags(ModelOptions, config, **options)
+        make_edits(config, given, checked, options, edit_list, sizes, ids)
     if layout and not layout.is_writer:
         return
     if config.grid:

@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
-import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
@@ -61,7 +60,7 @@ from diffusers_flax.generating.flags import (
     SamplingFlags,
     layout_of_flags,
 )
-from diffusers_flax.generating.inputs import arrays_of, join, key_of, kind_of, load_inputs
+from diffusers_flax.generating.inputs import arrays_of, join, keys_of, kind_of, load_inputs
 from diffusers_flax.generating.previews import preview_files
 from diffusers_flax.generating.recipes import (
     ids_of,
@@ -238,9 +237,8 @@ def run(config):
     if todo:
         if config.preview:
             check_seeds_differ(requests)
-        keys = jax.vmap(key_of)(np.array([x.seed for x in requests], np.uint32))
         kept = [config.grid, *(path for x in requests for path in files_read(x))]
-        preview = preview_files(config, outputs, checked.num_steps, kept, sizes, keys)
+        preview = preview_files(config, outputs, checked.num_steps, kept, sizes, keys_of(requests))
         models = load_models(config, checked, requests, program_sizes, preview, layout)
         with FileWriter(not layout or layout.is_writer) as files:
 

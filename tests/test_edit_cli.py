@@ -21,7 +21,7 @@ from tiny_models import make_tiny_pipeline
 import edit_cli
 from diffusers_flax.data.images import load_image
 from diffusers_flax.generating.captions import GRID_MARGIN
-from diffusers_flax.generating.recipes import as_text, make_recipe, read_recipe
+from diffusers_flax.generating.recipes import read_recipe, recipe_text
 from diffusers_flax.generating.sizes import load_fitted, result_size, shared_size
 from diffusers_flax.images import save_image
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
@@ -89,8 +89,7 @@ def test_an_image_is_made_again_from_its_recipe(model, input_images, monkeypatch
     moved = edited("--input", "moved.png")
     np.testing.assert_array_equal(moved, np.asarray(Image.open("blue.png")))
     shutil.copy("moved.png", "a.png")
-    recipe = make_recipe("generate_cli.py", {"prompt": "x"})
-    save_image(moved / 255, Path("text.png"), texts=as_text(recipe))
+    save_image(moved / 255, Path("text.png"), texts=recipe_text("generate_cli.py", {"prompt": "x"}))
     with pytest.raises(SystemExit):
         edit_cli.main(["--like", "text.png"])
     assert "generate_cli.py --like text.png makes it again" in capsys.readouterr().err

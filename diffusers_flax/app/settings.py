@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.command_line import check_seed
-from diffusers_flax.generating.recipes import as_text, make_recipe, read_recipe
+from diffusers_flax.generating.recipes import read_recipe, recipe_text
 from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.schedulers.factory import check_scheduler
 
@@ -136,14 +136,14 @@ def draw_seed():
 
 
 def page_recipe(settings, flags, files=()):
-    """The text of an image's recipe: flags of the programs, and the page's settings.
+    """The recipe_text of an image: flags of the programs, and the page's settings.
 
     Args:
         settings: Settings.
         flags: {name: value}, as edit_cli.py or generate_cli.py take them.
-        files: see make_recipe.
+        files: see recipe_text.
     """
-    return as_text(make_recipe(SOFTWARE, {**flags, PAGE: asdict(settings)}, files))
+    return recipe_text(SOFTWARE, {**flags, PAGE: asdict(settings)}, files)
 
 
 def read_settings(path, plain=NOTHING, edits=True):

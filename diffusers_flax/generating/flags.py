@@ -6,11 +6,11 @@ image.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 
-from diffusers_flax.command_line import check_scale
+from diffusers_flax.command_line import AtLeast, check_scale
 from diffusers_flax.devices.layout import Layout, parse_components, parse_layout
 from diffusers_flax.devices.processes import check_agreement, start_distributed
 
@@ -49,7 +49,7 @@ class PreviewFlags:
     SAME_IMAGES = ("preview", "preview_decoder")
 
     # also write a preview of every N-th step, decoded by TAESD, next to each image
-    preview: int | None = None
+    preview: Annotated[int, AtLeast(1)] | None = None
     # directory or hub id of the TAESD of previews; "": as for --accelerate taesd
     preview_decoder: str = ""
 

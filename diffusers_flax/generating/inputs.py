@@ -140,9 +140,15 @@ def as_numbers(values):
     return values if len(values) > 1 else values[0]
 
 
-def key_of(seed):
-    """The key of an image's noise: of the image that a call with jax.random.key(seed) makes."""
-    return jax.random.fold_in(jax.random.key(seed), 0)
+def key_of(seed, index=0):
+    """The key of the noise of image `index` of a call with jax.random.key(seed)."""
+    return jax.random.fold_in(jax.random.key(seed), index)
+
+
+def keys_of(requests):
+    """The key of each image's noise; an edit's depends on its place in the list too."""
+    seeds = np.array([request.seed for request in requests], np.uint32)
+    return jax.vmap(key_of)(seeds, np.array([request.index or 0 for request in requests]))
 
 
 def load_inputs(request, size, program_size):
@@ -182,7 +188,7 @@ def arrays_of(pipeline, kind, requests, loaded):
     """
     images, masks = zip(*loaded)
     arrays = inputs_of(pipeline, kind.task, list(images), list(masks))
-    arrays["prng_seed"] = jax.vmap(key_of)(np.array([x.seed for x in requests], np.uint32))
+    arrays["prng_seed"] = keys_of(requests)
     if kind.is_guided:
         arrays["guidance_scale"] = np.array([x.guidance_scale for x in requests], np.float32)
     if kind.has_latents:

@@ -71,6 +71,11 @@ def as_text(recipe):
     return {KEYWORD: json.dumps(recipe, default=str, ensure_ascii=False)}
 
 
+def recipe_text(program, flags, files=()):
+    """as_text of make_recipe."""
+    return as_text(make_recipe(program, flags, files))
+
+
 def recipe_of(program, config, request, checksum=checksum_of):
     """The recipe of an image.
 

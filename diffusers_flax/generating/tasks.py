@@ -121,7 +121,7 @@ def check_tasks(model, tasks, replaced=None, flag="model", takes_images=True, re
 
 
 @dataclass(frozen=True)
-class CheckedModels:
+class CheckedTasks:
     """What check_models finds out without reading weights."""
 
     pipeline_type: type  # opens the model
@@ -144,7 +144,7 @@ class LoadedModels:
 
 
 def check_models(config, requests):
-    """Check the models and the flags that depend on them; returns CheckedModels."""
+    """Check the models and the flags that depend on them; returns CheckedTasks."""
     tasks = list(dict.fromkeys(request.task for request in requests))
     replaced = {"unet": config.unet} if config.unet else None
     is_xl, configs = check_tasks(config.model, tasks, replaced, revision=config.revision)
@@ -184,7 +184,7 @@ def check_models(config, requests):
             )
     branches = max(all_branches, key=len)
     own = pipeline_type, scheduler, configs, max(num_steps), branches
-    return CheckedModels(*own, refiner_type, refiner_scheduler)
+    return CheckedTasks(*own, refiner_type, refiner_scheduler)
 
 
 def load_models(config, checked, requests, program_sizes, preview, layout):

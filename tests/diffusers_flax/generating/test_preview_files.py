@@ -24,7 +24,8 @@ def preview_files_of(flags, scheduler, outputs, inputs=()):
     """preview_files as the programs call it."""
     steps = timestep_options(flags.num_inference_steps, flags.timesteps, flags.eta)
     num_steps = count_steps(scheduler, steps)
-    return preview_files(flags, outputs, num_steps, [*inputs, flags.grid])
+    keys, sizes = keys_per_image(jax.random.key(0), len(outputs)), [(8, 8)] * len(outputs)
+    return preview_files(flags, outputs, num_steps, [*inputs, flags.grid], sizes, keys)
 
 
 def test_a_preview_that_cannot_be_written_does_not_stop_the_image(tmp_path, caplog):
@@ -85,7 +86,7 @@ def test_steps_that_pndm_repeats_count(tmp_path, skip_prk_steps, number):
             "leave preview.path= out",
         ),
         (["--preview", "51", "--num_inference_steps", "50"], "--preview 51 of 5"),
-        (["--preview", "0"], "--preview 0 must be a whole number, at least 1"),
+        (["--preview", "0"], "--preview 0 must be at least 1"),
         (["--preview", "2", "--preview_decoder", "/no/such"], "/no/such"),
         (["--preview_decoder", "/no/such"], "is for --preview; give both or neither"),
     ],
