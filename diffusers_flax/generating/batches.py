@@ -88,34 +88,23 @@ def batches_of_places(rounds_and_kinds, finished, batch_size, num_devices):
 
 
 class DeviceClock:
-    """Measures the fraction of a run in which the devices wait.
-
-    The run is from the first program to the report. The time between a result and the dispatch of
-    the next program counts as waiting.
-    """
+    """Measures a run from its first dispatched program to the report; the first call compiles."""
 
     def __init__(self):
-        self.begin = self.ready = None
-        self.waited, self.num_batches = 0.0, 0
+        self.begin = self.ready = None  # time.perf_counter() of the first dispatch, the last result
+        self.num_batches = 0
 
     def add(self, dispatched, ready):
         """Count a batch; dispatched, ready: time.perf_counter() of dispatch and result."""
         if self.begin is None:
-            self.begin = dispatched  # the first call compiles
-        else:
-            self.waited += max(0.0, dispatched - self.ready)
+            self.begin = dispatched
         self.ready, self.num_batches = ready, self.num_batches + 1
 
     def report(self, num_images):
         """A line for the user, once all files are written; "" for a single batch."""
         if self.num_batches < 2:
             return ""
-        now = time.perf_counter()
-        seconds, waited = now - self.begin, self.waited + now - self.ready
-        return (
-            f"{num_images} images in {seconds:.1f} s after compiling; the devices waited "
-            f"{100 * waited / seconds:.1f}% of the time"
-        )
+        return f"{num_images} images in {time.perf_counter() - self.begin:.1f} s after compiling"
 
 
 def run_ahead(batches, dispatch, collect, clock=None, in_flight=IN_FLIGHT):

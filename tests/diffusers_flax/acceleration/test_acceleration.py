@@ -684,7 +684,7 @@ def test_edit_cli(models, tmp_path):
     ],
 )
 def test_bad_flags_are_one_line(models, tmp_path, capsys, script, flags, message):
-    arguments = ["--pretrained_model_name_or_path", str(models["xl"])]
+    arguments = ["--model", str(models["xl"]), "--prompt", PROMPT]
     if script is edit_cli:
         Image.new("RGB", (64, 64)).save(tmp_path / "in.png")
         arguments = ["--model", str(models["edits"]), "--input", str(tmp_path / "in.png")]

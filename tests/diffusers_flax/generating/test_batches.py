@@ -1,6 +1,5 @@
 """Batches that run while others are prepared and written."""
 
-import re
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from diffusers_flax.generating.batches import (
-    DeviceClock,
     FileWriter,
     check_finite_images,
     run_ahead,
@@ -121,27 +119,6 @@ def test_wait_for_after_the_end():
     files.wait_for("a")
     waiting = ThreadPoolExecutor(1).submit(files.wait_for, "b")
     assert isinstance(waiting.exception(timeout=10), CancelledError)
-
-
-def test_the_clock_counts_a_slow_collector():
-    """Fetching results counts as waiting."""
-    clock = DeviceClock()
-    for _ in run_ahead(range(8), np.ones, lambda *_: time.sleep(0.05), clock):
-        pass
-    assert float(re.search(r"waited (\S+)%", clock.report(8))[1]) > 70
-
-
-def test_the_clock_reports_the_share_of_waiting(monkeypatch):
-    clock, now = DeviceClock(), [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock.add(dispatched=10.0, ready=20.0)  # before: compiling
-    assert clock.report(4) == ""
-    clock.add(dispatched=15.0, ready=30.0)
-    clock.add(dispatched=31.0, ready=40.0)
-    now[0] = 42.0
-    assert clock.report(12) == (
-        "12 images in 32.0 s after compiling; the devices waited 9.4% of the time"
-    )
 
 
 def test_images_that_are_not_finite_suspect_the_lora_first():

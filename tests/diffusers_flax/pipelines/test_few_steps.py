@@ -257,7 +257,7 @@ def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):
         flags = ["--unet", str(next((narrow / "unet").glob("*.safetensors")))]
     capsys.readouterr()  # progress bars of writing the model
     with pytest.raises(SystemExit) as stopped:
-        generate_cli.main(["--pretrained_model_name_or_path", str(model), *flags])
+        generate_cli.main(["--model", str(model), "--prompt", "it", *flags])
     assert stopped.value.code == 2
     error = capsys.readouterr().err.strip()
     assert message in error and "\n" not in error
