@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import skimage.feature
 from helpers import ROOT, photo
-from PIL import Image, ImageOps
+from PIL import Image
 from references import open_ours
 from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
@@ -371,56 +371,6 @@ def assert_alike(found, expected):
     """Up to rounding, which depends on the program and on how many threads a device has."""
     difference = np.abs(np.int16(found) - np.int16(expected))
     assert difference.max() <= 1 and difference.mean() < 0.01
-
-
-@pytest.mark.slow
-def test_a_list_over_devices_and_batches(models):
-    """The same images with 1, 2 and 4 devices, and with two at once."""
-    lines = [*LINES[:2], *LINES[:2], LINES[3]]
-    words = [*write_list(*lines), *OPTIONS]
-    found = {}
-    for number, at_once in ((1, 1), (2, 1), (4, 1), (2, 2)):
-        flags = f"--xla_force_host_platform_device_count={number}"
-        flags += " --xla_cpu_parallel_codegen_split_count=1"
-        out = f"out-{number}-{at_once}"
-        command = [sys.executable, ROOT / "generate_cli.py", "--model", models["sd"], *words]
-        done = subprocess.run(
-            [*command, "--output", out, "--batch_size", str(at_once)],
-            env=os.environ | {"XLA_FLAGS": flags},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert f"{at_once} at once on each of {number} cpu" in done.stderr
-        found[number, at_once] = np.stack([*made(out).values()])
-    assert len(found[1, 1]) == len(lines)
-    for images in found.values():
-        assert_alike(images, found[1, 1])
-
-
-@pytest.mark.slow
-def test_photographs_of_similar_shapes_share_a_program(models, capsys):
-    """It gets the image stretched to its size; the result has the photograph's shape."""
-    photo(96, 70, 5).save("wide.png")
-    mask = Image.new("L", (96, 70))
-    mask.paste(255, (48, 0, 96, 70))
-    mask.save("right.png")
-    shape, shared = (128, 92), (128, 96)
-    fitted = ImageOps.fit(photo(96, 70, 5), shape, Image.Resampling.LANCZOS)
-    line = {"prompt": "it", "image": "wide.png", "resolution": 128}
-    flags = [*words_of(line), *OPTIONS, "--output"]
-    for more, size in (([], shared), (["--exact_size"], shape)):
-        run(models["sd"], *flags, f"{size[1]}.png", *more)
-        assert "compiling {}x{}".format(*size) in capsys.readouterr().err
-        fitted.resize(size, Image.Resampling.LANCZOS).save("stretched.png")
-        expected = by_pipeline(models["sd"], "Img2Img", line | {"image": "stretched.png"})
-        expected = Image.fromarray(expected).resize(shape, Image.Resampling.LANCZOS)
-        np.testing.assert_array_equal(Image.open(f"{size[1]}.png"), expected)
-    run(models["sd"], *flags, "masked.png", "--mask", "right.png")
-    assert "compiling 128x96" in capsys.readouterr().err
-    masked = np.asarray(Image.open("masked.png"))
-    np.testing.assert_array_equal(masked[:, :64], np.asarray(fitted)[:, :64])
-    assert (masked[:, 64:] != np.asarray(fitted)[:, 64:]).mean() > 0.5
 
 
 @pytest.mark.slow

@@ -79,6 +79,13 @@ def test_layouts_make_the_same_images(model, made, tmp_path, flags, said):
 
 
 @pytest.mark.slow
+def test_batches_on_fewer_devices_make_the_same_images(model, made, tmp_path):
+    errors = run(model, tmp_path, "--batch_size", "2", num_devices=2)
+    assert "2 at once on each of 2 cpu" in errors
+    assert_alike(images(tmp_path), made)
+
+
+@pytest.mark.slow
 def test_two_processes_make_the_same_images(model, made, tmp_path):
     flags = [*OPTIONS, "--parallel", "branches=2", "rows=2", "--num_processes", "2"]
     flags += ["--coordinator_address", f"localhost:{free_port()}"]
