@@ -63,13 +63,13 @@ class DeviceFlags:
     # devices of all hosts that share the work: data=N groups with different images; in a group
     # branches=N with different branches of guidance, rows=N with different rows of an image; see
     # docs/memory.md
-    parallel: tuple[str, ...] | None = None
+    parallel: tuple[str, ...] = ()
     # pixels, side of the tiles in which the VAE computes larger images; 0: whole images; default:
     # tiles if whole images would not fit into the memory
     vae_tile: int | None = None
     # device of each component, such as text=0 unet=1 vae=2, device 0 for others; balanced: chosen
     # by memory; default: every device has all components
-    devices: tuple[str, ...] | None = None
+    devices: tuple[str, ...] = ()
     # keep parameters in the host's memory until they are needed. component: text encoders and VAE;
     # group: blocks of all models, one ahead; layer: one layer at a time
     offload: Literal["component", "group", "layer"] | None = None

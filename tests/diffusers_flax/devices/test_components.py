@@ -210,8 +210,6 @@ def test_what_does_not_fit(folders):
             "balanced chooses all devices; give it",
             lambda: parse_components(["balanced", "vae=1"], 4),
         ),
-        ("--parallel has no value", lambda: layout_of_flags(DeviceFlags(parallel=()))),
-        ("--devices has no value", lambda: layout_of_flags(DeviceFlags(devices=()))),
         (
             "vae=2 does not exist; devices are numbered from 0 to 1",
             lambda: Layout(devices, components={"vae": 2}),
