@@ -21,7 +21,6 @@ from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices import layout as layout_module
 from diffusers_flax.devices import offload as offload_module
 from diffusers_flax.devices.layout import Layout, parse_components
-from diffusers_flax.generating.flags import DeviceFlags, layout_of_flags
 from diffusers_flax.images import prepare_images
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.memory import balance
