@@ -466,7 +466,7 @@ MISTAKES = [  # the ten that users make first
     # of images, masks and control images
     ("--image none.png", "none.png does not exist; check the path"),
     ("--image photo.png photo.png photo.png --prompt it red", "2 --prompt do not fit 3 --image;"),
-    ("--image photo.png --strength 0.01", "--strength 0.01 of --num_inference_steps 50 leaves no"),
+    ("--image photo.png --strength 0.01", "strength=0.01 of num_inference_steps=50 leaves no"),
     ("--image photo.png --width 32", "take --resolution alone, or --width and --height, to which"),
     ("--image photo.png --mask black.png", "black.png has no white, so nothing of photo.png may"),
     ("--image photo.png --output photo.png", "photo.png is an input and would be overwritten"),

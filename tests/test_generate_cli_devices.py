@@ -139,7 +139,7 @@ def test_variant_and_unet(model, made, tmp_path):
     [
         ("--devices unet=4", "unet=4 does not exist; this machine has 4"),
         ("--devices unet=1 --parallel rows=2", "--devices excludes --parallel"),
-        ("--devices unet=1 --offload layer", "--offload layer and --devices both"),
+        ("--devices unet=1 --offload layer", "offload=layer and components= both"),
         ("--devices unet=1 --executable_dir store", "--executable_dir excludes --devices"),
         ("--vae_tile 48", "48 is not a multiple of 32 pixels, 32 or more; try 64"),
         ("--storage int8 --accelerate int8", "int8 both change"),
