@@ -18,7 +18,7 @@ A quick check of a few rows on one CPU core:
 
     python parquet_processing.py --train_data_dir data --num_checked 100 --num_preview 4
 
-In Python it is an iterator of NumPy batches and a torch IterableDataset:
+In Python ParquetImagePairs is an iterator of NumPy batches and a torch IterableDataset:
 
     for batch in ParquetImagePairs("data", batch_size=16): ...
 
@@ -30,51 +30,58 @@ Needs only a CPU. Decoding a pair of 512x512 JPEGs at 256x256 takes about 3 ms o
 import dataclasses
 import io
 import math
-import sqlite3
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from diffusers_flax.command_line import check_image_file, run_main
+from diffusers_flax.command_line import AtLeast, Between, check_image_file, run_main
 from diffusers_flax.data.archives.convert import Options, convert_archives, is_archived
-from diffusers_flax.data.archives.manifest import sets_in
-from diffusers_flax.data.archives.scores import Wanted, copy_best, has_scores
-from diffusers_flax.data.archives.sets import LICENCES, forbids
 from diffusers_flax.data.dataset import ParquetImagePairs
 from diffusers_flax.data.decoding import decode_pair, place_mask
-from diffusers_flax.data.faults import FAULTS, FaultFinder, Measured, check_names, measure
+from diffusers_flax.data.faults import FAULTS, FaultFinder
+from diffusers_flax.data.filtering import (
+    SCORES,
+    Choice,
+    are_shards,
+    filter_shards,
+    map_rows,
+    measure_pair,
+    text_of,
+)
 from diffusers_flax.data.images import crop_image, decode_image
+from diffusers_flax.data.known_sets import COLUMN_FLAGS, forbids, set_of_columns
 from diffusers_flax.data.mixture import first_metadata
 from diffusers_flax.data.options import Columns
 from diffusers_flax.data.pairs import write_pairs
 from diffusers_flax.data.shards import (
-    COLUMN_FLAGS,
     Cells,
     Pair,
     RowGroup,
     choose_instruction,
     find_mask_column,
-    known_set,
     latents_metadata,
     list_row_groups,
     pair_at,
-    read_row_group,
 )
+from diffusers_flax.data.writing import sets_in
 from diffusers_flax.generating.captions import captioned, tile_grid
 from diffusers_flax.images import open_image, save_image
 
 __all__ = ["ParquetImagePairs"]
 NUM_EXAMPLES = 4  # of each fault in the image of --report
+HELD_OUT_FLAGS = ("num_held_out", "held_out_dir", "seed")
 ARCHIVE_FLAGS = ("drop", "max_bad_fraction", "worker", "num_workers")
-SCORE_FLAGS = Wanted._fields
+SCORE_FLAGS = (*SCORES, "num_kept")
+OUTPUT_FLAGS = ("output_dir", "overwrite_output_dir", "max_pairs")
+PAIRS_FLAGS = (*OUTPUT_FLAGS, *HELD_OUT_FLAGS, *ARCHIVE_FLAGS, *SCORE_FLAGS)
+Cosine = Annotated[float, Between(-1, 1)]
+Fault = Literal["unreadable", "shape", "border", "unchanged", "duplicate", "near_duplicate"]
 
 
 @dataclass(frozen=True)
@@ -83,32 +90,101 @@ class Config:
     pairs: str = ""  # instead: list or directory of image pairs, or an index with archives
     output_dir: str = ""  # with --pairs: directory for the shards
     overwrite_output_dir: bool = False  # with --pairs: replace earlier shards and held-out pairs
-    max_pairs: int | None = None  # with --pairs: only the first N pairs; default: all
-    # with --pairs of archives: leave out pairs with these faults: unreadable, shape, border,
-    # unchanged, duplicate, near_duplicate
-    drop: tuple[str, ...] = ()
-    max_bad_fraction: float = 0.1  # with --pairs of archives: rows that may be unusable, 0 to 1
-    worker: int | None = None  # with --pairs of archives: this worker's index, from 0
-    num_workers: int | None = None  # with --worker: workers that divide the archives of one disk
+    # with --pairs: only the first N pairs; default: all
+    max_pairs: Annotated[int, AtLeast(1)] | None = None
+    drop: tuple[Fault, ...] = ()  # with --pairs of archives: leave out pairs with these faults
+    # with --pairs of archives: rows that may be unusable
+    max_bad_fraction: Annotated[float, Between(0, 1)] = 0.1
+    # with --pairs of archives: this worker's index, from 0
+    worker: Annotated[int, AtLeast(0)] | None = None
+    # with --worker: workers that divide the archives of one disk
+    num_workers: Annotated[int, AtLeast(1)] | None = None
     # with --pairs of shards by make_pairs.py: least CLIP score of each image and its caption
-    min_clip_text: float | None = None
-    min_clip_image: float | None = None  # likewise: of both images
-    min_clip_direction: float | None = None  # likewise: of the change of images and of captions
+    min_clip_text: Cosine | None = None
+    min_clip_image: Cosine | None = None  # likewise: of both images
+    min_clip_direction: Cosine | None = None  # likewise: of the change of images and of captions
     # likewise: of each line of captions the N with the largest clip_direction
-    num_kept: int | None = None
-    num_held_out: int = 0  # with --pairs: original images to hold out, with their edits
+    num_kept: Annotated[int, AtLeast(1)] | None = None
+    # with --pairs: original images to hold out, with their edits
+    num_held_out: Annotated[int, AtLeast(0)] = 0
     held_out_dir: str = ""  # with --num_held_out: directory for the held-out pairs
-    seed: int = 0  # with --num_held_out: seed of the random choice
+    seed: Annotated[int, AtLeast(0)] = 0  # with --num_held_out: seed of the random choice
     original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # image after the edit; "": likewise
     edit_prompt_column: str = ""  # instruction or several; "": likewise
     mask_column: str = ""  # masks, checked if there are any; "": mask_img, mask_image or mask
-    num_checked: int = 2000  # rows to decode, sampled over all row groups; 0: all rows
-    num_listed: int = 20  # unreadable rows to list, at most
+    # rows to decode, sampled over all row groups; 0: all rows
+    num_checked: Annotated[int, AtLeast(0)] = 2000
+    num_listed: Annotated[int, AtLeast(0)] = 20  # unreadable rows to list, at most
     report: str = ""  # count faults of the checked pairs; image file for examples of each
     preview: str = "preview.png"  # file for an image of some pairs; "": none
-    num_preview: int = 8  # pairs in the preview
-    resolution: int = 256  # side of the preview's images, pixels
+    num_preview: Annotated[int, Between(1, 256)] = 8  # pairs in the preview
+    resolution: Annotated[int, Between(1, 2048)] = 256  # side of the preview's images, pixels
+
+
+def given_flags(config: Config, names: tuple[str, ...]) -> list[str]:
+    """The given ones among some flags, with --."""
+    return [f"--{name}" for name in names if getattr(config, name) != getattr(Config, name)]
+
+
+def check_flags(config: Config) -> None:
+    """Raise a ValueError for flags that contradict each other."""
+    if bool(config.train_data_dir) == bool(config.pairs):
+        raise ValueError(
+            "give --train_data_dir DIR to describe shards, or --pairs LIST --output_dir DIR to "
+            "write them"
+        )
+    unused, other = PAIRS_FLAGS, "--pairs"
+    if config.pairs:
+        unused = (*COLUMN_FLAGS, "mask_column")
+        other = "--train_data_dir; --pairs finds columns by their names"
+        if "://" in config.pairs:
+            raise ValueError(f"--pairs {config.pairs} is a URL; download it with script.py first")
+        if not config.output_dir:
+            raise ValueError("--pairs needs --output_dir DIR for the shards")
+    if wrong := given_flags(config, unused):
+        raise ValueError(f"{wrong[0]} goes with {other}")
+    if bool(config.num_held_out) != bool(config.held_out_dir):
+        raise ValueError("--num_held_out N and --held_out_dir DIR go together; give both or none")
+    if (config.worker is None) != (config.num_workers is None):
+        raise ValueError("--worker K and --num_workers N go together; give both or none")
+    if config.worker is not None and config.worker >= config.num_workers:
+        raise ValueError(
+            f"--worker {config.worker} must be from 0 to --num_workers {config.num_workers} - 1"
+        )
+    for name in ("preview", "report"):
+        try:
+            if file := getattr(config, name):
+                check_image_file(Path(file))
+        except ValueError as error:
+            raise ValueError(f"--{name} {error}") from error
+
+
+def write_shards(config: Config) -> str:
+    """Write shards from --pairs; a summary."""
+    pairs, output_dir = Path(config.pairs), Path(config.output_dir)
+    by_scores = given_flags(config, SCORE_FLAGS)
+    of_archives = given_flags(config, ARCHIVE_FLAGS)
+    options = dict(max_pairs=config.max_pairs, num_held_out=config.num_held_out, seed=config.seed)
+    options["held_out_dir"] = Path(config.held_out_dir) if config.held_out_dir else None
+    overwrite = config.overwrite_output_dir
+    if by_scores or are_shards(pairs):
+        if not by_scores and not config.drop and not config.num_held_out:
+            raise ValueError(
+                f"--pairs {pairs} has shards, which training reads as they are; choose pairs with "
+                "--drop, --num_held_out, --num_kept or --min_clip_direction"
+            )
+        scores = {name: getattr(config, name) for name in SCORE_FLAGS}
+        choice = Choice(**scores, drop=config.drop, **options)
+        return filter_shards(pairs, output_dir, choice, overwrite)
+    if is_archived(pairs):
+        worker, num_workers = config.worker or 0, config.num_workers or 1
+        options |= dict(worker=worker, num_workers=num_workers, drop=config.drop)
+        options |= dict(max_bad_fraction=config.max_bad_fraction, overwrite=overwrite)
+        return convert_archives(pairs, output_dir, Options(**options))
+    if of_archives:
+        raise ValueError(f"{of_archives[0]} goes with archives, not with --pairs {pairs}")
+    return write_pairs(pairs, output_dir, **options, overwrite=overwrite)
 
 
 def describe_shards(groups: list[RowGroup]) -> str:
@@ -145,22 +221,16 @@ def describe_pairs(groups: list[RowGroup]) -> str:
     """The columns of the pairs, and the known set with these columns."""
     found, made = [], sets_of_shards(groups)
     for columns in sorted({group.columns for group in groups}):
-        original, edited, prompt = columns
-        names = ", ".join(made) if made is not None else known_set(columns)
-        relation = "as in" if made is None else "of"
-        found.append(
-            f"{original} to {edited} by {prompt}{f', {relation} {names}' if names else ''}"
-        )
+        name = set_of_columns(columns).name if made is None else ", ".join(made)
+        relation = f", {'as in' if made is None else 'of'} {name}" if name else ""
+        found.append("{} to {} by {}{}".format(*columns, relation))
     return "; ".join(found)
 
 
 def sets_of_shards(groups: list[RowGroup]) -> dict[str, str] | None:
     """{name of a set: licence} of shards that --pairs made of archives; None: of others."""
-    files = {group.path for group in groups}
-    folder = next(iter(files)).parent
-    if not isinstance(folder, Path):  # a URL
-        return None
-    return sets_in(folder, {file.name for file in files})
+    folder, files = groups[0].path.parent, {group.path.name for group in groups}
+    return sets_in(folder, files) if isinstance(folder, Path) else None  # a URL
 
 
 def check_pair(
@@ -183,54 +253,21 @@ def check_pair(
     return pair, kinds
 
 
-def measure_pair(
-    cells: Cells, position: int, columns: tuple[str, str, str]
-) -> tuple[Pair | None, Measured]:
-    """A pair with what its faults are judged by; without a pair if it cannot be read."""
-    try:
-        pair = pair_at(cells, position)
-        return pair, measure(pair.original or b"", pair.edited or b"")
-    except ValueError:
-        return None, Measured(("unreadable",))
-
-
-def check_rows(
-    groups: list[RowGroup], num_checked: int, check: Callable
-) -> Iterator[tuple[str, Future]]:
-    """Decode the first rows of evenly spaced row groups in threads.
+def sample_rows(groups: list[RowGroup], num_checked: int) -> list[tuple[RowGroup, range]]:
+    """The first rows of evenly spaced row groups.
 
     Args:
         groups: row groups of one directory.
         num_checked: approximate number of rows; 0: all. They come from few row groups, but at
             least 8: reading one row can cost as much as reading its row group.
-
-        check: function of (cells, position, columns).
-
-    Yields:
-        (name of the row, future of check).
     """
-    num_rows = sum(group.num_rows for group in groups)
-    per_group = num_rows
+    num_rows = per_group = sum(group.num_rows for group in groups)
     if 0 < num_checked < num_rows:
         num_groups = max(8, math.ceil(num_checked * len(groups) / num_rows))
         indices = np.linspace(0, len(groups) - 1, min(num_groups, len(groups))).astype(int)
         groups = [groups[index] for index in indices]
         per_group = math.ceil(num_checked / len(groups))
-    stops = [min(per_group, group.num_rows) for group in groups]
-    with (
-        ThreadPoolExecutor() as pool,
-        tqdm(total=sum(stops), desc="checking", unit="row", disable=None) as progress,
-    ):
-        ahead = deque()
-        for group, stop in zip(groups, stops):
-            cells = read_row_group(group)
-            for position in range(stop):
-                name = f"{group.path.name} row {group.first_row + position}"
-                ahead.append((name, pool.submit(check, cells, position, group.columns)))
-                if len(ahead) > 64:
-                    yield ahead.popleft()
-                progress.update()
-        yield from ahead
+    return [(group, range(min(per_group, group.num_rows))) for group in groups]
 
 
 def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
@@ -245,81 +282,13 @@ def draw_preview(pairs: list[Pair], resolution: int) -> Image.Image:
     return tile_grid(tiles, num_columns, margin=max(4, resolution // 32))
 
 
-def check_flags(config: Config) -> None:
-    """Raise a ValueError for flags that are out of range or contradict each other."""
-    if bool(config.train_data_dir) == bool(config.pairs):
-        raise ValueError(
-            "give --train_data_dir DIR to describe shards, or --pairs LIST --output_dir DIR to "
-            "write them"
-        )
-    if config.pairs:
-        if "://" in config.pairs:
-            raise ValueError(
-                f"--pairs {config.pairs} is a URL; download it first: script.py --dataset "
-                "OWNER/NAME and script.sh, or hf download OWNER/NAME --repo-type dataset "
-                "--local-dir DIR"
-            )
-        if not config.output_dir:
-            raise ValueError("--pairs needs --output_dir DIR for the shards")
-        if bool(config.num_held_out) != bool(config.held_out_dir):
-            raise ValueError(
-                "--num_held_out N and --held_out_dir DIR go together; give both or none"
-            )
-        unused = (*COLUMN_FLAGS, "mask_column")
-        other = "--train_data_dir; --pairs finds columns by their names"
-    else:
-        unused = (
-            "output_dir",
-            "overwrite_output_dir",
-            "max_pairs",
-            "num_held_out",
-            "held_out_dir",
-            "seed",
-            *ARCHIVE_FLAGS,
-            *SCORE_FLAGS,
-        )
-        other = "--pairs"
-    for field in dataclasses.fields(Config):
-        if field.name in unused and getattr(config, field.name) != field.default:
-            raise ValueError(f"--{field.name} goes with {other}")
-    for name, lowest in (("max_pairs", 1), ("num_held_out", 0), ("seed", 0)):
-        if (value := getattr(config, name)) is not None and value < lowest:
-            raise ValueError(f"--{name} {value} must be at least {lowest}")
-    for name, most in (("resolution", 2048), ("num_preview", 256)):
-        if not 1 <= getattr(config, name) <= most:
-            raise ValueError(f"--{name} {getattr(config, name)} must be from 1 to {most}")
-    if (config.worker is None) != (config.num_workers is None):
-        raise ValueError("--worker K and --num_workers N go together; give both or none")
-    if config.worker is not None and not 0 <= config.worker < config.num_workers:
-        raise ValueError(
-            f"--worker {config.worker} must be from 0 to --num_workers {config.num_workers} - 1"
-        )
-    if not 0 <= config.max_bad_fraction <= 1:
-        raise ValueError(f"--max_bad_fraction {config.max_bad_fraction} must be from 0 to 1")
-    if config.num_checked < 0:
-        raise ValueError(
-            f"--num_checked {config.num_checked} must be at least 0; 0 checks all rows"
-        )
-    check_names("--drop", config.drop)
-    wanted_of(config).check()
-    for name in ("preview", "report"):
-        try:
-            if file := getattr(config, name):
-                check_image_file(Path(file))
-        except ValueError as error:
-            raise ValueError(f"--{name} {error}") from error
-
-
 def masks_to_check(config: Config) -> str | None:
     """The column of masks to check; None if there are no masks."""
     shard = first_metadata(config.train_data_dir)
-    if shard is None:  # list_row_groups says what is wrong
+    if shard is None or config.mask_column:  # list_row_groups says what is wrong
         return config.mask_column or None
-    try:
-        find_mask_column(shard.schema.to_arrow_schema(), config.train_data_dir)
-    except ValueError:
-        return config.mask_column or None
-    return config.mask_column
+    schema = shard.schema.to_arrow_schema()
+    return "" if find_mask_column(schema, config.train_data_dir, missing_ok=True) else None
 
 
 def describe_and_preview(config: Config) -> None:
@@ -328,15 +297,8 @@ def describe_and_preview(config: Config) -> None:
     Raises:
         ValueError: the directory is invalid, or no checked row can be decoded.
     """
-    groups = list_row_groups(
-        config.train_data_dir,
-        Columns(
-            config.original_image_column,
-            config.edited_image_column,
-            config.edit_prompt_column,
-            mask=masks_to_check(config),
-        ),
-    )
+    names = (getattr(config, name) for name in COLUMN_FLAGS)
+    groups = list_row_groups(config.train_data_dir, Columns(*names, mask=masks_to_check(config)))
     if latents_metadata(groups[0].metadata):
         raise ValueError(
             f"--train_data_dir {config.train_data_dir} contains latents; name the directory of the "
@@ -344,15 +306,16 @@ def describe_and_preview(config: Config) -> None:
         )
     print(describe_shards(groups), flush=True)
     made = sets_of_shards(groups)
-    name = known_set(groups[0].columns)
-    for licence in {LICENCES.get(name, "")} if made is None else sorted({*made.values()}):
+    of_columns = [set_of_columns(groups[0].columns).licence]
+    for licence in of_columns if made is None else sorted({*made.values()}):
         if forbidden := forbids(licence):
             print(f"licence     {licence} forbids {forbidden}")
 
     kinds, unreadable, num_rows = (Counter(), Counter()), [], 0
     preview_pairs = []
-    num_expected = min(config.num_checked or math.inf, sum(group.num_rows for group in groups))
-    for name, checked in check_rows(groups, config.num_checked, check_pair):
+    sample = sample_rows(groups, config.num_checked)
+    num_expected = sum(len(positions) for _, positions in sample)
+    for group, position, checked in map_rows(sample, check_pair):
         try:
             pair, pair_kinds = checked.result()
             for counter, kind in zip(kinds, pair_kinds):
@@ -360,7 +323,8 @@ def describe_and_preview(config: Config) -> None:
             if len(preview_pairs) < config.num_preview * (num_rows + 1) / num_expected:
                 preview_pairs.append(pair)
         except ValueError as error:
-            unreadable.append(f"{name}: {error}")
+            row = group.first_row + position
+            unreadable.append(f"{group.path.name} row {row}: {error}")
         num_rows += 1
     print(describe_images(groups, kinds, unreadable, num_rows, config.num_listed))
     if not preview_pairs:
@@ -417,20 +381,16 @@ def describe_images(
 
 def report_faults(groups: list[RowGroup], config: Config) -> str:
     """Count the faults of pairs, draw examples to --report, and say what leaves them out."""
-    counts, examples, num_pairs = Counter(), {}, 0
-    with closing(sqlite3.connect(":memory:")) as db:
-        finder = FaultFinder(db)
-        for _, measured in check_rows(groups, config.num_checked, measure_pair):
-            pair, values = measured.result()
-            texts = pair.instruction or "" if pair else ""
-            text = texts if isinstance(texts, str) else "\n".join(texts)
-            num_pairs += 1
-            faults = finder.find(values, text)
-            finder.remember(values, text)
-            for fault in faults:
-                counts[fault] += 1
-                if fault != "unreadable" and len(examples.setdefault(fault, [])) < NUM_EXAMPLES:
-                    examples[fault].append(pair._replace(instruction=f"{fault}: {text}"))
+    counts, examples, num_pairs, finder = Counter(), {}, 0, FaultFinder()
+    for _, _, measured in map_rows(sample_rows(groups, config.num_checked), measure_pair):
+        pair, values = measured.result()
+        text = text_of(pair)
+        faults, num_pairs = finder.find(values, text), num_pairs + 1
+        finder.remember(values, text)
+        counts.update(faults)
+        for fault in faults:
+            if fault != "unreadable" and len(examples.setdefault(fault, [])) < NUM_EXAMPLES:
+                examples[fault].append(pair._replace(instruction=f"{fault}: {text}"))
     found = [name for name in FAULTS if counts[name]]
     lines = [f"report      {num_pairs} pairs, {len(found)} kinds of faults"]
     lines += [f"            {counts[name]} {name}: {FAULTS[name]}" for name in found]
@@ -444,56 +404,6 @@ def report_faults(groups: list[RowGroup], config: Config) -> str:
         save_image(draw_preview(pairs, config.resolution), Path(config.report))
         lines.append(f"            {config.report} has examples")
     return "\n".join(lines)
-
-
-def wanted_of(config: Config) -> Wanted:
-    """The scores of pairs that are kept."""
-    return Wanted(*(getattr(config, name) for name in SCORE_FLAGS))
-
-
-def given_flags(config: Config, names: tuple[str, ...]) -> list[str]:
-    """The given ones among the flags in names, with --."""
-    return [f"--{name}" for name in names if getattr(config, name) != getattr(Config, name)]
-
-
-def write_shards(config: Config) -> str:
-    """Write shards from --pairs; a summary."""
-    pairs, output_dir = Path(config.pairs), Path(config.output_dir)
-    if by_scores := given_flags(config, SCORE_FLAGS):
-        if other := given_flags(config, (*ARCHIVE_FLAGS, "num_held_out")):
-            then = "; give it in a second run" * (other[0] == "--drop")
-            raise ValueError(f"{other[0]} does not go with {by_scores[0]}{then}")
-        options = dict(max_pairs=config.max_pairs, overwrite=config.overwrite_output_dir)
-        return copy_best(pairs, output_dir, wanted_of(config), **options)
-    if has_scores(pairs) and not given_flags(config, (*ARCHIVE_FLAGS, "num_held_out")):
-        raise ValueError(
-            f"--pairs {pairs} has pairs by make_pairs.py, which training reads as they are; choose "
-            "the best ones with --num_kept or --min_clip_direction"
-        )
-    if is_archived(pairs):
-        options = Options(
-            config.max_pairs,
-            config.worker or 0,
-            config.num_workers or 1,
-            config.max_bad_fraction,
-            config.overwrite_output_dir,
-            config.drop,
-            config.num_held_out,
-            Path(config.held_out_dir) if config.held_out_dir else None,
-            config.seed,
-        )
-        return convert_archives(pairs, output_dir, options)
-    if of_archives := given_flags(config, ARCHIVE_FLAGS):
-        raise ValueError(f"{of_archives[0]} goes with archives, not with the list --pairs {pairs}")
-    return write_pairs(
-        pairs,
-        output_dir,
-        max_pairs=config.max_pairs,
-        num_held_out=config.num_held_out,
-        held_out_dir=Path(config.held_out_dir) if config.held_out_dir else None,
-        seed=config.seed,
-        overwrite=config.overwrite_output_dir,
-    )
 
 
 def run(config: Config) -> None:

@@ -54,8 +54,8 @@ from demo.photographs import load_photographs
 from diffusers_flax.data.buckets import bucket_sizes
 from diffusers_flax.data.decoding import decode_pair
 from diffusers_flax.data.options import Reading, Transform
-from diffusers_flax.data.pairs import SCHEMA
 from diffusers_flax.data.shards import Pair, list_row_groups, pair_at, read_row_group, shard_files
+from diffusers_flax.data.writing import SCHEMA
 from parquet_processing import ParquetImagePairs
 
 try:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_crop
 from diffusers_flax.command_line import run_main
-from diffusers_flax.data.pairs import SCHEMA
+from diffusers_flax.data.writing import SCHEMA
 from diffusers_flax.images import to_pil
 
 SIZE = 64  # pixels of an image's side

@@ -347,3 +347,13 @@ def refuse(pairs, output_dir, capsys, *args):
     assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
     assert not list(Path(output_dir).glob("*.parquet"))
     return error
+
+
+def manifest_of(folder):
+    """The manifest of a conversion."""
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def num_left_out(folder):
+    """{reason: number of rows and pairs that are left out}."""
+    return {reason: found["count"] for reason, found in manifest_of(folder)["left_out"].items()}

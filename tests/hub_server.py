@@ -100,10 +100,22 @@ class Hub(LocalServer):
     def send_commit(self, request, path):
         """The commit of a revision; its files are those of the revision, also if these change."""
         dataset, _, revision = path.removeprefix("/api/datasets/").partition("/revision/")
+        if dataset not in {name for name, _ in self.trees}:
+            return send(request, 404, headers={"X-Error-Code": "RepoNotFound"})
+        if (dataset, revision) not in self.trees:
+            return send(request, 404, headers={"X-Error-Code": "RevisionNotFound"})
         files = self.trees[dataset, revision]
         commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
-        self.add(dataset, files, commit)
-        send(request, 200, json.dumps({"sha": commit}).encode())
+        self.add(dataset, dict(files), commit)
+        siblings = [
+            {
+                "rfilename": path,
+                "size": len(content),
+                "lfs": {"sha256": hashlib.sha256(content).hexdigest()},
+            }
+            for path, content in files.items()
+        ]
+        send(request, 200, json.dumps({"sha": commit, "siblings": siblings}).encode())
 
     def send_tree(self, request, dataset, revision, query):
         if dataset not in {name for name, _ in self.trees}:

@@ -25,7 +25,7 @@ import edit_cli
 import evaluate_edits
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.data.images import decode_image
-from diffusers_flax.data.pairs import SCHEMA, image_cell
+from diffusers_flax.data.writing import SCHEMA, image_cell
 from diffusers_flax.evaluation import measuring
 from diffusers_flax.evaluation.held_out import (
     Columns,

@@ -1,6 +1,6 @@
 """What may be wrong with a pair besides damaged images: shapes, frames, repetitions, no change.
 
-    finder = FaultFinder(sqlite3.connect(":memory:"))
+    finder = FaultFinder()
     finder.find(measure(original, edited), "make it red")  # ["border", "unchanged"]
 
 Nothing is changed here; parquet_processing.py --report counts faults, --drop leaves pairs out.
@@ -8,7 +8,6 @@ Nothing is changed here; parquet_processing.py --report counts faults, --drop le
 
 import hashlib
 import math
-import sqlite3
 from typing import NamedTuple
 
 import numpy as np
@@ -119,15 +118,11 @@ def is_unchanged(original: Image.Image, edited: Image.Image) -> bool:
 
 
 class FaultFinder:
-    """Judges pairs one after the other; remembers them in a database."""
+    """Judges pairs one after the other, and compares them with those before."""
 
-    def __init__(self, db: sqlite3.Connection):
-        """db: to remember pairs in, which a later process may go on with; the caller closes it."""
-        self._db = db
-        self._db.execute("create table if not exists seen (digest blob primary key) without rowid")
-        self._db.execute("create table if not exists looks (id integer primary key, bits, colours)")
-        self._db.execute("create table if not exists bands (band blob, look integer)")
-        self._db.execute("create index if not exists by_band on bands (band)")
+    def __init__(self):
+        self._seen: set[bytes] = set()  # hashes of images and instruction
+        self._looks: dict[bytes, list[Measured]] = {}  # by the instruction with a band of the bits
 
     def find(self, measured: Measured, instruction: str) -> list[str]:
         """The faults of a pair, in the order of FAULTS; see remember.
@@ -139,32 +134,30 @@ class FaultFinder:
         faults = set(measured.faults)
         if "unreadable" not in faults:
             text = self._digest(instruction)
-            if self._is_seen(measured.digest + text):
+            if measured.digest + text in self._seen:
                 faults.add("duplicate")
-            elif self._is_near(measured, text):
+            elif any(
+                is_near(measured, other)
+                for band in self._bands(measured, text)
+                for other in self._looks.get(band, ())
+            ):
                 faults.add("near_duplicate")
         return [name for name in FAULTS if name in faults]
 
     def remember(self, measured: Measured, instruction: str) -> None:
         """Compare later pairs with this one; arguments as for find."""
         text = self._digest(instruction)
-        key = measured.digest + text
-        if "unreadable" in measured.faults or self._is_seen(key):
+        if "unreadable" in measured.faults or measured.digest + text in self._seen:
             return
-        self._db.execute("insert into seen values (?)", (key,))
-        look = measured.bits.to_bytes(16), measured.colours
-        number = self._db.execute("insert into looks values (null, ?, ?)", look).lastrowid
-        rows = [(band, number) for band in self._bands(measured, text)]
-        self._db.executemany("insert into bands values (?, ?)", rows)
+        self._seen.add(measured.digest + text)
+        for band in self._bands(measured, text):
+            alike = self._looks.setdefault(band, [])
+            if len(alike) < MAX_CANDIDATES:
+                alike.append(measured)
 
     @staticmethod
     def _digest(instruction: str) -> bytes:
         return hashlib.sha256(instruction.encode(errors="replace")).digest()[:8]
-
-    def _is_seen(self, key: bytes) -> bool:
-        """Whether an earlier pair has these bytes and this instruction."""
-        query = "select 1 from seen where digest = ?"
-        return self._db.execute(query, (key,)).fetchone() is not None
 
     @staticmethod
     def _bands(measured: Measured, text: bytes) -> list[bytes]:
@@ -173,19 +166,9 @@ class FaultFinder:
         parts = [measured.bits >> n * width & (1 << width) - 1 for n in range(NUM_BANDS)]
         return [text + bytes([n]) + part.to_bytes(3) for n, part in enumerate(parts)]
 
-    def _is_near(self, measured: Measured, text: bytes) -> bool:
-        """Whether an earlier pair of this instruction looks alike."""
-        query = "select bits, colours from bands join looks on id = look where band = ? limit ?"
-        colours = np.frombuffer(measured.colours, np.uint8).astype(np.int16)
-        for band in self._bands(measured, text):
-            for bits, other in self._db.execute(query, (band, MAX_CANDIDATES)):
-                far = np.abs(np.frombuffer(other, np.uint8) - colours).max() > MAX_COLOUR
-                if not far and (int.from_bytes(bits) ^ measured.bits).bit_count() <= MAX_BITS:
-                    return True
-        return False
 
-
-def check_names(flag: str, names: tuple[str, ...]) -> None:
-    """Raise a ValueError for an unknown name of a fault."""
-    if unknown := [name for name in names if name not in FAULTS]:
-        raise ValueError(f"{flag} {unknown[0]} is unknown; choose from {', '.join(FAULTS)}")
+def is_near(one: Measured, other: Measured) -> bool:
+    """Whether two pairs look alike."""
+    colours = [np.frombuffer(x.colours, np.uint8).astype(np.int16) for x in (one, other)]
+    is_alike = np.abs(colours[0] - colours[1]).max() <= MAX_COLOUR
+    return bool(is_alike) and (one.bits ^ other.bits).bit_count() <= MAX_BITS

@@ -4,9 +4,8 @@
 
 parquet_processing.py --pairs, edit_cli.py --edits_jsonl and evaluate_edits.py --pairs_jsonl read
 them. A list is a .csv file whose first line names the columns, or else a file with one JSON object
-per line. NAMES has the accepted keys or column names. Other keys are ignored, with a warning for a
-probable misspelling. Several names of one text must agree. `output` is the file that edit_cli.py
-writes, never an image to learn from.
+per line. NAMES has the accepted keys or column names; other keys are ignored. Several names of one
+text must agree. `output` is the file that edit_cli.py writes, never an image to learn from.
 
 Paths are relative to the list. An image that is not there is looked up in the working directory,
 with a warning; the output of its row is relative to the working directory too. The image of a row
@@ -20,8 +19,8 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
-from functools import cache, partial
+from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from itertools import islice
 from pathlib import Path
 
@@ -40,7 +39,6 @@ READ = (*IMAGES, "mask")  # files that must exist
 PATHS = (*READ, "output")
 CAPTIONS = ("original_prompt", "edited_prompt")
 MAX_NAMED_PROBLEMS = 10  # in an error message
-MAX_EQUAL_PROBLEMS = 3  # reported line by line
 LIKENESS = 0.75  # difflib's ratio of a misspelt and the right key: maks and mask have 0.75
 
 logger = logging.getLogger(__name__)
@@ -53,10 +51,7 @@ def read_list(
     optional: tuple[str, ...] = (),
     max_rows: int | None = None,
 ) -> list[dict]:
-    """Read a list; see list_rows.
-
-    Args:
-        given: the file with its flag, for error messages.
+    """Read a list; arguments and rows as of list_rows.
 
     Raises:
         ValueError: a row is invalid (names the first ten problems).
@@ -67,30 +62,11 @@ def read_list(
 
 
 def raise_problems(file: Path, problems: list[tuple[int, str]]) -> None:
-    """Raise one ValueError for all problems of a list.
-
-    Args:
-        file: the list.
-        problems: (line, description), in order; one on over MAX_EQUAL_PROBLEMS lines is reported
-            once.
-    """
+    """Raise one ValueError for all problems of a list, (line, description) each, in order."""
     if problems:
-        lines = {}  # by description
-        for line, problem in problems:
-            lines.setdefault(problem, []).append(line)
-        named, left = [], len(problems)
-        for line, problem in problems:
-            first, *more = lines[problem]
-            is_told_once = len(more) >= MAX_EQUAL_PROBLEMS
-            if len(named) == MAX_NAMED_PROBLEMS:
-                break
-            if is_told_once and line == first:
-                named.append(f"line {line} and {len(more)} more: {problem}")
-                left -= 1 + len(more)
-            elif not is_told_once:
-                named.append(f"line {line}: {problem}")
-                left -= 1
-        named += [f"and {left} more"] * (left > 0)
+        named = [f"line {line}: {problem}" for line, problem in problems[:MAX_NAMED_PROBLEMS]]
+        if more := len(problems) - len(named):
+            named.append(f"and {more} more")
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ValueError(f"{file} has {count}: {'; '.join(named)}")
 
@@ -119,133 +95,100 @@ def list_rows(
     Raises:
         ValueError: the file cannot be read, is not UTF-8 or has no rows.
     """
-    found, problems, unread, truths, of_invalid = [], [], {}, {}, []
+    rows, problems, truths, promised = [], [], [], set()
     check = partial(missing_names, required=required)
     for line, content in islice(read_objects(given, file, check), max_rows):
         try:
             if isinstance(content, str):
                 raise ValueError(content)
-            truths[line] = path_of(content, "edited_image")
-            found.append({"line": line} | parse_texts(content, required, optional))
-            for key, meant in misspelt_keys(content, optional):
-                unread.setdefault(f"the key {key} is not read; did you mean {meant}?", line)
+            rows.append({"line": line} | parse_texts(content, required, optional))
+            truths += [content[name] for name in NAMES["edited_image"] if name in content]
         except ValueError as error:
             problems.append((line, str(error)))
-            if isinstance(content, dict) and (output := path_of(content, "output")):
-                of_invalid += [file.parent / output, Path(output)]
-    for problem, line in unread.items():
-        logger.warning("%s line %d: %s", file, line, problem)
-    if not found and not problems:
+            output = content.get("output") if isinstance(content, dict) else None
+            if isinstance(output, str) and "\0" not in output:
+                promised |= {(file.parent / output).resolve(), Path(output).resolve()}
+    if not rows and not problems:
         raise ValueError(f"{given} has no rows; write one for each edit")
 
-    rows, elsewhere, of_edits = [], [], {}
-    if "output" in required:
-        of_edits = bases_of_edits(found, file.parent)
-    for texts in found:
-        bases = {name: find_base(texts[name], file.parent) for name in READ if texts.get(name)}
-        if base := of_edits.get(texts["line"]):
-            bases |= {"original_image": base, "output": base}
-        rows.append(texts | {name: base / texts[name] for name, base in bases.items()})
-        elsewhere += [texts[name] for name, base in bases.items() if base != file.parent][:1]
-    if "output" in required:
-        follow_outputs(rows)
-        problems += cycles(rows)
-        problems += overwritten_truths(rows, truths, file.parent)
-    writers = {row["output"].resolve(): row["line"] for row in rows if "output" in row}
-    promised = {path.resolve() for path in of_invalid}
-    problems += [x for row in rows for x in missing_files(row, writers, promised)]
+    elsewhere, begins = [], []
+    has_outputs = "output" in required
+    if has_outputs:
+        writers = {os.path.normpath(row["output"]): row for row in rows}
+        begins = [first_image(row, writers) for row in rows]
+    for row, image in zip(rows, begins or rows):
+        bases = {name: find_base(row[name], file.parent) for name in READ if row.get(name)}
+        if has_outputs:
+            bases |= dict.fromkeys(("original_image", "output"), find_base(image, file.parent))
+        elsewhere += [row[name] for name, base in bases.items() if base != file.parent][:1]
+        row |= {name: base / row[name] for name, base in bases.items()}
+    if has_outputs:
+        problems += check_outputs(rows, truths, file.parent)
+    outputs = {row["output"].resolve(): row["line"] for row in rows if "output" in row}
+    problems += [x for row in rows for x in missing_files(row, outputs, promised)]
     problems.sort(key=lambda problem: problem[0])
     wrong = {line for line, _ in problems}
-    rows = [row for row in rows if row["line"] not in wrong]
     if elsewhere:
         logger.warning(
             "%s: images are in the working directory, not beside the list (rows: %d), for example "
             "%s; write paths relative to the list%s",
             file, len(elsewhere), elsewhere[0],
-            "; outputs of these rows go to the working directory too" * ("output" in required),
+            "; outputs of these rows go to the working directory too" * has_outputs,
         )  # fmt: skip
-    return rows, problems
+    return [row for row in rows if row["line"] not in wrong], problems
 
 
-def bases_of_edits(rows: list[dict], folder: Path) -> dict[int, Path]:
-    """The directory that a row's image and output are relative to: {line: directory}.
-
-    A row that edits another row's output has the other row's directory.
+def first_image(row: dict, writers: dict[str, dict]) -> str:
+    """The image with which the edits of a row begin, if it edits another row's output.
 
     Args:
-        rows: dicts with the texts "original_image" and "output", and "line".
+        row: with the text "original_image".
+        writers: {output: its row}.
+    """
+    seen = []
+    while row not in seen:  # also ends in a cycle, see check_outputs
+        seen.append(row)
+        row = writers.get(os.path.normpath(row["original_image"]), row)
+    return row["original_image"]
+
+
+def check_outputs(rows: list[dict], truths: list, folder: Path) -> list[tuple[int, str]]:
+    """Set "after" of each row, see list_rows; problems with files that would be overwritten.
+
+    Args:
+        rows: with paths.
+        truths: edited images of all rows, as they are written in the list.
         folder: directory of the list.
     """
-    writers = {os.path.normpath(row["output"]): row for row in rows}
-    bases = {}
-    for row in rows:
-        line, seen = row["line"], set()
-        while (before := writers.get(os.path.normpath(row["original_image"]))) is not None:
-            if before["line"] in seen:  # a cycle, see cycles
-                break
-            seen.add(before["line"])
-            row = before
-        bases[line] = find_base(row["original_image"], folder)
-    return bases
-
-
-def follow_outputs(rows: list[dict]) -> None:
-    """Set "after" of each row to the line of the row whose output is its image, or None."""
     lines = {row["output"].resolve(): row["line"] for row in rows}
+    kept = {(find_base(x, folder) / x).resolve() for x in truths if isinstance(x, str) and x}
+    problems = []
     for row in rows:
         row["after"] = lines.get(row["original_image"].resolve())
-
-
-def cycles(rows: list[dict]) -> list[tuple[int, str]]:
-    """A problem for each cycle of rows that edit one another's outputs."""
-    rows = {row["line"]: row for row in rows}
-    problems, seen = [], set()
-    for line in rows:
-        path = []
-        while line is not None and line not in seen:
-            seen.add(line)
-            path.append(line)
-            line = rows[line]["after"]
-        if line in path:
-            cycle = sorted(path[path.index(line) :])
-            image = rows[cycle[0]]["original_image"]
-            problem = f"{image} is an input and would be overwritten; name another output"
-            if len(cycle) > 1:
-                *others, last = map(str, cycle)
-                problem = (
-                    f"the lines {', '.join(others)} and {last} edit one another's outputs in a "
-                    "cycle; one of them must begin with an image that no line writes"
-                )
-            problems.append((cycle[0], problem))
+        if row["output"].resolve() in kept:
+            text = f"{row['output']} is a truth and would be overwritten; name another output"
+            problems.append((row["line"], text))
+    try:
+        follows = {row["line"]: {row["after"]} - {None} for row in rows}
+        TopologicalSorter(follows).prepare()
+    except CycleError as error:
+        cycle = sorted({*error.args[1]})
+        numbers = " and ".join(map(str, cycle))
+        text = (
+            f"an input would be overwritten, as the outputs of line {numbers} are edited in a cycle"
+        )
+        problems.append((cycle[0], f"{text}; name another output"))
     return problems
 
 
-def overwritten_truths(
-    rows: list[dict], truths: dict[int, str | None], folder: Path
-) -> list[tuple[int, str]]:
-    """A problem for each row whose output is the edited image (truth) of a row.
-
-    Args:
-        rows: with "output".
-        truths: {line: path of its edited image, or None}.
-        folder: directory of the list.
-    """
-    kept = {(find_base(x, folder) / x).resolve() for x in truths.values() if x}
-    return [
-        (row["line"], f"{row['output']} is a truth and would be overwritten; name another output")
-        for row in rows
-        if row["output"].resolve() in kept
-    ]
-
-
 def missing_files(
-    row: dict, writers: dict[Path, int], promised: set[Path]
+    row: dict, outputs: dict[Path, int], promised: set[Path]
 ) -> list[tuple[int, str]]:
     """A problem for each missing file of a row, except an image that another row writes.
 
     Args:
         row: row of list_rows.
-        writers: {output: line of its row}, resolved.
+        outputs: {output: line of its row}, resolved.
         promised: outputs of invalid rows, resolved.
     """
     problems = []
@@ -259,7 +202,7 @@ def missing_files(
         if name == "original_image" and (row.get("after") or path.resolve() in promised):
             continue
         problem = f"{path} {'is a directory' if os.path.exists(path) else 'does not exist'}"
-        if name == "mask" and (line := writers.get(path.resolve())):
+        if name == "mask" and (line := outputs.get(path.resolve())):
             problem = f"{path} is written by line {line}; a mask must exist before"
         problems.append((row["line"], problem))
     return problems
@@ -339,30 +282,6 @@ def missing_names(names: list[str], required: tuple[str, ...]) -> str:
     return problem
 
 
-def misspelt_keys(content: dict, optional: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Ignored keys of an object that look like a missing one: (key, missing key).
-
-    Args:
-        content: the object.
-        optional: keys of NAMES; a missing required key is an error anyway.
-    """
-    for key in content:
-        if key and (near := nearest_key(key, optional)):
-            name, meaning = near
-            if not any(content.get(other) for other in NAMES[meaning]):
-                yield key, name
-
-
-@cache
-def nearest_key(key: str, meanings: tuple[str, ...]) -> tuple[str, str] | None:
-    """(accepted key, meaning) that an unknown key looks like, or None."""
-    if any(key in names for names in NAMES.values()):
-        return None
-    known = {name: meaning for meaning in meanings for name in NAMES[meaning]}
-    near = get_close_matches(key.strip().lower(), known, 1, LIKENESS)
-    return (near[0], known[near[0]]) if near else None
-
-
 def parse_texts(
     content: dict, required: tuple[str, ...], optional: tuple[str, ...]
 ) -> dict[str, str | None]:
@@ -400,14 +319,6 @@ def parse_texts(
             (name,) = list(found)[:1]
             raise ValueError(f"{name} is not valid Unicode: it has an unpaired surrogate") from None
     return texts
-
-
-def path_of(content: dict, key: str) -> str | None:
-    """An object's text of one meaning; None if it is missing or invalid."""
-    try:
-        return parse_texts(content, (), (key,))[key]
-    except ValueError:
-        return None
 
 
 def find_base(path: str, folder: Path) -> Path:

@@ -19,13 +19,12 @@ import pyarrow.parquet as pq
 
 from diffusers_flax.data.buckets import BUCKETS
 from diffusers_flax.data.dataset import Partition, refuse_torch_workers, register_with_torch
+from diffusers_flax.data.known_sets import set_of_columns
 from diffusers_flax.data.options import Columns, Processes, Reading, Transform, check_at_least
 from diffusers_flax.data.reading import BatchRow, StoredPairs, decode_batches, stream_settings
 from diffusers_flax.data.shards import (
     MASK,
     MASK_COLUMNS,
-    SETS_WITH_MASKS,
-    known_set,
     latents_metadata,
     shard_files,
 )
@@ -414,7 +413,7 @@ def is_without_its_masks(shard: pq.FileMetaData | None) -> bool:
     latents = latents_metadata(shard) if shard else None
     if latents is None or MASK in column_names(shard):
         return False
-    return known_set(tuple(latents["columns"])) in SETS_WITH_MASKS
+    return set_of_columns(tuple(latents["columns"])).has_masks
 
 
 def first_metadata(directory: str) -> pq.FileMetaData | None:

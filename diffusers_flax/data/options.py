@@ -16,7 +16,7 @@ RESAMPLING = {
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of a dataset's columns; "": as in the nearest of shards.KNOWN_SETS."""
+    """Names of a dataset's columns; "": as in the nearest of known_sets.KNOWN_SETS."""
 
     original_image: str = ""
     edited_image: str = ""

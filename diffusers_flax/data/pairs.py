@@ -8,29 +8,20 @@ files in original/ and edited/, whose extensions may differ. docs/data.md has th
 data/lists.py reads them.
 
 Several pairs may share an instruction or an original image. Image files are copied unchanged; the
-loader applies their EXIF orientation. The shards have the schema of
-timbrooks/instructpix2pix-clip-filtered.
+loader applies their EXIF orientation.
 """
 
 import hashlib
-import json
-import logging
-import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from itertools import chain
+from collections.abc import Callable, Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
-from diffusers_flax.command_line import ask_before_replacing
 from diffusers_flax.data.images import (
     MAX_ASPECT,
     check_one_shape,
@@ -40,35 +31,26 @@ from diffusers_flax.data.images import (
 )
 from diffusers_flax.data.lists import CAPTIONS, IMAGES, list_rows, raise_problems
 from diffusers_flax.data.options import num_usable_cores
-from diffusers_flax.data.shards import UNFINISHED_DIR
+from diffusers_flax.data.writing import (
+    COPIES,
+    HELD_OUT,
+    HELD_OUT_LIST,
+    IMAGE,
+    SCHEMA,
+    SHARDS,
+    ShardWriter,
+    check_directory,
+    choose_held_out,
+    image_cell,
+    move_when_complete,
+    number_shards,
+    write_held_out,
+)
 from diffusers_flax.images import READ_FORMATS
-from diffusers_flax.loading.files import remove
 from diffusers_flax.messages import one_line
 
-IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-SCHEMA = pa.schema(
-    {
-        "original_prompt": pa.string(),
-        "original_image": IMAGE,
-        "edit_prompt": pa.string(),
-        "edited_prompt": pa.string(),
-        "edited_image": IMAGE,
-    }
-)
-HELD_OUT_LIST = "edits.jsonl"
-COPIES = (
-    "all pairs with the same original, byte by byte, are held out; copies of it that were saved "
-    "again, in another size or format, are not recognized"
-)
-SHARDS = "train-*-of-*.parquet"
 IMAGE_DIRS = ("original", "edited")  # in a directory of pairs
-MASK_DIR = "masks"  # beside them, of held-out pairs that have masks
 CAPTION_FILES = ("captions.jsonl", "captions.csv")  # in a directory of pairs, one of these
-ROW_GROUP_ROWS = 100
-ROW_GROUP_BYTES = 32 << 20
-SHARD_BYTES = 256 << 20
-
-logger = logging.getLogger(__name__)
 
 
 class ListedPair(NamedTuple):
@@ -82,6 +64,16 @@ class ListedPair(NamedTuple):
     edited_prompt: str | None
     mask: Path | None
 
+    def files(self) -> dict[str, Path]:
+        """The image files: original, edited and, if it has one, the mask."""
+        files = {"original": self.original, "edited": self.edited, "mask": self.mask}
+        return {name: file for name, file in files.items() if file}
+
+    def checks(self) -> list[tuple[Callable, Path]]:
+        """The image files, each with the function that checks it."""
+        checks = {"mask": check_mask}
+        return [(checks.get(name, check_image), file) for name, file in self.files().items()]
+
 
 def index_images(folder: Path) -> dict[str, list[Path]]:
     """Map file names, with and without extension, to the visible files of a directory."""
@@ -92,12 +84,6 @@ def index_images(folder: Path) -> dict[str, list[Path]]:
     return files
 
 
-def image_extensions() -> set[str]:
-    """The file extensions of the formats that are read, such as ".png"."""
-    extensions = Image.registered_extensions()
-    return {extension for extension, name in extensions.items() if name in READ_FORMATS}
-
-
 def find_image(files: dict[str, list[Path]], name: str, folder: str) -> Path:
     """Find an image by its file name; an image with another extension also matches.
 
@@ -106,9 +92,9 @@ def find_image(files: dict[str, list[Path]], name: str, folder: str) -> Path:
     """
     if Path(name).name != name:
         raise ValueError(f"{name} contains a directory; give the file name in {folder}/")
-    found = files.get(name, [])
-    if not found and Path(name).suffix.lower() in image_extensions():
-        found = files.get(Path(name).stem, [])
+    extensions = Image.registered_extensions()
+    is_image = extensions.get(Path(name).suffix.lower()) in READ_FORMATS
+    found = files.get(name) or (files.get(Path(name).stem, []) if is_image else [])
     if len(found) != 1:
         raise ValueError(f"{len(found) or 'no'} images in {folder}/ are named {name}")
     return found[0]
@@ -173,14 +159,6 @@ def list_pairs(
         if (first := lines.setdefault(pair[1:4], pair.line)) != pair.line:
             problems.append((pair.line, f"repeats line {first}"))
         pairs.append(pair)
-    if in_folders and max_pairs is None and not problems:
-        unlisted = {path.resolve() for paths in folders["original"].values() for path in paths}
-        unlisted -= {pair.original for pair in pairs}
-        if unlisted:
-            logger.warning(
-                "%s lists no edit of %d files in original/, for example %s",
-                file, len(unlisted), min(unlisted).name,
-            )  # fmt: skip
     return pairs, problems
 
 
@@ -222,7 +200,7 @@ def check_listed_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
     Returns:
         (line, problem) for each problem.
     """
-    checks = list(dict.fromkeys(check for pair in pairs for check in checks_of(pair)))
+    checks = list(dict.fromkeys(check for pair in pairs for check in pair.checks()))
     with ThreadPool(num_usable_cores()) as pool:  # exits at once on Ctrl-C
         sizes = pool.imap(lambda given: given[0](given[1]), checks, chunksize=4)
         bar = tqdm(sizes, "checking images", len(checks), unit="image", disable=None)
@@ -230,16 +208,10 @@ def check_listed_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
 
     problems = []
     for pair in pairs:
-        found = [(check[1], size_by_check[check]) for check in checks_of(pair)]
+        found = [(check[1], size_by_check[check]) for check in pair.checks()]
         wrong = [f"{path}: {size}" for path, size in found if isinstance(size, str)]
         problems += [(pair.line, problem) for problem in wrong or compare_sizes(found)]
     return problems
-
-
-def checks_of(pair: ListedPair) -> list[tuple[Callable, Path]]:
-    """A pair's files, each with the function that checks it."""
-    checks = [check_image, check_image, check_mask]
-    return list(zip(checks, files_of(pair)))
 
 
 def compare_sizes(found: list[tuple[Path, tuple[int, int]]]) -> Iterator[str]:
@@ -257,11 +229,6 @@ def compare_sizes(found: list[tuple[Path, tuple[int, int]]]) -> Iterator[str]:
             )
 
 
-def files_of(pair: ListedPair) -> list[Path]:
-    """The image files of a pair: original, edited and, if it has one, the mask."""
-    return [pair.original, pair.edited, *[pair.mask] * (pair.mask is not None)]
-
-
 def split_held_out(
     pairs: list[ListedPair], num_held_out: int, seed: int
 ) -> tuple[list[ListedPair], list[ListedPair]]:
@@ -273,181 +240,33 @@ def split_held_out(
     Raises:
         ValueError: no training pairs would remain.
     """
-    same = same_files({pair.original for pair in pairs} if num_held_out else ())
-    originals = list(dict.fromkeys(same.get(pair.original, pair.original) for pair in pairs))
-    if not 0 <= num_held_out < len(originals):
-        raise ValueError(
-            f"--num_held_out {num_held_out} must be less than the {len(originals)} original images"
-        )
-    chosen = np.random.default_rng(seed).permutation(len(originals))[:num_held_out]
-    held_out = {originals[i] for i in chosen}
-    return (
-        [pair for pair in pairs if same.get(pair.original, pair.original) not in held_out],
-        [pair for pair in pairs if same.get(pair.original, pair.original) in held_out],
-    )
-
-
-def same_files(paths: Iterable[Path]) -> dict[Path, Path]:
-    """Map each path whose file repeats the bytes of an earlier path's file to the earlier path."""
-    by_size, first, same = defaultdict(list), {}, {}
-    for path in sorted(paths):
-        by_size[path.stat().st_size].append(path)
-    for path in chain.from_iterable(alike for alike in by_size.values() if len(alike) > 1):
-        other = first.setdefault(hashlib.sha256(path.read_bytes()).digest(), path)
-        if other != path:
-            same[path] = other
-    return same
-
-
-def plan_shards(pairs: list[ListedPair]) -> list[list[list[ListedPair]]]:
-    """Distribute pairs over shards and row groups by file size."""
-    shards, shard_bytes, group_bytes = [[[]]], 0, 0
-    for pair in pairs:
-        num_bytes = sum(path.stat().st_size for path in files_of(pair))
-        group = shards[-1][-1]
-        is_full = len(group) == ROW_GROUP_ROWS or group_bytes + num_bytes > ROW_GROUP_BYTES
-        if group and is_full:
-            if shard_bytes + num_bytes > SHARD_BYTES:
-                shards.append([])
-                shard_bytes = 0
-            shards[-1].append([])
-            group_bytes = 0
-        shards[-1][-1].append(pair)
-        shard_bytes += num_bytes
-        group_bytes += num_bytes
-    return shards
+    if not num_held_out:
+        return pairs, []
+    content = {
+        x: hashlib.sha256(x.read_bytes()).digest() for x in {pair.original for pair in pairs}
+    }
+    keys = [(content[pair.original], None, False) for pair in pairs]
+    chosen = choose_held_out(keys, num_held_out, seed).tolist()
+    training = [pair for pair, is_held_out in zip(pairs, chosen) if not is_held_out]
+    return training, [pair for pair, is_held_out in zip(pairs, chosen) if is_held_out]
 
 
 def write_shards(pairs: list[ListedPair], folder: Path) -> int:
     """Write shards named like train-00000-of-00003.parquet; return their number."""
-    shards, schema = plan_shards(pairs), SCHEMA
+    schema = SCHEMA
     if any(pair.mask for pair in pairs):
         schema = schema.append(pa.field("mask_image", IMAGE))
-    with tqdm(desc="writing shards", total=len(pairs), unit="pair", disable=None) as bar:
-        for number, groups in enumerate(shards):
-            path = folder / f"train-{number:05d}-of-{len(shards):05d}.parquet"
-            options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
-            with pq.ParquetWriter(path, schema, **options) as writer:
-                for group in groups:
-                    rows = [
-                        {
-                            "original_prompt": pair.original_prompt,
-                            "original_image": image_cell(pair.original),
-                            "edit_prompt": pair.edit_prompt,
-                            "edited_prompt": pair.edited_prompt,
-                            "edited_image": image_cell(pair.edited),
-                            "mask_image": pair.mask and image_cell(pair.mask),
-                        }
-                        for pair in group
-                    ]
-                    writer.write_table(pa.Table.from_pylist(rows, schema))  # one row group
-                    bar.update(len(group))
-    return len(shards)
+    with ShardWriter(folder, schema) as writer:
+        for pair in tqdm(pairs, "writing shards", unit="pair", disable=None):
+            cells = {f"{name}_image": image_cell(x) for name, x in pair.files().items()}
+            writer.add(texts_of(pair) | cells, sum(len(cell["bytes"]) for cell in cells.values()))
+    return number_shards(folder)
 
 
-def image_cell(path: Path) -> dict:
-    """An image as public datasets store it."""
-    return {"bytes": path.read_bytes(), "path": path.name}
-
-
-def write_held_out(pairs: list[ListedPair], folder: Path) -> None:
-    """Copy pairs to original/, edited/ and masks/; write edits.jsonl for other programs.
-
-    Paths in edits.jsonl are relative to it; edit_cli.py writes results to results/.
-    """
-    for name in IMAGE_DIRS:
-        (folder / name).mkdir()
-    edits = []
-    for number, pair in enumerate(pairs):
-        original, edited = (f"{number:05d}{path.suffix}" for path in (pair.original, pair.edited))
-        shutil.copyfile(pair.original, folder / "original" / original)
-        shutil.copyfile(pair.edited, folder / "edited" / edited)
-        names = {"original": original, "edited": edited}
-        if pair.mask:
-            (folder / MASK_DIR).mkdir(exist_ok=True)
-            names["mask"] = f"{number:05d}{pair.mask.suffix}"
-            shutil.copyfile(pair.mask, folder / MASK_DIR / names["mask"])
-        captions = pair.original_prompt, pair.edited_prompt
-        edits.append(held_out_edit(number, names, pair.edit_prompt, captions))
-    lines = [json.dumps(edit, ensure_ascii=False) + "\n" for edit in edits]
-    (folder / HELD_OUT_LIST).write_text("".join(lines), encoding="utf-8", newline="\n")
-
-
-def held_out_edit(
-    number: int,
-    names: dict[str, str],
-    text: str,
-    captions: tuple[str | None, str | None],
-) -> dict[str, str]:
-    """The object of a held-out pair in HELD_OUT_LIST.
-
-    Args:
-        number: of the pair, from 0.
-        names: of its files: "original", "edited" and, if it has one, "mask".
-        text: instruction.
-        captions: of both images.
-    """
-    edit = {
-        "input": f"original/{names['original']}",
-        "edit": text,
-        "output": f"results/{number:05d}.png",
-        "truth": f"edited/{names['edited']}",
-    }
-    keys = ("input_caption", "output_caption")
-    edit |= {key: caption for key, caption in zip(keys, captions) if caption}
-    if "mask" in names:
-        edit["mask"] = f"{MASK_DIR}/{names['mask']}"
-    return edit
-
-
-def check_directory(flag: str, directory: Path, overwrite: bool) -> None:
-    """Raise a ValueError unless the directory that a flag names may be written.
-
-    Hidden files do not count, except UNFINISHED_DIR. Only files of write_pairs are replaced: shards
-    of other names would join the data, and image directories without HELD_OUT_LIST are the user's.
-
-    Args:
-        flag, directory, overwrite: see ask_before_replacing.
-    """
-    ask_before_replacing(flag, directory, overwrite)
-    other = [path for path in directory.glob("[!.]*.parquet") if not path.match(SHARDS)]
-    if not (directory / HELD_OUT_LIST).exists():
-        names = (*IMAGE_DIRS, MASK_DIR)
-        other += [directory / name for name in names if (directory / name).exists()]
-    if first := next(iter([*directory.glob(f"{UNFINISHED_DIR}*"), *other]), None):
-        raise ValueError(
-            f"--{flag} {directory} is not empty ({first.name}); name another, or remove it"
-        )
-
-
-@contextmanager
-def move_when_complete(folder: Path, replaced: tuple[str, ...]) -> Iterator[Path]:
-    """Yield a temporary directory whose content moves to `folder` at the end.
-
-    The temporary directory is folder/.unfinished; while it exists, the loader refuses `folder`. An
-    error or Ctrl-C removes all new files.
-
-    Args:
-        folder: directory, made if absent.
-        replaced: patterns of old files and directories to remove before the move.
-    """
-    # save_whole would replace the directory, with the files that are not listed in `replaced`.
-    existed, unfinished, moved = folder.exists(), folder / UNFINISHED_DIR, []
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        for old in (path for pattern in replaced for path in folder.glob(pattern)):
-            remove(old)
-        for path in sorted(unfinished.iterdir()):
-            moved.append(path.rename(folder / path.name))
-        unfinished.rmdir()
-    except BaseException:
-        for path in (unfinished, *moved):
-            remove(path)
-        if not existed:
-            with suppress(OSError):  # missing, or other files were added
-                folder.rmdir()
-        raise
+def texts_of(pair: ListedPair) -> dict[str, str | None]:
+    """Instruction and captions of a pair, as columns of SCHEMA."""
+    names = ("original_prompt", "edit_prompt", "edited_prompt")
+    return {name: getattr(pair, name) for name in names}
 
 
 def write_pairs(
@@ -485,26 +304,22 @@ def write_pairs(
             raise ValueError(f"--held_out_dir {held_out_dir} is also --output_dir; name another")
     file = find_list(source)
     pairs, problems = list_pairs(file, source.is_dir(), max_pairs)
-    if held_out_dir and any(
-        path.is_relative_to(held_out_dir.resolve()) for pair in pairs for path in files_of(pair)
-    ):
+    files = [path for pair in pairs for path in pair.files().values()]
+    if held_out_dir and any(path.is_relative_to(held_out_dir.resolve()) for path in files):
         raise ValueError(f"--held_out_dir {held_out_dir} has images of --pairs; name another")
-    problems = sorted(problems + check_listed_images(pairs))
-    raise_problems(file, problems)
-    if file.name == HELD_OUT_LIST and all((file.parent / name).is_dir() for name in IMAGE_DIRS):
-        logger.warning(
-            "%s lists held-out pairs; a model that is trained on them cannot be evaluated on them",
-            file,
-        )
+    raise_problems(file, sorted(problems + check_listed_images(pairs)))
     training, held_out = split_held_out(pairs, num_held_out, seed)
 
     with move_when_complete(output_dir, (SHARDS,)) as folder:
         num_shards = write_shards(training, folder)
         report = f"wrote {len(training)} pairs to {output_dir} (shards: {num_shards})"
         if held_out:
-            with move_when_complete(held_out_dir, (*IMAGE_DIRS, MASK_DIR, HELD_OUT_LIST)) as folder:
-                write_held_out(held_out, folder)
+            with move_when_complete(held_out_dir, HELD_OUT) as folder:
+                images = (
+                    {name: (path.suffix, path.read_bytes()) for name, path in pair.files().items()}
+                    for pair in held_out
+                )
+                write_held_out(zip(images, map(texts_of, held_out)), folder)
             report += f"\nheld out {len(held_out)} pairs: {held_out_dir / HELD_OUT_LIST}"
-            report += f" (of {num_held_out} originals)"
-            report += f"; {COPIES}"
+            report += f" (of {num_held_out} originals); {COPIES}"
     return report

@@ -11,7 +11,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from diffusers_flax.data.known_sets import COLUMN_FLAGS, nearest_set
 from diffusers_flax.data.options import Columns
 from diffusers_flax.data.streaming import (
     RemoteFile,
@@ -30,33 +30,6 @@ from diffusers_flax.data.streaming import (
 )
 from diffusers_flax.messages import first_names, one_line
 
-
-class KnownSet(NamedTuple):
-    """A public dataset whose columns are found without flags."""
-
-    name: str  # on the hub, and for the direction of its pairs
-    original_image_column: str
-    edited_image_column: str
-    edit_prompt_column: str
-
-
-# Of two sets that fit a shard equally well, the first is chosen.
-KNOWN_SETS = (
-    KnownSet(
-        "timbrooks/instructpix2pix-clip-filtered", "original_image", "edited_image", "edit_prompt"
-    ),
-    KnownSet("fusing/instructpix2pix-1000-samples", "input_image", "edited_image", "edit_prompt"),
-    KnownSet("osunlp/MagicBrush", "source_img", "target_img", "instruction"),
-    KnownSet("BleachNick/UltraEdit", "source_image", "edited_image", "edit_prompt"),
-    KnownSet("UCSC-VLAA/HQ-Edit", "input_image", "output_image", "edit"),
-    KnownSet("UCSC-VLAA/HQ-Edit, inverse", "output_image", "input_image", "inverse_edit"),
-    KnownSet("TIGER-Lab/OmniEdit-Filtered-1.2M", "src_img", "edited_img", "edited_prompt_list"),
-    KnownSet("Bin1117/AnyEdit", "image_file", "edited_file", "edit_instruction"),
-    KnownSet("BryanW/HumanEdit", "INPUT_IMG", "OUTPUT_IMG", "EDITING_INSTRUCTION"),
-    KnownSet("iitolstykh/NHR-Edit", "source_image", "edited_image", "edit_instruction"),
-)
-SETS_WITH_MASKS = ("osunlp/MagicBrush", "BleachNick/UltraEdit", "BryanW/HumanEdit")
-COLUMN_FLAGS = KnownSet._fields[1:]  # flags that select other columns
 ROLES = dict(zip(COLUMN_FLAGS, ("original image", "edited image", "instruction")))
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.string_view())  # or a dictionary of one
 BINARY_TYPES = (pa.binary(), pa.large_binary(), pa.binary_view())  # likewise
@@ -65,7 +38,10 @@ MASK = "mask"  # column of shards of latents: uint8 (h, w), see decoding.reduce_
 TIME_IDS = "time_ids"  # column of shards of latents: float32 (2, 6), see decode_pair
 LATENTS = b"latents"  # metadata key of shards by cache_latents.py: how their latents were made
 UNFINISHED_DIR = ".unfinished"  # subdirectory; marks an incomplete directory of shards
-MAX_LOOKED_AT = 5000  # files, to find an archive
+INDEX_HINT = (
+    "if it is the index of archives, make shards with parquet_processing.py --pairs DIR, of the "
+    "directory that has both"
+)
 READ_ROWS = 32  # rows of a column that are read at a time
 READ_BYTES = 8 << 20  # read buffer; without one pyarrow reads whole column chunks
 
@@ -118,9 +94,8 @@ def list_row_groups(
         try:
             names, mask = find_columns(schema, path, columns), ""
         except ValueError as error:
-            if has_bytes(schema):
-                raise
-            raise ValueError(f"{error}{index_hint(path)}") from error
+            hint = "" if has_bytes(schema) else f"; {INDEX_HINT}"
+            raise ValueError(f"{error}{hint}") from error
         if columns.mask is not None:
             is_latents = latents_metadata(metadata) is not None
             mask = MASK if is_latents else find_mask_column(schema, path, columns.mask)
@@ -148,48 +123,22 @@ def has_bytes(schema: pa.Schema) -> bool:
     return any("binary" in str(kind) for kind in schema.types)
 
 
-def index_hint(path: Path | RemoteFile) -> str:
-    """What to do if a parquet file is the index of archives, for the end of an error."""
-    if isinstance(path, RemoteFile):
-        return "; an index of archives cannot be streamed: download the set with script.py"
-    if archive := find_archive(path.parent):
-        return (
-            f"; if it is the index of archives such as {archive}, make shards with "
-            f"parquet_processing.py --pairs {path.parent} --output_dir DIR"
-        )
-    return (
-        "; if it is the index of archives, make shards with parquet_processing.py --pairs DIR, of "
-        "the directory that has both"
-    )
-
-
-def find_archive(directory: Path) -> str:
-    """A tar archive in a directory or up to four below, or ""."""
-    for depth in range(5):
-        files = islice(directory.glob("*/" * depth + "*"), MAX_LOOKED_AT)
-        archives = (file for file in files if {".tar", ".tgz"} & {*file.suffixes})
-        if found := next(archives, None):
-            return found.relative_to(directory).as_posix()
-    return ""
-
-
 def open_local_shards(directory: Path, flag: str) -> list[tuple[Path, pq.FileMetaData]]:
     """The shards of a directory on this machine; arguments and errors of list_row_groups."""
     if not directory.is_dir():
         raise ValueError(f"{flag} {directory} is not a directory; name the directory of the shards")
     if (directory / UNFINISHED_DIR).exists():
-        raise ValueError(f"{directory} is not complete, {unfinished_hint(directory)}")
-    paths = shard_files(directory)
-    if not paths and (archive := find_archive(directory)):
         raise ValueError(
-            f"{flag} {directory} contains {archive} and no shards; make shards of archives with "
-            f"parquet_processing.py --pairs {directory} --output_dir DIR"
+            f"{directory} is not complete, as it contains {UNFINISHED_DIR}: run the same command "
+            "of script.sh, make_pairs.py or parquet_processing.py --pairs again, or remove "
+            f"{directory / UNFINISHED_DIR} if none goes on"
         )
+    paths = shard_files(directory)
     if not paths:
         raise ValueError(
             f"{flag} {directory} contains no *.parquet file; download shards with script.py and "
             "script.sh (--num_workers 1 gives all shards to every worker), or make them from "
-            "images with parquet_processing.py --pairs"
+            "images or archives with parquet_processing.py --pairs"
         )
 
     shards, unreadable = [], []
@@ -204,24 +153,6 @@ def open_local_shards(directory: Path, flag: str) -> list[tuple[Path, pq.FileMet
             f"{', '.join(unreadable)}; delete them and download them again"
         )
     return shards
-
-
-def unfinished_hint(directory: Path) -> str:
-    """By what a directory is known to be incomplete, and which command goes on with it."""
-    unfinished = directory / UNFINISHED_DIR
-    manifest = directory / "manifest.json"
-    is_converted = manifest.exists() and '"conversion"' in manifest.read_text(errors="replace")
-    if (unfinished / "plan.sqlite").exists() or is_converted:
-        command = "run the same command of parquet_processing.py --pairs again, which goes on"
-    elif any(unfinished.glob("line-*.parquet")):
-        command = "run the same command of make_pairs.py again, which goes on"
-    else:
-        command = (
-            "run script.sh again, or the same command of make_pairs.py, whichever writes it; or "
-            f"remove {unfinished} if it belongs to another plan; if parquet_processing.py --pairs "
-            f"was killed, remove {directory} and run that again"
-        )
-    return f"as it contains {UNFINISHED_DIR}: {command}"
 
 
 def shard_files(directory: str | Path) -> list[Path] | list[RemoteFile]:
@@ -252,27 +183,6 @@ def source_columns(group: RowGroup) -> list[str]:
     return [*columns, *[mask_column] * bool(group.mask_column)]
 
 
-def nearest_set(names: list[str], given: tuple[str, str, str]) -> KnownSet:
-    """The known set with the most columns in common with a shard.
-
-    Args:
-        names: the shard's columns.
-        given: columns that the user names, in the order of COLUMN_FLAGS; "": none.
-    """
-
-    def fit(known: KnownSet) -> tuple[int, int]:
-        """(number of columns that the shard has, number of them that the user names)."""
-        own = [(flag or column) in names for flag, column in zip(given, known[1:])]
-        return sum(own), sum(map(str.__eq__, given, known[1:]))
-
-    return max(KNOWN_SETS, key=fit)
-
-
-def known_set(columns: tuple[str, str, str]) -> str:
-    """The name of the known set with these columns, or ""."""
-    return next((known.name for known in KNOWN_SETS if known[1:] == columns), "")
-
-
 def find_columns(
     schema: pa.Schema, path: Path | RemoteFile, chosen: Columns
 ) -> tuple[str, str, str]:
@@ -283,19 +193,15 @@ def find_columns(
     """
     given = (chosen.original_image, chosen.edited_image, chosen.edit_prompt)
     nearest = nearest_set(schema.names, given)
-    columns = tuple(flag or column for flag, column in zip(given, nearest[1:]))
+    columns = tuple(flag or column for flag, column in zip(given, nearest.columns))
     missing = {flag: name for flag, name in zip(COLUMN_FLAGS, columns) if name not in schema.names}
-    for flag, name in missing.items():
-        if name in given:
-            raise ValueError(
-                f"{path} has no column {name}; it has {first_names(schema.names)}: choose one with "
-                f"--{flag}"
-            )
     if missing:
+        named = [name for name in missing.values() if name in given]
         roles = " and ".join(f"the {ROLES[flag]}" for flag in missing)
+        lacks = named[0] if named else f"that is known to have {roles}"
         raise ValueError(
-            f"{path} has no column that is known to have {roles}; it has "
-            f"{first_names(schema.names)}: choose with --{' and --'.join(missing)}"
+            f"{path} has no column {lacks}; it has {first_names(schema.names)}: choose with "
+            f"--{' and --'.join(missing)}"
         )
     for flag, name in zip(COLUMN_FLAGS, columns):
         check_column(schema, path, name, flag)
@@ -509,7 +415,7 @@ def columns_to_read(group: RowGroup) -> tuple[list[str], list[str]]:
 def start_fetching(group: RowGroup) -> None:
     """Begin to fetch what read_row_group reads of a streamed shard."""
     images, texts = columns_to_read(group)
-    group.path.open(ranges=chunk_ranges(group.metadata, group.index, images + texts))
+    group.path.open(chunk_ranges(group.metadata, group.index, images + texts))
 
 
 @contextmanager
@@ -521,7 +427,7 @@ def open_row_group(group: RowGroup, columns: Iterable[str]) -> Iterator[pq.Parqu
     """
     source = group.path
     if isinstance(source, RemoteFile):
-        source = source.open(ranges=chunk_ranges(group.metadata, group.index, columns))
+        source = source.open(chunk_ranges(group.metadata, group.index, columns))
     try:
         with pq.ParquetFile(
             source, metadata=group.metadata, pre_buffer=False, buffer_size=READ_BYTES

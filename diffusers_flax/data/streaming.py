@@ -11,8 +11,7 @@ import atexit
 import bisect
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from multiprocessing import TimeoutError
@@ -23,33 +22,27 @@ from types import SimpleNamespace
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 import fsspec
+import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import constants, hf_hub_url
+from huggingface_hub.utils import build_hf_headers, http_backoff
 from tqdm import tqdm
 
-from diffusers_flax.data.remote_shards import (
-    NUM_FOOTER_THREADS,
-    Unanswered,
-    error_text,
-    fetch_with_retries,
-    list_dataset_shards,
-    list_tree,
-    manifest_row,
-    open_response,
-    results_of,
-    unique_file_names,
-    with_retries,
-)
 from diffusers_flax.messages import first_names, one_line
 
 HUB_URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
+CONVERTED = "refs/convert/parquet"  # revision of the hub's parquet conversion
+SPLIT_WORDS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval"}
 PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
 # Entries of fsspec's listings that change with a file's content; the first one is taken.
 VERSION_KEYS = ("ETag", "etag", "generation", "xet_hash", "mtime", "LastModified", "created")
-FIRST_PAUSE = 0.1  # seconds before a failed request is repeated
-MAX_OUTAGE_WAIT = 300  # seconds in all, where the server does not say how long to wait
+RETRY_STATUS = (408, 429, 500, 502, 503, 504)
+REQUEST_TIMEOUT = 30  # seconds without data
+FIRST_PAUSE, LAST_PAUSE = 0.1, 16  # seconds between repeated requests
+NUM_RETRIES = 25  # five minutes in all
 NUM_REQUESTS = 16  # at the same time
+NUM_FOOTER_THREADS = 8
 PIECE_BYTES = 4 << 20  # of a request
 MAX_GAP_BYTES = 1 << 20  # that are fetched, too, to save a request
 CACHE_BYTES = 512 << 20  # of pieces that are kept in memory
@@ -67,8 +60,6 @@ class RemoteFile:
     size: int  # bytes
     version: str  # changes with the content; "": unknown
     fetch: Callable[["RemoteFile", int, int], bytes] = field(compare=False, repr=False)
-    # Where the URL redirects to, once that is known.
-    links: list[str] = field(default_factory=list, compare=False, repr=False)
     # Set: who waits for bytes gives up.
     stopped: Event = field(default_factory=Event, compare=False, repr=False)
 
@@ -84,27 +75,9 @@ class RemoteFile:
         """Only st_size."""
         return SimpleNamespace(st_size=self.size)
 
-    def open(self, mode: str = "rb", ranges: Iterable[tuple[int, int]] = ()) -> "RangeReader":
+    def open(self, ranges: Iterable[tuple[int, int]] = ()) -> "RangeReader":
         """Open for reading; ranges: (start, stop) that are fetched at once."""
         return RangeReader(self, ranges)
-
-    def read_range(self, start: int, stop: int) -> bytes:
-        """Read bytes from start to stop, repeating requests that fail.
-
-        Raises:
-            ValueError: the server fails for minutes or refuses, or the file has changed.
-        """
-
-        def attempt():
-            try:
-                data = self.fetch(self, start, stop)
-            except OSError as error:  # HF_HUB_OFFLINE
-                raise ValueError(f"{self.url}: {one_line(error, 200)}") from error
-            if len(data) != stop - start:
-                raise Unanswered(f"{len(data)} of {stop - start} bytes")
-            return data
-
-        return with_retries(self.url, attempt, FIRST_PAUSE, MAX_OUTAGE_WAIT)
 
 
 class RangeReader(io.RawIOBase):
@@ -113,59 +86,47 @@ class RangeReader(io.RawIOBase):
     def __init__(self, file: RemoteFile, ranges: Iterable[tuple[int, int]] = ()):
         self._file, self._position = file, 0
         self._bounds = join_ranges(ranges)
-        self._starts = [start for start, _ in self._bounds]
         self._pieces = [pieces().fetch(file, *bounds) for bounds in self._bounds]
 
     def readable(self) -> bool:
-        """As a file."""
         return True
 
     def seekable(self) -> bool:
-        """As a file."""
         return True
 
     def tell(self) -> int:
-        """As a file."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As a file."""
         bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}
         self._position = bases[whence] + offset
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """As a file."""
         position, last = self._position, self._file.size
-        stop = last if size is None or size < 0 else min(self._position + size, last)
+        stop = last if size is None or size < 0 else min(position + size, last)
         parts = []
         while position < stop:
-            index = bisect.bisect(self._starts, position) - 1
-            if index >= 0 and position < self._bounds[index][1]:
-                first, end = self._bounds[index]
-                piece = self._wait_for(self._pieces[index])
-                data = memoryview(piece)[position - first : stop - first]
+            index = bisect.bisect(self._bounds, (position, last)) - 1
+            first, end = self._bounds[index] if index >= 0 else (0, 0)
+            if position < end:
+                parts.append(self._wait_for(self._pieces[index])[position - first : stop - first])
             else:
-                end = min([stop, *self._starts[index + 1 : index + 2]])
-                data = self._file.read_range(position, end)
-            parts.append(data)
-            position += len(data)
+                following = (start for start, _ in self._bounds[index + 1 : index + 2])
+                end = min([stop, *following])
+                parts.append(self._file.fetch(self._file, position, end))
+            position += len(parts[-1])
         self._position = position
         return b"".join(parts)
 
-    def _wait_for(self, piece: AsyncResult) -> bytes:
+    def _wait_for(self, piece: AsyncResult) -> memoryview:
         """A piece; a ValueError if the file is stopped, as repeated requests take minutes."""
         while True:
             try:
-                return piece.get(timeout=0.5)
+                return memoryview(piece.get(timeout=0.5))
             except TimeoutError:
                 if self._file.stopped.is_set():
                     raise ValueError(f"{self._file}: reading is stopped") from None
-
-    def close(self) -> None:
-        """As a file."""
-        self._pieces, self._bounds, self._starts = [], [], []
-        super().close()
 
 
 class Pieces:
@@ -189,7 +150,7 @@ class Pieces:
             if piece is None:
                 self._num_bytes += stop - start
             if piece is None or (piece.ready() and not piece.successful()):
-                piece = self._threads.apply_async(file.read_range, (start, stop))
+                piece = self._threads.apply_async(file.fetch, key)
             self._kept[key] = piece
             while self._num_bytes > CACHE_BYTES:
                 _, first, last = oldest = next(iter(self._kept))
@@ -257,46 +218,161 @@ def list_files(url: str) -> list[RemoteFile]:
     return sorted(files, key=lambda file: file.name)
 
 
+def get(url: str, start: int = 0, stop: int = 0) -> httpx2.Response:
+    """GET, repeated for minutes if the server or the network fails.
+
+    Args:
+        url: address; the token is sent only if it is on the hub.
+        start, stop: bytes; 0, 0: all.
+
+    Raises:
+        ValueError: there is no answer, or one without the bytes.
+    """
+    headers = build_hf_headers() if url.startswith(f"{constants.ENDPOINT}/") else {}
+    if stop:
+        headers |= {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    try:
+        response = http_backoff(
+            "GET",
+            url,
+            headers=headers,
+            timeout=REQUEST_TIMEOUT,
+            max_retries=NUM_RETRIES,
+            base_wait_time=FIRST_PAUSE,
+            max_wait_time=LAST_PAUSE,
+            retry_on_status_codes=RETRY_STATUS,
+        )
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        # An error's text may have a signed link.
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        reason = f"HTTP {status}" if status else type(error).__name__
+        raise ValueError(f"{url}: {reason}; check the address and HF_TOKEN") from None
+    status = response.status_code
+    if stop and status == 200:
+        raise ValueError(f"{url}: no range requests on this server; download the files")
+    if stop and status == 416:  # the range begins after the end
+        raise ValueError(f"{url} has changed while it was read; start again")
+    if status not in (200, 206):
+        reason = response.headers.get("x-error-code") or f"HTTP {status}"
+        raise ValueError(f"{url}: {reason}; check the address and HF_TOKEN")
+    return response
+
+
+def fetch_http(file: RemoteFile, start: int, stop: int) -> bytes:
+    """Read a range over HTTP."""
+    response = get(file.url, start, stop)
+    # The version is an ETag or a time, which ends in GMT; the hub's files are of a commit.
+    header = {'"': "etag", "T": "last-modified"}.get(file.version[-1:], "")
+    sent = response.headers.get("content-range", "").lower()
+    is_other = response.headers.get(header, file.version) != file.version
+    if is_other or sent != f"bytes {start}-{stop - 1}/{file.size}":
+        raise ValueError(f"{file.url} has changed while it was read ({sent}); start again")
+    return response.content
+
+
 def list_hub(dataset: str, revision: str | None, folder: str | None) -> list[RemoteFile]:
     """RemoteFiles of a dataset's commit; arguments are parts of the URL, see list_files."""
-    revision = revision and unquote(revision)
-    if folder:
-        revision = revision or constants.DEFAULT_REVISION
-        rows = [
-            manifest_row(
-                hf_hub_url(dataset, entry["path"], repo_type="dataset", revision=revision),
-                entry["size"],
-                (entry.get("lfs") or entry).get("oid"),
-            )
-            for entry in list_tree(dataset, revision)
-            if f"{entry['path']}/".startswith(f"{folder}/") and is_shard(entry["path"])
-        ]
-    else:
-        rows, source = list_dataset_shards(dataset, None, "train", revision)
-        revision = source.rpartition("(")[2].rstrip(")")
-    # A commit does not change while a run reads it.
-    in_url = quote(revision, safe="")
-    response = fetch_with_retries(f"{constants.ENDPOINT}/api/datasets/{dataset}/revision/{in_url}")
-    if response.status_code != 200:
-        raise ValueError(f"{dataset}: {error_text(response)}")
-    commit = response.json()["sha"]
-    names = unique_file_names([row["url"] for row in rows])
+    shards, folder = [], folder and f"{folder}/"
+    if not (revision or folder):
+        commit, files = list_repository(dataset, CONVERTED)
+        shards = train_shards(dataset, files, split_of_converted)
+    if not shards:
+        revision = unquote(revision or constants.DEFAULT_REVISION)
+        commit, files = list_repository(dataset, revision)
+        if folder:
+            shards = [path for path in files if path.startswith(folder) and is_shard(path)]
+        else:
+            shards = train_shards(dataset, files, split_of_original)
     return [
         RemoteFile(
-            row["url"].replace(f"/resolve/{in_url}/", f"/resolve/{commit}/", 1),
-            name,
-            row["size"],
-            row["sha256"] or "",
+            hf_hub_url(dataset, path, repo_type="dataset", revision=commit),
+            name_of(path),
+            *files[path],
             fetch_http,
         )
-        for row, name in zip(rows, names)
+        for path in shards
     ]
+
+
+def name_of(path: str) -> str:
+    """The name of a dataset's file in a directory, as script.py's plan has it."""
+    stem = path.replace("/", "-").removesuffix(".parquet")
+    return re.sub(r"[^A-Za-z0-9._-]", "_", stem)[-200:].lstrip(".-") + ".parquet"
+
+
+def list_repository(dataset: str, revision: str) -> tuple[str, dict[str, tuple[int, str]]]:
+    """The commit of a revision, and {path: (size, SHA-256 or "")}; no files without a conversion.
+
+    A commit does not change while a run reads it.
+    """
+    url = f"{constants.ENDPOINT}/api/datasets/{dataset}/revision/{quote(revision, safe='')}"
+    try:
+        info = get(f"{url}?blobs=true").json()
+    except ValueError as error:
+        if revision == CONVERTED and "RevisionNotFound" in str(error):
+            return "", {}
+        raise
+    files = {
+        file["rfilename"]: (file["size"], (file.get("lfs") or {}).get("sha256", ""))
+        for file in info["siblings"]
+    }
+    return info["sha"], dict(sorted(files.items()))
+
+
+def train_shards(dataset: str, files: Iterable[str], split_of: Callable) -> list[str]:
+    """The paths of the train split of the only config, or of the config "default"; [] without.
+
+    Args:
+        dataset: for the error.
+        files: paths.
+        split_of: split_of_converted or split_of_original.
+    """
+    configs = {}
+    for path in filter(is_shard, files):
+        config, split = split_of(path)
+        configs.setdefault(config, {}).setdefault(split, []).append(path)
+    config = next(iter(configs), "") if len(configs) < 2 else "default"
+    if configs and config not in configs:
+        raise ValueError(
+            f"{dataset} has the configurations {first_names(sorted(configs))}; name the directory "
+            f"of one: hf://datasets/{dataset}/PATH"
+        )
+    splits = configs.get(config, {})
+    return [] if "partial-train" in splits else splits.get("train", [])
+
+
+def split_of_converted(path: str) -> tuple[str, str]:
+    """(config, split) of a file in the hub's conversion; "partial-SPLIT" if it is truncated.
+
+    Source: dataset-viewer, libcommon/parquet_utils.py: CONFIG/SPLIT/0000.parquet, SPLIT-part1 for
+    more than 10000 files; CONFIG/partial-SPLIT/ or CONFIG/SPLIT/partial/ if truncated.
+    """
+    config, _, rest = path.partition("/")
+    folder = re.sub(r"-part\d+$", "", rest.partition("/")[0])
+    return config, ("partial-" if "/partial/" in path else "") + folder
+
+
+def split_of_original(path: str) -> tuple[str, str]:
+    """(config, split) of a file in a dataset's repository.
+
+    The split is the last directory (SPLIT/x.parquet), else a word of the name (train-x.parquet),
+    else the prefix of the number (SPLIT-00000-of-00262.parquet), else train. The config consists of
+    the remaining directories except "data", else it is "default".
+    """
+    *folders, name = path.split("/")
+    numbered = re.fullmatch(r"(.+)-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.parquet", name)
+    if folders and folders[-1] in SPLIT_WORDS:
+        split = folders.pop()
+    elif words := [word for word in re.split(r"[^A-Za-z]+", name) if word in SPLIT_WORDS]:
+        split = words[-1]
+    else:
+        split = numbered[1] if numbered else "train"
+    return "/".join(folder for folder in folders if folder != "data") or "default", split
 
 
 def is_shard(path: str) -> bool:
     """Whether a path is a shard of its directory."""
-    name = PurePosixPath(path).name
-    return name.endswith(".parquet") and not name.startswith(".")
+    return path.endswith(".parquet") and not f"/{path}".rpartition("/")[2].startswith(".")
 
 
 def list_http(url: str) -> list[RemoteFile]:
@@ -304,42 +380,45 @@ def list_http(url: str) -> list[RemoteFile]:
     addresses = [url]
     if not is_shard(urlsplit(url).path):
         url = f"{url.rstrip('/')}/"
-        response = fetch_with_retries(url)
-        if response.status_code != 200:
-            raise ValueError(f"{url}: HTTP {response.status_code}; check the address")
-        links = re.findall(r'href\s*=\s*["\']?([^"\'\s>]+)', response.text)
+        links = re.findall(r'href\s*=\s*["\']?([^"\'\s>]+)', get(url).text)
         addresses = dict.fromkeys(urljoin(url, link) for link in links)
         addresses = [x for x in addresses if x.startswith(url) and is_shard(urlsplit(x).path)]
 
-    def describe(address):
-        def attempt():
-            with open_range(address, [], 0, 1) as response:
-                size = response.headers.get("content-range", "").rpartition("/")[2]
-                if not size.isdecimal():
-                    raise ValueError(f"{address}: the server names no size; download the files")
-                headers = response.headers
-                return int(size), headers.get("etag") or headers.get("last-modified", "")
-
+    def describe(address: str) -> RemoteFile:
+        headers = get(address, 0, 1).headers
+        size = int(headers["content-range"].rpartition("/")[2])
+        version = headers.get("etag") or headers.get("last-modified", "")
         name = PurePosixPath(unquote(urlsplit(address).path)).name
-        return RemoteFile(address, name, *with_retries(address, attempt), fetch_http)
+        return RemoteFile(address, name, size, version, fetch_http)
 
-    with ThreadPool(NUM_FOOTER_THREADS) as pool:  # exits at once on Ctrl-C
-        return list(results_of(pool.imap(describe, addresses)))
+    return in_threads(describe, addresses)
+
+
+def in_threads(function: Callable, items: Iterable) -> list:
+    """The results for all items, with a progress bar; exits at once on Ctrl-C."""
+    items, results = list(items), []
+    with ThreadPool(NUM_FOOTER_THREADS) as pool, tqdm(total=len(items), delay=1) as bar:
+        running = [pool.apply_async(function, (item,)) for item in items]
+        for result in running:
+            while not result.ready():  # Ctrl-C just before a wait without a limit is lost
+                result.wait(1)
+            results.append(result.get())
+            bar.update()
+    return results
 
 
 def list_fsspec(url: str) -> list[RemoteFile]:
-    """RemoteFiles of a directory on any of fsspec's file systems."""
+    """RemoteFiles of a directory on any of fsspec's file systems, which repeat requests."""
     protocol = urlsplit(url).scheme
     try:
         fs, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         remedy = f"; pip install {PACKAGES[protocol]}" if protocol in PACKAGES else ""
         raise ValueError(f"{url}: {one_line(error, 200)}{remedy}") from error
-
-    def attempt():
-        with fsspec_errors(url):
-            return fs.ls(root, detail=True)
-
+    try:
+        entries = fs.ls(root, detail=True)
+    except Exception as error:  # of any library
+        raise ValueError(f"{url}: {one_line(error, 200)}; check the address and access") from error
     return [
         RemoteFile(
             fs.unstrip_protocol(info["name"]),
@@ -348,88 +427,20 @@ def list_fsspec(url: str) -> list[RemoteFile]:
             str(next((info[key] for key in VERSION_KEYS if info.get(key)), "")),
             partial(fetch_fsspec, fs, info["name"]),
         )
-        for info in with_retries(url, attempt)
+        for info in entries
         if info["type"] == "file" and is_shard(info["name"])
     ]
 
 
-@contextmanager
-def fsspec_errors(url: str) -> Iterator[None]:
-    """A context in which a file system's errors become Unanswered, or a ValueError if permanent."""
-    try:
-        yield
-    except Exception as error:
-        reason = f"{type(error).__name__}: {one_line(error, 200)}"
-        status = getattr(error, "status", None) or getattr(error, "code", None)  # aiohttp, gcsfs
-        if str(status).startswith("4") and str(status) not in ("408", "429"):
-            kinds = (Exception,)
-        else:
-            kinds = (FileNotFoundError, PermissionError, ValueError, TypeError, NotImplementedError)
-        if isinstance(error, kinds):
-            raise ValueError(f"{url}: {reason}; check the address and access") from error
-        raise Unanswered(reason) from error
-
-
 def fetch_fsspec(fs, path: str, file: RemoteFile, start: int, stop: int) -> bytes:
     """Read a range by fsspec."""
-    with fsspec_errors(file.url):
-        return fs.cat_file(path, start=start, end=stop)
-
-
-@contextmanager
-def open_range(url: str, links: list[str], start: int, stop: int) -> Iterator:
-    """A context with the response that has bytes start to stop of a file.
-
-    Args:
-        url: of the file; a hub redirects to a link that expires.
-        links: the link to use instead of url, if one is known; changed in place.
-        start, stop: in bytes.
-
-    Raises:
-        Unanswered, ValueError: see open_response.
-    """
-    link = next(iter(links), url)
-    with open_response(link, f"bytes={start}-{stop - 1}", url) as response:
-        status, is_redirected = response.status_code, str(response.url) != url
-        if status != 206:
-            links.clear()
-            if link != url:
-                raise Unanswered(f"HTTP {status}", wait=0)
-            if is_redirected and status == 403:
-                raise Unanswered(f"HTTP {status}")
-            refuse_status(url, status)
-        yield response
-        if is_redirected:
-            links[:] = [str(response.url)]
-
-
-def fetch_http(file: RemoteFile, start: int, stop: int) -> bytes:
-    """Read a range over HTTP."""
-    with open_range(file.url, file.links, start, stop) as response:
-        total = response.headers.get("content-range", "").rpartition("/")[2]
-        has_changed = total.isdecimal() and int(total) != file.size
-        # An ETag or a time, which ends in GMT; the hub's files are of a commit.
-        header = {'"': "etag", "T": "last-modified"}.get(file.version[-1:])
-        if header:
-            has_changed |= response.headers.get(header, file.version) != file.version
-        if has_changed:
-            raise ValueError(f"{file.url} has changed while it was read; start again")
-        sent = response.headers.get("content-range", "").lower()
-        if not sent.startswith(f"bytes {start}-{stop - 1}/"):
-            raise Unanswered(f"{sent or 'no Content-Range'} instead of bytes {start}-{stop - 1}")
-        return response.read()
-
-
-def refuse_status(url: str, status: int) -> None:
-    """Raise the ValueError for an answer without the range."""
-    if status == 200:
-        raise ValueError(f"{url}: no range requests on this server; download the files")
-    if status == 416:  # the range begins after the end
-        raise ValueError(f"{url} has changed while it was read; start again")
-    remedy = "check the address"
-    if url.startswith(f"{constants.ENDPOINT}/"):
-        remedy = error_text(SimpleNamespace(status_code=status, headers={}))
-    raise ValueError(f"{url}: HTTP {status}; {remedy}")
+    try:
+        data = fs.cat_file(path, start=start, end=stop)
+    except Exception as error:  # of any library
+        raise ValueError(f"{file}: {one_line(error, 200)}; check the address and access") from error
+    if len(data) != stop - start:
+        raise ValueError(f"{file} has changed while it was read; start again")
+    return data
 
 
 @lru_cache(maxsize=10_000)
@@ -456,12 +467,7 @@ def open_shards(url: str) -> list[tuple[RemoteFile, pq.FileMetaData]]:
     files = list_files(url)
     if not files:
         raise ValueError(f"{url} contains no *.parquet file; name the directory of the shards")
-    bar = tqdm(desc="footers", total=len(files), unit="shard", delay=1)
-    with bar, ThreadPool(NUM_FOOTER_THREADS) as pool:  # exits at once on Ctrl-C
-        shards = []
-        for file, metadata in zip(files, results_of(pool.imap(read_footer, files))):
-            shards.append((file, metadata))
-            bar.update()
+    shards = list(zip(files, in_threads(read_footer, files)))
     print(f"streams {len(files)} shards from {files[0].parent}")  # for the hub with the commit
     return shards
 

@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
 from diffusers_flax.command_line import check_writable
-from diffusers_flax.data.pairs import ROW_GROUP_BYTES, ROW_GROUP_ROWS, SCHEMA
 from diffusers_flax.data.shards import UNFINISHED_DIR
+from diffusers_flax.data.writing import ROW_GROUP_BYTES, ROW_GROUP_ROWS, SCHEMA
 from diffusers_flax.loading.files import (
     UNFINISHED_PREFIX,
     read_json,

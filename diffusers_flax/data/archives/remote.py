@@ -33,7 +33,7 @@ from diffusers_flax.data.archives.names import (
     group_parts,
     in_order,
 )
-from diffusers_flax.data.archives.sets import FIRST_STEPS, SPREAD
+from diffusers_flax.data.known_sets import PICO, SHOULD_MAP
 from diffusers_flax.data.remote_shards import (
     CONVERTED_REF,
     check_dataset_name,
@@ -54,6 +54,16 @@ MAX_COMPONENT = 200  # bytes of a file's or directory's name; aria2 appends to i
 SIDE = re.compile(
     r"(?:input|output|original|edited|source|target|before|after|mask)s?(?:[_-]?images?)?"
 )
+FIRST_STEPS = {  # by the name on the hub in lower case: what else has to be downloaded
+    "ucsc-vlaa/gpt-image-edit-1.5m": (
+        "the set has its index in another repository; download it to the directory of the images: "
+        "hf download UCSC-VLAA/gpt-image-edit-training --include 'training_json/*' --local-dir "
+        "downloads"
+    ),
+    PICO.lower(): SHOULD_MAP,
+}
+# Of which the original and the edited image of a pair are in two archives.
+SPREAD = frozenset({"a1557811266/inter-edit-train", PICO.lower()})
 
 
 class Selection(NamedTuple):

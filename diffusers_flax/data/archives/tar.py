@@ -1,8 +1,7 @@
 """Tar archives, gzipped or not, whole or in parts, read in place.
 
-    for archive in find_archives(Path("downloads")):
-        with Stream(archive) as stream:
-            for name, offset, size in list_members(archive, stream): ...
+    for archive in find_archives(Path("downloads"), files):
+        for name, offset, size in list_members(archive): ...
 
 Nothing is unpacked. An archive that could do harm when unpacked, or that is damaged, is refused
 with its name and its member's.
@@ -15,22 +14,77 @@ import os
 import re
 import tarfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from typing import NamedTuple
 
 from diffusers_flax.data.archives.names import group_parts, in_order
 from diffusers_flax.messages import one_line
 
-BLOCK = tarfile.BLOCKSIZE
-ZEROS = bytes(BLOCK)
+ZEROS = bytes(tarfile.BLOCKSIZE)
 MAX_MEMBER_BYTES = 512 << 20  # no image is larger
 MAX_HEADER_BYTES = 1 << 20  # of a long name or of extended attributes
-MAX_HEADERS = 32  # of one member; tarfile reads each in a call of itself
 MAX_RATIO = 200  # bytes for each compressed byte; images do not shrink
 FREE_BYTES = 256 << 20  # for which the ratio is not checked
 MAX_ZEROS = 1 << 20  # between two archives or after the last member
 OUTSIDE = re.compile(r"[/\\]|\w:|(.*[/\\])?\.\.([/\\]|$)", re.DOTALL)
+WINDOW_BYTES = 128 << 20  # of files of gzipped archives that wait in memory; more go to disk
+
+
+class Place(NamedTuple):
+    """Where a file is."""
+
+    archive: int  # number of its archive, from 1; 0: it is in none
+    offset: int
+    size: int
+    name: str
+
+
+class Parts(io.RawIOBase):
+    """The parts of an archive as one file."""
+
+    def __init__(self, paths: tuple[Path, ...]):
+        self._files = [open(path, "rb", buffering=0) for path in paths]  # noqa: SIM115
+        self._sizes = [path.stat().st_size for path in paths]
+        self._position = 0
+
+    def at(self, offset: int, size: int) -> bytes:
+        """The bytes at an offset, fewer at the end."""
+        chunks = []
+        for file, length in zip(self._files, self._sizes):
+            if size > 0 and offset < length:
+                chunks.append(os.pread(file.fileno(), min(size, length - offset), offset))
+                size -= len(chunks[-1])
+            offset = max(0, offset - length)
+        return b"".join(chunks)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        data = self.at(self._position, len(buffer))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: sum(self._sizes)}
+        self._position = bases[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+        super().close()
 
 
 class Archive(NamedTuple):
@@ -39,16 +93,28 @@ class Archive(NamedTuple):
     name: str  # relative to the searched directory, without the suffix of a part
     parts: tuple[Path, ...]
 
-    def stamp(self) -> str:
-        """Size and time of change of each part."""
-        stats = [part.stat() for part in self.parts]
-        return " ".join(f"{stat.st_size}:{stat.st_mtime_ns}" for stat in stats)
-
     @property
     def is_gzipped(self) -> bool:
         """Whether the content is gzipped, whatever the name says."""
         with open(self.parts[0], "rb") as file:
             return file.read(2) == b"\x1f\x8b"
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(part.stat().st_size for part in self.parts)
+
+    @contextmanager
+    def open(self) -> Iterator[io.BufferedIOBase]:
+        """Context with the unpacked content, in which errors of its data name the archive."""
+        with Parts(self.parts) as parts:
+            file = io.BufferedReader(parts, 1 << 20)
+            try:
+                yield gzip.GzipFile(fileobj=file) if self.is_gzipped else file
+            except (OSError, EOFError, zlib.error) as error:
+                raise ValueError(
+                    f"{self.name} is damaged ({one_line(error, 200)}); download it again"
+                ) from error
 
 
 def find_archives(folder: Path, files: list[Path]) -> list[Archive]:
@@ -64,180 +130,22 @@ def find_archives(folder: Path, files: list[Path]) -> list[Archive]:
     ]
 
 
-class Parts(io.RawIOBase):
-    """The parts of an archive as one file."""
-
-    def __init__(self, paths: tuple[Path, ...]):
-        self._files = [open(path, "rb", buffering=0) for path in paths]  # noqa: SIM115
-        self._stops = []
-        for path in paths:
-            self._stops.append((self._stops[-1] if self._stops else 0) + path.stat().st_size)
-        self.size, self._position = self._stops[-1], 0
-
-    def at(self, offset: int, size: int) -> bytes:
-        """The bytes at an offset, fewer at the end."""
-        if len(self._files) == 1:
-            return os.pread(self._files[0].fileno(), size, offset)
-        chunks, start = [], 0
-        for file, stop in zip(self._files, self._stops):
-            if size and offset < stop:
-                chunk = os.pread(file.fileno(), min(size, stop - offset), offset - start)
-                chunks.append(chunk)
-                offset, size = offset + len(chunk), size - len(chunk)
-            start = stop
-        return b"".join(chunks)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        data = self.at(self._position, len(buffer))
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def tell(self) -> int:
-        return self._position
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-        super().close()
-
-
-class Stream:
-    """The content of an archive by position, uncompressed; a gzipped one is read forwards."""
-
-    def __init__(self, archive: Archive):
-        self.archive, self._parts = archive, Parts(archive.parts)
-        self._gzip = None
-        if archive.is_gzipped:
-            self._gzip = gzip.GzipFile(fileobj=io.BufferedReader(self._parts, 1 << 20))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self._parts.close()
-
-    @property
-    def size(self) -> int | None:
-        """Bytes of the content; None: not known, as it is gzipped."""
-        return None if self._gzip else self._parts.size
-
-    @property
-    def done(self) -> int:
-        """Bytes of the files that are read so far, if they are gzipped."""
-        return self._parts.tell()
-
-    def at(self, offset: int, size: int) -> bytes:
-        """The bytes at an offset, fewer at the end of the archive.
-
-        Raises:
-            ValueError: the gzipped data are damaged, truncated or a bomb.
-        """
-        if not self._gzip:
-            return self._parts.at(offset, size)
-        try:
-            while (position := self._gzip.tell()) < offset:  # not seek, which hides the end
-                if position > MAX_RATIO * self._parts.tell() + FREE_BYTES:
-                    raise ValueError(
-                        f"{self.archive.name} unpacks to over {MAX_RATIO} times its size, as bombs "
-                        "do; it is not read"
-                    )
-                if not self._gzip.read(min(offset - position, 1 << 20)):
-                    return b""
-            return self._gzip.read(size)
-        except EOFError as error:
-            raise ValueError(
-                f"{self.archive.name} is truncated: its gzipped data end too early; download it "
-                "again"
-            ) from error
-        except (OSError, zlib.error) as error:
-            raise ValueError(
-                f"{self.archive.name} is damaged ({one_line(error, 200)}); download it again"
-            ) from error
-
-
 class Headers:
-    """A stream as tarfile reads headers from it, with a limit to their size."""
+    """A file as tarfile reads headers from it, with a limit to their size."""
 
-    def __init__(self, stream: "Replay"):
-        self._stream, self.position, self._num_reads = stream, 0, 0
-        self._tar = tarfile.TarFile(fileobj=io.BytesIO(), mode="w")  # reads nothing by itself
-        self._tar.fileobj = self
+    def __init__(self, file: io.BufferedIOBase):
+        self._file, self.last = file, b""
+        self.seek, self.tell = file.seek, file.tell
 
     def read(self, size: int) -> bytes:
         """The next bytes."""
-        self._num_reads += 1
         if not 0 <= size <= MAX_HEADER_BYTES:
             raise ValueError(f"a header of {size} bytes")
-        if self._num_reads > 2 * MAX_HEADERS:  # each has a block and its content
-            raise ValueError(f"over {MAX_HEADERS} headers for one member")
-        data = self._stream.at(self.position, size)
-        self.position += len(data)
-        return data
-
-    def tell(self) -> int:
-        """Position of the next bytes."""
-        return self.position
-
-    def seek(self, position: int) -> None:
-        """Go forwards."""
-        self.position = position
-
-    def member_at(self, position: int) -> tuple[tarfile.TarInfo, int]:
-        """A member of any kind by tarfile, and the position of the next header."""
-        self.position, self._num_reads = position, 0
-        member = tarfile.TarInfo.fromtarfile(self._tar)
-        return member, self._tar.offset
+        self.last = self._file.read(size)
+        return self.last
 
 
-class Replay:
-    """A stream whose last block can be read again, for gzipped archives."""
-
-    def __init__(self, stream: Stream):
-        self._stream, self._start, self._block = stream, 0, b""
-
-    def keep(self, start: int, block: bytes) -> None:
-        """Remember a block that is already read."""
-        self._start, self._block = start, block
-
-    def at(self, offset: int, size: int) -> bytes:
-        """As Stream.at; may begin in the kept block."""
-        skip = offset - self._start
-        if 0 <= skip < len(self._block):
-            kept = self._block[skip : skip + size]
-            rest = size - len(kept)
-            return kept + (self._stream.at(offset + len(kept), rest) if rest else b"")
-        return self._stream.at(offset, size)
-
-
-def sum_of(block: bytes) -> int:
-    """The sum of a block's bytes, by Adler-32, whose low half is 1 + the sum of up to 256 bytes."""
-    halves = zlib.adler32(block[:256]) & 0xFFFF, zlib.adler32(block[256:]) & 0xFFFF
-    return halves[0] + halves[1] - 2
-
-
-def plain_member(head: bytes) -> tuple[bytes, int] | None:
-    """Name and size in the header of a usual file; None: tarfile has to read it."""
-    if head[156] not in b"0\0" or head[257:262] != b"ustar" or head[124] >= 0x80:
-        return None
-    try:
-        checksum = int(head[148:156].strip(b" \0"), 8)
-        size = int(head[124:136].strip(b" \0") or b"0", 8)
-    except ValueError:
-        return None
-    if sum_of(head) - sum(head[148:156]) + 8 * 32 != checksum:  # the field counts as spaces
-        return None
-    name = head[:100].partition(b"\0")[0]
-    if head[262] == 0:  # POSIX, not GNU
-        prefix = head[345:500].partition(b"\0")[0]
-        name = prefix + b"/" + name if prefix else name
-    return None if name.endswith(b"/") else (name, size)
-
-
-def list_members(archive: Archive, stream: Stream) -> Iterator[tuple[str, int, int]]:
+def list_members(archive: Archive) -> Iterator[tuple[str, int, int]]:
     """The files of an archive in its order: (name, offset of the content, size).
 
     Several archives one after the other are read as one.
@@ -245,94 +153,107 @@ def list_members(archive: Archive, stream: Stream) -> Iterator[tuple[str, int, i
     Raises:
         ValueError: the archive is damaged or hostile, see the docstring of this file.
     """
-    replay = Replay(stream)
-    headers, position, has_end, zeros, count = Headers(replay), 0, False, 0, 0
-    total = math.inf if stream.size is None else stream.size
-    while head := stream.at(position, BLOCK):
-        if head == ZEROS:
-            has_end, position, zeros = True, position + BLOCK, zeros + BLOCK
-            if zeros > MAX_ZEROS:
-                raise ValueError(
-                    f"{archive.name} has over {MAX_ZEROS} zeros from byte {position - zeros} on, "
-                    "as an unfinished download has; download it again"
-                )
-            continue
-        if len(head) < BLOCK:
-            raise ValueError(f"{archive.name} is truncated in a header; download it again")
-        has_end, zeros, found = False, 0, plain_member(head)
-        if found:
-            name, size = found[0].decode("utf-8", "surrogateescape"), found[1]
-            offset, following = position + BLOCK, position + BLOCK + -(-size // BLOCK) * BLOCK
-            is_file = True
-        else:
-            replay.keep(position, head)
+    count = 0
+    most = MAX_RATIO * archive.size + FREE_BYTES if archive.is_gzipped else math.inf
+    with archive.open() as file:
+        while True:
+            headers = Headers(file)
             try:
-                member, following = headers.member_at(position)
-            except (tarfile.TarError, ValueError, OverflowError) as error:
-                place = f"after {count} members" if count else "at its start"
+                tar = tarfile.TarFile(fileobj=headers, encoding="utf-8", errors="surrogateescape")
+                while member := tar.next():
+                    tar.members.clear()  # which would take memory
+                    check_member(archive, member, most)
+                    count += 1
+                    if member.isreg() and "/._" not in f"/{member.name}":  # of macOS
+                        yield member.name.removeprefix("./"), member.offset_data, member.size
+                if headers.last != ZEROS:
+                    raise tarfile.ReadError("no end after the last member")
+            except (tarfile.TarError, OverflowError, RecursionError, ValueError) as error:
+                if isinstance(error, Refused):
+                    raise
                 raise ValueError(
-                    f"{archive.name} is not a tar archive {place} ({one_line(error, 100)}); "
-                    "download it again"
+                    f"{archive.name} is truncated, damaged or no tar archive after {count} members "
+                    f"({one_line(error, 100)}); download it again, with all of its parts"
                 ) from error
-            name, offset, size = member.name, member.offset_data, member.size
-            refuse_kind(archive, member)
-            is_file = member.isreg()
-        check_member(archive, name, size)
-        if offset + size > total:
-            raise ValueError(
-                f"{archive.name} is truncated: its member {name} ends at byte {offset + size}, the "
-                f"archive at {total}; download it again"
+            zeros = len(ZEROS)
+            while (block := file.read(len(ZEROS))) == ZEROS[: len(block)] and block:
+                zeros += len(block)
+                if zeros > MAX_ZEROS:
+                    raise ValueError(
+                        f"{archive.name} has over {MAX_ZEROS} zeros after {count} members, as an "
+                        "unfinished download has; download it again"
+                    )
+            if not block:
+                return
+            file.seek(-len(block), io.SEEK_CUR)  # another archive
+
+
+class Refused(ValueError):
+    """A member that no data set of images has."""
+
+
+def check_member(archive: Archive, member: tarfile.TarInfo, most: float) -> None:
+    """Raise an error for links, devices, names outside of the archive, and large files.
+
+    Args:
+        archive: for the error.
+        member: of the archive.
+        most: bytes that the archive may unpack to.
+    """
+    problem = ""
+    if member.issparse() or not (member.isreg() or member.isdir()):
+        problem = "is a link, a device or a sparse file"
+    elif OUTSIDE.match(member.name):
+        problem = "has a path outside of the archive"
+    elif not 0 <= member.size <= MAX_MEMBER_BYTES:
+        problem = f"has {member.size} bytes, more than any image"
+    elif member.offset_data + member.size > most:
+        problem = f"unpacks to over {MAX_RATIO} times the archive's size, as bombs do"
+    if problem:
+        raise Refused(f"{archive.name}: the member {member.name} {problem}; it is not read")
+
+
+class Forwards:
+    """Files of gzipped archives, each read once from start to end; files wait until used."""
+
+    def __init__(self, archives: list[Archive], uses: Counter[Place]):
+        """uses: how often each file will be read."""
+        self._uses = uses
+        self._streams = {
+            number: self._stream(
+                archives[number - 1], iter(sorted(x for x in uses if x[0] == number))
             )
-        count, position = count + 1, following
-        if is_file and "/._" not in f"/{name}":  # of macOS
-            yield name.removeprefix("./"), offset, size
-    if not has_end:
-        raise ValueError(
-            f"{archive.name} has no end after its last member, so it may be truncated; download it "
-            "again, or, if it is complete, add an end with truncate -s +1024"
-        )
+            for number in {place.archive for place in uses}
+        }
+        self._waiting = {}  # {place: position in the file}
+        self._file = SpooledTemporaryFile(WINDOW_BYTES)  # noqa: SIM115
 
+    def read(self, place: Place) -> bytes:
+        """The content of a file."""
+        while place not in self._waiting:
+            other, data = next(self._streams[place.archive])
+            self._waiting[other] = self._file.seek(0, os.SEEK_END)
+            self._file.write(data)
+        self._file.seek(self._waiting[place])
+        data = self._file.read(place.size)
+        self._uses[place] -= 1
+        if not self._uses[place]:
+            del self._waiting[place]
+        if not self._waiting:
+            self._file.seek(0)
+            self._file.truncate()
+        return data
 
-def hint_of(archive: Archive) -> str:
-    """What a damaged archive may be instead, or which part may be missing; begins with "; "."""
-    with open(archive.parts[0], "rb") as file:
-        start = file.read(64).lstrip()
-    if start.startswith(b"version https://git-lfs"):
-        return "; it is a Git LFS pointer and not the file, which hf download or git lfs pull gets"
-    if start[:1] in (b"<", b"{"):
-        return "; it is a web page or a server's message and not the file"
-    names = [part.name for part in archive.parts]
-    if len(names) > 1 or not archive.name.endswith(names[0]):
-        here = f"s here are {names[0]} to {names[-1]}" if len(names) > 1 else f" here is {names[0]}"
-        return f"; its part{here}: an earlier or a later one may be missing"
-    return ""
+    def close(self) -> None:
+        """Close the archives."""
+        for stream in self._streams.values():
+            stream.close()
+        self._file.close()
 
-
-def refuse_kind(archive: Archive, member: tarfile.TarInfo) -> None:
-    """Raise a ValueError unless a member is a file or a directory."""
-    kinds = {
-        "link": member.issym() or member.islnk(),
-        "device": member.isdev(),
-        "sparse file": member.issparse(),
-    }
-    kinds["special file"] = not (member.isreg() or member.isdir())
-    if kind := next((kind for kind, is_it in kinds.items() if is_it), None):
-        raise ValueError(
-            f"{archive.name}: the member {member.name} is a {kind}, which no dataset of images "
-            "needs; the archive is not read"
-        )
-
-
-def check_member(archive: Archive, name: str, size: int) -> None:
-    """Raise a ValueError for a name outside of the archive or a size that no image has."""
-    is_odd = name.startswith(("/", "\\")) or name[1:2] == ":" or ".." in name
-    if is_odd and OUTSIDE.match(name):
-        raise ValueError(
-            f"{archive.name}: the member {name} has a path outside of the archive; the archive is "
-            "not read"
-        )
-    if size > MAX_MEMBER_BYTES or size < 0:
-        raise ValueError(
-            f"{archive.name}: the member {name} has {size} bytes, more than any image; the archive "
-            "is not read"
-        )
+    @staticmethod
+    def _stream(archive: Archive, places: Iterator[Place]) -> Iterator[tuple[Place, bytes]]:
+        """The files at some places, in the order of the archive."""
+        with archive.open() as file:
+            for place in places:
+                file.seek(place.offset)
+                yield place, file.read(place.size)

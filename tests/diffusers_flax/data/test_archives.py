@@ -1,14 +1,11 @@
-"""parquet_processing.py --pairs with archives: every known set, resuming, hostile archives."""
+"""parquet_processing.py --pairs with archives: every known set, kills, held-out pairs, faults."""
 
-import gzip
 import hashlib
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +16,12 @@ from edit_sets import (
     SETS,
     grey_of,
     make_set,
+    manifest_of,
+    num_left_out,
     pairs_of,
     read_shards,
     refuse,
     run,
-    split,
     write_lines,
     write_tar,
 )
@@ -34,11 +32,15 @@ from trainer_runs import config_of, read_metrics, run_trainer
 
 import evaluate_edits
 import parquet_processing
-from diffusers_flax.data.archives import convert, index, masks, reader, tar
-from diffusers_flax.data.images import decode_mask
-from diffusers_flax.data.pairs import IMAGE
+from diffusers_flax.data import writing
+from diffusers_flax.data.archives import convert, pairs, tar
+from diffusers_flax.data.images import decode_image, decode_mask
+from diffusers_flax.evaluation.held_out import pairs_of_jsonl
 
+SEED = "AILab-CVC/SEED-Data-Edit"
 FAST = ("a1557811266/Inter-Edit-Train", "OPPOer/X2Edit-Dataset")
+KEPT = ("--max_bad_fraction", "1")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(parquet_processing.__file__).parent)}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def test_a_known_set_is_read(tmp_path, capsys, name):
     assert pairs_of(rows) == pairs
     printed = capsys.readouterr().out
     assert f"set         {name}" in printed and "unreadable  0 of" in printed
-    manifest = json.loads((out / "manifest.json").read_text())
+    manifest = manifest_of(out)
     assert all(known.startswith(name) for known in manifest["sets"]) and not manifest["left_out"]
     for file in manifest["files"]:
         data = (out / file["file"]).read_bytes()
@@ -80,180 +82,94 @@ def check_columns(name, rows, printed):
 
 def small_shards(monkeypatch):
     """Shards of a few pairs."""
-    monkeypatch.setattr(convert, "ROW_GROUP_ROWS", 2)
-    monkeypatch.setattr(convert, "SHARD_BYTES", 400)
+    monkeypatch.setattr(writing, "ROW_GROUP_ROWS", 2)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 400)
+
+
+def many_pairs(folder, suffix):
+    """Pairs in two archives in a random order, some of them twice."""
+    rng = np.random.default_rng(0)
+    images = {f"{n}{k}.png": encode(smooth(2 * n + (k == "b"))) for n in range(24) for k in "ab"}
+    names = [str(x) for x in rng.permutation(list(images))]
+    for number in range(2):
+        members = [(name, images[name]) for name in names[number::2]]
+        write_tar(folder / f"{number}{suffix}", members, "w:gz" if "gz" in suffix else "w")
+    numbers = [*range(24), *rng.integers(0, 24, 12)]
+    rows = [{"input": f"{n}a.png", "edited": f"{n}b.png", "edit": "x"} for n in numbers]
+    write_lines(folder / "i.jsonl", rows)
 
 
 KILLED = """
 import os, signal, sys
+from diffusers_flax.data import writing
 from diffusers_flax.data.archives import convert
 import parquet_processing
-convert.ROW_GROUP_ROWS, convert.SHARD_BYTES = 2, 400
-close, reads = convert.Shards._close_shard, []
-def killed(self, stop):
-    close(self, stop)
-    if self._number == 2:
+writing.ROW_GROUP_ROWS, writing.SHARD_BYTES = 2, 400
+when, owner, name = int(sys.argv.pop(1)), convert.Writing, "note_shard"
+if sys.argv.pop(1) == "before":
+    owner, name = convert, "read_or_error"
+call, calls = getattr(owner, name), []
+def killed(*args):
+    result = call(*args)
+    calls.append(args)
+    if len(calls) == when:
         os.kill(os.getpid(), signal.SIGKILL)
-convert.Shards._close_shard = killed
+    return result
+setattr(owner, name, killed)
 parquet_processing.main(sys.argv[1:])
 """
 
 
 @pytest.mark.variants
-@pytest.mark.parametrize("name", ["a1557811266/Inter-Edit-Train", "AILab-CVC/SEED-Data-Edit"])
-def test_a_killed_conversion_continues_with_the_same_shards(tmp_path, monkeypatch, capsys, name):
-    make_set(name, tmp_path / "set", 9)
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+def test_a_killed_conversion_continues_after_the_last_shard(tmp_path, monkeypatch, suffix):
+    """With the same rows, also with --drop and held-out pairs, and finished shards as they are."""
+    folder, out = tmp_path / "set", tmp_path / "data"
+    many_pairs(folder, suffix)
     small_shards(monkeypatch)
-    run(tmp_path / "set", tmp_path / "whole")
-    out = tmp_path / "data"
-    flags = ["--pairs", tmp_path / "set", "--output_dir", out, "--preview", ""]
-    environment = os.environ | {"PYTHONPATH": str(Path(parquet_processing.__file__).parent)}
-    killed = subprocess.run([sys.executable, "-c", KILLED, *flags], env=environment, timeout=60)
-    assert killed.returncode == -signal.SIGKILL
-    assert (out / ".unfinished").is_dir() and not list(out.glob("*.parquet"))
-    done = {x.name for x in (out / ".unfinished").glob("*.parquet")}
-    assert len(done) == 2
-    read = []
-    original = reader.Reader.read
+    drop = ["--drop", "duplicate", "near_duplicate", "--num_held_out", "3"]
+    run(folder, tmp_path / "whole", *drop, "--held_out_dir", str(tmp_path / "whole-held"))
+    flags = ["--pairs", folder, "--output_dir", out, "--preview", "", *drop]
+    flags += ["--held_out_dir", tmp_path / "held"]
+    done = {}
+    for when, what in ((1, "before"), (2, "after"), (12, "before"), (3, "after")):
+        command = [sys.executable, "-c", KILLED, str(when), what, *map(str, flags)]
+        killed = subprocess.run(command, env=ENVIRONMENT, timeout=60, capture_output=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert not list(out.glob("*.parquet")) and not (tmp_path / "held").exists()
+        progress = json.loads((out / ".unfinished" / "progress.json").read_text())
+        files = [out / ".unfinished" / file["file"] for file in progress["files"]]
+        now = {file.name: file.stat().st_mtime_ns for file in files}
+        assert now.items() >= done.items()
+        done = now
+    assert len(done) > 3
+    run(folder, out, *flags[6:])
+    assert {x.name: x.stat().st_mtime_ns for x in out.glob("*.parquet")}.items() >= done.items()
+    assert read_shards(out) == read_shards(tmp_path / "whole") and len(read_shards(out)) == 21
+    assert manifest_of(out)["left_out"] == manifest_of(tmp_path / "whole")["left_out"]
+    held = [(tmp_path / x / "edits.jsonl").read_text() for x in ("held", "whole-held")]
+    assert held[0] == held[1] and len(held[0]) > 300
+
+
+def test_what_is_written_is_not_read_again(tmp_path, monkeypatch):
+    make_set(FAST[0], tmp_path / "set", 9)
+    small_shards(monkeypatch)
+    read, note, read_file = [], convert.Writing.note_shard, pairs.Reader.read_file
+
+    def interrupted(self, file, num_rows):
+        note(self, file, num_rows)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(convert.Writing, "note_shard", interrupted)
+        run(tmp_path / "set", tmp_path / "data")
     monkeypatch.setattr(
-        reader.Reader, "read", lambda self, place: read.append(place[3]) or original(self, place)
+        pairs.Reader, "read_file", lambda self, x: read.append(x.name) or read_file(self, x)
     )
-    run(tmp_path / "set", out)
-    files = [
-        {x.name: x.read_bytes() for x in y.glob("*.parquet")} for y in (tmp_path / "whole", out)
-    ]
-    assert files[0] == files[1] and len(files[0]) > 3
-    rows = pq.read_table(out / sorted(done)[0]).to_pylist()
-    written = {row["edited_image"]["path"] for row in rows}
-    assert written and not written & {name.rpartition("/")[2] for name in read}
-    manifests = [json.loads((y / "manifest.json").read_text()) for y in (tmp_path / "whole", out)]
-    assert manifests[0] == manifests[1]
-
-
-def member(name, size=3, **values):
-    info = tarfile.TarInfo(name)
-    info.size = size
-    for key, value in values.items():
-        setattr(info, key, value)
-    return info
-
-
-def tar_bytes(*infos, content=b"abc"):
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for info in infos:
-            archive.addfile(info, io.BytesIO(content) if info.isreg() else None)
-    return file.getvalue()
-
-
-def header(info, **options):
-    """A header alone, which may promise any size."""
-    return info.tobuf(**options)
-
-
-SPARSE = bytearray(header(member("hole.png"), format=tarfile.GNU_FORMAT))
-SPARSE[156:157], SPARSE[482:483] = b"S", b"\0"
-SPARSE[386:410] = b"00000000000\0" * 2
-SPARSE[483:495] = b"77777777777\0"
-SPARSE[148:156] = b"        "
-SPARSE[148:156] = b"%06o\0 " % sum(SPARSE)
-GOOD = tar_bytes(member("a.input.png"))
-NOISE = tar_bytes(member("x.png", 60_000), content=os.urandom(60_000))
-DAMAGED = gzip.compress(NOISE)[:30_000] + b"x" + gzip.compress(NOISE, mtime=0)[30_001:]
-HOSTILE = {
-    "absolute": (tar_bytes(member("/etc/passwd")), "member /etc/passwd has a path outside"),
-    "parent": (tar_bytes(member("a/../../x.png")), "member a/../../x.png has a path outside"),
-    "long parent": (tar_bytes(member("a/" * 120 + "../x")), "has a path outside"),
-    "symbolic link": (
-        tar_bytes(member("x.png", 0, type=tarfile.SYMTYPE, linkname="/etc/passwd")),
-        "the member x.png is a link",
-    ),
-    "hard link": (
-        tar_bytes(member("x.png", 0, type=tarfile.LNKTYPE, linkname="y")),
-        "the member x.png is a link",
-    ),
-    "device": (
-        tar_bytes(member("x.png", 0, type=tarfile.CHRTYPE)), "the member x.png is a device"
-    ),
-    "fifo": (tar_bytes(member("x.png", 0, type=tarfile.FIFOTYPE)), "x.png is a device"),
-    "sparse": (bytes(SPARSE) + bytes(1024), "hole.png is a sparse file"),
-    "huge": (header(member("x.png", 1 << 40)) + bytes(1024), "x.png has 1099511627776 bytes"),
-    "huge name": (
-        header(member("@LongLink", 1 << 33, type=b"L"), format=tarfile.GNU_FORMAT) + bytes(1024),
-        "a header of",
-    ),
-    "truncated content": (GOOD[:514], "truncated: its member a.input.png ends at byte 515"),
-    "truncated header": (GOOD[:1024] + GOOD[:100], "is truncated in a header"),
-    "without an end": (GOOD[:1024], "has no end after its last member"),
-    "preallocated": (GOOD[:1024] + bytes(2 << 20), "as an unfinished download has"),
-    "no tar": (b"<html>not found</html>" * 99, "is not a tar archive at its start"),
-    "garbage after": (GOOD[:1024] + b"x" * 1024, "is not a tar archive after 1 members"),
-    "empty": (b"", "has no end"),
-    "gzip truncated": (gzip.compress(GOOD, mtime=0)[:-20], "is truncated: its gzipped data end"),
-    "gzip damaged": (DAMAGED, "is damaged"),
-    "gzip of no tar": (gzip.compress(b"text" * 999), "is not a tar archive at its start"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_archive_is_refused_by_name(tmp_path, capsys, kind):
-    data, words = HOSTILE[kind]
-    folder = tmp_path / "set"
-    write_tar(folder / "good.tar", {"0.input.png": plain(1), "0.output.png": plain(2)})
-    name = "hostile.tar.gz" if "gzip" in kind else "hostile.tar"
-    (folder / name).write_bytes(data)
-    error = refuse(folder, tmp_path / "data", capsys)
-    assert name in error and words in error
-    written = [x.relative_to(tmp_path) for x in tmp_path.rglob("*") if "set" not in x.parts]
-    assert {str(x) for x in written} <= {
-        "data", "data/.unfinished", "data/.unfinished/plan.sqlite"
-    }  # fmt: skip
-    (folder / name).unlink()  # and the same command goes on without it
-    write_tar(
-        folder / "good.tar", {"0.input.png": plain(1), "0.output.png": plain(2), "0.txt": b"x"}
-    )
-    run(folder, tmp_path / "data")
-    assert pairs_of(read_shards(tmp_path / "data")) == {"x": (1, 2)}
-
-
-def test_a_bomb_is_not_unpacked(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(tar, "FREE_BYTES", 1 << 16)
-    folder = tmp_path / "set"
-    folder.mkdir()
-    inside = [(f"{n}.input.png", bytes(4 << 20)) for n in range(4)]
-    write_tar(folder / "bomb.tar.gz", inside, "w:gz")
-    error = refuse(folder, tmp_path / "data", capsys)
-    assert "bomb.tar.gz unpacks to over 200 times its size" in error
-
-
-@pytest.mark.parametrize(
-    "suffixes, words",
-    [
-        ([".000", ".002"], "the part before x.tar.002 is missing"),
-        ([".split.001", ".split.002"], None),
-        ([".split.002", ".split.003"], "the parts before x.tar.split.002 are missing"),
-        ([".part-ab", ".part-ac"], "the parts before x.tar.part-ab are missing"),
-        (["", ".000"], "is there whole and in 1 parts"),
-        ([f".part{n}" for n in range(12)], None),
-        ([".aa", ".ab", ".ac"], None),
-        ([f".{'abcdefghijklmnopqrstuvwxyz'[n // 26]}{chr(97 + n % 26)}" for n in range(30)], None),
-    ],
-)
-def test_parts(tmp_path, capsys, suffixes, words):
-    folder = tmp_path / "set"
-    members = {"0.source.png": plain(1), "0.target.png": plain(2), "0.txt": b"make it 2"}
-    file = write_tar(folder / "x.tar", members)
-    if "" in suffixes:
-        (folder / "x.tar.000").write_bytes(b"")
-    else:
-        split(file, suffixes)
-    (folder / "x.tar.asc").write_bytes(b"a signature")
-    (folder / "x.tar.md").write_bytes(b"a description")
-    if words:
-        assert words in refuse(folder, tmp_path / "data", capsys)
-    else:
-        run(folder, tmp_path / "data")
-        assert pairs_of(read_shards(tmp_path / "data")) == {"make it 2": (1, 2)}
+    run(tmp_path / "set", tmp_path / "data")
+    rows = read_shards(tmp_path / "data")
+    assert len(rows) == 9 and len(read) == 3 * 7
+    assert not any(rows[0]["edited_image"]["path"] in name for name in read)
 
 
 def broken_set(folder):
@@ -285,8 +201,7 @@ def test_rows_that_cannot_be_used_are_named_and_counted(tmp_path, capsys):
         "index.jsonl line 7: 6b.png is in no archive",
     ):
         assert words in printed, words
-    left_out = json.loads((tmp_path / "data" / "manifest.json").read_text())["left_out"]
-    assert {kind: found["count"] for kind, found in left_out.items()} == {
+    assert num_left_out(tmp_path / "data") == {
         "a file is missing": 1, "damaged": 2, "no files here": 1, "no instruction": 1
     }  # fmt: skip
 
@@ -350,26 +265,76 @@ def test_another_conversion_or_another_archive_is_not_continued(tmp_path, capsys
         run(tmp_path / "set", tmp_path / "data")
     monkeypatch.undo()
     error = refuse(tmp_path / "set", tmp_path / "data", capsys, "--max_pairs", "3")
-    assert "another conversion that is not complete: max_pairs was None and is 3" in error
-    archive = next((tmp_path / "set" / "asset_shards").iterdir())
-    os.utime(archive, (1, 1))
-    error = refuse(tmp_path / "set", tmp_path / "data", capsys)
-    assert f"{archive.name} has changed" in error
+    assert "another conversion that is not complete" in error
+    assert "max_pairs was None and is 3" in error
+    (shard,) = (tmp_path / "data" / ".unfinished").glob("*.parquet")
+    content = shard.read_bytes()
+    shard.write_bytes(b"")
+    assert "files have changed" in refuse(tmp_path / "set", tmp_path / "data", capsys)
+    shard.write_bytes(content)
+    os.utime(next((tmp_path / "set" / "asset_shards").iterdir()), (1, 1))
+    assert "source was" in refuse(tmp_path / "set", tmp_path / "data", capsys)
+    with pytest.raises(SystemExit):  # --train_data_dir
+        parquet_processing.main(["--train_data_dir", str(tmp_path / "data")])
+    assert "run the same command of parquet_processing.py --pairs" in capsys.readouterr().err
 
 
-def test_the_first_pairs(tmp_path):
+def test_the_same_command_after_downloading_what_was_missing(tmp_path, capsys):
+    folder = tmp_path / "set"
+    write_tar(folder / "x.tar", {"b.png": plain(2)})
+    write_lines(folder / "i.jsonl", [{"input": "a.png", "edited": "b.png", "edit": "x"}])
+    assert "a.png is in no archive" in refuse(folder, tmp_path / "data", capsys)
+    (folder / "a.png").write_bytes(plain(1))
+    run(folder, tmp_path / "data")
+    assert pairs_of(read_shards(tmp_path / "data")) == {"x": (1, 2)}
+
+
+def test_a_finished_conversion_says_so(tmp_path, capsys):
     make_set(FAST[0], tmp_path / "set")
-    run(tmp_path / "set", tmp_path / "data", "--max_pairs", "3")
-    assert list(pairs_of(read_shards(tmp_path / "data"))) == ["do 0", "do 1", "do 2"]
-    with pytest.raises(SystemExit):  # complete shards are not replaced
-        run(tmp_path / "set", tmp_path / "data")
-    run(tmp_path / "set", tmp_path / "data", "--overwrite_output_dir")
-    assert len(read_shards(tmp_path / "data")) == 8
+    out = tmp_path / "data"
+    run(tmp_path / "set", out, "--max_pairs", "3")
+    assert list(pairs_of(read_shards(out))) == ["do 0", "do 1", "do 2"]
+    assert "is not empty" in refuse_more(tmp_path / "set", out, capsys)
+    run(tmp_path / "set", out, "--overwrite_output_dir")
+    before = {x: x.stat().st_mtime_ns for x in out.iterdir()}
+    (out / ".unfinished").mkdir()  # as a kill at the very end leaves it
+    run(tmp_path / "set", out, "--overwrite_output_dir")
+    assert f"{out} is finished: 8 pairs (shards: 1" in capsys.readouterr().out
+    assert {x: x.stat().st_mtime_ns for x in out.iterdir()} == before
+    os.utime(next((tmp_path / "set").rglob("*.jsonl.gz")), (1, 1))
+    assert "gone or changed since" in refuse_more(tmp_path / "set", out, capsys)
+    next(out.glob("*.parquet")).unlink()
+    assert "is not empty" in refuse_more(tmp_path / "set", out, capsys)
+
+
+def refuse_more(source, out, capsys, *args):
+    """The error of a command that changes nothing in the directory that it would write."""
+    before = {x: x.stat().st_mtime_ns for x in out.iterdir()}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run(source, out, *args)
+    assert stop.value.code == 2 and {x: x.stat().st_mtime_ns for x in out.iterdir()} == before
+    return capsys.readouterr().err
+
+
+def test_what_is_read_is_never_deleted(tmp_path, capsys):
+    make_set(FAST[0], tmp_path / "set")
+    out = tmp_path / "data"
+    run(tmp_path / "set", out)
+    (shard,) = out.glob("*.parquet")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "x.parquet").symlink_to(shard)
+    for source in (out, shard, tmp_path / "links"):
+        refuse_more(source, out, capsys, "--overwrite_output_dir")
+    # The file of this name by script.py does not make downloaded shards the program's own.
+    files = [{"file": shard.name, "size": 1, "rows": 1, "url": "http://x"}]
+    (out / "manifest.json").write_text(json.dumps({"files": files}))
+    assert "is not empty" in refuse_more(tmp_path / "set", out, capsys, "--overwrite_output_dir")
 
 
 def test_files_of_a_gzipped_archive_wait_on_disk(tmp_path, monkeypatch):
     """All sources come first, then all results in another order, and another archive's."""
-    monkeypatch.setattr(reader, "WINDOW_BYTES", 100)
+    monkeypatch.setattr(tar, "WINDOW_BYTES", 100)
     folder, rng = tmp_path / "set", np.random.default_rng(0)
     orders = [rng.permutation(12) for _ in range(2)]
     first = [(f"{n}s.png", plain(n)) for n in orders[0]]
@@ -381,169 +346,6 @@ def test_files_of_a_gzipped_archive_wait_on_disk(tmp_path, monkeypatch):
     pairs = pairs_of(read_shards(tmp_path / "data"))
     assert pairs == {str(n): (n, 50 + n) for n in range(12)}
     assert list(pairs) == [str(n) for n in [*range(6), *(n for n in orders[1] if n > 5)]]
-
-
-def test_a_finished_gzipped_archive_is_not_read_again(tmp_path, monkeypatch):
-    folder, read = tmp_path / "set", []
-    for k, name in enumerate("ab"):
-        files = {"input.png": plain(k), "output.png": plain(9), "txt": b"x"}
-        members = {f"{n}.{kind}": data for n in range(3) for kind, data in files.items()}
-        write_tar(folder / f"{name}.tgz", members, "w:gz")
-    finish, at = convert.Shards.finish, tar.Stream.at
-
-    def interrupted(self, stop):
-        finish(self, stop)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(convert.Shards, "finish", interrupted)
-        with pytest.raises(SystemExit):
-            run(folder, tmp_path / "data")
-    monkeypatch.setattr(
-        tar.Stream, "at", lambda self, *place: read.append(self.archive.name) or at(self, *place)
-    )
-    run(folder, tmp_path / "data")
-    assert set(read) == {"b.tgz"}
-    assert len(read_shards(tmp_path / "data")) == 6
-
-
-def test_columns_hashes_and_sums_are_those_of_plain_python(tmp_path, monkeypatch):
-    cells = [{"bytes": os.urandom(n), "path": f"{n}ü.png"} for n in range(5)]
-    for some in (cells, [*cells, None], [{"bytes": b"", "path": None}]):
-        assert convert.image_array(some).equals(pa.array(some, IMAGE))
-    for block in (bytes(512), b"\xff" * 512, os.urandom(512)):
-        assert tar.sum_of(block) == sum(block)
-    monkeypatch.setattr(convert, "HASH_BLOCK", 1000)
-    data = os.urandom(5300)
-    with open(tmp_path / "x", "wb", buffering=0) as file:
-        digest = convert.Hash(tmp_path / "x")
-        for first in range(0, len(data), 700):
-            file.write(data[first : first + 700])
-            digest.follow(file.tell())
-        assert digest.finish(len(data)) == hashlib.sha256(data).hexdigest()
-
-
-def test_a_name_with_half_a_letter_leaves_the_other_rows(tmp_path):
-    folder = tmp_path / "set"
-    write_tar(folder / "x.tar", {f"{k}.png": plain(k) for k in range(4)})
-    names = [("0.png", "1.png"), ("\ud800.png", "1.png"), ("2.png", "3.png")]
-    rows = [{"input": x, "edited": y, "edit": x[0]} for x, y in names]
-    write_lines(folder / "i.jsonl", [*rows[:1], rows[1] | {"edit": "x"}, rows[2]])
-    run(folder, tmp_path / "data", "--max_bad_fraction", "0.5")
-    assert pairs_of(read_shards(tmp_path / "data")) == {"0": (0, 1), "2": (2, 3)}
-    left_out = json.loads((tmp_path / "data" / "manifest.json").read_text())["left_out"]
-    assert sum(found["count"] for found in left_out.values()) == 1
-
-
-def test_a_json_array_is_read_in_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(index, "CHUNK", 7)
-    rows = [{"a": "x" * n, "b": [{"c": ']}\\"'}, n]} for n in range(30)]
-    for file, data in (
-        ("a.json", json.dumps(rows, indent=1).encode()),
-        ("a.json.gz", gzip.compress(json.dumps(rows).encode())),
-    ):
-        (tmp_path / file).write_bytes(data)
-        assert [row for _, row in index.read_rows(tmp_path / file)] == rows
-    (tmp_path / "b.json").write_text(json.dumps(rows)[:-20])
-    with pytest.raises(ValueError, match=r"is not a complete JSON array: object 30 "):
-        list(index.read_rows(tmp_path / "b.json"))
-    two = json.dumps(rows[:2]) + "\n \n" + json.dumps(rows[2:])
-    (tmp_path / "two.json").write_text(two)  # one array after the other
-    assert [row for _, row in index.read_rows(tmp_path / "two.json")] == rows
-    (tmp_path / "more.json").write_text(json.dumps(rows) + " and more")
-    with pytest.raises(ValueError, match="has more after its JSON array: and mor"):
-        list(index.read_rows(tmp_path / "more.json"))
-
-
-def test_columns_of_lists_are_as_many_pairs(tmp_path):
-    names = [("a.png", "b.png"), ("b.png", "c.png"), ("c.png", "a.png")]
-    members = {name: plain(n) for n, name in enumerate(("a.png", "b.png", "c.png"))}
-    write_tar(tmp_path / "set" / "x.tar", members)
-    inputs, edited = zip(*names)
-    columns = {"input": inputs, "edited": edited, "instruction": ["one", "two", " "]}
-    (tmp_path / "set" / "i.json").write_text(json.dumps(columns))
-    (tmp_path / "set" / "y.tar.xz").write_bytes(b"another archive, which no pair needs")
-    run(tmp_path / "set", tmp_path / "data", "--max_bad_fraction", "0.5")
-    rows = read_shards(tmp_path / "data")
-    assert pairs_of(rows) == {"one": (0, 1), "two": (1, 2)}
-    table = pa.Table.from_pylist(
-        [row | {"edit_prompt": text} for row, text in zip(rows, ("one", " "))]
-    )
-    (tmp_path / "shards").mkdir()
-    pq.write_table(table, tmp_path / "shards" / "train-00000-of-00001.parquet")
-    run(tmp_path / "shards", tmp_path / "again", "--max_bad_fraction", "0.5")
-    assert [row["edit_prompt"] for row in read_shards(tmp_path / "again")] == ["one"]
-
-
-def test_masks_of_run_lengths(tmp_path):
-    """[height, width], columns first; the text has 5 bits of a number in a character."""
-    grid = np.zeros((5, 7), bool)
-    grid[1:4, 2:6] = True
-    flat = grid.T.ravel()
-    starts = np.flatnonzero(np.diff(flat.astype(int), prepend=0, append=0))
-    counts = np.diff(np.concatenate([[0], starts, [35]])).tolist()
-    assert masks.decode_counts("02203") == [0, 2, 2, 2, 5]  # 0 and 3 more than two before
-    for given in (counts, "".join(map(encode_number, differences_of(counts)))):
-        mask = {"size": [5, 7], "counts": given}
-        assert (
-            np.asarray(Image.open(io.BytesIO(masks.run_lengths_to_png(mask)))) == grid * 255
-        ).all()
-    with pytest.raises(ValueError, match="do not fill 7x5"):
-        masks.run_lengths_to_png({"size": [5, 7], "counts": counts[:-1]})
-    folder = tmp_path / "set"
-    write_tar(folder / "x.tar", {"a.png": plain(1, (5, 7)), "b.png": plain(2, (5, 7))})
-    row = {"input_images": ["a.png"], "output_images": ["b.png"], "prompt": "x"}
-    write_lines(folder / "i.jsonl", [row | {"mask": {"size": [5, 7], "counts": counts}}])
-    run(folder, tmp_path / "data")
-    (row,) = read_shards(tmp_path / "data")
-    assert (decode_mask(row["mask_image"]["bytes"]) == grid * 255).all()
-
-
-def differences_of(counts):
-    return [n - (counts[i - 2] if i > 2 else 0) for i, n in enumerate(counts)]
-
-
-def encode_number(number):
-    """A signed number in 5 bits a character from the lowest, 32 if more follow, plus 48."""
-    text = ""
-    while True:
-        bits, number = number & 31, number >> 5
-        more = number != (-1 if bits & 16 else 0)
-        text += chr(48 + bits + 32 * more)
-        if not more:
-            return text
-
-
-def test_ambiguous_names(tmp_path, capsys):
-    """Equal names in two archives: the one with the edited image's archive, or none."""
-    folder = tmp_path / "set"
-    write_tar(folder / "a.tar", {"in.png": plain(1), "out_a.png": plain(2)})
-    write_tar(folder / "b.tar", {"in.png": plain(3, (9, 9)), "out_b.png": plain(4)})
-    write_tar(folder / "c.tar", {"out_c.png": plain(5)})
-    rows = [{"input": "in.png", "edited": f"out_{k}.png", "edit": k} for k in "abc"]
-    write_lines(folder / "i.jsonl", rows)
-    run(folder, tmp_path / "data", "--max_bad_fraction", "0.5")
-    assert pairs_of(read_shards(tmp_path / "data")) == {"a": (1, 2), "b": (3, 4)}
-    assert (
-        "in.png is in a.tar (in.png) and b.tar (in.png), with different content"
-        in capsys.readouterr().out
-    )
-
-
-def test_the_same_names_and_texts_as_tarfile(tmp_path):
-    """Long names, PAX times and directories, read by ours and by tarfile."""
-    for number, form in enumerate((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
-        file = tmp_path / f"{number}.tar"
-        names = ["./a/b.png", "x" * 90, *["d/" * 60 + f"{n}.png" for n in range(3)], "ü.png"]
-        with tarfile.open(file, "w", format=form) as archive:
-            archive.addfile(member("a", 0, type=tarfile.DIRTYPE))
-            for name in names:
-                archive.addfile(member(name, 700, mtime=1.5), io.BytesIO(name.encode() * 700))
-        (found,) = [x for x in tar.find_archives(tmp_path, [file])]
-        with tar.Stream(found) as stream, tarfile.open(file) as archive:
-            ours = {n: stream.at(at, size) for n, at, size in tar.list_members(found, stream)}
-            theirs = {x.name: archive.extractfile(x).read() for x in archive if x.isreg()}
-        assert ours == {name.removeprefix("./"): data for name, data in theirs.items()}
 
 
 @pytest.mark.parametrize("name", ["Bin1117/AnyEdit", "BryanW/HumanEdit", "TIGER-Lab/OmniEdit"])
@@ -562,8 +364,8 @@ def test_shards_are_converted_too(tmp_path, capsys, name, monkeypatch):
     assert f"set         {known} by its columns, " in capsys.readouterr().out
     # From the middle of a row group on, nothing before it is read.
     (shard,) = folder.glob("*.parquet")
-    rows = reader.rows_from(shard, 6)
-    assert [grey_of(x.column(names.original)[n].as_py()) for names, x, n in rows] == [6, 7, 8]
+    found = pairs.rows_from(shard, 6)
+    assert [grey_of(x.column(names.original)[n].as_py()) for names, x, n in found] == [6, 7, 8]
 
 
 def faulty_set(folder):
@@ -615,13 +417,144 @@ def test_pairs_with_faults_are_counted_and_left_out_if_asked(tmp_path, capsys):
     assert texts_of(tmp_path / "some") == sorted(
         ["good", "shape", "unchanged", "good", "good", "another instruction"]
     )
-    left_out = json.loads((tmp_path / "some" / "manifest.json").read_text())["left_out"]
+    left_out = manifest_of(tmp_path / "some")["left_out"]
     assert left_out["--drop border"] == {"count": 1, "examples": ["i.jsonl line 2"]}
     assert "left out    1 pairs: --drop duplicate" in capsys.readouterr().out
     run(tmp_path / "all", tmp_path / "again", "--drop", "near_duplicate")  # shards, too
     assert len(texts_of(tmp_path / "again")) == 7
     error = refuse(tmp_path / "set", tmp_path / "x", capsys, "--drop", "frame")
-    assert "--drop frame is unknown; choose from unreadable, shape" in error
+    assert "--drop frame is unknown; choose from" in error
+
+
+def test_rows_of_shards_that_are_no_text_or_in_damaged_pages(tmp_path):
+    folder = tmp_path / "set"
+    write_known(folder, "BryanW/HumanEdit", 8, row_group_size=4)
+    (shard,) = folder.glob("*.parquet")
+    data = shard.read_bytes()
+    texts = pq.read_table(shard)["EDITING_INSTRUCTION"].to_pylist()
+    assert texts == list("01234567")
+    table = pq.read_table(shard)
+    column = pa.array([b"\xff" if x == "1" else x.encode() for x in texts]).view(pa.string())
+    place = table.schema.get_field_index("EDITING_INSTRUCTION")
+    pq.write_table(table.set_column(place, "EDITING_INSTRUCTION", column), shard, row_group_size=4)
+    run(folder, tmp_path / "data", *KEPT)
+    assert list(pairs_of(read_shards(tmp_path / "data"))) == list("0234567")
+    assert num_left_out(tmp_path / "data") == {"damaged": 1}
+    group = pq.read_metadata(shard).row_group(0)
+    columns = map(group.column, range(group.num_columns))
+    chunk = next(x for x in columns if x.path_in_schema == "OUTPUT_IMG.bytes")
+    start = chunk.dictionary_page_offset or chunk.data_page_offset
+    data = bytearray(shard.read_bytes())
+    data[start : start + 40] = b"\xff" * 40
+    shard.write_bytes(data)
+    run(folder, tmp_path / "damaged", *KEPT)
+    assert list(pairs_of(read_shards(tmp_path / "damaged"))) == list("4567")
+    assert num_left_out(tmp_path / "damaged") == {"damaged": 4}
+
+
+def test_filtered_shards_keep_set_and_licence(tmp_path, capsys):
+    pairs = make_set(SEED, tmp_path / "set")
+    run(tmp_path / "set", tmp_path / "data")
+    capsys.readouterr()
+    run(tmp_path / "data", tmp_path / "clean", "--drop", "unreadable")
+    printed = capsys.readouterr().out
+    assert f"set         {SEED} by its columns, CC-BY-NC-4.0" in printed
+    assert printed.count("licence     CC-BY-NC-4.0 forbids commercial use") == 3
+    assert "timbrooks" not in printed and "not read" not in printed
+    manifests = [manifest_of(tmp_path / name) for name in ("data", "clean")]
+    assert manifests[0]["sets"] == manifests[1]["sets"] and len(manifests[0]["sets"]) == 2
+    assert pairs_of(read_shards(tmp_path / "clean")) == pairs
+
+
+def held_out_pairs(folder):
+    """{instruction: (original grey, edited grey)} of the list of held-out pairs."""
+    edits = [json.loads(line) for line in (folder / "edits.jsonl").read_text().splitlines()]
+    return {
+        edit["edit"]: tuple(
+            int(np.asarray(decode_image((folder / edit[key]).read_bytes()))[0, 0, 0])
+            for key in ("input", "truth")
+        )
+        for edit in edits
+    }
+
+
+def flags_of(folder, number, *args):
+    return ["--num_held_out", str(number), "--held_out_dir", str(folder), *args]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=() if x == "AILab-CVC/SEED-Data-Edit" else pytest.mark.slow)
+        for x in SETS
+    ],
+)
+def test_held_out_pairs_are_whole_sequences(tmp_path, name):
+    """Every pair is in one of both, turns stay together, and the choice is the seed's."""
+    pairs = make_set(name, tmp_path / "set")
+    turns = {text for text in pairs if text.split()[0] in ("turn", "first", "second", "third")}
+    chosen = []
+    for seed in range(6):
+        out, folder = tmp_path / f"data-{seed}", tmp_path / f"held-{seed}"
+        run(tmp_path / "set", out, *flags_of(folder, 3, "--seed", str(seed)))
+        held, kept = held_out_pairs(folder), pairs_of(read_shards(out))
+        assert held | kept == pairs and not held.keys() & kept.keys()
+        assert not turns & held.keys() or turns <= held.keys()
+        assert len(held) == 3 + (len(turns) - 1) * bool(turns & held.keys())
+        chosen.append(frozenset(held))
+        # Of shards, by the content of their images.
+        if seed == 0:
+            run(tmp_path / "set", tmp_path / "all")
+            run(tmp_path / "all", tmp_path / "part", *flags_of(tmp_path / "held", 3))
+            held = held_out_pairs(tmp_path / "held")
+            assert held | pairs_of(read_shards(tmp_path / "part")) == pairs
+            shared = {greys[0] for greys in held.values()}
+            kept = pairs_of(read_shards(tmp_path / "part")).values()
+            assert not shared & {greys[0] for greys in kept}
+            assert not turns & held.keys() or turns <= held.keys()
+    assert len(set(chosen)) > 1
+    again = tmp_path / "again"
+    run(tmp_path / "set", tmp_path / "data-again", *flags_of(again, 3, "--seed", "5"))
+    assert frozenset(held_out_pairs(again)) == chosen[5]
+
+
+def test_copies_of_a_held_out_image_are_not_trained_on(tmp_path, capsys):
+    """WebDataset has the original once for each of its edits."""
+    members = {}
+    for n in range(12):
+        members |= {f"{n}.input.png": plain(n // 3), f"{n}.output.png": plain(100 + n)}
+        members[f"{n}.txt"] = f"do {n}".encode()
+    write_tar(tmp_path / "set" / "x.tar", members)
+    run(tmp_path / "set", tmp_path / "data", *flags_of(tmp_path / "held", 1))
+    held, kept = held_out_pairs(tmp_path / "held"), pairs_of(read_shards(tmp_path / "data"))
+    ((original, _),) = held.values()
+    assert len(kept) == 9 and original not in {greys[0] for greys in kept.values()}
+    assert "left out    2 pairs: its original image is held out" in capsys.readouterr().out
+
+
+def test_from_an_edit_set_to_scores(tmp_path):
+    """The list is what evaluate_edits.py reads."""
+    make_set("a1557811266/Inter-Edit-Train", tmp_path / "set")
+    run(tmp_path / "set", tmp_path / "data", *flags_of(tmp_path / "held", 2))
+    pairs = pairs_of_jsonl(tmp_path / "held" / "edits.jsonl")
+    assert len(pairs) == 2 and all(pair.edited and pair.mask for pair in pairs)
+
+
+def test_directories_and_numbers_that_do_not_fit(tmp_path, capsys):
+    folder = tmp_path / "set"
+    write_tar(folder / "x.tar", {f"{n}{x}.png": plain(n) for n in range(3) for x in "ab"})
+    rows = [{"input": f"{n}a.png", "edited": f"{n}b.png", "edit": f"{n}"} for n in range(3)]
+    write_lines(folder / "i.jsonl", rows)
+    for directory, number, words in (
+        (tmp_path / "data", 1, "is in --output_dir"),
+        (folder / "held", 1, "is in --pairs"),
+        (tmp_path / "held", 3, "--num_held_out 3 must be less than the 3 original images"),
+    ):
+        error = refuse(folder, tmp_path / "data", capsys, *flags_of(directory, number))
+        assert words in error
+    (tmp_path / "mine" / "original").mkdir(parents=True)
+    error = refuse(folder, tmp_path / "data", capsys, *flags_of(tmp_path / "mine", 1))
+    assert "--held_out_dir" in error and "is not empty" in error
 
 
 @pytest.mark.slow
@@ -656,7 +589,7 @@ def test_lists_of_images_are_read_as_before(tmp_path, capsys):
     for name in "ab":
         (folder / f"{name}.png").write_bytes(plain(1))
     write_lines(folder / "pairs.jsonl", [{"input": "a.png", "edited": "b.png", "edit": "x"}])
-    (folder / "other.zip").touch()
+    write_tar(folder / "backup.tar", {"../x": b"x"})
     run(folder / "pairs.jsonl", tmp_path / "data")
     assert [x.name for x in (tmp_path / "data").iterdir()] == ["train-00000-of-00001.parquet"]
     error = refuse(folder / "pairs.jsonl", tmp_path / "x", capsys, "--worker=0", "--num_workers=2")
@@ -674,7 +607,7 @@ MISTAKES = {
     "no samples": (
         lambda folder: write_tar(folder / "a.tar", {"1.jpg": plain(1), "1.txt": b"x"}),
         [],
-        "has no pair that can be used (1 rows); the first: a.tar 1 has jpg, text",
+        "has no pair that can be used; the first: a.tar 1 has jpg, text",
     ),
     "worker": (
         lambda folder: None,
@@ -692,3 +625,10 @@ def test_mistakes(tmp_path, capsys, kind):
     (tmp_path / "set").mkdir()
     make(tmp_path / "set")
     assert words in refuse(tmp_path / "set", tmp_path / "data", capsys, *args)
+
+
+def test_groups_by_hand():
+    """Columns: original, edited. 5 edits the result of 1; 2 has the original of 0."""
+    pairs = [(10, 11), (20, 21), (10, 12), (30, 31), (40, 41), (21, 22)]
+    keys = [(*pair, number == 4) for number, pair in enumerate(pairs)]
+    assert convert.group_originals(keys).tolist() == [0, 1, 0, 2, 2, 1]

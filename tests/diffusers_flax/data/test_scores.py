@@ -11,9 +11,9 @@ from helpers import files_of
 from shards import IMAGE, plain, write_numbered
 
 import parquet_processing
-from diffusers_flax.data.archives import scores
-from diffusers_flax.data.archives.scores import Wanted, copy_best
-from diffusers_flax.data.pairs import SCHEMA
+from diffusers_flax.data import scores
+from diffusers_flax.data.scores import Wanted, copy_best
+from diffusers_flax.data.writing import SCHEMA
 
 SCORES = ("clip_text_original", "clip_text_edited", "clip_image", "clip_direction")
 COLUMNS = [("line", pa.int64()), ("sample", pa.int32()), *((x, pa.float32()) for x in SCORES)]

@@ -16,8 +16,8 @@ from helpers import files_of
 from shards import plain
 
 from diffusers_flax.data.options import Columns
-from diffusers_flax.data.pairs import SCHEMA
 from diffusers_flax.data.shards import list_row_groups, pair_at, read_row_group, shard_ids
+from diffusers_flax.data.writing import SCHEMA
 from diffusers_flax.loading.files import unfinished_path
 from diffusers_flax.pairing import results
 from diffusers_flax.pairing.captions import Caption

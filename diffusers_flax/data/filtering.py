@@ -1,0 +1,392 @@
+"""Choose rows of shards by scores of make_pairs.py, by faults, or to hold them out, and copy them.
+
+    report = filter_shards(Path("data"), Path("clean"), Choice(min_clip_image=0.75, num_kept=4))
+
+Columns and cells stay as they are. Images are read only of row groups with a row that is kept, or
+if they decide.
+"""
+
+import hashlib
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from diffusers_flax.data.archives.index import one_line_errors
+from diffusers_flax.data.archives.names import NAME
+from diffusers_flax.data.faults import FaultFinder, Measured, measure
+from diffusers_flax.data.mixture import first_metadata
+from diffusers_flax.data.options import Columns
+from diffusers_flax.data.shards import (
+    READ_BYTES,
+    Cells,
+    Pair,
+    RowGroup,
+    choose_instruction,
+    find_mask_column,
+    has_bytes,
+    is_text,
+    list_row_groups,
+    open_local_shards,
+    pair_at,
+    read_row_group,
+)
+from diffusers_flax.data.writing import (
+    COPIES,
+    HELD_OUT,
+    HELD_OUT_LIST,
+    MANIFEST,
+    SHARDS,
+    ShardWriter,
+    check_directory,
+    choose_held_out,
+    image_suffix,
+    move_when_complete,
+    number_shards,
+    sets_in,
+    write_held_out,
+)
+from diffusers_flax.loading.files import write_text
+from diffusers_flax.messages import first_names
+
+SCORES = {  # columns of each threshold; the least of them counts
+    "min_clip_text": ("clip_text_original", "clip_text_edited"),
+    "min_clip_image": ("clip_image",),
+    "min_clip_direction": ("clip_direction",),
+}
+COLUMNS = [column for columns in SCORES.values() for column in columns]
+TEXTS = ("original_prompt", "edit_prompt", "edited_prompt")
+BATCH_ROWS = 8  # rows of images that are read at a time
+ROWS_AHEAD = 64  # that threads work on
+
+
+class Choice(NamedTuple):
+    """Which pairs are kept. The names are flags."""
+
+    min_clip_text: float | None = None  # of both images with their captions; None: any
+    min_clip_image: float | None = None  # of both images
+    min_clip_direction: float | None = None  # of the change of images and of captions
+    num_kept: int | None = None  # of the same captions, with the largest direction; None: all
+    drop: tuple[str, ...] = ()  # names of faults.FAULTS
+    num_held_out: int = 0  # original images, which with all their pairs go to held_out_dir
+    held_out_dir: Path | None = None
+    seed: int = 0  # of the choice of images
+    max_pairs: int | None = None  # choose from the first N rows; None: all
+
+    def by_scores(self) -> bool:
+        """Whether scores decide."""
+        return any(value is not None for value in self[:4])
+
+
+def filter_shards(source: Path, output_dir: Path, choice: Choice, overwrite: bool = False) -> str:
+    """Copy rows of shards.
+
+    Args:
+        source: directory of shards.
+        output_dir: directory for the new shards, empty or new unless overwrite.
+        choice: which rows.
+        overwrite: replace earlier shards and held-out pairs.
+
+    Returns:
+        A summary of a few lines.
+
+    Raises:
+        ValueError: shards are missing, damaged, of different columns or without scores; no row is
+            left; a directory is not empty. Nothing is written in these cases.
+    """
+    check_directory("output_dir", output_dir, overwrite)
+    folders = {"output_dir": output_dir}
+    if choice.num_held_out:
+        folders["held_out_dir"] = choice.held_out_dir
+        check_directory("held_out_dir", choice.held_out_dir, overwrite)
+    for flag, folder in folders.items():
+        if folder.resolve().is_relative_to(source.resolve()):
+            raise ValueError(f"--{flag} {folder} is also --pairs, or in it; name another")
+    shards = open_local_shards(source, "--pairs")
+    check_schemas(source, shards, choice.by_scores())
+    num_rows = sum(metadata.num_rows for _, metadata in shards)
+    kept, lines = np.arange(num_rows)[: choice.max_pairs], []
+    num_rows = len(kept)
+    if choice.by_scores():
+        kept, lines = find_good([path for path, _ in shards], choice)
+    held_out = kept[:0]
+    if choice.drop or choice.num_held_out:
+        schema = shards[0][1].schema.to_arrow_schema()
+        mask = find_mask_column(schema, source, missing_ok=True) or None
+        groups = list_row_groups(str(source), Columns(mask=mask), "--pairs")
+        kept, held_out, more = find_faultless(groups, kept, choice)
+        lines += more
+    if not len(kept):
+        raise ValueError(f"--pairs {source}: no pair is left, so there is no shard")
+    with ExitStack() as stack:
+        folder = stack.enter_context(move_when_complete(output_dir, (SHARDS, MANIFEST)))
+        number = copy_rows(shards, kept, folder)
+        if made := sets_in(source, {path.name for path, _ in shards}):
+            files = [{"file": file.name} for file in sorted(folder.iterdir())]
+            manifest = {"conversion": {"pairs": str(source)}, "sets": made, "files": files}
+            write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
+        if choice.num_held_out:
+            folder = stack.enter_context(move_when_complete(choice.held_out_dir, HELD_OUT))
+            write_held_out(images_and_texts(groups, held_out), folder)
+            file = choice.held_out_dir / HELD_OUT_LIST
+            lines.append(f"held out {len(held_out)} pairs: {file}; {COPIES}")
+    head = f"wrote {len(kept)} of {num_rows} pairs to {output_dir} (shards: {number})"
+    return "\n            ".join([head, *lines])
+
+
+def are_shards(folder: Path) -> bool:
+    """Whether a directory has shards with images, and no archives."""
+    shard = first_metadata(str(folder)) if folder.is_dir() else None
+    has_archives = shard and any(NAME.fullmatch(file.name) for file in folder.iterdir())
+    return bool(shard) and not has_archives and has_bytes(shard.schema.to_arrow_schema())
+
+
+def check_schemas(
+    source: Path, shards: list[tuple[Path, pq.FileMetaData]], with_scores: bool
+) -> None:
+    """Raise a ValueError for shards without scores, or with different columns."""
+    schemas = {path.name: metadata.schema.to_arrow_schema() for path, metadata in shards}
+    for name, schema in schemas.items() if with_scores else ():
+        if missing := missing_columns(schema):
+            raise ValueError(
+                f"--pairs {source} has no scores in {name} (no column {', '.join(missing)}); name "
+                "a directory of make_pairs.py"
+            )
+    first, schema = next(iter(schemas.items()))
+    if other := [name for name in schemas if not schemas[name].equals(schema)]:
+        raise ValueError(
+            f"--pairs {source}: {first_names(other)} and {first} have different columns; name a "
+            "directory of shards of one kind"
+        )
+
+
+def missing_columns(schema: pa.Schema) -> list[str]:
+    """Names of columns that a shard does not have, or not as text and numbers."""
+    kinds = dict(zip(schema.names, schema.types))
+    texts = [name for name in TEXTS if not is_text(kinds.get(name))]
+    none = pa.null()
+    return texts + [name for name in COLUMNS if not pa.types.is_floating(kinds.get(name, none))]
+
+
+def read_scores(files: list[Path]) -> np.ndarray:
+    """The scores that thresholds are for, float64 (rows of all files, len(SCORES)); NaN: null."""
+    tables = []
+    for file in files:
+        with one_line_errors(file):
+            tables.append(pq.read_table(file, columns=COLUMNS))
+    columns = pa.concat_tables(tables)
+    values = {name: columns[name].to_numpy().astype(np.float64) for name in COLUMNS}
+    least = [np.min([values[name] for name in names], axis=0) for names in SCORES.values()]
+    return np.column_stack(least)
+
+
+def number_captions(files: list[Path]) -> np.ndarray:
+    """A number for each row, int64; rows with the same captions and instruction have the same."""
+    numbers, rows = {}, []
+    for file in files:
+        with one_line_errors(file):
+            table = pq.read_table(file, columns=list(TEXTS))
+        texts = zip(*(table[name].to_pylist() for name in TEXTS))
+        rows += [numbers.setdefault(text, len(numbers)) for text in texts]
+    return np.array(rows, np.int64)
+
+
+def find_good(files: list[Path], choice: Choice) -> tuple[np.ndarray, list[str]]:
+    """The numbers of the rows with good scores, and lines that say how many reach what.
+
+    Raises:
+        ValueError: no row reaches a threshold, or all of them.
+    """
+    scores = read_scores(files)[: choice.max_pairs]
+    good, lines = np.ones(len(scores), bool), []
+    for column, name in enumerate(SCORES):
+        if (least := getattr(choice, name)) is None:
+            continue
+        reached = scores[:, column] >= least  # NaN does not
+        lines.append(f"{reached.sum()} reach --{name} {least}")
+        if not reached.any():
+            best = np.fmax.reduce(scores[:, column], initial=-np.inf)
+            raise ValueError(
+                f"--{name} {least} leaves none of the {len(scores)} pairs; their best score is "
+                f"{np.floor(best * 1e4) / 1e4:.4f}"
+            )
+        good &= reached
+    if not good.any():
+        raise ValueError(f"none of {len(scores)} pairs reaches all thresholds ({', '.join(lines)})")
+    kept = np.flatnonzero(good)
+    if len(lines) > 1:
+        lines.append(f"{len(kept)} reach all")
+    if choice.num_kept:
+        captions = number_captions(files)[: choice.max_pairs]
+        num_captions = [len(np.unique(x)) for x in (captions[kept], captions)]
+        kept = best_of_captions(kept, scores, captions, choice.num_kept)
+        lines.append(
+            f"{len(kept)} of them with --num_kept {choice.num_kept}, from {num_captions[0]} of "
+            f"{num_captions[1]} lines of captions"
+        )
+    return kept, lines
+
+
+def best_of_captions(
+    good: np.ndarray, scores: np.ndarray, captions: np.ndarray, num_kept: int
+) -> np.ndarray:
+    """Of the good rows of the same captions the num_kept with the largest direction, in order.
+
+    Of equal ones the first are kept.
+    """
+    direction = scores[good, list(SCORES).index("min_clip_direction")]
+    order = good[np.lexsort((-direction, captions[good]))]  # stable; NaN last
+    _, counts = np.unique(captions[order], return_counts=True)
+    rank = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.sort(order[rank < num_kept])
+
+
+def map_rows(
+    groups: Iterable[tuple[RowGroup, Iterable[int]]], function: Callable
+) -> Iterator[tuple[RowGroup, int, Future]]:
+    """Work on rows of row groups in threads.
+
+    Args:
+        groups: each with positions of rows.
+        function: of (cells, position, columns).
+
+    Yields:
+        (row group, position, future of function), in order.
+    """
+    with ThreadPoolExecutor() as pool, tqdm(desc="checking", unit="row", disable=None) as bar:
+        ahead = deque()
+        for group, positions in groups:
+            cells = read_row_group(group) if positions else None
+            for position in positions:
+                future = pool.submit(function, cells, position, group.columns)
+                ahead.append((group, position, future))
+                if len(ahead) > ROWS_AHEAD:
+                    yield ahead.popleft()
+                bar.update()
+        yield from ahead
+
+
+def positions_of(groups: list[RowGroup], rows: np.ndarray) -> list[tuple[RowGroup, list[int]]]:
+    """Row groups with the positions of some rows; rows: sorted, counted over all row groups."""
+    stops = np.cumsum([group.num_rows for group in groups])
+    parts = np.split(rows, np.searchsorted(rows, stops[:-1]))
+    starts = stops - [group.num_rows for group in groups]
+    return [(group, (part - start).tolist()) for group, part, start in zip(groups, parts, starts)]
+
+
+def measure_pair(
+    cells: Cells, position: int, columns: tuple[str, str, str]
+) -> tuple[Pair | None, Measured]:
+    """A pair with what its faults are judged by; without a pair if it cannot be read."""
+    try:
+        pair = pair_at(cells, position)
+        return pair, measure(pair.original or b"", pair.edited or b"")
+    except ValueError:
+        return None, Measured(("unreadable",))
+
+
+def text_of(pair: Pair | None) -> str:
+    """All instructions of a pair as one text."""
+    texts = (pair and pair.instruction) or ""
+    return texts if isinstance(texts, str) else "\n".join(texts)
+
+
+def find_faultless(
+    groups: list[RowGroup], rows: np.ndarray, choice: Choice
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """The rows without a fault that are kept, those that are held out, and lines for a summary.
+
+    Args:
+        groups: row groups of the shards.
+        rows: to choose from.
+        choice: faults and number of originals; unreadable pairs are always left out.
+    """
+    finder, good, keys, counts = FaultFinder(), [], [], Counter()
+    measured = map_rows(positions_of(groups, rows), measure_pair)
+    for row, (_, _, future) in zip(rows.tolist(), measured):
+        pair, values = future.result()
+        found = finder.find(values, text_of(pair))
+        if faults := [x for x in found if x in (*choice.drop, "unreadable")]:
+            counts[faults[0]] += 1
+            continue
+        finder.remember(values, text_of(pair))
+        good.append(row)
+        images = (hashlib.sha256(data).digest() for data in pair[:2])
+        keys.append((*images, False))
+    lines = [f"left out {count} pairs: {name}" for name, count in counts.items()]
+    good, is_held_out = np.array(good, int), np.zeros(len(good), bool)
+    if choice.num_held_out:
+        is_held_out = choose_held_out(keys, choice.num_held_out, choice.seed)
+    return good[~is_held_out], good[is_held_out], lines
+
+
+def images_and_texts(groups: list[RowGroup], rows: np.ndarray) -> Iterator[tuple[dict, dict]]:
+    """Images and texts of rows, as write_held_out takes them."""
+    for group, positions in positions_of(groups, rows):
+        if not positions:
+            continue
+        cells = read_row_group(group)
+        columns = group.metadata.schema.to_arrow_schema().names
+        names = {"original_prompt", "edited_prompt"} & {*columns}
+        with pq.ParquetFile(group.path) as file:
+            captions = file.read_row_group(group.index, columns=sorted(names)).to_pylist()
+        for position in positions:
+            pair = pair_at(cells, position)
+            images = {"original": pair.original, "edited": pair.edited, "mask": pair.mask}
+            texts = dict.fromkeys(TEXTS) | (captions[position] if names else {})
+            texts["edit_prompt"] = choose_instruction(pair.instruction, 0)
+            yield {role: (image_suffix(x), x) for role, x in images.items() if x}, texts
+
+
+def copy_rows(shards: list[tuple[Path, pq.FileMetaData]], kept: np.ndarray, folder: Path) -> int:
+    """Write rows to shards named like train-00000-of-00003.parquet.
+
+    Args:
+        shards: to read.
+        kept: numbers of rows of all shards, in order.
+        folder: for the new shards.
+
+    Returns:
+        The number of new shards.
+    """
+    schema = shards[0][1].schema.to_arrow_schema().remove_metadata()
+    with ShardWriter(folder, schema) as writer:
+        for batch in kept_batches(shards, kept):
+            for row in batch.to_pylist():
+                writer.add(row, batch.nbytes // batch.num_rows)
+    return number_shards(folder)
+
+
+def kept_batches(
+    shards: list[tuple[Path, pq.FileMetaData]], kept: np.ndarray
+) -> Iterator[pa.RecordBatch]:
+    """The rows with the numbers `kept`, a few at a time."""
+    is_kept = np.zeros(sum(metadata.num_rows for _, metadata in shards), bool)
+    is_kept[kept] = True
+    first = 0
+    with tqdm(desc="copying", total=len(kept), unit="pair", disable=None) as bar:
+        for path, metadata in shards:
+            with (
+                one_line_errors(path),
+                pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BYTES) as opened,
+            ):
+                for index in range(metadata.num_row_groups):
+                    stop = first + metadata.row_group(index).num_rows
+                    batches = ()
+                    if is_kept[first:stop].any():
+                        batches = opened.iter_batches(BATCH_ROWS, [index], use_threads=False)
+                    for batch in batches:
+                        chosen = batch.filter(pa.array(is_kept[first : first + batch.num_rows]))
+                        first += batch.num_rows
+                        bar.update(chosen.num_rows)
+                        if chosen.num_rows:
+                            yield chosen.replace_schema_metadata(None)
+                    first = stop

@@ -1,0 +1,279 @@
+"""Shards and held-out pairs that programs write, and the directories that they write to.
+
+    with move_when_complete(Path("data"), (SHARDS,)) as folder:
+        with ShardWriter(folder, SCHEMA) as writer:
+            writer.add(row, num_bytes)
+
+The schema is the one of timbrooks/instructpix2pix-clip-filtered.
+"""
+
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from diffusers_flax.command_line import ask_before_replacing
+from diffusers_flax.data.shards import UNFINISHED_DIR
+from diffusers_flax.images import open_image
+from diffusers_flax.loading.files import naming_full_disk, remove, write_text
+
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+SCHEMA = pa.schema(
+    {
+        "original_prompt": pa.string(),
+        "original_image": IMAGE,
+        "edit_prompt": pa.string(),
+        "edited_prompt": pa.string(),
+        "edited_image": IMAGE,
+    }
+)
+SHARDS = "train-*-of-*.parquet"
+ROW_GROUP_ROWS = 100
+ROW_GROUP_BYTES = 32 << 20
+SHARD_BYTES = 256 << 20
+MANIFEST = "manifest.json"
+HELD_OUT_LIST = "edits.jsonl"
+HELD_OUT_DIRS = {"original": "original", "edited": "edited", "mask": "masks"}
+HELD_OUT = (*HELD_OUT_DIRS.values(), HELD_OUT_LIST)
+COPIES = (
+    "all pairs with the same original, byte by byte, are held out; copies of it that were saved "
+    "again, in another size or format, are not recognized"
+)
+
+
+class ShardWriter:
+    """Writes rows to shards; a context that writes what is left at the end.
+
+    Args:
+        folder: for the shards.
+        schema: of the rows.
+        name: of a shard, with a place for its number.
+        finished: called with the file and the number of rows of each shard that is complete.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        schema: pa.Schema,
+        name: str = "{:05d}.parquet",
+        finished: Callable[[Path, int], None] = lambda file, num_rows: None,
+    ):
+        self._folder, self._schema, self._name, self._finished = folder, schema, name, finished
+        self.number = 0  # of the next shard, or of the one that is begun
+        self._rows, self._group_bytes = [], 0  # that are not written
+        self._writer, self._num_rows, self._shard_bytes = None, 0, 0
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind:
+            if self._writer:
+                with suppress(OSError):  # the disk is full
+                    self._writer.close()
+                remove(self._file)
+        elif self._rows:
+            self._write_group()
+            self._close_shard()
+
+    def add(self, row: dict, num_bytes: int) -> None:
+        """Add a row; num_bytes: its size."""
+        is_full = len(self._rows) == ROW_GROUP_ROWS
+        if self._rows and (is_full or self._group_bytes + num_bytes > ROW_GROUP_BYTES):
+            self._write_group()
+            if self._shard_bytes + num_bytes > SHARD_BYTES:
+                self._close_shard()
+        self._rows.append(row)
+        self._group_bytes += num_bytes
+        self._shard_bytes += num_bytes
+
+    def _write_group(self) -> None:
+        if not self._writer:
+            self._file = self._folder / self._name.format(self.number)
+            options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+            self._writer = pq.ParquetWriter(self._file, self._schema, **options)
+        with naming_full_disk(self._file):
+            self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
+        self._num_rows += len(self._rows)
+        self._rows, self._group_bytes = [], 0
+
+    def _close_shard(self) -> None:
+        with naming_full_disk(self._file):
+            self._writer.close()
+        self._finished(self._file, self._num_rows)
+        self._writer, self._num_rows, self._shard_bytes = None, 0, 0
+        self.number += 1
+
+
+def image_cell(path: Path) -> dict:
+    """An image file as public datasets store it."""
+    return {"bytes": path.read_bytes(), "path": path.name}
+
+
+def number_shards(folder: Path) -> int:
+    """Name the shards of a directory like train-00000-of-00003.parquet; their number."""
+    files = sorted(folder.glob("*.parquet"))
+    for number, file in enumerate(files):
+        file.rename(folder / f"train-{number:05d}-of-{len(files):05d}.parquet")
+    return len(files)
+
+
+def image_suffix(data: bytes) -> str:
+    """The extension of an image's format."""
+    return f".{open_image(io.BytesIO(data)).format.lower().replace('jpeg', 'jpg')}"
+
+
+def choose_held_out(keys: list[tuple], number: int, seed: int) -> np.ndarray:
+    """Whether each pair is held out, bool (n,).
+
+    Args:
+        keys: see group_originals.
+        number: of original images, or of sequences of turns.
+        seed: of the choice.
+
+    Raises:
+        ValueError: no image is left for training.
+    """
+    groups = group_originals(keys)
+    num_groups = groups.max(initial=-1) + 1
+    if not number < num_groups:
+        raise ValueError(
+            f"--num_held_out {number} must be less than the {num_groups} original images"
+        )
+    return np.isin(groups, np.random.default_rng(seed).permutation(num_groups)[:number])
+
+
+def group_originals(keys: list[tuple]) -> np.ndarray:
+    """The group of each pair, numbered in the order of appearance, int64 (n,).
+
+    Pairs go together if they have the original image, or if one edits the other's result.
+
+    Args:
+        keys: for each pair, a key of its original and of its edited image, and whether it goes with
+            the pair before.
+    """
+    parents = {original: original for original, *_ in keys}
+
+    def root(key):
+        while parents[key] != key:
+            parents[key] = key = parents[parents[key]]
+        return key
+
+    for number, (original, edited, follows) in enumerate(keys):
+        if edited in parents:
+            parents[root(original)] = root(edited)
+        if follows:
+            parents[root(original)] = root(keys[number - 1][0])
+    groups = {}
+    return np.array([groups.setdefault(root(x), len(groups)) for x, *_ in keys], np.int64)
+
+
+def write_held_out(pairs: Iterable[tuple[dict[str, tuple[str, bytes]], dict]], folder: Path) -> int:
+    """Write pairs to original/, edited/ and masks/, and HELD_OUT_LIST for other programs.
+
+    Paths in the list are relative to it; edit_cli.py writes results to results/.
+
+    Args:
+        pairs: (images, texts): {"original", "edited" and maybe "mask": (suffix, bytes)}, and the
+            texts "edit_prompt", "original_prompt" and "edited_prompt", the captions or None.
+        folder: directory.
+
+    Returns:
+        The number of pairs.
+    """
+    lines = []
+    for number, (images, texts) in enumerate(pairs):
+        edit = {"edit": texts["edit_prompt"], "output": f"results/{number:05d}.png"}
+        for role, key in (("original", "input"), ("edited", "truth"), ("mask", "mask")):
+            if role in images:
+                suffix, data = images[role]
+                edit[key] = f"{HELD_OUT_DIRS[role]}/{number:05d}{suffix}"
+                (folder / HELD_OUT_DIRS[role]).mkdir(exist_ok=True)
+                (folder / edit[key]).write_bytes(data)
+        captions = {"input_caption": "original_prompt", "output_caption": "edited_prompt"}
+        edit |= {key: texts[name] for key, name in captions.items() if texts[name]}
+        lines.append(json.dumps(edit, ensure_ascii=False) + "\n")
+    write_text(folder / HELD_OUT_LIST, "".join(lines))
+    return len(lines)
+
+
+def check_directory(flag: str, directory: Path, overwrite: bool) -> None:
+    """Raise a ValueError unless the directory that a flag names may be written.
+
+    Hidden files do not count, except UNFINISHED_DIR. Only shards and held-out pairs of these
+    programs are replaced: shards of other names would join the data, and image directories without
+    HELD_OUT_LIST are the user's.
+
+    Args:
+        flag, directory, overwrite: see ask_before_replacing.
+    """
+    ask_before_replacing(flag, directory, overwrite)
+    listed = {file["file"] for file in read_manifest(directory).get("files", ())}
+    other = [
+        path
+        for path in directory.glob("[!.]*.parquet")
+        if not path.match(SHARDS) and path.name not in listed
+    ]
+    if not (directory / HELD_OUT_LIST).exists():
+        other += [directory / name for name in HELD_OUT if (directory / name).exists()]
+    if first := next(iter([*directory.glob(f"{UNFINISHED_DIR}*"), *other]), None):
+        raise ValueError(
+            f"--{flag} {directory} is not empty ({first.name}); name another, or remove it"
+        )
+
+
+@contextmanager
+def move_when_complete(folder: Path, replaced: tuple[str, ...]) -> Iterator[Path]:
+    """Yield a temporary directory whose content moves to `folder` at the end.
+
+    The temporary directory is folder/.unfinished; while it exists, the loader refuses `folder`. An
+    error or Ctrl-C removes all new files.
+
+    Args:
+        folder: directory, made if absent.
+        replaced: patterns of old files and directories to remove before the move.
+    """
+    # save_whole would replace the directory, with the files that are not listed in `replaced`.
+    existed, unfinished, moved = folder.exists(), folder / UNFINISHED_DIR, []
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        for old in (path for pattern in replaced for path in folder.glob(pattern)):
+            remove(old)
+        for path in sorted(unfinished.iterdir()):
+            moved.append(path.rename(folder / path.name))
+        unfinished.rmdir()
+    except BaseException:
+        for path in (unfinished, *moved):
+            remove(path)
+        if not existed:
+            with suppress(OSError):  # missing, or other files were added
+                folder.rmdir()
+        raise
+
+
+def read_manifest(folder: Path) -> dict:
+    """The manifest of a conversion of archives in a directory; {} without one."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return {}
+    # script.py writes a file of this name too
+    return content if isinstance(content, dict) and "conversion" in content else {}
+
+
+def sets_in(folder: Path, names: set[str]) -> dict[str, str] | None:
+    """{name: licence} of the sets of which a conversion made shards; None: others made them.
+
+    Args:
+        folder: of the shards.
+        names: of the shards.
+    """
+    manifest = read_manifest(folder)
+    is_ours = names <= {file["file"] for file in manifest.get("files", ())}
+    return manifest.get("sets", {}) if is_ours else None

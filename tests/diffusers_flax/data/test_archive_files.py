@@ -1,0 +1,538 @@
+"""Files of sets with archives: hostile archives, parts, indexes, paths, masks of run lengths."""
+
+import gzip
+import io
+import json
+import os
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from edit_sets import (
+    make_set,
+    manifest_of,
+    num_left_out,
+    pairs_of,
+    read_shards,
+    refuse,
+    run,
+    split,
+    write_lines,
+    write_parquet,
+    write_tar,
+)
+from known_sets import plain
+from PIL import Image
+
+from diffusers_flax.data.archives import masks, tar
+from diffusers_flax.data.images import decode_mask
+
+KEPT = ("--max_bad_fraction", "1")
+
+
+def rows_of(*names):
+    """Rows of an index: the pair of each prefix."""
+    return [{"input": f"{x}a.png", "edited": f"{x}b.png", "edit": f"of {x}".strip()} for x in names]
+
+
+def member(name, size=3, **values):
+    info = tarfile.TarInfo(name)
+    info.size = size
+    for key, value in values.items():
+        setattr(info, key, value)
+    return info
+
+
+def tar_bytes(*infos, content=b"abc"):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for info in infos:
+            archive.addfile(info, io.BytesIO(content) if info.isreg() else None)
+    return file.getvalue()
+
+
+def header(info, **options):
+    """A header alone, which may promise any size."""
+    return info.tobuf(**options)
+
+
+SPARSE = bytearray(header(member("hole.png"), format=tarfile.GNU_FORMAT))
+SPARSE[156:157], SPARSE[482:483] = b"S", b"\0"
+SPARSE[386:410] = b"00000000000\0" * 2
+SPARSE[483:495] = b"77777777777\0"
+SPARSE[148:156] = b"        "
+SPARSE[148:156] = b"%06o\0 " % sum(SPARSE)
+GOOD = tar_bytes(member("a.input.png"))
+NOISE = tar_bytes(member("x.png", 60_000), content=os.urandom(60_000))
+DAMAGED = gzip.compress(NOISE)[:30_000] + b"x" + gzip.compress(NOISE, mtime=0)[30_001:]
+LINK, OUTSIDE = "is a link, a device or a sparse file", "has a path outside of the archive"
+NO_TAR = "is truncated, damaged or no tar archive after {} members"
+HOSTILE = {
+    "absolute": (tar_bytes(member("/etc/passwd")), f"the member /etc/passwd {OUTSIDE}"),
+    "parent": (tar_bytes(member("a/../../x.png")), f"the member a/../../x.png {OUTSIDE}"),
+    "long parent": (tar_bytes(member("a/" * 120 + "../x")), OUTSIDE),
+    "symbolic link": (tar_bytes(member("x", 0, type=tarfile.SYMTYPE, linkname="/etc")), LINK),
+    "hard link": (tar_bytes(member("x", 0, type=tarfile.LNKTYPE, linkname="y")), LINK),
+    "device": (tar_bytes(member("x.png", 0, type=tarfile.CHRTYPE)), f"the member x.png {LINK}"),
+    "fifo": (tar_bytes(member("x.png", 0, type=tarfile.FIFOTYPE)), LINK),
+    "sparse": (bytes(SPARSE) + bytes(1024), f"hole.png {LINK}"),
+    "huge": (header(member("x.png", 1 << 40)) + bytes(1024), "x.png has 1099511627776 bytes"),
+    "huge name": (
+        header(member("@LongLink", 1 << 33, type=b"L"), format=tarfile.GNU_FORMAT) + bytes(1024),
+        "a header of",
+    ),
+    "truncated content": (GOOD[:514], NO_TAR.format(1)),
+    "truncated header": (GOOD[:1024] + GOOD[:100], NO_TAR.format(1)),
+    "without an end": (GOOD[:1024], "no end after the last member"),
+    "preallocated": (GOOD[:1024] + bytes(2 << 20), "as an unfinished download has"),
+    "no tar": (b"<html>not found</html>" * 99, NO_TAR.format(0)),
+    "garbage after": (GOOD[:1024] + b"x" * 1024, NO_TAR.format(1)),
+    "empty": (b"", NO_TAR.format(0)),
+    "gzip truncated": (gzip.compress(GOOD, mtime=0)[:-20], "is damaged (Compressed file ended"),
+    "gzip damaged": (DAMAGED, "is damaged"),
+    "gzip of no tar": (gzip.compress(b"text" * 999), NO_TAR.format(0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_archive_is_refused_by_name(tmp_path, capsys, kind):
+    data, words = HOSTILE[kind]
+    folder = tmp_path / "set"
+    write_tar(folder / "good.tar", {"0.input.png": plain(1), "0.output.png": plain(2)})
+    name = "hostile.tar.gz" if "gzip" in kind else "hostile.tar"
+    (folder / name).write_bytes(data)
+    error = refuse(folder, tmp_path / "data", capsys)
+    assert name in error and words in error
+    written = [x.relative_to(tmp_path) for x in tmp_path.rglob("*") if "set" not in x.parts]
+    assert {str(x) for x in written} <= {
+        "data", "data/.unfinished", "data/.unfinished/progress.json"
+    }  # fmt: skip
+    (folder / name).unlink()  # and the same command goes on without it
+    write_tar(
+        folder / "good.tar", {"0.input.png": plain(1), "0.output.png": plain(2), "0.txt": b"x"}
+    )
+    run(folder, tmp_path / "data")
+    assert pairs_of(read_shards(tmp_path / "data")) == {"x": (1, 2)}
+
+
+def test_a_bomb_is_not_unpacked(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tar, "FREE_BYTES", 1 << 16)
+    folder = tmp_path / "set"
+    folder.mkdir()
+    inside = [(f"{n}.input.png", bytes(4 << 20)) for n in range(4)]
+    write_tar(folder / "bomb.tar.gz", inside, "w:gz")
+    error = refuse(folder, tmp_path / "data", capsys)
+    assert "bomb.tar.gz: the member 0.input.png unpacks to over 200 times" in error
+
+
+def odd_header(kind, size, name=b"x"):
+    """A tar header with a size in base 256, which may be negative."""
+    info = tarfile.TarInfo(name.decode())
+    info.type = kind
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    block[124:136] = (size % (1 << 96)).to_bytes(12, "big")
+    block[124] |= 0x80
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+LONG = odd_header(b"L", 4) + b"abc\0" + bytes(508)
+ODD_SIZES = {
+    "many long names": LONG * 5000,
+    "negative long name": odd_header(b"L", -1024) + bytes(2048),
+    "negative extension": odd_header(b"x", -1) + bytes(2048),
+    "negative file": odd_header(b"0", -512) + bytes(2048),
+    "negative unknown": odd_header(b"Z", -(1 << 40)) + bytes(2048),
+    "huge extension": odd_header(b"x", 1 << 50) + bytes(2048),
+}
+
+
+@pytest.mark.parametrize("opener", [bytes, gzip.compress])
+@pytest.mark.parametrize("kind", ODD_SIZES)
+def test_headers_with_odd_sizes(tmp_path, capsys, kind, opener):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    name = "x.tar" if opener is bytes else "x.tar.gz"
+    (folder / name).write_bytes(opener(ODD_SIZES[kind] + bytes(1024)))
+    assert name in refuse(folder, tmp_path / "data", capsys)
+
+
+@pytest.mark.parametrize(
+    "suffixes, words",
+    [
+        ([".000", ".002"], "the part before x.tar.002 is missing"),
+        ([".split.001", ".split.002"], None),
+        ([".split.002", ".split.003"], "the parts before x.tar.split.002 are missing"),
+        ([".part-ab", ".part-ac"], "the parts before x.tar.part-ab are missing"),
+        (["", ".000"], "is there whole and in 1 parts"),
+        ([f".part{n}" for n in range(12)], None),
+        ([".aa", ".ab", ".ac"], None),
+        ([f".{'abcdefghijklmnopqrstuvwxyz'[n // 26]}{chr(97 + n % 26)}" for n in range(30)], None),
+    ],
+)
+def test_parts(tmp_path, capsys, suffixes, words):
+    folder = tmp_path / "set"
+    members = {"0.source.png": plain(1), "0.target.png": plain(2), "0.txt": b"make it 2"}
+    file = write_tar(folder / "x.tar", members)
+    if "" in suffixes:
+        (folder / "x.tar.000").write_bytes(b"")
+    else:
+        split(file, suffixes)
+    (folder / "x.tar.asc").write_bytes(b"a signature")
+    (folder / "x.tar.md").write_bytes(b"a description")
+    if words:
+        assert words in refuse(folder, tmp_path / "data", capsys)
+    else:
+        run(folder, tmp_path / "data")
+        assert pairs_of(read_shards(tmp_path / "data")) == {"make it 2": (1, 2)}
+
+
+@pytest.mark.parametrize(
+    "paths, members, wanted",
+    {
+        "an archive that is not here": (
+            ["part0/0/", "part1/0/", "part2/0/"],
+            {"part1.tar": "part1/0/"},
+            {"of part1/0/": 0},
+        ),
+        "other directories": (["cats/", "dogs/"], {"x.tar": "dogs/"}, {"of dogs/": 0}),
+        "an archive with another number": (["p0/", "p1/"], {"p1.tar": ""}, {"of p1/": 0}),
+        "more in the archive": (["0/", "1/"], {"x.tar": "data/1/"}, {"of 1/": 0}),
+        "more in the index": (["home/set/1/"], {"x.tar": "1/"}, {"of home/set/1/": 0}),
+        "up and down": (["../set/1/"], {"x.tar": "1/"}, {"of ../set/1/": 0}),
+        "by the names of archives": (
+            ["one/", "two/"],
+            {"one.tar": "one/", "two.tar": "two/"},
+            {"of one/": 0, "of two/": 1},
+        ),
+    }.values(),
+)  # fmt: skip
+def test_paths_never_take_the_images_of_another_directory(tmp_path, paths, members, wanted):
+    folder = tmp_path / "set"
+    for number, (name, prefix) in enumerate(members.items()):
+        images = {f"{prefix}a.png": plain(number), f"{prefix}b.png": plain(100 + number)}
+        write_tar(folder / name, images)
+    write_lines(folder / "i.jsonl", rows_of(*paths))
+    run(folder, tmp_path / "data", *KEPT)
+    found = pairs_of(read_shards(tmp_path / "data"))
+    assert found == {text: (n, 100 + n) for text, n in wanted.items()}
+
+
+def test_two_paths_are_never_one_file(tmp_path, capsys):
+    folder = tmp_path / "set"
+    write_tar(folder / "x.tar", {"a.png": plain(1), "b.png": plain(2)})
+    write_lines(folder / "i.jsonl", rows_of("cats/", "dogs/"))
+    error = refuse(folder, tmp_path / "data", capsys)
+    assert "has no pair that can be used (2 rows)" in error
+    # The name of the archive decides, whichever comes first.
+    (folder / "x.tar").rename(folder / "dogs.tar")
+    run(folder, tmp_path / "named")
+    assert pairs_of(read_shards(tmp_path / "named")) == {"of dogs/": (1, 2)}
+    assert num_left_out(tmp_path / "named") == {"no files here": 1}
+
+
+def test_equal_names_are_compared_by_content(tmp_path, capsys):
+    folder = tmp_path / "set"
+    one, other = plain(1), plain(3)
+    assert len(one) == len(other)
+    write_tar(folder / "x.tar", [("a.png", other), ("a.png", one), ("b.png", plain(2))])
+    write_lines(folder / "i.jsonl", rows_of(""))
+    run(folder, tmp_path / "last")  # in one archive, as tar unpacks it
+    assert pairs_of(read_shards(tmp_path / "last")) == {"of": (1, 2)}
+    write_tar(folder / "y.tar", {"b.png": plain(2)})
+    run(folder, tmp_path / "same")
+    write_tar(folder / "y.tar", {"b.png": plain(5)})
+    error = refuse(folder, tmp_path / "other", capsys)
+    assert "b.png is in x.tar (b.png) and y.tar (b.png), with different content" in error
+    names = {f"{n}.tar": {"s.png": plain(n), f"{n}.png": plain(100 + n)} for n in (1, 11)}
+    for name, members in names.items():
+        write_tar(tmp_path / "hints" / name, members)
+    rows = [
+        {"source_archive": f"{n}.tar", "source_file": "s.png", "asset_archive": f"{n}.tar"}
+        | {"target_file": f"{n}.png", "mask_file": None, "instruction": f"{n}"}
+        for n in (1, 11)
+    ]
+    write_lines(tmp_path / "hints" / "i.jsonl", rows)
+    run(tmp_path / "hints", tmp_path / "hinted")
+    assert pairs_of(read_shards(tmp_path / "hinted")) == {"1": (1, 101), "11": (11, 111)}
+
+
+ODD = [
+    {"input": {"path": "a.png"}, "edited": {"bytes": None}, "edit": "x"},
+    {"input": "/", "edited": ".", "edit": "x"},
+    {"input": "https://host/", "edited": "b.png", "edit": "x"},
+    {"input": 3, "edited": ["b.png"], "edit": "x"},
+    {"input": "a.png", "edited": "b.png", "edit": {"a": 1}},
+    {"input": "a.png", "edited": "b.png", "edit": "half a \ud83d letter"},
+    {"input": "\ud83d.png", "edited": "b.png", "edit": "x"},
+    {"input": "a.png", "edited": "b.png", "edit": "x", "mask": {"counts": "~" * 99_999}},
+    {"input": "a.png", "edited": "b.png", "edit": "x", "mask": {"size": [0, 0], "counts": []}},
+    {"input": "a.png", "edited": "b.png", "edit": "x", "mask": {"size": [-1, -1], "counts": [1]}},
+    {"input": "a.png", "edited": "b.png", "edit": "x", "mask": [1, 2, 3, 4]},
+    {"input": "a\0.png", "edited": "b\n.png", "edit": "x"},
+    {"input": ["a.png"] * 100_000, "edited": "c.png", "edit": "x"},
+    {"edited": "b.png", "edit": "x"},
+    {"data": "turns"},
+    {"data": [{"input_images": 1}, "x"]},
+    {},
+    [],
+    "text",
+    None,
+]
+
+
+def test_odd_rows_are_counted_and_the_good_one_stays(tmp_path, capsys):
+    folder = tmp_path / "set"
+    write_tar(folder / "x.tar", {"a.png": plain(1), "b.png": plain(2)})
+    write_lines(folder / "i.jsonl", [*rows_of(""), *ODD])
+    run(folder, tmp_path / "data", *KEPT)
+    assert pairs_of(read_shards(tmp_path / "data")) == {"of": (1, 2)}
+    assert sum(num_left_out(tmp_path / "data").values()) == len(ODD)
+    printed = capsys.readouterr().out
+    assert "line 13: b .png is in no" in printed
+    assert "line 7: a text has no letter at 7" in printed
+    turns = [{"input_images": ["a.png"], "output_images": ["b.png"], "prompt": "good"}]
+    odd = ["x", [3], [{"input_images": ["a.png"]}, "x"], None, {"a": 1}]
+    write_lines(folder / "i.jsonl", [{"data": x} for x in (turns, *odd)])
+    run(folder, tmp_path / "turns", *KEPT)
+    assert pairs_of(read_shards(tmp_path / "turns")) == {"good": (1, 2)}
+
+
+def test_keys_that_nearly_match_a_set(tmp_path, capsys):
+    """Masks and second images stay; keys such as data or conversations are no set by themselves."""
+    folder = tmp_path / "set"
+    write_tar(folder / "x.tar", {f"{x}.png": plain(n) for n, x in enumerate("abcd")})
+    row = {"source_image": "a.png", "target_image": "b.png", "instruction": "x"}
+    more = {"mask_image": "c.png", "reference_image": "d.png", "data": [1], "conversations": []}
+    write_lines(folder / "i.jsonl", [row | more])
+    write_lines(folder / "other.jsonl", [{"data": [1, 2]}, {"data": {}}])
+    run(folder, tmp_path / "data")
+    (row,) = read_shards(tmp_path / "data")
+    assert row["mask_image"]["path"] == "c.png" and row["reference_image"]["path"] == "d.png"
+    assert "other.jsonl: no known keys of images and instruction (data)" in capsys.readouterr().out
+    rows = [{"image": "abc.png", "conversations": [{"from": "human", "value": "what is it"}]}]
+    write_lines(folder / "i.jsonl", rows)
+    error = refuse(folder, tmp_path / "no", capsys)
+    assert "image is not a list of an input and a result" in error
+
+
+def test_indexes_that_are_damaged_are_refused_by_name(tmp_path, capsys):
+    folder = tmp_path / "set"
+    write_tar(folder / "x.tar", {"a.png": plain(1), "b.png": plain(2)})
+    table = pa.Table.from_pylist(rows_of("") * 999)
+    pq.write_table(table, folder / "i.parquet")
+    whole = (folder / "i.parquet").read_bytes()
+    lines = gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows_of("") * 999))
+    for name, data in (
+        ("i.parquet", whole[:-9]),
+        ("i.parquet", b""),
+        ("i.parquet", whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :]),
+        ("i.jsonl.gz", lines[:-9]),
+        ("i.jsonl.gz", b"no gzip"),
+        ("i.json", b'[{"input": "a.png", '),
+    ):
+        (folder / "i.parquet").unlink(missing_ok=True)
+        (folder / name).write_bytes(data)
+        assert f"{name} " in refuse(folder, tmp_path / f"data-{name}", capsys), name
+        (folder / name).unlink()
+
+
+def test_names_with_line_ends_and_bytes_that_are_no_text(tmp_path, capsys):
+    folder, file = tmp_path / "set", io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", encoding="latin-1", format=tarfile.GNU_FORMAT) as x:
+        for name, grey in (("é\n.input.png", 1), ("é\n.output.png", 2)):
+            info = tarfile.TarInfo(name)
+            info.size = len(plain(grey))
+            x.addfile(info, io.BytesIO(plain(grey)))
+        info = tarfile.TarInfo("é\n.txt")
+        info.size = 1
+        x.addfile(info, io.BytesIO(b"x"))
+    folder.mkdir()
+    (folder / "x.tar").write_bytes(file.getvalue())
+    run(folder, tmp_path / "data")
+    assert pairs_of(read_shards(tmp_path / "data")) == {"x": (1, 2)}
+    data = file.getvalue().replace(b".input", b".other")
+    checksum = sum(data[:148]) + 256 + sum(data[156:512])
+    (folder / "x.tar").write_bytes(data[:148] + b"%06o\0 " % checksum + data[156:])
+    error = refuse(folder, tmp_path / "no", capsys)
+    assert "has no pair that can be used" in error
+
+
+def test_an_array_of_json_is_an_index(tmp_path, capsys):
+    folder = tmp_path / "set"
+    write_tar(folder / "x.tar", {"a.png": plain(1), "b.png": plain(2)})
+    for name, opener in (("i.json", open), ("i.json.gz", gzip.open)):
+        with opener(folder / name, "wt") as file:
+            json.dump(rows_of(""), file, indent=1)
+        run(folder, tmp_path / name)
+        assert pairs_of(read_shards(tmp_path / name)) == {"of": (1, 2)}
+        (folder / name).unlink()
+
+
+def write_images(folder, prefix, grey):
+    """The pair of a prefix, as image files."""
+    for kind, value in (("a", grey), ("b", 100 + grey)):
+        file = folder / f"{prefix}{kind}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(plain(value))
+
+
+def test_an_index_does_not_take_files_of_another_set(tmp_path):
+    """Two sets with the same names below one directory, packed or not; a file of one is missing."""
+    for packed in (True, False):
+        root, out = tmp_path / f"sets-{packed}", tmp_path / f"data-{packed}"
+        for name, grey in (("cats", 0), ("dogs", 20)):
+            here = root / name
+            rows = rows_of("images/0/", "images/1/")
+            rows = [row | {"edit": f"{name} {row['edit']}"} for row in rows]
+            write_lines(here / "lists" / "metadata.jsonl", rows)
+            if packed:
+                members = {"images/0/a.png": plain(grey), "images/0/b.png": plain(100 + grey)}
+                if name == "dogs":
+                    members |= {"images/1/a.png": plain(21), "images/1/b.png": plain(121)}
+                write_tar(here / "data" / "x.tar", members)
+            else:
+                write_images(here, "images/0/", grey)
+                if name == "dogs":
+                    write_images(here, "images/1/", 21)
+        run(root, out, "--max_bad_fraction", "1")
+        assert pairs_of(read_shards(out)) == {
+            "cats of images/0/": (0, 100),
+            "dogs of images/0/": (20, 120),
+            "dogs of images/1/": (21, 121),
+        }
+        assert manifest_of(out)["left_out"]["no files here"]["count"] == 1
+
+
+def test_a_member_that_is_missing_is_no_member_of_the_other_archive(tmp_path):
+    """ImgEdit with a second archive of the same names but for the first directory."""
+    root = tmp_path / "set"
+    pairs = make_set("sysuyy/ImgEdit", root)
+    rows, members = [], {}
+    for n in range(8):
+        base = f"results_add_part1/{n:05d}"
+        members |= {f"{base}/original.png": plain(30 + n), f"{base}/result.png": plain(130 + n)}
+        row = {"input_images": [f"{base}/original.png"], "output_images": [f"{base}/result.png"]}
+        rows.append(row | {"prompt": f"part 1 {n}"})
+        pairs[f"part 1 {n}"] = (30 + n, 130 + n)
+    write_parquet(root / "Parquet" / "add_part1.parquet", rows)
+    del members["results_add_part1/00003/result.png"], pairs["part 1 3"]
+    write_tar(root / "Singleturn" / "add_part1.tar", members)
+    run(root, tmp_path / "data")
+    assert pairs_of(read_shards(tmp_path / "data")) == pairs
+    found = manifest_of(tmp_path / "data")["left_out"]
+    assert found["a file is missing"]["examples"] == [
+        "add_part1.parquet row 4: results_add_part1/00003/result.png is in no archive or directory"
+    ]
+    for part in (root / "Singleturn").glob("add_part0*"):
+        part.unlink()
+    run(root, tmp_path / "part")
+    kept = {text: greys for text, greys in pairs.items() if not text.startswith("add")}
+    assert pairs_of(read_shards(tmp_path / "part")) == kept and len(kept) == 9
+    assert manifest_of(tmp_path / "part")["left_out"]["no files here"]["count"] == 8
+
+
+def test_a_webdataset_beside_an_index_is_read_too(tmp_path, capsys):
+    root = tmp_path / "sets"
+    pairs = make_set("sysuyy/ImgEdit", root / "imgedit") | make_set("OPPOer/X2Edit-Dataset", root)
+    write_tar(root / "other.tar", {f"results_other/{n}.png": plain(n) for n in range(3)})
+    run(root, tmp_path / "data")
+    assert pairs_of(read_shards(tmp_path / "data")) == pairs
+    printed = capsys.readouterr().out
+    assert "set         OPPOer/X2Edit-Dataset" in printed
+    assert "not read    1 archives with files that no index here names: other.tar" in printed
+    assert manifest_of(tmp_path / "data")["not_read"] == ["other.tar"]
+
+
+def test_columns_of_lists_are_as_many_pairs(tmp_path):
+    names = [("a.png", "b.png"), ("b.png", "c.png"), ("c.png", "a.png")]
+    members = {name: plain(n) for n, name in enumerate(("a.png", "b.png", "c.png"))}
+    write_tar(tmp_path / "set" / "x.tar", members)
+    inputs, edited = zip(*names)
+    columns = {"input": inputs, "edited": edited, "instruction": ["one", "two", " "]}
+    (tmp_path / "set" / "i.json").write_text(json.dumps(columns))
+    (tmp_path / "set" / "y.tar.xz").write_bytes(b"another archive, which no pair needs")
+    run(tmp_path / "set", tmp_path / "data", "--max_bad_fraction", "0.5")
+    rows = read_shards(tmp_path / "data")
+    assert pairs_of(rows) == {"one": (0, 1), "two": (1, 2)}
+    table = pa.Table.from_pylist(
+        [row | {"edit_prompt": text} for row, text in zip(rows, ("one", " "))]
+    )
+    (tmp_path / "shards").mkdir()
+    pq.write_table(table, tmp_path / "shards" / "train-00000-of-00001.parquet")
+    run(tmp_path / "shards", tmp_path / "again", "--max_bad_fraction", "0.5")
+    assert [row["edit_prompt"] for row in read_shards(tmp_path / "again")] == ["one"]
+
+
+def test_masks_of_run_lengths(tmp_path):
+    """[height, width], columns first; the text has 5 bits of a number in a character."""
+    grid = np.zeros((5, 7), bool)
+    grid[1:4, 2:6] = True
+    flat = grid.T.ravel()
+    starts = np.flatnonzero(np.diff(flat.astype(int), prepend=0, append=0))
+    counts = np.diff(np.concatenate([[0], starts, [35]])).tolist()
+    assert masks.decode_counts("02203") == [0, 2, 2, 2, 5]  # 0 and 3 more than two before
+    for given in (counts, "".join(map(encode_number, differences_of(counts)))):
+        mask = {"size": [5, 7], "counts": given}
+        assert (
+            np.asarray(Image.open(io.BytesIO(masks.run_lengths_to_png(mask)))) == grid * 255
+        ).all()
+    with pytest.raises(ValueError, match="do not fill 7x5"):
+        masks.run_lengths_to_png({"size": [5, 7], "counts": counts[:-1]})
+    folder = tmp_path / "set"
+    write_tar(folder / "x.tar", {"a.png": plain(1, (5, 7)), "b.png": plain(2, (5, 7))})
+    row = {"input_images": ["a.png"], "output_images": ["b.png"], "prompt": "x"}
+    write_lines(folder / "i.jsonl", [row | {"mask": {"size": [5, 7], "counts": counts}}])
+    run(folder, tmp_path / "data")
+    (row,) = read_shards(tmp_path / "data")
+    assert (decode_mask(row["mask_image"]["bytes"]) == grid * 255).all()
+
+
+def differences_of(counts):
+    return [n - (counts[i - 2] if i > 2 else 0) for i, n in enumerate(counts)]
+
+
+def encode_number(number):
+    """A signed number in 5 bits a character from the lowest, 32 if more follow, plus 48."""
+    text = ""
+    while True:
+        bits, number = number & 31, number >> 5
+        more = number != (-1 if bits & 16 else 0)
+        text += chr(48 + bits + 32 * more)
+        if not more:
+            return text
+
+
+def test_ambiguous_names(tmp_path, capsys):
+    """Equal names in two archives: the one with the edited image's archive, or none."""
+    folder = tmp_path / "set"
+    write_tar(folder / "a.tar", {"in.png": plain(1), "out_a.png": plain(2)})
+    write_tar(folder / "b.tar", {"in.png": plain(3, (9, 9)), "out_b.png": plain(4)})
+    write_tar(folder / "c.tar", {"out_c.png": plain(5)})
+    rows = [{"input": "in.png", "edited": f"out_{k}.png", "edit": k} for k in "abc"]
+    write_lines(folder / "i.jsonl", rows)
+    run(folder, tmp_path / "data", "--max_bad_fraction", "0.5")
+    assert pairs_of(read_shards(tmp_path / "data")) == {"a": (1, 2), "b": (3, 4)}
+    assert (
+        "in.png is in a.tar (in.png) and b.tar (in.png), with different content"
+        in capsys.readouterr().out
+    )
+
+
+def test_the_same_names_and_texts_as_tarfile(tmp_path):
+    """Long names, PAX times and directories, read by ours and by tarfile."""
+    for number, form in enumerate((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
+        file = tmp_path / f"{number}.tar"
+        names = ["./a/b.png", "x" * 90, *["d/" * 60 + f"{n}.png" for n in range(3)], "ü.png"]
+        with tarfile.open(file, "w", format=form) as archive:
+            archive.addfile(member("a", 0, type=tarfile.DIRTYPE))
+            for name in names:
+                archive.addfile(member(name, 700, mtime=1.5), io.BytesIO(name.encode() * 700))
+        (found,) = [x for x in tar.find_archives(tmp_path, [file])]
+        with tar.Parts(found.parts) as parts, tarfile.open(file) as archive:
+            ours = {name: parts.at(at, size) for name, at, size in tar.list_members(found)}
+            theirs = {x.name: archive.extractfile(x).read() for x in archive if x.isreg()}
+        assert ours == {name.removeprefix("./"): data for name, data in theirs.items()}
