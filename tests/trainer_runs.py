@@ -87,7 +87,7 @@ def make_reports(folder, start_step=0, **flags):
     dataset = SimpleNamespace(
         sizes=((16, 16),),
         passes=lambda step: {},
-        describe_epoch=lambda multiple: "no pairs",
+        describe_epoch=lambda: "no pairs",
         describe_sizes=lambda: "",
     )
     batches = SimpleNamespace(

@@ -25,7 +25,6 @@ from diffusers_flax.messages import differences
 # Fewer parts need less memory in one process; with many processes, more parts mean less reading.
 DEFAULT_PARTS = 4
 BATCHES_BEFORE_END = 64  # of an epoch, when a stream begins to fetch the next one
-MIN_LEFT_OUT = 0.01  # fraction of unused pairs above which a better batch size is suggested
 
 
 def register_with_torch(dataset_class: type) -> None:
@@ -160,50 +159,19 @@ class ParquetImagePairs(StoredPairs):
 
     def _check_enough_rows(self, batch_size: int) -> None:
         """Raise a ValueError if a directory has less than one batch."""
-        process_count, max_rows = self.processes.process_count, self.reading.max_rows
         is_shared = len(self.directory_rows) == 1
-        num_rows, num_sharing = min(self.directory_rows), process_count if is_shared else 1
-        if num_rows >= batch_size * num_sharing:
-            return
-        source = self.train_data_dir if is_shared else "the directory with the fewest rows"
-        if max_rows is not None:
-            source = f"--max_train_samples {max_rows} of {source}"
-        most = num_rows // num_sharing
-        remedy = f"use at most {most} pairs per process, --train_batch_size {most * process_count}"
-        if num_rows < num_sharing:
-            remedy = f"use at most {num_rows} processes"
-        raise ValueError(
-            f"a batch of {batch_size} pairs on each of {num_sharing} process(es) needs "
-            f"{batch_size * num_sharing} pairs, but {source} has {num_rows}; {remedy}"
-        )
+        num_rows = min(self.directory_rows)
+        needed = batch_size * (self.processes.process_count if is_shared else 1)
+        if num_rows < needed:
+            source = self.train_data_dir if is_shared else "the directory with the fewest rows"
+            raise ValueError(
+                f"{source} has {num_rows} pairs, fewer than a batch of {needed}; use a smaller "
+                "batch, fewer processes or more pairs"
+            )
 
-    def describe_epoch(self, multiple: int = 1) -> str:
-        """Say how many pairs an epoch uses, and suggest a smaller batch that leaves out fewer.
-
-        Args:
-            multiple: divisor of the global batch size.
-
-        Returns:
-            "16 of 24 pairs per epoch (24 with --train_batch_size 12)". A batch size, at least half
-            of the present one, is suggested if more than MIN_LEFT_OUT of the pairs are left out,
-            but not with sizes: a smaller batch would have other sizes.
-        """
-        global_batch_size = self._stream_identity["global_batch_size"]
-        processes = global_batch_size // self.batch_size
-        sharing = processes if len(self.directory_rows) == 1 else 1  # processes per directory
-
-        def num_used(size):
-            return min(self.directory_rows) // (size // processes * sharing) * size
-
-        used, step = self.epoch_rows, math.lcm(multiple, processes)
-        smaller = range(global_batch_size - step, (global_batch_size - 1) // 2, -step)
-        best = max(smaller, key=num_used, default=global_batch_size)  # the largest of equals
-        text = f"{used} of {self.num_rows} pairs per epoch"
-        if self.directory_sizes is None and used < min(
-            num_used(best), (1 - MIN_LEFT_OUT) * self.num_rows
-        ):
-            text += f" ({num_used(best)} with --train_batch_size {best})"
-        return text
+    def describe_epoch(self) -> str:
+        """Say how many pairs an epoch uses: "16 of 24 pairs per epoch"."""
+        return f"{self.epoch_rows} of {self.num_rows} pairs per epoch"
 
     def describe_sizes(self) -> str:
         """Number of pairs of each size over all processes; "" without sizes.

@@ -55,35 +55,24 @@ class Decoding:
                 )
         if latents is None:
             return
-        if self.transform.random_crop:
-            raise ValueError(
-                "latents are of the centre of each image; add --no_random_crop (it changes nothing "
-                "for square images)"
-            )
-        resolution, resample = self.transform.resolution, self.transform.resample
-        for name, value in (("resolution", resolution), ("image_interpolation_mode", resample)):
-            if latents[name] != value:
-                raise ValueError(
-                    f"{folder} contains latents of --{name} {latents[name]}, not {value}; "
-                    f"use --{name} {latents[name]}, or another directory for new latents"
-                )
-        if "sizes" not in latents and {*self.sizes} != {(resolution, resolution)}:
-            raise ValueError(
-                f"{folder} contains latents of squares; leave out {BUCKETS}, or use another "
-                "directory for new latents"
-            )
-        stored = [(w, h) for h, w in latents.get("sizes", ())]
-        if not {*stored} <= {*self.sizes}:
-            raise ValueError(
-                f"{folder} contains latents of several sizes; use {BUCKETS} "
-                f"{' '.join(map(size_name, stored))} with this --train_data_dir alone, or another "
-                "directory for new latents"
-            )
-        if self.transform.micro_conditioning and not has_time_ids(group):
-            raise ValueError(
-                f"{group.path} has no time ids of SDXL; delete the directory and make the "
-                "latents again"
-            )
+        transform = self.transform
+        square = (transform.resolution,) * 2
+        stored = {(w, h) for h, w in latents.get("sizes", [square])}
+        remedy = "use this, or another directory for new latents"
+        problem = ""
+        if transform.random_crop:
+            problem, remedy = "the centre of each image", "add --no_random_crop"
+        elif latents["resolution"] != transform.resolution:
+            problem = f"--resolution {latents['resolution']}, not {transform.resolution}"
+        elif latents["image_interpolation_mode"] != transform.resample:
+            made = latents["image_interpolation_mode"]
+            problem = f"--image_interpolation_mode {made}, not {transform.resample}"
+        elif not stored <= {*self.sizes} or ("sizes" not in latents and self.sizes != (square,)):
+            problem = f"{BUCKETS} {' '.join(map(size_name, sorted(stored)))}, not {self.sizes}"
+        elif transform.micro_conditioning and not has_time_ids(group):
+            problem, remedy = "no time ids of SDXL", "delete them and make them again"
+        if problem:
+            raise ValueError(f"{folder} contains latents of {problem}; {remedy}")
 
     def image_specs(self, size: int = 0) -> dict[str, tuple[tuple[int, ...], type]]:
         """{name in a batch: (shape, dtype) of a row} of both images or latents; size: an index."""

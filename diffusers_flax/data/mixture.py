@@ -146,20 +146,15 @@ class Mixture:
         """Raise a ValueError for sets of latents beside sets of images, or too small sets."""
         first = self.sets[0]
         for pairs, drawing, share in zip(self.sets, self._drawing, self.shares):
-            kinds = ["latents" if x.latents else "images" for x in (first, pairs)]
-            if kinds[0] != kinds[1]:
+            made = [
+                [(x.latents or {}).get(name) for name in ("vae", "shape")] for x in (first, pairs)
+            ]
+            if made[0] != made[1]:
                 raise ValueError(
-                    f"--train_data_dir {first.train_data_dir} has {kinds[0]} and "
-                    f"{pairs.train_data_dir} {kinds[1]}; give sets of one kind, latents of all "
-                    "sets are made with cache_latents.py"
+                    f"--train_data_dir {first.train_data_dir} and {pairs.train_data_dir}: one has "
+                    "latents and the other images, or latents of another VAE or size; make the "
+                    "latents of all sets with one VAE and --resolution"
                 )
-            for name in ("vae", "shape"):
-                if (first.latents or {}).get(name) != (pairs.latents or {}).get(name):
-                    raise ValueError(
-                        f"--train_data_dir {first.train_data_dir} and {pairs.train_data_dir} have "
-                        "latents of different VAEs or sizes; make them with one VAE and "
-                        "--resolution"
-                    )
             rows, B = min(pairs.directory_rows), len(drawing)
             if rows < share * B:
                 raise ValueError(
@@ -178,7 +173,7 @@ class Mixture:
         """Replaced pairs in the batches of this object."""
         return sum(pairs.num_bad for pairs in self.sets)
 
-    def describe_epoch(self, multiple: int = 1) -> str:
+    def describe_epoch(self) -> str:
         """Describe the sets: pairs, fraction of a batch, steps of a pass, masks."""
         sets = [
             f"{name} ({pairs.num_rows} pairs, {share:.1%} of a batch, a pass takes "
@@ -342,29 +337,19 @@ def check_sets(
     """Raise a ValueError for directories, weights or sizes that do not fit together."""
     if not train_data_dirs:
         raise ValueError("--train_data_dir is empty; name a directory of *.parquet files")
-    paths = [Path(directory).resolve() for directory in train_data_dirs]
-    for directory, path in zip(train_data_dirs, paths):
-        if paths.count(path) > 1:
-            raise ValueError(
-                f"--train_data_dir {directory} is given {paths.count(path)} times; name it once, "
-                "and raise its weight with --train_data_weights"
-            )
-    if sizes is not None and len(paths) > 1:
+    if len({Path(directory).resolve() for directory in train_data_dirs}) < len(train_data_dirs):
         raise ValueError(
-            f"{BUCKETS} goes with one --train_data_dir; give one directory, or leave out {BUCKETS}"
+            f"--train_data_dir {' '.join(map(str, train_data_dirs))} names a directory twice; name "
+            "it once, and raise its weight with --train_data_weights"
         )
+    is_mixture = len(train_data_dirs) > 1
+    if sizes is not None and is_mixture:
+        raise ValueError(f"{BUCKETS} goes with one --train_data_dir; leave out {BUCKETS}")
     if not weights:
         return
-    if len(paths) == 1:
-        raise ValueError(
-            "--train_data_weights goes with several --train_data_dir; leave it out, or name more"
-        )
     given = f"--train_data_weights {' '.join(f'{weight:g}' for weight in weights)}"
-    if len(weights) != len(train_data_dirs):
-        raise ValueError(
-            f"{given} has {len(weights)} weights for {len(train_data_dirs)} --train_data_dir; "
-            "give one for each"
-        )
+    if not is_mixture or len(weights) != len(train_data_dirs):
+        raise ValueError(f"{given}: give a weight for each of several --train_data_dir, or none")
     if not all(0 < weight < math.inf for weight in weights):
         raise ValueError(
             f"{given} must be above 0 and finite; leave a set out of --train_data_dir to draw "

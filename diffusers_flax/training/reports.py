@@ -336,9 +336,8 @@ class Reports:
 def describe_run(config, num_steps, checkpoints, plan, reports):
     """Yield lines about the size of a run, its devices and its first step; args as for Reports."""
     num_params, dataset = checkpoints.num_params, reports.batches.dataset
-    multiple = jax.device_count() * config.gradient_accumulation_steps
     yield (
-        f"training {num_params:,} parameters on {dataset.describe_epoch(multiple)}: "
+        f"training {num_params:,} parameters on {dataset.describe_epoch()}: "
         f"{config.train_batch_size} pairs per step on {jax.device_count()} device(s), "
         f"{jax.devices()[0].device_kind}"
     )

@@ -7,12 +7,12 @@ from collections import defaultdict
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from diffusers_flax.data.scores import Wanted, copy_best
 from helpers import files_of
 from shards import IMAGE, plain, write_numbered
 
 import parquet_processing
 from diffusers_flax.data import scores
-from diffusers_flax.data.scores import Wanted, copy_best
 from diffusers_flax.data.writing import SCHEMA
 
 SCORES = ("clip_text_original", "clip_text_edited", "clip_image", "clip_direction")

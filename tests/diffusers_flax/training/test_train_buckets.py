@@ -168,7 +168,7 @@ def test_latents_of_sizes(model, data, tmp_path, monkeypatch, capsys):
         assert stop.value.code == 2
         return capsys.readouterr().err.splitlines()[-1]
 
-    assert "latents of several sizes; use --aspect_ratio_buckets 12x20 16x16 20x12" in error()
+    assert "latents of --aspect_ratio_buckets 12x20 16x16 20x12" in error()
     some = error(aspect_ratio_buckets=("16x16", "12x20"))
     assert "12x20 16x16 20x12 with this --train_data_dir alone, or another directory" in some
     with pytest.raises(ValueError, match="20x12 with this --train_data_dir alone"):
@@ -189,7 +189,7 @@ def test_latents_of_sizes(model, data, tmp_path, monkeypatch, capsys):
         )
         with pytest.raises(SystemExit):
             run_trainer(config, monkeypatch)
-        assert "latents of squares; leave out --aspect_ratio_buckets" in capsys.readouterr().err
+        assert "contains latents of --aspect_ratio_buckets 16x16, not" in capsys.readouterr().err
 
 
 @pytest.mark.slow
