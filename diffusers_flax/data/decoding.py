@@ -68,7 +68,10 @@ class Decoding:
             made = latents["image_interpolation_mode"]
             problem = f"--image_interpolation_mode {made}, not {transform.resample}"
         elif not stored <= {*self.sizes} or ("sizes" not in latents and self.sizes != (square,)):
-            problem = f"{BUCKETS} {' '.join(map(size_name, sorted(stored)))}, not {self.sizes}"
+            made, wanted = (
+                " ".join(map(size_name, sorted(sizes))) for sizes in (stored, self.sizes)
+            )
+            problem = f"{BUCKETS} {made}, not {wanted}"
         elif transform.micro_conditioning and not has_time_ids(group):
             problem, remedy = "no time ids of SDXL", "delete them and make them again"
         if problem:

@@ -458,13 +458,6 @@ def test_columns_of_lists_are_as_many_pairs(tmp_path):
     run(tmp_path / "set", tmp_path / "data", "--max_bad_fraction", "0.5")
     rows = read_shards(tmp_path / "data")
     assert pairs_of(rows) == {"one": (0, 1), "two": (1, 2)}
-    table = pa.Table.from_pylist(
-        [row | {"edit_prompt": text} for row, text in zip(rows, ("one", " "))]
-    )
-    (tmp_path / "shards").mkdir()
-    pq.write_table(table, tmp_path / "shards" / "train-00000-of-00001.parquet")
-    run(tmp_path / "shards", tmp_path / "again", "--max_bad_fraction", "0.5")
-    assert [row["edit_prompt"] for row in read_shards(tmp_path / "again")] == ["one"]
 
 
 def test_masks_of_run_lengths(tmp_path):

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from edit_sets import (
     SETS,
@@ -25,7 +23,7 @@ from edit_sets import (
     write_lines,
     write_tar,
 )
-from known_sets import SCHEMAS, plain, write_known
+from known_sets import plain, write_known
 from PIL import Image
 from shards import encode, smooth
 from trainer_runs import config_of, read_metrics, run_trainer
@@ -348,26 +346,6 @@ def test_files_of_a_gzipped_archive_wait_on_disk(tmp_path, monkeypatch):
     assert list(pairs) == [str(n) for n in [*range(6), *(n for n in orders[1] if n > 5)]]
 
 
-@pytest.mark.parametrize("name", ["Bin1117/AnyEdit", "BryanW/HumanEdit", "TIGER-Lab/OmniEdit"])
-def test_shards_are_converted_too(tmp_path, capsys, name, monkeypatch):
-    """So that pairs with faults can be left out; a second image and masks stay."""
-    (known,) = [x for x in SCHEMAS if x.startswith(name)]
-    folder = write_known(tmp_path / "set", known, 9, row_group_size=4)
-    small_shards(monkeypatch)
-    run(folder, tmp_path / "data", "--drop", "duplicate")
-    rows = read_shards(tmp_path / "data")
-    text = "{}.0" if "Omni" in name else "{}"
-    assert pairs_of(rows) == {text.format(n): (n, 255 - n) for n in range(9)}
-    assert ("reference_image" in rows[0]) == ("AnyEdit" in name)
-    assert ("mask_image" in rows[0]) == ("HumanEdit" in name)
-    assert ("Omni" not in name) or rows[2]["edit_prompt"] == ["2.0", "2.1", "2.2"]
-    assert f"set         {known} by its columns, " in capsys.readouterr().out
-    # From the middle of a row group on, nothing before it is read.
-    (shard,) = folder.glob("*.parquet")
-    found = pairs.rows_from(shard, 6)
-    assert [grey_of(x.column(names.original)[n].as_py()) for names, x, n in found] == [6, 7, 8]
-
-
 def faulty_set(folder):
     """Pairs of one kind each; the first of two is kept."""
     one, two = smooth(1, 96, 96), smooth(2, 96, 96)
@@ -426,41 +404,14 @@ def test_pairs_with_faults_are_counted_and_left_out_if_asked(tmp_path, capsys):
     assert "--drop frame is unknown; choose from" in error
 
 
-def test_rows_of_shards_that_are_no_text_or_in_damaged_pages(tmp_path):
-    folder = tmp_path / "set"
-    write_known(folder, "BryanW/HumanEdit", 8, row_group_size=4)
-    (shard,) = folder.glob("*.parquet")
-    data = shard.read_bytes()
-    texts = pq.read_table(shard)["EDITING_INSTRUCTION"].to_pylist()
-    assert texts == list("01234567")
-    table = pq.read_table(shard)
-    column = pa.array([b"\xff" if x == "1" else x.encode() for x in texts]).view(pa.string())
-    place = table.schema.get_field_index("EDITING_INSTRUCTION")
-    pq.write_table(table.set_column(place, "EDITING_INSTRUCTION", column), shard, row_group_size=4)
-    run(folder, tmp_path / "data", *KEPT)
-    assert list(pairs_of(read_shards(tmp_path / "data"))) == list("0234567")
-    assert num_left_out(tmp_path / "data") == {"damaged": 1}
-    group = pq.read_metadata(shard).row_group(0)
-    columns = map(group.column, range(group.num_columns))
-    chunk = next(x for x in columns if x.path_in_schema == "OUTPUT_IMG.bytes")
-    start = chunk.dictionary_page_offset or chunk.data_page_offset
-    data = bytearray(shard.read_bytes())
-    data[start : start + 40] = b"\xff" * 40
-    shard.write_bytes(data)
-    run(folder, tmp_path / "damaged", *KEPT)
-    assert list(pairs_of(read_shards(tmp_path / "damaged"))) == list("4567")
-    assert num_left_out(tmp_path / "damaged") == {"damaged": 4}
-
-
 def test_filtered_shards_keep_set_and_licence(tmp_path, capsys):
     pairs = make_set(SEED, tmp_path / "set")
     run(tmp_path / "set", tmp_path / "data")
     capsys.readouterr()
     run(tmp_path / "data", tmp_path / "clean", "--drop", "unreadable")
     printed = capsys.readouterr().out
-    assert f"set         {SEED} by its columns, CC-BY-NC-4.0" in printed
-    assert printed.count("licence     CC-BY-NC-4.0 forbids commercial use") == 3
-    assert "timbrooks" not in printed and "not read" not in printed
+    assert printed.count("licence     CC-BY-NC-4.0 forbids commercial use") == 1
+    assert "timbrooks" not in printed and f"by edit_prompt, of {SEED}" in printed
     manifests = [manifest_of(tmp_path / name) for name in ("data", "clean")]
     assert manifests[0]["sets"] == manifests[1]["sets"] and len(manifests[0]["sets"]) == 2
     assert pairs_of(read_shards(tmp_path / "clean")) == pairs

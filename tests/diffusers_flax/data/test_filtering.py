@@ -1,5 +1,6 @@
-"""parquet_processing.py --min_clip_*: rows of shards with scores are chosen and copied."""
+"""parquet_processing.py --pairs with shards: rows are chosen by scores and faults, and copied."""
 
+import json
 import random
 import re
 from collections import defaultdict
@@ -7,12 +8,14 @@ from collections import defaultdict
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from diffusers_flax.data.scores import Wanted, copy_best
+from edit_sets import run
 from helpers import files_of
+from known_sets import SCHEMAS, known_rows
 from shards import IMAGE, plain, write_numbered
 
 import parquet_processing
-from diffusers_flax.data import scores
+from diffusers_flax.data import writing
+from diffusers_flax.data.filtering import Choice, filter_shards
 from diffusers_flax.data.writing import SCHEMA
 
 SCORES = ("clip_text_original", "clip_text_edited", "clip_image", "clip_direction")
@@ -76,7 +79,7 @@ def chosen(rows, text, image, direction, num_kept):
 def test_rows_are_chosen_as_one_by_one(tmp_path, wanted):
     rows = random_rows(120)
     source = write(tmp_path / "data", [rows[:47], [], rows[47:]])
-    report = copy_best(source, tmp_path / "clean", Wanted(*wanted))
+    report = filter_shards(source, tmp_path / "clean", Choice(*wanted))
     found = pq.read_table(tmp_path / "clean")
     numbers = chosen(rows, *wanted)
     assert 0 < len(numbers) < 120 and found["sample"].to_pylist() == numbers
@@ -113,7 +116,7 @@ def test_shards_with_scores_are_not_converted_without_a_choice(tmp_path, monkeyp
     write(tmp_path / "data", [[row(n) for n in range(10)]])
     with pytest.raises(SystemExit, match="2"):
         parquet_processing.main(["--pairs", "data", "--output_dir", "clean"])
-    assert "--pairs data has pairs by make_pairs.py, which training" in capsys.readouterr().err
+    assert "--pairs data has shards, which training reads" in capsys.readouterr().err
     assert not (tmp_path / "clean").exists()
     held_out = ["--num_held_out", "2", "--held_out_dir", "held_out"]
     parquet_processing.main(["--pairs", "data", "--output_dir", "clean", *held_out])
@@ -123,19 +126,19 @@ def test_shards_with_scores_are_not_converted_without_a_choice(tmp_path, monkeyp
 def test_a_threshold_is_compared_in_double_precision(tmp_path):
     """As make_pairs.py does: float32 of 0.7 is below 0.7, float32 of 0.2 above 0.2."""
     source = write(tmp_path / "data", [[row(0, clip_image=0.7, clip_direction=0.2), row(1)]])
-    copy_best(source, tmp_path / "direction", Wanted(min_clip_direction=0.2))
+    filter_shards(source, tmp_path / "direction", Choice(min_clip_direction=0.2))
     assert pq.read_table(tmp_path / "direction")["sample"].to_pylist() == [0, 1]
-    copy_best(source, tmp_path / "image", Wanted(min_clip_image=0.7))
+    filter_shards(source, tmp_path / "image", Choice(min_clip_image=0.7))
     assert pq.read_table(tmp_path / "image")["sample"].to_pylist() == [1]
 
 
 def test_shards_and_row_groups_are_limited(tmp_path, monkeypatch):
     rows = [row(n) for n in range(60)]
     size = sum(map(len, (rows[0]["original_image"]["bytes"], rows[0]["edited_image"]["bytes"])))
-    monkeypatch.setattr(scores, "ROW_GROUP_BYTES", 14 * size)
-    monkeypatch.setattr(scores, "SHARD_BYTES", 40 * size)
+    monkeypatch.setattr(writing, "ROW_GROUP_BYTES", 14 * size)
+    monkeypatch.setattr(writing, "SHARD_BYTES", 40 * size)
     source = write(tmp_path / "data", [rows[:30], rows[30:]])
-    copy_best(source, tmp_path / "clean", Wanted(num_kept=55))
+    filter_shards(source, tmp_path / "clean", Choice(num_kept=55))
     files = sorted((tmp_path / "clean").glob("*.parquet"))
     assert [x.name for x in files] == [f"train-{n:05d}-of-00003.parquet" for n in range(3)]
     groups = [pq.read_metadata(x).row_group(n).num_rows for x in files
@@ -146,8 +149,31 @@ def test_shards_and_row_groups_are_limited(tmp_path, monkeypatch):
 
 def test_only_the_first_pairs(tmp_path):
     source = write(tmp_path / "data", [random_rows(40), [row(99)]])
-    copy_best(source, tmp_path / "clean", Wanted(num_kept=40), max_pairs=7)
+    filter_shards(source, tmp_path / "clean", Choice(num_kept=40, max_pairs=7))
     assert pq.read_table(tmp_path / "clean")["sample"].to_pylist() == list(range(7))
+
+
+@pytest.mark.parametrize("name", ["Bin1117/AnyEdit", "BryanW/HumanEdit", "osunlp/MagicBrush"])
+def test_rows_of_known_sets_are_copied_with_all_columns(tmp_path, name):
+    """Without pairs that are damaged, repeated or held out."""
+    rows, prompt = known_rows(name, 9), SCHEMAS[name][1][2]
+    rows += [rows[2], rows[3] | {SCHEMAS[name][1][0]: {"bytes": b"no image", "path": None}}]
+    table = pa.Table.from_pylist(rows, pa.schema(SCHEMAS[name][0]))
+    texts = [b"\xff" if n == 5 else row[prompt].encode() for n, row in enumerate(rows)]
+    place, column = table.schema.get_field_index(prompt), pa.array(texts).view(pa.string())
+    (tmp_path / "set").mkdir()
+    table = table.set_column(place, prompt, column)
+    pq.write_table(table, tmp_path / "set" / "a.parquet", row_group_size=4)
+    flags = ["--drop", "duplicate", "--num_held_out", "2", "--held_out_dir"]
+    run(tmp_path / "set", tmp_path / "clean", *flags, str(tmp_path / "held"))
+    (file,) = (tmp_path / "clean").glob("*.parquet")
+    lines = (tmp_path / "held" / "edits.jsonl").read_text().splitlines()
+    held = {json.loads(line)["edit"] for line in lines}
+    kept = [n for n in range(9) if n != 5 and str(n) not in held]
+    assert len(held) == 2 and len(kept) == 6
+    assert pq.read_table(file).equals(table.take(kept))
+    masks = [json.loads(line).get("mask") for line in lines]
+    assert all(masks) == (name != "Bin1117/AnyEdit")
 
 
 def other_columns(folder):
@@ -194,23 +220,20 @@ def damaged(folder):
          "their best score is 0.2099"),
         (["--min_clip_image", "0.835", "--min_clip_direction", "0.25"],
          one_bad_direction,
-         "none of the 2 pairs reaches all thresholds (1 reach --min_clip_image 0.835, 1 reach "
-         "--min_clip_direction 0.25); lower one"),
+         "none of 2 pairs reaches all thresholds (1 reach --min_clip_image 0.835, 1 reach "
+         "--min_clip_direction 0.25)"),
         (["--min_clip_image", "0.5"], other_columns,
-         "1 of 2 shards in --pairs data have no scores: shard-0.parquet (no column "
-         "original_prompt, edited_prompt, clip_text_original, "),
+         "--pairs data has no scores in shard-0.parquet (no column original_prompt, "),
         (["--min_clip_image", "0.5"], text_instead_of_a_score, "(no column clip_image)"),
         (["--min_clip_image", "0.5"], another_kind,
          "z.parquet and train-00000-of-00001.parquet have different columns"),
-        (["--min_clip_image", "0.5"], without_rows, "has shards without rows"),
+        (["--min_clip_image", "0.5"], without_rows, "leaves none of the 0 pairs"),
         (["--min_clip_image", "0.5"], damaged, "train-00000-of-00001.parquet cannot be read ("),
         (["--min_clip_image", "1.5"], None, "--min_clip_image 1.5 must be from -1 to 1"),
         (["--min_clip_text", "nan"], None, "--min_clip_text nan must be from -1 to 1"),
         (["--num_kept", "0"], None, "--num_kept 0 must be at least 1"),
         (["--num_kept", "1", "--output_dir", "data"], None, "--output_dir data is also --pairs"),
         (["--num_kept", "1", "--pairs", "none"], None, "--pairs none is not a directory"),
-        (["--num_kept", "1", "--drop", "border"], None,
-         "--drop does not go with --num_kept; give it in a second run"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, flags, damage, words):
@@ -240,7 +263,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, capsys, monkeypatch):
         def write_table(self, *args, **options):
             raise OSError("[Errno 28] Error writing bytes to file. Detail: No space left on device")
 
-    monkeypatch.setattr(scores.pq, "ParquetWriter", Full)
+    monkeypatch.setattr(writing.pq, "ParquetWriter", Full)
     with pytest.raises(SystemExit) as stop:
         parquet_processing.main(["--pairs", "data", "--output_dir", "clean", "--num_kept", "9"])
     error = capsys.readouterr().err
