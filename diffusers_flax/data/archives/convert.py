@@ -114,21 +114,23 @@ def convert_archives(path: Path, output_dir: Path, options: Options = Options())
     given = {name: value for name, value in asdict(options).items() if name != "overwrite"}
     given |= {"pairs": str(path.resolve()), "drop": [*options.drop]}
     given["held_out_dir"] = options.held_out_dir and str(options.held_out_dir.resolve())
-    begun = {"conversion": given, "source": source.stamp()}
+    given["files"] = source.stamp()
     unfinished = output_dir / UNFINISHED_DIR
     manifest = read_manifest(output_dir)
-    if manifest.get("conversion") == given and is_complete(manifest["files"], [output_dir]):
-        if changed := differences(manifest, begun):
+    changed = differences(manifest.get("conversion", {}), given)
+    is_same = all(text.startswith("files was") for text in changed)
+    if is_same and manifest and is_complete(manifest["files"], [output_dir]):
+        if changed:
             raise ValueError(
                 f"--output_dir {output_dir} has this conversion, but files of --pairs have come, "
-                f"gone or changed since; name another directory ({changed[0]})"
+                "gone or changed since; name another directory"
             )
         remove(unfinished)
         return f"{output_dir} is finished: {describe_files(manifest['files'])}"
-    progress = begun | {"files": [], "next": 0, "left_out": None}
+    progress = {"conversion": given, "files": [], "next": 0, "left_out": None}
     if (unfinished / PROGRESS).exists():
         saved = json.loads((unfinished / PROGRESS).read_text())
-        changed = differences(saved["conversion"], given) + differences(saved, begun)[-1:]
+        changed = differences(saved["conversion"], given)
         if not changed and is_complete(saved["files"], [unfinished, output_dir]):
             progress = saved
         elif saved["files"]:
@@ -394,7 +396,8 @@ def finish(source: Source, plan: Plan, output_dir: Path, options: Options, progr
         lines.append("held out    0 pairs: no archive of this worker has one")
     content = {
         "sets": plan.sets,
-        **{name: progress[name] for name in ("conversion", "source", "files")},
+        "conversion": progress["conversion"],
+        "files": files,
         "left_out": dict(sorted(progress["left_out"].items())),
         "not_read": [*source.ignored, *plan.unnamed],
     }

@@ -271,7 +271,7 @@ def test_another_conversion_or_another_archive_is_not_continued(tmp_path, capsys
     assert "files have changed" in refuse(tmp_path / "set", tmp_path / "data", capsys)
     shard.write_bytes(content)
     os.utime(next((tmp_path / "set" / "asset_shards").iterdir()), (1, 1))
-    assert "source was" in refuse(tmp_path / "set", tmp_path / "data", capsys)
+    assert "files was" in refuse(tmp_path / "set", tmp_path / "data", capsys)
     with pytest.raises(SystemExit):  # --train_data_dir
         parquet_processing.main(["--train_data_dir", str(tmp_path / "data")])
     assert "run the same command of parquet_processing.py --pairs" in capsys.readouterr().err
