@@ -44,6 +44,7 @@ def run_lengths_to_png(mask: dict) -> bytes:
     try:
         height, width = map(int, mask["size"])
         counts = mask["counts"]
+        counts = counts.decode("latin-1") if isinstance(counts, bytes) else counts
         counts = decode_counts(counts) if isinstance(counts, str) else [int(n) for n in counts]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the mask has no run lengths ({error})") from error

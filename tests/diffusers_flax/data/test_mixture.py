@@ -155,7 +155,9 @@ def test_one_directory_is_no_mixture(folders):
     batch = next(iter(dataset))
     dataset.set_epoch(2)
     assert same(batch, list(dataset)[3])
-    with pytest.raises(ValueError, match="--train_data_weights goes with several --train_data_dir"):
+    with pytest.raises(
+        ValueError, match="--train_data_weights 3: give a weight for each of several"
+    ):
         check_sets(folders[:1], [3])
     with pytest.raises(ValueError, match="--aspect_ratio_buckets goes with one --train_data_dir"):
         check_sets(folders, sizes=((4, 4),))
@@ -345,12 +347,13 @@ def test_names_of_sets(names, expected):
 
 
 BAD = [
-    (dict(weights=(2, 1)), "--train_data_weights 2 1 has 2 weights for 3 --train_data_dir; give"),
+    (dict(weights=(2, 1)), "--train_data_weights 2 1: give a weight for each of several"),
     (dict(weights=(2, 0, 1)), "--train_data_weights 2 0 1 must be above 0 and finite; leave"),
-    (dict(weights=(2, -1, 1)), "--train_data_weights 2 -1 1 must be above 0"),
     (dict(weights=(2, float("nan"), 1)), "--train_data_weights 2 nan 1 must be above 0"),
-    (dict(weights=(2, float("inf"), 1)), "--train_data_weights 2 inf 1 must be above 0"),
-    (dict(places="aba"), "a is given 2 times; name it once, and raise its weight with --train_dat"),
+    (
+        dict(places="aba"),
+        "names a directory twice; name it once, and raise its weight with --train_dat",
+    ),
     (dict(places=""), "--train_data_dir is empty; name a directory"),
     (dict(places="ax"), "x is not a directory; name the directory of the shards"),
     (dict(weights=(1, 1, 3)), "c has 9 pairs, but its weight takes 9.6 of the 16 pairs of a batch"),

@@ -108,7 +108,7 @@ BAD_FOLDERS = [
         lambda: make_tiny_xl("xl"),
         "but the UNet in xl/unet is SDXL; take both from",
     ),
-    ({"train_batch_size": 20}, None, "use at most 16 pairs per process"),
+    ({"train_batch_size": 20}, None, "fewer than a batch of 20"),
     (
         {"ema": "power", "ema_snapshot_steps": 100},
         None,

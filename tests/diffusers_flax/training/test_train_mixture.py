@@ -150,13 +150,13 @@ def test_latents_of_several_sets(model, sets, tmp_path, monkeypatch, capsys):
     np.testing.assert_allclose(*losses, rtol=1e-2)  # latents are stored in float16
 
     for places, message in (
-        ((sets[0], latents[1]), "has images and"),
-        ((latents[0], sets[1]), "has latents and"),
+        ((sets[0], latents[1]), "one has latents and the other images"),
+        ((latents[0], sets[1]), "one has latents and the other images"),
     ):
         with pytest.raises(SystemExit, match="2"):
             run_trainer(mixture_config(model, places, tmp_path / "mixed", **options), monkeypatch)
         error = capsys.readouterr().err
-        assert message in error and "give sets of one kind" in error
+        assert message in error and "with one VAE and --resolution" in error
     path = written / "magicbrush" / "c.parquet"
     other = tmp_path / "magicbrush"
     other.mkdir()
@@ -191,7 +191,7 @@ def test_a_lora_is_distilled_from_several_sets(model, sets, tmp_path):
     ("options", "message"),
     [
         (dict(num_train_epochs=2), "--num_train_epochs 2 goes with one --train_data_dir, as each"),
-        (dict(train_data_weights=(1.0,)), "--train_data_weights 1 has 1 weights for 2 --train_dat"),
+        (dict(train_data_weights=(1.0,)), "--train_data_weights 1: give a weight for each"),
         (dict(train_data_weights=(1.0, 0.0)), "--train_data_weights 1 0 must be above 0"),
         (dict(train_data_weights=(1.0, 9.0), train_batch_size=16), "magicbrush has 10 pairs, but"),
         (dict(output_dir="SECOND"), "is --train_data_dir too; name another directory"),
