@@ -10,9 +10,9 @@ import hashlib
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from diffusers_flax.data.shards import (
     Cells,
     Pair,
     gather_directories,
+    gather_rows,
     latents_metadata,
     list_row_groups,
     pair_at,
@@ -74,7 +75,6 @@ class StoredPairs:
         num_seen: pairs in the batches of this object so far.
         num_bad: replaced pairs among them.
         bad_rows: {(shard, row): reason}.
-        column_flags: {flag: column} of the columns that the user names.
         size_of: (rows,), index in decoding.sizes of each row's size.
         size_rows: (directories, sizes), number of rows.
         directory_sizes: after choose_sizes, per directory the number of rows of its row groups and
@@ -92,9 +92,6 @@ class StoredPairs:
         masks: bool = False,
     ):
         self.train_data_dir, self.processes, self.reading = train_data_dir, processes, reading
-        self.column_flags = {
-            f"{name}_column": column for name, column in asdict(columns).items() if column
-        }
         try:
             self.groups = list_row_groups(train_data_dir, columns)
             self.latents = latents_metadata(self.groups[0].metadata)
@@ -151,6 +148,7 @@ class StoredPairs:
         group_rows = np.array([group.num_rows for group in self.groups], np.int32)
         try:
             image_sizes = stored_sizes(self.groups, self.reading.threads, processes)
+            image_sizes = image_sizes.astype(np.int32)
         except BaseException:
             if all_gather is not None:  # the other processes wait for this one
                 gather_rows(group_rows[:0], all_gather)
@@ -406,23 +404,18 @@ class StoredPairs:
         if name not in self.bad_rows:
             self.bad_rows[name] = str(error)
             logger.warning("%s row %d: %s; another row takes its place", *name, error)
-        num_rows = int(self._first_rows[-1])
-        if len(self.bad_rows) > self.reading.max_bad_fraction * max(
-            num_rows, MIN_ROWS_FOR_BAD_FRACTION
-        ):
-            self._raise_too_many_bad(
-                f"{len(self.bad_rows)} of the {num_rows} pairs of {self.train_data_dir}"
-            )
+        num_rows = max(int(self._first_rows[-1]), MIN_ROWS_FOR_BAD_FRACTION)
+        self._check_bad(len(self.bad_rows), num_rows)
 
-    def _raise_too_many_bad(self, count: str) -> None:
-        """Raise the ValueError for max_bad_fraction; count: e.g. "11 of the first 100 pairs"."""
+    def _check_bad(self, num_bad: int, num_rows: int) -> None:
+        """Raise a ValueError if more of some rows are bad than max_bad_fraction."""
+        if num_bad <= self.reading.max_bad_fraction * num_rows:
+            return
         (shard, row), reason = next(reversed(self.bad_rows.items()))
         raise ValueError(
-            f"{count} cannot be used, more than --max_bad_fraction "
-            f"{self.reading.max_bad_fraction} "
-            f"allows; for example {shard} row {row} ({reason}); check the directory with "
-            f"python parquet_processing.py --train_data_dir {self.train_data_dir}"
-            + "".join(f" --{name} {column}" for name, column in self.column_flags.items())
+            f"{num_bad} pairs of {self.train_data_dir} cannot be used, more than "
+            f"--max_bad_fraction {self.reading.max_bad_fraction} of {num_rows}; for example "
+            f"{shard} row {row} ({reason}); parquet_processing.py --train_data_dir lists them"
         )
 
     def count_seen(self, num_pairs: int) -> None:
@@ -431,9 +424,8 @@ class StoredPairs:
         # Later passes count nothing twice: an end and a beginning may both have all bad rows.
         num_bad = min(self.num_bad, len(self.bad_rows))
         num_seen = min(self.num_seen, int(self._first_rows[-1]))
-        num_counted = max(num_seen, min(MIN_ROWS_FOR_BAD_FRACTION, self.epoch_rows))
-        if num_bad > self.reading.max_bad_fraction * num_counted:
-            self._raise_too_many_bad(f"{num_bad} of the first {self.num_seen} pairs")
+        least = min(MIN_ROWS_FOR_BAD_FRACTION, self.epoch_rows)
+        self._check_bad(num_bad, max(num_seen, least))
 
 
 class BatchRow(NamedTuple):
@@ -513,19 +505,3 @@ def stream_settings(transform: Transform, reading: Reading) -> dict:
         "resample": transform.resample,
         "max_rows": reading.max_rows,
     }
-
-
-def gather_rows(
-    array: np.ndarray, all_gather: Callable[[np.ndarray], np.ndarray]
-) -> list[np.ndarray]:
-    """Gather the arrays (n, ...) of all processes, n may differ, as int32.
-
-    Raises:
-        ValueError: a process has no rows because it cannot read its data.
-    """
-    counts = np.reshape(all_gather(np.array([len(array)], np.int32)), -1)
-    if counts.min() == 0:
-        raise ValueError(f"process {counts.argmin()} cannot read its shards; see its error")
-    padded = np.zeros((counts.max(), *array.shape[1:]), np.int32)
-    padded[: len(array)] = array
-    return [rows[:count] for rows, count in zip(all_gather(padded), counts)]

@@ -533,6 +533,24 @@ def shard_ids(groups: list[RowGroup]) -> dict[tuple[int, int, int], Path | Remot
     return shards
 
 
+def gather_rows(
+    array: np.ndarray, all_gather: Callable[[np.ndarray], np.ndarray]
+) -> list[np.ndarray]:
+    """Gather the arrays (n, ...) of all processes; n may differ.
+
+    Raises:
+        ValueError: a process has no rows because it cannot read its data.
+    """
+    counts = np.reshape(all_gather(np.array([len(array)], np.int32)), -1)
+    if counts.min() == 0:
+        raise ValueError(
+            f"process {counts.argmin()} cannot use its --train_data_dir; see its error"
+        )
+    padded = np.zeros((counts.max(), *array.shape[1:]), array.dtype)
+    padded[: len(array)] = array
+    return [rows[:count] for rows, count in zip(all_gather(padded), counts)]
+
+
 def gather_directories(
     shards: dict[tuple[int, int, int], Path | RemoteFile],
     all_gather: Callable[[np.ndarray], np.ndarray] | None,
@@ -553,14 +571,7 @@ def gather_directories(
     if all_gather is None:
         return [sorted(shards)]
 
-    counts = np.reshape(all_gather(np.array([len(shards)], np.int32)), -1)
-    if counts.min() == 0:
-        raise ValueError(
-            f"process {counts.argmin()} cannot use its --train_data_dir; see its error"
-        )
-    padded = np.zeros((counts.max(), 3), np.uint32)
-    padded[: len(shards)] = sorted(shards)
-    tables = [table[:count] for table, count in zip(all_gather(padded), counts)]
+    tables = gather_rows(np.array(sorted(shards), np.uint32), all_gather)
     directories = [[tuple(row) for row in table.tolist()] for table in tables]
     if all(directory == directories[0] for directory in directories):
         return directories[:1]
