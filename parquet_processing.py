@@ -1,30 +1,25 @@
 """Parquet shards of (image, instruction, edited image), as batches for training.
 
-The data loader, ParquetImagePairs, is in diffusers_flax/data/dataset.py. Run as a script, it
-describes a directory of shards and draws a preview of some pairs:
+The data loader, ParquetImagePairs, is in diffusers_flax/data/dataset.py: an iterator of NumPy
+batches and a torch IterableDataset.
 
-    python parquet_processing.py --train_data_dir data
+    for batch in ParquetImagePairs("data", batch_size=16): ...
+
+Run as a script, it describes a directory of shards and draws a preview of some pairs:
+
+    python parquet_processing.py --train_data_dir data --num_checked 100 --num_preview 4
 
 It also writes shards from your own images (docs/data.md has the formats of the list):
 
     python parquet_processing.py --pairs pairs.jsonl --output_dir data
 
-with lines such as {"input": "a.jpg", "edit": "make it red", "edited": "a-red.jpg"}. Pairs that
-make_pairs.py has written with all scores are chosen by them:
+with lines such as {"input": "a.jpg", "edit": "make it red", "edited": "a-red.jpg"}; from archives
+with an index; and from other shards, of which it chooses pairs:
 
     python parquet_processing.py --pairs data --output_dir clean --min_clip_direction 0.25
 
-A quick check of a few rows on one CPU core:
-
-    python parquet_processing.py --train_data_dir data --num_checked 100 --num_preview 4
-
-In Python ParquetImagePairs is an iterator of NumPy batches and a torch IterableDataset:
-
-    for batch in ParquetImagePairs("data", batch_size=16): ...
-
-Needs only a CPU. Decoding a pair of 512x512 JPEGs at 256x256 takes about 3 ms on one core
-(measured by `python -m benchmarks.data`). Images are prepared as in InstructPix2Pix
-(arXiv 2211.09800).
+Needs only a CPU. Decoding a pair of 512x512 JPEGs at 256x256 takes about 3 ms on one core. Images
+are prepared as in InstructPix2Pix (arXiv 2211.09800).
 """
 
 import dataclasses
@@ -326,7 +321,16 @@ def describe_and_preview(config: Config) -> None:
             row = group.first_row + position
             unreadable.append(f"{group.path.name} row {row}: {error}")
         num_rows += 1
-    print(describe_images(groups, kinds, unreadable, num_rows, config.num_listed))
+    is_all = num_rows == sum(group.num_rows for group in groups)
+    checked = f"all {num_rows} rows" if is_all else f"{num_rows} rows (a sample)"
+    print(f"checked     {checked}")
+    for column, counter in zip(groups[0].columns, kinds):
+        common = [f"{count} x {kind}" for kind, count in counter.most_common(5)]
+        more = [f"{len(counter) - 5} other kinds"] * (len(counter) > 5)
+        print(f"{column}: {', '.join(common + more)}")
+    print(f"unreadable  {len(unreadable)} of {num_rows} rows")
+    for line in unreadable[: config.num_listed]:
+        print(f"            {line}")
     if not preview_pairs:
         raise ValueError(
             f"none of the {num_rows} checked rows in {config.train_data_dir} can be used; the "
@@ -343,40 +347,6 @@ def describe_and_preview(config: Config) -> None:
     if config.preview:
         save_image(draw_preview(preview_pairs, config.resolution), Path(config.preview))
         print(f"preview     {config.preview}")
-
-
-def describe_images(
-    groups: list[RowGroup],
-    kinds: tuple[Counter, Counter],
-    unreadable: list[str],
-    num_rows: int,
-    num_listed: int,
-) -> str:
-    """Say which formats the checked images have, and which rows cannot be decoded.
-
-    Args:
-        groups: row groups of one directory.
-        kinds: format, size and mode of the original and of the edited images, with their numbers.
-        unreadable: rows that cannot be decoded, with the reason.
-        num_rows: number of checked rows.
-        num_listed: unreadable rows to list, at most.
-    """
-    checked_all = num_rows == sum(group.num_rows for group in groups)
-    checked = f"all {num_rows} rows" if checked_all else f"{num_rows} rows (a sample)"
-    lines = [f"checked     {checked}"]
-    for column, counter in zip(groups[0].columns, kinds):
-        common = ", ".join(f"{count} x {kind}" for kind, count in counter.most_common(5))
-        more = f" and {len(counter) - 5} other kinds" if len(counter) > 5 else ""
-        lines.append(f"{column}: {common}{more}")
-    lines.append(f"unreadable  {len(unreadable)} of {num_rows} rows")
-    lines += [f"            {line}" for line in unreadable[:num_listed]]
-    if len(unreadable) > num_listed:
-        lines.append(f"            and {len(unreadable) - num_listed} more")
-    if len(unreadable) > 0.1 * num_rows:
-        lines.append(
-            "            training stops above --max_bad_fraction, by default 0.1 of the rows"
-        )
-    return "\n".join(lines)
 
 
 def report_faults(groups: list[RowGroup], config: Config) -> str:
@@ -412,14 +382,7 @@ def run(config: Config) -> None:
     if config.pairs:
         print(write_shards(config), flush=True)
         config = dataclasses.replace(config, train_data_dir=config.output_dir)
-    try:
-        describe_and_preview(config)
-    except KeyboardInterrupt:
-        if config.pairs:
-            raise KeyboardInterrupt(
-                f"the shards are complete; --train_data_dir {config.output_dir} describes them"
-            ) from None
-        raise
+    describe_and_preview(config)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -182,40 +182,6 @@ def test_the_edited_image_of_several_names(tmp_path):
         write_pairs(file, Path("data-c"))
 
 
-def test_a_problem_of_many_lines_is_told_once(tmp_path):
-    paint(tmp_path / "lists/in.png", "red")
-    row = {"input": "in.png", "edit": ["a", "b"], "output": "out.png"}
-    rows = [row | {"edit": ""}, *[row] * 12, row | {"input": "gone.png", "edit": "x"}]
-    file = write_list(tmp_path / "lists/list.jsonl", rows)
-    with pytest.raises(ValueError) as error:
-        edits_of_jsonl(file)
-    assert str(error.value).startswith(
-        f"{file} has 14 problems: line 1: edit is empty; line 2 and 11 more: edit is a list; write "
-        "one line for each instruction, "
-    )
-    assert str(error.value).endswith(f"; line 14: {tmp_path}/lists/gone.png does not exist")
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
-def test_a_misspelt_key_is_a_warning(tmp_path, caplog, suffix):
-    paint(tmp_path / "lists/in.png", "red")
-    row = {"input": "in.png", "edit": "x", "output": "out.png"}
-    for wrong, meant in (("msk", "mask"), ("Mask", "mask"), ("masc_image", "mask_image")):
-        caplog.clear()
-        rows = [row | {wrong: "in.png"}, row | {wrong: "in.png", "output": "b.png"}]
-        file = write_list(tmp_path / f"lists/{wrong}{suffix}", rows)
-        assert [edit.mask for edit in edits_of_jsonl(file)] == [None, None]
-        (record,) = caplog.records
-        line = 1 + (suffix == ".csv")
-        assert record.getMessage() == (
-            f"{file} line {line}: the key {wrong} is not read; did you mean {meant}?"
-        )
-    caplog.clear()  # other programs' keys, metadata, and what a row has under the right name too
-    row |= {"mask": "in.png", "masks": "x", "input_id": "1", "edited": "b.png", "title": "y"}
-    edits_of_jsonl(write_list(tmp_path / f"lists/good{suffix}", [row]))
-    assert not caplog.records
-
-
 def test_the_documented_keys_are_the_accepted_ones():
     text = (ROOT / "docs" / "data.md").read_text().partition("## Lists of edits")[2]
     rows = re.findall(r"^\| .*? \| ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE)
