@@ -102,14 +102,13 @@ def filter_shards(source: Path, output_dir: Path, choice: Choice, overwrite: boo
         ValueError: shards are missing, damaged, of different columns or without scores; no row is
             left; a directory is not empty. Nothing is written in these cases.
     """
-    check_directory("output_dir", output_dir, overwrite)
     folders = {"output_dir": output_dir}
     if choice.num_held_out:
         folders["held_out_dir"] = choice.held_out_dir
-        check_directory("held_out_dir", choice.held_out_dir, overwrite)
     for flag, folder in folders.items():
         if folder.resolve().is_relative_to(source.resolve()):
             raise ValueError(f"--{flag} {folder} is also --pairs, or in it; name another")
+        check_directory(flag, folder, overwrite)
     shards = open_local_shards(source, "--pairs")
     check_schemas(source, shards, choice.by_scores())
     num_rows = sum(metadata.num_rows for _, metadata in shards)

@@ -105,9 +105,9 @@ class ShardWriter:
     def _close_shard(self) -> None:
         with naming_full_disk(self._file):
             self._writer.close()
-        self._finished(self._file, self._num_rows)
-        self._writer, self._num_rows, self._shard_bytes = None, 0, 0
-        self.number += 1
+        num_rows, self._num_rows = self._num_rows, 0
+        self._writer, self._shard_bytes, self.number = None, 0, self.number + 1
+        self._finished(self._file, num_rows)
 
 
 def image_cell(path: Path) -> dict:

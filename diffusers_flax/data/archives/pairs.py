@@ -59,14 +59,14 @@ class LeftOut:
     """Rows and pairs that are not used: {reason: {"count", "examples"}}."""
 
     def __init__(self, found: dict | None = None):
-        self.found = found or {}
+        self.found = {} if found is None else found
 
     def add(self, reason: str, example: str) -> None:
         """Count a row or pair."""
         kept = self.found.setdefault(reason, {"count": 0, "examples": []})
         kept["count"] += 1
         if len(kept["examples"]) < MAX_NAMED:
-            kept["examples"].append(one_line(example))
+            kept["examples"].append(one_line(example).encode(errors="replace").decode())
 
     def count(self, reason: str) -> int:
         """Number of rows or pairs with this reason."""

@@ -226,7 +226,7 @@ def test_two_paths_are_never_one_file(tmp_path, capsys):
     write_tar(folder / "x.tar", {"a.png": plain(1), "b.png": plain(2)})
     write_lines(folder / "i.jsonl", rows_of("cats/", "dogs/"))
     error = refuse(folder, tmp_path / "data", capsys)
-    assert "has no pair that can be used (2 rows)" in error
+    assert "has no pair that can be used" in error
     # The name of the archive decides, whichever comes first.
     (folder / "x.tar").rename(folder / "dogs.tar")
     run(folder, tmp_path / "named")
