@@ -61,7 +61,10 @@ BAD_FOLDERS = {
         wrong_columns,
         ["known to have the original image", "image, edit_prompt, z", "--original_image_column"],
     ),
-    "unfinished": (lambda folder: (folder / ".unfinished").mkdir(), ["run the same command of script.sh"]),
+    "unfinished": (
+        lambda folder: (folder / ".unfinished").mkdir(),
+        ["run the same command of script.sh"],
+    ),
     "empty": (lambda folder: write_shard(folder / "a.parquet", []), ["0 rows"]),
 }
 
