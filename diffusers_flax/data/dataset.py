@@ -251,10 +251,7 @@ class ParquetImagePairs(StoredPairs):
         start, self._first_batch = self._first_batch, 0
         self._next_batch = start
         order, read_steps, draws = self._shuffle(self.epoch)
-        if self.directory_sizes:
-            found = self.read_waiting(order[start:], np.maximum(read_steps[start:] - start, 0))
-        else:
-            found = self.read_batches([order[start:]])
+        found = self.read_batches([(order[start:], np.maximum(read_steps[start:] - start, 0))])
         encoded = (
             [BatchRow(self, row, of_row, draws[row]) for row, of_row in rows] for rows in found
         )

@@ -286,14 +286,15 @@ class Mixture:
         )
         first_pass, skipped = divmod(first, num_rows)
 
-        def orders() -> Iterator[np.ndarray]:
+        def orders() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             group_rows = [group.num_rows for group in pairs.groups]
             for number_of_pass in itertools.count(first_pass):
                 order, _, draws_of_pass = partition.shuffle(
                     group_rows, self.seed, number_of_pass, buffer
                 )
                 draws.append(draws_of_pass)
-                yield order[skipped:] if number_of_pass == first_pass else order
+                order = order[skipped:] if number_of_pass == first_pass else order
+                yield order, np.arange(len(order))[:, None]
 
         # A window that has all rows needs all row groups at all times.
         keep = buffer / partition.total_parts >= num_rows

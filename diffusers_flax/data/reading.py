@@ -48,11 +48,11 @@ class ReadingPlan(NamedTuple):
     """An order of batches and when its row groups are read; steps count over all orders."""
 
     number: int  # of the order; 0 for all if row groups are kept
-    first_step: int
     order: np.ndarray  # (num_batches, B), rows of the directory
     groups: np.ndarray  # (num_batches, B), their row groups
     readings: list[tuple[int, tuple[int, int]]]  # first step and (number, row group), sorted
-    last_steps: dict[int, int]  # row group -> the step after which it is freed
+    freed: dict[int, list[int]]  # step -> row groups that are not needed after it
+    early: dict[int, list[tuple[int, int]]]  # step -> (row, row group) of rows of later batches
 
 
 class StoredPairs:
@@ -205,29 +205,31 @@ class StoredPairs:
         }
 
     def read_batches(
-        self, orders: Iterable[np.ndarray], keep: bool = False
-    ) -> Iterator[list[tuple[int, Cells]]]:
+        self, orders: Iterable[tuple[np.ndarray, np.ndarray]], keep: bool = False
+    ) -> Iterator[list[tuple[int, Cells | Pair | ValueError]]]:
         """Yield the rows of each batch with the cells of their row groups.
 
-        A row group stays in memory from its first batch in an order to its last. One row group is
-        read ahead, also of the next order; of streamed
-        shards streaming.READ_AHEAD_BYTES.
+        A row group stays in memory from the first to the last batch of an order at which it is
+        read. A row that is read before its batch comes with its pair, or the error of reading it,
+        so that a rare size keeps no row group in memory. One row group is read ahead, also of the
+        next order; of streamed shards streaming.READ_AHEAD_BYTES.
 
         Args:
-            orders: integers (num_batches, B) each, rows of the directory.
+            orders: (order, read_steps), integers (num_batches, B) each: rows of the directory, and
+                the batch at which each row is read, not after its own.
             keep: keep all row groups in memory.
         """
         plans, plans_to_read = itertools.tee(self._plan_reading(orders, keep))
         readings = itertools.chain.from_iterable(plan.readings for plan in plans_to_read)
         loaded: dict[tuple[int, int], Future] = {}
-        newest_step = -1  # at which the row group submitted last is needed
+        waiting: dict[int, Pair | ValueError] = {}
+        newest_step, step = -1, -1  # at which the row group submitted last is needed; now
         ahead = deque()  # steps of the row groups that are not needed yet
         loader = ThreadPoolExecutor(self._num_readers, "parquet-row-group")
         try:
             for plan in plans:
-                for step, (rows, needed) in enumerate(
-                    zip(plan.order, plan.groups), plan.first_step
-                ):
+                for rows, groups in zip(plan.order.tolist(), plan.groups.tolist()):
+                    step += 1
                     while ahead and ahead[0] <= step:
                         ahead.popleft()
                     while (newest_step <= step or len(ahead) < self._more_ahead) and (
@@ -239,13 +241,14 @@ class StoredPairs:
                         if key not in loaded:
                             group = self.groups[key[1]]
                             loaded[key] = loader.submit(read_row_group, group, self._spare_buffers)
-                    needed = needed.tolist()
-                    cells = [loaded[plan.number, g].result() for g in needed]
-                    yield list(zip(rows.tolist(), cells))
-                    del cells
-                    for g in set(needed):
-                        if plan.last_steps.get(g) == step:
-                            del loaded[plan.number, g]
+                    for row, g in plan.early.get(step, ()):
+                        waiting[row] = self._pair_or_error(row, loaded[plan.number, g].result())
+                    yield [
+                        (row, waiting.pop(row, None) or loaded[plan.number, g].result())
+                        for row, g in zip(rows, groups)
+                    ]
+                    for g in plan.freed.get(step, ()):
+                        del loaded[plan.number, g]
         finally:
             loader.shutdown(cancel_futures=True)
 
@@ -264,47 +267,6 @@ class StoredPairs:
                 break
             start_fetching(group)
 
-    def read_waiting(
-        self, order: np.ndarray, read_steps: np.ndarray
-    ) -> Iterator[list[tuple[int, Pair | ValueError]]]:
-        """Yield the rows of each batch with their pairs, or with the error of reading them.
-
-        Pairs are copied out of their row group and wait for their batch, so that a rare size keeps
-        no row group in memory. One row group is read ahead.
-
-        Args:
-            order: integers (num_batches, B), rows of the directory.
-            read_steps: (num_batches, B), the batch at which each row is read, not after its own.
-        """
-        groups = np.searchsorted(self._first_rows, order, side="right") - 1
-        readings: list[dict[int, list[int]]] = [{} for _ in order]  # rows of each step, by group
-        last_steps = {}
-        for step, row, g in sorted(zip(*(x.ravel().tolist() for x in (read_steps, order, groups)))):
-            readings[step].setdefault(g, []).append(row)
-            last_steps[g] = step
-        upcoming = deque(dict.fromkeys(itertools.chain.from_iterable(readings)))
-        loaded: dict[int, Future] = {}
-        newest = None  # row group submitted last
-        waiting: dict[int, Pair | ValueError] = {}
-        loader = ThreadPoolExecutor(1, "parquet-row-group")
-        try:
-            for step, rows in enumerate(order.tolist()):
-                for g, rows_to_read in readings[step].items():
-                    while upcoming and newest in (None, g):
-                        newest = upcoming.popleft()
-                        loaded[newest] = loader.submit(
-                            read_row_group, self.groups[newest], self._spare_buffers
-                        )
-                    cells = loaded[g].result()
-                    for row in rows_to_read:
-                        waiting[row] = self._pair_or_error(row, cells)
-                    del cells
-                    if last_steps[g] == step:
-                        del loaded[g]
-                yield [(row, waiting.pop(row)) for row in rows]
-        finally:
-            loader.shutdown(cancel_futures=True)
-
     def _pair_or_error(self, row: int, cells: Cells) -> Pair | ValueError:
         """The encoded pair of a row, or the error of reading it."""
         try:
@@ -312,21 +274,30 @@ class StoredPairs:
         except ValueError as error:
             return error
 
-    def _plan_reading(self, orders: Iterable[np.ndarray], keep: bool) -> Iterator[ReadingPlan]:
+    def _plan_reading(
+        self, orders: Iterable[tuple[np.ndarray, np.ndarray]], keep: bool
+    ) -> Iterator[ReadingPlan]:
         """Yield the ReadingPlan of each order; arguments as in read_batches."""
         first_step = 0
-        for number, order in enumerate(orders):
+        for number, (order, read_steps) in enumerate(orders):
             number *= not keep
             groups = np.searchsorted(self._first_rows, order, side="right") - 1
-            used, firsts = np.unique(groups, return_index=True)
-            lasts = groups.size - 1 - np.unique(groups.ravel()[::-1], return_index=True)[1]
-            steps = first_step + np.stack([firsts, lasts]) // order.shape[1]
-            readings = [
-                (step, (number, g))
-                for _, step, g in sorted(zip(firsts.tolist(), steps[0].tolist(), used.tolist()))
-            ]
-            last_steps = {} if keep else dict(zip(used.tolist(), steps[1].tolist()))
-            yield ReadingPlan(number, first_step, order, groups, readings, last_steps)
+            steps = read_steps.ravel()
+            turn = np.argsort(steps, kind="stable")  # of reading
+            steps, read = first_step + steps[turn], groups.ravel()[turn]
+            used, firsts = np.unique(read, return_index=True)
+            lasts = len(read) - 1 - np.unique(read[::-1], return_index=True)[1]
+            by_turn = np.argsort(firsts)
+            keys = ((number, g) for g in used[by_turn].tolist())
+            freed, early = {}, {}
+            for g, step in () if keep else zip(used.tolist(), steps[lasts].tolist()):
+                freed.setdefault(step, []).append(g)
+            own_steps = np.arange(len(order))[:, None]
+            for place in np.argwhere(read_steps < own_steps).tolist():
+                row, g, step = (int(x[tuple(place)]) for x in (order, groups, read_steps))
+                early.setdefault(first_step + step, []).append((row, g))
+            readings = list(zip(steps[firsts[by_turn]].tolist(), keys))
+            yield ReadingPlan(number, order, groups, readings, freed, early)
             first_step += len(order)
 
     def _locate(self, row: int) -> tuple[int, int]:

@@ -317,7 +317,7 @@ def test_broken_pairs_are_replaced_by_pairs_of_their_size(tmp_path):
     )
 
 
-def test_a_row_group_of_many_broken_pairs_is_read_twice(tmp_path, monkeypatch):
+def test_a_row_group_of_many_broken_pairs_is_read_at_most_twice(tmp_path, monkeypatch):
     rows = [(plain(n, (16, 16)), str(n), plain(0, (8, 8))) for n in range(64)]
     for n in range(0, 64, 2):
         rows[n] = (b"no image", *rows[n][1:])
@@ -333,7 +333,7 @@ def test_a_row_group_of_many_broken_pairs_is_read_twice(tmp_path, monkeypatch):
         tmp_path, batch_size=4, resolution=8, sizes=SIZES, shuffle_buffer=0, max_bad_fraction=1
     )
     assert len(list(dataset)) == 16 and dataset.num_bad == 32
-    assert readings == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert set(readings) == {0, 1, 2, 3} and max(readings.values()) <= 2
 
 
 def test_sizes_of_files_beside_a_shard_are_not_kept(tmp_path):
