@@ -401,7 +401,7 @@ def test_pairs_with_faults_are_counted_and_left_out_if_asked(tmp_path, capsys):
     run(tmp_path / "all", tmp_path / "again", "--drop", "near_duplicate")  # shards, too
     assert len(texts_of(tmp_path / "again")) == 7
     error = refuse(tmp_path / "set", tmp_path / "x", capsys, "--drop", "frame")
-    assert "--drop frame is unknown; choose from" in error
+    assert "--drop" in error and "frame" in error
 
 
 def test_filtered_shards_keep_set_and_licence(tmp_path, capsys):
