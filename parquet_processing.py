@@ -37,10 +37,7 @@ from tqdm import tqdm
 
 from diffusers_flax.command_line import AtLeast, Between, check_image_file, run_main
 from diffusers_flax.data.archives.convert import Options, convert_archives, is_archived
-from diffusers_flax.data.dataset import ParquetImagePairs
-from diffusers_flax.data.decoding import decode_pair, place_mask
-from diffusers_flax.data.faults import FAULTS, FaultFinder
-from diffusers_flax.data.filtering import (
+from diffusers_flax.data.archives.filtering import (
     SCORES,
     Choice,
     are_shards,
@@ -49,6 +46,9 @@ from diffusers_flax.data.filtering import (
     measure_pair,
     text_of,
 )
+from diffusers_flax.data.dataset import ParquetImagePairs
+from diffusers_flax.data.decoding import decode_pair, place_mask
+from diffusers_flax.data.faults import FAULTS, FaultFinder
 from diffusers_flax.data.images import crop_image, decode_image
 from diffusers_flax.data.known_sets import COLUMN_FLAGS, forbids, set_of_columns
 from diffusers_flax.data.mixture import first_metadata

@@ -8,7 +8,7 @@ from contextlib import suppress
 import numpy as np
 from PIL import Image
 
-from diffusers_flax.data.filtering import SCORES
+from diffusers_flax.data.archives.filtering import SCORES
 from diffusers_flax.generating.captions import captioned, tile_grid
 from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import read_json, save_whole, write_text

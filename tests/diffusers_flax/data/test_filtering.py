@@ -15,7 +15,7 @@ from shards import IMAGE, plain, write_numbered
 
 import parquet_processing
 from diffusers_flax.data import writing
-from diffusers_flax.data.filtering import Choice, filter_shards
+from diffusers_flax.data.archives.filtering import Choice, filter_shards
 from diffusers_flax.data.writing import SCHEMA
 
 SCORES = ("clip_text_original", "clip_text_edited", "clip_image", "clip_direction")
