@@ -33,58 +33,46 @@ import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from tqdm import tqdm
 
-from diffusers_flax.command_line import ask_before_replacing, check_scale, check_seed, run_main
+from diffusers_flax.command_line import AtLeast, Seed, ask_before_replacing, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
+from diffusers_flax.data.images import encoded_size
 from diffusers_flax.evaluation.benchmark_sets import add_final_turns, read_benchmark
 from diffusers_flax.evaluation.edits import check_model
 from diffusers_flax.evaluation.held_out import (
     Columns,
     check_pairs,
-    left_out,
     pairs_of_jsonl,
     pairs_of_shards,
     require_masks,
 )
-from diffusers_flax.evaluation.judging import (
-    JudgeFlags,
-    check_judge_flags,
-    judge_rows,
-    load_prompts,
-)
+from diffusers_flax.evaluation.judging import JudgeFlags, judge_rows, load_prompts, make_client
 from diffusers_flax.evaluation.measuring import (
-    IMAGES,
-    load_references,
-    measure_baselines,
+    BASELINES,
+    Evaluation,
+    add_baselines,
+    find_row,
     measure_model,
 )
-from diffusers_flax.evaluation.protocols import PROTOCOLS, VIT_L_14, ScoreFlags, left_out_scores
-from diffusers_flax.evaluation.report import grid_rows, write_report
+from diffusers_flax.evaluation.protocols import PROTOCOLS, ScoreFlags, left_out
 from diffusers_flax.evaluation.results import (
     RESULTS,
-    find_row,
     load_results,
-    model_checksum,
     save_results,
     settings_of_results,
 )
-from diffusers_flax.evaluation.scores import draw_extremes, score_tables
-from diffusers_flax.generating.clip import Clip
+from diffusers_flax.evaluation.results_report import EditReport
+from diffusers_flax.evaluation.scoring import make_scorer
 from diffusers_flax.generating.defaults import with_defaults
 from diffusers_flax.generating.flags import SamplingFlags, from_flags
 from diffusers_flax.generating.models import Sampling
 from diffusers_flax.generating.single_files import with_single_files
-from diffusers_flax.images import save_image
+from diffusers_flax.generating.sizes import result_size
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.schedulers.factory import check_scheduler
-
-FLAGS_OF_SHARDS = (
-    *("original_image_column", "edited_image_column", "edit_prompt_column"),
-    *("original_prompt_column", "edited_prompt_column", "mask_column"),
-)
 
 
 @dataclass(frozen=True)
@@ -98,7 +86,7 @@ class EvaluationFlags:
     # data: one of the two
     data_dir: str = ""  # directory of *.parquet shards of pairs that were not trained on
     pairs_jsonl: Path | None = None  # lines {"input", "instruction", "truth", ...}, see above
-    max_pairs: int | None = None  # use the first N pairs only; default: all
+    max_pairs: Annotated[int, AtLeast(1)] | None = None  # use the first N pairs only; default: all
     original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # image after the edit, the truth; "": likewise
     edit_prompt_column: str = ""  # instruction; "": likewise
@@ -107,15 +95,18 @@ class EvaluationFlags:
     # mask, white where the truth may differ; "": mask_img, mask_image or mask, if there is one
     mask_column: str = ""
     use_masks: bool = False  # edit inside of the masks only, as edit_cli.py --mask does
-    mask_feather: int = 0  # of --use_masks: pixels inside of the white part to fade the edit in
+    # of --use_masks: pixels inside of the white part to fade the edit in
+    mask_feather: Annotated[int, AtLeast(0)] = 0
     # edits; all combinations of the three lists
     # weights of the instruction, >= 0; default: the model's, or 7.5
-    guidance_scale: tuple[float, ...] = ()
-    image_guidance_scale: tuple[float, ...] = ()  # similarity to the input, >= 0; likewise, or 1.5
-    seeds: tuple[int, ...] = (0,)  # seeds of the noise
-    num_inference_steps: int | None = None  # denoising steps; default: the model's, or 50
+    guidance_scale: tuple[Annotated[float, AtLeast(0)], ...] = ()
+    # similarity to the input, >= 0; likewise, or 1.5
+    image_guidance_scale: tuple[Annotated[float, AtLeast(0)], ...] = ()
+    seeds: tuple[Seed, ...] = (0,)  # seeds of the noise
+    # denoising steps; default: the model's, or 50
+    num_inference_steps: Annotated[int, AtLeast(1)] | None = None
     resolution: int | None = None  # pixels, longer side; default: the models'
-    batch_size: int = 1  # images per device at once
+    batch_size: Annotated[int, AtLeast(1)] = 1  # images per device at once
     # metrics
     clip_model: str | None = None  # directory, hub id, or "" for none; default: the protocol's
     # what computes CLIP: flax, on the first device, or torch, on the CPU; both in float32
@@ -131,52 +122,54 @@ class Config(SamplingFlags, JudgeFlags, ScoreFlags, EvaluationFlags):
     """Flags of the script. tyro lists the flags of the last base class first."""
 
 
+def require(condition, message):
+    """Raise a ValueError unless a condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
 def check_flags(config):
-    """Raise a ValueError for invalid flags."""
-    if bool(config.data_dir) == bool(config.pairs_jsonl):
-        raise ValueError("give one of --data_dir and --pairs_jsonl")
-    for name in FLAGS_OF_SHARDS:
-        if getattr(config, name) and (config.pairs_jsonl or config.protocol in PROTOCOLS):
-            what = (
-                "--pairs_jsonl has keys"
-                if config.pairs_jsonl
-                else f"not --protocol {config.protocol}"
-            )
-            raise ValueError(f"--{name} goes with --data_dir; {what}")
-    for name in ("num_inference_steps", "batch_size", "max_pairs"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    for name in ("model", "guidance_scale", "image_guidance_scale", "seeds"):
-        values = getattr(config, name)
-        if not values and name in ("model", "seeds"):
-            raise ValueError(f"--{name} needs at least one value")
-        if len(set(values)) < len(values):
-            raise ValueError(f"--{name} {' '.join(map(str, values))} has a value twice")
-    for name in ("guidance_scale", "image_guidance_scale"):
-        for value in getattr(config, name):
-            check_scale(name, value)
-    for seed in config.seeds:
-        check_seed("seeds", seed)
-    if config.mask_feather < 0:
-        raise ValueError(f"--mask_feather {config.mask_feather} must be 0 or more pixels")
-    if config.mask_feather and not config.use_masks:
-        raise ValueError(
-            f"--mask_feather {config.mask_feather} is for --use_masks; give both or none"
-        )
+    """Raise a ValueError for flags that do not go together."""
+    protocol, is_judged = config.protocol, PROTOCOLS[config.protocol].is_judged
+    judge = config.judge or config.judge_model or config.judge_prompts
+    require(
+        bool(config.data_dir) != bool(config.pairs_jsonl),
+        "give one of --data_dir and --pairs_jsonl",
+    )
+    require(config.model and config.seeds, "--model and --seeds need at least one value")
+    require(
+        config.use_masks or not config.mask_feather,
+        "--mask_feather is for --use_masks; give both or none",
+    )
+    require(
+        config.instruction_language == "en" or protocol == "gedit",
+        "--instruction_language is for --protocol gedit",
+    )
+    require(
+        config.dino_model or "dino" not in config.metrics,
+        '--metrics dino needs a --dino_model that is not ""',
+    )
+    require(
+        is_judged or not judge,
+        f"--protocol {protocol} has no judge; leave the --judge flags out",
+    )
+    require(
+        bool(config.judge) == bool(config.judge_model),
+        "--judge and --judge_model go together: the address of an API and a model",
+    )
+    require(
+        not is_judged or not (config.metrics or config.clip_model),
+        f"--protocol {protocol} has no true images; leave --metrics and --clip_model out",
+    )
     check_scheduler(config.scheduler)
-    if config.instruction_language != "en" and config.protocol != "gedit":
-        raise ValueError(
-            f"--instruction_language {config.instruction_language} is for --protocol gedit"
-        )
-    if "dino" in config.metrics and not config.dino_model:
-        raise ValueError('--metrics dino needs a model, but --dino_model is ""')
-    check_judge_flags(config, config.protocol in PROTOCOLS and PROTOCOLS[config.protocol].is_judged)
+    if config.judge:
+        make_client(config).close()
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
 
 
 def read_compared_pairs(config):
     """The pairs of --data_dir or --pairs_jsonl."""
-    if config.protocol in PROTOCOLS:
+    if PROTOCOLS[config.protocol].is_benchmark:
         return read_benchmark(config)
     if config.pairs_jsonl:
         return pairs_of_jsonl(config.pairs_jsonl, config.max_pairs)
@@ -217,10 +210,10 @@ def check_compared_models(config, all_scales):
 
 def missing_runs(config, all_scales, rows):
     """{model: list of (guidance_scale, image_guidance_scale, seed) without a row}."""
-    runs = [(*map(float, scales), seed) for scales in all_scales for seed in config.seeds]
     names = ("guidance_scale", "image_guidance_scale", "seed")
+    runs = [(*scales, seed) for scales in all_scales for seed in dict.fromkeys(config.seeds)]
     return {
-        model: [run for run in runs if find_row(rows, model=model, **dict(zip(names, run))) is None]
+        model: [run for run in runs if not find_row(rows, model=model, **dict(zip(names, run)))]
         for model in config.model
     }
 
@@ -229,59 +222,45 @@ def run(config):
     """Check the flags, read the pairs, measure what is missing, write the report."""
     check_flags(config)
     use_compilation_cache(config.compilation_cache_dir)
-    protocol = PROTOCOLS.get(config.protocol)
+    protocol = PROTOCOLS[config.protocol]
     if config.clip_model is None:
-        config = replace(config, clip_model=protocol.clip_model if protocol else VIT_L_14)
+        config = replace(config, clip_model=protocol.clip_model)
     pairs = read_compared_pairs(config)
     bar = partial(tqdm, desc="checking images", unit="pair", disable=len(pairs) < 100)
-    pairs = check_pairs(pairs, config.use_masks, bar, any_shape=protocol is not None)
-    if protocol and protocol.is_judged:
+    pairs = check_pairs(pairs, config.use_masks, bar, any_shape=protocol.is_benchmark)
+    if protocol.is_judged:
         groups = {pair.group for pair in pairs}
         prompts = load_prompts(config.judge_prompts, config.protocol, groups)
-    if protocol:
-        sentences = left_out_scores(pairs, protocol, config)
-    else:
-        sentences = left_out(pairs, config.clip_model)
+    sentences = left_out(pairs, config)
     if config.protocol == "magicbrush":
         pairs = add_final_turns(pairs)
     config = with_single_files(config, "model")
     config = with_defaults(config, config.model, config.lora)
-    all_scales = list(itertools.product(config.guidance_scale, config.image_guidance_scale))
+    scales = itertools.product(config.guidance_scale, config.image_guidance_scale)
+    all_scales = list(dict.fromkeys(tuple(map(float, x)) for x in scales))
     checked, resolution, factor = check_compared_models(config, all_scales)
-    results = load_results(
-        config.output_dir,
-        settings_of_results(config, pairs, resolution, factor),
-        {model: model_checksum(model) for model in config.model},
-        config.overwrite_output_dir,
-    )
+    sizes = [result_size(encoded_size(pair.original), resolution, factor) for pair in pairs]
+    if config.use_masks:
+        require_masks(pairs, sizes)
+    settings = settings_of_results(config, pairs, resolution, factor)
+    results = load_results(config.output_dir, settings, config.model, config.overwrite_output_dir)
     save = partial(save_results, config.output_dir, results)
     todo = missing_runs(config, all_scales, results["rows"])
     for sentence in sentences:
         print(sentence)
 
-    clip, is_needed = None, any(todo.values())
-    if config.clip_model and is_needed:
-        clip = Clip(config.clip_model, config.clip_backend)
-    references = load_references(pairs, clip, resolution, factor, config, is_needed)
-    if config.use_masks:
-        require_masks(pairs, references.sizes)
-    if is_needed:
-        measure_baselines(references, results)
+    scorer = make_scorer(pairs, sizes, config) if any(todo.values()) else None
+    evaluation = Evaluation(config, pairs, sizes, scorer, results, save)
+    add_baselines(evaluation, BASELINES)
     total = len(pairs) * sum(map(len, todo.values()))
     with tqdm(total=total, unit="edit", disable=not total) as bar:
         for model, runs in todo.items():
             if runs:
-                measure_model(references, results, save, model, checked[model], runs, config, bar)
-    if protocol and protocol.is_judged:
+                measure_model(evaluation, model, checked[model], runs, bar)
+    if protocol.is_judged:
         bar = partial(tqdm, desc="judging", unit="answer")
-        images = config.output_dir / IMAGES
-        sentences = [*sentences, *judge_rows(results, pairs, config, save, images, prompts, bar)]
-    rows = grid_rows([pair.instruction for pair in pairs])
-    shown = [(i, pairs[i], references.sizes[i]) for i in rows]
-    tables = score_tables(results, pairs, config.output_dir)
-    write_report(config.output_dir, results, shown, sentences, tables)
-    if image := draw_extremes(results, pairs, config.output_dir, config.output_dir / IMAGES):
-        save_image(image, config.output_dir / "best_and_worst.png")
+        sentences = [*sentences, *judge_rows(evaluation, prompts, bar)]
+    EditReport(config.output_dir, results, pairs, sizes).write(sentences)
     print((config.output_dir / "results.md").read_text(encoding="utf-8"), end="")
     print(f"wrote {', '.join(sorted(file.name for file in config.output_dir.glob('*.*')))}")
 

@@ -27,16 +27,10 @@ from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.data.images import decode_image
 from diffusers_flax.data.writing import SCHEMA, image_cell
 from diffusers_flax.evaluation import measuring
-from diffusers_flax.evaluation.held_out import (
-    Columns,
-    HeldOutPair,
-    check_pairs,
-    checksum_of_pairs,
-    pairs_of_shards,
-)
+from diffusers_flax.evaluation.held_out import HeldOutPair, check_pairs
 from diffusers_flax.evaluation.measuring import count_edit_flops
-from diffusers_flax.evaluation.perceptual import Dino, ssim
-from diffusers_flax.evaluation.results import load_results, model_checksum, save_results
+from diffusers_flax.evaluation.metrics import ssim
+from diffusers_flax.evaluation.perceptual import Dino
 from diffusers_flax.generating.clip import Clip
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.sampling import timestep_options
@@ -119,47 +113,6 @@ def test_clip_gets_images_from_0_to_1(folder, backend):
 
 
 @pytest.mark.slow
-def test_embeddings_and_backends(folder, tmp_path, monkeypatch, capsys):
-    """Embeddings are settings of the results, with their checksum; CLIP's backend is none."""
-    monkeypatch.chdir(folder)
-    file = tmp_path / "red.bin"
-    torch.save({"<red>": torch.randn(2, 24)}, file)
-    pairs = write_jsonl(tmp_path / "p.jsonl", instruction="make it <red>")
-    given = {"model": "sd", "pairs_jsonl": pairs, "output_dir": tmp_path / "out"}
-    given |= {"embedding": file, "guidance_scale": 9, "image_guidance_scale": 1}
-    results = evaluate(**given)
-    assert results["settings"]["embedding"] == [str(file)]
-    torch_given = given | {"output_dir": tmp_path / "torch"}
-    again = evaluate(**torch_given, clip_backend="torch")
-    for name in ("image_similarity", "direction_similarity", "text_similarity", "l1"):
-        assert again["rows"][0][name] == pytest.approx(results["rows"][0][name], abs=1e-4), name
-    assert evaluate(**torch_given)["rows"] == again["rows"]  # the backend may change
-    torch.save({"<red>": torch.randn(2, 24)}, file)
-    capsys.readouterr()
-    assert "checksum of the embeddings was" in refused(capsys, flags(**given))
-
-
-@pytest.mark.slow
-def test_clip_backends_agree(folder):
-    """Of batches that are padded, of one image and of none."""
-    ours, theirs = (Clip(str(folder / "clip"), backend) for backend in ("flax", "torch"))
-    assert ours.dim == theirs.dim == 12
-    for images in ([], [photo(40, 32)], [photo(32 + 8 * i, 48, seed=i) for i in range(5)]):
-        pair = [clip.image_features(images, batch_size=4) for clip in (ours, theirs)]
-        assert pair[0].shape == (len(images), 12) and pair[0].dtype == np.float32
-        np.testing.assert_allclose(*pair, atol=1e-5)
-    texts = ["", "an apple", "a red apple " * 40]
-    pair = [clip.text_features(texts) for clip in (ours, theirs)]
-    np.testing.assert_allclose(*pair, atol=1e-5)
-    # PyTorch pads to the longest text of a batch and masks the padding.
-    processor, model = theirs.processor, CLIPModel.from_pretrained(folder / "clip").eval()
-    inputs = processor(text=texts[:2], padding=True, return_tensors="pt")
-    with torch.inference_mode():
-        expected = F.normalize(model.get_text_features(**inputs).pooler_output).numpy()
-    np.testing.assert_allclose(pair[0][:2], expected, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_more_metrics_compare_at_the_size_of_the_edit(folder, tmp_path, monkeypatch):
     """--metrics dino ssim beside the others, without CLIP."""
     monkeypatch.chdir(folder)
@@ -179,7 +132,7 @@ def test_more_metrics_compare_at_the_size_of_the_edit(folder, tmp_path, monkeypa
     assert row["dino"] == pytest.approx(expected.item(), abs=1e-4)
     assert row["ranked_by"] == "dino" and row["l1"] > 0
     heads = "| L1 | MSE | error ratio | L1 to input | DINO | SSIM |\n"
-    assert (out / "results.md").read_text().count(heads) == 2
+    assert heads in (out / "results.md").read_text()
     with Image.open(out / "best_and_worst.png") as image:
         assert image.width == 4 * (3 * 192 + 8) + 8
 
@@ -266,13 +219,13 @@ def test_two_families_on_parquet_shards(folder, tmp_path, monkeypatch, capsys):
     }
     keys = [(r["model"], r["image_guidance_scale"], r["seed"]) for r in results["rows"]]
     assert keys == [(m, s, seed) for m in ("sd", "xl") for s in (1.5, 2.0) for seed in (0, 5)]
-    sentence = "left out for 1 of 3 pairs, without both captions: direction_similarity"
+    sentence = "left out for 1 of 3 pairs, without both captions: direction sim."
     printed = capsys.readouterr().out
     assert sentence in printed and "without the caption of the truth" not in printed
     table = (out / "results.md").read_text()
     assert sentence in table and "CLIP model: clip" in table and " ± " in table
     # a line for each image guidance, without and with intervals
-    assert (table.count("\n| sd |"), table.count("\n| xl |")) == (4, 6)
+    assert (table.count("\n| sd |"), table.count("\n| xl |")) == (4, 6)  # also of costs
     assert "| difference to sd | guidance | image guidance |" in table
     assert results["models"]["xl"]["parameters"]["text_encoder_2"] > 0
     for row in results["rows"]:
@@ -361,41 +314,17 @@ def write_jsonl(path, num_pairs=2, drop=(), **changes):
     return path
 
 
-def test_hidden_files_are_no_weights(tmp_path):
-    for name in ("model_index.json", "unet/weights", "other/weights"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    before = model_checksum(tmp_path)
-    for name in ("unet/.DS_Store", "unet/._weights", "other/new"):
-        (tmp_path / name).touch()
-    assert model_checksum(tmp_path) == before
-    (tmp_path / "unet" / "new").touch()
-    assert model_checksum(tmp_path) != before
-
-
 @pytest.mark.slow
 def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    out = tmp_path / "out"
-    given = {"model": "sd", "pairs_jsonl": write_jsonl(tmp_path / "p.jsonl"), "output_dir": out}
-    given |= {"clip_model": "", "seeds": (0, 1), "guidance_scale": 2}
+    make_tiny_pipeline(tmp_path / "model")
+    out, embedding = tmp_path / "out", tmp_path / "red.bin"
+    torch.save({"<red>": torch.randn(2, 24)}, embedding)
+    pairs = write_jsonl(tmp_path / "p.jsonl", instruction="make it <red>")
+    given = {"model": tmp_path / "model", "pairs_jsonl": pairs, "output_dir": out}
+    given |= {"clip_model": "", "guidance_scale": 2, "embedding": embedding}
+    (row,) = evaluate(**given)["rows"]
 
-    save_results = evaluate_edits.save_results
-
-    def stop_after_a_row(output_dir, results):
-        save_results(output_dir, results)
-        if results["rows"]:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(evaluate_edits, "save_results", stop_after_a_row)
-    with pytest.raises(SystemExit) as stopped:
-        evaluate_edits.main(flags(**given))
-    assert stopped.value.code == 130
-    (row,) = json.loads((out / "results.json").read_text())["rows"]
-    assert not (out / "results.md").exists()
-    assert "the same command continues" in capsys.readouterr().err
-
-    monkeypatch.setattr(evaluate_edits, "save_results", save_results)
     seeds = []
     edit_batches = measuring.edit_batches
     monkeypatch.setattr(
@@ -405,7 +334,7 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
             seeds.append(options["sampling"].seed) or edit_batches(*args, **options)
         ),
     )
-    results = evaluate(**given)
+    results = evaluate(**given, seeds=(0, 1))
     assert set(seeds) == {1}
     assert results["rows"][0] == row and len(results["rows"]) == 2
 
@@ -414,14 +343,11 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
     content = (out / "results.json").read_bytes()
     assert evaluate(**given) == results
     assert (out / "results.json").read_bytes() == content
-    assert "no curve: it needs" in (out / "results.md").read_text()  # one scale
     capsys.readouterr()
 
     for change, message in (
         ({"num_inference_steps": 3}, "num_inference_steps was 2 and is 3"),
-        ({"resolution": 64}, "resolution was 32 and is 64"),
         ({"clip_model": "clip"}, "clip_model was none and is clip"),
-        ({"max_pairs": 1}, "num_pairs was 2 and is 1"),
         (
             {"pairs_jsonl": write_jsonl(tmp_path / "q.jsonl", instruction="other")},
             "checksum of the pairs was",
@@ -429,14 +355,13 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
     ):
         error = refused(capsys, flags(**given | change))
         assert message in error and "--overwrite_output_dir" in error
-    make_tiny_pipeline(tmp_path / "sd", seed=1)
+    torch.save({"<red>": torch.randn(2, 24)}, embedding)
+    assert "files of embedding was" in refused(capsys, flags(**given))
+    make_tiny_pipeline(tmp_path / "model", seed=1)
     capsys.readouterr()  # PyTorch's progress bars
-    monkeypatch.chdir(tmp_path)
-    for file in folder.glob("*.png"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert "--model sd was" in refused(capsys, flags(**given))
+    assert f"--model {tmp_path / 'model'} was" in refused(capsys, flags(**given))
     (out / "results.json").write_text('{"rows": []')
-    assert "results.json is damaged" in refused(capsys, flags(**given))
+    assert "results.json is not valid JSON" in refused(capsys, flags(**given))
 
 
 @pytest.mark.slow
@@ -459,23 +384,16 @@ def test_accelerated_edits_are_those_of_edit_cli(folder, tmp_path, monkeypatch, 
     used = (
         "--scheduler tcd, --timesteps 900 500 100, --eta 0.5, --accelerate guidance:stop=0.5 tome"
     )
-    assert (
-        f"1 pairs, 3 steps, longer side 32 pixels, float32, 1 x cpu, {used}. "
-        in (out / "results.md").read_text()
-    )
+    assert used in (out / "results.md").read_text()
 
-    # Other results are not mixed with these, nor is an acceleration taken that has no effect.
+    # Other results are not mixed with these, nor does a part that cannot be loaded change them.
     capsys.readouterr()
     words = flags(**given | {"scheduler": "tcd", "num_inference_steps": 3})
     assert "accelerate was guidance:stop=0.5 tome and is None" in refused(capsys, words)
-    words = flags(**given | {"accelerate": "guidance:stop=0.5", "guidance_scale": (7, 1)})
-    words += ["--image_guidance_scale", "1", "--overwrite_output_dir"]
-    assert "guidance" in refused(capsys, words)
-    # Nor does a part that cannot be loaded change them.
     words = flags(**given | {"accelerate": "taesd:path=nowhere"})
     with pytest.raises(SystemExit):
         evaluate_edits.main([*words, "--overwrite_output_dir"])
-    assert "\nerror: --accelerate taesd:path=nowhere does not exist" in capsys.readouterr().err
+    assert "error: --accelerate taesd:path=nowhere does not exist" in capsys.readouterr().err
     assert json.loads((out / "results.json").read_text()) == results
 
 
@@ -498,10 +416,10 @@ def test_without_truth_and_captions(folder, tmp_path, monkeypatch, capsys):
     assert row["l1"] is row["text_similarity"] is row["direction_similarity"] is None
     assert -1 <= row["image_similarity"] <= 1 and row["l1_to_input"] > 0
     printed = capsys.readouterr().out
-    assert "left out for all pairs, without truth: l1, mse, error_ratio, truth_sim" in printed
-    assert "left out for all pairs, without both captions: direction_similarity\n" in printed
-    assert "left out for all pairs, without the caption of the truth: text_similarity" in printed
-    assert "no curve" in printed and not (out / "curve.png").exists()
+    assert "left out for all pairs, without truth: L1, MSE, error ratio, truth sim." in printed
+    assert "left out for all pairs, without both captions: direction sim.\n" in printed
+    assert "left out for all pairs, without the caption of the truth: text sim." in printed
+    assert not (out / "curve.png").exists()
     assert [row["baseline"] for row in results["baselines"]] == [
         *("copied input", "VAE round trip of the input")
     ]
@@ -514,19 +432,12 @@ def test_without_truth_and_captions(folder, tmp_path, monkeypatch, capsys):
     ("change", "message"),
     [
         ({"pairs_jsonl": "empty.jsonl"}, "empty.jsonl has no rows"),
-        ({"pairs_jsonl": "none.jsonl"}, "none.jsonl cannot be read"),
         (
             {"pairs_jsonl": "lacking.jsonl"},
             "lacking.jsonl has 1 problem: line 1: no edit_prompt or edit or",
         ),
-        ({"pairs_jsonl": "blank.jsonl"}, "blank.jsonl has 1 problem: line 1: instruction is empty"),
-        (
-            {"pairs_jsonl": "lost.jsonl"},
-            "lost.jsonl has 1 problem: line 1: nowhere.png does not exist",
-        ),
         ({"pairs_jsonl": "text.jsonl"}, "text.jsonl: no known image format"),
         ({"data_dir": "data"}, "give one of --data_dir and --pairs_jsonl"),
-        ({"pairs_jsonl": None}, "give one of --data_dir and --pairs_jsonl"),
         ({"pairs_jsonl": None, "data_dir": "nowhere"}, "--data_dir nowhere is not a directory"),
         (
             {"pairs_jsonl": None, "data_dir": "data", "edited_prompt_column": "caption"},
@@ -537,19 +448,12 @@ def test_without_truth_and_captions(folder, tmp_path, monkeypatch, capsys):
             {"model": "narrow"},
             "narrow is a StableDiffusionPipeline, not an InstructPix2Pix model",
         ),
-        ({"model": ("sd", "sd")}, "--model sd sd has a value twice"),
-        ({"guidance_scale": (1, -1)}, "--guidance_scale -1.0 must be 0 or more"),
-        ({"seeds": -1}, "--seeds -1 must be from 0 to"),
-        ({"batch_size": 0}, "--batch_size 0 must be at least 1"),
+        ({"guidance_scale": (1, -1)}, "--guidance_scale -1.0 must be at least 0"),
         ({"num_inference_steps": 1001}, "--num_inference_steps 1001 must"),
-        ({"resolution": 3}, "--resolution 3 is too small"),
-        ({"mask_feather": -1}, "--mask_feather -1 must be 0 or more pixels\n"),
-        ({"mask_feather": 3}, "--mask_feather 3 is for --use_masks; give both or none"),
+        ({"mask_feather": 3}, "--mask_feather is for --use_masks; give both or none"),
         ({"scheduler": "eular"}, "--scheduler eular is unknown; choose from "),
         ({"output_dir": "file/out"}, "--output_dir file/out cannot be written"),
         ({"clip_model": "sd/vae"}, "--clip_model sd/vae cannot be opened: "),
-        ({"clip_model": "sd/text_encoder"}, "it is a model of type clip_text_model"),
-        ({"pairs_jsonl": "bare.jsonl", "clip_model": ""}, "no metric is possible"),
     ],
 )
 def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, change, message):
@@ -562,10 +466,7 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, change, me
     Path("empty.jsonl").write_text("\n\n")
     write_jsonl(Path("p.jsonl"), 1)
     write_jsonl(Path("lacking.jsonl"), 1, drop=("instruction",))
-    write_jsonl(Path("blank.jsonl"), 1, instruction=" ")
-    write_jsonl(Path("lost.jsonl"), 1, truth="nowhere.png")
     write_jsonl(Path("text.jsonl"), 1, input="text.jsonl")
-    write_jsonl(Path("bare.jsonl"), 1, drop=("truth",))
     monkeypatch.setattr(measuring, "load_model", None)
     capsys.readouterr()  # PyTorch's progress bars
     given = {"model": "sd", "pairs_jsonl": "p.jsonl", "output_dir": "out"} | change
@@ -585,48 +486,12 @@ def test_a_damaged_mask_is_left_out_unless_edits_need_it(caplog):
     checked = check_pairs(pairs, use_masks=False)
     assert [pair.mask for pair in checked] == [white.getvalue(), None, None]
     assert [pair.index for pair in checked] == [0, 1, 2]
-    assert checksum_of_pairs(checked) == checksum_of_pairs(pairs)
     (record,) = caplog.records
     message = record.getMessage()
     assert message.startswith("the mask of 1.png cannot be read as a mask: no known image format")
-    assert message.endswith("; pairs that are measured without their mask: 1")
+    assert message.endswith("; pairs that have no mask now: 1")
     with pytest.raises(ValueError, match=r"the mask of 1\.png cannot be read as a mask"):
         check_pairs(pairs, use_masks=True)
-
-
-def test_a_caption_that_is_not_utf8(tmp_path):
-    """The error names the row and the column."""
-    texts = {name: pa.array(["abcd"]) for name in ("edit_prompt", "original_prompt")}
-    bad = pa.array([b"ab\xff\xfe"]).view(pa.string())
-    images = {name: pa.array([b"x"]) for name in ("original_image", "edited_image")}
-    pq.write_table(pa.table(images | texts | {"edited_prompt": bad}), tmp_path / "a.parquet")
-    message = r"a\.parquet row 0: the caption in edited_prompt is not UTF-8"
-    with pytest.raises(ValueError, match=message):
-        pairs_of_shards(tmp_path, Columns())
-
-
-def test_results_without_masks_go_on_with_masks(tmp_path):
-    """And the other way around; masks that differ do not go together."""
-
-    def load(**settings):
-        return load_results(tmp_path, {"num_pairs": 2} | settings, {}, False)["settings"]
-
-    def save(**settings):
-        results = {"settings": {"num_pairs": 2} | settings, "models": {}}
-        save_results(tmp_path, results | {"baselines": [], "rows": []})
-
-    masks, none = (
-        {"num_masks": number, "checksum of the masks": checksum}
-        for number, checksum in ((2, "a"), (None, None))
-    )
-    for saved in ({}, none, none | {"num_masks": 0}):
-        save(**saved)
-        assert load(**masks) == {"num_pairs": 2} | masks
-        load(**none)
-    save(**masks)
-    assert load(**none) == {"num_pairs": 2} | masks
-    with pytest.raises(ValueError, match="checksum of the masks was a and is b"):
-        load(**masks | {"checksum of the masks": "b"})
 
 
 @pytest.mark.slow
@@ -666,14 +531,6 @@ def test_inside_and_outside_of_masks(folder, tmp_path, monkeypatch, capsys):
     assert "Inside and outside of the masks of 2 pairs:" in table
     assert "| error ratio inside |" in table and "| L1 to input outside |" in table
 
-    # The third pair, without a mask, counts in the whole image only.
-    capsys.readouterr()
-    three = evaluate(output_dir=tmp_path / "three", **given | {"max_pairs": 3})["rows"][0]
-    text = "left out for 1 of 3 pairs, without mask: the metrics inside and outside of the mask"
-    assert text in capsys.readouterr().out
-    assert three["l1_inside"] == pytest.approx(row["l1_inside"], abs=1e-4)
-    assert three["l1"] != pytest.approx(row["l1"], rel=1e-3)
-
     given |= {"max_pairs": 3}
     masked = evaluate(output_dir=tmp_path / "masked", use_masks=(), **given)["rows"][0]
     assert masked["l1_to_input_outside"] == 0
@@ -681,5 +538,3 @@ def test_inside_and_outside_of_masks(folder, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     wrong = dict(model="sd", data_dir="data", clip_model="", output_dir=tmp_path / "wrong")
     assert "no pair has a mask" in refused(capsys, flags(use_masks=(), **wrong))
-    wrong = flags(mask_column="m", **wrong)
-    assert "has no column m; it has original_prompt" in refused(capsys, wrong)

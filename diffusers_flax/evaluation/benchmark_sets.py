@@ -13,6 +13,7 @@ import re
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 
 from diffusers_flax.data.shards import read_beside, shard_files
 from diffusers_flax.data.streaming import is_remote
-from diffusers_flax.evaluation.held_out import Columns, HeldOutPair, pairs_of_jsonl, pairs_of_shards
+from diffusers_flax.evaluation.held_out import HeldOutPair, pairs_of_jsonl
 from diffusers_flax.loading.files import read_json
 from diffusers_flax.messages import one_line
 
@@ -28,14 +29,33 @@ from diffusers_flax.messages import one_line
 SESSIONS, CAPTIONS = "edit_sessions.json", "local_descriptions.json"
 FINAL, INTERSECTION = "_final", "_intersection"  # parts, see evaluation/protocols.py
 FINAL_INDEX = 1 << 30  # added to the index of an edit of a result
-TURN = ("input", "output", "instruction", "mask")  # of MagicBrush; the last is optional
-EMU_EDIT_COLUMNS = ("image", "instruction", "input_caption", "output_caption", "task")
-GEDIT_COLUMNS = (
-    *("input_image_raw", "instruction", "task_type", "key", "instruction_language"),
-    "Intersection_exist",  # optional
-)
+# Columns of shards: the fields of HeldOutPair, or "" for what is read otherwise
+MAGICBRUSH_COLUMNS = {
+    "source_img": "original",
+    "instruction": "instruction",
+    "target_img": "edited",
+    "img_id": "session",
+    "turn_index": "turn",
+    "mask_img": "mask",
+}
+EMU_EDIT_COLUMNS = {
+    "image": "original",
+    "instruction": "instruction",
+    "input_caption": "original_caption",
+    "output_caption": "edited_caption",
+    "task": "group",
+}
+GEDIT_COLUMNS = {
+    "input_image_raw": "original",
+    "instruction": "instruction",
+    "task_type": "group",
+    "key": "key",
+    "instruction_language": "",
+    "Intersection_exist": "",
+}
+OPTIONAL = {"mask_img", "input_caption", "output_caption", "task", "Intersection_exist"}
 IMGEDIT_LIST = "basic_edit.json"
-NAME = re.compile(r"[\w-]+")  # of a session, in names of files
+FILE_NAME = re.compile(r"[\w-]+")
 
 
 def read_benchmark(config):
@@ -50,48 +70,42 @@ def read_benchmark(config):
     Raises:
         ValueError: a file cannot be read, or lacks something, or an edit is there twice.
     """
-    pairs = pairs_of_benchmark(config)
-    counts = Counter(pair.key for pair in pairs if pair.key)
-    if twice := [key for key, number in counts.items() if number > 1]:
-        raise ValueError(
-            f"--data_dir {config.data_dir} has {twice[0]} {counts[twice[0]]} times; its results "
-            "would overwrite each other: name a folder with the set once"
-        )
-    return pairs
-
-
-def pairs_of_benchmark(config):
-    """As read_benchmark, of edits that may be there twice."""
-    limit = config.max_pairs
+    protocol, folder = config.protocol, Path(config.data_dir)
+    given = f"--data_dir {config.data_dir}"
     if is_remote(config.data_dir):
-        raise ValueError(
-            f"--data_dir {config.data_dir} is not streamed with --protocol; download it, and name "
-            "its directory"
-        )
-    if config.data_dir and not Path(config.data_dir).is_dir():
-        raise ValueError(f"--data_dir {config.data_dir} is not a directory; name the set's")
-    if config.protocol == "magicbrush":
-        if config.pairs_jsonl:
-            return chained(pairs_of_jsonl(config.pairs_jsonl, limit))
-        folder = Path(config.data_dir)
-        if (folder / SESSIONS).is_file():
-            return magicbrush_test(folder, limit)
-        return magicbrush_shards(folder, limit)
-    if config.protocol == "emu_edit":
-        if config.pairs_jsonl:
-            return pairs_of_jsonl(config.pairs_jsonl, limit)
-        return emu_edit_shards(Path(config.data_dir), limit)
+        raise ValueError(f"{given} is not streamed with --protocol; download it first")
+    if config.data_dir and not folder.is_dir():
+        raise ValueError(f"{given} is not a directory; name the set's")
+    if config.pairs_jsonl and protocol not in ("magicbrush", "emu_edit"):
+        raise ValueError(f"--protocol {protocol} reads --data_dir, not --pairs_jsonl")
     if config.pairs_jsonl:
-        raise ValueError(f"--protocol {config.protocol} reads --data_dir, not --pairs_jsonl")
-    if config.protocol == "gedit":
-        return gedit_shards(Path(config.data_dir), config.instruction_language, limit)
-    return imgedit_folder(Path(config.data_dir), limit)
+        pairs = pairs_of_jsonl(config.pairs_jsonl, config.max_pairs)
+        pairs = chained(pairs) if protocol == "magicbrush" else pairs
+    elif protocol == "magicbrush":
+        has_list = (folder / SESSIONS).is_file()
+        pairs = magicbrush_test(folder) if has_list else magicbrush_shards(folder)
+    elif protocol == "emu_edit":
+        pairs = (pair for _, pair in pairs_of_columns(folder, EMU_EDIT_COLUMNS))
+    elif protocol == "gedit":
+        pairs = gedit_shards(folder, config.instruction_language)
+    else:
+        pairs = imgedit_folder(folder)
+    pairs = [replace(x, index=i) for i, x in enumerate(islice(pairs, config.max_pairs))]
+    if not pairs:
+        raise ValueError(f"{given} has no edit for --protocol {protocol}")
+    for key, count in Counter(pair.key for pair in pairs if pair.key).items():
+        if count > 1:
+            raise ValueError(
+                f"{given} has {key} {count} times; its results would overwrite each other: name a "
+                "folder with the set once"
+            )
+    return pairs
 
 
 def result_key(session, turn, is_final=False):
     """Name of a result as MagicBrush's evaluation looks for it: SESSION/SESSION_inde_2."""
-    kind = "1" if turn == 1 else f"{'iter' if is_final else 'inde'}_{turn}"
-    return f"{session}/{session}_{kind}"
+    ending = "1" if turn == 1 else f"{'iter' if is_final else 'inde'}_{turn}"
+    return f"{session}/{session}_{ending}"
 
 
 def add_final_turns(pairs):
@@ -114,16 +128,17 @@ def add_final_turns(pairs):
         last = max(turns)
         if sorted(turns) != list(range(1, last + 1)):
             continue
+        first = pairs[turns[1]]
         if last == 1:
-            result[turns[1]] = replace(pairs[turns[1]], parts=("", FINAL))
+            result[turns[1]] = replace(first, parts=("", FINAL))
         before = turns[1]
         for turn in range(2, last + 1):
             pair = replace(
                 pairs[turns[turn]],
                 # Noise of its own, whichever other sessions there are
                 index=FINAL_INDEX + pairs[turns[turn]].index,
-                original=pairs[turns[1]].original,
-                original_caption=pairs[turns[1]].original_caption,
+                original=first.original,
+                original_caption=first.original_caption,
                 key=result_key(session, turn, is_final=True),
                 after=before,
                 parts=(FINAL,) if turn == last else (),
@@ -133,96 +148,50 @@ def add_final_turns(pairs):
     return result
 
 
-def magicbrush_test(folder, limit=None):
-    """The pairs of MagicBrush's test folder; limit: number of turns, None for all."""
-    sessions, captions = read_json(folder / SESSIONS), read_captions(folder)
-    pairs = []
-    for session, turns in sessions.items():
-        if not NAME.fullmatch(session):
-            raise ValueError(f"{folder / SESSIONS}: {session} cannot name a session")
-        if not isinstance(turns, list):
-            raise ValueError(f"{folder / SESSIONS}: session {session} is no list of turns")
-        for turn, entry in enumerate(turns, start=1):
-            if len(pairs) == limit:
-                return pairs
-            place = f"{folder / SESSIONS}: turn {turn} of session {session}"
-            entry = entry if isinstance(entry, dict) else {}
-            before, after, instruction, mask = (
-                x if isinstance(x := entry.get(name), str) else "" for name in TURN
-            )
-            for name, text in zip(TURN, (before, after, instruction)):
-                if not text:
-                    raise ValueError(f"{place} lacks the text {name!r}; it has {', '.join(entry)}")
-            try:
-                images = [read_beside(folder / "images" / session, x) for x in (before, after)]
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from error
-            data = None
-            if mask:
-                data = b""  # as if it were damaged, which only matters if edits need it
+def magicbrush_test(folder):
+    """The pairs of MagicBrush's test folder, one after another; all have index 0."""
+    captions = read_captions(folder)
+    for session, turns in read_json(folder / SESSIONS).items():
+        images, place = folder / "images" / session, f"{folder / SESSIONS}: session {session}"
+        require_file_name(session, place)
+        for turn, entry in enumerate(turns if isinstance(turns, list) else [None], start=1):
+            before, after, instruction = texts_of(entry, ("input", "output", "instruction"), place)
+            mask = None
+            if entry.get("mask"):
+                mask = b""  # as if it were damaged, which only matters if edits need it
                 with suppress(ValueError):
-                    data = read_beside(folder / "images" / session, mask)
-            pairs.append(
-                HeldOutPair(
-                    index=len(pairs),
-                    input=str(folder / "images" / session / before),
-                    instruction=instruction,
-                    original=images[0],
-                    edited=images[1],
-                    edited_caption=captions[session].get(after),
-                    mask=data,
-                    key=result_key(session, turn),
-                    session=session,
-                    turn=turn,
-                )
-            )
-    if not pairs:
-        raise ValueError(f"{folder / SESSIONS} has no turns")
-    return pairs
-
-
-def read_captions(folder):
-    """{session: {file of the true image: caption}} of CAPTIONS; empty without the file."""
-    file, captions = folder / CAPTIONS, defaultdict(dict)
-    for session, texts in read_json(file).items() if file.is_file() else ():
-        if not isinstance(texts, dict) or not all(isinstance(x, str) for x in texts.values()):
-            raise ValueError(f"{file}: session {session} has no object of file names and captions")
-        captions[session] = texts
-    return captions
-
-
-def magicbrush_shards(folder, limit=None):
-    """The pairs of MagicBrush's shards, of the dev set; captions as for magicbrush_test."""
-    sessions, turns = [], []
-    for path in shard_files(folder):
-        try:
-            columns = pq.read_schema(path).names
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path} cannot be read: {one_line(error, 200)}") from error
-        if not {"img_id", "turn_index"} <= set(columns):
-            raise ValueError(
-                f"{path} has no columns img_id and turn_index, which say what follows what; it has "
-                f"{', '.join(columns)}: name a directory with {SESSIONS} or MagicBrush's shards, "
-                "or give --pairs_jsonl"
-            )
-        table = pq.read_table(path, columns=["img_id", "turn_index"])
-        sessions += map(str, table["img_id"].to_pylist())
-        turns += table["turn_index"].to_pylist()
-    captions, named = read_captions(folder), []
-    for pair in pairs_of_shards(folder, Columns(mask=""), max_pairs=limit):
-        session, turn = sessions[pair.index], turns[pair.index]
-        if not NAME.fullmatch(session) or not isinstance(turn, int) or turn < 1:
-            raise ValueError(f"{pair.input}: img_id {session}, turn_index {turn} are no turn")
-        named.append(
-            replace(
-                pair,
-                edited_caption=captions[session].get(f"{session}-output{turn}.png"),
+                    mask = read_listed(images, entry["mask"], place)
+            yield HeldOutPair(
+                index=0,
+                input=str(images / before),
+                instruction=instruction,
+                original=read_listed(images, before, place),
+                edited=read_listed(images, after, place),
+                edited_caption=captions[session].get(after),
+                mask=mask,
                 key=result_key(session, turn),
                 session=session,
                 turn=turn,
             )
+
+
+def read_captions(folder):
+    """{session: {file of the true image: caption}} of CAPTIONS; empty without the file."""
+    file = folder / CAPTIONS
+    return defaultdict(dict, read_json(file) if file.is_file() else {})
+
+
+def magicbrush_shards(folder):
+    """The pairs of MagicBrush's shards, of the dev set, as magicbrush_test yields them."""
+    captions = read_captions(folder)
+    for _, pair in pairs_of_columns(folder, MAGICBRUSH_COLUMNS):
+        session, turn = str(pair.session), pair.turn
+        require_file_name(session, pair.input)
+        caption, key = (
+            captions[session].get(f"{session}-output{turn}.png"),
+            result_key(session, turn),
         )
-    return named
+        yield replace(pair, session=session, edited_caption=caption, key=key)
 
 
 def chained(pairs):
@@ -238,56 +207,22 @@ def chained(pairs):
     return named
 
 
-def emu_edit_shards(folder, limit=None):
-    """The pairs of Emu Edit's shards, without edited images."""
-    pairs = []
-    for name, row in rows_of_shards(folder, EMU_EDIT_COLUMNS):
-        if len(pairs) == limit:
-            break
-        image, instruction, before, after, task = row
-        if image and instruction:
-            pairs.append(
-                HeldOutPair(
-                    index=len(pairs),
-                    input=name,
-                    instruction=instruction,
-                    original=image,
-                    original_caption=before or None,
-                    edited_caption=after or None,
-                    group=task or "",
-                )
-            )
-    if not pairs:
-        raise ValueError(f"--data_dir {folder} has no row with an image and an instruction")
-    return pairs
+def gedit_shards(folder, language):
+    """The edits of GEdit-Bench in a language, "en" or "cn", one after another."""
+    for row, pair in pairs_of_columns(folder, GEDIT_COLUMNS):
+        if row["instruction_language"] == language:
+            require_file_name(pair.group, pair.input)
+            require_file_name(pair.key, pair.input)
+            key = f"fullset/{pair.group}/{language}/{pair.key}"
+            parts = ("", INTERSECTION) if row["Intersection_exist"] else ("",)
+            yield replace(pair, key=key, parts=parts)
 
 
-def gedit_shards(folder, language, limit=None):
-    """The edits of GEdit-Bench in a language, "en" or "cn"."""
-    pairs = []
-    for name, row in rows_of_shards(folder, GEDIT_COLUMNS, required=len(GEDIT_COLUMNS) - 1):
-        if len(pairs) == limit:
-            break
-        image, instruction, task, key, language_of_row, in_both = row
-        if language_of_row != language:
-            continue
-        if not all(isinstance(x, str) and NAME.fullmatch(x) for x in (task, key)):
-            raise ValueError(f"{name}: task_type {task} and key {key} cannot name files")
-        if not image or not instruction:
-            raise ValueError(f"{name} has no image or no instruction")
-        result = f"fullset/{task}/{language}/{key}"
-        parts = ("", INTERSECTION) if in_both else ("",)
-        pair = HeldOutPair(len(pairs), name, instruction, image, key=result, group=task)
-        pairs.append(replace(pair, parts=parts))
-    if not pairs:
-        raise ValueError(f"--data_dir {folder} has no row in the language {language}")
-    return pairs
+def imgedit_folder(folder):
+    """The edits of ImgEdit-Bench's basic suite, one after another.
 
-
-def imgedit_folder(folder, limit=None):
-    """The edits of ImgEdit-Bench's basic suite: {key: {"id", "prompt", "edit_type"}} and images.
-
-    The images are in the list's folder or in one of the folders in it.
+    The list is {key: {"id", "prompt", "edit_type"}}; id is an image's path in the list's folder or
+    in one of the folders in it.
     """
     file = folder / IMGEDIT_LIST
     if not file.is_file():
@@ -295,44 +230,50 @@ def imgedit_folder(folder, limit=None):
             f"--data_dir {folder} has no {IMGEDIT_LIST}; copy it there from Benchmark/Basic of "
             "github.com/PKU-YuanGroup/ImgEdit, beside the images of Benchmark.tar"
         )
-    pairs, roots = [], [folder, *sorted(x for x in folder.iterdir() if x.is_dir())]
+    roots = [folder, *sorted(x for x in folder.iterdir() if x.is_dir())]
     for key, entry in read_json(file).items():
-        if len(pairs) == limit:
-            break
         place = f"{file}: {key}"
-        try:
-            image, instruction, kind = (entry[name] for name in ("id", "prompt", "edit_type"))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{place} lacks {error}; it has id, prompt and edit_type") from error
-        if not NAME.fullmatch(key) or not all(
-            isinstance(x, str) and x for x in (image, instruction, kind)
-        ):
-            raise ValueError(f"{place} cannot name a file, or id, prompt or edit_type is no text")
+        require_file_name(key, place)
+        image, instruction, group = texts_of(entry, ("id", "prompt", "edit_type"), place)
         root = next((x for x in roots if (x / image).is_file()), folder)
-        try:
-            data = read_beside(root, image)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-        path = str(root / image)
-        pairs.append(HeldOutPair(len(pairs), path, instruction, data, key=key, group=kind))
-    if not pairs:
-        raise ValueError(f"{file} has no edits")
-    return pairs
+        data = read_listed(root, image, place)
+        yield HeldOutPair(0, str(root / image), instruction, data, key=key, group=group)
 
 
-def rows_of_shards(folder, columns, required=2):
-    """Rows of all shards of a directory, parquet or Arrow.
+def require_file_name(text, place):
+    """Raise a ValueError if a text of a set cannot be part of a file's name."""
+    if not FILE_NAME.fullmatch(str(text)):
+        raise ValueError(f"{place}: {text!r} cannot name a file")
+
+
+def texts_of(entry, names, place):
+    """The texts of a JSON object by their names; a ValueError names one that it lacks."""
+    for name in names:
+        if not isinstance(entry, dict) or not isinstance(entry.get(name), str) or not entry[name]:
+            raise ValueError(f"{place} lacks the text {name!r}")
+    return [entry[name] for name in names]
+
+
+def read_listed(folder, path, place):
+    """The bytes of an image that a set names; errors begin with the place of its name."""
+    try:
+        return read_beside(folder, path)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def pairs_of_columns(folder, columns):
+    """The pairs of all shards of a directory, parquet or Arrow.
 
     Args:
         folder: of *.parquet or *.arrow files.
-        columns: names; the first is of the image.
-        required: number of columns that must exist; the values of others are None.
+        columns: {name: field of HeldOutPair, or ""}.
 
     Yields:
-        (name of the row, list of the columns' values; images are bytes).
+        ({column: value}, HeldOutPair with index 0) of each row with image and instruction.
 
     Raises:
-        ValueError: there are no shards, they cannot be read, or lack a required column.
+        ValueError: there are no shards, they cannot be read, or lack a column.
     """
     if not (files := shard_files(folder) or sorted(folder.glob("[!.]*.arrow"))):
         raise ValueError(
@@ -340,53 +281,43 @@ def rows_of_shards(folder, columns, required=2):
         )
     for path in files:
         try:
-            names, batches = open_shard(path, columns)
-            if missing := [name for name in columns[:required] if name not in names]:
-                raise ValueError(
-                    f"{path} has no column {missing[0]}; it has {', '.join(names)}: name the "
-                    "shards of the set that --protocol says"
-                )
-            number = 0
-            for batch in batches:
-                for row in batch.to_pylist():
-                    name, number = f"{path} row {number}", number + 1
-                    cells = [encoded(row.get(x), path, name) for x in columns]
-                    for column, cell in zip(columns, cells):
-                        kind = bytes if column == columns[0] else (str, bool)
-                        if cell is not None and not isinstance(cell, kind):
-                            what = "image" if kind is bytes else "text"
-                            raise ValueError(f"{name}: {column} is no {what}: {str(cell)[:40]!r}")
-                    yield name, cells
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            table = read_table(path)
+        except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{path} cannot be read: {one_line(error, 200)}") from error
+        for name in columns.keys() - OPTIONAL:
+            if name not in table.column_names:
+                raise ValueError(
+                    f"{path} has no column {name}; it has {', '.join(table.column_names)}: name "
+                    "the shards of the set that --protocol says"
+                )
+        table = table.select([name for name in columns if name in table.column_names])
+        rows = (row for batch in table.to_batches(16) for row in batch.to_pylist())
+        for number, row in enumerate(rows):
+            place = f"{path} row {number}"
+            row = {name: encoded(row.get(name), path, place) for name in columns}
+            given = {field: row[name] for name, field in columns.items() if field and row[name]}
+            pair = HeldOutPair(
+                **{"index": 0, "input": place, "instruction": "", "original": b""} | given
+            )
+            if pair.original and pair.instruction:
+                yield row, pair
 
 
-def open_shard(path, columns):
-    """(names of its columns, iterator of batches with those of `columns` that exist)."""
+def read_table(path):
+    """The pyarrow Table of a shard; an Arrow shard is a stream, as `datasets` writes, or a file."""
     if path.suffix == ".parquet":
-        file = pq.ParquetFile(path)
-        names = file.schema_arrow.names
-        wanted = [name for name in columns if name in names]
-        return names, file.iter_batches(batch_size=16, columns=wanted)
-    with open(path, "rb") as opened:
-        is_file = opened.read(6) == b"ARROW1"
+        return pq.ParquetFile(path).read()
     source = pa.memory_map(str(path))
-    if is_file:
-        reader = pa.ipc.open_file(source)
-        batches = map(reader.get_batch, range(reader.num_record_batches))
-    else:
-        reader = batches = pa.ipc.open_stream(source)  # as `datasets` writes
-    names = reader.schema.names
-    return names, (batch.select([x for x in columns if x in names]) for batch in batches)
+    try:
+        return pa.ipc.open_stream(source).read_all()
+    except pa.ArrowInvalid:
+        return pa.ipc.open_file(source).read_all()
 
 
-def encoded(cell, path, name):
-    """A cell; of an image {"bytes", "path"} its bytes. path: of the shard; name: of the row."""
+def encoded(cell, path, place):
+    """A cell; of an image {"bytes", "path"} its bytes. path: of the shard; place: of the row."""
     if not isinstance(cell, dict):
         return cell
     if cell.get("bytes") or not cell.get("path"):
         return cell.get("bytes")
-    try:
-        return read_beside(path.parent, cell["path"])
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+    return read_listed(path.parent, cell["path"], place)

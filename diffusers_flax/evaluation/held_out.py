@@ -25,38 +25,30 @@ from diffusers_flax.data.shards import (
     pair_at,
     read_row_group,
 )
-from diffusers_flax.evaluation.metrics import CLIP_METRICS
 from diffusers_flax.generating.masks import fit_mask, read_mask_of
 from diffusers_flax.generating.sizes import fit_image
 from diffusers_flax.messages import one_line
-
-CAPTION_COLUMNS = {
-    "original_prompt_column": "original_prompt",
-    "edited_prompt_column": "edited_prompt",
-}
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class HeldOutPair:
-    """An original image, an instruction, and the edited image if it is known.
+    """An original image, an instruction, and the edited image if it is known; images are encoded.
 
-    Images are encoded. The noise depends on index, the place in the list; input names the pair in
-    messages. mask is white where the edited image may differ from the original. The rest is of a
-    benchmark's set, see evaluation/benchmark_sets.py.
+    The fields from key on are of a benchmark's set, see evaluation/benchmark_sets.py.
     """
 
-    index: int
-    input: str
+    index: int  # place in the list, on which the noise depends
+    input: str  # names the pair in messages
     instruction: str
     original: bytes
     edited: bytes | None = None
     original_caption: str | None = None
     edited_caption: str | None = None
-    mask: bytes | None = None
+    mask: bytes | None = None  # white where the edited image may differ from the original
     key: str = ""  # file of the result, without .png; "": its place in the list
-    group: str = ""  # kind of edit
+    group: str = ""  # type of edit
     session: str = ""  # edits of one image in a row
     turn: int = 1  # in its session, from 1
     after: int | None = None  # place of the pair whose result is edited instead of the original
@@ -66,90 +58,37 @@ class HeldOutPair:
         """Name of the result's file."""
         return f"{self.key or place}.png"
 
-    def size(self):
-        """(width, height) of the original image."""
-        return self._decode(self.original).size
+    def decoded(self, what, size=None):
+        """The "original" or "edited" image, PIL; None if the pair has none.
 
-    def fitted_original(self, size=None):
-        """The original image, PIL, scaled and cropped to size (width, height); None: as it is."""
-        image = self._decode(self.original)
-        return image if size is None else fit_image(image, size)
-
-    def fitted_edited(self, size=None):
-        """The edited image, likewise; None if unknown."""
-        if self.edited is None:
+        size: (width, height) to which it is scaled and cropped; None: as it is.
+        """
+        data = getattr(self, what)
+        if data is None:
             return None
-        image = self._decode(self.edited)
-        return image if size is None else fit_image(image, size)
-
-    def fitted_mask(self, size):
-        """The mask, PIL of mode 1, likewise, or None."""
-        if self.mask is None:
-            return None
-        return fit_mask(read_mask_of(self.mask, f"the mask of {self.input}"), size)
-
-    def check(self):
-        """Raise a ValueError if an image cannot be decoded."""
-        for data in filter(None, (self.original, self.edited)):
-            self._decode(data)
-
-    def check_shape(self):
-        """Raise a ValueError if the images have two aspect ratios."""
-        if self.edited is not None:
-            sizes = encoded_size(self.original), encoded_size(self.edited)
-            check_one_shape(self.input, sizes[0], "its truth", sizes[1])
-
-    def check_mask(self):
-        """Raise a ValueError if the mask cannot be decoded, or has another aspect ratio."""
-        if self.mask is not None:
-            mask = read_mask_of(self.mask, f"the mask of {self.input}")
-            check_one_shape(self.input, encoded_size(self.original), "its mask", mask.size)
-
-    def _decode(self, data):
         try:
-            return Image.fromarray(decode_image(data))
+            image = Image.fromarray(decode_image(data))
         except ValueError as error:
             raise ValueError(f"{self.input}: {error}") from error
+        return image if size is None else fit_image(image, size)
+
+    def decoded_mask(self, size=None):
+        """The mask, PIL of mode 1, scaled and cropped likewise; None if the pair has none."""
+        if self.mask is None:
+            return None
+        mask = read_mask_of(self.mask, f"the mask of {self.input}")
+        return mask if size is None else fit_mask(mask, size)
 
 
 def pairs_of_jsonl(file, max_pairs=None):
-    """Read a list of pairs; see data/lists.py. Original image and instruction are required.
-
-    Args:
-        file: path.
-        max_pairs: number of pairs to read; None: all.
-
-    Returns:
-        List of HeldOutPair.
-
-    Raises:
-        ValueError: a row is invalid, or a file cannot be read.
-    """
+    """The HeldOutPairs of a list, see data/lists.py; max_pairs None: all."""
     required, optional = ("original_image", "edit_prompt"), ("edited_image", "mask", *CAPTIONS)
     pairs = []
     for row in read_list(f"--pairs_jsonl {file}", file, required, optional, max_pairs):
-        data = {}
-        for name in READ:
-            try:
-                data[name] = row[name].read_bytes() if row[name] else None
-            except OSError as error:
-                raise ValueError(
-                    f"{file} line {row['line']}: {row[name]} cannot be read: "
-                    f"{error.strerror or error}; check the path"
-                ) from error
-        original_caption, edited_caption = (row[name] for name in CAPTIONS)
-        pairs.append(
-            HeldOutPair(
-                index=len(pairs),
-                input=str(row["original_image"]),
-                instruction=row["edit_prompt"],
-                original=data["original_image"],
-                edited=data["edited_image"],
-                original_caption=original_caption,
-                edited_caption=edited_caption,
-                mask=data["mask"],
-            )
-        )
+        images = [row[name].read_bytes() if row[name] else None for name in READ]
+        pair = HeldOutPair(len(pairs), str(row["original_image"]), row["edit_prompt"], *images[:2])
+        captions = dict(zip(("original_caption", "edited_caption"), (row[x] for x in CAPTIONS)))
+        pairs.append(replace(pair, mask=images[2], **captions))
     return pairs
 
 
@@ -172,78 +111,48 @@ def pairs_of_shards(
         The first of several instructions is taken.
 
     Raises:
-        ValueError: see list_row_groups; a named column is missing, or the shards have latents.
+        ValueError: the shards cannot be read, have latents or no pair, or lack a named column.
     """
     groups = list_row_groups(directory, replace(columns, mask=None), flag="--data_dir")
-    pairs, row_index = [], 0
-    for group in groups:
-        if latents_metadata(group.metadata) is not None:
-            raise ValueError(
-                f"--data_dir {directory} has shards of latents; name the directory of the images"
-            )
-        schema = group.metadata.schema.to_arrow_schema()
-        names, caption_columns = schema.names, []
-        for (flag, default), given in zip(CAPTION_COLUMNS.items(), captions):
-            if given and given not in names:
-                raise ValueError(
-                    f"{group.path} has no column {given}; it has {', '.join(names)}: choose one "
-                    f"with --{flag}"
-                )
-            caption_columns.append(given or default)
-        if columns.mask is not None:
-            mask = find_mask_column(schema, group.path, columns.mask, missing_ok=True)
-            group = group._replace(mask_column=mask)
-        wanted = [name for name in caption_columns if name in names]
-        try:
-            cells = read_row_group(group)
-            with open_row_group(group, wanted) as file:
-                texts = file.read_row_group(group.index, columns=wanted)
-        except Exception as error:  # damaged pages raise errors of many types
-            raise ValueError(
-                f"{group.path} cannot be read: {one_line(error, 200)}; download it again"
-            ) from error
-        for number in range(group.num_rows):
-            if len(pairs) == max_pairs:
-                return pairs
-            name = f"{group.path} row {group.first_row + number}"
-            try:
-                pair = pair_at(cells, number)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-            instruction = pair.instruction and choose_instruction(pair.instruction, 0)
-            if pair.original and instruction:
-                original_caption, edited_caption = (
-                    caption_at(texts, column, number, name) for column in caption_columns
-                )
-                pairs.append(
-                    HeldOutPair(
-                        index=row_index,
-                        input=name,
-                        instruction=instruction,
-                        original=pair.original,
-                        edited=pair.edited or None,
-                        original_caption=original_caption,
-                        edited_caption=edited_caption,
-                        mask=pair.mask or None,
-                    )
-                )
-            row_index += 1
+    cells = (cell for group in groups for cell in cells_of_group(group, columns.mask, captions))
+    pairs = []
+    for index, (name, pair, texts) in enumerate(cells):
+        if len(pairs) == max_pairs:
+            break
+        instruction = pair.instruction and choose_instruction(pair.instruction, 0)
+        if pair.original and instruction:
+            images = pair.original, pair.edited or None
+            pairs.append(HeldOutPair(index, name, instruction, *images, *texts, pair.mask or None))
     if not pairs:
-        raise ValueError(
-            f"--data_dir {directory} has no row with an image and an instruction; name a directory "
-            "of shards that parquet_processing.py describes"
-        )
+        raise ValueError(f"--data_dir {directory} has no row with an image and an instruction")
     return pairs
 
 
-def caption_at(texts, column, number, name):
-    """A caption of a pyarrow Table, or None; number: of the row, name: of it, for errors."""
-    if column not in texts.column_names:
-        return None
+def cells_of_group(group, mask_column, captions):
+    """Yield (name of the row, data.shards.Pair, both captions or None) of a RowGroup's rows."""
+    schema, texts = group.metadata.schema.to_arrow_schema(), {}
+    if latents_metadata(group.metadata) is not None:
+        raise ValueError(f"{group.path} has latents; name the directory of the images")
+    for given in filter(None, captions):
+        if given not in schema.names:
+            names = ", ".join(schema.names)
+            raise ValueError(f"{group.path} has no column {given}; it has {names}")
+    names = [given or default for given, default in zip(captions, CAPTIONS)]
+    if mask_column is not None:
+        mask_column = find_mask_column(schema, group.path, mask_column, missing_ok=True)
+        group = group._replace(mask_column=mask_column)
     try:
-        return texts[column][number].as_py() or None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: the caption in {column} is not UTF-8 ({error})") from error
+        cells = read_row_group(group)
+        wanted = [name for name in names if name in schema.names]
+        with open_row_group(group, wanted) as file:
+            texts = file.read_row_group(group.index, columns=wanted).to_pydict()
+        pairs = [pair_at(cells, number) for number in range(group.num_rows)]
+    except Exception as error:  # damaged pages raise errors of many types
+        reason = one_line(error, 200)
+        raise ValueError(f"{group.path} cannot be read: {reason}; download it again") from error
+    for number, pair in enumerate(pairs):
+        found = (texts[name][number] or None if name in texts else None for name in names)
+        yield f"{group.path} row {group.first_row + number}", pair, found
 
 
 def check_pairs(pairs, use_masks, bar=iter, any_shape=False):
@@ -262,51 +171,32 @@ def check_pairs(pairs, use_masks, bar=iter, any_shape=False):
     Raises:
         ValueError: an image cannot be decoded; with use_masks, a mask; or no pair is left.
     """
-    checked, errors, of_two_shapes = [], [], []
+    checked, damaged_masks, of_two_shapes = [], [], []
     for pair in bar(pairs):
-        pair.check()
+        for what in ("original", "edited"):
+            pair.decoded(what)
         try:
-            if not any_shape:
-                pair.check_shape()
+            if pair.edited is not None and not any_shape:
+                sizes = encoded_size(pair.original), encoded_size(pair.edited)
+                check_one_shape(pair.input, sizes[0], "its truth", sizes[1])
         except ValueError as error:
             of_two_shapes.append(error)
             continue
         try:
-            pair.check_mask()
+            if (mask := pair.decoded_mask()) is not None:
+                check_one_shape(pair.input, encoded_size(pair.original), "its mask", mask.size)
         except ValueError as error:
             if use_masks:
                 raise
-            errors.append(error)
+            damaged_masks.append(error)
             pair = replace(pair, mask=None)
         checked.append(pair)
-    if of_two_shapes:
-        logger.warning("%s; pairs that are left out: %d", of_two_shapes[0], len(of_two_shapes))
     if not checked:
         raise ValueError(f"{of_two_shapes[0]}; no pair is left to measure")
-    if errors:
-        logger.warning("%s; pairs that are measured without their mask: %d", errors[0], len(errors))
+    for errors, what in ((of_two_shapes, "are left out"), (damaged_masks, "have no mask now")):
+        if errors:
+            logger.warning("%s; pairs that %s: %d", errors[0], what, len(errors))
     return checked
-
-
-def checksum_of_pairs(pairs):
-    """Checksum of the pairs' images and texts."""
-    total = hashlib.sha256()
-    for pair in pairs:
-        texts = [pair.index, pair.instruction, pair.original_caption, pair.edited_caption]
-        total.update(json.dumps(texts).encode())
-        for data in (pair.original, pair.edited):
-            total.update(hashlib.sha256(data or b"").digest())
-    return total.hexdigest()[:16]
-
-
-def checksum_of_masks(pairs):
-    """Checksum of the pairs' masks; None without masks."""
-    if all(pair.mask is None for pair in pairs):
-        return None
-    total = hashlib.sha256()
-    for pair in pairs:
-        total.update(hashlib.sha256(pair.mask or b"").digest())
-    return total.hexdigest()[:16]
 
 
 def require_masks(pairs, sizes):
@@ -314,7 +204,7 @@ def require_masks(pairs, sizes):
     if all(pair.mask is None for pair in pairs):
         raise ValueError("--use_masks: no pair has a mask; give masks, or leave the flag out")
     for pair, size in zip(pairs, sizes):
-        mask = pair.fitted_mask(size)
+        mask = pair.decoded_mask(size)
         if mask is not None and not mask.getbbox():
             raise ValueError(
                 f"--use_masks: the mask of {pair.input} has no white at the size of the edit, "
@@ -322,33 +212,12 @@ def require_masks(pairs, sizes):
             )
 
 
-def left_out(pairs, clip_model):
-    """The metrics that pairs and flags do not allow, one sentence each.
-
-    Raises:
-        ValueError: nothing can be measured.
-    """
-    num_pairs, sentences = len(pairs), []
-    num_edited = sum(pair.edited is not None for pair in pairs)
-    num_captions = sum(pair.edited_caption is not None for pair in pairs)
-    num_both = sum(None not in (pair.original_caption, pair.edited_caption) for pair in pairs)
-    num_masks = sum(pair.mask is not None for pair in pairs)
-    if not clip_model:
-        if not num_edited:
-            raise ValueError(
-                'no metric is possible: the pairs have no "truth" and --clip_model is ""; give one '
-                "of the two"
-            )
-        sentences.append(f'left out, as --clip_model is "": {", ".join(CLIP_METRICS)}')
-    similarity = ", truth_similarity" if clip_model else ""
-    needs = [("truth", num_edited, f"l1, mse, error_ratio{similarity}")]
-    if num_masks:
-        needs.append(("mask", num_masks, "the metrics inside and outside of the mask"))
-    if clip_model:
-        needs.append(("both captions", num_both, "direction_similarity"))
-        needs.append(("the caption of the truth", num_captions, "text_similarity"))
-    for requirement, number, metrics in needs:
-        if number < num_pairs:
-            which = f"{num_pairs - number} of {num_pairs}" if number else "all"
-            sentences.append(f"left out for {which} pairs, without {requirement}: {metrics}")
-    return sentences
+def checksum_of_pairs(pairs):
+    """SHA-256 of the pairs' images, texts and masks, 16 digits."""
+    total = hashlib.sha256()
+    for pair in pairs:
+        texts = [pair.index, pair.instruction, pair.original_caption, pair.edited_caption]
+        total.update(json.dumps(texts).encode())
+        for data in (pair.original, pair.edited, pair.mask):
+            total.update(hashlib.sha256(data or b"").digest())
+    return total.hexdigest()[:16]

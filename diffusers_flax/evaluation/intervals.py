@@ -70,13 +70,7 @@ def bootstrap_interval(values, clusters=None, strata=None, num_resamples=NUM_RES
 
 
 def save_values(output_dir, name, values):
-    """Write the values per pair of a row of results.json.
-
-    Args:
-        output_dir: directory of results.json.
-        name: the row's "images".
-        values: {metric: one float per pair, in the order of the pairs}.
-    """
+    """Write {metric: one float per pair} of the row of results.json with "images": name."""
     known = {
         metric: [float(x) if np.isfinite(x) else None for x in numbers]
         for metric, numbers in values.items()
@@ -85,23 +79,18 @@ def save_values(output_dir, name, values):
 
 
 def load_values(output_dir, name):
-    """{metric: (n,) float64, NaN where unknown} of save_values; {} without the file."""
-    try:
-        text = (output_dir / VALUES / f"{name}.json").read_text(encoding="utf-8")
-        return {metric: np.array(x, np.float64) for metric, x in json.loads(text).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # of earlier results
+    """{metric: (n,) float64, NaN where unknown} of save_values."""
+    text = (output_dir / VALUES / f"{name}.json").read_text(encoding="utf-8")
+    return {metric: np.array(x, np.float64) for metric, x in json.loads(text).items()}
 
 
-def over_rows(all_values, metric):
-    """Values per pair, each the mean over the rows that know it; None if no row has the metric.
+def over_seeds(all_values, metric):
+    """Values per pair, each the mean over the seeds that know it; None if no seed has the metric.
 
-    Args:
-        all_values: list of load_values, of the seeds of one setting.
-        metric: name.
+    all_values: list of load_values, one per seed.
     """
     columns = [values[metric] for values in all_values if metric in values]
-    if not columns or len({len(x) for x in columns}) > 1:
+    if not columns:
         return None
     known = np.isfinite(columns)
     total, count = np.where(known, columns, 0).sum(0), known.sum(0)

@@ -1,7 +1,7 @@
 """Scores of edits by a judge, a vision-language model behind an OpenAI-compatible endpoint.
 
     questions = questions_of(pairs, folder, "gedit", load_prompts(None, "gedit", ()))
-    answers, failures = ask_all(questions, Path("judge/0.jsonl"), Judge(flags), bar)
+    answers, failures = ask_all(questions, Path("judge/0.jsonl"), flags, bar)
 
 GEdit-Bench asks two questions for each edit, of VIEScore: how well the edit succeeds (0 to 10, the
 least of two scores) and how good the image looks (likewise); the overall score is the root of
@@ -13,38 +13,32 @@ Source: Step1X-Edit (arXiv 2504.17761) and github.com/stepfun-ai/Step1X-Edit; VI
 
 import ast
 import base64
-import contextlib
-import http.client
 import io
 import json
 import math
 import os
 import re
-import threading
-import urllib.error
-import urllib.request
 import zlib
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from diffusers_flax.evaluation.intervals import load_values, mean_over, save_values
+from diffusers_flax.command_line import Above, AtLeast
+from diffusers_flax.evaluation.intervals import mean_over, save_values
 from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import read_json, write_text
-from diffusers_flax.messages import one_line
+from diffusers_flax.messages import first_names, one_line
 
 ANSWERS = "judge"  # directory of questions and answers, a file for each row of results.json
 KEY = "OPENAI_API_KEY"  # environment variable
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before another attempt, doubled each time
-NUM_NAMED = 10  # edits without a score that are named
-MOST_FAILURES = 16  # questions of a row without any answer, after which the judge counts as down
+MOST_FAILURES = 8  # questions of a row without any answer, after which the judge counts as down
 GEDIT_AREA = 512 * 512  # pixels of the images that the judge of GEdit-Bench sees
-NUM_SCORES = 3  # of an edit of ImgEdit-Bench
 # Up to the last end of thinking, and thinking without an end.
 THINKING = re.compile(r"(?s)^.*</think(?:ing)?>|<think(?:ing)?>.*$")
 SEMANTICS, QUALITY, ALL_TYPES = "semantics", "quality", "all types"
@@ -72,6 +66,7 @@ PROMPTS = {
         "Visual Seamlessness: a number\nDetail Fidelity: a number"
     },
 }
+MARKS = {"gedit": "<instruction>", "imgedit": "<edit_prompt>"}  # of the instruction in a prompt
 OWN_PROMPTS = "this project's prompts: not comparable with papers"
 # Names in VIEScore's vie_prompts.py, of which each prompt consists
 VIESCORE = {
@@ -93,40 +88,35 @@ class JudgeFlags:
     # the benchmark's own prompts: vie_prompts.py of VIEScore for gedit, prompts.json of ImgEdit;
     # default: this project's, whose scores are not comparable with papers
     judge_prompts: Path | None = None
-    judge_parallel: int = 8  # requests at once
-    judge_timeout: float = 120.0  # seconds of a request
-    judge_attempts: int = 5  # of a request, also after an answer without scores
+    judge_parallel: Annotated[int, AtLeast(1)] = 8  # requests at once
+    judge_timeout: Annotated[float, Above(0)] = 120.0  # seconds of a request
+    # of a request that fails, and of a question whose answer has no scores
+    judge_attempts: Annotated[int, AtLeast(1)] = 5
 
 
-def check_judge_flags(config, is_judged):
-    """Raise a ValueError for flags that do not go together, or for a key that cannot be one.
+def make_client(flags):
+    """A client of the judge's API, which repeats failed requests with growing pauses.
 
-    config: JudgeFlags, with protocol.
+    flags: JudgeFlags.
+
+    Raises:
+        ValueError: the client is not installed, or the address or the key cannot be one.
     """
-    if not is_judged:
-        if config.judge or config.judge_model or config.judge_prompts:
-            raise ValueError(
-                f"--protocol {config.protocol} has no judge; choose gedit or imgedit, or leave the "
-                "--judge flags out"
-            )
-        return
-    if bool(config.judge) != bool(config.judge_model):
-        raise ValueError("--judge and --judge_model go together: the address of an API and a model")
-    if config.judge and not re.fullmatch(r"https?://[^\s/]\S*", config.judge):
-        raise ValueError(
-            f"--judge {config.judge} is no URL; give one like http://localhost:8000/v1"
-        )
-    if config.judge and not (judge_key().isascii() and judge_key().isprintable()):
-        # http.client would print it.
+    try:
+        import openai  # a second to import
+    except ImportError as error:
+        raise ValueError("--judge needs the package openai: pip install openai") from error
+    if not re.fullmatch(r"https?://[^\s/]\S*", flags.judge):
+        raise ValueError(f"--judge {flags.judge} is no URL; give one like http://localhost:8000/v1")
+    key = os.environ.get(KEY, "").strip() or "no-key"
+    if not (key.isascii() and key.isprintable()):  # errors of the client would print it
         raise ValueError(f"{KEY} has characters that no key has; set it again")
-    for name in ("judge_parallel", "judge_timeout", "judge_attempts"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"--{name} {getattr(config, name)} must be more than 0")
-
-
-def judge_key():
-    """The key of the judge, or ""."""
-    return os.environ.get(KEY, "").strip()
+    return openai.OpenAI(
+        base_url=flags.judge.rstrip("/").removesuffix("/chat/completions"),
+        api_key=key,
+        timeout=flags.judge_timeout,
+        max_retries=flags.judge_attempts - 1,
+    )
 
 
 # ---------------------------------------------------------------- questions
@@ -142,88 +132,60 @@ class Question(NamedTuple):
 
 
 def load_prompts(file, protocol, groups):
-    """{SEMANTICS and QUALITY, or a type of edit: text} with <instruction> or <edit_prompt>.
+    """The prompts {SEMANTICS and QUALITY: text} of "gedit", {type of edit: text} of "imgedit".
 
     Args:
         file: JSON object, or vie_prompts.py, whose texts are read and nothing is run; None: this
-            project's prompts.
+            project's prompts. ALL_TYPES is the prompt of types that have none of their own.
         protocol: "gedit" or "imgedit".
-        groups: kinds of edits; with "imgedit" each has a prompt, or ALL_TYPES has one.
+        groups: types of edits.
 
     Raises:
-        ValueError: it cannot be read, lacks a prompt or a placeholder.
+        ValueError: it cannot be read, or lacks a prompt with <instruction> or <edit_prompt>.
     """
-    if file is None:
-        return PROMPTS[protocol]
     try:
-        if file.suffix == ".py":
-            lines = ast.parse(file.read_text(encoding="utf-8")).body
-            texts = {
-                line.targets[0].id: line.value.value
-                for line in lines
-                if isinstance(line, ast.Assign)
-                and isinstance(line.targets[0], ast.Name)
-                and isinstance(line.value, ast.Constant)
-            }
-            prompts = {name: "\n".join(texts[x] for x in parts) for name, parts in VIESCORE.items()}
-        else:
-            prompts = read_json(file)
-    except (OSError, ValueError, SyntaxError) as error:
+        prompts = PROMPTS[protocol] if file is None else read_prompts(file)
+    except (OSError, ValueError, SyntaxError, KeyError) as error:
         raise ValueError(f"--judge_prompts {file} cannot be read: {one_line(error)}") from error
-    except KeyError as error:
-        raise ValueError(f"--judge_prompts {file} lacks {error}") from error
-    mark, needed = "<edit_prompt>", [*prompts]
-    if protocol == "gedit":
-        mark, needed = "<instruction>", [SEMANTICS]
-        if lacking := {SEMANTICS, QUALITY} - prompts.keys():
-            raise ValueError(f"--judge_prompts {file} lacks {sorted(lacking)[0]}")
-    for name in needed:
-        if not isinstance(prompts[name], str) or mark not in prompts[name]:
-            raise ValueError(f"--judge_prompts {file}: the prompt {name} has no {mark}")
-    lacking = sorted(set(groups) - prompts.keys())
-    if protocol == "imgedit" and lacking and ALL_TYPES not in prompts:
-        raise ValueError(
-            f"--judge_prompts {file} has no prompt for edits of type {lacking[0]}; it has "
-            f"{', '.join(prompts)}"
-        )
-    return prompts
+    needed = [SEMANTICS, QUALITY] if protocol == "gedit" else [*groups]
+    found = {name: prompts.get(name, prompts.get(ALL_TYPES, "")) for name in needed}
+    mark = MARKS[protocol]
+    for name, text in found.items():
+        if name != QUALITY and mark not in text:
+            raise ValueError(f"--judge_prompts {file} has no prompt {name!r} with {mark}")
+    return found
+
+
+def read_prompts(file):
+    """{name: text} of a JSON object, or of the texts in vie_prompts.py."""
+    if file.suffix != ".py":
+        return {name: str(text) for name, text in read_json(file).items()}
+    texts = {
+        line.targets[0].id: line.value.value
+        for line in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant)
+    }
+    return {name: "\n".join(texts[x] for x in parts) for name, parts in VIESCORE.items()}
 
 
 def questions_of(pairs, folder, protocol, prompts):
-    """The questions about all results in a folder. Of GEdit-Bench writes the inputs beside them.
-
-    Args:
-        pairs: list of HeldOutPair.
-        folder: of the results.
-        protocol: "gedit" or "imgedit".
-        prompts: of load_prompts.
-
-    Returns:
-        List of Question.
-
-    Raises:
-        ValueError: a result is missing.
-    """
+    """The list of Questions about all results in a folder; writes the inputs beside them."""
     questions = []
     for place, pair in enumerate(pairs):
         result = folder / pair.result_file(place)
-        if not result.is_file():
-            raise ValueError(
-                f"{result} is missing; give --overwrite_output_dir to edit all images again"
-            )
         before = result.with_name(f"{result.stem}_SRCIMG.png")
         # An older one may be of earlier results, of another image.
         if not before.is_file() or before.stat().st_mtime_ns < result.stat().st_mtime_ns:
-            original = pair.fitted_original()
+            original = pair.decoded("original")
             save_image(gedit_size(original) if protocol == "gedit" else original, before)
+
+        asked = {ALL_TYPES: (before, result)}
         if protocol == "gedit":
-            text = prompts[SEMANTICS].replace("<instruction>", pair.instruction)
-            questions.append(Question(pair.key, SEMANTICS, text, (before, result)))
-            questions.append(Question(pair.key, QUALITY, prompts[QUALITY], (result,)))
-            continue
-        text = prompts.get(pair.group) or prompts[ALL_TYPES]
-        text = text.replace("<edit_prompt>", pair.instruction)
-        questions.append(Question(pair.key, ALL_TYPES, text, (before, result)))
+            asked = {SEMANTICS: (before, result), QUALITY: (result,)}
+        for name, images in asked.items():
+            prompt = prompts[pair.group if name == ALL_TYPES else name]
+            text = prompt.replace(MARKS[protocol], pair.instruction)
+            questions.append(Question(pair.key, name, text, images))
     return questions
 
 
@@ -255,49 +217,40 @@ def parse_scores(question, reply):
 
     Args:
         question: its name.
-        reply: text: of ALL_TYPES lines that end in ": 3"; else JSON with "score", or a list. Of
-            several answers the last complete one counts. A score may be text, followed by a reason
-            in brackets.
+        reply: text: of ALL_TYPES lines that end in ": 3", of which the last three count; else JSON
+            with "score", or a list, of which the last counts.
 
     Returns:
-        List of numbers, NUM_SCORES or 2.
+        List of numbers, three or two.
 
     Raises:
         ValueError: there are more, fewer or none, or they are out of range.
     """
-    text = THINKING.sub("", reply)
+    text, number = THINKING.sub("", reply), r"\d{1,2}(?:\.\d+)?"
     if question == ALL_TYPES:
-        least, most, number = 1, 5, NUM_SCORES
-        found = re.findall(
-            r":[ *]*(\d{1,9})(?: */ *5)?[ *.]*(?:\([^()\n]*\))?[ *.\r]*$", text, re.MULTILINE
-        )
-        scores = found[-number:] if len(found) % number == 0 else []
+        least, most, count = 1, 5, 3
+        found = re.findall(rf"(?m):[ *]*({number})(?: */ *5)?[ *.]*(?:\(.*\))?[ *.\r]*$", text)
+        found = found[-count:] if len(found) % count == 0 else []
     else:
-        least, most, number = 0, 10, 2
-        lists = re.findall(r"""(?i)scores?["']?\s*:\s*\[([^\[\]]*)\](?=[\s\S]*\})""", text)
+        least, most, count = 0, 10, 2
+        lists = re.findall(r"""(?i)scores?["']?\s*:\s*\[([^\[\]]*)\]""", text)
         if not lists and "score" not in text.lower():
             lists = re.findall(r"\[([^\[\]]*)\]", text)
-        lists = lists or [""]
-        items = re.sub(r"\([^()]*\)", "", lists[-1]).split(",")
-        found = [re.fullmatch(r"""\s*["']?\s*(\d{1,9}(?:\.\d+)?)\s*["']?\s*""", x) for x in items]
-        scores = [match[1] for match in found] if all(found) else []
-    scores = [float(x) if "." in x else int(x) for x in scores]
-    if len(scores) != number or not all(least <= x <= most for x in scores):
+        last = re.sub(r"\([^()]*\)", "", lists[-1]) if lists else ""  # without reasons in brackets
+        found = [item.strip(" \n\"'") for item in last.split(",")]
+    is_valid = len(found) == count and all(re.fullmatch(number, x) for x in found)
+    scores = [float(x) if "." in x else int(x) for x in found] if is_valid else []
+    if not scores or not all(least <= x <= most for x in scores):
         raise ValueError(
-            f"no {number} scores from {least} to {most} in the answer {one_line(text, 80)!r}"
+            f"no {count} scores from {least} to {most} in the answer {one_line(text, 80)!r}"
         )
     return scores
 
 
 def scores_of_edit(protocol, answers):
-    """The metrics of an edit.
+    """{metric: float} of an edit, NaN if a question has no answer.
 
-    Args:
-        protocol: "gedit" or "imgedit".
-        answers: {question: list of scores}, of some or all questions.
-
-    Returns:
-        {metric: float}, NaN if a question has no answer.
+    protocol: "gedit" or "imgedit"; answers: {question: list of scores}.
     """
     if protocol == "imgedit":
         scores = answers.get(ALL_TYPES)
@@ -309,142 +262,92 @@ def scores_of_edit(protocol, answers):
     return least | {"overall": math.sqrt(least[SEMANTICS] * least[QUALITY])}
 
 
-class Judge:
-    """A model behind an OpenAI-compatible endpoint; flags: JudgeFlags."""
+class JudgeDownError(Exception):
+    """The judge answers no question: it refuses all, or cannot be reached."""
 
-    def __init__(self, flags):
-        url = flags.judge.rstrip("/")
-        self._url = url if url.endswith("/chat/completions") else f"{url}/chat/completions"
-        self.model, self._flags, self._key = flags.judge_model, flags, judge_key()
-        self._stopped = threading.Event()
 
-    def stop(self):
-        """End all pauses; waiting requests give up."""
-        self._stopped.set()
+def ask(client, flags, question):
+    """(scores, reply) of a Question, asked until the answer has scores.
 
-    def ask(self, question):
-        """Ask until the answer has scores.
+    client: of make_client; flags: JudgeFlags.
 
-        Returns:
-            (scores, reply).
+    Raises:
+        ValueError: no attempt had scores; says the last attempt's reason.
+        JudgeDownError: the endpoint refuses all requests, or cannot be reached.
+    """
+    import httpx2
+    import openai
 
-        Raises:
-            ValueError: no attempt had scores; says the last attempt's reason.
-            PermissionError: the endpoint refuses all requests.
-            ConnectionError: it cannot be reached.
-        """
-        content = [{"type": "text", "text": question.text}]
-        content += [{"type": "image_url", "image_url": {"url": x}} for x in data_urls(question)]
-        body = {"model": self.model, "messages": [{"role": "user", "content": content}]}
-        data, pause = json.dumps(body).encode(), FIRST_PAUSE
-        for attempt in range(1, self._flags.judge_attempts + 1):
-            wanted = None
-            try:
-                reply = self._post(data)
-                return parse_scores(question.name, reply), reply
-            except urllib.error.HTTPError as error:
-                reason, wanted, said = f"HTTP {error.code}", error.headers.get("Retry-After"), ""
-                with error, contextlib.suppress(OSError, http.client.HTTPException):
-                    said = one_line(error.read(300).decode(errors="replace"))
-                if error.code in (401, 403, 404):
-                    raise PermissionError(reason) from error
-                if error.code != 429 and error.code < 500:
-                    raise ValueError(f"{reason}: {said or 'no reason given'}") from error
-                failure = ValueError(reason)
-            except (OSError, http.client.HTTPException) as error:
-                # urllib's error of a request that could not be sent has the cause as its reason.
-                cause = getattr(error, "reason", error)
-                kind = ConnectionError if isinstance(error, urllib.error.URLError) else ValueError
-                failure = kind(one_line(cause, 100))
-                if isinstance(cause, TimeoutError):
-                    failure = ValueError(f"no answer in {self._flags.judge_timeout:g} s")
-            except ValueError as error:
-                failure = error
-            if attempt < self._flags.judge_attempts:
-                wanted = float(wanted) if wanted and wanted.isdigit() else 0
-                if self._stopped.wait(min(max(pause, wanted), LONGEST_PAUSE)):
-                    break
-                pause *= 2
-        raise failure
-
-    def _post(self, data):
-        """The text of the answer to a request.
-
-        Raises:
-            ValueError: the answer is not that of a chat.
-        """
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(self._url, data, headers)
-        with urllib.request.urlopen(request, timeout=self._flags.judge_timeout) as answer:
-            text = answer.read()
+    content = [{"type": "text", "text": question.text}]
+    content += [{"type": "image_url", "image_url": {"url": x}} for x in data_urls(question)]
+    messages = [{"role": "user", "content": content}]
+    for attempt in range(1, flags.judge_attempts + 1):
         try:
-            reply = json.loads(text)["choices"][0]["message"]["content"]
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"the answer is no chat completion: {text[:80]!r}") from error
-        if not isinstance(reply, str):
-            raise ValueError("the answer has no text")
-        return reply
+            answer = client.chat.completions.create(model=flags.judge_model, messages=messages)
+            reply = answer.choices[0].message.content or ""
+            return parse_scores(question.name, reply), reply
+        except openai.APIStatusError as error:
+            if error.status_code in (401, 403, 404):
+                raise JudgeDownError(
+                    f"refuses requests (HTTP {error.status_code}); set {KEY}, and check the "
+                    "address and --judge_model"
+                ) from error
+            # The message of the server, without a key that it may repeat
+            said = one_line(error.message, 200).replace(client.api_key, KEY)
+            raise ValueError(f"HTTP {error.status_code}: {said}") from error
+        except openai.APIConnectionError as error:
+            reason = one_line(error.__cause__ or error, 100)
+            if isinstance(error.__cause__, httpx2.ConnectError):
+                raise JudgeDownError(f"cannot be reached ({reason}); start it") from error
+            raise ValueError(reason) from error
+        except (openai.OpenAIError, ValueError, LookupError, TypeError, AttributeError) as error:
+            if attempt == flags.judge_attempts:  # without scores, or not the answer of a chat
+                raise ValueError(one_line(error, 200)) from error
 
 
-def ask_all(questions, file, judge, bar, parallel=8):
+def ask_all(questions, file, flags, bar):
     """Ask what has no answer yet; every answer is saved at once.
 
     Args:
         questions: list of Question.
         file: of answers, JSON lines.
-        judge: Judge.
+        flags: JudgeFlags.
         bar: progress bar, in units of answers.
-        parallel: requests at once.
 
     Returns:
-        ({(key, question): (scores, reply)}, {key: reason} of edits without a score).
+        ({(key, question): (scores, reply)}, {(key, question): reason} without a score).
 
     Raises:
         ValueError: the endpoint refuses all requests, cannot be reached, or has no score for the
             first MOST_FAILURES questions.
     """
-    sums = {x[:2]: checksum(x, judge.model) for x in questions}
-    answers, failures, num_failed = load_answers(file, sums), {}, 0
+    sums = {question[:2]: checksum(question, flags.judge_model) for question in questions}
+    answers, failures = load_answers(file, sums), {}
     todo = [question for question in questions if question[:2] not in answers]
     bar.update(len(questions) - len(todo))
     file.parent.mkdir(parents=True, exist_ok=True)
-    pool = ThreadPoolExecutor(parallel)
+    client, pool = make_client(flags), ThreadPoolExecutor(flags.judge_parallel)
     try:
-        asked = {pool.submit(judge.ask, question): question for question in todo}
-        with open(file, "a", encoding="utf-8") as opened:
-            for future in as_completed(asked):
-                question = asked[future]
-                line = {"key": question.key, "question": question.name}
-                line["checksum"] = sums[question[:2]]
-                try:
-                    scores, reply = future.result()
-                    answers[question[:2]] = scores, reply
-                    line |= {"scores": scores, "reply": reply}
-                except (PermissionError, ConnectionError) as error:
-                    refused = isinstance(error, PermissionError)
-                    what = f"refuses requests ({error})" if refused else f"has no answer ({error})"
-                    remedy = "start it"
-                    if refused:
-                        remedy = f"set {KEY}, and check the address and --judge_model"
+        asked = {pool.submit(ask, client, flags, question): question for question in todo}
+        for future in as_completed(asked):
+            key, name, *_ = asked[future]
+            try:
+                scores, reply = answers[key, name] = future.result()
+                line = {"key": key, "question": name, "checksum": sums[key, name]}
+                with open(file, "a", encoding="utf-8") as opened:
+                    opened.write(f"{json.dumps(line | {'scores': scores, 'reply': reply})}\n")
+            except JudgeDownError as error:
+                raise ValueError(f"--judge {error}; the same command goes on") from error
+            except ValueError as error:
+                failures[key, name] = error
+                if len(failures) == MOST_FAILURES and not answers:
                     raise ValueError(
-                        f"--judge {what}; {remedy}; answers so far are kept, and the same command "
-                        "goes on"
+                        f"--judge has no score for the first {MOST_FAILURES} questions ({error}); "
+                        "check that it works; the same command goes on"
                     ) from error
-                except ValueError as error:
-                    failures[question.key] = line["error"] = str(error)
-                    num_failed += 1
-                opened.write(json.dumps(line) + "\n")
-                opened.flush()
-                bar.update(1)
-                if num_failed == MOST_FAILURES and not answers:
-                    raise ValueError(
-                        f"--judge has no score for the first {num_failed} questions "
-                        f"({line['error']}); check that it works; the same command goes on"
-                    )
+            bar.update(1)
     finally:
-        judge.stop()
+        client.close()
         pool.shutdown(wait=False, cancel_futures=True)
     return answers, failures
 
@@ -458,95 +361,66 @@ def checksum(question, model):
 
 
 def load_answers(file, sums):
-    """{(key, question): (scores, reply)} of a file of answers, of the same questions only.
-
-    sums: {(key, question): checksum}. Lines that a kill cut short do not count.
-    """
+    """{(key, question): (scores, reply)} of a file of answers with the checksums in sums."""
     answers = {}
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    except FileNotFoundError:
-        return answers
-    if lines[-1]:  # the next answer begins a line of its own
-        with open(file, "a", encoding="utf-8") as opened:
-            opened.write("\n")
-    for line in lines:
-        try:
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        with suppress(ValueError):  # of a line that a kill cut short
             entry = json.loads(line)
             key = entry["key"], entry["question"]
             if entry["checksum"] == sums.get(key):
                 answers[key] = entry["scores"], entry["reply"]
-        except (ValueError, LookupError, TypeError):  # cut short, or an error
-            continue
     return answers
 
 
 # ---------------------------------------------------------------- all rows
 
 
-def judge_rows(results, pairs, config, save, images, prompts, bar):
+def judge_rows(evaluation, prompts, bar):
     """Write the questions about every row's results; ask them if there is a judge.
 
     Args:
-        results: content of results.json; its rows get the metrics.
-        pairs: list of HeldOutPair.
-        config: Config of evaluate_edits.py.
-        save: writes results.json.
-        images: directory of the rows' images.
+        evaluation: measuring.Evaluation; the rows of its results get the metrics.
         prompts: of load_prompts.
         bar: function of total=, the number of answers -> progress bar.
 
     Returns:
         Sentences: the judge and its prompts, and each row with edits that have no score.
     """
+    config, pairs, rows = evaluation.config, evaluation.pairs, evaluation.results["rows"]
+    images, folder = config.output_dir / "images", config.output_dir / ANSWERS
+    questions = {
+        row["images"]: questions_of(pairs, images / row["images"], config.protocol, prompts)
+        for row in rows
+    }
+    for name, asked in questions.items():
+        lines = [
+            x._asdict() | {"images": [os.path.relpath(file, images) for file in x.images]}
+            for x in asked
+        ]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        write_text(folder / f"{name}_questions.jsonl", text)
     sentences = []
-    all_questions = [
-        questions_of(pairs, images / row["images"], config.protocol, prompts)
-        for row in results["rows"]
-    ]
-    for row, questions in zip(results["rows"], all_questions):
-        lines = (
-            question._asdict() | {"images": [os.path.relpath(x, images) for x in question.images]}
-            for question in questions
-        )
-        file = config.output_dir / ANSWERS / f"{row['images']}_questions.jsonl"
-        write_text(file, "".join(f"{json.dumps(line)}\n" for line in lines))
-    if not config.judge:
-        return judges(results["rows"])
-    with bar(total=sum(map(len, all_questions))) as progress:
-        for row, questions in zip(results["rows"], all_questions):
-            file = config.output_dir / ANSWERS / f"{row['images']}.jsonl"
-            answers, failures = ask_all(
-                questions, file, Judge(config), progress, config.judge_parallel
-            )
+    with bar(total=sum(map(len, questions.values())), disable=not config.judge) as progress:
+        for row in rows if config.judge else ():
+            name = row["images"]
+            file = folder / f"{name}.jsonl"
+            answers, failures = ask_all(questions[name], file, config, progress)
             add_scores(row, pairs, answers, config)
-            save()
+            evaluation.save()
             if config.protocol == "imgedit":
                 replies = {key: reply for (key, _), (_, reply) in answers.items()}
-                write_text(images / row["images"] / "result.json", json.dumps(replies, indent=4))
+                write_text(images / name / "result.json", json.dumps(replies, indent=4))
             if failures:
-                named = [f"{key} ({reason})" for key, reason in failures.items()][:NUM_NAMED]
-                more = f" and {len(failures) - len(named)} more" * (len(failures) > len(named))
+                reasons = {key: f"{key} ({reason})" for (key, _), reason in failures.items()}
                 sentences.append(
-                    f"no score for {len(failures)} of {len(pairs)} edits of {row['model']}: "
-                    f"{', '.join(named)}{more}; the same command asks again"
+                    f"no score for {len(reasons)} of {len(pairs)} edits of {row['model']}: "
+                    f"{first_names([*reasons.values()])}; the same command asks again"
                 )
-    return [*judges(results["rows"]), *sentences]
-
-
-def judges(rows):
-    """Sentences that name the judge and the prompts of rows, and count rows without a judge."""
-    sentences = sorted(
-        {
-            f"judge: {row['judge']}, with {row.get('judge_prompts') or 'unknown prompts'}"
-            for row in rows
-            if "judge" in row
-        }
-    )
-    if number := sum("judge" not in row for row in rows):
-        which = "" if number == len(rows) else f" ({number} of {len(rows)} rows)"
-        sentences.append(f"not judged{which}: {ANSWERS}/ has the questions, and --judge asks them")
-    return sentences
+    judged = [row for row in rows if "judge" in row]
+    judges = {f"judge: {row['judge']}, with {row['judge_prompts']}" for row in judged}
+    if len(judged) < len(rows):
+        sentences.append(f"not judged: {ANSWERS}/ has the questions, and --judge asks them")
+    return [*sorted(judges), *sentences]
 
 
 def add_scores(row, pairs, answers, config):
@@ -555,13 +429,13 @@ def add_scores(row, pairs, answers, config):
     for (key, name), (scores, _) in answers.items():
         answers_to[key][name] = scores
     found = [scores_of_edit(config.protocol, answers_to[pair.key]) for pair in pairs]
-    values, groups = load_values(config.output_dir, row["images"]), [x.group for x in pairs]
+    values = {}
     for part in sorted({part for pair in pairs for part in pair.parts}):
         for name in found[0]:
-            values[f"{name}{part}"] = numbers = [
+            values[f"{name}{part}"] = [
                 scores[name] if part in pair.parts else np.nan for scores, pair in zip(found, pairs)
             ]
-            row[f"{name}{part}"] = mean_over(numbers, groups)
+    save_values(config.output_dir, row["images"], values)
+    row |= {name: mean_over(x, [pair.group for pair in pairs]) for name, x in values.items()}
     prompts = f"the prompts of {config.judge_prompts.name}" if config.judge_prompts else OWN_PROMPTS
     row |= {"judge": config.judge_model, "judge_prompts": prompts, "ranked_by": "overall"}
-    save_values(config.output_dir, row["images"], values)

@@ -1,29 +1,51 @@
-"""The metrics of edits: distances between images, CLIP similarities.
+"""The metrics of edits: distances between images, CLIP similarities, SSIM.
 
-    metrics = pixel_metrics(result, original, edited)
-    metrics |= clip_metrics(clip.image_features(images), ...)
+    values = pixel_metrics(result, original, edited)
 
 Source: InstructPix2Pix (arXiv 2211.09800), section 4.1; MagicBrush (arXiv 2306.10012), section 4.
 """
 
-import numpy as np
+from typing import NamedTuple
 
-from diffusers_flax.generating.clip import cosine
+import numpy as np
 
 PIXEL_METRICS = ("l1", "mse", "error_ratio", "l1_to_input")
 # The same inside and outside of a mask.
 MASK_METRICS = tuple(f"{name}_{side}" for side in ("inside", "outside") for name in PIXEL_METRICS)
-CLIP_METRICS = (
-    *("image_similarity", "direction_similarity"),
-    *("text_similarity", "truth_similarity"),
-)
+LEAST_SSIM_SIDE = 11  # pixels, the side of its window
+
+
+class Metric(NamedTuple):
+    """A metric of a result of a held-out pair."""
+
+    heading: str  # in the report
+    needs: tuple[str, ...] = ()  # fields of HeldOutPair without which it is not defined
+    network: str = ""  # "clip", "dino" or "lpips"; "": none
+
+
+METRICS = {
+    "dino": Metric("DINO", ("edited",), "dino"),
+    "dino_to_input": Metric("DINO", (), "dino"),
+    "lpips": Metric("LPIPS", ("edited",), "lpips"),
+    "ssim": Metric("SSIM", ("edited",)),
+    "l1": Metric("L1", ("edited",)),
+    "mse": Metric("MSE", ("edited",)),
+    "error_ratio": Metric("error ratio", ("edited",)),
+    "l1_to_input": Metric("L1 to input"),
+    "image_similarity": Metric("image sim.", (), "clip"),
+    "direction_similarity": Metric(
+        "direction sim.", ("original_caption", "edited_caption"), "clip"
+    ),
+    "text_similarity": Metric("text sim.", ("edited_caption",), "clip"),
+    "truth_similarity": Metric("truth sim.", ("edited",), "clip"),
+}
 
 
 def pixel_metrics(result, original, edited=None):
     """Distances between images of one size.
 
     Args:
-        result, original, edited: float (H, W, 3) in [0, 1]; edited None: unknown.
+        result, original, edited: float (..., 3) in [0, 1]; edited None: unknown.
 
     Returns:
         {"l1": mean |result - edited|, "mse": mean (result - edited)^2, "error_ratio": l1 divided by
@@ -46,47 +68,32 @@ def mask_metrics(mask, result, original, edited=None):
     """pixel_metrics of the pixels inside and outside of a mask, by the names of MASK_METRICS.
 
     Args:
-        mask: bool (H, W).
-        result, original, edited: as for pixel_metrics.
+        mask: bool (H, W), or None.
+        result, original, edited: as for pixel_metrics, (H, W, 3).
 
     Returns:
-        {name: value}, NaN for a side without pixels.
+        {name: value}, NaN without a mask and for a side without pixels.
     """
     metrics = dict.fromkeys(MASK_METRICS, np.nan)
-    for side, where in (("inside", mask), ("outside", ~mask)):
+    sides = {} if mask is None else {"inside": mask, "outside": ~mask}
+    for side, where in sides.items():
         if where.any():
             pixels = (None if x is None else x[where] for x in (result, original, edited))
             metrics |= {f"{name}_{side}": x for name, x in pixel_metrics(*pixels).items()}
     return metrics
 
 
-def clip_metrics(result, original, edited, original_text, edited_text):
-    """CLIP similarities of edits.
+def ssim(a, b):
+    """SSIM of two PIL images of one size, mean over the channels of RGB; NaN below 11 pixels.
 
-    Args:
-        result, original, edited: image features (n, D), each of length 1; NaN where unknown.
-        original_text, edited_text: text features of the captions, likewise.
+    Windows are Gaussian with a standard deviation of 1.5 pixels, K1 = 0.01, K2 = 0.03.
 
-    Returns:
-        {name: (n,)}, NaN where a feature is unknown: "image_similarity" of result and original,
-        "direction_similarity" of the changes of image and caption: cosine of the differences of
-        normalised features; "text_similarity" of result and
-        caption of the edited image; "truth_similarity" of result and edited image.
-
-    Source: InstructPix2Pix (arXiv 2211.09800), section 4.1; StyleGAN-NADA (arXiv 2108.00946).
+    Source: Wang et al., Image Quality Assessment (2004), section III.
     """
-    return {
-        "image_similarity": cosine(original, result),
-        "direction_similarity": cosine(result - original, edited_text - original_text),
-        "text_similarity": cosine(result, edited_text),
-        "truth_similarity": cosine(result, edited),
-    }
+    from skimage.metrics import structural_similarity
 
-
-def features_or_nan(encode, items, dim):
-    """Features (n, dim) of a list of items; rows of NaN where an item is None."""
-    known = [i for i, item in enumerate(items) if item is not None]
-    features = np.full((len(items), dim), np.nan, np.float32)
-    if known:
-        features[known] = encode([items[i] for i in known])
-    return features
+    if min(a.size) < LEAST_SSIM_SIDE:
+        return np.nan
+    options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
+    a, b = (np.asarray(x.convert("RGB"), np.float64) for x in (a, b))
+    return float(structural_similarity(a, b, data_range=255, channel_axis=-1, **options))

@@ -1,9 +1,4 @@
-"""Scores of edits as papers report them: what is compared with what, and the mean over what.
-
-PROTOCOLS has all that differs between them. A Scorer computes the metrics of results:
-
-    scorer = Scorer(pairs, PROTOCOLS["magicbrush"].metrics, clip, Dino("facebook/dino-vits16"))
-    values = scorer.measure([0, 1], [image, other_image])
+"""What papers measure of edits: which metrics, with which networks, and the mean over what.
 
 Source: each protocol's.
 """
@@ -12,47 +7,46 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-from PIL import Image
-
-from diffusers_flax.evaluation.perceptual import Dino, Lpips, centred, require_ssim, ssim
-from diffusers_flax.generating.clip import cosine
+from diffusers_flax.evaluation.metrics import METRICS, PIXEL_METRICS
 
 VIT_L_14 = "openai/clip-vit-large-patch14"
 VIT_B_32 = "openai/clip-vit-base-patch32"
-TRUTH, INPUT = "edited", "original"
-# Of pixels: a result is first resized to the size of the image that it is compared with, bicubic.
-PIXELS = {
-    "l1": (TRUTH, lambda a, b: np.abs(a - b).mean()),
-    "mse": (TRUTH, lambda a, b: np.square(a - b).mean()),
-    "l1_to_input": (INPUT, lambda a, b: np.abs(a - b).mean()),
+USUAL = (  # metrics of instruct_pix2pix
+    *PIXEL_METRICS,
+    *("image_similarity", "direction_similarity", "text_similarity", "truth_similarity"),
+)
+NAMES = {  # what a metric needs, for the report
+    ("edited",): "truth",
+    ("edited_caption",): "the caption of the truth",
+    ("original_caption", "edited_caption"): "both captions",
 }
-# Cosines of features of two images, or of an image and a caption. Each network scales and crops
-# both images itself, from their own sizes.
-CLIP = ("truth_similarity", "image_similarity", "text_similarity", "direction_similarity")
-DINO = {"dino": TRUTH, "dino_to_input": INPUT}
-EXTRA = {"dino": "DINO", "lpips": "LPIPS", "ssim": "SSIM"}  # of --metrics, and their headings
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a benchmark or paper scores edits.
+    """How a paper scores edits.
 
     A metric of a part has the part's suffix: l1_final. Its value is the mean over the pairs of the
     part; of a judged protocol, the mean over the groups of edits of the means in each group.
     """
 
-    title: str
-    source: str
-    says: str  # what is compared, for the report
-    # {name: heading}, the paper's; the names mean what they mean in evaluation/metrics.py
-    metrics: Mapping[str, str]
+    metrics: Mapping[str, str]  # {name in METRICS, or of a judge: heading}
     clip_model: str
-    parts: Mapping[str, str] = field(default_factory=lambda: {"": "all pairs"})  # {suffix: heading}
+    is_benchmark: bool = True  # has a set of its own; results are compared at the set's sizes
     is_judged: bool = False
+    parts: Mapping[str, str] = field(default_factory=lambda: {"": "all pairs"})  # {suffix: heading}
+    title: str = ""
+    source: str = ""
+    says: str = ""  # what is compared, for the report
 
 
 PROTOCOLS = {
+    "instruct_pix2pix": Protocol(
+        metrics={name: METRICS[name].heading for name in USUAL},
+        clip_model=VIT_L_14,
+        is_benchmark=False,
+        parts={"": ""},
+    ),
     "magicbrush": Protocol(
         title="MagicBrush test",
         source="arXiv 2306.10012, section 4; evaluation/image_eval.py of OSU-NLP-Group/MagicBrush",
@@ -125,188 +119,54 @@ class ScoreFlags:
 
 
 def metrics_of(config):
-    """Names of a Scorer's metrics, without those whose model is "".
+    """{name: heading} of the metrics to compute, without those whose model is "".
 
     Args:
         config: ScoreFlags, with clip_model.
     """
-    protocol = PROTOCOLS.get(config.protocol)
-    measured = protocol.metrics if protocol and not protocol.is_judged else ()
-    names = dict.fromkeys([*measured, *config.metrics])
-    unwanted = (*(() if config.dino_model else DINO), *(() if config.clip_model else CLIP))
-    return tuple(name for name in names if name not in unwanted)
+    protocol = PROTOCOLS[config.protocol]
+    if protocol.is_judged:
+        return {}
+    wanted = {name: METRICS[name].heading for name in config.metrics} | protocol.metrics
+    models = {"clip": config.clip_model, "dino": config.dino_model}
+    return {name: x for name, x in wanted.items() if models.get(METRICS[name].network, True)}
 
 
-def load_networks(metrics, dino_model):
-    """(Dino or None, Lpips or None), as the metrics need them."""
-    if "ssim" in metrics:
-        require_ssim()
-    dino = Dino(dino_model) if set(metrics) & DINO.keys() else None
-    return dino, Lpips() if "lpips" in metrics else None
-
-
-def left_out_scores(pairs, protocol, config):
-    """The metrics of a protocol that pairs and flags do not allow, one sentence each.
+def left_out(pairs, config):
+    """The metrics that pairs and flags do not allow, one sentence each.
 
     Args:
         pairs: list of HeldOutPair.
-        protocol: Protocol.
         config: ScoreFlags, with clip_model.
 
     Raises:
         ValueError: nothing can be measured.
     """
+    protocol, used, sentences = PROTOCOLS[config.protocol], metrics_of(config), []
     if protocol.is_judged:
-        if config.metrics or config.clip_model:
-            raise ValueError(
-                f"--protocol {config.protocol} has no true images; leave --metrics and "
-                "--clip_model out"
-            )
         return []
-    used, sentences = metrics_of(config), []
-    headings = {**EXTRA, **protocol.metrics}
-    for flag, networks in (("--clip_model", CLIP), ("--dino_model", DINO)):
-        unused = [
-            x for name, x in protocol.metrics.items() if name in networks and name not in used
-        ]
-        if unused:
-            sentences.append(f'left out, as {flag} is "": {", ".join(unused)}')
-    need_truth = {"l1", "mse", "dino", "truth_similarity", "lpips", "ssim"}
-    needs = {
-        "truth": (need_truth, lambda x: x.edited),
-        "the caption of the truth": ({"text_similarity"}, lambda x: x.edited_caption),
-        "both captions": (
-            {"direction_similarity"},
-            lambda x: (x.original_caption and x.edited_caption) or None,
-        ),
-    }
+    unused = {name: x for name, x in protocol.metrics.items() if name not in used}
+    for flag, network in (("clip_model", "clip"), ("dino_model", "dino")):
+        if headings := [x for name, x in unused.items() if METRICS[name].network == network]:
+            sentences.append(f'left out, as --{flag} is "": {", ".join(headings)}')
     possible = set(used)
-    for requirement, (names, get) in needs.items():
-        missing = sum(get(pair) is None for pair in pairs)
-        affected = [headings[name] for name in used if name in names]
+    for needs, what in NAMES.items():
+        missing = sum(any(not getattr(pair, name) for name in needs) for pair in pairs)
+        affected = [name for name in used if METRICS[name].needs == needs]
         if missing and affected:
-            which = f"{missing} of {len(pairs)}" if missing < len(pairs) else "all"
-            sentences.append(
-                f"left out for {which} pairs, without {requirement}: {', '.join(affected)}"
-            )
-            possible -= names if missing == len(pairs) else set()
+            which = "all" if missing == len(pairs) else f"{missing} of {len(pairs)}"
+            headings = ", ".join(used[name] for name in affected)
+            sentences.append(f"left out for {which} pairs, without {what}: {headings}")
+            possible -= {*affected} if missing == len(pairs) else set()
+    masks = sum(pair.mask is not None for pair in pairs)
+    if not protocol.is_benchmark and 0 < masks < len(pairs):
+        sentences.append(
+            f"left out for {len(pairs) - masks} of {len(pairs)} pairs, without mask: the metrics "
+            "inside and outside of the mask"
+        )
     if not possible:
         raise ValueError(
-            f"no metric of {protocol.title} is possible: {'; '.join(sentences)}; give truths or "
-            "captions, or another --protocol"
+            f"no metric is possible: {'; '.join(sentences)}; give truths or captions, or another "
+            "--protocol"
         )
-    return sorted(sentences)
-
-
-class Scorer:
-    """Metrics of results of held-out pairs.
-
-    Args:
-        pairs: list of HeldOutPair.
-        metrics: names, of PIXELS, CLIP, DINO and EXTRA.
-        clip, dino, lpips: Clip, Dino and Lpips, each None if no metric needs it.
-        sizes: (width, height) of each pair's edit, to which images are fitted before they are
-            compared; None: they are compared at their own sizes, as papers do.
-    """
-
-    def __init__(self, pairs, metrics, clip=None, dino=None, lpips=None, sizes=None):
-        self._pairs, self._metrics, self._sizes = pairs, metrics, sizes
-        self._clip, self._dino, self._lpips = clip, dino, lpips
-        self._parts = sorted({part for pair in pairs for part in pair.parts})
-        self._features = {}  # {(network, what, place): features}
-        self._images = {}  # {(what, place): image}, of one call
-
-    def measure(self, places, images):
-        """Metrics of results.
-
-        Args:
-            places: index of each result's pair, int.
-            images: results, PIL images.
-
-        Returns:
-            {metric and part's suffix: list of floats}, NaN where it is not defined or where the
-            pair is not of the part.
-        """
-        found, self._images = {}, {}
-        if any(name in CLIP for name in self._metrics):
-            found |= self._clip_values(places, images)
-        for name, what in DINO.items():
-            if name in self._metrics:
-                results = self._encode("dino", images)
-                found[name] = cosine(results, self._images_features("dino", what, places)).tolist()
-        names = [name for name in self._metrics if name in (*PIXELS, "lpips", "ssim")]
-        for name in names:
-            found[name] = [self._pixel_value(name, *x) for x in zip(places, images)]
-        return {
-            f"{name}{part}": [
-                value if part in self._pairs[place].parts else np.nan
-                for place, value in zip(places, found[name])
-            ]
-            for part in self._parts
-            for name in self._metrics
-        }
-
-    def _image(self, what, place):
-        """A pair's image, PIL, or None: what is TRUTH or INPUT."""
-        if (what, place) not in self._images:
-            pair = self._pairs[place]
-            size = None if self._sizes is None else self._sizes[place]
-            fitted = pair.fitted_edited if what == TRUTH else pair.fitted_original
-            self._images[what, place] = fitted(size)
-        return self._images[what, place]
-
-    def _pixel_value(self, name, place, result):
-        what, compare = PIXELS.get(name, (TRUTH, None))
-        other = self._image(what, place)
-        if other is None:
-            return np.nan
-        if result.size != other.size:
-            result = result.resize(other.size, Image.Resampling.BICUBIC)
-        if compare is None:
-            return ssim(result, other) if name == "ssim" else self._lpips.distance(result, other)
-        return float(compare(*(np.asarray(x, np.float32) / 255 for x in (result, other))))
-
-    def _clip_values(self, places, images):
-        result = self._encode("clip", images)
-        truth, original = (self._images_features("clip", x, places) for x in (TRUTH, INPUT))
-        after, before = (self._text_features(x, places) for x in (TRUTH, INPUT))
-        return {
-            "truth_similarity": cosine(result, truth).tolist(),
-            "image_similarity": cosine(result, original).tolist(),
-            "text_similarity": cosine(result, after).tolist(),
-            "direction_similarity": cosine(result - original, after - before).tolist(),
-        }
-
-    def _encode(self, network, images):
-        """Features (n, D) of PIL images, as the preprocessing of OpenAI's CLIP crops them."""
-        if network == "dino":
-            return self._dino.image_features(images)
-        side = self._clip.side
-        return self._clip.image_features([centred(image, side, side) for image in images])
-
-    def _images_features(self, network, what, places):
-        """Features (n, D) of the pairs' images, NaN where there is none; computed once."""
-
-        def encode(missing):
-            images = {place: self._image(what, place) for place in missing}
-            images = {place: x for place, x in images.items() if x is not None}
-            return zip(images, self._encode(network, list(images.values())))
-
-        dim = self._clip.dim if network == "clip" else self._dino.dim
-        return self._remembered((network, what), places, encode, dim)
-
-    def _text_features(self, what, places):
-        """Features (n, D) of the captions of the pairs' images, likewise."""
-
-        def encode(missing):
-            texts = {place: getattr(self._pairs[place], f"{what}_caption") for place in missing}
-            texts = {place: x for place, x in texts.items() if x is not None}
-            return zip(texts, self._clip.text_features(list(texts.values())))
-
-        return self._remembered(("text", what), places, encode, self._clip.dim)
-
-    def _remembered(self, kind, places, encode, dim):
-        missing = [place for place in places if (*kind, place) not in self._features]
-        self._features |= {(*kind, place): np.full(dim, np.nan) for place in missing}
-        self._features |= {(*kind, place): row for place, row in encode(missing)}
-        return np.stack([self._features[*kind, place] for place in places])
+    return sentences

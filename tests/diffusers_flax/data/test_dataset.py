@@ -502,7 +502,7 @@ def test_a_pair_of_two_shapes_is_bad_everywhere(tmp_path, capsys, caplog):
     mask = encode(np.zeros((64, 96), np.uint8))
     masked = dataclasses.replace(held_out[0], mask=mask)
     with pytest.raises(ValueError, match=r"row 0 has 64x64 .* and its mask 96x64; crop"):
-        masked.check_mask()
+        check_pairs([masked], use_masks=True)
 
 
 def test_row_group_without_a_good_pair(tmp_path):

@@ -93,7 +93,7 @@ def test_missing_pixels_are_refused_everywhere(tmp_path, name, kind):
     with pytest.raises(ValueError, match=message):
         check_pair(Cells([data], [data], pa.chunked_array([["x"]])), 0, tuple(COLUMN_FLAGS))
     with pytest.raises(ValueError, match=message):
-        HeldOutPair(0, "a.jpg", "x", data).check()
+        HeldOutPair(0, "a.jpg", "x", data).decoded("original")
 
 
 @pytest.mark.parametrize("header", ["JFIF 2.1", "JFIF 0.2", "SOS Se 0"])

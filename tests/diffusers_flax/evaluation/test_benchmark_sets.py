@@ -20,20 +20,20 @@ from diffusers_flax.evaluation.benchmark_sets import (
     FINAL_INDEX,
     add_final_turns,
     chained,
-    emu_edit_shards,
     magicbrush_shards,
     magicbrush_test,
     read_benchmark,
-    read_captions,
 )
 from diffusers_flax.evaluation.held_out import HeldOutPair, check_pairs
-from diffusers_flax.evaluation.perceptual import Dino, Lpips, ssim
-from diffusers_flax.evaluation.protocols import Scorer
+from diffusers_flax.evaluation.metrics import ssim
+from diffusers_flax.evaluation.perceptual import Dino, Lpips
+from diffusers_flax.evaluation.scoring import ResultScorer
 from diffusers_flax.generating.clip import Clip
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 
 SESSIONS = {"100": 1, "242679": 3, "307": 2}  # {session: its turns}
 INSTRUCTION = "make it red"
+SIMILARITIES = ("truth_similarity", "dino", "text_similarity")
 
 
 def write_magicbrush(folder, size=48):
@@ -134,7 +134,7 @@ def test_magicbrush(tmp_path, monkeypatch, capsys):
     # The numbers, image by image
     clip, dino = Clip("clip"), Dino("dino")
     lpips = Lpips() if has_lpips else None
-    pairs = magicbrush_test(Path("test"))
+    pairs = [*magicbrush_test(Path("test"))]
     finals = [max(i for i, (s, _) in enumerate(turns) if s == session) for session in SESSIONS]
     settings = {
         "": [
@@ -149,7 +149,7 @@ def test_magicbrush(tmp_path, monkeypatch, capsys):
     for part, compared in settings.items():
         values = {name: [] for name in ("l1", "mse", "ssim", "lpips")}
         for i, name in compared:
-            truth = pairs[i].fitted_edited()
+            truth = pairs[i].decoded("edited")
             result = Image.open(folder / name).resize(truth.size, Image.Resampling.BICUBIC)
             values["l1"].append(np.abs(array(result) - array(truth)).mean())
             values["mse"].append(np.square(array(result) - array(truth)).mean())
@@ -157,7 +157,7 @@ def test_magicbrush(tmp_path, monkeypatch, capsys):
             values["lpips"].append(lpips.distance(result, truth) if has_lpips else np.nan)
         for name in ("l1", "mse", *metrics):
             assert row[name + part] == pytest.approx(np.mean(values[name]), abs=1e-4), name
-        scorer = Scorer(pairs, ("truth_similarity", "dino", "text_similarity"), clip, dino)
+        scorer = ResultScorer(pairs, SIMILARITIES, clip=clip, dino=dino)
         files = [Image.open(folder / name) for _, name in compared]
         for name, numbers in scorer.measure([i for i, _ in compared], files).items():
             assert row[name + part] == pytest.approx(np.mean(numbers), abs=1e-4), name
@@ -177,11 +177,11 @@ def test_magicbrush(tmp_path, monkeypatch, capsys):
     assert copied["l1_final"] == pytest.approx(np.mean(final), abs=1e-5)
 
     table = Path("out/results.md").read_text()
-    assert "All turns (single-turn), 6 pairs of 3 sessions; means and" in table
-    assert "Final turn (multi-turn), 3 pairs of 3 sessions; means and" in table
-    assert table.count("| seeds | L1 | L2 | CLIP-I | DINO | CLIP-T | ") == 2
+    assert "All turns (single-turn), 6 pairs:" in table
+    assert "Final turn (multi-turn), 3 pairs:" in table
+    assert table.count("| image guidance | L1 | L2 | CLIP-I | DINO | CLIP-T | ") == 2
     mean = np.mean([row["l1_final"] for row in results["rows"]])
-    assert f"| {mean:.4f} [" in table
+    assert f"| {mean:.4f} ± " in table
     with Image.open("out/best_and_worst.png") as image:
         assert image.width == 4 * (3 * 192 + 8) + 8  # four tiles of input, result and truth
 
@@ -235,7 +235,7 @@ def test_a_missing_mask_is_a_damaged_one(tmp_path):
     sessions = json.loads((tmp_path / "edit_sessions.json").read_text())
     sessions["100"][0]["mask"] = "none.png"
     (tmp_path / "edit_sessions.json").write_text(json.dumps(sessions))
-    pairs = magicbrush_test(tmp_path)
+    pairs = read_set("magicbrush", tmp_path)
     assert check_pairs(pairs, use_masks=False)[0].mask is None
     with pytest.raises(ValueError, match=r"the mask of .*100"):
         check_pairs(pairs, use_masks=True)
@@ -244,7 +244,7 @@ def test_a_missing_mask_is_a_damaged_one(tmp_path):
 def test_sessions_of_magicbrush(tmp_path):
     """The test's folder, the dev shards and a list have the same sessions."""
     write_magicbrush(tmp_path)
-    pairs = add_final_turns(magicbrush_test(tmp_path))
+    pairs = add_final_turns(read_set("magicbrush", tmp_path))
     assert [pair.key for pair in pairs] == [
         *("100/100_1", "242679/242679_1", "242679/242679_inde_2", "242679/242679_inde_3"),
         *("307/307_1", "307/307_inde_2"),
@@ -277,7 +277,7 @@ def test_sessions_of_magicbrush(tmp_path):
         for pair in pairs[:6]
     ]
     pq.write_table(pa.Table.from_pylist(cells), tmp_path / "dev.parquet")
-    shards = add_final_turns(magicbrush_shards(tmp_path))
+    shards = add_final_turns([*magicbrush_shards(tmp_path)])
     assert [pair.key for pair in shards] == [pair.key for pair in pairs]
     assert [pair.edited_caption for pair in shards] == [pair.edited_caption for pair in pairs]
     # A session whose first turn is left out has no final turn.
@@ -288,48 +288,47 @@ def test_sessions_of_magicbrush(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": [{"input": "a.png"}]}, "turn 1 of session x lacks the text 'output'"),
+        ({"x": [{"input": "a.png"}]}, "session x lacks the text 'output'"),
         ({"x": [{"input": "a.png", "output": "a.png", "instruction": "red"}]}, "No such file"),
-        (
-            {"x": [{"input": "../../a.png", "output": "a.png", "instruction": "red"}]},
-            "is outside of",
-        ),
-        ({"../x": []}, r"\.\./x cannot name a session"),
-        ({"x": None}, "session x is no list of turns"),
-        ({"x": ["a.png"]}, "turn 1 of session x lacks the text 'input'"),
-        ({"x": [{"input": "a.png", "output": 3, "instruction": "red"}]}, "lacks the text 'output'"),
-        ({}, "has no turns"),
+        ({"x": [{"input": "../a.png", "output": "b", "instruction": "red"}]}, "is outside of"),
+        ({"../x": []}, r"'\.\./x' cannot name a file"),
+        ({"x": None}, "session x lacks the text 'input'"),
+        ({}, "has no edit for --protocol magicbrush"),
         ([], "is not a JSON object"),
     ],
 )
 def test_a_damaged_magicbrush_is_one_line(tmp_path, change, message):
     (tmp_path / "edit_sessions.json").write_text(json.dumps(change))
     with pytest.raises(ValueError, match=message) as error:
-        magicbrush_test(tmp_path)
+        read_set("magicbrush", tmp_path)
     assert "\n" not in str(error.value)
 
 
-def test_other_damaged_sets_are_one_line(tmp_path):
-    (tmp_path / "local_descriptions.json").write_text('{"100": "a caption"}')
-    with pytest.raises(ValueError, match="session 100 has no object of file names and captions"):
-        read_captions(tmp_path)
-    row = {"image": b"x", "instruction": "red", "input_caption": "a", "output_caption": "b"}
-    for change, message in (
-        ({"image": "a.png"}, r"a\.parquet row 0: image is no image: 'a.png'"),
-        ({"instruction": ["red"]}, "row 0: instruction is no text"),
-    ):
-        pq.write_table(pa.Table.from_pylist([row | change]), tmp_path / "a.parquet")
-        with pytest.raises(ValueError, match=message):
-            emu_edit_shards(tmp_path)
+def read_set(protocol, folder):
+    """The pairs of a benchmark in a folder."""
+    flags = argparse.Namespace(protocol=protocol, data_dir=str(folder), pairs_jsonl=None)
+    flags.instruction_language, flags.max_pairs = "en", None
+    return read_benchmark(flags)
 
 
-def test_other_shards_are_no_magicbrush(tmp_path):
+def test_damaged_shards_and_lists_are_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"contains no \*\.parquet or \*\.arrow file"):
+        read_set("gedit", tmp_path)
     pq.write_table(pa.table({"image": [b"x"], "instruction": ["red"]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="has no columns img_id and turn_index, which say what"):
-        magicbrush_shards(tmp_path)
+    with pytest.raises(ValueError, match=r"has no column \w+; it has image, instruction: name"):
+        read_set("magicbrush", tmp_path)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"a\.parquet cannot be read"):
-        magicbrush_shards(tmp_path)
+        read_set("emu_edit", tmp_path)
+    for change, message in (
+        ({"id": "../a.png"}, "is outside of"),
+        ({"id": "no.png"}, "No such file"),
+        ({"prompt": None}, "lacks the text 'prompt'"),
+    ):
+        edit = {"id": "adjust/000.jpg", "prompt": "red", "edit_type": "adjust"} | change
+        (tmp_path / "basic_edit.json").write_text(json.dumps({"1": edit}))
+        with pytest.raises(ValueError, match=message):
+            read_set("imgedit", tmp_path)
 
 
 def test_a_set_that_is_there_twice_is_refused(tmp_path):
@@ -338,12 +337,10 @@ def test_a_set_that_is_there_twice_is_refused(tmp_path):
     row |= {"input_image_raw": b"x"}
     for name in "ab":
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{name}.parquet")
-    flags = argparse.Namespace(protocol="gedit", data_dir=tmp_path, pairs_jsonl=None)
-    flags.instruction_language, flags.max_pairs = "en", None
     with pytest.raises(ValueError, match="has fullset/add/en/k 2 times; its results would"):
-        read_benchmark(flags)
+        read_set("gedit", tmp_path)
     (tmp_path / "b.parquet").unlink()
-    (pair,) = read_benchmark(flags)
+    (pair,) = read_set("gedit", tmp_path)
     assert pair.parts == ("",)
 
 

@@ -8,7 +8,7 @@ from diffusers_flax.evaluation.intervals import (
     bootstrap_interval,
     load_values,
     mean_over,
-    over_rows,
+    over_seeds,
     save_values,
 )
 
@@ -73,6 +73,6 @@ def test_values_of_seeds_are_means_per_pair(tmp_path):
     save_values(tmp_path, "0", {"l1": [0.1, np.nan, 0.3]})
     save_values(tmp_path, "1", {"l1": [0.3, np.nan, np.nan], "dino": [1.0, 1.0, 0.0]})
     both = [load_values(tmp_path, name) for name in ("0", "1")]
-    np.testing.assert_allclose(over_rows(both, "l1"), [0.2, np.nan, 0.3])
-    np.testing.assert_allclose(over_rows(both, "dino"), [1, 1, 0])
-    assert over_rows(both, "ssim") is None and load_values(tmp_path, "2") == {}
+    np.testing.assert_allclose(over_seeds(both, "l1"), [0.2, np.nan, 0.3])
+    np.testing.assert_allclose(over_seeds(both, "dino"), [1, 1, 0])
+    assert over_seeds(both, "ssim") is None

@@ -5,7 +5,6 @@ import io
 import json
 import math
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from tqdm import tqdm
 
 import evaluate_edits
 from diffusers_flax.evaluation import judging
-from diffusers_flax.evaluation.benchmark_sets import gedit_shards, imgedit_folder
 from diffusers_flax.evaluation.held_out import HeldOutPair
 from diffusers_flax.evaluation.judging import (
     ALL_TYPES,
@@ -68,12 +66,12 @@ class JudgeServer(LocalServer):
             return
         status, content = 200, json.dumps({"choices": [{"message": {"content": reply}}]})
         if isinstance(reply, int):
-            status, content = reply, "no"
+            status, content = reply, json.dumps({"error": {"message": "no, secret"}})
         elif reply.startswith("raw "):
             content = reply[4:]
         request.send_response(status)
-        if status == 429:
-            request.send_header("Retry-After", "0")
+        request.send_header("Content-Type", "application/json")
+        request.send_header("Retry-After-Ms", "1")
         request.send_header("Content-Length", str(len(content)))
         request.end_headers()
         request.wfile.write(content.encode())
@@ -89,6 +87,13 @@ def png(image):
     data = io.BytesIO()
     image.save(data, "PNG")
     return data.getvalue()
+
+
+def opened(url):
+    """The image of a data URL."""
+    head, _, data = url.partition(",")
+    assert head == "data:image/png;base64"
+    return Image.open(io.BytesIO(base64.b64decode(data)))
 
 
 def write_gedit(folder):
@@ -112,11 +117,11 @@ def write_gedit(folder):
 def write_imgedit(folder):
     """Two edits of ImgEdit-Bench's basic suite; the images are in a folder beside the list."""
     edits = {}
-    for i, (key, kind) in enumerate((("1082", "adjust"), ("673", "style"))):
-        file = folder / "images" / kind / f"00{i}.jpg"
+    for i, (key, group) in enumerate((("1082", "adjust"), ("673", "style"))):
+        file = folder / "images" / group / f"00{i}.jpg"
         file.parent.mkdir(parents=True)
         photo(64, 64, i).save(file)
-        edits[key] = {"id": f"{kind}/00{i}.jpg", "prompt": f"make it red {i}", "edit_type": kind}
+        edits[key] = {"id": f"{group}/00{i}.jpg", "prompt": f"make it red {i}", "edit_type": group}
     (folder / "basic_edit.json").write_text(json.dumps(edits))
 
 
@@ -140,27 +145,19 @@ def refused(capsys, **given):
 
 @pytest.fixture
 def bare(tmp_path, monkeypatch):
-    """The working directory; pauses are short, and there is a key."""
+    """The working directory; there is a key."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(judging, "FIRST_PAUSE", 0.01)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     return tmp_path
 
 
-@pytest.fixture
-def folder(bare):
-    """The working directory, with a model."""
-    make_tiny_pipeline(bare / "sd")
-    return bare
-
-
 @pytest.mark.slow
-def test_gedit(folder, capsys):
+def test_gedit(bare, capsys):
     """Layout, questions, what is sent, retries, errors per edit, resuming and the figures."""
-    write_gedit(folder / "set")
+    make_tiny_pipeline(bare / "sd")
+    write_gedit(bare / "set")
     given = {"protocol": "gedit", "data_dir": "set", "output_dir": "out"}
-    results = evaluate(**given)
-    (row,) = results["rows"]
+    (row,) = evaluate(**given)["rows"]
     images = Path("out/images", row["images"])
     names = [f"fullset/color_alter/en/k{i}" for i in (0, 3)] + ["fullset/subject-add/en/k2"]
     expected = {f"{name}{end}.png" for name in names for end in ("", "_SRCIMG")}
@@ -175,35 +172,29 @@ def test_gedit(folder, capsys):
     assert all(Path("out/images", x).is_file() for y in questions for x in y["images"])
 
     faults = {
-        "red 0": [429, 500, "no idea"],  # answered at the fourth attempt
+        "red 0": [429, 500, "no idea"],  # answered at the fourth request
         "red 2": [*[500] * 4, '{"score": [9, 2]}'],  # no score; later one
-        "red 3": ["raw <html>", '{"score": [11, 5]}', 0],
+        "red 3": ["raw {}", '{"score": [11, 5]}', 0],
     }
     with JudgeServer(faults) as server:
         judge = {"judge": f"{server.endpoint}/v1/", "judge_model": "stub", "judge_attempts": 4}
         results = evaluate(**given | judge, judge_timeout=0.7)
         printed = capsys.readouterr().out
-        text = "no score for 1 of 3 edits of sd: fullset/subject-add/en/k2 (HTTP 500); the same"
-        assert text in printed and "judge: stub" in printed
+        assert "no score for 1 of 3 edits of sd: fullset/subject-add/en/k2 (HTTP 500" in printed
         counts = Counter(text for *_, text in server.requests)
         assert sorted(counts.values()) == [3, 4, 4, 4]  # quality has one text for all
         for path, key, body, _ in server.requests:
             assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer secret", "stub")
         body = next(body for *_, body, text in server.requests if "red 3" in text)
-        _, before, after = body["messages"][0]["content"]
-        head, _, data = before["image_url"]["url"].partition(",")
-        assert head == "data:image/png;base64"
-        sent = Image.open(io.BytesIO(base64.b64decode(data)))
+        before, after = (opened(x["image_url"]["url"]) for x in body["messages"][0]["content"][1:])
         width = math.sqrt(512 * 512 * 64 / 48)
-        assert sent.size == (int(width), int(width * 48 / 64))
-        result = Image.open(io.BytesIO(base64.b64decode(after["image_url"]["url"].split(",")[1])))
-        made = Image.open(images / "fullset/color_alter/en/k3.png").resize(result.size)
-        assert result.tobytes() == made.tobytes()
+        assert before.size == (int(width), int(width * 48 / 64))
+        made = Image.open(images / "fullset/color_alter/en/k3.png").resize(after.size)
+        assert after.tobytes() == made.tobytes()
 
         (row,) = results["rows"]
-        g_o = math.sqrt(6 * 4)
         assert (row["semantics"], row["quality"]) == (6, 4)
-        assert row["overall"] == pytest.approx(g_o, abs=1e-4)
+        assert row["overall"] == pytest.approx(math.sqrt(6 * 4), abs=1e-4)
         values = json.loads(Path("out/values", f"{row['images']}.json").read_text())
         # As in the benchmark's program, an edit without one of the answers counts nowhere.
         assert values["semantics"] == [6, None, 6] and values["quality"] == [4, None, 4]
@@ -222,17 +213,10 @@ def test_gedit(folder, capsys):
         assert "no score" not in printed
         assert "judge: stub, with this project's prompts: not comparable with papers" in printed
         assert printed.count("| G_SC | G_PQ | G_O |") == 2
-        assert "Full set, 3 pairs; " in printed and "Intersection subset, 2 pairs; " in printed
+        assert "Full set, 3 pairs:" in printed and "Intersection subset, 2 pairs:" in printed
         assert (
             "| overall | guidance | image guidance | color_alter (2) | subject-add (1) |" in printed
         )
-        evaluate(**given | judge)
-        assert len(server.requests) == before + 1
-        capsys.readouterr()
-        evaluate(**given)  # the same report, without asking
-        printed = capsys.readouterr().out
-        assert "judge: stub" in printed and "not judged" not in printed
-        assert len(server.requests) == before + 1
         # A line that a kill cut short is asked again, also in another run of the file.
         file = Path("out/judge", f"{row['images']}.jsonl")
         file.write_bytes(file.read_bytes()[:-30])
@@ -242,29 +226,20 @@ def test_gedit(folder, capsys):
         evaluate(**given | judge | {"judge_model": "other"})
         assert len(server.requests) == before + 8
     assert "secret" not in "".join(x.read_text() for x in Path("out").rglob("*.json*"))
-    with Image.open("out/best_and_worst.png") as image:
-        assert image.height > 150  # the best; there are no more
-
-    # The end of the server ends the program, in one line.
-    error = refused(capsys, **given | judge | {"judge_model": "third", "judge_attempts": 1})
-    assert error.startswith("error: --judge has no answer (") and "the same command" in error
-    # A result that is missing is named; without a judge the report goes on.
-    (images / names[0]).with_suffix(".png").unlink()
-    error = refused(capsys, **given | judge)
-    assert f"{names[0]}.png is missing; give --overwrite_output_dir" in error
 
 
 @pytest.mark.slow
-def test_imgedit(folder, capsys):
+def test_imgedit(bare, capsys):
     """Layout, prompts by type, the file of replies, and means of types."""
-    write_imgedit(folder / "set")
+    make_tiny_pipeline(bare / "sd")
+    write_imgedit(bare / "set")
     prompts = {"adjust": "type prompt A: <edit_prompt>", "style": "type prompt S: <edit_prompt>"}
     Path("prompts.json").write_text(json.dumps(prompts))
     given = {"protocol": "imgedit", "data_dir": "set", "output_dir": "out"}
-    given |= {"judge_model": "stub", "judge_prompts": "prompts.json"}
+    judge = {"judge_model": "stub", "judge_prompts": "prompts.json"}
     low = "Brief reasoning: nothing.\n**Style Fidelity**: 1\nContent: 2/5\n- Rendering: **1**\n"
     with JudgeServer({"prompt S": [low]}) as server:
-        results = evaluate(**given, judge=f"{server.endpoint}/v1/chat/completions")
+        results = evaluate(**given | judge, judge=f"{server.endpoint}/v1/chat/completions")
         asked = sorted(x[3] for x in server.requests)
         assert asked == ["type prompt A: make it red 0", "type prompt S: make it red 1"]
     (row,) = results["rows"]
@@ -276,72 +251,52 @@ def test_imgedit(folder, capsys):
     printed = capsys.readouterr().out
     assert "| adjust (1) | style (1) |" in printed
     assert "judge: stub, with the prompts of prompts.json" in printed
-    with JudgeServer({"red": [401] * 9}) as server:
-        given |= {"judge": server.endpoint, "judge_model": "closed"}
-        error = refused(capsys, **given)
-        assert "error: --judge refuses requests (HTTP 401); set OPENAI_API_KEY" in error
     # The judge sees the image of this set, not a file that earlier results have left.
-    assert np.array_equal(
-        Image.open(folder / "673_SRCIMG.png"), Image.open("set/images/style/001.jpg")
-    )
     photo(64, 64, 9).save("set/images/style/001.jpg")
-    for name in ("judge", "judge_model"):
-        del given[name]
     evaluate(**given, overwrite_output_dir=())
     assert np.array_equal(
         Image.open(folder / "673_SRCIMG.png"), Image.open("set/images/style/001.jpg")
     )
 
 
-def test_wrong_prompts_are_told_before_the_first_edit(folder, capsys, monkeypatch):
-    write_imgedit(folder / "set")
-    monkeypatch.setattr(evaluate_edits, "measure_model", None)
+def test_wrong_prompts_are_told_before_the_first_edit(bare, capsys):
+    write_imgedit(bare / "set")
     Path("prompts.json").write_text('{"adjust": "<edit_prompt>"}')
     given = {"protocol": "imgedit", "data_dir": "set", "output_dir": "out"}
     error = refused(capsys, **given, judge_prompts="prompts.json")
-    assert "prompts.json has no prompt for edits of type style; it has adjust" in error
+    assert "prompts.json has no prompt 'style'" in error
     assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
     ("question", "reply", "scores"),
     [
-        (SEMANTICS, GOOD[SEMANTICS], None),
+        (SEMANTICS, GOOD[SEMANTICS], [8, 6]),
         (QUALITY, GOOD[QUALITY], [9, 4]),
         (QUALITY, '||V^=^V||\n{"score": [3.5, 2], "reasoning": ""}\n||V^=^V||', [3.5, 2]),
         (SEMANTICS, "I say [7, 0]", [7, 0]),
         (SEMANTICS, '<think>Maybe {"score": [2, 3]}?</think>{"score": [7, 8]}', [7, 8]),
         (SEMANTICS, 'Maybe {"score": [2, 3]}? No: {"score": [7, 8]}', [7, 8]),
-        (SEMANTICS, '{"score": [7, 8]} or {"score": [2,', [7, 8]),
-        (SEMANTICS, '{"score": [7, 8]} Or maybe {"score": [2, 3]', [7, 8]),
         (SEMANTICS, '{"Scores": [7, 8], "reasoning": "boxes [1, 2]"}', [7, 8]),
+        (SEMANTICS, "{'score': ['4 (the hat, in part)', '6.5'], 'reasoning': ''}", [4, 6.5]),
         (SEMANTICS, '<thinking>Maybe {"score": [2, 3]}, or', None),
-        (
-            SEMANTICS,
-            "{'score': ['4 (the hat, in part)', '6.5'], 'reasoning': 'a [red] hat'}",
-            [4, 6.5],
-        ),
         (SEMANTICS, '{"score": [7, 8, 9]}', None),
         (SEMANTICS, '{"score": [-1, 3]}', None),
         (SEMANTICS, '{"score": [7, 11]}', None),
-        (SEMANTICS, '{"score": 7, "reasoning": "x"}', None),
-        (SEMANTICS, '{"score": [1, 2], "reasoning": "a "quoted" word"}', [1, 2]),
-        (SEMANTICS, "8", None),
+        (SEMANTICS, '{"score": 7, "reasoning": "boxes [1, 2]"}', None),
         (SEMANTICS, '{"score": [], "reasoning": ""}', None),
         (SEMANTICS, '{"score": [true, 3]}', None),
         (SEMANTICS, "a beautiful image", None),
+        (SEMANTICS, "[" * 100_000, None),
         (ALL_TYPES, GOOD[ALL_TYPES], [5, 4, 4]),
         (ALL_TYPES, "<think>A: 1\nB: 1\nC: 1</think>A: 4 (good)\nB: 3/5\nC: 2.", [4, 3, 2]),
         (ALL_TYPES, "A: 1\nB: 1\nC: 1\nSo, again:\nA: 4\nB: 3\nC: 2", [4, 3, 2]),
         (ALL_TYPES, "Prompt Compliance: five\nin 1999: 1999", None),
         (ALL_TYPES, GOOD[ALL_TYPES].replace("4  ", "7"), None),
         (ALL_TYPES, GOOD[ALL_TYPES].replace("4  ", "4 of 5"), None),
-        (SEMANTICS, "[" * 100_000, None),
     ],
 )
 def test_scores_of_replies(question, reply, scores):
-    if reply == GOOD[SEMANTICS]:
-        scores = [8, 6]
     if scores is None:
         with pytest.raises(ValueError, match=r"no [23] scores from"):
             parse_scores(question, reply)
@@ -361,136 +316,89 @@ def test_prompts_of_files(tmp_path):
         SEMANTICS: "context\nrule\nEditing instruction: <instruction>",
         QUALITY: "context\nquality",
     }
-    file.write_text(lines[0])
-    with pytest.raises(ValueError, match="lacks '_prompts_0shot_two_image_edit_rule'"):
-        load_prompts(file, "gedit", ())
     other = tmp_path / "prompts.json"
     other.write_text('{"add": "no placeholder"}')
-    with pytest.raises(ValueError, match="the prompt add has no <edit_prompt>"):
-        load_prompts(other, "imgedit", ())
-    with pytest.raises(ValueError, match="lacks quality"):
-        load_prompts(other, "gedit", ())
+    for protocol, message in (
+        ("imgedit", "no prompt 'add' with <edit_prompt>"),
+        ("gedit", "'semantics' with <ins"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_prompts(other, protocol, ["add"])
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"judge": "http://x/v1"}, "--protocol instruct_pix2pix has no judge; choose gedit or"),
+        ({"judge": "http://x/v1"}, "--protocol instruct_pix2pix has no judge; leave"),
         ({"protocol": "gedit", "judge": "http://x"}, "--judge and --judge_model go together"),
         (
-            {"protocol": "gedit", "judge": "x", "judge_model": "m"},
-            "--judge x is no URL; give one like http://localhost:8000/v1",
+            {"protocol": "gedit", "judge": "http:///v1", "judge_model": "m"},
+            "http:///v1 is no URL; give one like http://localhost:8000/v1",
         ),
-        ({"protocol": "gedit", "judge": "http:///v1", "judge_model": "m"}, "http:///v1 is no URL"),
-        (
-            {"metrics": "dino", "dino_model": ""},
-            "--metrics dino needs a model, but --dino_model is",
-        ),
+        ({"metrics": "dino", "dino_model": ""}, "--metrics dino needs a --dino_model"),
         ({"protocol": "gedit", "data_dir": "nowhere"}, "--data_dir nowhere is not a directory"),
         (
             {"protocol": "gedit", "data_dir": "hf://datasets/x/y"},
             "--data_dir hf://datasets/x/y is not streamed with --protocol; download it",
         ),
-        (
-            {"protocol": "imgedit", "metrics": "ssim"},
-            "--protocol imgedit has no true images; leave --metrics and --clip_model out",
-        ),
-        ({"protocol": "imgedit", "data_dir": "sd"}, "--data_dir sd has no basic_edit.json; copy"),
-        ({"protocol": "gedit", "data_dir": "sd"}, "contains no *.parquet or *.arrow file"),
-        ({"instruction_language": "cn"}, "--instruction_language cn is for --protocol gedit"),
-        ({"protocol": "gedit", "judge_attempts": 0}, "--judge_attempts 0 must be more than 0"),
+        ({"protocol": "imgedit", "metrics": "ssim"}, "--protocol imgedit has no true images"),
+        ({"protocol": "imgedit", "data_dir": "."}, "--data_dir . has no basic_edit.json; copy"),
+        ({"instruction_language": "cn"}, "--instruction_language is for --protocol gedit"),
     ],
 )
-def test_wrong_flags_are_one_line(folder, capsys, flags, message):
-    write_imgedit(folder / "set")
+def test_wrong_flags_are_one_line(bare, capsys, flags, message):
+    write_imgedit(bare / "set")
     assert message in refused(capsys, **{"data_dir": "set", "output_dir": "out"} | flags)
     assert not Path("out").exists()
 
 
-def test_damaged_sets_are_one_line(tmp_path):
-    write_gedit(tmp_path / "gedit")
-    assert [pair.key for pair in gedit_shards(tmp_path / "gedit", "cn")] == [
-        "fullset/color_alter/cn/k1"
-    ]
-    file = next((tmp_path / "gedit").iterdir())
-    file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(ValueError, match="cannot be read"):
-        gedit_shards(tmp_path / "gedit", "en")
-    write_imgedit(tmp_path / "set")
-    for change, message in (
-        ({"id": "../a.png"}, "is outside of"),
-        ({"id": "no.png"}, "No such file"),
-        ({"prompt": None}, "is no text"),
-    ):
-        edit = {"id": "adjust/000.jpg", "prompt": "red", "edit_type": "adjust"} | change
-        (tmp_path / "set/basic_edit.json").write_text(json.dumps({"1": edit}))
-        with pytest.raises(ValueError, match=message):
-            imgedit_folder(tmp_path / "set")
-
-
-def test_a_stopped_judge_does_not_wait(tmp_path, monkeypatch):
-    """Ctrl-C ends the pauses between attempts."""
-    monkeypatch.setattr(judging, "FIRST_PAUSE", 30)
-    photo(8, 8).save(tmp_path / "a.png")
-    question = judging.Question("a", QUALITY, "made by a model", (tmp_path / "a.png",))
-    with JudgeServer({"made": [500] * 9}) as server:
-        flags = judging.JudgeFlags(judge=server.endpoint, judge_model="stub")
-        judge = judging.Judge(flags)
-        threading.Timer(0.3, judge.stop).start()
-        start = time.monotonic()
-        with pytest.raises(ValueError, match="HTTP 500"):
-            judge.ask(question)
-        assert time.monotonic() - start < 10
-    assert np.isnan(judging.scores_of_edit("imgedit", {})["overall"])
-
-
-def ask(folder, server, number=1, **flags):
+def ask(folder, endpoint, number=1, **flags):
     """judging.ask_all of questions about one image."""
     photo(8, 8).save(folder / "a.png")
     questions = [
         judging.Question(f"k{i}", ALL_TYPES, f"type prompt {i}.", (folder / "a.png",))
         for i in range(number)
     ]
-    flags = judging.JudgeFlags(judge=server.endpoint, judge_model="stub", **flags)
-    return judging.ask_all(
-        questions, folder / "answers.jsonl", judging.Judge(flags), tqdm(disable=True)
-    )
+    flags = judging.JudgeFlags(judge=endpoint, judge_model="stub", **flags)
+    return judging.ask_all(questions, folder / "answers.jsonl", flags, tqdm(disable=True))
 
 
-def test_a_judge_that_never_answers_ends_the_program_early(bare):
-    """And the failures of a judge that has answered before do not."""
+def test_a_judge_that_is_down_ends_the_program(bare):
+    """Also one that refuses all; failures of a judge that has answered before do not end it."""
     with JudgeServer({"type": [500] * 99}) as server:
-        with pytest.raises(ValueError, match=r"no score for the first 16 questions \(HTTP 500\)"):
-            ask(bare, server, 40, judge_attempts=1)
+        with pytest.raises(ValueError, match=r"no score for the first 8 questions \(HTTP 500"):
+            ask(bare, server.endpoint, 40, judge_attempts=1)
         assert len(server.requests) < 40
-    with JudgeServer({f"prompt {i}.": [500] for i in range(20)}) as server:
-        ask(bare, server, 21, judge_attempts=2)
-        assert len(server.requests) == 41
-        (bare / "answers.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"--judge cannot be reached \(.*\); start it; the same"):
+        ask(bare, server.endpoint, judge_attempts=1)
+    with (
+        JudgeServer({"type": [401] * 9}) as server,
+        pytest.raises(ValueError, match=r"--judge refuses requests \(HTTP 401\); set OPENAI_API"),
+    ):
+        ask(bare, server.endpoint)
     with JudgeServer({f"prompt {i}.": [400] for i in range(1, 31)}) as server:
-        ask(bare, server)
-        answers, failures = ask(bare, server, 31)
+        ask(bare, server.endpoint)
+        answers, failures = ask(bare, server.endpoint, 31)
         assert list(answers) == [("k0", ALL_TYPES)] and len(failures) == 30
+        assert "secret" not in str(failures) and "HTTP 400" in str(failures)
 
 
 def test_a_dropped_connection_is_one_question(bare):
     """As on an image that crashes the judge."""
     with JudgeServer({"prompt 1.": ["drop"] * 2}) as server:
-        answers, failures = ask(bare, server, 3, judge_attempts=2)
+        answers, failures = ask(bare, server.endpoint, 3, judge_attempts=2)
         assert {key for key, _ in answers} == {"k0", "k2"}
-        assert "closed connection" in failures["k1"]
+        assert list(failures) == [("k1", ALL_TYPES)]
 
 
-def test_a_key_with_a_line_end(bare, monkeypatch, capsys):
+def test_a_key_with_a_line_end(bare, monkeypatch):
     """It is not printed; at its end it is left out."""
-    write_imgedit(bare / "set")
     monkeypatch.setenv("OPENAI_API_KEY", "sec\nret")
-    given = {"protocol": "imgedit", "data_dir": "set", "judge": "http://x", "judge_model": "m"}
-    error = refused(capsys, **given)
-    assert error == "error: OPENAI_API_KEY has characters that no key has; set it again"
+    with pytest.raises(ValueError, match=r"^OPENAI_API_KEY has characters that no key has; set it"):
+        ask(bare, "http://x")
     monkeypatch.setenv("OPENAI_API_KEY", "secret\r\n")
     with JudgeServer() as server:
-        ask(bare, server)
+        ask(bare, server.endpoint)
         assert server.requests[0][1] == "Bearer secret"
 
 
@@ -500,10 +408,7 @@ def test_the_input_is_scaled_once(bare):
     pair = HeldOutPair(0, "0", "red", png(original), key="a")
     (bare / "a.png").write_bytes(png(photo(32, 48)))
     question, _ = judging.questions_of([pair], bare, "gedit", judging.PROMPTS["gedit"])
-    sent = [
-        Image.open(io.BytesIO(base64.b64decode(x.partition(",")[2])))
-        for x in judging.data_urls(question)
-    ]
+    sent = [opened(url) for url in judging.data_urls(question)]
     width = math.sqrt(512 * 512 * 300 / 482)
     expected = original.resize((int(width), int(width * 482 / 300)))
     assert judging.gedit_size(expected).size != expected.size  # a second time would change it

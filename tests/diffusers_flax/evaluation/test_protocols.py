@@ -15,8 +15,10 @@ from tiny_models import make_tiny_clip, make_tiny_dino, save_random_alexnet
 from transformers import CLIPModel, CLIPTokenizer, ViTModel
 
 from diffusers_flax.evaluation.held_out import HeldOutPair
-from diffusers_flax.evaluation.perceptual import Dino, Lpips, ssim
-from diffusers_flax.evaluation.protocols import PROTOCOLS, Scorer
+from diffusers_flax.evaluation.metrics import ssim
+from diffusers_flax.evaluation.perceptual import Dino, Lpips
+from diffusers_flax.evaluation.protocols import PROTOCOLS
+from diffusers_flax.evaluation.scoring import ResultScorer
 from diffusers_flax.generating.clip import Clip
 
 needs_lpips = pytest.mark.skipif(
@@ -116,7 +118,8 @@ def test_a_protocol_equals_a_second_computation(folder, edits, name):
     """Resize, crop, normalisation and which images are compared, to 1e-4."""
     pairs, results = edits
     metrics = PROTOCOLS[name].metrics
-    scorer = Scorer(pairs, metrics, Clip(str(folder / "clip")), Dino(str(folder / "dino")))
+    clip, dino = Clip(str(folder / "clip")), Dino(str(folder / "dino"))
+    scorer = ResultScorer(pairs, metrics, clip=clip, dino=dino)
     found, expected = scorer.measure([0, 1, 2], results), by_hand(folder, pairs, results)
     assert found.keys() == metrics.keys()
     for metric, values in found.items():
@@ -134,9 +137,10 @@ def test_parts_and_unknown_images(folder, edits):
         HeldOutPair(0, "0.png", "red", edits[0][0].original, parts=("", "_final")),
         HeldOutPair(1, "1.png", "red", *[edits[0][1].original] * 2, parts=("_final",)),
     ]
-    results = [pair.fitted_original() for pair in pairs]
+    results = [pair.decoded("original") for pair in pairs]
     metrics = ("l1", "l1_to_input", "dino", "text_similarity")
-    scorer = Scorer(pairs, metrics, Clip(str(folder / "clip")), Dino(str(folder / "dino")))
+    clip, dino = Clip(str(folder / "clip")), Dino(str(folder / "dino"))
+    scorer = ResultScorer(pairs, metrics, clip=clip, dino=dino)
     found = scorer.measure([0, 1], results)
     nan = np.nan
     np.testing.assert_array_equal(found["l1"], [nan, nan])
@@ -151,8 +155,8 @@ def test_images_are_fitted_when_sizes_are_given(edits):
     """More metrics of the usual evaluation: at the size of the edit."""
     pairs, _ = edits
     result = photo(32, 32, 5)
-    (value,) = Scorer(pairs, ("ssim",), sizes=[(32, 32)] * 3).measure([0], [result])["ssim"]
-    assert value == pytest.approx(ssim(result, pairs[0].fitted_edited((32, 32))))
+    (value,) = ResultScorer(pairs, ("ssim",), sizes=[(32, 32)] * 3).measure([0], [result])["ssim"]
+    assert value == pytest.approx(ssim(result, pairs[0].decoded("edited", (32, 32))))
 
 
 def test_ssim_of_its_definition():

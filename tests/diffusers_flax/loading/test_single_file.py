@@ -31,7 +31,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import diffusers_flax
 import generate_cli
-from diffusers_flax.evaluation.results import model_checksum
+from diffusers_flax.evaluation.results import state_of
 from diffusers_flax.loading import hub
 from diffusers_flax.loading.hub import check_single_file_configs, open_source, place_of_link
 from diffusers_flax.loading.single_file import (
@@ -230,7 +230,7 @@ def test_averages_and_half_precision(tmp_path, name):
     other = make_tiny_pipeline(tmp_path / "other", in_channels=4, prediction_type="v_prediction")
     for source, configs in zip(sources, (folder, folder, other)):
         source.configs = str(configs)
-    assert len({model_checksum(source) for source in sources}) == 3
+    assert len({state_of("model", source) for source in sources}) == 3
     with pytest.raises(ValueError, match="is used as a VAE, averages are a UNet's; leave out use_"):
         FlaxAutoencoderKL.from_single_file(file, folder, use_ema_weights=True)
     state = read_directory(folder, "unet")[0]
