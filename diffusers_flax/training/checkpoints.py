@@ -149,7 +149,7 @@ class Checkpoints:
             content = flatten_by_name(to_host(content, self.axes))
             record = {
                 "identity": self.identity,
-                "losses": reports.unlogged,
+                "metrics": reports.unlogged,
                 "num_bad": reports.num_bad(),
                 "num_devices": jax.device_count(),
                 "num_averages": len(averages),

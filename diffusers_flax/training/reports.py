@@ -64,7 +64,7 @@ class Reports:
 
     Attributes:
         last_row: the last row of metrics.jsonl, or None.
-        unlogged: [loss, grad_norm] of each fetched step since the last row.
+        unlogged: metrics of each fetched step since the last row, dicts of floats.
     """
 
     def __init__(self, config, num_steps, schedule, plan, pipeline, batches, checkpoints):
@@ -78,7 +78,7 @@ class Reports:
         self.validation = Validation(config, pipeline, batches.dataset.sizes, num_steps)
 
         self.unfetched = deque()  # metrics of steps that may still run on the devices
-        self.unlogged = checkpoints.saved.get("losses", [])
+        self.unlogged = checkpoints.saved.get("metrics", [])
         self.num_bad_before = checkpoints.saved.get("num_bad", 0)  # before the run resumed
         self.num_timed_steps, self.clock_start = 0, None
         # Metrics are ready when their step is: a thread notes the time.
@@ -129,7 +129,8 @@ class Reports:
 
         Args:
             step: number of completed steps.
-            metrics: {"loss", "grad_norm"}, replicated arrays.
+            metrics: {"loss", "grad_norm"}, replicated arrays. A row has the mean loss and the
+                last value of everything else, also of entries that a step of your own adds.
 
         Raises:
             FloatingPointError: a loss or gradient since the last row is not finite.
@@ -198,9 +199,9 @@ class Reports:
         num_updates = (step - plan.first_step) // plan.every if is_averaging else 0
         row = {
             "step": step,
-            "loss": float(np.mean(self.unlogged, axis=0)[0]),
+            "loss": float(np.mean([metrics["loss"] for metrics in self.unlogged])),
             "lr": float(self.schedule(step - 1)),
-            "grad_norm": self.unlogged[-1][1],
+            **{name: x for name, x in self.unlogged[-1].items() if name != "loss"},
             **times,
             "memory_gb": peak_memory(jax.local_devices())[0] / 1e9,
             "ema_decay": plan.decays(num_updates)[0] if num_updates else None,
@@ -230,10 +231,8 @@ class Reports:
         """
         while self.unfetched:
             metrics = self.unfetched.popleft()
-            self.unlogged.append(
-                [float(first_replica(metrics[name])) for name in ("loss", "grad_norm")]
-            )
-        sums = np.reshape(self.unlogged, (-1, 2)).sum(axis=1)
+            self.unlogged.append({name: float(first_replica(x)) for name, x in metrics.items()})
+        sums = np.array([sum(metrics.values()) for metrics in self.unlogged])
         bad = np.flatnonzero(~np.isfinite(sums)) + step - len(sums) + 1
         if len(bad):
             raise FloatingPointError(

@@ -51,6 +51,14 @@ def test_new_run_starts_empty(tmp_path):
     assert rows_of(tmp_path) == [] and not (tmp_path / "loss.png").exists()
 
 
+def test_a_metric_of_ones_own_is_in_the_row(tmp_path):
+    reports = make_reports(tmp_path)
+    values = {"loss": 1.0, "grad_norm": 2.0, "sharpness": 3.0}
+    reports.log(1, replicate({name: np.float32(x) for name, x in values.items()}))
+    (row,) = rows_of(tmp_path)
+    assert {name: row[name] for name in values} == values
+
+
 @pytest.mark.parametrize("numbers", [(np.nan, 1.0), (1.0, np.inf)])
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, numbers):
     reports = make_reports(tmp_path)
