@@ -145,6 +145,7 @@ class Checkpoints:
             if self.is_main:
                 self._write(step, lambda: self.files and self.files.wait())  # one in memory
             release_memory()  # writing takes gigabytes
+            averages = averages[: self.plan.averages_after(step)]  # no mere copy of the weights
             content = {"params": state.params, "opt_state": state.opt_state, "ema": averages}
             content = flatten_by_name(to_host(content, self.axes))
             record = {

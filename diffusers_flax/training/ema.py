@@ -93,7 +93,7 @@ class EmaPlan(NamedTuple):
 
     def averages_after(self, num_steps):
         """Number of averages after num_steps steps: 0, later num_averages."""
-        has_begun = self.first_step is not None and num_steps >= self.first_step
+        has_begun = self.first_step is not None and num_steps > self.first_step
         return self.num_averages if has_begun else 0
 
     def update_of(self, num_steps):

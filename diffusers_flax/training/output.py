@@ -132,7 +132,8 @@ def check_replaces(config):
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     # conv_in is written before a LoRA: a run that was killed in between has checkpoints, too.
     has_model = bool(names & {*FINAL_FILES, CONV_IN_FILE})
-    if has_model and CHECKPOINTS_DIR not in names and not config.overwrite_output_dir:
+    goes_on = CHECKPOINTS_DIR in names and config.resume_from_checkpoint == "latest"
+    if has_model and not goes_on and not config.overwrite_output_dir:
         unet, further = output_dir / "unet", ""
         if unet.is_dir():
             further = f"; another run trains it further with --unet_model_name_or_path {unet}"

@@ -221,8 +221,8 @@ def test_sigterm_saves_and_the_same_command_goes_on(
     assert_same(contents(out), whole_run)
 
     # The finished run is not touched, unless it is to be replaced.
-    with pytest.raises(ValueError, match="contains a model; name another"):
-        run_here(config_of(model, data, out, **RUN))
+    with pytest.raises(ValueError, match="contains a model; its run had 12 steps"):
+        run_here(config_of(model, data, out, **RUN | {"seed": 5}))
     assert_same(contents(out), whole_run)
     other = config_of(model, data, out, **RUN | {"seed": 5, "overwrite_output_dir": True})
     output, _ = run(other)
@@ -281,11 +281,12 @@ def edits(tmp_path):
 
 @pytest.mark.slow
 def test_four_processes_do_what_one_does(model, data, one_process, edits, tmp_path):
-    starts = start_all(model, data, tmp_path, 4, 4, **edits)
+    out = tmp_path / "out"
+    starts = start_all(model, data, out, 4, 4, **edits)
     ends = [start.process.communicate(timeout=400)[1][-2000:] for start in starts]
     assert not any(start.process.returncode for start in starts), "\n".join(ends)
-    assert len(list((tmp_path / "validation").glob("step-*"))) == 2
-    np.testing.assert_allclose(losses(tmp_path), one_process, rtol=1e-5)
+    assert len(list((out / "validation").glob("step-*"))) == 2
+    np.testing.assert_allclose(losses(out), one_process, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -332,18 +333,12 @@ def test_other_processes_end_when_one_dies(model, data, one_process, tmp_path, m
 
 LATE = """
 import time
-import ema_posthoc
 import flax_train_instruct_pix2pix as trainer
-pmap, pauses = trainer.jax.pmap, [45]
-def slow_pmap(function, *names, **options):
-    program = pmap(function, *names, **options)
-    def call(*args):
-        time.sleep(pauses.pop() if pauses else 0)
-        return program(*args)
-    return call
-train_step = trainer.train_step
-trainer.jax.pmap = lambda f, *names, **options: (
-    slow_pmap if getattr(f, "func", None) is train_step else pmap)(f, *names, **options)
+compile_steps = trainer.compile_steps
+def compile_late(*args):
+    time.sleep(45)
+    return compile_steps(*args)
+trainer.compile_steps = compile_late
 trainer.main()
 """
 
@@ -445,7 +440,7 @@ def test_an_sdxl_run_opens_in_pytorch(sdxl_run):
 def test_processes_with_other_flags_are_told(model, data, tmp_path):
     for start in start_all(model, data, tmp_path / "out", 2, 4, seeds=[1, 2]):
         _, errors = start.end(2)
-        assert errors.splitlines()[-1].startswith("error: process 1 was started with other flags")
+        assert errors.splitlines()[-1].startswith("error: process 1 has other settings or models")
 
 
 IMPATIENT = """
@@ -526,7 +521,7 @@ def remove_saved_run(out):
         (
             {"max_train_steps": 6},
             "the run had 4 steps and is to have 6, but --lr_scheduler cosine has lowered the "
-            "learning rate for 4 steps; start another run from its UNet: "
+            "learning rate for 4; name another --output_dir, and train its UNet further with "
             "--unet_model_name_or_path ",
         ),
         ({"model": 1}, "weights of unet_model_name_or_path was"),
