@@ -59,6 +59,8 @@ def write_card(config, pipeline, metrics, repo_id=None):
         shown = f"![before and after, with the instruction](validation/{images[-1].name})\n"
     if final_file(config) == LORA_FILE:
         opening = open_with_lora(name, pipeline, config)
+        if Path(config.pretrained_model_name_or_path).is_file():
+            opening = f"# of --merge_lora, see below\n{open_directory(name, pipeline_class)}"
         with_jax = (
             "The training command below with `--merge_lora` writes a complete pipeline, for "
             "`edit_cli.py`.\n"
@@ -159,12 +161,10 @@ pipeline = {pipeline_class}.from_pretrained(
 def open_with_lora(name, pipeline, config):
     """Python code that opens the base model with PyTorch and adds conv_in and the LoRA file."""
     base_model, pipeline_class = config.pretrained_model_name_or_path, pipeline.torch_class_name
-    is_file, base_model = Path(base_model).is_file(), json.dumps(base_model)
-    in_channels = pipeline.unet.in_channels
     place = "".join(
-        f"{name}={json.dumps(getattr(config, name))}, "
-        for name in ("revision", "variant")
-        if getattr(config, name)
+        f"{key}={json.dumps(getattr(config, key))}, "
+        for key in ("revision", "variant")
+        if getattr(config, key)
     )
     vae_class = vae_code = vae_argument = ""
     if vae := config.pretrained_vae_model_name_or_path:
@@ -174,30 +174,6 @@ def open_with_lora(name, pipeline, config):
     if config.push_to_hub:
         hub_import = "from huggingface_hub import hf_hub_download\n"
         conv_in = f'hf_hub_download({json.dumps(name)}, "{CONV_IN_FILE}")'
-    opens = "from_pretrained"
-    unet_code = f"""\
-unet = UNet2DConditionModel.from_pretrained(
-    {base_model},
-    subfolder="unet",
-    in_channels={in_channels},
-    ignore_mismatched_sizes=True,
-    low_cpu_mem_usage=False,
-    {place}dtype=torch.float16,
-)
-unet.load_state_dict(load_file({conv_in}), strict=False)
-"""
-    if is_file:
-        opens, place = "from_single_file", ""
-        if configs := config.config_name_or_path:
-            place = f"config={json.dumps(configs)}, "
-        unet_code = f"""\
-unet = UNet2DConditionModel.from_single_file(
-    {base_model}, {place}{'subfolder="unet", ' if place else ""}dtype=torch.float16
-)
-weights = unet.state_dict() | load_file({conv_in})
-unet = UNet2DConditionModel.from_config(unet.config, in_channels={in_channels})
-unet.to(torch.float16).load_state_dict(weights)
-"""
     return f"""\
 import torch
 from diffusers import {pipeline_class}, UNet2DConditionModel{vae_class}
@@ -205,8 +181,17 @@ from diffusers.utils import load_image
 {hub_import}from safetensors.torch import load_file
 
 # The 4-channel UNet that create_modified_unet.py widened.
-{unet_code}{vae_code}pipeline = {pipeline_class}.{opens}(
-    {base_model}, unet=unet, {vae_argument}{place}dtype=torch.float16
+unet = UNet2DConditionModel.from_pretrained(
+    {json.dumps(base_model)},
+    subfolder="unet",
+    in_channels={pipeline.unet.in_channels},
+    ignore_mismatched_sizes=True,
+    low_cpu_mem_usage=False,
+    {place}dtype=torch.float16,
+)
+unet.load_state_dict(load_file({conv_in}), strict=False)
+{vae_code}pipeline = {pipeline_class}.from_pretrained(
+    {json.dumps(base_model)}, unet=unet, {vae_argument}{place}dtype=torch.float16
 )
 pipeline.load_lora_weights({json.dumps(name)})"""
 
