@@ -206,7 +206,7 @@ class FileWriter:
         num_threads = min(MAX_WRITERS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(num_threads)
         self._places = BoundedSemaphore(num_threads * (1 + WAITING_PER_WRITER))
-        self._files = defaultdict(Future)  # by path
+        self._files = {}  # Future by path; setdefault is atomic
         self._error, self._is_closed = None, False
 
     def __enter__(self):
@@ -231,7 +231,7 @@ class FileWriter:
             CancelledError: the `with` block has ended without the file.
             BaseException: the error of a writing thread.
         """
-        file = self._files[path]
+        file = self._files.setdefault(path, Future())
         if self._is_closed:
             self._give_up(file)
         file.result()
@@ -243,7 +243,7 @@ class FileWriter:
     def _write(self, path, function, args):
         try:
             function(*args)
-            self._files[path].set_result(None)
+            self._files.setdefault(path, Future()).set_result(None)
         except BaseException as error:
             self._error = self._error or error
         finally:

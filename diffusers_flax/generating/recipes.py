@@ -35,8 +35,6 @@ CHECKSUMS = "sha256"  # entry of a recipe: {flag: checksum of its file, or of ea
 MASKED = "masked"  # entry of a recipe: whether the page used a mask, which the recipe lacks
 FILES_OF_REQUESTS = ("input", "image", "mask", "control", "latents")  # flags
 FLAGS_OF_EDITS = {"prompt": "edit", "image": "input", "mask": "mask", "index": "first_index"}
-# Models that may be on the hub: a file of each, whose commit belongs to an id.
-ON_THE_HUB = {"model": INDEX_NAME, "refiner": INDEX_NAME, "controlnet": "config.json"}
 MODEL_SUFFIXES = {*WEIGHTS_SUFFIXES, ".json", ".txt"}  # weights, configs and tokenizers
 
 
@@ -160,7 +158,7 @@ def ids_of(program, config, requests, sizes):
         for name in sorted(names_in(config, "FILES"))
         if (value := getattr(config, name))
     }
-    commits = {name: commits_of(config, name) for name in ON_THE_HUB}
+    commit = commit_of(config.model, getattr(config, "revision", None))
     rounds, checksum, made = rounds_of(requests), cache(checksum_of), {}
     programs = [None if size == program else program for size, program in sizes]
     ids, counts = [None] * len(requests), Counter()
@@ -169,7 +167,7 @@ def ids_of(program, config, requests, sizes):
             program, config, requests[place], lambda path: made.get(path) or checksum(path)
         )
         contents = {name: x for name, x in recipe.items() if name not in recipe[CHECKSUMS]}
-        known = digest_of(contents, programs[place], states, commits)
+        known = digest_of(contents, programs[place], states, commit)
         counts[known] += 1
         ids[place] = digest_of(known, counts[known])
         made[requests[place].output] = ids[place]
@@ -208,23 +206,12 @@ def state_of_files(path):
     return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in found]
 
 
-def commits_of(config, name):
-    """The commits of the models of a flag, see commit_of."""
-    models = getattr(config, name, None) or ()
-    models = models if isinstance(models, tuple) else (models,)
-    revision = getattr(config, "revision", None) if name == "model" else None
-    return [commit_of(model, revision, ON_THE_HUB[name]) for model in models]
-
-
-def commit_of(model, revision=None, file=INDEX_NAME):
-    """The commit of a model on the hub; None for a file or directory, or if it is unknown.
-
-    file: one that the model has.
-    """
+def commit_of(model, revision=None):
+    """The commit of a model on the hub; None for a file or directory, or if it is unknown."""
     if isinstance(model, SingleFile) or os.path.exists(model):
         return None
     try:
-        file = fetch_file(model, file, None, revision)
+        file = fetch_file(model, INDEX_NAME, None, revision)
     except (ValueError, OSError):  # opening the model says more
         return None
     return file and file.parent.name
