@@ -241,11 +241,13 @@ class FileWriter:
             file.set_exception(self._error or CancelledError())
 
     def _write(self, path, function, args):
+        file = self._files.setdefault(path, Future())
         try:
             function(*args)
-            self._files.setdefault(path, Future()).set_result(None)
+            file.set_result(None)
         except BaseException as error:
             self._error = self._error or error
+            file.set_exception(error)  # a thread may wait for it now
         finally:
             self._places.release()
 

@@ -108,9 +108,10 @@ def test_wait_for_raises_the_error_of_the_writer():
         raise OSError("full")
 
     with pytest.raises(OSError, match="full"), FileWriter() as files:
-        waiting = ThreadPoolExecutor(1).submit(files.wait_for, "b")
+        own, other = (ThreadPoolExecutor(1).submit(files.wait_for, name) for name in "ab")
         files.write("a", fail)
-    assert isinstance(waiting.exception(timeout=10), OSError)
+        assert isinstance(own.exception(timeout=10), OSError)  # at once
+    assert isinstance(other.exception(timeout=10), OSError)
 
 
 def test_wait_for_after_the_end():
