@@ -21,7 +21,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 
-from diffusers_flax.command_line import refuse, with_own_names
+from diffusers_flax.command_line import SAME_FLAGS, refuse
 from diffusers_flax.generating.batches import rounds_of
 from diffusers_flax.generating.masks import finish_image, load_mask
 from diffusers_flax.generating.sizes import load_fitted
@@ -259,7 +259,6 @@ def with_flags_of_image(words, config_class, replaced):
 
     A file without a recipe, or a changed original image or mask, ends the program with one line.
     """
-    words = with_own_names(words, config_class)
     places = [i for i, word in enumerate(words) if word.partition("=")[0] == LIKE]
     if not places:
         return words
@@ -270,6 +269,7 @@ def with_flags_of_image(words, config_class, replaced):
         file = "".join(words[place + 1 : place + 2])
     named = [word.partition("=")[0] for word in others if word.startswith("--")]
     given = {name.removeprefix("--").replace("-", "_").removeprefix("no_") for name in named}
+    given |= {own for pair in SAME_FLAGS if given & {*pair} for own in pair}
     given = given.union(*(replaced.get(name, ()) for name in given))
     if not Path(file).is_file():
         refuse(f"{LIKE} {file} does not exist; name an image of this program")
