@@ -43,10 +43,6 @@ def wrong_columns(folder):
     write_shard(folder / "a.parquet", [(plain(0), "x", plain(1))], ("image", "edit_prompt", "z"))
 
 
-def all_broken(folder):
-    write_shard(folder / "a.parquet", [(b"bad", "x", plain(1))] * 3)
-
-
 BAD_FOLDERS = {
     "missing": (Path.rmdir, ["is not a directory"]),
     "no shards": (lambda folder: (folder / "a.txt").touch(), ["no *.parquet"]),
@@ -129,41 +125,21 @@ def test_script_describes_a_folder(tmp_path):
     assert (pixels[36:60, 4:68] < 100).any()  # the prompt under the pair
 
 
-@pytest.mark.variants
-@pytest.mark.parametrize(
-    "damage, args, words",
-    [
-        (truncated, [], "1 of 2 shards in data cannot be read as parquet: shard-1.parquet ("),
-        (
-            wrong_columns,
-            [],
-            "it has image, edit_prompt, z: choose with --original_image_column",
-        ),
-        (all_broken, [], "none of the 3 checked rows in data can be used; the first error: "),
-    ],
-)
-def test_script_ends_with_one_line(tmp_path, damage, args, words):
+def test_script_ends_with_one_line(tmp_path):
     (tmp_path / "data").mkdir()
-    damage(tmp_path / "data")
-    done = run_script("--train_data_dir", "data", *args, cwd=tmp_path)
+    write_shard(tmp_path / "data" / "a.parquet", [(b"bad", "x", plain(1))] * 3)
+    done = run_script("--train_data_dir", "data", cwd=tmp_path)
     assert done.returncode == 2
-    assert words in done.stderr
+    assert "none of the 3 checked rows in data can be used; the first error: " in done.stderr
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
     assert not (tmp_path / "preview.png").exists()
 
 
-@pytest.mark.variants
 @pytest.mark.parametrize(
     "args, words",
     [
-        (["--resolution", "0"], "--resolution 0 must be from 1 to 2048"),
-        (["--resolution", "100000"], "--resolution 100000 must be from 1 to 2048"),
         (["--num_preview", "-1"], "--num_preview -1 must be from 1 to 256"),
-        (["--num_checked", "-1"], "--num_checked -1 must be"),
-        (
-            ["--preview", "preview.txt"],
-            "--preview preview.txt ends in .txt; name it .png or .jpg or .jpeg",
-        ),
+        (["--preview", "preview.txt"], "--preview preview.txt ends in .txt; name it .png"),
     ],
 )
 def test_bad_flags(tmp_path, capsys, args, words):

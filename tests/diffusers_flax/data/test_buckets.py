@@ -63,9 +63,6 @@ def test_default_sizes():
     "resolution, texts, words",
     [
         (512, ("500x512",), "500x512: 500 is not a multiple of 64; try 448 or 512"),
-        (512, ("512x512", "576"), "576 is no size; write WIDTHxHEIGHT, such as 640x384"),
-        (512, ("",), " is no size; write WIDTHxHEIGHT"),
-        (512, ("0x512",), "0x512 is no size"),
         (512, ("512,448",), "512,448 is no size"),
         (256, ("640x384",), "640x384 has 3.75 times the pixels of --resolution 256; it may have"),
         (512, ("512x512", "640x384", "576x576"), "512x512 and 576x576 have one aspect ratio; lea"),

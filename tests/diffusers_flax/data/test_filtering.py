@@ -186,15 +186,6 @@ def another_kind(folder):
     pq.write_table(pa.Table.from_pylist(rows, extra), folder / "z.parquet")
 
 
-def text_instead_of_a_score(folder):
-    schema = SCORED.set(SCORED.get_field_index("clip_image"), pa.field("clip_image", pa.string()))
-    write(folder, [[row(0, clip_image="high")]], schema)
-
-
-def one_bad_text(folder):
-    write(folder, [[row(0, clip_text_edited=0.21)]])
-
-
 def one_bad_direction(folder):
     write(folder, [[row(0, clip_direction=0.1, clip_image=0.84), row(1)]])
 
@@ -216,22 +207,17 @@ def damaged(folder):
     [
         (["--min_clip_image", "0.85"], None,
          "--min_clip_image 0.85 leaves none of the 5 pairs; their best score is 0.8399"),
-        (["--min_clip_text", "0.25"], one_bad_text,
-         "their best score is 0.2099"),
         (["--min_clip_image", "0.835", "--min_clip_direction", "0.25"],
          one_bad_direction,
          "none of 2 pairs reaches all thresholds (1 reach --min_clip_image 0.835, 1 reach "
          "--min_clip_direction 0.25)"),
         (["--min_clip_image", "0.5"], other_columns,
          "--pairs data has no scores in shard-0.parquet (no column original_prompt, "),
-        (["--min_clip_image", "0.5"], text_instead_of_a_score, "(no column clip_image)"),
         (["--min_clip_image", "0.5"], another_kind,
          "z.parquet and train-00000-of-00001.parquet have different columns"),
         (["--min_clip_image", "0.5"], without_rows, "leaves none of the 0 pairs"),
         (["--min_clip_image", "0.5"], damaged, "train-00000-of-00001.parquet cannot be read ("),
         (["--min_clip_image", "1.5"], None, "--min_clip_image 1.5 must be from -1 to 1"),
-        (["--min_clip_text", "nan"], None, "--min_clip_text nan must be from -1 to 1"),
-        (["--num_kept", "0"], None, "--num_kept 0 must be at least 1"),
         (["--num_kept", "1", "--output_dir", "data"], None, "--output_dir data is also --pairs"),
         (["--num_kept", "1", "--pairs", "none"], None, "--pairs none is not a directory"),
     ],

@@ -288,7 +288,6 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
     save(tmp_path / "deep.tiff", mode="F")
     (tmp_path / "cut.jpg").write_bytes(save(tmp_path / "whole.jpg").read_bytes()[:-40])
     (tmp_path / "empty.png").touch()
-    (tmp_path / "text.png").write_text("text")
     (tmp_path / "large.pgm").write_bytes(b"P5 15000 10001 255\n")
     good = {"input": "good.png", "edit": "red", "edited": "edited.png"}
     rows = [
@@ -298,25 +297,19 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         (good | {"input": "nul\0.png"}, "null byte"),
         (good | {"input": "cut.jpg"}, "cut.jpg: Premature end of JPEG file"),
         (good | {"edited": "empty.png"}, "empty.png: no known image format (0 bytes)"),
-        (good | {"edited": "text.png"}, "text.png: no known image format (4 bytes)"),
         (good | {"edited": "large.pgm"}, "large.pgm: 15000x10001 pixels are more than 150 megap"),
         (good | {"edited": "deep.tiff"}, "deep.tiff: image mode F (float) has no known range"),
         (good | {"edited": "narrow.png"}, "narrow.png: 1x40 is too narrow"),
         (good | {"edited": "wide.png"}, "wide.png 24x16; crop one of them to"),
         (good | {"edit": " \n"}, "edit is empty"),
         (good | {"edit": ["red"]}, "edit is a list; write one line for each instruction, or"),
-        (good | {"edit": {"red": 1}}, 'edit is {"red": 1}, not text'),
-        (good | {"edit": None}, "edit is empty"),
         (good | {"edit": "\ud800"}, "edit is not valid Unicode"),
         ({"input": "good.png", "edit": "x"}, "no edited_image or output_image or edited or truth"),
         ({"input": "good.png", "edit": "x", "output": "edited.png"}, "output is the file that edi"),
         (good | {"truth": "wide.png"}, 'edited "edited.png" and truth "wide.png" differ'),
-        ({}, "no original_image or "),
         (good | {"input": "./good.png", "edit": "red "}, "repeats line 1"),
         ("{", "not JSON (Expecting property name"),
         ("[1]", "not a JSON object"),
-        ('"text"', "not a JSON object"),
-        ("9" * 5000, "not JSON (Exceeds the limit"),
     ]
     texts = [row if isinstance(row, str) else json.dumps(row) for row, _ in rows]
     file = tmp_path / "pairs.jsonl"
@@ -345,11 +338,7 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         ("a.csv", "a.jpg,make it red,b.jpg\n", "a.csv line 1 names the columns a.jpg, make it red"),
         ("a.csv", "input,edit,edit,edited\n", "two columns have the same name"),
         ("a.csv", f"{HEADER}1,2\n3,4,5,6\n", "line 2: 2 values, but 3 columns; line 3: 4 values"),
-        ("a.csv", f'{HEADER}"a\nb",c,d,\n\n"e', "line 2: 4 values, but 3 columns; put texts"),
-        ("a.csv", 'input, edit, edited\na, "b, c", d\n', "a.csv has 2 problems: line 2: "),
         ("a.csv", HEADER, "a.csv has no rows"),
-        ("a.csv", "", "a.csv has no rows"),
-        ("a.jsonl", "\n \n", "a.jsonl has no rows"),
         ("a.jsonl", b"{}\n{}\n\xff", "a.jsonl cannot be read ('utf-8' codec"),
         ("a.csv", "input,edit".encode("utf-16"), "a.csv line 1 is not UTF-8"),
         ("a.txt", "x", "a.txt must be a .jsonl or .csv file, or a directory with original/"),
@@ -439,34 +428,14 @@ def test_bad_directories(tmp_path, capsys, caplog):
     "flags, words",
     [
         ("", "give --train_data_dir DIR to describe shards, or --pairs LIST --output_dir DIR"),
-        ("--pairs a.csv --train_data_dir data", "give --train_data_dir DIR"),
         ("--pairs a.csv", "--pairs needs --output_dir DIR"),
         ("--train_data_dir data --max_pairs 5", "--max_pairs goes with --pairs"),
-        ("--train_data_dir data --output_dir x", "--output_dir goes with --pairs"),
         ("--pairs a.csv --output_dir x --edit_prompt_column y", "--edit_prompt_column goes with"),
         ("--pairs a.csv --output_dir x --num_held_out 5", "go together"),
-        ("--pairs a.csv --output_dir x --held_out_dir y", "go together"),
         ("--pairs a.csv --output_dir x --max_pairs 0", "--max_pairs 0 must be at least 1"),
-        (
-            "--pairs a.csv --output_dir x --held_out_dir y --num_held_out -1",
-            "--num_held_out -1 must be at least 0",
-        ),
         ("--pairs a.csv --output_dir full", "--output_dir full is not empty (x.parquet)"),
-        (
-            "--pairs a.csv --output_dir file",
-            "--output_dir file is a file; name a directory",
-        ),
         ("--pairs a.csv --output_dir file/x", "--output_dir file/x cannot be written: "),
-        (
-            "--pairs a.csv --output_dir x --held_out_dir file/y --num_held_out 1",
-            "--held_out_dir file/y cannot be written: ",
-        ),
-        ("--pairs a.csv --output_dir x --preview file/x.png", "--preview file/x.png cannot be wri"),
         ("--pairs a.csv --output_dir x --preview x.txt", "--preview x.txt ends in .txt"),
-        (
-            "--pairs a.csv --output_dir x --held_out_dir full --num_held_out 1",
-            "--held_out_dir full is not empty",
-        ),
         (
             "--pairs a.csv --output_dir x --held_out_dir ./x --num_held_out 1",
             "--held_out_dir x is also --output_dir",
