@@ -70,11 +70,16 @@ def by_keys(**keys: str) -> Callable[[dict, str], Iterator[IndexedPair]]:
         values["instruction"] = tuple(dict.fromkeys(filter(None, texts)))
         values.setdefault("reference", second(values["original"]))
         values |= {field: first(values[field]) for field in ("original", "edited")}
-        for field in ("original_archive", "edited_archive"):
-            values[field] = values.get(field) or ""
+        values |= {field: value or "" for field, value in values.items() if "archive" in field}
         yield IndexedPair(**values)
 
     return pairs
+
+
+def indexed(name: str, licence: str = "", **keys: str) -> KnownSet:
+    """A set with one pair a row of its index; keys: of by_keys."""
+    required = (keys[field] for field in ("original", "edited", "instruction"))
+    return KnownSet(name, licence, keys=frozenset(required), pairs=by_keys(**keys))
 
 
 def imgedit_turns(row: dict, stem: str) -> Iterator[IndexedPair]:
@@ -198,7 +203,8 @@ SHOULD_MAP = (
     "Images and run map_openimage_url_to_local.py of github.com/apple/pico-banana-400k, or "
     "download the URLs into a directory beside the index"
 )
-IMGEDIT, PICO, SEED = "sysuyy/ImgEdit", "apple/pico-banana-400k", "AILab-CVC/SEED-Data-Edit"
+NHR, IMGEDIT, SEED = "iitolstykh/NHR-Edit", "sysuyy/ImgEdit", "AILab-CVC/SEED-Data-Edit"
+PICO = "apple/pico-banana-400k"
 X2EDIT = KnownSet("OPPOer/X2Edit-Dataset", "Apache-2.0")  # known by the names of its files
 # Of several sets that fit equally well, the first is chosen.
 KNOWN_SETS = (
@@ -227,26 +233,23 @@ KNOWN_SETS = (
     KnownSet(
         "BryanW/HumanEdit", "CC-BY-4.0", ("INPUT_IMG", "OUTPUT_IMG", "EDITING_INSTRUCTION"), True
     ),
-    KnownSet(
-        "iitolstykh/NHR-Edit",
+    KnownSet(NHR, "Apache-2.0", ("source_image", "edited_image", "edit_instruction")),
+    indexed(
+        NHR,
         "Apache-2.0",
-        ("source_image", "edited_image", "edit_instruction"),
-        keys=frozenset({"source_file_name", "edited_file_name", "edit_instruction"}),
-        pairs=by_keys(
-            original="source_file_name",
-            edited="edited_file_name",
-            instruction="edit_instruction",
-            instructions="augmented_instructions",
-        ),
+        original="source_file_name",
+        edited="edited_file_name",
+        instruction="edit_instruction",
+        instructions="augmented_instructions",
     ),
     KnownSet(f"{IMGEDIT}, several turns", "MIT", keys=frozenset({"data"}), pairs=imgedit_turns),
-    KnownSet(
+    indexed(
         IMGEDIT,
         "MIT",
-        keys=frozenset({"input_images", "output_images", "prompt"}),
-        pairs=by_keys(
-            original="input_images", edited="output_images", instruction="prompt", mask="mask"
-        ),
+        original="input_images",
+        edited="output_images",
+        instruction="prompt",
+        mask="mask",
     ),
     KnownSet(
         f"{PICO}, several turns",
@@ -274,22 +277,20 @@ KNOWN_SETS = (
         keys=frozenset({"source_image", "target_image", "instruction"}),
         pairs=by_words,  # other sets with these keys have masks
     ),
-    KnownSet(
+    indexed(
         "a1557811266/Inter-Edit-Train",
-        keys=frozenset({"source_file", "target_file", "mask_file", "instruction"}),
-        pairs=by_keys(
-            original="source_file",
-            edited="target_file",
-            instruction="instruction",
-            mask="mask_file",
-            original_archive="source_archive",
-            edited_archive="asset_archive",
-        ),
+        original="source_file",
+        edited="target_file",
+        instruction="instruction",
+        mask="mask_file",
+        original_archive="source_archive",
+        edited_archive="asset_archive",
     ),
-    KnownSet(
+    indexed(
         "FreedomIntelligence/ShareGPT-4o-Image",
-        keys=frozenset({"input_prompt", "input_image", "output_image"}),
-        pairs=by_keys(original="input_image", edited="output_image", instruction="input_prompt"),
+        original="input_image",
+        edited="output_image",
+        instruction="input_prompt",
     ),
     KnownSet(
         "UCSC-VLAA/GPT-Image-Edit-1.5M",
