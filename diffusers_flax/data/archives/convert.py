@@ -8,7 +8,7 @@ The same command after a kill goes on after the last complete shard.
 
 import hashlib
 import json
-from collections.abc import Iterator
+import shutil
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,6 +55,7 @@ from diffusers_flax.messages import differences, first_names, one_line
 PROGRESS = "progress.json"  # in UNFINISHED_DIR
 MAX_IGNORED = 5  # files that are printed as not read
 DAMAGED = "damaged"
+HELD_OUT_PAIRS = "held_out"  # in UNFINISHED_DIR
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,6 @@ def convert(source: Source, output_dir: Path, options: Options, progress: dict) 
     check_left_out(plan, source, options)
     if progress["left_out"] is None:
         progress["left_out"] = plan.left_out.found
-    left_out = LeftOut(progress["left_out"])
     archives = sorted({pair.archive for pair in plan.pairs})[options.worker :: options.num_workers]
     if not archives:
         raise ValueError(
@@ -203,9 +203,8 @@ def convert(source: Source, output_dir: Path, options: Options, progress: dict) 
     numbers = {pair.number for pair in held_out}
     held_out = [pair for pair in held_out if pair.archive in mine]
     pairs = sorted(x for x in plan.pairs if x.archive in mine and x.number not in numbers)
-    num_held_out = save_held_out(source, held_out, options, unfinished)
-    copied = hashes_of(unfinished / "held_out") if num_held_out else set()
-    write_pairs(source, plan, pairs, options, Writing(unfinished, progress, left_out, copied))
+    save_held_out(source, held_out, options, unfinished / HELD_OUT_PAIRS)
+    write_pairs(source, plan, pairs, options, progress, unfinished)
     if not progress["files"]:
         raise ValueError(f"--pairs {source.root}: no pair is left, so there is no shard")
     return finish(source, plan, output_dir, options, progress)
@@ -255,39 +254,35 @@ def keys_of(plan: Plan) -> list[tuple]:
     return keys
 
 
-def save_held_out(
-    source: Source, pairs: list[PlannedPair], options: Options, unfinished: Path
-) -> int:
-    """Write the pairs that are held out, unless an earlier start has; their number."""
-    folder = unfinished / "held_out"
+def save_held_out(source: Source, pairs: list[PlannedPair], options: Options, folder: Path) -> None:
+    """Write the pairs that are held out, unless an earlier start has."""
     if not pairs or (folder / HELD_OUT_LIST).exists():
-        return len(pairs)
+        return
     remove(folder)
     folder.mkdir()
-
-    def found() -> Iterator[tuple[dict, dict]]:
-        with closing(Reader(source, sorted(pairs))) as reader:
-            stored = {pair.number: read_or_error(reader, pair) for pair in sorted(pairs)}
-        for pair in (stored[pair.number] for pair in pairs):
-            if isinstance(pair, ValueError) or {*own_faults(pair)} & {*options.drop}:
-                continue
-            images = {}
-            for role in HELD_OUT_DIRS:
-                if cell := pair.cells[role]:
-                    images[role] = image_suffix(cell["bytes"]), cell["bytes"]
-            yield images, pair.texts | {"edit_prompt": pair.texts["edit_prompt"][0]}
-
-    return write_held_out(found(), folder)
-
-
-def own_faults(pair: StoredPair) -> tuple[str, ...]:
-    """The faults of a pair without a comparison."""
-    return measure(*(pair.cells[role]["bytes"] for role in IMAGES[:2])).faults
+    with closing(Reader(source, sorted(pairs))) as reader:
+        stored = {pair.number: read_or_error(reader, pair) for pair in sorted(pairs)}
+    good = [
+        pair
+        for pair in (stored[planned.number] for planned in pairs)
+        if not isinstance(pair, ValueError)
+        and not {*measure(*pair.images).faults} & {*options.drop}
+    ]
+    images = (
+        {
+            role: (image_suffix(pair.image(role)), pair.image(role))
+            for role in HELD_OUT_DIRS
+            if pair.cells[role]
+        }
+        for pair in good
+    )
+    texts = (pair.texts | {"edit_prompt": pair.texts["edit_prompt"][0]} for pair in good)
+    write_held_out(zip(images, texts), folder)
 
 
 def hashes_of(folder: Path) -> set[bytes]:
     """Hashes of the original images in a directory of held-out pairs."""
-    return {hashlib.sha256(x.read_bytes()).digest() for x in (folder / "original").iterdir()}
+    return {hashlib.sha256(x.read_bytes()).digest() for x in folder.glob("original/*")}
 
 
 def read_or_error(reader: Reader, pair: PlannedPair) -> StoredPair | ValueError:
@@ -298,82 +293,90 @@ def read_or_error(reader: Reader, pair: PlannedPair) -> StoredPair | ValueError:
         return error
 
 
-@dataclass
-class Writing:
-    """Shards that are being written, and what is known of them."""
-
-    folder: Path
-    progress: dict
-    left_out: LeftOut
-    held_out: set[bytes]  # hashes of original images
-    number: int = 0  # of the pair that is being added
-
-    def note_shard(self, file: Path, num_rows: int) -> None:
-        """Save that a shard is complete."""
-        with open(file, "rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        size = file.stat().st_size
-        entry = {"file": file.name, "size": size, "sha256": digest, "rows": num_rows}
-        self.progress["files"].append(entry)
-        self.progress["next"] = self.number
-        save_progress(self.progress, self.folder)
-
-
 def write_pairs(
-    source: Source, plan: Plan, pairs: list[PlannedPair], options: Options, writing: Writing
+    source: Source,
+    plan: Plan,
+    pairs: list[PlannedPair],
+    options: Options,
+    progress: dict,
+    unfinished: Path,
 ) -> None:
-    """Write pairs to shards, from the first one that is in no complete shard on."""
-    schema = SCHEMA
+    """Write pairs to shards, from the first one that is in no complete shard on.
+
+    Args:
+        source, plan, options: of the conversion.
+        pairs: in their order.
+        progress: files, number of the next pair, and what is left out; changed in place.
+        unfinished: directory for the shards.
+    """
+    schema, left_out, start = SCHEMA, LeftOut(progress["left_out"]), progress["next"]
     if "instructions" in plan.columns:
         index = SCHEMA.get_field_index("edit_prompt")
         schema = SCHEMA.set(index, pa.field("edit_prompt", pa.list_(pa.string())))
     roles = [role for role in IMAGES if role in {*IMAGES[:2], *plan.columns}]
     for role in roles[2:]:
         schema = schema.append(pa.field(f"{role}_image", IMAGE))
-    numbers = sorted({pair.archive for pair in pairs})
-    names = " ".join(source.archives[number - 1].name for number in numbers if number)
+    archives = sorted({pair.archive for pair in pairs} - {0})
+    names = " ".join(source.archives[archive - 1].name for archive in archives)
     stem = f"train-{hashlib.sha256(names.encode()).hexdigest()[:6]}"  # another one on each host
-    start, damaged = writing.progress["next"], writing.left_out.count(DAMAGED)
     first = 0 if options.drop else start  # --drop compares with all pairs before
     finder = FaultFinder() if options.drop else None
+    held_out = hashes_of(unfinished / HELD_OUT_PAIRS)
+
+    def note_shard(file: Path, num_rows: int) -> None:
+        with open(file, "rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        entry = {"file": file.name, "size": file.stat().st_size, "sha256": digest}
+        progress["files"].append(entry | {"rows": num_rows})
+        progress["next"] = number
+        save_progress(progress, unfinished)
+
     with (
         closing(Reader(source, pairs[first:])) as reader,
-        ShardWriter(writing.folder, schema, stem + "-{:05d}.parquet", writing.note_shard) as writer,
+        ShardWriter(unfinished, schema, stem + "-{:05d}.parquet", note_shard) as writer,
     ):
-        writer.number = len(writing.progress["files"])
-        bar = tqdm(pairs, "writing shards", unit="pair", disable=None)
-        for writing.number, planned in enumerate(bar):
-            if writing.number < first:
+        writer.number = len(progress["files"])
+        for number, planned in enumerate(tqdm(pairs, "writing shards", unit="pair", disable=None)):
+            if number < first:
                 continue
-            left_out = LeftOut() if writing.number < start else writing.left_out
-            pair = read_or_error(reader, planned)
+            problem, pair = "", read_or_error(reader, planned)
             if isinstance(pair, ValueError):
-                problem = f"{planned.name}: {one_line(pair, 200)}"
-                left_out.add(DAMAGED, problem)
-                damaged += left_out is writing.left_out
-                if damaged > options.max_bad_fraction * len(pairs):
-                    raise ValueError(
-                        f"over {damaged - 1} of {len(pairs)} pairs are damaged, more than "
-                        f"--max_bad_fraction {options.max_bad_fraction}; for example {problem}"
-                    )
+                problem = DAMAGED
+            elif finder and (faults := new_faults(finder, pair, options.drop)):
+                problem = f"--drop {faults[0]}"
+            elif held_out and hashlib.sha256(pair.image("original")).digest() in held_out:
+                problem = "its original image is held out"
+            if number < start:
                 continue
-            images = [pair.cells[role] and pair.cells[role]["bytes"] for role in IMAGES]
-            if finder:
-                text = "\n".join(pair.texts["edit_prompt"])
-                measured = measure(*images[:2])
-                faults = [x for x in finder.find(measured, text) if x in options.drop]
-                if faults:
-                    left_out.add(f"--drop {faults[0]}", planned.name)
-                    continue
-                finder.remember(measured, text)
-            if writing.held_out and hashlib.sha256(images[0]).digest() in writing.held_out:
-                left_out.add("its original image is held out", planned.name)
-            elif writing.number >= start:
+            if problem:
+                text = f": {one_line(pair, 200)}" if problem == DAMAGED else ""
+                left_out.add(problem, planned.name + text)
+                check_damaged(left_out, len(pairs), options)
+            else:
                 texts = pair.texts["edit_prompt"]
                 row = pair.texts | {f"{role}_image": pair.cells[role] for role in roles}
                 row["edit_prompt"] = texts if "instructions" in plan.columns else texts[0]
-                writer.add(row, sum(map(len, filter(None, images))))
-        writing.number = len(pairs)
+                writer.add(row, pair.size)
+        number = len(pairs)
+
+
+def new_faults(finder: FaultFinder, pair: StoredPair, drop: tuple[str, ...]) -> list[str]:
+    """The faults of a pair that are to be left out; a pair without is remembered."""
+    text, measured = "\n".join(pair.texts["edit_prompt"]), measure(*pair.images)
+    faults = [fault for fault in finder.find(measured, text) if fault in drop]
+    if not faults:
+        finder.remember(measured, text)
+    return faults
+
+
+def check_damaged(left_out: LeftOut, num_pairs: int, options: Options) -> None:
+    """Raise a ValueError if too many pairs are damaged."""
+    damaged = left_out.found.get(DAMAGED, {"count": 0, "examples": [""]})
+    if damaged["count"] > options.max_bad_fraction * num_pairs:
+        raise ValueError(
+            f"{damaged['count']} of {num_pairs} pairs are damaged, more than --max_bad_fraction "
+            f"{options.max_bad_fraction}; for example {damaged['examples'][-1]}"
+        )
 
 
 def finish(source: Source, plan: Plan, output_dir: Path, options: Options, progress: dict) -> str:
@@ -384,12 +387,12 @@ def finish(source: Source, plan: Plan, output_dir: Path, options: Options, progr
         if old["file"] not in kept:
             remove(output_dir / Path(old["file"]).name)
     lines = [f"wrote {describe_files(files).replace(' pairs', f' pairs to {output_dir}', 1)}"]
-    if options.num_held_out and (unfinished / "held_out").exists():
+    if options.num_held_out and (unfinished / HELD_OUT_PAIRS).exists():
         held_out_dir = options.held_out_dir
         remove(held_out_dir / UNFINISHED_DIR)  # of a start that was killed here
         with move_when_complete(held_out_dir, HELD_OUT) as folder:
-            for path in (unfinished / "held_out").iterdir():
-                path.rename(folder / path.name)
+            for path in (unfinished / HELD_OUT_PAIRS).iterdir():
+                shutil.move(path, folder / path.name)  # maybe to another disk
         edits = (held_out_dir / HELD_OUT_LIST).read_text().count("\n")
         lines.append(f"held out    {edits} pairs: {held_out_dir / HELD_OUT_LIST}; {COPIES}")
     elif options.num_held_out:

@@ -68,10 +68,6 @@ class LeftOut:
         if len(kept["examples"]) < MAX_NAMED:
             kept["examples"].append(one_line(example).encode(errors="replace").decode())
 
-    def count(self, reason: str) -> int:
-        """Number of rows or pairs with this reason."""
-        return self.found.get(reason, {"count": 0})["count"]
-
 
 class Plan(NamedTuple):
     """What is to be written."""
@@ -280,9 +276,18 @@ class StoredPair(NamedTuple):
     cells: dict[str, dict | None]  # of IMAGES: image cells
     texts: dict[str, str | list[str] | None]
 
+    def image(self, role: str) -> bytes:
+        """An encoded image."""
+        return self.cells[role]["bytes"]
+
+    @property
+    def images(self) -> tuple[bytes, bytes]:
+        """The original and the edited image."""
+        return self.image("original"), self.image("edited")
+
     @property
     def size(self) -> int:
-        """Bytes of the images."""
+        """Bytes of all images."""
         return sum(len(cell["bytes"]) for cell in self.cells.values() if cell)
 
 

@@ -103,17 +103,16 @@ from diffusers_flax.data import writing
 from diffusers_flax.data.archives import convert
 import parquet_processing
 writing.ROW_GROUP_ROWS, writing.SHARD_BYTES = 2, 400
-when, owner, name = int(sys.argv.pop(1)), convert.Writing, "note_shard"
-if sys.argv.pop(1) == "before":
-    owner, name = convert, "read_or_error"
-call, calls = getattr(owner, name), []
+when = int(sys.argv.pop(1)) + 1  # progress is saved at the start, too
+name = {"before": "read_or_error", "after": "save_progress"}[sys.argv.pop(1)]
+call, calls = getattr(convert, name), []
 def killed(*args):
     result = call(*args)
     calls.append(args)
     if len(calls) == when:
         os.kill(os.getpid(), signal.SIGKILL)
     return result
-setattr(owner, name, killed)
+setattr(convert, name, killed)
 parquet_processing.main(sys.argv[1:])
 """
 
@@ -152,14 +151,15 @@ def test_a_killed_conversion_continues_after_the_last_shard(tmp_path, monkeypatc
 def test_what_is_written_is_not_read_again(tmp_path, monkeypatch):
     make_set(FAST[0], tmp_path / "set", 9)
     small_shards(monkeypatch)
-    read, note, read_file = [], convert.Writing.note_shard, pairs.Reader.read_file
+    read, save, read_file = [], convert.save_progress, pairs.Reader.read_file
 
-    def interrupted(self, file, num_rows):
-        note(self, file, num_rows)
-        raise KeyboardInterrupt
+    def interrupted(progress, unfinished):
+        save(progress, unfinished)
+        if progress["files"]:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(convert.Writing, "note_shard", interrupted)
+        patch.setattr(convert, "save_progress", interrupted)
         run(tmp_path / "set", tmp_path / "data")
     monkeypatch.setattr(
         pairs.Reader, "read_file", lambda self, x: read.append(x.name) or read_file(self, x)
@@ -209,7 +209,7 @@ def test_too_many_bad_rows_stop_the_conversion(tmp_path, capsys):
     error = refuse(tmp_path / "set", tmp_path / "data", capsys)
     assert "2 of 9 rows cannot be used, more than --max_bad_fraction 0.1" in error
     error = refuse(tmp_path / "set", tmp_path / "data", capsys, "--max_bad_fraction", "0.25")
-    assert "over 1 of 7 pairs are damaged, more than --max_bad_fraction 0.25" in error
+    assert "2 of 7 pairs are damaged, more than --max_bad_fraction 0.25" in error
 
 
 def test_sources_by_url_name_the_step_that_comes_first(tmp_path, capsys):
