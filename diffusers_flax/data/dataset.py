@@ -17,9 +17,13 @@ import numpy as np
 
 from diffusers_flax.data.buckets import size_name
 from diffusers_flax.data.options import Columns, Processes, Reading, Transform, check_at_least
-from diffusers_flax.data.reading import BatchRow, StoredPairs, decode_batches, stream_settings
-from diffusers_flax.data.streaming import changed_files
-from diffusers_flax.messages import differences
+from diffusers_flax.data.reading import (
+    BatchRow,
+    StoredPairs,
+    check_same_stream,
+    decode_batches,
+    stream_settings,
+)
 
 # Parts of an epoch. A process holds a window of row groups in memory for each part that it reads.
 # Fewer parts need less memory in one process; with many processes, more parts mean less reading.
@@ -191,12 +195,6 @@ class ParquetImagePairs(StoredPairs):
         """Batches per epoch of every process."""
         return sum(self._partition.num_batches)
 
-    def __getitem__(self, index):
-        """Raise a TypeError: DataLoader indexes objects that are not registered with torch."""
-        raise TypeError(
-            "import torch before creating ParquetImagePairs, so that DataLoader iterates over it"
-        )
-
     def set_epoch(self, epoch: int) -> None:
         """Select the epoch, from 0, of the next iteration."""
         self.epoch, self._first_batch, self._next_batch = epoch, 0, 0
@@ -222,12 +220,7 @@ class ParquetImagePairs(StoredPairs):
         Raises:
             ValueError: the state belongs to another stream; names all differences.
         """
-        different = differences(state, self._stream_identity)
-        if different := changed_files(state.get("versions"), self.versions) + different:
-            raise ValueError(
-                f"cannot resume the data: {'; '.join(different)}"
-                + (" (other shards)" if state.get("data") != self._stream_identity["data"] else "")
-            )
+        check_same_stream(state, self._stream_identity, self.versions)
         if not (state["epoch"] >= 0 and 0 <= state["batch"] < len(self)):
             raise ValueError(
                 f"epoch={state['epoch']}, batch={state['batch']} is not a position in an epoch "

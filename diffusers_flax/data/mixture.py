@@ -21,15 +21,20 @@ from diffusers_flax.data.buckets import BUCKETS
 from diffusers_flax.data.dataset import Partition, refuse_torch_workers, register_with_torch
 from diffusers_flax.data.known_sets import set_of_columns
 from diffusers_flax.data.options import Columns, Processes, Reading, Transform, check_at_least
-from diffusers_flax.data.reading import BatchRow, StoredPairs, decode_batches, stream_settings
+from diffusers_flax.data.reading import (
+    BatchRow,
+    StoredPairs,
+    check_same_stream,
+    decode_batches,
+    stream_settings,
+)
 from diffusers_flax.data.shards import (
     MASK,
     MASK_COLUMNS,
     latents_metadata,
     shard_files,
 )
-from diffusers_flax.data.streaming import changed_files, is_remote, read_footer
-from diffusers_flax.messages import differences
+from diffusers_flax.data.streaming import is_remote, read_footer
 
 DRAWS_PER_COUNT = 4  # numbers per value of Philox's counter
 DRAWS_AT_ONCE = 1 << 20  # in count_draws, to save memory
@@ -243,9 +248,7 @@ class Mixture:
         Raises:
             ValueError: the state belongs to another stream; names all differences.
         """
-        different = differences(state, self._stream_identity)
-        if different := changed_files(state.get("versions"), self.versions) + different:
-            raise ValueError(f"cannot resume the data: {'; '.join(different)}")
+        check_same_stream(state, self._stream_identity, self.versions)
         if not state["step"] >= 0:
             raise ValueError(f"step={state['step']} is not a position in a stream of batches")
         self._step = state["step"]

@@ -37,7 +37,8 @@ from diffusers_flax.data.shards import (
     start_fetching,
     take_first_rows,
 )
-from diffusers_flax.data.streaming import is_remote, versions_of
+from diffusers_flax.data.streaming import changed_files, is_remote, versions_of
+from diffusers_flax.messages import differences
 
 MIN_ROWS_FOR_BAD_FRACTION = 1000  # max_bad_fraction is tested as if at least this many were read
 GROUPS_READ_AGAIN = 2  # row groups that stay in memory to replace undecodable pairs
@@ -476,3 +477,16 @@ def stream_settings(transform: Transform, reading: Reading) -> dict:
         "resample": transform.resample,
         "max_rows": reading.max_rows,
     }
+
+
+def check_same_stream(state: dict, identity: dict, versions: dict[str, str]) -> None:
+    """Raise a ValueError that names all differences if a saved state is of another stream.
+
+    Args:
+        state: of state_dict.
+        identity: settings and data of this stream.
+        versions: of its streamed shards.
+    """
+    different = changed_files(state.get("versions"), versions) + differences(state, identity)
+    if different:
+        raise ValueError(f"cannot resume the data: {'; '.join(different)}")
