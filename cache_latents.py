@@ -30,9 +30,9 @@ cores).
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from diffusers_flax.command_line import ask_before_replacing, run_main
+from diffusers_flax.command_line import AtLeast, Between, ask_before_replacing, run_main
 from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.training.flags import chosen_columns
 from diffusers_flax.training.latents import latent_dirs, write_latents
@@ -57,25 +57,24 @@ class Config:
     cache_masks: bool = False  # also store masks, for training with --mask_loss_weight
     mask_column: str = ""  # with cache_masks: masks; "": mask_img, mask_image or mask
     # only the shards with the first N pairs of each directory; default: all
-    max_train_samples: int | None = None
-    resolution: int = 256  # side of the square images, pixels
+    max_train_samples: Annotated[int, AtLeast(1)] | None = None
+    resolution: Annotated[int, AtLeast(1)] = 256  # side of the square images, pixels
     # sizes of about resolution² pixels, WIDTHxHEIGHT, as the trainer's; default: only squares
     aspect_ratio_buckets: tuple[str, ...] | None = None
     # with aspect_ratio_buckets: batch size of later runs; sizes with fewer pairs are left out
-    train_batch_size: int = 16
+    train_batch_size: Annotated[int, AtLeast(1)] = 16
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # filter; dct: fastest
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype of the VAE
     # pairs per device; default: as many pixels as 8 images of 256 x 256
-    batch_size: int | None = None
-    max_bad_fraction: float = 0.1  # stop if more of the pairs cannot be used
-    dataloader_num_workers: int = 0  # decoding threads; 0: one per core
+    batch_size: Annotated[int, AtLeast(1)] | None = None
+    # stop if more of the pairs cannot be used
+    max_bad_fraction: Annotated[float, Between(0, 1)] = 0.1
+    # decoding threads; 0: one per core
+    dataloader_num_workers: Annotated[int, AtLeast(0)] = 0
 
 
 def check_flags(config):
-    """Raise a ValueError for flags that are out of range or contradict each other."""
-    for name in ("resolution", "train_batch_size"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name} {getattr(config, name)} must be at least 1")
+    """Raise a ValueError for flags that contradict each other."""
     if config.mask_column and not config.cache_masks:
         raise ValueError(f"--mask_column {config.mask_column} goes with --cache_masks; add it")
     if config.train_batch_size != Config.train_batch_size and config.aspect_ratio_buckets is None:

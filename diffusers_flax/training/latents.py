@@ -303,23 +303,8 @@ def latent_dirs(train_data_dirs, output_dir):
     return [str(Path(output_dir, name)) for name in distinct_names(train_data_dirs)]
 
 
-def check_latent_flags(config, output_dirs, batch_size):
-    """Raise a ValueError for a number out of range, or a directory that cannot be written.
-
-    Args:
-        config, batch_size: as for write_latents.
-        output_dirs: of latent_dirs.
-    """
-    positive = {name: getattr(config, name) for name in ("resolution", "max_train_samples")}
-    for name, value in (positive | {"batch_size": batch_size}).items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    if config.dataloader_num_workers < 0:
-        raise ValueError(
-            f"--dataloader_num_workers {config.dataloader_num_workers} must be at least 0"
-        )
-    if not 0 <= config.max_bad_fraction <= 1:
-        raise ValueError(f"--max_bad_fraction {config.max_bad_fraction} must be from 0 to 1")
+def check_latent_dirs(config, output_dirs):
+    """Raise a ValueError for a directory that cannot be written; output_dirs: of latent_dirs."""
     sources = [Path(directory).resolve() for directory in config.train_data_dir]
     flag = "cache_latents" if hasattr(config, "cache_latents") else "output_dir"
     for output_dir in map(Path, output_dirs):
@@ -494,7 +479,7 @@ def write_latents(config, output_dir, columns, batch_size=None, overwrite=False)
     """
     check_sets(config.train_data_dir, sizes=chosen_sizes(config))
     output_dirs = [Path(folder) for folder in latent_dirs(config.train_data_dir, output_dir)]
-    check_latent_flags(config, output_dirs, batch_size)
+    check_latent_dirs(config, output_dirs)
     sets = zip(config.train_data_dir, columns_of_sets(config.train_data_dir, columns), output_dirs)
     sets = [  # before the VAE is loaded
         (
