@@ -241,11 +241,11 @@ def check_pair(
     pixels = np.empty((2, 16, 16, 3), np.uint8)  # small, but JPEGs are still read to their end
     time_ids = decode_pair(pair, pixels, columns, "bicubic", 0.5, False)
     place_mask(pair, pixels[0, :, :, 0], tuple(time_ids[0, 1::-1]), "bicubic", 0.5, False)
-    kinds = []
+    formats = []
     for data in pair[:2]:
         image = open_image(io.BytesIO(data))
-        kinds.append(f"{image.format} {image.width}x{image.height} {image.mode}")
-    return pair, kinds
+        formats.append(f"{image.format} {image.width}x{image.height} {image.mode}")
+    return pair, formats
 
 
 def sample_rows(groups: list[RowGroup], num_checked: int) -> list[tuple[RowGroup, range]]:
@@ -306,15 +306,15 @@ def describe_and_preview(config: Config) -> None:
         if forbidden := forbids(licence):
             print(f"licence     {licence} forbids {forbidden}")
 
-    kinds, unreadable, num_rows = (Counter(), Counter()), [], 0
+    formats, unreadable, num_rows = (Counter(), Counter()), [], 0
     preview_pairs = []
     sample = sample_rows(groups, config.num_checked)
     num_expected = sum(len(positions) for _, positions in sample)
     for group, position, checked in map_rows(sample, check_pair):
         try:
-            pair, pair_kinds = checked.result()
-            for counter, kind in zip(kinds, pair_kinds):
-                counter[kind] += 1
+            pair, pair_formats = checked.result()
+            for counter, name in zip(formats, pair_formats):
+                counter[name] += 1
             if len(preview_pairs) < config.num_preview * (num_rows + 1) / num_expected:
                 preview_pairs.append(pair)
         except ValueError as error:
@@ -324,9 +324,9 @@ def describe_and_preview(config: Config) -> None:
     is_all = num_rows == sum(group.num_rows for group in groups)
     checked = f"all {num_rows} rows" if is_all else f"{num_rows} rows (a sample)"
     print(f"checked     {checked}")
-    for column, counter in zip(groups[0].columns, kinds):
-        common = [f"{count} x {kind}" for kind, count in counter.most_common(5)]
-        more = [f"{len(counter) - 5} other kinds"] * (len(counter) > 5)
+    for column, counter in zip(groups[0].columns, formats):
+        common = [f"{count} x {name}" for name, count in counter.most_common(5)]
+        more = [f"{len(counter) - 5} other formats"] * (len(counter) > 5)
         print(f"{column}: {', '.join(common + more)}")
     print(f"unreadable  {len(unreadable)} of {num_rows} rows")
     for line in unreadable[: config.num_listed]:

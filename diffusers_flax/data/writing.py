@@ -71,8 +71,8 @@ class ShardWriter:
     def __enter__(self) -> "ShardWriter":
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
-        if kind:
+    def __exit__(self, error_class, error, trace) -> None:
+        if error:
             if self._writer:
                 with suppress(OSError):  # the disk is full
                     self._writer.close()

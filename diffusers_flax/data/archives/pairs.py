@@ -164,12 +164,12 @@ def pairs_of(
             plan.unnamed.append(archive.name)
             continue
         for name, record in samples:
-            kinds = [*record.pop("others", ()), *record]
+            contents = [*record.pop("others", ()), *record]
             if is_sample(record):
                 yield name, record
             else:
                 wanted = sorted({"original", "edited"} - record.keys()) or ["instruction"]
-                text = f"{name} has {first_names(kinds)}"
+                text = f"{name} has {first_names(contents)}"
                 plan.left_out.add(f"no {' or '.join(wanted)}", text)
 
 
