@@ -1,4 +1,4 @@
-"""Measurements of speed, memory and quality; each module's docstring has its commands."""
+"""Measurements of speed and quality; each program's docstring has its commands."""
 
 import os
 

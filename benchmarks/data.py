@@ -1,29 +1,23 @@
-"""Throughput of the data loader, compared with an upper bound and with other loaders.
+"""Throughput of the data loader, compared with other loaders.
 
 Makes parquet shards of the shape of timbrooks/instructpix2pix-clip-filtered (512x512 JPEG of
 quality 100, row groups of 1000 rows, 400 MB) from photographs, and measures pairs per second of
 256x256 batches of 16 on one and two threads, alternating between the methods in several rounds:
 
-    python -m benchmarks.data --output data.json
+    python -m benchmarks.data
 
 The same with tiny shards, in seconds:
 
     python -m benchmarks.data --rows_per_shard 64 --epoch_rows 256 --rounds 1 \\
         --slice_seconds 0.3 --warm_up_pairs 0 --output quick.json
 
-What batches of several sizes cost, with other shards, whose images have five aspect ratios:
-
-    python -m benchmarks.data --aspect_ratios --output data.json
-
 Methods:
-    ours              ParquetImagePairs; also with resample="lanczos"
-    ceiling           decode_pair in a bare loop over encoded images that are in memory
-    datasets          Hugging Face datasets, streaming, with its PyTorch trainer's transforms
-    torch             DataLoader over pyarrow and Pillow, with the same transforms
-    squares, buckets  with --aspect_ratios: ParquetImagePairs, without and with sizes
+    ours, ours_lanczos  ParquetImagePairs; with resample="lanczos"
+    datasets            Hugging Face datasets, streaming, with its PyTorch trainer's transforms
+    torch               DataLoader over pyarrow and Pillow, with the same transforms
 
-Writes all figures to --output and prints them. Needs two CPU cores, 16 GB of memory and 1 GB of
-disk (Linux); about 20 minutes. The method `datasets` needs `pip install datasets` and is left out
+Rows go to benchmarks/results/data.json. Needs two CPU cores, 16 GB of memory and 1 GB of disk
+(Linux); about 20 minutes. The method `datasets` needs `pip install datasets` and is left out
 without it.
 """
 
@@ -35,11 +29,12 @@ import os
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
@@ -49,12 +44,10 @@ from PIL import Image, ImageEnhance, ImageFilter
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
-from benchmarks.rows import check_counts, describe_machine, run_benchmark, write_rows
+from benchmarks.harness import describe_machine, run_benchmark, write_row
 from demo.photographs import load_photographs
-from diffusers_flax.data.buckets import bucket_sizes
-from diffusers_flax.data.decoding import decode_pair
+from diffusers_flax.command_line import AtLeast
 from diffusers_flax.data.options import Reading, Transform
-from diffusers_flax.data.shards import Pair, list_row_groups, pair_at, read_row_group, shard_files
 from diffusers_flax.data.writing import SCHEMA
 from parquet_processing import ParquetImagePairs
 
@@ -63,13 +56,13 @@ try:
 except ImportError:
     datasets = None
 
-
 SIZE = 512  # side of the stored images, pixels
 RESOLUTION = 256  # side of the batches' images
 BATCH_SIZE = 16
 THREADS = (1, 2)
 COLUMNS = ("original_image", "edited_image", "edit_prompt")
 PIXELS = ("original_pixel_values", "edited_pixel_values")
+FIGURES = ("pairs_per_second", "pairs_per_cpu_second")
 
 # Detailed photographs that ship with these packages: their crops take as many bytes as the public
 # dataset's images, 205 kB, and decoding time is proportional to the bytes.
@@ -95,44 +88,30 @@ EDITS = {  # name in the prompt: function
     "softer": lambda image: image.filter(ImageFilter.GaussianBlur(0.7)),
 }
 
-ASPECT_RATIOS = (9 / 16, 3 / 4, 1, 4 / 3, 16 / 9)  # width to height, equally often
-
-OURS = ("ours", "ours_lanczos", "squares", "buckets")  # methods with a shuffle buffer to fill
-RATIOS = (("ours", "ceiling"), ("ours", "datasets"), ("buckets", "squares"))
-
 
 @dataclass(frozen=True)
 class Config:
     shards_dir: str = ""  # shards are written to it if it has none; "": a temporary directory
-    num_shards: int = 2  # shards to write
+    num_shards: Annotated[int, AtLeast(2)] = 2  # to write; one for each of two workers
     rows_per_shard: int = 1000  # in one row group
     epoch_rows: int = 24000  # least rows of an epoch, which reads links to the shards
-    rounds: int = 5  # each measures every method once
+    rounds: Annotated[int, AtLeast(1)] = 5  # each measures every method once
     slice_seconds: float = 3.0  # least time of a measurement
     warm_up_pairs: int = 6000  # pairs of ours before the measurement: its shuffle buffer and more
-    memory_epochs: int = 3  # epochs of the memory measurement; 0: none
     output: str = "benchmarks/results/data.json"
-    # measure batches of several sizes instead, with images of ASPECT_RATIOS
-    aspect_ratios: bool = False
 
 
 # ---------------------------------------------------------------------------- shards
 
 
-def make_pair(photographs: list[Image.Image], row: int, aspects=(1,)) -> dict:
-    """A random crop and an edit of it, as a row of SCHEMA; no other row has its edit_prompt.
-
-    All images have about as many pixels, and an aspect ratio of aspects.
-    """
+def make_pair(photographs: list[Image.Image], row: int) -> dict:
+    """A random crop and an edit of it, as a row of SCHEMA; no other row has its edit_prompt."""
     rng = np.random.default_rng([0, row])
     photograph = photographs[rng.integers(len(photographs))]
-    root = aspects[row % len(aspects)] ** 0.5
-    side = int(min(photograph.width / root, photograph.height * root) * rng.uniform(0.6, 1))
-    box_size = int(side * root), int(side / root)
-    left, top = (int(rng.integers(n - m + 1)) for n, m in zip(photograph.size, box_size))
-    box = (left, top, left + box_size[0], top + box_size[1])
-    size = round(SIZE * root), round(SIZE / root)
-    original = photograph.resize(size, Image.Resampling.LANCZOS, box=box)
+    side = int(min(photograph.size) * rng.uniform(0.6, 1))
+    left, top = (int(rng.integers(n - side + 1)) for n in photograph.size)
+    box = (left, top, left + side, top + side)
+    original = photograph.resize((SIZE, SIZE), Image.Resampling.LANCZOS, box=box)
     edit = list(EDITS)[rng.integers(len(EDITS))]
 
     cells = []
@@ -149,28 +128,16 @@ def make_pair(photographs: list[Image.Image], row: int, aspects=(1,)) -> dict:
     }
 
 
-def make_shards(folder: Path, num_shards: int, rows_per_shard: int, aspects=(1,)) -> None:
-    """Write shards of real photographs to a new directory, which appears when it is complete."""
-    make = partial(make_pair, load_photographs(PHOTOGRAPHS), aspects=aspects)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-    unfinished.mkdir(parents=True)
-    with (
-        ThreadPoolExecutor() as pool,
-        tqdm(total=num_shards * rows_per_shard, desc="shards", unit="row", disable=None) as bar,
-    ):
-        for shard in range(num_shards):
-            rows = []
+def make_shards(folder: Path, num_shards: int, rows_per_shard: int) -> None:
+    """Write shards of real photographs to a directory."""
+    make = partial(make_pair, load_photographs(PHOTOGRAPHS))
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor() as pool:
+        for shard in tqdm(range(num_shards), desc="shards", disable=None):
             numbers = range(shard * rows_per_shard, (shard + 1) * rows_per_shard)
-            for row in pool.map(make, numbers):
-                rows.append(row)
-                bar.update()
-            name = f"train-{shard:05d}-of-{num_shards:05d}.parquet"
-            pq.write_table(
-                pa.Table.from_pylist(rows, schema=SCHEMA),
-                unfinished / name,
-                row_group_size=rows_per_shard,
-            )
-    unfinished.rename(folder)  # save_whole would replace a directory with the user's other files
+            table = pa.Table.from_pylist(list(pool.map(make, numbers)), schema=SCHEMA)
+            file = folder / f"train-{shard:05d}-of-{num_shards:05d}.parquet"
+            pq.write_table(table, file, row_group_size=rows_per_shard)
 
 
 def link_shards(shards: list[Path], folder: Path, num_rows: int) -> list[Path]:
@@ -189,56 +156,22 @@ def link_shards(shards: list[Path], folder: Path, num_rows: int) -> list[Path]:
             return links
 
 
-def read_pairs(folder: Path) -> list[Pair]:
-    """All rows of a directory; this also brings its shards into the page cache."""
-    pairs = []
-    for group in list_row_groups(str(folder)):
-        cells = read_row_group(group)
-        pairs += [pair_at(cells, position) for position in range(group.num_rows)]
-    return pairs
-
-
 # ---------------------------------------------------------------------------- methods
 # Each yields batches without end: dicts with edit_prompt, original_pixel_values and
 # edited_pixel_values. Ours are uint8 (B, R, R, 3), as sent to the device; the others are float32
 # (B, 3, R, R) in [-1, 1], as Hugging Face's trainer makes them on the host.
 
 
-def ours(folder: Path, num_threads: int, resample: str, sizes=None) -> Iterator[dict]:
+def ours(links: list[Path], num_threads: int, resample: str = "dct") -> Iterator[dict]:
     """The loader with its default arguments, except for the measured ones."""
     dataset = ParquetImagePairs(
-        str(folder),
+        str(links[0].parent),
         batch_size=BATCH_SIZE,
-        transform=Transform(RESOLUTION, sizes, resample=resample),
+        transform=Transform(RESOLUTION, resample=resample),
         reading=Reading(num_threads=num_threads),
     )
     while True:
         yield from dataset
-
-
-def ceiling(pairs: list[Pair], num_threads: int, resample: str) -> Iterator[dict]:
-    """An upper bound: decode the same images and flip half of them, nothing else.
-
-    Independent threads decode into the same batch again and again and wait for each other after
-    every 16 batches, whose prompts are yielded together, without images.
-    """
-    original, edited = np.empty((2, BATCH_SIZE, RESOLUTION, RESOLUTION, 3), np.uint8)
-
-    def decode(share: list[tuple[int, Pair]]) -> None:
-        for number, pair in share:
-            place = number % BATCH_SIZE
-            out = original[place], edited[place]
-            decode_pair(pair, out, COLUMNS, resample, 0.5, number % 4 < 2)
-
-    firsts = range(0, len(pairs), 16 * BATCH_SIZE)
-    with ThreadPoolExecutor(num_threads) as pool:
-        for first in itertools.cycle(firsts):
-            numbered = list(enumerate(pairs[first : first + 16 * BATCH_SIZE]))
-            if num_threads == 1:
-                decode(numbered)
-            else:
-                list(pool.map(decode, [numbered[t::num_threads] for t in range(num_threads)]))
-            yield {"edit_prompt": [pair.instruction for _, pair in numbered]}
 
 
 def trainer_transform(originals: list[Image.Image], edits: list[Image.Image]) -> tuple:
@@ -311,6 +244,14 @@ def load_in_workers(rows: IterableDataset, num_threads: int) -> Iterator[dict]:
         yield from loader
 
 
+METHODS = {
+    "ours": ours,
+    "ours_lanczos": partial(ours, resample="lanczos"),
+    "datasets": hugging_face,
+    "torch": torch_rows,
+}
+
+
 # ---------------------------------------------------------------------------- measuring
 
 
@@ -328,7 +269,7 @@ def cpu_seconds() -> float:
 def measure_stream(
     stream: Iterator[dict], rows_at_once: int, seconds: float, warm_up_pairs: int = 0
 ) -> dict:
-    """Pairs per second and per CPU second of a stream, in its steady state.
+    """FIGURES of a stream in its steady state.
 
     The clock starts after the first batch, `warm_up_pairs` more pairs and a third of `seconds`. By
     then shards are open, buffers are full and the first row groups of the epoch are read. The
@@ -352,192 +293,61 @@ def measure_stream(
         while num_pairs < until:
             num_pairs += len(next(stream)["edit_prompt"])
     wall, cpu = time.perf_counter() - start, cpu_seconds() - start_cpu
-    return {
-        "pairs": num_pairs,
-        "seconds": wall,
-        "cpu_seconds": cpu,
-        "pairs_per_second": num_pairs / wall,
-        "pairs_per_cpu_second": num_pairs / cpu,
-    }
+    return dict(zip(FIGURES, (num_pairs / wall, num_pairs / cpu)))
 
 
-def measure_memory(folder: Path, num_parts: int, epochs: int) -> dict:
-    """Resident memory that passes of the loader take, MB; to be called in a fresh process."""
-
-    def resident(field: str) -> float:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) * 1024 / 1e6
-        raise AssertionError(f"/proc/self/status has no {field}")
-
-    before = resident("VmRSS")
-    dataset = ParquetImagePairs(str(folder), batch_size=BATCH_SIZE, num_parts=num_parts)
-    after_epochs = []
-    for _ in range(epochs):
-        for _ in dataset:
-            pass
-        after_epochs.append(resident("VmRSS") - before)
-    return {
-        "num_parts": dataset.num_parts,
-        "peak_increase_mb": resident("VmHWM") - before,
-        "increase_after_epochs_mb": after_epochs,
-    }
-
-
-def median_and_range(values: list[float]) -> dict:
-    """Median, least and largest."""
-    return {"median": float(np.median(values)), "min": min(values), "max": max(values)}
-
-
-def summarize_rounds(rounds: list[dict]) -> tuple[dict, dict]:
-    """Medians and spreads over the rounds of each method's figures, and of ratios of methods.
-
-    Args:
-        rounds: of each, {method: {threads: what `measure_stream` returned, or None}}.
-
-    Returns:
-        methods: {method: {threads: {figure: spread}}}, None for a method that was left out.
-        ratios: {"a/b": {threads: {figure: spread}}}, likewise, of the ratios within each round.
-    """
-    figures = ("pairs_per_second", "pairs_per_cpu_second")
-    methods, ratios = {}, {}
-    for name in rounds[0]:
-        methods[name] = rounds[0][name] and {
-            threads: {f: median_and_range([r[name][threads][f] for r in rounds]) for f in figures}
-            for threads in rounds[0][name]
-        }
-    for a, b in RATIOS:
-        if a not in methods or b not in methods:
-            continue
-        ratios[f"{a}/{b}"] = methods[b] and {
-            threads: {
-                f: median_and_range([r[a][threads][f] / r[b][threads][f] for r in rounds])
-                for f in figures
-            }
-            for threads in methods[b]
-        }
-    return methods, ratios
-
-
-def run_rounds(
-    config: Config,
-    streams: dict[str, Callable[[int], Iterator[dict]] | None],
-    rows_at_once: int,
-) -> list[dict]:
-    """Measure every method with every number of threads, once per round.
-
-    Args:
-        config: with the number of rounds and the length of a measurement.
-        streams: method -> (threads -> its stream); None: it is left out.
-        rows_at_once: see `measure_stream`.
-
-    Returns:
-        Of each round {method: {threads: figures}}, with None for what is left out.
-    """
-    names = [name for name, stream in streams.items() if stream]
-    total = config.rounds * len(THREADS) * len(names)
-    results = []
-    with tqdm(total=total, desc="measuring", unit="slice", disable=None) as bar:
-        for number in range(config.rounds):
-            results.append({name: stream and {} for name, stream in streams.items()})
-            shift = number % len(names)  # no method always comes after the same other, warm or hot
-            for threads in THREADS:
-                torch.set_num_threads(threads)
-                for name in names[shift:] + names[:shift]:
-                    bar.set_postfix_str(f"{name}, {threads}")
-                    warm_up_pairs = config.warm_up_pairs if name in OURS else 0
-                    lengths = (rows_at_once, config.slice_seconds, warm_up_pairs)
-                    with contextlib.closing(streams[name](threads)) as stream:
-                        results[-1][name][str(threads)] = measure_stream(stream, *lengths)
-                    bar.update()
+def measure_rounds(config: Config, links: list[Path], rows_at_once: int) -> dict:
+    """{method: {threads: [figures of measure_stream, per round]}}, every method once per round."""
+    names = [name for name in METHODS if name != "datasets" or datasets]
+    results = {name: {str(threads): [] for threads in THREADS} for name in names}
+    for number in tqdm(range(config.rounds), desc="measuring", unit="round", disable=None):
+        shift = number % len(names)  # no method always comes after the same other, warm or hot
+        for threads in THREADS:
+            torch.set_num_threads(threads)
+            for name in names[shift:] + names[:shift]:
+                warm_up = config.warm_up_pairs if name.startswith("ours") else 0
+                with contextlib.closing(METHODS[name](links, threads)) as stream:
+                    figures = measure_stream(stream, rows_at_once, config.slice_seconds, warm_up)
+                results[name][str(threads)].append(figures)
     return results
 
 
-def streams_of(
-    config: Config, links: list[Path], pairs: list[Pair]
-) -> dict[str, Callable[[int], Iterator[dict]] | None]:
-    """The methods to measure, see run_rounds; arguments: of link_shards and read_pairs."""
-    folder = links[0].parent
-    if config.aspect_ratios:
-        sizes = bucket_sizes(RESOLUTION, ())
-        return {
-            "squares": lambda threads: ours(folder, threads, "dct"),
-            "buckets": lambda threads: ours(folder, threads, "dct", sizes),
+def summarize(rounds: dict, divisors: dict | None = None) -> dict:
+    """{threads: {figure: median and range}} over rounds; of ratios to divisors within a round."""
+
+    def spread(values):
+        return {"median": float(np.median(values)), "min": min(values), "max": max(values)}
+
+    summary = {}
+    for threads, rows in rounds.items():
+        ones = [dict.fromkeys(FIGURES, 1.0)] * len(rows)
+        others = divisors[threads] if divisors else ones
+        summary[threads] = {
+            name: spread([a[name] / b[name] for a, b in zip(rows, others)]) for name in FIGURES
         }
-    return {
-        "ceiling": lambda threads: ceiling(pairs, threads, "dct"),
-        "ours": lambda threads: ours(folder, threads, "dct"),
-        "ceiling_lanczos": lambda threads: ceiling(pairs, threads, "lanczos"),
-        "ours_lanczos": lambda threads: ours(folder, threads, "lanczos"),
-        "datasets": datasets and (lambda threads: hugging_face(links, threads)),
-        "torch": lambda threads: torch_rows(links, threads),
-    }
+    return summary
 
 
-def bench(config: Config) -> tuple[dict, dict]:
-    """Make the shards, measure everything; the results.
-
-    Raises:
-        ValueError: a bad argument, bad shards, or an output of another command.
-    """
-    check_counts(
-        config,
-        num_shards=2,  # one for each of two worker processes
-        rows_per_shard=BATCH_SIZE,
-        epoch_rows=2 * BATCH_SIZE,
-        rounds=1,
-        slice_seconds=0,
-        warm_up_pairs=0,
-        memory_epochs=0,
-    )
+def run(config: Config) -> None:
+    """Make the shards, measure, write."""
     packages = ["numpy", "pyarrow", "simplejpeg", "pillow", "torch"]
     machine = describe_machine(packages + (["datasets"] if datasets else []))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(config.shards_dir or f"{temporary}/shards")
-        if not shard_files(folder):
-            aspects = ASPECT_RATIOS if config.aspect_ratios else (1,)
-            make_shards(folder, config.num_shards, config.rows_per_shard, aspects)
-        shards = shard_files(folder)
+        if not list(folder.glob("*.parquet")):
+            make_shards(folder, config.num_shards, config.rows_per_shard)
+        shards = sorted(folder.glob("*.parquet"))
         links = link_shards(shards, Path(temporary) / "links", config.epoch_rows)
-        linked = links[0].parent
-        pairs = read_pairs(folder)
-        rows_at_once = list_row_groups(str(folder))[0].num_rows
-        images = [image for pair in pairs for image in pair[:2]]
-        data = {
-            "shards": len(shards),
-            "rows": len(pairs),
-            "rows_per_row_group": rows_at_once,
-            "shard_bytes": [shard.stat().st_size for shard in shards],
-            "mean_image_bytes": sum(map(len, images)) / len(images),
-            "links": len(links),
-        }
-
-        rounds = run_rounds(config, streams_of(config, links, pairs), rows_at_once)
-
-        memory = []
-        for num_parts in (1, 8) if config.memory_epochs and not config.aspect_ratios else ():
-            # A new interpreter each: what another pass left behind is not to be counted.
-            spawn = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(1, mp_context=spawn) as process:
-                task = process.submit(measure_memory, linked, num_parts, config.memory_epochs)
-                memory.append(task.result())
-
-    methods, ratios = summarize_rounds(rounds)
-    rows = {
-        f"method {name}": {"summary": summary, "rounds": [of[name] for of in rounds], "data": data}
-        for name, summary in methods.items()
-    }
-    rows |= {f"ratio {name}": {"summary": summary} for name, summary in ratios.items()}
-    rows |= {f"memory num_parts={row['num_parts']}": row for row in memory}
-    return rows, machine
-
-
-def run(config: Config) -> None:
-    """Measure, write."""
-    rows, machine = bench(config)
-    write_rows(rows, machine, config.output)
-    if datasets is None and not config.aspect_ratios:
+        rows_at_once = pq.read_metadata(shards[0]).row_group(0).num_rows
+        results = measure_rounds(config, links, rows_at_once)
+    for name, rounds in results.items():
+        row = {"summary": summarize(rounds), "rounds": rounds}
+        write_row(f"method {name}", row, machine, config.output)
+    if datasets is None:
         print("`datasets` was not measured: pip install datasets")
+        return
+    ratio = summarize(results["ours"], results["datasets"])
+    write_row("ratio ours/datasets", {"summary": ratio}, machine, config.output)
 
 
 def main(args=None):

@@ -1,18 +1,25 @@
-"""Measurements of contenders that alternate in one run.
+"""Timing of contenders in turn, and the files of rows.
 
-Rows of contenders have "device", "batch_size", "dtype", "flops" of a pass (of its UNet),
-"peak_flops_per_second", "seconds" {contender: [of a pass, per round]}, "first_seconds"
-{contender: [until the first result]} and "summary".
+`benchmarks/results/NAME.json` has the rows of benchmarks.NAME, {case: row}. Every row has "command"
+and "machine". A row of timed contenders also has "device", "batch_size", "dtype", "flops" of a pass
+(of its UNet), "peak_flops_per_second", "seconds" {contender: [of a pass, per round]},
+"first_seconds" {contender: [until the first result]} and "summary".
 """
 
-import math
+import json
 import os
+import platform
+import shlex
 import statistics
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from importlib.metadata import version
 from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is on the same GPU
 
@@ -22,66 +29,102 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.rows import check_counts, write_rows
+from diffusers_flax.command_line import AtLeast, MultipleOf, run_main
+from diffusers_flax.loading.files import save_whole
 
-PROMPT = "invert the colors"
-SCALES = {"guidance_scale": 7.5, "image_guidance_scale": 1.5}  # of edits
-
-# The accelerations that are compared, of edits and of SDXL images; None where one does not apply.
-ACCELERATIONS = {
-    "plain": ("", ""),
-    "guidance": ("guidance:image_stop=0.3,stop=0.6", "guidance:stop=0.5"),
-    "deepcache 2": ("deepcache:interval=2", "deepcache:interval=2"),
-    "deepcache 3": ("deepcache:interval=3", "deepcache:interval=3"),
-    "spectrum": ("spectrum", "spectrum"),
-    "tgate": (None, "tgate"),
-    "fbcache": ("fbcache", "fbcache"),
-    "tome": ("tome", "tome:max_downsample=2"),
-    "int8": ("int8", "int8"),
-    "int8 in all layers": ("int8:mode=dynamic", "int8:mode=dynamic"),
-    "int8 weights": ("int8:mode=weight", "int8:mode=weight"),
-    "taesd": ("taesd", "taesd"),
-    "deepcache 2, guidance": (
-        "deepcache:interval=2 guidance:image_stop=0.3,stop=0.6",
-        "deepcache:interval=2 guidance:stop=0.5",
-    ),
-    "spectrum, guidance": (
-        "spectrum guidance:image_stop=0.3,stop=0.6",
-        "spectrum guidance:stop=0.5",
-    ),
-}
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")
+GIB = 2**30
+Pixels = Annotated[int, AtLeast(64), MultipleOf(64)]  # of images
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimingFlags:
     """Flags of benchmarks that time ours and PyTorch in turn."""
 
-    rounds: int = 2  # each contender is measured once in each
+    rounds: Annotated[int, AtLeast(1)] = 2  # each contender is measured once in each
     seconds: float = 30.0  # of a measurement, at least; one pass at least
 
 
-def check_timing(config, side=None, **lowest):
-    """Check the flags and the device before anything is measured.
+# ---------------------------------------------------------------------------- rows
 
-    Args:
-        config: of TimingFlags.
-        side: name of the flag with the side of the images, if there is one.
-        **lowest: see check_counts.
+
+def run_benchmark(config_class, work, description, args=None):
+    """Parse the flags, check --output, and work; arguments as for command_line.run_main."""
+
+    def run(config):
+        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+        read_rows(config.output)
+        work(config)
+
+    run_main(config_class, description, run, args, interrupted="the rows written so far are kept")
+
+
+def read_rows(output):
+    """The rows of a file, {case: row}; {} if it does not exist.
 
     Raises:
-        ValueError: a flag is invalid, or jax's device is not a CPU.
+        ValueError: it is not a file of rows.
     """
-    check_counts(config, rounds=1, **lowest)
-    if side and ((pixels := getattr(config, side)) < 64 or pixels % 64):
-        raise ValueError(f"--{side} {pixels} must be a multiple of 64")
+    output = Path(output)
+    try:
+        rows = json.loads(output.read_text()) if output.exists() else {}
+    except ValueError:
+        rows = None
+    if not isinstance(rows, dict) or not all("command" in row for row in rows.values()):
+        raise ValueError(f"--output {output} is not a file of results; name another")
+    return rows
+
+
+def write_row(case, row, machine, output):
+    """Write a row next to the rows of other cases, and print it.
+
+    Args:
+        case: name of the row.
+        row: dict.
+        machine: describe_machine(), called before it was measured.
+        output: the file.
+    """
+    program = Path(sys.argv[0]).stem
+    command = shlex.join(["python", "-m", f"benchmarks.{program}", *sys.argv[1:]])
+    row = row | {"command": command, "machine": machine}
+    text = json.dumps(read_rows(output) | {case: row}, indent=1) + "\n"
+    save_whole(Path(output), lambda file: file.write_text(text))
+    shown = row.get("summary", {name: row[name] for name in row if name != "machine"})
+    print(f"{case}: {json.dumps(shown)}", flush=True)
+
+
+def describe_machine(packages=PACKAGES):
+    """CPU, memory, load and versions of packages, for the row."""
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    machine = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in packages},
+        "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
+    }
+    if machine["load_before"] > machine["cores"] / 2:
+        print(
+            f"warning: other work (load {machine['load_before']:.1f} on {machine['cores']} cores) "
+            "slows down some contenders more than others",
+            file=sys.stderr,
+        )
+    return machine
+
+
+# ---------------------------------------------------------------------------- timing
+
+
+def check_cpu():
+    """Raise a ValueError if jax's device is not a CPU."""
     if jax.default_backend() != "cpu":
         raise ValueError("this measures a CPU; set JAX_PLATFORMS=cpu. For GPUs: benchmarks.gpu")
-
-
-def psnr_db(images, others):
-    """PSNR of all pixels of float images in [0, 1], dB; None: they are equal."""
-    error = np.mean(np.square(images - others))
-    return -10 * math.log10(error) if error else None
 
 
 def in_new_process(function, *args):
@@ -98,12 +141,6 @@ def in_new_process(function, *args):
                 "a process was killed, most likely because memory ran out; use a smaller case "
                 "or a machine with more memory"
             ) from error
-
-
-def synchronize(device):
-    """Wait for PyTorch's asynchronous operations; device: "cuda" or "cpu"."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def mean_seconds(run, seconds):
@@ -134,33 +171,7 @@ def time_contender(make_run, args, seconds, started):
     return first, mean_seconds(run, seconds)
 
 
-def time_in_this_process(contenders, rounds, seconds):
-    """Time contenders that are all in memory at once.
-
-    Args:
-        contenders: {name: (prepare, run)}; run does a pass to its end, after prepare.
-        rounds: how often each is measured, after a first pass.
-        seconds: of a measurement, see mean_seconds.
-
-    Returns:
-        As time_in_turn; "first_seconds" is of a single pass.
-    """
-    first, passes = {}, {name: [] for name in contenders}
-    with tqdm(total=(rounds + 1) * len(contenders), unit="measurement") as bar:
-        for name, (prepare, run) in contenders.items():
-            prepare()
-            first[name] = [mean_seconds(run, 0)]
-            bar.update()
-        for _, name in in_turn(list(contenders), rounds):
-            prepare, run = contenders[name]
-            prepare()
-            run()  # warms the caches; threads of the previous contender go idle
-            passes[name].append(mean_seconds(run, seconds))
-            bar.update()
-    return {"first_seconds": first, "seconds": passes}
-
-
-def time_in_turn(contenders, args, config):
+def time_in_processes(contenders, args, config):
     """Time contenders, each measurement in a new process.
 
     Args:
@@ -172,13 +183,32 @@ def time_in_turn(contenders, args, config):
         {"first_seconds": {name: [from the process's start to the first pass's end]},
         "seconds": {name: [of a pass]}}.
     """
-    figures = {kind: {name: [] for name in contenders} for kind in ("first_seconds", "seconds")}
+    first, passes = {name: [] for name in contenders}, {name: [] for name in contenders}
     for _, name in tqdm(list(in_turn(list(contenders), config.rounds)), unit="measurement"):
         started = time.time()
         took = in_new_process(time_contender, contenders[name], args, config.seconds, started)
-        for kind, value in zip(figures, took):
-            figures[kind][name].append(value)
-    return figures
+        first[name].append(took[0])
+        passes[name].append(took[1])
+    return {"first_seconds": first, "seconds": passes}
+
+
+def time_in_this_process(contenders, config):
+    """Time contenders that are all in memory at once and did a first pass.
+
+    Args:
+        contenders: {name: (prepare, run)}; run does a pass to its end, after prepare.
+        config: of TimingFlags.
+
+    Returns:
+        {name: [seconds of a pass]}.
+    """
+    passes = {name: [] for name in contenders}
+    for _, name in tqdm(list(in_turn(list(contenders), config.rounds)), unit="measurement"):
+        prepare, run = contenders[name]
+        prepare()
+        run()  # warms the caches; threads of the previous contender go idle
+        passes[name].append(mean_seconds(run, config.seconds))
+    return passes
 
 
 def matmul_peak(device):
@@ -204,22 +234,24 @@ def matmul_peak(device):
     return best
 
 
+def synchronize(device):
+    """Wait for PyTorch's asynchronous operations; device: "cuda" or "cpu"."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def write_contenders(case, row, machine, output):
     """Complete a row of contenders and write it.
 
     Args:
         case: "CASE WORK BATCH_SIZE"; the row is named "DEVICE CASE WORK BATCH_SIZE".
-        row: "batch_size", "flops" of a pass, and what time_in_turn returned.
-        machine, output: as for write_rows.
+        row: "batch_size", "dtype", "flops" of a pass, "first_seconds" and "seconds".
+        machine, output: as for write_row.
     """
-    kind = jax.devices()[0].device_kind
-    row = {
-        "device": kind,
-        "dtype": "float32",
-        "peak_flops_per_second": matmul_peak("cuda" if jax.default_backend() == "gpu" else "cpu"),
-        **row,
-    }
-    write_rows({f"{kind} {case}": row | {"summary": summarize(row)}}, machine, output)
+    name = jax.devices()[0].device_kind
+    peak = matmul_peak("cuda" if jax.default_backend() == "gpu" else "cpu")
+    row = {"device": name, "peak_flops_per_second": peak, **row}
+    write_row(f"{name} {case}", row | {"summary": summarize(row)}, machine, output)
 
 
 def summarize(row):

@@ -4,8 +4,7 @@
 
 Reads OUTPUT_DIR/held_out/edits.jsonl and the images it names. Writes OUTPUT_DIR/summary.json and
 OUTPUT_DIR/edits.png: a row per held-out crop; the original image, then result and true edit of each
-instruction. --others adds the edit_error_ratio of other results, files of the same names in other
-directories; copies of the original images are always added.
+instruction; the summary has copies of the original images beside the results.
 """
 
 import json
@@ -34,7 +33,6 @@ HEADER = 64
 @dataclass(frozen=True)
 class Config:
     output_dir: str = "demo/output"
-    others: tuple[Path, ...] = ()  # directories of other results, such as demo/output/untrained
     started: float | None = None  # when the demo began, seconds since 1970; None leaves it out
 
 
@@ -150,10 +148,7 @@ def run(config):
         name: crop | {"results": dict.fromkeys(crop["results"], crop["original"])}
         for name, crop in crops.items()
     }
-    summary["others"] = {"copied input": summarize_edits(copies)["edit_error_ratio"]} | {
-        folder.name: summarize_edits(load_edits(output_dir, folder))["edit_error_ratio"]
-        for folder in config.others
-    }
+    summary["others"] = {"copied input": summarize_edits(copies)["edit_error_ratio"]}
     if config.started is not None:
         summary["seconds"] = round(time.time() - config.started, 1)
     (output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -3,19 +3,18 @@
     python demo/make_base_model.py                     # 40 minutes on 2 CPU cores with AVX-512
     python demo/make_base_model.py --family sdxl       # SDXL, without training a VAE
     python demo/make_base_model.py --vae_steps 20 --unet_steps 20 --num_latents 256 \\
-        --work_dir /tmp/work --output_dir /tmp/base    # a few minutes
+        --output_dir /tmp/base    # a few minutes
 
 Three stages: CLIP's byte-pair tokenizer is trained on the captions; the VAE on the images; text
 encoder and UNet together on (caption, latent) pairs. The result is a pipeline directory in
-half precision. Finished stages are kept in --work_dir and not run again with the same flags and
-captions. The model in the repository took 17 minutes for the VAE and 20 for the rest.
+half precision. The model in the repository took 17 minutes for the VAE and 20 for the rest.
 
 --family sdxl makes a tiny SDXL: two text encoders, pooled text, micro-conditioning; zeros for
-dropped text. It takes the VAE of demo/base_model, and trains with the same images, captions,
-noise, steps and batch as the Stable Diffusion model. Its UNet has 745,036 parameters against
-735,824; both text encoders together have 123,904 against 145,600. The model in the repository took
-74 minutes on two cores that were shared with other work. On 3840 new draws of training images the
-mean loss of both models is 0.35 (0.354 and 0.356, standard error 0.004).
+dropped text. It takes VAE and vocabulary of demo/base_model, and trains with the same images,
+captions, noise, steps and batch as the Stable Diffusion model. Its UNet has 745,036 parameters
+against 735,824; both text encoders together have 123,904 against 145,600. The model in the
+repository took 74 minutes on two cores that were shared with other work. On 3840 new draws of
+training images the mean loss of both models is 0.35 (0.354 and 0.356, standard error 0.004).
 
 Why this shape: crops of photographs that the VAE has not seen come back with a mean error of 0.02
 (of 1) with 16 latent channels; with 4 it was 0.04, a third of what "black and white" changes. A
@@ -26,9 +25,7 @@ Papers: Latent Diffusion Models (arXiv 2112.10752), CLIP (arXiv 2103.00020), SDX
 2307.01952).
 """
 
-import hashlib
 import json
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -40,7 +37,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import serialization
 from optax.contrib import MuonDimensionNumbers, muon
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
@@ -51,16 +47,9 @@ from transformers import CLIPTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from demo.photographs import (
-    EDITS,
-    TRAINING,
-    load_photographs,
-    random_box,
-    resize_box,
-)
+from demo.photographs import EDITS, TRAINING, load_photographs, random_box, resize_box
 from diffusers_flax.command_line import run_main
 from diffusers_flax.data.images import scaled_shape
-from diffusers_flax.loading.files import save_whole
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -142,7 +131,8 @@ class Family(NamedTuple):
     """What differs between the families.
 
     text_encoders: modules in the order of encode_text. pad_tokens: of their tokenizers. index:
-    entries of model_index.json besides the components. vae_dir: the VAE to take, None to train one.
+    entries of model_index.json besides the components. base: the pipeline whose VAE and vocabulary
+    it has; None: it trains its own.
     """
 
     output_dir: Path
@@ -150,7 +140,7 @@ class Family(NamedTuple):
     text_encoders: tuple
     pad_tokens: tuple[str, ...]
     index: dict
-    vae_dir: Path | None
+    base: Path | None
 
 
 BASE_MODEL = ROOT / "demo" / "base_model"
@@ -166,7 +156,7 @@ FAMILIES = {
             "requires_safety_checker": False,
             "safety_checker": [None, None],
         },
-        vae_dir=None,
+        base=None,
     ),
     "sdxl": Family(
         output_dir=ROOT / "demo" / "base_model_xl",
@@ -182,7 +172,7 @@ FAMILIES = {
             "_class_name": "StableDiffusionXLPipeline",
             "force_zeros_for_empty_prompt": True,
         },
-        vae_dir=BASE_MODEL / "vae",
+        base=BASE_MODEL,
     ),
 }
 
@@ -191,7 +181,6 @@ FAMILIES = {
 class Config:
     family: Literal["sd", "sdxl"] = "sd"  # Stable Diffusion 2 or SDXL
     output_dir: str | None = None  # of the pipeline; default: demo/base_model, or base_model_xl
-    work_dir: str = str(ROOT / "demo" / "work")  # finished stages
     vae_steps: int = 4000  # optimizer steps of the autoencoder; none for SDXL
     unet_steps: int = 3000  # optimizer steps of text encoder and UNet
     vae_batch_size: int = 8
@@ -245,7 +234,7 @@ def random_time_ids(rng, size, box, mirrored):
         mirrored: whether the square is mirrored.
 
     Returns:
-        float32 (6,), see dataloading.decoding.decode_pair.
+        float32 (6,), see diffusers_flax/data/decoding.py.
     """
     side, longer_axis = box[2] - box[0], rng.integers(3)
     before, stored = np.zeros(2, int), np.full(2, side)  # along x and y
@@ -334,21 +323,8 @@ def train_vae(config):
     return jax.device_get({"params": params, "scaling_factor": 1 / jnp.std(latents)})
 
 
-def stage(work_dir, name, settings, make):
-    """The result of make(), read from the work directory if an earlier run has saved it.
-
-    The file's name has a hash of the settings, so other settings have other files.
-    """
-    key = hashlib.sha256(repr(settings).encode()).hexdigest()[:8]
-    path = Path(work_dir) / f"{name}-{key}.msgpack"
-    if not path.exists():
-        content = serialization.msgpack_serialize(make())
-        save_whole(path, partial(Path.write_bytes, data=content))
-    return serialization.msgpack_restore(path.read_bytes())
-
-
 def learn_merges():
-    """Learn the byte-pair merges on the captions: lines "LEFT RIGHT", most frequent first.
+    """Learn the byte-pair merges on the captions: pairs of symbols, most frequent first.
 
     The order of equally frequent pairs differs from one call to the next.
     """
@@ -356,13 +332,11 @@ def learn_merges():
     bpe.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = BpeTrainer(vocab_size=10**6, end_of_word_suffix="</w>", show_progress=False)
     bpe.train_from_iterator(CAPTIONS, trainer)
-    merges = json.loads(bpe.to_str())["model"]["merges"][:NUM_MERGES]
-    return "\n".join(" ".join(merge) for merge in merges)
+    return json.loads(bpe.to_str())["model"]["merges"][:NUM_MERGES]
 
 
 def make_tokenizer(folder, merges, pad_token):
-    """Write CLIP's vocab.json and merges.txt with the lines of learn_merges; open them."""
-    merges = [line.split() for line in merges.splitlines()]
+    """Write CLIP's vocab.json and merges.txt with the pairs of learn_merges; open them."""
     # CLIP's order: bytes, bytes that end a word, merges, start and end of text.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     symbols = [*alphabet, *(f"{symbol}</w>" for symbol in alphabet)]
@@ -487,50 +461,24 @@ def load_vae_as_trained(folder):
 
 
 def run(config):
-    """Train the stages that work_dir does not have, write the pipeline directory."""
-    family = FAMILIES[config.family]
-    output_dir, work_dir = Path(config.output_dir or family.output_dir), Path(config.work_dir)
-    started = time.perf_counter()
+    """Train, write the pipeline directory."""
+    family, started = FAMILIES[config.family], time.perf_counter()
+    output_dir = Path(config.output_dir or family.output_dir)
     jax.config.update("jax_num_cpu_devices", 2)  # XLA runs small operations on one core per device
-    merges = stage(work_dir, "merges", (CAPTIONS, NUM_MERGES), learn_merges)
-    tokenizers = [
-        make_tokenizer(work_dir / name, merges, pad_token)
-        for name, pad_token in zip(component_names("tokenizer", family), family.pad_tokens)
-    ]
-    if family.vae_dir is not None:
-        vae = load_vae_as_trained(family.vae_dir)
-        (weights,) = family.vae_dir.glob("*.safetensors")
-        vae_settings = hashlib.sha256(weights.read_bytes()).hexdigest(), CAPTIONS
+    if family.base is None:
+        merges, vae = learn_merges(), train_vae(config)
     else:
-        vae_settings = (
-            sorted(VAE.config.items()),
-            config.seed,
-            config.vae_steps,
-            config.vae_batch_size,
-            config.vae_learning_rate,
-            config.kl_weight,
-            CAPTIONS,
-        )
-        vae = stage(work_dir, "vae", vae_settings, partial(train_vae, config))
-    unet_settings = (
-        vae_settings,
-        merges,
-        sorted(family.unet.config.items()),
-        [sorted(encoder.module.config.items()) for encoder in family.text_encoders],
-        config.seed,
-        config.unet_steps,
-        config.unet_batch_size,
-        config.unet_learning_rate,
-        config.num_latents,
-    )
-    train = partial(train_unet, config, family, vae, tokenizers)
-    params = stage(work_dir, "unet", unet_settings, train)
+        lines = (family.base / "tokenizer" / "merges.txt").read_text().splitlines()[1:]
+        merges, vae = [line.split() for line in lines], load_vae_as_trained(family.base / "vae")
+    names = component_names("tokenizer", family)
+    tokenizers = [
+        make_tokenizer(output_dir / name, merges, pad_token)
+        for name, pad_token in zip(names, family.pad_tokens)
+    ]
+    params = train_unet(config, family, vae, tokenizers)
 
     half = dict(dtype=np.float16)
-    index = dict(family.index)
-    for name in component_names("tokenizer", family):
-        shutil.copytree(work_dir / name, output_dir / name, dirs_exist_ok=True)
-        index[name] = ["transformers", "CLIPTokenizer"]
+    index = family.index | {name: ["transformers", "CLIPTokenizer"] for name in names}
     for name, encoder in zip(component_names("text_encoder", family), family.text_encoders):
         encoder.save_pretrained(output_dir / name, params[name], **half)
         index[name] = ["transformers", encoder.module.torch_class_name]
@@ -549,7 +497,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    run_main(Config, __doc__, run, args, interrupted="finished stages in --work_dir are kept")
+    run_main(Config, __doc__, run, args)
 
 
 if __name__ == "__main__":

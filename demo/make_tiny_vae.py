@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,8 @@ import jax.numpy as jnp
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from demo.make_base_model import (
-    BASE_MODEL,
-    VAE,
-    fit,
-    image_batches,
-    load_vae_as_trained,
-)
-from diffusers_flax.command_line import check_writable, run_main
+from demo.make_base_model import BASE_MODEL, VAE, fit, image_batches, load_vae_as_trained
+from diffusers_flax.command_line import Above, AtLeast, run_main
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 
 WIDTHS = (32, 32, 32)
@@ -43,9 +38,9 @@ class Config:
     """Train a TAESD for the demo."""
 
     output_dir: Path = ROOT / "demo" / "output" / "taesd"  # of the TAESD
-    num_steps: int = 1000  # optimizer steps
-    batch_size: int = 8  # images per step
-    learning_rate: float = 2e-3  # peak; warm-up, then cosine to zero
+    num_steps: Annotated[int, AtLeast(2)] = 1000  # optimizer steps
+    batch_size: Annotated[int, AtLeast(1)] = 8  # images per step, a multiple of the devices
+    learning_rate: Annotated[float, Above(0)] = 2e-3  # peak; warm-up, then cosine to zero
     seed: int = 0
 
 
@@ -78,19 +73,6 @@ def tiny_vae_loss(params, images, key, *, vae):
 
 def run(config):
     """Train and save."""
-    for name, least in (("num_steps", 2), ("batch_size", 1)):
-        if (value := getattr(config, name)) < least:
-            raise ValueError(f"--{name} {value} must be at least {least}")
-    if not config.learning_rate > 0:
-        raise ValueError(f"--learning_rate {config.learning_rate} must be above 0")
-    if config.batch_size % (num_devices := jax.device_count()):
-        raise ValueError(
-            f"--batch_size {config.batch_size} must be a multiple of the {num_devices} devices"
-        )
-    saved = config.output_dir / "config.json"
-    if saved.is_file() and TINY_VAE.torch_class_name not in saved.read_text():
-        raise ValueError(f"--output_dir {config.output_dir} has another model; name another")
-    check_writable(f"--output_dir {config.output_dir}", config.output_dir)
     vae = load_vae_as_trained(BASE_MODEL / "vae")
     params = jax.jit(TINY_VAE.init_weights)(jax.random.key(config.seed))
     batches = (images for images, *_ in image_batches(config.seed + 1, config.batch_size, False))

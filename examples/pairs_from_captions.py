@@ -17,14 +17,13 @@ Run it in a clone. It prints each command before it runs it, and writes to OUTPU
 
 --thresholds is the share of true pairs that reach the thresholds of CLIP's scores: 90, 75 or 50%;
 "none" keeps the samples with the best direction. --only made leaves the model of true pairs out.
-Finished steps are kept: the same command goes on where it was interrupted. With other flags, a step
-whose command differs runs again, and all steps after it.
+A step whose result is there is not run again: after an interruption repeat the command, and give
+other flags another OUTPUT_DIR.
 """
 
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -35,61 +34,17 @@ import pyarrow.parquet as pq
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "demo/base_model"
 COLUMNS = {"original_prompt": "input", "edit_prompt": "edit", "edited_prompt": "output"}
-FLAGS = dict(  # defaults
-    output_dir=Path("pairs"),
-    num_pairs=3000,  # true pairs
-    crops_per_photograph=3,  # held out
-    clip_steps=1000,
-    num_samples=8,  # pairs to make of each line of captions
-    num_kept=4,
-    thresholds="90",
-    attention_sharing=(0.1, 0.9),
-    guidance_scale=(1.2, 3.0),
-    num_inference_steps=20,
-    batch_size=8,  # pairs of a device at once
-    train_steps=2000,
-    only="both",
-)
-CHOICES = dict(thresholds=("90", "75", "50", "none"), only=("both", "made"))
 
 
-class Steps:
-    """Runs commands and remembers, in OUTPUT_DIR/steps.json, which have finished."""
-
-    def __init__(self, folder):
-        self.file, self.place = folder / "steps.json", 0
-        folder.mkdir(parents=True, exist_ok=True)
-        # [[command, whether it has finished]] in order
-        self.known = json.loads(self.file.read_text()) if self.file.exists() else []
-
-    def remember(self, command, is_finished):
-        """Replace this step and forget all later ones."""
-        self.known[self.place :] = [[command, is_finished]]
-        part = self.file.with_suffix(".part")
-        part.write_text(json.dumps(self.known, indent=1) + "\n")
-        part.replace(self.file)
-
-    def run(self, command, *outputs):
-        """Run `python COMMAND`, unless it has finished.
-
-        Args:
-            command: text.
-            outputs: files and folders that are removed first if they are of another command.
-        """
-        before = self.known[self.place] if self.place < len(self.known) else [None, False]
-        if before == [command, True]:
-            print(f"\n(finished before) python {command}", flush=True)
-        else:
-            if before[0] != command:
-                for path in outputs:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            self.remember(command, False)
-            print(f"\n$ python {command}", flush=True)
-            done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT)
-            if done.returncode:
-                sys.exit(done.returncode)
-            self.remember(command, True)
-        self.place += 1
+def run(command, result):
+    """Run `python COMMAND`, unless its result, a file or folder, is there."""
+    if result.exists():
+        print(f"\n{result} is there; it is not made again", flush=True)
+        return
+    print(f"\n$ python {command}", flush=True)
+    done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT)
+    if done.returncode:
+        sys.exit(done.returncode)
 
 
 def extract_captions(data, file):
@@ -118,110 +73,104 @@ def quoted(path):
     return shlex.quote(str(path))
 
 
-def make_pairs(steps, args):
+def make_pairs(args, folder):
     """Captions to pairs: everything before training."""
-    folder = args.output_dir
     true, clip, samples = (folder / name for name in ("true", "clip", "samples"))
     captions = folder / "captions.jsonl"
-    steps.run(
+    run(
         f"demo/make_dataset.py --output_dir {quoted(true)} --num_pairs {args.num_pairs} "
         f"--crops_per_photograph {args.crops_per_photograph}",
-        true,
+        true / "held_out" / "edits.jsonl",
     )
-    steps.run(
+    run(
         f"examples/train_clip.py --data {quoted(true)}/data --tokenizer {MODEL}/tokenizer "
         f"--output_dir {quoted(clip)} --num_steps {args.clip_steps}",
-        clip,
+        clip / "scores.json",
     )
     extract_captions(true / "data", captions)
-    flags = ""
-    for name in ("guidance_scale", "attention_sharing"):
-        low, high = getattr(args, name)
-        flags += f" --{name} {low} {high}"
-    for name in ("num_samples", "num_inference_steps", "batch_size"):
-        flags += f" --{name} {getattr(args, name)}"
-    steps.run(
+    run(
         f"make_pairs.py --captions {quoted(captions)} --model {MODEL} --clip_model {quoted(clip)} "
-        f"--output_dir {quoted(samples)} --keep_all --lines_per_shard 28{flags}",
-        samples,
+        f"--output_dir {quoted(samples)} --keep_all --lines_per_shard 28 --guidance_scale 1.2 3.0 "
+        f"--attention_sharing 0.1 0.9 --num_samples {args.num_samples} "
+        f"--num_inference_steps {args.num_inference_steps} --batch_size 8",
+        samples / "report.json",
     )
     flags = f"--num_kept {args.num_kept}"
     if args.thresholds != "none":
         scores = json.loads((clip / "scores.json").read_text())
         for name, value in scores["quantiles"][args.thresholds].items():
             flags += f" --{name} {value}"
-    steps.run(
+    run(
         f"parquet_processing.py --pairs {quoted(samples)} --output_dir {quoted(folder)}/made/data "
         f"--overwrite_output_dir {flags}",
         folder / "made" / "data",
     )
 
 
-def train_and_edit(steps, args, folder):
+def train_and_edit(args, folder, unet):
     """Train on FOLDER/data with the demo's settings, edit the held-out photographs, measure."""
-    unet = args.output_dir / "modified_unet"
     warmup = min(50, args.train_steps // 2)
-    steps.run(
+    run(
         f"flax_train_instruct_pix2pix.py --pretrained_model_name_or_path {MODEL} "
         f"--unet_model_name_or_path {quoted(unet)} --train_data_dir {quoted(folder)}/data "
-        f"--output_dir {quoted(folder)}/model --overwrite_output_dir "
-        f"--cache_latents {quoted(folder)}/latents "
+        f"--output_dir {quoted(folder)}/model --cache_latents {quoted(folder)}/latents "
         "--no_random_crop --checkpointing_steps 0 --resolution 64 --train_batch_size 8 "
         f"--max_train_steps {args.train_steps} --learning_rate 3e-3 --lr_warmup_steps {warmup} "
         "--lr_scheduler cosine --ema_fraction 0.2",
-        folder / "model",
-        folder / "latents",
+        folder / "model" / "model_index.json",
     )
-    steps.run(
-        f"edit_cli.py --model {quoted(folder)}/model "
-        f"--edits_jsonl {quoted(folder)}/held_out/edits.jsonl "
+    edits = folder / "held_out" / "edits.jsonl"
+    run(
+        f"edit_cli.py --model {quoted(folder)}/model --edits_jsonl {quoted(edits)} "
         "--resolution 64 --num_inference_steps 20 --guidance_scale 2 --image_guidance_scale 1.2 "
         "--batch_size 18",
-        folder / "edits",
+        edits.parent / json.loads(edits.read_text().splitlines()[-1])["output"],
     )
-    steps.run(f"demo/evaluate.py --output_dir {quoted(folder)}", folder / "summary.json")
-
-
-def run(args):
-    """All steps, then the comparison."""
-    folder = args.output_dir = args.output_dir.resolve()
-    os.environ["JAX_NUM_CPU_DEVICES"] = "2"  # as XLA runs small operations on one core of each
-    print("$ export JAX_NUM_CPU_DEVICES=2", flush=True)
-    steps = Steps(folder)
-    make_pairs(steps, args)
-    write_edits(folder / "true" / "held_out" / "edits.jsonl", folder / "made")
-    steps.run(
-        f"create_modified_unet.py --pretrained_model_name_or_path {MODEL} "
-        f"--output_dir {quoted(folder)}/modified_unet --overwrite_output_dir",
-        folder / "modified_unet",
-    )
-    summary = {}
-    for name in ("made", "true") if args.only == "both" else ("made",):
-        train_and_edit(steps, args, folder / name)
-        measured = json.loads((folder / name / "summary.json").read_text())
-        shards = (folder / name / "data").glob("*.parquet")
-        rows = sum(pq.read_metadata(shard).num_rows for shard in shards)
-        summary[name] = {"pairs": rows} | measured
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    for name, row in summary.items():
-        nearest = round(row["instruction_accuracy"] * row["num_edits"])
-        print(
-            f"{name} pairs ({row['pairs']}): edit error {row['edit_error_ratio']:.3f} of the "
-            f"change, {nearest} of {row['num_edits']} results are nearest to their true edit"
-        )
-    print(f"look at {folder}/made/edits.png")
+    summary = folder / "summary.json"
+    run(f"demo/evaluate.py --output_dir {quoted(folder)}", summary)
+    return json.loads(summary.read_text())
 
 
 def main():
-    """Command line."""
+    """All steps, then the comparison."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    for name, value in FLAGS.items():
-        if isinstance(value, tuple):
-            options = dict(type=float, nargs=2, metavar=("LEAST", "LARGEST"))
-        else:
-            options = dict(type=type(value), choices=CHOICES.get(name))
-        parser.add_argument(f"--{name}", default=value, help=f"default: {value}", **options)
-    run(parser.parse_args())
+    add = parser.add_argument
+    add("--output_dir", type=Path, default="pairs")
+    add("--num_pairs", type=int, default=3000, help="true pairs")
+    add("--crops_per_photograph", type=int, default=3, help="held out")
+    add("--clip_steps", type=int, default=1000)
+    add("--num_samples", type=int, default=8, help="pairs to make of each line of captions")
+    add("--num_kept", type=int, default=4, help="of each line")
+    add("--thresholds", choices=("90", "75", "50", "none"), default="90")
+    add("--num_inference_steps", type=int, default=20)
+    add("--train_steps", type=int, default=2000)
+    add("--only", choices=("both", "made"), default="both")
+    args = parser.parse_args()
+    folder = args.output_dir.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["JAX_NUM_CPU_DEVICES"] = "2"  # as XLA runs small operations on one core of each
+    print("$ export JAX_NUM_CPU_DEVICES=2", flush=True)
+    make_pairs(args, folder)
+    write_edits(folder / "true" / "held_out" / "edits.jsonl", folder / "made")
+    unet = folder / "modified_unet"
+    run(
+        f"create_modified_unet.py --pretrained_model_name_or_path {MODEL} "
+        f"--output_dir {quoted(unet)}",
+        unet,
+    )
+    summary = {}
+    for name in ("made", "true") if args.only == "both" else ("made",):
+        measured = train_and_edit(args, folder / name, unet)
+        shards = (folder / name / "data").glob("*.parquet")
+        rows = sum(pq.read_metadata(shard).num_rows for shard in shards)
+        summary[name] = row = {"pairs": rows} | measured
+        nearest = round(row["instruction_accuracy"] * row["num_edits"])
+        print(
+            f"{name} pairs ({rows}): edit error {row['edit_error_ratio']:.3f} of the change, "
+            f"{nearest} of {row['num_edits']} results are nearest to their true edit"
+        )
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"look at {folder}/made/edits.png")
 
 
 if __name__ == "__main__":

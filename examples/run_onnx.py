@@ -7,9 +7,7 @@ Needs NumPy, tokenizers, Pillow, and onnxruntime or, for --format openvino, open
 Diffusion and SDXL, text to image and InstructPix2Pix. The steps are those of the scheduler in
 scheduler/scheduler_config.json, or of --scheduler with the same noise levels; an entry of that file
 that this example lacks is refused by name. An image to edit is scaled until its longer side is the
-model's; --height and --width choose other sides, to which it is cropped. --noise is an .npy of
-normal noise, (1, C, h, w) of the latents; else it is drawn from --seed, not as edit_cli.py draws
-it. An --output that ends in .npy gets floats in [0, 1].
+model's; --height and --width choose other sides, to which it is cropped.
 """
 
 import json
@@ -24,16 +22,9 @@ from PIL import Image, ImageOps
 from tokenizers import Tokenizer
 
 FILES = ("model.onnx", "openvino_model.xml")
-# Of images to edit: formats, as Pillow runs other programs for some, and the largest size
-FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA"]
-MAX_PIXELS = 150_000_000
 TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64"}
-FLAGS = dict(model=Path, prompt=str, input=Path, output=Path("image.png"), negative_prompt="")
-FLAGS |= dict(num_inference_steps=int, guidance_scale=float, image_guidance_scale=float)
-FLAGS |= dict(height=int, width=int, scheduler=str, seed=0, noise=Path)  # types or defaults
-# Of models without DEFAULTS_FILE.
+# Of models without sampling_defaults.json.
 DEFAULTS = dict(num_inference_steps=20, guidance_scale=7.5, image_guidance_scale=1.5)
-DEFAULTS_FILE = "sampling_defaults.json"
 
 # Entries of scheduler_config.json by PyTorch diffusers' classes, with defaults. A class ignores the
 # entries of other classes.
@@ -106,22 +97,17 @@ class Model:
 
 def read(folder, name):
     """The content of a JSON file."""
-    try:
-        return json.loads((folder / name).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / name} cannot be read: {error}; export it again") from error
+    return json.loads((folder / name).read_text("utf-8"))
 
 
 def read_scheduler(folder, name=None):
     """(key of SCHEDULERS, all entries of its class) of an export; name: of --scheduler."""
-    file = folder / "scheduler" / "scheduler_config.json"
-    config = read(file.parent, file.name)
+    config = read(folder / "scheduler", "scheduler_config.json")
     own_class = config.get("_class_name")
     own = {cls: key for key, (cls, _) in SCHEDULERS.items()}.get(own_class)
-    has_betas = "beta_schedule" in config  # the noise levels of all SCHEDULERS
-    if own is None and not (name and has_betas):
-        remedy = f"; choose one with --scheduler: {', '.join(SCHEDULERS)}" if has_betas else ""
-        raise ValueError(f"{file} is of {own_class}, which this example lacks{remedy}")
+    if own is None and not (name and "beta_schedule" in config):
+        names = ", ".join(SCHEDULERS)
+        raise ValueError(f"this example lacks {own_class}; --scheduler has {names} with its noise")
     key = name or own
     cls, entries = SCHEDULERS[key]
     # Latents are not in [-1, 1]: in the place of another class, DDIM clips only as the file says.
@@ -130,7 +116,7 @@ def read_scheduler(folder, name=None):
     for entry, values in SUPPORTED.items():
         if entry in entries and entries[entry] not in values:
             raise ValueError(
-                f"{file} has {entry}={entries[entry]!r} for {cls}; this example has "
+                f"scheduler_config.json has {entry}={entries[entry]!r} for {cls}; this example has "
                 f"{' or '.join(map(repr, values))}; choose another --scheduler, or export again"
             )
     return key, entries
@@ -140,18 +126,16 @@ def open_folder(folder, scheduler=None):
     """(content of model_index.json, read_scheduler's result, {name: Model}) of an export."""
     if not (folder / "model_index.json").is_file():
         raise ValueError(f"--model {folder} is no complete export; make one with export_model.py")
-    kind = (index := read(folder, "model_index.json"))["_class_name"]
-    names = ["unet", "vae_decoder", "text_encoder", *["text_encoder_2"] * ("XL" in kind)]
-    names += ["vae_encoder"] * ("Pix2Pix" in kind)
+    index = read(folder, "model_index.json")
+    pipeline = index["_class_name"]
+    names = ["unet", "vae_decoder", "text_encoder", *["text_encoder_2"] * ("XL" in pipeline)]
+    names += ["vae_encoder"] * ("Pix2Pix" in pipeline)
     if missing := [x for x in names if not any((folder / x / y).is_file() for y in FILES)]:
         raise ValueError(f"{folder} has no {missing[0]}/model.onnx; export with onnx or openvino")
     found = read_scheduler(folder, scheduler)
-    try:
-        models = {name: Model(folder / name) for name in names}
-    except Exception as error:  # both packages have exceptions of their own
-        raise ValueError(f"--model {folder} cannot be opened: {error}") from error
-    if "Inpaint" in kind or "timestep_cond" in models["unet"].types:
-        raise ValueError(f"{folder} is a {kind} or embeds its guidance, which this example lacks")
+    models = {name: Model(folder / name) for name in names}
+    if "Inpaint" in pipeline or "timestep_cond" in models["unet"].types:
+        raise ValueError(f"this example lacks {pipeline}s that repaint or embed their guidance")
     return index, found, models
 
 
@@ -299,48 +283,15 @@ def denoise(predict, x, key, config, planned, rng):
     return x / next_levels[-1] ** 0.5 if key == "euler" else x  # Euler's steps are of x / alpha
 
 
-def to_rgb(image):
-    """A PIL image of any mode as RGB: on white where it is transparent, 16 bits scaled to 8."""
-    if image.mode.startswith(("I", "F")):
-        values, transparent = np.asarray(image), image.info.get("transparency")
-        low, high = values.min(), values.max()
-        if image.mode == "F" or low < 0 or high > 65535 or (image.mode == "I" and high < 256):
-            raise ValueError(
-                f"mode {image.mode} with values from {low} to {high}, not of 8 or 16 bits; scale "
-                "them to 0 to 255 and convert the image to mode L"
-            )
-        image = Image.fromarray((values // 257).astype(np.uint8))
-        if transparent is not None:  # the value of transparent pixels, of a PNG
-            image.putalpha(Image.fromarray(np.uint8(values != transparent) * 255))
-    image = image.convert("LA") if image.mode == "La" else image  # premultiplied
+def read_image(file):
+    """The upright image in a file, RGB: on white where it is transparent, 16 bits scaled to 8."""
+    image = ImageOps.exif_transpose(Image.open(file))
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
-
-
-def read_image(file):
-    """The upright image in a file, RGB."""
-    Image.MAX_IMAGE_PIXELS = None  # else Pillow warns above 89 megapixels
-    Image.init()
-    try:
-        with Image.open(file, formats=[x for x in FORMATS if x in Image.OPEN]) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
-                raise ValueError(f"it has more than {MAX_PIXELS} pixels; scale it down")
-            return to_rgb(ImageOps.exif_transpose(opened))
-    except Exception as error:  # decoders raise errors of many types
-        raise ValueError(f"--input {file} cannot be read as an image: {error}") from error
-
-
-def read_noise(file, shape):
-    """The noise in an .npy file, which must have a shape."""
-    try:
-        noise = np.load(file)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"--noise {file} cannot be read; numpy.save writes such files") from error
-    if noise.shape != shape:
-        raise ValueError(f"--noise {file} has shape {noise.shape}, this size needs {shape}")
-    return noise
 
 
 def choose_size(options, models, image):
@@ -352,13 +303,10 @@ def choose_size(options, models, image):
         sides = np.array(image.size[::-1]) * sides.max() / max(image.size)
         sides = np.maximum(np.floor(sides / factor + 0.5), 1) * factor
     for i, name in enumerate(("height", "width")):
-        if (side := getattr(options, name)) is None:
-            continue
-        if side < 1 or side % factor:
-            lower = side // factor * factor
-            near = " or ".join(str(x) for x in (lower, lower + factor) if x > 0)
-            raise ValueError(f"--{name} {side} is not a multiple of {factor}; try {near}")
-        sides[i] = side
+        if (side := getattr(options, name)) is not None:
+            sides[i] = side
+            if side < 1 or side % factor:
+                raise ValueError(f"--{name} {side} is not a multiple of {factor}")
     return tuple(int(side) for side in sides)
 
 
@@ -373,8 +321,7 @@ def make_image(options, index, scheduler, models):
     factor = 2 ** (len(vae["block_out_channels"]) - 1)
     shape = (1, vae["latent_channels"], *(side // factor for side in size))
     rng = np.random.default_rng(options.seed)
-    noise = rng.standard_normal(shape, np.float32)
-    noise = read_noise(options.noise, shape) if options.noise else noise
+    noise = np.load(options.noise) if options.noise else rng.standard_normal(shape, np.float32)
     planned = plan(*scheduler, options.num_inference_steps)
     what = f"{options.input}, {image.width}x{image.height}, " if is_edit else ""
     print(f"{what}at {width}x{height} with {scheduler[0]}", file=sys.stderr)
@@ -408,74 +355,54 @@ def make_image(options, index, scheduler, models):
     return (decoded[0].transpose(1, 2, 0) / 2 + 0.5).clip(0, 1)
 
 
-def check_flags(options):
-    """Raise a ValueError for a flag out of its range, before anything is opened."""
-    for name in ("guidance_scale", "image_guidance_scale"):
-        if not 0 <= getattr(options, name) < inf:
-            raise ValueError(f"--{name} {getattr(options, name)} must be 0 or more")
-    if not 0 <= options.seed < 2**32:
-        raise ValueError(f"--seed {options.seed} must be from 0 to {2**32 - 1}")
-    if options.input and not options.input.is_file():
-        raise ValueError(f"--input {options.input} is not a file; name an image")
-    output, endings = options.output, (".png", ".jpg", ".jpeg", ".npy")
-    if output.is_dir() or output.suffix.lower() not in endings:
-        raise ValueError(f"--output {output} must be a file that ends in {', '.join(endings)}")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(output if output.exists() else output.parent, os.W_OK):
-        raise ValueError(f"--output {output} cannot be written; name another file")
-
-
-def fill_defaults(options):
-    """Set the flags of DEFAULTS that are not given."""
-    has_file = (options.model / DEFAULTS_FILE).is_file()
-    defaults = DEFAULTS | (read(options.model, DEFAULTS_FILE) if has_file else {})
-    for name in DEFAULTS:
-        if getattr(options, name) is None:
-            setattr(options, name, defaults[name])
-            if has_file:
-                print(f"--{name} {defaults[name]}, as in {DEFAULTS_FILE}", file=sys.stderr)
-
-
 def parse_flags():
-    """The flags; a mistake ends the program with one line."""
+    """The flags; those of DEFAULTS are None if they are not given."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    for name, x in FLAGS.items():
-        kind, default = (x, None) if isinstance(x, type) else (type(x), x)
-        more = dict(choices=tuple(SCHEDULERS)) if name == "scheduler" else {"default": default}
-        parser.add_argument(f"--{name}", type=kind, **more)
-    parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the flags\n")
-    for word in sys.argv[1:]:
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            parser.error(f"{word!a} is not valid UTF-8")
-    options, unknown = parser.parse_known_args()
-    if unknown:
-        parser.error(f"{unknown[0]} is unknown")
-    if missing := [x for x in ("model", "prompt") if getattr(options, x) is None]:
-        parser.error(f"--{' and --'.join(missing)} must be given")
-    return options
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder of export_model.py")
+    add("--prompt", required=True, help="text, or how to edit the image")
+    add("--negative_prompt", default="", help="what to avoid")
+    add("--input", type=Path, help="image to edit")
+    add("--output", type=Path, default=Path("image.png"), help=".npy: floats in [0, 1]")
+    add("--num_inference_steps", type=int)
+    add("--guidance_scale", type=float, help="weight of the prompt")
+    add("--image_guidance_scale", type=float, help="similarity to the input")
+    add("--height", type=int, help="pixels")
+    add("--width", type=int, help="pixels")
+    add("--scheduler", choices=tuple(SCHEDULERS))
+    add("--seed", type=int, default=0, help="not as in edit_cli.py")
+    add("--noise", type=Path, help=".npy of normal noise, (1, C, h, w) of the latents")
+    return parser.parse_args()
+
+
+def run(options):
+    """Make the image and write it."""
+    output, endings = options.output, (".png", ".jpg", ".jpeg", ".npy")
+    if output.suffix.lower() not in endings:
+        raise ValueError(f"--output {output} must end in {', '.join(endings)}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    file = options.model / "sampling_defaults.json"
+    defaults = DEFAULTS | (read(file.parent, file.name) if file.is_file() else {})
+    for name in DEFAULTS:
+        if getattr(options, name) is None:
+            setattr(options, name, defaults[name])
+    image = make_image(options, *open_folder(options.model, options.scheduler))
+    if output.suffix.lower() == ".npy":
+        np.save(output, image)
+    else:
+        Image.fromarray(np.uint8((image * 255).round())).save(output, quality=95)
+    print(output)
 
 
 def main():
     """Command line."""
     options = parse_flags()
     try:
-        fill_defaults(options)
-        check_flags(options)
-        image = make_image(options, *open_folder(options.model, options.scheduler))
-        if options.output.suffix.lower() == ".npy":
-            np.save(options.output, image)
-        else:
-            Image.fromarray(np.uint8((image * 255).round())).save(options.output, quality=95)
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:  # tokenizers raises plain Exceptions
+        run(options)
+    except Exception as error:  # runtimes and tokenizers have exceptions of their own
         sys.exit(print("error:", *str(error).split(), file=sys.stderr) or 2)
-    print(options.output)
 
 
 if __name__ == "__main__":

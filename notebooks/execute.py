@@ -6,25 +6,14 @@ Needs nbclient and ipykernel; requirements.txt has them for the tests.
 """
 
 import os
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from diffusers_flax.command_line import run_main
-
 NOTEBOOK = ROOT / "notebooks" / "instruct_pix2pix.ipynb"
 CELL_SECONDS = 1800  # a cell may take
-
-
-@dataclass(frozen=True)
-class Config:
-    pass
 
 
 def execute(notebook, folder, env):
@@ -51,18 +40,13 @@ def execute(notebook, folder, env):
                 output.text = output.text.replace("\r\n", "\n")
 
 
-def run(config):
+def main():
     """Execute, and write the notebook without the paths of this machine."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     execute(notebook, NOTEBOOK.parent, dict(os.environ))
     text = nbformat.writes(notebook).replace(f"{ROOT}/", "")
     NOTEBOOK.write_text(text + "\n")
     print(f"wrote {NOTEBOOK}, {len(text) / 1e3:.0f} kB")
-
-
-def main(args=None):
-    """Command line."""
-    run_main(Config, __doc__, run, args, interrupted="the notebook was not changed")
 
 
 if __name__ == "__main__":

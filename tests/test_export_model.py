@@ -1,10 +1,8 @@
-"""export_model.py: its flags, missing packages, its benchmark."""
+"""export_model.py: its flags, missing packages."""
 
-import json
 import shutil
 
 import pytest
-from exported import needs
 from tiny_models import make_tiny_pipeline
 
 import export_model
@@ -19,28 +17,6 @@ WRONG = [
     (["--run", "f", "--model", "m", "--prompt", "x"], "--model does not go with --run"),
     (["--run", "f"], "--run needs --prompt, a text"),
 ]
-
-
-@needs("openvino")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch and diffusers
-def test_benchmarks(tmp_path, monkeypatch):
-    """With tiny models: an export of each format, and times of every contender with them."""
-    from benchmarks.export import exports as benchmark
-
-    monkeypatch.delenv("XLA_FLAGS")  # on one device
-    output = tmp_path / "rows.json"
-    flags = ["--output", str(output), "--work_dir", str(tmp_path / "work")]
-    benchmark.main(["files", "--quick", *flags, "--names", "onnx", "openvino"])
-    rows = json.loads(output.read_text())
-    assert list(rows) == ["export sd15 onnx", "export sd15 openvino"]
-    for row in rows.values():
-        assert row["largest_share"] < 1e-4 and row["parts"].keys() >= {"unet", "vae_encoder"}
-    tiny = ["--size", "tiny", "--resolution", "64", "--num_inference_steps", "2"]
-    benchmark.main(["runtimes", *tiny, "--rounds", "1", "--seconds", "0", *flags])
-    rows = {x: row for x, row in json.loads(output.read_text()).items() if x not in rows}
-    assert {row["work"] for row in rows.values()} == {"runtimes, UNet", "runtimes, edit, 2 steps"}
-    names = {"ours", "torch eager", "onnxruntime", "openvino"}
-    assert all(row["seconds"].keys() == names for row in rows.values())
 
 
 @pytest.mark.parametrize(("flags", "said"), WRONG)

@@ -199,8 +199,7 @@ def splash(query, key, value, interpret=False):
     def block(length, limit):
         return max(n for n in (128, 256, 512, 1024, 2048) if length % n == 0 and n <= limit)
 
-    # The fastest of the blocks that python -m benchmarks.tpu_kernels attention tries and that fit a
-    # v4's VMEM.
+    # The fastest of the blocks that fit a v4's VMEM.
     small = head_dim <= 128
     sizes = dict(
         block_q=block(T, 512),

@@ -20,8 +20,7 @@ MOST_CHANNELS_PER_POSITION = 2
 MOST_NUMBERS = 2**26
 # shifted_matmuls is for fewer than BATCH_UNIT images, at least LEAST_POSITIONS positions and at
 # most MOST_SUMS results, whose float32 sums stay in VMEM. There XLA's convolution takes 1.5 to 2.4
-# times the estimated cycles of shifted_matmuls on v5e, 0.9 to 2.0 times on v6e
-# (python -m benchmarks.tpu_kernels convolution).
+# times the estimated cycles of shifted_matmuls on v5e, 0.9 to 2.0 times on v6e.
 BATCH_UNIT = 8
 LEAST_POSITIONS = 512
 MOST_SUMS = 2**24

@@ -1,4 +1,4 @@
-"""examples/pairs_from_captions.py from end to end, small, its CLIP model and its benchmark."""
+"""examples/pairs_from_captions.py from end to end, small, and its CLIP model."""
 
 import io
 import json
@@ -13,7 +13,6 @@ from helpers import ROOT
 from PIL import Image
 from transformers import CLIPModel, CLIPProcessor
 
-from benchmarks.made_pairs import __main__ as made_pairs
 from demo.photographs import EDITS
 from diffusers_flax.generating.clip import Clip
 
@@ -98,22 +97,6 @@ def test_finished_steps_are_kept(made):
     assert model.stat().st_mtime_ns == before
 
 
-def test_other_flags_run_the_steps_that_depend_on_them(made, tmp_path):
-    folder, _ = made
-    names = json.loads((folder / "steps.json").read_text())
-    assert all(is_finished for _, is_finished in names)
-    # An interruption while pairs are made: the step is not finished, and no later one is known.
-    (folder / "steps.json").write_text(json.dumps([*names[:2], [names[2][0], False]]))
-    samples = sorted((folder / "samples").glob("*.parquet"))
-    before = [file.read_bytes() for file in samples]
-    lines = run_example(folder, f"{SMALL} --only made")
-    commands = [line.split()[2] for line in lines if line.startswith("$ python")]
-    assert commands[0] == "make_pairs.py"
-    assert len(commands) == 6
-    assert [file.read_bytes() for file in samples] == before
-    assert list(json.loads((folder / "summary.json").read_text())) == ["made"]
-
-
 def test_clip_is_the_same_in_pytorch_and_has_learned(made):
     folder, _ = made
     rows = rows_of(folder / "true" / "data")[:8]
@@ -130,35 +113,3 @@ def test_clip_is_the_same_in_pytorch_and_has_learned(made):
     scores = json.loads((folder / "clip" / "scores.json").read_text())
     assert scores["num_held_out"] == 12
     assert scores["direction"] > scores["direction_of_other_edits"] + 0.05
-
-
-def test_benchmark(made, tmp_path):
-    folder, _ = made
-    output = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "benchmarks.made_pairs", "--pairs", folder, "--output", output]
-    command += ["--samples_per_line", "1", "--num_inference_steps", "2", "--fractions", "0", "1"]
-    command += ["--ways", "5 steps", "10 steps of dpmsolver++"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(output.read_text())
-    lines = len((folder / "captions.jsonl").read_text().splitlines())
-    assert {"p 0", "p 1", "thresholds all", "thresholds none", "model made"} <= set(rows)
-    assert rows["p 0"]["pairs"] == rows["p 1"]["pairs"] == lines
-    assert rows["p 0"]["edit_error_ratio"] != rows["p 1"]["edit_error_ratio"]
-    ways = [rows[f"fast {x}"] for x in ("5 steps", "10 steps of dpmsolver++")]
-    assert [row["pairs"] for row in ways] == [lines, lines]
-    assert all(0 <= row["good"] <= lines and row["seconds_per_pair"] > 0 for row in ways)
-    assert ways[0]["edit_error_ratio"] != ways[1]["edit_error_ratio"]
-    assert rows["thresholds all"]["pairs"] == 2 * lines
-    assert rows["model made"]["edit_error_ratio"] > 0
-
-
-def test_errors_of_pairs():
-    """A true edit has no error, an unedited image has 1; errors are weighed by the change."""
-    rows = [
-        {"error": 0.0, "change": 0.3, "instruction": "a", "line": 1},
-        {"error": 0.1, "change": 0.1, "instruction": "b", "line": 2},
-    ]
-    assert made_pairs.edit_error(rows[:1]) == 0
-    assert made_pairs.edit_error(rows[1:]) == 1
-    assert made_pairs.edit_error(rows) == pytest.approx(0.25)

@@ -1,15 +1,16 @@
 """Types of chips; memory and traffic of compiled programs."""
 
+import json
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import ROOT
 from jax.experimental import pallas as pl
 from tpu_programs import needs_libtpu
 
-from benchmarks.tables.tpu import host_ms
 from compile_for import TrainFlags
 from diffusers_flax.compiling.chips import (
     CHIPS,
@@ -98,8 +99,12 @@ def test_printed_estimate(capsys, tpu, hosts, share):
 
 
 def test_host_time_is_the_measured_one():
-    measured = {"Stable Diffusion 1.5": host_ms("sd15"), "SDXL": host_ms("sdxl")}
-    assert {name: round(ms) for name, ms in measured.items()} == HOST_MS
+    """The longest of all versions of jax."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "train.json").read_text())
+    for model, family in (("Stable Diffusion 1.5", "sd15"), ("SDXL", "sdxl")):
+        case = f"{family} host time, 2 processes"
+        measured = [row["host_ms"] for name, row in rows.items() if name.startswith(case)]
+        assert round(max(measured)) == HOST_MS[model]
 
 
 def test_measure_counts_what_a_program_does():

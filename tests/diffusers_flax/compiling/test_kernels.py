@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import pytest
 from gpu_programs import needs_gpu_compiler
 
-from benchmarks.rows import ROOT, read_rows, rows_of
 from diffusers_flax.compiling.cards import CARDS, find_gpus, gpu_devices, traced_for
 from diffusers_flax.compiling.costs import gpu_costs
 from diffusers_flax.compiling.kernels import (
-    ALL_KINDS,
     BUSY,
     BUSY_WITH_IMAGES,
     MEASURED_SHARES,
@@ -177,19 +175,6 @@ def test_estimate_by_hand():
     expected = 1.5 / MEASURED_SHARES["matmul"] + 0.5 / MEASURED_SHARES["copy"]
     assert estimated_seconds(table, makes_images=False) == pytest.approx(expected / BUSY)
     assert estimated_seconds(table, True) == pytest.approx(expected / BUSY_WITH_IMAGES)
-
-
-def test_shares_are_those_of_the_profiles():
-    rows = rows_of(read_rows(ROOT / "benchmarks/results/gpu_compiled.json"), "shares")
-    assert len(rows) == 3
-    for kind in set(ALL_KINDS) - {"collective"}:
-        kinds = [row["kinds"][kind] for row in rows.values()]
-        least, measured = (sum(x[y] for x in kinds) for y in ("least_seconds", "seconds"))
-        assert MEASURED_SHARES[kind] == pytest.approx(least / measured, abs=0.005), kind
-    busy = {name: row["kernel_seconds"] / row["seconds"] for name, row in rows.items()}
-    images = busy.pop("SDXL image, 1024 px, 20 steps")
-    assert pytest.approx(images, abs=0.005) == BUSY_WITH_IMAGES
-    assert pytest.approx(sum(busy.values()) / len(busy), abs=0.005) == BUSY
 
 
 @pytest.mark.slow

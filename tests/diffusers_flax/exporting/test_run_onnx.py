@@ -1,7 +1,6 @@
 """examples/run_onnx.py: its schedulers, images and errors."""
 
 import json
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -28,7 +27,6 @@ from trajectories import (
     torch_trajectory,
 )
 
-from diffusers_flax.images import MAX_PIXELS, READ_FORMATS
 from examples import run_onnx
 
 V, ZERO_SNR = {"prediction_type": "v_prediction"}, {"rescale_betas_zero_snr": True}
@@ -54,39 +52,14 @@ EULER = {"_class_name": "EulerDiscreteScheduler", "beta_schedule": "linear"}
 SOLVER = {"_class_name": "DPMSolverMultistepScheduler", "beta_schedule": "linear"}
 
 LACKING = [  # (content, --scheduler, what is said)
-    ({"_class_name": "EDMEulerScheduler"}, None, "EDMEulerScheduler, which this example lacks\n"),
-    (
-        {"_class_name": "EDMEulerScheduler"},
-        "euler",
-        "EDMEulerScheduler, which this example lacks\n",
-    ),
-    (EULER | {"_class_name": "UniPCMultistepScheduler"}, None, "choose one with --scheduler: ddim"),
+    ({"_class_name": "EDMEulerScheduler"}, "euler", "this example lacks EDMEulerScheduler"),
+    (EULER | {"_class_name": "UniPCMultistepScheduler"}, None, "--scheduler has ddim"),
     (EULER | {"prediction_type": "flow_prediction"}, None, "prediction_type='flow_prediction'"),
-    (EULER | {"timestep_type": "continuous"}, None, "timestep_type='continuous'"),
-    (EULER | {"interpolation_type": "log_linear"}, None, "interpolation_type='log_linear'"),
     (EULER | {"use_beta_sigmas": True}, None, "use_beta_sigmas=True for EulerDiscreteScheduler"),
     (SOLVER | {"use_exponential_sigmas": True}, None, "this example has False"),
     (SOLVER | {"solver_order": 3}, None, "solver_order=3 for DPMSolver"),
-    (SOLVER | {"thresholding": True}, None, "thresholding=True"),
     (EULER, "pndm", "skip_prk_steps=False for PNDMScheduler; this example has True"),
 ]
-
-WRONG_FOR_RUN_ONNX = [
-    ([], "--model and --prompt must be given; --help lists the flags"),
-    (["--model", "m"], "error: --prompt must be given"),
-    (["--model", "m", "--promt", "it"], "--promt is unknown; --help lists the flags"),
-    (["--model", "m", "--prompt", "make it \udcff red"], "it \\udcff red' is not valid UTF-8"),
-    (["--model", "m", "--prompt", "it"], "--model m is no complete export"),
-    (["--model", "m", "--prompt", "it", "--scheduler", "unipc"], "choose from"),
-    (["--model", "m", "--prompt", "it", "--guidance_scale", "nan"], "--guidance_scale nan must"),
-    (["--model", "m", "--prompt", "it", "--seed", "-1"], "--seed -1 must be from 0"),
-    (["--model", "m", "--prompt", "it", "--input", "no.png"], "--input no.png is not a file"),
-    (["--model", "m", "--prompt", "it", "--output", "a.gif"], "--output a.gif must be a file that"),
-]
-
-
-def test_run_onnx_reads_the_images_of_all_programs():
-    assert [*READ_FORMATS] == run_onnx.FORMATS and run_onnx.MAX_PIXELS == MAX_PIXELS
 
 
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")  # of diffusers
@@ -142,27 +115,16 @@ def test_another_scheduler_does_not_clip_latents(tmp_path):
 def test_images_that_run_onnx_reads(tmp_path):
     """Transparent pixels are white, 16 bits are scaled."""
     half = Image.fromarray(np.uint8([[[200, 0, 0, 0], [200, 0, 0, 128]]]))
-    on_white = [[255, 255, 255], [227, 127, 127]]
     deep = Image.fromarray(np.uint16([[25700, 65535]]))
-    palette = Image.fromarray(np.uint8([[0, 1]])).convert("P")
-    palette.putpalette([200, 0, 0, 9, 8, 7])
-    palette.info["transparency"] = 0
     for image, pixels in (
-        (half, on_white),
-        (half.convert("LA").convert("La"), [[255] * 3, [157] * 3]),
-        (palette, [[255] * 3, [9, 8, 7]]),
+        (half, [[255, 255, 255], [227, 127, 127]]),
+        (half.convert("LA"), [[255] * 3, [157] * 3]),
         (deep, [[100] * 3, [255] * 3]),
-        (deep.convert("I"), [[100] * 3, [255] * 3]),
-        (half.convert("CMYK"), [[200, 0, 0]] * 2),
+        (half.convert("RGB"), [[200, 0, 0]] * 2),
     ):
-        found = np.asarray(run_onnx.to_rgb(image))[0]
+        image.save(file := tmp_path / "image.png")
+        found = np.asarray(run_onnx.read_image(file))[0]
         np.testing.assert_allclose(found, pixels, atol=1, err_msg=image.mode)
-    deep.save(tmp_path / "deep.png", transparency=25700)
-    found = np.asarray(run_onnx.read_image(tmp_path / "deep.png"))
-    assert (found == 255).all()
-    deep.convert("F").save(tmp_path / "float.tiff")
-    with pytest.raises(ValueError, match=r"float\.tiff cannot be read as an image: mode F"):
-        run_onnx.read_image(tmp_path / "float.tiff")
 
 
 def test_sizes_of_edits_by_run_onnx():
@@ -178,18 +140,16 @@ def test_sizes_of_edits_by_run_onnx():
         options = SimpleNamespace(**{"height": None, "width": None} | flags)
         image = Image.new("RGB", size) if size else None
         assert run_onnx.choose_size(options, parts, image) == wanted
-    with pytest.raises(ValueError, match="--width 30 is not a multiple of 8; try 24 or 32"):
+    with pytest.raises(ValueError, match="--width 30 is not a multiple of 8"):
         run_onnx.choose_size(SimpleNamespace(height=None, width=30), parts, None)
 
 
-@pytest.mark.parametrize(("flags", "said"), WRONG_FOR_RUN_ONNX)
-def test_wrong_flags_of_run_onnx(flags, said, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["run_onnx.py", *flags])
-    with pytest.raises(SystemExit) as stop:
+def test_a_folder_that_is_no_export(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["run_onnx.py", "--model", str(tmp_path), "--prompt", "it"])
+    with pytest.raises(SystemExit, match="2"):
         run_onnx.main()
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and said in error
+    assert error.startswith("error: ") and error.endswith("make one with export_model.py\n")
 
 
 @needs("onnx")
@@ -202,10 +162,6 @@ def test_folders_that_run_onnx_refuses(exports, tmp_path, capsys):
     flags = ["--model", whole, "--input", image]
     assert "--height 30 is not a multiple of 4" in refusal(*flags, "--height", "30")
     assert "--num_inference_steps 0 must be" in refusal(*flags, "--num_inference_steps", "0")
-    shutil.copytree(whole, broken := tmp_path / "broken")
-    file = broken / "unet" / "model.onnx"
-    file.write_bytes(file.read_bytes()[:5000])
-    assert "broken cannot be opened: " in refusal("--model", broken, "--input", image)
     # An export is no model to export, and a model is no place for an export.
     capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):

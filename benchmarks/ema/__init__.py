@@ -1,1 +1,0 @@
-"""Cost and benefit of averages of the weights: python -m benchmarks.ema."""

@@ -1,1 +1,0 @@
-"""What matters on one NVIDIA GPU: python -m benchmarks.gpu."""

@@ -1,1 +1,0 @@
-"""Pairs that make_pairs.py draws with the demo's model, beside true edits."""
