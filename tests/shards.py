@@ -6,6 +6,8 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -166,3 +168,19 @@ def same(batch, other):
 
 def prompts_of(batches):
     return [prompt for batch in batches for prompt in batch["edit_prompt"]]
+
+
+class ListedEdit(NamedTuple):
+    input: Path
+    instruction: str
+    output: Path
+    mask: Path | None = None
+    after: int | None = None
+    truth: Path | None = None
+
+
+def edits_of_jsonl(file):
+    """The edits of a list, as edit_cli.py reads them."""
+    from diffusers_flax.evaluation.edits import read_edits
+
+    return [ListedEdit(*edit) for edit in read_edits(file)]

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import ROOT
 from PIL import Image
-from shards import write_list
+from shards import ListedEdit, edits_of_jsonl, write_list
 
 import edit_cli
 import parquet_processing
@@ -16,7 +16,6 @@ from diffusers_flax.data.lists import NAMES
 from diffusers_flax.data.pairs import write_pairs
 from diffusers_flax.evaluation import held_out
 from diffusers_flax.evaluation.held_out import pairs_of_jsonl
-from edit_cli import Edit, edits_of_jsonl
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +117,7 @@ def test_paths_are_relative_to_the_list_before_the_working_directory(tmp_path, c
         tmp_path / "lists/a.jsonl", [row | {"input": str(tmp_path / "work/in.png")}]
     )
     assert edits_of_jsonl(absolute) == [
-        Edit(
-            0,
+        ListedEdit(
             tmp_path / "work/in.png",
             "x",
             tmp_path / "lists/out/0.png",

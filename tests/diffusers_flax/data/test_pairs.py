@@ -11,13 +11,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
-from shards import open_pairs, write_list
+from shards import edits_of_jsonl, open_pairs, write_list
 
 import parquet_processing
 from diffusers_flax.data import lists, pairs, writing
 from diffusers_flax.data import shards as dataloading_shards
 from diffusers_flax.data.pairs import write_pairs
-from edit_cli import edits_of_jsonl
 
 ORIENTATION = 0x0112
 HEADER = "input,edit,edited\n"
