@@ -334,23 +334,24 @@ def refuse_length(config, checkpoint, num_steps, new_num_steps, is_finished):
         num_steps, new_num_steps: length of the run so far, and as asked for.
         is_finished: whether RUN has its model.
     """
-    step, unet = int(checkpoint.name), checkpoint.parent.parent / "unet"
+    step, further = int(checkpoint.name), "name another --output_dir"
+    if final_file(config) == INDEX_NAME:  # no run starts from a LoRA
+        unet = checkpoint.parent.parent / "unet"
+        further = f"train its UNet further with --unet_model_name_or_path {unet}, and {further}"
     has_decayed = config.lr_scheduler != "constant" and step > config.lr_warmup_steps
-    if is_finished and new_num_steps <= num_steps and not has_decayed:
-        return f"its run had {num_steps} steps, give more to train it longer"
+    if is_finished and new_num_steps <= num_steps:
+        advice = further if has_decayed else "give more to train it longer"
+        return f"its run had {num_steps} steps; {advice}"
     if new_num_steps < step:
         return (
             f"the run is to have {new_num_steps} steps, but its checkpoint has done {step}; give "
             f"{step} or more, or start again with --resume_from_checkpoint none"
         )
-    if not has_decayed or (new_num_steps == num_steps and not is_finished):
+    if new_num_steps == num_steps or not has_decayed:
         return None
-    remedy = "name another --output_dir"
-    if final_file(config) == INDEX_NAME:  # no run starts from a LoRA
-        remedy += f", and train its UNet further with --unet_model_name_or_path {unet}"
     return (
         f"the run had {num_steps} steps and is to have {new_num_steps}, but "
-        f"{flag(config, 'lr_scheduler')} has lowered the learning rate for {num_steps}; {remedy}"
+        f"{flag(config, 'lr_scheduler')} has lowered the learning rate for {num_steps}; {further}"
     )
 
 

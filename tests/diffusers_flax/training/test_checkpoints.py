@@ -82,14 +82,19 @@ def test_a_run_without_its_last_checkpoint_is_not_started_again(tmp_path):
 @pytest.mark.parametrize(
     ("run", "num_steps", "flags", "advice"),
     [
-        ({}, 30, {}, "contains a model; its run had 30 steps, give more to train it longer; or"),
+        ({}, 30, {}, "contains a model; its run had 30 steps; give more to train it longer; or"),
         # more would be refused
-        ({}, 30, {"lr_scheduler": "cosine"}, "cosine has lowered .*; name another --output_dir"),
+        (
+            {},
+            30,
+            {"lr_scheduler": "cosine"},
+            "its run had 30 steps; train its UNet further with --unet_model_name_or_path OUT/unet",
+        ),
         (
             {"step": 20, "final": "", "components": ()},
             60,
             {"lr_scheduler": "cosine"},
-            "cosine has lowered .* for 30; .* further with --unet_model_name_or_path OUT/unet$",
+            "cosine has lowered .* for 30; .* further with --unet_model_name_or_path OUT/unet, and",
         ),
         ({"step": 20, "final": ""}, 10, {}, "its checkpoint has done 20; give 20 or more, or"),
         # no run starts from a LoRA

@@ -521,8 +521,7 @@ def remove_saved_run(out):
         (
             {"max_train_steps": 6},
             "the run had 4 steps and is to have 6, but --lr_scheduler cosine has lowered the "
-            "learning rate for 4; name another --output_dir, and train its UNet further with "
-            "--unet_model_name_or_path ",
+            "learning rate for 4; train its UNet further with --unet_model_name_or_path ",
         ),
         ({"model": 1}, "weights of unet_model_name_or_path was"),
         ({"data": 1}, "shards of train_data_dir was"),
@@ -648,7 +647,7 @@ def test_the_command_of_a_finished_run_ends_well(model, data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_train_steps": 2}, "contains a model; its run had 3 steps, give more"),
+        ({"max_train_steps": 2}, "contains a model; its run had 3 steps; give more"),
         ({"max_train_steps": 6, "seed": 5}, "belongs to another run: seed was 3 and is 5. Change"),
         (
             {"max_train_steps": 6, "resume_from_checkpoint": "none"},
