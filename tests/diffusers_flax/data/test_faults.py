@@ -1,7 +1,6 @@
 """Which pairs count as unchanged, and which as near duplicates."""
 
 import io
-import sqlite3
 
 import numpy as np
 import pytest
@@ -69,8 +68,7 @@ def drawing(rng, largest):
 
 @pytest.mark.parametrize("largest", [15, 40, 100])
 def test_different_objects_on_white_do_not_look_alike(photographs, largest):
-    rng, db = np.random.default_rng(1), sqlite3.connect(":memory:")
-    finder = FaultFinder(db)
+    rng, finder = np.random.default_rng(1), FaultFinder()
     objects = [drawing(rng, largest) for _ in range(100)]
     pairs = [(image, image.convert("L").convert("RGB")) for image in objects]
     pairs += [(image, image.rotate(180)) for image in photographs]
@@ -86,4 +84,3 @@ def test_different_objects_on_white_do_not_look_alike(photographs, largest):
     for pair in pairs:
         scaled = [image.resize((240, 240), Image.Resampling.LANCZOS) for image in pair]
         assert "near_duplicate" in found(scaled, quality=80)
-    db.close()
