@@ -13,7 +13,7 @@ loader applies their EXIF orientation.
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from functools import cache
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
@@ -68,11 +68,6 @@ class ListedPair(NamedTuple):
         """The image files: original, edited and, if it has one, the mask."""
         files = {"original": self.original, "edited": self.edited, "mask": self.mask}
         return {name: file for name, file in files.items() if file}
-
-    def checks(self) -> list[tuple[Callable, Path]]:
-        """The image files, each with the function that checks it."""
-        checks = {"mask": check_mask}
-        return [(checks.get(name, check_image), file) for name, file in self.files().items()]
 
 
 def index_images(folder: Path) -> dict[str, list[Path]]:
@@ -162,71 +157,52 @@ def list_pairs(
     return pairs, problems
 
 
-def check_image(path: Path) -> tuple[int, int] | str:
-    """Decode an image as the loader does.
+@cache
+def image_size(path: Path, is_mask: bool = False) -> tuple[int, int]:
+    """(width, height) of an image after EXIF orientation; decodes it as the loader does.
 
-    Returns:
-        (width, height) after EXIF orientation, or a description of the problem.
+    Raises:
+        OSError, ValueError: it cannot be read or used.
     """
-    try:
-        data = path.read_bytes()
-        decode_image(data, (16, 16))  # raises a ValueError if the image is damaged
-        width, height = encoded_size(data)
-        if max(width, height) > MAX_ASPECT * min(width, height):
-            return f"{width}x{height} is too narrow; the most is {MAX_ASPECT} to 1"
-        return width, height
-    except FileNotFoundError:
-        return "does not exist"
-    except OSError as error:
-        return error.strerror or one_line(error, 200)
-    except ValueError as error:
-        return one_line(error, 200)
+    data = path.read_bytes()
+    decode_image(data, (16, 16))  # raises a ValueError if the image is damaged
+    width, height = encoded_size(data)
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise ValueError(f"{width}x{height} is too narrow; the most is {MAX_ASPECT} to 1")
+    if is_mask and decode_mask(data).max() < 128:
+        raise ValueError("has no white, so nothing may change; paint white what the edit changes")
+    return width, height
 
 
-def check_mask(path: Path) -> tuple[int, int] | str:
-    """check_image for a mask, which must have white."""
-    size = check_image(path)
-    try:
-        if not isinstance(size, str) and decode_mask(path.read_bytes()).max() < 128:
-            return "has no white, so nothing may change; paint white what the edit changes"
-    except (OSError, ValueError) as error:
-        return one_line(error, 200)
-    return size
+def check_images(pair: ListedPair) -> list[tuple[int, str]]:
+    """(line, problem) for each problem with the images of a pair."""
+    sizes, problems = {}, []
+    for name, path in pair.files().items():
+        try:
+            sizes[name] = image_size(path, name == "mask")
+        except (OSError, ValueError) as error:
+            problems.append(f"{path}: {getattr(error, 'strerror', None) or one_line(error, 200)}")
+    if not problems:
+        try:
+            check_one_shape(pair.original, sizes["original"], pair.edited, sizes["edited"])
+        except ValueError as error:
+            problems.append(str(error))
+        if sizes.get("mask", sizes["original"]) != sizes["original"]:
+            named = (pair.mask, *sizes["mask"], pair.original, *sizes["original"])
+            problems.append(
+                "{} is {}x{} pixels (width x height) and {} {}x{}; a mask has the size of the "
+                "original image".format(*named)
+            )
+    return [(pair.line, problem) for problem in problems]
 
 
 def check_listed_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
-    """Decode every image once, in threads, and compare the sizes within each pair.
-
-    Returns:
-        (line, problem) for each problem.
-    """
-    checks = list(dict.fromkeys(check for pair in pairs for check in pair.checks()))
+    """check_images of all pairs, in threads."""
+    image_size.cache_clear()  # files may have changed
     with ThreadPool(num_usable_cores()) as pool:  # exits at once on Ctrl-C
-        sizes = pool.imap(lambda given: given[0](given[1]), checks, chunksize=4)
-        bar = tqdm(sizes, "checking images", len(checks), unit="image", disable=None)
-        size_by_check = dict(zip(checks, bar))
-
-    problems = []
-    for pair in pairs:
-        found = [(check[1], size_by_check[check]) for check in pair.checks()]
-        wrong = [f"{path}: {size}" for path, size in found if isinstance(size, str)]
-        problems += [(pair.line, problem) for problem in wrong or compare_sizes(found)]
-    return problems
-
-
-def compare_sizes(found: list[tuple[Path, tuple[int, int]]]) -> Iterator[str]:
-    """Problems with the sizes of a pair; found: (file, (width, height)) of each image."""
-    (original, size), (edited, edited_size), *masks = found
-    try:
-        check_one_shape(original, size, edited, edited_size)
-    except ValueError as error:
-        yield str(error)
-    for mask, mask_size in masks:
-        if mask_size != size:
-            yield (
-                "{} is {}x{} pixels (width x height) and {} {}x{}; a mask has the size of the "
-                "original image".format(mask, *mask_size, original, *size)
-            )
+        found = pool.imap(check_images, pairs, chunksize=4)
+        bar = tqdm(found, "checking images", len(pairs), unit="pair", disable=None)
+        return [problem for problems in bar for problem in problems]
 
 
 def split_held_out(

@@ -450,7 +450,7 @@ def test_flags(tmp_path, monkeypatch, capsys, flags, words):
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("stop_at", ["check_image", "image_cell", "write_bytes", "rename"])
+@pytest.mark.parametrize("stop_at", ["check_images", "image_cell", "write_bytes", "rename"])
 def test_interrupt_leaves_nothing(tmp_path, monkeypatch, capsys, stop_at):
     file = make_pairs(tmp_path, 6)
     monkeypatch.setattr(writing, "ROW_GROUP_ROWS", 1)
