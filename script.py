@@ -1,358 +1,282 @@
-"""Plan a download: assign a dataset's parquet shards to workers and write input files for aria2.
+"""Plan a download: assign a dataset's files to workers and write input files for aria2.
 
 Run it on every worker of a slice (`gcloud compute tpus tpu-vm ssh ... --worker=all`) or on one
-machine, then start the download. With the InstructPix2Pix dataset (262 shards, 131 GB):
+machine, then start the download. With the InstructPix2Pix dataset:
 
-    python script.py --dataset timbrooks/instructpix2pix-clip-filtered
+    python script.py --dataset timbrooks/instructpix2pix-clip-filtered    # 262 shards, 131 GB
     bash script.sh
 
-Takes seconds and needs no accelerator. It accepts every hub dataset that has parquet files, and
-sets that consist of archives or image files with an index, such as sysuyy/ImgEdit; for these the
-last lines name the program that makes shards of them. For other servers, --urls names a file with
-one "URL [SIZE_IN_BYTES [SHA256]]" per line; # starts a comment.
+It takes seconds and makes the same plan everywhere: files go from largest to smallest, each to the
+worker with the fewest bytes so far. In sets of archives or images (docs/edit-sets.md), the parts of
+an archive stay together, as do the images of a directory, and indexes go to every worker.
 
-Choice of shards: the hub's parquet conversion (refs/convert/parquet) if it covers the whole split,
-else the parquet files in the repository. --revision always selects the files in the repository.
---columns reads the footer of every shard and prints columns, rows and row groups. How archives are
-told from shards: docs/edit-sets.md. --include 'Singleturn/add_*' chooses files.
-
-Assignment: shards are taken from largest to smallest; each goes to the worker with the fewest bytes
-so far. Archives likewise, with all of their parts, and image files by directory; index files go to
-every worker. Every worker computes the same plan, without communication. The worker index and the
-number of workers come from --worker and --num_workers, else from the TPU VM's environment, else
-from that of Slurm's srun or Open MPI's mpirun. `--num_workers 1` on every worker assigns all shards
-to every worker. Files in --output_dir:
-
-    download-K.txt   aria2 input file with the files of worker K; one per worker
-    worker-HOST      index of this host's worker, read by script.sh; absent if it is unknown
-    manifest.json    {"files": [{url, file, size, sha256, rows, worker}]}; unknown values are null,
-                     and the worker of what all of them download
-
-HF_ENDPOINT replaces the hub's address. HF_TOKEN (or `hf auth login`) gives access to private and
-gated datasets; the token is sent to the hub only. Failed requests are repeated: for up to 10
-minutes if the server asks to wait (HTTP 429), for up to one minute if it does not answer.
+--output_dir has download-K.txt, the aria2 input file of worker K; worker-HOST, the index of this
+host's worker if it is known, for script.sh; and manifest.json, {"files": [{url, file, size, sha256,
+rows, worker}]}, with null for an unknown value, and for the worker of what all workers download.
+HF_TOKEN (or `hf auth login`) opens private and gated datasets; HF_ENDPOINT replaces the hub.
 """
 
-import heapq
+import argparse
 import json
 import os
 import re
-import shlex
 import socket
 import sys
-import uuid
-from dataclasses import dataclass
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import httpx2
-from tqdm import tqdm
+from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
-from diffusers_flax.command_line import run_main
-from diffusers_flax.data.archives.remote import Selection, list_dataset, list_urls
-from diffusers_flax.data.remote_shards import format_range, read_columns, read_url_list
-
-MAX_UNUSED_FRACTION = 0.05  # of the rows in every epoch; more prints a warning
-ARCHIVES_DIR = "downloads"  # of script.sh, for archives
-MAX_FILES = 5000  # of one worker; script.sh takes about 50 ms for each file, besides its bytes
-METADATA_TIMEOUT = 2  # seconds; the metadata server is on the host itself
-
-
-@dataclass(frozen=True)
-class Config:
-    dataset: str | None = None  # hub id, OWNER/NAME
-    urls: Path | None = None  # instead of dataset: file with lines "URL [SIZE [SHA256]]"
-    output_dir: Path = Path("plan")  # directory for the plan
-    config: str | None = None  # configuration; default: the only one, or "default"
-    split: str = "train"  # split of the dataset, or a pattern of names such as "FreeForm_*"
-    revision: str | None = None  # branch, tag or commit; default: conversion, else main
-    worker: int | None = None  # this worker's index, from 0; needs --num_workers
-    num_workers: int | None = None  # number of workers; without --worker, the index is detected
-    max_shards: int | None = None  # use only the first N shards or archives; default: all
-    include: tuple[str, ...] = ()  # use only files whose paths fit a pattern; default: all
-    columns: bool = False  # read all footers; print columns, rows and row groups
+SPLITS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval"}
+# An archive, or a part of one: .000, .aa, .split.000, .part-aa, .part0
+PART = r"[.-](?:(?:split|part)[.-]?)?(?:\d{1,6}|(?!bz|lz|xz|md)[a-y][a-z])"
+ARCHIVE = re.compile(rf"(.+\.(?:tar\.gz|tgz|tar))(?:{PART})?")
+# An image; the group is its directory, or the one above it with both sides of a pair.
+SIDE = "(?:input|output|original|edited|source|target|before|after|mask)s?(?:[_-]?images?)?/"
+IMAGE = re.compile(rf"(?i)((?:.*?/)??)(?:{SIDE})*[^/]+\.(?:jpe?g|png|webp|gif|bmp|tiff?|avif)")
+INDEX = re.compile(r"(?i).+\.(?:jsonl?(?:\.gz)?|parquet)")
+SHARD = re.compile(r".+\.parquet")
+# Sets with the two images of a pair in two archives: every worker downloads all of them.
+PAIRS_APART = ("a1557811266/inter-edit-train", "apple/pico-banana-400k")
+MAX_UNUSED = 0.05  # of the bytes; more prints a warning
 
 
-def assign_workers(sizes, num_workers):
-    """Assign each shard, largest first, to the worker with the fewest bytes so far.
+def list_repository(dataset, revision):
+    """The files of a repository on the hub by path; hidden and unprintable paths are left out."""
+    tree = HfApi().list_repo_tree(dataset, recursive=True, revision=revision, repo_type="dataset")
+    files = []
+    for entry in tree:
+        is_hidden = re.search(r"(^|/)\.[^.]", entry.path) or not entry.path.isprintable()
+        if hasattr(entry, "size") and not is_hidden:  # directories have no size
+            url = hf_hub_url(dataset, entry.path, repo_type="dataset", revision=revision)
+            sha256 = entry.lfs and entry.lfs.sha256
+            files.append({"url": url, "file": entry.path, "size": entry.size, "sha256": sha256})
+    return sorted(files, key=lambda file: file["file"])
 
-    No worker gets more than the mean plus one shard. With equal sizes counts differ by one at most.
 
-    Args:
-        sizes: bytes, > 0; None counts as the mean of the known sizes.
-        num_workers: at least 1.
+def matching(files, pattern):
+    """The files with paths that match a compiled pattern."""
+    return [file for file in files if pattern.fullmatch(file["file"])]
 
-    Returns:
-        Worker index of each shard, list of int in [0, num_workers).
 
+def config_and_split(path):
+    """(configuration, split) of a parquet file in a repository or in the hub's conversion."""
+    *folders, name = re.sub(r"-part\d+/", "/", path).split("/")
+    words = [word for word in re.split("[^A-Za-z]+", name) if word in SPLITS]
+    numbered = re.fullmatch(r"(.+)-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.parquet", name)
+    split = words[-1] if words else numbered[1] if numbered else "train"
+    # The conversion has CONFIG/SPLIT/0000.parquet, or CONFIG/SPLIT-part1/ for over 10000 files.
+    if folders and (folders[-1] in SPLITS or re.fullmatch(r"\d{4}\.parquet", name)):
+        split = folders.pop()
+    return "/".join(folder for folder in folders if folder != "data") or "default", split
+
+
+def choose_split(shards, config, split):
+    """The shards of a configuration and of a split, or of a pattern of splits."""
+    places = [config_and_split(file["file"]) for file in shards]
+    configs = {place[0] for place in places}
+    config = config or (configs.pop() if len(configs) == 1 else "default")
+    fits = [place[0] == config and fnmatchcase(place[1], split) for place in places]
+    if not any(fits):
+        names = sorted({"/".join(place) for place in places})
+        raise ValueError(f"choose --config and --split among {names[:20]}; or give --urls")
+    return [file for file, is_chosen in zip(shards, fits) if is_chosen]
+
+
+def list_dataset(flags):
+    """(files of a dataset on the hub, whether they are a set of archives or images).
+
+    A set has no parquet files with a quarter of its bytes, which would contain the images. Shards
+    are of the hub's conversion if it is complete, without a directory partial-SPLIT or partial.
+    """
+    files = list_repository(flags.dataset, flags.revision or "main")
+    archives, images, indexes = (matching(files, x) for x in (ARCHIVE, IMAGE, INDEX))
+    shards = matching(files, SHARD)
+    parts = archives + images * (len(images) >= 20 and bool(indexes))  # fewer: figures of the card
+    num_bytes = sum(file["size"] for file in parts) - 4 * sum(file["size"] for file in shards)
+    if (parts and num_bytes >= 0) or flags.dataset.lower() in PAIRS_APART:
+        if flags.config or flags.split != "train":
+            raise ValueError("archives have no --config and --split; choose files with --include")
+        return parts + indexes, True
+    if flags.revision is None:
+        with suppress(RevisionNotFoundError):
+            converted = matching(list_repository(flags.dataset, "refs/convert/parquet"), SHARD)
+            if converted and not any("/partial" in file["file"] for file in converted):
+                shards = converted
+    return choose_split(shards, flags.config, flags.split), False
+
+
+def list_urls(list_file):
+    """(files of a list, whether they are a set of archives or images)."""
+    line_format = re.compile(
+        r"(https?://[^\s@/]+/[!-~]*)(?:\s+([1-9]\d*))?(?:\s+([0-9a-fA-F]{64}))?"
+    )
+    files = {}
+    for number, line in enumerate(list_file.read_text(encoding="utf-8-sig").split("\n"), start=1):
+        if found := line_format.fullmatch(line.strip()):
+            url, size, sha256 = found[1], found[2] and int(found[2]), found[3] and found[3].lower()
+            path = re.sub("/.+/resolve/(refs/.+/parquet|[^/]+)/", "", unquote(urlsplit(url).path))
+            files[url] = {"url": url, "file": path, "size": size, "sha256": sha256}
+        elif line.strip() and not line.lstrip().startswith("#"):
+            raise ValueError(f"--urls {list_file}: line {number} is not URL [SIZE [SHA256]]")
+    files = list(files.values())
+    if not matching(files, ARCHIVE):
+        return files, False
+    shared = os.path.commonpath([os.path.dirname(f"/{file['file']}") for file in files])
+    for file in files:  # directories below the common one are kept
+        file["file"] = os.path.relpath(f"/{file['file']}", shared)
+    return files, True
+
+
+def unit_of(path):
+    """What goes to one worker: an archive with its parts, a directory of images; "": to all."""
+    found = ARCHIVE.fullmatch(path) or IMAGE.fullmatch(path)
+    return (found[1] or "./") if found else ""
+
+
+def name_shards(files):
+    """Name shards for one directory: paths in a repository with dashes, or ends of addresses."""
+    names = [re.sub("^/.*/", "/", file["file"]).replace("/", "-") for file in files]
+    stems = [re.sub(r"[^A-Za-z0-9._-]", "_", name.removesuffix(".parquet")) for name in names]
+    names = [f"{stem[-200:].lstrip('.-') or 'shard'}.parquet" for stem in stems]
+    for number, (file, name) in enumerate(zip(files, names)):
+        file["file"] = name if len(set(names)) == len(names) else f"{number:05d}-{name}"
+
+
+def assign_workers(units, num_workers):
+    """Give each list of files, from the largest on, to the worker with the fewest bytes so far.
+
+    No worker gets more than the mean plus one list. Returns the bytes of each worker.
     Source: Graham 1969, Bounds on multiprocessing timing anomalies (longest processing time).
     """
-    known = [size for size in sizes if size is not None]
-    mean = sum(known) // len(known) if known else 1
-    sizes = [mean if size is None else size for size in sizes]
-    loads = [(0, worker) for worker in range(num_workers)]
-    workers = [0] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):  # a stable sort
-        load, workers[i] = heapq.heappop(loads)
-        heapq.heappush(loads, (load + sizes[i], workers[i]))
-    return workers
+    sizes = [[file["size"] for file in unit] for unit in units]
+    known = [sum(unit) for unit in sizes if None not in unit]
+    mean = sum(known) // len(known) if known else 1  # for unknown sizes
+    sizes = [mean if None in unit else sum(unit) for unit in sizes]
+    loads = [0] * num_workers
+    for i in sorted(range(len(units)), key=lambda i: -sizes[i]):  # a stable sort
+        worker = loads.index(min(loads))
+        loads[worker] += sizes[i]
+        for file in units[i]:
+            file["worker"] = worker
+    return loads
 
 
-def format_size(files):
-    """Format the sum of the sizes and the number of unknown sizes."""
-    unknown = sum(file["size"] is None for file in files)
-    known = tqdm.format_sizeof(sum(file["size"] or 0 for file in files), "B")
-    return f"{known} and {unknown} of unknown size" if unknown else known
-
-
-def aria2_input(files, worker, are_archives):
-    """One worker's files as an aria2 input file; script.sh reads the comments about sizes.
-
-    With the first line "# archives", script.sh downloads to ARCHIVES_DIR by default.
-
-    Source: aria2c manual, section "Input File".
-    """
-    lines = ["# archives"] * are_archives
-    for file in files:
-        if file["worker"] in (worker, None):
-            lines += [f"# size={file['size']}"] if file["size"] else []
-            lines += [file["url"], f"  out={file['file']}"]
-            lines += [f"  checksum=sha-256={file['sha256']}"] if file["sha256"] else []
-    lines = lines or [f"# no shards for worker {worker}: there are more workers than shards"]
-    return "\n".join(lines) + "\n"
-
-
-def write_plan(output_dir, files, worker, num_workers, are_archives):
-    """Write the input files of all workers, this worker's index if known, and the manifest."""
-
-    def write(path, text):
-        """Move a complete file into place, as hosts may share output_dir."""
-        output_dir.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".unfinished-{uuid.uuid4().hex}-{path.name}")
-        try:
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-    for k in range(num_workers):
-        write(output_dir / f"download-{k}.txt", aria2_input(files, k, are_archives))
-    index_file = output_dir / f"worker-{socket.gethostname()}"
-    if worker is None:
-        index_file.unlink(missing_ok=True)  # script.sh would use the index of an earlier plan
-    else:
-        write(index_file, f"{worker}\n")
-    write(output_dir / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
-    for path in sorted(output_dir.glob("download-*.txt")):
-        k = path.stem.removeprefix("download-")
-        if k.isdecimal() and int(k) >= num_workers:
-            path.unlink(missing_ok=True)
-            print(f"removed {path}, left over from a plan with more workers")
-
-
-def check_flags(config):
-    """Raise a ValueError for flags that are out of range or contradict each other."""
-    if (config.dataset is None) == (config.urls is None):
-        both = ", not both" if config.urls else ""
-        raise ValueError(f"give one of --dataset NAME and --urls FILE{both}")
-    if config.urls and (config.config or config.revision or config.split != Config.split):
-        raise ValueError(
-            "--urls excludes --config, --split and --revision, which apply to --dataset"
-        )
-    for name in ("num_workers", "max_shards"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    if config.worker is not None and config.num_workers is None:
-        raise ValueError(
-            f"--worker {config.worker} needs the number of workers; also give --num_workers"
-        )
-    if config.worker is not None and not 0 <= config.worker < config.num_workers:
-        raise ValueError(f"--worker {config.worker} must be from 0 to {config.num_workers - 1}")
-    if config.output_dir.exists() and not config.output_dir.is_dir():
-        raise ValueError(f"--output_dir {config.output_dir} is a file; name a directory")
-
-
-def vm_metadata(attribute):
-    """An attribute of this VM from Google's metadata server, or None."""
+def vm_attribute(name):
+    """An attribute of a TPU VM from Google's metadata server, or ""."""
     host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
-    url = f"http://{host}/computeMetadata/v1/instance/attributes/{attribute}"
-    options = {"headers": {"Metadata-Flavor": "Google"}, "timeout": METADATA_TIMEOUT}
-    try:
-        response = httpx2.get(url, trust_env=False, **options)  # without a proxy
-    except httpx2.HTTPError:
-        return None
-    return response.text if response.status_code == 200 else None
+    url = f"http://{host}/computeMetadata/v1/instance/attributes/{name}"
+    options = {"headers": {"Metadata-Flavor": "Google"}, "timeout": 2, "trust_env": False}
+    with suppress(httpx2.HTTPError):
+        return httpx2.get(url, **options).raise_for_status().text
+    return ""
 
 
-def tpu_worker():
-    """(index, count) of this host in its TPU slice or slices; None on other machines.
-
-    Source: jax._src.clusters.cloud_tpu_cluster, for the variables that GKE sets and the attributes
-    of TPU VMs: worker-network-endpoints is a,b,c; tpu-env has lines KEY: 'value'.
-    """
-    hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
-    index = os.environ.get("TPU_WORKER_ID")
-    if not (hosts and index):
-        index, hosts = vm_metadata("agent-worker-number"), vm_metadata("worker-network-endpoints")
-        if not (hosts and index):
-            return None
-    slices = os.environ
-    if "MEGASCALE_NUM_SLICES" not in slices:
-        tpu_env = vm_metadata("tpu-env") or ""
-        slices = dict(re.findall(r"^\s*(\w+)\s*:\s*'?([^'\n]*)", tpu_env, re.MULTILINE))
-    try:
-        per_slice, index = len(hosts.split(",")), int(index)
-        slice_id = int(slices.get("MEGASCALE_SLICE_ID") or 0)
+def find_worker():
+    """(index, number of workers) of this process; (0, 1) outside of TPU slices and jobs."""
+    env = os.environ  # of GKE, srun and mpirun
+    index = env.get("TPU_WORKER_ID") or vm_attribute("agent-worker-number")
+    hosts = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES")
+    if index and (hosts := hosts or vm_attribute("worker-network-endpoints")):
+        slices = dict(re.findall(r"(\w+)\s*:\s*'([^']*)'", vm_attribute("tpu-env"))) | env
+        count, slice_id = hosts.count(",") + 1, int(slices.get("MEGASCALE_SLICE_ID") or 0)
         num_slices = int(slices.get("MEGASCALE_NUM_SLICES") or 1)
-        fits = 0 <= index < per_slice and 0 <= slice_id < num_slices
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"the TPU's environment says worker {index} of {hosts}, which is inconsistent; "
-            "give --worker and --num_workers"
-        )
-    return slice_id * per_slice + index, num_slices * per_slice
+        return slice_id * count + int(index), num_slices * count
+    if "SLURM_STEP_NUM_TASKS" in env:
+        return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
+    return int(env.get("OMPI_COMM_WORLD_RANK", 0)), int(env.get("OMPI_COMM_WORLD_SIZE", 1))
 
 
-def launcher_task():
-    """(index, count, launcher) of this process in a job of Slurm or Open MPI, or None."""
-    env = os.environ
-    for launcher, index, count, step in (
-        ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"),
-        ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ):
-        if int(env.get(count, 1)) > 1:
-            if not (index in env and step in env):  # the batch script of Slurm is no task
-                raise ValueError(
-                    f"{launcher} has {env[count]} tasks and this process is none of them; start "
-                    "it with srun or mpirun, or give --worker and --num_workers"
-                )
-            return int(env[index]), int(env[count]), launcher
-    return None
+def write_plan(folder, files, worker, num_workers, is_set):
+    """Write the input files of all workers, this worker's index if known, and the manifest."""
+    lines = {f"download-{k}.txt": ["# archives"] * is_set for k in range(num_workers)}
+    for file in files:
+        entry = [f"# size={file['size']}"] if file["size"] else []
+        entry += [file["url"], f"  out={file['file']}"]
+        entry += [f"  checksum=sha-256={file['sha256']}"] if file["sha256"] else []
+        for k in range(num_workers) if file["worker"] is None else [file["worker"]]:
+            lines[f"download-{k}.txt"] += entry
+    lines["manifest.json"] = [json.dumps({"files": files}, indent=1)]
+    index_file = f"worker-{socket.gethostname()}"
+    if worker is not None:
+        lines[index_file] = [worker]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in [*folder.glob("download-[0-9]*.txt"), folder / index_file]:
+        if path.name not in lines:
+            path.unlink(missing_ok=True)  # of an earlier plan
+    for name in lines:  # complete files, as hosts may share the folder
+        unfinished = folder / f".unfinished-{socket.gethostname()}-{os.getpid()}"
+        text = "".join(f"{line}\n" for line in lines[name] or ["# more workers than files"])
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(folder / name)
 
 
-def which_worker(worker, num_workers):
-    """(index or None, count, source) of this worker: flags, the TPU's environment or a launcher."""
-    if num_workers is not None:
-        return worker, num_workers, "flags"
-    if found := tpu_worker():
-        return *found, "the TPU's environment"
-    return launcher_task() or (0, 1, "default")
+def run(flags):
+    """Write the plan and print the next commands."""
+    worker, num_workers = (flags.worker, flags.num_workers) if flags.num_workers else find_worker()
+    least = min(1 if x is None else x for x in (flags.num_workers, flags.max_shards))
+    if least < 1 or not 0 <= (flags.worker or worker or 0) < num_workers:
+        raise ValueError("--worker must be below --num_workers; it and --max_shards at least 1")
+    files, is_set = list_urls(flags.urls) if flags.urls else list_dataset(flags)
+    if flags.include:  # names of archives, paths of other files; and all indexes
+        indexes = [file for file in files if is_set and not unit_of(file["file"])]
+        options = {"allow_patterns": flags.include, "key": lambda x: ARCHIVE.sub(r"\1", x["file"])}
+        files = [x for x in filter_repo_objects(files, **options) if x not in indexes] + indexes
+    if not files:
+        raise ValueError(f"--include {flags.include} or --urls {flags.urls} chooses no files")
+    if not is_set:
+        name_shards(files)
+    units = {}
+    for file in files:
+        file |= {"rows": None, "worker": None}
+        units.setdefault(unit_of(file["file"]) if is_set else file["file"], []).append(file)
+    common = units.pop("", [])
+    units = list(units.values())[: flags.max_shards]
+    is_apart = num_workers > 1 and str(flags.dataset).lower() in PAIRS_APART
+    loads = assign_workers([] if is_apart else units, num_workers)
+    files = [file for unit in units for file in unit] + common
+    write_plan(flags.output_dir, files, worker, num_workers, is_set)
 
-
-def assign(found, num_workers):
-    """Set the worker of every file; None: all of them download it."""
-    units = list(found.units.values())
-    sizes = [[row["size"] for row in unit] for unit in units]
-    sums = [None if None in unit else sum(unit) for unit in sizes]
-    for unit, worker in zip(units, assign_workers(sums, num_workers)):
-        for row in unit:
-            row["worker"] = None if found.is_spread and num_workers > 1 else worker
-
-
-def describe_shares(found, num_workers, known_from):
-    """What is in the plan, and how much of it each worker gets; prints what is unused."""
-    rows, word = found.rows, "archives" if found.kind else "shards"
-    shares = [[row for row in rows if row["worker"] in (k, None)] for k in range(num_workers)]
-    num_bytes = [sum(row["size"] or 0 for row in share) for share in shares]
-    owners = [unit[0]["worker"] for unit in found.units.values()]
-    counts = [sum(owner in (k, None) for owner in owners) for k in range(num_workers)]
-    if found.kind:
-        print(f"the set comes as {found.kind}; shards are made after the download")
-        if any(name.endswith("/") for name in found.units):
-            word = "archives or directories"
-    print(
-        f"{len(rows)} {'files' if found.kind else 'shards'}, {format_size(rows)}, from "
-        f"{found.source}\n"
-        f"workers: {num_workers} (by {known_from}), each {format_range(counts)} {word}, "
-        f"{format_range(num_bytes, 'B')}"
-    )
-    parts = counts
-    if found.kind:  # rows are not known; bytes of what is divided
-        shared = sum(row["size"] or 0 for row in rows if row["worker"] is None)
-        parts = [size - shared for size in num_bytes]
-    unused = 1 - num_workers * min(parts) / sum(parts) if sum(parts) else 0
-    if unused > MAX_UNUSED_FRACTION and num_workers > 1:
-        print(
-            f"warning: each worker gets {format_range(counts)} {word} and trains on as many rows "
-            f"as the smallest one: about {unused:.0%} of the rows are unused in every epoch; use "
-            f"--num_workers 1 on every worker to give each worker all {word}",
-            file=sys.stderr,
-        )
-    return shares
-
-
-def describe_archives(found, worker, num_workers):
-    """What follows the download of archives, in lines."""
-    lines, mine = [], ""
-    if found.first_step:
-        lines.append(f"before the last command: {found.first_step}")
-    if num_workers > 1 and found.is_spread:
-        lines.append("a pair may need any two of the archives: every worker downloads all of them")
-        mine = f" --worker {'K' if worker is None else worker} --num_workers {num_workers}"
-    elif num_workers > 1:
-        lines.append(
-            "pairs whose images are on two workers are left out and counted; if there are many, "
-            "plan with --num_workers 1 on every worker"
-        )
-    lines.append(
-        f"then: python parquet_processing.py --pairs {ARCHIVES_DIR} --output_dir data{mine}"
-    )
-    return "\n".join(lines)
-
-
-def run(config):
-    """Write the plan and print the next command."""
-    check_flags(config)
-    # Processes may synchronise here; doing so before network access avoids waiting for retries.
-    worker, num_workers, known_from = which_worker(config.worker, config.num_workers)
-    if config.urls:
-        found = list_urls(read_url_list(config.urls), config.include, str(config.urls))
-    else:
-        selection = Selection(config.config, config.split, config.revision, config.include)
-        found = list_dataset(config.dataset, selection)
-    are_archives = bool(found.kind)
-    if any("@" in urlsplit(file["url"]).netloc for file in found.rows):
-        place = "--urls" if config.urls else "HF_ENDPOINT"
-        raise ValueError(f"an address in {place} has a password; remove it: plans are plain text")
-    if config.columns and are_archives:
-        raise ValueError(
-            "--columns reads the footers of shards, but these are archives with an index; leave "
-            "it out"
-        )
-    found = found.first(config.max_shards)  # after naming: names do not depend on it
-    # Before --columns adds sizes: plans with and without --columns must agree.
-    assign(found, num_workers)
-    files = found.rows
-    owners = [file["worker"] for file in files]
-    most = owners.count(None) + max(map(owners.count, range(num_workers)))
-    if most > MAX_FILES and are_archives:
-        raise ValueError(
-            f"{most} files for one worker are too many for script.sh, which takes up to "
-            f"{MAX_FILES}; choose some with --include, or download all with hf download "
-            f"--repo-type dataset NAME --local-dir {ARCHIVES_DIR}"
-        )
-    if config.columns:
-        read_columns(files)
-    write_plan(config.output_dir, files, worker, num_workers, are_archives)
-
-    shares = describe_shares(found, num_workers, known_from)
-    k = 0 if num_workers == 1 else worker
-    where = "worker K"
-    if k is not None:
-        kind = "files" if are_archives else "shards"
-        where = f"worker {k}, {len(shares[k])} {kind}, {format_size(shares[k])}"
-    file = config.output_dir / f"download-{'K' if k is None else k}.txt"
-    folder = ARCHIVES_DIR if are_archives else "data"
-    print(f"next, on {where}: bash script.sh {shlex.quote(str(file))} {folder}")
-    if are_archives:
-        print(describe_archives(found, worker, num_workers))
+    print(f"{len(files)} files, the first is {files[0]['url']}; {num_workers} workers")
+    used = num_workers * min(loads)  # as every worker trains on as many rows as the smallest
+    if used < (1 - MAX_UNUSED) * sum(loads):
+        share = f"warning: {1 - used / sum(loads):.0%} of the rows are unused in every epoch"
+        print(f"{share}; see --num_workers 1", file=sys.stderr)
+    k = 0 if num_workers == 1 else "K" if worker is None else worker
+    print(f"next, on worker {k}: bash script.sh {flags.output_dir}/download-{k}.txt")
+    if is_set:
+        share = f" --worker {k} --num_workers {num_workers}" * is_apart
+        print(f"then: python parquet_processing.py --pairs downloads --output_dir data{share}")
 
 
 def main(args=None):
     """Command line."""
-    run_main(Config, __doc__, run, args, interrupted="run the same command again")
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the flags\n")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--dataset", help="hub id, OWNER/NAME")
+    source.add_argument("--urls", type=Path, help='file with lines "URL [SIZE [SHA256]]"')
+    add = parser.add_argument
+    add("--output_dir", type=Path, default="plan", help="directory for the plan")
+    add("--config", help='configuration; default: the only one, or "default"')
+    add("--split", default="train", help="split, or a pattern such as FreeForm_*")
+    add("--revision", help="branch, tag or commit; default: the conversion, else main")
+    add("--worker", type=int, help="index of this worker, from 0; needs --num_workers")
+    add("--num_workers", type=int, help="default: as many as the TPU slice or the job has")
+    add("--max_shards", type=int, help="use only the first N shards or archives")
+    add("--include", nargs="+", help="use only files with paths that fit a pattern")
+    try:
+        run(parser.parse_args(args))
+    except (ValueError, OSError, httpx2.HTTPError) as error:
+        parser.error(" ".join(str(error).split()))
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted; run the same command again\n")
 
 
 if __name__ == "__main__":

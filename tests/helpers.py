@@ -1,8 +1,11 @@
 """What tests of all kinds share: images, arrays, files, marks."""
 
 import json
+import re
 import socket
 import time
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +41,13 @@ def files_of(folder):
     """{relative path: bytes} of all files below a folder."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder): path.read_bytes() for path in paths}
+
+
+def flags_in_help(program):
+    """The flags that the --help of a program, a module, shows."""
+    with redirect_stdout(StringIO()) as shown, suppress(SystemExit):
+        program.main(["--help"])
+    return {*re.findall(r"--[a-z]\w+", shown.getvalue())}
 
 
 def edit_json(file, **values):

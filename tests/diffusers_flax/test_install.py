@@ -152,6 +152,16 @@ def run_alone(name, folder, site, *words):
     return done.stdout
 
 
+def test_script_py_needs_no_library(tmp_path):
+    """Beside it, the library and jax are modules that cannot be imported."""
+    for name in ("diffusers_flax", "jax", "torch"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is imported')")
+    (tmp_path / "urls.txt").write_text("https://host/a.parquet 5\nhttps://host/b.parquet 7\n")
+    shown = run_alone("script.py", tmp_path, "", "--urls", "urls.txt", "--num_workers", 2)
+    assert "next, on worker K: bash script.sh plan/download-K.txt" in shown
+    assert "https://host/b.parquet" in (tmp_path / "plan/download-0.txt").read_text()
+
+
 SIX = ("script.py", "parquet_processing.py", "create_modified_unet.py")
 SIX += ("flax_train_instruct_pix2pix.py", "sdxl_single.py", "sdxl_single_aot.py")
 OTHERS = sorted({x.name for x in ROOT.glob("*.py")} - {*SIX, "compile_for.py"})  # has two files

@@ -10,7 +10,6 @@ NAME = re.compile(
 )
 OTHER = re.compile(r".+\.(?:tar\.(?:xz|bz2|zst|lz4)|txz|tbz2?|zip|7z|rar)")
 INDEX_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 
 
 def part_number(part: str) -> int:
