@@ -25,8 +25,8 @@ app: .venv/app demo/output/model/model_index.json
 demo/output/model/model_index.json:
 	$(MAKE) demo
 
-.venv/app: .venv/installed requirements-app.txt
-	$(BIN)/python -m pip install --quiet -r requirements-app.txt
+.venv/app: .venv/installed pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[app]"
 	touch $@
 
 test: .venv/installed .venv/metrics .venv/tpu browser aria2

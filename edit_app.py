@@ -28,12 +28,12 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from diffusers_flax.app import server
-from diffusers_flax.app.editor import Editor, NoStops, trial_request
+from diffusers_flax.app.editor import Editor, NoStops
 from diffusers_flax.app.images import read_examples
-from diffusers_flax.command_line import check_scale, check_seed, run_main
+from diffusers_flax.command_line import AtLeast, Between, Seed, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.generating.flags import DeviceFlags, layout_of_flags
 from diffusers_flax.generating.single_files import with_single_files
@@ -49,17 +49,19 @@ class AppFlags:
     config_name_or_path: str | None = None
     use_ema_weights: bool = False  # of a one-file model: the averages of the UNet's weights
     host: str = "127.0.0.1"  # address to listen on; 0.0.0.0: all of this machine
-    port: int = 7860  # to listen on
+    port: Annotated[int, Between(1, 65535)] = 7860  # to listen on
     username: str | None = None  # who may open the page, with a password
     password_file: Path | None = None  # file with the password; default: EDIT_APP_PASSWORD
     open_browser: bool = False  # open the page in a browser
     # list of edits, as for edit_cli.py --edits_jsonl; the page offers its images and instructions
     examples: Path | None = None
     # denoising steps, the page's initial value; default: the model's, or 50
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None  # weight of the instruction, likewise, or 7.5
-    image_guidance_scale: float | None = None  # similarity to the original image, likewise, or 1.5
-    seed: int = 0  # of the noise, likewise
+    num_inference_steps: Annotated[int, AtLeast(1)] | None = None
+    # weight of the instruction, likewise, or 7.5
+    guidance_scale: Annotated[float, AtLeast(0)] | None = None
+    # similarity to the original image, likewise, or 1.5
+    image_guidance_scale: Annotated[float, AtLeast(0)] | None = None
+    seed: Seed = 0  # of the noise, likewise
     resolution: int | None = None  # pixels, longer side, likewise; default: the model's
     max_resolution: int | None = None  # the largest choice; default: twice the resolution
     scheduler: str | None = None  # ddim, euler, ..., likewise; default: the model's own
@@ -77,8 +79,8 @@ class AppFlags:
     # shows the steps of an image; Cancel ends it after a step; without it later starts are faster:
     # programs that show steps are never in the compilation cache
     progress: bool = True
-    max_queue: int = 16  # requests that may wait, of all pages
-    max_upload_mb: int = 20  # size of an image's file
+    max_queue: Annotated[int, AtLeast(1)] = 16  # requests that may wait, of all pages
+    max_upload_mb: Annotated[int, AtLeast(1)] = 20  # size of an image's file
     # default: float32 on a CPU, float16 on NVIDIA GPUs before Ampere, else bfloat16
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     compilation_cache_dir: str = "~/.cache/jax"  # saves programs; "": no cache
@@ -89,20 +91,8 @@ class Config(DeviceFlags, AppFlags):
     """Flags of the script. tyro lists the flags of the last base class first."""
 
 
-def check_flags(config):
-    """Raise a ValueError for invalid flags."""
-    for name in ("num_inference_steps", "max_queue", "max_upload_mb"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    for name in ("guidance_scale", "image_guidance_scale"):
-        if (value := getattr(config, name)) is not None:
-            check_scale(name, value)
-    check_seed("seed", config.seed)
-
-
 def run(config):
     """Check the flags, load the model, serve the page until Ctrl-C."""
-    check_flags(config)
     check_scheduler(config.scheduler)
     password = server.read_password(config.username, config.password_file, config.host)
     server.check_port(config.host, config.port)
@@ -113,7 +103,7 @@ def run(config):
     examples = read_examples(config.examples)
     if find_spec("gradio") is None:
         raise ValueError(
-            "the package gradio is missing; install it: pip install -r requirements-app.txt"
+            'the package gradio is missing; install it in a clone: pip install ".[app]"'
         )
     logging.getLogger("jax._src.debugging").addFilter(NoStops())
     print(f"loading {config.model}", file=sys.stderr)
@@ -122,7 +112,7 @@ def run(config):
         blocks = server.make_blocks(editor, examples, folder)
         address = server.start_server(blocks, config, password)
         print(f"open {address} in a browser; Ctrl-C ends", flush=True)
-        editor.submit(trial_request(editor, examples[0]))
+        editor.compile_first(examples[0])
         server.wait_for_end()
         blocks.close(verbose=False)  # before the files of its requests are deleted
     raise KeyboardInterrupt("the page is closed, and its images are deleted")

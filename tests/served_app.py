@@ -17,7 +17,8 @@ from PIL import Image
 
 import diffusers_flax
 import edit_cli
-from diffusers_flax.app.settings import Settings
+from diffusers_flax.app.settings import Limits, Settings, settings_of
+from diffusers_flax.generating.recipes import read_recipe
 from diffusers_flax.images import to_pil
 
 CHROMIUM = next(
@@ -36,6 +37,14 @@ def needs(*packages, chromium=False):
 needs_gradio, needs_browser = needs("gradio"), needs("gradio", "playwright", chromium=True)
 
 FAST = ("--resolution", "32", "--num_inference_steps", "3", "--compilation_cache_dir", "")
+
+
+def settings_in(file, edits=True):
+    """The Settings in a PNG file of the page."""
+    limits = Limits(8, 4096, (), takes_strength=not edits)
+    settings, refused = settings_of(read_recipe(file), Settings(""), limits)
+    assert refused == []
+    return settings
 
 
 def edit_by_cli(model, photo_file, output, *flags, settings=None):

@@ -1,9 +1,10 @@
-"""The page's model, and the one thread that makes images with it.
+"""The page's model, and the queue of requests for images of it.
 
     editor = Editor(config, layout)
     editor.open()
-    request = editor.submit(ImageRequest(settings, image))
-    async for progress in editor.follow(request): ...
+    request = ImageRequest(settings, image)
+    async for _ in editor.follow(request):
+        print(request.stage, request.step)
     image, = request.images
 
 Requests run one after another, first come, first served.
@@ -14,11 +15,9 @@ import logging
 import math
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +27,17 @@ from PIL import Image
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.app.settings import (
+    PAGE,
     SCALES,
     SHAPES,
+    SOFTWARE,
     Limits,
     Settings,
     check_settings,
-    page_recipe,
 )
 from diffusers_flax.data.images import load_image
 from diffusers_flax.devices.precision import choose_dtype
-from diffusers_flax.evaluation.edits import EditList, check_model, plan_edits
+from diffusers_flax.evaluation.edits import check_model
 from diffusers_flax.generating.batches import check_finite_images, devices_for
 from diffusers_flax.generating.defaults import with_defaults
 from diffusers_flax.generating.flags import from_flags
@@ -50,7 +50,7 @@ from diffusers_flax.generating.models import (
     load_model,
     plan_images,
 )
-from diffusers_flax.generating.recipes import MASKED
+from diffusers_flax.generating.recipes import MASKED, recipe_text
 from diffusers_flax.generating.sizes import fit_image, result_size, shared_size, stretch
 from diffusers_flax.generating.tasks import sees_mask, task_of, with_task
 from diffusers_flax.images import prepare_masks, to_pil
@@ -65,6 +65,10 @@ MAX_PROGRAMS = 24  # in memory; older ones stay in the compilation cache on the 
 MAX_PREVIEWS = 10  # for each image
 EDIT = "edit"  # a task beside the tasks of generating/tasks.py
 POLL = 0.15  # seconds between two checks of a request's progress
+# Flags in recipes, of the model and of an image.
+MODEL_FLAGS = ("embedding", "unet_delta", "config_name_or_path", "dtype", "storage", "vae_dtype")
+INITIAL = (*SCALES, "num_inference_steps", "seed", "scheduler", "accelerate")  # flags of the page
+IMAGE_FLAGS = (*INITIAL, "negative_prompt", "strength")
 
 logger = logging.getLogger(__name__)
 
@@ -73,32 +77,23 @@ class Stopped(Exception):
     """A request was cancelled, or its page was closed."""
 
 
-class Progress(NamedTuple):
-    """How far a request is."""
-
-    stage: str  # "waiting", "loading", "compiling", "making"
-    since: float  # time.monotonic() at which the stage began
-    step: int = 0  # denoising steps done, of the current batch
-    image: int = 0  # index of the batch's first image, in a comparison
-    first: int = 0  # steps of all batches done before the stage began
-    per_step: float | None = None  # measured seconds of a step
-    preview: Any = None  # PIL image
-
-
 @dataclass(eq=False)
 class ImageRequest:
-    """One page's request for an image, or for a comparison."""
+    """One page's request for an image, or for a comparison, and how far it is."""
 
     settings: Settings
     image: Image.Image | None = None  # original image, of any size
     mask: Image.Image | None = None  # of the image's size, white where it may change
     source: Path | None = None  # file of the original image
     scales: tuple = ()  # (guidance_scale, image_guidance_scale) of each image; (): the settings'
-    is_trial: bool = False  # only compiles
-    at_once: int = 1  # batch size
+    stage: str = "waiting"  # then "loading", "compiling", "making"
+    since: float = field(default_factory=time.monotonic)  # when the stage began
+    first_step: int = 0  # steps done before the stage began
+    step: int = 0  # denoising steps done, of all batches of a comparison
+    num_steps: int = 0  # of all batches
+    preview: Image.Image | None = None
     size: tuple[int, int] = (0, 0)  # (width, height) of the images, set when the request starts
     has_compiled: bool = False
-    progress: Progress = field(default_factory=lambda: Progress("waiting", time.monotonic()))
     images: list = field(default_factory=list)  # PIL
     seconds: float | None = None
     error: Exception | None = None
@@ -109,31 +104,16 @@ class ImageRequest:
         settings = self.settings
         self.scales = self.scales or ((settings.guidance_scale, settings.image_guidance_scale),)
 
-    def report(self, stage, **more):
-        """Update the progress; a new stage starts its clock."""
-        progress = self.progress._replace(stage=stage, **more)
-        if stage != self.progress.stage:
-            done = self.steps_done(progress)
-            progress = progress._replace(since=time.monotonic(), first=done)
-        self.progress = progress
+    def enter(self, stage):
+        """Begin a stage."""
+        self.stage, self.since, self.first_step = stage, time.monotonic(), self.step
 
-    def steps_done(self, progress):
-        """Denoising steps done in all batches; the images of a batch share its steps."""
-        batches = progress.image // self.at_once
-        return batches * self.settings.num_steps + progress.step
-
-    def steps_left(self, progress):
-        """Denoising steps to do in all batches."""
-        batches = -(-len(self.scales) // self.at_once)
-        return max(0, batches * self.settings.num_steps - self.steps_done(progress))
-
-
-@dataclass(eq=False)
-class PageProgram:
-    """A pipeline, and whether its program is compiled."""
-
-    pipeline: Any
-    is_compiled: bool = False
+    def seconds_left(self):
+        """Estimated seconds of the remaining steps; None before the first one is measured."""
+        if not (measured := self.step - self.first_step):
+            return None
+        per_step = (time.monotonic() - self.since) / measured
+        return per_step * (self.num_steps - self.step)
 
 
 class Editor:
@@ -143,70 +123,48 @@ class Editor:
         """config: edit_app.py's flags; layout: Layout of the devices, or None."""
         config = with_defaults(config, [config.model], config.lora)
         self.config, self.layout = config, layout and layout.first(1)
-        sampling = from_flags(Sampling, config)
-        others = "text to image", "inpainting"
+        sampling, others = from_flags(Sampling, config), ("text to image", "inpainting")
         self.checked = check_model(config.model, config.resolution, sampling, others)
         _, configs = self.checked.pipeline_type.check(config.model)
         self.scheduler_config = configs["scheduler"]
         self.task = first_task(self.checked.pipeline_type, configs)
         self.edits = self.task == EDIT
         self.loras = named_loras(config.lora)
-        self.limits = self._limits(configs)
         self.decoder = config.preview_decoder or None
         if self.decoder and not config.progress:
             raise ValueError("--preview_decoder is for --progress; leave --no_progress out")
+        levels = len(configs["unet"].get("block_out_channels", (0,) * 4))
+        smallest = self.checked.factor * 2 ** (levels - 1)
+        largest = config.max_resolution or 2 * self.checked.resolution
+        self.limits = Limits(smallest, largest, tuple(self.loras), takes_strength=not self.edits)
         check_settings(replace(self.defaults(), instruction="red"), self.limits)
         self.check(self.defaults())
         # A single image runs on the first device or the layout, a comparison on all devices.
         self.devices = devices_for(1, self.layout)
         self.all_devices = self.devices if self.layout else jax.local_devices()
-        self.programs = {}
+        self.programs = {}  # pipelines
+        self.compiled = set()  # keys of programs
         self.compile_seconds = None  # of the last program
-        self.pixel_seconds = None  # of a denoising step, per pixel
         self.params, self.weights = None, None
-        self.requests, self.condition = deque(), threading.Condition()
-        self.current = self.program = self.trial_error = None  # of the thread
-
-    def _limits(self, configs):
-        """The model's Limits; configs: of its components."""
-        levels = len(configs["unet"].get("block_out_channels", (0,) * 4))
-        smallest = self.checked.factor * 2 ** (levels - 1)
-        largest = self.config.max_resolution or 2 * self.checked.resolution
-        if largest < self.checked.resolution:
-            raise ValueError(
-                f"--max_resolution {largest} is below the resolution of the model, "
-                f"{self.checked.resolution}; give --resolution too"
-            )
-        return Limits(smallest, largest, tuple(self.loras), takes_strength=not self.edits)
+        self.requests = []  # the first one runs, the others wait
+        self.trial = None  # request that compiles the first program
+        self.current = self.key = None  # request that runs, and its program
 
     def defaults(self):
         """The page's initial Settings."""
-        names = (*SCALES, "num_inference_steps", "scheduler", "accelerate", "seed")
-        flags = {name: getattr(self.config, name) for name in names}
+        flags = {name: getattr(self.config, name) for name in INITIAL}
         flags |= {"strength": 1.0} if self.task == "inpainting" else {}
         return Settings("", resolution=self.checked.resolution, lora=tuple(self.loras), **flags)
 
     def recipe(self, request, settings):
-        """The page_recipe of an image of a request; settings: the image's."""
-        of_model = (
-            "embedding",
-            "unet_delta",
-            "config_name_or_path",
-            "dtype",
-            "storage",
-            "vae_dtype",
-        )
-        names = (*SCALES, "num_inference_steps", "seed", "scheduler", "accelerate")
-        values = {name: getattr(self.config, name) for name in of_model}
-        values |= {
-            name: getattr(settings, name) for name in (*names, "negative_prompt", "strength")
-        }
+        """The recipe_text of an image of a request; settings: the image's."""
         flags = {"model": str(self.config.model)}
-        flags |= {name: x for name, x in values.items() if x not in (None, (), "")}
+        for source, names in ((self.config, MODEL_FLAGS), (settings, IMAGE_FLAGS)):
+            values = {name: getattr(source, name) for name in names}
+            flags |= {name: x for name, x in values.items() if x not in (None, (), "")}
         flags["edit" if self.edits else "prompt"] = settings.instruction
         if settings.lora:
-            specs = (split_weight(self.loras[name]) for name in settings.lora)
-            flags["lora"] = [f"{file}:{weight * settings.lora_weight:g}" for file, weight in specs]
+            flags["lora"] = self._lora_specs(settings)
         if request.image is None:
             flags["width"], flags["height"] = request.size
         else:
@@ -217,18 +175,17 @@ class Editor:
             flags |= {name: Path(file).name for name, file in files.items()}
         if request.mask is not None:
             flags |= {MASKED: True, "mask_feather": settings.mask_feather}
-        return page_recipe(settings, flags, files)
+        return recipe_text(SOFTWARE, {**flags, PAGE: asdict(settings)}, files)
 
     def open(self):
-        """Load the model and start the thread."""
-        config = self.config
-        size = (self.checked.resolution,) * 2
+        """Load the model."""
+        config, defaults = self.config, self.defaults()
         preview = Preview(1, self._show, self.decoder) if config.progress else None
         options = from_flags(
             ModelOptions,
             config,
             dtype=choose_dtype(config.dtype),
-            lora=self._lora_specs(self.defaults()),
+            lora=self._lora_specs(defaults),
             layout=self.layout,
             preview=preview,
         )
@@ -238,50 +195,32 @@ class Editor:
             self.checked.scheduler,
             (),  # --accelerate comes with the settings
             options,
-            partial(self._plan, settings=self.defaults(), size=size),
+            partial(self._plan, settings=defaults, size=(self.checked.resolution,) * 2),
         )
         if config.accelerate:  # int8 changes the parameters
-            cast_params(self._with_settings(self.defaults()), params)
-        self._place(params, self._weights_of(self.defaults()))
-        threading.Thread(target=self._work, name="editor", daemon=True).start()
+            cast_params(self._with_settings(defaults), params)
+        self._place(params, self._weights_of(defaults))
 
-    # ------------------------------------------------------------ checks and estimates
+    # ------------------------------------------------------------ checks
 
     def check(self, settings):
         """The scheduler for settings; a ValueError if the model does not take them.
 
         check_settings comes first.
         """
-        pipeline_type, config = self.checked.pipeline_type, self.scheduler_config
-        sampling = self._sampling(settings)
-        return check_sampling(pipeline_type, config, self.config.model, sampling)
+        sampling = from_flags(Sampling, settings, accelerate=self._acceleration(settings))
+        of_model = self.checked.pipeline_type, self.scheduler_config, self.config.model
+        return check_sampling(*of_model, sampling)
 
-    def _sampling(self, settings):
-        """The Sampling of settings."""
-        return from_flags(Sampling, settings, accelerate=self._acceleration(settings))
-
-    def size_of(self, settings, image_size=None):
-        """(width, height) of the result; image_size: of the original image."""
-        shape = image_size or SHAPES[settings.shape]
+    def size_of(self, settings, image=None):
+        """(width, height) of the result; image: the original image."""
+        shape = image.size if image else SHAPES[settings.shape]
         return result_size(shape, settings.resolution, self.checked.factor)
 
     def program_size(self, request):
         """(width, height) of a request's program, see shared_size."""
-        size = self.size_of(request.settings, request.image and request.image.size)
+        size = self.size_of(request.settings, request.image)
         return shared_size(size, self.checked.factor) if request.image else size
-
-    def seconds_left(self, request, progress):
-        """Estimated seconds of a request's remaining denoising steps; None without a measurement.
-
-        Before its first step, the estimate scales the previous request's time by pixels and steps.
-        """
-        per_step = progress.per_step
-        if per_step is None and self.pixel_seconds:
-            per_step = self.pixel_seconds * self._pixels(request)
-        return per_step and per_step * request.steps_left(progress)
-
-    def _pixels(self, request):
-        return math.prod(self.program_size(request))
 
     def cut_text(self, text):
         """A sentence about the tokens that a text encoder cuts off; "" if the text fits."""
@@ -295,103 +234,107 @@ class Editor:
 
     # ------------------------------------------------------------ the queue
 
-    def submit(self, request):
-        """Add a request to the queue; raise a ValueError if it is full, or a mask is missing."""
+    async def follow(self, request):
+        """Make a request's images; yields now and then until it is done.
+
+        A request that is stopped, or that nobody follows, leaves the queue, or ends after its
+        current step.
+
+        Raises:
+            ValueError: the queue is full, a mask is missing, or an error of the model.
+            Stopped: it was stopped.
+        """
         if self.task == "inpainting" and request.mask is None:
             raise ValueError(
                 "there is no mask, which an inpainting model needs; paint the part that may "
                 "change, or upload a mask"
             )
-        with self.condition:
-            if len(self.requests) > self.config.max_queue:
-                raise ValueError(
-                    f"{self.config.max_queue} requests wait already; try again in a few minutes"
-                )
-            self.requests.append(request)
-            self.condition.notify()
-        return request
-
-    def num_before(self, request):
-        """Number of requests that run or wait before this one."""
-        with self.condition:
-            return self.requests.index(request) if request in self.requests else 0
-
-    def stop(self, request):
-        """Cancel a request. It leaves the queue, or ends after its current step."""
-        request.stopped.set()
-        with self.condition:
-            if request in self.requests and request is not self.current:
-                self.requests.remove(request)
-                request.error = Stopped()
-                request.done.set()
-
-    async def follow(self, request):
-        """Yield a request's Progress until it is done. A request that nobody follows ends."""
+        if len(self.requests) > self.config.max_queue:
+            raise ValueError(
+                f"{self.config.max_queue} requests wait already; try again in a few minutes"
+            )
+        self.requests.append(request)
         try:
+            while self.requests[0] is not request:
+                if request.stopped.is_set():
+                    raise Stopped
+                yield
+                await asyncio.sleep(POLL)
+            self._start(request)
             while not request.done.is_set():
-                yield request.progress
+                yield
                 await asyncio.sleep(POLL)
         finally:
-            if not request.done.is_set():
-                self.stop(request)
+            request.stopped.set()
+            if request.stage == "waiting":
+                self.requests.remove(request)
         if request.error:
             raise request.error
 
-    def _work(self):
-        while True:
-            with self.condition:
-                self.condition.wait_for(lambda: self.requests)
-                request = self.current = self.requests[0]
-            try:
-                self._make(request)
-            except Exception as error:
-                request.error = error_of(error, request)
-                if request.is_trial and not isinstance(request.error, Stopped):
-                    self.trial_error = request.error
-            with self.condition:
-                self.current = None
-                self.requests.popleft()
-            request.done.set()
+    def compile_first(self, images):
+        """Compile the program of the first example image, or of a square, in a thread.
 
-    # ------------------------------------------------------------ the model, in the thread
+        images: paths of the examples.
+        """
+        image = mask = None
+        if self.task != "text to image":
+            image = load_image(images[0]) if images else Image.new("RGB", (64, 64), "grey")
+        if self.task == "inpainting":
+            mask = Image.new("1", image.size, 1)
+        settings = replace(self.defaults(), instruction="a photograph")
+        self.trial = ImageRequest(settings, image, mask)
+        self.trial.stopped.set()  # ends after the first step
+        self.requests.append(self.trial)
+        self._start(self.trial)
+
+    def _start(self, request):
+        """Make the images of the first request of the queue in a thread, which ends with us."""
+        request.enter("starting")
+        threading.Thread(target=self._run, args=(request,), daemon=True).start()
+
+    def _run(self, request):
+        try:
+            self.current = request
+            self._make(request)
+        except Exception as error:
+            request.error = request.error or error_of(error)
+        self.requests.remove(request)
+        request.done.set()
+
+    # ------------------------------------------------------------ the model, in a thread
 
     def _make(self, request):
         started = time.perf_counter()
         settings = request.settings
         self._load_weights(request)
-        if request.stopped.is_set():
-            raise Stopped
-        request.size = self.size_of(settings, request.image and request.image.size)
+        request.size = self.size_of(settings, request.image)
         size = self.program_size(request)
+        image = request.image and fit_image(request.image, request.size)
         mask = None if request.mask is None else fit_mask(request.mask, request.size)
         if mask and not mask.getbbox():
             raise ValueError("the mask has no white, so nothing may change; make a part white")
         if self.edits and mask and mask.getextrema()[0]:
             mask = None  # all white restricts nothing
         task = EDIT if self.edits else task_of(request.image, mask)
-        image = request.image and fit_image(request.image, request.size)
-        request.at_once = len(self.all_devices) if len(request.scales) > 1 else 1
-        arrays = self._arrays(settings, task, size, image, mask, request.at_once)
-        for first in range(0, len(request.scales), request.at_once):
-            request.report("making", image=first, step=0)
-            scales = request.scales[first : first + request.at_once]
+        at_once = len(self.all_devices) if len(request.scales) > 1 else 1
+        arrays = self._arrays(settings, task, size, image, mask, at_once)
+        batches = [request.scales[i : i + at_once] for i in range(0, len(request.scales), at_once)]
+        request.num_steps = settings.num_steps * len(batches)
+        request.enter("making")
+        for number, scales in enumerate(batches):
+            request.step = number * settings.num_steps
             if len(request.scales) > 1:
                 scales = [with_all_branches(*one) for one in scales]
             of_image = replace(settings, **dict(zip(SCALES, scales[0])))
-            kind = task, mask is not None, size
-            self.program = program = self._program(of_image, kind, request.at_once)
-            if not program.is_compiled:
-                request.report("compiling")
+            self.key, pipeline = self._program(of_image, task, mask is not None, size, at_once)
+            if self.key not in self.compiled:
+                request.enter("compiling")
                 request.has_compiled = True
-            images = self._call(program.pipeline, task, arrays, of_image, scales)
+            images = self._call(pipeline, task, arrays, of_image, scales)
+            images = np.asarray(images).reshape(-1, size[1], size[0], 3)[: len(scales)]
+            self._note_compiled(request)  # of a program that shows no step
             if request.stopped.is_set():
                 raise Stopped
-            images = np.asarray(images).reshape(-1, size[1], size[0], 3)[: len(scales)]
-            if not program.is_compiled:  # no step was shown
-                self.compile_seconds = time.monotonic() - request.progress.since
-                program.is_compiled = True
-            elif not self.config.progress:
-                self._measure(request, (first // request.at_once + 1) * settings.num_steps)
             check_finite_images(images, "the images", settings.lora)
             request.images += [
                 finish_image(made, request.size, image, mask, settings.mask_feather)
@@ -439,34 +382,33 @@ class Editor:
         if task == EDIT:
             options["image_guidance_scale"] = scales[1]
         elif task == "text to image":
-            width, height = self.size_of(settings)
-            options |= {"width": width, "height": height}
+            options["width"], options["height"] = self.size_of(settings)
         else:
             options["strength"] = settings.strength
         params = self.params[num_devices]
         return pipeline(params=params, jit=True, **arrays, **options).images
 
-    def _program(self, settings, kind, num_devices):
-        """The PageProgram that makes an image on each device; a new one is not compiled yet.
+    def _program(self, settings, task, has_mask, size, num_devices):
+        """(key, pipeline) of the program that makes an image on each device.
 
-        kind: (task, whether there is a mask, (width, height)).
+        size: (width, height).
         """
-        task, _, size = kind
         branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
         key = (
             *(settings.scheduler, settings.accelerate, settings.num_inference_steps),
-            *(settings.num_steps, *kind, branches, bool(settings.negative_prompt), num_devices),
+            *(settings.num_steps, task, has_mask, size, branches),
+            *(bool(settings.negative_prompt), num_devices),
         )
         if key not in self.programs:
             if len(self.programs) == MAX_PROGRAMS:
                 self.programs.clear()
+                self.compiled.clear()
                 jax.clear_caches()
             pipeline = self._with_settings(settings)
             if task != EDIT:
                 pipeline = with_task(pipeline, task)
-            pipeline, _ = self._plan(pipeline, settings, size)
-            self.programs[key] = PageProgram(pipeline)
-        return self.programs[key]
+            self.programs[key], _ = self._plan(pipeline, settings, size)
+        return key, self.programs[key]
 
     def _with_settings(self, settings):
         """The pipeline with the scheduler and accelerations of settings."""
@@ -493,8 +435,6 @@ class Editor:
     def _plan(self, pipeline, settings, size):
         """(pipeline, with a tiled VAE if it needs one; a line about the memory)."""
         branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
-        if self.edits:
-            return plan_edits(pipeline, EditList([None], [size]), branches, self.config.vae_tile)
         pipeline.check_parallel(branches, size[1])
         return plan_images(
             pipeline,
@@ -521,7 +461,7 @@ class Editor:
         weights = self._weights_of(request.settings)
         if weights == self.weights:
             return
-        request.report("loading")
+        request.enter("loading")
         self.params = self.weights = None  # frees the memory first
         options = {"lora": weights[0], "unet_delta": self.config.unet_delta}
         params = self.pipeline.load_params(self.config.model, **options)
@@ -533,35 +473,29 @@ class Editor:
         place_params(params, self.all_devices, self.pipeline.layout)
         self.params = {len(self.all_devices): params}
         if len(self.all_devices) > 1:  # the same memory
-            first = jax.tree.map(lambda x: x.addressable_shards[0].data, params)
-            self.params[1] = first
+            self.params[1] = jax.tree.map(lambda x: x.addressable_shards[0].data, params)
         self.weights = weights
 
     def _show(self, step, keys, images):
         """Take a step's preview; the program calls it, in any thread."""
         request = self.current
-        if request is None:
-            return
-        if request.progress.stage == "compiling":
-            self.compile_seconds = time.monotonic() - request.progress.since
-            self.program.is_compiled = True
-        preview = request.progress.preview
+        done_before = request.step // request.settings.num_steps * request.settings.num_steps
+        request.step = done_before + step
+        self._note_compiled(request)
         if images is not None:
-            preview = stretch(to_pil(images)[0], request.size)
-        request.report("making", step=step, preview=preview)
-        self._measure(request, request.steps_done(request.progress))
+            request.preview = stretch(to_pil(images)[0], request.size)
         # An error ends the program at once. On TPUs, where this is untested, the program runs to
         # its end and its image is dropped.
-        is_unwanted = request.stopped.is_set() or request.is_trial
-        if is_unwanted and self.devices[0].platform != "tpu":
-            raise Stopped
+        if request.stopped.is_set() and self.devices[0].platform != "tpu":
+            request.error = Stopped()
+            raise request.error
 
-    def _measure(self, request, num_steps):
-        """Measure the seconds of a step; num_steps: the request's steps done."""
-        if (num_steps := num_steps - request.progress.first) > 0:
-            per_step = (time.monotonic() - request.progress.since) / num_steps
-            request.report(request.progress.stage, per_step=per_step)
-            self.pixel_seconds = per_step / self._pixels(request)
+    def _note_compiled(self, request):
+        """Begin the stage after the compilation of the current program, if this is new."""
+        if request.stage == "compiling":
+            self.compile_seconds = time.monotonic() - request.since
+            self.compiled.add(self.key)
+            request.enter("making")
 
 
 class NoStops(logging.Filter):
@@ -605,26 +539,11 @@ def with_all_branches(guidance_scale, image_guidance_scale):
     return guidance_scale, image_guidance_scale
 
 
-def error_of(error, request):
+def error_of(error):
     """The exception that a request's page shows."""
-    text = str(error)
-    if request.stopped.is_set() or (request.is_trial and "Stopped" in text):
-        return Stopped()
-    if "RESOURCE_EXHAUSTED" in text:
+    if "RESOURCE_EXHAUSTED" in str(error):
         return ValueError("the memory of the device is too small; choose a smaller size")
-    if not isinstance(error, ValueError | OSError):
-        logger.error("a request failed", exc_info=error)
-    return error
-
-
-def trial_request(editor, images):
-    """A request that compiles the program of the first example image, or of a square.
-
-    images: paths of the examples.
-    """
-    settings, image, mask = replace(editor.defaults(), instruction="a photograph"), None, None
-    if editor.task != "text to image":
-        image = load_image(images[0]) if images else Image.new("RGB", (64, 64), "grey")
-    if editor.task == "inpainting":
-        mask = Image.new("1", image.size, 1)
-    return ImageRequest(settings, image, mask, is_trial=True)
+    if isinstance(error, Stopped | ValueError | OSError):
+        return error
+    logger.error("a request failed", exc_info=error)
+    return ValueError("this failed on the server, whose log says why")

@@ -1,20 +1,24 @@
 """The page's API, with gradio_client."""
 
 import dataclasses
-import json
 import re
 
 import numpy as np
 import pytest
 from helpers import edit_json, photo, wait_for
 from PIL import Image
-from served_app import FAST, call_pipeline, edit_by_cli, memory_of, needs_gradio, served
+from served_app import (
+    FAST,
+    call_pipeline,
+    edit_by_cli,
+    memory_of,
+    needs_gradio,
+    served,
+    settings_in,
+)
 from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
-from diffusers_flax.app.settings import (
-    Settings,
-    read_settings,
-)
+from diffusers_flax.app.settings import Settings
 
 
 @pytest.mark.slow
@@ -30,12 +34,12 @@ def test_the_api(page, connect, model, photo_file, tmp_path):
     changes = {"guidance_scale": 3, "image_guidance_scale": 1.2, "seed": 7}
     job = client.submit(**given, **changes)
     file, made = job.result()
-    assert read_settings(file) == settings
+    assert settings_in(file) == settings
     assert made.pop("seconds") > 0 and made["seed"] == 7
     expected = edit_by_cli(model, photo_file, tmp_path / "cli.png", settings=settings)
     np.testing.assert_array_equal(np.asarray(Image.open(file)), expected)
     stages = {progress["stage"] for _, progress in job.outputs()[:-1]}
-    assert stages and stages <= {"waiting", "compiling", "making"}
+    assert stages and stages <= {"waiting", "starting", "compiling", "making"}
 
     mask = Image.new("L", (96, 72))
     mask.paste(255, (48, 0, 96, 72))
@@ -47,13 +51,13 @@ def test_the_api(page, connect, model, photo_file, tmp_path):
     assert np.any(masked != expected)
 
     (tmp_path / "broken.png").write_bytes(photo_file.read_bytes()[:99])
+    broken = handle_file(tmp_path / "broken.png")
     for change, message in (
-        ({"image": handle_file(tmp_path / "broken.png")}, "this image cannot be read"),
+        ({"image": None}, "there is no image; give image=handle_file(PATH)"),
+        ({"image": broken}, "this image cannot be read"),
+        ({"mask": broken}, "the mask cannot be read as a mask"),
         ({"instruction": " "}, "Instruction is empty; write a few words"),
-        ({"seed": -1}, "Seed -1 must be from 0 to 4294967295"),
         ({"accelerate": "tea"}, "Acceleration tea: 'tea' is unknown"),
-        ({"mask": handle_file(tmp_path / "broken.png")}, "the mask cannot be read as a mask"),
-        ({"instruction": "red " * 300}, "Instruction has 1200 characters; write 1000 or less"),
         ({"num_inference_steps": 151}, "Steps 151 must be from 1 to 150"),
         ({"scheduler": "eular"}, "Scheduler eular is unknown"),
         ({"seed": "seven"}, "Seed seven is not a number"),
@@ -61,38 +65,6 @@ def test_the_api(page, connect, model, photo_file, tmp_path):
     ):
         with pytest.raises(AppError, match=re.escape(message)):
             client.predict(**given | change)
-
-    import httpx  # Gradio's
-
-    # Half an emoji, which gradio_client does not send but browsers do.
-    for instruction, accelerate, message in (
-        (
-            "red \ud83d",
-            [],
-            "Instruction is not valid Unicode: character 5 is an unpaired surrogate",
-        ),
-        ("red", ["\ud83d"], r"Acceleration \ud83d: '\ud83d' is unknown"),
-    ):
-        values = [
-            None,
-            instruction,
-            7.5,
-            1.5,
-            3,
-            0,
-            32,
-            "the model's own",
-            accelerate,
-            [],
-            1,
-            "",
-            0,
-        ]
-        call = f"{page.url}gradio_api/call/edit"
-        sent = {"content": json.dumps({"data": [*values, None]})}
-        answer = httpx.post(call, headers={"Content-Type": "application/json"}, **sent)
-        said = httpx.get(f"{call}/{answer.json()['event_id']}").text
-        assert message in json.loads(said.partition("data: ")[2])["error"]
 
 
 @pytest.mark.slow
@@ -116,7 +88,7 @@ def test_images_from_text_and_an_image(connect, tmp_path):
     with served(model, *FAST) as page:
         client = connect(page, folder=tmp_path / "files")
         file, made = client.predict(**given)
-        assert read_settings(file) == settings and made["strength"] == 0.5
+        assert settings_in(file, edits=False) == settings and made["strength"] == 0.5
         expected = call_pipeline(model, settings, original, None)
         assert np.abs(np.int16(Image.open(file)) - expected).max() <= 1
         file, _ = client.predict(**given, mask=handle_file(tmp_path / "mask.png"))
@@ -124,11 +96,7 @@ def test_images_from_text_and_an_image(connect, tmp_path):
         expected = np.where(np.asarray(mask)[..., None], expected, np.asarray(original))
         assert np.abs(np.int16(Image.open(file)) - expected).max() <= 1
         for change, message in (
-            ({"image": None}, "there is no image; give image=handle_file(PATH)"),
             ({"strength": 0.1}, "Strength 0.1 of Steps 4 leaves no step to do; take strength 0.25"),
-            ({"strength": 0}, "Strength 0.0 of Steps 4 leaves no step to do"),
-            ({"strength": 2}, "Strength 2.0 must be from 0 to 1"),
-            ({"strength": "much"}, "Strength much is not a number"),
             ({"mask": handle_file(tmp_path / "small.png")}, "8x8 pixels, the image 32x24"),
             ({"mask": handle_file(tmp_path / "black.png")}, "the mask has no white"),
         ):
@@ -185,7 +153,7 @@ def test_two_clients_30_requests_and_a_client_that_goes(page, connect, photo_fil
         file, settings = job.result()
         assert settings["seed"] == number
         assert settings["instruction"] == ("make it red", "invert the colors")[number % 2]
-        assert read_settings(file).seed == number
+        assert settings_in(file).seed == number
     print("memory, MB:", [round(x / 2**20) for x in memory])
     assert memory[-1] - memory[0] < 64 * 2**20
 

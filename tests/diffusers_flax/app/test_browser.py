@@ -5,19 +5,24 @@ import os
 import signal
 import socket
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
 from helpers import photo, wait_for
 from PIL import Image
-from served_app import FAST, edit_by_cli, launch, memory_of, needs_browser, needs_gradio, served
+from served_app import (
+    FAST,
+    edit_by_cli,
+    launch,
+    needs_browser,
+    needs_gradio,
+    served,
+    settings_in,
+)
 from tiny_models import make_tiny_pipeline
 
-from diffusers_flax.app.settings import (
-    Settings,
-    read_settings,
-)
+from diffusers_flax.app.settings import Settings
 
 
 @contextmanager
@@ -77,13 +82,6 @@ def fill(tab, name, number):
     tab.keyboard.press("Tab")
 
 
-def slider_position(tab):
-    """Where the slider of the result is, from 0, the left edge of the image, to 1."""
-    image = tab.locator("#result img").first.bounding_box()
-    handle = tab.locator("#result [data-testid=slider]").bounding_box()
-    return (handle["x"] + handle["width"] / 2 - image["x"]) / image["width"]
-
-
 @needs_browser
 def test_an_edit_in_the_browser(browser, page, model, photo_file, tmp_path):
     """Upload, instruction, slider, gallery, download, settings from the file, result as input."""
@@ -95,7 +93,7 @@ def test_an_edit_in_the_browser(browser, page, model, photo_file, tmp_path):
         assert opened.locator("#result img").count() == 2
         made = download(opened, "#download", tmp_path / "made.png")
         np.testing.assert_array_equal(made, expected)
-        assert read_settings(tmp_path / "made.png") == settings
+        assert settings_in(tmp_path / "made.png") == settings
 
         opened.fill("#instruction textarea, #instruction input", "make it blue")
         opened.uncheck("#keep_seed input")
@@ -103,7 +101,7 @@ def test_an_edit_in_the_browser(browser, page, model, photo_file, tmp_path):
         seed = int(value_of(opened, "#seed"))
         assert seed != 7
         other = download(opened, "#download", tmp_path / "other.png")
-        assert np.any(other != made) and read_settings(tmp_path / "other.png").seed == seed
+        assert np.any(other != made) and settings_in(tmp_path / "other.png").seed == seed
         opened.click("#gallery button >> nth=1")  # the first one
         wait_for(lambda: value_of(opened, "#seed") == "7")
         assert value_of(opened, "#instruction") == "make it red"
@@ -139,7 +137,6 @@ def test_masks_and_comparisons_in_the_browser(browser, page, photo_file, tmp_pat
         opened.mouse.up()
         opened.wait_for_timeout(500)
         click_and_wait(opened)
-        assert 0.05 < slider_position(opened) < 0.3  # in the edit
         masked = download(opened, "#download", tmp_path / "masked.png")
         with Image.open(photo_file) as image:
             before = np.asarray(image.resize((32, 24), Image.Resampling.LANCZOS))
@@ -152,12 +149,9 @@ def test_masks_and_comparisons_in_the_browser(browser, page, photo_file, tmp_pat
         opened.fill("#values textarea, #values input", "1.2 1.5, 3")
         opened.keyboard.press("Tab")
         assert "3 images" in click_and_wait(opened, "#run_comparison")
-        captions = opened.locator("#comparison .caption-label").all_inner_texts()
-        assert captions == ["image scale 1.2", "image scale 1.5", "image scale 3"]
-        assert opened.locator("#comparison button img").count() == 3
-        figure = download(opened, "#figure", tmp_path / "figure.png")
+        figure = download(opened, "#comparison a[download]", tmp_path / "figure.png")
         assert figure.shape[1] > 4 * 192
-        opened.click("#comparison button >> nth=2")
+        opened.click("#gallery button >> nth=0")
         wait_for(lambda: opened.input_value("#image_guidance_scale input[type=number]") == "3")
     wait_for(lambda: not [x for x in {*page.files.rglob("*")} - files if x.is_file()])
 
@@ -187,7 +181,7 @@ def test_a_model_from_text_has_a_tab_with_an_image(browser, photo_file, tmp_path
         whole = download(opened, "#download", tmp_path / "whole.png")
         settings = Settings("a blue panda", num_inference_steps=3, seed=7, resolution=32)
         settings = dataclasses.replace(settings, strength=0.7)
-        assert read_settings(tmp_path / "whole.png") == settings
+        assert settings_in(tmp_path / "whole.png", edits=False) == settings
 
         opened.click("text=Only a part of the image")
         opened.set_input_files("#mask_file input[type=file]", tmp_path / "mask.png")
@@ -246,18 +240,8 @@ def test_two_tabs_cancel_and_a_tab_that_is_closed(browser, page, photo_file, tmp
 
 @pytest.mark.slow
 @needs_browser
-def test_30_requests_and_a_browser_that_is_killed(browser, page, photo_file):
-    """Memory stays; a request of a killed browser leaves the queue."""
-    memory = []
-    with tab(browser, page) as opened:
-        give(opened, photo_file)
-        for number in range(30):
-            fill(opened, "seed", number)
-            assert f"seed {number}" in click_and_wait(opened)
-            memory.append(memory_of(page.process))
-    print("memory, MB:", [round(x / 2**20) for x in memory])
-    assert memory[-1] - memory[5] < 64 * 2**20
-
+def test_a_browser_that_is_killed(browser, page, photo_file):
+    """Its request leaves the queue, and its files are deleted."""
     killed = launch(browser.browser_type)
     processes = killed.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
     (number,) = (process["id"] for process in processes if process["type"] == "browser")
@@ -281,25 +265,6 @@ def test_30_requests_and_a_browser_that_is_killed(browser, page, photo_file):
     with tab(browser, page) as opened:
         give(opened, photo_file)
         click_and_wait(opened)
-
-
-@pytest.mark.slow
-@needs_browser
-def test_a_photograph_of_the_camera(browser, page, tmp_path):
-    """Chromium's own moving test image stands for the camera."""
-    flags = "--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream"
-    with (
-        closing(launch(browser.browser_type, *flags)) as other,
-        tab(other, page, permissions=["camera"]) as opened,
-    ):
-        opened.click("#image button[aria-label='Capture from camera']")
-        opened.click("#image div[title='grant webcam access'] button")
-        opened.wait_for_function("document.querySelector('#image video').currentTime > 0")
-        opened.click("#image button[aria-label='capture photo']")
-        opened.wait_for_selector("#image img:not(.hide)")
-        opened.fill("#instruction textarea, #instruction input", "make it red")
-        click_and_wait(opened)
-        assert download(opened, "#download", tmp_path / "made.png").shape == (24, 32, 3)
 
 
 @pytest.mark.slow
@@ -339,21 +304,22 @@ def test_messages_in_the_browser(browser, page, photo_file, tmp_path):
 
 @pytest.mark.slow
 @needs_browser
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (1024, 768)])
+@pytest.mark.parametrize(("width", "height"), [(1440, 900), (1024, 768), (400, 800)])
 def test_the_page_fits_the_screen(browser, page, photo_file, width, height):
-    """Image, instruction, result and the main settings are seen without scrolling."""
+    """What one needs first is seen without scrolling; nothing is wider than the screen."""
     with tab(browser, page) as opened:
         opened.set_viewport_size({"width": width, "height": height})
         give(opened, photo_file)
+        names = ["image", "instruction", "run"]
+        if width > 400:  # else the result follows below
+            names += ["result", "status", "download", "image_guidance_scale", "resolution", "seed"]
         click_and_wait(opened)
-        names = ["image", "instruction", "run", "result", "status", "download"]
-        names += ["image_guidance_scale", "num_inference_steps", "resolution", "seed"]
+        opened.evaluate("window.scrollTo(0, 0)")
         for name in names:
             box = opened.locator(f"#{name}").bounding_box()
             assert box["x"] >= 0 and box["x"] + box["width"] <= width, name
             assert box["y"] >= 0 and box["y"] + box["height"] <= height, name
-        columns = [opened.locator(f"#{x}").bounding_box() for x in ("request", "controls")]
-        assert columns[1]["x"] + columns[1]["width"] - columns[0]["x"] > 0.9 * width
+        assert opened.evaluate("document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.slow
@@ -387,21 +353,3 @@ def test_an_upload_of_a_tab_that_is_closed(page):
         connection.sendall("\r\n".join([*head, kind, "", *body]).encode())
         time.sleep(0.5)
     time.sleep(0.5)
-
-
-@pytest.mark.slow
-@needs_browser
-def test_a_wrong_password_in_the_browser(browser, model, tmp_path):
-    with served(model, "--username", "anna", *FAST, EDIT_APP_PASSWORD="secret") as page:
-        opened = browser.new_page()
-        opened.goto(page.url)
-        for password, is_in in (("wrong", False), ("secret", True)):
-            opened.fill("input[type=text], input[autocomplete=username]", "anna")
-            opened.fill("input[type=password]", password)
-            opened.click("button:has-text('Login')")
-            if is_in:
-                opened.wait_for_selector("#run", timeout=30_000)
-            else:
-                opened.wait_for_selector("text=/incorrect/i", timeout=30_000)
-                assert opened.locator("#run").count() == 0
-        opened.close()

@@ -15,28 +15,30 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_app
 from diffusers_flax.app.editor import Editor, ImageRequest, Stopped, named_loras
-from diffusers_flax.app.settings import Settings
+from diffusers_flax.app.settings import SCALES, Settings
 
 
 def open_editor(model, **options):
     config = edit_app.Config(str(model), compilation_cache_dir="", **options)
-    editor = Editor(config)
+    editor = Editor(config, edit_app.layout_of_flags(config))
     editor.open()
     return editor
 
 
-async def follow_request(editor, request, until=lambda progress: False):
-    """All Progress of a request; it is left when one is as wanted."""
-    found = []
-    async for progress in editor.follow(editor.submit(request)):
-        found.append(progress)
-        if until(progress):
-            editor.stop(request)
-    return found
+def make(editor, request, stop_when=lambda: False):
+    """The first image of a request, uint8 (H, W, 3); it is stopped when something is true."""
+
+    async def follow():
+        async for _ in editor.follow(request):
+            if stop_when():
+                request.stopped.set()
+
+    asyncio.run(follow())
+    return np.asarray(request.images[0])
 
 
 def test_the_queue(model, monkeypatch):
-    """Jobs run in order; a stopped or abandoned one leaves; a full queue takes no more."""
+    """Requests run in order; a stopped or abandoned one leaves; a full queue takes no more."""
     made, go_on = [], threading.Event()
 
     def make(self, request):
@@ -46,53 +48,48 @@ def test_the_queue(model, monkeypatch):
             raise ValueError("no memory")
 
     monkeypatch.setattr(Editor, "_make", make)
-    monkeypatch.setattr(
-        Editor, "open", lambda self: threading.Thread(target=self._work, daemon=True).start()
-    )
-    editor = open_editor(model, max_queue=4)
-    requests = [editor.submit(ImageRequest(Settings("red", seed=seed))) for seed in range(5)]
-    with pytest.raises(ValueError, match="4 requests wait already; try again"):
-        editor.submit(ImageRequest(Settings("red")))
-    assert [editor.num_before(request) for request in requests] == [0, 1, 2, 3, 4]
+    editor = Editor(edit_app.Config(str(model), compilation_cache_dir="", max_queue=4))
+    requests = [ImageRequest(Settings("red", seed=seed)) for seed in range(6)]
 
-    async def abandon():
-        async with aclosing(editor.follow(requests[1])) as following:
-            async for progress in following:
-                assert progress.stage == "waiting"
+    async def abandon(request):
+        async with aclosing(editor.follow(request)) as following:
+            async for _ in following:
+                assert request.stage == "waiting" and request in editor.requests
+                await asyncio.sleep(0.3)
                 break
 
-    asyncio.run(abandon())
-    editor.stop(requests[2])
-    go_on.set()
-    for request in requests:
-        assert request.done.wait(10)
-    assert made == [0, 3, 4]
-    assert [type(request.error) for request in requests] == [
-        type(None),
-        Stopped,
-        Stopped,
-        ValueError,
-        type(None),
-    ]
+    async def follow(request):
+        async for _ in editor.follow(request):
+            pass
+
+    async def follow_all():
+        follow_one = [follow, abandon, follow, follow, follow, follow]
+        running = [f(request) for f, request in zip(follow_one, requests)]
+        requests[2].stopped.set()
+        asyncio.get_running_loop().call_later(1, go_on.set)
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    *results, full = asyncio.run(follow_all())
+    assert made == [0, 3, 4] and editor.requests == []
+    assert [type(x) for x in results] == [type(None)] * 2 + [Stopped, ValueError, type(None)]
+    assert "4 requests wait already; try again" in str(full)
 
 
 @pytest.mark.slow
 def test_the_editor_makes_the_images_of_edit_cli(model, photo_file, tmp_path):
-    """Also after a request that was cancelled in its first steps, which ends early."""
+    """Also after a request that was stopped in its first steps, which ends early."""
     settings = Settings("make it red", 3.0, 1.2, 4, seed=7, resolution=32)
     editor, image = open_editor(model), Image.open(photo_file)
+    editor.compile_first([photo_file])
+    assert editor.trial.done.wait(120) and isinstance(editor.trial.error, Stopped)
     many = ImageRequest(dataclasses.replace(settings, num_inference_steps=100), image)
     with pytest.raises(Stopped):
-        asyncio.run(follow_request(editor, many, lambda progress: progress.step > 0))
-    request, waiting = ImageRequest(settings, image), ImageRequest(settings, image)
-    editor.submit(request)
-    editor.submit(waiting)
-    editor.stop(waiting)
-    assert editor.num_before(request) <= 1
-    assert request.done.wait(60) and request.error is None and isinstance(waiting.error, Stopped)
-    assert many.progress.step < 100 and request.progress.step == 3
+        make(editor, many, lambda: many.step > 0)
+    assert 0 < many.step < 100
+    request = ImageRequest(settings, image)
     expected = edit_by_cli(model, photo_file, tmp_path / "cli.png", settings=settings)
-    np.testing.assert_array_equal(np.asarray(request.images[0]), expected)
+    np.testing.assert_array_equal(make(editor, request), expected)
+    assert request.step == 3  # the last one is not shown
 
     # A shape that is scaled for its program, and a mask.
     photo(96, 70).save(tmp_path / "near.png")
@@ -100,18 +97,16 @@ def test_the_editor_makes_the_images_of_edit_cli(model, photo_file, tmp_path):
     mask.paste(1, (48, 0, 96, 70))
     mask.save(tmp_path / "mask.png")
     near = dataclasses.replace(settings, resolution=128, mask_feather=3)
-    request = editor.submit(ImageRequest(near, Image.open(tmp_path / "near.png"), mask))
-    assert request.done.wait(60) and request.error is None
+    made = make(editor, ImageRequest(near, Image.open(tmp_path / "near.png"), mask))
     flags = ["--mask", str(tmp_path / "mask.png"), "--mask_feather", "3"]
-    expected_near = edit_by_cli(
-        model, tmp_path / "near.png", tmp_path / "b.png", *flags, settings=near
-    )
+    output = tmp_path / "b.png"
+    expected_near = edit_by_cli(model, tmp_path / "near.png", output, *flags, settings=near)
     assert expected_near.shape == (92, 128, 3)
-    np.testing.assert_array_equal(np.asarray(request.images[0]), expected_near)
+    np.testing.assert_array_equal(made, expected_near)
 
-    without = open_editor(model, progress=False).submit(ImageRequest(settings, image))
-    assert without.done.wait(60) and without.error is None and without.progress.step == 0
-    np.testing.assert_array_equal(np.asarray(without.images[0]), expected)
+    request = ImageRequest(settings, image)
+    np.testing.assert_array_equal(make(open_editor(model, progress=False), request), expected)
+    assert request.step == 0
 
 
 @pytest.mark.parametrize(
@@ -134,34 +129,28 @@ def test_images_from_text_and_an_image_are_the_pipelines(tmp_path, kind, masked)
         model = make_tiny_pipeline(tmp_path / "model", 9 if inpaints else 4)
         if inpaints:
             edit_json(model / "model_index.json", _class_name="StableDiffusionInpaintPipeline")
-    editor, image, mask = open_editor(model), photo(64, 48), None
+    editor, image = open_editor(model), photo(64, 48)
     settings = Settings("a red panda", 3.0, num_inference_steps=6, seed=7, resolution=64)
     settings = dataclasses.replace(settings, strength=0.5, negative_prompt="grey")
     right = np.arange(64) >= np.full((48, 1), 32)
-    if masked:
-        mask = Image.fromarray(right)
-    request = editor.submit(ImageRequest(settings, image, mask))
-    assert request.done.wait(120) and request.error is None
-    assert request.progress.step == 2  # of 3; the last one is not shown
+    mask = Image.fromarray(right) if masked else None
+    made = make(editor, ImageRequest(settings, image, mask))
     expected = call_pipeline(model, settings, image, mask)
     if masked:
         expected = np.where(right[..., None], expected, np.asarray(image))
-    made = np.asarray(request.images[0])
     assert np.abs(np.int16(made) - expected).max() <= 1
     assert np.any(made[:, 32:] != np.asarray(image)[:, 32:])
     if kind == "xl" and masked:  # a shape that is scaled for its program
         large, mask = photo(96, 70), Image.new("1", (96, 70))
         mask.paste(1, (48, 0, 96, 70))
         wider = dataclasses.replace(settings, resolution=128, mask_feather=3)
-        request = editor.submit(ImageRequest(wider, large, mask))
-        assert request.done.wait(120) and request.error is None
-        before = ImageOps.fit(large, (128, 92), Image.Resampling.LANCZOS)
-        made = np.asarray(request.images[0])
-        np.testing.assert_array_equal(made[:, :64], np.asarray(before)[:, :64])
-        assert np.any(made[:, 64:] != np.asarray(before)[:, 64:])
+        made = make(editor, ImageRequest(wider, large, mask))
+        before = np.asarray(ImageOps.fit(large, (128, 92), Image.Resampling.LANCZOS))
+        np.testing.assert_array_equal(made[:, :64], before[:, :64])
+        assert np.any(made[:, 64:] != before[:, 64:])
     if inpaints:
         with pytest.raises(ValueError, match="there is no mask, which an inpainting model needs"):
-            editor.submit(ImageRequest(settings, image))
+            make(editor, ImageRequest(settings, image))
 
 
 @pytest.mark.slow
@@ -176,16 +165,13 @@ def test_a_comparison_runs_on_all_devices(tmp_path, photo_file, kind):
         settings = dataclasses.replace(settings, strength=0.7)
     scales = [(2.0, x) for x in (1.0, 1.2, 1.5, 2.0, 3.0)]
     scales = [(1.0, 1.5), (2.0, 1.5), (7.5, 1.5)] if text else scales
-    request = editor.submit(ImageRequest(settings, image, scales=tuple(scales)))
-    assert request.done.wait(120) and request.error is None and request.at_once == 4
+    request = ImageRequest(settings, image, scales=tuple(scales))
+    make(editor, request)
     assert len(request.images) == len(scales) and len(editor.programs) == 1
-    names = ("guidance_scale", "image_guidance_scale")
+    assert request.num_steps == settings.num_steps * (2 if len(scales) > 4 else 1)  # 4 devices
     for one, found in zip(scales, request.images):
-        single = editor.submit(
-            ImageRequest(dataclasses.replace(settings, **dict(zip(names, one))), image)
-        )
-        assert single.done.wait(120) and single.error is None
-        difference = np.int16(single.images[0]) - np.int16(found)
+        single = dataclasses.replace(settings, **dict(zip(SCALES, one)))
+        difference = np.int16(make(editor, ImageRequest(single, image))) - np.int16(found)
         assert np.abs(difference).max() <= 1
 
 
@@ -193,17 +179,12 @@ def test_a_comparison_runs_on_all_devices(tmp_path, photo_file, kind):
 @pytest.mark.parametrize("flag", [("--parallel", "data=1,branches=3"), ("--devices", "balanced")])
 def test_one_image_on_several_devices(model, photo_file, tmp_path, flag):
     settings = Settings("make it red", 3.0, 1.2, 3, seed=7, resolution=32)
-    options = {flag[0].removeprefix("--"): flag[1:]}
-    config = edit_app.Config(str(model), compilation_cache_dir="", **options)
-    editor = Editor(config, edit_app.layout_of_flags(config))
-    editor.open()
-    request = editor.submit(
-        ImageRequest(settings, Image.open(photo_file), scales=((3.0, 1.2), (3.0, 2.0)))
-    )
-    assert request.done.wait(120) and request.error is None and request.at_once == 1
+    editor = open_editor(model, **{flag[0].removeprefix("--"): flag[1:]})
+    scales = (3.0, 1.2), (3.0, 2.0)
+    request = ImageRequest(settings, Image.open(photo_file), scales=scales)
     expected = edit_by_cli(model, photo_file, tmp_path / "cli.png", *flag, settings=settings)
-    assert np.abs(np.int16(request.images[0]) - expected).max() <= 1
-    assert request.progress.step == 2
+    assert np.abs(np.int16(make(editor, request)) - expected).max() <= 1
+    assert request.num_steps == 2 * settings.num_steps
 
 
 @pytest.mark.slow
@@ -215,13 +196,8 @@ def test_lora_and_int8_of_a_request(model, photo_file, tmp_path, monkeypatch):
     monkeypatch.setattr("diffusers_flax.app.editor.MAX_PROGRAMS", 1)
     rng, file = np.random.default_rng(0), tmp_path / "style.safetensors"
     layer = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
-    save_file(
-        {
-            f"{layer}.lora_A.weight": rng.normal(size=(2, 16)).astype(np.float32),
-            f"{layer}.lora_B.weight": rng.normal(size=(16, 2)).astype(np.float32),
-        },
-        file,
-    )
+    shapes = {f"{layer}.lora_A.weight": (2, 16), f"{layer}.lora_B.weight": (16, 2)}
+    save_file({x: rng.normal(size=y).astype(np.float32) for x, y in shapes.items()}, file)
     editor, image = open_editor(model, lora=(str(file),)), Image.open(photo_file)
     assert editor.defaults().lora == ("style",)
     assert [*named_loras(("a/x.bin:0.5", "b/x.bin"))] == ["x", "b/x"]
@@ -235,9 +211,8 @@ def test_lora_and_int8_of_a_request(model, photo_file, tmp_path, monkeypatch):
     }
     images = {}
     for name, (change, flags) in changes.items():
-        request = editor.submit(ImageRequest(dataclasses.replace(plain, **change), image))
-        assert request.done.wait(120) and request.error is None
-        images[name] = np.asarray(request.images[0])
+        settings = dataclasses.replace(plain, **change)
+        images[name] = make(editor, ImageRequest(settings, image))
         output = tmp_path / f"{name}.png"
         expected = edit_by_cli(model, photo_file, output, *flags, settings=plain)
         assert np.abs(np.int16(images[name]) - expected).max() <= 1

@@ -6,24 +6,23 @@ from served_app import FAST, needs_gradio, served
 from tiny_models import make_tiny_pipeline
 
 # What is visible when the page opens, by its label.
-EDITS = [
-    *("Image", "Instruction", "Edit", "Only a part of the image"),
-    *("Restrict the edit to what I paint", "Input and result", "Download PNG"),
-    *("Use the result as input", "Compare values of a scale, side by side", "Scale", "Values"),
-    *("Compare", "Settings", "Instruction scale", "Image scale", "Steps", "Size", "Seed"),
-    *("Keep this seed", "Roll a new one", "More settings", "Negative prompt", "Scheduler"),
-    "Acceleration",
-]
-MASK = ["Restrict the change to what I paint", "Or a mask: white may change", "Soft edge, pixels"]
+MASK = ["Paint the part", "Or a mask: white may change", "Soft edge, pixels"]
 RESULT = ["Download PNG", "Use the result as input", "Compare values of a scale, side by side"]
-SETTINGS = ["Values", "Compare", "Settings", "Prompt scale", *EDITS[15:]]
+SETTINGS = ["Steps", "Size", "Seed", "Keep this seed", "More settings", "Negative prompt"]
+SETTINGS += ["Scheduler", "Acceleration"]
+EDITS = [
+    *("Image", "Instruction", "Edit", "Only a part of the image", *MASK, "Input and result"),
+    *(*RESULT, "Scale", "Values", "Compare", "Settings", "Instruction scale", "Image scale"),
+    *SETTINGS,
+]
+PROMPTED = ["Values", "Compare", "Settings", "Prompt scale", *SETTINGS]
 TEXT = [
     *("Text to image", "Shape", "Image to image", "Image", "Strength", "Only a part of the image"),
-    *(*MASK, "Prompt", "Make an image", "Result", *RESULT, *SETTINGS),
+    *(*MASK, "Prompt", "Make an image", "Result", *RESULT, *PROMPTED),
 ]
 INPAINTING = [
     *("Image", "Strength", "The part that may change", "Paint the part that may change"),
-    *(*MASK[1:], "Prompt", "Make an image", "Input and result", *RESULT, *SETTINGS),
+    *(*MASK[1:], "Prompt", "Make an image", "Input and result", *RESULT, *PROMPTED),
 ]
 COMMON = {"instruction", "guidance_scale", "num_inference_steps", "seed", "resolution"}
 COMMON |= {"scheduler", "accelerate", "lora", "lora_weight", "negative_prompt"}

@@ -1,56 +1,41 @@
 """Files of sessions."""
 
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from helpers import photo
+from served_app import settings_in
 
-from diffusers_flax.app.sessions import MAX_RESULTS, Sessions
-from diffusers_flax.app.settings import (
-    Settings,
-    page_recipe,
-    read_settings,
-)
+from diffusers_flax.app.sessions import Sessions
+from diffusers_flax.app.settings import SOFTWARE, Settings
+from diffusers_flax.generating.recipes import recipe_text
 
 
 def test_files_of_sessions(tmp_path):
-    """A session keeps its latest images; closing it deletes its files and no others."""
-    example, upload, both = (tmp_path / f"{name}.png" for name in ("example", "upload", "both"))
+    """Closing a session deletes its files and no others."""
+    example, upload, both, painted = (
+        tmp_path / "hash" / f"{name}.png" for name in ("example", "upload", "both", "layer_0")
+    )
+    example.parent.mkdir()
     example.touch()
     sessions = Sessions(tmp_path)
-    upload.touch()
-    both.touch()
-    ours, theirs = sessions.get("a"), sessions.get("b")
-    assert sessions.get("a") is ours
-    settings = Settings("make it red")
-    texts = [page_recipe(settings, {"edit": settings.instruction})]
-    for _ in range(MAX_RESULTS + 2):
-        before = sessions.save(ours, photo(8, 6), "input")
-        sessions.add(ours, [photo(8, 6)], before, [settings], texts, edits=True)
-    (other,) = sessions.add(theirs, [photo(8, 6)], None, [settings], texts, edits=True)
-    assert other.path.name == "001-make-it-red.png"
-    names = sorted(file.name for file in ours.folder.iterdir())
-    assert len(names) == 2 * MAX_RESULTS and len(ours.results) == MAX_RESULTS
-    assert names[0] == "003-make-it-red.png" and names[-1].startswith("input-")
-    assert read_settings(ours.results[0].path, Settings(""), edits=True) == settings
-    for file in (example, upload, both, Path(__file__)):
-        sessions.add_upload(ours, file)
-    sessions.add_upload(theirs, both)
-    (tmp_path / "hash").mkdir()
-    painted = [tmp_path / "hash" / f"{name}.png" for name in ("background", "layer_0")]
-    for file in painted:
+    for file in (upload, both, painted):
         file.touch()
-    theirs.painted_since = time.time() - 60
-    sessions.get("paints later").painted_since = time.time() + 60
-    sessions.close("a")
-    assert all(file.exists() for file in painted)  # may be of b
-    sessions.close("never")
-    assert not ours.folder.exists() and other.path.exists()
-    assert not upload.exists()
-    assert all(file.exists() for file in (example, both, Path(__file__)))
-    sessions.close("b")
-    assert not any(file.exists() for file in (*painted, both))
-    (uploaded := tmp_path / "hash" / "background-1.png").touch()
-    sessions.get("never paints")
-    sessions.close("never paints")
-    assert uploaded.exists()
+    pages = [SimpleNamespace(session_hash=name) for name in "ab"]
+    ours = sessions.get(pages[0], example, upload, both, Path(__file__), None)
+    theirs = sessions.get(pages[1], both)
+    assert sessions.get(pages[0]) is ours
+    ours.paints = theirs.paints = True
+    settings = Settings("make it red", seed=7)
+    recipe = recipe_text(SOFTWARE, {"edit": settings.instruction, "page": vars(settings)})
+    before = ours.save(photo(8, 6), "input")
+    made = [session.add(photo(8, 6), before, settings, recipe) for session in (ours, ours, theirs)]
+    assert [x.path.name for x in ours.results] == ["002-make-it-red.png", "001-make-it-red.png"]
+    assert settings_in(made[0].path) == settings
+    sessions.close(pages[0])
+    sessions.close(SimpleNamespace(session_hash="never"))
+    assert not ours.folder.exists() and not upload.exists()
+    kept = (example, both, painted, Path(__file__), made[2].path)
+    assert all(file.exists() for file in kept)
+    sessions.close(pages[1])
+    assert example.exists() and not painted.exists() and not both.exists()
