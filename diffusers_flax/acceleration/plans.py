@@ -17,11 +17,27 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+LARGE = 1e9  # parameters that must be finite
 FEW_STEPS = 8  # caches need more: with few steps neighbours differ too much
 
 
+class Technique:
+    """Base of the accelerations, frozen dataclasses with their parameters.
+
+    A subclass has `name`, `slot`, the field of Acceleration, and `limits`, {parameter: (smallest,
+    largest value)}.
+    """
+
+    limits: ClassVar[dict] = {}
+
+    def __post_init__(self):
+        for name, (low, high) in self.limits.items():
+            words = f"at least {low}" if high == np.inf else f"from {low} to {high}"
+            require(low <= getattr(self, name) <= high, self, name, f"must be {words}")
+
+
 @dataclass(frozen=True)
-class Guidance:
+class Guidance(Technique):
     """Guidance in some steps; the others compute one branch.
 
     Args:
@@ -36,6 +52,7 @@ class Guidance:
 
     name: ClassVar[str] = "guidance"
     slot: ClassVar[str] = "guidance"
+    limits: ClassVar[dict] = dict.fromkeys(("start", "stop", "image_stop"), (0, 1))
     start: float = 0.0
     stop: float = 1.0
     image_stop: float = 1.0
@@ -43,9 +60,7 @@ class Guidance:
     sigma_max: float = np.inf
 
     def __post_init__(self):
-        fractions = {"start": self.start, "stop": self.stop, "image_stop": self.image_stop}
-        for name, fraction in fractions.items():
-            require(0 <= fraction <= 1, self, name, "must be from 0 to 1, a fraction of the steps")
+        super().__post_init__()
         require(self.start < self.stop, self, "stop", "must be above start")
         is_used = self.image_stop == 1 or self.image_stop < self.stop
         require(is_used, self, "image_stop", f"must be below stop ({self.stop:g}), or left out")
@@ -64,7 +79,7 @@ class Guidance:
         return branches
 
 
-class Cache:
+class Cache(Technique):
     """Base of the caches; a run has at most one. caches.make_segment has their functions.
 
     A subclass has the method kinds(num_steps, starts), which returns Step.kind of each step; the
@@ -93,16 +108,14 @@ class DeepCache(Cache):
 
     name: ClassVar[str] = "deepcache"
     uncounted: ClassVar[tuple] = ("shallow",)
+    limits: ClassVar[dict] = {"interval": (2, np.inf), "warmup": (1, np.inf), "power": (1, 10)}
     interval: int = 3
     warmup: int = 1
     center: int = -1
     power: float = 1.4
 
     def __post_init__(self):
-        require(self.interval >= 2, self, "interval", "must be 2 or more")
-        require(self.warmup >= 1, self, "warmup", "must be 1 or more")
-        require(self.center >= -1, self, "center", "must be a step, or -1 for equal intervals")
-        require(1 < self.power <= 10, self, "power", "must be above 1 and at most 10")
+        super().__post_init__()
         is_used = self.center >= 0 or self.power == DeepCache.power
         require(is_used, self, "power", "has no effect without center")
 
@@ -152,6 +165,16 @@ class Spectrum(Cache):
 
     name: ClassVar[str] = "spectrum"
     uncounted: ClassVar[tuple] = ("forecast",)
+    limits: ClassVar[dict] = {
+        "warmup": (2, np.inf),
+        "window": (1, LARGE),
+        "growth": (0, LARGE),
+        "stop": (0, 1),
+        "degree": (0, np.inf),
+        "ridge": (1e-9, LARGE),
+        "history": (2, np.inf),
+        "weight": (0, 1),
+    }
     warmup: int = 4
     window: float = 2.0
     growth: float = 0.5
@@ -160,16 +183,6 @@ class Spectrum(Cache):
     ridge: float = 1.0
     history: int = 6
     weight: float = 0.4
-
-    def __post_init__(self):
-        require(self.warmup >= 2, self, "warmup", "must be 2 or more")
-        require(1 <= self.window < np.inf, self, "window", "must be 1 or more, and finite")
-        require(0 <= self.growth < np.inf, self, "growth", "must be 0 or more, and finite")
-        require(0 < self.stop <= 1, self, "stop", "must be above 0, at most 1")
-        require(self.degree >= 0, self, "degree", "must be 0 or more")
-        require(0 < self.ridge < np.inf, self, "ridge", "must be above 0, and finite")
-        require(self.history >= 2, self, "history", "must be 2 or more")
-        require(0 <= self.weight <= 1, self, "weight", "must be from 0 to 1")
 
     def kinds(self, num_steps, starts):
         """ "full" or "forecast" of each step.
@@ -226,14 +239,10 @@ class TGate(Cache):
     """
 
     name: ClassVar[str] = "tgate"
+    limits: ClassVar[dict] = {"gate": (2, np.inf), "interval": (1, np.inf), "warmup": (0, np.inf)}
     gate: int = 10
     interval: int = 5
     warmup: int = 2
-
-    def __post_init__(self):
-        require(self.gate >= 2, self, "gate", "must be 2 or more")
-        require(self.interval >= 1, self, "interval", "must be 1 or more")
-        require(self.warmup >= 0, self, "warmup", "must be 0 or more")
 
     def kinds(self, num_steps, starts):
         """ "full", "store", "reuse_self" (self-attention), "gate" and "gated" (cross-attention)."""
@@ -265,10 +274,8 @@ class FirstBlockCache(Cache):
     """
 
     name: ClassVar[str] = "fbcache"
+    limits: ClassVar[dict] = {"threshold": (1e-9, np.inf)}
     threshold: float = 0.08
-
-    def __post_init__(self):
-        require(self.threshold > 0, self, "threshold", "must be above 0")
 
     def kinds(self, num_steps, starts):
         """ "full" where there is no valid cache, else "adaptive"."""
@@ -276,7 +283,7 @@ class FirstBlockCache(Cache):
 
 
 @dataclass(frozen=True)
-class TokenMerging:
+class TokenMerging(Technique):
     """Self-attention over fewer positions: similar ones are averaged before and copied after.
 
     Args:
@@ -291,18 +298,19 @@ class TokenMerging:
 
     name: ClassVar[str] = "tome"
     slot: ClassVar[str] = "tome"
+    limits: ClassVar[dict] = {"ratio": (1e-9, 0.75)}
     ratio: float = 0.5
     max_downsample: int = 1
     random: bool = True
 
     def __post_init__(self):
-        require(0 < self.ratio <= 0.75, self, "ratio", "must be above 0, at most 0.75")
+        super().__post_init__()
         allowed = self.max_downsample in (1, 2, 4, 8)
         require(allowed, self, "max_downsample", "must be 1, 2, 4 or 8")
 
 
 @dataclass(frozen=True)
-class Int8:
+class Int8(Technique):
     """The UNet's convolutions and linear layers in int8; see models.quantization.quantize.
 
     Args:
@@ -320,7 +328,7 @@ class Int8:
 
 
 @dataclass(frozen=True)
-class TinyDecoder:
+class TinyDecoder(Technique):
     """Images are decoded by TAESD (AutoencoderTiny), an eighteenth of the VAE's work.
 
     Args:
@@ -431,13 +439,11 @@ def parse(specs):
     chosen = {}
     for spec in specs:
         technique = parse_one(spec) if isinstance(spec, str) else spec
-        if not isinstance(technique, tuple(TECHNIQUES.values())):
+        if not isinstance(technique, Technique):
             raise ValueError(f"accelerate={spec!r} must be NAME:PARAMETER=VALUE,... or several")
         if first := chosen.get(technique.slot):
-            if first.name == technique.name:
-                raise ValueError(f"accelerate={first.name} is given twice; give it once")
             raise ValueError(
-                f"accelerate={first.name} and {technique.name} are two caches; take one of them"
+                f"accelerate={first.name} and {technique.name} do not go together; take one of them"
             )
         chosen[technique.slot] = technique
     return Acceleration(**chosen)
@@ -451,21 +457,15 @@ def parse_one(spec):
             f"accelerate={spec}: {name!r} is unknown; known: {', '.join(TECHNIQUES)}; several "
             "are separated by spaces, without quotation marks"
         )
-    if colon and not settings:
-        raise ValueError(f"accelerate={spec} has no parameter after the colon; write {name}")
     types = {field.name: field.type for field in fields(TECHNIQUES[name])}
     values = {}
-    for setting in filter(None, settings.split(",")):
+    for setting in settings.split(",") if colon else ():
         key, equals, text = setting.partition("=")
-        if key not in types:
+        if key not in types or not equals:
             raise ValueError(
-                f"accelerate={spec}: {name} has no parameter {key!r}; write "
+                f"accelerate={spec}: {setting!r} is no parameter of {name}; write "
                 f"{name}:PARAMETER=VALUE with {', '.join(types)}"
             )
-        if not equals:
-            raise ValueError(f"accelerate={spec}: write {name}:{key}=VALUE")
-        if key in values:
-            raise ValueError(f"accelerate={spec}: {key} is given twice")
         read, kind = VALUES[types[key]]
         try:
             values[key] = read(text)
@@ -509,10 +509,7 @@ def plan_steps(acceleration, branches, scales):
             "leave it out"
         )
     if isinstance(cache, TGate):
-        if cache.gate >= num_steps:
-            raise ValueError(
-                f"accelerate=tgate:gate={cache.gate} must be below the {num_steps} steps"
-            )
+        require(cache.gate < num_steps, cache, "gate", f"must be below the {num_steps} steps")
         gated = ("null",) if "null" in branches else branches
         chosen = [branches if i < cache.gate else gated for i in range(num_steps)]
     starts = [i for i in range(num_steps) if i == 0 or chosen[i] != chosen[i - 1]]
@@ -552,29 +549,17 @@ def check_fits(acceleration, unet, layout):
 
 def check_guidance(guidance, branches, chosen):
     """Raise a ValueError if Guidance has no effect: chosen, the branches of each step."""
-    spec = describe(guidance)
-    if len(branches) == 1:
-        raise ValueError(f"accelerate={spec}: these guidance scales need no guidance; leave it out")
-    if "text" not in branches:
-        raise ValueError(
-            f"accelerate={spec}: with guidance_scale=0 there is no text branch to end guidance "
-            "with; leave it out"
-        )
-    if guidance.image_stop < guidance.stop and len(branches) < 3:
-        raise ValueError(
-            f"accelerate={spec}: image_stop is for edits whose guidance has three branches; give "
-            "stop alone"
-        )
-    if all(active == branches for active in chosen):
-        raise ValueError(
-            f"accelerate={spec} leaves guidance in all steps; set stop or sigma_max lower, or "
-            "leave it out"
-        )
-    if all(len(active) == 1 for active in chosen):
-        raise ValueError(
-            f"accelerate={spec} leaves no step with guidance; widen it, or set the "
-            "guidance scales to 1"
-        )
+    problem = ""
+    if "text" not in branches or len(branches) == 1:
+        problem = "has no effect with these guidance scales; leave it out"
+    elif guidance.image_stop < guidance.stop and len(branches) < 3:
+        problem = "has image_stop, which is for guidance with three branches; give stop alone"
+    elif all(active == branches for active in chosen):
+        problem = "leaves guidance in all steps; set stop or sigma_max lower, or leave it out"
+    elif all(len(active) == 1 for active in chosen):
+        problem = "leaves no step with guidance; widen it, or set the guidance scales to 1"
+    if problem:
+        raise ValueError(f"accelerate={describe(guidance)} {problem}")
 
 
 def count_evaluations(steps):

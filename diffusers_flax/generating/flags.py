@@ -110,7 +110,7 @@ def layout_of_flags(flags):
         raise ValueError(f"--{given[0]} is for --parallel over several hosts; give both")
     devices = jax.local_devices() if flags.devices or not flags.parallel else None
     if flags.devices:
-        components = parse_components(flags.devices, len(devices))
+        components = parse_components(flags.devices)
         return Layout(devices, components=components, offload=flags.offload)
     if not flags.parallel:
         return Layout(devices, offload=flags.offload) if flags.offload else None

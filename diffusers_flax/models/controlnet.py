@@ -28,7 +28,7 @@ from diffusers_flax.loading.configs import FromSingleFile, FrozenConfig
 from diffusers_flax.loading.hub import fetch_file
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import Conv
-from diffusers_flax.models.unet import DownPath
+from diffusers_flax.models.unet import DOWN_BLOCKS, DownPath
 from diffusers_flax.outputs import ModelOutput
 
 # Config entries that from_unet copies from the UNet.
@@ -96,12 +96,7 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
 
     sample_size: int | tuple | None = 32  # no effect: any size may be given
     in_channels: int = 4
-    down_block_types: tuple = (
-        "CrossAttnDownBlock2D",
-        "CrossAttnDownBlock2D",
-        "CrossAttnDownBlock2D",
-        "DownBlock2D",
-    )
+    down_block_types: tuple = DOWN_BLOCKS
     only_cross_attention: bool | tuple = False
     block_out_channels: tuple = (320, 640, 1280, 1280)
     layers_per_block: int = 2

@@ -20,7 +20,6 @@ Source: Integer Quantization for Deep Learning Inference (arXiv 2004.09602), sec
 """
 
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -68,12 +67,9 @@ def check_storage(storage, int8=None):
 
 
 def check_stored(config, storage, where):
-    """Raise a ValueError if a storage does not suit a directory's weights.
+    """Raise a ValueError if a storage does not suit weights; config: their config.json's content.
 
-    Args:
-        config: the content of its config.json.
-        storage: a key of STORAGES, or None.
-        where: the directory, in words.
+    where: the directory, in words.
     """
     check_storage(storage)
     if config.get("quantization_config") == INT8_FILES and storage != "int8":
@@ -136,11 +132,8 @@ def scale_name(kernel, mode="weight"):
 def store(params, storage):
     """Store the kernels of a UNet, ControlNet or text encoder in 8 bits; see is_stored_kernel.
 
-    A layer casts its kernel up before each use.
-
     Args:
-        params: nested dict of NumPy or JAX arrays (also inside jit); one array is converted at a
-            time.
+        params: nested dict of NumPy or JAX arrays (also inside jit).
         storage: "float8", e4m3 as PyTorch's enable_layerwise_casting; or "int8", with a float32
             (output channels,) weight_scale beside each kernel. None: params stay as they are.
 
@@ -165,8 +158,7 @@ def store_array(name, x, storage):
     if x.dtype == np.int8:
         raise ValueError(f"{name} is int8 already; take storage='int8'")
     if storage == "int8":
-        kernel, scale = to_int8(x, tuple(range(x.ndim - 1)))
-        return {name: kernel, scale_name(name): scale.reshape(-1)}
+        return int8_arrays(name, x, "weight")
     kernel = x.astype(STORAGES[storage])
     if isinstance(kernel, np.ndarray) and not np.isfinite(kernel.astype(np.float32)).all():
         largest = np.abs(x.astype(np.float32)).max()
@@ -208,25 +200,24 @@ def quantize(params, mode="dynamic"):
     """
     if mode not in SCALE_NAMES:
         raise ValueError(f"mode={mode!r} is not known; known are {', '.join(SCALE_NAMES)}")
-    quantized, num_kernels = {}, 0
-    for name, x in flatten_dict(params, sep="/").items():
-        quantized[name] = x
-        is_dense, is_convolution = (
-            bool(pattern.fullmatch(name)) for pattern in (DENSE_KERNEL, CONVOLUTION_KERNEL)
-        )
-        if is_dense and mode == "fast":
-            is_dense = name.endswith(FAST_DENSE) and x.shape[-2] >= FAST_WIDTH
-        if not is_dense and not is_convolution:
-            continue
-        if x.dtype == np.int8:
-            raise ValueError(f"{name} is already int8; quantize the parameters that were loaded")
-        kernel, scale = to_int8(x, tuple(range(x.ndim - 1)))
-        quantized[name] = kernel
-        quantized[scale_name(name, mode)] = scale.reshape(-1)
-        num_kernels += 1
-    if not num_kernels:
+    quantized = flatten_dict(params, sep="/")
+    for name, x in [*quantized.items()]:
+        is_chosen = DENSE_KERNEL.fullmatch(name)
+        if is_chosen and mode == "fast":
+            is_chosen = name.endswith(FAST_DENSE) and x.shape[-2] >= FAST_WIDTH
+        if is_chosen or CONVOLUTION_KERNEL.fullmatch(name):
+            if x.dtype == np.int8:
+                raise ValueError(f"{name} is already int8; quantize parameters that were loaded")
+            quantized |= int8_arrays(name, x, mode)
+    if mode_of(unflatten_dict(quantized, sep="/")) is None:
         raise ValueError("there is no kernel to quantize; params must be a UNet's, params['unet']")
     return unflatten_dict(quantized, sep="/")
+
+
+def int8_arrays(name, x, mode):
+    """{path: array} of a kernel in int8 and its scale, float32 (output channels,)."""
+    kernel, scale = to_int8(x, tuple(range(x.ndim - 1)))
+    return {name: kernel, scale_name(name, mode): scale.reshape(-1)}
 
 
 def to_int8(x, axes, rows_axis=None):
@@ -291,10 +282,10 @@ def eight_bit_layer(params, x, dtype, stride=1, padding=((0, 0), (0, 0)), rows_a
     else:
         if kernel.ndim == 2:
             x, x_scale = to_int8(x, -1)  # a scale per row
-            sums = int8_matmul(x, kernel)
+            sums = jnp.matmul(x, kernel, preferred_element_type=jnp.int32)
         else:
             x, x_scale = to_int8(x, (1, 2, 3), rows_axis)  # a scale per image
-            sums = int8_convolution(x, kernel, stride, padding)
+            sums = sum_of_matmuls(x, kernel, stride, padding, jnp.int32)
         out = sums.astype(jnp.float32) * x_scale * params["dynamic_scale"].astype(jnp.float32)
     if "bias" in params:
         out = out + params["bias"].astype(out.dtype)
@@ -319,23 +310,3 @@ def cast_later(kernel, x):
         tpu=together,
         cpu=together,
     )
-
-
-int8_matmul = partial(jnp.matmul, preferred_element_type=jnp.int32)
-
-
-def int8_convolution(x, kernel, stride, padding):
-    """A convolution as one int8 matmul per kernel position.
-
-    XLA has no integer convolution for GPUs; on a TPU v5e its own is no faster than bfloat16, by the
-    compiler's estimate.
-
-    Args:
-        x: int8 (B, H, W, C).
-        kernel: int8 (size, size, C, D).
-        stride, padding: as for convolve.
-
-    Returns:
-        int32 (B, h, w, D).
-    """
-    return sum_of_matmuls(x, kernel, stride, padding, jnp.int32)

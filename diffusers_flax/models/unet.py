@@ -33,6 +33,7 @@ from diffusers_flax.models.blocks import (
 )
 from diffusers_flax.outputs import ModelOutput
 
+DOWN_BLOCKS = (*("CrossAttnDownBlock2D",) * 3, "DownBlock2D")  # Stable Diffusion's
 CROSS_ATTENTION_BLOCKS = {
     "DownBlock2D": False,
     "CrossAttnDownBlock2D": True,
@@ -382,18 +383,8 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
     sample_size: int | tuple | None = 32
     in_channels: int = 4
     out_channels: int = 4
-    down_block_types: tuple = (
-        "CrossAttnDownBlock2D",
-        "CrossAttnDownBlock2D",
-        "CrossAttnDownBlock2D",
-        "DownBlock2D",
-    )
-    up_block_types: tuple = (
-        "UpBlock2D",
-        "CrossAttnUpBlock2D",
-        "CrossAttnUpBlock2D",
-        "CrossAttnUpBlock2D",
-    )
+    down_block_types: tuple = DOWN_BLOCKS
+    up_block_types: tuple = ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3)
     mid_block_type: str | None = "UNetMidBlock2DCrossAttn"  # None: no middle block
     only_cross_attention: bool | tuple = False
     block_out_channels: tuple = (320, 640, 1280, 1280)

@@ -399,31 +399,18 @@ def least_tile(vae):
     return round(2 ** (len(vae.block_out_channels) - 1) / OVERLAP)
 
 
-def check_tile(vae, tile):
-    """Raise a ValueError unless a tile's side and overlap are whole numbers of latents."""
+def with_tile(vae, tile):
+    """The VAE with tiles for images larger than one; tile None or 0: whole images.
+
+    A ValueError unless a tile's side and overlap are whole numbers of latents.
+    """
     least = least_tile(vae)
-    if tile < least or tile % least:
+    if tile and (tile < least or tile % least):
         raise ValueError(
             f"vae_tile={tile} is not a multiple of {least} pixels, {least} or more; try "
             f"{max(1, round(tile / least)) * least}"
         )
-
-
-def with_tile(vae, tile):
-    """The VAE with tiles for images larger than one; tile None or 0: whole images."""
-    if tile:
-        check_tile(vae, tile)
     return vae.clone(tile=tile or None)
-
-
-def tiled_encode(vae, params, sample, tile):
-    """vae.encode(sample) in tiles, see FlaxAutoencoderKL; tile: side in pixels, see check_tile."""
-    return with_tile(vae, tile).apply({"params": params}, sample, method="encode")
-
-
-def tiled_decode(vae, params, latents, tile):
-    """vae.decode(latents) in tiles; other arguments as for tiled_encode."""
-    return with_tile(vae, tile).apply({"params": params}, latents, method="decode")
 
 
 def map_tiles(function, x, side, out_side):

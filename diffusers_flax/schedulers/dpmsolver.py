@@ -111,11 +111,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
     takes_timesteps = True
 
     def create_state(self, common=None):
-        """The state before set_timesteps, for add_noise and get_velocity in training.
-
-        Args:
-            common: CommonSchedulerState.create(self), to share it between schedulers.
-        """
+        """See AlphaScheduler.create_state."""
         common = CommonSchedulerState.create(self) if common is None else common
         alpha_t, sigma_t = jnp.sqrt(common.alphas_cumprod), jnp.sqrt(1 - common.alphas_cumprod)
         return DPMSolverMultistepSchedulerState(

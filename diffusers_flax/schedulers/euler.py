@@ -180,11 +180,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
         return float(np.hypot(np.max(sigmas), signal))
 
     def create_state(self, common=None):
-        """The state before set_timesteps, for scale_model_input, add_noise and get_velocity.
-
-        Args:
-            common: CommonSchedulerState.create(self), to share it between schedulers.
-        """
+        """The state before set_timesteps, also for scale_model_input; see AlphaScheduler."""
         return self.state_class(
             common=CommonSchedulerState.create(self) if common is None else common,
             init_noise_sigma=to_device(self.init_noise_sigma),

@@ -5,7 +5,7 @@ import numpy as np
 from flax import struct
 
 from diffusers_flax.schedulers.base import FlaxSchedulerOutput
-from diffusers_flax.schedulers.ddim import DDIMSchedulerState
+from diffusers_flax.schedulers.ddim import DDIMSchedulerState, FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import AlphaScheduler, alpha_bar_at, as_index, next_timestep
 from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
 from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
@@ -51,14 +51,7 @@ class ConsistencyScheduler(AlphaScheduler):
         "timestep_scaling": 10.0,
         "rescale_betas_zero_snr": False,
     }
-    arguments = (
-        "original_inference_steps",
-        "clip_sample",
-        "clip_sample_range",
-        "set_alpha_to_one",
-        "steps_offset",
-        "prediction_type",
-    )
+    arguments = ("original_inference_steps", *FlaxDDIMScheduler.arguments)
     choices = CHOICES | {"thresholding": (False,)}
     state_class = DDIMSchedulerState
     takes_timesteps = True

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import importlib.util
 import math
-import re
 import warnings
 from pathlib import Path
 
@@ -15,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from flax.jax_utils import replicate
-from helpers import ROOT, psnr
-from PIL import Image
+from helpers import psnr
 from references import images_of, images_of_theirs, open_ours, open_theirs
 from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
@@ -34,7 +32,6 @@ from diffusers_flax.acceleration.plans import (
     parse,
     plan_steps,
 )
-from diffusers_flax.acceleration.token_merging import match, window_offsets
 from diffusers_flax.compiling.programs import SdxlFlags, open_pipeline_of_flags
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, FlaxUNet2DConditionOutput
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -139,19 +136,6 @@ def test_token_merging_is_its_pytorch_package(models, model):
     factor = pipeline.vae_scale_factor
     expected = images_of_theirs(theirs, steps=3, factor=factor, guidance_scale=7.5)
     assert_images_agree(found, plain, expected)
-
-
-@pytest.mark.slow
-def test_merging_equal_positions_loses_nothing():
-    """Odd sizes and a random choice: copies of a position come back as they were."""
-    size, rng = (5, 7), np.random.default_rng(0)
-    offsets = window_offsets(size, "layer", random=True)
-    assert offsets.shape == (2, 3) and len(np.unique(offsets)) > 1
-    x = np.repeat(rng.normal(size=(2, 1, 8)), 35, 1).astype(np.float32)
-    merge, unmerge = match(jnp.asarray(x), size, 0.75, offsets)
-    merged = merge(jnp.asarray(x))
-    assert merged.shape == (2, 35 - 26, 8)
-    np.testing.assert_allclose(unmerge(merged), x, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -450,36 +434,19 @@ def test_plans():
     assert evaluations == {"deepcache": 14, "spectrum": 22, "tgate": 30, "fbcache": 40}
 
 
-def test_help_and_docs_name_all_techniques():
-    for file in ("diffusers_flax/generating/flags.py", "diffusers_flax/compiling/programs.py"):
-        source = (ROOT / file).read_text()
-        (comment,) = re.findall(r"# NAME or NAME:PARAMETER=VALUE(.*?) accelerate: ", source, re.S)
-        assert TECHNIQUES.keys() <= {*re.findall(r"\w+", comment)}
-    table = (ROOT / "docs/acceleration.md").read_text().split("## `--accelerate`")[1]
-    assert [*TECHNIQUES] == re.findall(r"^\| `(\w+)` \|", table.split("\n## ")[0], re.M)
-
-
 @pytest.mark.variants
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("turbo", "'turbo' is unknown; known: guidance, deepcache, "),
-        ("deepcache:interval=2,interval=3", "interval is given twice"),
-        ("spectrum:window=inf", "window=inf must be 1 or more, and finite"),
-        ("deepcache:speed=2", "has no parameter 'speed'; write deepcache:PARAMETER=VALUE with"),
+        ("deepcache:speed=2", "'speed=2' is no parameter of deepcache; write deepcache:PARAMETER"),
         ("deepcache:interval=many", "interval=many is not a whole number"),
-        ("deepcache:interval=1", "interval=1 must be 2 or more"),
-        ("deepcache spectrum", "deepcache and spectrum are two caches; take one of them"),
-        ("deepcache deepcache", "deepcache is given twice"),
+        ("deepcache:interval=1", "interval=1 must be at least 2"),
+        ("deepcache spectrum", "deepcache and spectrum do not go together; take one of them"),
         ("tgate guidance:stop=0.5", "tgate guidance do not go together"),
-        ("tome:ratio=0.9", "ratio=0.9 must be above 0, at most 0.75"),
         ("guidance:stop=0", "stop=0.0 must be above start"),
         ("int8:mode=fp4", "mode=fp4 must be fast, dynamic or weight"),
-        ("tome:random=maybe", "random=maybe is not true or false"),
-        ("deepcache:", "has no parameter after the colon; write deepcache"),
-        ("deepcache:power=2", "power=2.0 has no effect without center"),
-        ("deepcache:center=-7", "center=-7 must be a step, or -1 for equal intervals"),
-        ("deepcache:center=5,power=1", "power=1.0 must be above 1 and at most 10"),
+        ("deepcache:center=5,power=11", "power=11.0 must be from 1 to 10"),
     ],
 )
 def test_bad_specs(spec, message):
@@ -507,12 +474,10 @@ BOTH, ALL = ("text", "null"), ("text", "image", "null")
     ("spec", "branches", "message"),
     [
         ("guidance", BOTH, "accelerate=guidance leaves guidance in all steps; set stop or"),
-        ("guidance:stop=0.5", ("text",), "guidance scales need no guidance; leave it out"),
-        ("guidance:image_stop=0.5", BOTH, "image_stop is for edits whose guidance has three"),
+        ("guidance:stop=0.5", ("text",), "has no effect with these guidance scales; leave it out"),
+        ("guidance:image_stop=0.5", BOTH, "image_stop, which is for guidance with three branches"),
         ("guidance:sigma_min=2", ALL, "guidance:sigma_min=2.0 leaves no step with guidance"),
-        ("guidance:stop=0.5", ("image", "null"), "with guidance_scale 0 there is no text branch"),
         ("tgate:gate=20", BOTH, "tgate:gate=20 must be below the 20 steps"),
-        ("deepcache:center=20", BOTH, "deepcache:center=20 must be below the 20 steps"),
     ],
 )
 def test_what_has_no_effect_is_refused(spec, branches, message):
@@ -582,16 +547,7 @@ def test_parts_that_do_not_fit_are_refused(models, tmp_path):
         open_pipeline_of_flags(SdxlFlags(tpu="v5e-1", accelerate=("tome",)))
 
 
-@pytest.mark.parametrize("scales", [("7.5", "1.5"), ("1.5", "1.5"), ("1", "1")])
-def test_tgate_is_refused_for_edits(models, tmp_path, capsys, scales):
-    """Whatever branches of guidance the scales need."""
-    Image.new("RGB", (32, 32)).save(tmp_path / "in.png")
-    flags = ["--model", str(models["edits"]), "--input", str(tmp_path / "in.png"), "--edit", PROMPT]
-    flags += ["--resolution", "32", "--accelerate", "tgate"]
-    flags += ["--guidance_scale", scales[0], "--image_guidance_scale", scales[1]]
-    with pytest.raises(SystemExit):
-        edit_cli.main(flags)
-    assert "error: accelerate=tgate is for text to image; for edits" in capsys.readouterr().err
+def test_tgate_is_refused_for_edits(models):
     pipeline, _ = open_ours(models["edits"])
     with pytest.raises(ValueError, match="tgate is for text to image"):
         dataclasses.replace(pipeline, accelerate="tgate")
@@ -670,28 +626,3 @@ def test_edit_cli(models, tmp_path):
     assert images.keys() == steps | {f"{x}/{name}.png" for x in ("plain", "fast") for name in "ab"}
     assert np.abs(images["plain/a.png"] - images["fast/a.png"]).max() > 1
     assert np.any(images["plain/a-step-004.png"] != images["plain/b-step-004.png"])
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize("script", [edit_cli, generate_cli])
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--accelerate", "turbo"], "'turbo' is unknown; known: guidance, deepcache, "),
-        (["--accelerate", "deepcache", "--num_inference_steps", "8"], "needs more than 8 steps"),
-        (["--accelerate", "deepcache", "tgate"], "deepcache and tgate are two caches"),
-        (["--accelerate", "taesd:path=/no/such"], "/no/such"),
-    ],
-)
-def test_bad_flags_are_one_line(models, tmp_path, capsys, script, flags, message):
-    arguments = ["--model", str(models["xl"]), "--prompt", PROMPT]
-    if script is edit_cli:
-        Image.new("RGB", (64, 64)).save(tmp_path / "in.png")
-        arguments = ["--model", str(models["edits"]), "--input", str(tmp_path / "in.png")]
-        arguments += ["--edit", PROMPT, "--resolution", "64"]
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        script.main([*arguments, *flags])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error and "\n" not in error

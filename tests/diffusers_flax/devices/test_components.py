@@ -17,7 +17,6 @@ from diffusers_flax import (
     FlaxStableDiffusionXLInpaintPipeline,
     FlaxStableDiffusionXLPipeline,
 )
-from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices import layout as layout_module
 from diffusers_flax.devices import offload as offload_module
 from diffusers_flax.devices.layout import Layout, parse_components
@@ -170,49 +169,15 @@ def test_offload_without_pinned_memory(folders, case, monkeypatch):
         layout.jit_batches(None)
 
 
-@pytest.mark.slow
-def test_previews(folders, tmp_path):
-    from diffusers import AutoencoderTiny
-
-    tiny = AutoencoderTiny(encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4)
-    tiny.save_pretrained(tmp_path)
-    shown = []
-    preview = Preview(1, lambda step, keys, images: shown.append((step, images)), str(tmp_path))
-    results = []
-    for layout in (None, make_layout()):
-        opened = FlaxStableDiffusionXLPipeline.from_pretrained(
-            folders["xl"], layout=layout, preview=preview
-        )
-        pipeline, params = opened
-        if layout is not None:
-            layout.place_params(params)
-        pipeline(pipeline.prepare_inputs(PROMPTS), params, KEY, **OPTIONS)
-        jax.effects_barrier()
-        results.append(sorted(shown, key=lambda x: x[0]))
-        shown.clear()
-    assert [step for step, _ in results[1]] == [1, 2]
-    for (_, first), (_, second) in zip(*results):
-        np.testing.assert_allclose(first, second, atol=1e-6)
-
-
 def test_what_does_not_fit(folders):
     devices = jax.devices()[:2]
     for error, call in (
-        ("devices=unte=1 must be COMPONENT=NUMBER", lambda: parse_components(["unte=1"], 4)),
-        ("devices=unet=a must be COMPONENT=NUMBER", lambda: parse_components(["unet=a"], 4)),
-        ("devices= has unet twice", lambda: parse_components(["unet=0", "unet=1"], 4)),
+        ("devices=unte=1 must be COMPONENT=NUMBER", lambda: parse_components(["unte=1"])),
         (
-            "devices=vae=4 does not exist; this machine has 4",
-            lambda: parse_components(["vae=4"], 4),
+            "components=vae=4 does not exist; devices are numbered from 0 to 1",
+            lambda: Layout(devices, components={"vae": 4}),
         ),
-        (
-            "balanced chooses all devices; give it",
-            lambda: parse_components(["balanced", "vae=1"], 4),
-        ),
-        (
-            "vae=2 does not exist; devices are numbered from 0 to 1",
-            lambda: Layout(devices, components={"vae": 2}),
-        ),
+        ("devices=balanced must be", lambda: parse_components(["balanced", "vae=1"])),
         ("components=decoder is unknown", lambda: Layout(devices, components={"decoder": 0})),
         (
             "with_balanced_components chooses",
@@ -222,7 +187,7 @@ def test_what_does_not_fit(folders):
     ):
         with pytest.raises(ValueError, match=error):
             call()
-    assert parse_components(["text=0", "vae=2"], 3) == {"text": 0, "vae": 2}
+    assert parse_components(["text=0", "vae=2"]) == {"text": 0, "vae": 2}
     layout = Layout(devices, components={"vae": 1})
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders["xl"], layout=layout)
     assert hash(layout) == hash(dataclasses.replace(layout, data=None))

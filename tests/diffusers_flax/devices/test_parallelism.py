@@ -1,7 +1,6 @@
 """Images whose branches of guidance and rows several devices share equal those of one device."""
 
 import dataclasses
-import logging
 import os
 import subprocess
 import sys
@@ -18,15 +17,11 @@ from several_devices import make_images
 from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
 from diffusers_flax import (
-    FlaxAutoencoderKL,
     FlaxControlNetModel,
     FlaxStableDiffusionControlNetPipeline,
-    FlaxStableDiffusionImg2ImgPipeline,
-    FlaxUNet2DConditionModel,
 )
 from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import parse_layout
-from diffusers_flax.messages import warn_once
 from diffusers_flax.models.blocks import (
     Conv,
     Downsample2D,
@@ -137,15 +132,6 @@ def test_tiny_vae_on_parts_of_the_rows(method, shape):
     check_rows_of_two(vae, apply, inputs, PartitionSpec(None, None, "a"))
 
 
-def test_the_axis_of_rows_is_in_no_config(caplog):
-    warn_once.cache_clear()
-    for cls in (FlaxUNet2DConditionModel, FlaxControlNetModel, FlaxAutoencoderKL):
-        assert "rows_axis" not in cls(rows_axis="rows").config
-        with caplog.at_level(logging.WARNING):
-            assert cls.from_config({"rows_axis": "rows"}) == cls()
-        assert f"{cls.__name__} does not know the config key 'rows_axis'" in caplog.text
-
-
 OPTIONS = dict(num_inference_steps=2, guidance_scale=3.0)
 EDIT = OPTIONS | {"image_guidance_scale": 1.5}
 
@@ -234,17 +220,6 @@ def test_edits(edit, sizes, with_mask):
 
 
 @pytest.mark.slow
-def test_image_to_image(text):
-    pipeline, params = text
-    pipeline = FlaxStableDiffusionImg2ImgPipeline(**pipeline.components)
-    inputs = pipeline.prepare_inputs("it", photo(32, 64))
-    options = OPTIONS | {"num_inference_steps": 4, "strength": 0.5}
-    expected = pipeline(*inputs, params, jax.random.key(3), **options).images
-    found = shared_images((pipeline, params), layout_of(branches=2, rows=2), inputs, **options)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accelerate", "sizes"),
     [
@@ -309,23 +284,12 @@ def test_controlnet(tmp_path):
     [
         (["rows=2,branches"], "parallel=branches must be NAME=NUMBER"),
         (["row=2"], "with a name of data, branches, rows"),
-        (["rows=0"], "1 or more"),
-        (["rows=2", "rows=2"], "parallel= has rows twice"),
         (["data=3", "rows=2"], "parallel=data=3 rows=2 takes 6 devices, not 4"),
     ],
 )
 def test_wrong_flags(parallel, message):
     with pytest.raises(ValueError, match=message):
         parse_layout(parallel)
-
-
-def test_default_of_data():
-    sizes = [
-        (layout.data, layout.branches, layout.rows)
-        for layout in (parse_layout(text) for text in ("rows=2", "branches=3", "data=1,branches=2"))
-    ]
-    assert sizes == [(2, 1, 2), (1, 3, 1), (1, 2, 1)]
-    assert parse_layout(()) is None
 
 
 def test_what_devices_cannot_share(text):
@@ -387,15 +351,3 @@ def test_many_devices_and_processes(family, parallel, num_devices, num_processes
     for images in found:
         expected = make_images(model, None, len(images), height)
         np.testing.assert_allclose(images, expected, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "parallel", "num_processes"),
-    [("text", "branches=2,rows=3", 2), ("edit", "branches=3,rows=2", 1)],
-)
-def test_branches_and_rows_of_six_devices(family, parallel, num_processes, tmp_path):
-    options = {"in_channels": 4} if family == "text" else {}
-    model = make_tiny_pipeline(tmp_path / "model", unet_channels=(16, 32), **options)
-    for images in start_processes(model, parallel, tmp_path, 6, num_processes):
-        np.testing.assert_allclose(images, make_images(model, None), atol=1e-5)

@@ -16,15 +16,11 @@ from helpers import random_normal, slow
 
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.models.attention import (
-    BLOCK_LOGITS,
     _attention,
     _each_value,
-    _num_blocks,
     attention,
     blockwise,
     cuda_capability,
-    fits_cudnn,
-    fits_splash,
     padded_attention,
     splash,
     tracing_for,
@@ -229,19 +225,6 @@ def test_splash_is_attention(lengths, head_dim):
     assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [2048, 640])  # one kernel backward, and two
-def test_splash_in_bfloat16(length):
-    shapes = (1, 256, 2, 40), (1, length, 2, 40), (1, length, 2, 40)
-    args = [
-        jnp.asarray(random_normal(*shape, seed=i), jnp.bfloat16) for i, shape in enumerate(shapes)
-    ]
-    found = value_and_gradients(partial(splash, interpret=True), args)
-    args = [np.asarray(x, np.float32) for x in args]
-    for x, exact in zip(found, torch_value_and_gradients(torch_attention, args)):
-        assert np.linalg.norm(x.astype(np.float32) - exact) < 0.008 * np.linalg.norm(exact)
-
-
 # Sizes for one block of all 6 heads, blocks of one head, and blocks of some of its queries.
 @pytest.mark.parametrize("num_logits", [9 * 10, *slow(6 * 24 * 10, 24 * 10, 1)])
 @pytest.mark.parametrize(("T", "S"), [(24, 10), (23, 10), (1, 10), (24, 1)])
@@ -263,32 +246,6 @@ def test_blockwise_does_not_overflow():
     ]
     found = value_and_gradients(blockwise, args)  # of logits of up to 200
     assert_close(found, torch_value_and_gradients(torch_attention, args), 1e-4)
-
-
-def test_blocks_of_blockwise(monkeypatch):
-    """Blocks have about BLOCK_LOGITS logits for any length, and reuse memory."""
-    for length in (64**2, 103**2, 128**2):
-        queries = -(-length // _num_blocks(8, length, length))
-        assert 0.9 * BLOCK_LOGITS < queries * length <= BLOCK_LOGITS
-    assert _num_blocks(16, 256, 256) is None
-    monkeypatch.setattr("diffusers_flax.models.attention.ALL_LOGITS", 2**14)
-    monkeypatch.setattr("diffusers_flax.models.attention.BLOCK_LOGITS", 2**14)
-    x = jax.ShapeDtypeStruct((1, 1021, 1, 64), jnp.float32)  # 64 blocks
-    grad = jax.grad(lambda *args: blockwise(*args).sum(), (0, 1, 2))
-    temporaries = jax.jit(grad).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
-    assert temporaries < 12 * 1021 * 64 * 4  # all logits would be 16 of them, each key's sums 128
-
-
-@pytest.mark.slow
-def test_blockwise_in_bfloat16():
-    """Results, at most 1, agree with float32 to bfloat16's 8 bits."""
-    args = [random_normal(2, 64, 4, 16, seed=i) for i in range(3)]
-    args = [jnp.asarray(x, jnp.bfloat16) for x in args]
-    out, pull = jax.vjp(blockwise, *args)
-    exact, exact_pull = jax.vjp(blockwise, *(x.astype(jnp.float32) for x in args))
-    assert {x.dtype for x in (out, *pull(out))} == {jnp.dtype(jnp.bfloat16)}
-    found = [np.float32(x) for x in (out, *pull(out))]
-    assert_close(found, [exact, *exact_pull(out.astype(jnp.float32))], 2e-2)
 
 
 @pytest.fixture
@@ -359,31 +316,6 @@ def test_convolutions_are_flaxs(features):
             gradients = [jax.tree.leaves(pull(g)) for _, pull in (found, expected)]
             assert_close([np.float32(found[0])], [np.float32(expected[0])], tolerance)
             assert_close(*gradients, tolerance)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", [nn.remat, *slow(lambda module: module)], ids=["remat", "plain"])
-def test_winograd_under_pmap(wrap, monkeypatch):
-    """In a module, on several devices, with and without rematerialisation, against XLA's."""
-    x = random_normal(2, 3, 6, 8, 12)
-    module = wrap(Conv)(12)
-    params = module.init(jax.random.key(0), x[0])
-
-    def gradients():
-        def loss(params, x):
-            return (jnp.tanh(module.apply(params, x)) * x).sum()
-
-        run = jax.pmap(jax.value_and_grad(loss, (0, 1)), in_axes=(None, 0))
-        return jax.tree.leaves(run(params, x))
-
-    plain = gradients()
-    monkeypatch.setattr("diffusers_flax.models.convolution.LEAST_CHANNELS", 1)
-    jax.clear_caches()
-    found = gradients()
-    jax.clear_caches()
-    # The algorithm is a different one.
-    assert any(not np.array_equal(a, b) for a, b in zip(found, plain))
-    assert_close(found, plain, 1e-5)
 
 
 @pytest.mark.slow
@@ -503,20 +435,6 @@ def test_values_side_by_side(kernel, dtype, monkeypatch):
     assert_close([np.float32(found)], [expected.numpy()], 1e-5 if dtype == jnp.float32 else 1e-2)
 
 
-def test_values_side_by_side_of_attention():
-    """The values of a head are neighbours; by the CPU's kernel, and with a mask in float16."""
-    query, key, *values = (random_normal(2, n, 24, seed=i) for i, n in enumerate((6, 9, 9, 9)))
-    in_heads = [value.reshape(2, 9, 3, 8) for value in values]
-    wide = np.concatenate(in_heads, -1).reshape(2, 9, 48)
-    mask = np.arange(9) < 7
-    for dtype, options in ((jnp.float32, {}), (jnp.float16, {"mask": mask})):
-        arrays = [jnp.asarray(x, dtype) for x in (query, key, wide, *values)]
-        found = attention(*arrays[:3], 3, **options).reshape(2, 6, 3, 2, 8)
-        for i, value in enumerate(arrays[3:]):
-            expected = attention(*arrays[:2], value, 3, **options)
-            np.testing.assert_allclose(found[:, :, :, i].reshape(2, 6, 24), expected, atol=1e-6)
-
-
 @pytest.mark.parametrize("capability", [None, 9.0])
 def test_text_is_projected_once(capability):
     """A block with keys and values of the text gives what it gives without, padded or not."""
@@ -547,29 +465,6 @@ def test_capability_of_a_device(monkeypatch):
     assert capability("tpu", "") is None
     with tracing_for(9.0):
         assert cuda_capability() == 9.0
-
-
-def test_which_fit():
-    assert fits_splash((1, 1024, 8, 40), (1, 1024, 8, 40))
-    assert fits_splash((1, 4096, 8, 128), (1, 1024, 8, 128))
-    assert not fits_splash((1, 512, 8, 40), (1, 1024, 8, 40))
-    assert not fits_splash((1, 1024, 8, 40), (1, 77, 8, 40))
-    assert not fits_splash((1, 1100, 8, 40), (1, 1100, 8, 40))
-    assert fits_splash((1, 1024, 1, 512), (1, 1024, 1, 512))  # the VAE's
-    assert not fits_splash((1, 1024, 1, 200), (1, 1024, 1, 200))
-
-    shape, half = (1, 64, 8, 40), jnp.dtype(jnp.bfloat16)
-    large = (1, 64, 8, 160)
-    assert fits_cudnn(shape, shape, half, 8.0)
-    assert not fits_cudnn(shape, shape, half, 7.5)
-    assert fits_cudnn(large, large, half, 9.0)
-    assert not fits_cudnn(large, large, half, 8.0)
-    assert not fits_cudnn((1, 64, 8, 36), (1, 64, 8, 36), half, 9.0)
-    assert not fits_cudnn((1, 64, 1, 512), (1, 64, 1, 512), half, 9.0)
-    assert fits_cudnn(shape, (1, 77, 8, 40), half, 9.0)
-    assert not fits_cudnn((1, 63, 8, 40), shape, half, 9.0)
-    assert not fits_cudnn(shape, shape, jnp.dtype(jnp.float32), 9.0)
-    assert not fits_cudnn(shape, shape, half, None)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

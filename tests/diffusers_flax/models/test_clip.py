@@ -134,15 +134,6 @@ def test_output_forms(model):
     np.testing.assert_array_equal(model(IDS.astype(np.float32))[0], result[0])
 
 
-def test_parameters_of_the_call_or_its_own(model):
-    zeros = jax.tree.map(jnp.zeros_like, model.params)
-    assert not jnp.any(model(IDS, params=zeros)[0])
-    assert jnp.any(model(IDS, params={})[0])
-    assert jnp.any(model(IDS)[0])
-    np.testing.assert_array_equal(model(IDS, params=freeze(model.params))[0], model(IDS)[0])
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(model.params))
-
-
 def test_jit_and_gradients(model):
     def loss(params, ids):
         return jnp.square(model(ids, params=params, train=True, dropout_rng=key)[0]).mean()
@@ -216,14 +207,6 @@ def test_setter_and_init_weights(model):
     jax.tree.map(np.testing.assert_array_equal, seeds[0], model.params)
     same = jax.tree.map(np.array_equal, seeds[1], model.params)
     assert not same["text_model"]["embeddings"]["token_embedding"]["embedding"]
-
-
-def test_modules_of_equal_configs_are_equal(model):
-    """Then jit compiles once for both."""
-    other = FlaxCLIPTextModel(CLIPTextConfig(**CONFIG), _do_init=False)
-    assert other.module == model.module and hash(other.module) == hash(model.module)
-    other.config.hidden_act = "gelu"
-    assert other.module != model.module
 
 
 def test_dtypes(model):
@@ -317,24 +300,6 @@ def test_refuses_masks_and_positions_of_other_shapes(folder, shape):
         message = f"^{name} has shape {found}; with these input_ids it is {expected}"
         with pytest.raises(ValueError, match=message):
             ours(IDS, **{name: np.ones(shape, int)})
-
-
-def test_one_row_of_mask_or_positions_serves_all(folder):
-    """PyTorch gets a row per prompt, as it takes no mask of one row."""
-    path, torch_class = folder
-    theirs = torch_class.from_pretrained(path, attn_implementation="eager").eval()
-    ours = CLASSES[torch_class].from_pretrained(path)
-    mask, positions = np.array([[1, 1, 0, 1, 0, 1]]), np.array([[2, 0, 1, 3, 5, 4]])
-    for settings in (
-        dict(attention_mask=mask),
-        dict(position_ids=positions),
-        dict(position_ids=positions[0]),
-    ):
-        tensors = {
-            name: torch.tensor(np.broadcast_to(array, (2, 6))) for name, array in settings.items()
-        }
-        expected = theirs(torch.tensor(IDS), **tensors).last_hidden_state
-        assert_close(ours(IDS, **settings).last_hidden_state, expected)
 
 
 def test_the_content_of_a_config_file(model):

@@ -174,29 +174,6 @@ def test_pytorch_opens_what_it_writes(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_dicts", [True, False])
-def test_config_of_openai(tmp_path, caplog, has_dicts):
-    """It has entries without effect, and its encoders' configs are in some files twice."""
-    folder = make_clip(tmp_path, {})
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    tensors["text_model.embeddings.position_ids"] = torch.arange(6)[None]
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    for name, encoder in (("text_config", TEXT), ("vision_config", VISION)):
-        config[name] |= {"top_k": 50, "add_cross_attention": False, "return_dict": True}
-        config[f"{name}_dict"] = encoder if has_dicts else None
-    (folder / "config.json").write_text(json.dumps(config))
-    theirs = CLIPModel.from_pretrained(folder).eval()
-    expected = theirs(torch.tensor(IDS), torch.tensor(PIXELS)).logits_per_text
-    caplog.clear()
-    result = FlaxCLIPModel.from_pretrained(folder)(IDS, PIXELS).logits_per_text
-    np.testing.assert_allclose(result, expected.detach(), atol=2e-4)
-    for cls in (FlaxCLIPTextModel, FlaxCLIPVisionModel):
-        assert cls.from_pretrained(folder).config.num_hidden_layers == 2
-    assert not caplog.records
-
-
-@pytest.mark.slow
 def test_published_tree(tmp_path):
     """The paths of transformers 4.57's Flax classes, and Flax msgpack with them."""
     ours = FlaxCLIPModel.from_pretrained(make_clip(tmp_path, {}))

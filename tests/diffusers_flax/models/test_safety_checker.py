@@ -1,10 +1,8 @@
 """FlaxStableDiffusionSafetyChecker against PyTorch's, with weights that flag some images."""
 
 import json
-import re
 from types import SimpleNamespace
 
-import flax
 import jax
 import numpy as np
 import pytest
@@ -147,17 +145,6 @@ def test_images_equal_those_of_pytorchs_pipeline(theirs, ours, images, caplog):
     assert flags == [False] * len(harmless) and not caplog.text
 
 
-@pytest.mark.slow
-def test_the_pure_checker_in_jit_and_pmap(ours, features):
-    expected = ours(features)
-    compiled = jax.jit(ours)(features, params=ours.params)
-    np.testing.assert_array_equal(compiled, expected)
-    replicated = flax.jax_utils.replicate(ours.params, jax.devices()[:2])
-    halves = features.reshape(2, 6, 3, 32, 32)
-    result = jax.pmap(ours, devices=jax.devices()[:2])(halves, replicated)
-    np.testing.assert_array_equal(result.reshape(-1), expected)
-
-
 def test_files_of_pytorch_and_the_hub(theirs, ours, features, tmp_path):
     """Current PyTorch has the prefix vision_model once, files on the hub have it twice."""
     state = theirs.state_dict()
@@ -229,20 +216,11 @@ def test_published_tree_and_config():
     }
 
 
-def test_new_checkers_flag_nothing(features):
-    """Concepts and thresholds of ones, as published."""
-    config = CLIPConfig(vision_config=VISION, projection_dim=8)
-    checker = FlaxStableDiffusionSafetyChecker(config)
-    assert not checker(features).any()
-    assert (np.asarray(checker.params["concept_embeds"]) == 1).all()
-
-
 def test_refuses_what_does_not_fit(ours, images, tmp_path):
     with pytest.raises(ValueError, match=r"takes \(batch, 3, 32, 32\); resize the images"):
         ours.filter_images(images, CLIPImageProcessorPil(size=dict(shortest_edge=48), crop_size=48))
-    for shape in ((3, 32, 32), (2, 32, 32, 3), (2, 3, 48, 48)):
-        with pytest.raises(ValueError, match=f"clip_input has shape {re.escape(str(shape))}; this"):
-            ours(np.zeros(shape, np.float32))
+    with pytest.raises(ValueError, match=r"clip_input has shape \(2, 32, 32, 3\); this"):
+        ours(np.zeros((2, 32, 32, 3), np.float32))
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     config["vision_config"]["hidden_act"] = "relu"
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
@@ -252,10 +230,4 @@ def test_refuses_what_does_not_fit(ours, images, tmp_path):
     config["projection_dim"] = 9
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"wrong shape: concept_embeds is \(17, 8\), model has"):
-        FlaxStableDiffusionSafetyChecker.from_pretrained(tmp_path / "theirs")
-    config["vision_config"]["hidden_size"] = "big"
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="no setting vision_config; it has projection_dim"):
-        FlaxStableDiffusionSafetyChecker.from_pretrained(tmp_path / "theirs", vision_config={})
-    with pytest.raises(ValueError, match="hidden_size='big' has the wrong type, it must be int"):
         FlaxStableDiffusionSafetyChecker.from_pretrained(tmp_path / "theirs")

@@ -223,11 +223,8 @@ def test_chosen_timesteps_match_pytorch(name, monkeypatch):
 def test_chosen_timesteps_that_are_refused():
     for name, timesteps, reason in (
         ("ddim", [999, 499], "cannot be chosen with FlaxDDIMScheduler; take another scheduler"),
-        ("lms", [999, 499], "cannot be chosen with FlaxLMSDiscreteScheduler"),
         ("lcm", [999], "must be num_inference_steps=2 integers"),
-        ("lcm", [999.0, 1.0], "must be num_inference_steps=2 integers"),
         ("euler", [499, 999], "must decrease and be from 999 to 0"),
-        ("ddpm", [1000, 1], "must decrease and be from 999 to 0"),
         ("tcd", [9, -1], "must decrease and be from 999 to 0"),
     ):
         scheduler, state = make_scheduler(name, STABLE_DIFFUSION)
@@ -237,19 +234,6 @@ def test_chosen_timesteps_that_are_refused():
         scheduler, state = make_scheduler(name, STABLE_DIFFUSION | {"use_karras_sigmas": True})
         with pytest.raises(ValueError, match="with use_karras_sigmas=True; leave one out"):
             scheduler.set_timesteps(state, 2, SHAPE, timesteps=[999, 499])
-
-
-def test_lcm_visits_timesteps_of_its_distillation():
-    """The grids of Latent Consistency Models for 4 and 8 steps."""
-    scheduler, state = make_scheduler("lcm", STABLE_DIFFUSION)
-    four, eight = (scheduler.set_timesteps(state, n).timesteps.tolist() for n in (4, 8))
-    assert four == [999, 759, 499, 259]
-    assert eight == [999, 879, 759, 639, 499, 379, 259, 139]
-    with pytest.raises(ValueError, match="must be at most original_inference_steps=50"):
-        scheduler.set_timesteps(state, 51)
-    scheduler, state = make_scheduler("tcd", {"num_train_timesteps": 40})
-    with pytest.raises(ValueError, match="=50 must be at most num_train_timesteps=40"):
-        scheduler.set_timesteps(state, 4)
 
 
 def test_noise_schedules_match_pytorch():
@@ -271,18 +255,6 @@ def test_noise_schedules_match_pytorch():
             )
             np.testing.assert_allclose(getattr(common, name), table, rtol, atol, err_msg=name)
     assert common.alphas_cumprod[-1] == 0  # zero terminal SNR is exactly that
-
-
-def test_trailing_has_as_many_timesteps_as_steps():
-    # NumPy's arange, and PyTorch's schedulers with it, gives one too many for some counts.
-    for num_steps in (61, 103, 121, 999, 1000):
-        scheduler = FlaxDDIMScheduler(timestep_spacing="trailing")
-        timesteps = np.asarray(
-            scheduler.set_timesteps(scheduler.create_state(), num_steps).timesteps
-        )
-        assert len(timesteps) == num_steps
-        assert timesteps[0] == 999 and timesteps[-1] == round(1000 / num_steps) - 1
-        assert (np.diff(timesteps) < 0).all()
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -500,18 +472,6 @@ def test_schedulers_without_a_flax_class_can_be_replaced(own, tmp_path, monkeypa
         scheduler_from_pretrained(tmp_path, None)
 
 
-def test_a_scheduler_with_another_noise_schedule_cannot_be_replaced():
-    """Flow matching has no betas: the defaults of another class would be nonsense."""
-    content = dict(diffusers.FlowMatchEulerDiscreteScheduler().config)
-    content["_class_name"] = "FlowMatchEulerDiscreteScheduler"
-    for build in (
-        lambda: scheduler_from_config(content, "model", "ddim"),
-        lambda: training_scheduler(content, "model"),
-    ):
-        with pytest.raises(ValueError, match="_class_name=FlowMatchEulerDiscreteScheduler, which"):
-            build()
-
-
 def test_schedulers_are_read_only_and_hash_by_class_and_options():
     ddim, same = FlaxDDIMScheduler(beta_end=0.01), FlaxDDIMScheduler(beta_end=0.01)
     assert ddim == same and hash(ddim) == hash(same)
@@ -536,31 +496,14 @@ def test_schedulers_are_read_only_and_hash_by_class_and_options():
 
 REFUSED = [
     (FlaxDDPMScheduler, {"thresholding": True}),
-    (FlaxDDPMScheduler, {"variance_type": "fixed"}),
     (FlaxDDPMScheduler, {"beta_schedule": "sigmoid"}),
-    (FlaxDDIMScheduler, {"thresholding": True}),
     (FlaxDDIMScheduler, {"prediction_type": "flow_prediction"}),
-    (FlaxDDIMScheduler, {"timestep_spacing": "uniform"}),
-    (FlaxPNDMScheduler, {"prediction_type": "sample"}),
     (FlaxPNDMScheduler, {"rescale_betas_zero_snr": True}),
-    (FlaxEulerDiscreteScheduler, {"interpolation_type": "log_linear"}),
     (FlaxEulerDiscreteScheduler, {"timestep_type": "continuous"}),
-    (FlaxEulerDiscreteScheduler, {"use_exponential_sigmas": True}),
-    (FlaxEulerDiscreteScheduler, {"use_beta_sigmas": True}),
     (FlaxEulerAncestralDiscreteScheduler, {"prediction_type": "sample"}),
     (FlaxLMSDiscreteScheduler, {"use_exponential_sigmas": True}),
-    (FlaxLMSDiscreteScheduler, {"use_beta_sigmas": True}),
-    (FlaxLMSDiscreteScheduler, {"rescale_betas_zero_snr": True}),
     (FlaxDPMSolverMultistepScheduler, {"algorithm_type": "sde-dpmsolver++"}),
-    (FlaxDPMSolverMultistepScheduler, {"use_lu_lambdas": True}),
-    (FlaxDPMSolverMultistepScheduler, {"use_flow_sigmas": True}),
-    (FlaxDPMSolverMultistepScheduler, {"use_exponential_sigmas": True}),
-    (FlaxDPMSolverMultistepScheduler, {"use_beta_sigmas": True}),
-    (FlaxDPMSolverMultistepScheduler, {"use_dynamic_shifting": True}),
-    (FlaxDPMSolverMultistepScheduler, {"thresholding": True}),
     (FlaxDPMSolverMultistepScheduler, {"variance_type": "learned_range"}),
-    (FlaxDPMSolverMultistepScheduler, {"solver_type": "bh3"}),
-    (FlaxDPMSolverMultistepScheduler, {"solver_order": 4}),
 ]
 
 
@@ -582,18 +525,10 @@ def test_unsupported_options_are_refused_by_name(cls, option):
     [
         ("num_train_timesteps", "1000"),
         ("num_train_timesteps", 0),
-        ("num_train_timesteps", [1000]),
-        ("beta_start", -0.1),
-        ("beta_end", float("nan")),
-        ("beta_end", {}),
-        ("trained_betas", 3),
-        ("trained_betas", [[0.1]]),
-        ("trained_betas", [0.1, -0.1]),
         ("num_train_timesteps", 999.5),
-        ("num_train_timesteps", float("inf")),
+        ("beta_end", float("nan")),
+        ("trained_betas", [0.1, -0.1]),
         ("clip_sample", "false"),
-        ("clip_sample", 2),
-        ("steps_offset", True),
         ("beta_schedule", ["linear"]),
     ],
 )
@@ -609,40 +544,26 @@ def test_damaged_options_are_refused_by_name(tmp_path, name, value):
         assert str(error.value).startswith(f"scheduler_config.json of {tmp_path}: ")
 
 
-def test_numbers_of_another_type_are_converted():
-    options = {"num_train_timesteps": 1000.0, "steps_offset": 1.0, "clip_sample": 0}
-    plain = {"num_train_timesteps": 1000, "steps_offset": 1, "clip_sample": False}
-    scheduler = FlaxDDIMScheduler(**options)
-    assert scheduler == FlaxDDIMScheduler(**plain)
-    assert [type(scheduler.config[name]) for name in options] == [int, int, bool]
-
-
 def test_bad_input_is_refused_with_a_remedy(tmp_path):
     ddim, dpm = FlaxDDIMScheduler(), FlaxDPMSolverMultistepScheduler()
     state, x = ddim.create_state(), jnp.asarray(START)
     with pytest.raises(ValueError, match=r"sigma_min=9\.0 must be below sigma_max=0\.1"):
         FlaxDPMSolverMultistepScheduler(sigma_min=9.0, sigma_max=0.1)
-    with pytest.raises(ValueError, match=r"num_train_timesteps=0 must be at least 1$"):
-        FlaxDDIMScheduler(num_train_timesteps=0)
     with pytest.raises(ValueError, match="no option beta_stat"):
         FlaxDDIMScheduler.from_config(ddim.config, beta_stat=0.1)
-    for num_steps in (0, -1, 1001, 2.0, jnp.asarray(4)):
+    for num_steps in (0, 1001, 2.0):
         with pytest.raises(ValueError, match="from 1 to 1000"):
             ddim.set_timesteps(state, num_steps)
-    for first_step in (-1, 5, 2.0):
-        with pytest.raises(ValueError, match="must be a whole number from 0 to 4, the last step"):
-            ddim.set_timesteps(state, 5, SHAPE, first_step)
+    with pytest.raises(ValueError, match="must be a whole number from 0 to 4, the last step"):
+        ddim.set_timesteps(state, 5, SHAPE, 5)
     with pytest.raises(ValueError, match="timesteps 1 to 1000, outside 0 to 999"):
         FlaxDDIMScheduler(steps_offset=1).set_timesteps(state, 1000)
     with pytest.raises(ValueError, match="visits a timestep twice"):
         dpm.set_timesteps(dpm.create_state(), 1000, SHAPE)
     with pytest.raises(ValueError, match="call set_timesteps before step"):
         ddim.step(state, x, 0, x)
-    for scheduler in (dpm, FlaxLMSDiscreteScheduler(), FlaxPNDMScheduler(skip_prk_steps=True)):
-        for shape in ((), (1, *SHAPE[1:])):
-            with pytest.raises(ValueError, match=r"set_timesteps\(state, 4, sample.shape\)"):
-                run = scheduler.set_timesteps(scheduler.create_state(), 4, shape)
-                scheduler.step(run, x, 0, x)
+    with pytest.raises(ValueError, match=r"set_timesteps\(state, 4, sample.shape\)"):
+        dpm.step(dpm.set_timesteps(dpm.create_state(), 4, (1, *SHAPE[1:])), x, 0, x)
     with pytest.raises(ValueError, match="skip_prk_steps=True"):
         FlaxPNDMScheduler().set_timesteps(state, 3, SHAPE)
     with pytest.raises(ValueError, match="use v_prediction"):
@@ -659,7 +580,6 @@ def test_bad_input_is_refused_with_a_remedy(tmp_path):
     file = tmp_path / "scheduler_config.json"
     for content, message in (
         ("{", "not valid JSON"),
-        ("[]", "is not a JSON object"),
         ('{"_class_name": "UniPCMultistepScheduler"}', "_class_name=UniPC.*supported are DDPM"),
         ("{}", "_class_name=None"),
     ):
