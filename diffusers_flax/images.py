@@ -189,7 +189,7 @@ def prepare_masks(mask, feather=0):
     return np.stack([ramp(mask, feather) for mask in masks])[:, None]
 
 
-def mask_values(mask):
+def mask_values(mask, unpainted=None):
     """The values of a mask, a PIL image of any mode, as uint8 (H, W); 255 may change.
 
     An image without transparent pixels is grey: white may change. Else the opaque pixels, see
@@ -198,6 +198,8 @@ def mask_values(mask):
     - black and white, and little else: transparent pixels are black;
     - one color, or none as opaque as a photograph: paint on an empty layer, and the paint is white;
     - many colors: a photograph around a hole, as in MagicBrush and DALL-E, and the hole is white.
+
+    Where all pixels are transparent, all values are `unpainted`; None: an error.
 
     Raises:
         ValueError: the range of the values is not known, see to_8_bits; nothing is painted; or it
@@ -211,6 +213,8 @@ def mask_values(mask):
     rgba = np.asarray(mask.convert("RGBA"))
     alpha, values = rgba[..., 3], np.asarray(Image.fromarray(rgba[..., :3]).convert("L"))
     if not (opaque := opaque_part(alpha)).any():
+        if unpainted is not None:
+            return np.full(alpha.shape, unpainted, np.uint8)
         raise ValueError("nothing is painted on it, all pixels are transparent; " + USUAL_MASKS)
     colors = rgba[opaque][:, :3]
     darkest, brightest = colors.min(1), colors.max(1)

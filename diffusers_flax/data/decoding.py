@@ -14,7 +14,7 @@ from diffusers_flax.data.images import (
     crop_corner,
     crop_image,
     decode_image,
-    decode_mask_of_set,
+    decode_mask,
     encoded_size,
     scaled_shape,
 )
@@ -217,7 +217,7 @@ def place_mask(
         out[:] = 0
         return
     try:
-        mask = decode_mask_of_set(pair.mask)
+        mask = decode_mask(pair.mask, unpainted=255)
     except ValueError as error:
         raise ValueError(f"mask: {error}") from error
     check_one_shape("the mask", mask.shape[::-1], "the edited image", size)

@@ -87,13 +87,14 @@ def decode_image(
 
 
 @one_error()
-def decode_mask(data: bytes) -> np.ndarray:
+def decode_mask(data: bytes, unpainted: int | None = None) -> np.ndarray:
     """Decode a mask: white may change, black may not.
 
     diffusers_flax.images.mask_values says what transparent pixels mean.
 
     Args:
         data: an encoded image, see open_image.
+        unpainted: see mask_values; 255 for the masks of a data set.
 
     Returns:
         uint8 (H, W), upright; 255 where the image may change.
@@ -103,18 +104,7 @@ def decode_mask(data: bytes) -> np.ndarray:
     """
     if data.startswith(JPEG_START):  # which may lack pixels
         return mask_values(Image.fromarray(decode_image(data)))
-    return mask_values(open_upright(data))
-
-
-def decode_mask_of_set(data: bytes) -> np.ndarray:
-    """decode_mask, for the mask of a data set: all may change where nothing is opaque."""
-    try:
-        return decode_mask(data)
-    except ValueError:
-        image = open_upright(data).convert("RGBA")
-        if image.getextrema()[3][1]:
-            raise
-        return np.full(image.size[::-1], 255, np.uint8)
+    return mask_values(open_upright(data), unpainted)
 
 
 def open_upright(data):
