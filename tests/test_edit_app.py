@@ -34,7 +34,7 @@ def model(tmp_path_factory):
         (["--model", "nowhere"], "nowhere has no model_index.json"),
         (["--max_queue", "0"], "--max_queue 0 must be at least 1"),
         (["--num_inference_steps", "151"], "--num_inference_steps 151 must be from 1 to 150"),
-        (["--max_resolution", "32"], "--resolution 64 must be from 8 to 32"),
+        (["--max_resolution", "32"], "--resolution 64 must be from 4 to 32"),
         (["--examples", "none.jsonl"], "none.jsonl cannot be read"),
         (["--accelerate", "taesd"], "--accelerate taesd needs a TAESD; start with --preview_dec"),
         (["--no_progress", "--preview_decoder", "x"], "--preview_decoder is for --progress"),

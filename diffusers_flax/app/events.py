@@ -79,6 +79,7 @@ class Events:
         c.image.upload(self.restore, [c.image], [*shown, c.image], **quick)
         paint = [c.use_mask, c.image, c.resolution]
         gr.on([c.use_mask.change, c.image.change], self.paint, paint, c.mask, **quick)
+        gr.Timer(1).tick(lambda: state_of(self.editor), None, c.state, **quick)
         self.connect_api()
         blocks.unload(self.close)
 

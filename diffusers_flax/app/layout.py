@@ -84,13 +84,12 @@ def slider(name, value, step, **options):
     return gr.Slider(*options.pop("range", RANGES.get(name)), value, step=step, **options)
 
 
-def build(editor, examples, state):
+def build(editor, examples):
     """Build the page in the current gr.Blocks.
 
     Args:
         editor: Editor.
         examples: (paths of images, instructions) to try.
-        state: () -> HTML, the state of the model, asked for each second.
 
     Returns:
         Namespace of Gradio components; a setting's control has its name.
@@ -100,7 +99,7 @@ def build(editor, examples, state):
     name = "/".join(path.parts[-3:] if path.name == "model" else path.parts[-2:])
     with gr.Row(elem_id="head"):
         gr.HTML(f"<h1>{TITLES[editor.task][1]}</h1><p>{html.escape(name)}</p>", padding=False)
-        gr.HTML(state, every=1, elem_id="state", padding=False)
+        c.state = gr.HTML(elem_id="state", padding=False)
     with gr.Row(elem_id="columns"):
         with gr.Column(elem_id="request"):
             build_request(c, editor, defaults, *examples)

@@ -77,7 +77,7 @@ def make_blocks(editor, examples, folder):
     """
     import gradio as gr
 
-    from diffusers_flax.app.events import Events, state_of
+    from diffusers_flax.app.events import Events
     from diffusers_flax.app.layout import TITLES, build
     from diffusers_flax.app.sessions import Sessions
 
@@ -87,7 +87,7 @@ def make_blocks(editor, examples, folder):
         gr.Blocks(title=TITLES[editor.task][0], fill_width=True, **options) as blocks,
     ):
         warnings.simplefilter("ignore")  # Gradio's own
-        components = build(editor, examples, lambda: state_of(editor))
+        components = build(editor, examples)
         Events(editor, Sessions(folder), components).connect(blocks)
     # Requests wait in the editor's queue, which knows how many are before each.
     return blocks.queue(max_size=None, default_concurrency_limit=None)

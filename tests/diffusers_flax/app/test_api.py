@@ -78,7 +78,7 @@ def test_images_from_text_and_an_image(connect, tmp_path):
     original.save(tmp_path / "photo.png")
     mask = Image.fromarray(np.arange(32) >= np.full((24, 1), 16))
     mask.save(tmp_path / "mask.png")
-    photo(8, 8).save(tmp_path / "small.png")
+    Image.new("L", (8, 8), 255).save(tmp_path / "small.png")
     Image.new("L", (32, 24)).save(tmp_path / "black.png")
     settings = Settings("a red panda", 3.0, num_inference_steps=4, seed=7, resolution=32)
     settings = dataclasses.replace(settings, strength=0.5, negative_prompt="grey")

@@ -65,8 +65,9 @@ def test_the_queue(model, monkeypatch):
     async def follow_all():
         follow_one = [follow, abandon, follow, follow, follow, follow]
         running = [f(request) for f, request in zip(follow_one, requests)]
-        requests[2].stopped.set()
-        asyncio.get_running_loop().call_later(1, go_on.set)
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.1, requests[2].stopped.set)
+        loop.call_later(1, go_on.set)
         return await asyncio.gather(*running, return_exceptions=True)
 
     *results, full = asyncio.run(follow_all())
