@@ -300,6 +300,7 @@ def build_results(c, editor):
         columns=5,
         allow_preview=False,
         interactive=False,
+        buttons=[],
         elem_id="gallery",
         visible=False,
     )
