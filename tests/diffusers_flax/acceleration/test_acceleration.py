@@ -15,6 +15,7 @@ import pytest
 import torch
 from flax.jax_utils import replicate
 from helpers import psnr
+from PIL import Image
 from references import images_of, images_of_theirs, open_ours, open_theirs
 from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
