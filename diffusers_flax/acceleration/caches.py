@@ -267,8 +267,8 @@ def first_block_cache(model, threshold):
             return first if is_layer(context, "down_blocks_0", 0, args) else call(*args, **kwargs)
 
         features = model.run("blocks", *embedded, hook=is_known)
-        rest = features.astype(jnp.float32) - first.astype(jnp.float32)
-        return features, {"added": added, "rest": rest}
+        later = features.astype(jnp.float32) - first.astype(jnp.float32)
+        return features, {"added": added, "later": later}
 
     def full(x, t, i, cache):
         features, cache = whole(*start(i, x, t))
@@ -284,7 +284,7 @@ def first_block_cache(model, threshold):
 
         change = mean_per_image(added - cache["added"]) / mean_per_image(cache["added"])
         reuse = jnp.tile(change <= threshold, len(first) // B)[:, None, None, None]
-        reused = (first.astype(jnp.float32) + cache["rest"]).astype(first.dtype)
+        reused = (first.astype(jnp.float32) + cache["later"]).astype(first.dtype)
 
         def compute():
             features, new = whole(embedded, first, added)

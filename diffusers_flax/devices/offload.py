@@ -171,19 +171,19 @@ class Fetcher:
         """
 
         def fetch_and_run(params, *args):
-            own = {name: self.fetch_rest(params[name]) for name in models if name in params}
+            own = {name: self.fetch_ungrouped(params[name]) for name in models if name in params}
             self.stage_before = stage(params | own, *args)
             return self.stage_before
 
         return fetch_and_run
 
-    def fetch_rest(self, params):
+    def fetch_ungrouped(self, params):
         """The parameters of a model; groups stay on the host."""
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
         leaves = [x for _, x in paths]
         names = [keystr(path, simple=True, separator="/").split("/") for path, _ in paths]
-        rest = [i for i, names in enumerate(names) if group_of(names, self.offload) is None]
-        for i, x in zip(rest, fetch([leaves[i] for i in rest], self.stage_before)):
+        outside = [i for i, names in enumerate(names) if group_of(names, self.offload) is None]
+        for i, x in zip(outside, fetch([leaves[i] for i in outside], self.stage_before)):
             leaves[i] = x
         return jax.tree.unflatten(structure, leaves)
 

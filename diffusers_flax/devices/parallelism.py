@@ -34,7 +34,7 @@ class ParallelAxes(NamedTuple):
                 in the order of the sample's, of four axes if they have rows, (branches * B, h, w,
                 C) or (branches * B, 1, 1, C); or scalars, or None.
         """
-        (sample, *rest), batch = arguments, len(arguments[0])
+        (sample, *others), batch = arguments, len(arguments[0])
 
         def local(x, is_sample=False):
             if x.ndim and len(x) == batch:
@@ -43,7 +43,7 @@ class ParallelAxes(NamedTuple):
                 x = local_slice(x, self.rows, 2 if is_sample else 1)
             return x
 
-        return [local(sample, True), *jax.tree.map(local, rest)]
+        return [local(sample, True), *jax.tree.map(local, others)]
 
     def local_branches(self, x):
         """This device's branches of x, (branches * B, ...)."""

@@ -261,9 +261,9 @@ def _num_blocks(G, T, S):
 
 def _cut(x, n):
     """(G, T, ...) -> (G n, T / n, ...), T padded with zeros."""
-    G, T, *rest = x.shape
-    x = jnp.pad(x, ((0, 0), (0, -T % n), *[(0, 0)] * len(rest)))
-    return x.reshape(G * n, -1, *rest)
+    G, T, *others = x.shape
+    x = jnp.pad(x, ((0, 0), (0, -T % n), *[(0, 0)] * len(others)))
+    return x.reshape(G * n, -1, *others)
 
 
 def _join(x, G, T):

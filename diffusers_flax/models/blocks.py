@@ -164,11 +164,11 @@ def _moments(x, num_groups):
         mean = (total + lost[0]) / n
         # sum (m - mean)^2 = sum m^2 - mean (2 sum m - n mean), of large numbers that nearly cancel
         high, low = _multiply_exactly(mean, n)
-        rest, rest_lost = _add_exactly(2 * total, -high)
-        rest_lost = rest_lost + 2 * lost[0] - low
-        high, low = _multiply_exactly(mean, rest)
+        difference, difference_lost = _add_exactly(2 * total, -high)
+        difference_lost = difference_lost + 2 * lost[0] - low
+        high, low = _multiply_exactly(mean, difference)
         between, between_lost = _add_exactly(square, -high)
-        between = between + (between_lost + lost[2] - low - mean * rest_lost)
+        between = between + (between_lost + lost[2] - low - mean * difference_lost)
         variance = (within + lost[1] + size * jnp.maximum(between, 0)) / (size * n)
         return tuple(jnp.repeat(x, group, axis=1)[:, None] for x in (mean, variance))
 

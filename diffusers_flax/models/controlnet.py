@@ -127,7 +127,7 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
     weights_name = "diffusion_pytorch_model"
     single_file_component = "controlnet"
     torch_class_name = "ControlNetModel"
-    kind = "ControlNet"
+    short_name = "ControlNet"
     mid_block_types = "UNetMidBlock2DCrossAttn", "UNetMidBlock2D"
     # The only supported value of options that are not implemented, besides null.
     fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
@@ -348,7 +348,7 @@ class FlaxMultiControlNetModel(nn.Module):
             net(sample, timesteps, encoder_hidden_states, image, scale, False, **options)
             for net, image, scale in zip(self.nets, images, scales)
         ]
-        down, middle = jax.tree.map(lambda first, *rest: sum(rest, first), *outputs)
+        down, middle = jax.tree.map(lambda first, *others: sum(others, first), *outputs)
         return FlaxControlNetOutput(down, middle) if return_dict else (down, middle)
 
     @property

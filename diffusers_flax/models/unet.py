@@ -190,10 +190,10 @@ class TimestepEmbedding(nn.Module):
 class DownPath(nn.Module):
     """Base of UNet and ControlNet: embeddings, down blocks and the middle block.
 
-    A subclass has the fields of its config.json, and `kind`, its name in errors.
+    A subclass has the fields of its config.json, and `short_name`, for errors.
     """
 
-    kind = "UNet"
+    short_name = "UNet"
     mid_block_types = None, "UNetMidBlock2DCrossAttn"
 
     def example_inputs(self):
@@ -308,20 +308,20 @@ class DownPath(nn.Module):
         """
         if sample.ndim != 4 or sample.shape[1] != self.in_channels:
             raise ValueError(
-                f"sample has shape {tuple(sample.shape)}, this {self.kind} takes "
+                f"sample has shape {tuple(sample.shape)}, this {self.short_name} takes "
                 f"(batch, {self.in_channels}, height, width)"
             )
         if encoder_hidden_states.shape[-1] != self.cross_attention_dim:
             raise ValueError(
                 f"encoder_hidden_states are {encoder_hidden_states.shape[-1]} wide, this "
-                f"{self.kind} takes cross_attention_dim={self.cross_attention_dim}; take both from "
-                "one model"
+                f"{self.short_name} takes cross_attention_dim={self.cross_attention_dim}; take "
+                "both from one model"
             )
         if (added_cond_kwargs is None) != (self.addition_embed_type is None):
             raise ValueError(
-                f"added_cond_kwargs is SDXL's; this {self.kind} has addition_embed_type=None"
+                f"added_cond_kwargs is SDXL's; this {self.short_name} has addition_embed_type=None"
                 if self.addition_embed_type is None
-                else f"this is an SDXL {self.kind}, which needs added_cond_kwargs="
+                else f"this is an SDXL {self.short_name}, which needs added_cond_kwargs="
                 "{'text_embeds': ..., 'time_ids': ...}"
             )
         if timestep_cond is not None and self.time_cond_proj_dim is None:
@@ -352,7 +352,7 @@ class DownPath(nn.Module):
         if added.shape[-1] != self.projection_class_embeddings_input_dim:
             raise ValueError(
                 f"text_embeds {tuple(text_embeds.shape)} and {time_ids.shape[-1]} time_ids make "
-                f"{added.shape[-1]} numbers, this {self.kind} takes "
+                f"{added.shape[-1]} numbers, this {self.short_name} takes "
                 "projection_class_embeddings_input_dim="
                 f"{self.projection_class_embeddings_input_dim}; SDXL's base takes 6 time ids, its "
                 "refiner 5"

@@ -492,5 +492,5 @@ def fade(first, second, extent, axis, is_alone=False):
     weight = weight.astype(second.dtype).reshape(shape)
     end = jax.lax.slice_in_dim(first, first.shape[axis] - extent, None, axis=axis)
     beginning = jax.lax.slice_in_dim(second, 0, extent, axis=axis)
-    rest = jax.lax.slice_in_dim(second, extent, None, axis=axis)
-    return jnp.concatenate((end * (1 - weight) + beginning * weight, rest), axis)
+    unfaded = jax.lax.slice_in_dim(second, extent, None, axis=axis)
+    return jnp.concatenate((end * (1 - weight) + beginning * weight, unfaded), axis)
