@@ -65,6 +65,7 @@ def theme():
         button_primary_background_fill="*primary_600",
         button_primary_background_fill_dark="*primary_600",
         button_primary_text_color="white",
+        checkbox_border_color_dark="*neutral_500",
     )
 
 
