@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 
@@ -202,28 +200,6 @@ def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
     cache_latents.main(flags)
     assert sorted(file.name for file in folder.iterdir()) == ["a.parquet", "b.parquet"]
     assert (folder / "a.parquet").stat().st_mtime_ns == before
-
-
-@pytest.mark.slow
-def test_what_a_killed_process_left_is_removed_once_it_is_old(model, data, tmp_path, monkeypatch):
-    """A working process touches its file with every batch, as a row group may take long."""
-    old, new = (tmp_path / "latents" / f".unfinished-{name}-a.parquet" for name in ("old", "new"))
-    old.parent.mkdir()
-    for file in (old, new):
-        file.write_bytes(b"a half")
-    long_ago = time.time() - 2 * training_latents.STALE_SECONDS
-    os.utime(old, (long_ago, long_ago))
-    touch, touched = os.utime, []
-    monkeypatch.setattr(os, "utime", lambda file: touched.append(file) or touch(file))
-    fill(config_for(model, data, tmp_path / "latents"))
-    n = jax.local_device_count()
-    assert len(touched) == -(-9 // n) + -(-7 // n)  # once a batch
-    assert all(Path(file).name.startswith(".unfinished-") for file in touched)
-    assert {file.name for file in (tmp_path / "latents").iterdir()} == {
-        "a.parquet",
-        "b.parquet",
-        ".unfinished-new-a.parquet",
-    }
 
 
 def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, monkeypatch):

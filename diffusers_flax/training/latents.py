@@ -1,14 +1,10 @@
 """Cache the VAE's latents of a dataset on disk, for cache_latents.py and --cache_latents."""
 
-import contextlib
 import json
 import logging
 import math
-import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import jax
@@ -41,7 +37,7 @@ from diffusers_flax.data.shards import (
     shard_files,
     take_first_rows,
 )
-from diffusers_flax.loading.files import UNFINISHED_PREFIX, remove, save_whole
+from diffusers_flax.loading.files import save_whole
 from diffusers_flax.messages import differences
 from diffusers_flax.training.flags import chosen_sizes, nearest_multiples
 from diffusers_flax.training.models import (
@@ -57,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 LATENT_COLUMNS = ("original_image", "edited_image", "edit_prompt", TIME_IDS)
 PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
-STALE_SECONDS = 24 * 3600  # age at which an unfinished file is removed
 
 
 def encode_pairs(vae, params, originals, edited):
@@ -237,28 +232,9 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
                 ):
                     for position, row in zip(positions, latent_rows(*batch, config, bar, bad)):
                         rows[position] = row | {SIZE: int(of_group[position])}
-                    with contextlib.suppress(OSError):  # unsupported by some file systems
-                        os.utime(unfinished)  # for remove_leftovers
                 writer.write_table(pa.Table.from_pylist(rows, schema), row_group_size=len(rows))
 
     save_whole(path, save, shared=True)
-
-
-def check_existing_shard(path, metadata):
-    """Raise a ValueError unless a shard of latents has this metadata."""
-    try:
-        existing = latents_metadata(pq.read_metadata(path))
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); remove it, and it is written again"
-        ) from error
-    if existing is None:
-        raise ValueError(f"{path} contains no latents; name a directory that holds only latents")
-    if different := differences(existing, metadata):
-        raise ValueError(
-            f"{path} was made with other settings ({'; '.join(different)}); name another "
-            "directory, or replace it: cache_latents.py --overwrite_output_dir"
-        )
 
 
 def describe_source(path, groups):
@@ -271,29 +247,6 @@ def describe_source(path, groups):
     }
     mask_column = groups[0].mask_column  # latents with masks also serve runs that read none
     return source | ({"mask_column": mask_column} if mask_column else {})
-
-
-def group_by_shard(groups):
-    """Yield each shard with its row groups; the groups are in the order of the shards."""
-    for path, shard_groups in groupby(groups, key=lambda group: group.path):
-        yield path, list(shard_groups)
-
-
-def is_outdated(path, metadata):
-    """Whether a file is a shard of latents made with other settings than metadata."""
-    try:
-        existing = latents_metadata(pq.read_metadata(path))
-    except (pa.ArrowException, OSError):  # missing, or unreadable, see check_existing_shard
-        return False
-    return existing is not None and bool(differences(existing, metadata))
-
-
-def remove_leftovers(output_dir):
-    """Remove unfinished files that no process has changed for a day."""
-    for path in output_dir.glob(f"{UNFINISHED_PREFIX}*"):
-        with contextlib.suppress(OSError):  # already removed, or no permission
-            if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                remove(path)
 
 
 def latent_dirs(train_data_dirs, output_dir):
@@ -366,11 +319,10 @@ def choose_latent_sizes(config, train_data_dir, columns, output_dir, overwrite):
     )
     pairs.choose_sizes(max(1, config.train_batch_size // jax.process_count()))
     for path in [] if overwrite else shard_files(output_dir)[:1]:
-        with contextlib.suppress(pa.ArrowException, OSError):  # see check_existing_shard
-            stored = (latents_metadata(pq.read_metadata(path)) or {}).get("sizes", ())
-            stored = tuple((width, height) for height, width in stored)
-            if stored and {*stored} <= {*sizes}:
-                return stored
+        stored = stored_settings(path).get("sizes", ())
+        stored = tuple((width, height) for height, width in stored)
+        if stored and {*stored} <= {*sizes}:
+            return stored
     return pairs.decoding.sizes
 
 
@@ -416,28 +368,51 @@ def missing_shards(output_dir, groups, settings, overwrite):
 
     Args:
         output_dir: Path of the directory of the shards.
-        groups: row groups of images.
+        groups: row groups of images, in the order of the shards.
         settings: of latent_settings.
         overwrite: as for write_latents.
 
     Raises:
         ValueError: a shard was made with other settings, and overwrite is False.
     """
-    missing, outdated = [], []
-    for path, shard_groups in group_by_shard(groups):
+    missing = []
+    of_shards = {}
+    for group in groups:
+        of_shards.setdefault(group.path, []).append(group)
+    for path, shard_groups in of_shards.items():
         latent_path = output_dir / path.name
         metadata = settings | describe_source(path, shard_groups)
-        if overwrite and is_outdated(latent_path, metadata):
-            outdated.append(latent_path)
-        elif latent_path.exists():
-            check_existing_shard(latent_path, metadata)
-            continue
+        if latent_path.exists():
+            different = differences(stored_settings(latent_path), metadata)
+            if not different:
+                continue
+            if not overwrite:
+                raise ValueError(
+                    f"{latent_path} was made with other settings ({'; '.join(different)}); name "
+                    "another directory, or replace it: cache_latents.py --overwrite_output_dir"
+                )
         missing.append((latent_path, shard_groups, metadata))
     output_dir.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(output_dir)
-    for path in outdated:
+    for path, _, _ in missing:
         path.unlink(missing_ok=True)
     return missing
+
+
+def stored_settings(path):
+    """The metadata of a shard of latents.
+
+    Raises:
+        ValueError: the file is damaged, or has no latents.
+    """
+    try:
+        settings = latents_metadata(pq.read_metadata(path))
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}); remove it, and it is written again"
+        ) from error
+    if settings is None:
+        raise ValueError(f"{path} contains no latents; name a directory that holds only latents")
+    return settings
 
 
 def encoder_on(devices, vae, params):
