@@ -249,7 +249,8 @@ def checked_words(words: list[str], config_class: Any) -> list[str]:
             takes_list = str(hints.get(name)).startswith("tuple[")
             if takes_list and name in given:
                 refuse(f"--{name} is given twice; write all values after one --{name}")
-            if takes_list and not sep and following.startswith("--"):
+            needs_value = takes_list and not str(hints[name]).endswith("| None")
+            if needs_value and not sep and following.startswith("--"):
                 refuse(f"--{name} has no value; give one or more, or leave the flag out")
             given.add(name)
             word = f"--{name}{sep}{value}"
