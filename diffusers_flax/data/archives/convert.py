@@ -260,7 +260,7 @@ def save_held_out(source: Source, pairs: list[PlannedPair], options: Options, fo
         return
     remove(folder)
     folder.mkdir()
-    with closing(Reader(source, sorted(pairs))) as reader:
+    with closing(Reader(source, sorted(pairs), folder)) as reader:
         stored = {pair.number: read_or_error(reader, pair) for pair in sorted(pairs)}
     good = [
         pair
@@ -332,7 +332,7 @@ def write_pairs(
         save_progress(progress, unfinished)
 
     with (
-        closing(Reader(source, pairs[first:])) as reader,
+        closing(Reader(source, pairs[first:], unfinished)) as reader,
         ShardWriter(unfinished, schema, stem + "-{:05d}.parquet", note_shard) as writer,
     ):
         writer.number = len(progress["files"])

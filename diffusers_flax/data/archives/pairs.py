@@ -1,7 +1,7 @@
 """The pairs of archives, in the order in which they are written, and their content.
 
 plan = make_plan(source, max_pairs=None)
-with closing(Reader(source, plan.pairs)) as reader:
+with closing(Reader(source, plan.pairs, folder)) as reader:
     reader.read(plan.pairs[0])
 """
 
@@ -305,9 +305,10 @@ class Reader:
     Args:
         source: the set.
         pairs: those that will be read, in this order.
+        folder: for files of gzipped archives that wait for their pair.
     """
 
-    def __init__(self, source: Source, pairs: Iterable[PlannedPair]):
+    def __init__(self, source: Source, pairs: Iterable[PlannedPair], folder: Path):
         self._source = source
         self._gzipped = {number for number, x in enumerate(source.archives, 1) if x.is_gzipped}
         uses = Counter(
@@ -316,7 +317,7 @@ class Reader:
             for place in pair.record.values()
             if isinstance(place, Place) and place.archive in self._gzipped
         )
-        self._forwards = Forwards(source.archives, uses)
+        self._forwards = Forwards(source.archives, uses, folder)
         self._open: dict[int, Parts] = {}
 
     def close(self) -> None:

@@ -216,8 +216,8 @@ def check_member(archive: Archive, member: tarfile.TarInfo, most: float) -> None
 class Forwards:
     """Files of gzipped archives, each read once from start to end; files wait until used."""
 
-    def __init__(self, archives: list[Archive], uses: Counter[Place]):
-        """uses: how often each file will be read."""
+    def __init__(self, archives: list[Archive], uses: Counter[Place], folder: Path):
+        """uses: how often each file will be read; folder: for files that wait."""
         self._uses = uses
         self._streams = {
             number: self._stream(
@@ -226,7 +226,7 @@ class Forwards:
             for number in {place.archive for place in uses}
         }
         self._waiting = {}  # {place: position in the file}
-        self._file = SpooledTemporaryFile(WINDOW_BYTES)  # noqa: SIM115
+        self._file = SpooledTemporaryFile(WINDOW_BYTES, dir=folder)  # noqa: SIM115
 
     def read(self, place: Place) -> bytes:
         """The content of a file."""
