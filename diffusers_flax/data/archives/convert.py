@@ -142,10 +142,12 @@ def convert_archives(path: Path, output_dir: Path, options: Options = Options())
             )
     else:
         check_directory("output_dir", output_dir, options.overwrite)
-    if options.num_held_out and not progress["files"]:
-        check_directory("held_out_dir", options.held_out_dir, options.overwrite)
-    unfinished.mkdir(parents=True, exist_ok=True)
-    save_progress(progress, unfinished)
+    if not progress["files"]:
+        remove(unfinished)  # maybe of another conversion, without a shard
+        if options.num_held_out:
+            check_directory("held_out_dir", options.held_out_dir, options.overwrite)
+        unfinished.mkdir(parents=True)
+        save_progress(progress, unfinished)
     return convert(source, output_dir, options, progress)
 
 

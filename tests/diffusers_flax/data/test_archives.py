@@ -469,6 +469,20 @@ def test_held_out_pairs_are_whole_sequences(tmp_path, name):
     assert frozenset(held_out_pairs(again)) == chosen[5]
 
 
+def test_another_seed_holds_out_other_images(tmp_path, monkeypatch):
+    """Also after an earlier start with the first seed that has written no shard."""
+    make_set(SEED, tmp_path / "set")
+    out, held = tmp_path / "data", tmp_path / "held"
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(convert, "write_pairs", lambda *args: 1 / 0)
+        source = convert.Options(num_held_out=3, held_out_dir=held, seed=0)
+        convert.convert_archives(tmp_path / "set", out, source)
+    run(tmp_path / "set", out, *flags_of(held, 3, "--seed", "4"))
+    assert held_out_pairs(held) | pairs_of(read_shards(out)) == make_set(SEED, tmp_path / "again")
+    run(tmp_path / "set", tmp_path / "x", *flags_of(tmp_path / "y", 3, "--seed", "0"))
+    assert held_out_pairs(held) != held_out_pairs(tmp_path / "y")
+
+
 def test_copies_of_a_held_out_image_are_not_trained_on(tmp_path, capsys):
     """WebDataset has the original once for each of its edits."""
     members = {}
