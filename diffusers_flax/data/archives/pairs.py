@@ -135,8 +135,8 @@ def pairs_of(
         plan: what is left out and not named is added to it.
         max_pairs: of the indexes; None: all.
     """
-    used, checks = set(), []
-    files, found = Files(source, members), []
+    used, found, checks = set(), [], []
+    files = Files(source, members) if source.indexes else None
     for index, known in source.indexes:
         for name, pair in indexed_pairs(index, known, plan.left_out):
             if len(found) == max_pairs:
