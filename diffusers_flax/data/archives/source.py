@@ -147,7 +147,7 @@ class Files:
 
     def __init__(self, source: Source, members: list[list[Place]]):
         """members: of each archive, after the files that are in none."""
-        self._root, self._archives, self._members = source.root, source.archives, members
+        self._root, self._archives = source.root, source.archives
         self._names = ["", *(archive.name for archive in source.archives)]
         self._by_name: dict[str, list[Place]] = {}
         for place in (place for places in members for place in places):
