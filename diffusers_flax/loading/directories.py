@@ -31,14 +31,8 @@ def read_index(path, revision=None, **hub_options):
                 f"{path} has a LoRA and no model_index.json; open the model that it was trained "
                 f"from, with lora={path}"
             )
-        where = (
-            ""
-            if os.path.isdir(path)
-            else (
-                " (it is no directory, and neither the hub nor the cache has the file of revision "
-                f"{revision or 'main'})"
-            )
-        )
+        where = f" of revision {revision or 'main'}, nor in the cache"
+        where = "" if os.path.isdir(path) else f", neither on the hub{where}"
         remedy = download_hint(path, revision and f"--revision {revision}")
         remedy = remedy or "; give the directory or hub id of a complete pipeline"
         raise ValueError(f"{path} has no model_index.json{where}{remedy}")
@@ -88,20 +82,8 @@ def writing_pipeline(save_directory):
 
     Only files are moved, so save_directory may be a mount point or a link to a directory. The old
     model_index.json is removed first and the new one is moved last: a directory with one is
-    complete. Other files in save_directory are not changed.
-
-    If the caller's block fails, save_directory is not changed. Files that cannot be moved stay in
-    save_directory/.saving-*.
-
-    Args:
-        save_directory: directory, made if absent.
-
-    Yields:
-        Path of an empty directory.
-
-    Raises:
-        ValueError: save_directory has a file where the model has a directory, or the reverse. The
-            old model is unchanged, and the message names the new one's place.
+    complete. Other files in save_directory are not changed. If the caller's block fails,
+    save_directory is not changed. Files that cannot be moved stay in save_directory/.saving-*.
     """
     # save_whole would replace the directory, with files that are not the model's.
     folder = Path(save_directory).resolve()
@@ -116,14 +98,6 @@ def writing_pipeline(save_directory):
             with suppress(OSError):  # another process has put a file there
                 folder.rmdir()
         raise
-    for new in sorted(written.rglob("*")):
-        path = new.relative_to(written)
-        old = folder / path
-        if old.exists() and old.is_dir() != new.is_dir():
-            raise ValueError(
-                f"{old} is in the way of the model's {path}; remove it and save again, or take the "
-                f"complete model from {written}"
-            )
     files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
     (folder / INDEX_NAME).unlink(missing_ok=True)
     # PyTorch would prefer the index of an earlier save to a new single file.

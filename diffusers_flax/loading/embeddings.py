@@ -20,16 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.loading.hub import fetch_named
-from diffusers_flax.loading.single_file import LORA
+from diffusers_flax.loading.refused import EMBEDDING, refuse
 from diffusers_flax.loading.tokenizer import sequence_of
-from diffusers_flax.loading.weights import (
-    NotNeeded,
-    as_array,
-    load_pickle,
-    naming_damage,
-    read_safetensors,
-)
-from diffusers_flax.messages import first_names, warn_once
+from diffusers_flax.loading.weights import as_array, load_pickle, naming_damage, read_safetensors
+from diffusers_flax.messages import warn_once
 
 # diffusers' names, in a directory or on the hub.
 EMBEDDING_FILES = ("learned_embeds.safetensors", "learned_embeds.bin")
@@ -42,10 +36,8 @@ ENCODERS = {
 }
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 NO_TOKEN = ("emb_params", "*")  # names of vectors that are not tokens
-WIDTHS = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 1280: "SDXL"}
 # Names of embeddings in a LoRA: the token, and the name of the vectors.
 BUNDLED = re.compile(r"bundle_emb\.(.+?)\.(?:string_to_param\.)?([^.]+)")
-MODEL = re.compile(r"\.(weight|bias)$|^state_dict$")
 TABLE = "text_model/embeddings/token_embedding/embedding"
 
 
@@ -168,38 +160,26 @@ def fit_vectors(embedding, modules):
 
     modules: {"text_encoder" or "text_encoder_2": its module} of the model.
     """
-    vectors, what = embedding.vectors, f"embeddings={embedding.source}"
-    if None in vectors and len(modules) > 1:
-        width = vectors[None].shape[1]
+    vectors = embedding.vectors
+    if None in vectors and len(modules) == 1:
+        vectors = dict.fromkeys(modules, vectors[None])
+    elif modules.keys() == {"text_encoder_2"}:  # a refiner takes an embedding of SDXL
+        vectors = {name: x for name, x in vectors.items() if name in modules}
+    found = {name: x.shape[1] for name, x in vectors.items()}
+    wanted = {name: module.hidden_size for name, module in modules.items()}
+    if found != wanted:
         raise ValueError(
-            f"{what} has vectors for one text encoder{family_of(width)}, and the model has two; "
-            "take an embedding for SDXL, with clip_l and clip_g"
+            f"embeddings={embedding.source} has vectors of {in_words(found)} numbers, the model's "
+            f"text encoders take {in_words(wanted)}; take an embedding of the model's family"
         )
-    if None not in vectors and (missing := sorted(modules.keys() - vectors.keys())):
-        raise ValueError(
-            f"{what} has vectors for {' and '.join(sorted(vectors))}, and none for "
-            f"{' and '.join(missing)} of the model; take an embedding of the model's family"
-        )
-    if "text_encoder_2" in vectors and "text_encoder_2" not in modules:
-        raise ValueError(
-            f"{what} is for SDXL (clip_l and clip_g), and the model has one text encoder; take an "
-            "embedding of the model's family"
-        )
-    fitting = {name: vectors.get(name, vectors.get(None)) for name in modules}
-    for name, x in fitting.items():
-        width = modules[name].hidden_size
-        if x.shape[1] != width:
-            raise ValueError(
-                f"{what} has {x.shape[1]} numbers per vector{family_of(x.shape[1])}, and the "
-                f"model's {name} takes {width}{family_of(width)}; take an embedding of the model's "
-                "family"
-            )
-    return fitting
+    return vectors
 
 
-def family_of(width):
-    """The model family of a text encoder's width, in brackets, or ""."""
-    return f" ({WIDTHS[width]})" if width in WIDTHS else ""
+def in_words(widths):
+    """{text encoder or None: width} in words."""
+    return " and ".join(
+        f"{width} ({name})" if name else f"{width}" for name, width in widths.items()
+    )
 
 
 # ---------------------------------------------------------------- files
@@ -223,75 +203,51 @@ def read_embeddings(spec, **hub_options):
     with naming_damage(what):
         is_pickle = file.suffix != ".safetensors"
         content = as_arrays(load_pickle(file)) if is_pickle else dict(read_safetensors(file))
-
     default = file.parent.name if file.name in EMBEDDING_FILES else file.stem
     if isinstance(content, dict) and "string_to_param" in content:  # of the web UI
-        params, default = content["string_to_param"], content.get("name") or default
-        if not isinstance(params, dict) or not isinstance(default, str):
-            raise ValueError(
-                f"{what} is not an embedding: its string_to_param is a {type(params).__name__}, "
-                f"its name a {type(default).__name__}; a dict of vectors and a str are needed"
-            )
-        content = params["*"] if "*" in params else next(iter(params.values()), None)
+        content, default = content["string_to_param"], content.get("name") or default
+        if isinstance(content, dict):
+            content = content["*"] if "*" in content else next(iter(content.values()), None)
     content = content if isinstance(content, dict) else {"*": content}
     bundles = {}  # of a LoRA with embeddings: bundle_emb.TOKEN.NAME
     for key in content:
         if found := BUNDLED.fullmatch(str(key)):
             bundles.setdefault(found[1], {})[found[2]] = content[key]
-    if token and len(bundles) > 1:
-        raise ValueError(f"{what} has the tokens {first_names(sorted(bundles))}; leave out :TOKEN")
-    bundles = bundles or {default: content}
-    return [x for pair in bundles.items() for x in embeddings_of(what, str(spec), token, *pair)]
+    if not bundles:
+        refuse(what, map(str, content), takes=(EMBEDDING,))
+        bundles = {default: content}
 
-
-def embeddings_of(what, spec, token, default, content):
-    """List of the Embeddings of {name: array}.
-
-    Args:
-        what: argument and file, for errors.
-        spec: FILE or FILE:TOKEN.
-        token: TOKEN, or None.
-        default: token of vectors without a name.
-        content: the arrays by token, or by ENCODERS.
-    """
-    check_names(what, content)
-    vectors = {name: as_vectors(what, name, x) for name, x in content.items()}
-    if vectors.keys() <= ENCODERS.keys():
-        by_encoder = {ENCODERS[name]: x for name, x in vectors.items()}
-        return [Embedding(spec, token or default, by_encoder)]
-    if token and len(vectors) > 1:
-        raise ValueError(f"{what} has the tokens {first_names(sorted(vectors))}; leave out :TOKEN")
-    return [
-        Embedding(spec, token or (default if name in NO_TOKEN else name), {None: x})
-        for name, x in vectors.items()
-    ]
-
-
-def check_names(what, content):
-    """Raise a ValueError if a file has a LoRA, a model, nothing, or names that are no str.
-
-    what: argument and file; content: {name: array}.
-    """
-    if odd := [name for name in content if not isinstance(name, str)]:
-        raise ValueError(f"{what} is not an embedding: {odd[0]!r} is no token, which is a str")
-    if any(LORA.search(name) for name in content):
-        raise ValueError(f"{what} is a LoRA; give it as lora=")
-    if not content or any(MODEL.search(name) for name in content):
-        names = first_names(sorted(content))
-        raise ValueError(f"{what} is not an embedding; it has {names or 'nothing'}")
+    found = []  # (token, {text encoder or None: vectors})
+    for name, arrays in bundles.items():
+        vectors = {key: as_vectors(what, key, x) for key, x in arrays.items()}
+        if vectors and vectors.keys() <= ENCODERS.keys():
+            found.append((name, {ENCODERS[key]: x for key, x in vectors.items()}))
+        else:
+            found += [(name if key in NO_TOKEN else key, {None: x}) for key, x in vectors.items()]
+    names = ", ".join(str(name) for name, _ in found)
+    if not found or not all(isinstance(name, str) for name, _ in found):
+        raise ValueError(
+            f"{what} is not an embedding, vectors named by a token: {names or 'empty'}"
+        )
+    if token and len(found) > 1:
+        raise ValueError(f"{what} has the tokens {names}; leave out :TOKEN")
+    return [Embedding(str(spec), token or name, vectors) for name, vectors in found]
 
 
 def as_vectors(what, name, x):
     """An array of finite floats, (D,) or (n, D), as float32 (n, D); a ValueError for others."""
-    if isinstance(x, NotNeeded):
+    shape, dtype = getattr(x, "shape", ()), getattr(x, "dtype", type(x).__name__)
+    is_model = str(name).endswith((".weight", ".bias"))
+    if (
+        len(shape) not in (1, 2)
+        or 0 in shape
+        or is_model
+        or not jnp.issubdtype(dtype, jnp.floating)
+    ):
         raise ValueError(
-            f"{what}: its entry {name} is no tensor of PyTorch; save tensors, not NumPy arrays"
+            f"{what} is not an embedding: its entry {name} is {dtype}{list(shape)}, not vectors of "
+            "floats, as tensors of PyTorch"
         )
-    if not hasattr(x, "shape") or not x.size or len(x.shape) not in (1, 2):
-        shape = getattr(x, "shape", type(x).__name__)
-        raise ValueError(f"{what} is not an embedding: its entry {name} is {shape}, not vectors")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{what}: its entry {name} has {x.dtype} numbers; vectors have floats")
     with np.errstate(over="ignore"):  # float64
         x = x.astype(np.float32)
     if not np.isfinite(x).all():

@@ -1,22 +1,21 @@
 """Files in directories and on the Hugging Face Hub; models that are one file."""
 
+import functools
 import logging
 import os
 import re
-import time
 from pathlib import Path
 from urllib.parse import unquote
 
 import httpx2
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub import constants, get_session, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
 
 from diffusers_flax.loading.files import read_json
 from diffusers_flax.loading.single_file import (
+    DEFAULT_CONFIGS,
     INDEX_NAME,
-    MOVED,
     SINGLE_FILE_SUFFIXES,
-    V2_BASE,
     V_ENTRY,
     SingleFile,
     check_content,
@@ -26,21 +25,11 @@ from diffusers_flax.messages import one_line, warn_once
 
 logger = logging.getLogger(__name__)
 
-ASK_AGAIN_AFTER = 60  # seconds
-TRIES = 3  # a second apart, if the hub fails at once
-_hub = {"asked": None, "answers": True}  # time.monotonic() of the question, its result
 WEIGHTS_SUFFIXES = (*SINGLE_FILE_SUFFIXES, ".msgpack")
 PLACE_ON_THE_HUB = re.compile(
     r"(?:https?://)?(?:huggingface\.co|hf\.co)/([^/]+/[^/]+)/(?:blob|resolve)/([^/]+)/([^?#]+)"
     r"(?:[?#].*)?"
 )
-# By the width of the text states that cross-attention reads.
-UNETS = {
-    768: "Stable Diffusion 1.x",
-    1024: "Stable Diffusion 2.x",
-    1280: "SDXL's refiner",
-    2048: "SDXL",
-}
 
 
 class HubRefusal(ValueError):
@@ -90,17 +79,13 @@ def download_hint(source, *words):
     """
     if isinstance(source, SingleFile) or os.path.exists(source) or "/" not in str(source):
         return ""
-    if constants.HF_HUB_OFFLINE:
-        why = "HF_HUB_OFFLINE is set"
-    elif not _hub["answers"]:
-        why = "the hub does not answer"
-    else:
+    if not constants.HF_HUB_OFFLINE and hub_answers():
         return ""
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub does not answer"
     command = " ".join(["hf download", str(source), *filter(None, words)])
-    of_hub = f"{why}, so run {command} where there is a network"
-    if os.path.isdir(os.path.dirname(source)):
-        return f"; check the path, or, if it is a model of the hub: {of_hub}"
-    return f"; {of_hub}"
+    return (
+        f"; check the path; if it is on the hub: {why}, so run {command} where there is a network"
+    )
 
 
 def fetch_file(source, name, subfolder, revision, **hub_options):
@@ -121,7 +106,7 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
         return file if file.is_file() else None
     try:
         offline = constants.HF_HUB_OFFLINE or hub_options.get("local_files_only")
-        if not offline and not hub_answers(str(source), name, hub_options.get("token")):
+        if not offline and not hub_answers():
             hub_options["local_files_only"] = True
         return Path(
             hf_hub_download(
@@ -191,12 +176,13 @@ def locate(argument, source):
     return f"{owner}/{repository}", file or None
 
 
-def fetch_named(argument, source, names=(), **hub_options):
+def fetch_named(argument, source, names=(), revision=None, **hub_options):
     """Path of the file that an argument names, downloaded if necessary.
 
     Args:
         argument, source: as for locate.
         names: files to look for, in this order, where source names none.
+        revision: branch, tag or commit on the hub.
         **hub_options: see take_hub_options.
 
     Returns:
@@ -213,17 +199,15 @@ def fetch_named(argument, source, names=(), **hub_options):
     if not names:
         return repository
     for file_name in names:
-        if file := fetch_file(repository, file_name, None, None, **hub_options):
+        if file := fetch_file(repository, file_name, None, revision, **hub_options):
             return file
-    raise ValueError(f"{argument}={source}: {missing_file_reason(repository, ' or '.join(names))}")
-
-
-def missing_file_reason(repository, name):
-    """For an error: a directory or hub repository lacks a file."""
+    wanted = " or ".join(names)
     if os.path.isdir(repository):
-        return f"there is no {name} in {repository}; name a file"
-    remedy = download_hint(repository, name) or "; check the name, or the connection"
-    return f"neither the hub nor the cache has {name} of {repository}{remedy}"
+        raise ValueError(f"{argument}={source}: there is no {wanted} in {repository}; name a file")
+    remedy = download_hint(repository, wanted) or "; check the name, or the connection"
+    raise ValueError(
+        f"{argument}={source}: neither the hub nor the cache has {wanted} of {repository}{remedy}"
+    )
 
 
 def open_source(
@@ -251,26 +235,25 @@ def open_source(
     Raises:
         ValueError: the file is missing, damaged, or no such model, or there are no configs.
     """
-    if place := place_of_link(argument, source):
-        repository, name, revision = place
+    place = source
+    if link := place_of_link(argument, source):
+        repository, name, revision = link
+        place = f"{repository}/{name}"
     elif isinstance(source, SingleFile) or not str(source).endswith(SINGLE_FILE_SUFFIXES):
         return source
-    else:
-        repository, name = locate(argument, source)
-        if name is None:  # a directory or hub id that has the name of a file
-            return source
-    file = fetch_file(repository, name, None, revision, **hub_options)
-    if file is None:
-        raise ValueError(f"{argument}={source}: {missing_file_reason(repository, name)}")
-    found = SingleFile(file)
+    # A directory or hub id may have the name of a file.
+    if locate(argument, place)[1] is None:
+        return source
+    found = SingleFile(fetch_named(argument, place, revision=revision, **hub_options))
     found.component, found.use_ema_weights = component, use_ema_weights
     check_content(argument, found)
     found.configs = str(configs or default_configs(found))
     check_single_file_configs(argument, found, **hub_options)
-    if not (configs or component) and found.configs == MOVED["v2"] and V_ENTRY not in found.shapes:
+    is_v2 = found.configs == DEFAULT_CONFIGS["v2"] and found.family == "v2"
+    if is_v2 and not (configs or component or V_ENTRY in found.shapes):
         warn_once(
             f"{found} is read as a model that predicts v, as Stable Diffusion 2.1; if it predicts "
-            f"the noise, as its base model, give {V2_BASE} as config="
+            f"the noise, give config={DEFAULT_CONFIGS['v2 base']}"
         )
     return found
 
@@ -291,14 +274,15 @@ def place_of_link(argument, source):
 def check_single_file_configs(argument, source, **hub_options):
     """Raise a ValueError if a SingleFile's configs are missing or of another family."""
     name = "config.json" if source.component else INDEX_NAME
+    problem = f"{source.configs} has no {name}"
     try:
         content, _ = fetch_config(source, name, **hub_options)
-        problem = f"{name} is neither on the hub nor in its cache: {source.configs}"
+        if content is not None and not source.component:
+            content, _ = fetch_config(source, "config.json", "unet", **hub_options)
+            problem = f"{source.configs} has no unet/config.json"
     except HubRefusal as error:
         content, problem = None, str(error)
     if content is None:
-        if os.path.isdir(source.configs):
-            problem = f"{source.configs} has no {name}"
         # A pipeline's from_pretrained takes the file of a ControlNet, without its configs.
         opener = " of FlaxControlNetModel.from_single_file" if argument == "controlnet" else ""
         raise ValueError(
@@ -306,60 +290,25 @@ def check_single_file_configs(argument, source, **hub_options):
             "or hub id of the same family, or fetch configs and tokenizer with hf download "
             f"{default_configs(source)} '*.json' '*.txt'"
         )
-    theirs = content.get("cross_attention_dim")
-    if source.component and isinstance(theirs, int) and source.text_width not in (None, theirs):
-        widths = [
-            f"{x}{f' ({UNETS[x]})' if x in UNETS else ''}" for x in (source.text_width, theirs)
-        ]
+    width = content.get("cross_attention_dim")
+    if isinstance(width, int) and source.text_width not in (None, width):
         raise ValueError(
-            f"{argument}={source} takes text of width {widths[0]}, the configs of {source.configs} "
-            f"are for {widths[1]}; take both from one family"
+            f"{argument}={source} takes text of width {source.text_width}, the configs of "
+            f"{source.configs} are for {width}; take both from one family"
         )
-    if source.component is None:
-        has_second = (content.get("text_encoder_2") or [None])[0] is not None
-        if has_second != source.is_xl:
-            families = ("Stable Diffusion 1.x or 2.x", "SDXL")
-            raise ValueError(
-                f"{argument}={source} is {families[source.is_xl]}, the configs of {source.configs} "
-                f"are {families[has_second]}'s; take both from one family"
-            )
 
 
-def hub_answers(source, name, token):
-    """Whether the hub can be reached; it is asked once a minute.
-
-    hf_hub_download waits and retries for every file that is not in the cache, also optional ones,
-    so a cached model would take minutes to open.
-
-    Args:
-        source, name: hub id and a file in it, which may be missing.
-        token: as for hf_hub_download.
-    """
-    if _hub["asked"] is not None and time.monotonic() - _hub["asked"] < ASK_AGAIN_AFTER:
-        return _hub["answers"]
-    for tries_left in reversed(range(TRIES)):
-        started = time.monotonic()
-        reason = ask(source, name, token)
-        if not reason or not tries_left or time.monotonic() - started > 1:
-            break
-        time.sleep(1)
-    _hub.update(asked=time.monotonic(), answers=not reason)
+@functools.cache
+def hub_answers():
+    """Whether the hub can be reached; asked once, as hf_hub_download waits for each file."""
+    try:
+        timeout = constants.HF_HUB_ETAG_TIMEOUT
+        status = get_session().head(constants.ENDPOINT, timeout=timeout).status_code
+        reason = f"HTTP {status}" if status >= 500 else ""
+    except httpx2.TransportError as error:
+        reason = type(error).__name__
     if reason:
         logger.warning(
-            f"{constants.ENDPOINT} does not answer ({reason}); for a minute models are read from "
-            "the cache alone"
+            f"{constants.ENDPOINT} does not answer ({reason}); models are read from the cache alone"
         )
     return not reason
-
-
-def ask(source, name, token):
-    """Why the hub does not answer; "" if it does, also with not found or no access."""
-    try:
-        url, timeout = hf_hub_url(source, name), constants.HF_HUB_ETAG_TIMEOUT
-        get_hf_file_metadata(url, token=token, timeout=timeout)
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        return f"HTTP {status}" if status >= 500 else ""
-    except httpx2.TransportError as error:
-        return type(error).__name__
-    return ""

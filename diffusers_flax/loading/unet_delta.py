@@ -12,10 +12,8 @@ Source: the code of quickjkee/instruct-pix2pix-distill; for sums of such differe
 arithmetic (arXiv 2212.04089).
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -36,14 +34,8 @@ WRITE = (
     "it was distilled from"
 )
 CONV_IN = "conv_in/kernel"  # an edit model has more input channels, after the noisy latents
-GUIDANCE_EMBEDDING = "time_embedding/cond_proj/kernel"  # of LCM's UNets
-
-
-class Stored(NamedTuple):
-    """A parameter in a file."""
-
-    shape: tuple
-    read: Callable  # () -> NumPy array
+# Of LCM's UNets; left out, as in public code, as an edit model has two guidance scales.
+GUIDANCE_EMBEDDING = "time_embedding/cond_proj/kernel"
 
 
 class UnetDelta:
@@ -67,7 +59,8 @@ class UnetDelta:
     def __init__(self, specs, config, variant=None, **hub_options):
         sources, self.weight = split_specs(specs)
         self.folded = set()
-        self.stored = {  # DISTILLED first
+        # {source: {name of a parameter: function that reads it}}, DISTILLED first
+        self.readers = {
             source: open_unet(source, config, variant, **hub_options) for source in sources
         }
 
@@ -81,47 +74,38 @@ class UnetDelta:
         Raises:
             ValueError: DISTILLED or BASE lacks the parameter, or has another shape.
         """
-        if not self.stored:
+        if not self.readers:
             return x
-        for source, stored in self.stored.items():
-            shape = stored[name].shape if name in stored else None
-            widened = name == CONV_IN and shape and shape[2] < x.shape[2]
-            wanted = (*x.shape[:2], shape[2], x.shape[3]) if widened else x.shape
-            if shape != wanted:
-                found = f"of shape {shape}, the model's is {x.shape}" if shape else "missing"
-                raise ValueError(
-                    f"unet_delta={source} is of another family than the model: its {name} is "
-                    f"{found}; take the UNets that the model's family began with"
-                )
         self.folded.add(name)
-        distilled, base = (np.asarray(s[name].read(), np.float32) for s in self.stored.values())
-        if distilled.shape != base.shape:
-            raise ValueError(
-                f"unet_delta={(*self.stored,)}: their {name} differ in shape, {distilled.shape} "
-                f"and {base.shape}; take the UNet that DISTILLED began as"
-            )
+        found = []
+        for source, readers in self.readers.items():
+            array = np.asarray(readers[name](), np.float32) if name in readers else None
+            shape = "missing" if array is None else array.shape
+            if name == CONV_IN and array is not None:  # the noisy latents are the first channels
+                channels = max(0, x.shape[2] - array.shape[2])
+                array = np.pad(array, ((0, 0), (0, 0), (0, channels), (0, 0)))
+            if array is None or array.shape != x.shape or (found and shape != found[0][0]):
+                raise ValueError(
+                    f"unet_delta={source} is of another family: its {name} is {shape}, the model's "
+                    f"is {x.shape}; take the UNet that the model began as, and its distilled one"
+                )
+            found.append((shape, array))
+        (_, distilled), (_, base) = found
         delta = np.float32(self.weight) * (distilled - base)
-        if delta.shape != x.shape:  # the noisy latents are the first channels
-            channels = x.shape[2] - delta.shape[2]
-            delta = np.pad(delta, ((0, 0), (0, 0), (0, channels), (0, 0)))
         return (np.asarray(x, np.float32) + delta).astype(x.dtype)
 
     def require_folded(self):
-        """Raise a ValueError if DISTILLED or BASE has parameters that the model lacks.
-
-        LCM's embedding of the guidance scale is left out, as in public code: an edit model has two
-        scales.
-        """
-        for source, stored in self.stored.items():
-            names = stored.keys() - self.folded
+        """Raise a ValueError if DISTILLED or BASE has parameters that the model lacks."""
+        for source, readers in self.readers.items():
+            names = readers.keys() - self.folded
             if GUIDANCE_EMBEDDING in names:
                 warn_once(
                     f"unet_delta={source}: {GUIDANCE_EMBEDDING} is left out, the model lacks it"
                 )
-            if rest := sorted(names - {GUIDANCE_EMBEDDING}):
+            if others := sorted(names - {GUIDANCE_EMBEDDING}):
                 raise ValueError(
                     f"unet_delta={source} is of another family than the model, which lacks "
-                    f"{first_names(rest)}"
+                    f"{first_names(others)}"
                 )
 
 
@@ -141,7 +125,7 @@ def split_specs(specs):
 
 
 def open_unet(source, config, variant=None, **hub_options):
-    """{name of a parameter: Stored} of a UNet.
+    """{name of a parameter: function that reads it} of a UNet.
 
     Args:
         source, variant, hub_options: as for unet_files.
@@ -154,11 +138,8 @@ def open_unet(source, config, variant=None, **hub_options):
         check_content("unet_delta", file)
         if not file.is_converted:
             read = partial(file.read_component, "unet", dict(config))
-            return stored_arrays(read_weights(files[0], read))
-    stored = {}
-    for file in files:
-        stored |= stored_parameters(file)
-    return stored
+            return {name: partial(np.asarray, x) for name, x in read_weights(files[0], read)}
+    return {name: read for file in files for name, read in readers_of(file)}
 
 
 def unet_files(source, variant=None, **hub_options):
@@ -183,25 +164,15 @@ def unet_files(source, variant=None, **hub_options):
     return find_weights(fetch, "diffusion_pytorch_model", variant, False, where)
 
 
-def stored_parameters(file):
-    """{name of a parameter: Stored} of one file; the tensors of safetensors stay in the file."""
+def readers_of(file):
+    """Yield (name of a parameter, function that reads it) of one file with diffusers' names."""
     if file.suffix != ".safetensors":
-        return stored_arrays(read_weights(file))
+        for name, x in read_weights(file):  # memory maps
+            yield name, partial(np.asarray, x)
+        return
     with naming_damage(file):
         tensors = SafetensorsFile(file)
-    stored = {}
     for key, shape in tensors.shapes.items():
-        # An array without memory gives the parameter's name and axes.
-        name, axes = torch_to_flax(key, np.broadcast_to(np.float32(0), shape))
-        stored[name] = Stored(axes.shape, partial(read_parameter, tensors, key))
-    return stored
-
-
-def stored_arrays(arrays):
-    """{name of a parameter: Stored} of (name, array) pairs, whose arrays may be memory maps."""
-    return {name: Stored(x.shape, partial(np.asarray, x)) for name, x in arrays}
-
-
-def read_parameter(tensors, key):
-    """A tensor of a SafetensorsFile as a parameter."""
-    return torch_to_flax(key, tensors.read(key))[1]
+        # An array without memory gives the parameter's name.
+        name, _ = torch_to_flax(key, np.broadcast_to(np.float32(0), shape))
+        yield name, lambda key=key: torch_to_flax(key, tensors.read(key))[1]

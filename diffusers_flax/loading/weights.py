@@ -7,7 +7,6 @@ msgpack, with tensors of any dtype. Writes safetensors with PyTorch's names.
 import json
 import mmap
 import pickle
-import pickletools
 import re
 import zipfile
 from contextlib import contextmanager
@@ -27,14 +26,6 @@ from safetensors.numpy import save_file
 from diffusers_flax.loading.files import read_json, write_json
 from diffusers_flax.messages import first_names, reason_of, warn_once
 
-# PyTorch before 1.6 wrote a file of pickles: a magic number, the version, the machine, the content,
-# and the names of the storages, whose bytes follow.
-PICKLES_OF_OLD_FILES = 5
-TENSORS_NEED = re.compile(
-    r"torch\.(_utils\._rebuild_\w+|(storage\.)?\w*Storage|Size|device|(b?float|u?int)\d\w*|"
-    r"nn\.parameter\.Parameter)$|"
-    r"collections\.(OrderedDict|Counter)$|_codecs\.encode$"
-)
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")  # of torch.save
 # Objects beside the weights, which are not made: PyTorch Lightning's training loop, numbers, paths.
 NOT_NEEDED = ("pytorch_lightning.", "lightning.", "numpy.", "pathlib.", "datetime.", "argparse.")
@@ -316,10 +307,10 @@ def load_pickle(file):
         message = f"reading {file} needs PyTorch: pip install torch, or take .safetensors"
         raise ImportError(message) from error
 
-    # Files of PyTorch before 1.6 are not zip archives and cannot be mapped.
-    is_zip = zipfile.is_zipfile(file)
+    is_zip = zipfile.is_zipfile(file)  # not of PyTorch before 1.6, which cannot be mapped
+    find_code = torch.serialization.get_unsafe_globals_in_checkpoint
     try:
-        names = {*code_in_pickle(file)} - {PARAMETER_DICT}
+        names = {*(find_code(file) if is_zip else ())} - {PARAMETER_DICT}
         if code := sorted(name for name in names if not name.startswith(NOT_NEEDED)):
             raise NotWeights(
                 f"it is a pickle that runs code when it is opened ({first_names(code)}) and is "
@@ -329,29 +320,7 @@ def load_pickle(file):
         with torch.serialization.safe_globals(safe):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except (pickle.UnpicklingError, EOFError):  # their text explains how to run code
-        raise ValueError("it is no pickle of tensors") from None
-
-
-def code_in_pickle(file):
-    """Names of functions and classes that a PyTorch file needs besides tensors; none is run."""
-    import torch
-
-    if zipfile.is_zipfile(file):
-        return torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    names, words = [], []
-    with open(file, "rb") as stream:
-        try:
-            for _ in range(PICKLES_OF_OLD_FILES):
-                for operation, value, _ in pickletools.genops(stream):
-                    if operation.name == "GLOBAL":
-                        names.append(value.replace(" ", "."))
-                    elif operation.name == "STACK_GLOBAL":
-                        names.append(".".join(words[-2:]))
-                    elif isinstance(value, str):
-                        words.append(value)
-        except (ValueError, MemoryError, OverflowError):  # the end, or damage
-            pass
-    return sorted({name for name in names if not TENSORS_NEED.match(name)})
+        raise ValueError("it is no pickle of tensors alone; take the .safetensors") from None
 
 
 def state_dict_of(content):

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from tqdm import tqdm
 
 import diffusers_flax
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.devices.precision import warn_if_slow
-from diffusers_flax.images import to_pil
 from diffusers_flax.loading.configs import ConfigMixin, FromSingleFile, FrozenConfig
 from diffusers_flax.loading.directories import (
     COMPONENT_FILES,
@@ -42,11 +40,8 @@ from diffusers_flax.loading.lora import Loras
 from diffusers_flax.loading.tokenizer import load_tokenizer, tokenize
 from diffusers_flax.loading.unet_delta import UnetDelta
 from diffusers_flax.messages import warn_once
-from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
-from diffusers_flax.models.controlnet import FlaxControlNetModel
 from diffusers_flax.models.quantization import (
     check_foldable,
-    check_quantized,
     check_storage,
     check_stored,
     quantize,
@@ -57,13 +52,10 @@ from diffusers_flax.models.tiny_vae import (
     choose_tiny_vae,
     open_tiny_vae,
 )
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
+from diffusers_flax.models.vae import with_tile
 from diffusers_flax.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
 from diffusers_flax.parameters import checked_param_dtype, warn_of_float16
-from diffusers_flax.pipelines.running import output_options
-from diffusers_flax.pipelines.sampling import AYS_SD, decode, make_schedule, timestep_options
-from diffusers_flax.schedulers.base import FlaxSchedulerMixin
+from diffusers_flax.pipelines.calls import MODULES, TEXT_ENCODERS, PipelineCalls
 from diffusers_flax.schedulers.factory import scheduler_from_config
 
 if TYPE_CHECKING:  # a plain image runs no code of acceleration/
@@ -73,30 +65,21 @@ if TYPE_CHECKING:  # a plain image runs no code of acceleration/
 
 logger = logging.getLogger(__name__)
 
-MODULES = {
-    "unet": FlaxUNet2DConditionModel,
-    "vae": FlaxAutoencoderKL,
-    "text_encoder": FlaxCLIPTextModel,
-    "text_encoder_2": FlaxCLIPTextModelWithProjection,
-    "controlnet": FlaxControlNetModel,
-}
 DIFFUSERS_VERSION = "0.39.0"  # written to model_index.json: the last with the Flax classes
 # Fields of a pipeline that its programs depend on, besides components.
 RUN_SETTINGS = ("dtype", "accelerate", "layout", "storage", "vae_dtype")
-TEXT_ENCODERS = {"tokenizer": "text_encoder", "tokenizer_2": "text_encoder_2"}
+OTHER_CLASSES = {  # PyTorch's, in model_index.json
+    "tokenizer": ["transformers", "CLIPTokenizer"],
+    "tokenizer_2": ["transformers", "CLIPTokenizer"],
+    "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
+    "feature_extractor": ["transformers", "CLIPImageProcessor"],
+}
 
 # The class names that model_index.json may have, without "Flax".
-PIPELINE_CLASSES = (
-    "StableDiffusionPipeline",
-    "StableDiffusionImg2ImgPipeline",
-    "StableDiffusionInpaintPipeline",
-    "StableDiffusionInstructPix2PixPipeline",
-    "StableDiffusionControlNetPipeline",
-    "StableDiffusionXLPipeline",
-    "StableDiffusionXLImg2ImgPipeline",
-    "StableDiffusionXLInpaintPipeline",
-    "StableDiffusionXLInstructPix2PixPipeline",
-    "StableDiffusionXLControlNetPipeline",
+PIPELINE_CLASSES = tuple(
+    f"StableDiffusion{family}{task}Pipeline"
+    for family in ("", "XL")
+    for task in ("", "Img2Img", "Inpaint", "InstructPix2Pix", "ControlNet")
 )
 
 
@@ -114,7 +97,7 @@ class Execution:
 
 
 @dataclass(frozen=True, eq=False)  # compiled programs belong to the object, so it must not change
-class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
+class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
     """A pipeline. Subclasses have its components as fields; absent components are None.
 
     Subclasses define `torch_class_name`, the PyTorch class that opens the same directory;
@@ -129,7 +112,6 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
     tiny_vae_source: str | None = field(default=None, kw_only=True)  # its directory or hub id
     storage: str | None = field(default=None, kw_only=True)  # of kernels: "float8", "int8"
     vae_dtype: DTypeLike | None = field(default=None, kw_only=True)  # None: see compute_vae
-    unet_source: str | None = field(default=None, kw_only=True)  # of weights in place of the UNet's
     # {component: path for its from_pretrained}, if its weights are not in the directory
     component_sources: dict = field(default_factory=dict, kw_only=True)
     embeddings: Embeddings = field(default_factory=Embeddings, kw_only=True)  # of load_params
@@ -143,13 +125,6 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
     torch_class_name = None
     safety_checker = None
     feature_extractor = None
-    ays_timesteps = AYS_SD  # what timesteps="ays" stands for
-    encodes_images = False  # whether a run has the stage encode_image
-
-    if TYPE_CHECKING:  # fields of every family, each in its published order
-        unet: FlaxUNet2DConditionModel
-        vae: FlaxAutoencoderKL
-        scheduler: FlaxSchedulerMixin
 
     def __post_init__(self):
         object.__setattr__(self, "accelerate", read_acceleration(self.accelerate))
@@ -196,10 +171,22 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         """
         path = pretrained_model_name_or_path
         index = read_index(path, revision, **hub_options) if index is None else index
+        replaced = {name: x for name, x in (replaced or {}).items() if x is not None}
+        configs = {name: {} for name in replaced if name in COMPONENT_FILES}
+        sources = {"unet": path, "vae": path}
+        for name in sources.keys() & replaced.keys():
+            component = replaced[name]
+            if isinstance(component, str | Path):
+                sources[name] = component
+                folder, file = locate(name, component)
+                if file is None:
+                    configs[name] = MODULES[name].load_config(folder, **hub_options)
+                else:  # a file of weights has the directory's config
+                    del configs[name]
+            else:
+                sources[name], configs[name] = f"{path} with the given {name}", {**component.config}
         names = cls.required_components(path, index)
-        configs = replaced_configs(replaced, **hub_options)
         configs = read_component_configs(path, names, revision, configs, **hub_options)
-        sources = {name: source_of(path, name, replaced) for name in ("unet", "vae")}
         cls.check_configs(sources, configs)
         return index, configs
 
@@ -354,12 +341,12 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             path, revision, dtype, replaced, index, **hub_options
         )
         replaced |= more
-        components, unet_source = dict(replaced), None
+        components = dict(replaced)
         if scheduler is not None:
             components["scheduler"] = scheduler
         index, configs = cls.check(path, revision, components, index, **hub_options)
         if isinstance(components.get("unet"), str | Path):
-            unet_source = components.pop("unet")
+            sources["unet"] = components.pop("unet")
         if scheduler is None:
             components["scheduler"], _ = scheduler_from_config(configs["scheduler"], path)
         for name in MODULES.keys() & configs.keys() - components.keys():
@@ -376,23 +363,21 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         for f in fields(cls):
             if f.name in COMPONENT_FILES:
                 components.setdefault(f.name, None)
-        accelerate, preview = read_acceleration(execution.accelerate), execution.preview
-        settings = cls._settings(index) | {"dtype": dtype, "unet_source": unet_source}
-        settings |= {"embeddings": embeddings, "component_sources": sources}
-        decoder = accelerate and accelerate.tiny_decoder
-        if execution.vae_dtype is not None and decoder and not cls.encodes_images:
-            raise ValueError(
-                f"vae_dtype={jnp.dtype(execution.vae_dtype)} has no effect with "
-                "accelerate=taesd, which decodes in the VAE's place; leave one of them out"
-            )
-        if source := choose_tiny_vae(decoder, preview, cls.tiny_vae_name):
-            tiny_vae = open_tiny_vae(source, components["vae"], dtype, **hub_options)
-            settings |= {"tiny_vae": tiny_vae, "tiny_vae_source": source}
-        settings |= {"accelerate": accelerate, "preview": preview}
-        settings |= {"layout": execution.layout, "storage": execution.storage}
-        settings |= {"saved_programs": execution.saved_programs}
+        settings = {name: x for name, x in vars(execution).items() if name != "vae_tile"}
+        settings["accelerate"] = read_acceleration(execution.accelerate)
+        decoder = settings["accelerate"] and settings["accelerate"].tiny_decoder
         if execution.vae_dtype is not None:
             settings["vae_dtype"] = warn_if_slow(jnp.dtype(execution.vae_dtype))
+            if decoder and not cls.encodes_images:
+                raise ValueError(
+                    f"vae_dtype={settings['vae_dtype']} has no effect with accelerate=taesd, which "
+                    "decodes in the VAE's place; leave one of them out"
+                )
+        if source := choose_tiny_vae(decoder, execution.preview, cls.tiny_vae_name):
+            settings["tiny_vae"] = open_tiny_vae(source, components["vae"], dtype, **hub_options)
+            settings["tiny_vae_source"] = source
+        settings |= cls._settings(index) | {"dtype": dtype, "embeddings": embeddings}
+        settings["component_sources"] = sources
         return cls(**components, **settings)
 
     @classmethod
@@ -416,11 +401,8 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
 
         absent: names of components whose parameters are not read.
         """
-        reading = {
-            "param_dtype": checked_param_dtype(param_dtype),
-            "from_pt": from_pt,
-            **hub_options,
-        }
+        param_dtype = checked_param_dtype(param_dtype)
+        reading = {"param_dtype": param_dtype, "from_pt": from_pt, **hub_options}
         loras = Loras(lora, **hub_options)
         if unet_delta and "unet" in absent:
             raise ValueError("unet_delta needs the UNet's weights, which unet= replaces; leave one")
@@ -437,22 +419,20 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         if self.safety_checker is not None and self.safety_checker._do_init:
             params["safety_checker"] = self.safety_checker.params
         for name, module in vars(self).items():
-            if name in self.component_sources:
-                options = {"storage": self.storage, **reading}
-                _, params[name] = type(module).from_pretrained(
-                    self.component_sources[name], **options
-                )
-            elif name in MODULES and name not in absent and module is not None:
-                source = pretrained_model_name_or_path
-                options = {"subfolder": name, "revision": revision, "variant": variant}
-                if name in TEXT_ENCODERS.values():
-                    options |= {"_do_init": False, "vocab_size": module.module.vocab_size}
-                if name == "unet" and self.unet_source:
-                    source = fetch_named("unet", self.unet_source, **hub_options)
-                    options = {"config": module.config_fields()}
-                options |= {"convert": partial(convert, name)}
-                options |= {} if name == "vae" else {"storage": self.storage}
-                _, params[name] = type(module).from_pretrained(source, **options, **reading)
+            source = self.component_sources.get(name)
+            if name not in MODULES or module is None or (name in absent and not source):
+                continue
+            options = {"storage": self.storage} if name != "vae" else {}
+            if name == "unet" and source:
+                source = fetch_named("unet", source, **hub_options)
+                options["config"] = module.config_fields()
+            elif not source:
+                options |= {"subfolder": name, "revision": revision, "variant": variant}
+            if name in TEXT_ENCODERS.values():
+                options |= {"_do_init": False, "vocab_size": module.module.vocab_size}
+            options |= {"convert": partial(convert, name)} | reading
+            source = source or pretrained_model_name_or_path
+            _, params[name] = type(module).from_pretrained(source, **options)
         loras.require_folded()
         delta.require_folded()
         if self.tiny_vae is not None:
@@ -476,17 +456,6 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
         """{name: component} of the pipeline, to construct another one from."""
         parameters = inspect.signature(type(self)).parameters
         return {name: getattr(self, name) for name in parameters if name in COMPONENTS}
-
-    def text_modules(self):
-        """The modules of the text encoders, the only components whose config may change."""
-        encoders = (getattr(self, name, None) for name in TEXT_ENCODERS.values())
-        return tuple(encoder.module for encoder in encoders if encoder is not None)
-
-    @property
-    def text_encoders(self):
-        """[(name, text encoder, its tokenizer)]; a refiner has no first one."""
-        pairs = [(name, getattr(self, key, None)) for key, name in TEXT_ENCODERS.items()]
-        return [(name, getattr(self, name), tokenizer) for name, tokenizer in pairs if tokenizer]
 
     def progress_bar(self, iterable):
         """A progress bar over an iterable, with the options of set_progress_bar_config.
@@ -522,12 +491,8 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             elif name in MODULES:
                 library = "transformers" if name.startswith("text_encoder") else "diffusers"
                 index[name] = [library, component.torch_class_name]
-            elif name in TEXT_ENCODERS:
-                index[name] = ["transformers", "CLIPTokenizer"]
-            elif name == "safety_checker":
-                index[name] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
-            elif name == "feature_extractor":
-                index[name] = ["transformers", "CLIPImageProcessor"]
+            elif name in OTHER_CLASSES:
+                index[name] = OTHER_CLASSES[name]
         return FrozenConfig(index)
 
     def _file_content(self):
@@ -572,16 +537,6 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
                     component.backend_tokenizer.model.save(str(folder / name))
             write_json(folder / INDEX_NAME, self.config)
 
-    def _require_params(self, params):
-        """Raise a ValueError if parameters of a module are missing."""
-        names = {name for name in (*MODULES, "tiny_vae") if getattr(self, name, None) is not None}
-        if missing := sorted(names - params.keys()):
-            raise ValueError(
-                f"params lack {', '.join(missing)}; give the parameters of every component"
-            )
-        int8 = self.accelerate and self.accelerate.int8
-        check_quantized(params, self.storage, int8.mode if int8 else None)
-
     def _index(self):
         """Entries of model_index.json other than components."""
         return {
@@ -607,136 +562,6 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
                 lines.append(f"{name} {x}")
         return "\n".join(lines)
 
-    # ------------------------------------------------------------------ calls
-
-    def prepare_text_inputs(self, prompt):
-        """Tokenize prompts, for negative prompts and the like.
-
-        Args:
-            prompt: str or list of str; tokens past the text encoder's 77 are cut, with a warning.
-
-        Returns:
-            prompt_ids, int32 (B, 77).
-        """
-        return tokenize(self.tokenizer, prompt, self.text_encoder.module.max_position_embeddings)
-
-    numpy_to_pil = staticmethod(to_pil)
-
-    @property
-    def vae_scale_factor(self):
-        """Pixels per latent, along a side: 8."""
-        return 2 ** (len(self.vae.block_out_channels) - 1)
-
-    def image_size(self, height=None, width=None, image_shape=None):
-        """Height and width of the result, in pixels.
-
-        Args:
-            height, width: None: the size of the input image or, without one, the size that the
-                model was trained at.
-            image_shape: (..., 3, H, W) of the input image, or (..., 4, h, w) of its latents.
-
-        Raises:
-            ValueError: height or width is not a positive multiple of the VAE's factor, or differs
-                from the latents'.
-        """
-        factor = self.vae_scale_factor
-        if image_shape is None:
-            side = self.unet.sample_size
-            height_0, width_0 = (
-                x * factor for x in (side if isinstance(side, tuple) else (side, side))
-            )
-        else:
-            height_0, width_0 = image_shape[-2:]
-            if self.is_latents(image_shape):
-                height_0, width_0 = height_0 * factor, width_0 * factor
-                if height not in (None, height_0) or width not in (None, width_0):
-                    raise ValueError(
-                        f"size {height}x{width} (height x width) is not the size of these latents, "
-                        f"{height_0}x{width_0}; leave height and width out"
-                    )
-        sides = [
-            default if side is None else side
-            for side, default in ((height, height_0), (width, width_0))
-        ]
-        size = f"size {sides[0]}x{sides[1]} (height x width)"
-        if not all(isinstance(side, int | np.integer) for side in sides):
-            raise ValueError(f"{size} is not of type int; give whole numbers of pixels")
-        if any(side < 1 or side % factor for side in sides):
-            near = "x".join(str(max(factor, round(side / factor) * factor)) for side in sides)
-            reason = "must be positive" if min(sides) < 1 else f"is not divisible by {factor}"
-            raise ValueError(f"{size} {reason}; try {near}")
-        return tuple(map(int, sides))
-
-    def check_parallel(self, branches, height=None):
-        """Raise a ValueError for branches or a height that the layout does not divide.
-
-        Args:
-            branches: of guidance.
-            height: of the images, pixels; None: the model's.
-        """
-        if self.layout is not None:
-            from diffusers_flax.devices.parallelism import check_parallel
-
-            height, _ = self.image_size(height)
-            check_parallel(self.layout, self.unet, branches, height, self.vae_scale_factor)
-
-    def is_latents(self, image_shape):
-        """Whether an image's shape, (..., C, H, W), is of latents."""
-        return image_shape[-3] == self.vae.latent_channels
-
-    def latent_shape(self, batch_size, height=None, width=None):
-        """(B, 4, height / 8, width / 8), see image_size."""
-        height, width = self.image_size(height, width)
-        factor = self.vae_scale_factor
-        return batch_size, self.vae.latent_channels, height // factor, width // factor
-
-    @property
-    def compute_vae(self):
-        """The VAE in vae_dtype; None: in its own, or float32 if it would overflow float16.
-
-        A config says by force_upcast that it would.
-        """
-        if self.vae_dtype is not None:
-            return self.vae.clone(dtype=jnp.dtype(self.vae_dtype))
-        overflows = self.vae.force_upcast and self.vae.dtype == jnp.float16
-        return self.vae.clone(dtype=jnp.float32) if overflows else self.vae
-
-    def make_schedule(self, options, shape):
-        """The Schedule of a run with these Options; shape: of the latents."""
-        return make_schedule(
-            self.scheduler,
-            shape,
-            options.num_inference_steps,
-            options.timesteps,
-            options.eta,
-            options.first_step,
-            options.denoising_start,
-            options.denoising_end,
-        )
-
-    def step_options(self, num_inference_steps, timesteps, eta):
-        """The Options that choose the steps; see timestep_options."""
-        return timestep_options(num_inference_steps, timesteps, eta, self.ays_timesteps)
-
-    def size_options(self, height, width, output_type, image_shape=None):
-        """The Options of the result's size and kind; image_shape: as for image_size."""
-        height, width = self.image_size(height, width, image_shape)
-        return {"height": height, "width": width, **output_options(output_type)}
-
-    def decode(self, params, inputs, options, encoded, latents):
-        """Images, float32 (B, H, W, 3) in [0, 1]: the last stage of a run.
-
-        The tiny VAE decodes if the acceleration has taesd.
-
-        Args:
-            params, inputs, options: see running.generate.
-            encoded: result of the stage encode_image; None without one.
-            latents: scaled, (B, 4, h, w), of the stage denoise.
-        """
-        if self.accelerate and self.accelerate.tiny_decoder:
-            return decode(self.tiny_vae, params["tiny_vae"], latents, self.layout)
-        return decode(self.compute_vae, params["vae"], latents, self.layout)
-
 
 def read_acceleration(accelerate):
     """The Acceleration for accelerate=, see plans.parse; None: no acceleration."""
@@ -745,30 +570,6 @@ def read_acceleration(accelerate):
     from diffusers_flax.acceleration.plans import parse
 
     return parse(accelerate)
-
-
-def replaced_configs(replaced, **hub_options):
-    """{replaced component: its config, or {} if it is neither unet nor vae}.
-
-    replaced: as for FlaxDiffusionPipeline.check. A file of weights has the directory's config.
-    """
-    configs = {}
-    for name, component in (replaced or {}).items():
-        if isinstance(component, str | Path):
-            folder, file = locate("unet", component)
-            if file is None:
-                configs[name] = MODULES[name].load_config(folder, **hub_options)
-        elif name in COMPONENT_FILES and component is not None:
-            configs[name] = dict(component.config) if name in ("unet", "vae") else {}
-    return configs
-
-
-def source_of(path, name, replaced):
-    """Where a component comes from, for errors."""
-    component = (replaced or {}).get(name)
-    if isinstance(component, str | Path):
-        return component
-    return path if component is None else f"{path} with the given {name}"
 
 
 def pipeline_class(path, revision=None, **hub_options):

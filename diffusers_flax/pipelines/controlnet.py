@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +41,14 @@ from diffusers_flax.models.controlnet import (
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines.running import Options, choose_denoising, generate, run
+from diffusers_flax.pipelines.running import CallOptions, choose_denoising, run
 from diffusers_flax.pipelines.sampling import keys_per_image, resize, starting_noise
 from diffusers_flax.pipelines.stable_diffusion import StableDiffusionFamily
 from diffusers_flax.pipelines.stable_diffusion_xl import XLComponents
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
+CONTROL_RANGE = {"control_guidance_start": 0.0, "control_guidance_end": 1.0}  # all steps
 # Config entries that a ControlNet has in common with the UNet that takes its residuals.
 SAME_AS_UNET = ("in_channels", "block_out_channels", "cross_attention_dim", "addition_embed_type")
 
@@ -94,8 +95,12 @@ class ControlNetTextToImage(TextToImage):
     @property
     def nets(self):
         """The ControlNets, a tuple."""
-        is_several = isinstance(self.controlnet, FlaxMultiControlNetModel)
-        return self.controlnet.nets if is_several else (self.controlnet,)
+        return self.controlnet.nets if self.has_several else (self.controlnet,)
+
+    @property
+    def has_several(self):
+        """Whether the field is a list of ControlNets."""
+        return isinstance(self.controlnet, FlaxMultiControlNetModel)
 
     # ------------------------------------------------------------ directories
 
@@ -149,7 +154,7 @@ class ControlNetTextToImage(TextToImage):
         Raises:
             ValueError: sizes or numbers differ, or it is not an image.
         """
-        if not isinstance(self.controlnet, FlaxMultiControlNetModel):
+        if not self.has_several:
             return self._prepare_control_images(image)
         if not isinstance(image, list | tuple) or len(image) != len(self.nets):
             found = f"{len(image)}" if isinstance(image, list | tuple) else "one"
@@ -203,119 +208,60 @@ class ControlNetTextToImage(TextToImage):
         controlnet_conditioning_scale=1.0,
         return_dict=True,
         jit=False,
-        output_type="np",
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
         height=None,
         width=None,
         control_guidance_start=0.0,
         control_guidance_end=1.0,
         guess_mode=False,
-        denoising_end=None,
-        prompt_weights=None,
+        **options: Unpack[CallOptions],
     ):
         """Make images that follow control images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs, or of k chunks,
-                77 k, as from prompts.prepare_prompts; with jit all arrays are (devices, B, ...),
-                for a Layout (data, B, ...).
             image: control image in [0, 1], as from prepare_image_inputs: (B, 3, H, W), for several
                 ControlNets (B, ControlNets, 3, H, W).
-            params: from from_pretrained; with jit replicated. Without jit the call runs where
-                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
-                Layout, as its place_params leaves them.
-            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
-                per device. With one key, image i gets the noise of fold_in(key, i), so it does
-                not depend on how many images or devices there are.
-            num_inference_steps: of the scheduler, at least 1.
-            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
-                number up to 1: no guidance, half the work.
-            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
-                it.
-            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
-                text, for SDXL zeros.
             controlnet_conditioning_scale: factor of a ControlNet's residuals, a number, or an array
                 of one per image; for several ControlNets a number or a list of one for each.
-            return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
-                (images,).
-            jit: True runs on several devices, False on one; compiled either way.
-            output_type: "np", "pil" or "latent".
-            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
-                that guidance adds; 0: off.
-            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
-                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
-                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
             height, width: of the result, multiples of 8; the image is resized to it. None: the size
                 of the image.
             control_guidance_start, control_guidance_end: fractions of the steps, from 0 to 1,
                 between which the ControlNet acts; for several also a list with one for each.
             guess_mode: True: the ControlNet acts on the branch of the prompt alone, and its first
                 residuals less, for images without a prompt.
-            denoising_end: fraction of the denoising to end at, between 0 and 1, with
-                output_type="latent", for another pipeline to continue; None: all.
-            prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
+            prompt_ids, params, prng_seed, num_inference_steps, guidance_scale, latents,
+                neg_prompt_ids, return_dict, jit, options: as for FlaxStableDiffusionPipeline's
+                call.
 
-        Returns:
-            FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
-            images (B, H, W, 3), with jit (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL
-            images for "pil"; the scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
-
-        Raises:
-            ValueError: shapes, sizes, scales or steps that do not fit.
+        Returns, Raises: as FlaxStableDiffusionPipeline's call.
         """
-        self.check_control_images(image, jit)
-        starts = self.one_for_each("control_guidance_start", control_guidance_start)
-        ends = self.one_for_each("control_guidance_end", control_guidance_end)
-        check_control_range(starts, ends)
-        options = Options(
-            **self.step_options(num_inference_steps, timesteps, eta),
-            **self.size_options(height, width, output_type, image.shape),
-            branches=self.guidance_branches(guidance_scale),
-            denoising_end=denoising_end,
-            control_guidance_start=starts,
-            control_guidance_end=ends,
-            guess_mode=bool(guess_mode),
-        )
-        inputs = dict(prompt_ids=prompt_ids, image=image, latents=latents)
-        inputs["prompt_weights"] = prompt_weights
-        inputs["neg_prompt_ids"] = neg_prompt_ids
-        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        # An array has a scale per image, a list a scale per ControlNet.
-        scale = controlnet_conditioning_scale
-        if isinstance(scale, list | tuple) or not np.ndim(scale):
-            scale = self.scale_of_each(scale)
-            shared = {"controlnet_conditioning_scale": scale}
-        else:
-            inputs["controlnet_conditioning_scale"], shared = scale, {}
-        result = run(self, options, inputs, scales, params, prng_seed, jit, shared)
-        return self.output(result, params, jit, output_type, return_dict)
-
-    def check_control_images(self, image, jit):
-        """Raise a ValueError for an image that does not come from prepare_image_inputs."""
         if image.dtype == np.uint8:
             raise ValueError("image is uint8; prepare_image_inputs makes it float32 in [0, 1]")
-        is_several = isinstance(self.controlnet, FlaxMultiControlNetModel)
-        axes = f"(batch, {f'{len(self.nets)}, ' if is_several else ''}channels, height, width)"
-        wrong_number = is_several and image.shape[-4:-3] != (len(self.nets),)
-        if image.ndim != axes.count(",") + 1 + jit or wrong_number:
+        if self.has_several and image.shape[-4:-3] != (len(self.nets),):
             raise ValueError(
-                f"image has shape {image.shape}, {len(self.nets)} ControlNet"
-                f"{'s' if len(self.nets) > 1 else ''} take {axes}"
-                f"{' behind the axis of devices' if jit else ''}; prepare_image_inputs makes it"
+                f"image has shape {image.shape}, {len(self.nets)} ControlNets take (batch, "
+                f"{len(self.nets)}, channels, height, width); prepare_image_inputs makes it"
             )
+        controlnet_conditioning_scale = self.scale_of_each(controlnet_conditioning_scale)
+        return run(self, self.make_call(locals()))
+
+    def make_call(self, arguments):
+        """See FlaxDiffusionPipeline.make_call."""
+        given = CONTROL_RANGE | arguments.get("options", {}) | arguments
+        of_each = {name: self.one_for_each(name, given[name]) for name in CONTROL_RANGE}
+        check_control_range(*of_each.values())
+        return super().make_call(arguments | of_each)
 
     def scale_of_each(self, scale):
-        """controlnet_conditioning_scale as float32 (ControlNets,)."""
+        """A number or list as a tuple with one for each ControlNet; an array as it is."""
+        if np.ndim(scale) and not isinstance(scale, list | tuple):
+            return scale
         scales = self.one_for_each("controlnet_conditioning_scale", scale)
         if not all(math.isfinite(x) for x in scales):
             raise ValueError(
                 f"controlnet_conditioning_scale={scale} must be a number, or one for each "
                 "ControlNet"
             )
-        return np.array(scales, np.float32)
+        return scales
 
     def one_for_each(self, name, value):
         """One value per ControlNet, a tuple, from a value for all or a list."""
@@ -327,71 +273,11 @@ class ControlNetTextToImage(TextToImage):
             )
         return values
 
-    def _generate(
-        self,
-        prompt_ids,
-        image,
-        params,
-        prng_seed,
-        num_inference_steps=50,
-        guidance_scale=7.5,
-        latents=None,
-        neg_prompt_ids=None,
-        controlnet_conditioning_scale=1.0,
-        return_latents=False,
-        guidance_rescale=0.0,
-        branches=None,
-        timesteps=None,
-        eta=None,
-        height=None,
-        width=None,
-        control_guidance_start=0.0,
-        control_guidance_end=1.0,
-        guess_mode=False,
-        denoising_end=None,
-        prompt_weights=None,
-    ):
-        """Text and control images to images as one pure function of arrays; jit or pmap it.
-
-        Args as in __call__; controlnet_conditioning_scale may also be an array, (B,) or for several
-        ControlNets (ControlNets,).
-
-        Returns:
-            As TextToImage._generate.
-        """
-        options = Options(
-            num_inference_steps=num_inference_steps,
-            timesteps=timesteps,
-            eta=eta,
-            height=height,
-            width=width,
-            branches=branches or self.guidance_branches(guidance_scale),
-            return_latents=return_latents,
-            denoising_end=denoising_end,
-            control_guidance_start=self.one_for_each(
-                "control_guidance_start", control_guidance_start
-            ),
-            control_guidance_end=self.one_for_each("control_guidance_end", control_guidance_end),
-            guess_mode=guess_mode,
-        )
-        inputs = dict(prompt_ids=prompt_ids, image=image, latents=latents)
-        inputs["prompt_weights"] = prompt_weights
-        inputs |= dict(neg_prompt_ids=neg_prompt_ids, prng_seed=prng_seed)
-        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        scales["controlnet_conditioning_scale"] = controlnet_conditioning_scale
-        return generate(self, options, (), inputs, scales, params)
-
     def denoise(self, params, inputs, options, text, encoded):
         """Scaled latents (B, 4, h, w) of the texts and control images; encoded: None."""
         image, B = inputs["image"], len(inputs["prompt_ids"])
-        if len(image) != B:
-            raise ValueError(
-                f"image has shape {image.shape}, prompt_ids {inputs['prompt_ids'].shape}; both "
-                "need the same batch; prepare_inputs makes both"
-            )
-        height, width = self.image_size(options.height, options.width, image.shape)
-        image = resize_control_images(image, (height, width))
-        shape = self.latent_shape(B, height, width)
+        image = resize_control_images(image, (options.height, options.width))
+        shape = self.latent_shape(B, options.height, options.width)
         keys = keys_per_image(inputs["prng_seed"], B)
         schedule = self.make_schedule(options, shape)
         x_T = starting_noise(inputs["latents"], keys, shape) * schedule.state.init_noise_sigma
@@ -405,7 +291,7 @@ class ControlNetTextToImage(TextToImage):
         It runs no ControlNet in steps in which none acts. In guess mode only the rows of the first
         branch, the text's, have residuals; the others are zero. text: states of all branches.
         """
-        B, is_several = len(image), isinstance(self.controlnet, FlaxMultiControlNetModel)
+        B, is_several = len(image), self.has_several
         guess_mode = options.guess_mode or self.nets[0].global_pool_conditions
         scale = jnp.asarray(inputs["controlnet_conditioning_scale"], jnp.float32).reshape(-1)
         acts = acting_steps(options, len(schedule.state.timesteps))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.running import choose_denoising
 from diffusers_flax.pipelines.sampling import (
@@ -45,6 +46,7 @@ class Inpainting(ImageToImage):
     """
 
     check_channels = staticmethod(partial(check_channels, for_inpainting=True))
+    _generate = FlaxDiffusionPipeline._generate  # strength chooses the first step
 
     @property
     def sees_mask(self):
@@ -53,10 +55,8 @@ class Inpainting(ImageToImage):
 
     def encode_image(self, params, inputs, options):
         """The InpaintedLatents: a stage of a run."""
-        prompt_ids, mask = inputs["prompt_ids"], inputs["mask"]
-        image, masked_image = inputs["image"], inputs["masked_image"]
-        shape = self.result_shape(inputs, options)
-        self.check_batch(prompt_ids, image, mask, masked_image)
+        image, masked_image, mask = (inputs[name] for name in ("image", "masked_image", "mask"))
+        shape = options.height, options.width
         keys = keys_of_sequel(self.keys_of(inputs, options))
         masked_latents = image_latents = None
         if self.sees_mask:
@@ -75,8 +75,8 @@ class Inpainting(ImageToImage):
     def denoise(self, params, inputs, options, text, encoded):
         """Scaled latents (B, 4, h, w), repainted within the mask; encoded: InpaintedLatents."""
         B, factor = len(inputs["prompt_ids"]), self.vae_scale_factor
-        height, width = self.result_shape(inputs, options)
-        mask = jax.image.resize(inputs["mask"], (B, 1, height, width), "nearest")
+        size = options.height, options.width
+        mask = jax.image.resize(inputs["mask"], (B, 1, *size), "nearest")
         mask = mask[..., ::factor, ::factor]  # as PyTorch's nearest neighbour, (B, 1, h, w)
 
         keys = self.keys_of(inputs, options)
@@ -105,32 +105,11 @@ class Inpainting(ImageToImage):
             keys = keys_of_sequel(keys)
         return keys_of_sequel(keys) if options.denoising_start else keys
 
-    def result_shape(self, inputs, options):
-        """(height, width) of the result, pixels."""
-        image_shape = self.shape_of_input(inputs["image"], inputs["masked_image"])
-        return self.image_size(options.height, options.width, image_shape)
-
-    def shape_of_input(self, image, masked_image):
-        """The shape of the image, or of the masked image if there is no image."""
-        if image is None and masked_image is None:
+    def shape_of_input(self, inputs):
+        """See FlaxDiffusionPipeline.shape_of_input."""
+        if (shape := super().shape_of_input(inputs)) is None:
             raise ValueError("neither image nor masked_image is given; prepare_inputs makes them")
-        return (masked_image if image is None else image).shape
-
-    def check_batch(self, prompt_ids, image, mask, masked_image):
-        """Raise a ValueError unless all arrays have one batch and one size; None: not given."""
-        B = len(prompt_ids)
-        images = {"image": image, "masked_image": masked_image}
-        shapes = {name: x.shape for name, x in images.items() if x is not None}
-        for name, shape in shapes.items():
-            pixels = None
-            if len(shape) == 4:
-                factor = self.vae_scale_factor if self.is_latents(shape) else 1
-                pixels = tuple(side * factor for side in shape[2:])
-            if pixels is None or shape[0] != B or mask.shape != (B, 1, *pixels):
-                raise ValueError(
-                    f"prompt_ids has shape {prompt_ids.shape}, mask {mask.shape}, {name} "
-                    f"{shape}; they need one batch and one size; prepare_inputs makes them"
-                )
+        return shape
 
 
 def blank(image, mask, shape):

@@ -21,7 +21,7 @@ Source: InstructPix2Pix (arXiv 2211.09800); masks, Blended Latent Diffusion (arX
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,9 @@ from diffusers_flax.images import pair_up, pair_with_masks, prepare_images
 from diffusers_flax.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.base import MODULES, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.running import (
+    CallOptions,
     GuidedPrediction,
-    Options,
     choose_denoising,
-    generate,
     run,
 )
 from diffusers_flax.pipelines.sampling import (
@@ -171,6 +170,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
     """Base of the editing pipelines of Stable Diffusion and SDXL."""
 
     encodes_images = True
+    branch_scales = ("guidance_scale", "image_guidance_scale", "guidance_rescale")
     check_channels = staticmethod(check_channels)
     is_cosxl_edit = False  # True: the UNet takes scaled latents of the original image
 
@@ -229,123 +229,36 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
         neg_prompt_ids=None,
         return_dict=True,
         jit=False,
-        output_type="np",
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
         mask=None,
+        **options: Unpack[CallOptions],
     ):
         """Edit a batch of images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 77), SDXL (B, 2, 77), as from prepare_inputs; with jit all arrays
-                are (devices, B, ...), for a Layout (data, B, ...).
             image: to edit, float32 (B, 3, H, W) in [-1, 1], as from prepare_inputs.
-            params: from from_pretrained; with jit replicated. Without jit the call runs where
-                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
-                Layout, as its place_params leaves them.
-            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
-                per device. With one key, image i gets the noise of fold_in(key, i), so it does
-                not depend on how many images or devices there are.
-            num_inference_steps: of the scheduler, at least 1.
             guidance_scale: weight of the instruction, >= 0, a number, or an array of one per image.
             image_guidance_scale: similarity to the image, >= 0, likewise. Both numbers 1: no
                 guidance, a third of the work; this one 1, or both equal: two thirds.
             height, width: of the result, multiples of 8; the image is resized to it. None: the size
                 of the image.
-            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
-                it.
-            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None is the empty
-                text, for SDXL zeros.
-            return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
-                (images,).
-            jit: True runs on several devices, False on one; compiled either way.
-            output_type: "np", "pil" or "latent".
-            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
-                that guidance adds; 0: off.
-            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
-                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
-                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
             mask: float32 (B, 1, H, W), weights from 0, where the image stays as it is, to 1, where
                 it may change; None: it may change everywhere.
+            prompt_ids, params, prng_seed, num_inference_steps, latents, neg_prompt_ids,
+                return_dict, jit, options: as for FlaxStableDiffusionPipeline's call.
 
-        Returns:
-            FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
-            images (B, H, W, 3), with jit (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL
-            images for "pil"; the scaled latents (B, 4, H / 8, W / 8), float32, for "latent".
-
-        Raises:
-            ValueError: shapes, sizes, scales or steps that do not fit.
+        Returns, Raises: as FlaxStableDiffusionPipeline's call.
         """
         check_edit_inputs(image, mask)
-        scales = dict(guidance_scale=guidance_scale, image_guidance_scale=image_guidance_scale)
-        scales["guidance_rescale"] = guidance_rescale
-        options = Options(
-            **self.step_options(num_inference_steps, timesteps, eta),
-            **self.size_options(height, width, output_type, image.shape),
-            branches=self.guidance_branches(**scales),
-        )
-        inputs = dict(prompt_ids=prompt_ids, image=image, mask=mask, latents=latents)
-        inputs["neg_prompt_ids"] = neg_prompt_ids
-        result = run(self, options, inputs, scales, params, prng_seed, jit)
-        return self.output(result, params, jit, output_type, return_dict)
-
-    def _generate(
-        self,
-        prompt_ids,
-        image,
-        params,
-        prng_seed,
-        num_inference_steps=50,
-        height=None,
-        width=None,
-        guidance_scale=7.5,
-        image_guidance_scale=1.5,
-        latents=None,
-        neg_prompt_ids=None,
-        branches=None,
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
-        return_latents=False,
-        mask=None,
-    ):
-        """The edit as one pure function of arrays, for one device; jit or pmap it.
-
-        Args:
-            branches: branches of guidance to compute, static; None: branches with a weight other
-                than zero, all three if the scales are traced. Other arguments: as for __call__.
-
-        Returns:
-            images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
-            float32 (B, 4, H / 8, W / 8).
-        """
-        scales = dict(guidance_scale=guidance_scale, image_guidance_scale=image_guidance_scale)
-        scales["guidance_rescale"] = guidance_rescale
-        if branches is None:
-            branches = edit_branches(**scales)
-        options = Options(
-            num_inference_steps=num_inference_steps,
-            timesteps=timesteps,
-            eta=eta,
-            height=height,
-            width=width,
-            branches=branches,
-            return_latents=return_latents,
-        )
-        inputs = dict(prompt_ids=prompt_ids, image=image, mask=mask, latents=latents)
-        inputs |= dict(neg_prompt_ids=neg_prompt_ids, prng_seed=prng_seed)
-        return generate(self, options, (), inputs, scales, params)
+        return run(self, self.make_call(locals()))
 
     def guidance_branches(self, guidance_scale, image_guidance_scale, guidance_rescale=0.0):
         """The branches to compute, all of them for arrays of scales; see edit_branches."""
-        scales, phi = (guidance_scale, image_guidance_scale), float(guidance_rescale)
-        if not any(map(np.ndim, scales)):
-            return edit_branches(*map(float, scales), phi)
-        for values in zip(*map(np.ravel, np.broadcast_arrays(*scales))):
-            edit_branches(*map(float, values), phi)
-        return EDIT_BRANCHES
+        scales = guidance_scale, image_guidance_scale
+        if any(isinstance(scale, jax.core.Tracer) for scale in scales):
+            return EDIT_BRANCHES
+        pairs = zip(*map(np.ravel, np.broadcast_arrays(*scales)))
+        branches = [edit_branches(*map(float, pair), guidance_rescale) for pair in pairs]
+        return EDIT_BRANCHES if any(map(np.ndim, scales)) else branches[0]
 
     def encode_image(self, params, inputs, options):
         """The OriginalImage: a stage of a run.
@@ -353,17 +266,7 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
         The latents are the posterior's mode, as in training (section 3.2).
         """
         image, mask, B = inputs["image"], inputs["mask"], len(inputs["prompt_ids"])
-        if image.ndim != 4 or image.shape[0] != B:
-            raise ValueError(
-                f"image has shape {image.shape}, prompt_ids {inputs['prompt_ids'].shape}; image is "
-                "(batch, 3, height, width) with the same batch; prepare_inputs makes both"
-            )
-        if mask is not None and mask.shape != (B, 1, *image.shape[2:]):
-            raise ValueError(
-                f"mask has shape {mask.shape}, image {image.shape}; mask is (batch, 1, "
-                "height, width) of the same batch and size; prepare_inputs makes both"
-            )
-        image = resize(image, self.image_size(options.height, options.width, image.shape))
+        image = resize(image, (options.height, options.width))
         if mask is not None:
             mask = jax.image.resize(mask, (B, 1, *image.shape[2:]), "nearest")
         mode = posterior_of(self.compute_vae, params["vae"], image, self.layout).mode()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import flax.linen as nn
 import jax
@@ -67,34 +67,87 @@ class Options:
     guess_mode: bool = False
 
 
-def run(pipeline, options, inputs, scales, params, prng_seed, jit, shared=None):
-    """Run a pipeline's program; every pipeline's call ends here.
+class CallOptions(TypedDict, total=False):
+    """Arguments of every pipeline's call and _generate, with their defaults.
 
-    Args:
-        pipeline: FlaxDiffusionPipeline.
+    Fields:
+        output_type: "np" (default), "pil" or "latent"; not of _generate.
+        guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast that
+            guidance adds; 0 (default): off.
+        timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's choice,
+            decreasing integers, for models distilled to them: (999, 749, 499, 249). Or "ays": the
+            ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
+        eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
+        denoising_end: fraction of the denoising to end at, between 0 and 1, with
+            output_type="latent", for another pipeline to continue; None (default): all.
+        prompt_weights: PromptWeights, of prompts.prepare_prompts; None (default): no weights.
+    """
+
+    output_type: str | None
+    guidance_rescale: Any
+    timesteps: Any
+    eta: float | None
+    denoising_end: float | None
+    prompt_weights: Any
+
+
+# Arguments that are arrays with an entry for each image.
+INPUTS = (
+    *("prompt_ids", "neg_prompt_ids", "prompt_weights"),
+    *("latents", "noise", "image", "mask", "masked_image"),
+)
+# Arguments that are numbers, or arrays with an entry for each image.
+SCALES = (
+    "guidance_scale",
+    "image_guidance_scale",
+    "guidance_rescale",
+    "attention_sharing",
+    "controlnet_conditioning_scale",
+)
+RESULT_ARGUMENTS = ("params", "prng_seed", "jit", "output_type", "return_dict")
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call of a pipeline, or of its _generate; see make_call.
+
+    Fields:
         options: Options.
         inputs: {argument: array, or tree of arrays, with an entry for each image, or None}, with
             prompt_ids.
-        scales: {argument: number, or array with an entry for each image}.
-        params, prng_seed, jit: of the call.
-        shared: {argument: array for all images}.
+        scales: {argument: number, array with an entry for each image, or tuple for all images}.
+        params, prng_seed, jit, output_type, return_dict: of the call.
+    """
+
+    options: Options
+    inputs: dict
+    scales: dict
+    params: dict
+    prng_seed: jax.Array
+    jit: bool = False
+    output_type: str | None = "np"
+    return_dict: bool = True
+
+
+def run(pipeline, call):
+    """Run a pipeline's program; every pipeline's call ends here.
 
     Returns:
-        Images or latents, an array; with jit with a leading axis of devices.
+        The pipeline's output; with jit its arrays have a leading axis of devices.
 
     Raises:
         ValueError: shapes or places of arrays do not fit.
     """
-    check_inputs(pipeline, jit, inputs, params)
+    options, inputs, jit = call.options, call.inputs, call.jit
+    check_inputs(pipeline, jit, inputs, call.params)
     pipeline.check_parallel(options.branches, options.height)
-    if jit:
-        inputs = inputs_to_host(inputs)
-    inputs |= {name: x for name, x in scales.items() if np.ndim(x)}
-    numbers = {name: np.float32(x) for name, x in scales.items() if not np.ndim(x)}
-    shared = numbers | (shared or {})
-    inputs |= {"prng_seed": keys_of_call(pipeline, jit, prng_seed, inputs["prompt_ids"])}
+    scales = {name: x for name, x in call.scales.items() if x is not None}
+    per_image = {name: x for name, x in scales.items() if np.ndim(x) and not isinstance(x, tuple)}
+    shared = {name: np.float32(x) for name, x in scales.items() if name not in per_image}
+    inputs = inputs_to_host(inputs | per_image) if jit else inputs | per_image
+    inputs |= {"prng_seed": keys_of_call(pipeline, jit, call.prng_seed, inputs["prompt_ids"])}
     # The safety checker is not part of the program.
-    params = {name: x for name, x in params.items() if name != "safety_checker"}
+    params = {name: x for name, x in call.params.items() if name != "safety_checker"}
     static = pipeline, options, pipeline.text_modules()
     program = log_compilation(pipeline, jit, options, inputs, shared, params)
     if pipeline.layout is not None:
@@ -111,7 +164,13 @@ def run(pipeline, options, inputs, scales, params, prng_seed, jit, shared=None):
     else:
         result = choose_function(pipeline, jit)(*static, *arrays)
     pipeline.compiled.add(program)
-    return result
+    return pipeline.output(result, call)
+
+
+def trace(pipeline, call):
+    """The images or latents of a call of _generate, traced into the caller's program."""
+    inputs = call.inputs | call.scales | {"prng_seed": call.prng_seed}
+    return generate(pipeline, call.options, (), inputs, {}, call.params)
 
 
 def generate(pipeline, options, text_modules, inputs, shared, params):
@@ -298,24 +357,17 @@ def stage_program(pipeline, options, text_modules, name, params, inputs, results
     return getattr(pipeline, name)(params, inputs, options, *results)
 
 
-def move(tree, device, kind=object):
-    """A tree with its arrays of a kind moved to a device; arrays already on it are not copied."""
+def move(tree, device, array_type=object):
+    """A tree with its arrays of a type moved to a device; arrays already on it are not copied."""
     leaves, structure = jax.tree.flatten(tree)
     absent = [
         i
         for i, x in enumerate(leaves)
-        if isinstance(x, kind) and not (isinstance(x, jax.Array) and x.devices() == {device})
+        if isinstance(x, array_type) and not (isinstance(x, jax.Array) and x.devices() == {device})
     ]
     for i, x in zip(absent, jax.device_put([leaves[i] for i in absent], device)):
         leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
-
-
-def output_options(output_type):
-    """The option for an output_type, "np" (or None), "pil" or "latent"."""
-    if output_type not in (None, "np", "pil", "latent"):
-        raise ValueError(f"output_type={output_type!r} is unknown; take np, pil or latent")
-    return {"return_latents": output_type == "latent"}
 
 
 def check_inputs(pipeline, jit, inputs, params):
@@ -341,6 +393,7 @@ def check_inputs(pipeline, jit, inputs, params):
             f"prompt_ids has shape {prompt_ids.shape}, jit={jit} takes {shape}; with jit=True "
             "shard prompt_ids (and the image), and replicate params"
         )
+    check_images(pipeline, inputs, prompt_ids.shape[: -pipeline.text_axes])
     kernel = params["unet"]["conv_in"]["kernel"]
     if pipeline.layout is not None:
         check_layout(pipeline.layout, jit, prompt_ids, kernel)
@@ -356,6 +409,27 @@ def check_inputs(pipeline, jit, inputs, params):
             warn_once(f"params are NumPy arrays, which every call copies; {remedy}")
         elif {device.platform for device in kernel.devices()} == {"cpu"}:
             warn_once(f"params are on the CPU, where images take minutes; {remedy}")
+
+
+def check_images(pipeline, inputs, batch):
+    """Raise a ValueError unless images and masks are of the batch of prompt_ids and of one size.
+
+    Args:
+        pipeline, inputs: as for run.
+        batch: (devices, B) or (B,).
+    """
+    names = [name for name in ("image", "masked_image", "mask") if inputs[name] is not None]
+    sizes = set()
+    for name in names:
+        shape = inputs[name].shape
+        factor = pipeline.vae_scale_factor if pipeline.is_latents(shape) else 1
+        sizes.add(tuple(side * factor for side in shape[-2:]))
+        if len(sizes) > 1 or shape[: len(batch)] != batch or len(shape) < len(batch) + 3:
+            shapes = ", ".join(f"{x} has shape {inputs[x].shape}" for x in names)
+            raise ValueError(
+                f"{shapes}, prompt_ids {inputs['prompt_ids'].shape}; they need one batch and one "
+                "size; prepare_inputs makes them"
+            )
 
 
 def check_layout(layout, jit, prompt_ids, kernel):

@@ -267,84 +267,53 @@ def make_schedule(
     """
     check_eta(scheduler, eta)
     check_denoising_range(scheduler, denoising_start, denoising_end)
+    no_step = ValueError(
+        f"denoising_start={denoising_start} and denoising_end={denoising_end} leave no step of "
+        f"num_inference_steps={num_inference_steps} to do; take more steps"
+    )
     with jax.ensure_compile_time_eval():
         plan = partial(
             scheduler.set_timesteps, scheduler.create_state(), num_inference_steps, shape
         )
         if denoising_start is not None:
-            first_step = first_step_at(scheduler, plan(timesteps=timesteps), denoising_start)
+            state = plan(timesteps=timesteps)
+            num_done = num_steps_before(scheduler, state, denoising_start)
+            # PNDM repeats its second timestep.
+            num_repeated = len(state.timesteps) - state.num_inference_steps
+            first_step = num_done - min(num_repeated, max(num_done - 1, 0))
+            if first_step == state.num_inference_steps:
+                raise no_step
         constants = jax.tree.map(np.asarray, plan(first_step, timesteps))
-    num_steps = num_steps_until(scheduler, constants, denoising_end)
+    num_steps = len(constants.timesteps)
+    if denoising_end is not None:
+        num_steps = num_steps_before(scheduler, constants, denoising_end)
+        if not num_steps:
+            raise no_step
     scales = tuple(scale[:num_steps] for scale in noise_scales(scheduler, constants))
     return Schedule(scheduler, jax.tree.map(jnp.asarray, constants), scales, eta)
 
 
 def check_denoising_range(scheduler, denoising_start, denoising_end):
     """Raise a ValueError unless both are fractions of the denoising, in order; None: not given."""
-    for name, value in (("denoising_start", denoising_start), ("denoising_end", denoising_end)):
-        if value is None:
-            continue
-        if not isinstance(value, Real) or not 0 < value < 1:
-            raise ValueError(
-                f"{name}={value!r} must be a number between 0 and 1, a fraction of the denoising; "
-                "leave it out for all of it"
-            )
-        if scheduler._option("sigma_data"):
-            raise ValueError(
-                f"{name}={value} cannot be chosen for a model of EDM, whose timesteps are "
-                "log(sigma) / 4; leave it out"
-            )
-        if not scheduler.takes_denoising_range:
-            raise ValueError(
-                f"{name}={value} cannot be chosen with the Runge-Kutta steps of "
-                f"{type(scheduler).__name__}; take skip_prk_steps=True, or another scheduler"
-            )
-    if None not in (denoising_start, denoising_end) and denoising_start >= denoising_end:
+    given = [x for x in (denoising_start, denoising_end) if x is not None]
+    what = f"denoising_start={denoising_start!r}, denoising_end={denoising_end!r}"
+    if not all(isinstance(x, Real) and 0 < x < 1 for x in given) or given != sorted({*given}):
         raise ValueError(
-            f"denoising_start={denoising_start} must be below denoising_end={denoising_end}"
+            f"{what} must be numbers between 0 and 1, fractions of the denoising, the start below "
+            "the end; leave them out for all of it"
         )
-
-
-def first_step_at(scheduler, state, denoising_start):
-    """Number of steps before denoising_start.
-
-    Args:
-        scheduler: denoising_start is a fraction of its num_train_timesteps, as in PyTorch.
-        state: of set_timesteps with all steps.
-        denoising_start: between 0 and 1.
-    """
-    num_done = num_steps_before(scheduler, state, denoising_start)
-    # PNDM repeats its second timestep.
-    num_repeated = len(state.timesteps) - state.num_inference_steps
-    first_step = num_done - min(num_repeated, max(num_done - 1, 0))
-    if first_step == state.num_inference_steps:
+    if given and (scheduler._option("sigma_data") or not scheduler.takes_denoising_range):
         raise ValueError(
-            f"denoising_start={denoising_start} of num_inference_steps={first_step} leaves no step "
-            "to do; take more steps or an earlier start"
+            f"{what} cannot be chosen for a model of EDM, or with Runge-Kutta steps of "
+            f"{type(scheduler).__name__}; leave them out, or take another scheduler"
         )
-    return first_step
-
-
-def num_steps_until(scheduler, state, denoising_end):
-    """Number of steps to make up to denoising_end; None: all of them.
-
-    Args:
-        scheduler, denoising_end: as for first_step_at.
-        state: of set_timesteps.
-    """
-    if denoising_end is None:
-        return len(state.timesteps)
-    num_steps = num_steps_before(scheduler, state, denoising_end)
-    if not num_steps:
-        raise ValueError(
-            f"denoising_end={denoising_end} of num_inference_steps={state.num_inference_steps} "
-            "leaves no step to do; take more steps or a later end"
-        )
-    return num_steps
 
 
 def num_steps_before(scheduler, state, fraction):
-    """Number of timesteps before a fraction of the denoising is done."""
+    """Number of timesteps before a fraction of the denoising is done.
+
+    scheduler: the fraction is of its num_train_timesteps, as in PyTorch.
+    """
     reached = round(len(scheduler) - fraction * len(scheduler))
     return int((np.asarray(state.timesteps) >= reached).sum())
 
@@ -382,7 +351,9 @@ def check_steps(scheduler, state, steps, accelerate, branches):
         accelerate: Acceleration or None.
         branches: of guidance.
     """
-    state = timesteps_of(scheduler, state, steps)
+    state = scheduler.set_timesteps(
+        state, steps["num_inference_steps"], timesteps=steps["timesteps"]
+    )
     check_eta(scheduler, steps["eta"])
     if accelerate:
         from diffusers_flax.acceleration.plans import plan_steps  # not for a plain image
@@ -393,18 +364,11 @@ def check_steps(scheduler, state, steps, accelerate, branches):
 def count_steps(scheduler, steps):
     """Number of steps that a scheduler makes, PNDM's repeated ones included.
 
-    Arguments as for check_steps.
+    steps: of timestep_options.
     """
-    return len(timesteps_of(scheduler, scheduler.create_state(), steps).timesteps)
-
-
-def timesteps_of(scheduler, state, steps):
-    """The scheduler's state; its timesteps are all that it visits, PNDM's repeated ones included.
-
-    Arguments as for check_steps.
-    """
-    return scheduler.set_timesteps(
-        state, steps["num_inference_steps"], timesteps=steps["timesteps"]
+    number, timesteps = steps["num_inference_steps"], steps["timesteps"]
+    return len(
+        scheduler.set_timesteps(scheduler.create_state(), number, timesteps=timesteps).timesteps
     )
 
 

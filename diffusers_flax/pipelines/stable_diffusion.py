@@ -18,7 +18,7 @@ Source: Latent Diffusion Models (arXiv 2112.10752); image to image, SDEdit (arXi
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from diffusers_flax.outputs import FlaxStableDiffusionPipelineOutput
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.inpainting import Inpainting
-from diffusers_flax.pipelines.running import Options, generate, run
+from diffusers_flax.pipelines.running import CallOptions, run
 from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH, are_plain, rows_per_image
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
@@ -104,15 +104,15 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
         output = encoder(ids, params=params["text_encoder"], return_dict=True)
         return [output.last_hidden_state], None
 
-    def output(self, result, params, jit, output_type, return_dict):
-        """What a call returns; runs the safety checker if there is one."""
+    def output(self, result, call):
+        """What a call returns, a Call; runs the safety checker if there is one."""
         flags = False
-        if self.safety_checker is not None and output_type != "latent":
-            result, flags = self.apply_safety_checker(result, params, jit)
-        if output_type == "pil":
+        if self.safety_checker is not None and call.output_type != "latent":
+            result, flags = self.apply_safety_checker(result, call.params, call.jit)
+        if call.output_type == "pil":
             result = self.numpy_to_pil(result)
         output = FlaxStableDiffusionPipelineOutput(result, flags)
-        return output if return_dict else output.to_tuple()
+        return output if call.return_dict else output.to_tuple()
 
     def apply_safety_checker(self, images, params, jit):
         """(images, black where the safety checker flags them; flat list of bool)."""
@@ -207,128 +207,27 @@ class FlaxStableDiffusionInpaintPipeline(StableDiffusionComponents, Inpainting):
         neg_prompt_ids=None,
         return_dict=True,
         jit=False,
-        output_type="np",
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
         strength=1.0,
         denoising_start=None,
-        denoising_end=None,
         image=None,
-        prompt_weights=None,
+        **options: Unpack[CallOptions],
     ):
         """Repaint the masked area of images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 77), as from prepare_inputs, or of k chunks, 77 k, as from
-                prompts.prepare_prompts; with jit all arrays are (devices, B, ...), for a Layout
-                (data, B, ...).
+            prompt_ids: int32 (B, 77), as from prepare_inputs.
             mask: float32 (B, 1, H, W), 1 where the image is repainted.
             masked_image: float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted, or scaled
                 latents; read by a UNet of 9 channels.
-            params: from from_pretrained; with jit replicated. Without jit the call runs where
-                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
-                Layout, as its place_params leaves them.
-            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
-                per device. With one key, image i gets the noise of fold_in(key, i), so it does
-                not depend on how many images or devices there are.
-            num_inference_steps: of the scheduler, at least 1.
             height, width: of the result, multiples of 8; the image is resized to it. None: the size
                 of the image.
-            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
-                number up to 1: no guidance, half the work.
-            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
-                it.
-            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None: the empty
-                text.
-            return_dict: False returns a plain tuple (images, nsfw_content_detected).
-            jit: True runs on several devices, False on one; compiled either way.
-            output_type: "np", "pil" or "latent".
-            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
-                that guidance adds; 0: off.
-            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
-                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
-                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
             strength: fraction of the steps to run, in (0, 1]; 1 ignores the masked area.
-            denoising_start: fraction of the denoising that is done already, between 0 and 1: image
-                is the latents of another pipeline that ended there (denoising_end), and no noise is
-                added. None: strength chooses the first step.
-            denoising_end: fraction of the denoising to end at, between 0 and 1, with
-                output_type="latent", for another pipeline to continue; None: all.
+            denoising_start: as for FlaxStableDiffusionImg2ImgPipeline's call.
             image: the whole image, float32 (B, 3, H, W) in [-1, 1], or scaled latents (B, 4, h, w);
                 needed by a UNet of 4 channels, by strength below 1 and by denoising_start.
-            prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
+            params, prng_seed, num_inference_steps, guidance_scale, latents, neg_prompt_ids,
+                return_dict, jit, options: as for FlaxStableDiffusionPipeline's call.
 
-        Returns:
-            FlaxStableDiffusionPipelineOutput, images (B, H, W, 3), with jit
-            (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL images for "pil"; the scaled
-            latents (B, 4, H / 8, W / 8), float32, for "latent".
-
-        Raises:
-            ValueError: shapes, sizes, scales or steps that do not fit.
+        Returns, Raises: as FlaxStableDiffusionPipeline's call.
         """
-        image_shape = self.shape_of_input(image, masked_image)
-        steps = self.step_options(num_inference_steps, timesteps, eta)
-        options = Options(
-            **steps,
-            **self.size_options(height, width, output_type, image_shape),
-            branches=self.guidance_branches(guidance_scale),
-            first_step=self.first_step(steps, strength, denoising_start),
-            denoising_start=denoising_start,
-            denoising_end=denoising_end,
-        )
-        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
-        inputs["prompt_weights"] = prompt_weights
-        inputs |= dict(image=image, mask=mask, masked_image=masked_image)
-        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        result = run(self, options, inputs, scales, params, prng_seed, jit)
-        return self.output(result, params, jit, output_type, return_dict)
-
-    def _generate(
-        self,
-        prompt_ids,
-        mask,
-        masked_image,
-        params,
-        prng_seed,
-        num_inference_steps=50,
-        height=None,
-        width=None,
-        guidance_scale=7.5,
-        latents=None,
-        neg_prompt_ids=None,
-        return_latents=False,
-        guidance_rescale=0.0,
-        branches=None,
-        timesteps=None,
-        eta=None,
-        strength=1.0,
-        denoising_start=None,
-        denoising_end=None,
-        image=None,
-        prompt_weights=None,
-    ):
-        """Inpainting as one pure function of arrays, for one device; jit or pmap it.
-
-        Args as in __call__, strength static.
-
-        Returns:
-            As TextToImage._generate.
-        """
-        steps = self.step_options(num_inference_steps, timesteps, eta)
-        options = Options(
-            **steps,
-            height=height,
-            width=width,
-            branches=branches or self.guidance_branches(guidance_scale),
-            return_latents=return_latents,
-            first_step=self.first_step(steps, strength, denoising_start),
-            denoising_start=denoising_start,
-            denoising_end=denoising_end,
-        )
-        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
-        inputs["prompt_weights"] = prompt_weights
-        inputs |= dict(image=image, mask=mask, masked_image=masked_image)
-        inputs |= dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        return generate(self, options, (), inputs, {"prng_seed": prng_seed}, params)
+        return run(self, self.make_call(locals()))

@@ -21,7 +21,7 @@ Source: SDXL (arXiv 2307.01952).
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +38,7 @@ from diffusers_flax.outputs import FlaxStableDiffusionXLPipelineOutput
 from diffusers_flax.pipelines.base import TEXT_ENCODERS, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.inpainting import Inpainting
-from diffusers_flax.pipelines.running import Options, generate, run
+from diffusers_flax.pipelines.running import CallOptions, run
 from diffusers_flax.pipelines.sampling import AYS_SDXL, TEXT_OF_BRANCH, are_plain, rows_per_image
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
@@ -196,35 +196,32 @@ class XLComponents(FlaxDiffusionPipeline):
         if "null" not in encoded:  # no negative prompt: SDXL was trained with zeros
             states["null"] = jnp.zeros_like(states["text"])
             pooled["null"] = jnp.zeros_like(pooled["text"])
-        image = inputs.get("masked_image") if inputs.get("image") is None else inputs["image"]
-        shape = self.image_size(
-            options.height, options.width, None if image is None else image.shape
-        )
-        time_ids = [jnp.tile(self.time_ids(name, shape), (B, 1)) for name in names]
+        size = options.height, options.width
+        time_ids = [jnp.tile(self.time_ids(name, size), (B, 1)) for name in names]
         added = {
             "text_embeds": jnp.concatenate([pooled[name] for name in names]),
             "time_ids": jnp.concatenate(time_ids),
         }
         return jnp.concatenate([states[name] for name in names]), added
 
-    def time_ids(self, text, shape):
+    def time_ids(self, text, size):
         """Micro-conditioning: original size, crop corner, target size (6,); a refiner's (5,).
 
         Args:
             text: "text" or "null".
-            shape: (height, width) of the result, pixels.
+            size: (height, width) of the result, pixels.
 
         Source: SDXL (arXiv 2307.01952), section 2.2.
         """
         if self.requires_aesthetics_score:
-            return jnp.array([*shape, 0, 0, AESTHETIC_SCORES[text]], jnp.float32)
-        return jnp.array([*shape, 0, 0, *shape], jnp.float32)
+            return jnp.array([*size, 0, 0, AESTHETIC_SCORES[text]], jnp.float32)
+        return jnp.array([*size, 0, 0, *size], jnp.float32)
 
-    def output(self, result, params, jit, output_type, return_dict):
-        """What a call returns."""
-        result = self.numpy_to_pil(result) if output_type == "pil" else result
+    def output(self, result, call):
+        """What a call returns, a Call."""
+        result = self.numpy_to_pil(result) if call.output_type == "pil" else result
         output = FlaxStableDiffusionXLPipelineOutput(result)
-        return output if return_dict else output.to_tuple()
+        return output if call.return_dict else output.to_tuple()
 
     @property
     def compute_vae(self):
@@ -239,6 +236,7 @@ class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
     """Text to image with SDXL; see XLComponents, and TextToImage for what is compiled in."""
 
     torch_class_name = "StableDiffusionXLPipeline"
+    order_of_generate = TextToImage.__call__
 
     def __call__(
         self,
@@ -254,12 +252,8 @@ class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
         return_dict=True,
         output_type="np",
         jit=False,
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
-        denoising_end=None,
-        prompt_weights=None,
         attention_sharing=None,
+        **options: Unpack[CallOptions],
     ):
         """Make a batch of images; compiles at the first call of each size.
 
@@ -267,60 +261,20 @@ class FlaxStableDiffusionXLPipeline(XLComponents, TextToImage):
             prompt_ids: int32 (B, 2, 77), as from prepare_inputs, or of k chunks, 77 k, as from
                 prompts.prepare_prompts; with jit all arrays are (devices, B, ...), for a Layout
                 (data, B, ...).
-            params: from from_pretrained; with jit replicated. Without jit the call runs where
-                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
-                Layout, as its place_params leaves them.
-            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
-                per device. With one key, image i gets the noise of fold_in(key, i), so it does
-                not depend on how many images or devices there are.
-            num_inference_steps: of the scheduler, at least 1.
-            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
-                number up to 1: no guidance, half the work.
-            height, width: of the images, multiples of 8; None: the size that the model was trained
-                at.
-            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
-                it.
             neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None: text
                 states of zeros.
-            return_dict: False returns a plain tuple (images,).
-            output_type: "np", "pil" or "latent".
-            jit: True runs on several devices, False on one; compiled either way.
-            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
-                that guidance adds; 0: off.
-            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
-                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
-                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
-            denoising_end: fraction of the denoising to end at, between 0 and 1, with
-                output_type="latent", for another pipeline to continue; None: all.
-            prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
-            attention_sharing: p in [0, 1], a number, or an array of one per image, of which each
-                second one counts; None: off.
-                Images 2 j and 2 j + 1 are a pair, for which prng_seed has equal keys. In the steps
-                i with p > i / (steps - 1) the second image's self-attention has the queries and
-                keys of the first image, which gives both one layout; see attention_sharing.py.
+            params, prng_seed, num_inference_steps, guidance_scale, height, width, latents,
+                return_dict, output_type, jit, attention_sharing, options: as for
+                FlaxStableDiffusionPipeline's call.
 
         Returns:
-            FlaxStableDiffusionXLPipelineOutput, images (B, H, W, 3), with jit
-            (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL images for "pil"; the scaled
-            latents (B, 4, H / 8, W / 8), float32, for "latent".
+            FlaxStableDiffusionXLPipelineOutput with images as of FlaxStableDiffusionPipeline's
+            call; with return_dict=False a tuple (images,).
 
         Raises:
             ValueError: shapes, sizes, scales or steps that do not fit.
         """
-        options = Options(
-            **self.step_options(num_inference_steps, timesteps, eta),
-            **self.size_options(height, width, output_type),
-            branches=self.guidance_branches(guidance_scale),
-            denoising_end=denoising_end,
-        )
-        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
-        inputs["prompt_weights"] = prompt_weights
-        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        if attention_sharing is not None:
-            scales["attention_sharing"] = attention_sharing
-        result = run(self, options, inputs, scales, params, prng_seed, jit)
-        return self.output(result, params, jit, output_type, return_dict)
+        return run(self, self.make_call(locals()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,127 +329,23 @@ class FlaxStableDiffusionXLInpaintPipeline(XLComponents, Inpainting):
         neg_prompt_ids=None,
         return_dict=True,
         jit=False,
-        output_type="np",
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
         denoising_start=None,
-        denoising_end=None,
         masked_image=None,
-        prompt_weights=None,
+        **options: Unpack[CallOptions],
     ):
         """Repaint the masked area of images; compiles at the first call of each size.
 
         Args:
-            prompt_ids: int32 (B, 2, 77), as from prepare_inputs, or of k chunks, 77 k, as from
-                prompts.prepare_prompts; with jit all arrays are (devices, B, ...), for a Layout
-                (data, B, ...).
+            prompt_ids: int32 (B, 2, 77), as from prepare_inputs.
             image: the whole image, float32 (B, 3, H, W) in [-1, 1], or scaled latents (B, 4, h, w),
                 as from prepare_inputs.
             mask: float32 (B, 1, H, W), 1 where the image is repainted.
-            params: from from_pretrained; with jit replicated. Without jit the call runs where
-                they are: jax.device_put(params, jax.devices()[0]) puts them on the device. For a
-                Layout, as its place_params leaves them.
-            prng_seed: one PRNG key, typed or uint32, or one per image (B,); with jit also one
-                per device. With one key, image i gets the noise of fold_in(key, i), so it does
-                not depend on how many images or devices there are.
-            strength: fraction of the steps to run, in (0, 1]; 1 ignores the masked area.
-            num_inference_steps: of the scheduler, at least 1.
-            height, width: of the result, multiples of 8; the image is resized to it. None: the size
-                of the image.
-            guidance_scale: weight of the prompt, >= 0, a number, or an array of one per image; a
-                number up to 1: no guidance, half the work.
-            latents: standard normal noise to start from, (B, 4, height / 8, width / 8); None draws
-                it.
-            neg_prompt_ids: what to avoid, like prompt_ids, or one row for all; None: text
-                states of zeros.
-            return_dict: False returns a plain tuple (images,).
-            jit: True runs on several devices, False on one; compiled either way.
-            output_type: "np", "pil" or "latent".
-            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
-                that guidance adds; 0: off.
-            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
-                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
-                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
-            denoising_start: fraction of the denoising that is done already, between 0 and 1: image
-                is the latents of another pipeline that ended there (denoising_end), and no noise is
-                added. None: strength chooses the first step.
-            denoising_end: fraction of the denoising to end at, between 0 and 1, with
-                output_type="latent", for another pipeline to continue; None: all.
             masked_image: float32 (B, 3, H, W) in [-1, 1], 0 where it is repainted, or scaled
                 latents; read by a UNet of 9 channels.
-            prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
+            params, prng_seed, strength, num_inference_steps, height, width, guidance_scale,
+                latents, neg_prompt_ids, return_dict, jit, denoising_start, options: as for
+                FlaxStableDiffusionInpaintPipeline's call.
 
-        Returns:
-            FlaxStableDiffusionXLPipelineOutput, images (B, H, W, 3), with jit
-            (devices, B, H, W, 3), float32 in [0, 1]; a list of PIL images for "pil"; the scaled
-            latents (B, 4, H / 8, W / 8), float32, for "latent".
-
-        Raises:
-            ValueError: shapes, sizes, scales or steps that do not fit.
+        Returns, Raises: as FlaxStableDiffusionXLPipeline's call.
         """
-        image_shape = self.shape_of_input(image, masked_image)
-        steps = self.step_options(num_inference_steps, timesteps, eta)
-        options = Options(
-            **steps,
-            **self.size_options(height, width, output_type, image_shape),
-            branches=self.guidance_branches(guidance_scale),
-            first_step=self.first_step(steps, strength, denoising_start),
-            denoising_start=denoising_start,
-            denoising_end=denoising_end,
-        )
-        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
-        inputs["prompt_weights"] = prompt_weights
-        inputs |= dict(image=image, mask=mask, masked_image=masked_image)
-        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        result = run(self, options, inputs, scales, params, prng_seed, jit)
-        return self.output(result, params, jit, output_type, return_dict)
-
-    def _generate(
-        self,
-        prompt_ids,
-        image,
-        mask,
-        params,
-        prng_seed,
-        strength=0.9999,
-        num_inference_steps=50,
-        height=None,
-        width=None,
-        guidance_scale=7.5,
-        latents=None,
-        neg_prompt_ids=None,
-        return_latents=False,
-        guidance_rescale=0.0,
-        branches=None,
-        timesteps=None,
-        eta=None,
-        denoising_start=None,
-        denoising_end=None,
-        masked_image=None,
-        prompt_weights=None,
-    ):
-        """Inpainting as one pure function of arrays, for one device; jit or pmap it.
-
-        Args as in __call__, strength static.
-
-        Returns:
-            As TextToImage._generate.
-        """
-        steps = self.step_options(num_inference_steps, timesteps, eta)
-        options = Options(
-            **steps,
-            height=height,
-            width=width,
-            branches=branches or self.guidance_branches(guidance_scale),
-            return_latents=return_latents,
-            first_step=self.first_step(steps, strength, denoising_start),
-            denoising_start=denoising_start,
-            denoising_end=denoising_end,
-        )
-        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
-        inputs["prompt_weights"] = prompt_weights
-        inputs |= dict(image=image, mask=mask, masked_image=masked_image)
-        inputs |= dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        return generate(self, options, (), inputs, {"prng_seed": prng_seed}, params)
+        return run(self, self.make_call(locals()))

@@ -4,16 +4,16 @@ Source: Latent Diffusion Models (arXiv 2112.10752).
 """
 
 from functools import partial
+from typing import Unpack
 
 import jax.numpy as jnp
 
 from diffusers_flax.models.unet import guidance_embedding
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.running import (
+    CallOptions,
     GuidedPrediction,
-    Options,
     choose_denoising,
-    generate,
     run,
 )
 from diffusers_flax.pipelines.sampling import (
@@ -85,13 +85,8 @@ class TextToImage(FlaxDiffusionPipeline):
         neg_prompt_ids=None,
         return_dict=True,
         jit=False,
-        output_type="np",
-        guidance_rescale=0.0,
-        timesteps=None,
-        eta=None,
-        denoising_end=None,
-        prompt_weights=None,
         attention_sharing=None,
+        **options: Unpack[CallOptions],
     ):
         """Make a batch of images; compiles at the first call of each size.
 
@@ -117,21 +112,12 @@ class TextToImage(FlaxDiffusionPipeline):
             return_dict: False returns a plain tuple (images, nsfw_content_detected), for SDXL
                 (images,).
             jit: True runs on several devices, False on one; compiled either way.
-            output_type: "np", "pil" or "latent".
-            guidance_rescale: phi in [0, 1] of arXiv 2305.08891, equation 16: reduces the contrast
-                that guidance adds; 0: off.
-            timesteps: the timesteps to visit instead of num_inference_steps of the scheduler's
-                choice, decreasing integers, for models distilled to them: (999, 749, 499, 249). Or
-                "ays": the ten of Align-Your-Steps (arXiv 2404.14507) for the model's family.
-            eta: noise in a step of DDIM (default 0) and TCD (default 0.3), from 0 to 1.
-            denoising_end: fraction of the denoising to end at, between 0 and 1, with
-                output_type="latent", for another pipeline to continue; None: all.
-            prompt_weights: PromptWeights, of prompts.prepare_prompts; None: no weights.
             attention_sharing: p in [0, 1], a number, or an array of one per image, of which each
                 second one counts; None: off.
                 Images 2 j and 2 j + 1 are a pair, for which prng_seed has equal keys. In the steps
                 i with p > i / (steps - 1) the second image's self-attention has the queries and
                 keys of the first image, which gives both one layout; see attention_sharing.py.
+            options: see CallOptions.
 
         Returns:
             FlaxStableDiffusionPipelineOutput, or for SDXL FlaxStableDiffusionXLPipelineOutput:
@@ -141,64 +127,7 @@ class TextToImage(FlaxDiffusionPipeline):
         Raises:
             ValueError: shapes, sizes, scales or steps that do not fit.
         """
-        options = Options(
-            **self.step_options(num_inference_steps, timesteps, eta),
-            **self.size_options(height, width, output_type),
-            branches=self.guidance_branches(guidance_scale),
-            denoising_end=denoising_end,
-        )
-        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
-        inputs["prompt_weights"] = prompt_weights
-        scales = dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        if attention_sharing is not None:
-            scales["attention_sharing"] = attention_sharing
-        result = run(self, options, inputs, scales, params, prng_seed, jit)
-        return self.output(result, params, jit, output_type, return_dict)
-
-    def _generate(
-        self,
-        prompt_ids,
-        params,
-        prng_seed,
-        num_inference_steps=50,
-        height=None,
-        width=None,
-        guidance_scale=7.5,
-        latents=None,
-        neg_prompt_ids=None,
-        return_latents=False,
-        guidance_rescale=0.0,
-        branches=None,
-        timesteps=None,
-        eta=None,
-        denoising_end=None,
-        prompt_weights=None,
-        attention_sharing=None,
-    ):
-        """Text to image as one pure function of arrays, for one device; jit or pmap it.
-
-        Args as in __call__. guidance_scale may be traced, then both branches run, unless
-        `branches` (static) names them; None: the branches that guidance_scale needs.
-
-        Returns:
-            images, float32 (B, H, W, 3) in [0, 1], or with return_latents the scaled latents,
-            float32 (B, 4, H / 8, W / 8).
-        """
-        options = Options(
-            num_inference_steps=num_inference_steps,
-            timesteps=timesteps,
-            eta=eta,
-            height=height,
-            width=width,
-            branches=branches or self.guidance_branches(guidance_scale),
-            return_latents=return_latents,
-            denoising_end=denoising_end,
-        )
-        inputs = dict(prompt_ids=prompt_ids, neg_prompt_ids=neg_prompt_ids, latents=latents)
-        inputs["prompt_weights"] = prompt_weights
-        inputs |= dict(guidance_scale=guidance_scale, guidance_rescale=guidance_rescale)
-        inputs["attention_sharing"] = attention_sharing
-        return generate(self, options, (), inputs, {"prng_seed": prng_seed}, params)
+        return run(self, self.make_call(locals()))
 
     def denoise(self, params, inputs, options, text, encoded):
         """Scaled latents (B, 4, h, w) of the texts; encoded: None."""

@@ -183,21 +183,11 @@ def test_every_format_is_read(name):
     np.testing.assert_allclose(decode_image(file.getvalue()), np.asarray(image), atol=8)
 
 
-@pytest.mark.parametrize(
-    "data, found",
-    [
-        (b"", "no known image format (0 bytes)"),
-        (b"<html>not found</html>", "no known image format (22 bytes)"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n", "no known image format (24 bytes)"),
-        (b"\0\0\0\x18ftypheic\0\0\0\0", "HEIC (16 bytes)"),
-        (b"\xff\x0a" + bytes(30), "JPEG XL (32 bytes)"),
-        (b"\0\0\1\0" + bytes(28), "ICO (32 bytes)"),
-    ],
-)
-def test_other_formats_are_named(data, found):
-    with pytest.raises(ValueError) as error:
+@pytest.mark.parametrize("data", [b"", b"<html>not found</html>", b"%!PS-Adobe-3.0 EPSF-3.0\n"])
+def test_other_formats_are_refused(data):
+    message = rf"^no known image format \({len(data)} bytes\); save it as PNG or JPEG$"
+    with pytest.raises(ValueError, match=message):
         open_image(io.BytesIO(data))
-    assert str(error.value) == f"{found}; save it as PNG or JPEG"
 
 
 def header(name, width, height):

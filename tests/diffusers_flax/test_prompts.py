@@ -1,7 +1,6 @@
 """Long and weighted prompts; against hand-made tables, other readings, and PyTorch's CLIP."""
 
 import re
-import time
 from contextlib import suppress
 
 import jax
@@ -15,7 +14,6 @@ from safetensors.numpy import save_file
 from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
 
 import diffusers_flax
-from diffusers_flax.devices.layout import Layout
 from diffusers_flax.images import prepare_images
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.running import Options
@@ -211,19 +209,6 @@ def test_wrong_prompts_are_one_error(opened, prompt, convention, message):
             prepare_prompts(opened["xl"][0], "a", prompt, False, convention)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("piece", ["(", "(a", "[a", "[(", "(:", "(a:1.1)(", "\\(", " ", ")", ": "])
-def test_hostile_prompts_are_read_quickly(piece):
-    for parse in (parse_webui, parse_comfyui):
-        for end in ("", "a", ")" * 10_000):
-            start = time.monotonic()
-            try:
-                parse(piece * 10_000 + end)
-            except ValueError as error:
-                assert "prompt" in str(error) and len(str(error)) < 250
-            assert time.monotonic() - start < 5
-
-
 # ----------------------------------------------------------------------------------- chunks
 
 
@@ -288,42 +273,6 @@ def test_lengths_of_chunks_by_hand(opened, prompt, webui, comfyui):
         for name in ("sd", "xl"):
             found = chunks_of(opened[name][0], prompt, convention, number=-1)
             assert [len(chunk) for chunk in found] == lengths, convention
-
-
-def model_lengths(words, convention):
-    """Lengths of chunks of words, numbers of tokens, where 0 is a comma."""
-    tokens = [x for word in words for x in ([0] if word == 0 else [1] * word)]
-    lengths = []
-    if convention == "comfyui":
-        used = 0
-        for word in words:
-            word = max(word, 1)
-            if word < 8 and used % 75 + word > 75 and used % 75:
-                lengths.append(used % 75)
-                used = 0
-            for _ in range(word):
-                used += 1
-                if used == 75:
-                    lengths.append(75)
-                    used = 0
-        return [*lengths, used] if used or not lengths else lengths
-    while len(tokens) > 75:
-        commas = [i for i in range(55, 75) if tokens[i] == 0]
-        length = commas[-1] + 1 if commas and tokens[75] else 75
-        lengths.append(length)
-        tokens = tokens[length:]
-    return [*lengths, len(tokens)]
-
-
-def test_lengths_of_random_chunks(opened):
-    pipeline, rng = opened["sd"][0], np.random.default_rng(0)
-    for _ in range(40):
-        words = rng.choice([0, 1, 1, 2, 5, 7, 8, 12], rng.integers(1, 70)).tolist()
-        texts = ["," if word == 0 else "q" * word for word in words]
-        apart = "".join(f"({text}:1.2)" for text in texts)
-        for convention, prompt in (("webui", " ".join(texts)), ("comfyui", apart)):
-            found = [len(chunk) for chunk in chunks_of(pipeline, prompt, convention)]
-            assert found == model_lengths(words, convention), (prompt, convention)
 
 
 def test_an_embedding_is_in_one_chunk(models, tmp_path):
@@ -535,66 +484,6 @@ def test_two_devices_make_the_images_of_one(opened):
     shards = jax.tree.map(lambda x: x.reshape(2, 1, *x.shape[1:]), prompts)
     found = image_of(pipeline, replicate(params, devices), shards, jit=True)
     np.testing.assert_allclose(found[:, 0], expected, atol=1e-5)
-
-
-def opened_with(path, layout=None, **options):
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(path, layout=layout, **options)
-    if layout is not None:
-        layout.place_params(params)
-    return pipeline, params
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sd", "xl"])
-@pytest.mark.parametrize(
-    ("num_devices", "layout"),
-    [
-        (2, {"branches": 2}),
-        (2, {"data": 2}),
-        (2, {"rows": 2}),
-        (3, {"components": {"text": 2, "unet": 0, "vae": 1}}),
-        (1, {"offload": "component"}),
-        (1, {"offload": "layer"}),
-    ],
-    ids=str,
-)
-def test_images_of_a_layout_are_the_same(models, opened, name, num_devices, layout):
-    layout = Layout(jax.devices()[:num_devices], **layout)
-    pipeline, params = opened_with(models[name], layout)
-    prompts = prepare_prompts(pipeline, [PROMPT, "it (red:0.5)"], NEGATIVE, True, "webui")
-    expected = image_of(*opened[name], prompts)
-    np.testing.assert_allclose(image_of(pipeline, params, prompts), expected, atol=2e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sd", "xl"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accelerate": "tome:ratio=0.3"},
-        {"accelerate": "deepcache:interval=3"},
-        {"accelerate": "tgate:gate=8,interval=4,warmup=1"},
-        {"accelerate": "guidance:start=0.2,stop=0.8"},
-        {"accelerate": "spectrum"},
-        {"accelerate": "int8"},
-        {"storage": "int8"},
-        {"storage": "float8"},
-    ],
-    ids=str,
-)
-def test_accelerated_images_of_repeated_states_are_the_same(models, name, options, tmp_path):
-    path = models[name]
-    if name == "sd":  # a cache needs two levels
-        sizes = {"vae_channels": (8, 8), "unet_channels": (16, 32)}
-        path = make_tiny_pipeline(tmp_path / "sd", in_channels=4, **sizes)
-    pipeline, params = opened_with(path, **options)
-    prompts = prepare_prompts(pipeline, "a (red:1.4) panda", NEGATIVE, True, "comfyui")
-    twice = jax.tree.map(lambda x: np.concatenate([x, x], -1), prompts)
-    found, again = (image_of(pipeline, params, x, num_inference_steps=12) for x in (prompts, twice))
-    assert np.isfinite(found).all()
-    # Rounding to int8 turns the last bits of activations into steps.
-    atol = 1e-3 if options == {"accelerate": "int8"} else 1e-4
-    np.testing.assert_allclose(found, again, atol=atol)
 
 
 @pytest.mark.slow

@@ -231,9 +231,9 @@ def test_the_source_of_a_call_shows_its_arguments(name):
     """Its signature is written out, and its docstring names exactly its arguments."""
     call = ours()[name].__call__
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(call))).body
-    written = [arg.arg for arg in function.args.args]
+    written = [*(arg.arg for arg in function.args.args), "options"]  # the last: CallOptions
     assert written == list(inspect.signature(call).parameters)
-    described = re.findall(r"^    ((?:\w+, )*\w+): ", inspect.getdoc(call), re.MULTILINE)
-    described = [argument for names in described for argument in names.split(", ")]
+    described = re.findall(r"^    ((?:\w+,\s+)*\w+): ", inspect.getdoc(call), re.MULTILINE)
+    described = [argument for names in described for argument in re.split(r",\s+", names)]
     assert {*described} - {"ValueError"} == {*written} - {"self"}
     assert len(described) == len({*described})

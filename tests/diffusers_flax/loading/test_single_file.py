@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
-from helpers import PROMPTS, psnr, random_inputs, slow
+from helpers import psnr, random_inputs, slow
 from huggingface_hub.errors import RepositoryNotFoundError
 from original_layout import (
     add_averages,
@@ -25,19 +24,15 @@ from original_layout import (
     write_single_file,
 )
 from original_layout import read_component as read_directory
-from PIL import Image
 from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import diffusers_flax
-import generate_cli
 from diffusers_flax.evaluation.results import state_of
 from diffusers_flax.loading import hub
 from diffusers_flax.loading.hub import check_single_file_configs, open_source, place_of_link
 from diffusers_flax.loading.single_file import (
-    MOVED,
-    V2_BASE,
-    V2_CONTROLNET,
+    DEFAULT_CONFIGS,
     SingleFile,
     default_configs,
 )
@@ -47,6 +42,7 @@ from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
+V2_BASE = DEFAULT_CONFIGS["v2 base"]
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 LEVELS = (16, 24)
@@ -73,17 +69,11 @@ def equal_trees(a, b):
     return jax.tree.all(same)
 
 
-def make_file(tmp_path, family, variance=True):
-    """(PyTorch's class name, directory of the model, its single file).
-
-    variance: False makes a VAE whose posterior has none, as PyTorch draws from it.
-    """
+def make_file(tmp_path, family):
+    """(PyTorch's class name, directory of the model, its single file)."""
     make, kind, clip = FAMILIES[family]
     folder = make(tmp_path / "configs")
     tensors = original_layout(folder, clip=clip)
-    if not variance:
-        tensors["first_stage_model.quant_conv.weight"][4:] = 0
-        tensors["first_stage_model.quant_conv.bias"][4:] = -40
     file = write_single_file(tmp_path / "model.safetensors", tensors)
     return f"StableDiffusion{kind}Pipeline", folder, file
 
@@ -123,28 +113,6 @@ def open_single_file(kind, file, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["sd1", "sd2_v", "xl"])
-def test_images_from_text(tmp_path, family):
-    kind, folder, file = make_file(tmp_path, family)
-    pipeline, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
-    size = 64
-    latents = random_inputs(1, size, size, 4 if family != "xl" else 8)[1]
-    options = dict(num_inference_steps=8, height=size, width=size, guidance_scale=5.0)
-    images = pipeline(
-        pipeline.prepare_inputs("make it red"),
-        params,
-        jax.random.key(0),
-        latents=latents,
-        **options,
-    ).images
-    theirs = open_single_file(kind, file, folder)
-    expected = theirs(
-        "make it red", latents=torch.tensor(latents), output_type="np", **options
-    ).images
-    assert psnr(images, expected) > 60
-
-
-@pytest.mark.slow
 def test_entries_that_say_what_the_unet_predicts(tmp_path):
     """Of fine-tuned SDXL models; PyTorch's users give the scheduler by hand."""
     kind, folder, file = make_file(tmp_path, "xl")
@@ -160,55 +128,6 @@ def test_entries_that_say_what_the_unet_predicts(tmp_path):
     theirs.scheduler = type(theirs.scheduler).from_config(theirs.scheduler.config, **changes)
     options |= dict(latents=torch.tensor(latents), output_type="np")
     assert psnr(found, theirs("make it red", **options).images) > 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["edit", "xl_edit"])
-def test_images_of_edits(tmp_path, family):
-    kind, folder, file = make_file(tmp_path, family)
-    pipeline, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
-    images, latents = random_inputs(1, 64, 64, 4 if family == "edit" else 8)
-    options = dict(num_inference_steps=8, guidance_scale=3.0, image_guidance_scale=1.5)
-    inputs = pipeline.prepare_inputs(PROMPTS[:1], images)
-    found = pipeline(*inputs, params, jax.random.key(0), latents=latents, **options).images
-    image, size = torch.tensor(images).permute(0, 3, 1, 2), {}
-    if family == "xl_edit":
-        size = dict(height=64, width=64)
-    expected = open_single_file(kind, file, folder)(
-        PROMPTS[:1], image=image, latents=torch.tensor(latents), output_type="np", **options, **size
-    ).images
-    assert psnr(found, expected) > 60
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["inpainting", "xl_inpainting", "refiner"])
-def test_images_from_images(tmp_path, family, monkeypatch):
-    """The refiner adds the same noise in both; inpainting of all steps begins with it."""
-    kind, folder, file = make_file(tmp_path, family, variance=False)
-    pipeline, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
-    images, noise = random_inputs(1, 64, 64, 4 if family == "inpainting" else 8)
-    theirs = open_single_file(kind, file, folder)
-    steps = dict(num_inference_steps=8, guidance_scale=4.0)
-    given = {"image": torch.tensor(images).permute(0, 3, 1, 2)}
-    if family == "refiner":
-        steps["strength"] = 0.5
-        inputs, options = pipeline.prepare_inputs("make it red", images), {"noise": noise}
-        module = type(theirs).__module__
-        monkeypatch.setattr(f"{module}.randn_tensor", lambda *_, **__: torch.from_numpy(noise))
-    else:
-        mask = Image.new("L", (64, 64))
-        mask.paste(255, (16, 16, 48, 56))
-        given |= dict(mask_image=mask, latents=torch.tensor(noise), strength=1.0)
-        given |= dict(height=64, width=64)
-        prompt_ids, first, second = pipeline.prepare_inputs("make it red", images, mask)
-        inputs, options = (prompt_ids, first, second), {"latents": noise}
-        if family == "inpainting":  # the published order of the call
-            inputs = (prompt_ids, second, first)
-        else:
-            options["strength"] = 1.0
-    found = pipeline(*inputs, params, jax.random.key(3), **steps, **options).images
-    expected = theirs("make it red", output_type="np", **given, **steps).images
-    assert psnr(found, expected) > 60
 
 
 @pytest.mark.parametrize("name", slow("model.safetensors", "model.ckpt"))
@@ -231,11 +150,11 @@ def test_averages_and_half_precision(tmp_path, name):
     for source, configs in zip(sources, (folder, folder, other)):
         source.configs = str(configs)
     assert len({state_of("model", source) for source in sources}) == 3
-    with pytest.raises(ValueError, match="is used as a VAE, averages are a UNet's; leave out use_"):
+    with pytest.raises(ValueError, match="has no averages of a VAE's weights; leave out use_ema_w"):
         FlaxAutoencoderKL.from_single_file(file, folder, use_ema_weights=True)
     state = read_directory(folder, "unet")[0]
     file = write_single_file(tmp_path / "converted.safetensors", add_averages(state, 0.25))
-    with pytest.raises(ValueError, match="has no averages of the weights; leave out use_ema_w"):
+    with pytest.raises(ValueError, match="has no averages of a UNet's weights; leave out use_"):
         FlaxUNet2DConditionModel.from_single_file(file, folder, use_ema_weights=True)
 
 
@@ -310,7 +229,7 @@ def test_family_and_configs_by_default(tmp_path, monkeypatch):
         source = open_source("model", file)
         assert source.configs == default and source == str(file)
         shutil.rmtree(place)
-        with pytest.raises(ValueError, match=r"has no configs, and model_index\.json is neither"):
+        with pytest.raises(ValueError, match=r"has no configs, and .* has no model_index\.json"):
             open_source("model", file)
 
 
@@ -330,66 +249,46 @@ def unet_file(in_channels=4, **others):
 
 FEATURES = torch.ones(8, 2048)
 ERRORS = {
-    "depth": (unet_file(5), "is of the family Stable Diffusion 2 depth, which is not supported"),
-    "upscaler": (unet_file(7), "is of the family Stable Diffusion upscaler, which is not"),
-    "six": (unet_file(6), r"is of the family not known \(a UNet of 6 input channels\), which"),
+    "depth": (unet_file(5), r"not supported \(Stable Diffusion 2 depth\); give Stable Diffusion 1"),
+    "six": (unet_file(6), r"is of a family that is not supported \(a UNet of 6 input channels\)"),
     "unclip": (
         unet_file(label_emb__0__0__weight=FEATURES),
-        "is of the family Stable Diffusion 2 unCLIP, which is not supported",
+        r"is of a family that is not supported \(Stable Diffusion 2 unCLIP\)",
     ),
     "unclip_of_diffusers": (
-        {
-            "down_blocks.0.resnets.0.conv1.weight": ONE,
-            "class_embedding.linear_1.weight": FEATURES,
-        },
-        "is of the family Stable Diffusion 2 unCLIP, which is not supported",
+        {"down_blocks.0.resnets.0.conv1.weight": ONE, "class_embedding.linear_1.weight": FEATURES},
+        "is Stable Diffusion 2 unCLIP .*, which is not supported; give Stable Diffusion 1.x",
     ),
     "video": (
         unet_file(8, input_blocks__1__0__time_stack__in_layers__0__bias=ONE),
-        "is of the family Stable Video Diffusion, or another of videos, which is not supported",
+        "is Stable Video Diffusion, or another model of videos .*, which is not supported",
     ),
-    "zero123": (unet_file(8) | {"cc_projection.bias": ONE}, "is of the family Zero-1-to-3, which"),
+    "zero123": (unet_file(8) | {"cc_projection.bias": ONE}, "is Zero-1-to-3 .*, which is not"),
     "control_lora": (
         {"lora_controlnet": torch.ones(()), "input_hint_block.0.weight": ONE},
-        "is a Control-LoRA, the low-rank form of a ControlNet, which is not supported; take a wh",
+        "is a Control-LoRA, for a ControlNet .*, which is not supported; take a whole",
     ),
-    "lora": (
-        {"lora_unet_down_blocks_0.lora_down.weight": torch.ones(2)},
-        "is a LoRA; give it as lora=, with a whole model",
-    ),
-    "embedding": ({"emb_params": torch.ones(2, 8)}, "is a textual-inversion embedding"),
+    "lora": ({"lora_unet_down_blocks_0.lora_down.weight": torch.ones(2)}, "is a LoRA; give it as"),
+    "embedding": ({"emb_params": torch.ones(2, 8)}, "is a textual-inversion embedding; give it as"),
+    "token": ({"<cat>": torch.ones(8)}, "is a textual-inversion embedding; give it as"),
     "vae": ({"encoder.conv_in.weight": torch.ones(2)}, "has a VAE alone; give a file with a whole"),
-    "sd3": (
-        {
-            "model.diffusion_model.joint_blocks.0.context_block.adaLN_modulation.1.bias": (
-                torch.ones(9216)
-            ),
-            "model.diffusion_model.pos_embed": torch.ones(1, 36864),
-        },
-        "is of the family sd3, which is not supported; supported are Stable Diffusion 1.x",
-    ),
-    "flux": (
-        {"double_blocks.0.img_attn.norm.key_norm.scale": torch.ones(2)},
-        "is of the family flux-schnell",
-    ),
+    "sd3": ({"model.diffusion_model.joint_blocks.0.bias": ONE}, "is Stable Diffusion 3 .*, which"),
+    "flux": ({"double_blocks.0.img_attn.norm.key_norm.scale": ONE}, "is FLUX .*, which is not"),
     "other": (
         {"a.b.weight": torch.ones(2)},
         "has no model, but a.b.weight; give a file with a whole model",
     ),
-    "empty": ({}, "has no model, but nothing; give a file with a whole model"),
-    "lycoris": ({"lycoris_mid_block.w1": torch.ones(2, 2)}, "is a LoRA; give it as lora="),
-    "token": ({"<cat>": torch.ones(8)}, "is a textual-inversion embedding"),
     "text_encoder": (
         {"cond_stage_model.transformer.a.weight": torch.ones(2)},
         "has a text encoder alone; give a file with a whole",
     ),
     "union": (
         {"task_embedding": torch.ones(6, 320), "controlnet_cond_embedding.conv_in.weight": ONE},
-        "is a ControlNet Union, for several conditions in one, which is not supported",
+        "is a ControlNet Union, for several conditions in one .*, which is not supported",
     ),
     "dit": (
         {"model.diffusion_model.final_layer.linear.weight": torch.ones(2, 2)},
-        r"is of the family not known \(model.diffusion_model.final_layer.linear.weight\), which",
+        r"is of a family that is not supported \(model.diffusion_model.final_layer.linear.weight",
     ),
 }
 
@@ -402,7 +301,6 @@ def test_bad_files(tmp_path):
         with pytest.raises(ValueError, match=match) as error:
             FlaxDiffusionPipeline.from_single_file(file, config=folder, **options)
         assert "\n" not in str(error.value)
-        assert str(error.value).count("a ControlNet of SDXL") <= 1
 
     for name, (tensors, message) in ERRORS.items():
         save_file(tensors, tmp_path / f"{name}.safetensors")
@@ -410,7 +308,9 @@ def test_bad_files(tmp_path):
     unet = {"model.diffusion_model.input_blocks.0.0.weight": torch.ones(8, 4, 3, 3)}
     save_file(unet, tmp_path / "unet.safetensors")
     refused(tmp_path / "unet.safetensors", f"has no configs, and {folder} has no model_index.json")
-    refused(tmp_path / "unet.safetensors", "has no averages of the weights", use_ema_weights=True)
+    refused(
+        tmp_path / "unet.safetensors", "has no averages of a UNet's weights", use_ema_weights=True
+    )
     data = (tmp_path / "unet.safetensors").read_bytes()
     (tmp_path / "half.safetensors").write_bytes(data[: len(data) // 2])
     refused(tmp_path / "half.safetensors", "may be an incomplete download")
@@ -421,11 +321,8 @@ def test_bad_files(tmp_path):
     torch.save({"state_dict": unet, "hook": os.system}, tmp_path / "code.ckpt")
     runs_code = r"is a pickle that runs code when it is opened \(posix.system\)"
     refused(tmp_path / "code.ckpt", runs_code)
-    content = {"state_dict": unet, "hook": os.system}
-    torch.save(content, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
-    refused(tmp_path / "old.ckpt", runs_code)
-    (tmp_path / "raw.ckpt").write_bytes(pickle.dumps(content["hook"]))
-    refused(tmp_path / "raw.ckpt", runs_code)
+    (tmp_path / "raw.ckpt").write_bytes(pickle.dumps(os.system))
+    refused(tmp_path / "raw.ckpt", "it is no pickle of tensors alone")
     torch.save({1: torch.ones(2)}, tmp_path / "numbers.ckpt")
     refused(tmp_path / "numbers.ckpt", "it holds no state dict")
     with pytest.raises(ValueError, match="has a UNet alone; give a file with a VAE"):
@@ -434,9 +331,7 @@ def test_bad_files(tmp_path):
     refused(tmp_path / "absent.safetensors", "absent.safetensors does not exist; check the path")
 
 
-@pytest.mark.parametrize("old_names", [False, True])
-def test_numbers_of_numpy_beside_the_weights(tmp_path, old_names):
-    """Written with NumPy 2, and with the names of NumPy 1."""
+def test_numbers_of_numpy_beside_the_weights(tmp_path):
     folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4)
     content = {
         "state_dict": original_layout(folder, ["unet"]),
@@ -444,13 +339,8 @@ def test_numbers_of_numpy_beside_the_weights(tmp_path, old_names):
         "best": np.float32(0.5),
         "losses": np.ones(3),
     }
-    file = tmp_path / "unet.ckpt"
-    torch.save(content, file, _use_new_zipfile_serialization=not old_names)
-    if old_names:
-        data = file.read_bytes()
-        assert b"numpy._core.multiarray" in data
-        file.write_bytes(data.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
-    _, params = FlaxUNet2DConditionModel.from_single_file(file, folder)
+    torch.save(content, tmp_path / "unet.ckpt")
+    _, params = FlaxUNet2DConditionModel.from_single_file(tmp_path / "unet.ckpt", folder)
     expected = FlaxUNet2DConditionModel.from_pretrained(folder, subfolder="unet")[1]
     assert equal_trees(params, expected)
 
@@ -489,13 +379,13 @@ def test_records_of_pytorch_lightning_are_not_needed(tmp_path, monkeypatch):
 def test_configs_of_another_family(tmp_path):
     _, _, file = make_file(tmp_path, "xl")
     other = make_tiny_pipeline(tmp_path / "other", in_channels=4)
-    match = "model.safetensors is SDXL, the configs of .* are Stable Diffusion 1.x or 2.x's; take"
+    match = "model.safetensors takes text of width 48, the configs of .*other are for 24; take both"
     with pytest.raises(ValueError, match=match):
         FlaxDiffusionPipeline.from_single_file(file, config=other)
 
 
 @pytest.mark.slow
-def test_a_component_of_another_family(tmp_path, capsys):
+def test_a_component_of_another_family(tmp_path):
     """Of a UNet's file the width of the text tells it."""
     folder = make_tiny_xl(tmp_path / "xl")
     other = make_tiny_pipeline(tmp_path / "other", in_channels=4)
@@ -505,11 +395,6 @@ def test_a_component_of_another_family(tmp_path, capsys):
         FlaxUNet2DConditionModel.from_single_file(unet, folder)
     with pytest.raises(ValueError, match=match):
         FlaxDiffusionPipeline.from_pretrained(folder, unet=str(unet))
-    flags = ["--unet", str(unet), "--prompt", "a cat", "--output", str(tmp_path / "out.png")]
-    with pytest.raises(SystemExit) as error:
-        generate_cli.main(["--pretrained_model_name_or_path", str(folder), *flags])
-    assert error.value.code == 2
-    assert "unet.safetensors takes text of width" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -527,26 +412,11 @@ def test_what_a_model_of_stable_diffusion_2_predicts(tmp_path, monkeypatch, capl
         assert open_source("model", name).configs == V2_BASE
     assert not caplog.messages
     save_file(tensors, "other.safetensors")
-    assert open_source("model", "other.safetensors").configs == MOVED["v2"]
+    assert open_source("model", "other.safetensors").configs == DEFAULT_CONFIGS["v2"]
     assert caplog.messages == [
         "other.safetensors is read as a model that predicts v, as Stable Diffusion 2.1; if it "
-        f"predicts the noise, as its base model, give {V2_BASE} as config="
+        f"predicts the noise, give config={V2_BASE}"
     ]
-
-
-@pytest.mark.slow
-def test_averages_as_pytorch_takes_them(tmp_path):
-    """PyTorch takes them from files with more than 100 averages."""
-    folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4, unet_channels=LEVELS)
-    tensors = add_averages(original_layout(folder), 0.25)
-    assert sum(name.startswith("model_ema") for name in tensors) > 100
-    file = write_single_file(tmp_path / "model.safetensors", tensors)
-    config = read_directory(folder, "unet")[1]
-    expected = convert_ldm_unet_checkpoint({**tensors}, config, extract_ema=True)
-    source = open_source("model", file, "unet", folder, use_ema_weights=True)
-    found = dict(source.read_component("unet", config))
-    assert found.keys() == expected.keys()
-    assert all((found[name] == x.numpy()).all() for name, x in expected.items())
 
 
 def test_from_pretrained_of_a_file(tmp_path):
@@ -580,7 +450,10 @@ def test_addresses_of_files():
 def test_configs_of_a_controlnet(tmp_path):
     """By the width of its text."""
     name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight"
-    for width, expected in ((768, "lllyasviel/control_v11p_sd15_canny"), (1024, V2_CONTROLNET)):
+    for width, expected in (
+        (768, "lllyasviel/control_v11p_sd15_canny"),
+        (1024, "thibaud/controlnet-sd21-canny-diffusers"),
+    ):
         tensors = {name: torch.ones(2, width), "controlnet_cond_embedding.conv_in.weight": ONE}
         save_file(tensors, tmp_path / f"{width}.safetensors")
         source = SingleFile(tmp_path / f"{width}.safetensors").as_component("controlnet")
@@ -625,24 +498,16 @@ def test_cosxl_edit(tmp_path):
     file = write_single_file(tmp_path / "cosxl_edit.safetensors", tensors | entries)
     pipeline, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
     assert type(pipeline).__name__ == f"Flax{kind}" and pipeline.is_cosxl_edit
-    images, latents = random_inputs(1, 64, 64, 8)
-    options = dict(num_inference_steps=8, guidance_scale=3.0, image_guidance_scale=1.5)
-    inputs = pipeline.prepare_inputs(PROMPTS[:1], images)
-    found = pipeline(*inputs, params, jax.random.key(0), latents=latents, **options).images
-    theirs = getattr(diffusers, kind).from_single_file(
-        str(file), config=str(folder), is_cosxl_edit=True
-    )
-    theirs.set_progress_bar_config(disable=True)
-    theirs.scheduler = diffusers.EDMEulerScheduler(
+    wanted = diffusers.EDMEulerScheduler(
         sigma_min=0.002,
         sigma_max=80.0,
         sigma_data=1.0,
         sigma_schedule="exponential",
         prediction_type="v_prediction",
     )
-    image = torch.tensor(images).permute(0, 3, 1, 2)
-    options |= dict(height=64, width=64, latents=torch.tensor(latents), output_type="np")
-    assert psnr(found, theirs(PROMPTS[:1], image=image, **options).images) > 60
+    found = pipeline.scheduler.config
+    assert all(found[name] == wanted.config[name] for name in found if name[0] != "_")
+    assert equal_trees(params["unet"], FlaxDiffusionPipeline.from_pretrained(folder)[1]["unet"])
 
 
 CONTROLNET_XL = dict(
@@ -696,5 +561,5 @@ def test_controlnet(tmp_path, layout, options):
             str(file), config=str(tmp_path / "configs")
         )
         assert all((theirs.state_dict()[name] == x).all() for name, x in model.state_dict().items())
-    with pytest.raises(ValueError, match="is a ControlNet; give it as one, with a whole model"):
+    with pytest.raises(ValueError, match="has a ControlNet alone; give a file with a whole model"):
         FlaxDiffusionPipeline.from_single_file(file, config=tmp_path / "configs")

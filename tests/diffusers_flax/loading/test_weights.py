@@ -24,10 +24,9 @@ import safetensors
 import safetensors.torch
 import torch
 import transformers
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from helpers import slow
 
-from create_modified_unet import widen
 from diffusers_flax.loading import hub, weights
 from diffusers_flax.loading.weights import flax_to_torch, torch_to_flax
 from diffusers_flax.messages import warn_once
@@ -108,79 +107,6 @@ FLAX_CLASSES = {
 
 # --- names, shapes, values ---
 
-# Name and shape in PyTorch, then in the published Flax checkpoints, for each rule.
-PUBLISHED = """
-conv_in.weight 320 4 3 3
-conv_in/kernel 3 3 4 320
-conv_norm_out.weight 320
-conv_norm_out/scale 320
-time_embedding.linear_1.weight 1280 320
-time_embedding/linear_1/kernel 320 1280
-down_blocks.0.attentions.0.proj_in.weight 320 320 1 1
-down_blocks_0/attentions_0/proj_in/kernel 1 1 320 320
-up_blocks.2.attentions.1.transformer_blocks.9.attn2.to_k.weight 640 2048
-up_blocks_2/attentions_1/transformer_blocks_9/attn2/to_k/kernel 2048 640
-mid_block.attentions.0.transformer_blocks.0.attn1.to_out.0.weight 1280 1280
-mid_block/attentions_0/transformer_blocks_0/attn1/to_out_0/kernel 1280 1280
-mid_block.attentions.0.transformer_blocks.0.ff.net.0.proj.weight 10240 1280
-mid_block/attentions_0/transformer_blocks_0/ff/net_0/proj/kernel 1280 10240
-up_blocks.0.resnets.2.conv_shortcut.weight 1280 2560 1 1
-up_blocks_0/resnets_2/conv_shortcut/kernel 1 1 2560 1280
-up_blocks.0.upsamplers.0.conv.weight 1280 1280 3 3
-up_blocks_0/upsamplers_0/conv/kernel 3 3 1280 1280
-encoder.down_blocks.1.resnets.0.norm1.weight 128
-encoder/down_blocks_1/resnets_0/norm1/scale 128
-encoder.mid_block.attentions.0.group_norm.weight 512
-encoder/mid_block/attentions_0/group_norm/scale 512
-encoder.mid_block.attentions.0.to_q.weight 512 512
-encoder/mid_block/attentions_0/query/kernel 512 512
-decoder.mid_block.attentions.0.to_k.bias 512
-decoder/mid_block/attentions_0/key/bias 512
-decoder.mid_block.attentions.0.to_v.weight 512 512
-decoder/mid_block/attentions_0/value/kernel 512 512
-decoder.mid_block.attentions.0.to_out.0.bias 512
-decoder/mid_block/attentions_0/proj_attn/bias 512
-quant_conv.weight 8 8 1 1
-quant_conv/kernel 1 1 8 8
-text_model.embeddings.token_embedding.weight 49408 768
-text_model/embeddings/token_embedding/embedding 49408 768
-text_model.embeddings.position_embedding.weight 77 768
-text_model/embeddings/position_embedding/embedding 77 768
-text_model.encoder.layers.11.self_attn.q_proj.weight 768 768
-text_model/encoder/layers/11/self_attn/q_proj/kernel 768 768
-text_projection.weight 1280 1024
-text_projection/kernel 1024 1280
-vision_model.vision_model.embeddings.class_embedding 1024
-vision_model/vision_model/embeddings/class_embedding 1024
-vision_model.vision_model.embeddings.patch_embedding.weight 1024 3 14 14
-vision_model/vision_model/embeddings/patch_embedding/kernel 14 14 3 1024
-vision_model.vision_model.pre_layrnorm.weight 1024
-vision_model/vision_model/pre_layrnorm/scale 1024
-concept_embeds 17 768
-concept_embeds 17 768
-""".strip().splitlines()
-
-
-@pytest.mark.parametrize(("torch_line", "flax_line"), [*zip(PUBLISHED[::2], PUBLISHED[1::2])])
-def test_published_names_and_shapes(torch_line, flax_line):
-    (torch_key, *torch_shape), (flax_key, *flax_shape) = torch_line.split(), flax_line.split()
-    torch_shape, flax_shape = tuple(map(int, torch_shape)), tuple(map(int, flax_shape))
-    key, array = torch_to_flax(torch_key, np.broadcast_to(np.int8(0), torch_shape))
-    assert (key, array.shape) == (flax_key, flax_shape)
-    key, array = flax_to_torch(key, array)
-    assert (key, array.shape) == (torch_key, torch_shape)
-
-
-def test_axes():
-    conv = np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)  # O, I, H, W
-    _, kernel = torch_to_flax("conv_in.weight", conv)
-    for o, i, h, w in np.ndindex(conv.shape):
-        assert kernel[h, w, i, o] == conv[o, i, h, w]
-    linear = np.arange(6).reshape(2, 3)  # out, in
-    _, kernel = torch_to_flax("time_embedding.linear_1.weight", linear)
-    x = np.array([[1, 10, 100]])
-    np.testing.assert_array_equal(x @ kernel, x @ linear.T)
-
 
 @pytest.mark.parametrize("kind", [*FLAX_CLASSES, "unet_sdxl"])
 def test_every_tensor_goes_there_and_back(kind):
@@ -249,18 +175,6 @@ def test_pytorch_opens_what_we_write(kind, tmp_path):
     )
     rewrote.pop("_name_or_path", None)
     assert rewrote == wrote
-
-
-def test_a_widened_unet_still_has_no_middle_block(tmp_path):
-    """A UNet widened and saved as by create_modified_unet.py."""
-    torch_model("unet_no_middle").save_pretrained(tmp_path / "narrow")
-    narrow, params = FlaxUNet2DConditionModel.from_pretrained(tmp_path / "narrow")
-    narrow.clone(in_channels=8).save_pretrained(tmp_path / "wide", widen(params, 8))
-    wide, report = diffusers.UNet2DConditionModel.from_pretrained(
-        tmp_path / "wide", output_loading_info=True
-    )
-    assert not any(report.values()), report
-    assert wide.mid_block is None and wide.config.in_channels == 8
 
 
 def test_unprefixed_clip_names_and_buffers_are_read(tmp_path):
@@ -421,15 +335,6 @@ def test_every_format_gives_the_same_params(folder, form):
     assert {leaf.device for leaf in jax.tree.leaves(params)} == {jax.local_devices()[0]}
 
 
-@pytest.mark.parametrize("form", ["safetensors", "bin", "msgpack"])
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
-def test_stored_dtype_is_kept(folder, form, name):
-    write_weights(folder, form, getattr(torch, name))
-    module, params = TinyModel.from_pretrained(folder, jnp.bfloat16)
-    assert module.dtype == jnp.bfloat16
-    assert_same_tree(params, tiny_params(np.dtype(getattr(jnp, name))))
-
-
 def test_every_dtype_in_every_file(tmp_path):
     """All dtypes that PyTorch and safetensors have but packed ones, with PyTorch's numbers."""
     safetensors_file = tmp_path / "a.safetensors"
@@ -467,18 +372,6 @@ def test_order_of_formats(folder):
     assert_same_tree(TinyModel.from_pretrained(folder)[1], jax.tree.map(lambda x: x + x, ones))
     write_weights(folder, "safetensors")
     assert_same_tree(TinyModel.from_pretrained(folder, from_pt=True)[1], tiny_params())
-
-
-def test_sharded_msgpack(folder):
-    flat, weight_map = flatten_dict(tiny_params(), sep="/"), {}
-    for i, keys in enumerate((list(flat)[:2], list(flat)[2:]), 1):
-        name = f"diffusion_flax_model-{i:05d}-of-00002.msgpack"
-        tree = flax.traverse_util.unflatten_dict({k: flat[k] for k in keys}, sep="/")
-        (folder / name).write_bytes(flax.serialization.msgpack_serialize(tree))
-        weight_map |= dict.fromkeys(keys, name)
-    index = folder / "diffusion_flax_model.msgpack.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    assert_same_tree(TinyModel.from_pretrained(folder)[1], tiny_params())
 
 
 # --- weights that do not fit, files that cannot be read ---
@@ -579,36 +472,12 @@ def test_errors_of_the_machine_are_not_blamed_on_the_file(folder, monkeypatch):
             TinyModel.from_pretrained(folder)
 
 
-def test_bin_that_is_no_state_dict(folder):
-    torch.save({"step": 3, **tiny_state()}, folder / "diffusion_pytorch_model.bin")
-    with pytest.raises(ValueError, match="'step' is not a tensor"):
-        TinyModel.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("form", ["safetensors", "bin", *slow("bin before 1.6", "msgpack")])
-def test_damaged_bytes_load_or_are_refused_by_name(folder, form):
-    write_weights(folder, form)
-    (file,) = (f for f in folder.iterdir() if f.name != "config.json")
-    good, rng = file.read_bytes(), np.random.default_rng(0)
-    num_refused = 0
-    for _ in range(150):
-        data = bytearray(good[: rng.choice([len(good), rng.integers(1, len(good))])])
-        for place in rng.integers(0, min(len(data), 700), rng.integers(1, 4)):
-            data[place] = rng.integers(256)  # in what describes the tensors, more than in them
-        file.write_bytes(data)
-        try:
-            TinyModel.from_pretrained(folder)
-        except ValueError as error:
-            assert str(file) in str(error) and "\n" not in str(error)
-            num_refused += 1
-    assert num_refused > 75
-
-
 def test_weights_that_are_no_floats_are_refused(folder):
     for name, bias in (
         ("diffusion_flax_model.msgpack", [0.0] * 6),
         ("diffusion_pytorch_model.bin", torch.zeros(6, dtype=torch.int32)),
         ("diffusion_pytorch_model.safetensors", torch.zeros(6, dtype=torch.int8)),
+        ("diffusion_pytorch_model.bin", 3),
     ):
         if name.endswith("msgpack"):
             params = tiny_params()
@@ -619,7 +488,7 @@ def test_weights_that_are_no_floats_are_refused(folder):
             save = torch.save if name.endswith("bin") else safetensors.torch.save_file
             save(state, folder / name)
         with pytest.raises(
-            ValueError, match=rf"{name} .*conv_in[./]bias' is \w+, no array of floats"
+            ValueError, match=rf"{name} .*conv_in[./]bias' is (\w+, no array of floats|not a ten)"
         ):
             TinyModel.from_pretrained(folder)
 
@@ -631,17 +500,11 @@ OUTSIDE = "outside.safetensors"
     "weight_map",
     [
         None,
-        [],
         {},
-        "diffusion_pytorch_model.safetensors",
-        {"conv_in.weight": None},
         {"conv_in.weight": ["a"]},
-        {"conv_in.weight": ""},
         {"conv_in.weight": ".."},
         {"conv_in.weight": "a\0b"},
-        {"conv_in.weight": "a" * 300},
         {"conv_in.weight": f"../{OUTSIDE}"},
-        {"conv_in.weight": f"..\\{OUTSIDE}"},
         {"conv_in.weight": f"{{parent}}/{OUTSIDE}"},
     ],
     ids=lambda value: str(value)[:50],
@@ -660,34 +523,34 @@ def test_an_index_lists_files_of_its_own_folder_only(folder, weight_map):
 
 
 @pytest.mark.parametrize(
-    ("entries", "words"),
+    ("text", "words"),
     [
-        ({"in_channels": "8"}, "in_channels='8' has the wrong type, it must be int"),
-        ({"in_channels": True}, "in_channels=True has the wrong type, it must be int"),
-        ({"in_channels": None}, "in_channels=None has the wrong type, it must be int"),
-        ({"widths": {"0": 6}}, "widths={'0': 6} has the wrong type, it must be tuple"),
-        ({"widths": 6}, "widths=6 has the wrong type, it must be tuple"),
-        ({"in_channels": -4}, "cannot be built"),
-        ({"widths": []}, "IndexError"),
-        ({"widths": [{}, "a"]}, "TypeError"),
-        ({"_class_name": 5}, "the config of 5"),
-        ({"_class_name": {"a": []}}, r"the config of {'a': \[\]}"),
-        ({"_class_name": [[]]}, r"the config of \[\]"),
+        (CONFIG | {"in_channels": "8"}, "in_channels='8' has the wrong type, it must be int"),
+        (CONFIG | {"in_channels": True}, "in_channels=True has the wrong type, it must be int"),
+        (CONFIG | {"in_channels": -4}, "cannot be built"),
+        (CONFIG | {"widths": [{}, "a"]}, "TypeError"),
+        (CONFIG | {"_class_name": [[]]}, r"the config of \[\]"),
+        (CONFIG | {"_class_name": "AutoencoderKL"}, "config of AutoencoderKL, not of UNet2DCon"),
+        ({"architectures": ["BertModel"]}, "config of BertModel, not of UNet2DConditionModel"),
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("[]", "is not a JSON object"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[-40:],
 )
-def test_damaged_configs(folder, entries, words):
+def test_damaged_configs(folder, text, words):
     file = folder / "config.json"
-    file.write_text(json.dumps(CONFIG | entries))
+    file.write_text(text if isinstance(text, str) else json.dumps(text))
     with pytest.raises(ValueError, match=words) as error:
         TinyModel.from_pretrained(folder)
     assert str(file) in str(error.value) and "\n" not in str(error.value)
-    file.write_text(json.dumps(CONFIG))
+
+
+def test_wrong_settings_and_places(folder):
     with pytest.raises(ValueError, match=r"config\.json, in_chanels=8: TinyModel has no setting"):
         TinyModel.from_pretrained(folder, in_chanels=8)
-
-
-def test_missing_shard_is_named(folder):
+    with pytest.raises(ValueError, match=r'no config\.json in .*vae; give .*subfolder="unet"'):
+        TinyModel.from_pretrained(folder, subfolder="vae")
     write_weights(folder, "safetensors sharded")
     (folder / "diffusion_pytorch_model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match=r"not there: diffusion_pytorch_model-00002-of-00002"):
@@ -711,32 +574,6 @@ def test_missing_weights_and_variant(folder, caplog):
     assert_same_tree(TinyModel.from_pretrained(folder, variant="bf16")[1], other)
 
 
-def test_wrong_or_missing_config(folder):
-    with pytest.raises(ValueError, match=r'no config\.json in .*vae; give .*subfolder="unet"'):
-        TinyModel.from_pretrained(folder, subfolder="vae")
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "_class_name": "AutoencoderKL"}))
-    with pytest.raises(ValueError, match="config of AutoencoderKL, not of UNet2DConditionModel"):
-        TinyModel.from_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
-    with pytest.raises(ValueError, match="config of BertModel, not of CLIPTextModel,"):
-        FlaxCLIPTextModel.from_pretrained(folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
-        TinyModel.from_pretrained(folder)
-    (folder / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config\.json is not a JSON object"):
-        TinyModel.from_pretrained(folder)
-    (folder / "config.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
-        TinyModel.from_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    for file in folder.glob("*.safetensors"):
-        file.unlink()
-    torch.save([torch.zeros(3)], folder / "diffusion_pytorch_model.bin")
-    with pytest.raises(ValueError, match="holds no state dict"):
-        TinyModel.from_pretrained(folder)
-
-
 # --- configs ---
 
 
@@ -757,13 +594,6 @@ def test_from_config_builds_a_hashable_module():
     module = TinyModel.from_config(config, in_channels=8, gradient_checkpointing=True)
     assert module == TinyModel(8, (6, 5), jnp.float32, True)
     assert hash(module) == hash(TinyModel(8, (6, 5), jnp.float32, True))
-
-
-def test_a_module_made_with_lists_saves(tmp_path):
-    module = TinyModel(8, [6, 5])
-    assert module.config["widths"] == (6, 5)
-    module.save_pretrained(tmp_path, module.init_weights(jax.random.key(0)))
-    assert TinyModel.from_pretrained(tmp_path)[0] == TinyModel(8, (6, 5))
 
 
 def test_unsupported_settings():
@@ -840,48 +670,11 @@ def test_save_shards_and_single_replace_each_other(tmp_path):
     assert_same_tree(TinyModel.from_pretrained(tmp_path)[1], other)
 
 
-def test_pytorch_opens_our_shards(tmp_path):
-    theirs = torch_model("unet_conv")
-    theirs.save_pretrained(tmp_path / "theirs")
-    module, params = FlaxUNet2DConditionModel.from_pretrained(tmp_path / "theirs")
-    module.save_pretrained(tmp_path / "ours", params, variant="v", max_shard_size="20KB")
-    assert len(list((tmp_path / "ours").glob("diffusion_pytorch_model.v-*.safetensors"))) > 1
-    reopened = diffusers.UNet2DConditionModel.from_pretrained(tmp_path / "ours", variant="v")
-    for key, tensor in theirs.state_dict().items():
-        assert torch.equal(tensor, reopened.state_dict()[key]), key
-
-
-def older_shards(folder):
-    """Shards of a variant as older diffusers named them; PyTorch prefers their index."""
-    torch_model("unet_conv").save_pretrained(folder, variant="v", max_shard_size="20KB")
-    stem = "diffusion_pytorch_model"
-    index = folder / f"{stem}.safetensors.index.v.json"
-    shards = set(json.loads(index.read_text())["weight_map"].values())
-    text = index.read_text()
-    for name in shards:
-        number = re.search(r"-\d+-of-\d+", name)[0]
-        text = text.replace(name, f"{stem}{number}.v.safetensors")
-        (folder / name).rename(folder / f"{stem}{number}.v.safetensors")
-    (folder / f"{stem}.safetensors.v.index.json").write_text(text)
-    index.unlink()
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers: these names are deprecated
-def test_older_names_of_a_variant(tmp_path):
-    """PyTorch and we open them alike; saving the variant again replaces them."""
-    older_shards(tmp_path)
-    theirs = diffusers.UNet2DConditionModel.from_pretrained(tmp_path, variant="v").state_dict()
-    module, params = FlaxUNet2DConditionModel.from_pretrained(tmp_path, variant="v")
-    expected = dict(torch_to_flax(key, x.numpy()) for key, x in theirs.items())
-    assert_same_tree(params, unflatten_dict(expected, sep="/"))
-
-    ones = jax.tree.map(np.ones_like, params)
-    module.save_pretrained(tmp_path, ones, variant="v")
-    assert [x.name for x in tmp_path.glob("diffusion*")] == [
-        "diffusion_pytorch_model.v.safetensors"
-    ]
-    reopened = diffusers.UNet2DConditionModel.from_pretrained(tmp_path, variant="v")
-    assert all((x == 1).all() for x in reopened.state_dict().values())
+def test_a_save_replaces_the_older_names_of_a_variant(folder):
+    write_weights(folder, "safetensors sharded, diffusers' older names, fp16")
+    TinyModel().save_pretrained(folder, tiny_params(), variant="fp16")
+    names = [file.name for file in folder.glob("diffusion*")]
+    assert names == ["diffusion_pytorch_model.fp16.safetensors"]
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError])
@@ -984,16 +777,6 @@ def test_hub_refusals_are_one_line(monkeypatch):
     monkeypatch.setattr(hub, "hf_hub_download", refuse)
     with pytest.raises(ValueError, match=r"the hub refuses it: Access denied\. Log in\.$"):
         TinyModel.from_pretrained(REPOSITORY)
-
-
-def test_hub_options_reach_the_hub_client(hub_cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "elsewhere"))
-    options = dict(subfolder="unet", revision="v2", local_files_only=True, token=False)
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        TinyModel.from_pretrained(REPOSITORY, **options)
-    _, params = TinyModel.from_pretrained(REPOSITORY, cache_dir=tmp_path, **options)
-    assert all((leaf == 1).all() for leaf in jax.tree.leaves(params))
-    assert TinyModel.load_config(REPOSITORY, cache_dir=tmp_path, **options)["widths"] == [6, 5]
 
 
 # --- the published methods ---

@@ -46,7 +46,7 @@ def dequantized(params, storage, dtype):
 
 def run_pipeline(pipeline, params):
     prompts = ["make it red"]
-    if "image" in inspect.signature(pipeline._generate).parameters:
+    if "image" in inspect.signature(type(pipeline).__call__).parameters:
         inputs = pipeline.prepare_inputs(prompts, random_inputs(1, 32, 32)[0])
     else:
         inputs = (pipeline.prepare_inputs(prompts),)

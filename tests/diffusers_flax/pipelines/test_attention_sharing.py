@@ -4,19 +4,16 @@ import dataclasses
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
 from diffusers.schedulers import scheduling_euler_ancestral_discrete
-from flax.jax_utils import replicate
 from helpers import edit_json, psnr, slow
 from references import open_ours, open_theirs
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.devices.layout import Layout
-from diffusers_flax.pipelines.attention_sharing import AttentionSharing
 from diffusers_flax.pipelines.sampling import keys_per_image, normal
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
@@ -164,39 +161,6 @@ def test_pairs_are_pytorchs(models, request, model, sharing, monkeypatch):
         assert psnr(different[1], expected[1]) < least - 10
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 11, 100, 101])
-def test_steps_that_share(num_steps):
-    """Those with p > i / (steps - 1), also where p is such a fraction."""
-    last = max(num_steps - 1, 1)
-    fractions = [i / last for i in range(num_steps)]
-
-    @jax.jit
-    def shared(i):
-        sharing = AttentionSharing(jnp.repeat(jnp.float32(fractions), 2), num_steps)
-        sharing.start_step(i)
-        return sharing.shared
-
-    for i in range(num_steps):
-        assert list(shared(jnp.int32(i))) == [p > i / last for p in fractions]
-
-
-@pytest.mark.slow
-def test_the_first_image_stays(sd):
-    """It is as without its pair; p = 0 changes no image."""
-    plain, found = (images_of_pairs(sd, PAIR, p) for p in (None, 1.0))
-    np.testing.assert_array_equal(images_of_pairs(sd, PAIR, 0.0), plain)
-    np.testing.assert_allclose(found[0], plain[0], atol=1e-5)
-    assert psnr(found[1], plain[1]) < 60
-
-
-@pytest.mark.slow
-def test_without_guidance(sd):
-    """The batch has one branch."""
-    plain, found = (images_of_pairs(sd, PAIR, p, guidance_scale=1.0) for p in (None, 1.0))
-    np.testing.assert_allclose(found[0], plain[0], atol=1e-5)
-    assert psnr(found[1], plain[1]) < 70
-
-
 @pytest.fixture(scope="module")
 def four_pairs(sd):
     """({"sharing", "guidance_scale"} per image, images of PAIRS with them)."""
@@ -224,29 +188,6 @@ def test_each_pair_has_its_own_fraction(sd, four_pairs):
             attention_sharing=p,
         ).images
         np.testing.assert_allclose(alone, together[j : j + 2], atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [2, 4])
-def test_on_all_devices(sd, four_pairs, num_devices):
-    pipeline, params = sd
-    per_image, expected = four_pairs
-
-    def split(x):
-        return x.reshape(num_devices, -1, *x.shape[1:])
-
-    found = pipeline(
-        split(pipeline.prepare_inputs(PAIRS)),
-        replicate(params, jax.devices()[:num_devices]),
-        split(keys_of_pairs(8)),
-        jit=True,
-        num_inference_steps=STEPS,
-        height=SIZE,
-        width=SIZE,
-        guidance_scale=split(per_image["guidance_scale"]),
-        attention_sharing=split(per_image["sharing"]),
-    ).images
-    np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=1e-5)
 
 
 @pytest.mark.slow

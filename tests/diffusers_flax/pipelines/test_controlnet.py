@@ -169,15 +169,6 @@ def test_guidance_that_stops_equals_pytorch(folders):
     for technique in ("deepcache", "fbcache", "tgate"):
         with pytest.raises(ValueError, match=f"accelerate={technique} reuses features"):
             dataclasses.replace(ours, accelerate=technique)
-    options |= {"num_inference_steps": 12}
-    plain, merged, forecast, off = (
-        dataclasses.replace(ours, accelerate=technique)(
-            *inputs, params, jax.random.key(0), **options, controlnet_conditioning_scale=scale
-        ).images
-        for technique, scale in (("", 1), ("tome:ratio=0.25", 1), ("spectrum", 1), ("", 0))
-    )
-    for near in (merged, forecast):
-        assert psnr(plain, off) + 3 < psnr(plain, near) < 80
 
 
 @pytest.mark.slow
@@ -253,25 +244,20 @@ def test_saved_pipelines_open_in_pytorch(folders, family, tmp_path):
 
 
 @pytest.mark.slow
-def test_mistakes(folders, caplog):
+def test_mistakes(folders):
     folder = folders["sd"]
     cls = FlaxStableDiffusionControlNetPipeline
-    with pytest.raises(ValueError, match="has no ControlNet; give controlnet="):
-        cls.from_pretrained(folder)
-    with pytest.raises(ValueError, match=r"has cross_attention_dim=48, the UNet 24: they are of"):
-        cls.from_pretrained(folder, controlnet=folders["xl"] / "0")
     net, net_params = FlaxControlNetModel.from_pretrained(folder / "0")
     for wrong, text in (
+        (None, "has no ControlNet; give controlnet="),
+        (folders["xl"] / "0", r"has cross_attention_dim=48, the UNet 24: they are of"),
         (5, "controlnet is int; give a FlaxControlNetModel, its directory, hub id or file"),
         ([], "controlnet is an empty list; give a FlaxControlNetModel"),
         (folder / "unet", "is the config of UNet2DConditionModel, not of ControlNetModel"),
+        ([net, folder / "1"], "give either"),
     ):
-        caplog.clear()
         with pytest.raises(ValueError, match=text):
-            cls.from_pretrained(folder, controlnet=wrong)
-        assert not caplog.records
-    with pytest.raises(ValueError, match="give either"):
-        cls.from_pretrained(folder, controlnet=[net, folder / "1"])
+            cls.from_pretrained(folder, **({} if wrong is None else {"controlnet": wrong}))
     with pytest.raises(ValueError, match="has no controlnet"):
         FlaxDiffusionPipeline.from_pretrained(folder, controlnet=net)
     with pytest.raises(ValueError, match="open it with FlaxStableDiffusionXLControlNetPipeline"):
@@ -279,27 +265,28 @@ def test_mistakes(folders, caplog):
     pipeline, params = cls.from_pretrained(folder, controlnet=net)
     images, _ = conditions(1, "sd")
     prompt_ids, image = pipeline.prepare_inputs("red", images[0])
-    call = (prompt_ids, image, params, jax.random.key(0))
+    call = dict(prompt_ids=prompt_ids, image=image, params=params, prng_seed=jax.random.key(0))
     with pytest.raises(ValueError, match="params lack controlnet"):
-        pipeline(*call)
+        pipeline(**call)
     params["controlnet"] = net_params
     for options, text in (
         ({"control_guidance_start": 0.5, "control_guidance_end": 0.5}, "the start below the end"),
         ({"controlnet_conditioning_scale": [1.0, 2.0]}, "has 2 entries, there are 1 ControlNets"),
         ({"controlnet_conditioning_scale": float("nan")}, "must be a number"),
-        ({"height": 30}, "is not divisible by 4"),
+        ({"image": np.uint8(image)}, "image is uint8"),
+        ({"image": image[0]}, "they need one batch and one size"),
     ):
         with pytest.raises(ValueError, match=text):
-            pipeline(*call, **options)
-    with pytest.raises(ValueError, match="image is uint8"):
-        pipeline(prompt_ids, np.uint8(image), *call[2:])
-    with pytest.raises(ValueError, match=r"1 ControlNet take \(batch, channels, height, width\)"):
-        pipeline(prompt_ids, image[0], *call[2:])
+            pipeline(**call | options)
     two = dataclasses.replace(pipeline, controlnet=[net, net])
-    with pytest.raises(ValueError, match="there are 2 ControlNets and 3 images"):
-        two.prepare_image_inputs([images[0]] * 3)
-    with pytest.raises(ValueError, match="have the sizes"):
-        two.prepare_image_inputs([images[0], images[0][:, :16]])
+    with pytest.raises(ValueError, match=r"2 ControlNets take \(batch, 2, channels, height, wid"):
+        two(**call)
+    for wrong, text in (
+        ([images[0]] * 3, "there are 2 ControlNets and 3 images"),
+        ([images[0], images[0][:, :16]], "have the sizes"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            two.prepare_image_inputs(wrong)
     assert two.prepare_image_inputs([images[0], images[0][0]]).shape == (2, 2, 3, 32, 64)
     odd = Image.new("RGB", (33, 70))
     assert pipeline.prepare_image_inputs(odd).shape == (1, 3, 68, 32)

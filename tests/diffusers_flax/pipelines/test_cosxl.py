@@ -9,19 +9,15 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLInstructPix2PixPipeline, StableDiffusionXLPipeline
 from helpers import PROMPTS, edit_json, psnr, random_inputs
-from PIL import Image
 from references import edit_with_torch_xl
 from tiny_models import make_tiny_cosxl
 
-import edit_cli
-import generate_cli
 from diffusers_flax import (
     FlaxDiffusionPipeline,
     FlaxStableDiffusionXLInstructPix2PixPipeline,
     FlaxStableDiffusionXLPipeline,
 )
 from diffusers_flax.acceleration.previews import Preview
-from diffusers_flax.data.images import load_image
 
 SCALES = dict(guidance_scale=3.0, image_guidance_scale=1.5)
 
@@ -82,13 +78,6 @@ def test_text_to_image_is_pytorchs(tmp_path):
     images = pipeline(prompt_ids, params, key, latents=latents, **options).images
     assert psnr(images, expected) > 60
 
-    args = f"--pretrained_model_name_or_path {folder} --num_inference_steps 2 --num_images 1"
-    args = [*args.split(), "--compilation_cache_dir", "", "--prompt", "red"]
-    generate_cli.main([*args, "--output", str(tmp_path / "out.png")])
-    assert load_image(tmp_path / "out.png").size == (64, 64)
-    with pytest.raises(SystemExit):
-        generate_cli.main([*args, "--scheduler", "ddim", "--output", str(tmp_path / "no.png")])
-
 
 @pytest.mark.slow
 def test_previews_and_acceleration(folder):
@@ -109,23 +98,3 @@ def test_previews_and_acceleration(folder):
         fast = dataclasses.replace(plain, accelerate=accelerate)
         found = edit(fast, params, images, latents, 16)
         assert psnr(found, edit(plain, params, images, latents, 16)) > 10
-
-
-@pytest.mark.slow
-def test_edit_cli_edits(folder, tmp_path, capsys):
-    images, _ = random_inputs(1, 40, 56, 8)
-    Image.fromarray((images[0] * 255).astype(np.uint8)).save(tmp_path / "in.png")
-    args = f"--model {folder} --input {tmp_path}/in.png --output {tmp_path}/out.png"
-    args += " --resolution 56 --num_inference_steps 4"
-    args = [*args.split(), "--edit", "make it red", "--compilation_cache_dir", ""]
-    edit_cli.main([*args, "--scheduler", "dpmsolver++"])
-    assert load_image(tmp_path / "out.png").size == (56, 40)
-    for flags, message in (
-        ("--scheduler ddim", "--scheduler ddim has other noise levels than EDM, with which"),
-        ("--timesteps 999 499", "--timesteps 999 499 cannot be chosen for a model of EDM"),
-        ("--timestep_spacing trailing", "FlaxEDMEulerScheduler has no option timestep_spacing"),
-    ):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            edit_cli.main([*args, *flags.split()])
-        assert stop.value.code == 2 and message in capsys.readouterr().err

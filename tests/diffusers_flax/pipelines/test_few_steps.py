@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import psnr, slow
-from PIL import Image
 from safetensors.torch import save_file
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_pipeline
 
 import generate_cli
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, guidance_embedding
@@ -187,16 +186,6 @@ def test_the_file_of_a_unet_replaces_the_models(models, tmp_path, kind):
 
 
 @pytest.mark.slow
-def test_the_directory_of_a_unet_replaces_the_models(models):
-    """It has its own config: this one embeds the guidance scale."""
-    source = str(models["distilled"] / "unet")
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(models["plain"], unet=source)
-    assert pipeline.unet.config.time_cond_proj_dim == 16
-    _, expected = FlaxDiffusionPipeline.from_pretrained(models["distilled"])
-    jax.tree.map(np.testing.assert_array_equal, params["unet"], expected["unet"])
-
-
-@pytest.mark.slow
 def test_flags_of_sdxl(tmp_path):
     """LoRA, chosen timesteps and eta by the command line, also with a saved executable."""
     model, lora = make_tiny_xl(tmp_path / "model"), tmp_path / "lora.safetensors"
@@ -230,34 +219,3 @@ def test_flags_of_sdxl(tmp_path):
         assert np.abs(images[name] - images["jit"]).max() <= 1
     assert np.abs(images["plain"] - images["jit"]).mean() > 1
     np.testing.assert_array_equal(images["chosen"], images["trailing"])
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--eta", "0.5"], "eta=0.5 is not an option of FlaxEulerDiscreteScheduler"),
-        (["--timesteps", "499", "999"], "must decrease and be from 999 to 0"),
-        (["--lora", "/no/such.safetensors"], "lora=/no/such.safetensors does not exist"),
-        (["--scheduler", "lcm", "--timestep_spacing", "trailing"], "has no effect with FlaxLCM"),
-        (["--unet", "/no/such.safetensors"], "unet=/no/such.safetensors does not exist"),
-        (["--unet", "EDITS"], "has in_channels=8, this pipeline needs 4"),
-        (["--unet", "VAE"], "has a VAE alone; give a file with a UNet"),
-        (["--unet", "SD"], "are for 48; take both from one family"),
-    ],
-)
-def test_bad_flags_are_one_line(tmp_path, capsys, flags, message):
-    model = make_tiny_xl(tmp_path / "model")
-    if "EDITS" in flags:
-        flags = ["--unet", str(make_tiny_xl(tmp_path / "edits", edits=True) / "unet")]
-    if "VAE" in flags:
-        flags = ["--unet", str(next((model / "vae").glob("*.safetensors")))]
-    if "SD" in flags:
-        narrow = make_tiny_pipeline(tmp_path / "sd", in_channels=4)
-        flags = ["--unet", str(next((narrow / "unet").glob("*.safetensors")))]
-    capsys.readouterr()  # progress bars of writing the model
-    with pytest.raises(SystemExit) as stopped:
-        generate_cli.main(["--model", str(model), "--prompt", "it", *flags])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error and "\n" not in error

@@ -1,7 +1,6 @@
 """Inpainting, and the hand-over from base to refiner, against the PyTorch pipelines."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +23,10 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 from diffusers_flax.images import prepare_images
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.running import Options
-from diffusers_flax.pipelines.sampling import Schedule, keep_outside, make_schedule
+from diffusers_flax.pipelines.sampling import Schedule, keep_outside
 from diffusers_flax.pipelines.stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
     FlaxStableDiffusionInpaintPipeline,
-    FlaxStableDiffusionPipeline,
 )
 from diffusers_flax.pipelines.stable_diffusion_xl import (
     FlaxStableDiffusionXLImg2ImgPipeline,
@@ -148,20 +146,6 @@ def test_negative_prompt_and_rescaled_guidance(folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accelerate", [(), ("guidance:stop=0.5",)])
-def test_the_image_is_kept_outside_the_mask(folders, accelerate):
-    """Its latents are the result there, also with accelerations."""
-    case = "xl 4", folders["xl 4"], "euler", SIZES["64x48"]
-    latents = inpaint_ours(*case, accelerate=accelerate, output_type="latent")
-    pipeline, params = FlaxStableDiffusionXLInpaintPipeline.from_pretrained(folders["xl 4"])
-    images, mask, _ = inputs_of(SIZES["64x48"])
-    original = pipeline.latents_of(params, prepare_images(images), KEYS, Options())
-    outside = np.asarray(mask)[::8, ::8] == 0
-    np.testing.assert_allclose(latents[..., outside], original[..., outside], atol=1e-5)
-    assert np.abs(latents - original)[..., ~outside].mean() > 0.1
-
-
-@pytest.mark.slow
 def test_devices_folders_and_latents(folders, tmp_path):
     """Two devices make the same images; a directory's class opens it; an image may be latents."""
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders["xl 9"])
@@ -263,47 +247,24 @@ def test_inpainting_goes_on_with_a_refiner(folders, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", ["ddim", "pndm", "lcm", "ddpm", "lms", "euler_ancestral"])
-def test_one_model_in_two_parts_makes_the_same_steps(folders, scheduler):
-    """First and second part of a run have all its timesteps, PNDM's repeated one once more."""
-    pipeline, _ = open_ours(folders["sd 4"], scheduler, FlaxStableDiffusionPipeline)
-    shape = (1, 4, 8, 6)
-    plan = partial(make_schedule, pipeline.scheduler, shape, STEPS)
-    whole = plan().state
-    for share in (0.15, 0.3, 0.5, 0.8, 0.85):
-        schedule, sequel = plan(denoising_end=share), plan(denoising_start=share)
-        first, second, num_steps = schedule.state, sequel.state, schedule.num_steps
-        np.testing.assert_array_equal(first.timesteps, whole.timesteps)
-        rest = np.unique(whole.timesteps[num_steps:])[::-1]
-        np.testing.assert_array_equal(np.unique(second.timesteps)[::-1], rest)
-        assert min(first.timesteps[:num_steps]) >= round(1000 * (1 - share)) > max(rest)
-        assert sequel.num_steps == len(second.timesteps)
-    middle = plan(denoising_start=0.3, denoising_end=0.8)
-    steps = np.asarray(middle.state.timesteps)[: middle.num_steps]
-    assert ((steps >= 200) & (steps < 700)).all()
-
-
-@pytest.mark.slow
 def test_inputs_that_do_not_fit(folders):
     """Each in one line that says what to give."""
     pipeline, params = FlaxStableDiffusionImg2ImgPipeline.from_pretrained(folders["sd 4"])
     images, mask, noise = inputs_of((64, 48))
     inputs = *pipeline.prepare_inputs(PROMPTS, images), params, KEY
     for options, words in [
-        (dict(denoising_start=0.8, denoising_end=0.5), "denoising_start=0.8 must be below den"),
-        (dict(denoising_start=1.5), "denoising_start=1.5 must be a number between 0 and 1"),
-        (dict(denoising_end=0), "denoising_end=0 must be a number between 0 and 1"),
-        (dict(denoising_end=0.001), "leaves no step to do; take more steps or a later end"),
-        (dict(denoising_start=0.999), "leaves no step to do; take more steps or an earlier start"),
+        (dict(denoising_start=0.8, denoising_end=0.5), "the start below the end"),
+        (dict(denoising_start=1.5), "denoising_start=1.5, .* must be numbers between 0 and 1"),
+        (dict(denoising_end=0), "denoising_end=0 must be numbers between 0 and 1"),
+        (dict(denoising_end=0.001), "denoising_end=0.001 leave no step of num_inference_steps=10"),
+        (dict(denoising_start=0.999), "denoising_start=0.999 .* leave no step of"),
         (dict(denoising_start=0.5, noise=noise), "noise is not added with denoising_start"),
     ]:
         with pytest.raises(ValueError, match=words):
             pipeline(*inputs, num_inference_steps=STEPS, **options)
     scheduler, _ = make_scheduler("pndm", {"skip_prk_steps": False})
     other = replace(pipeline, scheduler=scheduler)
-    with pytest.raises(
-        ValueError, match="Runge-Kutta steps of FlaxPNDMScheduler; take skip_prk_steps=True"
-    ):
+    with pytest.raises(ValueError, match="Runge-Kutta steps of FlaxPNDMScheduler; leave them out"):
         other(*inputs, denoising_end=0.5)
 
     pipeline, params = FlaxStableDiffusionInpaintPipeline.from_pretrained(folders["sd 4"])

@@ -11,21 +11,16 @@ import numpy as np
 import pytest
 from diffusers import StableDiffusionXLInstructPix2PixPipeline
 from helpers import PROMPTS, psnr, random_inputs
-from PIL import Image
 from references import check_output_types, edit_with_torch_xl
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
-import edit_cli
-from diffusers_flax.data.images import load_image
 from diffusers_flax.evaluation.edits import check_model
 from diffusers_flax.generating.models import ModelOptions, Sampling, load_model
 from diffusers_flax.models.unet import FlaxUNet2DConditionOutput
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (
-    EDIT_BRANCHES,
     FlaxStableDiffusionInstructPix2PixPipeline,
-    edit_branches,
 )
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
@@ -161,42 +156,8 @@ def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scales", "negative_prompt"),
-    [
-        ((0.0, 1.5), None),
-        pytest.param((1.0, 1.0), "dark", marks=pytest.mark.slow),
-        pytest.param((0.0, 1.0), None, marks=pytest.mark.slow),
-        pytest.param((2.0, 2.0), "dark", marks=pytest.mark.slow),
-    ],
-)
-def test_branches_without_weight_change_nothing(loaded, scales, negative_prompt):
-    """Text alone; image and null; image alone; text and null: as with all three branches."""
-    pipeline, params = loaded
-    images, latents = random_inputs(1, 32, 32, 8)
-    prompt_ids, image = pipeline.prepare_inputs(PROMPTS[:1], images)
-    neg_prompt_ids = negative_prompt and pipeline.prepare_text_inputs(negative_prompt)
-    generate = jax.jit(
-        partial(
-            pipeline._generate,
-            num_inference_steps=2,
-            guidance_scale=scales[0],
-            image_guidance_scale=scales[1],
-        ),
-        static_argnames="branches",
-    )
-    arguments = dict(latents=latents, neg_prompt_ids=neg_prompt_ids)
-    found, expected = (
-        generate(prompt_ids, image, params, jax.random.key(0), branches=branches, **arguments)
-        for branches in (edit_branches(*scales), EDIT_BRANCHES)
-    )
-    assert len(edit_branches(*scales)) < 3
-    assert psnr(found, expected) > 80
-
-
-@pytest.mark.slow
 def test_generate_under_pmap_ahead_of_time(loaded):
-    """Compiled for two devices without running; jit=True is in the test of edit_cli below."""
+    """Compiled for two devices without running."""
     pipeline, params = loaded
     prompt_ids, image = pipeline.prepare_inputs(PROMPTS[:2], random_inputs(2, 40, 56, 8)[0])
     rng = jax.random.split(jax.random.key(0), 2)
@@ -209,26 +170,6 @@ def test_generate_under_pmap_ahead_of_time(loaded):
         row = slice(k, k + 1)
         expected = pipeline(prompt_ids[row], image[row], params, rng[row], 2).images
         np.testing.assert_allclose(images[k], expected, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_devices_change_nothing(loaded):
-    pipeline, params = loaded
-    input_images, latents = random_inputs(2, 40, 40, 8)
-    prompt_ids, image = pipeline.prepare_inputs(PROMPTS[:2], input_images)
-    key = jax.random.key(0)
-    expected = pipeline(prompt_ids, image, params, key, 2, latents=latents).images
-    devices = jax.devices()[:2]
-    images = pipeline(
-        prompt_ids[:, None],
-        image[:, None],
-        replicate(params, devices),
-        key,
-        2,
-        latents=latents[:, None],
-        jit=True,
-    ).images
-    np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
 
 
 def test_the_folder_names_the_class(folder, tmp_path):
@@ -252,7 +193,7 @@ def test_pytorchs_own_directory_opens(folder, loaded, tmp_path):
 
 
 @pytest.mark.slow
-def test_other_models_are_refused_by_name(folder, tmp_path, capsys):
+def test_other_models_are_refused_by_name(folder, tmp_path):
     base = make_tiny_xl(tmp_path / "base")
     pix2pix = make_tiny_pipeline(tmp_path / "pix2pix")
     refiner = make_tiny_xl(tmp_path / "refiner", refiner=True)
@@ -270,35 +211,3 @@ def test_other_models_are_refused_by_name(folder, tmp_path, capsys):
     ):
         with pytest.raises(ValueError, match=message):
             cls.from_pretrained(path)
-
-    Image.new("RGB", (64, 64)).save(tmp_path / "in.png")
-    edit = ["--input", str(tmp_path / "in.png"), "--edit", "make it red"]
-    for path, message in (
-        (refiner, "is a StableDiffusionXLImg2ImgPipeline, not an InstructPix2Pix model"),
-        (other_vae, "has scaling_factor 0.18215: it is Stable Diffusion's VAE"),
-        (half, "lacks text_encoder_2/config.json; copy or download it again"),
-    ):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            edit_cli.main(["--model", str(path), *edit])
-        assert stop.value.code == 2
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith("error: ") and message in error
-
-
-@pytest.mark.slow
-def test_edit_cli_opens_either_family(folder, tmp_path):
-    """Without a negative prompt the null text is zeros."""
-    input_images, _ = random_inputs(1, 40, 56, 8)
-    pipeline, params = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder)
-    pipeline.numpy_to_pil(input_images)[0].save(tmp_path / "in.png")
-    args = f"--model {folder} --input {tmp_path}/in.png --output {tmp_path}/out.png"
-    args = [*args.split(), "--edit", "make it red", "--resolution", "56"]
-    edit_cli.main([*args, "--num_inference_steps", "2", "--compilation_cache_dir", ""])
-    image = load_image(tmp_path / "out.png")
-    pixels = np.asarray(load_image(tmp_path / "in.png"))
-    prompt_ids, prepared = pipeline.prepare_inputs("make it red", pixels)
-    expected = pipeline(
-        prompt_ids, prepared, params, jax.random.fold_in(jax.random.key(0), 0)[None], 2
-    ).images
-    assert psnr(np.asarray(image, np.float32)[None] / 255, expected) > 45

@@ -2,8 +2,6 @@
 
 import logging
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +18,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
 )
 from flax.jax_utils import replicate
-from helpers import ROOT, matmuls_of_text, psnr, slow
+from helpers import matmuls_of_text, psnr, slow
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.messages import warn_once
@@ -79,8 +77,9 @@ def cases():
     """Every pipeline with three schedulers, and with a negative prompt; most are slow."""
     for kind in KINDS:
         found = [("ddim", "plain"), ("euler", "negative"), ("dpmsolver++", "negative")]
+        if kind in ("sd", "xl", "sd image"):  # below strength 1 PyTorch is a timestep late with it
+            found += [("pndm", "plain")]
         if kind in ("sd", "xl"):
-            found += [("pndm", "plain")]  # PyTorch's image-to-image is a timestep late with it
             found += [("euler", "off")]
         if kind in ("sd", "xl", "xl image"):  # PyTorch's image-to-image of SD has none
             found += [("euler", "rescaled")]
@@ -109,7 +108,7 @@ def test_equals_pytorch(folders, kind, scheduler, guidance):
     if guidance == "rescaled":
         options["guidance_rescale"] = 0.7
     if kind.endswith(("image", "refiner")):
-        options["strength"] = 0.7
+        options["strength"] = 1.0 if scheduler == "pndm" else 0.7
         expected = call_with_noise(
             theirs,
             noise,
@@ -205,24 +204,6 @@ def test_float16(folders, kind):
     assert decoder_types(pipeline, params) == {"f32"} and decoder_types(half, params) == {"f16"}
     found = half(*inputs, num_inference_steps=3, guidance_scale=2.0).images
     assert psnr(found, images[jnp.float16]) > 50
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sd", pytest.param("sd image", marks=pytest.mark.slow)])
-def test_the_scheduler_is_not_what_params_were_cast_to(folders, kind):
-    pipeline, params = KINDS[kind][1].from_pretrained(folders[kind])
-    pipeline = replace_scheduler(pipeline, params, "ddim")
-    inputs = [pipeline.prepare_text_inputs(PROMPTS)]
-    if kind == "sd image":
-        inputs = pipeline.prepare_inputs(PROMPTS, np.full((64, 48, 3), 99, np.uint8))
-    cast = params | {
-        "scheduler": jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["scheduler"])
-    }
-    expected, found = (
-        pipeline(*inputs, tree, jax.random.key(0), num_inference_steps=5).images
-        for tree in (params, cast)
-    )
-    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.slow
@@ -326,27 +307,6 @@ def test_negative_prompts_and_keys_that_do_not_fit(folders):
         pipeline(prompt_ids, params, jax.random.split(key, 3), **options)
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_pndm_from_a_image(folders):
-    """PyTorch's steps at strength 1."""
-    theirs = StableDiffusionImg2ImgPipeline.from_pretrained(
-        folders["sd"], safety_checker=None, low_cpu_mem_usage=False
-    )
-    theirs.scheduler = SCHEDULERS["pndm"][0].from_config(theirs.scheduler.config)
-    pipeline, params = FlaxStableDiffusionImg2ImgPipeline.from_pretrained(folders["sd"])
-    pipeline = replace_scheduler(pipeline, params, "pndm")
-    rng = np.random.default_rng(0)
-    noise = rng.standard_normal((2, 4, 8, 6), np.float32)
-    input_image = rng.random((2, 64, 48, 3), np.float32)
-    image = torch.from_numpy(input_image).permute(0, 3, 1, 2)
-    options = dict(num_inference_steps=6, strength=1.0, guidance_scale=5.0)
-    expected = call_with_noise(theirs, noise, prompt=PROMPTS, image=image, **options)
-    inputs = pipeline.prepare_inputs(PROMPTS, input_image)
-    images = pipeline(*inputs, params, jax.random.key(0), noise=noise, **options).images
-    assert psnr(images, expected) > 60
-
-
 def replace_scheduler(pipeline, params, name):
     """The pipeline with another scheduler, made from the config of its own."""
     scheduler, params["scheduler"] = make_scheduler(name, pipeline.scheduler.config)
@@ -363,24 +323,3 @@ def call_with_noise(pipeline, noise, **arguments):
                 lambda *args, **kwargs: torch.from_numpy(noise),
             )
         return pipeline(output_type="np", **arguments).images
-
-
-def test_weights_are_not_held_twice_while_they_are_moved():
-    """Devices copy in the background; 256 MB, in a process of its own."""
-    code = """
-import jax, numpy
-from pathlib import Path
-from diffusers_flax.parameters import replace_leaves
-def kilobytes(name):
-    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0])
-jax.device_put(numpy.ones(3))
-params = {i: {"kernel": numpy.full(2**20, i, numpy.float32)} for i in range(64)}
-before = kilobytes("VmRSS")
-replace_leaves(jax.device_put, params)
-jax.block_until_ready(params)
-print(kilobytes("VmHWM") - before)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert 0 < int(done.stdout) < 100 * 1024

@@ -12,9 +12,6 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import compile_for
 import flax_train_instruct_pix2pix as trainer
 import generate_cli
-from diffusers_flax.compiling.programs import EditProgramFlags, open_pipeline_of_flags
-from diffusers_flax.evaluation import edits
-from diffusers_flax.generating.models import Sampling
 from diffusers_flax.generating.requests import Request
 from diffusers_flax.generating.tasks import check_models
 from diffusers_flax.messages import warn_once
@@ -54,18 +51,6 @@ def test_images_by_the_chosen_scheduler(tmp_path):
     assert type(scheduler_of(scheduler="ddim")) is FlaxDDIMScheduler
     with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with scheduler="):
         scheduler_of()
-
-
-def test_edits_and_tpu_programs_build_the_chosen_scheduler(tmp_path):
-    folder = with_unipc(make_tiny_pipeline(tmp_path / "model"))
-    assert (
-        type(edits.check_model(folder, 64, Sampling(5, scheduler="ddim")).scheduler)
-        is FlaxDDIMScheduler
-    )
-    with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with scheduler="):
-        edits.check_model(folder, 64, Sampling(5))
-    edit = EditProgramFlags(tpu="v5e", pretrained_model_name_or_path=str(folder), scheduler="ddim")
-    assert type(open_pipeline_of_flags(edit).scheduler) is FlaxDDIMScheduler
 
 
 def test_training_needs_the_noise_schedule_only(tmp_path, caplog):

@@ -105,19 +105,6 @@ def test_rows_on_several_devices_leave_tiles_whole(folders):
 
 
 @pytest.mark.slow
-def test_taesd_decodes_whole_images(folders, tmp_path):
-    save_tiny_vae(tmp_path, (8,) * 4)
-    images = []
-    for tile in (None, 32):
-        pipeline, params = FlaxDiffusionPipeline.from_pretrained(
-            folders["xl"], vae_tile=tile, accelerate=f"taesd:path={tmp_path}"
-        )
-        ids = pipeline.prepare_inputs(PROMPTS[:1])
-        images.append(pipeline(ids, params, KEY, num_inference_steps=2).images)
-    np.testing.assert_array_equal(*images)
-
-
-@pytest.mark.slow
 def test_temporary_memory_is_of_one_row_of_tiles(folders):
     """By the compiled program for the CPU: a fourth of the pixels at once, and no copy more."""
     pipeline = FlaxStableDiffusionXLPipeline.open(folders["xl"])

@@ -196,7 +196,7 @@ def test_flags_without_effect(tmp_path, capsys):
             "--variant fp16 goes with a directory or hub id",
         ),
         ([f"{folder}.ckpt"], "model.ckpt does not exist; check the path"),
-        ([str(file), "--use_ema_weights"], "has no averages of the weights"),
+        ([str(file), "--use_ema_weights"], "has no averages of a UNet"),
         ([str(file), "--config_name_or_path", str(tmp_path)], f"{tmp_path} has no config.json"),
     ):
         capsys.readouterr()
