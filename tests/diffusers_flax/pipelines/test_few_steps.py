@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import psnr, slow
+from PIL import Image
 from safetensors.torch import save_file
-from tiny_models import make_tiny_pipeline
+from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import generate_cli
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, guidance_embedding
