@@ -54,6 +54,24 @@ def open_ours(folder, scheduler=None, cls=FlaxDiffusionPipeline, **options):
     return pipeline, params
 
 
+def remove_variance(folder):
+    """Make the posterior of a model's VAE a point, from which both draw the same latents."""
+    vae = diffusers.AutoencoderKL.from_pretrained(folder / "vae")
+    with torch.no_grad():
+        vae.quant_conv.weight[4:] = 0
+        vae.quant_conv.bias[4:] = -40
+    vae.save_pretrained(folder / "vae")
+
+
+def call_theirs(pipeline, noise, **arguments):
+    """The images of a PyTorch call that draws this noise; latents as an array."""
+    with pytest.MonkeyPatch.context() as patch:
+        module = type(pipeline).__module__
+        patch.setattr(f"{module}.randn_tensor", lambda *args, **kwargs: torch.from_numpy(noise))
+        images = pipeline(**({"output_type": "np"} | arguments)).images
+    return images.numpy() if torch.is_tensor(images) else images
+
+
 def open_theirs(folder, scheduler, cls=diffusers.DiffusionPipeline):
     """PyTorch's pipeline.
 

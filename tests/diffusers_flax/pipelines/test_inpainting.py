@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    AutoencoderKL,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLInpaintPipeline,
@@ -17,7 +16,7 @@ from diffusers import (
 from flax.jax_utils import replicate
 from helpers import psnr
 from PIL import Image
-from references import open_ours, open_theirs
+from references import call_theirs, open_ours, open_theirs, remove_variance
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.images import prepare_images
@@ -59,11 +58,7 @@ def folders(tmp_path_factory):
         "refiner 4": make_tiny_xl(root / "refiner", refiner=True, force_zeros=False),
     }
     for folder in made.values():
-        vae = AutoencoderKL.from_pretrained(folder / "vae")
-        with torch.no_grad():
-            vae.quant_conv.weight[4:] = 0
-            vae.quant_conv.bias[4:] = -40
-        vae.save_pretrained(folder / "vae")
+        remove_variance(folder)
     return made
 
 
@@ -75,17 +70,6 @@ def inputs_of(size):
     mask[5:41, 10:33] = 255
     noise = rng.standard_normal((2, 4, height // 8, width // 8), np.float32)
     return rng.random((2, height, width, 3), np.float32), Image.fromarray(mask), noise
-
-
-def call_theirs(pipeline, noise, **arguments):
-    """The images of a PyTorch call that draws this noise; latents as an array."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            f"{type(pipeline).__module__}.randn_tensor",
-            lambda *args, **kwargs: torch.from_numpy(noise),
-        )
-        images = pipeline(**({"output_type": "np"} | arguments)).images
-    return images.numpy() if torch.is_tensor(images) else images
 
 
 def inpaint_theirs(kind, folder, scheduler, size, **options):

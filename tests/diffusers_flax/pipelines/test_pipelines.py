@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    AutoencoderKL,
     StableDiffusionImg2ImgPipeline,
     StableDiffusionPipeline,
     StableDiffusionXLImg2ImgPipeline,
@@ -19,6 +18,7 @@ from diffusers import (
 )
 from flax.jax_utils import replicate
 from helpers import matmuls_of_text, psnr, slow
+from references import call_theirs, remove_variance
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.messages import warn_once
@@ -58,11 +58,7 @@ def folders(tmp_path_factory):
     xl = make_tiny_xl(root / "xl")
     refiner = make_tiny_xl(root / "refiner", refiner=True, force_zeros=False)
     for folder in (sd, xl, refiner):
-        vae = AutoencoderKL.from_pretrained(folder / "vae")
-        with torch.no_grad():
-            vae.quant_conv.weight[4:] = 0
-            vae.quant_conv.bias[4:] = -40
-        vae.save_pretrained(folder / "vae")
+        remove_variance(folder)
     return {"sd": sd, "sd image": sd, "xl": xl, "xl image": xl, "xl refiner": refiner}
 
 
@@ -109,7 +105,7 @@ def test_equals_pytorch(folders, kind, scheduler, guidance):
         options["guidance_rescale"] = 0.7
     if kind.endswith(("image", "refiner")):
         options["strength"] = 1.0 if scheduler == "pndm" else 0.7
-        expected = call_with_noise(
+        expected = call_theirs(
             theirs,
             noise,
             prompt=PROMPTS,
@@ -311,15 +307,3 @@ def replace_scheduler(pipeline, params, name):
     """The pipeline with another scheduler, made from the config of its own."""
     scheduler, params["scheduler"] = make_scheduler(name, pipeline.scheduler.config)
     return replace(pipeline, scheduler=scheduler)
-
-
-def call_with_noise(pipeline, noise, **arguments):
-    """A PyTorch image-to-image call that adds this noise."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("stable_diffusion", "stable_diffusion_xl"):
-            name = "xl_" if module.endswith("xl") else ""
-            patch.setattr(
-                f"diffusers.pipelines.{module}.pipeline_stable_diffusion_{name}img2img.randn_tensor",
-                lambda *args, **kwargs: torch.from_numpy(noise),
-            )
-        return pipeline(output_type="np", **arguments).images
