@@ -64,11 +64,7 @@ def open_image(file):
 
 
 def to_rgb(image):
-    """Convert a PIL image of any mode to RGB, on a white background.
-
-    Raises:
-        ValueError: the range of the values is not known, see to_8_bits.
-    """
+    """Convert a PIL image of any mode to RGB, on a white background; see to_8_bits."""
     image = to_8_bits(image)
     if not image.has_transparency_data:
         return image.convert("RGB")
@@ -229,10 +225,7 @@ def mask_values(mask, unpainted=None):
 
 
 def opaque_part(alpha):
-    """Where a layer has paint, bool (H, W): at least half as opaque as its most opaque pixel.
-
-    alpha: uint8 (H, W). Paint of less than 3% opacity is none.
-    """
+    """Where a layer of alpha (H, W) has paint: at least half as opaque as the most, and 3%."""
     return alpha >= max(alpha.max() / 2, 8)
 
 

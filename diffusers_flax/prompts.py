@@ -187,11 +187,7 @@ def as_list(prompt):
 def make_chunks(tokenizer, parts, length, long_prompts, convention):
     """The tokens of a prompt, a list of chunks of up to length - 2 pairs (id, weight).
 
-    Args:
-        tokenizer: a transformers CLIPTokenizer.
-        parts: of the prompt, [(text, weight) or BREAK].
-        length: tokens that the text encoder takes, start and end included.
-        long_prompts, convention: as for prepare_prompts.
+    parts: of the prompt, [(text, weight) or BREAK]; length: of what the text encoder takes.
     """
     units, size = units_of(tokenizer, parts, convention, length - 2), length - 2
     if long_prompts:
@@ -232,13 +228,9 @@ def units_of(tokenizer, parts, convention, size):
 
 
 def fill_chunks(units, size, comma):
-    """Chunks of up to `size` pairs (id, weight), at least one, which may be empty.
+    """Chunks of up to `size` pairs (id, weight) of units_of, at least one, which may be empty.
 
-    Args:
-        units: of units_of.
-        size: of a chunk.
-        comma: id of the token after which a full chunk may end earlier, see LAST_TOKENS; None: it
-            does not.
+    comma: id of the token after which a full chunk may end earlier, see LAST_TOKENS, or None.
     """
     chunks, last_comma = [[]], -math.inf
     for unit in units:
@@ -448,16 +440,9 @@ def split_chunks(name, x, length):
 
 
 def weigh(convention, states, weights, empty):
-    """States of chunks with weights; a chunk whose weights are 1 does not change.
+    """States z of chunks, (rows, k, 77, D), with weights w; weights of 1 do not change a chunk.
 
-    Args:
-        convention: "webui" or "comfyui".
-        states: z of one text encoder, (rows, k, 77, D).
-        weights: w, float32 (rows or 1, k, 77).
-        empty: z_empty, states of the empty prompt, (77, D).
-
-    Returns:
-        Like states.
+    weights: float32 (rows or 1, k, 77); empty: z_empty, states of the empty prompt, (77, D).
     """
     z, w, z_empty = states.astype(jnp.float32), weights[..., None], empty.astype(jnp.float32)
     if convention == "comfyui":

@@ -125,12 +125,7 @@ def split_specs(specs):
 
 
 def open_unet(source, config, variant=None, **hub_options):
-    """{name of a parameter: function that reads it} of a UNet.
-
-    Args:
-        source, variant, hub_options: as for unet_files.
-        config: of the UNet, to convert a file of the original layout.
-    """
+    """{name of a parameter: function that reads it} of a UNet with a config."""
     files = unet_files(source, variant, **hub_options)
     _, name = locate("unet_delta", source)
     if name is not None and name.endswith(SINGLE_FILE_SUFFIXES):

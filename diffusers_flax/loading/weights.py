@@ -182,14 +182,7 @@ def find_weight_files(fetch, stem, suffix, dot_variant):
 
 
 def shard_names(index):
-    """Sorted names of the files in the index of a sharded checkpoint.
-
-    Args:
-        index: Path of a *.index.json.
-
-    Raises:
-        ValueError: it lists no files, or a file in another directory.
-    """
+    """Sorted names of the files in the *.index.json of a sharded checkpoint."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again")
@@ -218,12 +211,7 @@ def index_names(stem, suffix, dot_variant=""):
 
 
 def weights_pattern(stem, dot_variant=""):
-    """Pattern of a model's safetensors files and indices, under all names.
-
-    Args:
-        stem: weights_name.
-        dot_variant: as for index_names.
-    """
+    """Pattern of a model's safetensors files and indices, under all names, as of index_names."""
     variant, number = re.escape(dot_variant), r"(-\d{5}-of-\d{5})?"
     files = [f"{stem}({variant}{number}|{number}{variant})[.]safetensors"]
     indices = [re.escape(name) for name in index_names(stem, "safetensors", dot_variant)]
@@ -324,11 +312,7 @@ def load_pickle(file):
 
 
 def state_dict_of(content):
-    """The state dict in the content of a PyTorch file: the content, or an entry of it.
-
-    Raises:
-        NotWeights: it has none.
-    """
+    """The state dict in the content of a PyTorch file: the content, or an entry of it."""
     while isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
@@ -457,11 +441,7 @@ def write_msgpack(file, params, dtype):
 
 
 def host_device():
-    """The host's CPU as a jax device.
-
-    Raises:
-        ValueError: jax does not use it.
-    """
+    """The host's CPU as a jax device; a ValueError if jax does not use it."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

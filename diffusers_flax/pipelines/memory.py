@@ -40,12 +40,9 @@ class MemoryBound(NamedTuple):
 
 
 def bound_memory(pipeline, devices, batch_size, num_branches, size):
-    """The MemoryBound of a batch on each device.
+    """The MemoryBound of a batch on each device; other arguments as for bytes_of_devices.
 
-    Args:
-        pipeline: as from open; its components' devices are chosen.
-        devices: that make images: all of them, or the first of each group of the layout.
-        batch_size, num_branches, size: as for bytes_of_devices.
+    devices: that make images: all of them, or the first of each group of the layout.
     """
     layout, on_host = pipeline.layout, devices[0].platform == "cpu"
     held = bytes_of_devices(pipeline, batch_size, num_branches, size)
@@ -101,10 +98,7 @@ def modules_of(component):
 
 
 def with_balanced_components(pipeline, batch_size, num_branches, size):
-    """The pipeline with its components' devices chosen by memory, if its layout is BALANCED.
-
-    Arguments as for bytes_of_devices.
-    """
+    """The pipeline with its components' devices chosen by memory, if its layout is BALANCED."""
     layout = pipeline.layout
     if layout is None or layout.components != BALANCED:
         return pipeline
@@ -118,10 +112,7 @@ def with_balanced_components(pipeline, batch_size, num_branches, size):
 
 
 def balance(sizes, num_devices):
-    """{component: index of its device}: the largest first, each on the device with the least.
-
-    sizes: {component: bytes}.
-    """
+    """{component: index of its device} of {component: bytes}: largest first, to the least full."""
     held, chosen = [0] * num_devices, {}
     for component in sorted(sizes, key=sizes.get, reverse=True):
         chosen[component] = held.index(min(held))

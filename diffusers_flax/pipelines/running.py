@@ -373,10 +373,7 @@ def move(tree, device, array_type=object):
 def check_inputs(pipeline, jit, inputs, params):
     """Raise a ValueError unless prompt_ids and params have the axes that a call with `jit` takes.
 
-    Args:
-        pipeline, inputs, params: as for run.
-        jit: True: the arrays have a leading axis of devices. False: the program runs where params
-            are; warns if that is the CPU beside an accelerator.
+    Without jit the program runs where params are; warns if that is the CPU beside an accelerator.
     """
     prompt_ids = inputs["prompt_ids"]
     for name in ("prompt_ids", "neg_prompt_ids"):
@@ -412,12 +409,7 @@ def check_inputs(pipeline, jit, inputs, params):
 
 
 def check_images(pipeline, inputs, batch):
-    """Raise a ValueError unless images and masks are of the batch of prompt_ids and of one size.
-
-    Args:
-        pipeline, inputs: as for run.
-        batch: (devices, B) or (B,).
-    """
+    """Raise a ValueError unless images and masks have one size, and batch: (devices, B) or (B,)."""
     names = [name for name in ("image", "masked_image", "mask") if inputs[name] is not None]
     sizes = set()
     for name in names:
@@ -433,13 +425,7 @@ def check_images(pipeline, inputs, batch):
 
 
 def check_layout(layout, jit, prompt_ids, kernel):
-    """Raise a ValueError unless images and parameters fit a layout.
-
-    Args:
-        layout: Layout.
-        jit, prompt_ids: of a call.
-        kernel: one of the parameters.
-    """
+    """Raise a ValueError unless prompt_ids and the parameters, of which `kernel`, fit a layout."""
     num_images, what = len(prompt_ids), "a multiple" if not jit else "the number"
     if num_images % layout.data or (jit and num_images != layout.data):
         raise ValueError(
@@ -455,10 +441,7 @@ def check_layout(layout, jit, prompt_ids, kernel):
 
 
 def inputs_to_host(inputs):
-    """Move inputs that are on one device to the host, as pmap refuses them.
-
-    For example latents made on one device, for a refiner on all.
-    """
+    """Move inputs that are on one device to the host, as pmap refuses them."""
 
     def to_host(x):
         is_on_one = isinstance(x, jax.Array) and len(x.devices()) == 1
@@ -468,11 +451,7 @@ def inputs_to_host(inputs):
 
 
 def keys_of_call(pipeline, jit, prng_seed, prompt_ids):
-    """A call's keys.
-
-    On several devices a single key becomes one per image, so that images do not depend on the
-    number of devices.
-    """
+    """A call's keys; on several devices one per image, so that images do not depend on devices."""
     keys = as_keys(prng_seed)
     if (jit or pipeline.layout is not None) and keys.ndim == 0:
         batch = prompt_ids.shape[: 2 if jit else 1]
@@ -482,10 +461,6 @@ def keys_of_call(pipeline, jit, prng_seed, prompt_ids):
 
 def log_compilation(pipeline, jit, options, inputs, shared, params):
     """Log what differs if a call compiles another program than earlier calls.
-
-    Args:
-        pipeline, jit, options: as for run.
-        inputs, shared, params: as for generate.
 
     Returns:
         The program's entry for pipeline.compiled, to be added after the call.

@@ -44,17 +44,9 @@ AYS_SDXL = (999, 845, 730, 587, 443, 310, 193, 116, 53, 13)
 
 
 def text_branches(guidance_scale):
-    """The branches to compute: as in PyTorch, both if the scale is above 1.
+    """The branches to compute: as in PyTorch, both for a number above 1.
 
-    Args:
-        guidance_scale: number >= 0, or an array, which needs both branches; values from 0 to 1
-            interpolate between the null text and the text.
-
-    Returns:
-        TEXT_BRANCHES, or ("text",).
-
-    Raises:
-        ValueError: the scale is negative or not finite.
+    An array needs both; its values from 0 to 1 interpolate between the null text and the text.
     """
     if isinstance(guidance_scale, jax.Array) or np.ndim(guidance_scale):
         return TEXT_BRANCHES
@@ -106,17 +98,9 @@ def rescale_guidance(guided, text, guidance_rescale):
 
 
 def rows_of_branches(tree, branches, active):
-    """Select the rows of the branches in `active`.
+    """Select the rows of the branches `active` from arrays (len(branches) * B, ...) of a tree.
 
     Arrays hold all rows of one branch, then all rows of the next.
-
-    Args:
-        tree: tree of arrays (len(branches) * B, ...).
-        branches: names of all branches, in the order of the arrays.
-        active: names of the branches to select, in the order of the result.
-
-    Returns:
-        Tree of arrays (len(active) * B, ...).
     """
     if active == branches:
         return tree
@@ -166,12 +150,7 @@ def rows_per_image(ids, num_images):
 
 
 def are_plain(inputs, length):
-    """Whether the prompts have one chunk of tokens and no weights, see prompts.py.
-
-    Args:
-        inputs: of running.generate.
-        length: tokens that a text encoder takes, 77.
-    """
+    """Whether a run's prompts have one chunk of `length` tokens and no weights, see prompts.py."""
     ids = (inputs[name] for name in ("prompt_ids", "neg_prompt_ids"))
     are_short = all(x is None or x.shape[-1] <= length for x in ids)
     return are_short and inputs.get("prompt_weights") is None
@@ -180,10 +159,7 @@ def are_plain(inputs, length):
 def normal(keys, number, shape):
     """Standard normal noise, float32 (len(keys), *shape), one key per image.
 
-    Args:
-        keys: one per image, (B,).
-        number: 0 for the initial noise, i + 1 for step i, or POSTERIOR_NOISE.
-        shape: of one image's noise.
+    number: 0 for the initial noise, i + 1 for step i, or POSTERIOR_NOISE.
     """
     return jax.vmap(
         lambda key: jax.random.normal(jax.random.fold_in(key, number), shape, jnp.float32)
@@ -191,11 +167,7 @@ def normal(keys, number, shape):
 
 
 def starting_noise(latents, keys, shape):
-    """The initial noise, float32: latents if given, else standard normal.
-
-    Raises:
-        ValueError: latents are not of this shape.
-    """
+    """The initial noise, float32: latents if given, else standard normal."""
     if latents is None:
         return normal(keys, 0, shape[1:])
     if latents.shape != shape:
@@ -224,17 +196,9 @@ class Schedule(NamedTuple):
         return len(self.scales[0])
 
     def step(self, state, i, t, x_t, guided, keys):
-        """One step of the denoising.
+        """(x_t, state) after step i, from x_t (B, C, h, w), float32, and the guided prediction.
 
-        Args:
-            state: of the scheduler before the step.
-            i, t: number and timestep of the step.
-            x_t: noisy sample (B, C, h, w), float32.
-            guided: prediction, like x_t.
-            keys: one per image, for schedulers that draw noise in each step.
-
-        Returns:
-            (x_t, state) of the next step.
+        keys: one per image, for schedulers that draw noise in each step.
         """
         noise = normal(keys, i + 1, x_t.shape[1:])
         options = {} if self.eta is None else {"eta": self.eta}
@@ -343,13 +307,9 @@ def timestep_options(num_inference_steps, timesteps, eta, ays=AYS_SD):
 
 
 def check_steps(scheduler, state, steps, accelerate, branches):
-    """Raise a ValueError for steps that the scheduler or the accelerations do not take.
+    """Raise a ValueError for steps that the scheduler or the Acceleration, or None, do not take.
 
-    Args:
-        scheduler, state: of choose_scheduler.
-        steps: of timestep_options.
-        accelerate: Acceleration or None.
-        branches: of guidance.
+    scheduler, state: of choose_scheduler; steps: of timestep_options; branches: of guidance.
     """
     state = scheduler.set_timesteps(
         state, steps["num_inference_steps"], timesteps=steps["timesteps"]
@@ -442,15 +402,9 @@ def keep_outside(schedule, mask, latents, noise):
 
 
 def latent_mask(mask, factor, margin=0):
-    """A mask for latents: each has the largest value of its own and its neighbours' pixels.
+    """A mask (B, 1, H, W) for latents, the largest value of their own and their neighbours' pixels.
 
-    Args:
-        mask: (B, 1, H, W), from 0 to 1.
-        factor: pixels per latent along a side.
-        margin: how far the neighbours are, in latents along a side.
-
-    Returns:
-        (B, 1, H / factor, W / factor).
+    factor: pixels per latent along a side; margin: how far the neighbours are, in latents.
     """
     B, _, H, W = mask.shape
     mask = mask.reshape(B, 1, H // factor, factor, W // factor, factor).max((3, 5))
