@@ -45,20 +45,9 @@ def has_component(index, name):
 
 
 def read_component_configs(path, names, revision=None, replaced=None, **hub_options):
-    """Read the configs of a pipeline directory's components, no weights.
+    """{component: the content of its COMPONENT_FILES} of a pipeline directory or hub id.
 
-    Args:
-        path: directory or hub id.
-        names: of the components, keys of COMPONENT_FILES.
-        revision: branch, tag or commit on the hub.
-        replaced: {component: its config}; the directory's are not read.
-        hub_options: see fetch_file.
-
-    Returns:
-        {component: the content of its COMPONENT_FILES, or the replaced config}.
-
-    Raises:
-        ValueError: components are missing.
+    names: of the components; replaced: {component: its config}, instead of the directory's.
     """
     replaced = replaced or {}
     found = {

@@ -72,15 +72,11 @@ class Embeddings:
         self.tokenizer = None  # one of the model's, with the tokens
 
     def add_tokens(self, components, replaced):
-        """Add the tokens to a pipeline's tokenizers, and their number to its text encoders.
+        """Add the tokens to the tokenizers, and their number to the text encoders of a pipeline.
 
         Args:
-            components: {name: component} of the pipeline; tokenizers change in place, text encoders
-                are replaced.
+            components: {name: component}; tokenizers change in place, text encoders are replaced.
             replaced: names of the components that are not the model directory's.
-
-        Raises:
-            ValueError: an embedding is for other text encoders, or its token exists.
         """
         if not self.embeddings:
             return
@@ -156,10 +152,7 @@ def conflict(tokens, tokenizer):
 
 
 def fit_vectors(embedding, modules):
-    """{text encoder: vectors (n, D)} of an Embedding; a ValueError if it does not fit the model.
-
-    modules: {"text_encoder" or "text_encoder_2": its module} of the model.
-    """
+    """{text encoder: vectors (n, D)} of an Embedding for a model's {text encoder: its module}."""
     vectors = embedding.vectors
     if None in vectors and len(modules) == 1:
         vectors = dict.fromkeys(modules, vectors[None])

@@ -160,11 +160,7 @@ def split_weight(
 
 
 def find_lora(source, **hub_options):
-    """Path of a LoRA file, directory or hub id; downloaded if necessary.
-
-    Raises:
-        ValueError: it does not exist, or another file has trained parameters of the same run.
-    """
+    """Path of the file of a LoRA: a file, directory or hub id; downloaded if necessary."""
     file = fetch_named("lora", source, [LORA_FILE], **hub_options)
     repository, name = locate("lora", source)
     if file.stem == ADAPTER_STEM:
@@ -180,18 +176,7 @@ def find_lora(source, **hub_options):
 
 
 def read_updates(file, weight):
-    """Read a LoRA file.
-
-    Args:
-        file: Path.
-        weight: multiplies all updates.
-
-    Returns:
-        {(component, layer joined by "_"): Update}.
-
-    Raises:
-        ValueError: an entry is not LoRA's.
-    """
+    """{(component, layer joined by "_"): Update} of a LoRA file; weight multiplies all updates."""
     factors, names, bundled, is_adapter = {"down": {}, "up": {}, "alpha": {}}, {}, set(), False
     for name, x in read_entries(file):
         if name.startswith("bundle_emb/"):  # see loading/embeddings.py
@@ -257,9 +242,6 @@ def read_peft_settings(file):
     """PEFT's settings of a LoRA, {"unet.r": 16, "unet.lora_alpha": 16, ...}, or {}.
 
     They are in the header of a safetensors file, or in a file beside the one of save_pretrained.
-
-    Raises:
-        ValueError: they are damaged, or another method's.
     """
     config, settings = file.with_name(ADAPTER_CONFIG), {}
     try:

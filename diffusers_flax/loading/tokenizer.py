@@ -19,17 +19,9 @@ EXCERPT = 40  # characters of a prompt in a message
 
 
 def load_tokenizer(path, text_encoder, revision=None, subfolder="tokenizer", **hub_options):
-    """Open a CLIP tokenizer of a pipeline directory.
+    """The CLIP tokenizer of a pipeline directory or hub id.
 
-    Args:
-        path: directory or hub id.
-        text_encoder: the model that reads its tokens.
-        revision: branch, tag or commit on the hub.
-        subfolder: "tokenizer" or "tokenizer_2".
-        hub_options: see fetch_file.
-
-    Raises:
-        ValueError: it is missing, damaged, or belongs to another text encoder.
+    text_encoder: the model that reads its tokens; subfolder: "tokenizer" or "tokenizer_2".
     """
     from transformers import CLIPTokenizer  # takes a second
 

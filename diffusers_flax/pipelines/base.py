@@ -192,14 +192,9 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
 
     @classmethod
     def required_components(cls, path, index):
-        """Names of the components that a directory must have.
+        """Names of the components that a directory must have, by its model_index.json's content.
 
-        Args:
-            path: directory, for errors.
-            index: content of its model_index.json.
-
-        Raises:
-            ValueError: the directory is not for this class.
+        Raises a ValueError if the directory is not for this class.
         """
         raise NotImplementedError
 

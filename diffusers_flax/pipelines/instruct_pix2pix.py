@@ -72,19 +72,10 @@ def guidance_weights(guidance_scale, image_guidance_scale):
 
 
 def edit_branches(guidance_scale, image_guidance_scale, guidance_rescale=0.0):
-    """The branches to compute; all three for JAX arrays.
+    """The EDIT_BRANCHES to compute, whose weight is not zero; all three for JAX arrays.
 
-    A branch is computed if its weight is not zero; the text's also for guidance_rescale.
-
-    Args:
-        guidance_scale, image_guidance_scale: s_T and s_I, numbers >= 0 or JAX arrays.
-        guidance_rescale: number from 0 to 1, or a JAX array.
-
-    Returns:
-        Names of EDIT_BRANCHES, in their order.
-
-    Raises:
-        ValueError: a scale is negative or not finite, or guidance_rescale is not from 0 to 1.
+    guidance_scale, image_guidance_scale: s_T and s_I, numbers >= 0. A guidance_rescale above 0, to
+    1, needs the text's branch.
     """
     rescales = isinstance(guidance_rescale, jax.Array) or guidance_rescale > 0
     if not isinstance(guidance_rescale, jax.Array) and not 0 <= guidance_rescale <= 1:
@@ -104,12 +95,7 @@ def edit_branches(guidance_scale, image_guidance_scale, guidance_rescale=0.0):
 
 
 def check_channels(path, configs):
-    """Raise a ValueError unless the UNet takes the latents of an image to edit.
-
-    Args:
-        path: pipeline directory or hub id.
-        configs: {component: its config}, with "unet" and "vae".
-    """
+    """Raise a ValueError unless the UNet of {component: its config} takes an image to edit."""
     in_channels = configs["unet"].get("in_channels", 4)
     latent_channels = configs["vae"].get("latent_channels", 4)
     if (dim := configs["unet"].get("time_cond_proj_dim")) is not None:
@@ -130,14 +116,9 @@ def check_channels(path, configs):
 
 
 def pixels_per_latent(configs, resolution):
-    """Pixels per latent along a side; checks that images are not too small.
+    """Pixels per latent along a side; a ValueError if images are too small for the UNet.
 
-    Args:
-        configs: {component: its config}, with "unet" and "vae".
-        resolution: length of the images' longer side, pixels.
-
-    Raises:
-        ValueError: the UNet would have to halve latents with a side of one pixel.
+    configs: {"unet", "vae": its config}; resolution: of the images' longer side, pixels.
     """
     factor = 2 ** (len(configs["vae"]["block_out_channels"]) - 1)
     unet = {"block_out_channels": MODULES["unet"].block_out_channels} | dict(configs["unet"])

@@ -26,11 +26,9 @@ from diffusers_flax.pipelines.sampling import (
 
 
 def check_channels(path, configs, for_inpainting=False):
-    """Raise a ValueError unless the UNet takes the pipeline's input channels.
+    """Raise a ValueError unless the UNet of {component: its config} takes the input channels.
 
-    Args:
-        path, configs: as for FlaxDiffusionPipeline.check.
-        for_inpainting: the mask and the latents of the masked image may join the noisy latents.
+    for_inpainting: the mask and the latents of the masked image may join the noisy latents.
     """
     in_channels = configs["unet"].get("in_channels", 4)
     latent_channels = configs["vae"].get("latent_channels", 4)
