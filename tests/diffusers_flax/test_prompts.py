@@ -1,8 +1,5 @@
 """Long and weighted prompts; against hand-made tables, other readings, and PyTorch's CLIP."""
 
-import re
-from contextlib import suppress
-
 import jax
 import numpy as np
 import pytest
@@ -97,89 +94,6 @@ def test_brackets_by_hand(case):
         assert [x and x[0] for x in found] == [x and x[0] for x in parts]
         weights = [[x[1] for x in both if x] for both in (found, parts)]
         np.testing.assert_allclose(*weights, rtol=1e-12)
-
-
-def webui_weights(text):
-    """[(character, weight)]: each bracket is paired alone, and weighs all characters within."""
-    tokens = re.findall(r"\\[\\()\[\]]|\\|:\s*[+-]?[.\d]+\s*\)|.", text, re.DOTALL)
-    weights, is_text, depth = np.ones(len(tokens)), np.ones(len(tokens), bool), 0
-    numbers = [len(token) > 1 and token[0] == ":" for token in tokens]
-    for i, token in enumerate(tokens):  # which brackets close one; ":2)" without one is text
-        is_text[i] = token not in "(["
-        if token == "(":
-            depth += 1
-        elif (token == ")" or numbers[i]) and depth:
-            depth, is_text[i] = depth - 1, False
-    for opening, closing, factor in (("(", ")", 1.1), ("[", "]", 1 / 1.1)):
-        for start in range(len(tokens)):
-            if tokens[start] != opening:
-                continue
-            level, end = 0, start
-            while end < len(tokens):
-                level += tokens[end] == opening
-                level -= tokens[end] == closing or (opening == "(" and numbers[end])
-                if level == 0:
-                    break
-                end += 1
-            found = end < len(tokens) and numbers[end]
-            weights[start:end] *= float(tokens[end][1:-1]) if found else factor
-            if end < len(tokens):
-                is_text[end] = False
-    pairs = []
-    for token, weight, shown in zip(tokens, weights, is_text):
-        text = token[1:] if token[0] == "\\" else token
-        pairs += [(character, weight) for character in text if shown]
-    return pairs
-
-
-def comfyui_weights(text, weight=1.0):
-    """[(character, weight)], one level of brackets after the other."""
-    if weight == 1.0:
-        text = text.replace("\\(", "\1").replace("\\)", "\2")
-    items, item, level = [], "", 0
-    for character in text:
-        if character == "(":
-            if level == 0:
-                items.append(item)
-                item = ""
-            level += 1
-        item += character
-        if character == ")":
-            level -= 1
-            if level == 0:
-                items.append(item)
-                item = ""
-    pairs = []
-    items.append(item)
-    for item in items:
-        if len(item) > 1 and item[0] == "(" and item[-1] == ")":
-            inner, own = item[1:-1], weight * 1.1
-            before, colon, number = inner.rpartition(":")
-            with suppress(ValueError):
-                inner, own = (before, float(number)) if before and colon else (inner, own)
-            pairs += comfyui_weights(inner, own)
-        else:
-            pairs += [({"\1": "(", "\2": ")"}.get(x, x), weight) for x in item]
-    return pairs
-
-
-@pytest.mark.parametrize("convention", ["webui", "comfyui"])
-def test_random_brackets_are_another_readings(convention):
-    model = {"webui": webui_weights, "comfyui": comfyui_weights}[convention]
-    parse = {"webui": parse_webui, "comfyui": parse_comfyui}[convention]
-    rng, num_equal = np.random.default_rng(0), 0
-    pieces = ["a", "b ", "(", "(", ")", ")", "[", "]", ":1.5)", ":-.5)", ":", "\\", "\\(", "\\)"]
-    for _ in range(3000):
-        prompt = "".join(rng.choice(pieces, rng.integers(1, 16)))
-        expected = model(prompt)
-        if expected and max(abs(weight) for _, weight in expected) > 100:
-            continue
-        found = [(x, weight) for text, weight in parse(prompt) for x in text]
-        assert [x for x, _ in found] == [x for x, _ in expected], prompt
-        weights = [[weight for _, weight in pairs] for pairs in (found, expected)]
-        np.testing.assert_allclose(*weights, rtol=1e-9, err_msg=prompt)
-        num_equal += 1
-    assert num_equal > 2500
 
 
 @pytest.mark.parametrize(
