@@ -161,18 +161,12 @@ def fit_vectors(embedding, modules):
     found = {name: x.shape[1] for name, x in vectors.items()}
     wanted = {name: module.hidden_size for name, module in modules.items()}
     if found != wanted:
+        has, take = (" and ".join(map(str, widths.values())) for widths in (found, wanted))
         raise ValueError(
-            f"embeddings={embedding.source} has vectors of {in_words(found)} numbers, the model's "
-            f"text encoders take {in_words(wanted)}; take an embedding of the model's family"
+            f"embeddings={embedding.source} has vectors of {has} numbers, the model's text "
+            f"encoders take {take}; take an embedding of the model's family"
         )
     return vectors
-
-
-def in_words(widths):
-    """{text encoder or None: width} in words."""
-    return " and ".join(
-        f"{width} ({name})" if name else f"{width}" for name, width in widths.items()
-    )
 
 
 # ---------------------------------------------------------------- files

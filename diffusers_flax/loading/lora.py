@@ -180,7 +180,8 @@ def read_updates(file, weight):
     factors, names, bundled, is_adapter = {"down": {}, "up": {}, "alpha": {}}, {}, set(), False
     for name, x in read_entries(file):
         if name.startswith("bundle_emb/"):  # see loading/embeddings.py
-            bundled.add(name.split("/")[1])
+            token = name.removeprefix("bundle_emb/").rpartition("/")[0]
+            bundled.add(token.removesuffix("/string_to_param").replace("/", "."))
             continue
         is_adapter |= name.startswith(ADAPTER_PREFIX)
         if found := FACTOR.fullmatch(name):

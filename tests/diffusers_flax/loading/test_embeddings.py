@@ -274,8 +274,12 @@ class RunsCode:
     ("family", "name", "message"),
     [
         ("sd", "wide.safetensors", "has vectors of 1024 numbers, the model's text encoders take"),
-        ("xl", "wide.safetensors", r"1024 numbers, .* take 16 \(text_encoder\) and 32 \(text_e"),
-        ("sd", "both.safetensors", r"has vectors of 16 \(text_encoder\) and 32 \(text_encoder_2"),
+        (
+            "xl",
+            "wide.safetensors",
+            "has vectors of 1024 numbers, the model's text encoders take 16 and 32",
+        ),
+        ("sd", "both.safetensors", "has vectors of .* numbers, the model's text encoders take 24"),
         ("xl", "half.safetensors", "take an embedding of the model's family"),
         ("sd", "lora.safetensors", "is a LoRA; give it as lora="),
         ("sd", "model.safetensors", "is not an embedding: its entry conv_in.weight is float32"),

@@ -322,7 +322,7 @@ def test_bad_files(tmp_path):
     runs_code = r"is a pickle that runs code when it is opened \(posix.system\)"
     refused(tmp_path / "code.ckpt", runs_code)
     (tmp_path / "raw.ckpt").write_bytes(pickle.dumps(os.system))
-    refused(tmp_path / "raw.ckpt", "it is no pickle of tensors alone")
+    refused(tmp_path / "raw.ckpt", "raw.ckpt cannot be read as weights")
     torch.save({1: torch.ones(2)}, tmp_path / "numbers.ckpt")
     refused(tmp_path / "numbers.ckpt", "it holds no state dict")
     with pytest.raises(ValueError, match="has a UNet alone; give a file with a VAE"):

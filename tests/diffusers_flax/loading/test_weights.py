@@ -476,8 +476,8 @@ def test_weights_that_are_no_floats_are_refused(folder):
     for name, bias in (
         ("diffusion_flax_model.msgpack", [0.0] * 6),
         ("diffusion_pytorch_model.bin", torch.zeros(6, dtype=torch.int32)),
-        ("diffusion_pytorch_model.safetensors", torch.zeros(6, dtype=torch.int8)),
         ("diffusion_pytorch_model.bin", 3),
+        ("diffusion_pytorch_model.safetensors", torch.zeros(6, dtype=torch.int8)),
     ):
         if name.endswith("msgpack"):
             params = tiny_params()
