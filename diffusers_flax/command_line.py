@@ -21,7 +21,7 @@ IMAGE_EXTENSIONS = (".png", ".jpg", ".jpeg")  # that programs write
 # Names of one thing: a program has one of them as its flag and takes the other.
 SAME_FLAGS = (
     ("model", "pretrained_model_name_or_path"),
-    ("data_dir", "train_data_dir"),
+    ("data_dir", "train_data_dir", "pairs"),
     ("max_pairs", "max_train_samples"),
 )
 # Flags that a short program, whose config says MORE_FLAGS_IN, leaves to another one.
@@ -230,10 +230,9 @@ def checked_words(words: list[str], config_class: Any) -> list[str]:
     hints = get_type_hints(config_class)
     names = [*hints, *(f"no_{name}" for name, hint in hints.items() if hint is bool)]
     own_names = {name: name for name in names}
-    for pair in SAME_FLAGS:
-        for own, other in (pair, pair[::-1]):
-            if own in hints:
-                own_names.setdefault(other, own)
+    for group in SAME_FLAGS:
+        if own := [name for name in group if name in hints]:
+            own_names = dict.fromkeys(group, own[0]) | own_names
 
     more, checked, given = getattr(config_class, "MORE_FLAGS_IN", None), [], set()
     for word, following in zip(words, [*words[1:], "--"]):

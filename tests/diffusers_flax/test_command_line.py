@@ -137,7 +137,13 @@ def test_an_optional_list_may_be_empty():
 
 @pytest.mark.parametrize(
     ("own", "other"),
-    [("model", "pretrained_model_name_or_path"), ("pretrained_model_name_or_path", "model")],
+    [
+        ("model", "pretrained_model_name_or_path"),
+        ("pretrained_model_name_or_path", "model"),
+        ("train_data_dir", "data_dir"),
+        ("data_dir", "pairs"),
+        ("max_train_samples", "max_pairs"),
+    ],
 )
 def test_doubles_have_both_names(own, other, capsys):
     """Also with hyphens and with an equals sign; --help shows the program's own name alone."""
