@@ -12,7 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Union, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from diffusers_flax.loading.files import is_full_disk
 from diffusers_flax.messages import one_line
@@ -245,11 +245,10 @@ def checked_words(words: list[str], config_class: Any) -> list[str]:
                 near = get_close_matches(name, names, 1)
                 refuse(f"{flag} is unknown" + "".join(f"; did you mean --{x}?" for x in near))
             name = own_names[name]
-            takes_list = str(hints.get(name)).startswith("tuple[")
-            if takes_list and name in given:
+            hint = hints.get(name)
+            if "tuple[" in str(hint) and name in given:
                 refuse(f"--{name} is given twice; write all values after one --{name}")
-            needs_value = takes_list and not str(hints[name]).endswith("| None")
-            if needs_value and not sep and following.startswith("--"):
+            if get_origin(hint) is tuple and not sep and following.startswith("--"):
                 refuse(f"--{name} has no value; give one or more, or leave the flag out")
             given.add(name)
             word = f"--{name}{sep}{value}"
