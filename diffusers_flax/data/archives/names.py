@@ -45,14 +45,12 @@ def in_order(name: PurePath, found: dict[str, str]) -> list[str]:
     """
     if "" in found and len(found) > 1:
         raise ValueError(f"{name} is there whole and in {len(found) - 1} parts; remove one of both")
-    ordered = sorted(found, key=lambda part: part_number(part) if part else 0)
-    if "" not in found:
-        file_names = [PurePath(found[part]).name for part in ordered]
-        numbers = [part_number(part) for part in ordered]
-        expected = range(numbers[0], numbers[0] + len(numbers))
-        if numbers[0] > 1 or (numbers[0] == 1 and not ordered[0].isdigit()):
-            raise ValueError(f"{name}: the parts before {file_names[0]} are missing; download them")
-        for number, wanted, file_name in zip(numbers, expected, file_names):
-            if number != wanted:
-                raise ValueError(f"{name}: the part before {file_name} is missing; download it")
+    if "" in found:
+        return list(found.values())
+    ordered = sorted(found, key=part_number)
+    starts_at_one = part_number(ordered[0]) == 1 and ordered[0].isdigit()
+    for expected, part in enumerate(ordered, start=int(starts_at_one)):
+        if part_number(part) != expected:
+            file_name = PurePath(found[part]).name
+            raise ValueError(f"{name}: the part before {file_name} is missing; download it")
     return [found[part] for part in ordered]

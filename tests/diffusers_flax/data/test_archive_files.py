@@ -159,8 +159,8 @@ def test_headers_with_odd_sizes(tmp_path, capsys, kind, opener):
     [
         ([".000", ".002"], "the part before x.tar.002 is missing"),
         ([".split.001", ".split.002"], None),
-        ([".split.002", ".split.003"], "the parts before x.tar.split.002 are missing"),
-        ([".part-ab", ".part-ac"], "the parts before x.tar.part-ab are missing"),
+        ([".split.002", ".split.003"], "the part before x.tar.split.002 is missing"),
+        ([".part-ab", ".part-ac"], "the part before x.tar.part-ab is missing"),
         (["", ".000"], "is there whole and in 1 parts"),
         ([f".part{n}" for n in range(12)], None),
         ([".aa", ".ab", ".ac"], None),
