@@ -135,24 +135,22 @@ def pairs_of(
         plan: what is left out and not named is added to it.
         max_pairs: of the indexes; None: all.
     """
-    used, found, checks = set(), [], []
+    used, found = set(), []
     files = Files(source, members) if source.indexes else None
     for index, known in source.indexes:
         for name, pair in indexed_pairs(index, known, plan.left_out):
             if len(found) == max_pairs:
                 break
             try:
-                record, shortened = make_record(files, pair, index)
+                found.append((name, make_record(files, pair, index)))
             except (ValueError, LookupError) as error:
                 reason = error.args[0] if isinstance(error, LookupError) else "not a pair"
                 plan.left_out.add(reason, f"{name}: {error.args[-1]}")
-            else:
-                found.append((name, record))
-                checks.append(shortened)
-    for (name, record), shortened in zip(found, checks):
-        if all(map(files.is_allowed, shortened)):
-            used |= {place.archive for place in record.values() if isinstance(place, Place)}
-            yield name, record
+    for name, record in found:
+        places = {role: place for role, place in record.items() if isinstance(place, Place)}
+        if all(map(files.is_right, places.values())):
+            used |= {place.archive for place in places.values()}
+            yield name, record | {role: x._replace(left_out=()) for role, x in places.items()}
         else:
             plan.left_out.add(NO_FILES, f"{name}: {record['edited'].name} is of another directory")
     for number, archive in enumerate(source.archives, start=1):
@@ -192,26 +190,24 @@ def indexed_pairs(
                 yield (f"{name} turn {number}" if len(turns) > 1 else name), turn
 
 
-def make_record(files: Files, pair: IndexedPair, index: Path) -> tuple[dict, list]:
-    """The record of a pair, and the paths that were shortened, see Files.find.
+def make_record(files: Files, pair: IndexedPair, index: Path) -> dict:
+    """The record of a pair.
 
     Raises:
         LookupError: (reason, text): a file or the instruction is missing.
         ValueError: an image is ambiguous, or no path.
     """
-    record, missing, shortened = {}, [], []
+    record, missing = {}, []
     for role in ("edited", "original", "mask", "reference"):
         given = getattr(pair, role)
         if role == "mask" and isinstance(given, dict):
             record[role] = {"size": given.get("size"), "counts": given.get("counts")}
         elif given:
             near = record["edited"].archive if "edited" in record else -1
-            place, short = files.find(pair, role, near, index)
-            if place:
+            if place := files.find(pair, role, near, index):
                 record[role] = place
             else:
                 missing.append(given)
-            shortened += [short] * bool(short)
     if not {"original", "edited"} & record.keys():
         raise LookupError(NO_FILES, f"{pair.edited} is in no archive or directory")
     if missing:
@@ -226,7 +222,7 @@ def make_record(files: Files, pair: IndexedPair, index: Path) -> tuple[dict, lis
     for name in ("original_prompt", "edited_prompt"):
         if isinstance(text := getattr(pair, name), str) and text:
             record[name] = text
-    return record, shortened
+    return record
 
 
 def meaning_of(extension: str) -> str:

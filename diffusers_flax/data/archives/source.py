@@ -130,13 +130,6 @@ def num_common(one: tuple[str, ...], other: tuple[str, ...]) -> int:
     return len(list(takewhile(lambda names: names[0] == names[1], zip(one, other))))
 
 
-class Shortened(NamedTuple):
-    """A file that was found without the first directories of its path."""
-
-    group: tuple[int, str]  # archive and, of files in none, their first directory
-    left_out: tuple[str, ...]  # directories
-
-
 class Files:
     """The members of archives and the files beside them, by the paths in an index.
 
@@ -155,11 +148,9 @@ class Files:
         self._by_end: dict[int, dict[str, list[Place]]] = {}  # by the number of its directories
         self._indexes = {file.parent.relative_to(source.root).parts for file, _ in source.indexes}
         self._is_near: dict[tuple, bool] = {}
-        self.left_out: dict[tuple[int, str], set[tuple]] = defaultdict(set)  # of Shortened.group
+        self._left_out: dict[tuple[int, str], set[tuple]] = defaultdict(set)  # by _group_of
 
-    def find(
-        self, pair: IndexedPair, field: str, near: int, index: Path
-    ) -> tuple[Place | None, Shortened | None]:
+    def find(self, pair: IndexedPair, field: str, near: int, index: Path) -> Place | None:
         """The file of a field of a pair; None: it is not here.
 
         Args:
@@ -180,51 +171,47 @@ class Files:
         parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".")]
         if not parts:
             raise ValueError(f"{path!r} names no file")
+
+        def fits(place: Place) -> bool:
+            if hint and not f"/{self._names[place.archive]}".endswith(f"/{hint}"):
+                return False
+            if folder:
+                return self._is_in(folder, place)
+            return (place.archive == 0 and look != self._longer) or self._near(place, index)
+
         for names in [[*folder.split("/"), *parts], parts] if folder else [parts]:
             for look in (self._named, self._longer, self._shorter):
-                found = [
-                    (place, shortened)
-                    for place, shortened in look(names)
-                    if (not hint or f"/{self._names[place.archive]}".endswith(f"/{hint}"))
-                    and (
-                        self._is_in(folder, place)
-                        if folder
-                        else (place.archive == 0 and look != self._longer)
-                        or self._near(place, index)
-                    )
-                ]
-                if found:
-                    return self._choose(path, found, folder, near, index)
-        return None, None
+                if found := list(filter(fits, look(names))):
+                    place = self._choose(path, found, folder, near, index)
+                    if place.left_out:
+                        self._left_out[self._group_of(place)].add(place.left_out)
+                    return place
+        return None
 
-    def is_allowed(self, shortened: Shortened) -> bool:
-        """Whether these directories are left out of all paths into an archive, or name it.
+    def is_right(self, place: Place) -> bool:
+        """Whether all paths into an archive have the same directories more, or these name it.
 
         To be asked when all paths are looked up.
         """
-        number, top = shortened.group
-        others = self.left_out[shortened.group]
+        number, top = group = self._group_of(place)
         own = self._names[number].rpartition("/")[2].partition(".")[0] or top
-        return len(others) == 1 or shortened.left_out[-1] == own
+        return not place.left_out or len(self._left_out[group]) == 1 or place.left_out[-1] == own
 
     def _choose(self, path, found, folder, near, index):
         """The one of several files, the last one of a name in an archive."""
-        found = list({(place.archive, place.name): (place, x) for place, x in found}.values())
+        found = list({(place.archive, place.name): place for place in found}.values())
         stem = index.name.partition(".")[0]
         for fits in (
             lambda place: folder and self._is_in(folder, place),
             lambda place: place.archive == near,
             lambda place: stem in self._names[place.archive],
         ):
-            found = [item for item in found if fits(item[0])] or found
-        contents = {self.content(place) for place, _ in found} - {None} if found[1:] else set()
-        if len(contents) > 1 or len({place.size for place, _ in found}) > 1:
-            names = [f"{self._names[x.archive] or 'the directory'} ({x.name})" for x, _ in found]
+            found = list(filter(fits, found)) or found
+        contents = {self.content(place) for place in found} - {None} if found[1:] else set()
+        if len(contents) > 1 or len({place.size for place in found}) > 1:
+            names = [f"{self._names[x.archive] or 'the directory'} ({x.name})" for x in found]
             raise ValueError(f"{path} is in {' and '.join(names[:2])}, with different content")
-        place, shortened = found[0]
-        if shortened:
-            self.left_out[shortened.group].add(shortened.left_out)
-        return place, shortened
+        return found[0]
 
     def content(self, place: Place) -> bytes | None:
         """The SHA-256 of a file; None: it is in a gzipped archive, or larger than any image."""
@@ -255,11 +242,11 @@ class Files:
             self._is_near[key] = common == len(own) or common >= max(others)
         return self._is_near[key]
 
-    def _named(self, parts: list[str]) -> list[tuple[Place, None]]:
+    def _named(self, parts: list[str]) -> list[Place]:
         """The files of exactly this name."""
-        return [(place, None) for place in self._by_name.get("/".join(parts), ())]
+        return self._by_name.get("/".join(parts), [])
 
-    def _longer(self, parts: list[str]) -> list[tuple[Place, None]]:
+    def _longer(self, parts: list[str]) -> list[Place]:
         """The files that have more leading directories."""
         depth = min(len(parts), 2)
         if depth not in self._by_end:
@@ -269,24 +256,20 @@ class Files:
                 ends.setdefault(end, []).extend(places)
         found = self._by_end[depth].get("/".join(parts[-depth:]), ())[:MAX_ALIKE]
         end = "/" + "/".join(parts)
-        return [(place, None) for place in found if place.name.endswith(end)]
+        return [place for place in found if place.name.endswith(end)]
 
-    def _shorter(self, parts: list[str]) -> list[tuple[Place, Shortened]]:
+    def _shorter(self, parts: list[str]) -> list[Place]:
         """The files that have fewer leading directories."""
         for count in range(1, len(parts)):
             left_out = tuple(parts[:count])
-            found = [
-                (place, Shortened(self._group_of(place), left_out))
-                for place, _ in self._named(parts[count:])
-                if not self._is_other(place, left_out)
-            ]
+            found = [x for x in self._named(parts[count:]) if not self._is_other(x, left_out)]
             if found:
-                return found
+                return [place._replace(left_out=left_out) for place in found]
         return []
 
     @staticmethod
     def _group_of(place: Place) -> tuple[int, str]:
-        """See Shortened."""
+        """The archive of a file and, of a file in none, its first directory."""
         folder, slash, _ = place.name.partition("/")
         return place.archive, folder if slash and not place.archive else ""
 

@@ -41,6 +41,7 @@ class Place(NamedTuple):
     offset: int
     size: int
     name: str
+    left_out: tuple[str, ...] = ()  # first directories of the index's path that the name lacks
 
 
 class Parts(io.RawIOBase):
