@@ -55,17 +55,9 @@ VAE = dict(
     down_block_types=("DownEncoderBlock2D",) * 2,
     up_block_types=("UpDecoderBlock2D",) * 2,
 )
-CLIP = dict(
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    max_position_embeddings=10,
-    projection_dim=12,
-    bos_token_id=38,
-    eos_token_id=39,
-)
+CLIP = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+CLIP |= dict(vocab_size=40, max_position_embeddings=10, projection_dim=12)
+CLIP |= dict(bos_token_id=38, eos_token_id=39)
 
 
 def torch_model(kind):

@@ -2,36 +2,23 @@
 
 from dataclasses import replace
 
+import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    StableDiffusionInpaintPipeline,
-    StableDiffusionXLImg2ImgPipeline,
-    StableDiffusionXLInpaintPipeline,
-    StableDiffusionXLPipeline,
-)
 from flax.jax_utils import replicate
 from helpers import psnr
 from PIL import Image
 from references import call_theirs, open_ours, open_theirs, remove_variance
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
+import diffusers_flax
 from diffusers_flax.images import prepare_images
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.running import Options
 from diffusers_flax.pipelines.sampling import Schedule, keep_outside
-from diffusers_flax.pipelines.stable_diffusion import (
-    FlaxStableDiffusionImg2ImgPipeline,
-    FlaxStableDiffusionInpaintPipeline,
-)
-from diffusers_flax.pipelines.stable_diffusion_xl import (
-    FlaxStableDiffusionXLImg2ImgPipeline,
-    FlaxStableDiffusionXLInpaintPipeline,
-    FlaxStableDiffusionXLPipeline,
-)
 from diffusers_flax.schedulers.factory import make_scheduler
 
 # diffusers' Euler scheduler under NumPy 2.
@@ -73,7 +60,11 @@ def inputs_of(size):
 
 
 def inpaint_theirs(kind, folder, scheduler, size, **options):
-    cls = StableDiffusionInpaintPipeline if "sd" in kind else StableDiffusionXLInpaintPipeline
+    cls = (
+        diffusers.StableDiffusionInpaintPipeline
+        if "sd" in kind
+        else diffusers.StableDiffusionXLInpaintPipeline
+    )
     images, mask, noise = inputs_of(size)
     given = dict(prompt=PROMPTS, image=torch.from_numpy(images).permute(0, 3, 1, 2))
     given |= dict(mask_image=mask, height=size[0], width=size[1], num_inference_steps=STEPS)
@@ -84,12 +75,17 @@ def inpaint_ours(kind, folder, scheduler, size, accelerate=(), **options):
     images, mask, noise = inputs_of(size)
     options = dict(latents=noise, num_inference_steps=STEPS) | options
     if "sd" in kind:
-        pipeline, params = open_ours(folder, scheduler, FlaxStableDiffusionInpaintPipeline)
+        pipeline, params = open_ours(
+            folder, scheduler, diffusers_flax.FlaxStableDiffusionInpaintPipeline
+        )
         prompt_ids, _, mask = pipeline.prepare_inputs(PROMPTS, images, mask)
         options["image"] = prepare_images(images)
         return pipeline(prompt_ids, mask, None, params, KEY, **options).images
     pipeline, params = open_ours(
-        folder, scheduler, FlaxStableDiffusionXLInpaintPipeline, accelerate=accelerate
+        folder,
+        scheduler,
+        diffusers_flax.FlaxStableDiffusionXLInpaintPipeline,
+        accelerate=accelerate,
     )
     inputs = pipeline.prepare_inputs(PROMPTS, images, mask)
     return pipeline(*inputs, params, KEY, **options).images
@@ -124,7 +120,9 @@ def test_negative_prompt_and_rescaled_guidance(folders):
     case = "xl 4", folders["xl 4"], "ddim", SIZES["64x48"]
     options = dict(guidance_scale=5.0, guidance_rescale=0.7)
     expected = inpaint_theirs(*case, negative_prompt=["red"] * 2, **options)
-    pipeline, _ = FlaxStableDiffusionXLInpaintPipeline.from_pretrained(folders["xl 4"])
+    pipeline, _ = diffusers_flax.FlaxStableDiffusionXLInpaintPipeline.from_pretrained(
+        folders["xl 4"]
+    )
     negative = pipeline.prepare_text_inputs(["red"] * 2)
     assert psnr(inpaint_ours(*case, neg_prompt_ids=negative, **options), expected) > 60
 
@@ -133,7 +131,7 @@ def test_negative_prompt_and_rescaled_guidance(folders):
 def test_devices_folders_and_latents(folders, tmp_path):
     """Two devices make the same images; a directory's class opens it; an image may be latents."""
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders["xl 9"])
-    assert isinstance(pipeline, FlaxStableDiffusionXLInpaintPipeline)
+    assert isinstance(pipeline, diffusers_flax.FlaxStableDiffusionXLInpaintPipeline)
     images, mask, _ = inputs_of((64, 48))
     inputs = pipeline.prepare_inputs(PROMPTS, images, mask)
     options = dict(num_inference_steps=3)
@@ -152,7 +150,9 @@ def test_devices_folders_and_latents(folders, tmp_path):
         pipeline(*inputs, params, KEY, **options)
 
     pipeline.save_pretrained(tmp_path, params)
-    theirs = StableDiffusionXLInpaintPipeline.from_pretrained(tmp_path, low_cpu_mem_usage=False)
+    theirs = diffusers.StableDiffusionXLInpaintPipeline.from_pretrained(
+        tmp_path, low_cpu_mem_usage=False
+    )
     assert theirs.unet.config.in_channels == 9
 
 
@@ -190,19 +190,23 @@ def test_base_and_refiner_equal_pytorch(folders, scheduler, share, output_type):
     _, _, noise = inputs_of((64, 48))
     options = dict(num_inference_steps=STEPS, guidance_scale=5.0)
     first = dict(denoising_end=share, output_type="latent")
-    base = open_theirs(folders["xl 4"], scheduler, StableDiffusionXLPipeline)
+    base = open_theirs(folders["xl 4"], scheduler, diffusers.StableDiffusionXLPipeline)
     latents = call_theirs(base, noise, prompt=PROMPTS, height=64, width=48, **options, **first)
-    refiner = open_theirs(folders["refiner 4"], scheduler, StableDiffusionXLImg2ImgPipeline)
+    refiner = open_theirs(
+        folders["refiner 4"], scheduler, diffusers.StableDiffusionXLImg2ImgPipeline
+    )
     second = dict(denoising_start=share, output_type=output_type)
     image = torch.from_numpy(latents)
     expected = call_theirs(refiner, noise, prompt=PROMPTS, image=image, **options, **second)
 
-    pipeline, params = open_ours(folders["xl 4"], scheduler, FlaxStableDiffusionXLPipeline)
+    pipeline, params = open_ours(
+        folders["xl 4"], scheduler, diffusers_flax.FlaxStableDiffusionXLPipeline
+    )
     inputs = pipeline.prepare_inputs(PROMPTS), params, KEY
     ours = pipeline(*inputs, latents=noise, height=64, width=48, **options, **first).images
     assert psnr(ours, latents, np.ptp(latents)) > 60
     pipeline, params = open_ours(
-        folders["refiner 4"], scheduler, FlaxStableDiffusionXLImg2ImgPipeline
+        folders["refiner 4"], scheduler, diffusers_flax.FlaxStableDiffusionXLImg2ImgPipeline
     )
     inputs = *pipeline.prepare_inputs(PROMPTS, ours), params, KEY
     images = pipeline(*inputs, **options, **second).images
@@ -223,7 +227,7 @@ def test_inpainting_goes_on_with_a_refiner(folders, kind):
 
     ours = inpaint_ours(kind, folders[kind], "euler", size, **first)
     assert psnr(ours, latents, np.ptp(latents)) > 60
-    pipeline, params = open_ours(*case[1:3], FlaxStableDiffusionXLInpaintPipeline)
+    pipeline, params = open_ours(*case[1:3], diffusers_flax.FlaxStableDiffusionXLInpaintPipeline)
     _, mask, noise = inputs_of(size)
     inputs = pipeline.prepare_inputs(PROMPTS, ours, mask)
     second |= dict(latents=noise, num_inference_steps=STEPS)
@@ -233,7 +237,9 @@ def test_inpainting_goes_on_with_a_refiner(folders, kind):
 @pytest.mark.slow
 def test_inputs_that_do_not_fit(folders):
     """Each in one line that says what to give."""
-    pipeline, params = FlaxStableDiffusionImg2ImgPipeline.from_pretrained(folders["sd 4"])
+    pipeline, params = diffusers_flax.FlaxStableDiffusionImg2ImgPipeline.from_pretrained(
+        folders["sd 4"]
+    )
     images, mask, noise = inputs_of((64, 48))
     inputs = *pipeline.prepare_inputs(PROMPTS, images), params, KEY
     for options, words in [
@@ -251,7 +257,9 @@ def test_inputs_that_do_not_fit(folders):
     with pytest.raises(ValueError, match="Runge-Kutta steps of FlaxPNDMScheduler; leave them out"):
         other(*inputs, denoising_end=0.5)
 
-    pipeline, params = FlaxStableDiffusionInpaintPipeline.from_pretrained(folders["sd 4"])
+    pipeline, params = diffusers_flax.FlaxStableDiffusionInpaintPipeline.from_pretrained(
+        folders["sd 4"]
+    )
     prompt_ids, masked_image, mask = pipeline.prepare_inputs(PROMPTS, images, mask)
     with pytest.raises(ValueError, match="need the whole image: give image=, made by"):
         pipeline(prompt_ids, mask, masked_image, params, KEY)
@@ -259,7 +267,9 @@ def test_inputs_that_do_not_fit(folders):
         pipeline(prompt_ids, mask, None, params, KEY, image=masked_image[..., :40])
     with pytest.raises(ValueError, match="neither image nor masked_image is given"):
         pipeline(prompt_ids, mask, None, params, KEY)
-    pipeline, params = FlaxStableDiffusionXLInpaintPipeline.from_pretrained(folders["xl 9"])
+    pipeline, params = diffusers_flax.FlaxStableDiffusionXLInpaintPipeline.from_pretrained(
+        folders["xl 9"]
+    )
     inputs = pipeline.prepare_inputs(PROMPTS, *inputs_of((64, 48))[:2])
     with pytest.raises(ValueError, match="latents are not used with denoising_start"):
         pipeline(*inputs, params, KEY, latents=noise, denoising_start=0.5)
