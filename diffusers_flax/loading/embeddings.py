@@ -108,13 +108,7 @@ class Embeddings:
             )
 
     def extend(self, component, name, x):
-        """A parameter with the new tokens' rows, in the dtype of x.
-
-        Args:
-            component: "unet", "text_encoder" or "text_encoder_2".
-            name: of the parameter, joined by "/".
-            x: NumPy array.
-        """
+        """A component's parameter x with the new tokens' rows, in its dtype; name: by "/"."""
         if name != TABLE or component not in self.rows:
             return x
         rows = self.rows[component]

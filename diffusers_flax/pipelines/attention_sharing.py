@@ -23,16 +23,7 @@ SCOPE = "share_attention"  # of the conditions, in traced and compiled programs
 def share_attention(pipeline, prediction, fraction, num_images, num_steps):
     """A GuidedPrediction for which pairs of images share their attention.
 
-    Args:
-        pipeline: FlaxDiffusionPipeline.
-        prediction: GuidedPrediction.
-        fraction: p, a number, or an array of one per image.
-        num_images: B.
-        num_steps: of the run.
-
-    Raises:
-        ValueError: the number of images is odd, `fraction` is not one per image, or the pipeline
-            merges tokens.
+    fraction: p, a number, or an array of one per image; num_steps: of the run.
     """
     if num_images % 2:
         raise ValueError(
@@ -86,16 +77,9 @@ class AttentionSharing:
 
 
 def share(query, key, value, num_heads, shared):
-    """Self-attention of pairs of images.
+    """Self-attention (n B, T, C) of pairs of images side by side, in n branches of guidance.
 
-    Args:
-        query: (n B, T, C), with the images of a pair side by side; n branches of guidance.
-        key, value: (n B, S, C).
-        num_heads: number of heads.
-        shared: bool (B / 2,), the pairs that share.
-
-    Returns:
-        (n B, T, C).
+    query: (n B, T, C); key, value: (n B, S, C); shared: bool (B / 2,), the pairs that share.
     """
     shared = jnp.tile(shared, len(query) // (2 * len(shared)))
 
@@ -116,6 +100,6 @@ def share(query, key, value, num_heads, shared):
         both = both.reshape(*both.shape[:2], num_heads, 2, -1)
         return jnp.moveaxis(both, 3, 1).reshape(query.shape)
 
-    kind = jnp.int32(shared.any()) + jnp.int32(shared.all())
+    how_many = jnp.int32(shared.any()) + jnp.int32(shared.all())
     with jax.named_scope(SCOPE):
-        return jax.lax.switch(kind, (of_none, of_some, of_all))
+        return jax.lax.switch(how_many, (of_none, of_some, of_all))

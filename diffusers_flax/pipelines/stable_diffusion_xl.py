@@ -43,6 +43,7 @@ from diffusers_flax.pipelines.sampling import AYS_SDXL, TEXT_OF_BRANCH, are_plai
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
+INDEX_SETTINGS = ("force_zeros_for_empty_prompt", "requires_aesthetics_score")
 AESTHETIC_SCORES = {"text": 6.0, "null": 2.5}  # of each branch, for the refiner
 SD_SCALING_FACTOR, SDXL_SCALING_FACTOR = 0.18215, 0.13025  # of the VAEs' latents
 
@@ -106,16 +107,10 @@ class XLComponents(FlaxDiffusionPipeline):
 
     @classmethod
     def _settings(cls, index):
-        return {
-            "force_zeros_for_empty_prompt": bool(index.get("force_zeros_for_empty_prompt", True)),
-            "requires_aesthetics_score": bool(index.get("requires_aesthetics_score", False)),
-        }
+        return {name: bool(index.get(name, getattr(cls, name))) for name in INDEX_SETTINGS}
 
     def _index(self):
-        return {
-            "force_zeros_for_empty_prompt": self.force_zeros_for_empty_prompt,
-            "requires_aesthetics_score": self.requires_aesthetics_score,
-        }
+        return {name: getattr(self, name) for name in INDEX_SETTINGS}
 
     def prepare_text_inputs(self, prompt):
         """Tokenize prompts for every text encoder, each with its own tokenizer.
