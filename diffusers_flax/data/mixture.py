@@ -364,45 +364,29 @@ def check_sets(
 def columns_of_sets(train_data_dirs: Sequence[str], columns: Columns) -> list[Columns]:
     """Columns of each set: the names that it has, "" to find a known name, None without masks.
 
-    A name that no set has goes to all sets, so that opening the first raises the error.
+    A name that no set has goes to all sets, so that opening the first raises the error. Opening
+    latents of a known set without its masks raises one, too.
     """
-    shards = list(map(first_metadata, train_data_dirs))
-    names = list(map(column_names, shards))
+    names, masks = [], []
+    for shard in map(first_metadata, train_data_dirs):
+        latents = latents_metadata(shard) if shard else None
+        own = set(shard.schema.to_arrow_schema().names) if shard else set()
+        names.append(own)
+        known = set_of_columns(tuple(latents["columns"]) if latents else ())
+        has_masks = known.has_masks or own & {MASK, *MASK_COLUMNS}
+        masks.append(columns.mask if columns.mask in own else "" if has_masks else None)
     all_names = set().union(*names)
+    if (
+        columns.mask is None
+        or columns.mask not in {"", *all_names}
+        or not any(mask is not None for mask in masks)
+    ):
+        masks = [columns.mask] * len(names)
     of_pairs = columns.original_image, columns.edited_image, columns.edit_prompt
     return [
         Columns(*(name if name in own or name not in all_names else "" for name in of_pairs), mask)
-        for own, mask in zip(names, masks_of_sets(shards, columns.mask))
+        for own, mask in zip(names, masks)
     ]
-
-
-def masks_of_sets(
-    shards: list[pq.FileMetaData | None], mask_column: str | None
-) -> list[str | None]:
-    """The mask column of each set, of its first shard; None for a set without masks.
-
-    A column that no set has goes to all sets, so that opening the first raises the error. Opening
-    latents without the masks of their images raises one, too.
-    """
-    everyones = [mask_column] * len(shards)
-    names = list(map(column_names, shards))
-    if mask_column is None or (mask_column and mask_column not in set().union(*names)):
-        return everyones
-    masks = [None] * len(shards)
-    for number, (shard, own) in enumerate(zip(shards, names)):
-        if mask_column in own:
-            masks[number] = mask_column
-        elif own.intersection(MASK_COLUMNS) or is_without_its_masks(shard):
-            masks[number] = ""
-    return everyones if masks == [None] * len(shards) else masks
-
-
-def is_without_its_masks(shard: pq.FileMetaData | None) -> bool:
-    """Whether a shard has latents without masks of a known set that has masks."""
-    latents = latents_metadata(shard) if shard else None
-    if latents is None or MASK in column_names(shard):
-        return False
-    return set_of_columns(tuple(latents["columns"])).has_masks
 
 
 def first_metadata(directory: str) -> pq.FileMetaData | None:
@@ -412,11 +396,6 @@ def first_metadata(directory: str) -> pq.FileMetaData | None:
         return read_footer(path) if is_remote(directory) else pq.read_metadata(path)
     except (pa.ArrowException, OSError, IndexError):  # list_row_groups says what is wrong
         return None
-
-
-def column_names(shard: pq.FileMetaData | None) -> set[str]:
-    """The columns of a shard; none if it cannot be read."""
-    return set(shard.schema.to_arrow_schema().names) if shard else set()
 
 
 def distinct_names(directories: Sequence[str]) -> list[str]:
