@@ -229,7 +229,7 @@ class StoredPairs:
         loader = ThreadPoolExecutor(self._num_readers, "parquet-row-group")
         try:
             for plan in plans:
-                for rows, groups in zip(plan.order.tolist(), plan.groups.tolist()):
+                for rows, groups in zip(plan.order, plan.groups):
                     step += 1
                     while ahead and ahead[0] <= step:
                         ahead.popleft()
@@ -246,7 +246,7 @@ class StoredPairs:
                         waiting[row] = self._pair_or_error(row, loaded[plan.number, g].result())
                     yield [
                         (row, waiting.pop(row, None) or loaded[plan.number, g].result())
-                        for row, g in zip(rows, groups)
+                        for row, g in zip(rows.tolist(), groups.tolist())
                     ]
                     for g in plan.freed.get(step, ()):
                         del loaded[plan.number, g]
