@@ -35,7 +35,7 @@ from shards import (
 )
 
 import parquet_processing
-from diffusers_flax.data import decoding, reading
+from diffusers_flax.data import reading
 from diffusers_flax.data import shards as dataloading_shards
 from diffusers_flax.data.dataset import epoch_order
 from diffusers_flax.data.options import Columns
@@ -500,21 +500,6 @@ def test_row_group_without_a_good_pair(tmp_path):
     assert dataset.num_bad == 4
 
 
-def test_a_long_stretch_of_broken_pairs_is_looked_through_once(tmp_path, monkeypatch):
-    rows = [(plain(n % 200), str(n), plain(1)) for n in range(900)]
-    rows += [(b"bad", "x", b"bad")] * 100
-    write_shard(tmp_path / "a.parquet", rows, row_group_size=50)
-    num_decoded = []
-    decode = decoding.decode_pair
-    monkeypatch.setattr(
-        decoding, "decode_pair", lambda *a, **k: num_decoded.append(1) or decode(*a, **k)
-    )
-    dataset = open_pairs(tmp_path, batch_size=20, resolution=4, shuffle_buffer=100)
-    seen = Counter(prompts_of(dataset))
-    assert seen == Counter(str(n) for n in range(900)) + Counter({"0": 100})
-    assert dataset.num_bad == 100 and len(num_decoded) < 1350
-
-
 def test_text_that_is_none(tmp_path, capsys):
     """A prompt that is not UTF-8 counts as an undecodable pair in loader and description."""
     rows = [(plain(n), "abcd", plain(n)) for n in range(4)]
@@ -550,33 +535,6 @@ def test_too_many_broken_pairs(tmp_path, monkeypatch):
     assert "--max_bad_fraction 0.1" in error and "a.parquet row" in error
     monkeypatch.setattr(reading, "MIN_ROWS_FOR_BAD_FRACTION", 1)
     assert run(max_bad_fraction=0)[0] <= seen
-
-
-def test_a_whole_pass_with_all_that_goes_wrong(tmp_path, caplog):
-    """Reports undecodable images, an unreadable shard and two schemas; keeps all other rows."""
-    rows = [(plain(n), str(n), plain(255 - n)) for n in range(200)]
-    bad = list(range(7, 200, 20))  # 5%
-    for n in bad:
-        rows[n] = (rows[n][0][:-30] if n % 40 == 7 else None, str(n), rows[n][2])
-    write_shard(tmp_path / "a.parquet", rows[:80], row_group_size=30)
-    before, prompts, after = zip(*rows[80:140])
-    table = pa.table({"input_image": before, "edited_image": after, "edit_prompt": prompts})
-    pq.write_table(
-        table, tmp_path / "b.parquet"
-    )  # other column names and order, plain binary images
-    write_shard(tmp_path / "c.parquet", rows[140:], row_group_size=100)
-    (tmp_path / "d.parquet").write_bytes((tmp_path / "c.parquet").read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"1 of 4 shards .*: d\.parquet \("):
-        open_pairs(tmp_path, batch_size=8)
-    (tmp_path / "d.parquet").unlink()
-
-    dataset = open_pairs(tmp_path, batch_size=8, resolution=4, num_parts=4)
-    seen = Counter(prompts_of(dataset))
-    good = {str(n) for n in range(200) if n not in bad}
-    assert set(seen) == good  # no decodable row is lost
-    assert seen.total() == 200 and dataset.num_bad == len(bad) == len(dataset.bad_rows)
-    assert len(caplog.records) == len(bad)
-    assert seen - Counter(good) == Counter(str(n + 1) for n in bad)
 
 
 TEXTS = (
