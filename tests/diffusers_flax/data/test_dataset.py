@@ -35,7 +35,7 @@ from shards import (
 )
 
 import parquet_processing
-from diffusers_flax.data import reading
+from diffusers_flax.data import decoding, reading
 from diffusers_flax.data import shards as dataloading_shards
 from diffusers_flax.data.dataset import epoch_order
 from diffusers_flax.data.options import Columns
@@ -498,6 +498,21 @@ def test_row_group_without_a_good_pair(tmp_path):
     dataset = open_pairs(tmp_path, batch_size=3, resolution=8, max_bad_fraction=0.5)
     assert sorted(map(int, prompts_of(dataset))) == [0, 1, 2, 3, 8, 8, 8, 8, 8]
     assert dataset.num_bad == 4
+
+
+def test_a_long_stretch_of_broken_pairs_is_looked_through_once(tmp_path, monkeypatch):
+    rows = [(plain(n % 200), str(n), plain(1)) for n in range(900)]
+    rows += [(b"bad", "x", b"bad")] * 100
+    write_shard(tmp_path / "a.parquet", rows, row_group_size=50)
+    num_decoded = []
+    decode = decoding.decode_pair
+    monkeypatch.setattr(
+        decoding, "decode_pair", lambda *a, **k: num_decoded.append(1) or decode(*a, **k)
+    )
+    dataset = open_pairs(tmp_path, batch_size=20, resolution=4, shuffle_buffer=100)
+    seen = Counter(prompts_of(dataset))
+    assert seen == Counter(str(n) for n in range(900)) + Counter({"0": 100})
+    assert dataset.num_bad == 100 and len(num_decoded) < 1350
 
 
 def test_text_that_is_none(tmp_path, capsys):
