@@ -19,7 +19,6 @@ from diffusers_flax.devices.layout import Layout
 from diffusers_flax.devices.offload import GROUPS, fetching, group_of, path_in_model
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 MODES = tuple(GROUPS)
 OPTIONS = dict(num_inference_steps=2, guidance_scale=3.0)
@@ -174,19 +173,6 @@ def test_lowering_for_gpus(mode, matrices, groups, pinned):
     # two arrays of one shape, are not counted.
     barriers = re.findall(r"optimization_barrier .*<1x\d+x\d+(?:x\d+)?xf32>", text)
     assert len([x for x in barriers if not re.search(r": (tensor<.*>), \1$", x)]) == groups
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode, groups, largest", [("group", 32, 0.702), ("layer", 91, 0.098)])
-def test_groups_of_sdxl(mode, groups, largest):
-    """How many groups SDXL's UNet has, and the largest one in bfloat16, GB."""
-    unet = FlaxUNet2DConditionModel(**PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]["unet"])
-    sizes = {}
-    for path, shape in unet._param_shapes().items():
-        if group := group_of(path.split("/"), mode):
-            sizes[group] = sizes.get(group, 0) + 2 * np.prod(shape)
-    assert len(sizes) == groups
-    np.testing.assert_allclose(max(sizes.values()) / 1e9, largest, atol=1e-3)
 
 
 def test_refusals():

@@ -511,20 +511,6 @@ def test_a_parameter_of_another_shape_is_refused(layer):
         layer.apply({"params": params}, x)
 
 
-def test_calls_do_not_trace_initializers():
-    """Tracing initial values would take a third of the time of tracing SDXL's UNet."""
-
-    def refuse(*args):
-        raise AssertionError("the initial value was traced")
-
-    x, layer = jnp.ones((1, 8)), Dense(3)
-    variables = layer.init(jax.random.key(0), x)
-    layer = Dense(3, kernel_init=refuse, bias_init=refuse)
-    layer.apply(variables, x)
-    with pytest.raises(AssertionError, match="traced"):
-        layer.init(jax.random.key(0), x)
-
-
 def test_each_shape_is_traced_once():
     """Tracing all ten blocks of an SDXL transformer would take ten times as long."""
     blocks = Transformer2D(num_heads=2, num_layers=3, num_groups=4)

@@ -1,6 +1,5 @@
 """FlaxCLIPTextModel, an object with config and parameters, against PyTorch's model."""
 
-import json
 import re
 import subprocess
 import sys
@@ -160,30 +159,6 @@ def test_without_parameters(model, tmp_path):
     bare, params = FlaxCLIPTextModel.from_pretrained(tmp_path, _do_init=False)
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
     np.testing.assert_array_equal(bare(IDS, params=params)[0], model(IDS)[0])
-
-
-def test_a_new_token_as_textual_inversion_adds_it(model, tmp_path):
-    model.save_pretrained(tmp_path / "base")
-    model = FlaxCLIPTextModel.from_pretrained(tmp_path / "base")
-    before = model(IDS)[0]
-    params = model.params
-    embeddings = params["text_model"]["embeddings"]["token_embedding"]
-    embeddings["embedding"] = jnp.pad(embeddings["embedding"], ((0, 1), (0, 0)))
-    model.config.vocab_size = 21
-    model.params = params
-    assert model.module.vocab_size == 21
-    new = np.where(IDS == 3, 20, IDS)
-    assert not jnp.isnan(model(new)[0]).any()
-    assert jnp.any(model(new)[0] != before)
-    embeddings["embedding"] = embeddings["embedding"].at[20].set(embeddings["embedding"][3])
-    np.testing.assert_array_equal(model(new)[0], before)
-    model.save_pretrained(tmp_path / "larger")
-    assert json.loads((tmp_path / "larger" / "config.json").read_text())["vocab_size"] == 21
-    theirs = CLIPTextModel.from_pretrained(tmp_path / "larger")
-    assert_close(model(new, params=params)[0], theirs(torch.tensor(new))[0])
-    model.config.vocab_size = 20  # config and params disagree
-    with pytest.raises(ValueError, match="wrong shape: text_model/embeddings/token_embedding"):
-        model.save_pretrained(tmp_path / "wrong")
 
 
 @pytest.mark.slow

@@ -222,28 +222,6 @@ def test_output_forms():
     assert half(IDS, PIXELS).logits_per_text.dtype == jnp.bfloat16
 
 
-@pytest.mark.slow
-def test_dropout_and_gradients():
-    towers = [{**tower, "attention_dropout": 0.5} for tower in (TEXT, VISION)]
-    model = FlaxCLIPModel(CLIPConfig(text_config=towers[0], vision_config=towers[1]))
-    with pytest.raises(
-        ValueError, match=r"attention_dropout=0\.5; pass a PRNG key as dropout_rng="
-    ):
-        model(IDS, PIXELS, train=True)
-    keys = jax.random.split(jax.random.key(0))
-    logits = [model(IDS, PIXELS, train=True, dropout_rng=key)[0] for key in keys]
-    assert not np.allclose(*logits)
-    features = [model.get_image_features(PIXELS, train=True, dropout_rng=key) for key in keys]
-    assert not np.allclose(*features)
-
-    def loss(params):
-        return model(IDS[:2], PIXELS[:2], params=params, train=True, dropout_rng=keys[0])[0].sum()
-
-    gradient = jax.grad(loss)(model.params)
-    assert all(jnp.any(x != 0) for x in jax.tree.leaves(gradient["vision_model"]["embeddings"]))
-    assert gradient["logit_scale"] != 0
-
-
 def test_wrong_use(tmp_path):
     model = FlaxCLIPVisionModel(CLIPVisionConfig(**VISION))
     with pytest.raises(ValueError, match=r"pixel_values has shape .*takes \(batch, 3, 12, 12\)"):

@@ -235,20 +235,6 @@ def test_unet_refuses_unsupported_configs(config, words):
         jax.eval_shape(module.init_weights, jax.random.key(0))
 
 
-@pytest.mark.slow
-def test_sdxls_unet_refuses_other_conditioning():
-    config, *size = UNETS["sdxl base"]
-    sdxl = FlaxUNet2DConditionModel(**SD1_BLOCKS | config)
-    inputs, added = jax.tree.map(to_jax, unet_inputs(sdxl, *size))
-    params = jax.eval_shape(sdxl.init_weights, jax.random.key(0))
-    forward = partial(jax.eval_shape, sdxl.apply, {"params": params}, *inputs)
-    with pytest.raises(ValueError, match="this is an SDXL UNet, which needs added_cond_kwargs"):
-        forward()
-    added["added_cond_kwargs"]["time_ids"] = added["added_cond_kwargs"]["time_ids"][:, :5]
-    with pytest.raises(ValueError, match=r"5 time_ids make 60 numbers, .*input_dim=68"):
-        forward(**added)
-
-
 def test_unet_refuses_wrong_inputs():
     _, ours, params = unet_pair({})
     x, t, text = (to_jax(x) for x in unet_inputs(ours, 2, 8, 8)[0])
