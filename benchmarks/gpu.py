@@ -37,7 +37,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import jax
@@ -167,9 +166,11 @@ def run(config):
     device, machine, failed = find_device(config), describe_machine(), []
     torch.backends.cudnn.benchmark = True
     for name in config.rows:
-        measure = partial(measure_row, config, name, device)
         try:
-            (measure if name != AGREEMENT else partial(measure_agreement, config))(machine)
+            if name == AGREEMENT:
+                measure_agreement(config, machine)
+            else:
+                measure_row(config, name, device, machine)
         except Exception as error:  # of any library, such as too little memory
             print(f"{name} is left out: {type(error).__name__}: {one_line(error, 300)}", flush=True)
             failed.append(name)
