@@ -50,7 +50,6 @@ from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.pipelines.base import pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
     EDIT_BRANCHES,
-    InstructPix2Pix,
     edit_branches,
     guidance_weights,
 )
@@ -85,7 +84,8 @@ from diffusers_flax.training.sharding import (
     update_state,
 )
 
-Count = Annotated[int, AtLeast(1)]
+Count, Number = Annotated[int, AtLeast(1)], Annotated[int, AtLeast(0)]
+Positive, Scale = Annotated[float, Above(0)], Annotated[float, AtLeast(0)]
 HUBER_C = 0.001  # below it the loss is quadratic, above linear
 
 
@@ -97,10 +97,10 @@ class Config(TrainerFlags):
     # configs of a one-file model: a directory or hub id; default: its family's
     config_name_or_path: str | None = None
     use_ema_weights: bool = False  # of a one-file model: the UNet's averages
-    # of the teacher: weight of the instruction, >= 0; default: the model's, or 7.5
-    guidance_scale: Annotated[float, AtLeast(0)] | None = None
-    # of the teacher: similarity to the original image, >= 0; default: the model's, or 1.5
-    image_guidance_scale: Annotated[float, AtLeast(0)] | None = None
+    # of the teacher: weight of the instruction; default: the model's, or 7.5
+    guidance_scale: Scale | None = None
+    # of the teacher: similarity to the original image; default: the model's, or 1.5
+    image_guidance_scale: Scale | None = None
     # data
 
     # directories or URLs of *.parquet shards or of latents; batches are drawn from all of them
@@ -117,12 +117,10 @@ class Config(TrainerFlags):
     aspect_ratio_buckets: tuple[str, ...] | None = None
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
-    dataloader_num_workers: Annotated[int, AtLeast(0)] = 0  # decoding threads; 0: one per core
+    dataloader_num_workers: Number = 0  # decoding threads; 0: one per core
     # LoRA
     lora_rank: Count = 64  # rank of the updates
-    lora_alpha: Annotated[float, Above(0)] | None = (
-        None  # updates are scaled by alpha / rank; None: the rank
-    )
+    lora_alpha: Positive | None = None  # updates are scaled by alpha / rank; None: the rank
     lora_target_modules: tuple[str, ...] = (  # PyTorch's names
         *("to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"),
         *("conv1", "conv2", "conv_shortcut", "time_emb_proj"),
@@ -130,11 +128,11 @@ class Config(TrainerFlags):
     # training
     train_batch_size: Count = 16  # global batch: pairs per optimizer step
     max_train_steps: Count = 2000  # optimizer steps
-    learning_rate: Annotated[float, Above(0)] = 1e-4  # peak value
+    learning_rate: Positive = 1e-4  # peak value
     lr_scheduler: Literal["constant", "cosine"] = "constant"  # after warm-up; cosine: to zero
-    lr_warmup_steps: Annotated[int, AtLeast(0)] = 0  # linear warm-up from 0
-    adam_weight_decay: Annotated[float, AtLeast(0)] = 1e-2  # decoupled, as in AdamW; 0: off
-    max_grad_norm: Annotated[float, Above(0)] = 1.0  # clip the gradient to this global norm
+    lr_warmup_steps: Number = 0  # linear warm-up from 0
+    adam_weight_decay: Scale = 1e-2  # decoupled, as in AdamW; 0: off
+    max_grad_norm: Positive = 1.0  # clip the gradient to this global norm
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; the LoRA stays float32
     gradient_checkpointing: bool = False  # less memory, slower
     seed: Seed = 42  # of the LoRA's initial values, data order, augmentation and noise
@@ -143,9 +141,7 @@ class Config(TrainerFlags):
     overwrite_output_dir: bool = False  # replace an existing LoRA
     # steps between lines of metrics.jsonl; None: 50, in short runs a twentieth of the run
     logging_steps: Count | None = None
-    checkpointing_steps: Annotated[int, AtLeast(0)] = (
-        500  # steps between checkpoints; 0: only when stopped
-    )
+    checkpointing_steps: Number = 500  # steps between checkpoints; 0: only when stopped
     checkpoints_total_limit: Count | None = 2  # newest checkpoints to keep; None: all
     resume_from_checkpoint: str = "latest"  # latest, none, or DIR/checkpoints/STEP
     compilation_cache_dir: str = "~/.cache/jax"  # cache of compiled programs; "": none
@@ -166,26 +162,8 @@ class Teacher(NamedTuple):
     image_guidance_scale: float
 
 
-class Sample(NamedTuple):
-    """The arrays of a distillation step.
-
-    Attributes:
-        x_0: scaled latents of the edited image, (B, C, h, w) float32.
-        condition: unscaled latents of the original image, (B, C, h, w) float32.
-        text: as from encode_text.
-        noise: standard normal, (B, C, h, w) float32.
-        timesteps: integers (B,), of the grid of the teacher's steps.
-    """
-
-    x_0: jax.Array
-    condition: jax.Array
-    text: dict
-    noise: jax.Array
-    timesteps: jax.Array
-
-
 def predict(params, unet, x_t, timesteps, condition, text):
-    """The UNet's output, float32 (B, C, h, w); arguments as in Sample."""
+    """The UNet's output, float32 (B, C, h, w); arguments as for consistency_loss."""
     added = {}
     if "pooled" in text:  # SDXL
         added["added_cond_kwargs"] = {"text_embeds": text["pooled"], "time_ids": text["time_ids"]}
@@ -246,14 +224,18 @@ def consistency_function(scheduler, scheduler_state, output, x_t, timesteps):
     return c_skip * x_t + c_out * x_0
 
 
-def consistency_loss(lora, frozen, teacher, sample):
+def consistency_loss(lora, frozen, teacher, x_0, condition, text, noise, timesteps):
     """Distance of f at a timestep from f at the end of the teacher's DDIM step.
 
     Args:
         lora: trained parameters of add_lora; without them the UNet is the teacher.
         frozen: as for distill_step.
         teacher: Teacher.
-        sample: Sample.
+        x_0: scaled latents of the edited image, (B, C, h, w) float32.
+        condition: unscaled latents of the original image, (B, C, h, w) float32.
+        text: as from encode_text.
+        noise: standard normal, (B, C, h, w) float32.
+        timesteps: integers (B,), of the grid of the teacher's steps.
 
     Returns:
         The mean pseudo-Huber loss of the elements, a float32 scalar.
@@ -262,7 +244,6 @@ def consistency_loss(lora, frozen, teacher, sample):
     target, as in LCM-LoRA (arXiv 2311.05556).
     """
     models, *scales = teacher
-    x_0, condition, text, noise, timesteps = sample
     unet, scheduler, schedule = models.unet, models.scheduler, frozen["scheduler"]
     step_size = len(scheduler) // scheduler.config.original_inference_steps
     earlier = jnp.maximum(timesteps - step_size, 0)
@@ -319,8 +300,7 @@ def distill_step(state, frozen, batch, base_rng, *, teacher, tx, axes, max_grad_
 
     def loss_fn(shards):
         lora = gather(shards, axes, models.unet.dtype)
-        sample = Sample(x_0, condition, text, noise, grid[indices])
-        return consistency_loss(lora, frozen, teacher, sample)
+        return consistency_loss(lora, frozen, teacher, x_0, condition, text, noise, grid[indices])
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
     return update_state(tx, state, loss, grads, axes, max_grad_norm)
@@ -328,21 +308,18 @@ def distill_step(state, frozen, batch, base_rng, *, teacher, tx, axes, max_grad_
 
 def check_teacher(source):
     """Raise a ValueError unless a model, a directory or SingleFile, can be distilled."""
+    given = f"--pretrained_model_name_or_path {source}"
     if not isinstance(source, SingleFile) and not Path(source, "unet").is_dir():
         raise ValueError(
-            f"--pretrained_model_name_or_path {source} is not a pipeline directory with unet/; "
-            "train a model, or get one with hf download OWNER/NAME --local-dir DIR"
+            f"{given} is not a pipeline directory with unet/; train a model, or get one with "
+            "hf download OWNER/NAME --local-dir DIR"
         )
-    pipeline_type = pipeline_class(source)
-    if not issubclass(pipeline_type, InstructPix2Pix):
+    name = pipeline_class(source).torch_class_name
+    scheduler = class_name(FlaxLCMScheduler.load_config(source, subfolder="scheduler"))
+    if "InstructPix2Pix" not in name or scheduler in EDM_CLASSES:
         raise ValueError(
-            f"--pretrained_model_name_or_path {source} is a {pipeline_type.torch_class_name}, not "
-            "an InstructPix2Pix model; train one with flax_train_instruct_pix2pix.py"
-        )
-    if class_name(FlaxLCMScheduler.load_config(source, subfolder="scheduler")) in EDM_CLASSES:
-        raise ValueError(
-            f"--pretrained_model_name_or_path {source} is a CosXL model, whose noise levels are "
-            "not the timesteps that LCM distils; take an InstructPix2Pix model of SDXL"
+            f"{given} is a {name} with {scheduler}; LCM distils InstructPix2Pix models with "
+            "timesteps, which flax_train_instruct_pix2pix.py trains (not CosXL)"
         )
 
 
@@ -409,8 +386,6 @@ guidance scale {config.guidance_scale:g} and image guidance scale {config.image_
 
 ## Use
 
-With PyTorch diffusers:
-
 ```python
 import torch
 from diffusers import LCMScheduler, {pipeline_class}
@@ -421,19 +396,14 @@ pipeline = {pipeline_class}.{opens}(
 )
 pipeline.scheduler = LCMScheduler.from_config(pipeline.scheduler.config)
 pipeline.load_lora_weights({json.dumps(config.output_dir)})
-pipeline.to("cuda")
-image = load_image("in.jpg")
-edited = pipeline(
-    "make it red", image{size}, num_inference_steps=4, guidance_scale=1, image_guidance_scale=1
-).images[0]
-edited.save("out.png")
+options = dict(num_inference_steps=4, guidance_scale=1, image_guidance_scale=1{size})
+edited = pipeline.to("cuda")("make it red", load_image("in.jpg"), **options).images[0]
 ```
 
 On TPU, GPU or CPU, with `edit_cli.py` from the scripts that distilled the model:
 
 ```sh
 python edit_cli.py --model {shlex.quote(teacher)} --lora {shlex.quote(config.output_dir)} \\
-    --scheduler lcm --num_inference_steps 4 --guidance_scale 1 --image_guidance_scale 1 \\
     --resolution {R} --input in.jpg --edit "make it red" --output out.png
 ```
 """

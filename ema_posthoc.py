@@ -27,9 +27,9 @@ import re
 import shutil
 import sys
 from dataclasses import dataclass, make_dataclass
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -37,17 +37,12 @@ from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from diffusers_flax.command_line import ask_before_replacing, run_main
+from diffusers_flax.command_line import Above, Below, ask_before_replacing, run_main
 from diffusers_flax.generating.defaults import DEFAULTS_FILE
 from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.loading.directories import writing_pipeline
 from diffusers_flax.loading.files import naming_full_disk, read_json
-from diffusers_flax.loading.weights import (
-    SafetensorsFile,
-    read_safetensors,
-    shard_names,
-    torch_to_flax,
-)
+from diffusers_flax.loading.weights import SafetensorsFile, read_safetensors, torch_to_flax
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.training.checkpoints import CheckpointFiles, flatten_by_name
 from diffusers_flax.training.ema import posthoc_error, posthoc_weights, sigma_rel_to_gamma
@@ -64,7 +59,8 @@ class Config:
     output_dir: str  # directory for the model; several lengths: a subdirectory for each
     checkpoint: str | None = None  # RUN/checkpoints/STEP, instead of the two below
     train_output_dir: str | None = None  # output directory of a finished run with --ema power
-    sigma_rel: tuple[float, ...] = ()  # lengths of the averages, each above 0 and below 0.28
+    # lengths of the averages, each above 0 and below 0.28
+    sigma_rel: tuple[Annotated[float, Above(0), Below(0.28)], ...] = ()
     step: int | None = None  # last step of the average, one with snapshots; default: the last
     dtype: Literal["float32", "float16"] = "float32"  # dtype of the UNet's file
     overwrite_output_dir: bool = False  # replace an existing model; other files are not changed
@@ -87,9 +83,6 @@ def find_snapshots(train_output_dir, last_step=None):
 
     Returns:
         List of Snapshot, sorted by step and length.
-
-    Raises:
-        ValueError: there are no snapshots, none of last_step, or a step lacks a length.
     """
     parent = Path(train_output_dir, "ema_snapshots")
     snapshots = sorted(
@@ -98,71 +91,39 @@ def find_snapshots(train_output_dir, last_step=None):
         if (match := SNAPSHOT_NAME.fullmatch(folder.name))
     )
     if not snapshots:
-        missing = "has no snapshots" if parent.is_dir() else "does not exist"
         raise ValueError(
-            f"{parent} {missing}; give the --output_dir of a training run with --ema power"
+            f"{parent} has no snapshots; give the --output_dir of a training run with --ema power"
         )
     steps = sorted({snapshot.step for snapshot in snapshots})
-    if last_step is None:
-        last_step = steps[-1]
-    if last_step not in steps:
+    if last_step is not None and last_step not in steps:
         raise ValueError(
             f"--step {last_step} has no snapshots; choose from {', '.join(map(str, steps))}"
         )
-    lengths = {snapshot.sigma_rel for snapshot in snapshots}
-    snapshots = [snapshot for snapshot in snapshots if snapshot.step <= last_step]
-    expected = set(product({snapshot.step for snapshot in snapshots}, lengths))
-    if missing := sorted(expected - {snapshot[:2] for snapshot in snapshots}):
-        names = ", ".join(f"{step:08d}-{sigma_rel:.3f}" for step, sigma_rel in missing)
-        raise ValueError(
-            f"{parent} lacks {names}; copy it again, remove the other snapshots of that step, or "
-            "give an earlier --step"
-        )
-    return snapshots
+    return [x for x in snapshots if x.step <= (last_step or steps[-1])]
 
 
 def weight_files(folder):
     """The safetensors files of a UNet directory: one, or its shards."""
-    name = f"{FlaxUNet2DConditionModel.weights_name}.safetensors"
-    index = folder / f"{name}.index.json"
-    if not index.is_file():
-        return [folder / name]
-    return [folder / shard for shard in shard_names(index)]
-
-
-def entries_and_shapes(folder):
-    """Config entries and shapes of tensors of a snapshot, which must be the same for all.
-
-    Returns:
-        {config entry: value, tensor name: shape}.
-
-    Raises:
-        ValueError: files are missing or damaged.
-    """
-    try:
-        description = read_json(folder / "config.json")
-        for file in weight_files(folder):
-            description |= SafetensorsFile(file).shapes
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"the snapshot {folder} is incomplete ({error}); copy it again, or remove all "
-            "snapshots of its step"
-        ) from error
-    return description
+    return sorted(folder.glob("*.safetensors"))
 
 
 def check_alike(folders):
-    """Raise a ValueError that names the differences if the snapshots are of different models."""
-    first = entries_and_shapes(folders[0])
-    for folder in folders[1:]:
-        other = entries_and_shapes(folder)
-        if different := sorted(
-            key for key in first.keys() | other.keys() if first.get(key) != other.get(key)
-        ):
+    """Raise a ValueError unless all snapshots have the same tensors and configs."""
+    descriptions = []
+    for folder in folders:
+        try:
+            description = read_json(folder / "config.json")
+            for file in weight_files(folder):
+                description |= SafetensorsFile(file).shapes
+        except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"the snapshots {folders[0]} and {folder} are of different models "
-                f"({len(different)} differences: {', '.join(different[:3])}); keep the "
-                "snapshots of one run"
+                f"the snapshot {folder} is incomplete ({error}); copy it again"
+            ) from error
+        descriptions.append(description)
+        if description != descriptions[0]:
+            raise ValueError(
+                f"the snapshots {folders[0]} and {folder} differ in their tensors or configs; "
+                "copy them again, and keep the snapshots of one run"
             )
 
 
@@ -197,7 +158,7 @@ def sum_snapshots(folders, weights, description):
     return total
 
 
-def save_model(config, snapshots, weights, sigma_rel, folder):
+def save_average(config, snapshots, weights, sigma_rel, folder):
     """Write the pipeline with the reconstructed UNet; other components are copied from the run.
 
     Args:
@@ -223,41 +184,19 @@ def save_model(config, snapshots, weights, sigma_rel, folder):
         unet.save_pretrained(new / "unet", unflatten_dict(params, sep="/"), dtype=config.dtype)
 
 
-def check_apart(output_dir, source, flag):
-    """Raise a ValueError if the model would be written into or around the run."""
-    one, other = Path(output_dir).resolve(), Path(source).resolve()
-    if one.is_relative_to(other) or other.is_relative_to(one):
-        raise ValueError(
-            f"--output_dir {output_dir} is in or around {flag} {source}; name another directory"
-        )
-
-
-def output_folders(config):
-    """{sigma_rel: directory to write}.
-
-    Raises:
-        ValueError: a directory must not be written to.
-    """
-    if not config.sigma_rel:
-        raise ValueError("--sigma_rel is empty; give one length or several, e.g. --sigma_rel 0.08")
-    if not config.output_dir:
-        raise ValueError("--output_dir is empty; name a directory")
-    output_dir = Path(config.output_dir).resolve()
-    check_apart(config.output_dir, config.train_output_dir, "--train_output_dir")
-    folders = {config.sigma_rel[0]: output_dir}
-    if len(config.sigma_rel) > 1:
-        folders = {sigma_rel: output_dir / str(sigma_rel) for sigma_rel in config.sigma_rel}
-    for folder in folders.values():
-        given = Path(config.output_dir, folder.relative_to(output_dir))
-        ask_before_replacing("output_dir", given, config.overwrite_output_dir)
-    return folders
+def check_folder(config, folder, run):
+    """Raise a ValueError if a model must not be written to a folder; run: directory of the run."""
+    one, other = Path(folder).resolve(), Path(run).resolve()
+    if config.output_dir and (one.is_relative_to(other) or other.is_relative_to(one)):
+        raise ValueError(f"--output_dir {folder} is in or around {run}; name another directory")
+    ask_before_replacing("output_dir", folder, config.overwrite_output_dir)
 
 
 def save_checkpoint(config):
     """Write the model of --checkpoint, as the trainer writes it."""
     checkpoint, output_dir = Path(config.checkpoint), config.output_dir
-    record_file = checkpoint.parent.parent / "config.json"
-    if not (checkpoint.name.isdecimal() and checkpoint.is_dir() and record_file.is_file()):
+    run = checkpoint.parent.parent
+    if not (checkpoint.name.isdecimal() and checkpoint.is_dir() and (run / "config.json").exists()):
         raise ValueError(
             f"--checkpoint {checkpoint} is not a checkpoint of the trainer; give its directory, "
             "such as OUTPUT_DIR/checkpoints/600"
@@ -266,28 +205,24 @@ def save_checkpoint(config):
         raise ValueError(
             "--sigma_rel, --step and --dtype are for --train_output_dir; leave them out"
         )
-    check_apart(output_dir, checkpoint.parent.parent, "--checkpoint")
-    ask_before_replacing("output_dir", output_dir, config.overwrite_output_dir)
-    saved, step = read_json(record_file), int(checkpoint.name)
-    if "pretrained_model_name_or_path" not in saved or "unet_model_name_or_path" not in saved:
-        raise ValueError(f"{record_file} is not of flax_train_instruct_pix2pix.py")
+    check_folder(config, output_dir, run)
+    saved, step = read_json(run / "config.json"), int(checkpoint.name)
+    if "unet_model_name_or_path" not in saved:
+        raise ValueError(f"{run}/config.json is not of flax_train_instruct_pix2pix.py")
     saved = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
-    changes = dict(output_dir=output_dir, max_train_steps=step, num_train_epochs=None)
-    changes |= dict(push_to_hub=False, save_raw_unet=False)
-    saved |= changes
-    flags = make_dataclass("Flags", saved, bases=(TrainerFlags,), frozen=True, kw_only=True)(
-        **saved
-    )
+    saved |= dict(output_dir=output_dir, max_train_steps=step, num_train_epochs=None)
+    saved |= dict(push_to_hub=False, save_raw_unet=False)
+    flags_class = make_dataclass("Flags", saved, bases=(TrainerFlags,), frozen=True, kw_only=True)
+    flags = flags_class(**saved)
     flags = with_single_files(flags, "pretrained_model_name_or_path", **COMPONENT_FLAGS)
     _, pipeline, frozen, params = load_models(flags, np.float32)
     checkpoints = CheckpointFiles(checkpoint.parent)
     record = checkpoints.read_record(step)
     prefix = "ema/0" if record["num_averages"] else "params"
-    names = flatten_by_name(params)
-    state = checkpoints.read_state(step, [f"{prefix}/{name}" for name in names])
+    names = [f"{prefix}/{name}" for name in flatten_by_name(params)]
+    state = checkpoints.read_state(step, names)
     checkpoints.close()
-    weights = [state[f"{prefix}/{name}"] for name in names]
-    weights = jax.tree.unflatten(jax.tree.structure(params), weights)
+    weights = jax.tree.unflatten(jax.tree.structure(params), [state[name] for name in names])
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     identity = record["identity"] | {"max_train_steps": step}
     others = params_beside_unet(frozen)
@@ -296,21 +231,14 @@ def save_checkpoint(config):
     print(f"saved the {what} after {step} steps to {output_dir}")
 
 
-def run(config):
-    """Check the flags and files, then make the models."""
-    if bool(config.checkpoint) == bool(config.train_output_dir):
-        raise ValueError("give --checkpoint, or --train_output_dir and --sigma_rel")
-    jax.config.update("jax_platforms", "cpu")  # only shapes are computed
-    if config.checkpoint:
-        return save_checkpoint(config)
-    source = Path(config.train_output_dir)
-    if not source.is_dir():
-        raise ValueError(
-            f"--train_output_dir {source} is not a directory; name the --output_dir of a training "
-            "run"
-        )
-    target_gammas = {sigma_rel: sigma_rel_to_gamma(sigma_rel) for sigma_rel in config.sigma_rel}
-    folders = output_folders(config)
+def save_averages(config):
+    """Write a model for each of --sigma_rel."""
+    source, output_dir = Path(config.train_output_dir), Path(config.output_dir)
+    folders = {sigma_rel: output_dir / str(sigma_rel) for sigma_rel in config.sigma_rel}
+    if len(folders) == 1:
+        folders = {sigma_rel: config.output_dir for sigma_rel in folders}
+    for folder in folders.values():
+        check_folder(config, folder, source)
     snapshots = find_snapshots(source, config.step)
     if not (source / "model_index.json").is_file():
         raise ValueError(
@@ -323,7 +251,7 @@ def run(config):
     gammas = [sigma_rel_to_gamma(snapshot.sigma_rel) for snapshot in snapshots]
     print(f"{len(snapshots)} snapshots, steps {times[0]} to {times[-1]}")
     for sigma_rel, folder in folders.items():
-        target = (times[-1], target_gammas[sigma_rel])
+        target = (times[-1], sigma_rel_to_gamma(sigma_rel))
         weights = posthoc_weights(times, gammas, *target)
         error = posthoc_error(times, gammas, weights, *target)
         print(f"sigma_rel {sigma_rel}: relative error of the profile {error:.2%}")
@@ -333,20 +261,23 @@ def run(config):
                 "choose one closer to the tracked lengths, or train with more snapshots",
                 file=sys.stderr,
             )
-        save_model(config, snapshots, weights, sigma_rel, folder)
+        folder = Path(folder).resolve()
+        save_average(config, snapshots, weights, sigma_rel, folder)
         print(f"saved {folder}")
+
+
+def run(config):
+    """Write the model of a checkpoint, or of averages."""
+    if bool(config.checkpoint) == bool(config.train_output_dir and config.sigma_rel):
+        raise ValueError("give --checkpoint, or --train_output_dir and --sigma_rel")
+    jax.config.update("jax_platforms", "cpu")  # only shapes are computed
+    save_checkpoint(config) if config.checkpoint else save_averages(config)
 
 
 def main(args=None):
     """Command line."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every action
-    run_main(
-        Config,
-        __doc__,
-        run,
-        args,
-        interrupted="the models named as saved are complete",
-    )
+    run_main(Config, __doc__, run, args, interrupted="the models named as saved are complete")
 
 
 if __name__ == "__main__":

@@ -88,8 +88,6 @@ def run(tmp_path_factory):
             out = folder / "ema_snapshots" / name_snapshot(step, sigma_rel)
             unet.save_pretrained(out, max_shard_size=size)
     assert len(list((folder / "ema_snapshots" / "00000008-0.050").iterdir())) > 3
-    (folder / "checkpoints" / "60").mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("{}\n")
     (folder / "ema_snapshots" / ".saving-1").mkdir()  # left by a killed run
     return SimpleNamespace(folder=folder, shapes=shapes, kept=kept)
 
@@ -219,22 +217,17 @@ def remove(name):
     return spoil
 
 
-def truncate(folder):
-    file = folder / "ema_snapshots" / "00000004-0.100" / WEIGHTS
-    file.write_bytes(file.read_bytes()[:-4])
-
-
-def other_config(folder):
-    file = folder / "ema_snapshots" / "00000008-0.050" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"cross_attention_dim": 99}))
-
-
 def change_tensors(change):
     def spoil(folder):
         file = folder / "ema_snapshots" / "00000004-0.050" / WEIGHTS
         save_file(change(load_file(file)), file)
 
     return spoil
+
+
+def truncate(folder):
+    file = folder / "ema_snapshots" / "00000004-0.100" / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-4])
 
 
 def lose_a_shard(folder):
@@ -245,78 +238,40 @@ def nothing(folder):
     pass
 
 
-LACKS = "lacks 00000004-0.050; copy it again, remove the other snapshots of that step, or give"
-SNAPSHOT = "the snapshot run/ema_snapshots/"
+NOT_FINITE = {"conv_in.bias": np.full(16, np.nan, "f4")}
 
 
 @pytest.mark.variants
 @pytest.mark.parametrize(
     ("spoil", "flags", "message"),
     [
-        (nothing, {"sigma_rel": "0"}, "sigma_rel=0.0 must be above 0 and below 0.28"),
-        (nothing, {"sigma_rel": "0.28"}, "sigma_rel=0.28 must be above 0 and below 0.28"),
-        (nothing, {"sigma_rel": "nan"}, "sigma_rel=nan must be above 0"),
-        (nothing, {"sigma_rel": "0.1 0.3"}, "sigma_rel=0.3 must be above 0"),
-        (nothing, {"sigma_rel": ""}, "sigma_rel is empty; give one length or several"),
-        (nothing, {"train_output_dir": "nowhere"}, "--train_output_dir nowhere is not a directory"),
+        (nothing, {"sigma_rel": "0.1 0.28"}, "--sigma_rel 0.28 must be above 0 and below 0.28"),
+        (nothing, {"train_output_dir": "nowhere"}, "nowhere/ema_snapshots has no snapshots; give"),
         (nothing, {"step": "3"}, "--step 3 has no snapshots; choose from 4, 8"),
-        (nothing, {"output_dir": "run"}, "--output_dir run is in or around --train_output_dir run"),
-        (nothing, {"output_dir": "run/new"}, "--output_dir run/new is in or around"),
-        (nothing, {"output_dir": "."}, "--output_dir . is in or around"),
-        (nothing, {"output_dir": "file"}, "--output_dir file is a file; name a directory"),
+        (nothing, {"output_dir": "run/new"}, "--output_dir run/new is in or around run; name"),
         (nothing, {"output_dir": "full"}, "--output_dir full is not empty (0.08); name another"),
-        (
-            nothing,
-            {"output_dir": "file/out", "step": "3"},  # checked before it reads
-            "--output_dir file/out cannot be written: ",
-        ),
         (
             nothing,
             {"output_dir": "full", "sigma_rel": "0.07 0.08"},
             "--output_dir full/0.08 is not empty (model_index.json); name another directory",
         ),
-        (
-            remove("ema_snapshots"),
-            {},
-            "run/ema_snapshots does not exist; give the --output_dir of a training run",
-        ),
         (remove("model_index.json"), {}, "run has snapshots but no model_index.json, so the train"),
         (remove("vae"), {}, "run/vae"),
-        (remove("ema_snapshots/00000004-0.050"), {}, LACKS),
-        (remove("ema_snapshots/00000004-0.050/config.json"), {}, f"{SNAPSHOT}00000004-0.050 is in"),
-        (remove(f"ema_snapshots/00000004-0.100/{WEIGHTS}"), {}, f"{SNAPSHOT}00000004-0.100 is in"),
-        (truncate, {}, f"{SNAPSHOT}00000004-0.100 is incomplete"),
-        (lose_a_shard, {}, f"{SNAPSHOT}00000008-0.100 is incomplete"),
-        (other_config, {}, "are of different models (1 differences: cross_attention_dim)"),
-        (
-            change_tensors(lambda tensors: tensors | {"more.weight": np.zeros(1, np.float32)}),
-            {},
-            "are of different models (1 differences: more.weight)",
-        ),
-        (
-            change_tensors(lambda tensors: tensors | {"conv_in.bias": np.zeros(3, np.float32)}),
-            {},
-            "are of different models (1 differences: conv_in.bias)",
-        ),
-        (
-            change_tensors(lambda tensors: tensors | {"conv_in.bias": np.full(16, np.nan, "f4")}),
-            {},
-            "the average is not finite in 1 tensors (conv_in.bias)",
-        ),
+        (remove("ema_snapshots/00000004-0.050/config.json"), {}, "00000004-0.050 is incomplete"),
+        (truncate, {}, "00000004-0.100 is incomplete"),
+        (lose_a_shard, {}, "00000008-0.100 differ in their tensors or configs"),
+        (change_tensors(lambda x: x | NOT_FINITE), {}, "not finite in 1 tensors (conv_in.bias)"),
     ],
 )
 def test_bad_input_is_one_line(small_run, capsys, spoil, flags, message):
     spoil(small_run)
-    Path("file").touch()
     Path("full/0.08").mkdir(parents=True)
     Path("full/0.08/model_index.json").touch()
     paths = sorted(Path().rglob("*"))
     flags = {"train_output_dir": "run", "output_dir": "out", "sigma_rel": "0.08"} | flags
-    output_dir = f"--output_dir={flags.pop('output_dir')}"
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        args = [part for name, value in flags.items() for part in (f"--{name}", *value.split())]
-        run_posthoc(output_dir, *args)
+        run_posthoc(*(x for name, value in flags.items() for x in (f"--{name}", *value.split())))
     assert stop.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert message in lines[-1]
