@@ -1,19 +1,7 @@
 """Executables on disk, loaded without tracing or compiling.
 
-    program = jax.jit(f)
-    compile = lambda: program.lower(*args).compile()
-    compiled, how = load_or_compile("~/.cache/jax_executables", "f", (args, {}), devices, compile)
-
-or, with an own name and key for each file:
-
-    store = ExecutableStore("~/.cache/jax_executables")
-    cache_key = {"program": "f of 8 images"} | surroundings(devices, [__file__])
-    in_tree, out_tree = jax.tree.structure((args, {})), jax.tree.structure(result)
-    compiled, reason = store.load(name, cache_key, devices, in_tree, out_tree)
-    if compiled is None:
-        with no_compilation_cache():
-            compiled = jax.jit(f).lower(*args).compile()
-        store.save(name, cache_key, compiled)
+    compile = lambda: jax.jit(f).lower(*args).compile()
+    compiled, how = load_or_compile("~/.cache/mine", "f", (args, {}), jax.devices()[:1], compile)
 
 An executable is code: whoever can write the file can run code as the user who loads it. So the
 directory is made with mode 0700, and a directory or file that other users may write to is refused.
@@ -33,10 +21,9 @@ import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from diffusers_flax.compilation_cache import no_compilation_cache
-from diffusers_flax.loading.files import naming_full_disk, save_whole
+from diffusers_flax.loading.files import save_whole
 from diffusers_flax.messages import one_line
 
-SUFFIX = ".executable"
 SAFE_FOLDER = "~/.cache/jax_executables"
 # Settings of jax that do not change programs.
 NO_EFFECT = re.compile("cache|_dir|dump|log|traceback|profil|timeout|transfer|debug_leaked|explain")
@@ -46,7 +33,7 @@ class SavedPrograms:
     """Runs functions of jax.jit and jax.pmap by their executables in a directory.
 
     Args:
-        folder: see ExecutableStore.
+        folder: see private_folder.
         tell: function of a line, such as "loaded in 0.31 s".
     """
 
@@ -81,7 +68,7 @@ def load_or_compile(folder, description, arguments, devices, compile, *files):
     """An executable for some arguments: loaded, or compiled and saved for the next start.
 
     Args:
-        folder: see ExecutableStore.
+        folder: see private_folder.
         description: text of all that it depends on, besides code and arguments.
         arguments: (args, kwargs) of arrays, of which structure, shapes and dtypes count.
         devices: to run on.
@@ -92,129 +79,99 @@ def load_or_compile(folder, description, arguments, devices, compile, *files):
         (jax.stages.Compiled, "loaded" or "compiled (why)").
     """
     settings = {
-        "description": hashlib.sha256(description.encode()).hexdigest()[:16],
+        "description": digest(description.encode()),
         "arguments": str(jax.tree.map(jax.typeof, arguments)),
         "process": f"{jax.process_index()} of {jax.process_count()}",
     }
-    name = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    file = private_folder(folder) / f"{digest(json.dumps(settings).encode())}.executable"
     settings |= surroundings(devices, files)
-    store = ExecutableStore(folder)
-    in_tree, out_tree = jax.tree.structure(arguments), jax.tree.structure(0)
-    compiled, why = store.load(name, settings, devices, in_tree, out_tree)
-    if compiled is not None:
-        return compiled, "loaded"
+    content, why = read_file(file, json.loads(json.dumps(settings)))
+    if content is not None:
+        in_tree, out_tree = jax.tree.structure(arguments), jax.tree.structure(0)
+        try:
+            loaded = deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
+            return loaded, "loaded"
+        except Exception as error:  # of the runtime; the program can be compiled again
+            why = f"{file} cannot be loaded ({one_line(error, 200)})"
     with no_compilation_cache():
         compiled = compile()
     try:
-        store.save(name, settings, compiled)
+        content, _, _ = serialize(compiled)
+        header = {"settings": settings, "sha256": digest(content)}
+        text = json.dumps(header).encode() + b"\n" + content
+
+        def write(unfinished):
+            unfinished.touch(mode=0o600)
+            unfinished.write_bytes(text)
+
+        save_whole(file, write, shared=True)
     except Exception as error:  # such as a full disk; the program runs all the same
         why = f"{why}; not saved: {one_line(error)}"
     return compiled, f"compiled ({why})"
 
 
-class ExecutableStore:
-    """A directory of executables.
+def digest(content):
+    """16 hexadecimal digits for bytes."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
-    Args:
-        folder: directory, created if missing with mode 0700.
+
+def private_folder(folder):
+    """A directory for executables, created if missing with mode 0700; its Path.
 
     Raises:
         ValueError: it is no directory, is not readable, belongs to another user, or others may
             write to it or replace it.
     """
-
-    def __init__(self, folder):
-        self.folder = Path(folder).expanduser().resolve()
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.folder.stat()
-        except OSError as error:
+    folder = Path(folder).expanduser().resolve()
+    remedy = f"name another directory, such as {SAFE_FOLDER}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.listdir(folder)
+        status = folder.stat()
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be used for executables: {error}; {remedy}") from error
+    if not is_private(status):
+        raise ValueError(
+            f"{folder} belongs to another user or may be written to by others, who can run code as "
+            f"you; {remedy}"
+        )
+    for parent in folder.parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise ValueError(
-                f"{self.folder} cannot be used for executables: {error}; name another directory"
-            ) from error
-        if not is_private(status):
-            raise ValueError(
-                f"{self.folder} belongs to another user or may be written to by others, who can "
-                f"run code as you; name another directory, such as {SAFE_FOLDER}"
+                f"{parent} may be written to by others, who could replace {folder} and run code as "
+                f"you; {remedy}"
             )
-        for parent in self.folder.parents:
-            mode = parent.stat().st_mode
-            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-                raise ValueError(
-                    f"{parent} may be written to by others, who could replace "
-                    f"{self.folder} and run code as you; name another directory, such as "
-                    f"{SAFE_FOLDER}"
-                )
-        if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
-            raise ValueError(
-                f"{self.folder} cannot be read and written; chmod 700 {self.folder}, or name "
-                "another directory"
-            )
+    return folder
 
-    def load(self, name, cache_key, devices, in_tree, out_tree):
-        """Load an executable.
 
-        Args:
-            name: of the program, a file name without extension.
-            cache_key: everything that it depends on, a flat dict for JSON; see surroundings.
-            devices: to run on.
-            in_tree, out_tree: structures of (args, kwargs) and of the result.
+def read_file(file, settings):
+    """(content of an executable's file, None), or (None, why it must be compiled).
 
-        Returns:
-            (jax.stages.Compiled, None), or (None, why it must be compiled).
-        """
-        file = self.folder / f"{name}{SUFFIX}"
-        try:
-            with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
-                if not is_private(os.fstat(f.fileno())):
-                    return None, f"{file} belongs to another user or may be written to by others"
-                header, content = f.readline(), f.read()
-        except FileNotFoundError:
-            return None, "no executable of these settings is saved"
-        except OSError as error:
-            return None, f"{file} cannot be read ({error})"
-        try:
-            header = json.loads(header)
-            before, checksum = dict(header["cache_key"]), header["sha256"]
-        except (ValueError, KeyError, TypeError):
-            return None, f"{file} is damaged"
-        now = json.loads(json.dumps(cache_key))
-        if changes := [
-            f"{key} was {_short(before.get(key))} and is {_short(now.get(key))}"
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key)
-        ]:
-            return None, "; ".join(changes)
-        if hashlib.sha256(content).hexdigest() != checksum:
-            return None, f"{file} is damaged"
-        try:
-            compiled = deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
-            return compiled, None
-        except Exception as error:  # of the runtime; the program can be compiled again
-            return None, f"{file} cannot be loaded ({one_line(error, 200)})"
-
-    def save(self, name, cache_key, compiled):
-        """Save an executable; its file appears when it is complete."""
-        content, _, _ = serialize(compiled)
-        header = {"cache_key": cache_key, "sha256": hashlib.sha256(content).hexdigest()}
-        file = self.folder / f"{name}{SUFFIX}"
-
-        def write(unfinished):
-            with naming_full_disk(file, len(content)):
-                unfinished.touch(mode=0o600)
-                unfinished.write_bytes(json.dumps(header).encode() + b"\n" + content)
-
-        save_whole(file, write, shared=True)
+    settings: everything that the executable depends on, a flat dict as from JSON.
+    """
+    try:
+        with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
+            if not is_private(os.fstat(f.fileno())):
+                return None, f"{file} belongs to another user or may be written to by others"
+            header, content = json.loads(f.readline()), f.read()
+        before, checksum = dict(header["settings"]), header["sha256"]
+    except FileNotFoundError:
+        return None, "no executable of these settings is saved"
+    except OSError as error:
+        return None, f"{file} cannot be read ({error})"
+    except (ValueError, KeyError, TypeError):
+        return None, f"{file} is damaged"
+    changes = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
+    if changes:
+        shown = (f"{x} was {before.get(x)!s:.80} and is {settings.get(x)!s:.80}" for x in changes)
+        return None, "; ".join(shown)
+    return (content, None) if digest(content) == checksum else (None, f"{file} is damaged")
 
 
 def is_private(status):
     """Whether only this user may write to a file or directory; status: of os.stat."""
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _short(value):
-    text = str(value)
-    return text if len(text) < 80 else f"{text[:76]}..."
 
 
 def surroundings(devices, files):

@@ -1,5 +1,6 @@
 """Saved executables: who may write them, what they depend on."""
 
+import json
 import subprocess
 import sys
 
@@ -9,57 +10,90 @@ import pytest
 from helpers import ROOT
 
 from diffusers_flax import executables
-from diffusers_flax.compilation_cache import no_compilation_cache
-from diffusers_flax.executables import ExecutableStore, surroundings
+from diffusers_flax.executables import load_or_compile, private_folder, surroundings
 
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
     folder = tmp_path / "store"
-    folder.mkdir(mode=0o700)
-    ExecutableStore(folder)
+    private_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
-    with pytest.raises(
-        ValueError, match="may be written to by others, who can run code as you; name"
-    ):
-        ExecutableStore(folder)
+    with pytest.raises(ValueError, match="may be written to by others, who can run code as you"):
+        private_folder(folder)
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(ValueError, match="cannot be used for executables"):
-        ExecutableStore(file / "store")
+        private_folder(file / "store")
 
     folder.chmod(0o700)
     (tmp_path / "link").symlink_to(folder)
-    assert ExecutableStore(tmp_path / "link").folder == folder
+    assert private_folder(tmp_path / "link") == folder
     tmp_path.chmod(0o777)
     with pytest.raises(ValueError, match="who could replace"):
-        ExecutableStore(folder)
+        private_folder(folder)
     tmp_path.chmod(0o1777)  # like /tmp
-    ExecutableStore(folder)
+    private_folder(folder)
 
 
-def test_a_file_that_others_may_write_to_is_not_loaded(tmp_path):
-    store = ExecutableStore(tmp_path / "store")
+def run(folder, number=1, devices=None):
+    """How the executable of x + number was had; checks its result."""
     args = (np.ones(3, np.float32),)
-    with no_compilation_cache():  # an executable from that cache cannot be saved
-        compiled = jax.jit(lambda x: x + 1).lower(*args).compile()
-    store.save("add", {"a": 1}, compiled)
-    trees = jax.tree.structure((args, {})), jax.tree.structure(0)
+    compiled, how = load_or_compile(
+        folder,
+        f"add {number}",
+        (args, {}),
+        devices or jax.devices()[:1],
+        lambda: jax.jit(lambda x: x + number).lower(*args).compile(),
+    )
+    np.testing.assert_array_equal(compiled(*args), args[0] + number)
+    return how
 
-    def load():
-        return store.load("add", {"a": 1}, jax.devices()[:1], *trees)
 
-    compiled, reason = load()
-    assert reason is None
-    np.testing.assert_array_equal(compiled(*args), args[0] + 1)
-    file = store.folder / "add.executable"
-    file.chmod(0o666)
-    assert load() == (None, f"{file} belongs to another user or may be written to by others")
+def change_header(file):
+    header, content = file.read_bytes().split(b"\n", 1)
+    header = json.loads(header)
+    header["settings"]["jax"] = "0.9.0"
+    file.write_bytes(json.dumps(header).encode() + b"\n" + content)
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-10] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda file: file.chmod(0o666), "belongs to another user or may be written to by others"),
+        (lambda file: file.write_bytes(file.read_bytes()[:50]), "is damaged"),
+        (flip_a_bit, "is damaged"),
+        (change_header, f"jax was 0.9.0 and is {jax.__version__}"),
+    ],
+)
+def test_what_is_spoiled_or_stale_is_compiled_again(tmp_path, spoil, reason):
+    """The reason is said, and the next start loads again."""
+    assert "no executable of these settings is saved" in run(tmp_path / "store")
+    assert "no executable" in run(tmp_path / "store", 2)
+    assert run(tmp_path / "store") == "loaded"
+    for file in (tmp_path / "store").iterdir():
+        spoil(file)
+    assert reason in run(tmp_path / "store")
+    assert run(tmp_path / "store") == "loaded"
+
+
+def test_a_link_is_not_loaded_and_a_full_disk_stops_nothing(tmp_path, monkeypatch):
+    run(tmp_path / "store")
+    (file,) = (tmp_path / "store").iterdir()
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    assert "cannot be read" in load()[1]
-    file.unlink()
-    file.write_bytes(b'{"cache_key": 1, "sha256": ""}\n')
-    assert load() == (None, f"{file} is damaged")
+
+    def full(*arguments, **options):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(executables, "save_whole", full)
+    how = run(tmp_path / "store")
+    assert "cannot be read" in how and how.endswith("not saved: No space left on device)")
 
 
 @pytest.mark.slow
@@ -69,18 +103,15 @@ def test_kept_though_jax_has_it_in_its_cache(tmp_path, monkeypatch):
         import sys
         import jax
         import numpy as np
-        from diffusers_flax.executables import ExecutableStore
-        from diffusers_flax.compilation_cache import no_compilation_cache
-        store, args = ExecutableStore(sys.argv[1]), (np.arange(1000.0, dtype=np.float32),)
-        trees = jax.tree.structure((args, {})), jax.tree.structure(0)
-        compiled, _ = store.load("sort", {}, jax.devices()[:1], *trees)
-        if compiled is None:
-            with no_compilation_cache():
-                compiled = jax.jit(lambda x: x[(x % 7).astype(int)].cumsum()).lower(*args).compile()
-            store.save("sort", {}, compiled)
+        from diffusers_flax.executables import load_or_compile
+        args = (np.arange(1000.0, dtype=np.float32),)
+        f = lambda x: x[(x % 7).astype(int)].cumsum()
+        compile = lambda: jax.jit(f).lower(*args).compile()
+        devices = jax.devices()[:1]
+        compiled, _ = load_or_compile(sys.argv[1], "sort", (args, {}), devices, compile)
         jax.block_until_ready(compiled(*args))
         assert jax.config.jax_enable_compilation_cache
-        jax.block_until_ready(jax.jit(lambda x: x[(x % 7).astype(int)].cumsum())(*args))
+        jax.block_until_ready(jax.jit(f)(*args))
     """
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -91,7 +122,7 @@ def test_kept_though_jax_has_it_in_its_cache(tmp_path, monkeypatch):
 
 
 def test_what_an_executable_depends_on(tmp_path, monkeypatch):
-    """Each of these changes gives another cache key."""
+    """Each of these changes gives another key."""
     caller = tmp_path / "caller.py"
     caller.write_text("1")
     seen = []
