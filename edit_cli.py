@@ -160,8 +160,6 @@ def edits_of_flags(config):
     edits = []
     for i, row in enumerate(one_for_each(given)):
         path, output = row["input"], config.output
-        if path.is_dir():
-            raise ValueError(f"--input {path} is a directory; name images, such as {path}/*.png")
         if output is None:
             output = path.with_name(f"{path.stem}-edited.png")
         elif len(config.input) > 1 and is_image_file(output):

@@ -442,7 +442,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
             ["--input", "wide.tif", "--edit", "red"],
             "wide.tif cannot be read as an image: image mode I (integer) has values from 0 to 70",
         ),
-        (["--input", ".", "--edit", "red", "--output=o.png"], "--input . is a directory; name im"),
+        (["--input", ".", "--edit", "red", "--output=o.png"], "--input . is a directory; name fil"),
         ([*TWO, "blue", "green"], "3 --edit do not fit 2 --input"),
         ([*ONE[:-1], " "], "an --edit is empty; say what to change"),
         ([*TWO, "--output", "o.png"], "--output o.png is one file for several edits; give a dir"),
@@ -473,7 +473,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         (["--edits_jsonl", "missing.jsonl"], "line 2: none.png does not exist"),
         (
             ["--edits_jsonl", "cycle.jsonl"],
-            "cycle.jsonl has 1 problem: line 1: the lines 1, 2 and 4 edit one another's outputs",
+            "cycle.jsonl has 1 problem: line 1: an input would be overwritten, as the outputs of",
         ),
         (
             ["--edits_jsonl", "photo.jsonl"],
@@ -482,7 +482,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ),
         (
             ["--edits_jsonl", "self.jsonl"],
-            "line 2: p.png is an input and would be overwritten; name another output",
+            "line 2: an input would be overwritten, as the outputs of line 2 are edited in a cycle",
         ),
         (
             ["--edits_jsonl", "truth.jsonl"],
@@ -502,7 +502,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--mask", "dot.png"], "dot.png has no white left at the size of the result, 4x4"),
         ([*ONE, "--mask", "text.png"], "text.png cannot be read as a mask: no known image format"),
         ([*ONE, "--mask"], "--mask has no value; give one or more"),
-        ([*ONE, "--mask", ""], "--mask is empty; name a file"),
+        ([*ONE, "--mask", ""], "--mask . is a directory; name files"),
         ([*ONE, "--mask_feather", "3"], "--mask_feather 3 is for --mask; give both or none"),
     ],
 )

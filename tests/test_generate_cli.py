@@ -503,7 +503,6 @@ MISTAKES = [  # the ten that users make first
     ("--latents text.png", "text.png cannot be read as a .npy file"),
     ("--preview 50", "--preview 50 of 50 steps makes no preview"),
     ("--like photo.png", "--like photo.png has no recipe; name a PNG file as this program wrote"),
-    ("--prompt_weights a1111", "--prompt_weights a1111 is unknown; choose from comfyui, webui"),
 ]
 SEVERAL = ['{"prompt": "it"}', '{"prompt": "it", "stenght": 1}', '{"prompt": "it", "seed": "a"}']
 SEVERAL += ["{", '{"seed": 3}', '{"prompt": "it", "strength": 0.5}']

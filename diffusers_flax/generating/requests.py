@@ -150,8 +150,9 @@ def one_for_each(given):
     """
     number = max(map(len, given.values()))
     for name, values in given.items():
-        if Path() in values:
-            raise ValueError(f"--{name} is empty; name a file")
+        for value in values:
+            if isinstance(value, Path) and value.is_dir():  # also an empty one
+                raise ValueError(f"--{name} {value} is a directory; name files")
         if len(values) not in (0, 1, number):
             most = max(given, key=lambda other: len(given[other]))
             raise ValueError(

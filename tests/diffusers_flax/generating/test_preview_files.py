@@ -101,7 +101,7 @@ def test_bad_flags(script, tmp_path, capsys, flags, message):
         flags += ["--resolution", "32"]
     else:
         make_tiny_xl(model)
-        flags = [*flags, "--pretrained_model_name_or_path", str(model), "--num_images", "1"]
+        flags = [*flags, "--model", str(model), "--prompt", "it"]
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         script.main([*flags, "--output", str(tmp_path / "out.png")])
