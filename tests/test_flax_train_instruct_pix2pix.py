@@ -424,14 +424,14 @@ def run_counting(model, data, out, **options):
             {"ema": "full"},
             10,
             (0, [0.5] * 10 + [0.75] * 10),
-            "from step 0 with decay 0.75, until step 10 with decay 0.5\n",
+            "from step 0 with decay 0.75\n",
         ),
         # The first from step 4, the second from 8, which is past: it goes on, too.
         (
             {"ema_fraction": 0.6},
             10,
             (4, [1 / 6] * 6 + [7 / 12] * 10),
-            "from step 8 with decay 0.583333, until step 10 with decay 0.166667\n",
+            "from step 8 with decay 0.583333\n",
         ),
         # The second from step 12: it starts again.
         (
@@ -486,8 +486,7 @@ def test_a_shorter_run_averages_from_its_checkpoint(model, data, tmp_path, capsy
 def test_a_short_run_says_what_it_leaves_out_and_shows_its_losses(model, data, tmp_path, capsys):
     run_counting(model, data, tmp_path, max_train_steps=41)
     assert (
-        "no average of the weights: the last 3.6% of 41 steps are 1 step, an average needs 6; give "
-        "--ema_fraction 0.15\n"
+        "no average of the weights: less than 6 of the run's 41 steps would be averaged; give more "
     ) in capsys.readouterr().out
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, *range(2, 41, 2), 41]

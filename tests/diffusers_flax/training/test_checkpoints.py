@@ -51,15 +51,6 @@ def test_a_finished_run_is_replaced_only_if_it_cannot_go_on(tmp_path, capsys):
     assert find(tmp_path, 30, overwrite_output_dir=True) == 30
 
 
-def test_a_new_run_makes_the_handlers_of_checkpoints_before_it_compiles(tmp_path, monkeypatch):
-    """An orbax that they do not fit ends it at once, not at the first checkpoint."""
-    monkeypatch.setattr("orbax.checkpoint.type_handlers.NumpyHandler", lambda: None)
-    config = trainer.Config("", "", output_dir=str(tmp_path / "new"))
-    with pytest.raises(TypeError, match="deepcopy_host_arrays"):
-        find_checkpoint(config, {"max_train_steps": 1})
-    assert not (tmp_path / "new").exists()
-
-
 def test_a_checkpoint_from_before_a_flag_has_its_default(tmp_path):
     make_small_run(tmp_path, 20, 30, final="", components=())
     config = trainer.Config("", "", output_dir=str(tmp_path))

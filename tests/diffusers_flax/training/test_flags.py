@@ -25,6 +25,7 @@ BAD_FLAGS = [
     ({"ema_snapshot_steps": 2}, "--ema_snapshot_steps 2 goes with --ema power, not late"),
     ({"validation_guidance_scale": 2.0}, "scale 2.0 goes with --validation_image; name an image"),
     ({"lora_alpha": 2.0}, "--lora_alpha 2.0 goes with --lora_rank"),
+    ({"lora_rank": 4, "ema": "power"}, "--ema power does not go with --lora_rank"),
     ({"validation_prompt": ("x",)}, "0 --validation_image and 1 --validation_prompt do not match"),
     (
         {"validation_image": ("cut.png",), "validation_prompt": ("x",)},

@@ -450,24 +450,3 @@ def test_a_run_resumes_bit_identically(models, data, tmp_path, monkeypatch, fami
     assert files["resumed"].keys() == files["whole"].keys()
     for key, x in files["resumed"].items():  # the order of a file's metadata is random
         assert torch.equal(x, files["whole"][key]), key
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lora_rank": 0}, "--lora_rank 0 must be at least 1"),
-        ({"lora_rank": 4, "lora_alpha": -1.0}, "--lora_alpha -1.0 must be above 0"),
-        ({"merge_lora": True}, "--merge_lora goes with --lora_rank"),
-        ({"lora_alpha": 4.0}, "--lora_alpha goes with --lora_rank"),
-        ({"storage": "int8"}, "--storage goes with --lora_rank"),
-        ({"lora_rank": 4, "lora_target_modules": ("to_x", "to_q")}, "--lora_target_modules to_x"),
-        ({"lora_rank": 4, "ema": "power"}, "--ema power does not go with --lora_rank"),
-    ],
-)
-def test_bad_flags_are_one_line(models, data, tmp_path, monkeypatch, capsys, options, message):
-    with pytest.raises(SystemExit) as stop:
-        run_trainer(config_of(models["sd"], data, tmp_path / "out", **options), monkeypatch)
-    assert stop.value.code == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ") and message in error

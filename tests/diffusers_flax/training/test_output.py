@@ -220,14 +220,6 @@ def test_failed_upload_tells_the_way_by_hand(model_folder):
 
 
 @pytest.mark.slow
-def test_failed_file_tells_why(model_folder):
-    with UploadHub({TOKEN: "write"}) as hub:
-        hub.failures["/lfs/verify"] = [(403, {"error": "quota exceeded"})]
-        line = error_line(publish(hub.endpoint, model_folder))
-    assert "the model is in" in line and "quota exceeded" in line
-
-
-@pytest.mark.slow
 def test_check_before_training(tmp_path):
     read_token = "hf_read"
     with UploadHub({TOKEN: "write", read_token: "read"}) as hub:
@@ -255,17 +247,6 @@ def test_check_before_training(tmp_path):
     assert "You may not create tester/another" in lines["read token, new"]
     for name in calls.keys() - {"new", "again", "bad name"}:
         assert "run `hf auth login` or set HF_TOKEN" in lines[name]
-
-
-@pytest.mark.slow
-def test_hub_out_of_order(tmp_path):
-    with UploadHub({TOKEN: "write"}) as hub:
-        hub.failures["/api/whoami-v2"] = [(500, {}), (200, b"<html>not the hub</html>")]
-        lines = check(hub.endpoint, tmp_path, ("model", TOKEN), ("model", TOKEN))
-        assert hub.failures["/api/whoami-v2"] == [] and hub.repos == {}
-    for line in lines:
-        assert hub.endpoint in line and "check network and HF_ENDPOINT" in line
-    assert "500" in lines[0]
 
 
 @pytest.mark.slow

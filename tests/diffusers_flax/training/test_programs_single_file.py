@@ -1,15 +1,12 @@
 """Programs whose models are single files: widening, training, editing."""
 
 import json
-import re
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-import torch
-from diffusers import StableDiffusionInstructPix2PixPipeline
-from helpers import photo, psnr, random_inputs
+from helpers import photo
 from original_layout import (
     add_averages,
     original_layout,
@@ -83,44 +80,6 @@ def test_programs(tmp_path, capsys):
     with pytest.raises(SystemExit):
         edit_cli.main(["--model", str(file), *flags, "--config_name_or_path", str(folder)])
     assert "is a StableDiffusionPipeline, not an InstructPix2Pix model" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("lenient_optimizer")
-def test_the_lora_of_a_single_file_opens_as_its_card_says(tmp_path):
-    """PyTorch's image equals the image of the pipeline that --merge_lora writes."""
-    folder = make_tiny_pipeline(
-        tmp_path / "configs", in_channels=4, vae_channels=(16, 32), unet_channels=(16,)
-    )
-    file = write_single_file(tmp_path / "model.safetensors", original_layout(folder))
-    names = {"config_name_or_path": str(folder), "pretrained_model_name_or_path": str(file)}
-    flags = [word for name, value in names.items() for word in (f"--{name}", value)]
-    create_modified_unet.main([*flags, "--output_dir", str(tmp_path / "wide")])
-    (tmp_path / "data").mkdir()
-    write_random_shard(tmp_path / "data" / "0.parquet", 16)
-    options = dict(lora_rank=2, max_train_steps=2, lr_warmup_steps=0, **names)
-    config = config_of(file, tmp_path / "data", tmp_path / "lora", **options)
-    config = replace(config, unet_model_name_or_path=str(tmp_path / "wide"))
-    trainer.train(config)
-    trainer.train(replace(config, output_dir=str(tmp_path / "merged"), merge_lora=True))
-    card = (tmp_path / "lora" / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)pipeline\.to\(", card, re.DOTALL)
-    namespace = {}
-    exec(code.replace("float16", "float32"), namespace)
-    images, latents = random_inputs(1, 40, 24, 2)
-    merged = StableDiffusionInstructPix2PixPipeline.from_pretrained(tmp_path / "merged")
-    options = dict(num_inference_steps=4, guidance_scale=3.0, image_guidance_scale=1.5)
-    found = [
-        pipeline(
-            "red",
-            image=torch.tensor(images).permute(0, 3, 1, 2),
-            latents=torch.tensor(latents),
-            output_type="np",
-            **options,
-        ).images
-        for pipeline in (namespace["pipeline"], merged)
-    ]
-    assert psnr(*found) > 60
 
 
 @pytest.mark.slow
