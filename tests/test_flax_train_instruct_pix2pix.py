@@ -302,7 +302,7 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     # Under pmap: moments, step, start and update of the average, each compiled once.
-    assert compiled.count("jit(_fun)") == 4
+    assert compiled.count("jit(_fun)") == 4, compiled
 
     monkeypatch.undo()
     dataset = ParquetImagePairs(
@@ -349,12 +349,11 @@ def test_a_run_with_late_ema(model, data, parallel, tmp_path, monkeypatch, capsy
     assert all(row["pairs_per_second"] > 0 for row in rows[1:])
     assert all(0 <= row["data_wait"] < 1 for row in rows[1:])
     assert all(0.1 < row["memory_gb"] < 100 for row in rows)
-    assert all(len(row) == 9 for row in rows)
     assert json.loads((out / "config.json").read_text()) == json.loads(json.dumps(asdict(config)))
     assert set(os.listdir(out)) == {
         *("unet", "unet_raw", "vae", "text_encoder", "tokenizer", "scheduler"),
         *("model_index.json", "config.json", "metrics.jsonl", "README.md", "checkpoints"),
-        "loss.png",
+        *("loss.png", "sampling_defaults.json"),
     }
     output = capsys.readouterr().out
     num_params = sum(x.size for x in raw.values())
@@ -505,6 +504,7 @@ def test_power_averages_and_their_snapshots(model, data, tmp_path, monkeypatch, 
     monkeypatch.setattr(trainer, "train_step", count_up)
     out = tmp_path / "out"
     (out / "ema_snapshots" / "00000099-0.050").mkdir(parents=True)
+    (out / "metrics.jsonl").touch()
     config = config_of(
         model,
         data,
