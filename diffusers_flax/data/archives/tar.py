@@ -146,6 +146,10 @@ class Headers:
         return self.last
 
 
+class Refused(ValueError):
+    """A member that no data set of images has."""
+
+
 def list_members(archive: Archive) -> Iterator[tuple[str, int, int]]:
     """The files of an archive in its order: (name, offset of the content, size).
 
@@ -169,9 +173,9 @@ def list_members(archive: Archive) -> Iterator[tuple[str, int, int]]:
                         yield member.name.removeprefix("./"), member.offset_data, member.size
                 if headers.last != ZEROS:
                     raise tarfile.ReadError("no end after the last member")
+            except Refused:
+                raise
             except (tarfile.TarError, OverflowError, RecursionError, ValueError) as error:
-                if isinstance(error, Refused):
-                    raise
                 raise ValueError(
                     f"{archive.name} is truncated, damaged or no tar archive after {count} members "
                     f"({one_line(error, 100)}); download it again, with all of its parts"
@@ -187,10 +191,6 @@ def list_members(archive: Archive) -> Iterator[tuple[str, int, int]]:
             if not block:
                 return
             file.seek(-len(block), io.SEEK_CUR)  # another archive
-
-
-class Refused(ValueError):
-    """A member that no data set of images has."""
 
 
 def check_member(archive: Archive, member: tarfile.TarInfo, most: float) -> None:
