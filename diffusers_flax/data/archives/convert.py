@@ -112,8 +112,8 @@ def convert_archives(path: Path, output_dir: Path, options: Options = Options())
         raise ValueError(f"--pairs {path} does not exist; name an index, an archive or a directory")
     source = find_source(path, output_dir)
     check_apart(source, output_dir, options)
-    given = {name: value for name, value in asdict(options).items() if name != "overwrite"}
-    given |= {"pairs": str(path.resolve()), "drop": [*options.drop]}
+    given = asdict(options) | {"pairs": str(path.resolve()), "drop": [*options.drop]}
+    del given["overwrite"], given["max_bad_fraction"]  # may change
     given["held_out_dir"] = options.held_out_dir and str(options.held_out_dir.resolve())
     given["files"] = source.stamp()
     unfinished = output_dir / UNFINISHED_DIR

@@ -204,12 +204,15 @@ def test_rows_that_cannot_be_used_are_named_and_counted(tmp_path, capsys):
     }  # fmt: skip
 
 
-def test_too_many_bad_rows_stop_the_conversion(tmp_path, capsys):
+def test_too_many_bad_rows_stop_the_conversion(tmp_path, capsys, monkeypatch):
+    small_shards(monkeypatch)
     broken_set(tmp_path / "set")
     error = refuse(tmp_path / "set", tmp_path / "data", capsys)
     assert "2 of 9 rows cannot be used, more than --max_bad_fraction 0.1" in error
     error = refuse(tmp_path / "set", tmp_path / "data", capsys, "--max_bad_fraction", "0.25")
     assert "2 of 7 pairs are damaged, more than --max_bad_fraction 0.25" in error
+    run(tmp_path / "set", tmp_path / "data", "--max_bad_fraction", "0.5")  # goes on
+    assert len(read_shards(tmp_path / "data")) == 5
 
 
 def test_sources_by_url_name_the_step_that_comes_first(tmp_path, capsys):
