@@ -1,32 +1,21 @@
 """Compile a program for a TPU slice or NVIDIA GPUs that one need not have: does it fit, how fast?
 
-The training step of flax_train_instruct_pix2pix.py for one H100, and for 16 TPU v5e chips with 16
-pairs on each:
-
     python compile_for.py train --gpu h100 --train_batch_size 16 --mixed_precision bf16
     python compile_for.py train --tpu v5e-16 --train_batch_size 256 --mixed_precision bf16
+    python compile_for.py unet --tpu v5e-1 --batch_size 8
+    python compile_for.py sdxl --gpu a100_40 --num_images auto
+    python compile_for.py edit --gpu h100x8 --resolution 512 --scheduler ddim
+    python compile_for.py pairs --tpu v5e-1
 
-`train` takes all flags of the trainer, so that a training command can be pasted. Flags that change
-neither the step nor the EMA, such as flags of data, logging, validation and upload, have no effect.
---aspect_ratio_buckets compiles the step of every size; with an "auto" batch only the largest. Only
-the config.json files of the models are read; without --pretrained_model_name_or_path the model is
-Stable Diffusion 1.5. With the demo's model, in about a minute:
+`train` takes all flags of the trainer, so that a training command can be pasted; flags of data,
+logging, validation and upload have no effect. --aspect_ratio_buckets compiles the step of every
+size; with an "auto" batch only the largest. `unet` is a UNet with its gradient, `sdxl` and `edit`
+are images and edits, `pairs` the pairs of make_pairs.py and their scores. Only the config.json
+files of the models are read; without a model it is Stable Diffusion 1.5 or SDXL. With the demo's
+model, in about a minute:
 
     python compile_for.py train --gpu rtx4090 --pretrained_model_name_or_path demo/base_model \\
         --resolution 64 --train_batch_size 64 --output /tmp/compile_for.json
-
-A UNet, SDXL images as sdxl_single.py makes them, and edits as edit_cli.py makes them:
-
-    python compile_for.py unet --tpu v5e-1 --batch_size 8
-    python compile_for.py sdxl --gpu a100_40 --num_images auto
-    python compile_for.py sdxl --tpu v5e-4 --num_images 2 --accelerate spectrum guidance:stop=0.5
-    python compile_for.py edit --gpu h100x8 --resolution 512 --scheduler ddim
-
-Pairs of images as make_pairs.py makes and scores them, 4 pairs at once:
-
-    python compile_for.py pairs --tpu v5e-1
-    python compile_for.py pairs --gpu h100 --num_inference_steps 8 --scheduler lcm \\
-        --guidance_scale 1 1
 
 A batch of "auto" is the largest that fits: --train_batch_size, --batch_size or --num_images auto.
 With a cache, a step counts only what it computes; fbcache decides at run time, so its steps count
@@ -39,36 +28,28 @@ Prints memory, verdict and times of the step that needs most, and writes them as
 current directory. docs/compile.md explains the figures, options of XLA, and how long it takes.
 """
 
-import json
 import math
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
 import flax_train_instruct_pix2pix as trainer
-from diffusers_flax.command_line import check_scale, check_writable, run_main
+from diffusers_flax.command_line import AtLeast, check_writable, run_main
 from diffusers_flax.compiling.cards import traced_for
-from diffusers_flax.compiling.costs import (
-    GIB,
-    gpu_costs,
-    num_bytes,
-    program_costs,
-    replicated_shapes,
-)
+from diffusers_flax.compiling.costs import GIB, num_bytes, program_costs, replicated_shapes
 from diffusers_flax.compiling.pairs import (
     PairProgramFlags,
-    check_pair_flags,
     count_clip_flops,
     pair_program,
-    with_scoring,
 )
 from diffusers_flax.compiling.programs import (
     DTYPES,
@@ -129,10 +110,9 @@ class TrainFlags(trainer.Config, TargetFlags):
     """The training step."""
 
     # global batch: pairs per optimizer step; "auto": the largest one that fits
-    train_batch_size: int | Literal["auto"] = 16
+    train_batch_size: Annotated[int, AtLeast(1)] | Literal["auto"] = 16
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
-    # report; "" is compile_for_CHIPS_train.json in the current directory, or -2, -3, ... if it has
-    # other flags
+    # report; "" is compile_for_CHIPS_train.json in the current directory
     output: str = ""
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
     # the 8-channel UNet, directory or file; "" is the pretrained one, widened
@@ -302,31 +282,23 @@ def count_step_flops(config, batch_per_chip, program=None):
 
 def check_flags(config, num_devices):
     """Raise a ValueError for flags that do not go together, before anything is compiled."""
-    names = [option.partition("=")[0] for option in config.compiler_options]
-    for option, name in zip(config.compiler_options, names):
-        if not name or "=" not in option:
+    for option in config.compiler_options:
+        if not re.fullmatch("[^=]+=.*", option):
             raise ValueError(f"--compiler_options {option} is not NAME=VALUE")
-        if (count := names.count(name)) > 1:
-            raise ValueError(f"--compiler_options names {name} {count} times; give it once")
     if isinstance(config, TrainFlags):
         check_batch(config, num_devices)
         check_combinations(config)  # no check of --output_dir, as nothing is written there
         return
     if isinstance(config, PairProgramFlags):
         check_pair_ranges(config)
-        check_pair_flags(config)
-        return
-    for name in ("batch_size", "resolution", "num_images", "num_inference_steps", "image_size"):
-        if (value := getattr(config, name, 1)) < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
+    if not isinstance(config, UnetFlags):
+        check_scheduler(config.scheduler)
     if isinstance(config, ImageProgramFlags):
         if config.gpu and config.offload:
             raise ValueError(
                 "--offload is not supported with --gpu: the host's memory is not modelled; try "
                 "--storage int8"
             )
-        check_scale("guidance_scale", config.guidance_scale, isinstance(config, EditProgramFlags))
-        check_scheduler(config.scheduler)
         if config.devices:
             raise ValueError(
                 f"--devices {' '.join(config.devices)} makes several programs, and this compiles "
@@ -341,37 +313,25 @@ def make_program(config, devices):
 
 
 def compile_program(config, program, target):
-    """Compile a Program.
-
-    Args:
-        config: flags of a subcommand.
-        program: of make_program.
-        target: Slice or Host.
-
-    Returns:
-        The report, see make_report.
-    """
+    """Compile a Program for a Slice or Host; returns the report, see make_report."""
     options = dict(option.split("=", 1) for option in config.compiler_options)
-    if config.tpu:
-        costs = partial(program_costs, compiler_options=options)
-    else:
-        costs = partial(gpu_costs, card=target.chip, compiler_options=options)
+    costs = partial(program_costs, chip=target.chip, compiler_options=options)
     held = sum(map(num_bytes, program.held.values()))
-    if held > target.chip.memory * GIB:  # known without minutes of compilation
-        step = {"needs": held, "compile_seconds": 0.0}
-    else:
-        step = costs(program.step, program.args, switches=program.switches)
     report = partial(make_report, config, subcommand_of(config), target, program)
-    if "needs" in step:
-        return report((step, None), None)
-    update = costs(program.update, program.update_args) if program.update else None
+    if held > target.chip.memory * GIB:  # known without minutes of compilation
+        return report({"step": {"needs": held, "compile_seconds": 0.0}}, None)
+    found = {"step": costs(program.step, program.args, switches=program.switches)}
+    if "needs" in found["step"]:
+        return report(found, None)
     is_shared = bool(getattr(config, "parallel", ()))  # the work on an image
-    flops = count_step_flops(config, program.batch_per_chip, program if is_shared else None)
-    made = report((step, update), flops)
-    if program.scoring is None:
-        return made
-    scoring = costs(program.scoring, program.scoring_args)
-    return with_scoring(made, target.chip, scoring, count_clip_flops(config))
+    shared = program if is_shared else None
+    flops = {"step": count_step_flops(config, program.batch_per_chip, shared)}
+    if program.update:
+        found["update"] = costs(program.update, program.update_args)
+    if program.scoring:
+        found["scoring"] = costs(program.scoring, program.scoring_args)
+        flops["scoring"] = count_clip_flops(config)
+    return report(found, flops)
 
 
 def compile_sizes(config, target, devices):
@@ -387,25 +347,25 @@ def compile_sizes(config, target, devices):
     reports = {}
     for size in named_buckets(config).aspect_ratio_buckets:
         at_size = replace(config, aspect_ratio_buckets=(size,))
-        reports[size] = report = compile_program(at_size, make_program(at_size, devices), target)
-        print(
-            f"{size}: {verdict(report)} (compiled in {report['compile_seconds']:.0f} s)", flush=True
-        )
+        reports[size] = compile_program(at_size, make_program(at_size, devices), target)
+        print(f"{size}: {verdict(reports[size])}", flush=True)
     names = ("fits", "memory_total", "flops", "hbm_bytes", "step_seconds", "compile_seconds")
     names += ("images_per_second_per_chip",)
-    rows = {
-        size: {name: report[name] for name in names if name in report}
-        for size, report in reports.items()
-    }
-    code = {size: report.get("memory", {}).get("code", 0) for size, report in reports.items()}
+    rows = {size: {x: row[x] for x in names if x in row} for size, row in reports.items()}
+    code = {size: row.get("memory", {}).get("code", 0) for size, row in reports.items()}
     largest = max(reports, key=lambda size: reports[size]["memory_total"] - code[size])
-    report = reports[largest] | {"flags": changed_flags(config), "size": largest, "sizes": rows}
+    report = reports[largest]
+    total = report["memory_total"] + sum(code.values()) - code[largest]
     if "memory" in report:
-        report["memory"] = report["memory"] | {"code": sum(code.values())}
-        report["memory_total"] = sum(report["memory"].values())
-    report["compile_seconds"] = sum(row["compile_seconds"] for row in rows.values())
-    fits = report["memory_total"] <= report["memory_usable"]
-    return report | {"fits": fits and all(row["fits"] for row in rows.values())}
+        report |= {"memory": report["memory"] | {"code": sum(code.values())}}
+    return report | {
+        "flags": changed_flags(config),
+        "size": largest,
+        "sizes": rows,
+        "memory_total": total,
+        "fits": total <= report["memory_usable"] and all(row["fits"] for row in rows.values()),
+        "compile_seconds": sum(row["compile_seconds"] for row in rows.values()),
+    }
 
 
 def largest_fitting(fits, start):
@@ -433,16 +393,19 @@ def batch_of(config):
     return getattr(config, BATCH_FLAGS[subcommand_of(config)])
 
 
+def batch_unit(config, num_devices):
+    """The number of which batches are multiples."""
+    is_global = isinstance(config, TrainFlags)
+    return num_devices * config.gradient_accumulation_steps if is_global else 1
+
+
 def with_first_batch(config, num_devices):
     """Flags with a number for the batch: for "auto" the one that is tried first, the default."""
     if batch_of(config) != "auto":
         return config
-    flag = BATCH_FLAGS[subcommand_of(config)]
-    number = next(field.default for field in fields(config) if field.name == flag)
-    if isinstance(config, TrainFlags):
-        unit = num_devices * config.gradient_accumulation_steps
-        number = max(1, number // unit) * unit
-    return replace(config, **{flag: number})
+    flag, unit = BATCH_FLAGS[subcommand_of(config)], batch_unit(config, num_devices)
+    default = next(field.default for field in fields(config) if field.name == flag)
+    return replace(config, **{flag: max(1, default // unit) * unit})
 
 
 def find_batch(config, target, devices):
@@ -456,28 +419,20 @@ def find_batch(config, target, devices):
         devices: to compile for.
     """
     flag = BATCH_FLAGS[subcommand_of(config)]
-    unit = 1  # batches are multiples of it
-    if isinstance(config, TrainFlags):
-        unit = target.num_chips * config.gradient_accumulation_steps
-    reports = {}
+    unit, reports = batch_unit(config, target.num_chips), {}
 
     def fits(number):
         at_number = replace(config, **{flag: number * unit})
-        report = compile_program(at_number, make_program(at_number, devices), target)
-        reports[number] = report
-        print(f"{verdict(report)} (compiled in {report['compile_seconds']:.0f} s)", flush=True)
-        return report["fits"]
+        reports[number] = compile_program(at_number, make_program(at_number, devices), target)
+        print(verdict(reports[number]), flush=True)
+        return reports[number]["fits"]
 
     good, bad = largest_fitting(fits, getattr(config, flag) // unit)
     return reports[good or bad] | {"smallest_not_fitting": reports[bad]["batch_per_chip"]}
 
 
 def report_file(config):
-    """The file of the report; without --output the reports of other flags stay.
-
-    Raises:
-        ValueError: the file is no report, or it cannot be written.
-    """
+    """The file of the report; a ValueError if it cannot be written."""
     name = f"compile_for_{config.tpu or config.gpu}_{subcommand_of(config)}"
     if batch_of(config) == "auto":
         name += "_largest"
@@ -487,16 +442,6 @@ def report_file(config):
     if file.is_dir():
         raise ValueError(f"--output {file} is a directory; name a file")
     check_writable(f"--output {file}", file.parent)
-    flags, number = json.loads(json.dumps(changed_flags(config))), 1
-    while file.is_file():
-        try:
-            old_flags = json.loads(file.read_text())["flags"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"--output {file} exists and is no report; name another") from error
-        if config.output or old_flags == flags:
-            break
-        number += 1
-        file = Path(f"{name}-{number}.json")
     return file
 
 
@@ -530,20 +475,19 @@ def run(config):
 @contextmanager
 def showing_time(config, target):
     """Print what is compiled, for what, and how long it may take; then show the elapsed time."""
-    place = f"{config.tpu}, {target.num_chips} chip(s) in {target.num_hosts} host(s)"
-    duration = "5 to 75 minutes"
+    duration = "5 to 75 minutes, or 10 with --optimization_level O1"
     if config.gpu:
-        place, duration = f"{config.gpu}, {target.num_chips} GPU(s)", "1 to 10 minutes"
-    said = f"compiling {subcommand_of(config)} for {place}; a program of full size takes {duration}"
-    if not config.optimization_level and not config.gpu:
-        said += " (SDXL's step 40; with --optimization_level O1, 10)"
-    print(said, flush=True)
-    done = Event()
+        duration = "1 to 10 minutes"
+    place = (
+        f"{config.tpu or config.gpu}, {target.num_chips} device(s) in {target.num_hosts} host(s)"
+    )
+    print(f"compiling {subcommand_of(config)} for {place}", flush=True)
+    print(f"a program of full size takes {duration}", flush=True)
+    done, pause = Event(), 1 if sys.stderr.isatty() else 60  # seconds
 
     def tick():
-        name = "tracing, then waiting for XLA's compiler"
-        pause = 1 if sys.stderr.isatty() else 60  # seconds
-        with tqdm(desc=name, bar_format="{desc}: {elapsed}", leave=False, delay=pause) as bar:
+        name = "tracing, then waiting for XLA's compiler: {elapsed}"
+        with tqdm(bar_format=name, leave=False, delay=pause) as bar:
             while not done.wait(pause):
                 bar.refresh()
 

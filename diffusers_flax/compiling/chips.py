@@ -28,19 +28,17 @@ class Chip(NamedTuple):
     interconnect: float  # sum over a chip's links, one direction, bytes per second
     memory: float  # usable by a program, GiB
     host: float = 15e9  # from the host's memory, bytes per second
+    # Share of the bfloat16 peak that SDXL images of 20 steps reached in a published measurement.
+    share: float | None = None
 
 
 CHIPS = {
     "v4": Chip("v4", 2, 275e12, 275e12, 1.23e12, 0.3e12, 30.75),
-    "v5e": Chip("v5e", 1, 197e12, 393e12, 0.82e12, 0.2e12, 15.75),
+    # diffusers' Flax classes: 2.33 s an image for a bound of 1.43 s (docs/sdxl.md)
+    "v5e": Chip("v5e", 1, 197e12, 393e12, 0.82e12, 0.2e12, 15.75, share=0.61),
     "v5p": Chip("v5", 2, 459e12, 918e12, 2.8e12, 0.6e12, 95.74),
-    "v6e": Chip("v6e", 1, 918e12, 1836e12, 1.64e12, 0.448e12, 31.25, 32e9),
-}
-# Share of a chip's bfloat16 peak that SDXL images of 20 steps reached in published measurements,
-# {Chip.topology: share}.
-PUBLISHED_SHARES = {
-    "v5e": 0.61,  # diffusers' Flax classes: 2.33 s an image for a bound of 1.43 s (docs/sdxl.md)
-    "v6e": 0.42,  # MLPerf Inference v4.1, tpu_v6_x4_flax: 1.36 images/s for a bound of 3.26
+    # MLPerf Inference v4.1, tpu_v6_x4_flax: 1.36 images/s for a bound of 3.26
+    "v6e": Chip("v6e", 1, 918e12, 1836e12, 1.64e12, 0.448e12, 31.25, 32e9, share=0.42),
 }
 # Milliseconds that the trainer's thread computes in a step on several hosts, with an average in
 # every step: benchmarks/results/train.json, "host time, 2 processes".
@@ -69,18 +67,6 @@ class Slice(NamedTuple):
     shape: str
 
 
-def slices():
-    """All types of slices, {name: Slice}."""
-    types = {}
-    for family, chip in CHIPS.items():
-        for shape in SHAPES_3D if chip.cores == 2 else SHAPES_2D:
-            num_chips = math.prod(map(int, shape.split("x")))
-            # Four chips per host; v5e and v6e slices of up to eight chips have one host.
-            num_hosts = 1 if chip.cores == 1 and num_chips <= 8 else num_chips // 4
-            types[f"{family}-{num_chips * chip.cores}"] = Slice(chip, num_chips, num_hosts, shape)
-    return types
-
-
 def find_slice(name):
     """The Slice of an accelerator type.
 
@@ -91,20 +77,17 @@ def find_slice(name):
     Raises:
         ValueError: the name is unknown.
     """
-    types = slices()
+    types = {}
+    for family, chip in CHIPS.items():
+        for shape in SHAPES_3D if chip.cores == 2 else SHAPES_2D:
+            num_chips = math.prod(map(int, shape.split("x")))
+            # Four chips per host; v5e and v6e slices of up to eight chips have one host.
+            num_hosts = 1 if chip.cores == 1 and num_chips <= 8 else num_chips // 4
+            types[f"{family}-{num_chips * chip.cores}"] = Slice(chip, num_chips, num_hosts, shape)
     name = name.replace("v5litepod-", "v5e-")
     if name not in types:
         raise ValueError(f"--tpu {name} is not known; known are {', '.join(types)}")
     return types[name]
-
-
-def check_compiler():
-    """Raise a ValueError unless the TPU's compiler is installed."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            "libtpu, the TPU's compiler, is not installed; get the one for this jax: "
-            f'pip install "jax[tpu]=={jax.__version__}"'
-        )
 
 
 def slice_devices(tpu):
@@ -113,7 +96,11 @@ def slice_devices(tpu):
     Raises:
         ValueError: the compiler is not installed.
     """
-    check_compiler()
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "libtpu, the TPU's compiler, is not installed; get the one for this jax: "
+            f'pip install "jax[tpu]=={jax.__version__}"'
+        )
     for name, value in LIBTPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     options = {"chip_config_name": "megacore"} if tpu.chip.cores == 2 else {}
@@ -123,11 +110,8 @@ def slice_devices(tpu):
 
 
 def peak_share(chip):
-    """Share of a Chip's peak for estimates.
-
-    It is the share published for the chip; without one, the lowest published share of all chips.
-    """
-    return PUBLISHED_SHARES.get(chip.topology, min(PUBLISHED_SHARES.values()))
+    """Share of a Chip's peak for estimates: the published one, else the lowest of all chips."""
+    return chip.share or min(other.share for other in CHIPS.values() if other.share)
 
 
 def roofline_seconds(chip, flops, moved, sent=0, int8_flops=0):

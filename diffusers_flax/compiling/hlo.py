@@ -1,15 +1,13 @@
 """Traffic and cycles of a program, from the HLO that XLA compiled for a TPU or GPU.
 
-XLA's own "bytes accessed" counts every operand and result, also values in a TPU's VMEM; a
-prefetched value counts three times (read, written to VMEM, read there). hbm_bytes counts only
-traffic of the chip's memory (HBM): a layout with S(1) is in VMEM, one without S in HBM, S(5) in the
-host's memory. kernel_bytes counts the accesses of Pallas kernels, which XLA leaves out.
-interconnect_bytes counts bytes between chips. compiling/kernels.py tells a GPU's kernels apart.
+XLA's own count of bytes has a TPU's values in VMEM too, a prefetched value three times. hbm_bytes
+counts traffic of the chip's memory (HBM) alone: a layout with S(1) is in VMEM, one without S in
+HBM, S(5) in the host's memory. compiling/kernels.py tells a GPU's kernels apart.
 """
 
 import math
 import re
-from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,18 +18,31 @@ SHAPE = re.compile(r"\b(pred|(?:bf|[cfsu])\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 NAME = re.compile(r"%([\w.\-]+)")
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
-# Computations that an instruction calls, except for the computations of fusions.
-CALLED = re.compile(r"(?:body|true_computation|false_computation)=%([\w.\-]+)")
-TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-CONDITION = re.compile(r"condition=%([\w.\-]+)")
-BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 # Operations without traffic of their own.
 NO_TRAFFIC = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "while"}
 NO_TRAFFIC |= {"conditional", "call", "after-all", "optimization-barrier", "partition-id"}
 SLICES = {"slice", "dynamic-slice"}
-FUSED = re.compile(r"calls=%([\w.\-]+)")
-CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+LIBRARY = re.compile(r'custom_call_target="__(cublas|cudnn)')  # kernels with a workspace
 UNKNOWN_CYCLES = 2**64 - 1  # of operations without an estimate
+
+
+class Instruction(NamedTuple):
+    """A line of a program."""
+
+    name: str
+    type: str  # of the result: f32[8]{0}, or a tuple (f32[8]{0}, bf16[8]{0:S(1)})
+    operation: str
+    text: str  # operands and attributes
+
+    @property
+    def operands(self):
+        """Names of the instructions whose results it reads."""
+        return NAME.findall(self.text.split(")")[0])
+
+    def called(self, *attributes):
+        """Names of the computations in attributes such as body=%x or branch_computations={%x}."""
+        found = re.findall(rf"(?:{'|'.join(attributes)})=(%[\w.\-]+|\{{[^}}]*\}})", self.text)
+        return [name for names in found for name in NAME.findall(names)]
 
 
 def array_bytes(dtype, shape):
@@ -40,258 +51,165 @@ def array_bytes(dtype, shape):
     return -(-bits * math.prod(int(size) for size in shape.split(",") if size) // 8)
 
 
-def in_hbm(kind):
-    """[bytes of each array] of a type like "(f32[8]{0}, bf16[8]{0:S(1)})"; 0 outside HBM."""
-    return [
-        0 if "S(" in layout else array_bytes(dtype, shape)
-        for dtype, shape, layout in SHAPE.findall(kind)
-    ]
-
-
-def all_bytes(kind):
+def all_bytes(type_of_result):
     """Bytes of all arrays of a type, in HBM and VMEM."""
-    return sum(array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind))
+    return sum(array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(type_of_result))
 
 
-def operands_of(rest):
-    """Names of an instruction's operands, from the text after its opening parenthesis."""
-    return NAME.findall(rest.split(")")[0])
+def bytes_in_hbm(type_of_result):
+    """Bytes of the arrays of a type that are in HBM."""
+    arrays = SHAPE.findall(type_of_result)
+    return sum(array_bytes(dtype, shape) for dtype, shape, layout in arrays if "S(" not in layout)
 
 
 def parse_program(text):
-    """({computation: [(name, type, operation, rest of the line)]}, entry computation)."""
+    """({computation: {name: Instruction}}, entry computation); text: compiled.as_text()."""
     computations, current, entry = {}, None, None
     for line in text.splitlines():
         if found := COMPUTATION.match(line):
-            current = computations.setdefault(found[2], [])
+            current = computations.setdefault(found[2], {})
             entry = found[2] if found[1] else entry
         elif current is not None and (found := INSTRUCTION.match(line)):
-            current.append(found.groups())
+            current[found[1]] = Instruction(*found.groups())
     return computations, entry
 
 
-def num_trips(loop, condition):
-    """Number of trips of a loop, as the compiler notes it or from "counter < constant".
+def fused_by(instruction, computations):
+    """The instructions of the computation of a fusion, {name: Instruction}; {} of others."""
+    names = instruction.called("calls")
+    return computations[names[0]] if names else {}
 
-    Args:
-        loop: the rest of its line.
-        condition: the instructions of its condition.
 
-    Returns:
-        int; 1 if unknown.
-    """
-    if noted := TRIP_COUNT.search(loop):
+def num_trips(loop, computations):
+    """Trips of a loop, as the compiler notes it or from "counter < constant"; 1 if unknown."""
+    if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text):
         return int(noted[1])
-    constants = {
-        name: int(rest.split(")")[0])
-        for name, kind, operation, rest in condition
-        if operation == "constant" and kind.startswith(("s32[]", "u32[]"))
-    }
-    _, _, operation, rest = condition[-1]
-    limit = operands_of(rest)[-1:]
-    if operation == "compare" and "direction=LT" in rest and limit and limit[0] in constants:
-        return constants[limit[0]]
+    condition = computations[loop.called("condition")[0]]
+    last = [*condition.values()][-1]
+    limit = condition.get(last.operands[-1]) if last.operands else None
+    is_constant = limit and limit.operation == "constant" and limit.type[:5] in ("s32[]", "u32[]")
+    if last.operation == "compare" and "direction=LT" in last.text and is_constant:
+        return int(limit.text.split(")")[0])
     return 1
 
 
-def slices_of(computation):
-    """Bytes that a fusion reads from parameters that it only slices.
+def executed(text, switches=()):
+    """Every instruction that a run executes, and how often; fusions are one instruction.
 
-    Args:
-        computation: its instructions.
-
-    Returns:
-        {index of the parameter: bytes}, without parameters that other operations also read.
-    """
-    indices, read = {}, {}  # {name: index of the parameter}, {index: bytes}
-    for name, kind, operation, rest in computation:
-        operands = operands_of(rest)
-        if operation == "parameter":
-            indices[name] = index = int(rest.split(")")[0])
-            read[index] = 0
-        elif operation == "bitcast" and operands[0] in indices:
-            indices[name] = indices[operands[0]]
-        else:
-            size = all_bytes(kind) if operation in SLICES else math.inf
-            for index in {indices[operand] for operand in operands if operand in indices}:
-                read[index] += size
-    return {index: size for index, size in read.items() if size < math.inf}
-
-
-def sum_over_run(text, cost, switches=()):
-    """Sum a cost over the computations of a program; a loop's body counts once per trip.
-
-    All branches of a conditional count in full, unless `switches` gives the fraction of trips of
+    All branches of a conditional run in full, unless `switches` gives the fraction of trips of
     each.
 
     Args:
         text: compiled.as_text() of a program.
-        cost: (instructions of a computation, all computations, see parse_program) -> number or
-            NumPy array.
         switches: for each `lax.switch` in a loop, in order: the fraction of trips in which each
             branch runs; and Scoped, see flops.matmul_flops.
 
     Returns:
-        The sum, a float where shares of trips count.
+        ([(Instruction, its computation, times)], all computations, see parse_program).
 
     Raises:
         ValueError: the program has another number of switches.
     """
     computations, entry = parse_program(text)
     shares, scoped = split_switches(switches)
+    found, taken = [], {}  # {name of a switch: fractions of its branches}
 
-    @cache
-    def cost_of(computation, in_switch=False):
-        total = cost(computations[computation], computations)
-        for _, _, operation, rest in computations[computation]:
-            trips = 1
-            if operation == "while":
-                trips = num_trips(rest, computations[CONDITION.search(rest)[1]])
-            called = CALLED.findall(rest)[::-1]  # of a condition: false, true, as in jax.lax.cond
-            for branches in BRANCHES.findall(rest):
-                called += NAME.findall(branches)
-            if operation == "call":
-                called += re.findall(r"to_apply=%([\w.\-]+)", rest)
-            is_conditional = operation == "conditional"
-            weights = in_scope(scoped, rest) if is_conditional and scoped else None
+    def visit(computation, times, in_switch):
+        for line in computations[computation].values():
+            found.append((line, computations[computation], times))
+            # Branches of a condition are false, true, as in jax.lax.cond.
+            called = line.called("body", "true_computation", "false_computation")[::-1]
+            called += line.called("branch_computations")
+            called += line.called("to_apply") if line.operation == "call" else []
+            is_conditional = line.operation == "conditional"
             is_switch = is_conditional and not in_switch
-            if weights is None:
-                weights = shares.pop(0) if is_switch and shares else [trips] * len(called)
-            for branch, weight in zip(called, weights, strict=True):
-                total = total + weight * cost_of(branch, in_switch or is_switch)
-        return total
+            runs = in_scope(scoped, line.text) if is_conditional else None
+            if is_switch and runs is None:
+                if line.name not in taken and shares:
+                    taken[line.name] = shares.pop(0)
+                runs = taken.get(line.name)
+            if runs is None:
+                trips = num_trips(line, computations) if line.operation == "while" else 1
+                runs = [trips] * len(called)
+            for branch, number in zip(called, runs, strict=True):
+                visit(branch, times * number, in_switch or is_switch)
 
-    total = cost_of(entry)
+    visit(entry, 1, False)
     if shares:
         raise ValueError(f"{len(shares)} of {len(switches)} switches are not in the program")
-    return total
+    return found, computations
 
 
-def hbm_bytes(text, switches=()):
-    """Bytes that one run of a program reads from and writes to the chip's memory.
+def moved_bytes(line, computation, computations):
+    """Bytes that an instruction moves to and from HBM.
 
     Each operand and result counts once, a sliced operand by its slices. This is too little if a
     kernel reads an operand several times, and too much for an update of some elements in place,
     where the whole array counts as read and written.
-
-    Args and errors: as for sum_over_run.
-
-    Returns:
-        int.
     """
-    return round(sum_over_run(text, moved_by, switches))
+    if line.operation in NO_TRAFFIC or line.operation.endswith("-done"):
+        return 0
+    operands = [computation[name].type if name in computation else "" for name in line.operands]
+    reads, written = [bytes_in_hbm(x) for x in operands], bytes_in_hbm(line.type)
+    if line.operation in SLICES:
+        reads = [min(size, all_bytes(line.type)) for size in reads]
+    elif fused := fused_by(line, computations):
+        for index, size in sliced_parameters(fused).items():
+            reads[index] = min(reads[index], size)
+    elif LIBRARY.search(line.text):  # the last result of a tuple is the workspace
+        last = SHAPE.findall(line.type)[1:][-1:]
+        workspace = sum(array_bytes(dtype, x) for dtype, x, _ in last if dtype in ("u8", "s8"))
+        written = max(0, written - workspace)
+    read = sum(reads)
+    if line.operation in ("copy-start", "slice-start"):
+        # Its type is (target, source, flag), or ((source), target, flag).
+        dtype, shape, layout = SHAPE.findall(line.type)[line.operation == "slice-start"]
+        size = array_bytes(dtype, shape)
+        return (size if read else 0) + (0 if "S(" in layout else size)
+    if line.operation.endswith("-start"):
+        written = max(0, written - read)  # its type includes the operands
+    return read + written
 
 
-LIBRARY = re.compile(r'custom_call_target="__(cublas|cudnn)')  # kernels with a workspace
+def sliced_parameters(fused):
+    """{index: bytes} that a fusion reads of the parameters that it only slices."""
+    indices, read = {}, {}  # {name: index of the parameter}, {index: bytes}
+    for name, line in fused.items():
+        if line.operation == "parameter":
+            indices[name] = index = int(line.text.split(")")[0])
+            read[index] = 0
+        elif line.operation == "bitcast" and line.operands[0] in indices:
+            indices[name] = indices[line.operands[0]]
+        else:
+            size = all_bytes(line.type) if line.operation in SLICES else math.inf
+            for index in {indices[operand] for operand in line.operands if operand in indices}:
+                read[index] += size
+    return {index: size for index, size in read.items() if size < math.inf}
 
 
-def moved_by(instructions, computations):
-    """Bytes that a computation's instructions move to and from HBM."""
-    return sum(size for *_, size in traffic(instructions, computations))
-
-
-def traffic(instructions, computations):
-    """Each instruction that moves data, and its bytes to and from HBM.
-
-    Yields:
-        (name, type, operation, rest of the line, bytes).
-    """
-    sizes = {}  # bytes in HBM of each value
-    for name, kind, operation, rest in instructions:
-        written = sizes[name] = sum(in_hbm(kind))
-        if operation in NO_TRAFFIC or operation.endswith("-done"):
-            continue
-        reads = [sizes.get(operand, 0) for operand in operands_of(rest)]
-        if operation in SLICES:
-            reads = [min(size, all_bytes(kind)) for size in reads]
-        elif fused := FUSED.search(rest):
-            for index, size in slices_of(computations[fused[1]]).items():
-                reads[index] = min(reads[index], size)
-        elif LIBRARY.search(rest):
-            written = max(0, written - workspace_bytes(kind))
-        read = sum(reads)
-        if operation in ("copy-start", "slice-start"):
-            # Its type is (target, source, flag), or ((source), target, flag).
-            dtype, shape, layout = SHAPE.findall(kind)[operation == "slice-start"]
-            size = array_bytes(dtype, shape)
-            written = 0 if "S(" in layout else size
-            read = size if read else 0
-        elif operation.endswith("-start"):
-            written = max(0, written - read)  # its type includes the operands
-        yield name, kind, operation, rest, read + written
-
-
-def workspace_bytes(kind):
-    """Bytes of the workspace at the end of a library call's type, "(bf16[8]{0}, u8[4096]{0})"."""
-    last = SHAPE.findall(kind)[1:][-1:]
-    return sum(array_bytes(dtype, shape) for dtype, shape, _ in last if dtype in ("u8", "s8"))
+def hbm_bytes(text, switches=()):
+    """Bytes that a run reads from and writes to the chip's memory; arguments: see executed."""
+    lines, computations = executed(text, switches)
+    return round(sum(times * moved_bytes(*where, computations) for *where, times in lines))
 
 
 def host_bytes(text, switches=()):
-    """Bytes that one run of a program fetches from the host's memory, S(5).
-
-    Args and errors: as for sum_over_run.
-
-    Returns:
-        int.
-    """
-
-    def cost(instructions, computations):
-        total = 0
-        for _, kind, operation, _ in instructions:
-            if operation == "copy-start":  # its type is (target, source, flag)
-                dtype, shape, layout = SHAPE.findall(kind)[1]
-                total += array_bytes(dtype, shape) * ("S(5)" in layout)
-        return total
-
-    return round(sum_over_run(text, cost, switches))
+    """Bytes that a run fetches from the host's memory, S(5); arguments: see executed."""
+    total = 0
+    for line, _, times in executed(text, switches)[0]:
+        if line.operation == "copy-start":  # its type is (target, source, flag)
+            dtype, shape, layout = SHAPE.findall(line.type)[1]
+            total += times * array_bytes(dtype, shape) * ("S(5)" in layout)
+    return round(total)
 
 
 def expected_cycles(text, switches=()):
-    """XLA's estimate of a program's cycles, without Pallas kernels.
-
-    Args and errors: as for sum_over_run.
-
-    Returns:
-        int.
-    """
-
-    def cost(instructions, computations):
-        found = [int(x) for *_, rest in instructions for x in CYCLES.findall(rest)]
-        return sum(x for x in found if x != UNKNOWN_CYCLES)
-
-    return round(sum_over_run(text, cost, switches))
-
-
-COLLECTIVE = re.compile(
-    "(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?"
-)
-# source_target_pairs={{0,1},{1,2}} of a collective-permute
-PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]+\})\}")
-# replica_groups={{0,1,2,3},{4,5,6,7}}, =[2,4]<=[8], =[2,4]<=[4,2]T(1,0)
-# or =mesh['batch'=4,'model'=2] {'batch'}
-LISTED_GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
-TILED_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
-
-
-def first_group(rest):
-    """Chips of a collective's first group; rest: of its line."""
-    if listed := LISTED_GROUP.search(rest):
-        return integers(listed[1])
-    if tiled := TILED_GROUPS.search(rest):
-        shape = integers(tiled[2])
-        order = integers(tiled[3]) if tiled[3] else range(len(shape))
-        chips = np.arange(math.prod(shape)).reshape(shape).transpose(order)
-        return chips.ravel()[: int(tiled[1])].tolist()
-    axes, used = MESH_GROUPS.search(rest).groups()
-    sizes = re.findall(r"'([^']*)'=(\d+)", axes)
-    chips = np.arange(math.prod(int(size) for _, size in sizes)).reshape([int(s) for _, s in sizes])
-    return (
-        chips[tuple(slice(None) if f"'{name}'" in used else 0 for name, _ in sizes)]
-        .ravel()
-        .tolist()
-    )
+    """XLA's estimate of a run's cycles, without Pallas kernels; arguments: see executed."""
+    total = 0
+    for line, _, times in executed(text, switches)[0]:
+        noted = map(int, re.findall(r'"estimated_cycles":"(\d+)"', line.text))
+        total += times * sum(x for x in noted if x != UNKNOWN_CYCLES)
+    return round(total)
 
 
 def integers(text):
@@ -299,92 +217,79 @@ def integers(text):
     return [int(number) for number in text.split(",")]
 
 
-def links_between(coords, group):
-    """Numbers of links between the chips of a group, (n, n), on a mesh without wrap-around."""
-    places = np.array([coords[chip] for chip in group])
-    return np.abs(places[:, None] - places).sum(axis=-1)
+def first_group(line):
+    """Chips of a collective's first group.
+
+    In the text: replica_groups={{0,1,2,3},{4,5,6,7}}, =[2,4]<=[8], =[2,4]<=[4,2]T(1,0) or
+    =mesh['batch'=4,'model'=2] {'batch'}.
+    """
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line.text):
+        return integers(listed[1])
+    tiled = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line.text)
+    if tiled:
+        shape = integers(tiled[2])
+        order = integers(tiled[3]) if tiled[3] else range(len(shape))
+        chips = np.arange(math.prod(shape)).reshape(shape).transpose(order)
+        return chips.ravel()[: int(tiled[1])].tolist()
+    axes, used = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line.text).groups()
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", axes)}
+    chips = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
+    return chips[tuple(slice(None) if f"'{x}'" in used else 0 for x in sizes)].ravel().tolist()
 
 
 def interconnect_bytes(text, coords=None):
     """Bytes that a chip sends over its links in one run of a program.
 
     In a ring of n chips (n - 1) / n of the gathered array leave a chip for an all-gather or a
-    reduce-scatter, and twice as much for an all-reduce. A fusion of an all-reduce and a slice is a
-    reduce-scatter (its emitter is called AllReduceScatterFusion). In an all-to-all a chip sends
-    1 / n of its array to each chip of the group, in a collective-permute all of it to one. Bytes
-    count once for each link that they cross; a ring's neighbours are as far apart as the two
-    closest chips of the group.
+    reduce-scatter, and twice as much for an all-reduce. In an all-to-all a chip sends 1 / n of its
+    array to each chip of the group, in a collective-permute all of it to one. Bytes count once for
+    each link that they cross; a ring's neighbours are as far apart as the two closest chips of the
+    group.
 
     Args:
-        text: compiled.as_text() of a program compiled for a TPU.
-        coords: coordinates of the chips; None: every two chips have a link.
-
-    Returns:
-        int.
+        text: compiled.as_text() of a program.
+        coords: coordinates of a TPU's chips; None: every two chips have a link.
     """
-    computations, entry = parse_program(text)
+    lines, computations = executed(text)
 
-    def links_of(operation, group):
-        """Links that an array crosses, in units of its size."""
-        n = len(group)
+    def links(group):
+        """Numbers of links between the chips of a group, (n, n), on a mesh without wrap-around."""
+        if coords is None:
+            return 1 - np.eye(len(group))
+        places = np.array([coords[chip] for chip in group])
+        return np.abs(places[:, None] - places).sum(axis=-1)
+
+    def sent_by(line, sum_factor=2):
+        found = re.fullmatch(
+            "(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?",
+            line.operation,
+        )
+        if not found:
+            return 0
+        sizes = [array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(line.type)]
+        if found[1] == "collective-permute":  # the type of a start has two semaphores as well
+            pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]+\})\}", line.text)[1]
+            pairs = [integers(pair) for pair in re.findall(r"\d+,\d+", pairs)]
+            return sizes[0] * max(links(pair).max() for pair in pairs)
+        if found[2] and len(sizes) > 1:
+            sizes = sizes[len(sizes) // 2 :]  # the type of a start has operands and results
+        group, size = first_group(line), sum(sizes)
+        n, crossed = len(group), links(group)
         if n == 1:
-            return 0.0
-        links = 1 - np.eye(n) if coords is None else links_between(coords, group)
-        if operation == "all-to-all":
-            return links.mean()
-        if operation == "collective-permute":
-            return links.max()
-        return links[links > 0].min() * (n - 1) / n
+            return 0
+        if found[1] == "all-to-all":
+            return size * crossed.mean()
+        times = {"reduce-scatter": n, "all-reduce": sum_factor}.get(found[1], 1)
+        return size * times * crossed[crossed > 0].min() * (n - 1) / n
 
-    @cache
-    def sent_by(computation, sum_factor=2):
-        total = 0
-        for name, kind, operation, rest in computations[computation]:
-            if found := COLLECTIVE.fullmatch(operation):
-                sizes = [array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(kind)]
-                if found[1] == "collective-permute":
-                    pairs = re.findall(r"(\d+),(\d+)", PAIRS.search(rest)[1])
-                    # The type of a start has operand, result and two semaphores.
-                    total += sizes[0] * max(links_of(found[1], list(map(int, x))) for x in pairs)
-                    continue
-                if found[2] and len(sizes) > 1:
-                    sizes = sizes[len(sizes) // 2 :]  # the type of a start has operands and results
-                group = first_group(rest)
-                times = {"reduce-scatter": len(group), "all-reduce": sum_factor}.get(found[1], 1)
-                total += sum(sizes) * times * links_of(found[1], group)
-            if "AllReduceScatterFusion" in rest and operation == "fusion":
-                total += sum(sent_by(called, sum_factor=1) for called in FUSED.findall(rest))
-            trips = 1
-            if operation == "while":
-                trips = num_trips(rest, computations[CONDITION.search(rest)[1]])
-            called = CALLED.findall(rest)
-            # The text repeats a collective in its end and in the fusions that overlap with it.
-            if name.startswith("async-collective-start"):
-                called += FUSED.findall(rest)
-            if operation == "call":
-                called += re.findall(r"to_apply=%([\w.\-]+)", rest)
-            for branches in BRANCHES.findall(rest):
-                called += NAME.findall(branches)
-            total += trips * sum(map(sent_by, called))
-        return total
-
-    return round(sent_by(entry))
-
-
-def kernel_bytes(text):
-    """Bytes that a program's Pallas kernels access, which XLA does not count.
-
-    Args:
-        text: compiled.as_text() of a program compiled for a TPU.
-
-    Returns:
-        int; operands and results count once each, in HBM or VMEM, and a loop's body once, as in
-        XLA's count.
-    """
     total = 0
-    for computation in parse_program(text)[0].values():
-        sizes = {name: all_bytes(kind) for name, kind, _, _ in computation}
-        for name, _, operation, rest in computation:
-            if operation == "custom-call" and 'custom_call_target="tpu_custom_call"' in rest:
-                total += sizes[name] + sum(sizes.get(operand, 0) for operand in operands_of(rest))
-    return total
+    for line, _, times in lines:
+        total += times * sent_by(line)
+        fused = fused_by(line, computations).values()
+        if line.name.startswith("async-collective-start"):
+            # Its end and the fusions that overlap with it repeat the collective.
+            total += times * sum(map(sent_by, fused))
+        elif line.operation == "fusion" and "AllReduceScatterFusion" in line.text:
+            # An all-reduce and a slice, which is a reduce-scatter.
+            total += times * sum(sent_by(x, sum_factor=1) for x in fused)
+    return round(total)

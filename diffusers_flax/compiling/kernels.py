@@ -10,12 +10,12 @@ import re
 import numpy as np
 
 from diffusers_flax.compiling.hlo import (
-    FUSED,
+    NO_TRAFFIC,
     SHAPE,
+    executed,
+    fused_by,
     interconnect_bytes,
-    operands_of,
-    sum_over_run,
-    traffic,
+    moved_bytes,
 )
 
 # Kinds of kernels by name, in XLA's programs and in profiles; the first that is found counts.
@@ -41,67 +41,61 @@ def kind_of_name(name):
     return next((kind for kind, words in KINDS.items() if re.search(words, name)), ELEMENTWISE)
 
 
-TARGET = re.compile(r'custom_call_target="([^"]+)"')
-CONTRACTING = re.compile(r'"?lhs_contracting_(?:dims|dimensions)"?[=:][{\[]([^}\]]*)[}\]]')
-HIGHEST = re.compile(r'operand_precision(=\{|":\[")highest', re.IGNORECASE)
 FULL = "f32 without TF32"  # dtype of products of the highest precision
-DIM_LABELS = re.compile(r"dim_labels=\w+_(\w+)->")
+COLUMNS = ("kernels", "bytes", "flops", "least_seconds")
 
 
-def kind_of(name, operation, rest, computations):
-    """The kind of an instruction of a compiled program."""
-    target = TARGET.search(rest)
-    if operation == "custom-call" and target:
-        name = target[1]
-    elif fused := FUSED.search(rest):
-        inside = {operation for _, _, operation, _ in computations[fused[1]]}
-        for product, kind in (("dot", "matmul"), ("convolution", "convolution")):
-            if product in inside:
-                return kind
-        # XLA names a fusion after its operations, except the ones that Triton compiles.
-        if re.fullmatch(r"fusion(\.\d+)*", name):
-            name = " ".join(sorted(inside & {"reduce", "transpose", "concatenate"}))
-    elif operation != "custom-call":
-        name = operation
-    return kind_of_name(name)
+def target_of(line):
+    """What a custom call calls, such as __cublas$gemm; the operation of other instructions."""
+    found = re.search(r'custom_call_target="([^"]+)"', line.text)
+    return found[1] if found and line.operation == "custom-call" else line.operation
 
 
-def size_of(kind):
-    """(dtype, dimensions) of the first array of a type."""
-    dtype, shape, _ = SHAPE.findall(kind)[0]
-    return dtype, [int(size) for size in shape.split(",") if size]
+def kind_of(line, fused):
+    """The kind of an instruction of a compiled program; fused: of hlo.fused_by."""
+    if not fused:
+        return kind_of_name(target_of(line))
+    inside = {x.operation for x in fused.values()}
+    for product, kind in (("dot", "matmul"), ("convolution", "convolution")):
+        if product in inside:
+            return kind
+    # XLA names a fusion after its operations, except the ones that Triton compiles.
+    is_named = not re.fullmatch(r"fusion(\.\d+)*", line.name)
+    of_triton = " ".join(sorted(inside & {"reduce", "transpose", "concatenate"}))
+    return kind_of_name(line.name if is_named else of_triton)
 
 
-def product_flops(operation, kind, rest, types):
-    """FLOPs of one matmul, convolution or attention.
+def product_flops(line, computation):
+    """(FLOPs, dtype of the operands, or FULL) of a matmul, convolution or attention; else (0, "").
 
     Args:
-        operation, kind, rest: of the instruction.
-        types: {name: type} of the computation.
-
-    Returns:
-        (FLOPs, dtype of the operands, or FULL); (0, "") for other operations.
+        line: Instruction.
+        computation: {name: Instruction} with its operands.
     """
-    found = TARGET.search(rest)
-    target = found[1] if operation == "custom-call" and found else operation
-    if not (operation in ("dot", "convolution") or target.startswith(("__cublas", "__cudnn"))):
+    target = target_of(line)
+    if not (line.operation in ("dot", "convolution") or target.startswith(("__cublas", "__cudnn"))):
         return 0, ""
-    operands = [size_of(types[name]) for name in operands_of(rest)[:2]]
-    (dtype, left), (_, right) = operands
-    _, out = size_of(kind)
-    if dtype == "f32" and HIGHEST.search(rest):
+
+    def first_array(instruction):
+        dtype, shape, _ = SHAPE.findall(instruction.type)[0]
+        return dtype, [int(size) for size in shape.split(",") if size]
+
+    (dtype, left), (_, right) = (first_array(computation[name]) for name in line.operands[:2])
+    _, out = first_array(line)
+    if dtype == "f32" and re.search(r'(?i)operand_precision(=\{|":\[")highest', line.text):
         dtype = FULL
     if "fmha" in target:  # (B, T, N, H), (B, S, N, H); two products, or five of the backward pass
         return (10 if "Backward" in target else 4) * math.prod(left) * right[1], dtype
-    if operation == "dot" or target.startswith("__cublas"):
-        axes = re.findall(r"\d+", CONTRACTING.search(rest)[1])
+    if line.operation == "dot" or target.startswith("__cublas"):
+        pattern = r'"?lhs_contracting_(?:dims|dimensions)"?[=:][{\[]([^}\]]*)[}\]]'
+        axes = re.findall(r"\d+", re.search(pattern, line.text)[1])
         return 2 * math.prod(out) * math.prod(left[int(axis)] for axis in axes), dtype
     images, kernel = out, right  # of the forward pass; kernels have an axis "o"
     if "BackwardInput" in target:
         images = left
     elif "BackwardFilter" in target:
         images, kernel = right, out
-    channels = kernel[DIM_LABELS.search(rest)[1].index("o")]
+    channels = kernel[re.search(r"dim_labels=\w+_(\w+)->", line.text)[1].index("o")]
     return 2 * math.prod(images) * math.prod(kernel) // channels, dtype
 
 
@@ -109,9 +103,6 @@ def rate(card, dtype):
     """FLOPs per second of a Card."""
     full = 2e9 * card.cores * card.units * card.clock  # a multiply-add of each unit in a cycle
     return {"f32": card.flops / 2, FULL: full, "s8": card.int8}.get(dtype, card.flops)
-
-
-COLUMNS = ("kernels", "bytes", "flops", "least_seconds")
 
 
 def kernel_table(text, card, switches=()):
@@ -123,7 +114,7 @@ def kernel_table(text, card, switches=()):
     Args:
         text: compiled.as_text() of a program for a GPU.
         card: Card.
-        switches: see sum_over_run.
+        switches: see hlo.executed.
 
     Returns:
         {kind: {"kernels", "bytes", "flops", "least_seconds"}}, kinds without kernels left out. The
@@ -131,36 +122,27 @@ def kernel_table(text, card, switches=()):
 
     Source: Roofline (Williams, Waterman, Patterson 2009), section 3, for each kernel.
     """
-
-    def cost(instructions, computations):
-        types = {name: kind for name, kind, *_ in instructions}
-        total = np.zeros((len(ALL_KINDS), len(COLUMNS)))
-        for name, kind, operation, rest, size in traffic(instructions, computations):
-            row = ALL_KINDS.index(kind_of(name, operation, rest, computations))
-            if ALL_KINDS[row] == "collective":
-                total[row, 0] += 1
-                continue
-            flops, seconds = 0, 0.0
-            for count, dtype in flops_of(operation, kind, rest, types, computations):
-                flops, seconds = flops + count, seconds + count / rate(card, dtype)
-            total[row] += 1, size, flops, max(seconds, size / card.bandwidth)
-        return total
-
-    total = sum_over_run(text, cost, switches)
+    lines, computations = executed(text, switches)
+    total = {kind: np.zeros(len(COLUMNS)) for kind in ALL_KINDS}
+    for line, computation, times in lines:
+        if line.operation in NO_TRAFFIC or line.operation.endswith("-done"):
+            continue
+        fused = fused_by(line, computations)
+        kind = kind_of(line, fused)
+        if kind == "collective":
+            total[kind] += np.array([times, 0, 0, 0])
+            continue
+        inside = fused if line.operation == "fusion" and fused else None
+        products = [product_flops(x, inside) for x in inside.values()] if inside else []
+        products = products or [product_flops(line, computation)]
+        size = moved_bytes(line, computation, computations)
+        seconds = sum(flops / rate(card, dtype) for flops, dtype in products)
+        flops = sum(flops for flops, _ in products)
+        total[kind] += times * np.array([1, size, flops, max(seconds, size / card.bandwidth)])
     sent = interconnect_bytes(text)
-    total[ALL_KINDS.index("collective"), 1:] = sent, 0, sent / card.interconnect
-    rows = zip(ALL_KINDS, total.tolist())
-    return {kind: dict(zip(COLUMNS, row)) for kind, row in rows if row[0]}
-
-
-def flops_of(operation, kind, rest, types, computations):
-    """[(FLOPs, dtype)] of an instruction or of the products in its fusion."""
-    fused = FUSED.search(rest)
-    if operation != "fusion" or not fused:
-        return [product_flops(operation, kind, rest, types)]
-    inside = computations[fused[1]]
-    types = {name: kind for name, kind, *_ in inside}
-    return [product_flops(op, kind, rest, types) for _, kind, op, rest in inside]
+    total["collective"][1:] = sent, 0, sent / card.interconnect
+    rows = {kind: dict(zip(COLUMNS, row.tolist())) for kind, row in total.items()}
+    return {kind: row for kind, row in rows.items() if row["kernels"]}
 
 
 def add_tables(tables):

@@ -13,16 +13,16 @@ import numpy as np
 
 from diffusers_flax.acceleration.caches import switch_fractions
 from diffusers_flax.acceleration.plans import count_evaluations, plan_steps
-from diffusers_flax.compiling.chips import peak_share, roofline_seconds
 from diffusers_flax.compiling.costs import num_bytes, replicated_shapes
-from diffusers_flax.compiling.kernels import estimated_seconds
 from diffusers_flax.compiling.programs import (
     FAMILIES,
+    Positive,
     Program,
     TargetFlags,
     param_shapes,
     pipeline_of_configs,
     pipeline_shapes,
+    prompt_shapes,
     with_vae_tile,
 )
 from diffusers_flax.flops import Scoped, matmul_flops
@@ -34,7 +34,6 @@ from diffusers_flax.models.clip_similarities import FlaxCLIPModel
 from diffusers_flax.pipelines.attention_sharing import SCOPE
 from diffusers_flax.pipelines.running import Options
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
-from diffusers_flax.schedulers.factory import check_scheduler
 
 # CLIP ViT-L/14, from which openai/clip-vit-large-patch14's config does not differ in shapes.
 CLIP_CONFIG = {
@@ -56,9 +55,6 @@ CLIP_CONFIG = {
         "projection_dim": 768,
     },
 }
-# Products in bfloat16 that a TPU makes for one of float32 with highest precision. Source:
-# jax.lax.Precision, HIGHEST: bfloat16 in six passes.
-TPU_PASSES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +62,8 @@ class PairProgramFlags(TargetFlags):
     """Pairs of images with shared self-attention, by make_pairs.py, in bfloat16."""
 
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --model
-    batch_size: int | Literal["auto"] = 4  # pairs per device at once; "auto": as many as fit
-    num_inference_steps: int = 100  # denoising steps
+    batch_size: Positive | Literal["auto"] = 4  # pairs per device at once; "auto": as many as fit
+    num_inference_steps: Positive = 100  # denoising steps
     # timesteps to run instead, for distilled models: 999 749 499 249; or ays
     timesteps: tuple[int | Literal["ays"], ...] = ()
     scheduler: str | None = "euler_ancestral"  # ddim, lcm, ...
@@ -75,8 +71,8 @@ class PairProgramFlags(TargetFlags):
     guidance_scale: tuple[float, float] = (7.5, 15.0)
     # least and largest fraction of the steps with shared self-attention
     attention_sharing: tuple[float, float] = (0.1, 0.9)
-    width: int | None = None  # pixels; default: the model's
-    height: int | None = None  # likewise
+    width: Positive | None = None  # pixels; default: the model's
+    height: Positive | None = None  # likewise
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, int8,
     # taesd; see docs/acceleration.md
     accelerate: tuple[str, ...] = ()
@@ -87,14 +83,6 @@ class PairProgramFlags(TargetFlags):
     model: str = ""  # directory, hub id or file of a text-to-image model; "" is --family
     config_name_or_path: str | None = None  # configs of a one-file model; default: its family's
     clip_model: str = ""  # directory or hub id; "" is CLIP ViT-L/14
-
-
-def check_pair_flags(config):
-    """Raise a ValueError for numbers or a scheduler of PairProgramFlags; a batch is a number."""
-    for name in ("batch_size", "num_inference_steps", "width", "height"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
-    check_scheduler(config.scheduler)
 
 
 def sharing_fractions(low, high, num_pairs, num_steps):
@@ -184,13 +172,10 @@ def pair_program(config, devices):
     steps = pipeline.step_options(config.num_inference_steps, config.timesteps or None, None)
     branches = pipeline.guidance_branches(config.guidance_scale[1])
 
-    length = pipeline.text_encoder.module.max_position_embeddings
-    encoders = (2,) * (pipeline.text_axes - 1)
-    ids = jax.ShapeDtypeStruct((n, B, *encoders, length), jnp.int32)
+    ids, keys = prompt_shapes(pipeline, n, B)
     numbers = jax.ShapeDtypeStruct((n, B), jnp.float32)
-    keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
     inputs = {"prompt_ids": ids, "neg_prompt_ids": ids, "attention_sharing": numbers}
-    inputs |= {"prng_seed": jax.ShapeDtypeStruct((n, B), keys.dtype)}
+    inputs |= {"prng_seed": keys}
     inputs |= {"guidance_scale": numbers}
 
     def generate(inputs, params):
@@ -225,47 +210,3 @@ def count_clip_flops(config):
     devices = jax.devices("cpu")[:1]
     program, args = clip_program(open_clip(config.clip_model), 2 * config.batch_size, devices)
     return matmul_flops(jax.make_jaxpr(program)(*args).jaxpr)[0]
-
-
-def with_scoring(report, chip, costs, flops):
-    """A report on pairs with CLIP's program.
-
-    Args:
-        report: of make_report.
-        chip: Chip or Card.
-        costs: program_costs or gpu_costs of Program.scoring.
-        flops: of count_clip_flops.
-
-    Returns:
-        dict, ready for JSON: "clip_*" are of the images of a batch; images and pairs per second are
-        of both programs, one after the other.
-    """
-    if "needs" in costs:
-        return report | {"fits": False, "memory_total": round(costs["needs"])}
-    memory = dict(report["memory"])
-    memory["temporaries"] = max(memory["temporaries"], costs["temporaries"])
-    for name in ("padding", "code"):
-        memory[name] += costs[name]
-    total = sum(memory.values())
-    if "kernels" in costs:
-        least = sum(row["least_seconds"] for row in costs["kernels"].values())
-        estimate = estimated_seconds(costs["kernels"], makes_images=False)
-    else:
-        least = roofline_seconds(chip, TPU_PASSES * flops, costs["hbm_bytes"])
-        estimate = least / peak_share(chip)
-    images = 2 * report["batch_per_chip"]
-    at_most = images / (report["step_seconds"] + least)
-    estimated = images / (report["estimated_seconds"] + estimate)
-    return report | {
-        "fits": total <= report["memory_usable"],
-        "memory": memory,
-        "memory_total": total,
-        "compile_seconds": report["compile_seconds"] + costs["compile_seconds"],
-        "clip_flops": flops,
-        "clip_seconds": least,
-        "clip_estimated_seconds": estimate,
-        "images_per_second_per_chip": at_most,
-        "images_per_second": report["chips"] * at_most,
-        "estimated_images_per_second_per_chip": estimated,
-        "estimated_images_per_second": report["chips"] * estimated,
-    }

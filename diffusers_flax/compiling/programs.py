@@ -6,13 +6,14 @@ Each has a dataclass of flags, and a function that makes its Program for devices
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from diffusers_flax.acceleration.caches import switch_fractions
 from diffusers_flax.acceleration.plans import count_evaluations, plan_steps
+from diffusers_flax.command_line import AtLeast
 from diffusers_flax.compiling.cards import find_gpus, gpu_devices
 from diffusers_flax.compiling.chips import Slice, find_slice, slice_devices
 from diffusers_flax.compiling.costs import GIB, replicated_shapes
@@ -48,6 +49,7 @@ from diffusers_flax.schedulers.factory import choose_scheduler
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
 DTYPES = {"no": jnp.float32, "bf16": jnp.bfloat16}
+Positive, Scale = Annotated[int, AtLeast(1)], Annotated[float, AtLeast(0)]  # of flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +114,9 @@ class UnetFlags(TargetFlags):
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
     gradient: bool = True  # also the gradient of float32 parameters; --no_gradient: forward pass
     # samples per chip; two per image with guidance; "auto": the largest number that fits
-    batch_size: int | Literal["auto"] = 8
+    batch_size: Positive | Literal["auto"] = 8
     in_channels: int | None = None  # input channels; default: 8 with gradient, else the config's
-    resolution: int = 256  # side of the images, pixels
+    resolution: Positive = 256  # side of the images, pixels
     mixed_precision: Literal["no", "bf16"] = "bf16"  # compute dtype
     output: str = ""  # report; "" is compile_for_CHIPS_unet.json in the current directory
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
@@ -127,9 +129,9 @@ class ImageProgramFlags(DeviceFlags, TargetFlags):
     """Flags of the programs that make images, in bfloat16."""
 
     # images at once on each chip, with --parallel in each group of chips; "auto": as many as fit
-    num_images: int | Literal["auto"] = 1
-    num_inference_steps: int = 20  # denoising steps
-    guidance_scale: float = 7.5  # weight of the text; up to 1: no guidance
+    num_images: Positive | Literal["auto"] = 1
+    num_inference_steps: Positive = 20  # denoising steps
+    guidance_scale: Scale = 7.5  # weight of the text; up to 1: no guidance
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, tome,
     # int8, taesd; see docs/acceleration.md
@@ -144,7 +146,7 @@ class ImageProgramFlags(DeviceFlags, TargetFlags):
 class SdxlFlags(ImageProgramFlags):
     """SDXL images from text."""
 
-    image_size: int = 1024  # side of the images, pixels
+    image_size: Positive = 1024  # side of the images, pixels
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is SDXL base 1.0
 
 
@@ -153,8 +155,8 @@ class EditProgramFlags(ImageProgramFlags):
     """Edited images, by InstructPix2Pix."""
 
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
-    resolution: int = 512  # side of the images, pixels
-    image_guidance_scale: float = 1.5  # similarity to the input
+    resolution: Positive = 512  # side of the images, pixels
+    image_guidance_scale: Scale = 1.5  # similarity to the input
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family, widened
 
 
@@ -336,15 +338,21 @@ def with_vae_tile(pipeline, config, num_images, size, held=0):
     return pipeline, tile if max(size) > tile else 0
 
 
+def prompt_shapes(pipeline, n, B):
+    """Shapes of the tokens of prompts and of the keys of images, (n, B, ...)."""
+    encoders = (2,) * (pipeline.text_axes - 1)
+    length = pipeline.text_encoder.module.max_position_embeddings
+    key = jax.eval_shape(jax.random.key, 0)
+    ids = jax.ShapeDtypeStruct((n, B, *encoders, length), jnp.int32)
+    return ids, jax.ShapeDtypeStruct((n, B), key.dtype)
+
+
 def image_program(config, devices):
-    """The program of sdxl_single.py or edit_cli.py: from prompts, images and noise to images.
+    """The Program of generate_cli.py or edit_cli.py: from prompts, images and noise to images.
 
     Args:
         config: SdxlFlags or EditProgramFlags.
         devices: to compile for.
-
-    Returns:
-        Program.
     """
     layout = parse_layout(config.parallel, devices)
     if config.offload:
@@ -355,10 +363,7 @@ def image_program(config, devices):
     pipeline = open_pipeline_of_flags(config, layout)
     pipeline, vae_tile = with_vae_tile(pipeline, config, B, (side, side))
     params = pipeline_shapes(pipeline)
-    keys = jax.eval_shape(jax.vmap(jax.random.key), jax.ShapeDtypeStruct((n * B,), jnp.int32))
-    length = pipeline.text_encoder.module.max_position_embeddings
-    encoders = (2,) * (pipeline.text_axes - 1)
-    ids = jax.ShapeDtypeStruct((n, B, *encoders, length), jnp.int32)
+    ids, keys = prompt_shapes(pipeline, n, B)
     scale = jax.ShapeDtypeStruct((n, 1), jnp.float32)
     inputs = {"prompt_ids": ids, "neg_prompt_ids": ids, "guidance_scale": scale}
     if isinstance(config, EditProgramFlags):
@@ -383,7 +388,6 @@ def image_program(config, devices):
     latents = pipeline.latent_shape(B, side, side)
     schedule = make_schedule(pipeline.scheduler, latents, num_steps)
     steps = plan_steps(pipeline.accelerate, branches, schedule.scales)
-    keys = jax.ShapeDtypeStruct((n, B), keys.dtype)
     if layout is None:
         step, batch_per_chip = jax.pmap(generate, axis_name="batch", devices=devices), B
         params = replicated_shapes(params, n)

@@ -1,39 +1,54 @@
 """The report on a program that is compiled for TPUs or GPUs."""
 
 from dataclasses import asdict, fields
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 from diffusers_flax.compiling.cards import JAX_SHARE, USABLE_SHARE
-from diffusers_flax.compiling.chips import (
-    HOST_MS,
-    PUBLISHED_SHARES,
-    find_slice,
-    peak_share,
-    roofline_seconds,
-)
+from diffusers_flax.compiling.chips import HOST_MS, find_slice, peak_share, roofline_seconds
 from diffusers_flax.compiling.costs import GIB, num_bytes
 from diffusers_flax.compiling.kernels import add_tables, estimated_seconds, kind_seconds
 
+PACKAGES = ("jax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
+# Products in bfloat16 that a TPU makes for one of CLIP's, which are in float32 with the highest
+# precision. Source: jax.lax.Precision, HIGHEST: bfloat16 in six passes.
+TPU_PASSES = 6
 
-def chip_memory(program, step, update):
+
+def chip_memory(program, step, update=None, scoring=None):
     """A chip's memory during a step, {name: bytes}, beginning with program.held.
 
     Args:
         program: Program.
-        step, update: program_costs of both programs; update None: no average.
+        step, update, scoring: program_costs of its programs; None: it has none.
     """
     memory = {name: num_bytes(tree) for name, tree in program.held.items()}
-    temporaries, padding, code = step["temporaries"], step["padding"], step["code"]
+    others = [costs for costs in (update, scoring) if costs]
+    padding = step["padding"] + (scoring["padding"] if scoring else 0)
     if update:
-        temporaries = max(temporaries, update["temporaries"])
         padding += update["padding"] * memory["ema"] // num_bytes(program.update_args)
-        code += update["code"]
     return memory | {
         "padding": padding,
-        "temporaries": temporaries,
+        "temporaries": max(costs["temporaries"] for costs in (step, *others)),
         "outputs": step["outputs"],
-        "code": code,
+        "code": step["code"] + sum(costs["code"] for costs in others),
     }
+
+
+def least_and_estimate(chip, costs, flops=(0, 0), makes_images=False):
+    """(least seconds, estimate) of a program.
+
+    Args:
+        chip: Chip or Card.
+        costs: of program_costs.
+        flops: (all, in int8); of a GPU the kernels' count.
+        makes_images: see estimated_seconds.
+    """
+    if "kernels" in costs:
+        least = sum(row["least_seconds"] for row in costs["kernels"].values())
+        return least, estimated_seconds(costs["kernels"], makes_images)
+    moved, sent = costs["hbm_bytes"], costs.get("interconnect_bytes", 0)
+    least = roofline_seconds(chip, flops[0], moved, sent, flops[1])
+    return least, least / peak_share(chip)
 
 
 def make_report(config, subcommand, target, program, costs, flops):
@@ -44,104 +59,67 @@ def make_report(config, subcommand, target, program, costs, flops):
         subcommand: of compile_for.py.
         target: Slice or Host.
         program: Program.
-        costs: (step, update): program_costs or gpu_costs of both programs; update None: no average.
-        flops: of compile_for.count_step_flops.
+        costs: {"step", "update", "scoring"}: program_costs of the programs that it has.
+        flops: {"step": (all, in int8), "scoring": all}, where a step is compiled.
 
     Returns:
-        dict, ready for JSON. Memory, FLOPs and bytes are for one chip and one step.
+        dict, ready for JSON. Memory, FLOPs and bytes are for one chip and one step. "clip_*" are of
+        the scoring of a batch of pairs; rates count both programs, one after the other.
     """
-    step, update = costs
-    n, usable = program.num_chips or target.num_chips, round(target.chip.memory * GIB)
-    name, packages = ("tpu", TPU_PACKAGES) if config.tpu else ("gpu", GPU_PACKAGES)
+    step, update, scoring = (costs.get(name) for name in ("step", "update", "scoring"))
+    chip, usable = target.chip, round(target.chip.memory * GIB)
+    n, batch = program.num_chips or target.num_chips, program.batch_per_chip
+    installed = {package.metadata["Name"]: package.version for package in distributions()}
     report = {
-        name: getattr(config, name),
+        **({"tpu": config.tpu} if config.tpu else {"gpu": config.gpu}),
         "chips": n,
         "hosts": target.num_hosts,
         "program": subcommand,
         "flags": changed_flags(config),
-        "batch_per_chip": program.batch_per_chip,
+        "batch_per_chip": batch,
         **({"unet_evaluations": program.evaluations} if program.evaluations else {}),
         **({"vae_tile": program.vae_tile} if program.vae_tile else {}),
         "memory_usable": usable,
-        "compile_seconds": step["compile_seconds"],
-        "versions": {x: version(x) for x in packages if is_installed(x)},
+        "compile_seconds": sum(x["compile_seconds"] for x in (step, scoring) if x),
+        "versions": {name: installed[name] for name in PACKAGES if name in installed},
     }
-    if "needs" in step:
-        return report | {"fits": False, "memory_total": round(step["needs"])}
-    memory = chip_memory(program, step, update)
+    for compiled in (step, scoring):
+        if compiled and "needs" in compiled:
+            return report | {"fits": False, "memory_total": round(compiled["needs"])}
+    memory = chip_memory(program, step, update, scoring)
     total = sum(memory.values())
-    report |= {
-        "fits": total <= usable,
-        "memory": memory,
-        "memory_total": total,
-        "flops": flops[0],
-        "int8_flops": flops[1],
-    }
-    times = tpu_times if config.tpu else gpu_times
-    report |= times(config, target.chip, program, costs, flops)
-    seconds = report["step_seconds"]
-    return report | {
-        "images_per_second_per_chip": program.batch_per_chip / seconds,
-        "images_per_second": n * program.batch_per_chip / seconds,
-    }
-
-
-TPU_PACKAGES = ("jax", "libtpu")
-GPU_PACKAGES = ("jax", "jax-cuda13-plugin", "jax-cuda12-plugin")
-
-
-def is_installed(package):
-    """Whether a package is installed."""
-    try:
-        return bool(version(package))
-    except PackageNotFoundError:
-        return False
-
-
-def with_fetching(config, seconds, step, chip):
-    """Seconds of a step with what it fetches from the host's memory."""
+    report |= {"fits": total <= usable, "memory": memory, "memory_total": total}
+    report |= {"flops": flops["step"][0], "int8_flops": flops["step"][1]}
+    report |= {name: step[name] for name in ("interconnect_bytes", "host_bytes")}
+    average = (0.0, 0.0)
+    if "kernels" in step:
+        tables = [(step["kernels"], 1)]
+        tables += [(update["kernels"], program.updates_per_step)] if update else []
+        step = step | {"kernels": add_tables(tables)}
+        rows = step["kernels"].items()
+        moved = sum(row["bytes"] for kind, row in rows if kind != "collective")
+        report |= {"kernels": step["kernels"], "hbm_bytes": moved}
+    else:
+        moved = update["hbm_bytes"] * program.updates_per_step if update else 0.0
+        average = least_and_estimate(chip, {"hbm_bytes": moved})
+        report |= {"hbm_bytes": step["hbm_bytes"], "cycles": step["cycles"], "ema_hbm_bytes": moved}
     fetching = step["host_bytes"] / chip.host
-    # Only groups are fetched while others compute.
-    is_ahead = getattr(config, "offload", None) == "group"
-    return max(seconds, fetching) if is_ahead else seconds + fetching
-
-
-def tpu_times(config, chip, program, costs, flops):
-    """Bytes, cycles, the least time and an estimate of a TPU's step; see make_report."""
-    (step, update), (flops, int8_flops) = costs, flops
-    traffic, averages = ("bytes_accessed", "hbm_bytes", "interconnect_bytes", "host_bytes"), {}
-    for name in traffic[:2]:
-        averages[f"ema_{name}"] = update[name] * program.updates_per_step if update else 0.0
-    moved, sent = step["hbm_bytes"], step["interconnect_bytes"]
-    least = roofline_seconds(chip, flops, moved, sent, int8_flops)
-    average = roofline_seconds(chip, 0.0, averages["ema_hbm_bytes"])
-    estimate, estimated_average = (x / peak_share(chip) for x in (least, average))
-    return {
-        **{name: step[name] for name in traffic},
-        "cycles": step["cycles"],
-        **averages,
-        "step_seconds": with_fetching(config, least, step, chip) + average,
-        "estimated_seconds": with_fetching(config, estimate, step, chip) + estimated_average,
-    }
-
-
-def gpu_times(config, chip, program, costs, flops):
-    """Kernels, the least time and an estimate of a GPU's step; arguments as for make_report."""
-    step, update = costs
-    tables = [(step["kernels"], 1)]
-    if update:
-        tables.append((update["kernels"], program.updates_per_step))
-    kernels = add_tables(tables)
-    least = sum(row["least_seconds"] for row in kernels.values())
-    estimate = estimated_seconds(kernels, makes_images=bool(program.evaluations))
-    return {
-        "kernels": kernels,
-        "hbm_bytes": sum(row["bytes"] for kind, row in kernels.items() if kind != "collective"),
-        "interconnect_bytes": step["interconnect_bytes"],
-        "host_bytes": step["host_bytes"],
-        "step_seconds": with_fetching(config, least, step, chip),
-        "estimated_seconds": with_fetching(config, estimate, step, chip),
-    }
+    is_ahead = getattr(config, "offload", None) == "group"  # groups come while others compute
+    times = least_and_estimate(chip, step, flops["step"], bool(program.evaluations))
+    for name, seconds, more in zip(("step_seconds", "estimated_seconds"), times, average):
+        report[name] = (max(seconds, fetching) if is_ahead else seconds + fetching) + more
+    rate = batch / report["step_seconds"]
+    if scoring:
+        clip, estimated_clip = least_and_estimate(chip, scoring, (TPU_PASSES * flops["scoring"], 0))
+        report |= {"clip_flops": flops["scoring"], "clip_seconds": clip}
+        rate = 2 * batch / (report["step_seconds"] + clip)
+        estimated = 2 * batch / (report["estimated_seconds"] + estimated_clip)
+        report |= {
+            "clip_estimated_seconds": estimated_clip,
+            "estimated_images_per_second_per_chip": estimated,
+            "estimated_images_per_second": n * estimated,
+        }
+    return report | {"images_per_second_per_chip": rate, "images_per_second": n * rate}
 
 
 def changed_flags(config):
@@ -186,9 +164,9 @@ def advice(report):
     """The end of the verdict on a program that does not fit: what needs most, and what to try."""
     memory, name = report.get("memory", {}), report["program"]
     batch, most = report["batch_per_chip"], max(memory, key=memory.get, default="")
-    flags, has_lora = report["flags"], "lora_rank" in report["flags"]
-    tries = [x for x in ADVICE[name].get(most, ()) if x.split()[0].removeprefix("--") not in flags]
-    if most == "frozen models" and has_lora and "storage" not in flags:
+    given = report["flags"]
+    tries = [x for x in ADVICE[name].get(most, ()) if x.split()[0].removeprefix("--") not in given]
+    if most == "frozen models" and "lora_rank" in given and "storage" not in given:
         tries.insert(0, "--storage int8")
     if most == "temporaries" and batch == 1:
         tries = [x for x in tries if not x.startswith("--gradient_accumulation_steps")]
@@ -209,53 +187,61 @@ def print_report(report):
     for name, size in report.get("memory", {}).items():
         print(f"  {name:<14}{size / GIB:8.3f} GiB")
     print(verdict(report) + ("" if report["fits"] else advice(report)))
-    if "gpu" in report and report["fits"] and needs_more_than_jax_takes(report):
-        print(f"jax takes {JAX_SHARE:.0%} of a GPU's memory: export {FRACTION}={USABLE_SHARE}")
+    # A program may fit only if jax takes more of a GPU's memory than by default.
+    of_jax = report["memory_usable"] / USABLE_SHARE * JAX_SHARE
+    if "gpu" in report and report["fits"] and report["memory_total"] > of_jax:
+        variable = f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE_SHARE}"
+        print(f"jax takes {JAX_SHARE:.0%} of a GPU's memory: export {variable}")
     for size, row in report.get("sizes", {}).items():
-        time = f", at least {row['step_seconds'] * 1e3:.3g} ms" if row["fits"] else ""
-        flops = f", {row['flops'] / 1e12:.3g} TFLOP" if row["fits"] else ""
-        seconds = f", compiled in {row['compile_seconds']:.0f} s"
-        print(f"  {size:<14}{row['memory_total'] / GIB:8.3f} GiB{flops}{time}{seconds}")
+        times = ""
+        if row["fits"]:
+            times = (
+                f", {row['flops'] / 1e12:.3g} TFLOP, at least {row['step_seconds'] * 1e3:.3g} ms"
+            )
+        print(f"  {size:<14}{row['memory_total'] / GIB:8.3f} GiB{times}")
     if "smallest_not_fitting" in report:
         print(f"{report['smallest_not_fitting']} per {chip} do not fit")
     if report["fits"]:
         print_times(report)
 
 
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-
-
-def needs_more_than_jax_takes(report):
-    """Whether a program for a GPU fits only if jax may take more than it does by default."""
-    return report["memory_total"] > report["memory_usable"] / USABLE_SHARE * JAX_SHARE
-
-
 def print_times(report):
     """FLOPs, bytes, kernels and times of a report."""
-    ema, fetched = report.get("ema_hbm_bytes", 0) / 1e9, report.get("host_bytes", 0)
-    unit = {"train": "pairs", "unet": "samples"}.get(report["program"], "images")
-    chips = "GPUs" if "gpu" in report else "chips"
-    print(
-        f"{report['flops'] / 1e12:.3g} TFLOP, {report['hbm_bytes'] / 1e9:.3g} GB to and from "
-        f"the memory{f', {ema:.3g} GB for averages of the weights' if ema else ''}, "
-        f"{report['interconnect_bytes'] / 1e9:.3g} GB to other {chips}"
-        + (f", {fetched / 1e9:.3g} GB from the host's memory" if fetched else "")
-    )
+    chip, amounts = chip_name(report), [f"{report['flops'] / 1e12:.3g} TFLOP"]
+    for name, what in (
+        ("hbm_bytes", "to and from the memory"),
+        ("ema_hbm_bytes", "for averages of the weights"),
+        ("interconnect_bytes", f"to other {chip}s"),
+        ("host_bytes", "from the host's memory"),
+    ):
+        if report.get(name) or name in ("hbm_bytes", "interconnect_bytes"):
+            amounts.append(f"{report[name] / 1e9:.3g} GB {what}")
+    print(", ".join(amounts))
     if "kernels" in report:
         print_kernels(report["kernels"])
     if "cycles" in report:
         print(f"{report['cycles'] / 1e6:.4g} million cycles expected, without kernels")
-    if report["program"] == "pairs":
-        print_pair_times(report)
-        return
-    rates = f"{report['images_per_second_per_chip']:.3g} {unit}/s per {chip_name(report)}"
-    if report["chips"] > 1:
-        where = "host" if "gpu" in report else "slice"
-        rates += f", {report['images_per_second']:.3g} on the {where}"
-    print(f"at least {report['step_seconds'] * 1e3:.3g} ms, so at most {rates}")
-    seconds = report["estimated_seconds"]
-    rate = f"{report['batch_per_chip'] / seconds:.3g} {unit}/s per {chip_name(report)}"
-    print(f"by estimate {seconds * 1e3:.3g} ms, {rate}, {source_of_estimate(report)}")
+    unit = {"train": "pairs", "unet": "samples"}.get(report["program"], "images")
+    where, batch = "host" if "gpu" in report else "slice", report["batch_per_chip"]
+
+    def line(seconds, clip, at_most=""):
+        """Time and rates of a batch; seconds, clip: names in the report."""
+        seconds, num_images = report[seconds], batch
+        if report["program"] == "pairs":
+            clip, num_images = report[clip], 2 * batch
+            seconds += clip
+        rate = num_images / seconds
+        said = [f"{seconds * 1e3:.3g} ms", f"{at_most}{rate:.3g} {unit}/s per {chip}"]
+        if report["program"] == "pairs":
+            said.insert(1, f"{clip * 1e3:.3g} ms ({clip / seconds:.1%}) of them by CLIP")
+            said[2] += f", {rate / 2:.3g} pairs/s"
+        if report["chips"] > 1:
+            said.append(f"{rate * report['chips']:.3g} on the {where}")
+        return ", ".join(said)
+
+    print(f"at least {line('step_seconds', 'clip_seconds', 'so at most ')}")
+    estimate = line("estimated_seconds", "clip_estimated_seconds")
+    print(f"by estimate {estimate}, {source_of_estimate(report)}")
     if report["program"] == "train" and report["hosts"] > 1:
         hosts = " and ".join(f"{ms} ms with {model}" for model, ms in HOST_MS.items())
         print(f"the host's thread needs about {hosts}; a step takes the longer of host and chip")
@@ -267,30 +253,9 @@ def source_of_estimate(report):
         return "at the shares that these kinds of kernels reached on an H200"
     chip = find_slice(report["tpu"]).chip
     source = "as SDXL reached in a published measurement of this chip"
-    if chip.topology not in PUBLISHED_SHARES:
+    if chip.share is None:
         source = "the lowest published one: no measurement of this chip is published"
     return f"at {peak_share(chip):.0%} of the peak, {source}"
-
-
-def print_pair_times(report):
-    """Times of make_pairs.py's programs for a batch of pairs, and CLIP's part of them."""
-    where, chip = ("host" if "gpu" in report else "slice"), chip_name(report)
-    pairs = f"{report['batch_per_chip']} pair{'s' * (report['batch_per_chip'] > 1)}"
-
-    def line(seconds, clip, rate):
-        images = f"{rate / report['chips']:.3g} images/s, {rate / report['chips'] / 2:.3g} pairs/s"
-        rates = f"{images} per {chip}"
-        if report["chips"] > 1:
-            rates += f", {rate / 2:.3g} pairs/s on the {where}"
-        total = seconds + clip
-        share = f"{clip * 1e3:.3g} ms ({clip / total:.1%}) of them by CLIP"
-        return f"{total * 1e3:.3g} ms for {pairs}, {share}", rates
-
-    time, rates = line(report["step_seconds"], report["clip_seconds"], report["images_per_second"])
-    print(f"at least {time}; so at most {rates}")
-    names = ("estimated_seconds", "clip_estimated_seconds", "estimated_images_per_second")
-    time, rates = line(*(report[name] for name in names))
-    print(f"by estimate {time}; {rates}, {source_of_estimate(report)}")
 
 
 def print_kernels(kernels):

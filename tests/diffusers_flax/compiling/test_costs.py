@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers import ROOT
-from jax.experimental import pallas as pl
 from tpu_programs import needs_libtpu
 
 from compile_for import TrainFlags
 from diffusers_flax.compiling.chips import (
     CHIPS,
     HOST_MS,
-    PUBLISHED_SHARES,
     find_slice,
     peak_share,
     roofline_seconds,
@@ -34,6 +32,7 @@ from diffusers_flax.training.sharding import (
 )
 
 NUM_DEVICES = 4  # conftest.py's
+V5E = CHIPS["v5e"]
 
 
 @pytest.mark.variants
@@ -67,17 +66,16 @@ def test_topologies_have_as_many_devices(name, libtpu_environment):
 
 
 def test_roofline_by_hand():
-    v5e = CHIPS["v5e"]
-    assert roofline_seconds(v5e, 394e12, 0.82e12) == pytest.approx(2.0)  # 2 x 197 TFLOP
-    assert roofline_seconds(v5e, 197e12, 2.46e12) == pytest.approx(3.0)  # 3 x 0.82 TB
+    assert roofline_seconds(V5E, 394e12, 0.82e12) == pytest.approx(2.0)  # 2 x 197 TFLOP
+    assert roofline_seconds(V5E, 197e12, 2.46e12) == pytest.approx(3.0)  # 3 x 0.82 TB
     # 98.5 TFLOP in bfloat16 and 786 in int8
-    assert roofline_seconds(v5e, 884.5e12, 0.0, int8_flops=786e12) == pytest.approx(2.5)
+    assert roofline_seconds(V5E, 884.5e12, 0.0, int8_flops=786e12) == pytest.approx(2.5)
 
 
 def test_every_chip_has_a_share_of_its_peak():
     shares = {name: peak_share(chip) for name, chip in CHIPS.items()}
     assert shares == {"v4": 0.42, "v5e": 0.61, "v5p": 0.42, "v6e": 0.42}
-    assert PUBLISHED_SHARES.keys() == {CHIPS["v5e"].topology, CHIPS["v6e"].topology}
+    assert {name for name, chip in CHIPS.items() if chip.share} == {"v5e", "v6e"}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ def test_printed_estimate(capsys, tpu, hosts, share):
     report |= {"step_seconds": 0.05, "estimated_seconds": 0.1}
     print_times(report | {"images_per_second_per_chip": 80, "images_per_second": 1280})
     said = capsys.readouterr().out
-    assert f"\nby estimate 100 ms, 40 pairs/s per chip, at {share}" in said
+    assert f"\nby estimate 100 ms, 40 pairs/s per chip, 640 on the slice, at {share}" in said
     assert ("\nthe host's thread needs about " in said) == (hosts > 1)
 
 
@@ -113,7 +111,7 @@ def test_measure_counts_what_a_program_does():
 
     square = jax.ShapeDtypeStruct((NUM_DEVICES, 64, 64), jnp.float32)
     unused = jax.ShapeDtypeStruct((NUM_DEVICES, 1000), jnp.float32)
-    result = program_costs(jax.pmap(multiply, donate_argnums=0), (square, square, unused))
+    result = program_costs(jax.pmap(multiply, donate_argnums=0), (square, square, unused), V5E)
     assert result["padding"] == 0  # a CPU has none
     assert result["outputs"] < 64  # the sum takes its argument's place
 
@@ -124,7 +122,7 @@ def test_padding_is_that_of_tiles(libtpu_environment):
     devices = slice_devices(find_slice("v5e-4"))
     narrow = jax.ShapeDtypeStruct((4, 8, 100), jnp.float32)
     unused = jax.ShapeDtypeStruct((4, 1000), jnp.float32)
-    result = program_costs(jax.pmap(lambda x, y: x + 1, devices=devices), (narrow, unused))
+    result = program_costs(jax.pmap(lambda x, y: x + 1, devices=devices), (narrow, unused), V5E)
     assert result["padding"] == 4 * 8 * (128 - 100)
 
 
@@ -132,8 +130,8 @@ def test_padding_is_that_of_tiles(libtpu_environment):
 def test_traffic_is_what_does_not_fit_on_the_chip(libtpu_environment):
     devices = slice_devices(find_slice("v5e-4"))
     large = jax.ShapeDtypeStruct((4, 16384, 4096), jnp.float32)  # twice the VMEM
-    result = program_costs(jax.pmap(lambda x: x + 1, devices=devices), (large,))
-    assert result["hbm_bytes"] == result["bytes_accessed"] == 2 * 16384 * 4096 * 4
+    result = program_costs(jax.pmap(lambda x: x + 1, devices=devices), (large,), V5E)
+    assert result["hbm_bytes"] == 2 * 16384 * 4096 * 4
     # 16 results of 4 MiB stay on the chip: arguments and the last result travel, one of them twice.
     small = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32)
 
@@ -142,37 +140,20 @@ def test_traffic_is_what_does_not_fit_on_the_chip(libtpu_environment):
             x = jnp.tanh(x @ w)
         return x
 
-    result = program_costs(jax.pmap(chain, devices=devices), (small, small))
+    result = program_costs(jax.pmap(chain, devices=devices), (small, small), V5E)
     size = 1024 * 1024 * 4
-    assert 3 * size <= result["hbm_bytes"] <= 4 * size < result["bytes_accessed"] / 8
-
-
-@needs_libtpu
-def test_what_kernels_access_is_added(libtpu_environment):
-    """A kernel reads two matrices and writes one; the compiler counts none of it."""
-
-    def add(x_ref, y_ref, out_ref):
-        out_ref[...] = x_ref[...] + y_ref[...]
-
-    matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-    kernel = pl.pallas_call(add, matrix)
-    devices = slice_devices(find_slice("v5e-4"))
-    program = jax.pmap(lambda x, y: 2 * kernel(x, y), devices=devices)
-    args = replicated_shapes((matrix, matrix), 4)
-    by_compiler = program.lower(*args).compile().cost_analysis()["bytes accessed"]
-    added = program_costs(program, args)["bytes_accessed"] - by_compiler
-    assert added == 3 * 1024 * 1024 * 4 > by_compiler, by_compiler  # which has the multiplication
+    assert 3 * size <= result["hbm_bytes"] <= 4 * size
 
 
 @needs_libtpu
 def test_too_large_for_the_chip(libtpu_environment):
     devices = slice_devices(find_slice("v5e-4"))
     square = jax.ShapeDtypeStruct((4, 50_000, 50_000), jnp.float32)  # 9.3 GiB each
-    result = program_costs(jax.pmap(lambda x: x + 1, devices=devices), (square,))
+    result = program_costs(jax.pmap(lambda x: x + 1, devices=devices), (square,), V5E)
     assert 18.6 < result["needs"] / 2**30 < 19
     program = Program(step=None, args=(), held={}, batch_per_chip=1)
     config = TrainFlags(tpu="v5e-4")
-    report = make_report(config, "train", find_slice("v5e-4"), program, (result, None), None)
+    report = make_report(config, "train", find_slice("v5e-4"), program, {"step": result}, None)
     assert verdict(report) == (
         f"does not fit: 1 per chip need {result['needs'] / 2**30:.2f} of 15.75 GiB"
     )
@@ -184,9 +165,8 @@ def test_nothing_is_kept_in_the_cache(libtpu_environment, programs, tmp_path):
     devices = slice_devices(find_slice("v5e-4"))
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     try:
-        program_costs(
-            jax.pmap(lambda x: x - 2, devices=devices), (jax.ShapeDtypeStruct((4,), "int32"),)
-        )
+        args = (jax.ShapeDtypeStruct((4,), "int32"),)
+        program_costs(jax.pmap(lambda x: x - 2, devices=devices), args, V5E)
     finally:
         jax.config.update("jax_compilation_cache_dir", programs)
     assert not list(tmp_path.iterdir())
@@ -220,7 +200,7 @@ def test_kernels_in_8_bits_are_cast_up_one_at_a_time(libtpu_environment):
         stored = jax.eval_shape(partial(store, storage=storage), params)
         args = stored, jnp.zeros((1, 4, 16, 16)), jnp.zeros((1, 77, 128), jnp.bfloat16)
         args = replicated_shapes(args, len(devices))
-        costs = program_costs(jax.pmap(loop, devices=devices), args)
+        costs = program_costs(jax.pmap(loop, devices=devices), args, V5E)
         temporaries[storage] = costs["temporaries"]
     kernels = sum(2 * x.size for x in jax.tree.leaves(stored) if x.dtype == jnp.int8)
     assert kernels > 2**24
@@ -252,6 +232,6 @@ def test_a_step_does_not_copy_the_parameters(libtpu_environment):
     step = jax.pmap(step, axis_name="batch", devices=devices, donate_argnums=0)
     size = 4 * 20 * 2560**2  # of the whole parameters in float32
     with jax.numpy_dtype_promotion("standard"):  # optax promotes
-        result = program_costs(step, (state, x))
+        result = program_costs(step, (state, x), V5E)
     print({name: figure / size for name, figure in result.items()})
     assert result["hbm_bytes"] < 9 * size

@@ -12,11 +12,11 @@ from diffusers_flax.compiling.chips import (
     slice_devices,
 )
 from diffusers_flax.compiling.hlo import (
+    Instruction,
     expected_cycles,
     first_group,
     hbm_bytes,
     interconnect_bytes,
-    kernel_bytes,
 )
 from diffusers_flax.training.sharding import (
     Split,
@@ -160,29 +160,14 @@ ENTRY %main (a: f32[256], b: f32[64], i: s32[]) -> f32[32] {
     assert hbm_bytes(near) == hbm_bytes(text) - 256
 
 
-def test_kernels_count_operands_and_results_wherever_they_are():
-    text = """
-%body (p: bf16[8,128]) -> bf16[8,128] {
-  %p = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  %k = (f32[8]{0:T(256)}, bf16[8,128]{1,0:T(8,128)(2,1)S(1)}) custom-call(%p, %p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={}}
-  ROOT %o = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%k), index=1
-}
-
-ENTRY %main (a: bf16[8,128]) -> bf16[8,128] {
-  %a = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
-  ROOT %c = bf16[8,128]{1,0:T(8,128)(2,1)} custom-call(%a), custom_call_target="ConcatBitcast"
-}
-"""  # noqa: E501
-    assert kernel_bytes(text) == 32 + 3 * 2048
-
-
 @pytest.mark.variants
 @pytest.mark.parametrize(
     "groups", ["{{0,1,2,3}}", "[2,4]<=[8]", "mesh['batch'=4,'model'=2] {'batch'}"]
 )
 def test_groups_in_every_notation(groups):
-    rest = f"%x), channel_id=1, replica_groups={groups}, dimensions={{0}}"
-    assert first_group(rest) == [0, 2, 4, 6] if "mesh" in groups else [0, 1, 2, 3]
+    text = f"%x), channel_id=1, replica_groups={groups}, dimensions={{0}}"
+    line = Instruction("all-gather.1", "f32[8]{0}", "all-gather", text)
+    assert first_group(line) == [0, 2, 4, 6] if "mesh" in groups else [0, 1, 2, 3]
 
 
 def test_bytes_that_pass_through_chips_count_once_for_each_link():

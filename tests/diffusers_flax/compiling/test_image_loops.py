@@ -7,7 +7,7 @@ from gpu_programs import MOVES, needs_gpu_compiler
 
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.compiling.cards import COMPILER_OPTIONS, find_gpus, gpu_devices, traced_for
-from diffusers_flax.compiling.hlo import BRANCHES, FUSED, all_bytes, operands_of, parse_program
+from diffusers_flax.compiling.hlo import all_bytes, fused_by, parse_program
 from diffusers_flax.compiling.programs import FAMILIES, EditProgramFlags, SdxlFlags, image_program
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
@@ -26,53 +26,45 @@ def moved_in_loops(text):
         (the number of loops, [instructions that copy, transpose or concatenate them]).
     """
     computations, _ = parse_program(text)
-    bodies = [
-        re.search(r"body=%([\w.\-]+)", rest)[1]
-        for instructions in computations.values()
-        for _, _, operation, rest in instructions
-        if operation == "while"
-    ]
-    moved = []
-    for body in bodies:
-        *_, (_, _, _, root) = computations[body]
-        read = read_from_parameter(computations[body])
-        kept = {read[name] for i, name in enumerate(operands_of(root)) if read.get(name) == i}
+    lines = [line for computation in computations.values() for line in computation.values()]
+    loops, moved = [line for line in lines if line.operation == "while"], []
+    for loop in loops:
+        (body,) = loop.called("body")
+        root, read = [*computations[body].values()][-1], read_from_parameter(computations[body])
+        kept = {read[name] for i, name in enumerate(root.operands) if read.get(name) == i}
         moved += moved_by(body, kept, computations)
-    return len(bodies), moved
+    return len(loops), moved
 
 
-def read_from_parameter(instructions):
+def read_from_parameter(computation):
     """{instruction: index in the computation's parameter, a tuple, that it reads}."""
-    parameters = [name for name, _, operation, _ in instructions if operation == "parameter"]
+    parameters = [x.name for x in computation.values() if x.operation == "parameter"]
     return {
-        name: int(INDEX.search(rest)[1])
-        for name, _, operation, rest in instructions
-        if operation == "get-tuple-element" and operands_of(rest) == parameters
+        x.name: int(INDEX.search(x.text)[1])
+        for x in computation.values()
+        if x.operation == "get-tuple-element" and x.operands == parameters
     }
 
 
-def moved_by(computation, kept, computations):
+def moved_by(name, kept, computations):
     """Instructions that move parameters, here and in branches; kept: their indices in the tuple."""
-    instructions, moved = computations[computation], []
+    computation, moved = computations[name], []
 
-    def is_large(kind):
-        return kind.startswith("bf16") and all_bytes(kind) >= 2**14
+    def is_large(line):
+        return line.type.startswith("bf16") and all_bytes(line.type) >= 2**14
 
-    inputs = {name for name, i in read_from_parameter(instructions).items() if i in kept}
-    tuples = {name: operands_of(rest) for name, _, kind, rest in instructions if kind == "tuple"}
-    large = {name for name, kind, *_ in instructions if name in inputs and is_large(kind)}
-    for name, kind, operation, rest in instructions:
-        parts = [(name, kind, operation, rest)]
-        if fused := FUSED.search(rest):
-            parts = computations[fused[1]]
-        moves = any(operation in MOVES and is_large(kind) for _, kind, operation, _ in parts)
-        if moves and large & {*operands_of(rest)}:
-            moved.append(name)
-        if operation == "conditional":
-            branches = re.findall(r"%([\w.\-]+)", BRANCHES.search(rest)[1])
-            for branch, argument in zip(branches, operands_of(rest)[1:], strict=True):
-                passed = {i for i, x in enumerate(tuples[argument]) if x in inputs}
-                moved += moved_by(branch, passed, computations)
+    inputs = {name for name, i in read_from_parameter(computation).items() if i in kept}
+    large = {name for name in inputs if is_large(computation[name])}
+    for line in computation.values():
+        parts = fused_by(line, computations).values() or [line]
+        moves = any(x.operation in MOVES and is_large(x) for x in parts)
+        if moves and large & {*line.operands}:
+            moved.append(line.name)
+        branches = line.called("branch_computations")
+        for branch, argument in zip(branches, line.operands[1:] if branches else [], strict=True):
+            passed = computation[argument].operands
+            passed = {i for i, name in enumerate(passed) if name in inputs}
+            moved += moved_by(branch, passed, computations)
     return moved
 
 

@@ -6,7 +6,7 @@ import pytest
 from gpu_programs import needs_gpu_compiler
 
 from diffusers_flax.compiling.cards import CARDS, find_gpus, gpu_devices, traced_for
-from diffusers_flax.compiling.costs import gpu_costs
+from diffusers_flax.compiling.costs import program_costs
 from diffusers_flax.compiling.kernels import (
     BUSY,
     BUSY_WITH_IMAGES,
@@ -193,7 +193,7 @@ def test_a_compiled_program():
 
     program = jax.pmap(multiply, axis_name="batch", devices=devices)
     with traced_for(host.chip):
-        costs = gpu_costs(program, (x, y), host.chip)
+        costs = program_costs(program, (x, y), host.chip)
     assert costs["kernels"]["matmul"]["flops"] == 2 * 1024 * 2048 * 512
     # A ring sends twice 7 of 8 parts of the product.
     assert costs["interconnect_bytes"] == 2 * 4 * 1024 * 512 * 7 / 8

@@ -9,7 +9,7 @@ from gpu_programs import MOVES, needs_gpu_compiler
 from compile_for import TrainFlags, train_program
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.compiling.cards import COMPILER_OPTIONS, find_gpus, gpu_devices, traced_for
-from diffusers_flax.compiling.hlo import FUSED, all_bytes, operands_of, parse_program
+from diffusers_flax.compiling.hlo import all_bytes, fused_by, parse_program
 from diffusers_flax.compiling.programs import FAMILIES
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
@@ -37,22 +37,17 @@ def moved_in_step(text):
     """
     computations, entry = parse_program(text)
     arguments, moved, shapes = set(), [], []
-    for name, kind, operation, rest in computations[entry]:
-        is_large = kind.startswith(("f32[", "bf16[")) and all_bytes(kind) >= 2**14
-        operands = operands_of(rest)
-        inside = [(operation, kind)]
-        if fused := FUSED.search(rest):
-            inside = [(operation, kind) for _, kind, operation, _ in computations[fused[1]]]
-        operations = {operation for operation, _ in inside}
-        moves = [without_ones(kind) for operation, kind in inside if operation in MOVES]
-        if (moves and arguments.intersection(operands)) or any(x in shapes for x in moves):
-            moved.append(name)
-        is_cast = operations <= {"parameter", "convert", "bitcast", "fusion"}
-        if is_large and (
-            operation == "parameter" or (is_cast and arguments.intersection(operands))
-        ):
-            arguments.add(name)
-            if (sizes := without_ones(kind))[:2] == [3, 3] and len(sizes) == 4:
+    for line in computations[entry].values():
+        is_large = line.type.startswith(("f32[", "bf16[")) and all_bytes(line.type) >= 2**14
+        reads_arguments = bool(arguments.intersection(line.operands))
+        inside = [*fused_by(line, computations).values()] or [line]
+        moves = [without_ones(x.type) for x in inside if x.operation in MOVES]
+        if (moves and reads_arguments) or any(x in shapes for x in moves):
+            moved.append(line.name)
+        is_cast = {x.operation for x in inside} <= {"parameter", "convert", "bitcast", "fusion"}
+        if is_large and (line.operation == "parameter" or (is_cast and reads_arguments)):
+            arguments.add(line.name)
+            if (sizes := without_ones(line.type))[:2] == [3, 3] and len(sizes) == 4:
                 shapes.append(sizes)
     return moved
 

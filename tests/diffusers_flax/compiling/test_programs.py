@@ -137,9 +137,9 @@ def test_text_keys_and_values_are_computed_once_per_image(tmp_path, libtpu_envir
     computations, entry = parse_program(text)
     once, loops = Counter(), Counter()
     for name, instructions in computations.items():
-        for _, _, operation, rest in instructions:
-            layer = re.search(r"(attn2/to_[qkv]|/Dense)/[^/]*/dot_general", rest)
-            if layer and operation in ("fusion", "convolution") and "fused" not in name:
+        for line in instructions.values():
+            layer = re.search(r"(attn2/to_[qkv]|/Dense)/[^/]*/dot_general", line.text)
+            if layer and line.operation in ("fusion", "convolution") and "fused" not in name:
                 (once if name == entry else loops)[layer[1]] += 1
     layers = flatten_dict(program.held["parameters"]["unet"])
     num_layers = sum(path[-3:] == ("attn2", "to_k", "kernel") for path in layers)
