@@ -217,7 +217,8 @@ def describe_pairs(groups: list[RowGroup]) -> str:
     found, made = [], sets_of_shards(groups)
     for columns in sorted({group.columns for group in groups}):
         name = set_of_columns(columns).name if made is None else ", ".join(made)
-        relation = f", {'as in' if made is None else 'of'} {name}" if name else ""
+        relation = ", as in " if made is None else ", of "
+        relation = relation + name if name else ""
         found.append("{} to {} by {}{}".format(*columns, relation))
     return "; ".join(found)
 

@@ -351,7 +351,7 @@ def check_sets(
         raise ValueError(f"{BUCKETS} goes with one --train_data_dir; leave out {BUCKETS}")
     if not weights:
         return
-    given = f"--train_data_weights {' '.join(f'{weight:g}' for weight in weights)}"
+    given = "--train_data_weights " + " ".join(format(weight, "g") for weight in weights)
     if not is_mixture or len(weights) != len(train_data_dirs):
         raise ValueError(f"{given}: give a weight for each of several --train_data_dir, or none")
     if not all(0 < weight < math.inf for weight in weights):

@@ -112,7 +112,7 @@ def find_list(source: Path) -> Path:
         return source
     raise ValueError(
         f"--pairs {source} must be a .jsonl or .csv file, or a directory with "
-        f"{', '.join(f'{name}/' for name in IMAGE_DIRS)} and {' or '.join(CAPTION_FILES)}"
+        f"{'/, '.join(IMAGE_DIRS)}/ and {' or '.join(CAPTION_FILES)}"
     )
 
 

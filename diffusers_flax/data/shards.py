@@ -120,7 +120,7 @@ def list_row_groups(
 
 def has_bytes(schema: pa.Schema) -> bool:
     """Whether a column may have images themselves; an index of files has none."""
-    return any("binary" in str(kind) for kind in schema.types)
+    return any("binary" in str(data_type) for data_type in schema.types)
 
 
 def open_local_shards(directory: Path, flag: str) -> list[tuple[Path, pq.FileMetaData]]:
@@ -180,7 +180,7 @@ def source_columns(group: RowGroup) -> list[str]:
     columns, mask_column = group.columns, group.mask_column
     if latents is not None:
         columns, mask_column = latents["columns"], latents.get("mask_column")
-    return [*columns, *[mask_column] * bool(group.mask_column)]
+    return [*columns, mask_column] if group.mask_column else [*columns]
 
 
 def find_columns(
@@ -242,43 +242,43 @@ def check_column(schema: pa.Schema, path: Path | RemoteFile, name: str, flag: st
             f"{path} has {count} columns named {name}; rename all but one, or choose another with "
             f"--{flag}"
         )
-    kind = schema.field(name).type
+    data_type = schema.field(name).type
     if flag == "edit_prompt_column":
-        wanted, fits = "text or a list of texts", is_text(kind) or is_list_of_text(kind)
+        wanted, fits = "text or a list of texts", is_text(data_type) or is_list_of_text(data_type)
     else:
         wanted = (
             "encoded images (binary, or a struct with a binary field bytes) or text with the paths "
             "of their files"
         )
-        fits = is_text(kind) or is_binary(kind)
-        if pa.types.is_struct(kind):
-            fields = {field.name: field.type for field in kind}
+        fits = is_text(data_type) or is_binary(data_type)
+        if pa.types.is_struct(data_type):
+            fields = {field.name: field.type for field in data_type}
             fits = is_binary(fields.get("bytes")) or is_text(fields.get("path"))
     if not fits:
         raise ValueError(
-            f"{path}: column {name} is {kind}, not {wanted}; it has {', '.join(schema.names)}: "
-            f"choose another with --{flag}"
+            f"{path}: column {name} is {data_type}, not {wanted}; it has "
+            f"{', '.join(schema.names)}: choose another with --{flag}"
         )
 
 
-def is_text(kind: pa.DataType | None) -> bool:
+def is_text(data_type: pa.DataType | None) -> bool:
     """Whether a type is text, directly or in a dictionary."""
-    return getattr(kind, "value_type", kind) in TEXT_TYPES and not is_list(kind)
+    return getattr(data_type, "value_type", data_type) in TEXT_TYPES and not is_list(data_type)
 
 
-def is_binary(kind: pa.DataType | None) -> bool:
+def is_binary(data_type: pa.DataType | None) -> bool:
     """Whether a type is bytes, directly or in a dictionary."""
-    return getattr(kind, "value_type", kind) in BINARY_TYPES and not is_list(kind)
+    return getattr(data_type, "value_type", data_type) in BINARY_TYPES and not is_list(data_type)
 
 
-def is_list(kind: pa.DataType | None) -> bool:
+def is_list(data_type: pa.DataType | None) -> bool:
     """Whether a type is a list, of variable or fixed length."""
-    return isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+    return isinstance(data_type, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
 
 
-def is_list_of_text(kind: pa.DataType) -> bool:
+def is_list_of_text(data_type: pa.DataType) -> bool:
     """Whether a type is a list of texts."""
-    return is_list(kind) and is_text(kind.value_type)
+    return is_list(data_type) and is_text(data_type.value_type)
 
 
 class ImageColumn:
@@ -406,8 +406,8 @@ def read_row_group(group: RowGroup, spare: list[np.ndarray] | None = None) -> Ce
 
 
 def columns_to_read(group: RowGroup) -> tuple[list[str], list[str]]:
-    """The columns that read_row_group reads: images, and the rest."""
-    masks = [group.mask_column] * bool(group.mask_column)
+    """The columns that read_row_group reads: images, then instructions and time ids."""
+    masks = [group.mask_column] if group.mask_column else []
     texts = [group.columns[2], *[TIME_IDS] * has_time_ids(group)]
     return [*group.columns[:2], *masks], texts
 
@@ -452,20 +452,22 @@ def read_images(
     file: pq.ParquetFile, group: RowGroup, name: str, spare: list[np.ndarray]
 ) -> ImageColumn | ImageFiles:
     """Read a column of images; arguments as for read_row_group."""
-    kind, folder = file.schema_arrow.field(name).type, group.path.parent
-    if is_text(kind):
+    data_type, folder = file.schema_arrow.field(name).type, group.path.parent
+    if is_text(data_type):
         return ImageFiles(None, pa.chunked_array(list(read_column(file, group, name))), folder)
     field, stored = "", None
-    if pa.types.is_struct(kind):
-        field = "bytes" if is_binary(dict((f.name, f.type) for f in kind).get("bytes")) else "path"
+    if pa.types.is_struct(data_type):
+        field = (
+            "bytes" if is_binary(dict((f.name, f.type) for f in data_type).get("bytes")) else "path"
+        )
     if field != "path":
         leaf = f"{name}.{field}" if field else name
         row_group = group.metadata.row_group(group.index)
         chunks = map(row_group.column, range(row_group.num_columns))
         num_bytes = {c.path_in_schema: c.total_uncompressed_size for c in chunks}[leaf]
         stored = ImageColumn(read_column(file, group, name, field), num_bytes, spare)
-        has_paths = field and kind.get_field_index("path") >= 0
-        if stored.is_complete() or not (has_paths and is_text(kind.field("path").type)):
+        has_paths = field and data_type.get_field_index("path") >= 0
+        if stored.is_complete() or not (has_paths and is_text(data_type.field("path").type)):
             return stored
     return ImageFiles(
         stored, pa.chunked_array(list(read_column(file, group, name, "path"))), folder

@@ -347,8 +347,8 @@ def split_of_converted(path: str) -> tuple[str, str]:
     Source: dataset-viewer, libcommon/parquet_utils.py: CONFIG/SPLIT/0000.parquet, SPLIT-part1 for
     more than 10000 files; CONFIG/partial-SPLIT/ or CONFIG/SPLIT/partial/ if truncated.
     """
-    config, _, rest = path.partition("/")
-    folder = re.sub(r"-part\d+$", "", rest.partition("/")[0])
+    config, _, inside = path.partition("/")
+    folder = re.sub(r"-part\d+$", "", inside.partition("/")[0])
     return config, ("partial-" if "/partial/" in path else "") + folder
 
 

@@ -388,7 +388,7 @@ def finish(source: Source, plan: Plan, output_dir: Path, options: Options, progr
     for old in read_manifest(output_dir).get("files", ()):
         if old["file"] not in kept:
             remove(output_dir / Path(old["file"]).name)
-    lines = [f"wrote {describe_files(files).replace(' pairs', f' pairs to {output_dir}', 1)}"]
+    lines = [f"{output_dir} has {describe_files(files)}"]
     if options.num_held_out and (unfinished / HELD_OUT_PAIRS).exists():
         held_out_dir = options.held_out_dir
         remove(held_out_dir / UNFINISHED_DIR)  # of a start that was killed here

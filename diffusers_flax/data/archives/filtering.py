@@ -169,10 +169,10 @@ def check_schemas(
 
 def missing_columns(schema: pa.Schema) -> list[str]:
     """Names of columns that a shard does not have, or not as text and numbers."""
-    kinds = dict(zip(schema.names, schema.types))
-    texts = [name for name in TEXTS if not is_text(kinds.get(name))]
+    types = dict(zip(schema.names, schema.types))
+    texts = [name for name in TEXTS if not is_text(types.get(name))]
     none = pa.null()
-    return texts + [name for name in COLUMNS if not pa.types.is_floating(kinds.get(name, none))]
+    return texts + [name for name in COLUMNS if not pa.types.is_floating(types.get(name, none))]
 
 
 def read_scores(files: list[Path]) -> np.ndarray:
