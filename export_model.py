@@ -40,46 +40,46 @@ Needs the packages of a format, pip install ".[onnx]", and no accelerator. Measu
 of --format onnx in float32: 7.4 GiB for Stable Diffusion 1.5, 17.3 GiB for SDXL.
 """
 
-import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
 
 from diffusers_flax.command_line import (
+    AtLeast,
+    Seed,
     ask_before_replacing,
     check_image_file,
-    check_scale,
-    check_seed,
-    print_files,
     run_main,
 )
 
-ONNX = ("onnx", "onnxscript", "onnxruntime", "torch", "diffusers")
-PACKAGES = {  # that a format needs, by the names of their modules
-    "onnx": ONNX,
-    "openvino": (*ONNX, "openvino", "nncf"),
-    "coreml": ("coremltools", "torch", "diffusers"),
-    "stablehlo": ("flatbuffers",),
-}
-DTYPES = {  # of weights, the default first
-    "onnx": ("float32", "float16"),
-    "openvino": ("float32", "float16"),
-    "coreml": ("float16", "float32"),
-    "stablehlo": ("float32", "bfloat16"),
-}
-QUANTIZED = {"onnx": ("int8",), "openvino": ("int8",), "coreml": ("palette8", "palette6")}
-# Flags that other formats do not have.
+
+class Format(NamedTuple):
+    """What a --format needs and takes; other values and flags are refused."""
+
+    packages: tuple[str, ...]  # names of modules
+    dtype: tuple[str, ...]  # of weights, the default first
+    quantize: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()  # of OF_SOME_FORMATS
+
+
 ONE_SHAPE = ("batch_size", "height", "width")
-OF_FORMATS = {
-    **dict.fromkeys(ONE_SHAPE, ("coreml", "stablehlo")),
-    **dict.fromkeys(("num_inference_steps", "platform"), ("stablehlo",)),
+OF_SOME_FORMATS = (*ONE_SHAPE, "num_inference_steps", "platform")
+OF_RUN = ("prompt", "negative_prompt", "input", "output", "seed")
+OF_RUN += ("guidance_scale", "image_guidance_scale")
+ONNX = ("onnx", "onnxscript", "onnxruntime", "torch", "diffusers")
+FORMATS = {
+    "onnx": Format(ONNX, ("float32", "float16"), ("int8",)),
+    "openvino": Format((*ONNX, "openvino", "nncf"), ("float32", "float16"), ("int8",)),
+    "coreml": Format(
+        ("coremltools", "torch", "diffusers"),
+        ("float16", "float32"),
+        ("palette8", "palette6"),
+        ONE_SHAPE,
+    ),
+    "stablehlo": Format(("flatbuffers",), ("float32", "bfloat16"), flags=OF_SOME_FORMATS),
 }
-OF_RUN = (
-    *("prompt", "negative_prompt", "input", "output", "seed"),
-    *("guidance_scale", "image_guidance_scale"),
-)
 
 
 @dataclass(frozen=True)
@@ -98,29 +98,26 @@ class Config:
     # onnx: int8, of matrix products; openvino: int8, of all weights; coreml: palette8, palette6
     quantize: Literal["int8", "palette8", "palette6"] | None = None
     scheduler: str | None = None  # ddim, euler, ...; default: the model's own
-    batch_size: int | None = None  # stablehlo, coreml: images at once; default: 1
-    height: int | None = None  # stablehlo, coreml: pixels; default: the model's
-    width: int | None = None  # likewise
+    # stablehlo, coreml: images at once; default: 1
+    batch_size: Annotated[int, AtLeast(1)] | None = None
+    # stablehlo, coreml: pixels; default: the model's
+    height: Annotated[int, AtLeast(1)] | None = None
+    width: Annotated[int, AtLeast(1)] | None = None  # likewise
     # stablehlo: denoising steps; default: the model's, or 20
-    num_inference_steps: int | None = None
+    num_inference_steps: Annotated[int, AtLeast(1)] | None = None
     # stablehlo: where programs run, each with a file of its own; default: cpu cuda
     platform: tuple[Literal["cpu", "cuda", "tpu"], ...] | None = None
     overwrite_output_dir: bool = False  # replace an export in output_dir
     run: Path | None = None  # program of --format stablehlo to make images with
     prompt: str | None = None  # of --run: what to show, or what to change
-    negative_prompt: str | None = None  # of --run: what to avoid
+    negative_prompt: str = ""  # of --run: what to avoid
     input: Path | None = None  # of --run: image to edit
     output: Path = Path("image.png")  # of --run: image, or .npy of floats in [0, 1]
-    seed: int | None = None  # of --run: of the noise; default: 0
+    seed: Seed = 0  # of --run: of the noise
     # of --run: weight of the prompt; default: the model's, or 7.5
-    guidance_scale: float | None = None
-    image_guidance_scale: float | None = None  # of --run: similarity to the input; likewise, or 1.5
-
-
-def given_flags(config):
-    """Names of flags that differ from their defaults."""
-    fields = dataclasses.fields(config)
-    return [field.name for field in fields if getattr(config, field.name) != field.default]
+    guidance_scale: Annotated[float, AtLeast(0)] | None = None
+    # of --run: similarity to the input; default: the model's, or 1.5
+    image_guidance_scale: Annotated[float, AtLeast(0)] | None = None
 
 
 def is_installed(package):
@@ -128,53 +125,31 @@ def is_installed(package):
     return find_spec(package) is not None
 
 
-def require_packages(config):
-    """Raise a ValueError if packages that the format needs are not installed."""
-    if missing := [name for name in PACKAGES[config.format] if not is_installed(name)]:
-        raise ValueError(
-            f'--format {config.format} needs {", ".join(missing)}: pip install ".[{config.format}]"'
-        )
-
-
 def check_flags(config):
     """Raise a ValueError for flags that do not go together or for missing packages."""
-    if not config.model or not config.output_dir:
+    if not config.run and not (config.model and config.output_dir):
         raise ValueError("give --model and --output_dir to export, or --run and --prompt")
-    if given := [name for name in given_flags(config) if name in OF_RUN]:
-        raise ValueError(f"--{given[0]} goes with --run; leave it out, or give --run")
-    name = config.format
-    for flag, formats in OF_FORMATS.items():
-        if (value := getattr(config, flag)) is not None and name not in formats:
-            given = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    if config.run and config.prompt is None:
+        raise ValueError("--run needs --prompt, a text")
+    name, form = config.format, FORMATS[config.format]
+    given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
+    others = {*OF_RUN, *OF_SOME_FORMATS} - {*form.flags}
+    wrong = given - {*OF_RUN, "run", "format"} if config.run else given & others
+    if wrong:
+        what = "--run" if config.run else f"--format {name}"
+        raise ValueError(f"--{min(wrong)} does not go with {what}; leave it out")
+    for flag, choices in (("dtype", form.dtype), ("quantize", form.quantize)):
+        if (value := getattr(config, flag)) not in (None, *choices):
             raise ValueError(
-                f"--{flag} {given} is for --format {' and '.join(formats)}; leave "
-                f"it out, a file of {name} takes any"
+                f"--{flag} {value} is not for --format {name}, which has "
+                f"{', '.join(choices) or 'none'}"
             )
-    for flag in ("batch_size", "height", "width", "num_inference_steps"):
-        if (value := getattr(config, flag)) is not None and value < 1:
-            raise ValueError(f"--{flag} {value} must be at least 1")
-    if config.dtype not in (None, *DTYPES[name]):
-        raise ValueError(
-            f"--dtype {config.dtype} is not for --format {name}; choose from "
-            f"{', '.join(DTYPES[name])}"
-        )
-    if config.quantize not in (None, *QUANTIZED.get(name, ())):
-        allowed = ", ".join(QUANTIZED.get(name, ())) or "none: leave it out"
-        raise ValueError(
-            f"--quantize {config.quantize} is not for --format {name}, which has {allowed}"
-        )
     if config.quantize and config.dtype and name != "coreml":
         raise ValueError(
             f"--quantize {config.quantize} and --dtype {config.dtype} are both given; give one"
         )
-    if any((config.output_dir / "unet").glob("diffusion_pytorch_model*")):
-        raise ValueError(
-            f"--output_dir {config.output_dir} is a model, not an export; name another directory"
-        )
-    require_packages(config)
-    # A directory takes programs of several sizes, with one file of weights.
-    continues = "weights.safetensors" if name == "stablehlo" else ""
-    ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, continues)
+    if missing := [package for package in form.packages if not is_installed(package)]:
+        raise ValueError(f'--format {name} needs {", ".join(missing)}: pip install ".[{name}]"')
 
 
 def load_model_to_export(config):
@@ -185,21 +160,18 @@ def load_model_to_export(config):
     from diffusers_flax.pipelines.text_to_image import TextToImage
     from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
 
-    model = config.model
-    cls = pipeline_class(model)
-    if "ControlNet" in cls.__name__:
+    model, cls, is_program = (
+        config.model,
+        pipeline_class(config.model),
+        config.format == "stablehlo",
+    )
+    is_known = "InstructPix2Pix" in cls.__name__ or issubclass(cls, TextToImage)
+    if "ControlNet" in cls.__name__ or (is_program and not is_known):
         raise ValueError(
-            f"--model {model} is a {cls.torch_class_name}, which is not exported; give its base "
-            "model"
+            f"--model {model} is a {cls.torch_class_name}, which --format {config.format} does not "
+            "export; give its base model"
         )
-    dtype = jnp.float32
-    if config.format == "stablehlo":
-        if not ("InstructPix2Pix" in cls.__name__ or issubclass(cls, TextToImage)):
-            raise ValueError(
-                f"--model {model} is a {cls.torch_class_name}; --format stablehlo has text to "
-                "image and InstructPix2Pix"
-            )
-        dtype = jnp.dtype(config.dtype or "float32")
+    dtype = jnp.dtype(config.dtype or "float32") if is_program else jnp.float32
     check_scheduler(config.scheduler)
     _, configs = cls.check(model)
     scheduler, _ = choose_scheduler(configs["scheduler"], model, config.scheduler)
@@ -212,96 +184,70 @@ def export(config):
     """Load the model and write its files."""
     import jax
 
+    from diffusers_flax.exporting.folders import quiet
     from diffusers_flax.generating.defaults import DEFAULTS_FILE, read_defaults, write_defaults
     from diffusers_flax.generating.single_files import with_single_files
 
-    check_flags(config)
+    output_dir, is_program = config.output_dir, config.format == "stablehlo"
+    if any((output_dir / "unet").glob("diffusion_pytorch_model*")):
+        raise ValueError(
+            f"--output_dir {output_dir} is a model, not an export; name another directory"
+        )
+    # A directory takes programs of several sizes, with one file of weights.
+    continues = "weights.safetensors" if is_program else ""
+    ask_before_replacing("output_dir", output_dir, config.overwrite_output_dir, continues)
     jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
     config = with_single_files(config, "model")
     defaults = read_defaults(config.model, config.lora)
-    config = dataclasses.replace(config, scheduler=config.scheduler or defaults.get("scheduler"))
+    config = replace(config, scheduler=config.scheduler or defaults.get("scheduler"))
     pipeline, size, params = load_model_to_export(config)
-    output_dir, batch_size = config.output_dir, config.batch_size or 1
-    dtype = config.dtype or DTYPES[config.format][0]
+    files, batch_size = [output_dir], config.batch_size or 1
+    dtype, quantize = config.dtype or FORMATS[config.format].dtype[0], config.quantize
     if config.format == "onnx":
         from diffusers_flax.exporting.onnx_files import export_onnx
 
-        export_onnx(pipeline, params, output_dir, dtype, config.quantize)
+        export_onnx(pipeline, params, output_dir, dtype, quantize)
     elif config.format == "openvino":
         os.environ.setdefault("CI", "true")  # else the import of openvino starts its telemetry
         from diffusers_flax.exporting.openvino_files import export_openvino
 
-        export_openvino(pipeline, params, output_dir, dtype, config.quantize)
+        export_openvino(pipeline, params, output_dir, dtype, quantize)
     elif config.format == "coreml":
-        from diffusers_flax.exporting.folders import quiet
-
         with quiet():
             from diffusers_flax.exporting.coreml_files import export_coreml
 
-        export_coreml(
-            pipeline,
-            params,
-            output_dir,
-            dtype,
-            quantize=config.quantize,
-            batch_size=batch_size,
-            size=size,
-        )
+        export_coreml(pipeline, params, output_dir, dtype, quantize, batch_size, size)
     else:
         from diffusers_flax.exporting.stablehlo_files import export_stablehlo
 
-        platforms, steps = config.platform or ("cpu", "cuda"), config.num_inference_steps
-        steps = steps or defaults.get("num_inference_steps", 20)
-        files = export_stablehlo(
-            pipeline,
-            params,
-            output_dir,
-            platforms,
-            batch_size=batch_size,
-            size=size,
-            num_inference_steps=steps,
-        )
+        steps = config.num_inference_steps or defaults.get("num_inference_steps", 20)
+        platforms = config.platform or ("cpu", "cuda")
+        files = export_stablehlo(pipeline, params, output_dir, platforms, batch_size, size, steps)
     (output_dir / DEFAULTS_FILE).unlink(missing_ok=True)  # of an export that is replaced
     if defaults:
         write_defaults(output_dir, **defaults)
-    print_files(files) if config.format == "stablehlo" else print(output_dir)
+    print(*files, sep="\n")
 
 
-def run_file(config):
+def run_program(config):
     """Run a program of --format stablehlo and write its images."""
-    if given := [x for x in given_flags(config) if x not in (*OF_RUN, "run", "format")]:
-        raise ValueError(
-            f"--{given[0]} does not go with --run, whose file is exported already; leave it out"
-        )
-    if config.prompt is None:
-        raise ValueError("--run needs --prompt, a text")
-    check_image_file(config.output) if config.output.suffix != ".npy" else None
-    require_packages(dataclasses.replace(config, format="stablehlo"))
-    from diffusers_flax.exporting.run_stablehlo import run_program, save_images
+    from diffusers_flax.exporting import run_stablehlo
     from diffusers_flax.generating.defaults import with_defaults
 
+    if config.output.suffix != ".npy":
+        check_image_file(config.output)
     config = with_defaults(config, [config.run.parent])
+    texts = {"prompt": config.prompt, "negative_prompt": config.negative_prompt}
     scales = config.guidance_scale, config.image_guidance_scale
-    check_scale("guidance_scale", scales[0])
-    check_scale("image_guidance_scale", scales[1])
-    check_seed("seed", config.seed or 0)
-    images = run_program(
-        config.run,
-        config.prompt,
-        config.negative_prompt or "",
-        config.input,
-        seed=config.seed or 0,
-        guidance_scales=scales,
-    )
-    print_files(save_images(images, config.output))
+    images = run_stablehlo.run_program(config.run, texts, config.input, config.seed, scales)
+    print(*run_stablehlo.save_images(images, config.output), sep="\n")
 
 
 def work(config):
     """Export a model, or run a program."""
-    if config.run is not None:
-        run_file(config)
-    else:
-        export(config)
+    config = replace(config, format="stablehlo") if config.run else config
+    check_flags(config)
+    run_program(config) if config.run else export(config)
 
 
 def main(args=None):

@@ -12,9 +12,6 @@ import numpy as np
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 COMPONENTS = (*TEXT_ENCODERS, "vae_encoder", "vae_decoder", "unet")
-# (batch, (height, width) of latents) at which every component is compared. The second has an odd
-# side, which the UNet halves and has to restore.
-CHECKED_SIZES = ((1, (16, 16)), (3, (13, 24)))
 
 
 @dataclass(frozen=True)
@@ -43,13 +40,11 @@ class Component:
 
 def exported_components(pipeline):
     """A pipeline's Components, the UNet first, whose parameters are freed after its export."""
-    texts = [
-        text_component(pipeline, name) for name in TEXT_ENCODERS if getattr(pipeline, name, None)
-    ]
     num_time_ids = 5 if getattr(pipeline, "requires_aesthetics_score", False) else 6
+    names = [name for name in TEXT_ENCODERS if getattr(pipeline, name, None)]
     return [
         unet_component(pipeline.unet.config, num_time_ids),
-        *texts,
+        *(text_component(pipeline, name) for name in names),
         *vae_components(pipeline.vae),
     ]
 
@@ -137,14 +132,6 @@ def run_flax(component, pipeline, params, inputs):
     """
     given = {name: jnp.asarray(array) for name, array in inputs.items()}
     return [np.asarray(x) for x in jax.jit(flax_function(component, pipeline))(params, given)]
-
-
-def output_shapes(component, pipeline, inputs):
-    """Shapes of our model's outputs, for random_inputs; needs no parameters."""
-    module = getattr(pipeline, component.module)
-    params = jax.eval_shape(getattr(module, "module", module).init_weights, jax.random.key(0))
-    given = {name: jnp.asarray(array) for name, array in inputs.items()}
-    return [x.shape for x in jax.eval_shape(flax_function(component, pipeline), params, given)]
 
 
 def flax_function(component, pipeline):

@@ -6,14 +6,18 @@ import io
 import logging
 import shutil
 import tempfile
-import time
 import warnings
 
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from diffusers_flax.exporting.agreement import compare_with_flax, references
-from diffusers_flax.exporting.components import COMPONENTS, exported_components
+from diffusers_flax.exporting.agreement import CHECKED_SIZES, compare_with_flax
+from diffusers_flax.exporting.components import (
+    COMPONENTS,
+    exported_components,
+    random_inputs,
+    run_flax,
+)
 from diffusers_flax.loading.directories import INDEX_NAME, writing_pipeline
 from diffusers_flax.loading.files import remove, write_json
 from diffusers_flax.messages import in_bytes
@@ -62,64 +66,51 @@ def writing_export(output_dir, keep_programs=False):
         # A directory without its index is incomplete, as after a kill from here on.
         (output_dir / INDEX_NAME).unlink(missing_ok=True)
         for component in COMPONENTS:
-            for name in (ONNX, ONNX_DATA, XML, BIN, PACKAGE):
-                if not (folder / component / name).exists():
-                    remove(output_dir / component / name)
+            remove(output_dir / component)
         for program in [] if keep_programs else output_dir.glob(f"*{PROGRAM}"):
             for file in (program, program.with_suffix(".json"), output_dir / WEIGHTS):
                 file.unlink(missing_ok=True)
 
 
-def write_components(pipeline, params, output_dir, write, precision_of):
+def write_components(pipeline, params, output_dir, write, is_run=True):
     """Write a pipeline's components, compared with our models, and the other files of a run.
 
     Args:
         pipeline: in float32.
-        params: its parameters; a module's are removed when its components are written.
+        params: its parameters; the UNet's are removed before its file is written.
         output_dir: directory, made if absent.
-        write: function (component, saved, folder) that writes a component's files into a folder.
-            Returns a function {input: array} -> list of outputs that runs them, and a function
-            that notes the agreement in them; None and None if this machine cannot run them.
-        precision_of: function (component) -> key of TOLERANCES; None if this machine cannot run
-            the files.
+        write: function (component, saved, folder) that writes a component's files into a folder
+            from what save_pretrained saved. Returns a function {input: array} -> list of outputs
+            that runs them, a function that notes the agreement in them, and a key of TOLERANCES.
+        is_run: whether this machine can run the files; else write returns nothing.
     """
-    components = exported_components(pipeline)
-    with writing_export(output_dir) as folder:
+    with writing_export(output_dir) as folder, tqdm(exported_components(pipeline)) as bar:
         write_beside(pipeline, folder)
-        with tqdm(components, unit="component") as bar:
-            for i, component in enumerate(bar):
-                bar.set_description(component.name)
-                started = time.perf_counter()
-                (folder / component.name).mkdir()
-                module = getattr(pipeline, component.module)
-                getattr(module, "module", module).save_config(folder / component.name)
-                # jax would copy NumPy's arrays in each comparison.
-                replace_leaves(jnp.asarray, params[component.module])
-                runs = precision_of is not None
-                expected = (
-                    references(component, pipeline, params[component.module]) if runs else None
-                )
-                is_last = all(later.module != component.module for later in components[i + 1 :])
-                take = params.pop if is_last else params.get
-                with tempfile.TemporaryDirectory(dir=folder) as saved:
-                    # Frees our weights before the component's file is written and run.
-                    module.save_pretrained(
-                        saved, params=take(component.module), max_shard_size="1GB"
-                    )
-                    gc.collect()  # run_flax's traces keep the parameters in reference cycles
-                    run, note = write(component, saved, folder / component.name)
-                text = "converted, never run here"
-                if runs:
-                    agreement = compare_with_flax(component, run, expected, precision_of(component))
-                    note(agreement)
-                    text = "largest difference {largest_difference} of {largest_output}".format(
-                        **agreement
-                    )
-                num_bytes = sum(
-                    file.stat().st_size for file in (folder / component.name).rglob("*")
-                )
-                seconds = time.perf_counter() - started
-                bar.write(f"{component.name}: {text}, {in_bytes(num_bytes)}, {seconds:.0f} s")
+        for component in bar:
+            bar.set_description(component.name)
+            target, name = folder / component.name, component.module
+            target.mkdir()
+            module = getattr(pipeline, name)
+            getattr(module, "module", module).save_config(target)
+            replace_leaves(jnp.asarray, params[name])  # jax would copy NumPy's in each call
+            sizes = CHECKED_SIZES if is_run else ()
+            inputs = [random_inputs(component, pipeline, *size) for size in sizes]
+            expected = [run_flax(component, pipeline, params[name], x) for x in inputs]
+            with tempfile.TemporaryDirectory(dir=folder) as saved:
+                weights = params.pop(name) if name == "unet" else params[name]
+                module.save_pretrained(saved, params=weights, max_shard_size="1GB")
+                del weights
+                gc.collect()  # run_flax's traces keep the parameters in reference cycles
+                written = write(component, saved, target)
+            said = "converted, never run here"
+            if is_run:
+                run, note, precision = written
+                agreement = compare_with_flax(component, run, inputs, expected, precision)
+                note(agreement)
+                said = "largest difference {largest_difference} of {largest_output}"
+                said = said.format(**agreement)
+            num_bytes = sum(file.stat().st_size for file in target.rglob("*"))
+            bar.write(f"{component.name}: {said}, {in_bytes(num_bytes)}")
 
 
 def write_beside(pipeline, folder):

@@ -42,21 +42,14 @@ def export_onnx(pipeline, params, output_dir, dtype, quantize):
     """
 
     def write(component, saved, folder):
+        is_upcast = component.module == "vae" and pipeline.vae.config.force_upcast
+        own = "float32" if is_upcast else dtype
         with quiet():
-            own = dtype_of(component, pipeline, dtype)
             write_onnx(component, pipeline, saved, folder, own, quantize is not None)
-        return open_onnx(folder / ONNX), partial(note_agreement, folder / ONNX)
+        file = folder / ONNX
+        return open_onnx(file), partial(note_agreement, file), quantize or own
 
-    def precision_of(component):
-        return quantize or dtype_of(component, pipeline, dtype)
-
-    write_components(pipeline, params, output_dir, write, precision_of)
-
-
-def dtype_of(component, pipeline, dtype):
-    """The dtype of a component's weights; a VAE with force_upcast stays in float32."""
-    is_vae = component.module == "vae"
-    return "float32" if is_vae and pipeline.vae.config.force_upcast else dtype
+    write_components(pipeline, params, output_dir, write)
 
 
 def write_onnx(component, pipeline, saved, folder, dtype="float32", int8=False):
@@ -84,8 +77,7 @@ def write_onnx(component, pipeline, saved, folder, dtype="float32", int8=False):
         external_data=False,
         input_names=list(component.inputs),
         output_names=list(component.outputs),
-        # TorchUNet takes its inputs as *arrays, one argument.
-        dynamic_shapes=(axes,) if component.name == "unet" else axes,
+        dynamic_shapes=(axes,),  # of *arrays, one argument
     )
     if device == "meta":
         add_weights(program.model.graph, saved, dtype)

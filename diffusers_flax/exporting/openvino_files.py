@@ -37,9 +37,9 @@ def export_openvino(pipeline, params, output_dir, dtype, quantize):
                 (written / name).replace(folder / name)
             written.rmdir()
 
-        return open_openvino(folder / XML), note
+        return open_openvino(folder / XML), note, quantize or dtype
 
-    write_components(pipeline, params, output_dir, write, lambda component: quantize or dtype)
+    write_components(pipeline, params, output_dir, write)
 
 
 def save(model, folder, dtype):

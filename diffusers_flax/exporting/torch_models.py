@@ -1,7 +1,4 @@
-"""PyTorch counterparts of components, with our weights; ONNX and Core ML files are made from them.
-
-A counterpart takes its component's inputs by position and returns a tuple of outputs.
-"""
+"""PyTorch counterparts of components, with our weights, from which files are made."""
 
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
@@ -17,65 +14,40 @@ CLASSES = {
 }
 
 
-class TorchTextEncoder(torch.nn.Module):
-    """Token ids to hidden states."""
+class TorchComponent(torch.nn.Module):
+    """A component by PyTorch's model: its inputs to a tuple of its outputs."""
 
-    def __init__(self, model, outputs):
+    def __init__(self, model, component):
         super().__init__()
-        self.model, self.outputs = model, outputs
-
-    def forward(self, input_ids):
-        with_states = any(name.startswith("hidden_states") for name in self.outputs)
-        found = self.model(input_ids, output_hidden_states=with_states)
-        states = {f"hidden_states.{i}": x for i, x in enumerate(found.hidden_states or ())}
-        return tuple(states[name] if name in states else found[name] for name in self.outputs)
-
-
-class TorchVaeEncoder(torch.nn.Module):
-    """Images to their latents' mean and logarithm of the variance."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, sample):
-        return (self.model.encode(sample).latent_dist.parameters,)
-
-
-class TorchVaeDecoder(torch.nn.Module):
-    """Latents to images."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, latent_sample):
-        return (self.model.decode(latent_sample).sample,)
-
-
-class TorchUNet(torch.nn.Module):
-    """Noisy latents to a prediction."""
-
-    def __init__(self, model, inputs):
-        super().__init__()
-        self.model, self.inputs = model, tuple(inputs)
+        self.model, self.component = model, component
 
     def forward(self, *arrays):
-        inputs = dict(zip(self.inputs, arrays))
-        # ONNX concatenates arrays of one dtype; the embedding beside these is float32.
-        added = {x: inputs[x].float() for x in ("text_embeds", "time_ids") if x in inputs}
-        found = self.model(
-            inputs["sample"],
-            inputs["timestep"],
-            inputs["encoder_hidden_states"],
-            timestep_cond=inputs.get("timestep_cond"),
-            added_cond_kwargs=added or None,
-        )
-        return (found.sample,)
+        """The outputs; arrays: in the order of component.inputs."""
+        name, outputs = self.component.name, self.component.outputs
+        inputs = dict(zip(self.component.inputs, arrays))
+        if name == "vae_encoder":
+            return (self.model.encode(inputs["sample"]).latent_dist.parameters,)
+        if name == "vae_decoder":
+            return (self.model.decode(inputs["latent_sample"]).sample,)
+        if name == "unet":
+            # ONNX concatenates arrays of one dtype; the embedding beside these is float32.
+            added = {x: inputs[x].float() for x in ("text_embeds", "time_ids") if x in inputs}
+            found = self.model(
+                inputs["sample"],
+                inputs["timestep"],
+                inputs["encoder_hidden_states"],
+                timestep_cond=inputs.get("timestep_cond"),
+                added_cond_kwargs=added or None,
+            )
+            return (found.sample,)
+        with_states = any(output.startswith("hidden_states") for output in outputs)
+        found = self.model(inputs["input_ids"], output_hidden_states=with_states)
+        states = {f"hidden_states.{i}": x for i, x in enumerate(found.hidden_states or ())}
+        return tuple(states[output] if output in states else found[output] for output in outputs)
 
 
 def open_torch_model(component, folder, dtype, device="cpu"):
-    """A component's PyTorch counterpart.
+    """A component's TorchComponent.
 
     Args:
         component: Component.
@@ -89,12 +61,7 @@ def open_torch_model(component, folder, dtype, device="cpu"):
             model = cls.from_config(cls.load_config(folder)).to(dtype)
     else:
         model = cls.from_pretrained(folder, torch_dtype=dtype)
-    model.eval().requires_grad_(False)
-    if component.module.startswith("text_encoder"):
-        return TorchTextEncoder(model, component.outputs)
-    if component.name == "unet":
-        return TorchUNet(model, component.inputs)
-    return {"vae_encoder": TorchVaeEncoder, "vae_decoder": TorchVaeDecoder}[component.name](model)
+    return TorchComponent(model.eval().requires_grad_(False), component)
 
 
 def example_tensors(component, pipeline, dtype="float32"):
@@ -110,10 +77,7 @@ def example_tensors(component, pipeline, dtype="float32"):
     """
     factor = max(3, 2 ** (len(pipeline.unet.config.block_out_channels) - 1))
     inputs = random_inputs(component, pipeline, 2, (2 * factor + 1, 4 * factor - 1))
-    return [cast_input(name, torch.from_numpy(x), dtype) for name, x in inputs.items()]
-
-
-def cast_input(name, tensor, dtype):
-    """A graph's input; token ids, timesteps and time_ids keep their dtypes."""
-    keeps = not tensor.is_floating_point() or name in ("timestep", "time_ids")
-    return tensor if keeps else tensor.to(getattr(torch, dtype))
+    kept = ("input_ids", "timestep", "time_ids")  # keep their dtypes
+    tensors = {name: torch.from_numpy(x) for name, x in inputs.items()}
+    dtype = getattr(torch, dtype)
+    return [x if name in kept else x.to(dtype) for name, x in tensors.items()]
