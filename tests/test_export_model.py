@@ -1,4 +1,4 @@
-"""export_model.py: its flags, missing packages."""
+"""export_model.py: its flags, missing packages and models."""
 
 import shutil
 
@@ -7,41 +7,49 @@ from tiny_models import make_tiny_pipeline
 
 import export_model
 
-WRONG = [
-    ([], "give --model and --output_dir to export, or --run and --prompt"),
-    (["--format", "tflite"], "--format tflite is unknown; choose from coreml, onnx, openvino"),
-    (["--model", "m", "--output_dir", "o", "--prompt", "x"], "--prompt goes with --run"),
-    (["--model", "m", "--output_dir", "o", "--height", "64"], "--height 64 is for --format coreml"),
-    (["--model", "m", "--output_dir", "o", "--dtype", "bfloat16"], "not for --format onnx"),
-    (["--model", "m", "--output_dir", "o", "--quantize", "palette6"], "which has int8"),
-    (["--run", "f", "--model", "m", "--prompt", "x"], "--model does not go with --run"),
-    (["--run", "f"], "--run needs --prompt, a text"),
-]
+EXPORT = ["--model", "m", "--output_dir", "o"]
 
 
-@pytest.mark.parametrize(("flags", "said"), WRONG)
-@pytest.mark.variants
-def test_wrong_flags(flags, said, capsys):
+def refusal(flags, capsys):
+    """What the program says about its flags, on one line."""
     with pytest.raises(SystemExit, match="2"):
         export_model.main(flags)
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "give --model and --output_dir to export, or --run and --prompt"),
+        ([*EXPORT, "--prompt", "x"], "--prompt does not go with --format onnx; leave it out"),
+        ([*EXPORT, "--height", "64"], "--height does not go with --format onnx; leave it out"),
+        ([*EXPORT, "--format", "coreml", "--batch_size", "0"], "--batch_size 0 must be at least 1"),
+        ([*EXPORT, "--dtype", "bfloat16"], "not for --format onnx, which has float32, float16"),
+        ([*EXPORT, "--quantize", "palette6"], "not for --format onnx, which has int8"),
+        ([*EXPORT, "--quantize", "int8", "--dtype", "float16"], "are both given; give one"),
+        (["--run", "f", "--model", "m", "--prompt", "x"], "--model does not go with --run"),
+        (["--run", "f"], "--run needs --prompt, a text"),
+        (["--run", "f", "--prompt", "x"], "f is no program; name a .jaxexport file"),
+    ],
+)
+def test_wrong_flags(flags, said, capsys, monkeypatch):
+    monkeypatch.setattr(export_model, "is_installed", lambda package: True)
+    assert said in refusal(flags, capsys)
 
 
 def test_missing_packages_and_models(tmp_path, monkeypatch, capsys):
-    def message(*flags):
-        with pytest.raises(SystemExit, match="2"):
-            export_model.main(["--output_dir", str(tmp_path / "export"), *flags])
-        assert not (tmp_path / "export").exists()
-        return capsys.readouterr().err
-
+    output = ["--output_dir", str(tmp_path / "export")]
     monkeypatch.setattr(export_model, "is_installed", lambda package: package != "onnxscript")
-    said = '--format onnx needs onnxscript: pip install ".[onnx]"\n'
-    assert message("--model", "x") == f"error: {said}"
+    said = '--format onnx needs onnxscript: pip install ".[onnx]"'
+    assert refusal(["--model", "x", *output], capsys) == f"error: {said}"
     monkeypatch.setattr(export_model, "is_installed", lambda package: True)
-    assert "has no model_index.json" in message("--model", str(tmp_path))
+    assert "has no model_index.json" in refusal(["--model", str(tmp_path), *output], capsys)
     model = make_tiny_pipeline(tmp_path / "model")
-    flags = ["--model", str(model), "--format", "stablehlo", "--height", "63"]
-    assert "size 63x" in message(*flags)
+    flags = ["--model", str(model), "--format", "stablehlo", "--height", "63", *output]
+    assert "size 63x" in refusal(flags, capsys)
+    flags = ["--model", str(model), "--output_dir", str(model), "--overwrite_output_dir"]
+    assert f"--output_dir {model} is a model, not an export" in refusal(flags, capsys)
     shutil.rmtree(model / "unet")
-    assert "lacks unet/config.json" in message("--model", str(model))
+    assert "lacks unet/config.json" in refusal(["--model", str(model), *output], capsys)
+    assert not (tmp_path / "export").exists()

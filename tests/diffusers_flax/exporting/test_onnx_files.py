@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
-from exported import (
-    FLOAT16,
-    INT8,
-    MODELS,
-    OPENVINO,
-    export,
-    needs,
-    ours_and_theirs,
-)
+from exported import FLOAT16, INT8, MODELS, OPENVINO, export, needs, ours_and_theirs
 from helpers import psnr
 from original_layout import original_layout, write_single_file
 from safetensors.torch import save_file
@@ -24,39 +16,20 @@ from diffusers_flax.pipelines.base import pipeline_class
 
 
 # Least PSNR of an image of 20 steps, dB.
-@needs("onnx")
-@pytest.mark.parametrize(
-    ("name", "flags", "least"),
-    [
-        *((name, (), 60) for name in MODELS),
-        ("demo", FLOAT16, 50),
-        ("xl_edit", FLOAT16, 50),
-        ("demo", INT8, 35),
-        ("edit", INT8, 35),
-    ],
-)
-def test_image_of_onnx_files(exports, tmp_path, name, flags, least):
-    ours, theirs = ours_and_theirs(*exports(name, *flags), tmp_path)
-    print(f"{name} {' '.join(flags)}: {psnr(ours, theirs):.1f} dB")
-    assert ours.std() > 0.05 and psnr(ours, theirs) > least
-
-
 @needs("openvino")
 @pytest.mark.parametrize(
     ("name", "flags", "least"),
     [
-        ("demo", (), 60),
-        ("edit", (), 60),
-        ("xl_edit", (), 60),
-        ("demo", FLOAT16, 50),
-        ("edit", FLOAT16, 50),
-        ("demo", INT8, 35),
-        ("edit", INT8, 35),
+        *((name, (), 60) for name in MODELS),
+        *((name, FLOAT16, 50) for name in ("demo", "xl_edit")),
+        *((name, INT8, 35) for name in ("demo", "edit")),
+        *((name, OPENVINO, 60) for name in ("demo", "edit", "xl_edit")),
+        *((name, (*OPENVINO, *FLOAT16), 50) for name in ("demo", "edit")),
+        *((name, (*OPENVINO, *INT8), 35) for name in ("demo", "edit")),
     ],
 )
-def test_image_of_openvino_files(exports, tmp_path, name, flags, least):
-    ours, theirs = ours_and_theirs(*exports(name, *OPENVINO, *flags), tmp_path)
-    print(f"{name} openvino {' '.join(flags)}: {psnr(ours, theirs):.1f} dB")
+def test_images_of_exports(exports, tmp_path, name, flags, least):
+    ours, theirs = ours_and_theirs(*exports(name, *flags), tmp_path)
     assert ours.std() > 0.05 and psnr(ours, theirs) > least
 
 
@@ -115,13 +88,9 @@ def test_weights_beside_a_large_file(tmp_path, monkeypatch, flags):
     monkeypatch.setattr(onnx_files, "LARGEST_FILE", 20_000)  # bytes
     export(model, tmp_path / "export", *flags)
     file = tmp_path / "export" / "unet" / "model.onnx"
-    assert {x.name for x in file.parent.iterdir()} == {
-        "config.json",
-        file.name,
-        f"{file.name}_data",
-    }
-    data = file.with_name(f"{file.name}_data")
-    assert data.stat().st_size > 20_000
+    names = {"config.json", "model.onnx", "model.onnx_data"}
+    assert {x.name for x in file.parent.iterdir()} == names
+    assert (file.parent / "model.onnx_data").stat().st_size > 20_000
     ours, theirs = ours_and_theirs(model, tmp_path / "export", tmp_path)
     assert psnr(ours, theirs) > (35 if flags else 60)
 
@@ -140,10 +109,8 @@ def test_lora_in_a_single_file(tmp_path):
         for name, module in getattr(theirs, part).named_modules():
             if name.endswith(targets):
                 out, num_in, *kernel = module.weight.shape
-                down, up = (
-                    torch.randn(2, num_in, *kernel),
-                    torch.randn(out, 2, *(1 for _ in kernel)),
-                )
+                down = torch.randn(2, num_in, *kernel)
+                up = torch.randn(out, 2, *(1 for _ in kernel))
                 tensors[f"{part}.{name}.lora_A.weight"] = down / 8
                 tensors[f"{part}.{name}.lora_B.weight"] = up
     save_file(tensors, lora := tmp_path / "lora.safetensors")

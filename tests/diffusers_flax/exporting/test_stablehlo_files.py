@@ -8,11 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from exported import (
-    MODELS,
-    export,
-    needs,
-)
+from exported import MODELS, export, needs
 from helpers import ROOT, photo, psnr
 from PIL import Image
 from tiny_models import make_tiny_xl
@@ -74,8 +70,9 @@ def test_stablehlo_is_bit_for_bit_jit(tmp_path, name):
         from diffusers_flax.exporting.run_stablehlo import run_program
 
         options |= dict(guidance_scale=0.0)
+        texts = {"prompt": "make it red", "negative_prompt": ""}
         plain = pipeline(*inputs, params, jax.random.key(5), **options).images
-        found = run_program(file, "make it red", "", None, 5, (0, 1.5))
+        found = run_program(file, texts, None, 5, (0, 1.5))
         assert psnr(found, plain) > 100
 
 
