@@ -84,8 +84,9 @@ def write_components(pipeline, params, output_dir, write, is_run=True):
             that runs them, a function that notes the agreement in them, and a key of TOLERANCES.
         is_run: whether this machine can run the files; else write returns nothing.
     """
-    with writing_export(output_dir) as folder, tqdm(exported_components(pipeline)) as bar:
+    with writing_export(output_dir) as folder:
         write_beside(pipeline, folder)
+        bar = tqdm(exported_components(pipeline), unit="component")
         for component in bar:
             bar.set_description(component.name)
             target, name = folder / component.name, component.module
