@@ -21,9 +21,9 @@ from diffusers_flax.parameters import cast_params
 
 def program_name(pipeline, platform, batch_size, size, num_inference_steps):
     """A program's file name without suffix."""
-    kind = "edit" if is_edit(pipeline) else "image"
+    result = "edit" if is_edit(pipeline) else "image"
     height, width = size
-    return f"{kind}-batch{batch_size}-{width}x{height}-{num_inference_steps}steps-{platform}"
+    return f"{result}-batch{batch_size}-{width}x{height}-{num_inference_steps}steps-{platform}"
 
 
 def is_edit(pipeline):
