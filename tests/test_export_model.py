@@ -46,6 +46,7 @@ def test_missing_packages_and_models(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(export_model, "is_installed", lambda package: True)
     assert "has no model_index.json" in refusal(["--model", str(tmp_path), *output], capsys)
     model = make_tiny_pipeline(tmp_path / "model")
+    capsys.readouterr()
     flags = ["--model", str(model), "--format", "stablehlo", "--height", "63", *output]
     assert "size 63x" in refusal(flags, capsys)
     flags = ["--model", str(model), "--output_dir", str(model), "--overwrite_output_dir"]
