@@ -14,8 +14,8 @@ flax_train_instruct_pix2pix.py reads: --train_data_dir data. With the demo's mod
         --fill "x=the moon,a flower" --clip_model ""
 
 Each sample depends on --seed, its line and its number alone. The same command gives the same shards
-on any number of equal devices and workers, and after an interruption: started again, it goes on
-with the unfinished lines. On a pod run it on every worker; workers divide the lines by shards.
+on any number of equal devices and workers; started again after an interruption, it keeps finished
+shards. On a pod run it on every worker; workers divide the lines by shards.
 --preview draws the pairs of each line, report.json and report.png count the scores. docs/pairs.md
 says how to write captions and how many samples they need.
 
@@ -26,19 +26,18 @@ Source: InstructPix2Pix (arXiv 2211.09800), section 3.1.
 
 import hashlib
 import json
-import os
 import shlex
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 from tqdm import tqdm
 
-from diffusers_flax.command_line import check_seed, run_main
+from diffusers_flax.command_line import AtLeast, Between, Seed, check_writable, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.generating.batches import DeviceClock
@@ -56,11 +55,11 @@ from diffusers_flax.generating.models import (
     load_model,
     plan_images,
 )
-from diffusers_flax.generating.recipes import commit_of, identify, names_in
+from diffusers_flax.generating.recipes import commit_of
 from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.generating.tasks import check_tasks, pipeline_for
 from diffusers_flax.loading.files import write_text
-from diffusers_flax.pairing.captions import (
+from diffusers_flax.pairing.caption_lists import (
     captions_of_template,
     check_lengths,
     find_cut_texts,
@@ -68,31 +67,31 @@ from diffusers_flax.pairing.captions import (
     text_of,
 )
 from diffusers_flax.pairing.maker import PairMaker
-from diffusers_flax.pairing.report import (
-    line_preview,
+from diffusers_flax.pairing.pair_scores import PairScorer, thresholds_of
+from diffusers_flax.pairing.pair_shards import PairShards
+from diffusers_flax.pairing.pairs_report import (
     summarize_counts,
-    warn_of_empty,
+    warning_of_empty,
     write_preview,
     write_report,
 )
-from diffusers_flax.pairing.results import COMMAND, Output
-from diffusers_flax.pairing.scores import Scorer, thresholds_of
 from diffusers_flax.schedulers.factory import check_scheduler
 
-MEGABYTE = 1 << 20
 NUM_SHARDS = 64  # of a short list; a long one has more
 MAX_PAIRS_PER_SHARD = 400
 MIN_SAMPLES_PER_SHARD = 32  # lines with few samples share batches, which do not cross shards
+SAME_PAIRS = (  # flags that may differ when a run is continued
+    *("captions", "template", "fill", "output_dir", "batch_size", "preview"),
+    *("worker", "num_workers", "compilation_cache_dir"),
+)
+Cosine = Annotated[float, Between(-1, 1)]
+Share = Annotated[float, Between(0, 1)]
+Scale = Annotated[float, AtLeast(0)]
 
 
 @dataclass(frozen=True)
 class PairFlags:
     """Which pairs to make."""
-
-    FILES = ("model", "config_name_or_path", "clip_model")
-    # Flags that may differ when a run is continued.
-    SAME_IMAGES = ("captions", "template", "fill", "output_dir", "batch_size", "preview", "worker")
-    SAME_IMAGES += ("num_workers", "compilation_cache_dir")
 
     model: str  # directory, hub id or file of Stable Diffusion 1.x, 2.x or SDXL
     # configs of a one-file model: a directory or hub id; default: its family's
@@ -103,31 +102,35 @@ class PairFlags:
     template: tuple[str, str, str] | None = None
     fill: tuple[str, ...] = ()  # words of the template: animal=cat,dog or animal=@FILE
     output_dir: Path = Path("data")  # directory for the shards
-    num_samples: int = 100  # pairs to make of each line
-    num_kept: int = 4  # pairs to keep of each line, at most
-    min_clip_text: float = 0.2  # least similarity of each image and its caption
-    min_clip_image: float = 0.7  # least similarity of both images
-    min_clip_direction: float = 0.2  # of the change of images and the change of captions
+    num_samples: Annotated[int, AtLeast(1)] = 100  # pairs to make of each line
+    num_kept: Annotated[int, AtLeast(1)] = 4  # pairs to keep of each line, at most
+    min_clip_text: Cosine = 0.2  # least similarity of each image and its caption
+    min_clip_image: Cosine = 0.7  # least similarity of both images
+    min_clip_direction: Cosine = 0.2  # of the change of images and the change of captions
     keep_all: bool = False  # keep all samples, with their scores
     early_stop: bool = False  # keep the first good samples of a line, and make no more
     # weight of the captions, drawn for each sample between these; both up to 1: no guidance
-    guidance_scale: tuple[float, float] = (7.5, 15.0)
+    guidance_scale: tuple[Scale, Scale] = (7.5, 15.0)
     # fraction of the steps with shared self-attention, drawn between these
-    attention_sharing: tuple[float, float] = (0.1, 0.9)
-    num_inference_steps: int = 100  # denoising steps
+    attention_sharing: tuple[Share, Share] = (0.1, 0.9)
+    num_inference_steps: Annotated[int, AtLeast(1)] = 100  # denoising steps
     negative_prompt: str = ""  # what to avoid, in both images
-    guidance_rescale: float = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
+    guidance_rescale: Share = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
     width: int | None = None  # pixels; default: the model's
     height: int | None = None  # likewise
-    seed: int = 0  # seed of all samples
-    batch_size: int = 4  # pairs per device at once
+    seed: Seed = 0  # seed of all samples
+    batch_size: Annotated[int, AtLeast(1)] = 4  # pairs per device at once
     # default: a 64th of the list, at most 400 pairs, at least 32 samples
-    lines_per_shard: int | None = None
+    lines_per_shard: Annotated[int, AtLeast(1)] | None = None
     preview: bool = False  # draw the pairs of each line, into OUTPUT_DIR/previews
     # directory or hub id; "": keep all samples, without scores
     clip_model: str = "openai/clip-vit-large-patch14"
-    worker: int | None = None  # this worker's index, from 0, with --num_workers
-    num_workers: int | None = None  # workers that divide the lines; default: as jax knows them
+    worker: Annotated[int, AtLeast(0)] | None = (
+        None  # this worker's index, from 0, with --num_workers
+    )
+    num_workers: Annotated[int, AtLeast(1)] | None = (
+        None  # workers that divide the lines; default: as jax knows them
+    )
     # what the UNet predicts; default: the scheduler's config
     prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
     storage: Literal["float8", "int8"] | None = None  # of the kernels of UNet and text encoders
@@ -143,24 +146,13 @@ class Config(SamplingFlags, PairFlags):
 
 
 def check_flags(config):
-    """Raise a ValueError for flags that are out of range or do not fit together."""
+    """Raise a ValueError for flags that do not fit together."""
     if (config.captions is None) == (config.template is None):
         raise ValueError("give one of --captions FILE and --template INPUT EDIT OUTPUT")
     if config.fill and not config.template:
         raise ValueError(f"--fill {config.fill[0]} is for --template; give both")
-    for name in ("num_samples", "num_kept", "num_inference_steps", "batch_size", "lines_per_shard"):
-        if (value := getattr(config, name)) is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be at least 1")
     check_pair_ranges(config)
-    if not 0 <= config.guidance_rescale <= 1:
-        raise ValueError(f"--guidance_rescale {config.guidance_rescale} must be from 0 to 1")
-    for name, value in thresholds_of(config)._asdict().items():
-        if not -1 <= value <= 1:
-            raise ValueError(f"--{name} {value:g} must be from -1 to 1, a cosine")
-    check_seed("seed", config.seed)
     check_scheduler(config.scheduler)
-    if not config.model:
-        raise ValueError("--model is empty; name a directory or hub id of a model")
     keeping = "--keep_all" if config.clip_model else '--clip_model ""'
     if config.keep_all and config.early_stop:
         raise ValueError(f"{keeping} makes all samples, and --early_stop does not; leave one out")
@@ -168,53 +160,8 @@ def check_flags(config):
         raise ValueError(f"{keeping} keeps more than --num_kept {config.num_kept}; leave one out")
     if (config.worker is None) != (config.num_workers is None):
         raise ValueError("--worker and --num_workers go together; give both")
-    if config.num_workers is not None and config.num_workers < 1:
-        raise ValueError(f"--num_workers {config.num_workers} must be at least 1")
-    if config.worker is not None and not 0 <= config.worker < config.num_workers:
-        raise ValueError(f"--worker {config.worker} must be from 0 to {config.num_workers - 1}")
-
-
-def contents_of(flag, value):
-    """The value of a flag, with what its files contain in place of their names and times.
-
-    Workers may have copies of a model. Of a file its size and the ends are read.
-    """
-    if isinstance(value, tuple):
-        return [contents_of(flag, x) for x in value]
-    files = [Path(name) for name, *_ in identify(flag, value)[1:]]
-    if not files:
-        return str(value)
-    weight = "" if os.path.exists(os.path.expanduser(value)) else str(value).rpartition(":")[2]
-    return [weight, *sorted(map(ends_of, files))]
-
-
-def ends_of(file):
-    """(name, bytes, SHA-256 of the first and the last megabyte) of a file."""
-    size = file.stat().st_size
-    with open(file, "rb") as opened:
-        digest = hashlib.sha256(opened.read(MEGABYTE))
-        opened.seek(max(size - MEGABYTE, 0))
-        digest.update(opened.read())
-    return file.name, size, digest.hexdigest()
-
-
-def run_settings(config, captions):
-    """What pairs depend on, by flags, and the command, for Output.start."""
-    files, same = names_in(config, "FILES"), names_in(config, "SAME_IMAGES")
-    values = {
-        name: contents_of(name, value) if name in files and value else value
-        for name, value in vars(config).items()
-        if name not in same
-    }
-    digest = hashlib.sha256(json.dumps(captions).encode()).hexdigest()
-    command = f"python {shlex.join(sys.argv)}"
-    values["dtype"] = choose_dtype(config.dtype).name
-    return values | {"commit": commit_of(config.model), "lines": digest, COMMAND: command}
-
-
-def given_captions(config):
-    """The flag of the captions, for errors."""
-    return f"--captions {config.captions}" if config.captions else "--template"
+    if config.worker is not None and config.worker >= config.num_workers:
+        raise ValueError(f"--worker {config.worker} must be less than --num_workers")
 
 
 def choose_lines_per_shard(config, num_lines):
@@ -224,8 +171,17 @@ def choose_lines_per_shard(config, num_lines):
     return max(-(-MIN_SAMPLES_PER_SHARD // config.num_samples), largest)
 
 
+def run_settings(config, captions):
+    """What pairs depend on, by flags, for PairShards."""
+    values = {name: x for name, x in vars(config).items() if name not in SAME_PAIRS}
+    values["dtype"] = choose_dtype(config.dtype).name
+    values["commit of the model"] = commit_of(config.model)
+    values["checksum of the lines"] = hashlib.sha256(json.dumps(captions).encode()).hexdigest()
+    return values
+
+
 def open_models(config, captions, num_lines, devices):
-    """Open --model and --clip_model; checks all that can be checked before it reads weights.
+    """(pipeline, its parameters on each of the devices, Clip or None) of --model and --clip_model.
 
     Args:
         config: Config.
@@ -233,8 +189,8 @@ def open_models(config, captions, num_lines, devices):
         num_lines: number of lines whose pairs are to be made.
         devices: list of devices of JAX.
 
-    Returns:
-        (pipeline, its parameters on each device, Clip or None).
+    Raises:
+        ValueError: the model does not fit the flags or captions; before weights are read.
     """
     is_xl, configs = check_tasks(config.model, ["text to image"], takes_images=False)
     check_guidance_range(config.guidance_scale, configs["unet"])
@@ -254,7 +210,8 @@ def open_models(config, captions, num_lines, devices):
     def plan(pipeline):
         encoders = pipeline.text_encoders
         lengths = [(x, encoder.module.max_position_embeddings) for _, encoder, x in encoders]
-        check_lengths(captions, lengths, given_captions(config))
+        given = f"--captions {config.captions}" if config.captions else "--template"
+        check_lengths(captions, lengths, given)
         for problem in find_cut_texts([config.negative_prompt], lengths).values():
             raise ValueError(f"--negative_prompt {problem}")
         height, width = pipeline.image_size(config.height, config.width)
@@ -287,6 +244,7 @@ def run(config):
     if not config.clip_model:
         config = replace(config, keep_all=True)
     check_flags(config)
+    check_writable(f"--output_dir {config.output_dir}", config.output_dir)
     worker, num_workers = config.worker, config.num_workers
     if worker is None:
         worker, num_workers = jax.process_index(), jax.process_count()
@@ -298,81 +256,65 @@ def run(config):
     settings = run_settings(config, captions)
     config = with_single_files(config, "model")
     per_shard = config.lines_per_shard or choose_lines_per_shard(config, len(captions))
-    output = Output(config.output_dir, captions, per_shard, worker, num_workers)
-    output.check(settings)
-    is_continued = output.is_begun
-    if is_continued:
-        output.start(settings)
-    if output.finished:
-        print(f"finished lines of this command: {len(output.finished)}", file=sys.stderr)
-        lines = [captions[place].line for place in output.finished] if config.preview else []
-        if missing := sum(not line_preview(config.output_dir, line).exists() for line in lines):
-            print(
-                f"{missing} of them have no preview: --preview draws the lines that are made now",
-                file=sys.stderr,
-            )
-    todo, seconds = output.unfinished_lines(), None
+    shards = PairShards(config.output_dir, captions, per_shard, worker, num_workers)
+    shards.check(settings)
+    seconds, todo = None, [len(shards.places(shard)) for shard in shards.unfinished()]
+    if len(todo) < len(shards.own):
+        print(f"finished shards: {len(shards.own) - len(todo)}", file=sys.stderr)
     if todo:
-        shards = Counter(place // per_shard for place in todo)
-        chunks = sum(
-            -(-lines * config.num_samples // config.batch_size) for lines in shards.values()
-        )
-        models = open_models(config, captions, len(todo), jax.local_devices()[:chunks])
-    if not is_continued:
-        output.start(settings)
+        chunks = sum(-(-lines * config.num_samples // config.batch_size) for lines in todo)
+        models = open_models(config, captions, sum(todo), jax.local_devices()[:chunks])
+        shards.start(settings)
     if config.template:
         write_text(config.output_dir / "captions.jsonl", text_of(captions), shared=True)
     if todo:
-        seconds = make_lines(config, captions, output, len(todo), models)
-    output.end()
-    report = summarize_counts(output.counted(), thresholds_of(config))
-    for sentence in warn_of_empty(report) if config.clip_model else ():
-        print(f"warning: {sentence}", file=sys.stderr)
+        seconds = make_lines(config, captions, shards, sum(todo), models)
+    shards.end()
+    report = summarize_counts(shards.counts(), thresholds_of(config))
+    if config.clip_model and (warning := warning_of_empty(report)):
+        print(f"warning: {warning}", file=sys.stderr)
     name = "report" if num_workers == 1 else f"report-{worker}"
-    print(write_report(config.output_dir, name, report, seconds, bool(config.clip_model)))
+    report["seconds_per_kept_pair"] = seconds
+    print(write_report(config.output_dir, name, report, bool(config.clip_model)))
+    folder = shlex.quote(str(config.output_dir))
     if not report["lines"]:
-        print(
-            f"worker {worker} has no shard of {len(output.shards)}; for more shards give a smaller "
-            "--lines_per_shard, with another --output_dir"
-        )
+        print(f"worker {worker} has no shard of {shards.num_shards}; lower --lines_per_shard")
     elif not report["kept"]:
-        print(
-            "nothing is kept: choose lower thresholds, or --keep_all to see all scores, with "
-            "another --output_dir"
-        )
-    else:
-        when = "" if num_workers == 1 else ", when all workers have finished"
-        folder = shlex.quote(str(config.output_dir))
+        print("nothing is kept: lower thresholds, or give --keep_all to see all scores")
+    elif config.keep_all and config.clip_model:
         choice = f"--pairs {folder} --output_dir NEW --num_kept {Config.num_kept}"
-        shown = choice if config.keep_all and config.clip_model else f"--train_data_dir {folder}"
-        print(f"next{when}: python parquet_processing.py {shown}")
+        print(f"next: python parquet_processing.py {choice}")
+    else:
+        print(f"next: python parquet_processing.py --train_data_dir {folder}")
 
 
-def make_lines(config, captions, output, num_lines, models):
-    """Make and write the pairs of all unfinished lines.
+def make_lines(config, captions, shards, num_lines, models):
+    """Make and write the pairs of all unfinished shards.
 
     Args:
         config: Config.
         captions: list of Caption.
-        output: Output, started.
+        shards: PairShards, started.
         num_lines: number of lines that are not finished.
-        models: what open_models returns.
+        models: of open_models.
 
     Returns:
         Seconds for a kept pair, after compiling; None: no pair is kept.
     """
     pipeline, params, clip = models
-    maker = PairMaker(pipeline, params, Scorer(clip, captions), captions, config)
-    clock, num_kept, num_made = DeviceClock(), 0, 0
+    maker = PairMaker(pipeline, params, PairScorer(clip, captions), captions, config)
+    clock, num_kept, num_made, lines = DeviceClock(), 0, 0, defaultdict(dict)
     with tqdm(desc="compiling", total=num_lines * config.num_samples, unit="sample") as bar:
-        for place, line in maker.make(output, bar, clock):
+        for place, line in maker.make(shards, bar, clock):
             if config.preview:
                 write_preview(config.output_dir, captions[place], line)
-            counts = output.finish(place, line)
-            num_kept, num_made = num_kept + counts["kept"], num_made + counts["samples"]
+            num_kept, num_made = num_kept + len(line.kept), num_made + line.num_samples
             bar.set_postfix_str(f"{num_kept} pairs kept")
-    report = clock.report(2 * num_made)
-    print(report, file=sys.stderr, end="\n" if report else "")
+            shard = place // shards.lines_per_shard
+            lines[shard][place] = line
+            if len(lines[shard]) == len(shards.places(shard)):
+                shards.write(shard, lines.pop(shard))
+    print(clock.report(2 * num_made), file=sys.stderr)
     return (time.perf_counter() - clock.begin) / num_kept if num_kept else None
 
 
@@ -383,7 +325,7 @@ def main(args=None):
         __doc__,
         run,
         args,
-        interrupted="finished lines are kept; the same command goes on",
+        interrupted="finished shards are kept; the same command makes the others",
         out_of_memory="lower --batch_size or the size, or use --dtype bfloat16",
     )
 

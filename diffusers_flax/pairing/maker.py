@@ -1,27 +1,26 @@
-"""From captions to pairs of images with scores: devices make images, threads score them.
+"""From captions to pairs of images with scores.
 
 maker = PairMaker(pipeline, params, scorer, captions, config)
-for place, line in maker.make(output, bar, clock):
-    output.finish(place, line)
+for place, line in maker.make(shards, bar, clock):
+    ...
 """
 
 import io
-import math
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from diffusers_flax.generating.batches import IN_FLIGHT, check_finite_images, run_ahead
+from diffusers_flax.generating.batches import check_finite_images, run_ahead
 from diffusers_flax.images import to_pil
 from diffusers_flax.messages import warn_once
-from diffusers_flax.pairing.results import Choice, Line, MadePair
+from diffusers_flax.pairing.pair_scores import NO_SCORES, thresholds_of
+from diffusers_flax.pairing.pair_shards import MadeLine, MadePair
 from diffusers_flax.pairing.samples import batches_of, chunks_of, draw_sample, interleaved
-from diffusers_flax.pairing.scores import NO_SCORES, thresholds_of
 from diffusers_flax.prompts import prepare_prompts
 
 JPEG_QUALITY = 95
-SCORING = 3  # batches whose images are being scored
+# Batches on the devices or being scored: CLIP waits on a device for the batch that runs there.
+IN_FLIGHT = 4
 MAX_NAN = 32  # the run stops if its first 32 samples are all NaN
 
 
@@ -41,7 +40,7 @@ class PairMaker:
     Args:
         pipeline: FlaxDiffusionPipeline for text to image.
         params: its parameters on each device, a list.
-        scorer: Scorer.
+        scorer: PairScorer.
         captions: list of Caption.
         config: flags of make_pairs.py.
     """
@@ -50,13 +49,10 @@ class PairMaker:
         self.pipeline, self.params, self.scorer = pipeline, params, scorer
         self.captions, self.config, self.thresholds = captions, config, thresholds_of(config)
         self.num_finite = self.num_nan = 0  # pairs since the start
-        self.pool = ThreadPoolExecutor(len(params))  # programs of all devices compile side by side
+        # Programs of all devices compile side by side; scores wait for the devices.
+        self.pool, self.scoring = (ThreadPoolExecutor(len(params)) for _ in range(2))
 
-    def prepare(self, batch):
-        """[(samples, arrays of a call)] of the chunks of a batch."""
-        return list(map(self.prepare_chunk, batch))
-
-    def prepare_chunk(self, chunk):
+    def prepare(self, chunk):
         """(samples, arrays of a call) of a chunk."""
         config = self.config
         scales, fractions = config.guidance_scale, config.attention_sharing
@@ -95,136 +91,82 @@ class PairMaker:
         return list(self.pool.map(call, self.params, prepared))
 
     def collect(self, prepared, images):
-        """The images of each chunk, and which of its pairs are finite.
-
-        Returns:
-            List of (PIL images, originals and edited images in turn; list of bool).
+        """The MadePairs of a batch, in order.
 
         Raises:
             ValueError: no pair since the start is finite.
         """
-        images = np.stack([np.asarray(x) for x in images])  # (chunks, 2 pairs, H, W, 3)
-        pairs = images.reshape(len(images), -1, 2 * math.prod(images.shape[2:]))
-        finite = np.isfinite(pairs).all(axis=-1)
-        self.num_finite += finite.sum()
-        self.num_nan += (~finite).sum()
+        chunks = [(samples, np.asarray(x)) for (samples, _), x in zip(prepared, images)]
+        finite = [np.isfinite(x).reshape(len(samples), -1).all(1) for samples, x in chunks]
+        self.num_finite += np.sum(finite)
+        self.num_nan += np.sum(~np.array(finite))
         if not self.num_finite and self.num_nan >= MAX_NAN:
-            first = self.captions[prepared[0][0][0].place]
-            check_finite_images(images, f'images of "{first.input}" and others', self.config.lora)
-        if not finite.all():
+            first = self.captions[chunks[0][0][0].place]
+            which = f'images of "{first.input}" and others'
+            check_finite_images(chunks[0][1], which, self.config.lora)
+        if not np.all(finite):
             warn_once("some images are NaN, and their samples are not kept")
-            images = np.nan_to_num(images, posinf=0, neginf=0)
-        return list(zip(map(to_pil, images), finite.tolist()))
+        made = self.scoring.map(self.score, chunks, finite, range(len(chunks)))
+        return [pair for pairs in made for pair in pairs]
 
-    def score(self, samples, images, is_finite, device):
-        """The MadePairs of a chunk.
-
-        Args:
-            samples: list of Sample.
-            images, is_finite: of `collect`.
-            device: number of the chunk's device.
-        """
-        config, places = self.config, [sample.place for sample in samples]
-        scores = self.scorer(images, places, device)
+    def score(self, chunk, is_finite, device):
+        """The MadePairs of a chunk (samples, images (2 n, H, W, 3)) of a device."""
+        config, (samples, images) = self.config, chunk
+        images = to_pil(np.nan_to_num(images, posinf=0, neginf=0))
+        scores = self.scorer(images, [sample.place for sample in samples], device)
         scores = [x if finite else NO_SCORES for x, finite in zip(scores, is_finite)]
 
         def files_of(i):
             is_kept = config.keep_all or config.preview or not self.thresholds.missed(scores[i])
-            if not (is_kept and is_finite[i]):
-                return None
-            return tuple(map(encode_jpeg, images[2 * i : 2 * i + 2]))
+            if is_kept and is_finite[i]:
+                return tuple(map(encode_jpeg, images[2 * i : 2 * i + 2]))
+            return None
 
         files = self.scorer.pool.map(files_of, range(len(samples)))
         return [MadePair(*fields) for fields in zip(samples, scores, files)]
 
-    def batches(self, output, is_wanted):
-        """The batches of all unfinished lines.
+    def make(self, shards, bar, clock):
+        """Make the pairs of all lines of unfinished shards.
 
         Args:
-            output: Output, started.
-            is_wanted: place -> whether more samples of its captions are needed.
-        """
-        config = self.config
-        # When a line's turn comes again, its scores should be known. Finished lines are skipped, so
-        # the last lines of a turn come early: the more lines, the fewer samples in vain.
-        in_turn = 3 * (IN_FLIGHT + SCORING + 1) * len(self.params)
-
-        def chunks():
-            found, num_lines = [], 0
-            for places in output.unfinished_shards():
-                found += chunks_of(places, config.num_samples, config.batch_size)
-                num_lines += len(places)
-                if not config.early_stop:
-                    yield from found
-                elif num_lines < in_turn:
-                    continue
-                else:
-                    yield from interleaved(found, in_turn)
-                found, num_lines = [], 0
-            yield from interleaved(found, in_turn)
-
-        return batches_of(chunks(), is_wanted, len(self.params))
-
-    def make(self, output, bar, clock):
-        """Make the pairs of all lines that are not finished.
-
-        Args:
-            output: Output, started.
+            shards: PairShards.
             bar: tqdm progress bar in units of samples.
             clock: DeviceClock.
 
         Yields:
-            (place of a finished line, its Line).
+            (place of a finished line, its MadeLine).
         """
-        config, lines = self.config, {}
-        num_kept = None if config.keep_all else config.num_kept
-        choice = Choice(config.num_samples, num_kept, self.thresholds, config.early_stop)
+        config, lines, finished = self.config, {}, set()
+        # When a line's turn comes again, its scores should be known. Finished lines are skipped, so
+        # the last lines of a turn come early: the more lines, the fewer samples in vain.
+        in_turn = 3 * (IN_FLIGHT + 2) * len(self.params) if config.early_stop else 1
 
-        def is_wanted(place):  # also in the thread that prepares; changes nothing
-            line = lines.get(place)
-            return not output.is_finished(place) and (line is None or not line.is_finished)
+        def chunks():
+            found, num_lines = [], 0
+            for shard in shards.unfinished():
+                found += chunks_of(shards.places(shard), config.num_samples, config.batch_size)
+                num_lines += len(shards.places(shard))
+                if num_lines >= in_turn:
+                    yield from interleaved(found, in_turn)
+                    found, num_lines = [], 0
+            yield from interleaved(found, in_turn)
 
-        def finished_by(pairs):
+        def is_wanted(place):  # in the thread that prepares
+            return place not in finished
+
+        batches = batches_of(chunks(), is_wanted, len(self.params))
+        ready = ([self.prepare(chunk) for chunk in batch] for batch in batches)
+        for _, pairs, _ in run_ahead(ready, self.dispatch, self.collect, clock, IN_FLIGHT):
+            bar.set_description("making pairs")
             for pair in pairs:
                 place = pair.sample.place
-                if not is_wanted(place):
+                if place in finished:
                     continue
-                line = lines.setdefault(place, Line(choice))
-                bar.update(line.add(pair))
+                line = lines.setdefault(place, MadeLine(config))
+                before = line.num_samples
+                line.add(pair)
+                bar.update(line.num_samples - before)
                 if line.is_finished:
-                    bar.update(config.num_samples - line.num_seen)
-                    yield place, line
-                    del lines[place]
-
-        ready = map(self.prepare, self.batches(output, is_wanted))
-        running = run_ahead(ready, self.dispatch, self.collect, clock, IN_FLIGHT)
-        # A score waits for the device, which has batches to make: more threads than devices.
-        with ThreadPoolExecutor(SCORING * len(self.params)) as pool:
-            scoring, failed = deque(), None
-            try:
-                for prepared, chunks, _ in running:
-                    bar.set_description("making pairs")
-                    scoring.append(
-                        [
-                            pool.submit(self.score, samples, *chunk, device)
-                            for device, ((samples, _), chunk) in enumerate(zip(prepared, chunks))
-                        ]
-                    )
-                    while len(scoring) > SCORING or (scoring and all(x.done() for x in scoring[0])):
-                        yield from finished_by(pairs_of(scoring.popleft()))
-            except Exception as error:  # batches that have been made still count
-                failed = error
-            while scoring:
-                try:
-                    pairs = pairs_of(scoring.popleft())
-                except Exception as error:
-                    failed = failed or error
-                else:
-                    yield from finished_by(pairs)
-            if failed:
-                raise failed
-
-
-def pairs_of(futures):
-    """The MadePairs of the chunks of a batch, in order."""
-    return [pair for future in futures for pair in future.result()]
+                    bar.update(config.num_samples - line.num_samples)
+                    finished.add(place)
+                    yield place, lines.pop(place)

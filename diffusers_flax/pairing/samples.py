@@ -2,7 +2,7 @@
 
 A sample is a pair of images that is made from one line of captions. All that is random about it
 depends on (seed, line, number of the sample). Samples that share a batch are chosen before any is
-made: batches are the same on any number of devices and workers, and after a restart.
+made: batches are the same on any number of devices and workers.
 """
 
 from typing import NamedTuple
@@ -10,32 +10,24 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Sample(NamedTuple):
-    """What is random about a pair.
+class PairSample(NamedTuple):
+    """What is random about a pair."""
 
-    Fields:
-        place: of its captions in the list, from 0.
-        number: among the samples of these captions, from 0.
-        key: of the noise of both images, uint32 (2,).
-        guidance_scale: weight of the captions.
-        attention_sharing: fraction p of the steps in which both images share self-attention.
-    """
-
-    place: int
-    number: int
-    key: np.ndarray
-    guidance_scale: float
-    attention_sharing: float
+    place: int  # of its captions in the list, from 0
+    number: int  # among the samples of these captions, from 0
+    key: np.ndarray  # of the noise of both images, uint32 (2,)
+    guidance_scale: float  # weight of the captions
+    attention_sharing: float  # fraction of the steps in which both images share self-attention
 
 
 def draw_sample(seed, place, number, scales, fractions):
-    """The Sample of these numbers.
+    """The PairSample of these numbers.
 
     NumPy promises that a SeedSequence has the same numbers in all versions.
 
     Args:
         seed: of the run.
-        place, number: see Sample.
+        place, number: see PairSample.
         scales, fractions: (least, largest) of guidance_scale and attention_sharing, which are
             uniform between them.
     """
@@ -45,7 +37,7 @@ def draw_sample(seed, place, number, scales, fractions):
         return float(np.float32(low + (high - low) * word / 2**32))
 
     drawn = between(*scales, int(state[2])), between(*fractions, int(state[3]))
-    return Sample(place, number, state[:2], *drawn)
+    return PairSample(place, number, state[:2], *drawn)
 
 
 def chunks_of(places, num_samples, size):
@@ -88,21 +80,18 @@ def interleaved(chunks, num_captions):
 
 
 def batches_of(chunks, is_wanted, num_devices):
-    """Batches of one chunk for each device.
+    """Lists of one chunk for each device; the last list repeats its last chunk.
 
     Args:
         chunks: iterable of chunks, which is advanced by one batch at a time.
-        is_wanted: place -> whether more samples of these captions are needed.
+        is_wanted: place -> whether more samples of these captions are needed; chunks without any
+            are left out.
         num_devices: chunks in a batch.
-
-    Yields:
-        Lists of num_devices chunks with wanted samples; the last one repeats its last chunk.
     """
     batch = []
     for chunk in chunks:
-        if not any(is_wanted(place) for place, _ in chunk):
-            continue
-        batch.append(chunk)
+        if any(is_wanted(place) for place, _ in chunk):
+            batch.append(chunk)
         if len(batch) == num_devices:
             yield batch
             batch = []

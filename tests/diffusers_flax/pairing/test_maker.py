@@ -1,6 +1,6 @@
 """Which batches are made, in which order."""
 
-import time
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -9,10 +9,10 @@ import pytest
 
 from diffusers_flax.generating.batches import DeviceClock
 from diffusers_flax.pairing import maker as makers
-from diffusers_flax.pairing.captions import Caption
-from diffusers_flax.pairing.maker import IN_FLIGHT, SCORING, PairMaker
+from diffusers_flax.pairing.caption_lists import Caption
+from diffusers_flax.pairing.maker import PairMaker
+from diffusers_flax.pairing.pair_scores import Scores
 from diffusers_flax.pairing.samples import draw_sample
-from diffusers_flax.pairing.scores import Scores
 
 
 def config_of(**changes):
@@ -22,48 +22,10 @@ def config_of(**changes):
 
 
 def shards_of(num_lines, per_shard):
-    """An Output without finished lines."""
+    """PairShards of which none is finished."""
     starts = range(0, num_lines, per_shard)
     shards = [range(start, min(start + per_shard, num_lines)) for start in starts]
-    return SimpleNamespace(unfinished_shards=lambda: iter(shards))
-
-
-def made_until_known(maker, output, num_needed):
-    """The chunks of a run in which a batch's scores are known IN_FLIGHT + SCORING batches later.
-
-    A line is finished when so many of its samples are known.
-    """
-    known, waiting, made = {}, [], []
-
-    def is_wanted(place):
-        return known.get(place, 0) < num_needed
-
-    for batch in maker.batches(output, is_wanted):
-        made += batch
-        waiting.append(batch)
-        if len(waiting) > IN_FLIGHT + SCORING:
-            for chunk in waiting.pop(0):
-                for place, _ in chunk:
-                    known[place] = known.get(place, 0) + 1
-    return made
-
-
-@pytest.mark.parametrize("num_devices", [1, 4])
-@pytest.mark.parametrize("per_shard", [1, 3, 100])
-def test_early_stop_makes_few_samples_in_vain(per_shard, num_devices):
-    """Lines take turns over the borders of shards: a short list has one line in each."""
-    maker = PairMaker(None, [None] * num_devices, None, None, config_of())
-    num_lines = 144
-    made = made_until_known(maker, shards_of(num_lines, per_shard), num_needed=4)
-    assert {chunk[0] for chunk in made} >= {(place, 0) for place in range(num_lines)}
-    needed = num_lines * 4 / 2  # chunks
-    assert needed <= len(made) <= 1.25 * needed
-
-
-def test_without_early_stop_all_samples_are_made_in_order():
-    maker = PairMaker(None, [None], None, None, config_of(early_stop=False))
-    made = made_until_known(maker, shards_of(5, 2), num_needed=12)
-    assert [x for chunk in made for x in chunk] == [(i, n) for i in range(5) for n in range(12)]
+    return SimpleNamespace(unfinished=lambda: range(len(shards)), places=shards.__getitem__)
 
 
 @pytest.mark.parametrize("dim, high", [(None, 0.8), (None, 4.0), (256, 0.8)])
@@ -76,7 +38,7 @@ def test_guidance_scales_are_a_number_only_without_guidance(monkeypatch, dim, hi
     config = config_of(seed=0, negative_prompt="", **ranges)
     captions = [Caption(1, "a cat", "make it a lion", "a lion")]
     maker = PairMaker(pipeline, [None], None, captions, config)
-    samples, arrays = maker.prepare_chunk([(0, 0), (0, 1)])
+    samples, arrays = maker.prepare([(0, 0), (0, 1)])
     if dim is None and high <= 1:
         assert arrays["guidance_scale"] == high
         assert [x.guidance_scale for x in samples] == [np.float32(high)] * 2
@@ -90,38 +52,56 @@ class Stub(PairMaker):
 
     Args:
         values: of each batch the grey values of its pairs, or an error.
+        num_devices: chunks of a batch.
     """
 
-    def __init__(self, values, **flags):
+    def __init__(self, values, num_devices=1, **flags):
         flags = dict(num_samples=2, early_stop=False, preview=False, lora=(), seed=0) | flags
-        captions = [Caption(i + 1, f"a {i}", "edit", f"b {i}") for i in range(9)]
-        super().__init__(None, [None], None, captions, config_of(**flags))
-        self.scorer, self.values = SlowScorer(), iter(values)
+        captions = [Caption(i + 1, f"a {i}", "edit", f"b {i}") for i in range(200)]
+        config = config_of(clip_model="clip", **flags)
+        super().__init__(None, [None] * num_devices, None, captions, config)
+        self.scorer, self.values, self.made = GoodScorer(), iter(values), []
 
-    def prepare_chunk(self, chunk):
+    def prepare(self, chunk):
         return [draw_sample(0, *numbers, (7, 8), (0, 1)) for numbers in chunk], {}
 
     def dispatch(self, prepared):
         values = next(self.values)
         if isinstance(values, Exception):
             raise values
+        self.made += [sample[:2] for samples, _ in prepared for sample in samples]
         grey = np.repeat(np.float32(values), 2)
-        return [grey[:, None, None, None] * np.ones((8, 8, 3), np.float32)]
+        return [grey[:, None, None, None] * np.ones((8, 8, 3), np.float32)] * len(prepared)
 
-    def lines(self, num_lines):
-        """Yields the finished lines of a run: (place, Line)."""
-        output = shards_of(num_lines, 1)
-        output.is_finished = lambda place: False
+    def lines(self, num_lines, per_shard=1):
+        """Yields the finished lines of a run: (place, MadeLine)."""
         bar = SimpleNamespace(update=lambda n: None, set_description=lambda text: None)
-        yield from self.make(output, bar, DeviceClock())
+        yield from self.make(shards_of(num_lines, per_shard), bar, DeviceClock())
 
 
-class SlowScorer:
+class GoodScorer:
     pool = ThreadPoolExecutor(1)
 
     def __call__(self, images, places, device):
-        time.sleep(0.1)
         return [Scores(0.5, 0.5, 0.9, 0.5)] * len(places)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("per_shard", [1, 3, 100])
+def test_early_stop_makes_few_samples_in_vain(per_shard, num_devices):
+    """Lines take turns over the borders of shards: a short list has one line in each."""
+    flags = dict(num_samples=12, early_stop=True)
+    maker = Stub(itertools.repeat([0.2, 0.4]), num_devices, **flags)
+    lines = dict(maker.lines(144, per_shard))
+    assert sorted(lines) == [*range(144)]
+    assert all([x.sample.number for x in line.kept] == [0, 1, 2, 3] for line in lines.values())
+    assert 144 * 4 <= len(maker.made) <= 1.25 * 144 * 4
+
+
+def test_without_early_stop_all_samples_are_made_in_order():
+    maker = Stub(itertools.repeat([0.2, 0.4]), num_samples=4)
+    assert [place for place, _ in maker.lines(5, 2)] == [*range(5)]
+    assert maker.made == [(place, number) for place in range(5) for number in range(4)]
 
 
 def test_an_error_keeps_the_lines_that_are_made():
@@ -136,16 +116,11 @@ def test_an_error_keeps_the_lines_that_are_made():
 def test_a_sample_that_is_nan_is_not_kept(keep_all, monkeypatch):
     monkeypatch.setattr(makers, "MAX_NAN", 4)
     nan = np.nan
-    lines = dict(Stub([[0.2, 0.4], [nan, 0.4]], keep_all=keep_all).lines(2))
-    assert [[pair.sample.number for pair in lines[i].kept] for i in (0, 1)] == [[0, 1], [1]]
-    assert [lines[i].num_good for i in (0, 1)] == [2, 1]
-    assert lines[1].missed == {"min_clip_text": 1, "min_clip_image": 1, "min_clip_direction": 1}
+    lines = dict(Stub([[0.2, 0.4], [nan, 0.4], [np.inf, nan]], keep_all=keep_all).lines(3))
+    assert [[x.sample.number for x in lines[i].kept] for i in range(3)] == [[0, 1], [1], []]
+    assert [lines[i].num_good for i in range(3)] == [2, 1, 0]
+    counts = lines[1].counts(Caption(1, "a", "b", "c"))
+    assert counts["missed"] == {"min_clip_text": 1, "min_clip_image": 1, "min_clip_direction": 1}
+    assert counts["nan"] == 1 and lines[2].best.images is None
     with pytest.raises(ValueError, match='images of "a 1" and others are NaN'):
         dict(Stub([[nan, np.inf]] * 9).lines(9))
-
-
-def test_lines_that_are_all_nan():
-    """As many as a start may have, in batches of any size; infinite values are like NaN."""
-    lines = dict(Stub([[np.inf, -np.inf], [np.nan, 0.4]]).lines(2))
-    assert [lines[i].num_nan for i in (0, 1)] == [2, 1]
-    assert not lines[0].kept and lines[0].best.images is None

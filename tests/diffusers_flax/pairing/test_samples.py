@@ -48,12 +48,6 @@ def test_draws_are_uniform_and_independent():
     assert len({x.key.tobytes() for x in samples}) == len(samples)
 
 
-def test_seeds_lines_and_numbers_give_different_keys():
-    numbers = [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1), (0, 12, 0), (0, 1, 20)]
-    keys = {draw_sample(*x, SCALES, FRACTIONS).key.tobytes() for x in numbers}
-    assert len(keys) == len(numbers)
-
-
 def test_ranges_change_neither_keys_nor_places_in_the_range():
     wide, narrow = (draw_sample(0, 1, 2, scales, (0.5, 0.5)) for scales in ((0.0, 8.0), (2.0, 4.0)))
     assert np.array_equal(wide.key, narrow.key)
@@ -79,15 +73,6 @@ def test_interleaved_chunks_visit_captions_in_turn():
     chunks = chunks_of(range(3), 4, 2)
     order = [chunk[0] for chunk in interleaved(chunks, 2)]
     assert order == [(0, 0), (1, 0), (0, 2), (1, 2), (2, 0), (2, 2)]
-
-
-def test_interleaved_chunks_of_uneven_captions():
-    """Chunks with samples of two captions count by their first; all stay as they are."""
-    chunks = chunks_of(range(10, 15), 5, 3)
-    order = interleaved(chunks, 2)
-    assert sorted(order) == sorted(chunks)
-    groups = [(chunk[0][0] - 10) // 2 for chunk in order]
-    assert groups == sorted(groups)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])

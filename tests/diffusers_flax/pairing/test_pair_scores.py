@@ -10,8 +10,13 @@ from tiny_models import make_tiny_clip
 from transformers import CLIPModel, CLIPProcessor
 
 from diffusers_flax.generating.clip import Clip
-from diffusers_flax.pairing.captions import Caption
-from diffusers_flax.pairing.scores import Scorer, Scores, Thresholds, pair_scores
+from diffusers_flax.pairing.caption_lists import Caption
+from diffusers_flax.pairing.pair_scores import (
+    PairScorer,
+    Scores,
+    Thresholds,
+    scores_of_features,
+)
 
 CAPTIONS = [
     Caption(1, "a photo of the moon", "make it red", "a red photo of the moon"),
@@ -65,16 +70,16 @@ def reference(folder, images, places):
 
 
 def test_scores_are_those_of_pytorch(folder, images):
-    """Done when 1 of the issue: 1e-4; they agree to 1e-5."""
+    """To 1e-5."""
     expected = reference(folder, images, PLACES)
     assert np.abs(expected).min() > 1e-3 and np.ptp(expected[:, 3]) > 0.01
-    found = Scorer(Clip(str(folder)), CAPTIONS)(images, PLACES, 0)
+    found = PairScorer(Clip(str(folder)), CAPTIONS)(images, PLACES, 0)
     assert np.allclose(found, expected, rtol=0, atol=1e-5)
 
 
 def test_scores_are_the_same_on_any_device_and_in_any_order(folder, images):
     """Features of a line's captions are computed once and kept."""
-    scorer = Scorer(Clip(str(folder), devices=jax.local_devices()[:2]), CAPTIONS)
+    scorer = PairScorer(Clip(str(folder), devices=jax.local_devices()[:2]), CAPTIONS)
     first = scorer(images, PLACES, 0)
     assert scorer(images, PLACES, 1) == first
     assert scorer.text_features.cache_info().misses == 3
@@ -88,7 +93,7 @@ def test_closed_forms():
     unit = lambda *degrees: [[np.cos(np.radians(x)), np.sin(np.radians(x))] for x in degrees]  # noqa: E731
     images = np.float32([unit(0, 60), unit(0, 60), unit(10, 10)])
     texts = np.float32([unit(45, 105), unit(60, 0), unit(10, 20)])
-    found = np.array(pair_scores(images, texts))
+    found = np.array(scores_of_features(images, texts))
     cos = lambda degrees: np.cos(np.radians(degrees))  # noqa: E731
     # The change from angle a to b has the angle (a + b) / 2 + 90, or - 90 if b is less than a.
     expected = [[cos(45), cos(45), 0.5, cos(45)], [0.5, 0.5, 0.5, -1], [1, cos(10), 1, 0]]

@@ -9,12 +9,11 @@ from helpers import ROOT
 from shards import write_list
 from transformers import CLIPTokenizer
 
-from diffusers_flax.pairing.captions import (
+from diffusers_flax.pairing.caption_lists import (
     Caption,
     captions_of_template,
     check_lengths,
     fields_of,
-    may_be_long,
     read_captions,
     spelling_of,
 )
@@ -61,7 +60,7 @@ def test_columns_of_a_table(tmp_path):
     with pytest.raises(ValueError, match="line 1 names the columns a cat, make it a dog, a dog: "):
         read_captions(file)
     file.write_text("input,edit,ouput\na,b,c\na,b,d\n")
-    with pytest.raises(ValueError, match=r"input, edit, ouput: no output; rename ouput to output$"):
+    with pytest.raises(ValueError, match=r"input, edit, ouput: no output$"):
         read_captions(file)
 
 
@@ -70,17 +69,11 @@ def test_columns_of_a_table(tmp_path):
     [
         ("{", "not JSON (Expecting property name enclosed in double quotes)"),
         ("[1]", "not a JSON object"),
-        ({"input": "a", "edit": "b"}, "no output"),
-        ({"input": "a", "edit": "b", "ouput": "c"}, "no output; rename ouput to output"),
         ({"input": "a"}, "no edit and no output"),
-        (CAT | {"edit": 3}, "edit is 3, not text"),
-        (CAT | {"edit": None}, "edit is null, not text"),
-        (CAT | {"input": ["a"]}, 'input is ["a"], not text'),
-        (CAT | {"output": " \n"}, "output is empty"),
-        ('{"input": "\\ud800", "edit": "b", "output": "c"}', "input is not valid Unicode: it has"),
-        (CAT | {"output": "A photo  of a CAT"}, "output is the same as input; write the caption"),
-        (CAT | {"output": "a photo of a cat."}, "output is the same as input"),
-        (CAT | {"edit": "make it a lion "}, "repeats line 1"),
+        (CAT | {"edit": 3}, "edit has no text"),
+        (CAT | {"output": " \n"}, "output has no text"),
+        ('{"input": "\\ud800", "edit": "b", "output": "c"}', "prompt is not valid Unicode"),
+        (CAT | {"output": "A photo  of a CAT."}, "output is the same as input; write the caption"),
         (CAT | {"edit": "Make it  a lion."}, "repeats line 1"),
     ],
 )
@@ -94,16 +87,8 @@ def test_all_problems_at_once(tmp_path):
     rows += [CAT | {"edit": str(n)} for n in range(20)]
     rows += [CAT | {"edit": str(n)} for n in range(9)]
     error = error_of(read_captions, write(tmp_path, *rows))
-    assert "has 12 problems: line 1: output is empty; line 2: output is empty;" in error
+    assert "has 12 problems: line 1: output has no text; line 2: output has no text;" in error
     assert error.endswith("line 30: repeats line 10; and 2 more")
-
-
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
-def test_an_empty_file(tmp_path, content):
-    (tmp_path / "a.jsonl").write_bytes(content)
-    assert "is empty; write a line for each edit: {" in error_of(
-        read_captions, tmp_path / "a.jsonl"
-    )
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -141,28 +126,18 @@ def test_braces_and_equal_results():
 @pytest.mark.parametrize(
     "template, fill, problem",
     [
-        (TEMPLATE[:2], (), "--template has 2 texts; write 3"),
-        (("{animal", *TEMPLATE[1:]), (), "--template '{animal' cannot be read (expected '}'"),
-        (("animal}", *TEMPLATE[1:]), (), "--template 'animal}' cannot be read (Single '}'"),
-        (("{}", *TEMPLATE[1:]), (), "has the field {}; a field is a name"),
-        (("{0}", *TEMPLATE[1:]), (), "has the field {0}; a field is a name"),
-        (("{a.b}", *TEMPLATE[1:]), (), "has the field {a.b}; a field is a name"),
-        (("{a!r}", *TEMPLATE[1:]), (), "has the field {a}; a field is a name"),
-        (("{a:>9}", *TEMPLATE[1:]), (), "has the field {a}; a field is a name"),
+        (("{animal", *TEMPLATE[1:]), (), "'{animal' has a field that is not a name in braces"),
+        (("{}", *TEMPLATE[1:]), (), "'{}' has a field that is not a name in braces"),
+        (("{a.b}", *TEMPLATE[1:]), (), "'{a.b}' has a field that is not a name"),
+        (("{a:>9}", *TEMPLATE[1:]), (), "'{a:>9}' has a field that is not a name"),
         (("a", " ", "b"), (), "--template has an empty text"),
-        (TEMPLATE, ("animal=cat",), "--template has {other}, for which --fill has no values; add "
-         "other=VALUE,VALUE"),
-        (TEMPLATE, ("animal=a", "other=b", "city=c"), "--fill city=... is not in --template, whose "
-         "fields are {animal}, {other}"),
-        (TEMPLATE, ("animal=cat", "lion"), "--fill 'lion' has no NAME="),
+        (TEMPLATE, ("animal=cat",), "has the fields animal, other, and --fill has values"),
+        (TEMPLATE, ("animal=a", "other=b", "city=c"), "has values for animal, other, city; give"),
         (TEMPLATE, ("animal=cat", "=lion"), "--fill '=lion' has no NAME="),
-        (TEMPLATE, ("animal=cat", "animal=dog"), "--fill animal= is given twice"),
         (TEMPLATE, ("animal=cat,", "other=a"), "--fill animal=cat, has a value without text"),
-        (TEMPLATE, ("animal=", "other=a"), "--fill animal= has a value without text"),
-        (TEMPLATE, ("animal=a,b, a", "other=a"), "--fill animal= has the value 'a' 2 times"),
+        (TEMPLATE, ("animal=a,b, a", "other=a"), "or a value twice"),
         (TEMPLATE, ("animal=@none.txt", "other=a"), "--fill animal=@none.txt cannot be read: No"),
         (TEMPLATE, ("animal=cat", "other=Cat"), "equal captions before and after the edit"),
-        (("a cat", "b", "a cat"), (), "equal captions before and after the edit"),
     ],
 )  # fmt: skip
 def test_mistakes_in_templates(template, fill, problem):
@@ -172,11 +147,9 @@ def test_mistakes_in_templates(template, fill, problem):
 def test_files_of_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text(" \n")
-    Path("latin.txt").write_bytes(b"caf\xe9")
     Path("many.txt").write_text("\n".join(map(str, range(2000))))
     for name, problem in (
         ("empty", "--fill animal=@empty.txt has no value; write one per line"),
-        ("latin", "--fill animal=@latin.txt is not UTF-8"),
         ("many", "--fill makes 4,000,000 combinations of its values, more than 1,000,000"),
     ):
         fill = (f"animal=@{name}.txt", "other=@many.txt")
@@ -199,22 +172,11 @@ def test_texts_that_are_too_long_are_named(tokenizer):
     fits, long = texts_of_tokens(tokenizer, [77, 78])
     captions = [Caption(1, fits, "b", "c"), Caption(3, "a", long, long), Caption(5, long, "b", "c")]
     check_lengths(captions[:1], [(tokenizer, 77)], "--captions list.jsonl")
-    problem = f"is 78 tokens long, the model takes 77, start and end included: '{long[:40]}...'"
+    problem = f"is 78 tokens long, the model takes 77, start and end included: '{long[:40]}'"
     expected = f"line 3: edit {problem}; line 3: output {problem}; line 5: input {problem}"
     for tokenizers in ([(tokenizer, 77)], [(tokenizer, 99), (tokenizer, 77)]):
         error = error_of(check_lengths, captions, tokenizers, "--captions list.jsonl")
         assert error == f"--captions list.jsonl has 3 problems: {expected}"
-
-
-def test_characters_never_promise_too_much(tokenizer):
-    """No text that is skipped without tokenizing is longer; words of one letter are the limit."""
-    texts = ["a " * 75, "ab " * 37, "x" * 75, "!" * 75, "1 2 3 " * 25, "é" * 40, "日本語" * 25]
-    texts += ["\x1f " * 75, "\0" * 75]
-    texts += [text + "a" for text in texts]
-    unsure = may_be_long(dict.fromkeys(texts), tokenizer, 77)
-    for text in texts:
-        assert text in unsure or len(tokenizer(text).input_ids) <= 77
-    assert {"a " * 75, "ab " * 37, "x" * 75} & {*unsure} == set()
 
 
 def test_tokens_of_embeddings_count_with_all_vectors():

@@ -1,4 +1,4 @@
-"""CLIP's scores of pairs of images with their captions, and the choice of good pairs.
+"""CLIP's scores of pairs of images with their captions, and the thresholds of good pairs.
 
 Source: InstructPix2Pix (arXiv 2211.09800), section 3.1.2. The thresholds are the defaults of its
 published code (dataset_creation/generate_img_dataset.py): scores of at least 0.2 for images and
@@ -19,18 +19,12 @@ NUM_REMEMBERED = 1024  # captions whose features are kept
 
 
 class Scores(NamedTuple):
-    """Cosine similarities of CLIP's features of a pair. The names are columns of the shards.
+    """Cosine similarities of CLIP's features of a pair. The names are columns of the shards."""
 
-    Fields:
-        clip_text_original, clip_text_edited: each image and its caption.
-        clip_image: both images.
-        clip_direction: the change of the images and the change of the captions.
-    """
-
-    clip_text_original: float
+    clip_text_original: float  # of the first image and its caption
     clip_text_edited: float
-    clip_image: float
-    clip_direction: float
+    clip_image: float  # of both images
+    clip_direction: float  # of the change of the images and the change of the captions
 
 
 NO_SCORES = Scores(*[float("nan")] * len(Scores._fields))  # of NaN pixels, or without CLIP
@@ -63,7 +57,7 @@ def thresholds_of(config):
     return Thresholds(*(getattr(config, name) for name in Thresholds._fields))
 
 
-def pair_scores(images, texts):
+def scores_of_features(images, texts):
     """Scores of pairs.
 
     Args:
@@ -79,7 +73,7 @@ def pair_scores(images, texts):
     return [Scores(*row) for row in rows.tolist()]
 
 
-class Scorer:
+class PairScorer:
     """Scores of pairs of captions.
 
     Args:
@@ -98,18 +92,15 @@ class Scorer:
         return self.clip.text_features([caption.input, caption.output])
 
     def __call__(self, images, places, device):
-        """Scores of pairs.
+        """List of Scores of pairs.
 
         Args:
             images: PIL images, original and edited in turn.
             places: of the captions of each pair.
             device: number of the device of clip that encodes the images.
-
-        Returns:
-            List of Scores.
         """
         if self.clip is None:
             return [NO_SCORES] * len(places)
         texts = np.stack([self.text_features(place) for place in places])
         features = self.clip.image_features(images, len(images), self.pool.map, device)
-        return pair_scores(features.reshape(len(places), 2, -1), texts)
+        return scores_of_features(features.reshape(len(places), 2, -1), texts)
