@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from diffusers_flax.data.writing import ROW_GROUP_BYTES, ROW_GROUP_ROWS, SCHEMA
 from diffusers_flax.data.shards import UNFINISHED_DIR
+from diffusers_flax.data.writing import ROW_GROUP_BYTES, ROW_GROUP_ROWS, SCHEMA
 from diffusers_flax.loading.files import read_json, remove, save_whole, write_text
 from diffusers_flax.messages import differences
 from diffusers_flax.pairing.pair_scores import Scores, Thresholds, compared_scores, thresholds_of

@@ -14,8 +14,8 @@ from PIL import Image
 from shards import plain
 
 from diffusers_flax.data.options import Columns
-from diffusers_flax.data.writing import SCHEMA
 from diffusers_flax.data.shards import list_row_groups, pair_at, read_row_group
+from diffusers_flax.data.writing import SCHEMA
 from diffusers_flax.pairing import pair_shards
 from diffusers_flax.pairing.caption_lists import Caption
 from diffusers_flax.pairing.pair_scores import Scores, Thresholds
