@@ -85,8 +85,6 @@ SAME_PAIRS = (  # flags that may differ when a run is continued
     *("worker", "num_workers", "compilation_cache_dir"),
 )
 Cosine = Annotated[float, Between(-1, 1)]
-Share = Annotated[float, Between(0, 1)]
-Scale = Annotated[float, AtLeast(0)]
 
 
 @dataclass(frozen=True)
@@ -110,12 +108,13 @@ class PairFlags:
     keep_all: bool = False  # keep all samples, with their scores
     early_stop: bool = False  # keep the first good samples of a line, and make no more
     # weight of the captions, drawn for each sample between these; both up to 1: no guidance
-    guidance_scale: tuple[Scale, Scale] = (7.5, 15.0)
+    guidance_scale: tuple[float, float] = (7.5, 15.0)
     # fraction of the steps with shared self-attention, drawn between these
-    attention_sharing: tuple[Share, Share] = (0.1, 0.9)
+    attention_sharing: tuple[float, float] = (0.1, 0.9)
     num_inference_steps: Annotated[int, AtLeast(1)] = 100  # denoising steps
     negative_prompt: str = ""  # what to avoid, in both images
-    guidance_rescale: Share = 0.0  # 0 to 1: reduces the contrast that guidance adds; 0: off
+    # 0 to 1: reduces the contrast that guidance adds; 0: off
+    guidance_rescale: Annotated[float, Between(0, 1)] = 0.0
     width: int | None = None  # pixels; default: the model's
     height: int | None = None  # likewise
     seed: Seed = 0  # seed of all samples

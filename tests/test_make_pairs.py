@@ -456,7 +456,7 @@ MISTAKES = [
         "--negative_prompt has no effect without guidance, up to --guidance_scale 1; leave it out",
     ),
     ("--width 30", "size 64x30 (height x width) is not divisible by"),
-    ("--scheduler nonsense", "--scheduler nonsense is unknown"),
+    ("--scheduler nonsense", "scheduler=nonsense is unknown"),
     ("--accelerate tome", "--accelerate tome merges other positions in each image of a pair"),
     ("--output_dir captions.jsonl", "--output_dir captions.jsonl cannot be written"),
     ("--output_dir .", "--output_dir . is not empty"),
