@@ -51,7 +51,7 @@ class Stub(PairMaker):
     """Makes grey images instead of a model's, which are good.
 
     Args:
-        values: of each batch the grey values of its pairs, or an error.
+        values: of each batch the grey values of its pairs.
         num_devices: chunks of a batch.
     """
 
@@ -67,8 +67,6 @@ class Stub(PairMaker):
 
     def dispatch(self, prepared):
         values = next(self.values)
-        if isinstance(values, Exception):
-            raise values
         self.made += [sample[:2] for samples, _ in prepared for sample in samples]
         grey = np.repeat(np.float32(values), 2)
         return [grey[:, None, None, None] * np.ones((8, 8, 3), np.float32)] * len(prepared)
@@ -102,14 +100,6 @@ def test_without_early_stop_all_samples_are_made_in_order():
     maker = Stub(itertools.repeat([0.2, 0.4]), num_samples=4)
     assert [place for place, _ in maker.lines(5, 2)] == [*range(5)]
     assert maker.made == [(place, number) for place in range(5) for number in range(4)]
-
-
-def test_an_error_keeps_the_lines_that_are_made():
-    """Their scores are unknown when the device fails; a line is a batch."""
-    maker, found = Stub([[0.2, 0.4]] * 3 + [RuntimeError("out of memory")]), []
-    with pytest.raises(RuntimeError, match="out of memory"):
-        found.extend(maker.lines(6))
-    assert [place for place, _ in found] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("keep_all", [False, True])
