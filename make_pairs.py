@@ -108,9 +108,9 @@ class PairFlags:
     keep_all: bool = False  # keep all samples, with their scores
     early_stop: bool = False  # keep the first good samples of a line, and make no more
     # weight of the captions, drawn for each sample between these; both up to 1: no guidance
-    guidance_scale: tuple[float, float] = (7.5, 15.0)
+    guidance_scale: Annotated[tuple[float, float], AtLeast(0)] = (7.5, 15.0)
     # fraction of the steps with shared self-attention, drawn between these
-    attention_sharing: tuple[float, float] = (0.1, 0.9)
+    attention_sharing: Annotated[tuple[float, float], Between(0, 1)] = (0.1, 0.9)
     num_inference_steps: Annotated[int, AtLeast(1)] = 100  # denoising steps
     negative_prompt: str = ""  # what to avoid, in both images
     # 0 to 1: reduces the contrast that guidance adds; 0: off

@@ -327,25 +327,6 @@ def check_writable(given: str, directory: Path) -> None:
         )
 
 
-def check_scale(name, value, has_image_scale=True):
-    """Raise a ValueError unless a guidance scale is finite and >= 0.
-
-    Args:
-        name: of its flag.
-        value: of the flag.
-        has_image_scale: whether the program has --image_guidance_scale too.
-    """
-    if not 0 <= value < math.inf:
-        off = "--guidance_scale 1" + " --image_guidance_scale 1" * has_image_scale
-        raise ValueError(f"--{name} {value} must be 0 or more; {off} switches guidance off")
-
-
-def check_seed(name, value):
-    """Raise a ValueError for a seed that is not a uint32; name: of its flag."""
-    if not 0 <= value < 2**32:
-        raise ValueError(f"--{name} {value} must be from 0 to {2**32 - 1}")
-
-
 def check_image_file(path):
     """Raise a ValueError for an image file that cannot be written; nothing is written."""
     if path.is_dir():

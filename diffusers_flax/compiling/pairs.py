@@ -5,7 +5,7 @@ InstructPix2Pix (arXiv 2211.09800), section 3.1.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 
 from diffusers_flax.acceleration.caches import switch_fractions
 from diffusers_flax.acceleration.plans import count_evaluations, plan_steps
+from diffusers_flax.command_line import AtLeast, Between
 from diffusers_flax.compiling.costs import num_bytes, replicated_shapes
 from diffusers_flax.compiling.programs import (
     FAMILIES,
@@ -68,9 +69,9 @@ class PairProgramFlags(TargetFlags):
     timesteps: tuple[int | Literal["ays"], ...] = ()
     scheduler: str | None = "euler_ancestral"  # ddim, lcm, ...
     # least and largest weight of the captions; up to 1: no guidance, half the work
-    guidance_scale: tuple[float, float] = (7.5, 15.0)
+    guidance_scale: Annotated[tuple[float, float], AtLeast(0)] = (7.5, 15.0)
     # least and largest fraction of the steps with shared self-attention
-    attention_sharing: tuple[float, float] = (0.1, 0.9)
+    attention_sharing: Annotated[tuple[float, float], Between(0, 1)] = (0.1, 0.9)
     width: Positive | None = None  # pixels; default: the model's
     height: Positive | None = None  # likewise
     # NAME or NAME:PARAMETER=VALUE,...; names: guidance, deepcache, spectrum, tgate, fbcache, int8,

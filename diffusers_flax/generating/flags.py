@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import jax
 
-from diffusers_flax.command_line import AtLeast, check_scale
+from diffusers_flax.command_line import AtLeast
 from diffusers_flax.devices.layout import Layout, parse_components, parse_layout
 from diffusers_flax.devices.processes import check_agreement, start_distributed
 
@@ -141,11 +141,6 @@ def check_pair_ranges(config):
         low, high = getattr(config, name)
         if not low <= high:
             raise ValueError(f"--{name} {low:g} {high:g} must be in order: the least, the largest")
-    for scale in config.guidance_scale:
-        check_scale("guidance_scale", scale, has_image_scale=False)
-    for value in config.attention_sharing:
-        if not 0 <= value <= 1:
-            raise ValueError(f"--attention_sharing {value:g} must be from 0 to 1")
     if any(spec.partition(":")[0] == "tome" for spec in config.accelerate):
         raise ValueError(
             "--accelerate tome merges other positions in each image of a pair; leave it out"
