@@ -481,7 +481,14 @@ def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
         ({"image": np.zeros((2, 3, 16, 16), np.float32)}, "one batch and one size"),
         ({"image": np.zeros((1, 3, 16, 16), np.uint8)}, "uint8"),
         ({"jit": True}, "shard prompt_ids"),
-        ({"jit": True, "prompt_ids": np.zeros((1, 1, 77), np.int32)}, "not replicated"),
+        (
+            {
+                "jit": True,
+                "prompt_ids": np.zeros((1, 1, 77), np.int32),
+                "image": np.zeros((1, 1, 3, 16, 16), np.float32),
+            },
+            "not replicated",
+        ),
         ({"prompt_ids": np.zeros((1, 1, 77), np.int32)}, "jit=False takes"),
     ],
 )
