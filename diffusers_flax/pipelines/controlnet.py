@@ -236,7 +236,7 @@ class ControlNetTextToImage(TextToImage):
         """
         if image.dtype == np.uint8:
             raise ValueError("image is uint8; prepare_image_inputs makes it float32 in [0, 1]")
-        if self.has_several and (image.ndim, image.shape[-4]) != (5 + jit, len(self.nets)):
+        if self.has_several and (image.ndim != 5 + jit or image.shape[-4] != len(self.nets)):
             raise ValueError(
                 f"image has shape {image.shape}, {len(self.nets)} ControlNets take (batch, "
                 f"{len(self.nets)}, channels, height, width); prepare_image_inputs makes it"
