@@ -61,21 +61,21 @@ class Decoding:
         remedy = "use this, or another directory for new latents"
         problem = ""
         if transform.random_crop:
-            problem, remedy = "the centre of each image", "add --no_random_crop"
+            problem, remedy = "of the centre of each image", "add --no_random_crop"
         elif latents["resolution"] != transform.resolution:
-            problem = f"--resolution {latents['resolution']}, not {transform.resolution}"
+            problem = f"of --resolution {latents['resolution']}, not {transform.resolution}"
         elif latents["image_interpolation_mode"] != transform.resample:
             made = latents["image_interpolation_mode"]
-            problem = f"--image_interpolation_mode {made}, not {transform.resample}"
+            problem = f"of --image_interpolation_mode {made}, not {transform.resample}"
         elif not stored <= {*self.sizes} or ("sizes" not in latents and self.sizes != (square,)):
             made, wanted = (
                 " ".join(map(size_name, sorted(sizes))) for sizes in (stored, self.sizes)
             )
-            problem = f"{BUCKETS} {made}, not {wanted}"
+            problem = f"of {BUCKETS} {made}, not {wanted}"
         elif transform.micro_conditioning and not has_time_ids(group):
-            problem, remedy = "no time ids of SDXL", "delete them and make them again"
+            problem, remedy = "without time ids of SDXL", "delete them and make them again"
         if problem:
-            raise ValueError(f"{folder} contains latents of {problem}; {remedy}")
+            raise ValueError(f"{folder} contains latents {problem}; {remedy}")
 
     def image_specs(self, size: int = 0) -> dict[str, tuple[tuple[int, ...], type]]:
         """{name in a batch: (shape, dtype) of a row} of both images or latents; size: an index."""
