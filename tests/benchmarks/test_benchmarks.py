@@ -141,7 +141,7 @@ def test_flops_are_the_published():
     assert Work("forward", 512).count_flops() == pytest.approx(0.80e12, rel=0.15)
     images = Work("sdxl", 1024, num_inference_steps=1).count_flops()
     assert images == pytest.approx(2 * 6.76e12, rel=0.15)
-    tiny = Work("forward", 64, tiny=True)
+    tiny = Work("forward", 128, tiny=True)
     gradient = tiny._replace(name="gradient").count_flops()
     assert gradient == pytest.approx(3 * tiny.count_flops(), rel=0.1)
     assert tiny._replace(batch_size=2).count_flops() == 2 * tiny.count_flops()
