@@ -92,8 +92,8 @@ def make_small_model(folder, family):
     is_xl = family == "sdxl"
     configs = Work(FAMILIES[family], HOSTS_RESOLUTION).configs
     unet = configs["unet"]
-    unet["block_out_channels"] = tuple(width // 10 for width in unet["block_out_channels"])
-    unet |= dict(in_channels=8, cross_attention_dim=32 * (1 + is_xl))
+    widths = (32, 64, 128) if is_xl else (32, 64, 128, 128)  # a tenth
+    unet |= dict(in_channels=8, block_out_channels=widths, cross_attention_dim=32 * (1 + is_xl))
     if is_xl:
         unet |= dict(attention_head_dim=(2, 4, 8), addition_time_embed_dim=8)
         unet["projection_class_embeddings_input_dim"] = 32 + 6 * 8
