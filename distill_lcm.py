@@ -398,6 +398,7 @@ pipeline.scheduler = LCMScheduler.from_config(pipeline.scheduler.config)
 pipeline.load_lora_weights({json.dumps(config.output_dir)})
 options = dict(num_inference_steps=4, guidance_scale=1, image_guidance_scale=1{size})
 edited = pipeline.to("cuda")("make it red", load_image("in.jpg"), **options).images[0]
+edited.save("out.png")
 ```
 
 On TPU, GPU or CPU, with `edit_cli.py` from the scripts that distilled the model:
@@ -454,8 +455,11 @@ def run_distillation(config: Config):
             if checkpoints.is_due(step):
                 checkpoints.save(step, state, [], reports)
             if checkpoints.is_stopped:
-                checkpoints.exit_after_signal(step)
+                break
 
+    if checkpoints.is_stopped:
+        reports.close()
+        checkpoints.exit_after_signal(step)
     lora = to_host(state.params, axes)
     del state, p_frozen  # free device memory
     checkpoints.close()

@@ -218,7 +218,7 @@ def save_checkpoint(config):
     _, pipeline, frozen, params = load_models(flags, np.float32)
     checkpoints = CheckpointFiles(checkpoint.parent)
     record = checkpoints.read_record(step)
-    prefix = "ema/0" if record["num_averages"] else "params"
+    prefix = "ema/0" if record.get("num_averages") else "params"
     names = [f"{prefix}/{name}" for name in flatten_by_name(params)]
     state = checkpoints.read_state(step, names)
     checkpoints.close()
@@ -227,7 +227,7 @@ def save_checkpoint(config):
     identity = record["identity"] | {"max_train_steps": step}
     others = params_beside_unet(frozen)
     write_model(flags, pipeline, {"unet": weights}, others, identity, {"step": step})
-    what = "average" if record["num_averages"] else "weights"
+    what = "average" if record.get("num_averages") else "weights"
     print(f"saved the {what} after {step} steps to {output_dir}")
 
 
@@ -268,7 +268,8 @@ def save_averages(config):
 
 def run(config):
     """Write the model of a checkpoint, or of averages."""
-    if bool(config.checkpoint) == bool(config.train_output_dir and config.sigma_rel):
+    average = bool(config.train_output_dir), bool(config.sigma_rel)
+    if any(average) == bool(config.checkpoint) or any(average) != all(average):
         raise ValueError("give --checkpoint, or --train_output_dir and --sigma_rel")
     jax.config.update("jax_platforms", "cpu")  # only shapes are computed
     save_checkpoint(config) if config.checkpoint else save_averages(config)

@@ -178,7 +178,7 @@ class Config:
     # similarity of these edits to the original image; default: 1.5, short runs 1.2
     validation_image_guidance_scale: Annotated[float, AtLeast(0)] | None = None
     validation_steps: Count = 500  # steps between validations, saved in validation/
-    profile_steps: str = ""  # FIRST:LAST, steps to trace into profile/; "": none
+    profile_steps: str = ""  # FIRST:LAST, steps to trace into profile/, counted from 0; "": none
     push_to_hub: bool = False  # upload the model; needs HF_TOKEN or `hf auth login`
     hub_model_id: str | None = None  # OWNER/NAME; None: the name of output_dir
     compilation_cache_dir: str = "~/.cache/jax"  # cache of compiled programs; "": none
@@ -310,6 +310,10 @@ def train_step(
     Parameters, gradients and moments are this device's shards. Random numbers of a sample depend on
     base_rng, state.step and its row of the global batch, not on the number of devices or
     micro-batches. No RNG state needs to be saved.
+
+    With the whole state on each device instead of shards, which takes fewer lines and more memory:
+    replicate params and tx.init(params), call the loss on cast params without gather, and average
+    the gradients with jax.lax.pmean before tx.update and optax.apply_updates.
 
     Args:
         state: TrainState.
@@ -493,7 +497,7 @@ def run_training(config: Config):
 
     # Optimizer, EMA, the step to start from
     tx, schedule = make_optimizer(config, num_steps)
-    ema = ema_plan(*ema_flags(config, num_steps))
+    ema = ema_plan(*ema_flags(config, num_steps))  # without averages: ema_plan("none", num_steps)
     axes = shard_axes(params, jax.device_count())
     identity = run_identity(config, num_steps, dataset, models, params, frozen)
     checkpoints = Checkpoints(config, dataset, identity, ema, axes)
@@ -535,6 +539,7 @@ def run_training(config: Config):
                 reports.validate(step, best_weights(state, averages), p_frozen, axes)
 
     if checkpoints.is_stopped:
+        reports.close()
         checkpoints.exit_after_signal(step)
     trained = {"unet": to_host(best_weights(state, averages), axes)}
     if config.save_raw_unet:

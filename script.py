@@ -219,6 +219,8 @@ def write_plan(folder, files, worker, num_workers, is_set):
 def run(flags):
     """Write the plan and print the next commands."""
     worker, num_workers = (flags.worker, flags.num_workers) if flags.num_workers else find_worker()
+    if flags.worker is not None and flags.num_workers is None:
+        raise ValueError(f"--worker {flags.worker} needs --num_workers")
     least = min(1 if x is None else x for x in (flags.num_workers, flags.max_shards))
     if least < 1 or not 0 <= (flags.worker or worker or 0) < num_workers:
         raise ValueError("--worker must be below --num_workers; it and --max_shards at least 1")

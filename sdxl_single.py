@@ -31,7 +31,7 @@ class Config:
     revision: str | None = None  # branch, tag or commit on the hub
     prompt: tuple[str, ...] = ("a photograph of a red panda reading a map in a bamboo forest",)
     negative_prompt: str = "blurry, low quality, drawing, text, watermark"  # to avoid; "": no text
-    num_images: Annotated[int, AtLeast(1)] | None = None  # per prompt; default: 1, of one: a batch
+    num_images: Annotated[int, AtLeast(1)] | None = None  # per prompt; of one prompt a batch
     batch_size: Annotated[int, AtLeast(1)] = 1  # images per device at once
     num_inference_steps: Annotated[int, AtLeast(1)] = 25  # denoising steps
     guidance_scale: Annotated[float, AtLeast(0)] = 5.0  # weight of the prompt; at most 1: off

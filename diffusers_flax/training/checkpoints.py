@@ -258,6 +258,40 @@ def newest_run(config):
     return None if step is None else (files, step, files.read_record(step))
 
 
+def is_newer(model, checkpoint):
+    """Whether a run is finished: its model is newer than its newest complete checkpoint; Paths."""
+    return model.exists() and model.stat().st_mtime > checkpoint.stat().st_mtime
+
+
+def refuse_model(config, advice):
+    """The error for an output_dir that contains a model."""
+    return ValueError(
+        f"{flag(config, 'output_dir')} contains a model; {advice}; or name another directory, or "
+        "replace the model with --overwrite_output_dir"
+    )
+
+
+def check_goes_on(config):
+    """Raise a ValueError if the run in output_dir is finished and is not made longer.
+
+    Args:
+        config: flags of the program, whose output_dir has a model.
+    """
+    newest = newest_run(config)
+    if newest is None:
+        unet, advice = Path(config.output_dir, "unet"), "it has no checkpoint to go on from"
+        if unet.is_dir():
+            advice += f"; another run trains it further with --unet_model_name_or_path {unet}"
+        raise refuse_model(config, advice)
+    files, step, record = newest
+    files.close()
+    checkpoint, num_steps = files.folder / str(step), record["identity"]["max_train_steps"]
+    is_finished = is_newer(Path(config.output_dir, final_file(config)), checkpoint)
+    if is_finished and config.num_train_epochs is None and config.max_train_steps <= num_steps:
+        length = (num_steps, config.max_train_steps)
+        raise refuse_model(config, refuse_length(config, checkpoint, *length, True))
+
+
 def find_checkpoint(config, identity):
     """Find the checkpoint to resume from.
 
@@ -298,8 +332,7 @@ def find_checkpoint(config, identity):
     different = changed_files(saved.pop("versions", None), current.pop("versions", None))
     different += differences(new_flags(current, config) | saved, dict.fromkeys(saved) | current)
     model = Path(config.output_dir, final_file(config))
-    is_finished = resume_from == "latest" and model.exists()
-    is_finished = is_finished and model.stat().st_mtime > checkpoint.stat().st_mtime
+    is_finished = resume_from == "latest" and is_newer(model, checkpoint)
     refusal = refuse_length(config, checkpoint, num_steps, max_train_steps, is_finished)
     if is_finished and config.overwrite_output_dir:
         if step == num_steps and (different or refusal):
@@ -310,10 +343,7 @@ def find_checkpoint(config, identity):
         # Without a checkpoint of its last step the run may have been killed: it goes on.
         refusal = refuse_length(config, checkpoint, num_steps, max_train_steps, False)
     elif is_finished and max_train_steps <= num_steps:
-        raise ValueError(
-            f"{flag(config, 'output_dir')} contains a model; {refusal}; or name another directory, "
-            "or replace the model with --overwrite_output_dir"
-        )
+        raise refuse_model(config, refusal)
     if different:
         named = different[:5] + [f"and {len(different) - 5} more"] * (len(different) > 5)
         raise ValueError(

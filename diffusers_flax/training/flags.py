@@ -40,7 +40,10 @@ MAY_CHANGE = PER_PROCESS | {
 
 
 class TrainerFlags:
-    """Flags of the trainer for programs and old runs without them; base of a Config."""
+    """Values of the trainer's flags that a program does not have, for the functions of training/.
+
+    A Config of such a program has this class as its base.
+    """
 
     pretrained_vae_model_name_or_path = mask_column = cache_latents = profile_steps = ""
     config_name_or_path = revision = variant = num_train_epochs = storage = hub_model_id = None
@@ -55,7 +58,7 @@ class TrainerFlags:
 
 
 def fixed_flags(config: Any, unless: set[str]) -> dict[str, Any]:
-    """{name: value} of the flags that are not in `unless`, MAY_CHANGE or PER_PROCESS."""
+    """{name: value} of the flags but those in `unless`, which is MAY_CHANGE or PER_PROCESS."""
     return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in unless}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from diffusers_flax.command_line import ask_before_replacing
+from diffusers_flax.command_line import ask_before_replacing, check_writable
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.processes import start_distributed
 from diffusers_flax.generating.defaults import write_defaults
@@ -21,12 +21,11 @@ from diffusers_flax.loading.files import read_json
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.messages import differences
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.training.checkpoints import CHECKPOINTS_DIR, release_memory
+from diffusers_flax.training.checkpoints import CHECKPOINTS_DIR, check_goes_on, release_memory
 from diffusers_flax.training.flags import (
     COMPONENT_FLAGS,
     FINAL_FILES,
     MAY_CHANGE,
-    PER_PROCESS,
     check_flags,
     final_file,
     fixed_flags,
@@ -56,6 +55,9 @@ from diffusers_flax.training.publishing import check_hub, push_to_hub, scales_of
 from diffusers_flax.training.reports import lines_until_step
 from diffusers_flax.training.validation import NUM_INFERENCE_STEPS, load_validation_images
 
+# Flags that differ between starts of one command.
+OF_A_START = {"output_dir", "compilation_cache_dir", "coordinator_address", "num_processes"}
+OF_A_START |= {"process_id", "dataloader_num_workers"}
 UPLOADED = ".uploaded"  # marks a finished run whose model is on the hub
 
 
@@ -73,37 +75,56 @@ def open_run(config):
     Raises:
         ValueError: flags do not fit together, or output_dir cannot be used.
     """
-    start_distributed(config.coordinator_address, config.num_processes, config.process_id)
+    known = {f.name for f in fields(config)}
+    if "coordinator_address" in known:  # else the program runs on one machine
+        start_distributed(config.coordinator_address, config.num_processes, config.process_id)
     check_flags(config, jax.device_count())
     config = named_buckets(config)
     if not isinstance(config.pretrained_model_name_or_path, SingleFile):  # already opened
-        known = {f.name for f in fields(config)}
         components = {name: x for name, x in COMPONENT_FLAGS.items() if name in known}
         config = with_single_files(config, "pretrained_model_name_or_path", **components)
     load_validation_images(config)  # an error ends the run early
     folder = Path(config.output_dir)
     check_output_dir(config)
+    on_process_0(lambda: check_writable(flag(config, "output_dir"), folder))
     model_before = modified_at(folder / final_file(config))
     with contextlib.ExitStack() as stack:
         on_process_0(lambda: stack.enter_context(lock_folder(folder)))
-        if from_process_0(np.int32(modified_at(folder / final_file(config)) != model_before)):
-            raise ValueError(
-                f"a run that has just ended has written a model to --output_dir {folder}; name "
-                "another directory, or replace the model with --overwrite_output_dir"
-            )
-        if from_process_0(np.int32(says_finished(config))):
+        trains = on_process_0(lambda: is_left_to_train(config, model_before))
+        if not from_process_0(np.int32(bool(trains))):
             yield None
-        elif from_process_0(np.int32(merges_finished_run(config))):
-            on_process_0(lambda: merge_finished_run(config))
-            yield None
-        else:
-            on_process_0(lambda: check_replaces(config))
-            if config.push_to_hub:
-                on_process_0(lambda: check_hub(config.hub_model_id, folder))
-            if use_compilation_cache(config.compilation_cache_dir):
-                # Saving runs many small programs, with no time to compile them at a preemption.
-                jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-            yield config
+            return
+        if use_compilation_cache(config.compilation_cache_dir):
+            # Saving runs many small programs, with no time to compile them at a preemption.
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        yield config
+
+
+def is_left_to_train(config, model_before):
+    """Whether a run is not finished; merges the LoRA of a finished run if only that is left.
+
+    Args:
+        config: flags of a program.
+        model_before: modified_at of the model before the lock was requested.
+
+    Raises:
+        ValueError: output_dir has something that would be lost, or the hub refuses an upload.
+    """
+    folder = Path(config.output_dir)
+    if modified_at(folder / final_file(config)) != model_before:
+        raise ValueError(
+            f"a run that has just ended has written a model to --output_dir {folder}; name "
+            "another directory, or replace the model with --overwrite_output_dir"
+        )
+    if says_finished(config):
+        return False
+    if merges_finished_run(config):
+        merge_finished_run(config)
+        return False
+    check_replaces(config)
+    if config.push_to_hub:
+        check_hub(config.hub_model_id, folder)
+    return True
 
 
 def modified_at(path):
@@ -131,16 +152,8 @@ def check_replaces(config):
     output_dir = Path(config.output_dir)
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     # conv_in is written before a LoRA: a run that was killed in between has checkpoints, too.
-    has_model = bool(names & {*FINAL_FILES, CONV_IN_FILE})
-    goes_on = CHECKPOINTS_DIR in names and config.resume_from_checkpoint == "latest"
-    if has_model and not goes_on and not config.overwrite_output_dir:
-        unet, further = output_dir / "unet", ""
-        if unet.is_dir():
-            further = f"; another run trains it further with --unet_model_name_or_path {unet}"
-        raise ValueError(
-            f"{flag(config, 'output_dir')} contains a model; name another directory, or replace "
-            f"the model with --overwrite_output_dir{further}"
-        )
+    if names & {*FINAL_FILES, CONV_IN_FILE} and not config.overwrite_output_dir:
+        check_goes_on(config)
     is_run = names & {*FINAL_FILES, CONV_IN_FILE, CHECKPOINTS_DIR, "metrics.jsonl", "wandb"}
     others = (config.cache_latents, config.compilation_cache_dir, *config.train_data_dir)
     others = [Path(path).expanduser() for path in others if path]
@@ -160,8 +173,7 @@ def says_finished(config):
     if max(path.stat().st_mtime_ns for path in files) < record.stat().st_mtime_ns:
         return False
     saved, now = read_json(record), json.loads(json.dumps(asdict(config), default=str))
-    of_a_start = PER_PROCESS - {"train_data_dir"} | {"num_processes"}
-    if any(saved.get(name) != now[name] for name in now.keys() - of_a_start):
+    if any(saved.get(name) != now[name] for name in now.keys() - OF_A_START):
         return False
     if jax.process_index() == 0:
         print(f"{folder} has the model of this run, which is finished; nothing is left to do")
@@ -185,11 +197,15 @@ def save_model(config, pipeline, trained, others, identity, reports):
     release_memory()
     reports.close()
     if jax.process_index() == 0:
-        output_dir = Path(config.output_dir)
-        repo_id = check_hub(config.hub_model_id, output_dir) if config.push_to_hub else None
+        output_dir, repo_id, error = Path(config.output_dir), None, None
+        try:
+            repo_id = check_hub(config.hub_model_id, output_dir) if config.push_to_hub else None
+        except ValueError as refused:  # the model is saved first
+            error = refused
         write_model(config, pipeline, trained, others, identity, reports.last_row, repo_id)
         print(f"saved {output_dir}")
-        reports.finish_wandb()
+        if error:
+            raise error
         upload(config, repo_id)
     wait_for_all("process 0 has saved")
 
@@ -300,6 +316,8 @@ def merge_lora(config, dtype):
     file = Path(config.output_dir, LORA_FILE)
     trained, saved = read_lora(file, file.with_name(CONV_IN_FILE))
     _, pipeline, frozen, params = load_models(config, dtype)
+    if jax.tree.structure(trained) != jax.tree.structure(params):
+        raise ValueError(f"{file} or {CONV_IN_FILE} next to it is damaged; copy both files again")
     current = lora_identity(config, checksums(frozen, params))
     if different := differences({name: saved.get(name) for name in current}, current):
         raise ValueError(

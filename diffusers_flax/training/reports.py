@@ -78,7 +78,9 @@ class Reports:
         self.validation = Validation(config, pipeline, batches.dataset.sizes, num_steps)
 
         self.unfetched = deque()  # metrics of steps that may still run on the devices
-        self.unlogged = checkpoints.saved.get("metrics", [])
+        before = checkpoints.saved.get("losses", [])  # of checkpoints before November 2026
+        self.unlogged = [dict(zip(("loss", "grad_norm"), pair)) for pair in before]
+        self.unlogged += checkpoints.saved.get("metrics", [])
         self.num_bad_before = checkpoints.saved.get("num_bad", 0)  # before the run resumed
         self.num_timed_steps, self.clock_start = 0, None
         # Metrics are ready when their step is: a thread notes the time.
@@ -321,13 +323,10 @@ class Reports:
             self.plot = self.plotter.submit(draw_losses, self.folder)
 
     def close(self):
-        """Draw the losses of all rows and wait."""
+        """Draw the losses of all rows, and finish the wandb run, which else counts as failed."""
         self.plotter.shutdown()
         if self.is_main:
             draw_losses(self.folder)
-
-    def finish_wandb(self):
-        """Finish the wandb run, which wandb otherwise marks as failed."""
         if self.wandb_run is not None:
             self.wandb_run.finish()
 

@@ -35,10 +35,10 @@ BAD_FLAGS = [
     ({"num_processes": 2}, "go together; give all three"),
     ({"output_dir": ""}, "--output_dir is empty; name a directory"),
     ({"output_dir": "file"}, "--output_dir file is a file; name a directory"),
-    ({"output_dir": "file/out"}, "file/out"),
+    ({"output_dir": "file/out"}, "--output_dir file/out cannot be written: "),
     ({"output_dir": "own"}, "--output_dir own is not empty (README.md); name another directory"),
-    ({"output_dir": "finished"}, "--output_dir finished contains a model; name another"),
-    ({"output_dir": "lora"}, "--output_dir lora contains a model; name another"),
+    ({"output_dir": "finished"}, "--output_dir finished contains a model; it has no checkpoint"),
+    ({"output_dir": "lora"}, "--output_dir lora contains a model; it has no checkpoint"),
     ({"output_dir": "."}, "--output_dir . is or contains --pretrained_model_name_or_path"),
     ({"output_dir": "d", "train_data_dir": ("./d",)}, "--output_dir d is --train_data_dir too"),
 ]

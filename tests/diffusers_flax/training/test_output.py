@@ -18,11 +18,14 @@ from hub_upload_server import UploadHub
 
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
+from diffusers_flax.training.flags import write_flags
 from diffusers_flax.training.models import WEIGHTS
 from diffusers_flax.training.output import (
+    check_replaces,
     merges_finished_run,
     remove_replaced_model,
     save_lora_file,
+    says_finished,
 )
 
 
@@ -53,6 +56,25 @@ def test_only_a_finished_lora_is_merged_without_training(tmp_path, finished, fla
     assert not merges_finished_run(replace(config, overwrite_output_dir=True))
     (tmp_path / "model_index.json").touch()
     assert not merges_finished_run(config)
+
+
+@pytest.mark.parametrize("name", ["pretrained_model_name_or_path", "unet_model_name_or_path"])
+def test_another_model_is_another_run(tmp_path, capsys, name):
+    config = trainer.Config("base", "unet", output_dir=str(tmp_path))
+    write_flags(tmp_path, config)
+    (tmp_path / "model_index.json").touch()
+    assert says_finished(config) and says_finished(replace(config, dataloader_num_workers=3))
+    assert "nothing is left to do" in capsys.readouterr().out
+    assert not says_finished(replace(config, **{name: "other"}))
+
+
+def test_a_model_without_complete_checkpoints_is_not_overwritten(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "model_index.json").touch()
+    config = trainer.Config("base", "unet", output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="contains a model; it has no checkpoint"):
+        check_replaces(config)
+    check_replaces(replace(config, overwrite_output_dir=True))
 
 
 def test_a_replaced_model_leaves_no_files(tmp_path):

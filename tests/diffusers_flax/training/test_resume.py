@@ -651,7 +651,7 @@ def test_the_command_of_a_finished_run_ends_well(model, data, tmp_path, capsys):
         ({"max_train_steps": 6, "seed": 5}, "belongs to another run: seed was 3 and is 5. Change"),
         (
             {"max_train_steps": 6, "resume_from_checkpoint": "none"},
-            "contains a model; name another",
+            "contains a model; it has no checkpoint",
         ),
     ],
 )
