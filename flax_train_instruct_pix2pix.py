@@ -101,12 +101,10 @@ class Config:
     random_crop: bool = True  # crop at a random position, else in the centre
     random_flip: bool = True  # mirror half of the pairs
     image_interpolation_mode: Literal["dct", "lanczos", "bicubic"] = "dct"  # resizing; dct: fastest
-    shuffle_buffer: Annotated[int, AtLeast(0)] = (
-        4096  # encoded pairs in memory to draw from, over all hosts
-    )
-    max_bad_fraction: Annotated[float, Between(0, 1)] = (
-        0.1  # stop if more of the pairs cannot be used
-    )
+    # encoded pairs in memory to draw from, over all hosts
+    shuffle_buffer: Annotated[int, AtLeast(0)] = 4096
+    # stop if more of the pairs cannot be used
+    max_bad_fraction: Annotated[float, Between(0, 1)] = 0.1
     dataloader_num_workers: Annotated[int, AtLeast(0)] = 0  # decoding threads; 0: one per core
     # directory for the VAE's latents; with several train_data_dir a subdirectory for each; "": none
     cache_latents: str = ""
@@ -125,9 +123,8 @@ class Config:
     adam_epsilon: Positive = 1e-8  # added to the root of the second moment
     max_grad_norm: Positive = 1.0  # clip the gradient to this global norm
     snr_gamma: Positive | None = None  # min-SNR loss weighting, 5 in the paper; None: off
-    mask_loss_weight: Positive = (
-        1.0  # loss inside the mask relative to outside; 1: no masks are read
-    )
+    # loss inside the mask relative to outside; 1: no masks are read
+    mask_loss_weight: Positive = 1.0
     # probability of dropping the text; the same for the image, and for both; at most 1/3; 0: off
     conditioning_dropout_prob: Annotated[float, Between(0, 1 / 3)] = 0.05
     mixed_precision: Literal["no", "bf16"] = "no"  # compute dtype; weights stay float32
@@ -146,15 +143,12 @@ class Config:
     merge_lora: bool = False  # also write a pipeline that contains the updates
     # exponential moving average (EMA) of the weights
     ema: Literal["none", "late", "full", "power"] = "late"  # late: only the last steps
-    ema_fraction: Annotated[float, Above(0), AtMost(1)] = (
-        0.036  # late: fraction of the run, at its end, to average
-    )
-    ema_start_step: Annotated[int, AtLeast(0)] | None = (
-        None  # late: first averaged step; replaces ema_fraction
-    )
-    ema_decay: Annotated[float, AtLeast(0), Below(1)] | None = (
-        None  # decay per step; None: 1 - 5 / (averaged steps)
-    )
+    # late: fraction of the run, at its end, to average
+    ema_fraction: Annotated[float, Above(0), AtMost(1)] = 0.036
+    # late: first averaged step; replaces ema_fraction
+    ema_start_step: Annotated[int, AtLeast(0)] | None = None
+    # decay per step; None: 1 - 5 / (averaged steps)
+    ema_decay: Annotated[float, AtLeast(0), Below(1)] | None = None
     ema_every: Count = 1  # steps between updates; each has decay ema_decay ** ema_every
     ema_warmup: bool = False  # decay of update n at most (1 + n) / (10 + n), as in diffusers
     ema_snapshot_steps: Count | None = None  # power: steps between snapshots; None: 1/8 of the run
@@ -166,9 +160,8 @@ class Config:
     logging_steps: Count | None = None
     report_to: Literal["none", "wandb"] = "none"  # service besides metrics.jsonl
     tracker_project_name: str = "instruct-pix2pix"  # wandb project
-    checkpointing_steps: Annotated[int, AtLeast(0)] = (
-        500  # steps between checkpoints; 0: only when stopped
-    )
+    # steps between checkpoints; 0: only when stopped
+    checkpointing_steps: Annotated[int, AtLeast(0)] = 500
     checkpoints_total_limit: Count | None = 2  # newest checkpoints to keep; None: all
     resume_from_checkpoint: str = "latest"  # latest, none, or DIR/checkpoints/STEP
     validation_image: tuple[str, ...] = ()  # images to edit during training

@@ -124,12 +124,10 @@ class PairFlags:
     preview: bool = False  # draw the pairs of each line, into OUTPUT_DIR/previews
     # directory or hub id; "": keep all samples, without scores
     clip_model: str = "openai/clip-vit-large-patch14"
-    worker: Annotated[int, AtLeast(0)] | None = (
-        None  # this worker's index, from 0, with --num_workers
-    )
-    num_workers: Annotated[int, AtLeast(1)] | None = (
-        None  # workers that divide the lines; default: as jax knows them
-    )
+    # this worker's index, from 0, with --num_workers
+    worker: Annotated[int, AtLeast(0)] | None = None
+    # workers that divide the lines; default: as jax knows them
+    num_workers: Annotated[int, AtLeast(1)] | None = None
     # what the UNet predicts; default: the scheduler's config
     prediction_type: Literal["epsilon", "v_prediction", "sample"] | None = None
     storage: Literal["float8", "int8"] | None = None  # of the kernels of UNet and text encoders

@@ -198,7 +198,7 @@ def explain_average(config, plan, num_steps, start_step, num_saved):
     elif config.ema != "none":
         yield (
             f"no average of the weights: less than {HORIZONS + 1} of the run's {num_steps} steps "
-            "would be averaged; give more steps, ema_fraction= or ema_decay="
+            "would be averaged; give more steps, --ema full or --ema_decay"
         )
 
 
