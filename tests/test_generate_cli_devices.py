@@ -137,7 +137,7 @@ def test_variant_and_unet(model, made, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--devices unet=4", "unet=4 does not exist; this machine has 4"),
+        ("--devices unet=4", "unet=4 does not exist; devices are numbered from 0 to 3"),
         ("--devices unet=1 --parallel rows=2", "--devices excludes --parallel"),
         ("--devices unet=1 --offload layer", "offload=layer and components= both"),
         ("--devices unet=1 --executable_dir store", "--executable_dir excludes --devices"),
