@@ -134,7 +134,8 @@ class EditFlags:
     image_guidance_scale: Annotated[float, AtLeast(0)] | None = None
     negative_prompt: str = ""  # what to avoid
     seed: Seed = 0  # seed of the noise
-    first_index: Seed = 0  # place of the first edit in a list, on which the noise depends too
+    # place of the first edit in a list, on which the noise depends too
+    first_index: Annotated[int, AtLeast(0)] = 0
     like: Path | None = None  # image of this program or page: its flags, unless given here
     resolution: int | None = None  # pixels, longer side; default: the model's
     exact_size: bool = False  # a program for each size; default: similar shapes share one

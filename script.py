@@ -116,6 +116,8 @@ def list_urls(list_file):
     line_format = re.compile(
         r"(https?://[^\s@/]+/[!-~]*)(?:\s+([1-9]\d*))?(?:\s+([0-9a-fA-F]{64}))?"
     )
+    if not list_file.is_file():
+        raise ValueError(f"--urls {list_file} is not a file")
     files = {}
     for number, line in enumerate(list_file.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if found := line_format.fullmatch(line.strip()):

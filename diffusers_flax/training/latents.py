@@ -198,7 +198,7 @@ def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, 
         encode: (originals, edited), uint8 (B, H, W, 3) each -> encode_pairs' result on the devices.
         metadata: dict to store in the file.
         batch_size: pairs per call of encode.
-        config: Config.
+        config: flags of the program.
         bar: tqdm bar that counts pairs.
         bad: list of error messages; those of undecodable pairs are appended.
 
@@ -443,7 +443,7 @@ def write_latents(config, output_dir, columns, batch_size=None, overwrite=False)
     """Write all missing shards of latents.
 
     Args:
-        config: Config of cache_latents.py or of the trainer.
+        config: flags of cache_latents.py or of the trainer.
         output_dir: directory of the shards, see latent_dirs.
         columns: Columns, with masks if these are also stored.
         batch_size: pairs per device; None: PIXELS_PER_BATCH pixels of original images.
@@ -499,7 +499,7 @@ def check_vae(dataset, vae_params, config):
     Args:
         dataset: ParquetImagePairs or Mixture, of latents or images.
         vae_params: float32 NumPy arrays.
-        config: Config, names the VAE in the error message.
+        config: flags, which name the VAE in the error message.
     """
     if dataset.latents and dataset.latents["vae"] != vae_checksum(vae_params):
         source = config.pretrained_vae_model_name_or_path or config.pretrained_model_name_or_path

@@ -137,7 +137,7 @@ def load_models(config, dtype: Any):
     """Load the models of a run onto the host and check that they fit together.
 
     Args:
-        config.
+        config: flags of the program.
         dtype: compute dtype of the modules.
 
     Returns:

@@ -43,7 +43,7 @@ def write_card(config, pipeline, metrics, repo_id=None):
     """Write the model card of a finished run, with its last images and plot.
 
     Args:
-        config: Config of the run.
+        config: flags of the run.
         pipeline: the pipeline that the run trained.
         metrics: last row of metrics.jsonl, or None.
         repo_id: hub id, if the model is published.

@@ -28,7 +28,7 @@ def guidance_scales(config, pipeline, num_steps):
     """Guidance scales for a run's model: the flags, or the defaults of docs/editing.md.
 
     Args:
-        config.
+        config: flags of the program.
         pipeline: InstructPix2Pix.
         num_steps: length of the run.
 
@@ -50,7 +50,7 @@ class Validation:
     """Edits images during training and writes them to OUTPUT_DIR/validation/step-N.png.
 
     Args:
-        config.
+        config: flags of the program.
         pipeline: InstructPix2Pix.
         sizes: (width, height) of the batches' images; an image is cropped to the nearest one.
         num_steps: length of the run.
