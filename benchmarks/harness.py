@@ -193,7 +193,7 @@ def time_in_processes(contenders, args, config):
 
 
 def time_in_this_process(contenders, config):
-    """Time contenders that are all in memory at once and did a first pass.
+    """Time contenders in this process, after a first pass of each; all are in memory.
 
     Args:
         contenders: {name: (prepare, run)}; run does a pass to its end, after prepare.

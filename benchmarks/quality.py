@@ -63,7 +63,7 @@ PLAIN = "--resolution 64 --guidance_scale 2 --image_guidance_scale 1.2 --num_inf
 
 @dataclass(frozen=True)
 class Config:
-    # default: those that need neither --lora nor --taesd
+    # default: the cases that need neither --lora nor --taesd
     cases: tuple[Literal[tuple(CASES)], ...] = tuple(
         name for name, flags in CASES.items() if not any(file in flags for file in FILES)
     )

@@ -146,7 +146,7 @@ class Editor:
         self.compiled = set()  # keys of programs
         self.compile_seconds = None  # of the last program
         self.params, self.weights = None, None
-        self.requests = []  # the first one runs, the others wait
+        self.requests = []  # the first request runs, the other requests wait
         self.trial = None  # request that compiles the first program
         self.current = self.key = None  # request that runs, and its program
 
@@ -237,8 +237,8 @@ class Editor:
     async def follow(self, request):
         """Make a request's images; yields now and then until it is done.
 
-        A request that is stopped, or that nobody follows, leaves the queue, or ends after its
-        current step.
+        A stopped request, or one whose page is closed, leaves the queue; a running one ends after
+        its current step.
 
         Raises:
             ValueError: the queue is full, a mask is missing, or an error of the model.

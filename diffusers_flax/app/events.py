@@ -71,8 +71,8 @@ class Events:
         c.gallery.select(self.pick, None, shown, **quick)
         c.use.click(self.use_result, None, [c.image, *tabs], **quick)
         if c.tabs:
-            # In the browser alone, so that a click on the button at once finds it. c.tabs must know
-            # of it: an update to the tab that it knows opens nothing.
+            # The browser handles the click, without the server, so that the next click finds the
+            # right tab. c.tabs needs the value too: gradio ignores an update to its current value.
             for name, one in ((FROM_TEXT, c.from_text), (FROM_IMAGE, c.from_image)):
                 opened = f"{{__type__: 'update', selected: '{name}'}}"
                 one.select(None, None, tabs, js=f"() => ['{name}', {opened}]", **quick)

@@ -117,7 +117,7 @@ def start_server(blocks, config, password):
         favicon_path=PAGE / "icon.png",
         ssr_mode=False,
     )
-    # No tracebacks of pages that are closed while they send or load a file.
+    # A page that is closed while a file is sent or loaded prints no traceback.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     return local
 

@@ -253,7 +253,7 @@ def interconnect_bytes(text, coords=None):
     lines, computations = executed(text)
 
     def links(group):
-        """Numbers of links between the chips of a group, (n, n), on a mesh without wrap-around."""
+        """Hops between each two chips of a group, (n, n), on a mesh without wrap-around links."""
         if coords is None:
             return 1 - np.eye(len(group))
         places = np.array([coords[chip] for chip in group])

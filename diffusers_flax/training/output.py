@@ -103,6 +103,8 @@ def open_run(config):
 def is_left_to_train(config, model_before):
     """Whether a run is not finished; merges the LoRA of a finished run if only that is left.
 
+    Process 0 calls it.
+
     Args:
         config: flags of a program.
         model_before: modified_at of the model before the lock was requested.
@@ -148,7 +150,7 @@ def check_output_dir(config):
 
 
 def check_replaces(config):
-    """Raise a ValueError if output_dir cannot be written, or its content would be lost."""
+    """Raise a ValueError if output_dir cannot be written, or has files that would be lost."""
     output_dir = Path(config.output_dir)
     names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
     # conv_in is written before a LoRA: a run that was killed in between has checkpoints, too.
@@ -175,8 +177,7 @@ def says_finished(config):
     saved, now = read_json(record), json.loads(json.dumps(asdict(config), default=str))
     if any(saved.get(name) != now[name] for name in now.keys() - OF_A_START):
         return False
-    if jax.process_index() == 0:
-        print(f"{folder} has the model of this run, which is finished; nothing is left to do")
+    print(f"{folder} has the model of this run, which is finished; nothing is left to do")
     return True
 
 

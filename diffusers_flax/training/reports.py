@@ -78,7 +78,7 @@ class Reports:
         self.validation = Validation(config, pipeline, batches.dataset.sizes, num_steps)
 
         self.unfetched = deque()  # metrics of steps that may still run on the devices
-        before = checkpoints.saved.get("losses", [])  # of checkpoints before November 2026
+        before = checkpoints.saved.get("losses", [])  # pairs, in older checkpoints
         self.unlogged = [dict(zip(("loss", "grad_norm"), pair)) for pair in before]
         self.unlogged += checkpoints.saved.get("metrics", [])
         self.num_bad_before = checkpoints.saved.get("num_bad", 0)  # before the run resumed
