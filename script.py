@@ -1,27 +1,25 @@
 """Plan a download: assign a dataset's files to workers and write input files for aria2.
 
-Run it on every worker of a slice (`gcloud compute tpus tpu-vm ssh ... --worker=all`) or on one
-machine, then start the download. With the InstructPix2Pix dataset:
+Run it on every worker of a TPU slice, or on one machine. With the InstructPix2Pix dataset:
 
     python script.py --dataset timbrooks/instructpix2pix-clip-filtered    # 262 shards, 131 GB
     bash script.sh
 
-It takes seconds and makes the same plan everywhere: files go from largest to smallest, each to the
-worker with the fewest bytes so far. In sets of archives or images (docs/edit-sets.md), the parts of
-an archive stay together, as do the images of a directory, and indexes go to every worker.
+All workers make the same plan: each file, from the largest on, goes to the worker with the fewest
+bytes so far. In sets of archives or images (docs/edit-sets.md), the parts of an archive and the
+images of a directory stay together, and every worker downloads the indexes.
 
 --output_dir has download-K.txt, the aria2 input file of worker K; worker-HOST, the index of this
-host's worker if it is known, for script.sh; and manifest.json, {"files": [{url, file, size, sha256,
-rows, worker}]}, with null for an unknown value, and for the worker of what all workers download.
-HF_TOKEN (or `hf auth login`) opens private and gated datasets; HF_ENDPOINT replaces the hub.
+host's worker if known, for script.sh; and manifest.json, {"files": [{url, file, size, sha256, rows,
+worker}]}, with null for unknown values, and for the worker of what all workers download. HF_TOKEN
+(or `hf auth login`) opens private and gated datasets; HF_ENDPOINT replaces the hub.
 """
 
-import argparse
 import json
 import os
 import re
 import socket
-import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -29,8 +27,7 @@ from urllib.parse import unquote, urlsplit
 
 import httpx2
 from huggingface_hub import HfApi, hf_hub_url
-from huggingface_hub.errors import RevisionNotFoundError
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import RevisionNotFoundError, filter_repo_objects
 
 SPLITS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval"}
 # An archive, or a part of one: .000, .aa, .split.000, .part-aa, .part0
@@ -43,16 +40,15 @@ INDEX = re.compile(r"(?i).+\.(?:jsonl?(?:\.gz)?|parquet)")
 SHARD = re.compile(r".+\.parquet")
 # Sets with the two images of a pair in two archives: every worker downloads all of them.
 PAIRS_APART = ("a1557811266/inter-edit-train", "apple/pico-banana-400k")
-MAX_UNUSED = 0.05  # of the bytes; more prints a warning
+URL_LINE = re.compile(r"(https?://[^\s@/]+/[!-~]*)(?:\s+([1-9]\d*))?(?:\s+([0-9a-fA-F]{64}))?")
 
 
 def list_repository(dataset, revision):
-    """The files of a repository on the hub by path; hidden and unprintable paths are left out."""
+    """The files of a repository on the hub by path, without hidden ones."""
     tree = HfApi().list_repo_tree(dataset, recursive=True, revision=revision, repo_type="dataset")
     files = []
     for entry in tree:
-        is_hidden = re.search(r"(^|/)\.[^.]", entry.path) or not entry.path.isprintable()
-        if hasattr(entry, "size") and not is_hidden:  # directories have no size
+        if hasattr(entry, "size") and not re.search(r"(^|/)\.", entry.path):  # no directories
             url = hf_hub_url(dataset, entry.path, repo_type="dataset", revision=revision)
             sha256 = entry.lfs and entry.lfs.sha256
             files.append({"url": url, "file": entry.path, "size": entry.size, "sha256": sha256})
@@ -79,8 +75,7 @@ def config_and_split(path):
 def choose_split(shards, config, split):
     """The shards of a configuration and of a split, or of a pattern of splits."""
     places = [config_and_split(file["file"]) for file in shards]
-    configs = {place[0] for place in places}
-    config = config or (configs.pop() if len(configs) == 1 else "default")
+    config = config or (places[0][0] if len(dict(places)) == 1 else "default")
     fits = [place[0] == config and fnmatchcase(place[1], split) for place in places]
     if not any(fits):
         names = sorted({"/".join(place) for place in places})
@@ -89,15 +84,11 @@ def choose_split(shards, config, split):
 
 
 def list_dataset(flags):
-    """(files of a dataset on the hub, whether they are a set of archives or images).
-
-    A set has no parquet files with a quarter of its bytes, which would contain the images. Shards
-    are of the hub's conversion if it is complete, without a directory partial-SPLIT or partial.
-    """
+    """(files of a dataset on the hub, whether they are a set of archives or images)."""
     files = list_repository(flags.dataset, flags.revision or "main")
-    archives, images, indexes = (matching(files, x) for x in (ARCHIVE, IMAGE, INDEX))
-    shards = matching(files, SHARD)
+    archives, images, indexes, shards = (matching(files, x) for x in (ARCHIVE, IMAGE, INDEX, SHARD))
     parts = archives + images * (len(images) >= 20 and bool(indexes))  # fewer: figures of the card
+    # Parquet files with more than a quarter of the bytes contain the images.
     num_bytes = sum(file["size"] for file in parts) - 4 * sum(file["size"] for file in shards)
     if (parts and num_bytes >= 0) or flags.dataset.lower() in PAIRS_APART:
         if flags.config or flags.split != "train":
@@ -107,32 +98,21 @@ def list_dataset(flags):
         with suppress(RevisionNotFoundError):
             converted = matching(list_repository(flags.dataset, "refs/convert/parquet"), SHARD)
             if converted and not any("/partial" in file["file"] for file in converted):
-                shards = converted
+                shards = converted  # the hub's complete conversion to parquet
     return choose_split(shards, flags.config, flags.split), False
 
 
 def list_urls(list_file):
     """(files of a list, whether they are a set of archives or images)."""
-    line_format = re.compile(
-        r"(https?://[^\s@/]+/[!-~]*)(?:\s+([1-9]\d*))?(?:\s+([0-9a-fA-F]{64}))?"
-    )
-    if not list_file.is_file():
-        raise ValueError(f"--urls {list_file} is not a file")
     files = {}
     for number, line in enumerate(list_file.read_text(encoding="utf-8-sig").split("\n"), start=1):
-        if found := line_format.fullmatch(line.strip()):
+        if found := URL_LINE.fullmatch(line.strip()):
             url, size, sha256 = found[1], found[2] and int(found[2]), found[3] and found[3].lower()
             path = re.sub("/.+/resolve/(refs/.+/parquet|[^/]+)/", "", unquote(urlsplit(url).path))
             files[url] = {"url": url, "file": path, "size": size, "sha256": sha256}
         elif line.strip() and not line.lstrip().startswith("#"):
             raise ValueError(f"--urls {list_file}: line {number} is not URL [SIZE [SHA256]]")
-    files = list(files.values())
-    if not matching(files, ARCHIVE):
-        return files, False
-    shared = os.path.commonpath([os.path.dirname(f"/{file['file']}") for file in files])
-    for file in files:  # directories below the common one are kept
-        file["file"] = os.path.relpath(f"/{file['file']}", shared)
-    return files, True
+    return list(files.values()), bool(matching(files.values(), ARCHIVE))
 
 
 def unit_of(path):
@@ -151,37 +131,31 @@ def name_shards(files):
 
 
 def assign_workers(units, num_workers):
-    """Give each list of files, from the largest on, to the worker with the fewest bytes so far.
-
-    No worker gets more than the mean plus one list. Returns the bytes of each worker.
-    Source: Graham 1969, Bounds on multiprocessing timing anomalies (longest processing time).
-    """
-    sizes = [[file["size"] for file in unit] for unit in units]
-    known = [sum(unit) for unit in sizes if None not in unit]
-    mean = sum(known) // len(known) if known else 1  # for unknown sizes
-    sizes = [mean if None in unit else sum(unit) for unit in sizes]
+    """Give each list of files, from the largest on, to the worker with the fewest bytes so far."""
+    # Source: Graham 1969, longest processing time. If a size is unknown, all files count as equal.
+    has_sizes = all(file["size"] for unit in units for file in unit)
+    sizes = [sum(file["size"] if has_sizes else 1 for file in unit) for unit in units]
     loads = [0] * num_workers
-    for i in sorted(range(len(units)), key=lambda i: -sizes[i]):  # a stable sort
+    for size, unit in sorted(zip(sizes, units), key=lambda pair: -pair[0]):  # a stable sort
         worker = loads.index(min(loads))
-        loads[worker] += sizes[i]
-        for file in units[i]:
+        loads[worker] += size
+        for file in unit:
             file["worker"] = worker
-    return loads
 
 
 def vm_attribute(name):
     """An attribute of a TPU VM from Google's metadata server, or ""."""
     host = os.environ.get("GCE_METADATA_HOST", "metadata.google.internal")
     url = f"http://{host}/computeMetadata/v1/instance/attributes/{name}"
-    options = {"headers": {"Metadata-Flavor": "Google"}, "timeout": 2, "trust_env": False}
+    header = {"Metadata-Flavor": "Google"}
     with suppress(httpx2.HTTPError):
-        return httpx2.get(url, **options).raise_for_status().text
+        return httpx2.get(url, headers=header, timeout=2, trust_env=False).raise_for_status().text
     return ""
 
 
 def find_worker():
-    """(index, number of workers) of this process; (0, 1) outside of TPU slices and jobs."""
-    env = os.environ  # of GKE, srun and mpirun
+    """(index, number of workers) of this process; (0, 1) outside of TPU slices."""
+    env = os.environ  # GKE has all of it there
     index = env.get("TPU_WORKER_ID") or vm_attribute("agent-worker-number")
     hosts = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES")
     if index and (hosts := hosts or vm_attribute("worker-network-endpoints")):
@@ -189,9 +163,7 @@ def find_worker():
         count, slice_id = hosts.count(",") + 1, int(slices.get("MEGASCALE_SLICE_ID") or 0)
         num_slices = int(slices.get("MEGASCALE_NUM_SLICES") or 1)
         return slice_id * count + int(index), num_slices * count
-    if "SLURM_STEP_NUM_TASKS" in env:
-        return int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"])
-    return int(env.get("OMPI_COMM_WORLD_RANK", 0)), int(env.get("OMPI_COMM_WORLD_SIZE", 1))
+    return 0, 1
 
 
 def write_plan(folder, files, worker, num_workers, is_set):
@@ -204,53 +176,45 @@ def write_plan(folder, files, worker, num_workers, is_set):
         for k in range(num_workers) if file["worker"] is None else [file["worker"]]:
             lines[f"download-{k}.txt"] += entry
     lines["manifest.json"] = [json.dumps({"files": files}, indent=1)]
-    index_file = f"worker-{socket.gethostname()}"
-    if worker is not None:
-        lines[index_file] = [worker]
+    host = socket.gethostname()
+    lines |= {} if worker is None else {f"worker-{host}": [worker]}
     folder.mkdir(parents=True, exist_ok=True)
-    for path in [*folder.glob("download-[0-9]*.txt"), folder / index_file]:
+    for path in [*folder.glob("download-[0-9]*.txt"), folder / f"worker-{host}"]:
         if path.name not in lines:
             path.unlink(missing_ok=True)  # of an earlier plan
     for name in lines:  # complete files, as hosts may share the folder
-        unfinished = folder / f".unfinished-{socket.gethostname()}-{os.getpid()}"
-        text = "".join(f"{line}\n" for line in lines[name] or ["# more workers than files"])
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished = folder / f".unfinished-{host}-{os.getpid()}"
+        unfinished.write_text("".join(f"{line}\n" for line in lines[name]), encoding="utf-8")
         unfinished.replace(folder / name)
 
 
 def run(flags):
     """Write the plan and print the next commands."""
-    worker, num_workers = (flags.worker, flags.num_workers) if flags.num_workers else find_worker()
-    if flags.worker is not None and flags.num_workers is None:
-        raise ValueError(f"--worker {flags.worker} needs --num_workers")
-    least = min(1 if x is None else x for x in (flags.num_workers, flags.max_shards))
-    if least < 1 or not 0 <= (flags.worker or worker or 0) < num_workers:
-        raise ValueError("--worker must be below --num_workers; it and --max_shards at least 1")
+    worker, num_workers = flags.worker, flags.num_workers
+    if worker is None and num_workers is None:
+        worker, num_workers = find_worker()
+    if not 0 <= (worker or 0) < (num_workers or 0) or flags.max_shards < 1:
+        raise ValueError("--worker needs --num_workers above it; --max_shards must be at least 1")
     files, is_set = list_urls(flags.urls) if flags.urls else list_dataset(flags)
-    if flags.include:  # names of archives, paths of other files; and all indexes
-        indexes = [file for file in files if is_set and not unit_of(file["file"])]
-        options = {"allow_patterns": flags.include, "key": lambda x: ARCHIVE.sub(r"\1", x["file"])}
-        files = [x for x in filter_repo_objects(files, **options) if x not in indexes] + indexes
+    if flags.include:  # patterns fit archives without the ends of their parts
+        patterns = flags.include + ["*.json*", "*.parquet"] * is_set  # all indexes
+        options = {"allow_patterns": patterns, "key": lambda x: ARCHIVE.sub(r"\1", x["file"])}
+        files = list(filter_repo_objects(files, **options))
     if not files:
         raise ValueError(f"--include {flags.include} or --urls {flags.urls} chooses no files")
     if not is_set:
         name_shards(files)
     units = {}
     for file in files:
-        file |= {"rows": None, "worker": None}
+        file |= {"file": file["file"].lstrip("/"), "rows": None, "worker": None}
         units.setdefault(unit_of(file["file"]) if is_set else file["file"], []).append(file)
     common = units.pop("", [])
     units = list(units.values())[: flags.max_shards]
     is_apart = num_workers > 1 and str(flags.dataset).lower() in PAIRS_APART
-    loads = assign_workers([] if is_apart else units, num_workers)
+    assign_workers([] if is_apart else units, num_workers)
     files = [file for unit in units for file in unit] + common
     write_plan(flags.output_dir, files, worker, num_workers, is_set)
-
     print(f"{len(files)} files, the first is {files[0]['url']}; {num_workers} workers")
-    used = num_workers * min(loads)  # as every worker trains on as many rows as the smallest
-    if used < (1 - MAX_UNUSED) * sum(loads):
-        share = f"warning: {1 - used / sum(loads):.0%} of the rows are unused in every epoch"
-        print(f"{share}; see --num_workers 1", file=sys.stderr)
     k = 0 if num_workers == 1 else "K" if worker is None else worker
     print(f"next, on worker {k}: bash script.sh {flags.output_dir}/download-{k}.txt")
     if is_set:
@@ -260,8 +224,7 @@ def run(flags):
 
 def main(args=None):
     """Command line."""
-    style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.error = lambda message: parser.exit(2, f"error: {message}; --help lists the flags\n")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--dataset", help="hub id, OWNER/NAME")
@@ -272,8 +235,8 @@ def main(args=None):
     add("--split", default="train", help="split, or a pattern such as FreeForm_*")
     add("--revision", help="branch, tag or commit; default: the conversion, else main")
     add("--worker", type=int, help="index of this worker, from 0; needs --num_workers")
-    add("--num_workers", type=int, help="default: as many as the TPU slice or the job has")
-    add("--max_shards", type=int, help="use only the first N shards or archives")
+    add("--num_workers", type=int, help="default: as many as the TPU slice has, else 1")
+    add("--max_shards", type=int, default=10**9, help="use only the first N shards or archives")
     add("--include", nargs="+", help="use only files with paths that fit a pattern")
     try:
         run(parser.parse_args(args))

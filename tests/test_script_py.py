@@ -86,7 +86,7 @@ def start_script(hub, *flags, cwd, **env):
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("HF_", "TPU_", "MEGASCALE_", "SLURM_", "OMPI_"))
+        if not name.startswith(("HF_", "TPU_", "MEGASCALE_"))
         and not name.lower().endswith("_proxy")
     }
     environment |= {
@@ -138,11 +138,11 @@ def test_near_equal_shards(hub, num_workers):
 
 
 def assigned(units, num_workers):
-    """The worker of each unit, a list of sizes, and the bytes of each worker."""
+    """The worker of each unit, a list of sizes."""
     units = [[{"size": size} for size in unit] for unit in units]
-    loads = script.assign_workers(units, num_workers)
+    script.assign_workers(units, num_workers)
     assert all(len({file["worker"] for file in unit}) == 1 for unit in units), "a unit is split"
-    return [unit[0]["worker"] for unit in units], loads
+    return [unit[0]["worker"] for unit in units]
 
 
 @settings(deadline=None, max_examples=100)
@@ -151,16 +151,10 @@ def assigned(units, num_workers):
     st.integers(1, 70),
 )
 def test_random_sizes(units, num_workers):
-    workers, loads = assigned(units, num_workers)
+    workers = assigned(units, num_workers)
     assert set(workers) <= set(range(num_workers))
-    known = [sum(unit) for unit in units if None not in unit]
-    mean = sum(known) // len(known) if known else 1
-    weights = [mean if None in unit else sum(unit) for unit in units]
-    assert loads == [
-        sum(weight for weight, worker in zip(weights, workers) if worker == k)
-        for k in range(num_workers)
-    ]
-    assert max(loads) <= sum(weights) / num_workers + max(weights, default=0)
+    is_unknown = any(None in unit for unit in units)
+    weights = [len(unit) if is_unknown else sum(unit) for unit in units]
     # Larger units come first; each goes to the first of the least loaded workers.
     loads = [0] * num_workers
     for weight, _, worker in sorted(
@@ -168,12 +162,13 @@ def test_random_sizes(units, num_workers):
     ):
         assert worker == loads.index(min(loads))
         loads[worker] -= weight
+    assert max(loads) <= sum(weights) / num_workers + max(weights, default=0)
 
 
 def test_sizes_by_hand():
     """Largest first to the least loaded worker; ties keep their order."""
-    assert assigned([[5], [9], [5], [5], [1]], 2) == ([1, 0, 1, 0, 1], [14, 11])
-    assert assigned([[4], [None], [2]], 2)[0] == [0, 1, 1]  # the unknown size counts as 3
+    assert assigned([[5], [9], [5], [5], [1]], 2) == [1, 0, 1, 0, 1]
+    assert assigned([[4], [None], [2, 3]], 2) == [1, 1, 0]  # a size is unknown: files count
 
 
 # --- Shards on the hub ---------------------------------------------------------------------------
@@ -448,7 +443,7 @@ def test_a_pair_may_need_any_two_archives(hub, tmp_path, capsys):
 
 
 def test_a_list_may_name_archives(tmp_path, hub):
-    """Directories below the common one are kept."""
+    """Paths on the server, or in the repository, are kept."""
     file = tmp_path / "urls.txt"
 
     def planned(*urls):
@@ -459,19 +454,19 @@ def test_a_list_may_name_archives(tmp_path, hub):
 
     base = "https://host/sets/v1"
     urls = (f"{base}/a/0.tar.000 5", f"{base}/a/0.tar.001", f"{base}/m%20n.jsonl?x=1")
-    assert planned(*urls) == {"a/0.tar.000": 0, "a/0.tar.001": 0, "m n.jsonl": None}
-    assert planned(f"{base}/a/0.tar").keys() == {"0.tar"}
+    assert planned(*urls) == {
+        "sets/v1/a/0.tar.000": 0,
+        "sets/v1/a/0.tar.001": 0,
+        "sets/v1/m n.jsonl": None,
+    }
     hub_url = "https://hf.co/datasets/a/b/resolve/main/x/0.tar"
-    assert planned(hub_url, "https://h/x/1.tar").keys() == {"0.tar", "1.tar"}
+    assert planned(hub_url, "https://h/x/1.tar").keys() == {"x/0.tar", "x/1.tar"}
 
 
-def test_hostile_names_get_no_plan_or_one_that_script_sh_refuses(hub, tmp_path):
-    hub.add("a/b", {"good.tar": b"x", "a\n  out=b/x.tar": b"x", ".unfinished/a.tar": b"x"})
+def test_hostile_names_are_left_out(hub):
+    names = ("good.tar", "a\n  out=b/x.tar", ".unfinished/a.tar", "a/../../outside.tar")
+    hub.add("a/b", dict.fromkeys(names, b"x"))
     assert [*plan("--dataset=a/b", "--num_workers=1")] == ["good.tar"]
-    hub.add("a/b", {"a/../../outside.tar": b"x"})
-    plan("--dataset=a/b", "--num_workers=1")
-    done = subprocess.run(["bash", ROOT / "script.sh"], capture_output=True, text=True)
-    assert done.returncode == 2 and "is not in script.py's format" in done.stderr
 
 
 def test_archives_have_no_splits(hub, tmp_path, capsys):
@@ -566,13 +561,12 @@ def test_urls(hub, tmp_path):
     list_file.write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
     files = plan("--urls", list_file, "--num_workers=2").values()
     assert parse_aria2_input("plan/download-0.txt") == [
-        (123, "https://h/b.parquet?x=%20y#z", "b.parquet", None)
-    ]
-    assert parse_aria2_input("plan/download-1.txt") == [
         (None, "http://h/a.parquet", "a.parquet", None),
         (5, "https://h/c.parquet", "c.parquet", sha256),
     ]
-    assert [file["worker"] for file in files] == [1, 0, 1]
+    assert parse_aria2_input("plan/download-1.txt") == [
+        (123, "https://h/b.parquet?x=%20y#z", "b.parquet", None)
+    ]
     assert [file["size"] for file in files] == [None, 123, 5]
     assert hub.requests == []
 
@@ -647,20 +641,6 @@ def test_worker_by_metadata_server(shards, capsys):
     assert own_part(capsys) == (13, 16)
 
 
-@pytest.mark.parametrize(
-    ("count", "index"),
-    [
-        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ],
-)
-def test_worker_by_launcher(shards, capsys, monkeypatch, count, index):
-    monkeypatch.setenv(count, "2")
-    for k in range(2):
-        monkeypatch.setenv(index, str(k))
-        assert own_part(capsys) == (k, 2)
-
-
 def test_num_workers_alone_notes_no_worker(shards, capsys):
     """No worker index of an earlier plan remains."""
     plan("--dataset=a/b", "--num_workers=4", "--worker=3")
@@ -668,19 +648,6 @@ def test_num_workers_alone_notes_no_worker(shards, capsys):
     plan("--dataset=a/b", "--num_workers=4")
     assert not Path("plan", WORKER_FILE).exists()
     assert "next, on worker K: bash script.sh plan/download-K.txt\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("num_shards", "num_workers", "percent"),
-    [(3, 5, 100), (3, 2, 33), (20, 3, 10), (19, 18, 5), (21, 20, None), (40, 3, None)],
-)
-def test_unequal_parts_are_told(shards, capsys, num_shards, num_workers, percent):
-    plan("--dataset=a/b", f"--num_workers={num_workers}", f"--max_shards={num_shards}")
-    counts = [len(parse_aria2_input(f"plan/download-{k}.txt")) for k in range(num_workers)]
-    assert sum(counts) == num_shards
-    error = capsys.readouterr().err
-    assert error.count("\n") == (percent is not None)
-    assert percent is None or (f" {percent}% of the rows" in error and "--num_workers 1" in error)
 
 
 # --- Written files -------------------------------------------------------------------------------
@@ -721,10 +688,13 @@ def test_files_appear_complete(shards, monkeypatch):
         (["--dataset=a/b", "--num_workers=-1"], "--num_workers"),
         (
             ["--dataset=a/b", "--worker=3", "--num_workers=3"],
-            "--worker must be below --num_workers",
+            "--worker needs --num_workers above it",
         ),
-        (["--dataset=a/b", "--worker=-1", "--num_workers=2"], "--worker must be below"),
-        (["--dataset=a/b", "--max_shards=0"], "--max_shards at least 1"),
+        (
+            ["--dataset=a/b", "--worker=-1", "--num_workers=2"],
+            "--worker needs --num_workers above it",
+        ),
+        (["--dataset=a/b", "--max_shards=0"], "--max_shards must be at least 1"),
         (["--dataset=a/b", "--worker=x"], "argument --worker: invalid int value: 'x'"),
         (["--dataset=a/b", "--nothing=x"], "unrecognized arguments: --nothing=x"),
         (["--dataset", "https://huggingface.co/datasets/a/b"], "Repo id must be in the form"),
