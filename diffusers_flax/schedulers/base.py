@@ -19,6 +19,7 @@ its state. Names and call signatures are the removed Flax schedulers', numbers P
 
 import inspect
 from enum import Enum
+from numbers import Real
 from pathlib import Path
 
 import jax
@@ -30,14 +31,32 @@ from diffusers_flax.loading.configs import ConfigMixin, FrozenConfig
 from diffusers_flax.loading.hub import take_hub_options
 from diffusers_flax.outputs import ModelOutput
 from diffusers_flax.schedulers.noise_schedule import (
-    add_noise_common,
-    get_velocity_common,
+    get_sqrt_alpha_prod,
+    mix,
     noise_schedule,
     to_device,
 )
-from diffusers_flax.schedulers.options import CHOICES, DEFAULTS, FIRST_ARGUMENTS, checked_option
 
 CONFIG_NAME = "scheduler_config.json"
+
+# Options of every scheduler, and the supported values of some, the default first.
+DEFAULTS = {
+    "num_train_timesteps": 1000,
+    "beta_start": 0.0001,
+    "beta_end": 0.02,
+    "beta_schedule": "linear",
+    "trained_betas": None,
+    "prediction_type": "epsilon",
+    "timestep_spacing": "leading",
+    "steps_offset": 0,
+}
+CHOICES = {
+    "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
+    "prediction_type": ("epsilon", "v_prediction", "sample"),
+    "timestep_spacing": ("leading", "linspace", "trailing"),
+}
+# The first arguments of all constructors; a class's own arguments follow.
+FIRST_ARGUMENTS = tuple(DEFAULTS)[:5]
 
 
 class FlaxKarrasDiffusionSchedulers(Enum):
@@ -69,6 +88,22 @@ class SchedulerState:
         return cls(*args, **kwargs)
 
 
+def checked_option(name, value, default):
+    """An option's value; a ValueError if it has another type than its default.
+
+    Options without a default are numbers; 1.0 passes as an integer.
+    """
+    if name == "trained_betas":
+        return tuple(map(float, np.asarray(value, float)))
+    kind = float if default is None else type(default)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    is_bool = isinstance(value, bool)
+    if is_bool != (kind is bool) or not isinstance(value, Real if kind is float else kind):
+        raise ValueError(f"{name}={value!r} has the wrong type, it must be {kind.__name__}")
+    return value
+
+
 def timestep_grid(config, num_steps, last=None):
     """Timesteps of a run, as timestep_spacing says.
 
@@ -80,15 +115,25 @@ def timestep_grid(config, num_steps, last=None):
     Returns:
         Decreasing timesteps, float64 (num_steps,); whole numbers unless the spacing is linspace.
 
+    Raises:
+        ValueError: steps_offset moves a timestep beyond training's.
+
     Source: arXiv 2305.08891, table 2.
     """
     last = last or config.num_train_timesteps
     if config.timestep_spacing == "linspace":
         return np.linspace(0, last - 1, num_steps)[::-1]
-    if config.timestep_spacing == "leading":
-        return (np.arange(num_steps) * (last // num_steps) + config.steps_offset)[::-1] * 1.0
-    # The slice drops the extra entry that rounding adds for some counts (61, 103, ...).
-    return np.round(np.arange(last, 0, -config.num_train_timesteps / num_steps)[:num_steps]) - 1
+    if config.timestep_spacing == "trailing":
+        # The slice drops the extra entry that rounding adds for some counts (61, 103, ...).
+        grid = np.arange(last, 0, -config.num_train_timesteps / num_steps)[:num_steps]
+        return np.round(grid) - 1
+    grid = (np.arange(num_steps) * (last // num_steps) + config.steps_offset)[::-1] * 1.0
+    if grid[0] >= config.num_train_timesteps or grid[-1] < 0:
+        raise ValueError(
+            f"num_inference_steps={num_steps} with steps_offset={config.steps_offset} visits "
+            f"timesteps {grid[-1]:g} to {grid[0]:g}, outside 0 to {config.num_train_timesteps - 1}"
+        )
+    return grid
 
 
 def append(arrays, newest):
@@ -112,7 +157,6 @@ class FlaxSchedulerMixin(ConfigMixin):
     arguments = ()
     choices = CHOICES
     takes_denoising_range = True  # whether a run may begin or end at a fraction of the denoising
-    synonyms = {}  # noqa: RUF012 - (option, another class's value): this class's value
 
     config_name = CONFIG_NAME
     ignore_for_config = ("dtype",)
@@ -131,27 +175,18 @@ class FlaxSchedulerMixin(ConfigMixin):
         )
 
     def __init__(self, *args, **options):
-        names = tuple(self.__signature__.parameters)
-        if len(args) > len(names):
-            raise TypeError(f"{type(self).__name__} takes {len(names)} arguments at most")
-        if twice := options.keys() & set(names[: len(args)]):
-            raise TypeError(f"{type(self).__name__} is given {', '.join(sorted(twice))} twice")
         # Keys that begin with an underscore describe a config, not the scheduler.
         options = {k: v for k, v in options.items() if not k.startswith("_")}
-        options |= dict(zip(names, args))
+        parameters = self.__signature__.parameters
+        named = {name: value for name, value in options.items() if name in parameters}
+        options |= self.__signature__.bind(*args, **named).arguments
         self.dtype = options.pop("dtype", None) or jnp.float32  # without effect: steps are float32
-
-        unknown = sorted(options.keys() - self.defaults.keys() - self.choices.keys())
-        if unknown:
+        if unknown := sorted(options.keys() - self.defaults.keys() - self.choices.keys()):
             raise ValueError(
                 f"{type(self).__name__} has no option {', '.join(unknown)}; "
                 f"it has {', '.join(sorted(self.defaults))}"
             )
-        given = {
-            name: self.synonyms.get((name, value), value) if isinstance(value, str) else value
-            for name, value in options.items()
-            if value is not None
-        }
+        given = {name: value for name, value in options.items() if value is not None}
         for name, supported in self.choices.items():
             if given.get(name, supported[0]) not in supported:
                 raise ValueError(
@@ -167,9 +202,6 @@ class FlaxSchedulerMixin(ConfigMixin):
                 f"trained_betas has {len(betas)} values but num_train_timesteps={num_steps}; "
                 "give one beta per training timestep"
             )
-        lowest, highest = values.get("sigma_min"), values.get("sigma_max")
-        if None not in (lowest, highest) and lowest >= highest:
-            raise ValueError(f"sigma_min={lowest} must be below sigma_max={highest}")
         # As in diffusers, another class's config takes over these options' values, not defaults.
         values["_use_default_values"] = tuple(sorted(self.defaults.keys() - given.keys()))
         self._config = FrozenConfig(values)
@@ -223,8 +255,6 @@ class FlaxSchedulerMixin(ConfigMixin):
         Raises:
             ValueError: an option has a value that is not supported, or an override is unknown.
         """
-        if config is None:
-            raise ValueError("config=None; give a mapping, such as another scheduler's config")
         if isinstance(config, str | Path):
             config = cls._read_config(config)
         known = {*cls.defaults, *cls.choices, "dtype"}
@@ -264,13 +294,11 @@ class FlaxSchedulerMixin(ConfigMixin):
             ValueError: there is no such file, or as in from_config.
         """
         hub = take_hub_options(kwargs)
-        config = cls._read_config(pretrained_model_name_or_path, subfolder, revision, **hub)
         source = pretrained_model_name_or_path
-        if return_unused_kwargs:
-            scheduler, unused = cls.from_file_content(config, source, True, **kwargs)
-            return scheduler, scheduler.create_state(), unused
-        scheduler = cls.from_file_content(config, source, **kwargs)
-        return scheduler, scheduler.create_state()
+        config = cls._read_config(source, subfolder, revision, **hub)
+        result = cls.from_file_content(config, source, return_unused_kwargs, **kwargs)
+        scheduler, *unused = result if return_unused_kwargs else (result,)
+        return scheduler, scheduler.create_state(), *unused
 
     @classmethod
     def from_file_content(cls, config, source, return_unused_kwargs=False, **overrides):
@@ -311,13 +339,12 @@ class FlaxSchedulerMixin(ConfigMixin):
         Raises:
             ValueError: num_inference_steps or a timestep is out of range, or timesteps do not fit.
         """
-        is_integer = isinstance(num_inference_steps, int | np.integer)
-        if not is_integer or not 1 <= num_inference_steps <= len(self):
+        if num_inference_steps not in range(1, len(self) + 1):
             raise ValueError(
                 f"num_inference_steps={num_inference_steps} must be a whole number from 1 to "
                 f"{len(self)}"
             )
-        if not isinstance(first_step, int) or not 0 <= first_step < num_inference_steps:
+        if first_step not in range(num_inference_steps):
             raise ValueError(
                 f"first_step={first_step} must be a whole number from 0 to "
                 f"{num_inference_steps - 1}, the last step"
@@ -325,39 +352,25 @@ class FlaxSchedulerMixin(ConfigMixin):
         if timesteps is not None:
             timesteps = self._checked_timesteps(timesteps, num_inference_steps)
         plan = self._plan(int(num_inference_steps), first_step, timesteps)
-        self._check_visited(num_inference_steps, plan["timesteps"])
         return state.replace(
             num_inference_steps=int(num_inference_steps),
             **jax.tree.map(to_device, plan),
             **self._empty_history(tuple(shape)),
         )
 
-    def _check_visited(self, num_inference_steps, timesteps):
-        """Raise a ValueError for timesteps that training did not have."""
-        first, final = timesteps.max(), timesteps.min()
-        if first >= len(self) or final < 0:
-            raise ValueError(
-                f"num_inference_steps={num_inference_steps} with steps_offset="
-                f"{self.config.steps_offset} visits timesteps {final:g} to {first:g}, outside 0 to "
-                f"{len(self) - 1}; take fewer steps or steps_offset=0"
-            )
-
     def _checked_timesteps(self, timesteps, num_inference_steps):
         """The caller's timesteps as an array, int (num_inference_steps,)."""
-        name = type(self).__name__
         if not self.takes_timesteps:
             raise ValueError(
-                f"timesteps={timesteps} cannot be chosen with {name}; take another scheduler, "
-                "ddpm, euler, dpmsolver++, lcm or tcd, or leave them out"
+                f"timesteps={timesteps} cannot be chosen with {type(self).__name__}; take another "
+                "scheduler, ddpm, euler, dpmsolver++, lcm or tcd, or leave them out"
             )
         values = np.asarray(timesteps)
-        if values.shape != (num_inference_steps,) or values.dtype.kind != "i":
+        decrease = (np.diff(values, prepend=len(self), append=-1) < 0).all()
+        if values.shape != (num_inference_steps,) or values.dtype.kind != "i" or not decrease:
             raise ValueError(
-                f"timesteps={timesteps} must be num_inference_steps={num_inference_steps} integers"
-            )
-        if (np.diff(values) >= 0).any() or values[0] >= len(self) or values[-1] < 0:
-            raise ValueError(
-                f"timesteps={timesteps} must decrease and be from {len(self) - 1} to 0"
+                f"timesteps={timesteps} must be num_inference_steps={num_inference_steps} integers "
+                f"that decrease and are from {len(self) - 1} to 0"
             )
         return values
 
@@ -414,14 +427,20 @@ class FlaxSchedulerMixin(ConfigMixin):
 
         Source: DDPM (arXiv 2006.11239) equation 4.
         """
-        return add_noise_common(state.common, original_samples, noise, timesteps)
+        alpha_t, sigma_t = self._scales(state, original_samples, timesteps)
+        return mix(alpha_t, original_samples, sigma_t, noise).astype(original_samples.dtype)
 
     def get_velocity(self, state, sample, noise, timesteps):
         """The target of a v-prediction model, alpha_t eps - sigma_t x0; arguments as in add_noise.
 
         Source: progressive distillation (arXiv 2202.00512) appendix D.
         """
-        return get_velocity_common(state.common, sample, noise, timesteps)
+        alpha_t, sigma_t = self._scales(state, sample, timesteps)
+        return mix(alpha_t, noise, -sigma_t, sample).astype(sample.dtype)
+
+    def _scales(self, state, sample, timesteps):
+        """alpha_t and sigma_t at timesteps, shaped to multiply the sample."""
+        return get_sqrt_alpha_prod(state.common, sample, None, timesteps)
 
     def _check_run(self, state, sample, history=None):
         """Raise a ValueError if set_timesteps was not called, or not with the sample's shape."""

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from diffusers_flax.schedulers.base import FlaxSchedulerOutput, SchedulerState
+from diffusers_flax.schedulers.base import CHOICES, DEFAULTS, FlaxSchedulerOutput, SchedulerState
 from diffusers_flax.schedulers.ddpm import AlphaScheduler, alpha_bar_at, as_index
 from diffusers_flax.schedulers.noise_schedule import CommonSchedulerState
-from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
 
 @struct.dataclass

@@ -6,6 +6,8 @@ import numpy as np
 from flax import struct
 
 from diffusers_flax.schedulers.base import (
+    CHOICES,
+    DEFAULTS,
     FlaxSchedulerMixin,
     FlaxSchedulerOutput,
     SchedulerState,
@@ -16,7 +18,6 @@ from diffusers_flax.schedulers.noise_schedule import (
     predict_x0_and_eps,
     to_device,
 )
-from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
 LEARNED_VARIANCES = ("learned", "learned_range")
 

@@ -6,6 +6,8 @@ import numpy as np
 from flax import struct
 
 from diffusers_flax.schedulers.base import (
+    CHOICES,
+    DEFAULTS,
     FlaxSchedulerOutput,
     SchedulerState,
     append,
@@ -13,14 +15,12 @@ from diffusers_flax.schedulers.base import (
 )
 from diffusers_flax.schedulers.euler import (
     EDM_DEFAULTS,
-    TIMESTEPS_WITH_KARRAS,
     EDMScheduler,
     SigmaScheduler,
     vp_scales,
     weighted_sum,
 )
 from diffusers_flax.schedulers.noise_schedule import CommonSchedulerState, to_device
-from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
 # The solver's options and supported values, also for EDM models.
 SOLVER_DEFAULTS = {
@@ -103,11 +103,6 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         "use_flow_sigmas": (False,),
         "use_lu_lambdas": (False,),
     }
-    # Values of UniPC and DEIS, which diffusers' class accepts.
-    synonyms = {  # noqa: RUF012 - see FlaxSchedulerMixin
-        **{("solver_type", name): "midpoint" for name in ("bh1", "bh2", "logrho")},
-        ("algorithm_type", "deis"): "dpmsolver++",
-    }
     takes_timesteps = True
 
     def create_state(self, common=None):
@@ -128,8 +123,6 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
     def _plan(self, num_inference_steps, first_step, timesteps):
         training_sigmas = self._training_sigmas()
         if self.config.use_karras_sigmas:
-            if timesteps is not None:
-                raise ValueError(TIMESTEPS_WITH_KARRAS)
             highest, lowest = training_sigmas[-1], training_sigmas[0]
             sigmas, timesteps = self._karras(highest, lowest, num_inference_steps)
             if self.config.beta_schedule != "squaredcos_cap_v2":  # as in diffusers

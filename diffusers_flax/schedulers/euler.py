@@ -11,6 +11,8 @@ import numpy as np
 from flax import struct
 
 from diffusers_flax.schedulers.base import (
+    CHOICES,
+    DEFAULTS,
     FlaxSchedulerMixin,
     FlaxSchedulerOutput,
     SchedulerState,
@@ -23,11 +25,9 @@ from diffusers_flax.schedulers.noise_schedule import (
     predict_x0_and_eps,
     to_device,
 )
-from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
 # Replaces the last alpha_bar of a zero-SNR schedule: with 0, sigma would be infinite.
 SMALLEST_ALPHA_BAR = 2.0**-24
-TIMESTEPS_WITH_KARRAS = "timesteps cannot be chosen with use_karras_sigmas=True; leave one out"
 
 
 def karras_sigmas(sigma_max, sigma_min, num_steps, rho=7.0):
@@ -82,6 +82,13 @@ class SigmaScheduler(FlaxSchedulerMixin):
         training_log_sigmas = np.log(self._training_sigmas())
         return sigmas, np.interp(np.log(sigmas), training_log_sigmas, np.arange(len(self)))
 
+    def _checked_timesteps(self, timesteps, num_inference_steps):
+        if self._option("use_karras_sigmas"):
+            raise ValueError(
+                "timesteps cannot be chosen with use_karras_sigmas=True; leave one out"
+            )
+        return super()._checked_timesteps(timesteps, num_inference_steps)
+
     def _with_final_sigma(self, sigmas):
         is_noisy = self._option("final_sigmas_type") == "sigma_min"
         sigmas = np.append(sigmas, self._training_sigmas()[0] if is_noisy else 0)
@@ -101,17 +108,7 @@ class SigmaScheduler(FlaxSchedulerMixin):
         """(x0, eps) where x_t = alpha_t (x0 + sigma eps)."""
         return predict_x0_and_eps(self.config.prediction_type, *vp_scales(sigma), x_t, model_output)
 
-    def add_noise(self, state, original_samples, noise, timesteps):
-        """Add the noise of timesteps to clean samples; see FlaxSchedulerMixin.add_noise."""
-        alpha_t, sigma_t = self._alpha_sigma(state, original_samples, timesteps)
-        return mix(alpha_t, original_samples, sigma_t, noise).astype(original_samples.dtype)
-
-    def get_velocity(self, state, sample, noise, timesteps):
-        """The target of a v-prediction model; see FlaxSchedulerMixin.get_velocity."""
-        alpha_t, sigma_t = self._alpha_sigma(state, sample, timesteps)
-        return mix(alpha_t, noise, -sigma_t, sample).astype(sample.dtype)
-
-    def _alpha_sigma(self, state, sample, timesteps):
+    def _scales(self, state, sample, timesteps):
         sigma = self._sigma_at(state, timesteps)
         return vp_scales(sigma.reshape(sigma.shape + (1,) * (sample.ndim - sigma.ndim)))
 
@@ -192,8 +189,6 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
     def _plan(self, num_inference_steps, first_step, timesteps):
         if timesteps is None:
             timesteps = timestep_grid(self.config, num_inference_steps)
-        elif self._option("use_karras_sigmas"):
-            raise ValueError(TIMESTEPS_WITH_KARRAS)
         timesteps = timesteps.astype(np.float32)
         sigmas = np.interp(timesteps, np.arange(len(self)), self._training_sigmas())
         if self._option("use_karras_sigmas"):
@@ -220,7 +215,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
 
     def add_noise(self, state, original_samples, noise, timesteps):
         """Noisy samples x0 + sigma eps; see FlaxSchedulerMixin.add_noise."""
-        alpha_t, sigma_t = self._alpha_sigma(state, original_samples, timesteps)
+        alpha_t, sigma_t = self._scales(state, original_samples, timesteps)
         noisy = mix(1.0, original_samples, sigma_t / alpha_t, noise)
         return noisy.astype(original_samples.dtype)
 
@@ -308,8 +303,7 @@ class EDMScheduler(SigmaScheduler):
         """See FlaxSchedulerMixin; a ValueError unless the options are CosXL's."""
         if (self.config.prediction_type, self.config.sigma_data) != ("v_prediction", 1):
             raise ValueError(
-                "previews and acceleration need a scheduler with prediction_type='v_prediction' "
-                f"and sigma_data=1 of {type(self).__name__}; leave them out"
+                "previews and acceleration need prediction_type='v_prediction' and sigma_data=1"
             )
         return "v_prediction"
 
@@ -344,15 +338,6 @@ class EDMScheduler(SigmaScheduler):
         state = super().create_state(common)
         return state.replace(timesteps=timesteps, sigmas=sigmas, init_noise_sigma=start)
 
-    def _check_visited(self, num_inference_steps, timesteps):
-        """No run leaves training's noise levels."""
-
-    def _checked_timesteps(self, timesteps, num_inference_steps):
-        raise ValueError(
-            f"timesteps={timesteps} cannot be chosen for a model of EDM, whose timesteps are "
-            "log(sigma) / 4; leave them out"
-        )
-
     def _sigma_at(self, state, timesteps):
         return jnp.exp(4 * jnp.asarray(timesteps, jnp.float32)) / self.config.sigma_data
 
@@ -364,7 +349,7 @@ class EDMScheduler(SigmaScheduler):
 
     def add_noise(self, state, original_samples, noise, timesteps):
         """Noisy samples x0 + sigma eps; see FlaxSchedulerMixin.add_noise."""
-        alpha_t, sigma_t = self._alpha_sigma(state, original_samples, timesteps)
+        alpha_t, sigma_t = self._scales(state, original_samples, timesteps)
         sigma = self.config.sigma_data * sigma_t / alpha_t
         return mix(1.0, original_samples, sigma, noise).astype(original_samples.dtype)
 

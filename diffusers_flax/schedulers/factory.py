@@ -1,6 +1,6 @@
 """Choosing a scheduler: by name, by the config of a model, and for training."""
 
-from diffusers_flax.schedulers.base import CONFIG_NAME, FlaxSchedulerMixin
+from diffusers_flax.schedulers.base import CONFIG_NAME, FIRST_ARGUMENTS, FlaxSchedulerMixin
 from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.dpmsolver import (
@@ -15,7 +15,6 @@ from diffusers_flax.schedulers.euler import (
 )
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, FlaxTCDScheduler
 from diffusers_flax.schedulers.lms import FlaxLMSDiscreteScheduler
-from diffusers_flax.schedulers.options import FIRST_ARGUMENTS
 from diffusers_flax.schedulers.pndm import FlaxPNDMScheduler
 
 SCHEDULERS = {
@@ -52,13 +51,21 @@ EDM_SCHEDULERS = {
 EDM_CLASSES = tuple(cls.__name__.removeprefix("Flax") for cls in EDM_SCHEDULERS.values())
 
 # Options that change training.
-TRAINING_OPTIONS = (*FIRST_ARGUMENTS, "prediction_type", "rescale_betas_zero_snr")
+TRAINING_OPTIONS = (
+    "_class_name",
+    *FIRST_ARGUMENTS,
+    "prediction_type",
+    "rescale_betas_zero_snr",
+)
+
+
+# Values of UniPC's and DEIS's options that stand for DPM-Solver's defaults, as in diffusers.
+FOREIGN_VALUES = ("bh1", "bh2", "logrho", "deis")
 
 
 def make_scheduler(name, config):
     """(scheduler, state) of a name in SCHEDULERS, from any scheduler's config."""
-    if name not in SCHEDULERS:
-        raise ValueError(f"scheduler {name!r} is unknown; choose from {', '.join(SCHEDULERS)}")
+    check_scheduler(name)
     scheduler = SCHEDULERS[name].from_config(config)
     return scheduler, scheduler.create_state()
 
@@ -67,10 +74,9 @@ def scheduler_from_pretrained(
     pretrained_model_name_or_path, subfolder="scheduler", revision=None, **hub_options
 ):
     """(scheduler, state) of the class that scheduler_config.json names; see load_config."""
-    config = FlaxSchedulerMixin._read_config(
-        pretrained_model_name_or_path, subfolder, revision, **hub_options
-    )
-    return scheduler_from_config(config, pretrained_model_name_or_path)
+    source = pretrained_model_name_or_path
+    config = FlaxSchedulerMixin._read_config(source, subfolder, revision, **hub_options)
+    return scheduler_from_config(config, source)
 
 
 def scheduler_from_config(config, source, name=None, **changes):
@@ -101,7 +107,8 @@ def scheduler_from_config(config, source, name=None, **changes):
             f"supported are {', '.join(by_class_name)}{remedy}"
         )
     cls = schedulers[name] if name else by_class_name[named]
-    scheduler = cls.from_file_content(config, source, **changes)
+    known = {k: v for k, v in config.items() if not (isinstance(v, str) and v in FOREIGN_VALUES)}
+    scheduler = cls.from_file_content(known, source, **changes)
     return scheduler, scheduler.create_state()
 
 
@@ -129,9 +136,8 @@ def training_scheduler(config, source):
                 f"{scheduler.config.prediction_type!r}, which cannot be trained; v_prediction can"
             )
         return scheduler, scheduler.create_state()
-    noise = {name: value for name, value in config.items() if name in TRAINING_OPTIONS}
-    named = {"_class_name": config.get("_class_name")}
-    return scheduler_from_config(noise | named, source, "ddpm")
+    options = {name: config[name] for name in TRAINING_OPTIONS if name in config}
+    return scheduler_from_config(options, source, "ddpm")
 
 
 def check_scheduler(name):
@@ -146,16 +152,7 @@ def choose_scheduler(config, source, name=None, timestep_spacing=None, predictio
     Args:
         config, source, name: as for scheduler_from_config.
         timestep_spacing, prediction_type: None: the config's.
-
-    Raises:
-        ValueError: the scheduler has no timestep_spacing; or as for scheduler_from_config.
     """
     changes = {"timestep_spacing": timestep_spacing, "prediction_type": prediction_type}
     changes = {option: value for option, value in changes.items() if value}
-    scheduler, state = scheduler_from_config(config, source, name, **changes)
-    if timestep_spacing and isinstance(scheduler, (SCHEDULERS["lcm"], SCHEDULERS["tcd"])):
-        raise ValueError(
-            f"timestep_spacing={timestep_spacing} has no effect with "
-            f"{type(scheduler).__name__}, which visits timesteps of the distillation; leave it out"
-        )
-    return scheduler, state
+    return scheduler_from_config(config, source, name, **changes)

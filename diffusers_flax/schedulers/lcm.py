@@ -4,11 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from diffusers_flax.schedulers.base import FlaxSchedulerOutput
+from diffusers_flax.schedulers.base import CHOICES, DEFAULTS, FlaxSchedulerOutput
 from diffusers_flax.schedulers.ddim import DDIMSchedulerState, FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import AlphaScheduler, alpha_bar_at, as_index, next_timestep
 from diffusers_flax.schedulers.noise_schedule import predict_x0_and_eps
-from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
 SIGMA_DATA = 0.5  # standard deviation of the data in LCM's boundary conditions
 

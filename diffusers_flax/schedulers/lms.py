@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from diffusers_flax.schedulers.base import FlaxSchedulerOutput, append
+from diffusers_flax.schedulers.base import CHOICES, DEFAULTS, FlaxSchedulerOutput, append
 from diffusers_flax.schedulers.euler import (
     EulerDiscreteSchedulerState,
     FlaxEulerDiscreteScheduler,
     weighted_sum,
 )
-from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
 LMS_ORDER = 4  # number of slopes in the state
 

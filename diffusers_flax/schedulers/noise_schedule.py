@@ -1,7 +1,6 @@
 """The noise schedule of training: the noise level of each timestep, and adding noise to samples.
 
 schedule = CommonSchedulerState.create(scheduler)  # alphas, betas, alphas_cumprod
-noisy = add_noise_common(schedule, latents, noise, timesteps)
 """
 
 import jax
@@ -58,11 +57,6 @@ def cosine_betas(num_steps, max_beta=0.999):
     return np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], max_beta)
 
 
-def betas_for_alpha_bar(num_diffusion_timesteps, max_beta=0.999, dtype=jnp.float32):
-    """cosine_betas as a JAX array of this dtype."""
-    return jnp.asarray(cosine_betas(num_diffusion_timesteps, max_beta), dtype)
-
-
 def zero_terminal_snr(alpha_bar):
     """Shift and scale alpha_bar, (num_train_timesteps,), so that its last value is 0.
 
@@ -91,11 +85,6 @@ def noise_schedule(config, zero_snr=False):
     return tuple(table.astype(np.float32) for table in (alphas, betas, alpha_bar))
 
 
-def broadcast_to_shape_from_left(x, shape):
-    """Broadcast x, whose axes are shape's first, to shape."""
-    return jnp.broadcast_to(x.reshape(x.shape + (1,) * (len(shape) - x.ndim)), shape)
-
-
 def get_sqrt_alpha_prod(state, original_samples, noise, timesteps):
     """sqrt(alpha_bar) and sqrt(1 - alpha_bar) at timesteps, shaped to multiply a sample.
 
@@ -111,26 +100,6 @@ def get_sqrt_alpha_prod(state, original_samples, noise, timesteps):
     alpha_bar = state.alphas_cumprod[jnp.asarray(timesteps)]
     alpha_bar = alpha_bar.reshape(-1, *(1,) * (original_samples.ndim - 1))
     return jnp.sqrt(alpha_bar), jnp.sqrt(1 - alpha_bar)
-
-
-def add_noise_common(state, original_samples, noise, timesteps):
-    """sqrt(alpha_bar) x0 + sqrt(1 - alpha_bar) eps, in original_samples' dtype.
-
-    Args as in get_sqrt_alpha_prod; noise: standard normal, like original_samples.
-
-    Source: DDPM (arXiv 2006.11239) equation 4.
-    """
-    alpha_t, sigma_t = get_sqrt_alpha_prod(state, original_samples, noise, timesteps)
-    return mix(alpha_t, original_samples, sigma_t, noise).astype(original_samples.dtype)
-
-
-def get_velocity_common(state, sample, noise, timesteps):
-    """sqrt(alpha_bar) eps - sqrt(1 - alpha_bar) x0, in sample's dtype; args as in add_noise_common.
-
-    Source: progressive distillation (arXiv 2202.00512) appendix D.
-    """
-    alpha_t, sigma_t = get_sqrt_alpha_prod(state, sample, noise, timesteps)
-    return mix(alpha_t, noise, -sigma_t, sample).astype(sample.dtype)
 
 
 def mix(weight, x, other_weight, other):

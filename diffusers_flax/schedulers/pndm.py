@@ -7,10 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from diffusers_flax.schedulers.base import FlaxSchedulerOutput, SchedulerState, append
+from diffusers_flax.schedulers.base import (
+    CHOICES,
+    DEFAULTS,
+    FlaxSchedulerOutput,
+    SchedulerState,
+    append,
+)
 from diffusers_flax.schedulers.ddpm import AlphaScheduler, alpha_bar_at, as_index
 from diffusers_flax.schedulers.noise_schedule import CommonSchedulerState
-from diffusers_flax.schedulers.options import CHOICES, DEFAULTS
 
 # Weights of PNDM's linear multistep method. Row i is for step i, the last row for all later steps;
 # the columns are the current model output, then the stored outputs, newest first. Step 1 repeats
