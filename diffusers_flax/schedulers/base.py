@@ -146,9 +146,8 @@ class FlaxSchedulerMixin(ConfigMixin):
 
     A subclass defines `defaults` (its options), `arguments` (positional arguments of the
     constructor after first_arguments), `choices` (an option's supported values, the default first,
-    also where there is one), `create_state`, `_plan` and `step`; if it needs them, `state_class`,
-    `_empty_history` (arrays of earlier steps in the state), `takes_timesteps` and
-    `takes_denoising_range`. A scheduler with several evaluations in a step repeats or adds
+    also where there is one), `output_class`, `create_state`, `_plan` and `_advance`; if it needs
+    them, the attributes below. A scheduler with several evaluations in a step repeats or adds
     timesteps, as PNDM does: the loop evaluates the UNet once for each of state.timesteps.
     """
 
@@ -156,13 +155,17 @@ class FlaxSchedulerMixin(ConfigMixin):
     first_arguments = FIRST_ARGUMENTS
     arguments = ()
     choices = CHOICES
+    output_class = FlaxSchedulerOutput
+    history = None  # the state's field with arrays of earlier steps, samples along the last axes
+    history_length = 1
+    needs_run = True  # whether step needs set_timesteps
+    takes_timesteps = False  # True: set_timesteps takes timesteps, as in PyTorch diffusers
     takes_denoising_range = True  # whether a run may begin or end at a fraction of the denoising
 
     config_name = CONFIG_NAME
     ignore_for_config = ("dtype",)
     has_compatibles = True
     has_state = True
-    takes_timesteps = False  # True: set_timesteps takes timesteps, as in PyTorch diffusers
     order = 1  # PyTorch's attribute: timesteps per step
     _compatibles = tuple(FlaxKarrasDiffusionSchedulers.__members__)
 
@@ -383,7 +386,9 @@ class FlaxSchedulerMixin(ConfigMixin):
 
     def _empty_history(self, shape):
         """The state's fields for past model outputs, zeros, for samples of this shape."""
-        return {}
+        if self.history is None:
+            return {}
+        return {self.history: jnp.zeros((self.history_length, *shape), jnp.float32)}
 
     def _option(self, name):
         """An option's value; None for an option that the config carries for another class."""
@@ -442,31 +447,49 @@ class FlaxSchedulerMixin(ConfigMixin):
         """alpha_t and sigma_t at timesteps, shaped to multiply the sample."""
         return get_sqrt_alpha_prod(state.common, sample, None, timesteps)
 
-    def _check_run(self, state, sample, history=None):
+    def step(
+        self, state, model_output, timestep, sample, return_dict=True, *, key=None, noise=None
+    ):
+        """Step from a timestep to the next one of the run; arguments as in FlaxDDPMScheduler.step.
+
+        key and noise are for schedulers that draw noise.
+        """
+        return self._take_step(state, model_output, timestep, sample, return_dict, key, noise)
+
+    def _take_step(self, state, model_output, timestep, sample, return_dict, key, noise, **options):
+        """step by _advance; options: further arguments of the class's step."""
+        if self.needs_run:
+            self._check_run(state, sample)
+
+        def draw():
+            """The step's noise, float32: given, or drawn as the published DDPM scheduler did."""
+            if noise is not None:
+                return noise.astype(jnp.float32)
+            if key is None:
+                raise ValueError(
+                    f"key=None but {type(self).__name__} draws noise in every step; "
+                    "pass key=jax.random.fold_in(key, i), or noise="
+                )
+            return jax.random.normal(jax.random.split(key, 1)[0], sample.shape, jnp.float32)
+
+        x_t, model_output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
+        x_prev, changes = self._advance(state, timestep, x_t, model_output, draw, **options)
+        output = self.output_class(x_prev.astype(sample.dtype), state.replace(**changes))
+        return output if return_dict else output.to_tuple()
+
+    def _advance(self, state, timestep, x_t, model_output, draw):
+        """(x at the next timestep, {field: value} of the next state).
+
+        x_t and model_output are float32; draw() is the step's noise.
+        """
+        raise NotImplementedError
+
+    def _check_run(self, state, sample):
         """Raise a ValueError if set_timesteps was not called, or not with the sample's shape."""
         if state.num_inference_steps is None:
             raise ValueError("the state has no timesteps; call set_timesteps before step")
-        if history is not None and history.shape[history.ndim - sample.ndim :] != sample.shape:
+        if self.history and getattr(state, self.history).shape[1:] != sample.shape:
             raise ValueError(
                 f"sample has shape {sample.shape}, which set_timesteps was not told; "
                 f"call set_timesteps(state, {state.num_inference_steps}, sample.shape)"
             )
-
-    def _noise(self, key, noise, sample):
-        """A step's noise, float32.
-
-        It is `noise`, or drawn from key as the published DDPM scheduler did.
-        """
-        if noise is not None:
-            return noise.astype(jnp.float32)
-        if key is None:
-            raise ValueError(
-                f"key=None but {type(self).__name__} draws noise in every step; "
-                "pass key=jax.random.fold_in(key, i), or noise="
-            )
-        return jax.random.normal(jax.random.split(key, 1)[0], sample.shape, jnp.float32)
-
-    def _result(self, output_class, x_prev, sample, state, return_dict):
-        """The result of step, x_prev in sample's dtype."""
-        output = output_class(x_prev.astype(sample.dtype), state)
-        return output if return_dict else output.to_tuple()

@@ -48,6 +48,7 @@ class FlaxDDIMScheduler(AlphaScheduler):
     )
     choices = CHOICES | {"thresholding": (False,)}
     state_class = DDIMSchedulerState
+    output_class = FlaxDDIMSchedulerOutput
 
     def _get_variance(self, state, timestep, prev_timestep):
         """Variance of DDPM's noise between two timesteps; a timestep below 0 is the clean end."""
@@ -78,19 +79,21 @@ class FlaxDDIMScheduler(AlphaScheduler):
         Raises:
             ValueError: set_timesteps was not called, or eta needs key or noise.
         """
-        self._check_run(state, sample)
+        return self._take_step(
+            state, model_output, timestep, sample, return_dict, key, noise, eta=eta
+        )
+
+    def _advance(self, state, timestep, x_t, model_output, draw, eta):
         t = as_index(timestep)
         # As in diffusers, a step has this length in grids with another spacing, too.
         prev_t = t - len(self) // state.num_inference_steps
         alpha_bar = alpha_bar_at(state, t)
         alpha_bar_prev = alpha_bar_at(state, prev_t, state.final_alpha_cumprod)
-        x_t, model_output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
         x_0, eps = self._predict(alpha_bar, x_t, model_output)
         variance = eta**2 * self._get_variance(state, t, prev_t)
         # At the first timestep with eta=1 the difference is 0, up to rounding.
         eps_weight = jnp.sqrt(jnp.maximum(1 - alpha_bar_prev - variance, 0))
         x_prev = jnp.sqrt(alpha_bar_prev) * x_0 + eps_weight * eps
         if isinstance(eta, jax.Array) or eta != 0:
-            x_prev = x_prev + jnp.sqrt(variance) * self._noise(key, noise, sample)
-        state = state.replace(step_index=state.step_index + 1)
-        return self._result(FlaxDDIMSchedulerOutput, x_prev, sample, state, return_dict)
+            x_prev = x_prev + jnp.sqrt(variance) * draw()
+        return x_prev, {"step_index": state.step_index + 1}

@@ -138,6 +138,8 @@ class FlaxDDPMScheduler(AlphaScheduler):
         "thresholding": (False,),
     }
     state_class = DDPMSchedulerState
+    output_class = FlaxDDPMSchedulerOutput
+    needs_run = False
     takes_timesteps = True
 
     def previous_timestep(self, state, timestep):
@@ -201,14 +203,16 @@ class FlaxDDPMScheduler(AlphaScheduler):
         Raises:
             ValueError: key and noise are missing, or model_output lacks the variance.
         """
+        return self._take_step(state, model_output, timestep, sample, return_dict, key, noise)
+
+    def _advance(self, state, timestep, x_t, model_output, draw):
         t = as_index(timestep)
-        x_t, model_output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
         predicted_variance = None
         if self.config.variance_type in LEARNED_VARIANCES:
-            if model_output.shape[1:2] != (2 * sample.shape[1],):
+            if model_output.shape[1:2] != (2 * x_t.shape[1],):
                 raise ValueError(
                     f"model_output has shape {model_output.shape}; "
-                    f"variance_type={self.config.variance_type!r} needs {2 * sample.shape[1]} "
+                    f"variance_type={self.config.variance_type!r} needs {2 * x_t.shape[1]} "
                     "channels on axis 1, the sample's and as many for the variance"
                 )
             model_output, predicted_variance = jnp.split(model_output, 2, axis=1)
@@ -226,7 +230,5 @@ class FlaxDDPMScheduler(AlphaScheduler):
         elif self.config.variance_type != "fixed_small_log":
             std = jnp.sqrt(std)
         x_prev = x_0_weight * x_0 + x_t_weight * x_t
-        x_prev = x_prev + jnp.where(t > 0, std, 0.0) * self._noise(key, noise, sample)
-
-        state = state.replace(step_index=state.step_index + 1)
-        return self._result(FlaxDDPMSchedulerOutput, x_prev, sample, state, return_dict)
+        x_prev = x_prev + jnp.where(t > 0, std, 0.0) * draw()
+        return x_prev, {"step_index": state.step_index + 1}

@@ -104,6 +104,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         "use_lu_lambdas": (False,),
     }
     takes_timesteps = True
+    output_class = FlaxDPMSolverMultistepSchedulerOutput
 
     def create_state(self, common=None):
         """See AlphaScheduler.create_state."""
@@ -202,8 +203,12 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
             weights = weights + phi_2 * (d1 + r0 * d2) + (1 / 2 - phi_2 / h) * d2
         return weights[: self.config.solver_order]
 
-    def _empty_history(self, shape):
-        return {"model_outputs": jnp.zeros((self.config.solver_order, *shape), jnp.float32)}
+    history = "model_outputs"
+
+    @property
+    def history_length(self):
+        """Number of predictions in the state."""
+        return self.config.solver_order
 
     def _noise_kept(self, sigma, next_sigma):
         _, sigma_t = vp_scales(sigma)
@@ -216,31 +221,18 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         x_t, model_output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
         return self._predict(sigma, x_t, model_output)[0]
 
-    def step(
-        self, state, model_output, timestep, sample, return_dict=True, *, key=None, noise=None
-    ):
-        """Step from a timestep to the next one of the run; arguments as in FlaxDDPMScheduler.step.
-
-        key and noise have no effect.
-        """
-        self._check_run(state, sample, state.model_outputs)
+    def _advance(self, state, timestep, x_t, model_output, draw):
         i = self._position(state, timestep)
-        x_t, model_output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
         x_0, _ = self._predict(state.sigmas[i], x_t, model_output)
-        model_outputs = append(state.model_outputs, x_0)
-        weights = state.x0_weights[
-            i, jnp.minimum(state.lower_order_nums, self.config.solver_order - 1)
-        ]
+        model_outputs, order = append(state.model_outputs, x_0), self.config.solver_order
+        weights = state.x0_weights[i, jnp.minimum(state.lower_order_nums, order - 1)]
         noise_kept = self._noise_kept(state.sigmas[i], state.sigmas[i + 1])
         x_prev = noise_kept * x_t + weighted_sum(weights, model_outputs)
-        state = state.replace(
-            model_outputs=model_outputs,
-            lower_order_nums=jnp.minimum(state.lower_order_nums + 1, self.config.solver_order),
-            step_index=i + 1,
-        )
-        return self._result(
-            FlaxDPMSolverMultistepSchedulerOutput, x_prev, sample, state, return_dict
-        )
+        return x_prev, {
+            "model_outputs": model_outputs,
+            "lower_order_nums": jnp.minimum(state.lower_order_nums + 1, order),
+            "step_index": i + 1,
+        }
 
 
 class FlaxEDMDPMSolverMultistepScheduler(EDMScheduler, FlaxDPMSolverMultistepScheduler):

@@ -164,6 +164,7 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
         "use_exponential_sigmas": (False,),
     }
     state_class = EulerDiscreteSchedulerState
+    output_class = FlaxEulerDiscreteSchedulerOutput
     takes_timesteps = True
 
     @property
@@ -219,26 +220,17 @@ class FlaxEulerDiscreteScheduler(SigmaScheduler):
         noisy = mix(1.0, original_samples, sigma_t / alpha_t, noise)
         return noisy.astype(original_samples.dtype)
 
-    def step(
-        self, state, model_output, timestep, sample, return_dict=True, *, key=None, noise=None
-    ):
-        """Step from a timestep to the next one of the run; arguments as in FlaxDDPMScheduler.step.
-
-        Only Euler-ancestral draws noise.
-        """
-        self._check_run(state, sample)
+    def _advance(self, state, timestep, x_t, model_output, draw):
         i = self._position(state, timestep)
         sigma, next_sigma = state.sigmas[i], state.sigmas[i + 1]
-        x_0, eps = self._predict(sigma, sample.astype(jnp.float32), model_output)
-        x_prev = self._move(x_0, eps, sigma, next_sigma, lambda: self._noise(key, noise, sample))
-        state = state.replace(step_index=i + 1)
-        return self._result(FlaxEulerDiscreteSchedulerOutput, x_prev, sample, state, return_dict)
+        x_0, eps = self._predict(sigma, x_t, model_output)
+        return self._move(x_0, eps, sigma, next_sigma, draw), {"step_index": i + 1}
 
     def _predict(self, sigma, x_t, model_output):
         scaled = x_t / jnp.sqrt(sigma**2 + 1)
-        return super()._predict(sigma, scaled, model_output.astype(jnp.float32))
+        return super()._predict(sigma, scaled, model_output)
 
-    def _move(self, x_0, eps, sigma, next_sigma, draw_noise):
+    def _move(self, x_0, eps, sigma, next_sigma, draw):
         return x_0 + next_sigma * eps
 
 
@@ -252,9 +244,9 @@ class FlaxEulerAncestralDiscreteScheduler(FlaxEulerDiscreteScheduler):
     choices = CHOICES | {"prediction_type": ("epsilon", "v_prediction")}
     takes_timesteps = False
 
-    def _move(self, x_0, eps, sigma, next_sigma, draw_noise):
+    def _move(self, x_0, eps, sigma, next_sigma, draw):
         fresh = jnp.sqrt((sigma - next_sigma) * (sigma + next_sigma)) / sigma * next_sigma
-        return x_0 + next_sigma**2 / sigma * eps + fresh * draw_noise()
+        return x_0 + next_sigma**2 / sigma * eps + fresh * draw()
 
 
 # Options of EDM's schedulers.
@@ -363,7 +355,7 @@ class EDMScheduler(SigmaScheduler):
         variance = sigma**2 + sigma_data**2
         c_skip, c_out = sigma_data**2 / variance, sigma * sigma_data / jnp.sqrt(variance)
         sign = -1 if self.config.prediction_type == "v_prediction" else 1
-        x_0 = c_skip * x_t + sign * c_out * model_output.astype(jnp.float32)
+        x_0 = c_skip * x_t + sign * c_out * model_output
         return x_0, (x_t - x_0) / sigma
 
 

@@ -58,11 +58,6 @@ class ConsistencyScheduler(AlphaScheduler):
     def _even_grid(self, num_inference_steps):
         """A run's decreasing timesteps. Source: LCM (arXiv 2310.04378), section 4.3."""
         num_distilled = self.config.original_inference_steps
-        if num_distilled > len(self):
-            raise ValueError(
-                f"original_inference_steps={num_distilled} must be at most "
-                f"num_train_timesteps={len(self)}"
-            )
         if num_inference_steps > num_distilled:
             raise ValueError(
                 f"num_inference_steps={num_inference_steps} must be at most "
@@ -81,26 +76,18 @@ class FlaxLCMScheduler(ConsistencyScheduler):
     Consistency Models (arXiv 2303.01469), appendix C.
     """
 
-    def step(
-        self, state, model_output, timestep, sample, return_dict=True, *, key=None, noise=None
-    ):
-        """Step from a timestep to the next one of the run; arguments as in FlaxDDPMScheduler.step.
+    output_class = FlaxLCMSchedulerOutput
 
-        The last step adds no noise.
-        """
-        self._check_run(state, sample)
+    def _advance(self, state, timestep, x_t, model_output, draw):
         t = as_index(timestep)
         next_t = next_timestep(state, t)
-        x_t, model_output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
         x_0, _ = self._predict(alpha_bar_at(state, t), x_t, model_output)
         c_skip, c_out = boundary_scalings(t, self.config.timestep_scaling)
         denoised = c_out * x_0 + c_skip * x_t
-
         alpha_bar = alpha_bar_at(state, next_t)  # 1 at the end
         noisy = jnp.sqrt(alpha_bar) * denoised
-        noisy = noisy + jnp.sqrt(1 - alpha_bar) * self._noise(key, noise, sample)
-        state = state.replace(step_index=state.step_index + 1)
-        return self._result(FlaxLCMSchedulerOutput, noisy, sample, state, return_dict)
+        noisy = noisy + jnp.sqrt(1 - alpha_bar) * draw()
+        return noisy, {"step_index": state.step_index + 1}
 
 
 class FlaxTCDScheduler(ConsistencyScheduler):
@@ -112,6 +99,7 @@ class FlaxTCDScheduler(ConsistencyScheduler):
     """
 
     choices = ConsistencyScheduler.choices | {"thresholding": (False, True)}
+    output_class = FlaxTCDSchedulerOutput
 
     def step(
         self,
@@ -132,22 +120,22 @@ class FlaxTCDScheduler(ConsistencyScheduler):
 
         The last step adds no noise.
         """
-        self._check_run(state, sample)
+        return self._take_step(
+            state, model_output, timestep, sample, return_dict, key, noise, eta=eta
+        )
+
+    def _advance(self, state, timestep, x_t, model_output, draw, eta):
         t = as_index(timestep)
         next_t = next_timestep(state, t)
         is_last = next_t < 0
         next_t = jnp.maximum(next_t, 0)
         s = jnp.floor((1 - eta) * next_t.astype(jnp.float32)).astype(jnp.int32)
-        x_t, model_output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
         alpha_bar = alpha_bar_at(state, t)
         alpha_t, sigma_t = jnp.sqrt(alpha_bar), jnp.sqrt(1 - alpha_bar)
         prediction_type = self.config.prediction_type
         x_0, eps = predict_x0_and_eps(prediction_type, alpha_t, sigma_t, x_t, model_output)
         alpha_bar_s, alpha_bar_next = alpha_bar_at(state, s), alpha_bar_at(state, next_t)
         x_s = jnp.sqrt(alpha_bar_s) * x_0 + jnp.sqrt(1 - alpha_bar_s) * eps
-
         kept = jnp.where(is_last, 1.0, alpha_bar_next / alpha_bar_s)
         x_next = jnp.sqrt(kept) * x_s
-        x_next = x_next + jnp.sqrt(1 - kept) * self._noise(key, noise, sample)
-        state = state.replace(step_index=state.step_index + 1)
-        return self._result(FlaxTCDSchedulerOutput, x_next, sample, state, return_dict)
+        return x_next + jnp.sqrt(1 - kept) * draw(), {"step_index": state.step_index + 1}

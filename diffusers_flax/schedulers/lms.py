@@ -43,6 +43,9 @@ class FlaxLMSDiscreteScheduler(FlaxEulerDiscreteScheduler):
         "use_exponential_sigmas": (False,),
     }
     state_class = LMSDiscreteSchedulerState
+    output_class = FlaxLMSSchedulerOutput
+    history = "derivatives"
+    history_length = LMS_ORDER
     takes_timesteps = False
 
     def _plan(self, num_inference_steps, first_step, timesteps):
@@ -52,9 +55,6 @@ class FlaxLMSDiscreteScheduler(FlaxEulerDiscreteScheduler):
             for order in range(1, min(LMS_ORDER, i + 1) + 1):
                 coefficients[i, order - 1, :order] = lms_coefficients(plan["sigmas"], i, order)
         return plan | {"coefficients": coefficients, "num_derivatives": 0}
-
-    def _empty_history(self, shape):
-        return {"derivatives": jnp.zeros((LMS_ORDER, *shape), jnp.float32)}
 
     def get_lms_coefficient(self, state, order, t, current_order):
         """Weight of the slope of `current_order` steps ago, in step t with this order."""
@@ -80,18 +80,19 @@ class FlaxLMSDiscreteScheduler(FlaxEulerDiscreteScheduler):
         """
         if order not in range(1, LMS_ORDER + 1):
             raise ValueError(f"order={order} must be a whole number from 1 to {LMS_ORDER}")
-        self._check_run(state, sample, state.derivatives)
+        return self._take_step(
+            state, model_output, timestep, sample, return_dict, key, noise, order=order
+        )
+
+    def _advance(self, state, timestep, x_t, model_output, draw, order):
         i = self._position(state, timestep)
-        x_t = sample.astype(jnp.float32)
         _, slope = self._predict(state.sigmas[i], x_t, model_output)
         derivatives = append(state.derivatives, slope)
         num_derivatives = jnp.minimum(state.num_derivatives + 1, LMS_ORDER)
         order = jnp.minimum(jnp.minimum(num_derivatives, i + 1), order)
         x_prev = x_t + weighted_sum(state.coefficients[i, order - 1], derivatives)
-        state = state.replace(
-            step_index=i + 1, derivatives=derivatives, num_derivatives=num_derivatives
-        )
-        return self._result(FlaxLMSSchedulerOutput, x_prev, sample, state, return_dict)
+        changes = {"derivatives": derivatives, "num_derivatives": num_derivatives}
+        return x_prev, changes | {"step_index": i + 1}
 
 
 def lms_coefficients(sigmas, i, order):

@@ -83,7 +83,8 @@ class FlaxPNDMScheduler(AlphaScheduler):
     }
     state_class = PNDMSchedulerState
     counter = "counter"
-    pndm_order = 4
+    pndm_order = history_length = 4
+    history = "ets"
 
     def _plan(self, num_inference_steps, first_step, timesteps):
         grid = self._grid(num_inference_steps, first_step)
@@ -108,8 +109,7 @@ class FlaxPNDMScheduler(AlphaScheduler):
 
     def _empty_history(self, shape):
         zeros = jnp.zeros(shape, jnp.float32)
-        ets = jnp.zeros((self.pndm_order, *shape), jnp.float32)
-        return {"cur_model_output": zeros, "cur_sample": zeros, "ets": ets}
+        return super()._empty_history(shape) | {"cur_model_output": zeros, "cur_sample": zeros}
 
     def step(
         self, state, model_output, timestep, sample, return_dict=True, *, key=None, noise=None
@@ -140,7 +140,7 @@ class FlaxPNDMScheduler(AlphaScheduler):
         Returns:
             (prev_sample, state).
         """
-        self._check_run(state, sample, state.cur_sample)
+        self._check_run(state, sample)
         if self.config.skip_prk_steps:
             raise ValueError("skip_prk_steps=True leaves no Runge-Kutta steps; use step")
         x_t, output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
@@ -175,7 +175,7 @@ class FlaxPNDMScheduler(AlphaScheduler):
         Returns:
             (prev_sample, state).
         """
-        self._check_run(state, sample, state.cur_sample)
+        self._check_run(state, sample)
         x_t, output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
         is_repeat = state.counter == 1
         stride = len(self) // state.num_inference_steps
