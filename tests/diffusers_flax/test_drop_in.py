@@ -97,28 +97,6 @@ def check(folder, before, prompt="make it red"):
 
 
 @pytest.mark.slow
-def test_text_to_image(model, images, safety_checker, tmp_path):
-    losses = run(
-        "text_to_image",
-        model=model,
-        images=images,
-        safety_checker=safety_checker,
-        output=tmp_path / "out",
-        num_steps=NUM_STEPS,
-        dtype="float32",
-        from_pt=True,
-        prediction_type="v_prediction",
-    )
-    assert np.isfinite(losses).all() and len(losses) == NUM_STEPS
-    changed = check(tmp_path / "out", model)
-    assert len(changed["unet"]) > 50
-    assert not changed["vae"] and not changed["text_encoder"]
-    weights = load_file(safety_checker / "model.safetensors")
-    for name in ("concept_embeds", "visual_projection.weight"):
-        assert torch.equal(changed["safety_checker"][name], weights[name])
-
-
-@pytest.mark.slow
 def test_dreambooth(model, images, safety_checker, tmp_path):
     (tmp_path / "class_images").mkdir()
     PNDMScheduler(beta_end=0.012, skip_prk_steps=True, steps_offset=1).save_pretrained(

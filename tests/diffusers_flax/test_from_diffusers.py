@@ -10,7 +10,6 @@ import pytest
 from helpers import ROOT
 
 import diffusers_flax
-from diffusers_flax import __main__ as runner
 
 PAGE = (ROOT / "docs" / "from-diffusers.md").read_text(encoding="utf-8")
 API = json.loads((ROOT / "tests" / "published_flax_api.json").read_text())["classes"]
@@ -103,32 +102,6 @@ def test_one_line_without_a_script(tmp_path, args, message):
     done = run(tmp_path, *args)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
-
-
-def test_help_and_a_missing_package(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["diffusers_flax", "--help"])
-    runner.main()
-    assert "python -m diffusers_flax train_text_to_image_flax.py" in capsys.readouterr().out
-    (tmp_path / "script.py").touch()
-    monkeypatch.setattr(sys, "argv", ["diffusers_flax", str(tmp_path / "script.py")])
-    monkeypatch.setattr(runner, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as stop:
-        runner.main()
-    assert stop.value.code == 2
-    assert "pip install" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_errors_of_a_script_are_its_own(tmp_path):
-    (tmp_path / "fails.py").write_text("def f():\n    return [][1]\n\nf()\n")
-    done = run(tmp_path, "fails.py")
-    assert done.returncode == 1
-    assert 'fails.py", line 2, in f' in done.stderr and "IndexError" in done.stderr
-
-    (tmp_path / "imports.py").write_text("from diffusers import FlaxNothing\n")
-    done = run(tmp_path, "imports.py")
-    assert done.returncode == 1
-    assert "cannot import name 'FlaxNothing' from 'diffusers'" in done.stderr
 
 
 def test_names_of_the_page():

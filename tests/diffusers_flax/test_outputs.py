@@ -1,6 +1,4 @@
-import copy
 import dataclasses
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -55,15 +53,6 @@ def test_changes():
         with pytest.raises(TypeError, match="Output has fixed fields; use replace"):
             getattr(changed, method)(*args)
     assert len(changed) == 3
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))]
-)
-def test_copies(duplicate):
-    other = duplicate(OUTPUT)
-    assert type(other) is Output and list(other) == list(OUTPUT) and other.extra is None
-    np.testing.assert_array_equal(other.sample, SAMPLE)
 
 
 def test_pytree():

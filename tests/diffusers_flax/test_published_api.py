@@ -5,7 +5,6 @@ import functools
 import inspect
 import json
 import re
-import textwrap
 
 import jax.numpy as jnp
 import pytest
@@ -219,21 +218,3 @@ def test_states_are_created(name):
     wanted = {p.name: getattr(state, p.name) for p in parameters(members(name)["create"])}
     for created in (type(state).create(*wanted.values()), type(state).create(**wanted)):
         assert all(getattr(created, field) is value for field, value in wanted.items())
-
-
-PIPELINES = [
-    name for name in NAMES if name.endswith("Pipeline") and name != "FlaxDiffusionPipeline"
-]
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_the_source_of_a_call_shows_its_arguments(name):
-    """Its signature is written out, and its docstring names exactly its arguments."""
-    call = ours()[name].__call__
-    (function,) = ast.parse(textwrap.dedent(inspect.getsource(call))).body
-    written = [*(arg.arg for arg in function.args.args), "options"]  # the last: CallOptions
-    assert written == list(inspect.signature(call).parameters)
-    described = re.findall(r"^    ((?:\w+,\s+)*\w+): ", inspect.getdoc(call), re.MULTILINE)
-    described = [argument for names in described for argument in re.split(r",\s+", names)]
-    assert {*described} - {"ValueError"} == {*written} - {"self"}
-    assert len(described) == len({*described})

@@ -7,20 +7,15 @@ import math
 import warnings
 from pathlib import Path
 
-import diffusers
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from flax.jax_utils import replicate
 from helpers import psnr
-from PIL import Image
 from references import images_of, images_of_theirs, open_ours, open_theirs
 from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
-import edit_cli
-import generate_cli
 from diffusers_flax.acceleration.plans import (
     TECHNIQUES,
     Acceleration,
@@ -33,14 +28,11 @@ from diffusers_flax.acceleration.plans import (
     parse,
     plan_steps,
 )
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel, FlaxUNet2DConditionOutput
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
-from diffusers_flax.pipelines.running import GuidedPrediction, choose_denoising
-from diffusers_flax.pipelines.sampling import keys_per_image, make_schedule, normal
-from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
+from diffusers_flax.pipelines.sampling import keys_per_image, normal
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
-from diffusers_flax.schedulers.factory import make_scheduler
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -171,57 +163,6 @@ def test_spectrum_is_the_papers_equations(models):
     theirs.scheduler.step = forecast_or_step
     expected = images_of_theirs(theirs, steps=20, guidance_scale=7.5)
     assert_images_agree(found, plain, expected)
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "prediction_type"),
-    [("euler", "v_prediction"), ("dpmsolver++", "epsilon"), ("pndm", "epsilon")],
-)
-def test_a_constant_prediction_is_forecast_exactly(models, scheduler, prediction_type):
-    """A model that always predicts the same x_0, with several noise levels and predictions."""
-    spec = "spectrum:ridge=1e-6,warmup=2"
-    pipeline, _ = open_ours(models["sd"], accelerate=spec)
-    config = pipeline.scheduler.config | dict(prediction_type=prediction_type, clip_sample=False)
-    pipeline = dataclasses.replace(pipeline, scheduler=make_scheduler(scheduler, config)[0])
-    schedule = make_schedule(pipeline.scheduler, (1, *SHAPE), 20)
-    clean = jnp.full((1, *SHAPE), 0.7)
-
-    class Constant:
-        """A UNet that always predicts the same clean latents."""
-
-        dtype = jnp.float32
-
-        def clone(self, **fields):
-            return self
-
-        def apply(self, variables, *args, method=None, timestep_cond=None):
-            if method == "embed":
-                return args
-            if method == "predict":
-                return args[0]
-            x, t, *_ = args
-            i = jnp.argmin(jnp.abs(schedule.state.timesteps - t))
-            alpha, sigma = (jnp.asarray(s)[i] for s in schedule.scales)
-            eps = (x - alpha * clean) / sigma
-            v = alpha * eps - sigma * clean
-            prediction = v if prediction_type == "v_prediction" else eps
-            return prediction if method == "blocks" else FlaxUNet2DConditionOutput(prediction)
-
-    results = []
-    for acceleration in (pipeline.accelerate, Acceleration()):
-        fake = dataclasses.replace(pipeline, unet=Constant(), accelerate=acceleration)
-        keys = keys_per_image(jax.random.key(0), 1)
-        x_t = normal(keys, 0, SHAPE) * schedule.state.init_noise_sigma
-        prediction = GuidedPrediction(
-            ("text",),
-            inputs=lambda active, i, x, t: (x, t, None),
-            text=lambda active: jnp.zeros((1, 77, 8)),
-            guide=lambda eps, active, i: eps,
-        )
-        denoise = choose_denoising(fake, {"unet": {}}, schedule, keys, prediction, SHAPE[1])
-        results.append(denoise(x_t))
-    np.testing.assert_allclose(*results, atol=1e-3)
-    assert jnp.abs(results[0] - clean).mean() < 0.05
 
 
 @pytest.mark.slow
@@ -378,35 +319,6 @@ def test_deepcache_of_edits_is_its_pytorch_package(models, model):
     assert_images_agree(*images, theirs(PROMPT, image=image, **options).images)
 
 
-@pytest.mark.slow
-def test_deepcache_of_image_to_image_is_its_pytorch_package(models, monkeypatch):
-    """The plan begins at the first step that is run: 12 of 16."""
-    module = diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion_img2img
-    pipeline, params = open_ours(models["sd"], "ddim", accelerate="deepcache:interval=3")
-    pipeline = FlaxStableDiffusionImg2ImgPipeline(
-        **pipeline.components, accelerate=pipeline.accelerate
-    )
-    image, noise = np.random.default_rng(0).standard_normal((2, 1, 4, 16, 16), np.float32)
-    options = dict(strength=0.75, num_inference_steps=16, guidance_scale=7.5)
-    inputs = pipeline.prepare_inputs(PROMPT, image)
-    plain = dataclasses.replace(pipeline, accelerate=Acceleration())
-    images = [
-        p(*inputs, params, jax.random.key(3), noise=noise, **options).images
-        for p in (pipeline, plain)
-    ]
-    monkeypatch.setattr(module, "randn_tensor", lambda *args, **kwargs: torch.from_numpy(noise))
-    theirs = diffusers.StableDiffusionImg2ImgPipeline(
-        **open_theirs(models["sd"], pipeline.scheduler).components, requires_safety_checker=False
-    )
-    theirs.set_progress_bar_config(disable=True)
-    enable_deepcache(theirs, 3)
-    assert_images_agree(
-        *images, theirs(PROMPT, image=torch.from_numpy(image), output_type="np", **options).images
-    )
-    with pytest.raises(ValueError, match="deepcache needs more than 8 steps, not 7"):
-        pipeline(*inputs, params, jax.random.key(3), strength=0.35, num_inference_steps=20)
-
-
 def test_plans():
     """Whole steps of DeepCache and Spectrum, and the kinds of T-GATE."""
     initials = lambda technique, n: "".join(x[0] for x in technique.kinds(n, [0]))  # noqa: E731
@@ -453,17 +365,6 @@ def test_bad_specs(spec, message):
     with pytest.raises(ValueError, match=message) as error:
         parse(spec)
     assert "\n" not in str(error.value)
-
-
-def test_specs_are_canonical():
-    text = "guidance:stop=0.5 deepcache:interval=2 int8"
-    assert str(parse("int8 deepcache:interval=2,warmup=1 guidance:stop=0.5")) == text
-    assert parse(text) == parse(text.split()) == parse(parse(text))
-    assert str(parse(())) == "" and parse(None) == Acceleration()
-    assert parse(DeepCache()) == parse([DeepCache()]) == parse("deepcache")
-    assert parse(["taesd:path=a b"]).tiny_decoder.path == "a b"
-    with pytest.raises(ValueError, match="tgate guidance do not go together"):
-        Acceleration(guidance=Guidance(stop=0.5), cache=TGate())
 
 
 BOTH, ALL = ("text", "null"), ("text", "image", "null")
@@ -538,12 +439,6 @@ def test_parts_that_do_not_fit_are_refused(models, tmp_path):
         dataclasses.replace(pipeline, unet=unet, accelerate="tome")
 
 
-def test_tgate_is_refused_for_edits(models):
-    pipeline, _ = open_ours(models["edits"])
-    with pytest.raises(ValueError, match="tgate is for text to image"):
-        dataclasses.replace(pipeline, accelerate="tgate")
-
-
 @pytest.mark.slow
 def test_images_decoded_by_taesd_are_pytorchs(models, tmp_path):
     tiny = save_tiny_vae(tmp_path / "tiny", (8, 8, 8))
@@ -555,65 +450,3 @@ def test_images_decoded_by_taesd_are_pytorchs(models, tmp_path):
     assert psnr(found, expected) > 60
     with pytest.raises(ValueError, match="params lack tiny_vae"):
         images_of(pipeline, {name: x for name, x in params.items() if name != "tiny_vae"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["dynamic", "weight"])
-def test_int8_images_are_close(models, mode):
-    pipeline, params = open_ours(models["sd"], "ddim", accelerate=f"int8:mode={mode}")
-    attention = params["unet"]["mid_block"]["attentions_0"]["transformer_blocks_0"]["attn1"]
-    assert attention["to_q"]["kernel"].dtype == np.int8
-    plain, plain_params = open_ours(models["sd"], "ddim")
-    images = [images_of(p, x, steps=3) for p, x in ((pipeline, params), (plain, plain_params))]
-    assert 30 < psnr(*images) < 100
-
-
-@pytest.mark.slow
-def test_saved_executables(models, tmp_path, capsys):
-    """Each combination has its own executable; jit makes the same image."""
-    tiny = tmp_path / "tiny"
-    save_tiny_vae(tiny, (8, 8, 8, 8))
-    flags = ["--pretrained_model_name_or_path", str(models["xl"]), "--prompt", PROMPT]
-    flags += ["--num_images", "1", "--num_inference_steps", "9"]
-    fast = [*flags, "--accelerate", "deepcache:interval=2", "guidance:stop=0.5", "int8"]
-    fast.append(f"taesd:path={tiny}")
-    store = ["--executable_dir", str(tmp_path / "store")]
-    images, said = {}, {}
-    for name, arguments in (
-        ("jit", [*fast, "--compilation_cache_dir", ""]),
-        ("aot", [*fast, *store]),
-        ("plain", [*flags, *store]),
-        ("again", [*fast, *store]),
-    ):
-        generate_cli.main([*arguments, "--output", str(tmp_path / f"{name}.png")])
-        images[name] = np.int16(Image.open(tmp_path / f"{name}.png"))
-        said[name] = capsys.readouterr().err
-    assert np.abs(images["aot"] - images["jit"]).max() <= 1
-    np.testing.assert_array_equal(images["again"], images["aot"])
-    assert np.abs(images["plain"] - images["jit"]).mean() > 1
-    unsaved = "compiled (no executable of these settings is saved"
-    assert unsaved in said["aot"] and unsaved in said["plain"]
-    assert "loaded in" in said["again"]
-
-
-@pytest.mark.slow
-def test_edit_cli(models, tmp_path):
-    """Two images, with previews after steps 4 and 8 of 9; the plain edit is another image."""
-    save_tiny_vae(tmp_path / "tiny", (8, 8, 8))
-    pixels = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), np.uint8)
-    for name, image in zip("ab", pixels):
-        Image.fromarray(image).save(tmp_path / f"{name}.png")
-    flags = ["--model", str(models["edits"]), "--edit", PROMPT, "--resolution", "64"]
-    flags += ["--num_inference_steps", "9", "--compilation_cache_dir", ""]
-    flags += ["--input", str(tmp_path / "a.png"), str(tmp_path / "b.png")]
-    previews = ["--preview", "4", "--preview_decoder", str(tmp_path / "tiny")]
-    fast = ["--accelerate", "deepcache:interval=2", "guidance:image_stop=0.3,stop=0.6"]
-    images = {}
-    for folder, extra in (("plain", previews), ("fast", fast)):
-        edit_cli.main([*flags, "--output", str(tmp_path / folder), *extra])
-        for file in (tmp_path / folder).iterdir():
-            images[f"{folder}/{file.name}"] = np.int16(Image.open(file))
-    steps = {f"plain/{name}-step-00{step}.png" for name in "ab" for step in (4, 8)}
-    assert images.keys() == steps | {f"{x}/{name}.png" for x in ("plain", "fast") for name in "ab"}
-    assert np.abs(images["plain/a.png"] - images["fast/a.png"]).max() > 1
-    assert np.any(images["plain/a-step-004.png"] != images["plain/b-step-004.png"])

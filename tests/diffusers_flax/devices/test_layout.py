@@ -37,16 +37,3 @@ def test_images_are_spread_over_devices(model):
     pipeline, params = open_tiny(model, Layout(jax.devices()[:2]))
     images = pipeline(ids, params, key, neg_prompt_ids=neg_ids, **OPTIONS).images
     np.testing.assert_array_equal(images, np.concatenate(pmapped))
-
-
-def test_what_does_not_fit(model):
-    with pytest.raises(ValueError, match="take 6 devices, not 4"):
-        Layout(jax.devices()[:4], data=3, rows=2)
-    with pytest.raises(ValueError, match="take 2 devices, not 1"):
-        Layout(jax.devices()[:1], rows=2)
-    layout = Layout(jax.devices()[:2])
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(model, layout=layout)
-    with pytest.raises(ValueError, match="must be a multiple of the layout's data=2"):
-        pipeline(pipeline.prepare_inputs("red"), params, jax.random.key(0))
-    with pytest.raises(ValueError, match="not on the 2 devices of the layout"):
-        pipeline(pipeline.prepare_inputs(["red"] * 2), params, jax.random.key(0))

@@ -17,7 +17,6 @@ from several_devices import make_images
 from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl, save_tiny_vae
 
 from diffusers_flax import (
-    FlaxControlNetModel,
     FlaxStableDiffusionControlNetPipeline,
 )
 from diffusers_flax.acceleration.previews import Preview
@@ -81,55 +80,6 @@ def test_blocks_on_parts_of_the_rows(module, axes):
     for case in cases:
         expected = jax.jit(apply)(case, x)
         assert largest_difference(shared(case, x), expected) < 2e-6
-
-
-def check_rows_of_two(model, apply, inputs, out_specs):
-    """apply(model, *inputs) on two devices with half of the rows each equals one device's."""
-    mesh, rows = Mesh(np.array(jax.devices()[:2]), "a"), PartitionSpec(None, None, "a")
-    expected = jax.jit(partial(apply, model))(*inputs)
-    part = partial(apply, model.clone(rows_axis="a"))
-    specs = dict(in_specs=(rows,) * len(inputs), out_specs=out_specs)
-    found = jax.jit(jax.shard_map(part, mesh=mesh, check_vma=False, **specs))(*inputs)
-    assert max(jax.tree.leaves(jax.tree.map(largest_difference, found, expected))) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pooled", [False, True])
-def test_controlnet_on_parts_of_the_rows(pooled):
-    net = FlaxControlNetModel(
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        attention_head_dim=2,
-        cross_attention_dim=16,
-        norm_num_groups=4,
-        global_pool_conditions=pooled,
-    )
-    params = net.init_weights(jax.random.key(0))
-    params = jax.tree.map(lambda x: x + 0.02, params)  # the outputs' convolutions start at zero
-
-    def apply(net, sample, image):
-        text = jnp.ones((1, 3, 16))
-        return net.apply({"params": params}, sample, 3, text, image, return_dict=False)
-
-    inputs = [
-        jax.random.normal(jax.random.key(i), shape)
-        for i, shape in enumerate(((1, 4, 8, 6), (1, 3, 64, 48)))
-    ]
-    check_rows_of_two(net, apply, inputs, PartitionSpec(*(() if pooled else (None, "a"))))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method, shape", [("encode", (1, 3, 32, 16)), ("decode", (1, 4, 4, 2))])
-def test_tiny_vae_on_parts_of_the_rows(method, shape):
-    vae = FlaxAutoencoderTiny()
-    params = vae.init_weights(jax.random.key(0))
-
-    def apply(vae, x):
-        return vae.apply({"params": params}, x, method=method, return_dict=False)[0]
-
-    inputs = [jax.random.normal(jax.random.key(1), shape)]
-    check_rows_of_two(vae, apply, inputs, PartitionSpec(None, None, "a"))
 
 
 OPTIONS = dict(num_inference_steps=2, guidance_scale=3.0)
@@ -277,19 +227,6 @@ def test_controlnet(tmp_path):
     expected = pipeline(*inputs, params, jax.random.key(3), **OPTIONS).images
     found = shared_images(loaded, layout_of(branches=2, rows=2), inputs, **OPTIONS)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "parallel, message",
-    [
-        (["rows=2,branches"], "parallel=branches must be NAME=NUMBER"),
-        (["row=2"], "with a name of data, branches, rows"),
-        (["data=3", "rows=2"], "parallel=data=3 rows=2 takes 6 devices, not 4"),
-    ],
-)
-def test_wrong_flags(parallel, message):
-    with pytest.raises(ValueError, match=message):
-        parse_layout(parallel)
 
 
 def test_what_devices_cannot_share(text):

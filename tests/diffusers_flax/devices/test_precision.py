@@ -66,18 +66,3 @@ def test_a_slow_dtype_is_one_line(on, caplog):
         ("diffusers_flax.messages", logging.WARNING, REASON + dtype)
         for dtype in ("float16", "float32")
     ]
-
-
-@pytest.mark.parametrize("device", [CPU, TPU, ROCM, AMPERE, BLACKWELL])
-def test_bfloat16_is_fast(on, caplog, device):
-    on(device)
-    assert precision.warn_if_slow(jnp.bfloat16) == jnp.bfloat16
-    assert caplog.messages == []
-
-
-@pytest.mark.parametrize("name", ["float16", "float32"])
-def test_other_dtypes_are_fast(on, caplog, name):
-    on(TURING)
-    assert precision.choose_dtype(name) == name
-    assert mixed_precision_dtype(SimpleNamespace(mixed_precision="no")) == jnp.float32
-    assert caplog.messages == []

@@ -187,28 +187,6 @@ def test_param_dtype(half_pipeline, caplog):
             load(param_dtype=wrong)
 
 
-def test_param_dtype_of_pipelines(half_pipeline, caplog):
-    """It is the dtype of all components but the scheduler's state and kernels in 8 bits."""
-    load = partial(FlaxDiffusionPipeline.from_pretrained, half_pipeline)
-    components = ("unet", "vae", "text_encoder")
-    for param_dtype, storage, stored in (
-        ("float32", None, set()),
-        ("bfloat16", None, set()),
-        ("bfloat16", "int8", {"int8", "float32"}),
-    ):
-        pipeline, params = load(param_dtype=param_dtype, storage=storage)
-        assert dtypes(params["vae"]) == {param_dtype}
-        for component in ("unet", "text_encoder"):
-            assert dtypes(params[component]) == {param_dtype, *stored}
-        assert dtypes(params["scheduler"]) >= {"float32"}
-        assert pipeline.unet.dtype == jnp.float32
-    assert not caplog.messages
-    warn_once.cache_clear()
-    _, params = load()
-    assert [dtypes(params[component]) for component in components] == [{"float16"}] * 3
-    assert ["param_dtype" in message for message in caplog.messages] == [True]
-
-
 @pytest.mark.parametrize("dtype", [jnp.float16, *slow(jnp.bfloat16, jnp.float32)])
 def test_pytorch_opens_a_saved_pipeline_in_one_dtype(half_pipeline, tmp_path, dtype):
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(half_pipeline, param_dtype=dtype)

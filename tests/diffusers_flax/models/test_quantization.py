@@ -142,16 +142,6 @@ def test_dynamic_convolution(size, stride):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision(dtype):
-    """The result has the layer's dtype; sums beyond float16's range do not overflow."""
-    params, x = dense_params(), random_normal(2, 5, 24, seed=3).astype(dtype)
-    exact = x.astype(np.float32) @ params["kernel"] + params["bias"]
-    params = quantize_at(DENSE, jax.tree.map(lambda y: y.astype(dtype), params))
-    found = Dense(40, dtype=dtype).apply({"params": params}, x)
-    assert found.dtype == dtype and quality(found, exact) > 40
-
-
 @pytest.mark.parametrize("mode", ["dynamic", "weight"])
 def test_lora_of_int8(mode):
     params, x = dense_params(), random_normal(3, 24, seed=1)
@@ -219,15 +209,3 @@ def test_tpu_multiplies_int8(libtpu_environment):
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=sharding)
     text = program.lower(params, x).compile().as_text()
     assert re.search(r"= s32\[256,512\].* convolution\(", text)
-
-
-def test_refusals():
-    params = {"mid_block": {"attentions_0": {"proj_in": dense_params()}}}
-    with pytest.raises(
-        ValueError, match="mode='int4' is not known; known are fast, dynamic, weight"
-    ):
-        quantize(params, "int4")
-    with pytest.raises(ValueError, match="proj_in/kernel is already int8"):
-        quantize(quantize(params))
-    with pytest.raises(ValueError, match="params must be a UNet's"):
-        quantize({"encoder": params})

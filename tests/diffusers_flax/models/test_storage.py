@@ -16,11 +16,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from helpers import psnr, random_inputs
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
-from diffusers_flax import FlaxStableDiffusionXLPipeline
-from diffusers_flax.models.quantization import storage_of, store
+from diffusers_flax.models.quantization import storage_of
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.parameters import cast_params
-from diffusers_flax.pipelines.base import Execution, FlaxDiffusionPipeline
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.memory import num_bytes_of_params
 
 KEY = jax.random.key(3)
@@ -158,18 +157,3 @@ def test_opening_in_another_storage(saved):
         UNet2DConditionModel.from_pretrained(saved["int8"], subfolder="unet")
     config = json.loads((saved["int8"] / "vae/config.json").read_text())
     assert "quantization_config" not in config
-
-
-def test_refusals(saved):
-    with pytest.raises(ValueError, match="storage='int4' is not known; known are float8, int8"):
-        FlaxDiffusionPipeline.from_pretrained(saved[None], storage="int4")
-    with pytest.raises(ValueError, match="storage=int8 and accelerate=int8 both change"):
-        FlaxStableDiffusionXLPipeline.open(saved[None], execution=Execution("int8", storage="int8"))
-    with pytest.raises(ValueError, match="has weights up to 500, float8 has numbers up to 448"):
-        store({"mid_block": {"resnets_0": {"conv1": {"kernel": np.full((2, 2), 500.0)}}}}, "float8")
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(saved[None])
-    stored = FlaxStableDiffusionXLPipeline.open(saved[None], execution=Execution(storage="float8"))
-    with pytest.raises(ValueError, match="the parameters of text_encoder are not in 8 bits"):
-        run_pipeline(stored, params)
-    with pytest.raises(ValueError, match="the UNet's parameters are int8 in mode weight"):
-        run_pipeline(pipeline, params | {"unet": store(params["unet"], "int8")})

@@ -77,18 +77,6 @@ def test_beginning_in_the_middle_matches_pytorch(name, monkeypatch):
         )
 
 
-def test_pndm_begins_anew_in_the_middle(monkeypatch):
-    """PyTorch is one step off here; with constant noise the path must be DDIM's."""
-    config = STABLE_DIFFUSION | {"steps_offset": 1, "skip_prk_steps": True}
-    monkeypatch.setattr(trajectories, "model", lambda x, t: np.full_like(x, 0.3))
-    ddim, path = flax_trajectory(
-        "ddim", config | {"clip_sample": False, "set_alpha_to_one": False}, 12, first_step=5
-    )
-    timesteps, samples = flax_trajectory("pndm", config, 12, first_step=5)
-    np.testing.assert_array_equal(timesteps, [ddim[0], ddim[1], *ddim[1:]])
-    np.testing.assert_allclose(samples[[0, *range(2, len(samples))]], path, rtol=1e-4, atol=1e-5)
-
-
 def test_lms_begins_anew_in_the_middle(monkeypatch):
     """PyTorch gives missing slopes a weight; with a constant slope the path must be Euler's."""
     config = STABLE_DIFFUSION | {"steps_offset": 1}
@@ -220,22 +208,6 @@ def test_chosen_timesteps_match_pytorch(name, monkeypatch):
         )
 
 
-def test_chosen_timesteps_that_are_refused():
-    for name, timesteps, reason in (
-        ("ddim", [999, 499], "cannot be chosen with FlaxDDIMScheduler; take another scheduler"),
-        ("lcm", [999], "must be num_inference_steps=2 integers"),
-        ("euler", [499, 999], "must decrease and be from 999 to 0"),
-        ("tcd", [9, -1], "must decrease and be from 999 to 0"),
-    ):
-        scheduler, state = make_scheduler(name, STABLE_DIFFUSION)
-        with pytest.raises(ValueError, match=reason):
-            scheduler.set_timesteps(state, 2, SHAPE, timesteps=timesteps)
-    for name in ("euler", "dpmsolver++"):
-        scheduler, state = make_scheduler(name, STABLE_DIFFUSION | {"use_karras_sigmas": True})
-        with pytest.raises(ValueError, match="with use_karras_sigmas=True; leave one out"):
-            scheduler.set_timesteps(state, 2, SHAPE, timesteps=[999, 499])
-
-
 def test_noise_schedules_match_pytorch():
     for options in (
         {},
@@ -336,30 +308,6 @@ def test_add_noise_and_velocity_match_pytorch(name):
         if name in ("ddpm", "ddim"):
             expected = reference.get_velocity(x, noise, torch.from_numpy(timesteps)).numpy()
             np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize("name", ["euler", "dpmsolver++"])
-@pytest.mark.parametrize("num_steps, first_step", [(50, 47), (10, 3), (50, 46), (50, 49), (75, 73)])
-def test_add_noise_uses_the_current_steps_level(name, num_steps, first_step):
-    """Some Karras steps of DPM-Solver share a timestep: 47 and 48 of 50, 73 and 74 of 75."""
-    config = STABLE_DIFFUSION | {"use_karras_sigmas": True}
-    scheduler, start = make_scheduler(name, config)
-    begun = scheduler.set_timesteps(start, num_steps, SHAPE, first_step)
-    whole = scheduler.set_timesteps(start, num_steps, SHAPE)
-    reference = torch_class(name)(**config)
-    reference.set_timesteps(num_steps)
-    reference.set_begin_index(first_step)
-    expected = reference.add_noise(
-        torch.from_numpy(START),
-        torch.from_numpy(NOISE[0]),
-        reference.timesteps[first_step : first_step + 1],
-    )
-    for state in (begun, whole.replace(step_index=jnp.asarray(first_step))):
-        actual = scheduler.add_noise(
-            state, jnp.asarray(START), jnp.asarray(NOISE[0]), state.timesteps[state.step_index]
-        )
-        np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["ddpm", "ddim", "euler_ancestral"])
@@ -513,50 +461,22 @@ def test_unsupported_options_are_refused_by_name(cls, option):
     ((name, value),) = option.items()
     with pytest.raises(ValueError, match=f"{name}={value!r}".replace("+", r"\+")):
         cls.from_config({"_class_name": "DDIMScheduler"} | option)
-    with pytest.raises(ValueError, match=name):
-        cls(**option)
-    neutral = cls.from_config({name: None})
-    assert neutral == cls()
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("num_train_timesteps", "1000"),
-        ("num_train_timesteps", 0),
-        ("num_train_timesteps", 999.5),
-        ("beta_end", float("nan")),
-        ("trained_betas", [0.1, -0.1]),
-        ("clip_sample", "false"),
-        ("beta_schedule", ["linear"]),
-    ],
-)
-def test_damaged_options_are_refused_by_name(tmp_path, name, value):
-    config = {"_class_name": "DDIMScheduler", "_use_default_values": 5}
-    file = tmp_path / "scheduler_config.json"
-    for read in (FlaxDDIMScheduler.from_pretrained, scheduler_from_pretrained):
-        file.write_text(json.dumps(config))
-        read(tmp_path, None)
-        file.write_text(json.dumps(config | {name: value}))
-        with pytest.raises(ValueError, match=name) as error:
-            read(tmp_path, None)
-        assert str(error.value).startswith(f"scheduler_config.json of {tmp_path}: ")
+    assert cls.from_config({name: None}) == cls()
 
 
 def test_bad_input_is_refused_with_a_remedy(tmp_path):
     ddim, dpm = FlaxDDIMScheduler(), FlaxDPMSolverMultistepScheduler()
     state, x = ddim.create_state(), jnp.asarray(START)
-    with pytest.raises(ValueError, match=r"sigma_min=9\.0 must be below sigma_max=0\.1"):
-        FlaxDPMSolverMultistepScheduler(sigma_min=9.0, sigma_max=0.1)
+    with pytest.raises(ValueError, match="num_train_timesteps='1000' has the wrong type"):
+        FlaxDDIMScheduler(num_train_timesteps="1000")
     with pytest.raises(ValueError, match="no option beta_stat"):
         FlaxDDIMScheduler.from_config(ddim.config, beta_stat=0.1)
-    for num_steps in (0, 1001, 2.0):
+    for num_steps in (0, 1001):
         with pytest.raises(ValueError, match="from 1 to 1000"):
             ddim.set_timesteps(state, num_steps)
     with pytest.raises(ValueError, match="must be a whole number from 0 to 4, the last step"):
         ddim.set_timesteps(state, 5, SHAPE, 5)
-    with pytest.raises(ValueError, match="timesteps 1 to 1000, outside 0 to 999"):
+    with pytest.raises(ValueError, match="visits timesteps 1 to 1000, outside 0 to 999"):
         FlaxDDIMScheduler(steps_offset=1).set_timesteps(state, 1000)
     with pytest.raises(ValueError, match="visits a timestep twice"):
         dpm.set_timesteps(dpm.create_state(), 1000, SHAPE)
@@ -566,13 +486,20 @@ def test_bad_input_is_refused_with_a_remedy(tmp_path):
         dpm.step(dpm.set_timesteps(dpm.create_state(), 4, (1, *SHAPE[1:])), x, 0, x)
     with pytest.raises(ValueError, match="skip_prk_steps=True"):
         FlaxPNDMScheduler().set_timesteps(state, 3, SHAPE)
+    for timesteps in ([999], [499, 999], [9, -1]):
+        with pytest.raises(
+            ValueError, match="must be num_inference_steps=2 integers that decrease"
+        ):
+            SCHEDULERS["lcm"]().set_timesteps(
+                SCHEDULERS["lcm"]().create_state(), 2, (), 0, timesteps
+            )
     with pytest.raises(ValueError, match="use v_prediction"):
         FlaxDDIMScheduler(rescale_betas_zero_snr=True, timestep_spacing="trailing").set_timesteps(
             state, 10
         )
     with pytest.raises(ValueError, match="one beta per training timestep"):
         FlaxDDIMScheduler(trained_betas=[0.1, 0.2]).create_state()
-    with pytest.raises(ValueError, match="'heun' is unknown; choose from ddpm, ddim, pndm"):
+    with pytest.raises(ValueError, match="scheduler=heun is unknown; choose from ddpm, ddim, pndm"):
         make_scheduler("heun", {})
 
     with pytest.raises(ValueError, match=r"no scheduler_config\.json"):
