@@ -40,24 +40,18 @@ from tqdm import tqdm
 from diffusers_flax.command_line import AtLeast, Seed, ask_before_replacing, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.data.images import encoded_size
+from diffusers_flax.data.options import Columns
 from diffusers_flax.evaluation.benchmark_sets import add_final_turns, read_benchmark
 from diffusers_flax.evaluation.edits import check_model
-from diffusers_flax.evaluation.held_out import (
-    Columns,
-    check_pairs,
-    pairs_of_jsonl,
-    pairs_of_shards,
-    require_masks,
-)
-from diffusers_flax.evaluation.judging import JudgeFlags, judge_rows, load_prompts, make_client
+from diffusers_flax.evaluation.held_out import pairs_of_jsonl, pairs_of_one_shape, pairs_of_shards
+from diffusers_flax.evaluation.judging import JudgeFlags, judge_rows, load_prompts
 from diffusers_flax.evaluation.measuring import (
     BASELINES,
     Evaluation,
     add_baselines,
-    find_row,
     measure_model,
 )
-from diffusers_flax.evaluation.protocols import PROTOCOLS, ScoreFlags, left_out
+from diffusers_flax.evaluation.protocols import PROTOCOLS, ScoreFlags
 from diffusers_flax.evaluation.results import (
     RESULTS,
     load_results,
@@ -122,65 +116,44 @@ class Config(SamplingFlags, JudgeFlags, ScoreFlags, EvaluationFlags):
     """Flags of the script. tyro lists the flags of the last base class first."""
 
 
-def require(condition, message):
-    """Raise a ValueError unless a condition holds."""
-    if not condition:
-        raise ValueError(message)
-
-
 def check_flags(config):
     """Raise a ValueError for flags that do not go together."""
-    protocol, is_judged = config.protocol, PROTOCOLS[config.protocol].is_judged
-    judge = config.judge or config.judge_model or config.judge_prompts
-    require(
-        bool(config.data_dir) != bool(config.pairs_jsonl),
-        "give one of --data_dir and --pairs_jsonl",
-    )
-    require(config.model and config.seeds, "--model and --seeds need at least one value")
-    require(
-        config.use_masks or not config.mask_feather,
-        "--mask_feather is for --use_masks; give both or none",
-    )
-    require(
-        config.instruction_language == "en" or protocol == "gedit",
-        "--instruction_language is for --protocol gedit",
-    )
-    require(
-        config.dino_model or "dino" not in config.metrics,
-        '--metrics dino needs a --dino_model that is not ""',
-    )
-    require(
-        is_judged or not judge,
-        f"--protocol {protocol} has no judge; leave the --judge flags out",
-    )
-    require(
-        bool(config.judge) == bool(config.judge_model),
-        "--judge and --judge_model go together: the address of an API and a model",
-    )
-    require(
-        not is_judged or not (config.metrics or config.clip_model),
-        f"--protocol {protocol} has no true images; leave --metrics and --clip_model out",
-    )
+    protocol = PROTOCOLS[config.protocol]
+    if bool(config.data_dir) == bool(config.pairs_jsonl):
+        raise ValueError("give one of --data_dir and --pairs_jsonl")
+    if protocol.is_benchmark and config.pairs_jsonl:
+        raise ValueError(f"--protocol {config.protocol} reads --data_dir, not --pairs_jsonl")
+    if not config.model or not config.seeds:
+        raise ValueError("--model and --seeds need at least one value")
+    if "dino" in config.metrics and not config.dino_model:
+        raise ValueError('--metrics dino needs a --dino_model that is not ""')
+    if config.judge and not (protocol.is_judged and config.judge_model):
+        raise ValueError("--judge goes with --judge_model and --protocol gedit or imgedit")
+    if protocol.is_judged and (config.metrics or config.clip_model):
+        raise ValueError(
+            f"--protocol {config.protocol} has no true images; leave --metrics and --clip_model out"
+        )
     check_scheduler(config.scheduler)
-    if config.judge:
-        make_client(config).close()
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir, RESULTS)
 
 
-def read_compared_pairs(config):
+def read_pairs(config):
     """The pairs of --data_dir or --pairs_jsonl."""
     if PROTOCOLS[config.protocol].is_benchmark:
-        return read_benchmark(config)
+        folder, language = Path(config.data_dir), config.instruction_language
+        return read_benchmark(config.protocol, folder, config.max_pairs, language)
     if config.pairs_jsonl:
-        return pairs_of_jsonl(config.pairs_jsonl, config.max_pairs)
-    columns = Columns(
-        original_image=config.original_image_column,
-        edited_image=config.edited_image_column,
-        edit_prompt=config.edit_prompt_column,
-        mask=config.mask_column,
-    )
-    captions = config.original_prompt_column, config.edited_prompt_column
-    return pairs_of_shards(config.data_dir, columns, captions, config.max_pairs)
+        pairs = pairs_of_jsonl(config.pairs_jsonl, config.max_pairs)
+    else:
+        columns = Columns(
+            original_image=config.original_image_column,
+            edited_image=config.edited_image_column,
+            edit_prompt=config.edit_prompt_column,
+            mask=config.mask_column,
+        )
+        captions = config.original_prompt_column, config.edited_prompt_column
+        pairs = pairs_of_shards(config.data_dir, columns, captions, config.max_pairs)
+    return pairs_of_one_shape(pairs)
 
 
 def check_compared_models(config, all_scales):
@@ -193,29 +166,17 @@ def check_compared_models(config, all_scales):
     Returns:
         ({model: CheckedModel}, resolution and factor of all images).
     """
+    checked = {}
     # An acceleration may not fit the branches of all scales.
     scales_of_branches = {edit_branches(*scales): scales for scales in all_scales}
-    checked = {}
     for model, scales in itertools.product(config.model, scales_of_branches.values()):
         scales = dict(zip(("guidance_scale", "image_guidance_scale"), scales))
         sampling = from_flags(Sampling, config, **scales)
         checked[model] = check_model(model, config.resolution, sampling)
-    resolutions = {model: found.resolution for model, found in checked.items()}
-    if len(set(resolutions.values())) > 1:
-        sizes = ", ".join(f"{model} {resolution}" for model, resolution in resolutions.items())
-        raise ValueError(f"the models were made for different sizes ({sizes}); give --resolution")
-    factor = max(found.factor for found in checked.values())
-    return checked, resolutions[config.model[0]], factor
-
-
-def missing_runs(config, all_scales, rows):
-    """{model: list of (guidance_scale, image_guidance_scale, seed) without a row}."""
-    names = ("guidance_scale", "image_guidance_scale", "seed")
-    runs = [(*scales, seed) for scales in all_scales for seed in dict.fromkeys(config.seeds)]
-    return {
-        model: [run for run in runs if not find_row(rows, model=model, **dict(zip(names, run)))]
-        for model in config.model
-    }
+    resolutions = {found.resolution for found in checked.values()}
+    if len(resolutions) > 1:
+        raise ValueError(f"the models are for sizes {sorted(resolutions)}; give --resolution")
+    return checked, *resolutions, max(found.factor for found in checked.values())
 
 
 def run(config):
@@ -225,31 +186,28 @@ def run(config):
     protocol = PROTOCOLS[config.protocol]
     if config.clip_model is None:
         config = replace(config, clip_model=protocol.clip_model)
-    pairs = read_compared_pairs(config)
-    bar = partial(tqdm, desc="checking images", unit="pair", disable=len(pairs) < 100)
-    pairs = check_pairs(pairs, config.use_masks, bar, any_shape=protocol.is_benchmark)
+    pairs = read_pairs(config)
+    if config.use_masks and not any(pair.mask for pair in pairs):
+        raise ValueError("--use_masks: no pair has a mask; give masks, or leave the flag out")
     if protocol.is_judged:
         groups = {pair.group for pair in pairs}
         prompts = load_prompts(config.judge_prompts, config.protocol, groups)
-    sentences = left_out(pairs, config)
     if config.protocol == "magicbrush":
         pairs = add_final_turns(pairs)
     config = with_single_files(config, "model")
     config = with_defaults(config, config.model, config.lora)
-    scales = itertools.product(config.guidance_scale, config.image_guidance_scale)
-    all_scales = list(dict.fromkeys(tuple(map(float, x)) for x in scales))
+    all_scales = [*itertools.product(config.guidance_scale, config.image_guidance_scale)]
     checked, resolution, factor = check_compared_models(config, all_scales)
     sizes = [result_size(encoded_size(pair.original), resolution, factor) for pair in pairs]
-    if config.use_masks:
-        require_masks(pairs, sizes)
-    settings = settings_of_results(config, pairs, resolution, factor)
+    settings = settings_of_results(config, pairs, resolution)
     results = load_results(config.output_dir, settings, config.model, config.overwrite_output_dir)
-    save = partial(save_results, config.output_dir, results)
-    todo = missing_runs(config, all_scales, results["rows"])
-    for sentence in sentences:
-        print(sentence)
+    names = ("model", "guidance_scale", "image_guidance_scale", "seed")
+    done = {tuple(row[name] for name in names) for row in results["rows"]}
+    runs = [(*scales, seed) for scales in all_scales for seed in config.seeds]
+    todo = {model: [run for run in runs if (model, *run) not in done] for model in config.model}
 
     scorer = make_scorer(pairs, sizes, config) if any(todo.values()) else None
+    save = partial(save_results, config.output_dir, results)
     evaluation = Evaluation(config, pairs, sizes, scorer, results, save)
     add_baselines(evaluation, BASELINES)
     total = len(pairs) * sum(map(len, todo.values()))
@@ -257,12 +215,11 @@ def run(config):
         for model, runs in todo.items():
             if runs:
                 measure_model(evaluation, model, checked[model], runs, bar)
+    sentences = []
     if protocol.is_judged:
-        bar = partial(tqdm, desc="judging", unit="answer")
-        sentences = [*sentences, *judge_rows(evaluation, prompts, bar)]
+        sentences = judge_rows(config, pairs, results["rows"], prompts, save)
     EditReport(config.output_dir, results, pairs, sizes).write(sentences)
     print((config.output_dir / "results.md").read_text(encoding="utf-8"), end="")
-    print(f"wrote {', '.join(sorted(file.name for file in config.output_dir.glob('*.*')))}")
 
 
 def main(args=None):

@@ -19,15 +19,16 @@ import jax.numpy as jnp
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from demo.make_base_model import BASE_MODEL, VAE, fit, image_batches, load_vae_as_trained
+from demo.make_base_model import BASE_MODEL, fit, image_batches
 from diffusers_flax.command_line import Above, AtLeast, run_main
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
+from diffusers_flax.models.vae import FlaxAutoencoderKL
 
 WIDTHS = (32, 32, 32)
 TINY_VAE = FlaxAutoencoderTiny(
     encoder_block_out_channels=WIDTHS,
     decoder_block_out_channels=WIDTHS,
-    latent_channels=VAE.latent_channels,
+    latent_channels=16,
     num_encoder_blocks=(1, 3, 3),
     num_decoder_blocks=(3, 3, 1),
 )
@@ -44,26 +45,25 @@ class Config:
     seed: int = 0
 
 
-def tiny_vae_loss(params, images, key, *, vae):
+def tiny_vae_loss(params, images, key, *, vae, vae_params):
     """Mean absolute plus mean squared error of latents and of decoded images.
 
     Args:
         params: of TINY_VAE.
         images: (B, 3, SIZE, SIZE) in [-1, 1].
         key: of the noise in the VAE's latents.
-        vae: {"params", "scaling_factor"} of load_vae_as_trained.
+        vae, vae_params: the teacher.
 
     Returns:
         Scalar, the sum of both errors.
     """
-    variables = {"params": vae["params"]}
-    posterior = VAE.apply(variables, images, method=VAE.encode).latent_dist
+    teacher = partial(vae.apply, {"params": vae_params})
+    student = partial(TINY_VAE.apply, {"params": params})
+    posterior, scale = teacher(images, method=vae.encode).latent_dist, vae.scaling_factor
     mode, latents = (
         jnp.transpose(x, (0, 3, 1, 2)) for x in (posterior.mode(), posterior.sample(key))
     )
-    decoded = VAE.apply(variables, latents, method=VAE.decode).sample
-    scale = vae["scaling_factor"]
-    student = partial(TINY_VAE.apply, {"params": params})
+    decoded = teacher(latents, method=vae.decode).sample
     errors = (
         student(images, method=TINY_VAE.encode).latents - scale * mode,
         student(scale * latents, method=TINY_VAE.decode).sample - decoded,
@@ -73,12 +73,12 @@ def tiny_vae_loss(params, images, key, *, vae):
 
 def run(config):
     """Train and save."""
-    vae = load_vae_as_trained(BASE_MODEL / "vae")
-    params = jax.jit(TINY_VAE.init_weights)(jax.random.key(config.seed))
-    batches = (images for images, *_ in image_batches(config.seed + 1, config.batch_size, False))
-    loss, seed = partial(tiny_vae_loss, vae=vae), config.seed + 2
-    params = fit(loss, params, batches, config.num_steps, config.learning_rate, seed, "TAESD")
-    TINY_VAE.save_pretrained(config.output_dir, jax.device_get(params))
+    vae, vae_params = FlaxAutoencoderKL.from_pretrained(BASE_MODEL / "vae")
+    params, seed = jax.jit(TINY_VAE.init_weights)(jax.random.key(config.seed)), config.seed
+    batches = (images for images, *_ in image_batches(seed + 1, config.batch_size, False))
+    loss = partial(tiny_vae_loss, vae=vae, vae_params=vae_params)
+    params = fit(loss, params, batches, config.num_steps, config.learning_rate, seed + 2, "TAESD")
+    TINY_VAE.save_pretrained(config.output_dir, params)
     print(f"saved {config.output_dir}")
 
 

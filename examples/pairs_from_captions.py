@@ -17,8 +17,6 @@ Run it in a clone. It prints each command before it runs it, and writes to OUTPU
 
 --thresholds is the share of true pairs that reach the thresholds of CLIP's scores: 90, 75 or 50%;
 "none" keeps the samples with the best direction. --only made leaves the model of true pairs out.
-A step whose result is there is not run again: after an interruption repeat the command, and give
-other flags another OUTPUT_DIR.
 """
 
 import json
@@ -36,11 +34,8 @@ MODEL = "demo/base_model"
 COLUMNS = {"original_prompt": "input", "edit_prompt": "edit", "edited_prompt": "output"}
 
 
-def run(command, result):
-    """Run `python COMMAND`, unless its result, a file or folder, is there."""
-    if result.exists():
-        print(f"\n{result} is there; it is not made again", flush=True)
-        return
+def run(command):
+    """Run `python COMMAND`; end if it fails."""
     print(f"\n$ python {command}", flush=True)
     done = subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT)
     if done.returncode:
@@ -49,86 +44,65 @@ def run(command, result):
 
 def extract_captions(data, file):
     """Write each caption and instruction of the shards once, as make_pairs.py reads them."""
-    found = set()
-    for shard in sorted(data.glob("*.parquet")):
-        for row in pq.read_table(shard, columns=list(COLUMNS)).to_pylist():
-            found.add(tuple(row[name] for name in COLUMNS))
-    lines = [json.dumps(dict(zip(COLUMNS.values(), texts))) for texts in sorted(found)]
+    rows = pq.read_table(data, columns=list(COLUMNS)).to_pylist()
+    found = sorted({tuple(row.values()) for row in rows})
+    lines = [json.dumps(dict(zip(COLUMNS.values(), texts))) for texts in found]
     file.write_text("\n".join(lines) + "\n")
     print(f"{file} has {len(lines)} lines, such as\n{lines[0]}")
 
 
-def write_edits(source, folder):
-    """Write the list of held-out edits again, with results in another folder."""
-    lines = [json.loads(line) for line in source.read_text().splitlines()]
-    for line in lines:
-        line["output"] = str(folder / "edits" / Path(line["output"]).name)
-    list_of_edits = folder / "held_out" / "edits.jsonl"
-    list_of_edits.parent.mkdir(parents=True, exist_ok=True)
-    list_of_edits.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def quoted(path):
-    """A path in a command."""
-    return shlex.quote(str(path))
-
-
 def make_pairs(args, folder):
     """Captions to pairs: everything before training."""
-    true, clip, samples = (folder / name for name in ("true", "clip", "samples"))
-    captions = folder / "captions.jsonl"
+    out = shlex.quote(str(folder))
     run(
-        f"demo/make_dataset.py --output_dir {quoted(true)} --num_pairs {args.num_pairs} "
-        f"--crops_per_photograph {args.crops_per_photograph}",
-        true / "held_out" / "edits.jsonl",
+        f"demo/make_dataset.py --output_dir {out}/true --num_pairs {args.num_pairs} "
+        f"--crops_per_photograph {args.crops_per_photograph}"
     )
     run(
-        f"examples/train_clip.py --data {quoted(true)}/data --tokenizer {MODEL}/tokenizer "
-        f"--output_dir {quoted(clip)} --num_steps {args.clip_steps}",
-        clip / "scores.json",
+        f"examples/train_clip.py --data {out}/true/data --tokenizer {MODEL}/tokenizer "
+        f"--output_dir {out}/clip --num_steps {args.clip_steps}"
     )
-    extract_captions(true / "data", captions)
+    extract_captions(folder / "true" / "data", folder / "captions.jsonl")
     run(
-        f"make_pairs.py --captions {quoted(captions)} --model {MODEL} --clip_model {quoted(clip)} "
-        f"--output_dir {quoted(samples)} --keep_all --lines_per_shard 28 --guidance_scale 1.2 3.0 "
+        f"make_pairs.py --captions {out}/captions.jsonl --model {MODEL} --clip_model {out}/clip "
+        f"--output_dir {out}/samples --keep_all --lines_per_shard 28 --guidance_scale 1.2 3.0 "
         f"--attention_sharing 0.1 0.9 --num_samples {args.num_samples} "
-        f"--num_inference_steps {args.num_inference_steps} --batch_size 8",
-        samples / "report.json",
+        f"--num_inference_steps {args.num_inference_steps} --batch_size 8"
     )
     flags = f"--num_kept {args.num_kept}"
     if args.thresholds != "none":
-        scores = json.loads((clip / "scores.json").read_text())
+        scores = json.loads((folder / "clip" / "scores.json").read_text())
         for name, value in scores["quantiles"][args.thresholds].items():
             flags += f" --{name} {value}"
-    run(
-        f"parquet_processing.py --pairs {quoted(samples)} --output_dir {quoted(folder)}/made/data "
-        f"--overwrite_output_dir {flags}",
-        folder / "made" / "data",
-    )
+    run(f"parquet_processing.py --pairs {out}/samples --output_dir {out}/made/data {flags}")
 
 
-def train_and_edit(args, folder, unet):
-    """Train on FOLDER/data with the demo's settings, edit the held-out photographs, measure."""
-    warmup = min(50, args.train_steps // 2)
+def train_and_edit(args, folder, name):
+    """Train on NAME/data with the demo's settings, edit the held-out photographs, measure."""
+    out, warmup = shlex.quote(str(folder)), min(50, args.train_steps // 2)
     run(
         f"flax_train_instruct_pix2pix.py --pretrained_model_name_or_path {MODEL} "
-        f"--unet_model_name_or_path {quoted(unet)} --train_data_dir {quoted(folder)}/data "
-        f"--output_dir {quoted(folder)}/model --cache_latents {quoted(folder)}/latents "
+        f"--unet_model_name_or_path {out}/modified_unet --train_data_dir {out}/{name}/data "
+        f"--output_dir {out}/{name}/model --cache_latents {out}/{name}/latents "
         "--no_random_crop --checkpointing_steps 0 --resolution 64 --train_batch_size 8 "
         f"--max_train_steps {args.train_steps} --learning_rate 3e-3 --lr_warmup_steps {warmup} "
-        "--lr_scheduler cosine --ema_fraction 0.2",
-        folder / "model" / "model_index.json",
+        "--lr_scheduler cosine --ema_fraction 0.2"
     )
-    edits = folder / "held_out" / "edits.jsonl"
+    lines = (folder / "true" / "held_out" / "edits.jsonl").read_text().splitlines()
+    edits = [json.loads(line) for line in lines]
+    for edit in edits:
+        edit["input"] = str(folder / "true" / "held_out" / edit["input"])
+    held_out = folder / name / "held_out"
+    held_out.mkdir(exist_ok=True)
+    (held_out / "edits.jsonl").write_text("".join(f"{json.dumps(edit)}\n" for edit in edits))
     run(
-        f"edit_cli.py --model {quoted(folder)}/model --edits_jsonl {quoted(edits)} "
+        f"edit_cli.py --model {out}/{name}/model --edits_jsonl {out}/{name}/held_out/edits.jsonl "
         "--resolution 64 --num_inference_steps 20 --guidance_scale 2 --image_guidance_scale 1.2 "
-        "--batch_size 18",
-        edits.parent / json.loads(edits.read_text().splitlines()[-1])["output"],
+        "--batch_size 18"
     )
-    summary = folder / "summary.json"
-    run(f"demo/evaluate.py --output_dir {quoted(folder)}", summary)
-    return json.loads(summary.read_text())
+    run(f"demo/evaluate.py --output_dir {out}/{name}")
+    measured = json.loads((folder / name / "summary.json").read_text())
+    return {"pairs": pq.read_table(folder / name / "data").num_rows} | measured
 
 
 def main():
@@ -149,25 +123,16 @@ def main():
     folder = args.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["JAX_NUM_CPU_DEVICES"] = "2"  # as XLA runs small operations on one core of each
-    print("$ export JAX_NUM_CPU_DEVICES=2", flush=True)
     make_pairs(args, folder)
-    write_edits(folder / "true" / "held_out" / "edits.jsonl", folder / "made")
-    unet = folder / "modified_unet"
-    run(
-        f"create_modified_unet.py --pretrained_model_name_or_path {MODEL} "
-        f"--output_dir {quoted(unet)}",
-        unet,
-    )
-    summary = {}
-    for name in ("made", "true") if args.only == "both" else ("made",):
-        measured = train_and_edit(args, folder / name, unet)
-        shards = (folder / name / "data").glob("*.parquet")
-        rows = sum(pq.read_metadata(shard).num_rows for shard in shards)
-        summary[name] = row = {"pairs": rows} | measured
+    unet = shlex.quote(str(folder / "modified_unet"))
+    run(f"create_modified_unet.py --pretrained_model_name_or_path {MODEL} --output_dir {unet}")
+    names = ("made", "true") if args.only == "both" else ("made",)
+    summary = {name: train_and_edit(args, folder, name) for name in names}
+    for name, row in summary.items():
         nearest = round(row["instruction_accuracy"] * row["num_edits"])
         print(
-            f"{name} pairs ({rows}): edit error {row['edit_error_ratio']:.3f} of the change, "
-            f"{nearest} of {row['num_edits']} results are nearest to their true edit"
+            f"{name} pairs ({row['pairs']}): edit error {row['edit_error_ratio']:.3f} of the "
+            f"change, {nearest} of {row['num_edits']} results are nearest to their true edit"
         )
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(f"look at {folder}/made/edits.png")

@@ -23,7 +23,6 @@ image is compared with all captions, and a caption with all images of the batch 
 import io
 import json
 import sys
-import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
@@ -32,6 +31,7 @@ import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from tqdm import trange
 from transformers import (
     CLIPConfig,
     CLIPImageProcessor,
@@ -40,16 +40,16 @@ from transformers import (
     CLIPTokenizer,
 )
 
-FLAGS = dict(data=Path, tokenizer=Path, output_dir=Path, image_size=64, patch_size=16, width=64)
-FLAGS |= dict(num_layers=3, num_steps=1000, batch_size=32, learning_rate=2e-3, seed=0)
+SIZE, WIDTH, NUM_LAYERS = 64, 64, 3  # pixels of an image's side; of both towers
+BATCH_SIZE, LEARNING_RATE = 32, 2e-3
 COLUMNS = ("original_prompt", "original_image", "edited_prompt", "edited_image")
 
 
-def read_captioned_images(folder, size):
+def read_captioned_images(folder):
     """All pairs of the shards in a directory.
 
     Returns:
-        (images, uint8 (n, 2, size, size, 3); captions, a list of n pairs).
+        (images, uint8 (n, 2, SIZE, SIZE, 3); captions, a list of n pairs).
     """
     images, captions = [], []
     for file in sorted(folder.glob("*.parquet")):
@@ -58,26 +58,25 @@ def read_captioned_images(folder, size):
                 Image.open(io.BytesIO(row[f"{name}_image"]["bytes"])).convert("RGB")
                 for name in ("original", "edited")
             ]
-            images.append(np.stack([np.asarray(image.resize((size, size))) for image in pair]))
+            images.append(np.stack([np.asarray(image.resize((SIZE, SIZE))) for image in pair]))
             captions.append((row["original_prompt"], row["edited_prompt"]))
     if len(images) < 20:
         sys.exit(f"--data {folder} has {len(images)} pairs in *.parquet; it needs 20 or more")
     return np.stack(images), captions
 
 
-def make_clip_model(args, tokenizer):
+def make_clip_model(tokenizer):
     """A CLIPModel with random weights."""
-    heads = max(1, args.width // 32)
-    tower = dict(hidden_size=args.width, intermediate_size=4 * args.width)
-    tower |= dict(num_hidden_layers=args.num_layers, num_attention_heads=heads)
+    tower = dict(hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_attention_heads=WIDTH // 32)
+    tower |= dict(num_hidden_layers=NUM_LAYERS)
     text = tower | dict(
         vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    vision = tower | dict(image_size=args.image_size, patch_size=args.patch_size)
-    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=args.width)
+    vision = tower | dict(image_size=SIZE, patch_size=SIZE // 4)
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=WIDTH)
     return CLIPModel(config)
 
 
@@ -103,7 +102,7 @@ def features_of(model, pixels=None, **tokens):
     return F.normalize(encode(**inputs).pooler_output, dim=-1)
 
 
-def train_clip(model, pixels, own, tokens, args):
+def train_clip(model, pixels, own, tokens, num_steps):
     """Train in place.
 
     Args:
@@ -111,15 +110,14 @@ def train_clip(model, pixels, own, tokens, args):
         pixels: float32 (n, 2, 3, S, S), as the processor makes them.
         own: numbers of the captions of the images, int64 (n, 2).
         tokens: of all captions.
-        args: flags.
+        num_steps: number of steps.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.learning_rate, args.num_steps, pct_start=0.1
+        optimizer, LEARNING_RATE, num_steps, pct_start=0.1
     )
-    started = time.perf_counter()
-    for step in range(args.num_steps):
-        rows = torch.randint(len(pixels), (args.batch_size,))
+    for step in trange(num_steps):
+        rows = torch.randint(len(pixels), (BATCH_SIZE,))
         batch = pixels[rows].flatten(0, 1)
         if step % 2:
             batch = batch.flip(-1)  # mirrored
@@ -130,9 +128,6 @@ def train_clip(model, pixels, own, tokens, args):
         loss.backward()
         optimizer.step()
         schedule.step()
-        if (step + 1) % 50 == 0 or step + 1 == args.num_steps:
-            seconds = time.perf_counter() - started
-            print(f"step {step + 1}: loss {loss.item():.3f}, {seconds:.0f} s", flush=True)
 
 
 @torch.inference_mode()
@@ -144,14 +139,12 @@ def measure_clip(model, pixels, own, tokens):
     nearest = (images @ texts.T).argmax(dim=1)
     images, own_texts = images.unflatten(0, (-1, 2)), texts[own]
     change = F.normalize(images[:, 1] - images[:, 0], dim=-1)
-    # Changes from the caption of the original to all captions of edited images of that name.
-    edits = {first: own[own[:, 0] == first, 1].unique() for first in own[:, 0].unique().tolist()}
     true, wrong, hits = [], [], []
-    for row in range(len(own)):
-        first, second = own[row].tolist()
-        others = edits[first]
-        cosines = F.normalize(texts[others] - texts[first], dim=-1) @ change[row]
-        is_own = others == second
+    for row, (first, second) in enumerate(own.tolist()):
+        # Changes from the caption of the original to all captions of its edited images
+        edits = own[own[:, 0] == first, 1].unique()
+        cosines = F.normalize(texts[edits] - texts[first], dim=-1) @ change[row]
+        is_own = edits == second
         true.append(cosines[is_own].item())
         wrong += cosines[~is_own].tolist()
         hits.append(bool(is_own[cosines.argmax()]))
@@ -179,19 +172,15 @@ def measure_clip(model, pixels, own, tokens):
 def main():
     """Command line."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    for name, value in FLAGS.items():
-        if isinstance(value, type):
-            parser.add_argument(f"--{name}", type=value, required=True)
-        else:
-            parser.add_argument(
-                f"--{name}", type=type(value), default=value, help=f"default: {value}"
-            )
+    for name in ("data", "tokenizer", "output_dir"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--num_steps", type=int, default=1000, help="default: 1000")
     args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    images, captions = read_captioned_images(args.data, args.image_size)
+    torch.manual_seed(0)
+    images, captions = read_captioned_images(args.data)
     tokenizer = CLIPTokenizer.from_pretrained(args.tokenizer)
-    side = {"height": args.image_size, "width": args.image_size}
-    processor = CLIPImageProcessor(size={"shortest_edge": args.image_size}, crop_size=side)
+    side = {"height": SIZE, "width": SIZE}
+    processor = CLIPImageProcessor(size={"shortest_edge": SIZE}, crop_size=side)
     texts = sorted({caption for pair in captions for caption in pair})
     numbers = {caption: i for i, caption in enumerate(texts)}
     own = torch.tensor([[numbers[caption] for caption in pair] for pair in captions])
@@ -203,8 +192,8 @@ def main():
     )
     pixels = (pixels - shift) / scale
     held_out = torch.arange(len(own)) % 10 == 9
-    model = make_clip_model(args, tokenizer)
-    train_clip(model, pixels[~held_out], own[~held_out], tokens, args)
+    model = make_clip_model(tokenizer)
+    train_clip(model, pixels[~held_out], own[~held_out], tokens, args.num_steps)
     scores = measure_clip(model.eval(), pixels[held_out], own[held_out], tokens)
     model.save_pretrained(args.output_dir)
     CLIPProcessor(processor, tokenizer).save_pretrained(args.output_dir)

@@ -24,14 +24,14 @@ from references import edit_with_torch
 from safetensors.numpy import load_file
 
 import evaluate_edits
-from demo import evaluate, make_base_model, make_tiny_vae
+from demo import make_base_model, make_tiny_vae
 from demo.evaluate import load_edits, read_pixels, summarize_edits
 from demo.photographs import EDITS, HELD_OUT, TRAINING, load_photographs, random_box, random_crop
 from diffusers_flax.data.images import crop_corner, scaled_shape
 from diffusers_flax.data.options import Transform
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
+from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
-from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionPipeline
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from parquet_processing import ParquetImagePairs
 
@@ -64,16 +64,9 @@ def output_dir(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-def test_no_held_out_photograph_is_trained_on():
-    assert not set(HELD_OUT) & set(TRAINING)
-    held_out, training = (load_photographs(files) for files in (HELD_OUT, TRAINING))
-    assert not {image.tobytes() for image in held_out} & {p.tobytes() for p in training}
-
-
 def test_edits_are_images_and_differ():
     rng = np.random.default_rng(0)
-    assert len(EDITS) >= 6
+    assert not set(HELD_OUT) & set(TRAINING)
     for photograph in load_photographs(HELD_OUT):
         crop = random_crop(rng, photograph, 32, smallest=0.5)
         results = [crop, *(edit.apply(crop) for edit in EDITS)]
@@ -130,18 +123,6 @@ def test_measures(output_dir):
     assert {k: summary[k] for k in wrong} == wrong
     with Image.open(output_dir / "edits.png") as grid:
         assert grid.width > 2000
-
-
-def test_mistakes_are_one_line(tmp_path, capsys):
-    taesd = ["--output_dir", str(tmp_path / "taesd")]
-    mistakes = [(evaluate, ["--output_dir", str(tmp_path)], "edits.jsonl")]
-    mistakes.append((make_tiny_vae, [*taesd, "--batch_size", "0"], "--batch_size 0 must be"))
-    for script, flags, said in mistakes:
-        with pytest.raises(SystemExit, match="2"):
-            script.main(flags)
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and said in error
-    assert not (tmp_path / "taesd").exists()
 
 
 def test_base_model_is_a_stable_diffusion_of_at_most_6_mb():
@@ -218,19 +199,17 @@ def test_time_ids_of_pretraining_are_those_of_the_loader():
 @pytest.mark.slow
 def test_null_text_of_pretraining_is_zeros():
     """Rows of dropped text do not depend on the tokens; micro-conditioning stays."""
-    family = make_base_model.FAMILIES["sdxl"]
+    encoders = [encoder for encoder, _ in make_base_model.TEXT_ENCODERS["sdxl"].values()]
     rng = np.random.default_rng(0)
-    shapes = [
-        jax.eval_shape(encoder.init_weights, jax.random.key(0)) for encoder in family.text_encoders
-    ]
-    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32) / 10, tuple(shapes))
+    shapes = [jax.eval_shape(encoder.init_weights, jax.random.key(0)) for encoder in encoders]
+    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32) / 10, shapes)
     batch = {
         "input_ids": rng.integers(600, size=(2, 2, 77), dtype=np.int32),
         "is_null": np.array([True, False]),
         "time_ids": np.arange(12, dtype=np.float32).reshape(2, 6),
     }
-    encode = jax.jit(partial(make_base_model.condition_inputs, family=family))
-    states, added = encode({"text_encoders": params}, batch)
+    encode = jax.jit(partial(make_base_model.condition_inputs, encoders=encoders))
+    states, added = encode(params, batch)
     assert states.shape == (2, 77, 64)
     for text in (states, added["text_embeds"]):
         assert not np.any(text[0]) and np.any(text[1])
@@ -288,53 +267,22 @@ def check_demo(family, folder):
 
 
 @pytest.mark.slow
-def test_evaluate_edits_ranks_as_the_summary(tmp_path):
-    """Fine-tuned, without guidance, copied, untrained: with the model of test_the_whole_demo."""
-
+def test_evaluate_edits_agrees_with_the_summary(tmp_path):
+    """With the model of test_the_whole_demo."""
     output = demo_output()
-    model, untrained = output / "model", tmp_path / "model"
     run(
-        "flax_train_instruct_pix2pix.py", "--pretrained_model_name_or_path", "demo/base_model",
-        "--unet_model_name_or_path", output / "modified_unet", "--train_data_dir", output / "data",
-        "--resolution", 64, "--max_train_steps", 1, "--learning_rate", 1e-12, "--ema", "none",
-        "--output_dir", untrained,
+        "evaluate_edits.py", "--model", output / "model", "--pairs_jsonl",
+        output / "held_out" / "edits.jsonl", "--resolution", 64, "--num_inference_steps", 20,
+        "--batch_size", 36, "--guidance_scale", 1, 2, "--image_guidance_scale", 1, 1.2,
+        "--clip_model", "", "--output_dir", tmp_path,
     )  # fmt: skip
-    common = ["--resolution", 64, "--num_inference_steps", 20, "--batch_size", 36]
-    lines = (output / "held_out" / "edits.jsonl").read_text().splitlines()
-    for path, name, s_T, s_I in ((untrained, "untrained", 2, 1.2), (model, "unguided", 1, 1)):
-        rows = [json.loads(line) for line in lines]
-        for row in rows:
-            row["output"] = str(tmp_path / name / Path(row["output"]).name)
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        run(
-            "edit_cli.py", "--model", path, "--edits_jsonl", tmp_path / f"{name}.jsonl",
-            *common, "--guidance_scale", s_T, "--image_guidance_scale", s_I,
-        )  # fmt: skip
-    folders = {"guided": None} | {name: tmp_path / name for name in ("untrained", "unguided")}
-    expected = {
-        name: summarize_edits(load_edits(output, folder))["edit_error_ratio"]
-        for name, folder in folders.items()
-    } | {"copied input": 1}
-
-    run(
-        "evaluate_edits.py", "--model", model, untrained, "--pairs_jsonl",
-        output / "held_out" / "edits.jsonl", *common, "--guidance_scale", 1, 2,
-        "--image_guidance_scale", 1, 1.2, "--clip_model", "", "--output_dir", tmp_path / "out",
-    )  # fmt: skip
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    results = json.loads((tmp_path / "results.json").read_text())
     found = {
-        (r["model"], r["guidance_scale"], r["image_guidance_scale"]): r["error_ratio"]
-        for r in results["rows"]
+        (r["guidance_scale"], r["image_guidance_scale"]): r["error_ratio"] for r in results["rows"]
     }
-    found = {
-        "copied input": results["baselines"][0]["error_ratio"],
-        "untrained": found[str(untrained), 2, 1.2],
-        "unguided": found[str(model), 1, 1],
-        "guided": found[str(model), 2, 1.2],
-    }
-    assert sorted(found, key=found.get) == sorted(expected, key=expected.get)
-    assert sorted(found, key=found.get) == ["guided", "unguided", "copied input", "untrained"]
-    assert found == pytest.approx(expected, rel=0.01)
+    expected = summarize_edits(load_edits(output))["edit_error_ratio"]
+    assert found[2, 1.2] == pytest.approx(expected, rel=0.01)
+    assert found[2, 1.2] < found[1, 1] < results["baselines"][0]["error_ratio"] == 1
 
 
 @pytest.mark.slow
@@ -372,11 +320,13 @@ def test_make_tiny_vae(tmp_path):
     """The loss equals PyTorch's and falls; a pipeline decodes with the saved TAESD."""
     run("demo/make_tiny_vae.py", "--num_steps", 20, "--output_dir", tmp_path / "taesd")
     images, *_ = next(make_base_model.image_batches(0, 2, False))
-    vae, key = make_base_model.load_vae_as_trained(BASE_MODEL / "vae"), jax.random.key(3)
+    vae, vae_params = FlaxAutoencoderKL.from_pretrained(BASE_MODEL / "vae")
+    key, teacher = jax.random.key(3), {"vae": vae, "vae_params": vae_params}
     _, trained = FlaxAutoencoderTiny.from_pretrained(tmp_path / "taesd")
     untrained = make_tiny_vae.TINY_VAE.init_weights(jax.random.key(0))
     found, before = (
-        make_tiny_vae.tiny_vae_loss(params, images, key, vae=vae) for params in (trained, untrained)
+        make_tiny_vae.tiny_vae_loss(params, images, key, **teacher)
+        for params in (trained, untrained)
     )
     assert found < 0.95 * before
     theirs = AutoencoderKL.from_pretrained(BASE_MODEL / "vae", dtype=torch.float32)
@@ -393,13 +343,3 @@ def test_make_tiny_vae(tmp_path):
         ):
             losses.append(F.l1_loss(student, teacher) + F.mse_loss(student, teacher))
     np.testing.assert_allclose(found, sum(losses), rtol=1e-4)
-
-    decoded = []
-    for accelerate in ([], [f"taesd:path={tmp_path / 'taesd'}"]):
-        pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(
-            BASE_MODEL, accelerate=accelerate
-        )
-        inputs = pipeline.prepare_inputs(["a photo of a cat"]), params, jax.random.key(0)
-        decoded.append(np.asarray(pipeline(*inputs, 1, height=64, width=64).images))
-    assert decoded[0].shape == decoded[1].shape == (1, 64, 64, 3)
-    assert psnr(*decoded) < 40

@@ -1,17 +1,12 @@
-"""Confidence intervals of means by the bootstrap, and the values per pair that they need.
+"""Confidence intervals of means by the bootstrap.
 
     low, high = bootstrap_interval(values)
 
 Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapters 8 and 13.
 """
 
-import json
-
 import numpy as np
 
-from diffusers_flax.loading.files import write_text
-
-VALUES = "values"  # directory of the values per pair, a file for each row of results.json
 NUM_RESAMPLES = 2000
 LEVEL = 0.95
 
@@ -69,29 +64,10 @@ def bootstrap_interval(values, clusters=None, strata=None, num_resamples=NUM_RES
     return float(low), float(high)
 
 
-def save_values(output_dir, name, values):
-    """Write {metric: one float per pair} of the row of results.json with "images": name."""
-    known = {
-        metric: [float(x) if np.isfinite(x) else None for x in numbers]
-        for metric, numbers in values.items()
-    }
-    write_text(output_dir / VALUES / f"{name}.json", json.dumps(known) + "\n")
-
-
-def load_values(output_dir, name):
-    """{metric: (n,) float64, NaN where unknown} of save_values."""
-    text = (output_dir / VALUES / f"{name}.json").read_text(encoding="utf-8")
-    return {metric: np.array(x, np.float64) for metric, x in json.loads(text).items()}
-
-
 def over_seeds(all_values, metric):
     """Values per pair, each the mean over the seeds that know it; None if no seed has the metric.
 
-    all_values: list of load_values, one per seed.
+    all_values: list of {metric: (n,)}, one per seed.
     """
     columns = [values[metric] for values in all_values if metric in values]
-    if not columns:
-        return None
-    known = np.isfinite(columns)
-    total, count = np.where(known, columns, 0).sum(0), known.sum(0)
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    return np.ma.masked_invalid(columns).mean(0).filled(np.nan) if columns else None

@@ -1,6 +1,6 @@
 """Measuring models on held-out pairs: baselines, the VAE alone, edits and their costs."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,9 +17,10 @@ from diffusers_flax.data.images import load_image
 from diffusers_flax.devices.memory import peak_memory
 from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.evaluation.edits import EditList, edit_batches, plan_edits
-from diffusers_flax.evaluation.intervals import save_values
+from diffusers_flax.evaluation.judging import save_source, source_file
 from diffusers_flax.evaluation.protocols import PROTOCOLS
-from diffusers_flax.evaluation.results_report import NUM_EXTREMES, RANKED, grid_places
+from diffusers_flax.evaluation.results import save_values
+from diffusers_flax.evaluation.results_report import best_and_worst, grid_places, ranking_metric
 from diffusers_flax.evaluation.scoring import ResultScorer
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.generating.batches import FileWriter, check_finite_images, rounds_of
@@ -48,11 +49,6 @@ class Evaluation:
     save: Callable[[], None]  # writes results.json
 
 
-def find_row(rows, **key):
-    """The first row with these entries, or None."""
-    return next((row for row in rows if all(row.get(k) == v for k, v in key.items())), None)
-
-
 def add_baselines(evaluation, names, model=None, change=lambda image: image):
     """Add the rows of baselines to the results, if they are not there.
 
@@ -64,7 +60,7 @@ def add_baselines(evaluation, names, model=None, change=lambda image: image):
     """
     scorer, rows = evaluation.scorer, evaluation.results["baselines"]
     for what, name in names.items():
-        if scorer is None or find_row(rows, baseline=name, model=model):
+        if scorer is None or (name, model) in {(x["baseline"], x["model"]) for x in rows}:
             continue
         metrics, used = defaultdict(list), 0
         for place, (pair, size) in enumerate(zip(evaluation.pairs, evaluation.sizes)):
@@ -140,24 +136,24 @@ def measure_model(evaluation, model, checked, todo, bar):
             bar.set_description(f"compiling {model}")
             compile_seconds = warm_up(edit_all, edit_list, len(devices))
             steps = sampling.steps(pipeline_type)
-            flops[branches] = mean_flops(pipeline, shapes, sizes, branches, steps)
+            of_size = {
+                size: count_edit_flops(pipeline, shapes, size, branches, steps)
+                for size in set(sizes)
+            }
+            flops[branches] = float(np.mean([of_size[size] for size in sizes]))
         scales = {x: getattr(sampling, x) for x in ("guidance_scale", "image_guidance_scale")}
-        folder = "_".join(map(str, (number, *scales.values(), sampling.seed)))
-        edit_all = partial(edit_all, edit_list, bar=bar)
-        ranked_by = ranking_metric(results["baselines"])
-        metrics, seconds = measure_edits(evaluation, edit_all, pipeline, folder, ranked_by)
-        save_values(config.output_dir, folder, metrics)
-        memory, memory_of = peak_memory(devices)
         row = {"model": model, **scales, "seed": sampling.seed, "num_pairs": len(pairs)}
-        row |= averages(metrics)
-        row |= {
+        row["images"] = "_".join(map(str, (number, *scales.values(), sampling.seed)))
+        edit_all = partial(edit_all, edit_list, bar=bar)
+        metrics, seconds = measure_edits(evaluation, edit_all, pipeline, row["images"])
+        save_values(config.output_dir, row["images"], metrics)
+        memory, memory_of = peak_memory(devices)
+        row |= averages(metrics) | {
             "seconds_per_edit": seconds / len(pairs),
             "compile_seconds": compile_seconds,
             "flops_per_edit": flops[branches],
             "peak_memory_bytes": memory,
             "peak_memory_of": memory_of,
-            "images": folder,
-            "ranked_by": ranked_by,
         }
         results["rows"].append(row)
         evaluation.save()
@@ -190,7 +186,7 @@ def warm_up(edit_all, edit_list, num_devices):
     return sum(seconds for _, _, seconds in batches)
 
 
-def measure_edits(evaluation, edit_all, pipeline, folder, ranked_by):
+def measure_edits(evaluation, edit_all, pipeline, folder):
     """Edit all pairs, measure the results and write those that the report may show.
 
     With a benchmark all results are written, by the names that its own evaluation expects.
@@ -200,21 +196,19 @@ def measure_edits(evaluation, edit_all, pipeline, folder, ranked_by):
         edit_all: edit_batches without load.
         pipeline: InstructPix2Pix.
         folder: name of the folder of the images.
-        ranked_by: metric that ranks the results, or None.
 
     Returns:
-        ({metric: one float per pair, in their order}, seconds of the pipeline's calls).
+        ({metric: one float per pair, (n,)}, seconds of the pipeline's calls).
 
     Raises:
         ValueError: a result is not finite.
     """
     config, pairs, scorer = evaluation.config, evaluation.pairs, evaluation.scorer
-    is_benchmark = PROTOCOLS[config.protocol].is_benchmark
-    shown = range(len(pairs)) if is_benchmark else grid_places(len(pairs))
+    protocol = PROTOCOLS[config.protocol]
     place_of = {pair.index: place for place, pair in enumerate(pairs)}
     images_dir = config.output_dir / IMAGES / folder
     files_of = [images_dir / pair.result_file(place) for place, pair in enumerate(pairs)]
-    metrics, order, extremes, total_seconds = defaultdict(list), [], [], 0.0
+    metrics, total_seconds = defaultdict(lambda: np.full(len(pairs), np.nan)), 0.0
 
     with FileWriter() as files:
 
@@ -227,39 +221,20 @@ def measure_edits(evaluation, edit_all, pipeline, folder, ranked_by):
             places = [place_of[pair.index] for pair in batch]
             images = pipeline.numpy_to_pil(images)
             total_seconds += seconds
-            order += places
-            found = scorer.measure(places, images) if scorer else {}
-            for name, values in found.items():
-                metrics[name] += values
-            for place, image in zip(places, images):
-                if place in shown:
-                    files.write(files_of[place], save_image, image, files_of[place])
-            if ranked_by and not is_benchmark:
-                scores = RANKED[ranked_by] * np.asarray(found[ranked_by])
-                extremes = keep_extremes(extremes, scores, places, images)
-        for _, place, image in extremes:
-            if place not in shown:
+            for name, values in scorer.measure(places, images).items() if scorer else ():
+                metrics[name][places] = values
+            for pair, place, image in zip(batch, places, images):
                 files.write(files_of[place], save_image, image, files_of[place])
-    return {name: np.array(x)[np.argsort(order)] for name, x in metrics.items()}, total_seconds
-
-
-def keep_extremes(kept, scores, places, images):
-    """The results with the best and the worst scores, [(score, place, image)], best last.
-
-    Args:
-        kept: of the results before.
-        scores: of more results, the more the better; NaN is left out.
-        places, images: of these results.
-    """
-    kept = [*kept, *(x for x in zip(scores, places, images) if np.isfinite(x[0]))]
-    kept.sort(key=lambda x: x[:2])
-    return kept[:NUM_EXTREMES] + kept[NUM_EXTREMES:][-NUM_EXTREMES:]
-
-
-def ranking_metric(baselines):
-    """The metric that ranks results: the first of RANKED that the copied input has; or None."""
-    row = find_row(baselines, baseline=BASELINES["original"]) or {}
-    return next((metric for metric in RANKED if row.get(metric) is not None), None)
+                if protocol.is_judged:
+                    before = source_file(files_of[place])
+                    files.write(before, save_source, pair, config.protocol, before)
+    if not protocol.is_benchmark:
+        shown = {*grid_places(len(pairs))}
+        if metric := ranking_metric(averages(metrics)):
+            shown.update(*best_and_worst(metrics[metric], metric))
+        for place in {*range(len(pairs))} - shown:
+            files_of[place].unlink()
+    return metrics, total_seconds
 
 
 def averages(metrics):
@@ -273,13 +248,6 @@ def averages(metrics):
         row[name] = float(values.mean()) if len(values) else None
         row[f"{name}_std"] = float(values.std(ddof=1)) if len(values) > 1 else None
     return row
-
-
-def mean_flops(pipeline, shapes, sizes, branches, steps):
-    """Mean of count_edit_flops over edits; sizes: (width, height)."""
-    counts = Counter(sizes)
-    flops = [count_edit_flops(pipeline, shapes, size, branches, steps) for size in counts]
-    return float(np.average(flops, weights=list(counts.values())))
 
 
 def count_edit_flops(pipeline, params, size, branches, steps):

@@ -16,9 +16,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from diffusers_flax.loading.files import read_json
-from diffusers_flax.loading.hub import fetch_directory, fetch_file
-from diffusers_flax.loading.weights import find_weights
 from diffusers_flax.messages import one_line
 
 # What the MagicBrush evaluation gives DINO: scaled to 256 pixels, cropped to 224, normalised by
@@ -39,22 +36,20 @@ ALEXNET_LAYERS = (
 LEAST_LPIPS_SIDE = 31  # pixels; smaller images leave nothing after the two poolings
 
 
-def torch_device():
-    """PyTorch's GPU, else its CPU; a ValueError if PyTorch is not installed."""
-    try:
-        import torch  # seconds to import
-    except ImportError as error:
-        raise ValueError("DINO and LPIPS need PyTorch: pip install torch") from error
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 @contextmanager
 def exact_inference():
     """Context in which PyTorch computes without gradients and, on a GPU, in full float32."""
-    import torch
+    import torch  # seconds to import
 
     with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
+
+
+def torch_device():
+    """PyTorch's GPU, else its CPU."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def centred(image, shorter, side):
@@ -95,31 +90,21 @@ class Dino:
     """
 
     def __init__(self, name):
-        self._device = torch_device()
-        import torch
         from transformers import ViTModel
 
         try:
-            config = read_json(fetch_directory(name, ("config.json",)) / "config.json")
-            family, size = config.get("model_type"), config.get("image_size")
-            if (family, size) != ("vit", DINO_CROP):
-                raise ValueError(f"it is a model of type {family} for images of {size} pixels")
-
-            def fetch(file):
-                return fetch_file(name, file, None, None)
-
-            folder = find_weights(fetch, "model", None, True, name)[0].parent
             model, info = ViTModel.from_pretrained(
-                folder, add_pooling_layer=False, dtype=torch.float32, output_loading_info=True
+                name, add_pooling_layer=False, dtype="float32", output_loading_info=True
             )
-            if info["missing_keys"]:
-                raise ValueError(f"it lacks {sorted(info['missing_keys'])[0]} and others")
+            config = model.config
+            if info["missing_keys"] or (config.model_type, config.image_size) != ("vit", DINO_CROP):
+                raise ValueError("it is no ViT for images of 224 pixels")
         except Exception as error:  # the libraries raise errors of many types
             raise ValueError(
                 f"--dino_model {name} cannot be opened: {one_line(error, 300)}; name a directory "
                 'or hub id of a DINO ViT/16, or "" to leave DINO out'
             ) from error
-        self._model = model.eval().to(self._device)
+        self._model = model.eval().to(torch_device())
 
     def image_features(self, images, batch_size=16):
         """Features of PIL images, at least one, float32 (n, D), not normalised."""
@@ -129,7 +114,7 @@ class Dino:
         for start in range(0, len(images), batch_size):
             pixels = np.stack([dino_pixels(x) for x in images[start : start + batch_size]])
             with exact_inference():
-                output = self._model(torch.from_numpy(pixels).to(self._device))
+                output = self._model(torch.from_numpy(pixels).to(self._model.device))
             rows.append(output.last_hidden_state[:, 0].cpu().numpy())
         return np.concatenate(rows)
 
@@ -146,38 +131,34 @@ class Lpips:
     """
 
     def __init__(self):
-        self._device = torch_device()
         import torch
 
-        package, folder = find_spec("lpips"), Path(torch.hub.get_dir(), "checkpoints")
+        package = find_spec("lpips")
         if package is None:
             raise ValueError(
                 "--metrics lpips needs the package lpips: pip install --no-deps -r "
                 "requirements-metrics.txt"
             )
         file = Path(package.submodule_search_locations[0], "weights", "v0.1", "alex.pth")
-        weights = torch.load(file, map_location=self._device, weights_only=True)
+        weights = torch.load(file, map_location="cpu", weights_only=True)
         try:
             alexnet = torch.hub.load_state_dict_from_url(
-                ALEXNET, str(folder), "cpu", progress=False, check_hash=True, weights_only=True
+                ALEXNET, map_location="cpu", progress=False, check_hash=True, weights_only=True
             )
         except Exception as error:  # no network, or a damaged file
             raise ValueError(
                 f"--metrics lpips needs AlexNet's weights ({one_line(error, 120)}); save {ALEXNET} "
-                f"in {folder}"
+                f"in {torch.hub.get_dir()}/checkpoints"
             ) from error
-        self._layers = []  # (layers from the features before, weight of their differences)
+        self._device, self._layers = torch_device(), []  # (layer, weight of its differences)
         for i, (number, *sizes, is_pooled) in enumerate(ALEXNET_LAYERS):
             convolution = torch.nn.Conv2d(*sizes)
             names = {name: alexnet[f"features.{number}.{name}"] for name in ("weight", "bias")}
             convolution.load_state_dict(names)
             pool = [torch.nn.MaxPool2d(3, 2)] * is_pooled
             layer = torch.nn.Sequential(*pool, convolution, torch.nn.ReLU()).eval()
-            self._layers.append((layer.to(self._device), weights[f"lin{i}.model.1.weight"]))
-        self._shift, self._scale = (
-            torch.tensor(x, dtype=torch.float32, device=self._device)[None, :, None, None]
-            for x in (LPIPS_SHIFT, LPIPS_SCALE)
-        )
+            weight = weights[f"lin{i}.model.1.weight"]
+            self._layers.append((layer.to(self._device), weight.to(self._device)))
 
     def distance(self, a, b):
         """LPIPS of two PIL images of one size; NaN below 31 pixels."""
@@ -186,9 +167,9 @@ class Lpips:
         if min(a.size) < LEAST_LPIPS_SIDE:
             return np.nan
         images = np.stack([np.asarray(x.convert("RGB"), np.float32) / 127.5 - 1 for x in (a, b)])
+        images = (images - np.float32(LPIPS_SHIFT)) / np.float32(LPIPS_SCALE)
         x, total = torch.from_numpy(images).to(self._device).permute(0, 3, 1, 2), 0.0
         with exact_inference():
-            x = (x - self._shift) / self._scale
             for layer, weight in self._layers:
                 x = layer(x)
                 unit = x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10)

@@ -45,11 +45,12 @@ class ResultScorer:
         """
         distances = [self._distances(place, image) for place, image in zip(places, images)]
         found = {name: [values[name] for values in distances] for name in distances[0]}
-        for network in FEATURES:
-            names = [name for name in self.metrics if METRICS[name].network == network]
-            results = self._encode(network, images) if names else None
-            for name in names:
-                found[name] = self._similarities(name, network, places, results)
+        results = {}
+        for name in self.metrics:
+            if (network := METRICS[name].network) in FEATURES:
+                if network not in results:
+                    results[network] = self._encode(network, images)
+                found[name] = self._similarities(name, network, places, results[network])
         return {
             f"{name}{part}": [
                 value if part in self.pairs[place].parts else np.nan
@@ -83,15 +84,15 @@ class ResultScorer:
 
     def _similarities(self, name, network, places, results):
         """The values of a metric that is a cosine of features; results: features (n, D)."""
+
+        def features(what):
+            return self._features_of(network, what)[places]
+
         if name == "direction_similarity":
-            before, after = (
-                self._features_of(network, x)[places]
-                for x in ("original_caption", "edited_caption")
-            )
-            change = results - self._features_of(network, "original")[places]
-            return cosine(change, after - before).tolist()
+            captions = features("edited_caption") - features("original_caption")
+            return cosine(results - features("original"), captions).tolist()
         (other,) = METRICS[name].needs or ("original",)
-        return cosine(results, self._features_of(network, other)[places]).tolist()
+        return cosine(results, features(other)).tolist()
 
     def _encode(self, network, images):
         """Features (n, D) of PIL images; papers crop them as OpenAI's CLIP does."""
@@ -103,22 +104,21 @@ class ResultScorer:
 
     def _features_of(self, network, what):
         """Features (n, D) of all pairs' images or captions, NaN where there is none; kept."""
-        if (network, what) in self._features:
-            return self._features[network, what]
-        if what.endswith("caption"):
-            texts = [getattr(pair, what) for pair in self.pairs]
-            # Programs of papers encode one text after another.
-            at_once = 1 if self._sizes is None else 64
-            encoded = iter(self._clip.text_features([x for x in texts if x is not None], at_once))
-            rows = [None if text is None else next(encoded) for text in texts]
-        else:
-            sizes = self._sizes or [None] * len(self.pairs)
-            images = (pair.decoded(what, size) for pair, size in zip(self.pairs, sizes))
-            rows = [None if x is None else self._encode(network, [x])[0] for x in images]
-        dim = max((len(row) for row in rows if row is not None), default=1)
-        rows = [np.full(dim, np.nan, np.float32) if row is None else row for row in rows]
-        self._features[network, what] = np.stack(rows)
+        if (network, what) not in self._features:
+            rows = [self._feature(network, what, place) for place in range(len(self.pairs))]
+            dim = max((len(row) for row in rows if row is not None), default=1)
+            empty = np.full(dim, np.nan, np.float32)
+            rows = [empty if row is None else row for row in rows]
+            self._features[network, what] = np.stack(rows)
         return self._features[network, what]
+
+    def _feature(self, network, what, place):
+        """The feature (D,) of a pair's image or caption; None if it has none."""
+        if what.endswith("caption"):
+            text = getattr(self.pairs[place], what)
+            return None if text is None else self._clip.text_features([text])[0]
+        image = self.pairs[place].decoded(what, self._sizes and self._sizes[place])
+        return None if image is None else self._encode(network, [image])[0]
 
 
 def make_scorer(pairs, sizes, config):
@@ -126,7 +126,7 @@ def make_scorer(pairs, sizes, config):
 
     sizes: (width, height) of each edit; config: Config of evaluate_edits.py.
     """
-    metrics = list(metrics_of(config))
+    metrics = metrics_of(config)
     networks = {METRICS[name].network for name in metrics}
     if not metrics:
         return None

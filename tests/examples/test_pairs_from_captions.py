@@ -88,15 +88,6 @@ def test_files_and_numbers(made):
     assert summary["made"]["edit_error_ratio"] != summary["true"]["edit_error_ratio"]
 
 
-def test_finished_steps_are_kept(made):
-    folder, _ = made
-    model = folder / "made" / "model" / "unet" / "diffusion_pytorch_model.safetensors"
-    before = model.stat().st_mtime_ns
-    lines = run_example(folder)
-    assert not [line for line in lines if line.startswith("$ python")]
-    assert model.stat().st_mtime_ns == before
-
-
 def test_clip_is_the_same_in_pytorch_and_has_learned(made):
     folder, _ = made
     rows = rows_of(folder / "true" / "data")[:8]

@@ -1,6 +1,5 @@
 """The order of batches, processes, resuming, replacement of bad pairs, bad input."""
 
-import dataclasses
 import gc
 import json
 import socket
@@ -39,7 +38,7 @@ from diffusers_flax.data import decoding, reading
 from diffusers_flax.data import shards as dataloading_shards
 from diffusers_flax.data.dataset import epoch_order
 from diffusers_flax.data.options import Columns
-from diffusers_flax.evaluation.held_out import check_pairs, pairs_of_shards
+from diffusers_flax.evaluation.held_out import pairs_of_one_shape, pairs_of_shards
 from diffusers_flax.training.latents import decode_into
 
 
@@ -481,15 +480,11 @@ def test_a_pair_of_two_shapes_is_bad_everywhere(tmp_path, capsys, caplog):
     assert [row[-1] for row in cached] == [None, f"a.parquet row 1: {reason}", None, None]
 
     held_out = pairs_of_shards(tmp_path, Columns())
-    assert check_pairs(held_out, use_masks=False) == [held_out[n] for n in (0, 2, 3)]
+    assert pairs_of_one_shape(held_out) == [held_out[n] for n in (0, 2, 3)]
     assert "and its truth 64x64; crop one of them" in caplog.text
     assert "pairs that are left out: 1" in caplog.text
     with pytest.raises(ValueError, match=r"row 1 has 96x64 .*; no pair is left to measure"):
-        check_pairs(held_out[1:2], use_masks=False)
-    mask = encode(np.zeros((64, 96), np.uint8))
-    masked = dataclasses.replace(held_out[0], mask=mask)
-    with pytest.raises(ValueError, match=r"row 0 has 64x64 .* and its mask 96x64; crop"):
-        check_pairs([masked], use_masks=True)
+        pairs_of_one_shape(held_out[1:2])
 
 
 def test_row_group_without_a_good_pair(tmp_path):

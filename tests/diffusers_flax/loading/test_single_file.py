@@ -149,7 +149,7 @@ def test_averages_and_half_precision(tmp_path, name):
     other = make_tiny_pipeline(tmp_path / "other", in_channels=4, prediction_type="v_prediction")
     for source, configs in zip(sources, (folder, folder, other)):
         source.configs = str(configs)
-    assert len({state_of("model", source) for source in sources}) == 3
+    assert len({state_of(source) for source in sources}) == 3
     with pytest.raises(ValueError, match="has no averages of a VAE's weights; leave out use_ema_w"):
         FlaxAutoencoderKL.from_single_file(file, folder, use_ema_weights=True)
     state = read_directory(folder, "unet")[0]
