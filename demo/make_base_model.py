@@ -396,11 +396,11 @@ def run(config):
         name = name.replace("text_encoder", "tokenizer")
         tokenizers.append(make_tokenizer(output_dir / name, merges, pad_token))
         index[name] = ["transformers", "CLIPTokenizer"]
-    unet, encoders = XL_UNET if is_xl else UNET, [encoder for encoder, _ in text_encoders.values()]
+    unet, encoders = XL_UNET if is_xl else UNET, tuple(x for x, _ in text_encoders.values())
     keys = jax.random.split(jax.random.key(seed + 6), 1 + len(encoders))
     params = {
         "unet": jax.jit(unet.init_weights)(keys[0]),
-        "text_encoders": [jax.jit(x.init_weights)(key) for x, key in zip(encoders, keys[1:])],
+        "text_encoders": tuple(jax.jit(x.init_weights)(key) for x, key in zip(encoders, keys[1:])),
     }
     batches = latent_batches(vae_params, scaling_factor, tokenizers, config)
     loss = partial(text_to_image_loss, unet=unet, encoders=encoders)

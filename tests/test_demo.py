@@ -199,9 +199,9 @@ def test_time_ids_of_pretraining_are_those_of_the_loader():
 @pytest.mark.slow
 def test_null_text_of_pretraining_is_zeros():
     """Rows of dropped text do not depend on the tokens; micro-conditioning stays."""
-    encoders = [encoder for encoder, _ in make_base_model.TEXT_ENCODERS["sdxl"].values()]
+    encoders = tuple(encoder for encoder, _ in make_base_model.TEXT_ENCODERS["sdxl"].values())
     rng = np.random.default_rng(0)
-    shapes = [jax.eval_shape(encoder.init_weights, jax.random.key(0)) for encoder in encoders]
+    shapes = tuple(jax.eval_shape(x.init_weights, jax.random.key(0)) for x in encoders)
     params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32) / 10, shapes)
     batch = {
         "input_ids": rng.integers(600, size=(2, 2, 77), dtype=np.int32),
