@@ -222,8 +222,6 @@ def make_edits(config, given, checked, options, edit_list, sizes, ids):
         options,
         partial(plan_edits, edit_list=edit_list, branches=branches, vae_tile=config.vae_tile),
     )
-    texts = [edit.instruction for edit in edits]
-    pipeline.embeddings.warn_unused([*texts, config.negative_prompt])
     place_params(params, edit_list.devices(pipeline.layout), pipeline.layout)
     place_of = {edit: place for place, edit in enumerate(edits)}
     clock, todo = DeviceClock(), len(edits) - len(finished)

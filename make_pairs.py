@@ -231,8 +231,6 @@ def open_models(config, captions, num_lines, devices):
     clip = None
     if config.clip_model:
         clip = Clip(config.clip_model, devices=devices, is_optional=False)
-    drawn = [text for caption in captions for text in (caption.input, caption.output)]
-    pipeline.embeddings.warn_unused([*drawn, config.negative_prompt])
     return pipeline, [jax.device_put(params, device) for device in devices], clip
 
 

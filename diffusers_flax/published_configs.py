@@ -74,22 +74,6 @@ COSXL_SCHEDULER = {
 COSXL_ENTRIES = {"sigma_min": "edm_vpred.sigma_min", "sigma_max": "edm_vpred.sigma_max"}
 
 
-def cosxl_scheduler(checkpoint):
-    """scheduler_config.json's content for a single file of CosXL; None for another model.
-
-    Args:
-        checkpoint: {name in the file: array or tensor}.
-    """
-    if COSXL_ENTRIES["sigma_max"] not in checkpoint:
-        return None
-    levels = {
-        option: float(checkpoint[entry])
-        for option, entry in COSXL_ENTRIES.items()
-        if entry in checkpoint
-    }
-    return COSXL_SCHEDULER | levels
-
-
 def kind_of_unet(in_channels, out_channels):
     """A UNet's kind, in words, by its channels; None: not known."""
     kinds = {

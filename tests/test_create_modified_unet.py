@@ -214,19 +214,8 @@ REFINER = {"projection_class_embeddings_input_dim": 2560, "addition_time_embed_d
         ),
         ({"source": "depth"}, "of depth has 5 input channels (Stable Diffusion 2 depth), where a"),
         ({"source": "refiner/unet", "subfolder": ""}, "of refiner/unet is of SDXL's refiner; give"),
-        (
-            {"source": "nowhere/model"},
-            "nowhere/model is neither a directory nor a model that can be",
-        ),
-        (
-            {"source": "file"},
-            "--pretrained_model_name_or_path file is neither a directory nor a model",
-        ),
-        (
-            {"subfolder": "prior"},
-            "narrow has no prior/config.json; give the directory of a pipeline",
-        ),
-        ({"subfolder": ""}, "narrow has no config.json; give the directory of a pipeline"),
+        ({"source": "nowhere/model"}, "there is no config.json in nowhere/model/unet (not a dir"),
+        ({"subfolder": "prior"}, "there is no config.json in narrow/prior; give the directory of"),
         ({"source": "narrow/unet"}, 'directory of a UNet and --subfolder ""\n'),
         ({"subfolder": "vae"}, "is the config of AutoencoderKL, not of UNet2DConditionModel"),
         ({"source": "refiner"}, "is SDXL's refiner, which lacks the first text encoder"),

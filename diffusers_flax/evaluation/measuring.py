@@ -111,7 +111,6 @@ def measure_model(evaluation, model, checked, todo, bar):
         from_flags(ModelOptions, config, dtype=choose_dtype(config.dtype)),
         partial(plan_edits, edit_list=edit_list, branches=most_branches),
     )
-    pipeline.embeddings.warn_unused([pair.instruction for pair in pairs])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     results["models"][model] |= {
         "pipeline": pipeline_type.torch_class_name,

@@ -230,8 +230,6 @@ def load_models(config, checked, requests, program_sizes, preview, layout):
         config.model, checked.pipeline_type, checked.scheduler, config.accelerate, own, plan
     )
     pipelines = {task: with_task(pipeline, task) for task in tasks}
-    texts = [text for x in requests for text in (x.prompt, x.negative_prompt)]
-    pipeline.embeddings.warn_unused(texts)
     if checked.refiner_type is None:
         return LoadedModels(pipelines, params, {}, None)
     options = ModelOptions(

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from diffusers_flax.loading.files import json_text, write_json
 from diffusers_flax.loading.hub import (
-    download_hint,
     fetch_config,
     open_source,
     place_in_words,
@@ -70,8 +69,7 @@ class ConfigMixin:
         content, file = fetch_config(path, cls.config_name, subfolder, revision, **hub_options)
         if file is None:
             where = place_in_words(path, subfolder, revision)
-            remedy = download_hint(path) or "; check the path, or copy it again"
-            raise ValueError(f"no {cls.config_name} in {where}{remedy}")
+            raise ValueError(f"no {cls.config_name} in {where}; check the path")
         return content
 
     @classmethod

@@ -6,7 +6,7 @@ import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from diffusers_flax.loading.hub import download_hint, fetch_config
+from diffusers_flax.loading.hub import fetch_config, place_in_words
 from diffusers_flax.loading.single_file import INDEX_NAME
 from diffusers_flax.loading.weights import weights_pattern
 
@@ -31,11 +31,8 @@ def read_index(path, revision=None, **hub_options):
                 f"{path} has a LoRA and no model_index.json; open the model that it was trained "
                 f"from, with lora={path}"
             )
-        where = f" of revision {revision or 'main'}, nor in the cache"
-        where = "" if os.path.isdir(path) else f", neither on the hub{where}"
-        remedy = download_hint(path, revision and f"--revision {revision}")
-        remedy = remedy or "; give the directory or hub id of a complete pipeline"
-        raise ValueError(f"{path} has no model_index.json{where}{remedy}")
+        where = place_in_words(path, None, revision)
+        raise ValueError(f"{path} has no {INDEX_NAME}; looked for in {where}")
     return index
 
 

@@ -13,15 +13,12 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 
 from diffusers_flax.loading.files import read_json
 from diffusers_flax.loading.single_file import (
-    DEFAULT_CONFIGS,
-    INDEX_NAME,
     SINGLE_FILE_SUFFIXES,
-    V_ENTRY,
     SingleFile,
     check_content,
     default_configs,
 )
-from diffusers_flax.messages import one_line, warn_once
+from diffusers_flax.messages import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -32,24 +29,17 @@ PLACE_ON_THE_HUB = re.compile(
 )
 
 
-class HubRefusal(ValueError):
-    """The hub has no such repository, or gives no access to it."""
-
-
 def take_hub_options(kwargs):
     """Remove the options for huggingface_hub.hf_hub_download from keyword arguments.
 
     Returns:
         {"cache_dir", "force_download", "local_files_only", "token": value}, where given.
-
-    Raises:
-        ValueError: proxies is given, which the hub client does not take.
     """
     kwargs.pop("resume_download", None)  # downloads always resume
+    if kwargs.get("proxies") is None:
+        kwargs.pop("proxies", None)
     if (token := kwargs.pop("use_auth_token", None)) is not None:  # the old name
         kwargs.setdefault("token", token)
-    if kwargs.pop("proxies", None) is not None:
-        raise ValueError("proxies= is not supported; set the environment variable HTTPS_PROXY")
     names = ("cache_dir", "force_download", "local_files_only", "token")
     return {name: kwargs.pop(name) for name in names if name in kwargs}
 
@@ -60,59 +50,41 @@ def refuse_push_to_hub(push_to_hub):
         raise ValueError("push_to_hub=True is not supported; save, then `hf upload` the directory")
 
 
-def place_in_words(source, subfolder, revision):
+def place_in_words(source, subfolder=None, revision=None):
     """Where files are looked for, for an error message."""
     if isinstance(source, SingleFile):
-        return place_in_words(source.configs, subfolder or source.component, None)
+        return place_in_words(source.configs, subfolder or source.component)
     where = f"{source}{f'/{subfolder}' if subfolder else ''}"
     if os.path.isdir(source):
         return where
-    return f"{where} (not a directory, so looked up on the hub, revision {revision or 'main'})"
+    where += f" (not a directory, so looked up on the hub, revision {revision or 'main'}"
+    if constants.HF_HUB_OFFLINE:
+        where += f"; HF_HUB_OFFLINE is set, so run hf download {source} where there is a network"
+    return f"{where})"
 
 
-def download_hint(source, *words):
-    """How to fetch a missing file, for errors: "; ..." with the command, "" if the hub was asked.
-
-    Args:
-        source: directory, hub id or SingleFile.
-        words: more words of the command, such as the name of the file.
-    """
-    if isinstance(source, SingleFile) or os.path.exists(source) or "/" not in str(source):
-        return ""
-    if not constants.HF_HUB_OFFLINE and hub_answers():
-        return ""
-    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub does not answer"
-    command = " ".join(["hf download", str(source), *filter(None, words)])
-    return (
-        f"; check the path; if it is on the hub: {why}, so run {command} where there is a network"
-    )
-
-
-def fetch_file(source, name, subfolder, revision, **hub_options):
+def fetch_file(source, name, subfolder=None, revision=None, **hub_options):
     """Path of a file in a directory or hub repository, downloaded if necessary; None: missing.
 
-    A SingleFile stands for its configs. hub_options: see take_hub_options.
+    A SingleFile stands for its configs, of a pipeline or of the component alone. hub_options: see
+    take_hub_options.
     """
-    if isinstance(source, SingleFile):  # configs of a pipeline, or of the component alone
+    if isinstance(source, SingleFile):
         component = subfolder or source.component
-        file = fetch_file(source.configs, name, component, None, **hub_options)
-        if file is None and component == source.component:
-            file = fetch_file(source.configs, name, None, None, **hub_options)
-        return file
+        places = [component, None] if component == source.component else [component]
+        files = (fetch_file(source.configs, name, place, **hub_options) for place in places)
+        return next(filter(None, files), None)
     if str(source).endswith(SINGLE_FILE_SUFFIXES) and Path(source).is_file():
         raise ValueError(f"{source} is one file; open it with from_single_file")
     if os.path.isdir(source):
         file = Path(source, subfolder or "", name)
         return file if file.is_file() else None
+    offline = constants.HF_HUB_OFFLINE or hub_options.get("local_files_only")
+    if not offline and not hub_answers():
+        hub_options["local_files_only"] = True
+    place = {"subfolder": subfolder or None, "revision": revision}
     try:
-        offline = constants.HF_HUB_OFFLINE or hub_options.get("local_files_only")
-        if not offline and not hub_answers():
-            hub_options["local_files_only"] = True
-        return Path(
-            hf_hub_download(
-                str(source), name, subfolder=subfolder or None, revision=revision, **hub_options
-            )
-        )
+        return Path(hf_hub_download(str(source), name, **place, **hub_options))
     except EntryNotFoundError:  # not in the repository, or offline and not in the cache
         return None
     except HFValidationError:
@@ -120,8 +92,9 @@ def fetch_file(source, name, subfolder, revision, **hub_options):
             f"{source} is not a directory and cannot be a hub id (owner/name); check the path"
         ) from None
     except HfHubHTTPError as error:
-        message = f"{source} is not a directory, and the hub refuses it: {one_line(error)}"
-        raise HubRefusal(message) from error
+        raise ValueError(
+            f"{source} is not a directory, and the hub refuses it: {one_line(error)}"
+        ) from error
 
 
 def fetch_config(source, name, subfolder=None, revision=None, **hub_options):
@@ -149,7 +122,7 @@ def fetch_directory(source, names, subfolder=None, revision=None, **hub_options)
     files = [fetch_file(source, name, subfolder, revision, **hub_options) for name in names]
     if not any(files):
         where = place_in_words(source, subfolder, revision)
-        raise ValueError(f"there is no {names[0]} in {where}{download_hint(source)}")
+        raise ValueError(f"there is no {names[0]} in {where}")
     return next(file.parent for file in files if file)
 
 
@@ -201,13 +174,8 @@ def fetch_named(argument, source, names=(), revision=None, **hub_options):
     for file_name in names:
         if file := fetch_file(repository, file_name, None, revision, **hub_options):
             return file
-    wanted = " or ".join(names)
-    if os.path.isdir(repository):
-        raise ValueError(f"{argument}={source}: there is no {wanted} in {repository}; name a file")
-    remedy = download_hint(repository, wanted) or "; check the name, or the connection"
-    raise ValueError(
-        f"{argument}={source}: neither the hub nor the cache has {wanted} of {repository}{remedy}"
-    )
+    where = place_in_words(repository, None, revision)
+    raise ValueError(f"{argument}={source}: there is no {' or '.join(names)} in {where}")
 
 
 def open_source(
@@ -233,13 +201,13 @@ def open_source(
         **hub_options: see take_hub_options.
 
     Raises:
-        ValueError: the file is missing, damaged, or no such model, or there are no configs.
+        ValueError: the file is missing, damaged, or no such model.
     """
     place = source
-    if link := place_of_link(argument, source):
-        repository, name, revision = link
+    if link := PLACE_ON_THE_HUB.fullmatch(str(source)):
+        repository, revision, name = map(unquote, link.groups())
         place = f"{repository}/{name}"
-    elif isinstance(source, SingleFile) or not str(source).endswith(SINGLE_FILE_SUFFIXES):
+    if isinstance(source, SingleFile) or not str(place).endswith(SINGLE_FILE_SUFFIXES):
         return source
     # A directory or hub id may have the name of a file.
     if locate(argument, place)[1] is None:
@@ -248,67 +216,16 @@ def open_source(
     found.component, found.use_ema_weights = component, use_ema_weights
     check_content(argument, found)
     found.configs = str(configs or default_configs(found))
-    check_single_file_configs(argument, found, **hub_options)
-    is_v2 = found.configs == DEFAULT_CONFIGS["v2"] and found.family == "v2"
-    if is_v2 and not (configs or component or V_ENTRY in found.shapes):
-        warn_once(
-            f"{found} is read as a model that predicts v, as Stable Diffusion 2.1; if it predicts "
-            f"the noise, give config={DEFAULT_CONFIGS['v2 base']}"
-        )
     return found
-
-
-def place_of_link(argument, source):
-    """(repository, name, revision) of the file at an address on the hub; None: no address."""
-    place = PLACE_ON_THE_HUB.fullmatch(str(source))
-    if not place:
-        return None
-    repository, revision, name = map(unquote, place.groups())
-    if not name.endswith(SINGLE_FILE_SUFFIXES):
-        raise ValueError(
-            f"{argument}={source} is not the address of one of {', '.join(SINGLE_FILE_SUFFIXES)}"
-        )
-    return repository, name, revision
-
-
-def check_single_file_configs(argument, source, **hub_options):
-    """Raise a ValueError if a SingleFile's configs are missing or of another family."""
-    name = "config.json" if source.component else INDEX_NAME
-    problem = f"{source.configs} has no {name}"
-    try:
-        content, _ = fetch_config(source, name, **hub_options)
-        if content is not None and not source.component:
-            content, _ = fetch_config(source, "config.json", "unet", **hub_options)
-            problem = f"{source.configs} has no unet/config.json"
-    except HubRefusal as error:
-        content, problem = None, str(error)
-    if content is None:
-        # A pipeline's from_pretrained takes the file of a ControlNet, without its configs.
-        opener = " of FlaxControlNetModel.from_single_file" if argument == "controlnet" else ""
-        raise ValueError(
-            f"{argument}={source} has no configs, and {problem}; give config={opener}, a directory "
-            "or hub id of the same family, or fetch configs and tokenizer with hf download "
-            f"{default_configs(source)} '*.json' '*.txt'"
-        )
-    width = content.get("cross_attention_dim")
-    if isinstance(width, int) and source.text_width not in (None, width):
-        raise ValueError(
-            f"{argument}={source} takes text of width {source.text_width}, the configs of "
-            f"{source.configs} are for {width}; take both from one family"
-        )
 
 
 @functools.cache
 def hub_answers():
     """Whether the hub can be reached; asked once, as hf_hub_download waits for each file."""
     try:
-        timeout = constants.HF_HUB_ETAG_TIMEOUT
-        status = get_session().head(constants.ENDPOINT, timeout=timeout).status_code
-        reason = f"HTTP {status}" if status >= 500 else ""
+        get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except httpx2.TransportError as error:
-        reason = type(error).__name__
-    if reason:
-        logger.warning(
-            f"{constants.ENDPOINT} does not answer ({reason}); models are read from the cache alone"
-        )
-    return not reason
+        name = type(error).__name__
+        logger.warning(f"{constants.ENDPOINT} does not answer ({name}): the cache alone is read")
+        return False
+    return True

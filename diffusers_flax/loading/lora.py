@@ -8,7 +8,6 @@ PEFT, kohya-ss/sd-scripts, and ComfyUI.
 """
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -17,14 +16,11 @@ import numpy as np
 from safetensors import safe_open
 
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
+from diffusers_flax.loading.files import read_json
 from diffusers_flax.loading.hub import fetch_file, fetch_named, locate
 from diffusers_flax.loading.refused import EMBEDDING, LORA, refuse
-from diffusers_flax.loading.weights import (
-    SafetensorsFile,
-    naming_damage,
-    read_weights,
-)
-from diffusers_flax.messages import one_line, warn_once
+from diffusers_flax.loading.weights import read_weights
+from diffusers_flax.messages import first_names
 
 # The two factors of a layer in all layouts, after torch_to_flax.
 FACTOR = re.compile(
@@ -77,7 +73,7 @@ class Update(NamedTuple):
     down: np.ndarray  # float32 (..., in, rank)
     up: np.ndarray  # float32 (rank, out)
     scale: float
-    file: str
+    source: str  # argument and file, for errors
 
 
 class Loras:
@@ -121,10 +117,9 @@ class Loras:
         for update in self.updates[key]:
             delta = np.float32(update.scale) * (update.down @ update.up)
             # A linear layer of one may be a 1x1 convolution of the other.
-            sizes = [[side for side in y.shape[:-2] if side != 1] for y in (delta, x)]
-            if sizes[0] != sizes[1] or delta.shape[-2:] != x.shape[-2:]:
+            if delta.size != x.size or delta.shape[-2:] != x.shape[-2:]:
                 raise ValueError(
-                    f"lora={update.file} is for another model: its update of {component} {layer} "
+                    f"{update.source} is for another model: its update of {component} {layer} "
                     f"is {delta.shape[-2]} -> {delta.shape[-1]} wide, the model's layer "
                     f"{x.shape[-2]} -> {x.shape[-1]}"
                 )
@@ -133,30 +128,24 @@ class Loras:
 
     def require_folded(self):
         """Raise a ValueError if an update belongs to no layer of the model."""
-        unused = sorted(self.updates.keys() - self.folded)
-        if unused:
-            files = {update.file for key in unused for update in self.updates[key]}
-            some = ", ".join(" ".join(key) for key in unused[:3]) + ", ..." * (len(unused) > 3)
+        if unused := sorted(self.updates.keys() - self.folded):
+            files = {update.source for key in unused for update in self.updates[key]}
             raise ValueError(
-                f"lora={' and lora='.join(sorted(files))}: {len(unused)} of {len(self.updates)} "
-                f"layers do not exist in the model ({some}); take a LoRA of this model's family"
+                f"{' and '.join(sorted(files))}: {len(unused)} of {len(self.updates)} layers do "
+                f"not exist in the model ({first_names([' '.join(key) for key in unused])}); take "
+                "a LoRA of this model's family"
             )
 
 
-def split_weight(
-    spec, argument="lora", write="write FILE or FILE:WEIGHT, such as style.safetensors:0.8"
-):
-    """FILE or FILE:WEIGHT -> (FILE, WEIGHT or 1.0); argument, write: for the error."""
+def split_weight(spec, argument="lora"):
+    """FILE or FILE:WEIGHT -> (FILE, WEIGHT or 1.0); argument: for the error."""
     source, colon, weight = str(spec).rpartition(":")
     if not colon or "/" in weight or "\\" in weight or Path(spec).exists():
         return str(spec), 1.0
     try:
-        weight = float(weight)
+        return source, float(weight)
     except ValueError:
-        weight = math.nan
-    if not source or not math.isfinite(weight):
-        raise ValueError(f"{argument}={spec}: {write}")
-    return source, weight
+        raise ValueError(f"{argument}={spec}: {weight} is not a number") from None
 
 
 def find_lora(source, **hub_options):
@@ -177,66 +166,39 @@ def find_lora(source, **hub_options):
 
 def read_updates(file, weight):
     """{(component, layer joined by "_"): Update} of a LoRA file; weight multiplies all updates."""
-    factors, names, bundled, is_adapter = {"down": {}, "up": {}, "alpha": {}}, {}, set(), False
-    for name, x in read_entries(file):
+    what, entries = f"lora={file}", dict(read_weights(file, kinds=(np.number, np.bool_)))
+    refuse(what, entries, takes=(LORA, EMBEDDING))
+    downs, ups, alphas, names = {}, {}, {}, {}
+    for name, x in entries.items():
         if name.startswith("bundle_emb/"):  # see loading/embeddings.py
-            token = name.removeprefix("bundle_emb/").rpartition("/")[0]
-            bundled.add(token.removesuffix("/string_to_param").replace("/", "."))
             continue
-        is_adapter |= name.startswith(ADAPTER_PREFIX)
         if found := FACTOR.fullmatch(name):
             layer, *words = found.groups()
-            word = next(word for word in words if word)
-            factor, x = "down" if word in DOWN_NAMES else "up", np.asarray(x, np.float32)
-        elif name.endswith("/alpha") and x.size == 1:
-            layer, factor, x = name.removesuffix("/alpha"), "alpha", float(x.reshape(()))
+            factors = downs if {*DOWN_NAMES} & {*words} else ups
+        elif name.endswith("/alpha"):
+            layer, factors = name.removesuffix("/alpha"), alphas
         else:
-            raise ValueError(f"lora={file}: its entry {name} is not of a LoRA")
+            raise ValueError(f"{what}: its entry {name} is not of a LoRA")
         key = layer_of(layer)
-        if key in factors[factor]:
-            raise ValueError(
-                f"lora={file} has {' '.join(key)} twice, under different names; remove one"
-            )
-        factors[factor][key] = x
+        factors[key] = np.asarray(x, np.float32)
         names[key] = layer.removeprefix(ADAPTER_PREFIX).removeprefix(f"{key[0]}/")
-    downs, ups, alphas = factors.values()
-    if not downs or downs.keys() != ups.keys() or alphas.keys() - downs.keys():
-        raise ValueError(f"lora={file} lacks factors of its layers; download the file again")
-    if bundled:
-        warn_once(
-            f"lora={file} comes with embeddings of {', '.join(sorted(bundled))}; give the file as "
-            "embeddings=, too, to use them in prompts"
-        )
+    if not downs or downs.keys() != ups.keys():
+        raise ValueError(f"{what} lacks factors of its layers; download the file again")
     settings = read_peft_settings(file)
-    if is_adapter and "unet.lora_alpha" not in settings and downs.keys() != alphas.keys():
+    is_adapter = any(name.startswith(ADAPTER_PREFIX) for name in entries)
+    if is_adapter and "unet.lora_alpha" not in settings and not alphas:
         raise ValueError(
-            f"lora={file} is an adapter of PEFT without lora_alpha; put PEFT's {ADAPTER_CONFIG} "
-            f"next to it, and name it {ADAPTER_STEM}{file.suffix}"
+            f"{what} is an adapter of PEFT without lora_alpha; put PEFT's {ADAPTER_CONFIG} next to "
+            f"it, and name it {ADAPTER_STEM}{file.suffix}"
         )
     updates = {}
     for key, down in downs.items():
-        up, rank = ups[key], down.shape[-1]
-        if not rank or up.shape[-2] != rank or up.size != rank * up.shape[-1]:
-            raise ValueError(
-                f"lora={file}: the factors of {' '.join(key)} have shapes {down.shape} and "
-                f"{up.shape}, which do not fit each other"
-            )
+        rank = down.shape[-1]
         alpha = alphas[key] if key in alphas else alpha_of(key[0], names[key], settings, rank)
-        updates[key] = Update(down, up.reshape(rank, -1), weight * (alpha / rank), str(file))
+        updates[key] = Update(
+            down, ups[key].reshape(rank, -1), weight * (float(alpha) / rank), what
+        )
     return updates
-
-
-def read_entries(file):
-    """(Flax path, NumPy array) of a LoRA file's entries; a ValueError for another kind of file."""
-    entries = read_weights(file, kinds=(np.number, np.bool_))
-    if file.suffix == ".safetensors":  # the names are known before the tensors are read
-        with naming_damage(file):
-            names = [*SafetensorsFile(file).shapes]
-    else:
-        entries = list(entries)
-        names = [name for name, _ in entries]
-    refuse(f"lora={file}", names, takes=(LORA, EMBEDDING))
-    return entries
 
 
 def read_peft_settings(file):
@@ -245,27 +207,11 @@ def read_peft_settings(file):
     They are in the header of a safetensors file, or in a file beside the one of save_pretrained.
     """
     config, settings = file.with_name(ADAPTER_CONFIG), {}
-    try:
-        if file.stem == ADAPTER_STEM and config.is_file():
-            settings = json.loads(config.read_text(encoding="utf-8"))
-            settings = {f"unet.{name}": value for name, value in settings.items()}
-        elif file.suffix == ".safetensors":
-            with safe_open(file, "np") as tensors:
-                metadata = tensors.metadata() or {}
-            settings = dict(json.loads(metadata.get("lora_adapter_metadata", "{}")))
-        for name, value in settings.items():
-            if name.endswith(".alpha_pattern"):
-                settings[name] = {
-                    re.compile(rf"(.*\.)?({pattern})$"): finite(alpha)
-                    for pattern, alpha in (value or {}).items()
-                }
-            elif name.endswith(".lora_alpha"):
-                settings[name] = finite(value)
-    except (ValueError, TypeError, AttributeError, RecursionError, re.error) as error:
-        raise ValueError(
-            f"lora={file}: the settings that PEFT stores with it are damaged "
-            f"({one_line(error, 200)}); download it again"
-        ) from error
+    if file.stem == ADAPTER_STEM and config.is_file():
+        settings = {f"unet.{name}": value for name, value in read_json(config).items()}
+    elif file.suffix == ".safetensors":
+        with safe_open(file, "np") as tensors:
+            settings = json.loads((tensors.metadata() or {}).get("lora_adapter_metadata", "{}"))
     for name, value in settings.items():
         _, _, setting = name.rpartition(".")
         changes_model = setting == "init_lora_weights" and str(value).startswith(CHANGES_MODEL)
@@ -277,19 +223,12 @@ def read_peft_settings(file):
     return settings
 
 
-def finite(value):
-    """A number as a float; a ValueError unless it is finite."""
-    if not math.isfinite(value := float(value)):
-        raise ValueError(f"{value} is not finite")
-    return value
-
-
 def alpha_of(component, layer, settings, rank):
     """A layer's alpha in PEFT's settings; the rank without one."""
     # PyTorch's name of the layer: attentions.0.proj_in, time_embedding.linear_1
     torch_name = re.sub(r"(?<!linear)_(?=\d+(\.|$))", ".", layer.replace("/", "."))
-    for pattern, alpha in settings.get(f"{component}.alpha_pattern", {}).items():
-        if pattern.match(torch_name):
+    for pattern, alpha in (settings.get(f"{component}.alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", torch_name):
             return alpha
     return settings.get(f"{component}.lora_alpha", rank)
 

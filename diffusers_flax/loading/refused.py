@@ -29,9 +29,7 @@ KINDS = {
         "",
     ),
     r"^depth_model\.": ("Stable Diffusion 2 depth", ""),
-    r"(^|\.)(label_emb|class_embedding)\.weight$": ("Stable Diffusion upscaler", ""),
     r"(^|\.)position_net\.": ("GLIGEN", ""),
-    r"^cc_projection\.": ("Zero-1-to-3", ""),
     r"(^|\.)joint_blocks\.": ("Stable Diffusion 3", ""),
     r"(^|\.)double_blocks\.": ("FLUX", ""),
 }

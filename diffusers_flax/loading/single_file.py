@@ -8,12 +8,11 @@ The tensors' names tell the family; diffusers renames them. Needs PyTorch and di
 
 import copy
 import functools
-import re
 from types import SimpleNamespace
 
 from safetensors import safe_open
 
-from diffusers_flax.loading.refused import EMBEDDING, refuse
+from diffusers_flax.loading.refused import refuse
 from diffusers_flax.loading.weights import (
     PICKLE_SUFFIXES,
     SafetensorsFile,
@@ -28,7 +27,6 @@ from diffusers_flax.published_configs import (
     COSXL_ENTRIES,
     COSXL_SCHEDULER,
     REFINER_FEATURES,
-    cosxl_scheduler,
     kind_of_unet,
 )
 
@@ -78,9 +76,7 @@ IN_WORDS = {
     "text_encoder_2": "a second text encoder",
 }
 EMA_PREFIX = "model_ema."
-NOT_READ = re.compile(r"[^.]+$|model_ema\.|denoiser\.|edm_")  # noise schedule, averages
 PURPOSES = {"text to image": "", "InstructPix2Pix": "InstructPix2Pix", "inpainting": "Inpaint"}
-MOST_VECTORS = 8  # of an embedding, whose entries are named as its tokens
 V2_WIDTH = 1024  # of the text states that cross-attention reads
 STEP_ENTRY, V2_BASE_STEP = "global_step", 875_000  # of training; of the published base model
 # Entries of fine-tuned models whose presence says that the UNet predicts v, and that the last
@@ -150,19 +146,16 @@ class SingleFile(str):
 
     @property
     def kind(self):
-        """The UNet's kind, in words, by its channels; its last layer may be missing."""
+        """The UNet's kind, in words, by its channels; None: of no known model."""
         if self.shape_of("unet", "label_emb.0.0.weight") and self.text_width == V2_WIDTH:
             return "Stable Diffusion 2 unCLIP"
-        shape = self.shape_of("unet", "out.2.weight", "conv_out.weight")
-        if not (shape and self.in_channels):
-            return "text to image"
-        kind = kind_of_unet(self.in_channels, shape[0])
-        return kind or f"a UNet of {self.in_channels} input channels"
+        out = self.shape_of("unet", "out.2.weight", "conv_out.weight") or (4,)
+        return self.in_channels and kind_of_unet(self.in_channels, out[0])
 
     @property
     def purpose(self):
         """The UNet's purpose in names of pipelines, by its channels; "": text to image."""
-        return PURPOSES[self.kind]
+        return PURPOSES.get(self.kind, "")
 
     @functools.cached_property
     def family(self):
@@ -171,26 +164,20 @@ class SingleFile(str):
         pooled = self.shape_of(component, "label_emb.0.0.weight", "add_embedding.linear_1.weight")
         if component == "controlnet":
             start = self.prefixes[component]
-            deep = [
-                f"{start}{level}" for level in ("input_blocks.4.1.", "down_blocks.1.attentions.")
-            ]
-            names = [name for name in self.shapes if name.startswith(tuple(deep))]
-            size = " small" if not names else " mid"
+            deep = f"{start}input_blocks.4.1.", f"{start}down_blocks.1.attentions."
+            names = [name for name in self.shapes if name.startswith(deep)]
+            size = " mid" if names else " small"
             if any(".transformer_blocks." in name for name in names):
                 size = ""
             is_v2 = self.text_width == V2_WIDTH
             return f"XL ControlNet{size}" if pooled else f"v{1 + is_v2} ControlNet"
         encoders = [self.prefixes.get(name, "") for name in ("text_encoder", "text_encoder_2")]
         is_v2 = encoders[0].endswith("model.") or self.text_width == V2_WIDTH
-        if pooled or encoders[1]:
-            if encoders[1].startswith("conditioner.embedders.0.") or (
-                pooled and pooled[1] == REFINER_FEATURES
-            ):
-                return "XL refiner"
-            version = "XL"
-        else:
-            version = f"v{1 + is_v2}"
-        return version if not self.purpose else f"{version} {self.kind}"
+        is_small = pooled and pooled[1] == REFINER_FEATURES
+        if is_small or encoders[1].startswith("conditioner.embedders.0."):
+            return "XL refiner"
+        version = "XL" if pooled or encoders[1] else f"v{1 + is_v2}"
+        return f"{version} {self.kind}" if self.purpose else version
 
     @property
     def is_xl(self):
@@ -222,7 +209,9 @@ class SingleFile(str):
                 content["scheduler"] = ["diffusers", COSXL_SCHEDULER["_class_name"]]
                 content |= {"is_cosxl_edit": True} if self.purpose == "InstructPix2Pix" else {}
         elif name == SCHEDULER_FILE and self.is_cosxl:
-            content = cosxl_scheduler(read_tensors(self, COSXL_ENTRIES.values()))
+            levels = read_tensors(self, COSXL_ENTRIES.values())
+            levels = {option: float(levels[entry]) for option, entry in COSXL_ENTRIES.items()}
+            content = COSXL_SCHEDULER | levels
         elif name == SCHEDULER_FILE and V_ENTRY in self.shapes:
             content = content | {"prediction_type": "v_prediction"}
             if ZERO_SNR_ENTRY in self.shapes:
@@ -258,8 +247,6 @@ class SingleFile(str):
             # "model.diffusion_model.NAME" -> "model_ema.diffusion_modelNAME", without dots
             names = {n: EMA_PREFIX + "".join(n.split(".")[1:]) for n in names}
         found = read_tensors(self, names.values())
-        if missing := sorted(names.values() - found.keys()):
-            raise ValueError(f"it lacks {first_names(missing)}")
         # Views of the file's memory map, which stays open while the component is read.
         tensors = {name: found[source] for name, source in names.items()}
         converted = dict(tensors)
@@ -281,40 +268,20 @@ def check_content(argument, source):
     argument: its name, for errors; source: SingleFile.
     """
     what, names, found = f"{argument}={source}", source.shapes, source.prefixes
-    wanted = source.component or "unet"
     refuse(what, names)
-    vectors = [(name, shape) for name, shape in names.items() if shape]
-    is_embedding = 0 < len(vectors) <= MOST_VECTORS and all(
-        len(shape) <= 2 and not name.endswith((".weight", ".bias")) for name, shape in vectors
-    )
-    if is_embedding and not found:
-        raise ValueError(f"{what} is {EMBEDDING}; give it as embeddings=")
-    is_alone = "" in found.values()
+    is_alone, wanted = "" in found.values(), source.component or "unet"
     if wanted not in found or (source.component is None and is_alone):
-        alone = " and ".join(IN_WORDS[component] for component in found)
-        content = (
-            f"{alone} alone" if found else f"no model, but {first_names([*names]) or 'nothing'}"
-        )
+        content = " and ".join(IN_WORDS[x] for x in found) or first_names([*names]) or "nothing"
         raise ValueError(f"{what} has {content}; give a file with {IN_WORDS[source.component]}")
-    has_ends = source.is_converted or source.in_channels or wanted != "unet"
-    if not has_ends or source.kind not in PURPOSES:
-        kind = source.kind if has_ends else first_names(sorted(names)[:3])
+    if wanted == "unet" and source.kind not in PURPOSES:
+        kind = source.kind or first_names([*names])
         raise ValueError(
             f"{what} is of a family that is not supported ({kind}); give Stable Diffusion 1.x, 2.x "
             "or SDXL, for images from text, edits or inpainting"
         )
-    has_averages = any(name.startswith(EMA_PREFIX) for name in names)
-    if source.use_ema_weights and (wanted != "unet" or is_alone or not has_averages):
-        raise ValueError(
-            f"{what} has no averages of {IN_WORDS[wanted]}'s weights; leave out "
-            "use_ema_weights=True"
-        )
-    known = (*found.values(), EMA_PREFIX)
-    others = [name for name in names if not (name.startswith(known) or NOT_READ.match(name))]
-    if others and source.component is None:
-        warn_once(
-            f"{source} has tensors of no component, which are not read: {first_names(others)}"
-        )
+    has_averages = wanted == "unet" and any(name.startswith(EMA_PREFIX) for name in names)
+    if source.use_ema_weights and (is_alone or not has_averages):
+        raise ValueError(f"{what} has no averages of weights; leave out use_ema_weights=True")
 
 
 def default_configs(source):
@@ -337,11 +304,8 @@ def convert_component(component, prefix, tensors, config):
     Returns:
         {name: torch tensor}.
     """
-    try:
-        from diffusers.loaders import single_file_utils as original  # takes seconds
-    except ImportError as error:
-        message = "reading a model in one file needs PyTorch and diffusers: "
-        raise ImportError(f"{message}pip install torch diffusers") from error
+    from diffusers.loaders import single_file_utils as original  # takes seconds
+
     if component == "unet":
         long_prefix = original.LDM_UNET_KEY
         tensors = {f"{long_prefix}{n.removeprefix(prefix)}": x for n, x in tensors.items()}
@@ -366,13 +330,12 @@ def convert_component(component, prefix, tensors, config):
 
 
 def read_tensors(file, names):
-    """{name: torch tensor} of the names that a file has, memory-mapped where possible."""
+    """{name: torch tensor} of a file's tensors, memory-mapped where possible."""
     if not file.endswith(".safetensors"):
         content = read_state_dict(file)
-        return {name: content[name] for name in names if name in content}
+        return {name: content[name] for name in names}
     with safe_open(file, "pt") as tensors:
-        known = set(tensors.keys())
-        return {name: tensors.get_tensor(name) for name in names if name in known}
+        return {name: tensors.get_tensor(name) for name in names}
 
 
 def read_state_dict(file):

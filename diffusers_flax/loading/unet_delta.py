@@ -13,7 +13,6 @@ arithmetic (arXiv 2212.04089).
 """
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -27,12 +26,8 @@ from diffusers_flax.loading.weights import (
     read_weights,
     torch_to_flax,
 )
-from diffusers_flax.messages import first_names, warn_once
+from diffusers_flax.messages import first_names
 
-WRITE = (
-    "write DISTILLED BASE or DISTILLED BASE:WEIGHT; DISTILLED is the distilled UNet, BASE the UNet "
-    "it was distilled from"
-)
 CONV_IN = "conv_in/kernel"  # an edit model has more input channels, after the noisy latents
 # Of LCM's UNets; left out, as in public code, as an edit model has two guidance scales.
 GUIDANCE_EMBEDDING = "time_embedding/cond_proj/kernel"
@@ -57,12 +52,14 @@ class UnetDelta:
     """
 
     def __init__(self, specs, config, variant=None, **hub_options):
-        sources, self.weight = split_specs(specs)
-        self.folded = set()
-        # {source: {name of a parameter: function that reads it}}, DISTILLED first
-        self.readers = {
-            source: open_unet(source, config, variant, **hub_options) for source in sources
-        }
+        if len(specs) not in (0, 2) or isinstance(specs, str):
+            raise ValueError(f"unet_delta={specs}: write DISTILLED BASE or DISTILLED BASE:WEIGHT")
+        self.folded, self.readers = set(), []  # [{name of a parameter: function that reads it}]
+        if specs:
+            self.what = f"unet_delta={' '.join(map(str, specs))}"
+            base, self.weight = split_weight(specs[1], "unet_delta")
+            for source in (str(specs[0]), base):
+                self.readers.append(open_unet(source, config, variant, **hub_options))
 
     def fold(self, name, x):
         """A parameter of the UNet plus the difference, summed in float32, in the dtype of x.
@@ -77,86 +74,56 @@ class UnetDelta:
         if not self.readers:
             return x
         self.folded.add(name)
-        found = []
-        for source, readers in self.readers.items():
-            array = np.asarray(readers[name](), np.float32) if name in readers else None
-            shape = "missing" if array is None else array.shape
-            if name == CONV_IN and array is not None:  # the noisy latents are the first channels
-                channels = max(0, x.shape[2] - array.shape[2])
-                array = np.pad(array, ((0, 0), (0, 0), (0, channels), (0, 0)))
-            if array is None or array.shape != x.shape or (found and shape != found[0][0]):
-                raise ValueError(
-                    f"unet_delta={source} is of another family: its {name} is {shape}, the model's "
-                    f"is {x.shape}; take the UNet that the model began as, and its distilled one"
-                )
-            found.append((shape, array))
-        (_, distilled), (_, base) = found
-        delta = np.float32(self.weight) * (distilled - base)
+        found = [np.asarray(of[name](), np.float32) for of in self.readers if name in of]
+        shape = x.shape
+        if name == CONV_IN and found:  # the noisy latents are the first channels
+            shape = (*shape[:2], found[0].shape[2], shape[3])
+        if [array.shape for array in found] != [shape] * 2:
+            raise ValueError(
+                f"{self.what} is of another family: {name} is {[array.shape for array in found]}, "
+                f"the model's is {x.shape}; take the UNet that the model began as, and its "
+                "distilled one"
+            )
+        delta = np.float32(self.weight) * (found[0] - found[1])
+        if name == CONV_IN:
+            delta = np.pad(delta, ((0, 0), (0, 0), (0, x.shape[2] - shape[2]), (0, 0)))
         return (np.asarray(x, np.float32) + delta).astype(x.dtype)
 
     def require_folded(self):
         """Raise a ValueError if DISTILLED or BASE has parameters that the model lacks."""
-        for source, readers in self.readers.items():
-            names = readers.keys() - self.folded
-            if GUIDANCE_EMBEDDING in names:
-                warn_once(
-                    f"unet_delta={source}: {GUIDANCE_EMBEDDING} is left out, the model lacks it"
-                )
-            if others := sorted(names - {GUIDANCE_EMBEDDING}):
-                raise ValueError(
-                    f"unet_delta={source} is of another family than the model, which lacks "
-                    f"{first_names(others)}"
-                )
-
-
-def split_specs(specs):
-    """([DISTILLED, BASE], WEIGHT) of UnetDelta's specs; ([], 1.0) of none."""
-    specs = [specs] if isinstance(specs, str | Path) else specs
-    what = f"unet_delta={(*map(str, specs),)}"
-    if len(specs) not in (0, 2):
-        raise ValueError(f"{what}: {WRITE}")
-    if not specs:
-        return [], 1.0
-    base, weight = split_weight(specs[1], "unet_delta", WRITE)
-    sources = [str(specs[0]), base]
-    if sources[0] == sources[1]:
-        raise ValueError(f"{what} is no difference; {WRITE}")
-    return sources, weight
+        names = {name for readers in self.readers for name in readers}
+        if others := sorted(names - self.folded - {GUIDANCE_EMBEDDING}):
+            raise ValueError(
+                f"{self.what} is of another family than the model, which lacks "
+                f"{first_names(others)}"
+            )
 
 
 def open_unet(source, config, variant=None, **hub_options):
-    """{name of a parameter: function that reads it} of a UNet with a config."""
-    files = unet_files(source, variant, **hub_options)
-    _, name = locate("unet_delta", source)
-    if name is not None and name.endswith(SINGLE_FILE_SUFFIXES):
-        file = SingleFile(files[0]).as_component("unet")
-        check_content("unet_delta", file)
-        if not file.is_converted:
-            read = partial(file.read_component, "unet", dict(config))
-            return {name: partial(np.asarray, x) for name, x in read_weights(files[0], read)}
-    return {name: read for file in files for name, read in readers_of(file)}
-
-
-def unet_files(source, variant=None, **hub_options):
-    """The files of a UNet's weights.
+    """{name of a parameter: function that reads it} of a UNet with a config.
 
     Args:
         source: directory or hub id of a UNet or of a pipeline, or a file of a UNet or of a whole
             model.
-        variant: of the file names in a directory, see UnetDelta.
-        **hub_options: see take_hub_options.
-
-    Raises:
-        ValueError: there are none.
+        config: the model's.
+        variant, hub_options: see UnetDelta.
     """
     repository, name = locate("unet_delta", source)
-    if name is not None:
-        return [fetch_named("unet_delta", source, **hub_options)]
-    is_pipeline = fetch_file(repository, "config.json", "unet", None, **hub_options) is not None
-    place = {"subfolder": "unet" if is_pipeline else None, "revision": None}
-    fetch = partial(fetch_file, repository, **place, **hub_options)
-    where = f"unet_delta={place_in_words(repository, **place)}"
-    return find_weights(fetch, "diffusion_pytorch_model", variant, False, where)
+    if name is None:
+        is_pipeline = fetch_file(repository, "config.json", "unet", **hub_options) is not None
+        place = {"subfolder": "unet" if is_pipeline else None}
+        fetch = partial(fetch_file, repository, **place, **hub_options)
+        where = f"unet_delta={place_in_words(repository, **place)}"
+        files = find_weights(fetch, "diffusion_pytorch_model", variant, False, where)
+        return {name: read for file in files for name, read in readers_of(file)}
+    file = fetch_named("unet_delta", source, **hub_options)
+    if name.endswith(SINGLE_FILE_SUFFIXES):
+        single = SingleFile(file).as_component("unet")
+        check_content("unet_delta", single)
+        if not single.is_converted:
+            read = partial(single.read_component, "unet", dict(config))
+            return {name: partial(np.asarray, x) for name, x in read_weights(file, read)}
+    return dict(readers_of(file))
 
 
 def readers_of(file):

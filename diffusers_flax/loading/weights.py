@@ -11,13 +11,12 @@ import re
 import zipfile
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
-import msgpack
 import numpy as np
-from flax.serialization import msgpack_restore, msgpack_serialize
+from flax.serialization import msgpack_restore
 from flax.traverse_util import flatten_dict
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
@@ -57,31 +56,16 @@ VAE_TORCH_TO_FLAX = {
     ".to_out.0.": ".proj_attn.",
 }
 
-# By safetensors' names. F4 and F6 are packed: their scales are in other tensors.
-DTYPES = {
-    "BOOL": np.bool_,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-    "U16": np.uint16,
-    "I16": np.int16,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "U32": np.uint32,
-    "I32": np.int32,
-    "F32": np.float32,
-    "U64": np.uint64,
-    "I64": np.int64,
-    "F64": np.float64,
-    "C64": np.complex64,
+DTYPES = {  # by safetensors' names, where NumPy has another one
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
 }
-
-# Shards are in the directory of their index: letters, digits and a few signs, no path.
-SHARD_NAME = re.compile(r"\w[\w.+ -]{0,254}", re.ASCII)
+DTYPE_KINDS = {"F": "float", "I": "int", "U": "uint", "C": "complex"}
 
 
 def torch_to_flax(key, array):
@@ -172,27 +156,13 @@ def find_weight_files(fetch, stem, suffix, dot_variant):
     index = next((file for name in names if (file := fetch(name))), None)
     if index is None:
         return []
-    shards = {name: fetch(name) for name in shard_names(index)}
-    if missing := sorted(name for name, file in shards.items() if file is None):
-        raise ValueError(
-            f"{index} lists shards that are not there: {', '.join(missing)}; "
-            "download or copy them again"
-        )
+    with naming_damage(index):
+        paths = read_json(index)["weight_map"].values()
+        # Shards are in the directory of their index, whatever path it has.
+        shards = {name: fetch(name) for name in sorted({Path(path).name for path in paths})}
+        if missing := [name for name, file in shards.items() if file is None]:
+            raise ValueError(f"it lists shards that are not there: {', '.join(missing)}")
     return list(shards.values())
-
-
-def shard_names(index):
-    """Sorted names of the files in the *.index.json of a sharded checkpoint."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has no weight_map from tensors to files; fetch it again")
-    for name in weight_map.values():
-        if not isinstance(name, str) or not SHARD_NAME.fullmatch(name):
-            raise ValueError(
-                f"{index} lists the shard {name!r}, which is not a file name in its directory; "
-                "fetch it again, from a source that you trust"
-            )
-    return sorted(set(weight_map.values()))
 
 
 def index_names(stem, suffix, dot_variant=""):
@@ -211,15 +181,10 @@ def index_names(stem, suffix, dot_variant=""):
 
 
 def weights_pattern(stem, dot_variant=""):
-    """Pattern of a model's safetensors files and indices, under all names, as of index_names."""
-    variant, number = re.escape(dot_variant), r"(-\d{5}-of-\d{5})?"
-    files = [f"{stem}({variant}{number}|{number}{variant})[.]safetensors"]
-    indices = [re.escape(name) for name in index_names(stem, "safetensors", dot_variant)]
-    return re.compile("|".join(files + indices))
-
-
-class NotWeights(ValueError):
-    """A file is not damaged, but has other content than weights."""
+    """Pattern of a model's safetensors files and index, as write_safetensors names them."""
+    variant = re.escape(dot_variant)
+    files = rf"{stem}{variant}(-\d{{5}}-of-\d{{5}})?\.safetensors"
+    return re.compile(rf"{files}|{stem}\.safetensors\.index{variant}\.json")
 
 
 class NotNeeded:
@@ -249,14 +214,11 @@ def read_weights(file, read=None, kinds=(jnp.floating,)):
         for key, array in read():
             if key.endswith("embeddings.position_ids"):  # a buffer: 0, 1, 2, ...
                 continue
-            kind = getattr(array, "dtype", type(array).__name__)
-            if not isinstance(array, np.ndarray) or not any(
-                jnp.issubdtype(kind, wanted) for wanted in kinds
-            ):
-                raise NotWeights(f"its entry {key!r} is {kind}, no array of floats")
-            if file.suffix != ".msgpack":
-                key, array = torch_to_flax(key, array)
-            yield key, array
+            dtype = getattr(array, "dtype", type(array).__name__)
+            is_array = isinstance(array, np.ndarray)
+            if not is_array or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+                raise ValueError(f"its entry {key!r} is {dtype}, no array of floats")
+            yield (key, array) if file.suffix == ".msgpack" else torch_to_flax(key, array)
 
 
 @contextmanager
@@ -269,8 +231,6 @@ def naming_damage(file):
         yield
     except (ImportError, MemoryError, PermissionError):  # not for the file's content
         raise
-    except NotWeights as error:
-        raise ValueError(f"{file} cannot be read as weights: {error}") from error
     except Exception as error:  # the readers raise errors of many types for damaged bytes
         raise ValueError(
             f"{file} cannot be read as weights ({reason_of(error)}); it may be an incomplete "
@@ -285,9 +245,8 @@ def load_pickle(file):
         file: Path or str.
 
     Raises:
-        NotWeights: it needs code.
         ImportError: PyTorch is not installed.
-        Exception: of many types, for damaged data; see naming_damage.
+        Exception: of many types, for code and damaged data; see naming_damage.
     """
     try:
         import torch  # takes seconds, and is needed for these files alone
@@ -300,10 +259,7 @@ def load_pickle(file):
     try:
         names = {*(find_code(file) if is_zip else ())} - {PARAMETER_DICT}
         if code := sorted(name for name in names if not name.startswith(NOT_NEEDED)):
-            raise NotWeights(
-                f"it is a pickle that runs code when it is opened ({first_names(code)}) and is "
-                "refused; take the .safetensors"
-            )
+            raise ValueError(f"it runs code when it is opened: {first_names(code)}")
         safe = [torch.nn.ParameterDict, *((NotNeeded, name) for name in names)]
         with torch.serialization.safe_globals(safe):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -316,7 +272,7 @@ def state_dict_of(content):
     while isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise NotWeights("it holds no state dict")
+        raise ValueError("it holds no state dict")
     return content
 
 
@@ -345,26 +301,21 @@ class SafetensorsFile:
         self.shapes = {name: tuple(self.header[name]["shape"]) for name in names}
 
     def read(self, key):
-        """A tensor as a NumPy array, of ml_dtypes' dtypes where NumPy has none."""
+        """A tensor as a NumPy array, of ml_dtypes' dtypes where NumPy has none.
+
+        A TypeError for packed dtypes, F4 and F6.
+        """
         entry = self.header[key]
-        if entry["dtype"] not in DTYPES:
-            raise NotWeights(
-                f"its entry {key!r} has the packed dtype {entry['dtype']}; take a file with float "
-                "or float8 tensors"
-            )
+        name, (start, end) = entry["dtype"], entry["data_offsets"]
+        dtype = np.dtype(DTYPES.get(name) or DTYPE_KINDS[name[0]] + name[1:])
         # Not mapped: the pages of a memory map would stay in memory beside the copies.
-        start, end = entry["data_offsets"]
         data = np.fromfile(self.file, np.uint8, end - start, offset=self.start + start)
-        return data.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        return data.view(dtype).reshape(entry["shape"])
 
 
 def read_pickle(file):
     """Yield (name, NumPy array) of a PyTorch file."""
     for key, tensor in state_dict_of(load_pickle(file)).items():
-        if not hasattr(tensor, "detach"):
-            raise NotWeights(
-                f"its entry {key!r} is not a tensor of PyTorch; save tensors, not NumPy arrays"
-            )
         yield key, as_array(tensor)
 
 
@@ -373,25 +324,16 @@ def as_array(tensor):
     import torch
 
     tensor, name = tensor.detach(), str(tensor.dtype).removeprefix("torch.")
-    try:
-        if not hasattr(ml_dtypes, name):
-            return tensor.numpy()
-        bits = torch.int8 if tensor.element_size() == 1 else torch.int16
-        return tensor.view(bits).numpy().view(getattr(ml_dtypes, name))
-    except TypeError:  # quantized, sparse
-        raise NotWeights(
-            f"it has a tensor of {tensor.dtype}, {tensor.layout}; save dense tensors of floats"
-        ) from None
+    if not hasattr(ml_dtypes, name):
+        return tensor.numpy()
+    bits = torch.int8 if tensor.element_size() == 1 else torch.int16
+    return tensor.view(bits).numpy().view(getattr(ml_dtypes, name))
 
 
 def read_msgpack(file):
     """Yield (path joined by "/", NumPy array) of a Flax msgpack."""
     with open(file, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        tree = msgpack_restore(data)
-    if not isinstance(tree, dict):
-        raise NotWeights("it holds no tree of parameters")
-    flat = flatten_dict(tree, sep="/")
-    del tree
+        flat = flatten_dict(msgpack_restore(data), sep="/")
     while flat:  # frees each array before the next
         yield flat.popitem()
 
@@ -433,37 +375,7 @@ def write_safetensors(folder, flat, weights_name, dot_variant, dtype, max_shard_
         write_json(folder / index_names(weights_name, "safetensors", dot_variant)[0], index)
 
 
-def write_msgpack(file, params, dtype):
-    """Write a nested dict as the published Flax msgpack; dtype as for write_safetensors."""
-    with open(file, "wb") as f:
-        for piece in msgpack_pieces(params, dtype):
-            f.write(piece)
-
-
-def host_device():
-    """The host's CPU as a jax device; a ValueError if jax does not use it."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:
-        raise ValueError(
-            f"JAX_PLATFORMS={jax.config.jax_platforms} leaves out the CPU, where weights are read; "
-            f"set JAX_PLATFORMS={jax.config.jax_platforms},cpu"
-        ) from error
-
-
 def as_stored(array, dtype):
     """A NumPy array in dtype, or in its own for None."""
     array = np.asarray(array)
     return array if dtype is None else array.astype(dtype, copy=False)
-
-
-def msgpack_pieces(tree, dtype):
-    """Yield the bytes of msgpack_serialize leaf by leaf; all at once take twice the file's size."""
-    if not isinstance(tree, dict):
-        yield msgpack_serialize(as_stored(tree, dtype))
-        return
-    packer = msgpack.Packer()
-    yield packer.pack_map_header(len(tree))
-    for key, subtree in sorted(tree.items()):
-        yield packer.pack(key)
-        yield from msgpack_pieces(subtree, dtype)

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.serialization import msgpack_serialize
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from diffusers_flax.loading.configs import (
@@ -25,7 +26,6 @@ from diffusers_flax.loading.configs import (
 )
 from diffusers_flax.loading.files import write_json
 from diffusers_flax.loading.hub import (
-    download_hint,
     fetch_config,
     fetch_file,
     place_in_words,
@@ -35,11 +35,10 @@ from diffusers_flax.loading.hub import (
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.loading.weights import (
     WEIGHT_FILES,
+    as_stored,
     find_weights,
-    host_device,
     read_weights,
     weights_pattern,
-    write_msgpack,
     write_safetensors,
 )
 from diffusers_flax.messages import first_names, reason_of, warn_once
@@ -230,7 +229,6 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             raise ValueError(
                 f"no config.json in {where}; give its directory or hub id, for a "
                 'pipeline with subfolder="unet" (or "vae", "text_encoder")'
-                f"{download_hint(source)}"
             )
         cls.check_class(config, config_file)
         check_stored(config, storage, where)
@@ -249,7 +247,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         elif not files[0].is_file():
             fetch = functools.partial(fetch_file, source, **place)
             files = find_weights(fetch, cls.weights_name, variant, from_pt, where)
-        cpu = host_device()
+        cpu = jax.local_devices(backend="cpu")[0]
         flat, unexpected = {}, []
         kinds = (jnp.floating, np.int8) if storage == "int8" else (jnp.floating,)
         for file in files:
@@ -328,8 +326,9 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             for file in tmp.glob("*.safetensors"):
                 shutil.copymode(tmp / "config.json", file)  # safetensors leaves 0600
             if flax_msgpack:
-                tree = unflatten_dict(flat, sep="/")
-                write_msgpack(tmp / WEIGHT_FILES[self.weights_name][2], tree, dtype)
+                tree = unflatten_dict({k: as_stored(x, dtype) for k, x in flat.items()}, sep="/")
+                file = tmp / WEIGHT_FILES[self.weights_name][2]
+                file.write_bytes(msgpack_serialize(tree))
             # The directory may have other files, so save_whole cannot replace it.
             written = {file.name for file in tmp.iterdir()}
             for name in written:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from diffusers_flax.loading.hub import download_hint, locate
+from diffusers_flax.loading.hub import locate
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import Conv, NoInitTrace, repeat_pixels
 from diffusers_flax.models.convolution import convolve
@@ -319,16 +319,7 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
     Raises:
         ValueError: its config is missing, or it decodes other latents.
     """
-    try:
-        config = FlaxAutoencoderTiny.load_config(source, **hub_options)
-    except ValueError as error:
-        if source not in TINY_VAES:
-            raise
-        raise ValueError(
-            f"the TAESD {source} cannot be read from the hub; name a copy's directory with "
-            "accelerate=taesd:path=DIRECTORY or preview.path=DIRECTORY"
-            f"{download_hint(source)}"
-        ) from error
+    config = FlaxAutoencoderTiny.load_config(source, **hub_options)
     if not str(config.get("_class_name")).endswith("AutoencoderTiny"):
         raise ValueError(
             f"{source} is of class {config.get('_class_name', 'unknown')}, not AutoencoderTiny; "

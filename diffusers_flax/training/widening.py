@@ -4,10 +4,8 @@ unet, params = load_text_to_image_unet("MODEL")
 in_channels = choose_in_channels("MODEL", unet)
 """
 
-from pathlib import Path
-
 from diffusers_flax.loading.directories import INDEX_NAME, has_component
-from diffusers_flax.loading.hub import download_hint, fetch_config, fetch_file
+from diffusers_flax.loading.hub import fetch_config, fetch_file, place_in_words
 from diffusers_flax.loading.single_file import PURPOSES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.published_configs import REFINER_FEATURES, kind_of_unet
@@ -35,14 +33,10 @@ def load_text_to_image_unet(path, subfolder="unet", revision=None, variant=None)
             f"{given} is SDXL's refiner, which lacks the first text encoder; give the base model"
         )
     if fetch_file(path, "config.json", subfolder or None, revision) is None:
-        if index or Path(path).is_dir():
-            raise ValueError(
-                f"{given} has no {Path(subfolder, 'config.json')}; give the directory of a "
-                'pipeline, or the directory of a UNet and --subfolder ""'
-            )
-        remedy = download_hint(path) or "; check the path"
+        where = place_in_words(path, subfolder, revision)
         raise ValueError(
-            f"{given} is neither a directory nor a model that can be reached on the hub{remedy}"
+            f"{given}: there is no config.json in {where}; give the directory of a pipeline, or "
+            'the directory of a UNet and --subfolder ""'
         )
     return FlaxUNet2DConditionModel.from_pretrained(
         path,

@@ -13,14 +13,11 @@ import zipfile
 from importlib.metadata import packages_distributions
 
 import pytest
-import torch
 from helpers import ROOT, photo
-from safetensors.torch import save_file
 from shards import write_random_shard
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import diffusers_flax
-from diffusers_flax.loading.hub import open_source
 from diffusers_flax.loading.weights import read_weights
 
 LIBRARY = ROOT / "diffusers_flax"
@@ -216,18 +213,6 @@ def test_bin_files_name_what_they_need(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match=r"model\.bin needs PyTorch: pip install torch"):
         list(read_weights(tmp_path / "model.bin"))
-
-
-@pytest.mark.slow
-def test_single_files_name_what_they_need(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "diffusers.loaders", None)
-    unet = {"model.diffusion_model.input_blocks.0.0.weight": torch.ones(8, 4, 3, 3)}
-    save_file(unet, tmp_path / "model.safetensors")
-    torch.save(unet, tmp_path / "model.ckpt")
-    for name in ("model.safetensors", "model.ckpt"):
-        match = rf"{name} needs PyTorch and diffusers: pip install torch diffusers"
-        with pytest.raises(ImportError, match=match):
-            open_source("model", str(tmp_path / name))
 
 
 def test_dependencies_are_the_imports():
