@@ -1,12 +1,10 @@
 """Images between files, PIL and arrays: opening, RGB, inputs of pipelines, masks, saving."""
 
 import io
-import struct
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
-from PIL import ExifTags, Image, PngImagePlugin
+from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 
 from diffusers_flax.loading.files import save_whole
 
@@ -29,8 +27,6 @@ USUAL_MASKS = (
 def open_image(file):
     """Open an image of one of READ_FORMATS without decoding its pixels.
 
-    Image.open warns above 89 megapixels.
-
     Args:
         file: binary file object, which must stay open until the pixels are decoded.
 
@@ -41,20 +37,11 @@ def open_image(file):
         ValueError: it has another format or more than MAX_PIXELS.
         Exception: of many types, for damaged data.
     """
-    Image.init()
-    file.seek(0)
-    start = file.read(16)
-    for name in READ_FORMATS:
-        factory, accepts = Image.OPEN[name]
-        accepted = not accepts or accepts(start)  # a text: this Pillow lacks the format's library
-        if accepted and not isinstance(accepted, str):
-            file.seek(0)
-            with suppress(SyntaxError, IndexError, TypeError, struct.error):  # not this format
-                image = factory(file, "")
-                break
-    else:
+    try:
+        image = Image.open(file, formats=READ_FORMATS)
+    except UnidentifiedImageError:
         size = file.seek(0, io.SEEK_END)
-        raise ValueError(f"no known image format ({size} bytes); save it as PNG or JPEG")
+        raise ValueError(f"no known image format ({size} bytes); save it as PNG or JPEG") from None
     if image.width * image.height > MAX_PIXELS:
         raise ValueError(
             f"{image.width}x{image.height} pixels are more than {MAX_PIXELS // 10**6} megapixels; "
@@ -87,19 +74,14 @@ def to_8_bits(image):
     """
     if image.mode == "La":  # premultiplied
         return image.convert("LA")
-    if image.mode == "F":
-        raise ValueError(
-            "image mode F (float) has no known range; scale its values to 0 to 255 and convert it "
-            "to mode L"
-        )
-    if not image.mode.startswith("I"):
+    if not image.mode.startswith(("I", "F")):
         return image
     values = np.asarray(image)  # Pillow would clip them
     low, high = values.min(), values.max()
-    if low < 0 or high > 65535 or (image.mode == "I" and high < 256):
+    if image.mode == "F" or low < 0 or high > 65535 or (image.mode == "I" and high < 256):
         raise ValueError(
-            f"image mode {image.mode} (integer) has values from {low} to {high}, which are "
-            "not 16 bits; scale them to 0 to 255 and convert the image to mode L"
+            f"image mode {image.mode} has values from {low} to {high}, which are not 16 bits; "
+            "scale them to 0 to 255 and convert the image to mode L"
         )
     grey = Image.fromarray((values // 257).astype(np.uint8))
     if "transparency" in image.info:  # of a PNG: the value of transparent pixels
@@ -256,8 +238,6 @@ def save_image(image, path, software=None, image_id=None, texts=None):
         image_id: 32 hexadecimal digits for the EXIF tag ImageUniqueID, or None.
         texts: {keyword: text} for the text chunks of a PNG, which Pillow reads as Image.text.
     """
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory; name a file")
     if isinstance(image, np.ndarray):
         (image,) = to_pil(image)
     image_format = IMAGE_FORMATS[path.suffix.lower()]

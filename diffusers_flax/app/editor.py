@@ -422,7 +422,6 @@ class Editor:
             scheduler=self.check(settings),
             accelerate=accelerate,
             preview=Preview(every, self._show, decoder) if self.config.progress else None,
-            compiled=set(),
         )
 
     def _acceleration(self, settings):

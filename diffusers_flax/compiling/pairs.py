@@ -170,7 +170,8 @@ def pair_program(config, devices):
     height, width = pipeline.image_size(config.height, config.width)
     clip_bytes = num_bytes(scoring_args[0])
     pipeline, vae_tile = with_vae_tile(pipeline, config, B, (width, height), clip_bytes)
-    steps = pipeline.step_options(config.num_inference_steps, config.timesteps or None, None)
+    steps = config.num_inference_steps, config.timesteps, None
+    steps = timestep_options(*steps, pipeline.ays_timesteps)
     branches = pipeline.guidance_branches(config.guidance_scale[1])
 
     ids, keys = prompt_shapes(pipeline, n, B)

@@ -95,7 +95,8 @@ def check_call(pipeline, request, size, denoising_end=None):
     branches = pipeline.guidance_branches(request.guidance_scale)
     pipeline.check_parallel(branches, size[1])
     first_step = steps_to_skip(type(pipeline), request)
-    steps = pipeline.step_options(request.num_inference_steps, request.timesteps, request.eta)
+    steps = request.num_inference_steps, request.timesteps, request.eta
+    steps = timestep_options(*steps, pipeline.ays_timesteps)
     options = Options(
         **steps, branches=branches, first_step=first_step, denoising_end=denoising_end
     )

@@ -13,7 +13,7 @@ from diffusers_flax.generating.sizes import result_size
 from diffusers_flax.messages import in_bytes, warn_once
 from diffusers_flax.models.vae import with_tile
 from diffusers_flax.parameters import cast_params
-from diffusers_flax.pipelines.base import MODULES, Execution, read_acceleration
+from diffusers_flax.pipelines.base import MODULES, read_acceleration
 from diffusers_flax.pipelines.instruct_pix2pix import (
     InstructPix2Pix,
     edit_branches,
@@ -146,8 +146,7 @@ def load_model(
     Returns:
         (pipeline, its parameters as NumPy arrays).
     """
-    settings = {name: getattr(options, name) for name in ("storage", "vae_dtype", "saved_programs")}
-    execution = Execution(accelerate, options.preview, options.layout, **settings)
+    names = ("preview", "layout", "storage", "vae_dtype", "saved_programs")
     nets, replaced = options.controlnet, {"unet": options.unet} if options.unet else {}
     if nets:
         replaced["controlnet"] = nets if len(nets) > 1 else nets[0]
@@ -158,7 +157,8 @@ def load_model(
         scheduler=scheduler,
         replaced=replaced,
         embeddings=options.embedding,
-        execution=execution,
+        accelerate=accelerate,
+        **{name: getattr(options, name) for name in names},
     )
     pipeline, planned = plan(pipeline)
     weights = dict(variant=options.variant, lora=options.lora, unet_delta=options.unet_delta)
@@ -198,7 +198,7 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         )
     if vae_tile is not None:
         pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
-    batch = batch_size, len(branches), size
+    batch = batch_size, size
     pipeline = with_balanced_components(pipeline, *batch)
     bound = bound_memory(pipeline, devices, *batch)
     what = (

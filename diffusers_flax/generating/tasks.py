@@ -70,7 +70,7 @@ def with_task(pipeline, task):
     pipeline_type = pipeline_for(task, isinstance(pipeline, XLComponents))
     if type(pipeline) is pipeline_type:
         return pipeline
-    names = {field.name for field in fields(pipeline_type)} - {"compiled"}
+    names = {field.name for field in fields(pipeline_type)}
     return pipeline_type(**{name: x for name, x in vars(pipeline).items() if name in names})
 
 

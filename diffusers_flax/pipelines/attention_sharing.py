@@ -23,57 +23,31 @@ SCOPE = "share_attention"  # of the conditions, in traced and compiled programs
 def share_attention(pipeline, prediction, fraction, num_images, num_steps):
     """A GuidedPrediction for which pairs of images share their attention.
 
-    fraction: p, a number, or an array of one per image; num_steps: of the run.
+    fraction: p, a number, or an array of one per image, of which each second one counts. Attention
+    is shared in the steps i with p > i / (num_steps - 1).
     """
-    if num_images % 2:
+    if num_images % 2 or (pipeline.accelerate and pipeline.accelerate.tome):
         raise ValueError(
-            f"attention_sharing= is for pairs of images, and {num_images} images are on a device; "
-            "give an even number"
+            f"attention_sharing= is for pairs of images, without accelerate=tome, and {num_images} "
+            "images are on a device; give an even number"
         )
-    if pipeline.accelerate and pipeline.accelerate.tome:
-        raise ValueError(
-            "accelerate=tome merges other positions in each image of a pair, which then cannot "
-            "share their attention; leave tome out, or attention_sharing="
-        )
-    if jnp.shape(fraction) not in ((), (num_images,)):
-        raise ValueError(
-            f"attention_sharing has shape {jnp.shape(fraction)} for {num_images} images; give one "
-            "number, or one per image"
-        )
-    sharing = AttentionSharing(jnp.broadcast_to(fraction, (num_images,)), num_steps)
+    fraction = jnp.broadcast_to(fraction, (num_images,))[1::2]
+    # A table, as XLA divides by a constant inexactly.
+    done = np.float32(np.arange(num_steps) / max(num_steps - 1, 1))
+    shared = None  # in the step that is traced: bool, of each pair
 
     def inputs(branches, i, x_t, t):
-        sharing.start_step(i)
+        nonlocal shared
+        shared = fraction > jnp.asarray(done)[i]
         return prediction.inputs(branches, i, x_t, t)
 
-    return prediction._replace(inputs=inputs, hooks=(*prediction.hooks, sharing))
-
-
-class AttentionSharing:
-    """A function for flax.linen.intercept_methods that shares self-attention in the first steps.
-
-    `start_step` chooses the pairs of a step, before the UNet is traced.
-
-    Args:
-        fraction: p of each image, (B,); of a pair the second image's counts. Attention is shared
-            in the steps i with p > i / (num_steps - 1).
-        num_steps: of the run.
-    """
-
-    def __init__(self, fraction, num_steps):
-        self.fraction, self.shared = fraction[1::2], None
-        # A table, as XLA divides by a constant inexactly.
-        self.done = np.float32(np.arange(num_steps) / max(num_steps - 1, 1))
-
-    def start_step(self, i):
-        """Choose the pairs that share in step i."""
-        self.shared = self.fraction > jnp.asarray(self.done)[i]
-
-    def __call__(self, call, args, kwargs, context):
+    def share_in_unet(call, args, kwargs, context):
         module = context.module
         if not isinstance(module, Attention) or context.method_name != "attend_to_itself":
             return call(*args, **kwargs)
-        return share(*args, module.num_heads, self.shared)
+        return share(*args, module.num_heads, shared)
+
+    return prediction._replace(inputs=inputs, hooks=(*prediction.hooks, share_in_unet))
 
 
 def share(query, key, value, num_heads, shared):

@@ -83,19 +83,6 @@ PIPELINE_CLASSES = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Execution:
-    """How a pipeline's programs run; fields as the arguments of from_pretrained."""
-
-    accelerate: "str | tuple | Acceleration" = ()
-    preview: "Preview | None" = None
-    layout: Layout | None = None
-    vae_tile: int | None = None
-    storage: str | None = None
-    vae_dtype: DTypeLike | None = None
-    saved_programs: "SavedPrograms | None" = None  # executables on disk, instead of compiling
-
-
 @dataclass(frozen=True, eq=False)  # compiled programs belong to the object, so it must not change
 class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
     """A pipeline. Subclasses have its components as fields; absent components are None.
@@ -116,8 +103,6 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
     component_sources: dict = field(default_factory=dict, kw_only=True)
     embeddings: Embeddings = field(default_factory=Embeddings, kw_only=True)  # of load_params
     saved_programs: "SavedPrograms | None" = field(default=None, kw_only=True)
-    # The programs of earlier calls, to log when a call compiles another.
-    compiled: set = field(default_factory=set, kw_only=True, repr=False)
     _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
 
     config_name = INDEX_NAME
@@ -133,18 +118,12 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
 
             self.check_acceleration(self.accelerate)
             check_fits(self.accelerate, self.unet, self.layout)
-        if self.preview and self.layout is not None and not self.layout.is_local:
-            raise ValueError(
-                "preview= shows images of the devices of one process, and the layout has "
-                "devices of several; leave preview= out"
-            )
         check_storage(self.storage, self.accelerate and self.accelerate.int8)
         decoder = self.accelerate and self.accelerate.tiny_decoder
         wanted = choose_tiny_vae(decoder, self.preview, self.tiny_vae_name)
         if wanted and (self.tiny_vae is None or self.tiny_vae_source not in (None, wanted)):
             raise ValueError(
-                f"accelerate or preview need the TAESD {wanted}, which this pipeline has not "
-                "loaded; give from_pretrained this accelerate= and preview="
+                f"the TAESD {wanted} is not loaded; give from_pretrained accelerate= and preview="
             )
 
     @classmethod
@@ -171,20 +150,20 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
         """
         path = pretrained_model_name_or_path
         index = read_index(path, revision, **hub_options) if index is None else index
-        replaced = {name: x for name, x in (replaced or {}).items() if x is not None}
-        configs = {name: {} for name in replaced if name in COMPONENT_FILES}
-        sources = {"unet": path, "vae": path}
-        for name in sources.keys() & replaced.keys():
-            component = replaced[name]
-            if isinstance(component, str | Path):
+        sources, configs = {"unet": path, "vae": path}, {}
+        for name, component in (replaced or {}).items():
+            if component is None or name not in COMPONENT_FILES:
+                continue
+            if not isinstance(component, str | Path):
+                configs[name] = {}
+                if name in sources:
+                    configs[name] = {**component.config}
+                    sources[name] = f"{path} with the given {name}"
+            elif name in sources:
                 sources[name] = component
                 folder, file = locate(name, component)
-                if file is None:
+                if file is None:  # a file of weights has the directory's config
                     configs[name] = MODULES[name].load_config(folder, **hub_options)
-                else:  # a file of weights has the directory's config
-                    del configs[name]
-            else:
-                sources[name], configs[name] = f"{path} with the given {name}", {**component.config}
         names = cls.required_components(path, index)
         configs = read_component_configs(path, names, revision, configs, **hub_options)
         cls.check_configs(sources, configs)
@@ -285,8 +264,9 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
                 "safety_checker= and feature_extractor=, or safety_checker=None"
             )
         dtype = jnp.float32 if dtype is None else dtype
-        execution = Execution(accelerate, preview, layout, vae_tile, storage, vae_dtype)
-        options = dict(index=index, embeddings=embeddings, execution=execution) | hub_options
+        execution = dict(accelerate=accelerate, preview=preview, layout=layout, vae_tile=vae_tile)
+        execution |= dict(storage=storage, vae_dtype=vae_dtype)
+        options = dict(index=index, embeddings=embeddings) | execution | hub_options
         pipeline = cls.open(path, revision, dtype, scheduler, components, **options)
         absent = [name for name, x in components.items() if not isinstance(x, str | Path)]
         options = dict(lora=lora, unet_delta=unet_delta, param_dtype=param_dtype) | hub_options
@@ -306,28 +286,31 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
         replaced=None,
         index=None,
         embeddings=(),
-        execution=None,
+        accelerate=(),
+        vae_tile=None,
+        storage=None,
+        vae_dtype=None,
+        preview=None,
+        layout=None,
+        saved_programs=None,
         **hub_options,
     ):
         """Like from_pretrained, without weights, and fast.
 
         Args:
-            pretrained_model_name_or_path, revision, dtype, scheduler, embeddings: as for
-                from_pretrained.
             replaced, index: as for check.
-            execution: Execution, or None for its defaults.
+            saved_programs: SavedPrograms, executables on disk instead of compiling.
+            pretrained_model_name_or_path, revision, dtype, scheduler, embeddings, accelerate,
+                vae_tile, storage, vae_dtype, preview, layout, hub_options: as for from_pretrained.
 
         Raises:
             ValueError: the directory is missing, another kind of pipeline, or has invalid configs.
         """
-        path, execution = pretrained_model_name_or_path, execution or Execution()
+        path, replaced = pretrained_model_name_or_path, dict(replaced or {})
         names = {f.name for f in fields(cls)} & COMPONENTS
-        replaced = dict(replaced or {})
         if unknown := sorted(replaced.keys() - names):
-            arguments = inspect.signature(FlaxDiffusionPipeline.from_pretrained).parameters
             raise ValueError(
-                f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(names))}, "
-                f"and from_pretrained takes {', '.join([*arguments][:-1])}"
+                f"{cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(names))}"
             )
         if isinstance(replaced.get("unet"), str | Path):
             configs = getattr(path, "configs", path)  # of a SingleFile
@@ -345,10 +328,10 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
         if scheduler is None:
             components["scheduler"], _ = scheduler_from_config(configs["scheduler"], path)
         for name in MODULES.keys() & configs.keys() - components.keys():
-            check_stored(configs[name], execution.storage, f"{path}, {name}")
+            check_stored(configs[name], storage, f"{path}, {name}")
             components[name] = MODULES[name].from_config(configs[name], dtype=dtype)
-        if execution.vae_tile:
-            components["vae"] = with_tile(components["vae"], execution.vae_tile)
+        if vae_tile:
+            components["vae"] = with_tile(components["vae"], vae_tile)
         for name in TEXT_ENCODERS.keys() & configs.keys() - components.keys():
             text_encoder = components[TEXT_ENCODERS[name]]
             components[name] = load_tokenizer(path, text_encoder, revision, name, **hub_options)
@@ -358,17 +341,12 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
         for f in fields(cls):
             if f.name in COMPONENT_FILES:
                 components.setdefault(f.name, None)
-        settings = {name: x for name, x in vars(execution).items() if name != "vae_tile"}
-        settings["accelerate"] = read_acceleration(execution.accelerate)
+        settings = {"preview": preview, "layout": layout, "saved_programs": saved_programs}
+        settings |= {"storage": storage, "accelerate": read_acceleration(accelerate)}
+        if vae_dtype is not None:
+            settings["vae_dtype"] = warn_if_slow(jnp.dtype(vae_dtype))
         decoder = settings["accelerate"] and settings["accelerate"].tiny_decoder
-        if execution.vae_dtype is not None:
-            settings["vae_dtype"] = warn_if_slow(jnp.dtype(execution.vae_dtype))
-            if decoder and not cls.encodes_images:
-                raise ValueError(
-                    f"vae_dtype={settings['vae_dtype']} has no effect with accelerate=taesd, which "
-                    "decodes in the VAE's place; leave one of them out"
-                )
-        if source := choose_tiny_vae(decoder, execution.preview, cls.tiny_vae_name):
+        if source := choose_tiny_vae(decoder, preview, cls.tiny_vae_name):
             settings["tiny_vae"] = open_tiny_vae(source, components["vae"], dtype, **hub_options)
             settings["tiny_vae_source"] = source
         settings |= cls._settings(index) | {"dtype": dtype, "embeddings": embeddings}
@@ -439,11 +417,6 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
     def quantize_params(self, params):
         """Make the UNet's kernels int8, in place, if the acceleration says so."""
         if int8 := self.accelerate and self.accelerate.int8:
-            if "unet" not in params:
-                raise ValueError(
-                    "accelerate=int8 needs the UNet's parameters; with unet= leave it out, put "
-                    "diffusers_flax.models.quantization.quantize(params) into params['unet']"
-                )
             params["unet"] = quantize(params["unet"], int8.mode)
 
     @property

@@ -101,29 +101,19 @@ class PipelineCalls:
         factor = self.vae_scale_factor
         if image_shape is None:
             side = self.unet.sample_size
-            height_0, width_0 = (
-                x * factor for x in (side if isinstance(side, tuple) else (side, side))
-            )
+            defaults = [x * factor for x in (side if isinstance(side, tuple) else (side, side))]
         else:
-            height_0, width_0 = image_shape[-2:]
-            if self.is_latents(image_shape):
-                height_0, width_0 = height_0 * factor, width_0 * factor
-                if height not in (None, height_0) or width not in (None, width_0):
-                    raise ValueError(
-                        f"size {height}x{width} (height x width) is not the size of these latents, "
-                        f"{height_0}x{width_0}; leave height and width out"
-                    )
-        sides = [
-            default if side is None else side
-            for side, default in ((height, height_0), (width, width_0))
-        ]
+            scale = factor if self.is_latents(image_shape) else 1
+            defaults = [x * scale for x in image_shape[-2:]]
+        sides = [y if x is None else x for x, y in zip((height, width), defaults)]
         size = f"size {sides[0]}x{sides[1]} (height x width)"
         if not all(isinstance(side, int | np.integer) for side in sides):
             raise ValueError(f"{size} is not of type int; give whole numbers of pixels")
         if any(side < 1 or side % factor for side in sides):
             near = "x".join(str(max(factor, round(side / factor) * factor)) for side in sides)
-            reason = "must be positive" if min(sides) < 1 else f"is not divisible by {factor}"
-            raise ValueError(f"{size} {reason}; try {near}")
+            raise ValueError(f"{size} is not positive and divisible by {factor}; try {near}")
+        if image_shape is not None and self.is_latents(image_shape) and sides != defaults:
+            raise ValueError(f"{size} is not the size of these latents; leave height and width out")
         return tuple(map(int, sides))
 
     def check_parallel(self, branches, height=None):
@@ -173,10 +163,6 @@ class PipelineCalls:
             options.denoising_end,
         )
 
-    def step_options(self, num_inference_steps, timesteps, eta):
-        """The Options that choose the steps; see timestep_options."""
-        return timestep_options(num_inference_steps, timesteps, eta, self.ays_timesteps)
-
     def _generate(self, *arguments, **options):
         """The pipeline as one pure function of arrays, for one device; jit or pmap it.
 
@@ -209,7 +195,7 @@ class PipelineCalls:
         if given:
             raise TypeError(f"{type(self).__name__} has no argument {', '.join(given)}")
         steps = (options[name] for name in ("num_inference_steps", "timesteps", "eta"))
-        options |= self.step_options(*steps)
+        options |= timestep_options(*steps, self.ays_timesteps)
         shape = self.shape_of_input(inputs)
         sides = self.image_size(options.get("height"), options.get("width"), shape)
         options |= dict(zip(("height", "width"), sides))

@@ -17,7 +17,6 @@ prepare_inputs takes a list with an image for each.
 Source: ControlNet (arXiv 2302.05543).
 """
 
-import math
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -63,17 +62,9 @@ class ControlNetTextToImage(TextToImage):
         if isinstance(self.controlnet, list | tuple):
             nets = FlaxMultiControlNetModel(tuple(self.controlnet))
             object.__setattr__(self, "controlnet", nets)
-        kinds = [type(net) for net in self.nets]
-        if not kinds or any(not issubclass(kind, FlaxControlNetModel) for kind in kinds):
-            found = ", ".join(kind.__name__ for kind in kinds) or "an empty list"
-            raise ValueError(
-                f"controlnet is {found}; give a FlaxControlNetModel, its directory, hub id or "
-                "file, or a list of several"
-            )
         for net in self.nets:
-            both = {name: (getattr(net, name), getattr(self.unet, name)) for name in SAME_AS_UNET}
-            both["layers_per_block"] = [x.per_block("layers_per_block") for x in (net, self.unet)]
-            for name, (theirs, ours) in both.items():
+            for name in SAME_AS_UNET:
+                theirs, ours = getattr(net, name), getattr(self.unet, name)
                 if theirs != ours:
                     raise ValueError(
                         f"the ControlNet has {name}={theirs}, the UNet {ours}: they are of "
@@ -116,23 +107,13 @@ class ControlNetTextToImage(TextToImage):
             return {"controlnet": read_module(path, index, revision, dtype, **hub_options)}, {}
         is_several = isinstance(controlnet, list | tuple)
         nets = list(controlnet) if is_several else [controlnet]
-        are_sources = [isinstance(net, str | Path) for net in nets]
-        if not any(are_sources):
+        if not isinstance(nets[0], str | Path):
             return {}, {}
-        if not all(are_sources):
-            raise ValueError(
-                "controlnet has directories or hub ids, and modules; give either, and put the "
-                "modules' parameters into params['controlnet']"
-            )
         component = FlaxControlNetModel.single_file_component
         sources = tuple(open_source("controlnet", net, component, **hub_options) for net in nets)
-        configs = []
-        for source in sources:
-            try:
-                configs.append(FlaxControlNetModel.load_config(source, **hub_options))
-                FlaxControlNetModel.check_class(configs[-1], source)
-            except ValueError as error:
-                raise ValueError(f"controlnet={source}: {error}") from error
+        configs = [FlaxControlNetModel.load_config(source, **hub_options) for source in sources]
+        for config, source in zip(configs, sources):
+            FlaxControlNetModel.check_class(config, source)
         several = FlaxMultiControlNetModel.from_config(configs, dtype)
         if is_several:
             return {"controlnet": several}, {"controlnet": sources}
@@ -156,18 +137,9 @@ class ControlNetTextToImage(TextToImage):
         """
         if not self.has_several:
             return self._prepare_control_images(image)
-        if not isinstance(image, list | tuple) or len(image) != len(self.nets):
-            found = f"{len(image)}" if isinstance(image, list | tuple) else "one"
-            raise ValueError(
-                f"there are {len(self.nets)} ControlNets and {found} images; give a list with an "
-                "image, or a list of images, for each ControlNet"
-            )
         arrays = [self._prepare_control_images(one) for one in image]
         most = max(arrays, key=len)
-        arrays = [pair_up(most, one, "images", "images")[1] for one in arrays]
-        if len(sizes := sorted({one.shape[2:] for one in arrays})) > 1:
-            raise ValueError(f"the images of the ControlNets have the sizes {sizes}; resize them")
-        return np.stack(arrays, axis=1)
+        return np.stack([pair_up(most, one, "images", "images")[1] for one in arrays], axis=1)
 
     def _prepare_control_images(self, image):
         factor = self.vae_scale_factor
@@ -241,27 +213,22 @@ class ControlNetTextToImage(TextToImage):
                 f"image has shape {image.shape}, {len(self.nets)} ControlNets take (batch, "
                 f"{len(self.nets)}, channels, height, width); prepare_image_inputs makes it"
             )
-        controlnet_conditioning_scale = self.scale_of_each(controlnet_conditioning_scale)
         return run(self, self.make_call(locals()))
 
     def make_call(self, arguments):
         """See FlaxDiffusionPipeline.make_call."""
         given = CONTROL_RANGE | arguments.get("options", {}) | arguments
         of_each = {name: self.one_for_each(name, given[name]) for name in CONTROL_RANGE}
-        check_control_range(*of_each.values())
+        for start, end in zip(*of_each.values()):
+            if not 0 <= start < end <= 1:
+                raise ValueError(
+                    f"control_guidance_start={start} and control_guidance_end={end} must be from 0 "
+                    "to 1, fractions of the steps, the start below the end"
+                )
+        name = "controlnet_conditioning_scale"
+        if isinstance(given[name], list | tuple | Real):
+            of_each[name] = self.one_for_each(name, given[name])
         return super().make_call(arguments | of_each)
-
-    def scale_of_each(self, scale):
-        """A number or list as a tuple with one for each ControlNet; an array as it is."""
-        if np.ndim(scale) and not isinstance(scale, list | tuple):
-            return scale
-        scales = self.one_for_each("controlnet_conditioning_scale", scale)
-        if not all(math.isfinite(x) for x in scales):
-            raise ValueError(
-                f"controlnet_conditioning_scale={scale} must be a number, or one for each "
-                "ControlNet"
-            )
-        return scales
 
     def one_for_each(self, name, value):
         """One value per ControlNet, a tuple, from a value for all or a list."""
@@ -376,16 +343,6 @@ def acting_steps(options, num_steps):
     last = np.arange(1, num_steps + 1)[:, None] / num_steps
     starts, ends = np.array(options.control_guidance_start), np.array(options.control_guidance_end)
     return (first >= starts) & (last <= ends)
-
-
-def check_control_range(starts, ends):
-    """Raise a ValueError unless each ControlNet acts in a range of the steps."""
-    for start, end in zip(starts, ends):
-        if not (isinstance(start, Real) and isinstance(end, Real) and 0 <= start < end <= 1):
-            raise ValueError(
-                f"control_guidance_start={start} and control_guidance_end={end} must be from 0 "
-                "to 1, fractions of the steps, the start below the end"
-            )
 
 
 def read_module(path, index, revision, dtype, **hub_options):

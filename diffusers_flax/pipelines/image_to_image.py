@@ -17,8 +17,8 @@ from diffusers_flax.pipelines.sampling import (
     encode,
     keys_of_sequel,
     keys_per_image,
-    normal,
     resize,
+    starting_noise,
 )
 from diffusers_flax.pipelines.text_to_image import TextToImage
 
@@ -143,16 +143,9 @@ class ImageToImage(TextToImage):
         """Scaled latents (B, 4, h, w) of the texts; encoded: the images' scaled latents."""
         keys = keys_of_sequel(keys_per_image(inputs["prng_seed"], len(encoded)))
         schedule = self.make_schedule(options, encoded.shape)
-        noise, x_t = inputs["noise"], encoded
-        if options.denoising_start is not None:
-            if noise is not None:
-                raise ValueError("noise is not added with denoising_start; leave one of them out")
-        else:
-            if noise is None:
-                noise = normal(keys, 0, encoded.shape[1:])
-            elif noise.shape != encoded.shape:
-                raise ValueError(f"noise has shape {noise.shape}, need {encoded.shape}")
-            state = schedule.state
+        x_t = encoded
+        if options.denoising_start is None:
+            noise, state = starting_noise(inputs["noise"], keys, encoded.shape), schedule.state
             x_t = self.scheduler.add_noise(state, encoded, noise, state.timesteps[0])
         prediction = self.text_prediction(inputs, options, text, len(encoded))
         return choose_denoising(self, params, schedule, keys, prediction, encoded.shape[2])(x_t)

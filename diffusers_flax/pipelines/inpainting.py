@@ -85,8 +85,6 @@ class Inpainting(ImageToImage):
         state, noise = schedule.state, starting_noise(inputs["latents"], keys, shape)
         if options.denoising_start:
             x_t = encoded.whole
-            if self.sees_mask and inputs["latents"] is not None:
-                raise ValueError("latents are not used with denoising_start; leave one of them out")
         elif options.first_step:
             x_t = self.scheduler.add_noise(state, encoded.whole, noise, state.timesteps[0])
         else:
@@ -105,19 +103,8 @@ class Inpainting(ImageToImage):
             keys = keys_of_sequel(keys)
         return keys_of_sequel(keys) if options.denoising_start else keys
 
-    def shape_of_input(self, inputs):
-        """See FlaxDiffusionPipeline.shape_of_input."""
-        if (shape := super().shape_of_input(inputs)) is None:
-            raise ValueError("neither image nor masked_image is given; prepare_inputs makes them")
-        return shape
-
 
 def blank(image, mask, shape):
     """Images (B, 3, H, W) of a shape (height, width), 0 where the mask (B, 1, H, W) is 1."""
-    if image.shape[1] != 3:
-        raise ValueError(
-            f"image has shape {image.shape}: it is latents, which cannot be masked; give "
-            "masked_image= as well"
-        )
     mask = jax.image.resize(mask, (len(mask), 1, *shape), "nearest")
     return resize(image, shape) * (mask < 0.5).astype(image.dtype)

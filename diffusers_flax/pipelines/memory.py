@@ -39,26 +39,41 @@ class MemoryBound(NamedTuple):
     left: float
 
 
-def bound_memory(pipeline, devices, batch_size, num_branches, size):
-    """The MemoryBound of a batch on each device; other arguments as for bytes_of_devices.
+def bound_memory(pipeline, devices, batch_size, size):
+    """The MemoryBound of the parameters and of a batch of images on each device.
 
-    devices: that make images: all of them, or the first of each group of the layout.
+    Args:
+        pipeline: as from open.
+        devices: that make images: all of them, or the first of each group of the layout.
+        batch_size: images at once.
+        size: (width, height) of the images, pixels.
     """
     layout, on_host = pipeline.layout, devices[0].platform == "cpu"
-    held = bytes_of_devices(pipeline, batch_size, num_branches, size)
-    params = sum(of_params for of_params, _ in held)
-    needed = max(map(sum, held))
-    sharing = len(devices) if on_host else 1  # groups of devices that share the memory
-    if on_host:  # they may share weights, too
-        needed = params + sharing * sum(batch for _, batch in held)
+    held = bytes_of_devices(pipeline)
+    images, params = batch_size * math.prod(size) * 3 * 4, sum(held)
+    # CPUs may share weights.
+    needed = params + len(devices) * images if on_host else max(held) + images
     available = available_memory(devices if layout is None else layout.devices)
     left = math.inf
-    if available:
-        place = 0 if layout is None else dict(layout.components).get("vae", 0)
-        left = (available - (params if on_host else held[place][0])) / sharing
+    if available and on_host:
+        left = (available - params) / len(devices)
+    elif available:
+        left = available - held[0 if layout is None else dict(layout.components).get("vae", 0)]
     if layout is not None and not on_host:  # the devices of a group share its rows
         left *= num_row_devices(layout, size[1] // pipeline.vae_scale_factor)
     return MemoryBound(needed, params, available, left)
+
+
+def bytes_of_devices(pipeline):
+    """Bytes of the parameters on each device: one, unless components have devices of their own."""
+    layout = pipeline.layout
+    if layout is None or not layout.components or layout.offload:
+        return [num_bytes_at_once(pipeline)]
+    held = [0] * len(layout.devices)
+    for component in COMPONENTS:
+        device = layout.devices.index(layout.device_of(component))
+        held[device] += num_bytes_of_params(pipeline, COMPONENTS[component])
+    return held
 
 
 def decodes_tiny(pipeline):
@@ -66,58 +81,20 @@ def decodes_tiny(pipeline):
     return bool(pipeline.accelerate and pipeline.accelerate.tiny_decoder)
 
 
-def bytes_of_devices(pipeline, batch_size, num_branches, size):
-    """A lower bound on the memory of each device, bytes: [(parameters, what a batch takes)].
-
-    It has one entry, unless the layout has components on devices of their own.
-
-    Args:
-        pipeline: as from open.
-        batch_size: images at once.
-        num_branches: of guidance.
-        size: (width, height) of the images, pixels.
-    """
-    layout = pipeline.layout
-    image = batch_size * math.prod(size) * 3 * 4
-    unet = batch_size * bytes_per_image(pipeline, num_branches, *size)
-    if layout is None or not layout.components or layout.offload:
-        if layout is not None and layout.devices[0].platform != "cpu":
-            unet //= layout.group_size
-        return [(num_bytes_at_once(pipeline), unet)]
-    held = [[0, 0] for _ in layout.devices]
-    for component, batch in (("text", 0), ("unet", unet), ("vae", image)):
-        of_device = held[layout.devices.index(layout.device_of(component))]
-        of_device[0] += num_bytes_of_params(pipeline, modules_of(component))
-        of_device[1] = max(of_device[1], batch)
-    return held
-
-
-def modules_of(component):
-    """The names in MODULES of a component's models."""
-    return [model for model in COMPONENTS[component] if model in MODULES]
-
-
-def with_balanced_components(pipeline, batch_size, num_branches, size):
+def with_balanced_components(pipeline, batch_size, size):
     """The pipeline with its components' devices chosen by memory, if its layout is BALANCED."""
     layout = pipeline.layout
     if layout is None or layout.components != BALANCED:
         return pipeline
-    sizes = {name: num_bytes_of_params(pipeline, modules_of(name)) for name in COMPONENTS}
-    sizes["unet"] += batch_size * bytes_per_image(pipeline, num_branches, *size)
-    platform = layout.devices[0].platform
-    of_batch = batch_size, size, platform, pipeline.vae.tile, pipeline.encodes_images
-    sizes["vae"] += bytes_of_vae(pipeline.compute_vae, *of_batch)
-    components = balance(sizes, len(layout.devices))
-    return replace(pipeline, layout=replace(layout, components=components))
-
-
-def balance(sizes, num_devices):
-    """{component: index of its device} of {component: bytes}: largest first, to the least full."""
-    held, chosen = [0] * num_devices, {}
-    for component in sorted(sizes, key=sizes.get, reverse=True):
+    sizes = {name: num_bytes_of_params(pipeline, models) for name, models in COMPONENTS.items()}
+    of_batch = batch_size, size, layout.devices[0].platform
+    vae, encodes = pipeline.compute_vae, pipeline.encodes_images
+    sizes["vae"] += bytes_of_vae(vae, *of_batch, pipeline.vae.tile, encodes)
+    held, chosen = [0] * len(layout.devices), {}
+    for component in sorted(sizes, key=sizes.get, reverse=True):  # the largest to the least full
         chosen[component] = held.index(min(held))
         held[chosen[component]] += sizes[component]
-    return chosen
+    return replace(pipeline, layout=replace(layout, components=chosen))
 
 
 def choose_vae_tile(pipeline, batch_size, size, available, platform):
@@ -133,8 +110,7 @@ def choose_vae_tile(pipeline, batch_size, size, available, platform):
         available: bytes of memory beside the parameters.
         platform: of the device, "cpu", "gpu" or "tpu".
     """
-    vae = pipeline.compute_vae
-    encodes = pipeline.encodes_images
+    vae, encodes = pipeline.compute_vae, pipeline.encodes_images
     needs = partial(bytes_of_vae, vae, batch_size, size, platform, encodes=encodes)
     if (decodes_tiny(pipeline) and not encodes) or needs() <= available:
         return 0
@@ -184,7 +160,7 @@ def num_bytes_of_params(pipeline, models=tuple(MODULES)):
 
 def sizes_of_params(pipeline, model):
     """[(name, bytes)] of a model's parameters after cast_params; [] if it is absent."""
-    if (module := getattr(pipeline, model, None)) is None:
+    if model not in MODULES or (module := getattr(pipeline, model, None)) is None:
         return []
     dtype = pipeline.compute_vae.dtype if model == "vae" else pipeline.dtype
     is_int8 = model == "unet" and pipeline.accelerate and pipeline.accelerate.int8
@@ -204,34 +180,14 @@ def num_bytes_at_once(pipeline):
     """
     if pipeline.layout is None or not pipeline.layout.fetches:
         return num_bytes_of_params(pipeline)
-    offload = pipeline.layout.offload
+    offload, most = pipeline.layout.offload, 0
     kept = KEPT_MODELS if offload == "component" else ()
-    most = 0
-    for component in COMPONENTS:
-        rest, groups = 0, Counter()
-        for model in set(modules_of(component)) - set(kept):
+    for models in COMPONENTS.values():
+        groups = Counter()
+        for model in {*models} - {*kept}:
             for name, size in sizes_of_params(pipeline, model):
                 group = group_of(name.split("/"), offload)
-                groups[model, group] += size * (group is not None)
-                rest += size * (group is None)
+                groups[group and (model, group)] += size
+        rest = groups.pop(None, 0)
         most = max(most, rest + max(groups.values(), default=0))
     return most + num_bytes_of_params(pipeline, kept)
-
-
-def bytes_per_image(pipeline, num_branches, width, height):
-    """A lower bound on the memory that the program needs for each image of a batch, bytes.
-
-    It is the larger one of the image, float32, and of the features of the UNet's down blocks, which
-    all wait for the up blocks. Attention and the VAE's decoder take more.
-    """
-    config, factor = pipeline.unet.config, pipeline.vae_scale_factor
-    channels, layers = config.block_out_channels, config.layers_per_block
-    layers = layers if isinstance(layers, tuple) else [layers] * len(channels)
-    h, w = height // factor, width // factor
-    features = h * w * channels[0]  # of conv_in
-    for level, C in enumerate(channels):
-        features += layers[level] * h * w * C
-        if level + 1 < len(channels):
-            h, w = math.ceil(h / 2), math.ceil(w / 2)
-            features += h * w * C
-    return max(num_branches * features * np.dtype(pipeline.dtype).itemsize, width * height * 3 * 4)

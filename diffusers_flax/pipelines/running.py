@@ -8,7 +8,6 @@ It runs on one device, on all devices (pmap), or on the devices of a Layout: as 
 (shard_map), or as one program for each stage, on the stage's device.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,8 +24,6 @@ from diffusers_flax.devices.layout import component_of
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.blocks import TEXT, project_text
 from diffusers_flax.pipelines.sampling import as_keys, decode, denoise, keys_per_image
-
-logger = logging.getLogger(__name__)
 
 # Models that a stage runs, by their keys in params; some may be absent.
 MODELS_OF_STAGE = {
@@ -138,32 +135,33 @@ def run(pipeline, call):
     Raises:
         ValueError: shapes or places of arrays do not fit.
     """
-    options, inputs, jit = call.options, call.inputs, call.jit
+    options, inputs, jit, layout = call.options, call.inputs, call.jit, pipeline.layout
     check_inputs(pipeline, jit, inputs, call.params)
     pipeline.check_parallel(options.branches, options.height)
     scales = {name: x for name, x in call.scales.items() if x is not None}
     per_image = {name: x for name, x in scales.items() if np.ndim(x) and not isinstance(x, tuple)}
     shared = {name: np.float32(x) for name, x in scales.items() if name not in per_image}
-    inputs = inputs_to_host(inputs | per_image) if jit else inputs | per_image
+    inputs = inputs | per_image
+    if jit:  # pmap refuses inputs that are on one device
+        inputs = jax.tree.map(on_host_if_on_one, inputs)
     inputs |= {"prng_seed": keys_of_call(pipeline, jit, call.prng_seed, inputs["prompt_ids"])}
     # The safety checker is not part of the program.
     params = {name: x for name, x in call.params.items() if name != "safety_checker"}
     static = pipeline, options, pipeline.text_modules()
-    program = log_compilation(pipeline, jit, options, inputs, shared, params)
-    if pipeline.layout is not None:
-        inputs, static = pipeline.layout.as_inputs(inputs), (*static, jit)
+    function = generate_on_all if jit else generate_on_one
+    if layout is not None:
+        function, static = generate_on_layout, (*static, jit)
+        inputs = layout.as_inputs(inputs)
     arrays = inputs, shared, params
-    if pipeline.layout is not None and pipeline.layout.components:
+    if layout is not None and layout.components:
         result = generate_by_stages(*static, *arrays)
     elif pipeline.saved_programs:
         devices = jax.local_devices()[: len(inputs["prompt_ids"]) if jit else 1]
-        devices = pipeline.layout.devices if pipeline.layout else devices
+        devices = devices if layout is None else layout.devices
         description = f"{pipeline.description()} {options} {jit}"
-        function = choose_function(pipeline, jit)
         result = pipeline.saved_programs.run(function, description, devices, static, arrays)
     else:
-        result = choose_function(pipeline, jit)(*static, *arrays)
-    pipeline.compiled.add(program)
+        result = function(*static, *arrays)
     return pipeline.output(result, call)
 
 
@@ -299,13 +297,6 @@ generate_on_all = jax.pmap(
 )
 
 
-def choose_function(pipeline, jit):
-    """`generate` on the devices of a call."""
-    if pipeline.layout is not None:
-        return generate_on_layout
-    return generate_on_all if jit else generate_on_one
-
-
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def generate_on_layout(pipeline, options, text_modules, jit, inputs, shared, params):
     """On the devices of a pipeline's layout, each group with its share of the images."""
@@ -353,7 +344,6 @@ def generate_by_stages(pipeline, options, text_modules, jit, inputs, shared, par
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def stage_program(pipeline, options, text_modules, name, params, inputs, results):
     """A stage, by its name, with the results of the stages before."""
-    logger.info("compiling the program of %s", component_of(MODELS_OF_STAGE[name][0]))
     return getattr(pipeline, name)(params, inputs, options, *results)
 
 
@@ -371,56 +361,42 @@ def move(tree, device, array_type=object):
 
 
 def check_inputs(pipeline, jit, inputs, params):
-    """Raise a ValueError unless prompt_ids and params have the axes that a call with `jit` takes.
+    """Raise a ValueError unless arrays and params have the axes that a call with `jit` takes.
 
     Without jit the program runs where params are; warns if that is the CPU beside an accelerator.
     """
     prompt_ids = inputs["prompt_ids"]
-    for name in ("prompt_ids", "neg_prompt_ids"):
-        if isinstance(inputs[name], str | list | tuple):
-            raise ValueError(
-                f"{name} is a {type(inputs[name]).__name__}, not an array of token ids; make it "
-                "with prepare_inputs, for negative prompts with prepare_text_inputs"
-            )
+    if not hasattr(prompt_ids, "ndim"):
+        raise ValueError("prompt_ids is no array of token ids; make it with prepare_inputs")
     pipeline._require_params(params)
-    text_axes = ", ".join(map(str, prompt_ids.shape[-pipeline.text_axes :]))
-    shape = f"(devices, batch, {text_axes})" if jit else f"(batch, {text_axes})"
-    if prompt_ids.ndim != shape.count(",") + 1:
-        raise ValueError(
-            f"prompt_ids has shape {prompt_ids.shape}, jit={jit} takes {shape}; with jit=True "
-            "shard prompt_ids (and the image), and replicate params"
-        )
-    check_images(pipeline, inputs, prompt_ids.shape[: -pipeline.text_axes])
     kernel = params["unet"]["conv_in"]["kernel"]
-    if pipeline.layout is not None:
-        check_layout(pipeline.layout, jit, prompt_ids, kernel)
-        return
-    if kernel.ndim != (5 if jit else 4):
+    batch, layout = prompt_ids.shape[: -pipeline.text_axes], pipeline.layout
+    is_replicated = kernel.ndim == 5
+    if len(batch) != 1 + jit or is_replicated != (jit and layout is None):
         raise ValueError(
-            f"params are {'' if kernel.ndim == 5 else 'not '}replicated over devices; "
-            "with jit=True replicate them, with jit=False do not"
+            f"prompt_ids has shape {prompt_ids.shape}, and params are "
+            f"{'' if is_replicated else 'not '}replicated over devices; jit=False takes prompts "
+            "of one device and params as they are; with jit=True shard prompt_ids (and the image), "
+            "and replicate params"
         )
-    if not jit and jax.default_backend() != "cpu":
-        remedy = "put them on the device once: params = jax.device_put(params, jax.devices()[0])"
-        if not isinstance(kernel, jax.Array):
-            warn_once(f"params are NumPy arrays, which every call copies; {remedy}")
-        elif {device.platform for device in kernel.devices()} == {"cpu"}:
-            warn_once(f"params are on the CPU, where images take minutes; {remedy}")
-
-
-def check_images(pipeline, inputs, batch):
-    """Raise a ValueError unless images and masks have one size, and batch: (devices, B) or (B,)."""
-    names = [name for name in ("image", "masked_image", "mask") if inputs[name] is not None]
     sizes = set()
-    for name in names:
-        shape = inputs[name].shape
-        factor = pipeline.vae_scale_factor if pipeline.is_latents(shape) else 1
-        sizes.add(tuple(side * factor for side in shape[-2:]))
-        if len(sizes) > 1 or shape[: len(batch)] != batch or len(shape) < len(batch) + 3:
-            shapes = ", ".join(f"{x} has shape {inputs[x].shape}" for x in names)
-            raise ValueError(
-                f"{shapes}, prompt_ids {inputs['prompt_ids'].shape}; they need one batch and one "
-                "size; prepare_inputs makes them"
+    for name in ("image", "masked_image", "mask"):
+        if (x := inputs[name]) is not None:
+            factor = pipeline.vae_scale_factor if pipeline.is_latents(x.shape) else 1
+            sizes.add((*x.shape[: len(batch)], *(side * factor for side in x.shape[-2:])))
+    if len(sizes) > 1 or any(size[:-2] != batch for size in sizes):
+        raise ValueError(
+            f"prompt_ids has shape {prompt_ids.shape}, images and masks have (batch, height, "
+            f"width) {sorted(sizes)}; they need one batch and one size; prepare_inputs makes them"
+        )
+    if layout is not None:
+        check_layout(layout, jit, prompt_ids, kernel)
+    elif not jit and jax.default_backend() != "cpu":
+        devices = kernel.devices() if isinstance(kernel, jax.Array) else jax.devices("cpu")
+        if {device.platform for device in devices} == {"cpu"}:
+            warn_once(
+                "params are on the CPU, where images take minutes; put them on the device once: "
+                "params = jax.device_put(params, jax.devices()[0])"
             )
 
 
@@ -433,21 +409,16 @@ def check_layout(layout, jit, prompt_ids, kernel):
             f"layout's data={layout.data} groups of devices"
         )
     devices = {layout.device_of("unet")} if layout.components else {*layout.devices}
-    if kernel.ndim != 4 or not isinstance(kernel, jax.Array) or kernel.devices() != devices:
+    if not isinstance(kernel, jax.Array) or kernel.devices() != devices:
         raise ValueError(
             f"params are not on the {len(layout.devices)} devices of the layout; put them there "
             "once: layout.place_params(params)"
         )
 
 
-def inputs_to_host(inputs):
-    """Move inputs that are on one device to the host, as pmap refuses them."""
-
-    def to_host(x):
-        is_on_one = isinstance(x, jax.Array) and len(x.devices()) == 1
-        return np.asarray(x) if is_on_one else x
-
-    return jax.tree.map(to_host, inputs)
+def on_host_if_on_one(x):
+    """An array, in NumPy if it is on one device."""
+    return np.asarray(x) if isinstance(x, jax.Array) and len(x.devices()) == 1 else x
 
 
 def keys_of_call(pipeline, jit, prng_seed, prompt_ids):
@@ -457,39 +428,3 @@ def keys_of_call(pipeline, jit, prng_seed, prompt_ids):
         batch = prompt_ids.shape[: 2 if jit else 1]
         keys = keys_per_image(keys, math.prod(batch)).reshape(batch)
     return keys
-
-
-def log_compilation(pipeline, jit, options, inputs, shared, params):
-    """Log what differs if a call compiles another program than earlier calls.
-
-    Returns:
-        The program's entry for pipeline.compiled, to be added after the call.
-    """
-    program = dependencies(pipeline, jit, options, {**inputs, **shared}, params)
-    if pipeline.compiled and program not in pipeline.compiled:
-        nearest = min(pipeline.compiled, key=lambda other: len(program - other))
-        before, now = dict(nearest), dict(program)
-        names = sorted(name for name, _ in program ^ nearest)
-        changes = [f"{k}={now.get(k)} (was {before.get(k)})" for k in dict.fromkeys(names)]
-        logger.warning("compiling again, for %s", ", ".join(changes))
-    return program
-
-
-def dependencies(pipeline, jit, options, arrays, params):
-    """All that the program of a call depends on: a frozenset of (name, value)."""
-    scheduler = pipeline.scheduler
-    types = {
-        name: str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", x))
-        for name, x in arrays.items()
-        if x is not None
-    }
-    weights = {name: tree for name, tree in params.items() if name != "scheduler"}
-    dtypes = {str(x.dtype) for x in jax.tree.leaves(weights)}
-    settings = {
-        "scheduler": f"{type(scheduler).__name__} {sorted(scheduler.config.items())}",
-        "accelerate": str(pipeline.accelerate or "nothing"),
-        "preview": pipeline.preview.every if pipeline.preview else "none",
-        "params": "/".join(sorted(dtypes)),
-        "text encoders": str([module.config_fields() for module in pipeline.text_modules()]),
-    }
-    return frozenset({"jit": jit, **vars(options), **types, **settings}.items())

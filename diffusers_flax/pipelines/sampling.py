@@ -50,12 +50,8 @@ def text_branches(guidance_scale):
     """
     if isinstance(guidance_scale, jax.Array) or np.ndim(guidance_scale):
         return TEXT_BRANCHES
-    if not isinstance(guidance_scale, Real):
-        raise ValueError(f"guidance_scale={guidance_scale!r} must be a number or an array")
-    if not 0 <= guidance_scale < math.inf:
-        raise ValueError(
-            f"guidance_scale={guidance_scale} must be 0 or more; up to 1 there is no guidance"
-        )
+    if not (isinstance(guidance_scale, Real) and 0 <= guidance_scale < math.inf):
+        raise ValueError(f"guidance_scale={guidance_scale!r} must be a number >= 0, or an array")
     return TEXT_BRANCHES if guidance_scale > 1 else ("text",)
 
 
@@ -125,11 +121,6 @@ def keys_per_image(prng_seed, num_images):
     """Keys (num_images,): the given keys, or fold_in(key, 0), fold_in(key, 1), ... of one key."""
     keys = as_keys(prng_seed)
     if keys.ndim:
-        if keys.shape != (num_images,):
-            raise ValueError(
-                f"prng_seed has {keys.shape} keys for {num_images} images; give one key, or "
-                "one per image"
-            )
         return keys
     return jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(num_images))
 
@@ -141,11 +132,6 @@ def keys_of_sequel(keys):
 
 def rows_per_image(ids, num_images):
     """Broadcast token ids of negative prompts, one per image or one for all, to (num_images, T)."""
-    if len(ids) not in (1, num_images):
-        raise ValueError(
-            f"neg_prompt_ids has shape {ids.shape} for {num_images} images; give one row, or "
-            "one per image"
-        )
     return jnp.broadcast_to(ids, (num_images, *ids.shape[1:]))
 
 
@@ -231,10 +217,6 @@ def make_schedule(
     """
     check_eta(scheduler, eta)
     check_denoising_range(scheduler, denoising_start, denoising_end)
-    no_step = ValueError(
-        f"denoising_start={denoising_start} and denoising_end={denoising_end} leave no step of "
-        f"num_inference_steps={num_inference_steps} to do; take more steps"
-    )
     with jax.ensure_compile_time_eval():
         plan = partial(
             scheduler.set_timesteps, scheduler.create_state(), num_inference_steps, shape
@@ -245,14 +227,15 @@ def make_schedule(
             # PNDM repeats its second timestep.
             num_repeated = len(state.timesteps) - state.num_inference_steps
             first_step = num_done - min(num_repeated, max(num_done - 1, 0))
-            if first_step == state.num_inference_steps:
-                raise no_step
         constants = jax.tree.map(np.asarray, plan(first_step, timesteps))
     num_steps = len(constants.timesteps)
     if denoising_end is not None:
         num_steps = num_steps_before(scheduler, constants, denoising_end)
-        if not num_steps:
-            raise no_step
+    if not num_steps:
+        raise ValueError(
+            f"denoising_start={denoising_start} and denoising_end={denoising_end} leave no step of "
+            f"num_inference_steps={num_inference_steps} to do; take more steps"
+        )
     scales = tuple(scale[:num_steps] for scale in noise_scales(scheduler, constants))
     return Schedule(scheduler, jax.tree.map(jnp.asarray, constants), scales, eta)
 
@@ -260,16 +243,14 @@ def make_schedule(
 def check_denoising_range(scheduler, denoising_start, denoising_end):
     """Raise a ValueError unless both are fractions of the denoising, in order; None: not given."""
     given = [x for x in (denoising_start, denoising_end) if x is not None]
-    what = f"denoising_start={denoising_start!r}, denoising_end={denoising_end!r}"
-    if not all(isinstance(x, Real) and 0 < x < 1 for x in given) or given != sorted({*given}):
+    if not given:
+        return
+    takes = scheduler.takes_denoising_range and not scheduler._option("sigma_data")
+    if not takes or not all(0 < x < 1 for x in given) or given != sorted({*given}):
         raise ValueError(
-            f"{what} must be numbers between 0 and 1, fractions of the denoising, the start below "
-            "the end; leave them out for all of it"
-        )
-    if given and (scheduler._option("sigma_data") or not scheduler.takes_denoising_range):
-        raise ValueError(
-            f"{what} cannot be chosen for a model of EDM, or with Runge-Kutta steps of "
-            f"{type(scheduler).__name__}; leave them out, or take another scheduler"
+            f"denoising_start={denoising_start}, denoising_end={denoising_end} must be fractions "
+            "between 0 and 1, the start below the end, and not for a model of EDM or the "
+            f"Runge-Kutta steps of PNDM ({type(scheduler).__name__})"
         )
 
 
@@ -292,18 +273,13 @@ def timestep_options(num_inference_steps, timesteps, eta, ays=AYS_SD):
 
     Returns:
         {"num_inference_steps", "timesteps", "eta"}.
-
-    Raises:
-        ValueError: timesteps is another text, or has "ays" among others.
     """
-    words = (timesteps,) if isinstance(timesteps, str) else timesteps
-    if words is not None and any(isinstance(word, str) for word in words):
-        if tuple(words) != ("ays",):
-            raise ValueError(f"timesteps={timesteps!r} must be integers, or ays alone")
-        timesteps = ays
-    timesteps = None if timesteps is None else tuple(np.asarray(timesteps).tolist()) or None
-    num_inference_steps = len(timesteps) if timesteps else num_inference_steps
-    return dict(num_inference_steps=num_inference_steps, timesteps=timesteps, eta=eta)
+    values = () if timesteps is None else np.ravel(timesteps).tolist()
+    values = ays if values == ["ays"] else tuple(values)
+    if any(isinstance(value, str) for value in values):
+        raise ValueError(f"timesteps={timesteps!r} must be integers, or ays alone")
+    num_inference_steps = len(values) or num_inference_steps
+    return dict(num_inference_steps=num_inference_steps, timesteps=values or None, eta=eta)
 
 
 def check_steps(scheduler, state, steps, accelerate, branches):
@@ -336,12 +312,11 @@ def check_eta(scheduler, eta):
     """Raise a ValueError for an eta that a scheduler does not take; None is its default."""
     if eta is None:
         return
-    if "eta" not in inspect.signature(scheduler.step).parameters:
+    if "eta" not in inspect.signature(scheduler.step).parameters or not 0 <= eta <= 1:
         raise ValueError(
-            f"eta={eta} is not an option of {type(scheduler).__name__}; use DDIM or TCD"
+            f"eta={eta} must be from 0 to 1, and is an option of DDIM and TCD, not of "
+            f"{type(scheduler).__name__}"
         )
-    if not 0 <= eta <= 1:
-        raise ValueError(f"eta={eta} must be from 0 to 1")
 
 
 def denoise(schedule, x_t, keys, predict, watch=None, after_step=None):

@@ -22,7 +22,6 @@ from diffusers_flax.devices import offload as offload_module
 from diffusers_flax.devices.layout import Layout, parse_components
 from diffusers_flax.images import prepare_images
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.pipelines.memory import balance
 
 OPTIONS = dict(num_inference_steps=3, guidance_scale=3.0)
 KEY = jax.random.key(3)
@@ -194,10 +193,3 @@ def test_what_does_not_fit(folders):
     with pytest.raises(ValueError, match="params are not on the"):
         params = jax.device_put(params, jax.devices()[1])
         pipeline(pipeline.prepare_inputs("red"), params, KEY, **OPTIONS)
-
-
-def test_balance():
-    sizes = {"text": 16, "unet": 51, "vae": 33}
-    assert balance(sizes, 1) == {"text": 0, "unet": 0, "vae": 0}
-    assert balance(sizes, 2) == {"text": 1, "unet": 0, "vae": 1}
-    assert balance(sizes, 3) == {"text": 2, "unet": 0, "vae": 1}

@@ -108,7 +108,7 @@ def edit(tmp_path_factory):
 def shared_images(loaded, layout, inputs, **options):
     """The images of a loaded pipeline on a Layout."""
     pipeline, params = loaded
-    pipeline = dataclasses.replace(pipeline, layout=layout, compiled=set())
+    pipeline = dataclasses.replace(pipeline, layout=layout)
     params = jax.tree.map(np.asarray, params)
     layout.place_params(params)
     return pipeline(*inputs, params, jax.random.key(3), **options).images

@@ -20,7 +20,7 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 from diffusers_flax.generating.clip import Clip
 from diffusers_flax.loading import hub
 from diffusers_flax.models.clip import FlaxCLIPTextModel
-from diffusers_flax.pipelines.base import Execution, FlaxDiffusionPipeline
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
@@ -127,7 +127,7 @@ def test_a_cached_model_opens_without_the_hub(use_hub, tmp_path, kind):
         ).config
         assert config.hidden_size == 16
         with pytest.raises(ValueError, match=r"no config\.json in madebyollin/taesdxl"):
-            type(pipeline).open("someone/xl", execution=Execution("taesd"))
+            type(pipeline).open("someone/xl", accelerate="taesd")
         with pytest.raises(ValueError, match=r"--clip_model someone/other cannot be opened"):
             Clip("someone/other")
         # One question is not answered; opening itself takes a second or two.

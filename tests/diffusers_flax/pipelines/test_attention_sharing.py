@@ -201,7 +201,7 @@ def test_on_a_layout(sd, four_pairs, sizes):
     layout = Layout(jax.devices()[: int(np.prod([*sizes.values()]))], **sizes)
     params = jax.tree.map(np.asarray, params)
     layout.place_params(params)
-    loaded = dataclasses.replace(pipeline, layout=layout, compiled=set()), params
+    loaded = dataclasses.replace(pipeline, layout=layout), params
     found = images_of_pairs(loaded, PAIRS, **per_image)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 

@@ -17,7 +17,7 @@ from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
 from diffusers_flax.pipelines import memory
-from diffusers_flax.pipelines.base import Execution, FlaxDiffusionPipeline
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.sampling import decode
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
@@ -153,6 +153,4 @@ def test_previews_need_one_process(folders, tmp_path, monkeypatch):
     preview, layout = Preview(1, print, str(tmp_path)), Layout(jax.devices()[:1])
     monkeypatch.setattr(Layout, "is_local", False)
     with pytest.raises(ValueError, match="preview= shows images of the devices of one process"):
-        FlaxStableDiffusionXLPipeline.open(
-            folders["xl"], execution=Execution(preview=preview, layout=layout)
-        )
+        FlaxStableDiffusionXLPipeline.open(folders["xl"], preview=preview, layout=layout)
