@@ -34,6 +34,7 @@ from diffusers_flax.generating.tasks import check_tasks, pipeline_for
 from diffusers_flax.models.clip_similarities import FlaxCLIPModel
 from diffusers_flax.pipelines.attention_sharing import SCOPE
 from diffusers_flax.pipelines.running import Options
+from diffusers_flax.pipelines.sampling import timestep_options
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 # CLIP ViT-L/14, from which openai/clip-vit-large-patch14's config does not differ in shapes.

@@ -271,8 +271,10 @@ def check_content(argument, source):
     refuse(what, names)
     is_alone, wanted = "" in found.values(), source.component or "unet"
     if wanted not in found or (source.component is None and is_alone):
-        content = " and ".join(IN_WORDS[x] for x in found) or first_names([*names]) or "nothing"
-        raise ValueError(f"{what} has {content}; give a file with {IN_WORDS[source.component]}")
+        content = " and ".join(IN_WORDS[x] for x in found) or first_names([*names])
+        raise ValueError(
+            f"{what} has {content} alone; give a file with {IN_WORDS[source.component]}"
+        )
     if wanted == "unet" and source.kind not in PURPOSES:
         kind = source.kind or first_names([*names])
         raise ValueError(

@@ -256,7 +256,7 @@ ERRORS = {
     "vae": ({"encoder.conv_in.weight": torch.ones(2)}, "has a VAE alone; give a file with a whole"),
     "sd3": ({"model.diffusion_model.joint_blocks.0.bias": ONE}, "is Stable Diffusion 3 .*, which"),
     "flux": ({"double_blocks.0.img_attn.norm.key_norm.scale": ONE}, "is FLUX .*, which is not"),
-    "other": ({"a.b.weight": ONE}, "has a.b.weight; give a file with a whole model"),
+    "other": ({"a.b.weight": ONE}, "has a.b.weight alone; give a file with a whole model"),
     "union": (
         {"task_embedding": torch.ones(6, 320), "controlnet_cond_embedding.conv_in.weight": ONE},
         "is a ControlNet Union, for several conditions in one .*, which is not supported",
