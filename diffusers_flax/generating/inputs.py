@@ -12,7 +12,6 @@ from diffusers_flax.generating.masks import load_mask, stretch_mask
 from diffusers_flax.generating.sizes import load_fitted, stretch
 from diffusers_flax.images import prepare_images, prepare_masks
 from diffusers_flax.models.controlnet import FlaxMultiControlNetModel
-from diffusers_flax.pipelines.controlnet import check_control_range
 from diffusers_flax.pipelines.running import Options
 from diffusers_flax.pipelines.sampling import timestep_options
 
@@ -127,13 +126,8 @@ def check_control(pipeline, request):
             f"{len(request.control)} --control do not fit {len(pipeline.nets)} --controlnet; give "
             "an image for each ControlNet, in their order"
         )
-    starts = request.control_guidance_start or (0.0,)
-    ends = request.control_guidance_end or (1.0,)
-    check_control_range(
-        pipeline.one_for_each("control_guidance_start", as_numbers(starts)),
-        pipeline.one_for_each("control_guidance_end", as_numbers(ends)),
-    )
-    pipeline.scale_of_each(as_numbers(request.controlnet_conditioning_scale or (1.0,)))
+    given = {name: getattr(request, name) for name in CONTROL_OPTIONS}
+    pipeline.values_of_nets({name: as_numbers(x) for name, x in given.items() if x})
 
 
 def as_numbers(values):

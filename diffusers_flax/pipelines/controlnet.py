@@ -47,7 +47,11 @@ from diffusers_flax.pipelines.stable_diffusion_xl import XLComponents
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
-CONTROL_RANGE = {"control_guidance_start": 0.0, "control_guidance_end": 1.0}  # all steps
+CONTROL_ARGUMENTS = {
+    "controlnet_conditioning_scale": 1.0,
+    "control_guidance_start": 0.0,
+    "control_guidance_end": 1.0,
+}
 # Config entries that a ControlNet has in common with the UNet that takes its residuals.
 SAME_AS_UNET = ("in_channels", "block_out_channels", "cross_attention_dim", "addition_embed_type")
 
@@ -217,27 +221,35 @@ class ControlNetTextToImage(TextToImage):
 
     def make_call(self, arguments):
         """See FlaxDiffusionPipeline.make_call."""
-        given = CONTROL_RANGE | arguments.get("options", {}) | arguments
-        of_each = {name: self.one_for_each(name, given[name]) for name in CONTROL_RANGE}
-        for start, end in zip(*of_each.values()):
+        given = arguments.get("options", {}) | arguments
+        return super().make_call(arguments | self.values_of_nets(given))
+
+    def values_of_nets(self, given):
+        """{argument: a tuple of one value per ControlNet}; an array of scales stays as it is.
+
+        given: {argument of a call: value}, for a ControlNet or for all.
+
+        Raises:
+            ValueError: a list has another length, or a range of steps is empty.
+        """
+        given = CONTROL_ARGUMENTS | given
+        values = {name: given[name] for name in CONTROL_ARGUMENTS}
+        for name, value in values.items():
+            if isinstance(value, list | tuple | Real):
+                nets = len(self.nets)
+                values[name] = tuple(value) if isinstance(value, list | tuple) else (value,) * nets
+                if len(values[name]) != nets:
+                    raise ValueError(
+                        f"{name} has {len(values[name])} entries, there are {nets} ControlNets; "
+                        "give one for each, or a number for all"
+                    )
+        starts, ends = values["control_guidance_start"], values["control_guidance_end"]
+        for start, end in zip(starts, ends):
             if not 0 <= start < end <= 1:
                 raise ValueError(
                     f"control_guidance_start={start} and control_guidance_end={end} must be from 0 "
                     "to 1, fractions of the steps, the start below the end"
                 )
-        name = "controlnet_conditioning_scale"
-        if isinstance(given[name], list | tuple | Real):
-            of_each[name] = self.one_for_each(name, given[name])
-        return super().make_call(arguments | of_each)
-
-    def one_for_each(self, name, value):
-        """One value per ControlNet, a tuple, from a value for all or a list."""
-        values = tuple(value) if isinstance(value, list | tuple) else (value,) * len(self.nets)
-        if len(values) != len(self.nets):
-            raise ValueError(
-                f"{name} has {len(values)} entries, there are {len(self.nets)} ControlNets; give "
-                "one for each, or a number for all"
-            )
         return values
 
     def denoise(self, params, inputs, options, text, encoded):
