@@ -132,8 +132,6 @@ def test_flags_of_generate_cli(capsys):
         ("--height 100", "size 100x64 (height x width) is not divisible by 8; try 96x64"),
         ("--num_images 0", "--num_images 0 must be at least 1"),
         ("--guidance_scale -1", "--guidance_scale -1.0 must be at least 0"),
-        ("--seed -1", "--seed -1 must be from 0"),
-        ("--prompt", "--prompt has no value; give one or more"),
         ("--output FILE", "File exists"),
         ("--model SD", "is a StableDiffusionPipeline, not Stable Diffusion XL"),
         ("--model EDITS", "edit with an InstructPix2Pix pipeline"),

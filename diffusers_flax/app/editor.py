@@ -55,9 +55,7 @@ from diffusers_flax.generating.sizes import fit_image, result_size, shared_size,
 from diffusers_flax.generating.tasks import sees_mask, task_of, with_task
 from diffusers_flax.images import prepare_masks, to_pil
 from diffusers_flax.loading.lora import split_weight
-from diffusers_flax.loading.tokenizer import sequences_of_ids, too_long
 from diffusers_flax.parameters import cast_params, place_params
-from diffusers_flax.pipelines.base import TEXT_ENCODERS
 from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 
@@ -88,12 +86,10 @@ class ImageRequest:
     scales: tuple = ()  # (guidance_scale, image_guidance_scale) of each image; (): the settings'
     stage: str = "waiting"  # then "loading", "compiling", "making"
     since: float = field(default_factory=time.monotonic)  # when the stage began
-    first_step: int = 0  # steps done before the stage began
     step: int = 0  # denoising steps done, of all batches of a comparison
     num_steps: int = 0  # of all batches
     preview: Image.Image | None = None
     size: tuple[int, int] = (0, 0)  # (width, height) of the images, set when the request starts
-    has_compiled: bool = False
     images: list = field(default_factory=list)  # PIL
     seconds: float | None = None
     error: Exception | None = None
@@ -106,14 +102,7 @@ class ImageRequest:
 
     def enter(self, stage):
         """Begin a stage."""
-        self.stage, self.since, self.first_step = stage, time.monotonic(), self.step
-
-    def seconds_left(self):
-        """Estimated seconds of the remaining steps; None before the first one is measured."""
-        if not (measured := self.step - self.first_step):
-            return None
-        per_step = (time.monotonic() - self.since) / measured
-        return per_step * (self.num_steps - self.step)
+        self.stage, self.since = stage, time.monotonic()
 
 
 class Editor:
@@ -131,8 +120,6 @@ class Editor:
         self.edits = self.task == EDIT
         self.loras = named_loras(config.lora)
         self.decoder = config.preview_decoder or None
-        if self.decoder and not config.progress:
-            raise ValueError("--preview_decoder is for --progress; leave --no_progress out")
         levels = len(configs["unet"].get("block_out_channels", (0,) * 4))
         smallest = self.checked.factor * 2 ** (levels - 1)
         largest = config.max_resolution or 2 * self.checked.resolution
@@ -144,7 +131,6 @@ class Editor:
         self.all_devices = self.devices if self.layout else jax.local_devices()
         self.programs = {}  # pipelines
         self.compiled = set()  # keys of programs
-        self.compile_seconds = None  # of the last program
         self.params, self.weights = None, None
         self.requests = []  # the first request runs, the other requests wait
         self.trial = None  # request that compiles the first program
@@ -216,21 +202,6 @@ class Editor:
         """(width, height) of the result; image: the original image."""
         shape = image.size if image else SHAPES[settings.shape]
         return result_size(shape, settings.resolution, self.checked.factor)
-
-    def program_size(self, request):
-        """(width, height) of a request's program, see shared_size."""
-        size = self.size_of(request.settings, request.image)
-        return shared_size(size, self.checked.factor) if request.image else size
-
-    def cut_text(self, text):
-        """A sentence about the tokens that a text encoder cuts off; "" if the text fits."""
-        for name, encoder in TEXT_ENCODERS.items():
-            if tokenizer := getattr(self.pipeline, name, None):
-                length = getattr(self.pipeline, encoder).module.max_position_embeddings
-                (ids,) = sequences_of_ids(tokenizer, [text])
-                if message := too_long(tokenizer, ids, length):
-                    return message
-        return ""
 
     # ------------------------------------------------------------ the queue
 
@@ -304,11 +275,11 @@ class Editor:
     # ------------------------------------------------------------ the model, in a thread
 
     def _make(self, request):
-        started = time.perf_counter()
+        started, factor = time.perf_counter(), self.checked.factor
         settings = request.settings
         self._load_weights(request)
         request.size = self.size_of(settings, request.image)
-        size = self.program_size(request)
+        size = request.size if request.image is None else shared_size(request.size, factor)
         image = request.image and fit_image(request.image, request.size)
         mask = None if request.mask is None else fit_mask(request.mask, request.size)
         if mask and not mask.getbbox():
@@ -329,7 +300,6 @@ class Editor:
             self.key, pipeline = self._program(of_image, task, mask is not None, size, at_once)
             if self.key not in self.compiled:
                 request.enter("compiling")
-                request.has_compiled = True
             images = self._call(pipeline, task, arrays, of_image, scales)
             images = np.asarray(images).reshape(-1, size[1], size[0], 3)[: len(scales)]
             self._note_compiled(request)  # of a program that shows no step
@@ -343,10 +313,7 @@ class Editor:
         request.seconds = time.perf_counter() - started
 
     def _arrays(self, settings, task, size, image, mask, num_devices):
-        """A call's arrays by their names, the same for each device, (devices, 1, ...).
-
-        size: (width, height) of the program; image, mask: PIL, of the result's size, or None.
-        """
+        """A call's arrays by their names, the same for each device, (devices, 1, ...)."""
         pipeline = self.pipeline
         arrays = {"prompt_ids": pipeline.prepare_text_inputs(settings.instruction)}
         if settings.negative_prompt:
@@ -363,14 +330,7 @@ class Editor:
         return arrays | {"prng_seed": jnp.broadcast_to(key_of(settings.seed), (num_devices, 1))}
 
     def _call(self, pipeline, task, arrays, settings, scales):
-        """Start a program; returns its images, on devices.
-
-        Args:
-            pipeline: of the task.
-            arrays: of _arrays.
-            settings: Settings.
-            scales: of each image, at most one per device.
-        """
+        """Start a program; returns its images, on devices; scales: of each image."""
         num_devices = len(arrays["prompt_ids"])
         if num_devices == 1:
             (scales,) = scales
@@ -389,10 +349,7 @@ class Editor:
         return pipeline(params=params, jit=True, **arrays, **options).images
 
     def _program(self, settings, task, has_mask, size, num_devices):
-        """(key, pipeline) of the program that makes an image on each device.
-
-        size: (width, height).
-        """
+        """(key, pipeline) of the program that makes an image on each device."""
         branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
         key = (
             *(settings.scheduler, settings.accelerate, settings.num_inference_steps),
@@ -492,7 +449,6 @@ class Editor:
     def _note_compiled(self, request):
         """Begin the stage after the compilation of the current program, if this is new."""
         if request.stage == "compiling":
-            self.compile_seconds = time.monotonic() - request.since
             self.compiled.add(self.key)
             request.enter("making")
 
@@ -505,12 +461,7 @@ class NoStops(logging.Filter):
 
 
 def first_task(pipeline_type, configs):
-    """The task of the page's first tab: what a model does with the least input.
-
-    Args:
-        pipeline_type: class of the model's pipeline.
-        configs: {component: its config}.
-    """
+    """The task of the page's first tab: what a model does with the least input."""
     if issubclass(pipeline_type, InstructPix2Pix):
         return EDIT
     is_inpainting = issubclass(pipeline_type, Inpainting) and sees_mask(configs)

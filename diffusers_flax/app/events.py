@@ -3,7 +3,6 @@
 import asyncio
 import html
 import secrets
-import time
 from contextlib import aclosing
 from dataclasses import asdict, replace
 
@@ -35,11 +34,12 @@ from diffusers_flax.app.settings import (
     converted,
     settings_of,
 )
-from diffusers_flax.app.status import in_words, status, status_of
+from diffusers_flax.app.status import status, status_of
 from diffusers_flax.generating.captions import GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.generating.recipes import read_recipe
 from diffusers_flax.generating.sizes import fit_image
 from diffusers_flax.images import save_image
+from diffusers_flax.messages import one_line
 
 MAX_COMPARED = 8
 MAX_SHOWN = 60  # images of the session
@@ -79,7 +79,6 @@ class Events:
         c.image.upload(self.restore, [c.image], [*shown, c.image], **quick)
         paint = [c.use_mask, c.image, c.resolution]
         gr.on([c.use_mask.change, c.image.change], self.paint, paint, c.mask, **quick)
-        gr.Timer(1).tick(lambda: state_of(self.editor), None, c.state, **quick)
         self.connect_api()
         blocks.unload(self.close)
 
@@ -115,7 +114,7 @@ class Events:
         except Stopped as error:
             raise gr.Error("cancelled", print_exception=False) from error
         except (ValueError, OSError) as error:
-            raise gr.Error(in_words(error, self.labels), print_exception=False) from error
+            raise gr.Error(one_line(error), print_exception=False) from error
         recipe = self.editor.recipe(request, settings)
         result = session.add(request.images[0], None, settings, recipe)
         yield result.path, asdict(settings) | {"seconds": request.seconds}
@@ -174,7 +173,7 @@ class Events:
             raise ValueError(f"give 2 to {MAX_COMPARED} values, such as 1, 1.5, 2")
         several = [replace(settings, **{name: converted(name, word)}) for word in words]
         for one in several:
-            self._check(one)
+            check_settings(one, self.editor.limits)
         return tuple((one.guidance_scale, one.image_guidance_scale) for one in several)
 
     def checked(self, values):
@@ -183,15 +182,9 @@ class Events:
         if settings["scheduler"] in ("", OWN_SCHEDULER):
             settings["scheduler"] = None
         settings = Settings(**settings)
-        self._check(settings)
-        for text in (settings.instruction, settings.negative_prompt):
-            if message := self.editor.cut_text(text):
-                gr.Warning(html.escape(message))
-        return settings
-
-    def _check(self, settings):
         check_settings(settings, self.editor.limits)
         self.editor.check(settings)
+        return settings
 
     def _request(self, settings, data, scales):
         """The ImageRequest of the controls' values."""
@@ -219,7 +212,7 @@ class Events:
         for image, settings in zip(request.images, several):
             recipe = self.editor.recipe(request, settings)
             session.shown = session.add(image, before, settings, recipe)
-        seconds = f"{request.seconds:.1f} s{', with compiling' * request.has_compiled}"
+        seconds = f"{request.seconds:.1f} s"
         text = f"{session.shown.settings.summary(self.editor.edits)}; {seconds}"
         gallery = [(x.path, x.settings.instruction) for x in session.results[:MAX_SHOWN]]
         update = {c.gallery: show(value=gallery), c.seed: request.settings.seed}
@@ -267,7 +260,7 @@ class Events:
 
     def _failed(self, error, session):
         """Updates that show an error instead of the result; it is shown over the page, too."""
-        c, session.shown, text = self.c, None, in_words(error, self.labels)
+        c, session.shown, text = self.c, None, one_line(error)
         gr.Warning(html.escape(text), title="Error", duration=5)
         gone = gr.update(interactive=False)
         cleared = {c.result: None, c.slider: None, c.download: gone, c.use: gone}
@@ -283,8 +276,6 @@ class Events:
     def pick(self, picked: gr.SelectData, page: gr.Request):
         """Show one of the session's images again, with its settings."""
         session = self.sessions.get(page)
-        if picked.index >= len(session.results):  # of a page from before a restart
-            return self._failed("this image is deleted", session)
         session.shown = session.results[picked.index]
         settings = session.shown.settings
         tab = FROM_TEXT if settings.strength is None else FROM_IMAGE
@@ -311,13 +302,10 @@ class Events:
         recipe = read_recipe(file) or {}
         if ("edit" if self.editor.edits else "prompt") not in recipe:
             return {c.status: ""}
-        settings, refused = settings_of(recipe, self.editor.defaults(), self.editor.limits)
+        settings = settings_of(recipe, self.editor.defaults(), self.editor.limits)
         text = "the settings of this file are back"
         if original := recipe.get("input", recipe.get("image")):
             text += f"; to make the same image, give its original image, {original}"
-        if refused:
-            names = ", ".join(self.labels[name] for name in refused)
-            text += f"; this page cannot have its {names}"
         return self._restored(settings) | {c.status: status(text, "info")}
 
     def _restored(self, settings):
@@ -330,16 +318,11 @@ class Events:
 
     def paint(self, use_mask, file, resolution, page: gr.Request):
         """Put the image into the mask editor, or hide the editor."""
-        session = self.sessions.get(page, file)
         if not use_mask:
             return hide()
-        session.paints = True
-        try:
-            image = read_upload(file) if file else None
-        except ValueError:
-            image = None
-        if image is None:
+        if not file:
             return show(value=None)
+        session, image = self.sessions.get(page, file), read_upload(file)
         size = self.editor.size_of(Settings("", resolution=int(resolution)), image)
         large = session.save(image_to_paint_on(image, size), "paint")
         return show(value={"background": str(large), "layers": [], "composite": None})
@@ -348,17 +331,6 @@ class Events:
         """Forget the session."""
         self.cancel(page)
         self.sessions.close(page)
-
-
-def state_of(editor):
-    """The model's state, HTML: whether the program of the first size is compiled."""
-    trial = editor.trial
-    if trial is None or not trial.done.is_set():
-        seconds = time.monotonic() - trial.since if trial else 0
-        return f'<span class="busy">compiling the first program, {seconds:.0f} s</span>'
-    if not isinstance(trial.error, Stopped):
-        return f'<span class="failed">{html.escape(str(trial.error))}</span>'
-    return '<span class="ready">ready</span>'
 
 
 def request_of(settings, file, mask_file=None, scales=()):

@@ -19,10 +19,10 @@ COMPARED = {  # radio button: setting
     "Instruction scale": "guidance_scale",
     "Image scale": "image_guidance_scale",
 }
-TITLES = {  # of the page, by the task of its first tab: short and long
-    "edit": ("Edit images", "Edit images by instruction"),
-    "text to image": ("Images from text", "Images from text"),
-    "inpainting": ("Repaint images", "Repaint a part of an image"),
+TITLES = {  # of the page, by the task of its first tab
+    "edit": "Edit images by instruction",
+    "text to image": "Images from text",
+    "inpainting": "Repaint a part of an image",
 }
 FROM_TEXT, FROM_IMAGE = "Text to image", "Image to image"  # tabs
 LABELS = {  # of settings, in the order of the API's arguments
@@ -59,14 +59,7 @@ hide, show = partial(gr.update, visible=False), partial(gr.update, visible=True)
 def theme():
     """Colors, and fonts of the system, as others would be loaded from another host."""
     fonts = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
-    return gr.themes.Base(primary_hue="teal", neutral_hue="slate", radius_size="md", **fonts).set(
-        background_fill_primary="*neutral_50",
-        block_background_fill="white",
-        button_primary_background_fill="*primary_600",
-        button_primary_background_fill_dark="*primary_600",
-        button_primary_text_color="white",
-        checkbox_border_color_dark="*neutral_500",
-    )
+    return gr.themes.Base(primary_hue="teal", neutral_hue="slate", radius_size="md", **fonts)
 
 
 def image_file(**options):
@@ -99,8 +92,7 @@ def build(editor, examples):
     path = Path(str(editor.config.model))  # a hub id is shown whole
     name = "/".join(path.parts[-3:] if path.name == "model" else path.parts[-2:])
     with gr.Row(elem_id="head"):
-        gr.HTML(f"<h1>{TITLES[editor.task][1]}</h1><p>{html.escape(name)}</p>", padding=False)
-        c.state = gr.HTML(elem_id="state", padding=False)
+        gr.HTML(f"<h1>{TITLES[editor.task]}</h1><p>{html.escape(name)}</p>", padding=False)
     with gr.Row(elem_id="columns"):
         with gr.Column(elem_id="request"):
             build_request(c, editor, defaults, *examples)

@@ -27,30 +27,25 @@ def read_password(username, password_file, host):
     password = os.environ.get(PASSWORD)
     if password_file is not None:
         password = password_file.read_text(encoding="utf-8").strip()
-    if bool(username) != bool(password):
+    if bool(username) != bool(password) or (host not in LOCAL and not username):
         raise ValueError(
-            f"--username {username} and the password, in --password_file or the environment "
-            f"variable {PASSWORD}, go together; one of them is missing or empty"
-        )
-    if host not in LOCAL and not username:
-        raise ValueError(
-            f"--host {host} opens the page to others; give --username and a --password_file"
+            f"--host {host}, --username {username}: a page that is open to others needs a "
+            f"--username and a password, in --password_file or the environment variable {PASSWORD}"
         )
     return password
 
 
 def check_port(host, port):
     """Raise a ValueError unless a server can listen on a port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        # Reusable, as the server's is, so that the port of a server that has just ended is free.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as opened:
+            # As the server's is, so that the port of a server that has just ended is free.
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind((host, port))
     except OSError as error:
         raise ValueError(
-            f"--port {port} of --host {host} cannot be opened ({error.strerror}); name another "
-            "--port, or end the program that has it"
+            f"--port {port} of --host {host} cannot be opened ({error.strerror}); name another"
         ) from error
 
 
@@ -84,7 +79,7 @@ def make_blocks(editor, examples, folder):
     options = {"analytics_enabled": False, "delete_cache": (600, MAX_FILE_AGE)}
     with (
         warnings.catch_warnings(),
-        gr.Blocks(title=TITLES[editor.task][0], fill_width=True, **options) as blocks,
+        gr.Blocks(title=TITLES[editor.task], fill_width=True, **options) as blocks,
     ):
         warnings.simplefilter("ignore")  # Gradio's own
         components = build(editor, examples)

@@ -3,17 +3,12 @@
 import re
 import secrets
 import shutil
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 
 from diffusers_flax.app.editor import ImageRequest
 from diffusers_flax.app.settings import SOFTWARE, Settings
 from diffusers_flax.images import save_image
-
-MAX_AGE = 12 * 3600  # seconds, of a session that is not used
-PAINTED = ("background*.png", "composite*.png", "layer_*.png")  # uploads of Gradio's ImageEditor
 
 
 @dataclass(frozen=True)
@@ -34,8 +29,6 @@ class Session:
     shown: Result | None = None
     request: ImageRequest | None = None  # the last one
     uploads: set[Path] = field(default_factory=set)
-    used: float = 0.0  # time.monotonic()
-    paints: bool = False  # whether a mask was painted
 
     def save(self, image, name):
         """Save a temporary image; returns its path."""
@@ -57,44 +50,25 @@ class Sessions:
 
     def __init__(self, root):
         """root: Gradio's directory."""
-        self.root = Path(root)
-        self.open, self.lock = {}, Lock()
+        self.root, self.open = Path(root), {}
         self.examples = {*self.root.rglob("*")}  # Gradio's copies
 
     def get(self, page, *uploads):
         """The Session of a gr.Request, new if it is unknown; uploads: its files, or None."""
-        with self.lock:
-            now = time.monotonic()
-            for old in [x for x, session in self.open.items() if now - session.used > MAX_AGE]:
-                self._delete(old)
-            if page.session_hash not in self.open:
-                # A secret name: Gradio serves files to everybody who knows their paths.
-                folder = self.root / f"session-{secrets.token_urlsafe(16)}"
-                folder.mkdir(parents=True)
-                self.open[page.session_hash] = Session(folder)
-            session = self.open[page.session_hash]
-            session.used = now
-            files = map(Path, filter(None, uploads))
-            session.uploads |= {file for file in files if file.is_relative_to(self.root)}
-            return session
+        if page.session_hash not in self.open:
+            # A secret name: Gradio serves files to everybody who knows their paths.
+            folder = self.root / f"session-{secrets.token_urlsafe(16)}"
+            folder.mkdir(parents=True)
+            self.open[page.session_hash] = Session(folder)
+        session, files = self.open[page.session_hash], map(Path, filter(None, uploads))
+        session.uploads |= {file for file in files if file.is_relative_to(self.root)}
+        return session
 
     def close(self, page):
-        """Forget the Session of a gr.Request and delete its files.
-
-        Gradio does not say which page painted a mask, so masks stay while any page with one is
-        open.
-        """
-        with self.lock:
-            self._delete(page.session_hash)
-
-    def _delete(self, number):
-        if not (session := self.open.pop(number, None)):
-            return
-        shutil.rmtree(session.folder, ignore_errors=True)
-        others = self.open.values()
-        deleted = session.uploads
-        if session.paints and not any(other.paints for other in others):
-            deleted = deleted.union(*(self.root.glob(f"*/{name}") for name in PAINTED))
-        # Uploads with the same content share a file.
-        for file in deleted - self.examples.union(*(other.uploads for other in others)):
-            file.unlink(missing_ok=True)
+        """Forget the Session of a gr.Request and delete its files."""
+        if session := self.open.pop(page.session_hash, None):
+            shutil.rmtree(session.folder, ignore_errors=True)
+            # Uploads with the same content share a file.
+            others = (other.uploads for other in self.open.values())
+            for file in session.uploads - self.examples.union(*others):
+                file.unlink(missing_ok=True)

@@ -2,9 +2,10 @@
 
 settings = Settings("make it red", guidance_scale=2, seed=7, resolution=64)
 texts = recipe_text(SOFTWARE, {**flags, PAGE: asdict(settings)}, {"input": file})
-settings, refused = settings_of(read_recipe(file), plain, limits)  # of an uploaded file
+settings = settings_of(read_recipe(file), plain, limits)  # of an uploaded file
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
 from diffusers_flax.acceleration.plans import parse
@@ -142,20 +143,14 @@ def settings_of(recipe, plain, limits):
         plain: Settings in place of those that are missing or that this page cannot have.
         limits: Limits.
 
-    Returns:
-        (Settings, names of those that this page cannot have).
     """
     text = recipe["prompt" if limits.takes_strength else "edit"]
     # LoRA files of another program are not among this page's.
     saved = recipe.get(PAGE, {name: x for name, x in recipe.items() if name != "lora"})
-    settings, refused = replace(plain, instruction="a word"), []
-    for field in fields(Settings)[1:]:
-        if field.name in saved:
-            try:
-                value = converted(field.name, saved[field.name])
-                changed = replace(settings, **{field.name: value})
-                check_settings(changed, limits)
-                settings = changed
-            except ValueError:
-                refused.append(field.name)
-    return replace(settings, instruction=str(text)[:MAX_TEXT]), refused
+    settings = replace(plain, instruction="a word")
+    for name in (field.name for field in fields(Settings)[1:] if field.name in saved):
+        with suppress(ValueError):
+            changed = replace(settings, **{name: converted(name, saved[name])})
+            check_settings(changed, limits)
+            settings = changed
+    return replace(settings, instruction=str(text)[:MAX_TEXT])

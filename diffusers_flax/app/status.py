@@ -1,10 +1,7 @@
-"""The page's status line: a request's progress, estimated time and errors."""
+"""The page's status line: a request's progress, results, errors."""
 
 import html
-import re
 import time
-
-from diffusers_flax.messages import one_line
 
 
 def status(text, state, share=None):
@@ -23,40 +20,12 @@ def status(text, state, share=None):
 
 def status_of(editor, request):
     """The status line of a request of an Editor."""
-    seconds = time.monotonic() - request.since
     if request.stage == "making" and editor.config.progress:
         text = f"step {request.step} of {request.num_steps}"
-        if left := request.seconds_left():
-            text += f", {about(left)} left"
         return status(text, "busy", request.step / request.num_steps)
-    if request.stage == "compiling":
-        width, height = editor.program_size(request)
-        steps = request.settings.num_steps
-        text = f"compiling for {width}x{height} and {steps} steps, once: {seconds:.0f} s"
-        if editor.compile_seconds:
-            text += f" of {about(editor.compile_seconds)}"
-    elif request.stage != "waiting":
-        text = f"{request.stage}, {seconds:.0f} s"
-    else:
-        before = [*editor.requests].index(request)
+    if request.stage == "waiting":
+        before = editor.requests.index(request)
         text = f"waiting for {before} request{'s' * (before > 1)} before this one"
+    else:
+        text = f"{request.stage}, {time.monotonic() - request.since:.0f} s"
     return status(text, "busy")
-
-
-def about(seconds):
-    """An estimated time in words."""
-    return f"about {max(1, seconds):.0f} s" if seconds < 120 else f"about {seconds / 60:.0f} min"
-
-
-def in_words(error, labels):
-    """An error's message for the page.
-
-    Args:
-        error: exception or text; it names settings as arguments (`seed=7`) or flags (`--seed 7`).
-        labels: {setting: label on the page}.
-    """
-    text = one_line(error)
-    for name, label in labels.items():
-        text = re.sub(rf"\b{name}=(?=\S)", f"{label} ", text)
-        text = re.sub(rf"--{name}\b|\b{name}=", label, text)
-    return text

@@ -111,7 +111,7 @@ class PipelineCalls:
             raise ValueError(f"{size} is not of type int; give whole numbers of pixels")
         if any(side < 1 or side % factor for side in sides):
             near = "x".join(str(max(factor, round(side / factor) * factor)) for side in sides)
-            raise ValueError(f"{size} is not positive and divisible by {factor}; try {near}")
+            raise ValueError(f"{size} is not divisible by {factor}; try {near}")
         if image_shape is not None and self.is_latents(image_shape) and sides != defaults:
             raise ValueError(f"{size} is not the size of these latents; leave height and width out")
         return tuple(map(int, sides))

@@ -208,13 +208,11 @@ def test_on_a_layout(sd, four_pairs, sizes):
 
 def test_what_does_not_fit(sd, models):
     pipeline, params = sd
-    with pytest.raises(ValueError, match="pairs of images, and 3 images are on a device"):
+    with pytest.raises(ValueError, match="and 3 images are on a device; give an even number"):
         pipeline(
             pipeline.prepare_inputs(PAIRS[:3]), params, jax.random.key(0), attention_sharing=0.5
         )
-    with pytest.raises(ValueError, match=r"attention_sharing has shape \(1,\) for 2 images"):
-        images_of_pairs(sd, PAIR, np.ones(1))
-    with pytest.raises(ValueError, match="accelerate=tome merges other positions"):
+    with pytest.raises(ValueError, match="pairs of images, without accelerate=tome"):
         images_of_pairs(open_ours(models["sd"], accelerate="tome"), PAIR, 0.5)
 
 

@@ -251,10 +251,7 @@ def test_mistakes(folders):
     for wrong, text in (
         (None, "has no ControlNet; give controlnet="),
         (folders["xl"] / "0", r"has cross_attention_dim=48, the UNet 24: they are of"),
-        (5, "controlnet is int; give a FlaxControlNetModel, its directory, hub id or file"),
-        ([], "controlnet is an empty list; give a FlaxControlNetModel"),
         (folder / "unet", "is the config of UNet2DConditionModel, not of ControlNetModel"),
-        ([net, folder / "1"], "give either"),
     ):
         with pytest.raises(ValueError, match=text):
             cls.from_pretrained(folder, **({} if wrong is None else {"controlnet": wrong}))
@@ -272,7 +269,6 @@ def test_mistakes(folders):
     for options, text in (
         ({"control_guidance_start": 0.5, "control_guidance_end": 0.5}, "the start below the end"),
         ({"controlnet_conditioning_scale": [1.0, 2.0]}, "has 2 entries, there are 1 ControlNets"),
-        ({"controlnet_conditioning_scale": float("nan")}, "must be a number"),
         ({"image": np.uint8(image)}, "image is uint8"),
         ({"image": image[0]}, "they need one batch and one size"),
     ):
@@ -281,12 +277,6 @@ def test_mistakes(folders):
     two = dataclasses.replace(pipeline, controlnet=[net, net])
     with pytest.raises(ValueError, match=r"2 ControlNets take \(batch, 2, channels, height, wid"):
         two(**call)
-    for wrong, text in (
-        ([images[0]] * 3, "there are 2 ControlNets and 3 images"),
-        ([images[0], images[0][:, :16]], "have the sizes"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            two.prepare_image_inputs(wrong)
     assert two.prepare_image_inputs([images[0], images[0][0]]).shape == (2, 2, 3, 32, 64)
     odd = Image.new("RGB", (33, 70))
     assert pipeline.prepare_image_inputs(odd).shape == (1, 3, 68, 32)

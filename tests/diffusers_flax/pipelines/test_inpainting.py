@@ -1,7 +1,5 @@
 """Inpainting, and the hand-over from base to refiner, against the PyTorch pipelines."""
 
-from dataclasses import replace
-
 import diffusers
 import jax
 import jax.numpy as jnp
@@ -146,8 +144,6 @@ def test_devices_folders_and_latents(folders, tmp_path):
     masked_image = image * (mask_array == 0)
     found = pipeline(*inputs, params, KEY, masked_image=masked_image, **options).images
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    with pytest.raises(ValueError, match="it is latents, which cannot be masked"):
-        pipeline(*inputs, params, KEY, **options)
 
     pipeline.save_pretrained(tmp_path, params)
     theirs = diffusers.StableDiffusionXLInpaintPipeline.from_pretrained(
@@ -240,36 +236,18 @@ def test_inputs_that_do_not_fit(folders):
     pipeline, params = diffusers_flax.FlaxStableDiffusionImg2ImgPipeline.from_pretrained(
         folders["sd 4"]
     )
-    images, mask, noise = inputs_of((64, 48))
+    images, mask, _ = inputs_of((64, 48))
     inputs = *pipeline.prepare_inputs(PROMPTS, images), params, KEY
     for options, words in [
         (dict(denoising_start=0.8, denoising_end=0.5), "the start below the end"),
-        (dict(denoising_start=1.5), "denoising_start=1.5, .* must be numbers between 0 and 1"),
-        (dict(denoising_end=0), "denoising_end=0 must be numbers between 0 and 1"),
         (dict(denoising_end=0.001), "denoising_end=0.001 leave no step of num_inference_steps=10"),
         (dict(denoising_start=0.999), "denoising_start=0.999 .* leave no step of"),
-        (dict(denoising_start=0.5, noise=noise), "noise is not added with denoising_start"),
     ]:
         with pytest.raises(ValueError, match=words):
             pipeline(*inputs, num_inference_steps=STEPS, **options)
-    scheduler, _ = make_scheduler("pndm", {"skip_prk_steps": False})
-    other = replace(pipeline, scheduler=scheduler)
-    with pytest.raises(ValueError, match="Runge-Kutta steps of FlaxPNDMScheduler; leave them out"):
-        other(*inputs, denoising_end=0.5)
-
     pipeline, params = diffusers_flax.FlaxStableDiffusionInpaintPipeline.from_pretrained(
         folders["sd 4"]
     )
     prompt_ids, masked_image, mask = pipeline.prepare_inputs(PROMPTS, images, mask)
     with pytest.raises(ValueError, match="need the whole image: give image=, made by"):
         pipeline(prompt_ids, mask, masked_image, params, KEY)
-    with pytest.raises(ValueError, match="they need one batch and one size"):
-        pipeline(prompt_ids, mask, None, params, KEY, image=masked_image[..., :40])
-    with pytest.raises(ValueError, match="neither image nor masked_image is given"):
-        pipeline(prompt_ids, mask, None, params, KEY)
-    pipeline, params = diffusers_flax.FlaxStableDiffusionXLInpaintPipeline.from_pretrained(
-        folders["xl 9"]
-    )
-    inputs = pipeline.prepare_inputs(PROMPTS, *inputs_of((64, 48))[:2])
-    with pytest.raises(ValueError, match="latents are not used with denoising_start"):
-        pipeline(*inputs, params, KEY, latents=noise, denoising_start=0.5)

@@ -174,21 +174,18 @@ PARTS = ["model_index.json", "scheduler", "text_encoder", "tokenizer", "unet", "
 
 
 @pytest.mark.variants
-@pytest.mark.parametrize("target", ["new", "empty", "link", "dangling", ".", "sharded"])
+@pytest.mark.parametrize("target", ["dangling", "link", "sharded"])
 def test_any_folder_can_be_saved_into(loaded, tmp_path, monkeypatch, target):
     pipeline, params = loaded
     folder = tmp_path / "folder"
-    if target not in ("new", "dangling"):
+    if target != "dangling":
         folder.mkdir()
     if target == "sharded":  # the UNet of an older model; PyTorch would prefer its index
         pipeline.unet.save_pretrained(folder / "unet", params["unet"], max_shard_size="300KB")
     (tmp_path / "link").symlink_to(folder)
-    monkeypatch.chdir(folder if target == "." else tmp_path)
     refuse_to_rename_folders(monkeypatch)
 
-    pipeline.save_pretrained(
-        {"link": "link", "dangling": "link", ".": "."}.get(target, folder), params
-    )
+    pipeline.save_pretrained(folder if target == "sharded" else tmp_path / "link", params)
     assert sorted(path.name for path in folder.iterdir()) == PARTS
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "link"]
     assert len(list((folder / "unet").iterdir())) == 2
@@ -200,13 +197,11 @@ def fail(*args):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("target", ["new", "empty", "old"])
+@pytest.mark.parametrize("target", ["new", "old"])
 def test_a_save_that_is_interrupted_while_writing_changes_nothing(
     folder, loaded, tmp_path, monkeypatch, target
 ):
     pipeline, params = loaded
-    if target == "empty":
-        (tmp_path / "model").mkdir()
     if target == "old":
         shutil.copytree(folder, tmp_path / "model")
     before, paths = files_of(tmp_path), sorted(tmp_path.rglob("*"))
@@ -217,19 +212,14 @@ def test_a_save_that_is_interrupted_while_writing_changes_nothing(
     assert files_of(tmp_path) == before
 
 
-@pytest.mark.parametrize("moved", [0, 4, 10])
-def test_a_save_that_is_interrupted_while_moving_is_no_model(
-    folder, loaded, tmp_path, monkeypatch, moved
-):
+def test_a_save_that_is_interrupted_while_moving_is_no_model(folder, loaded, tmp_path, monkeypatch):
     """An interrupted save over an old model does not leave a directory that looks complete."""
     pipeline, params = loaded
     pipeline.save_pretrained(tmp_path / "expected", params)
     expected = files_of(tmp_path / "expected")
     target = shutil.copytree(folder, tmp_path / "model")
     move, count = shutil.move, iter(range(100))
-    monkeypatch.setattr(
-        shutil, "move", lambda *paths: fail() if next(count) == moved else move(*paths)
-    )
+    monkeypatch.setattr(shutil, "move", lambda *paths: fail() if next(count) == 4 else move(*paths))
     with pytest.raises(KeyboardInterrupt):
         pipeline.save_pretrained(target, params)
     assert not (target / "model_index.json").exists()
@@ -378,13 +368,8 @@ def test_long_prompt_is_cut_with_a_warning_that_names_what_went(loaded, caplog):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (
-            ["red", "half an emoji \ud83d"],
-            r"not valid Unicode: character 15 .* 'half an emoji \\ud83d'",
-        ),
-        ("make it \udcff red", "not valid Unicode: character 9"),  # byte FF of a terminal
+        (["red", "half an emoji \ud83d"], r"not valid Unicode: character 15 .* 'half an emoji"),
         (["red", None], "prompt has None, which is not a str"),
-        (None, "prompt has None"),
     ],
 )
 def test_prompt_that_is_no_text(loaded, prompt, message):
@@ -398,18 +383,15 @@ def test_numpy_to_pil():
     input_images = FlaxStableDiffusionInstructPix2PixPipeline.numpy_to_pil(jnp.asarray(images))
     assert [image.size for image in input_images] == [(6, 4)] * 6
     assert input_images[5].getpixel((0, 0)) == (255, 128, 64)
+    (grey,) = FlaxStableDiffusionInstructPix2PixPipeline.numpy_to_pil(images[:1, 0, ..., :1])
+    assert grey.mode == "L"
 
 
 @pytest.mark.variants
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            lambda f: edit_json(f / "unet/config.json", in_channels=4),
-            "widen it to 8 input channels and train it for edits",
-        ),
-        (lambda f: edit_json(f / "unet/config.json", in_channels=9), "in_channels=9.*twice"),
-        (lambda f: edit_json(f / "vae/config.json", latent_channels=16), "latent_channels=16"),
+        (lambda f: edit_json(f / "unet/config.json", in_channels=4), "in_channels=4, not 8; widen"),
         (
             lambda f: edit_json(
                 f / "model_index.json", _class_name="StableDiffusionXLInstructPix2PixPipeline"
@@ -417,8 +399,6 @@ def test_numpy_to_pil():
             "StableDiffusionXL.*; open it with FlaxStableDiffusionXLInstructPix2Pix",
         ),
         (lambda f: shutil.rmtree(f / "vae"), "lacks vae/config.json"),
-        (lambda f: shutil.rmtree(f / "tokenizer"), "lacks tokenizer/tokenizer_config.json"),
-        (lambda f: (f / "model_index.json").unlink(), "no model_index.json; give"),
         (lambda f: (f / "tokenizer/vocab.json").unlink(), "the tokenizer of "),
         (lambda f: (f / "tokenizer/vocab.json").write_text("{"), "tokenizer of .* cannot be read"),
         (lambda f: shutil.rmtree(f), "is not a directory.*check the path"),
@@ -437,24 +417,14 @@ def test_what_is_no_instruct_pix2pix_is_refused(folder, tmp_path, spoil, message
 IMAGE = np.zeros((16, 16, 3), np.uint8)
 
 
-def pixel(value, dtype):
-    """An image with the two values 0 and `value`."""
-    return Image.fromarray(np.array([[0, value]], dtype))
-
-
 @pytest.mark.variants
 @pytest.mark.parametrize(
     ("prompt", "image", "message"),
     [
         (["a", "b"], [IMAGE] * 3, "2 prompts do not fit 3 images"),
         ("a", [IMAGE, IMAGE[:8]], "found 8x16, 16x16"),
-        ("a", [], "found none"),
         ([], IMAGE, "empty list"),
-        ("a", IMAGE[..., 0][None, None], r"\(1, 16, 16\)"),
         ("a", IMAGE - 1.0, "from -1.0 to -1.0"),
-        ("a", IMAGE.astype(np.int32), "int32"),
-        ("a", pixel(70000, np.int32), "mode I .* from 0 to 70000, which are not 16 bits; scale th"),
-        ("a", pixel(0.5, np.float32), "mode F .* has no known range; scale its values"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
@@ -467,29 +437,15 @@ def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
     ("changes", "message"),
     [
         ({"guidance_scale": -1}, "guidance_scale=-1.0 must be 0 or more"),
-        ({"image_guidance_scale": float("nan")}, "image_guidance_scale=nan"),
         ({"num_inference_steps": 0}, "num_inference_steps=0"),
         ({"prng_seed": 0}, "prng_seed=0 is not a PRNG key"),
         ({"latents": np.zeros((1, 4, 2, 2), np.float32)}, r"\(1, 4, 2, 2\), need \(1, 4, 4, 4\)"),
-        (
-            {"image": np.zeros((1, 3, 18, 16), np.float32)},
-            "18x16 .* is not divisible by 4",
-        ),
-        ({"height": 30}, "30x16 .* is not divisible by 4"),
-        ({"width": 0}, "size 16x0 .* must be positive; try 16x4"),
+        ({"height": 30}, "30x16 .* is not divisible by 4; try 32x16"),
         ({"width": "32"}, "size 16x32 .* is not of type int"),
         ({"image": np.zeros((2, 3, 16, 16), np.float32)}, "one batch and one size"),
-        ({"image": np.zeros((1, 3, 16, 16), np.uint8)}, "uint8"),
+        ({"image": np.zeros((1, 3, 16, 16), np.uint8)}, "must be float32, as prepare_inputs"),
         ({"jit": True}, "shard prompt_ids"),
-        (
-            {
-                "jit": True,
-                "prompt_ids": np.zeros((1, 1, 77), np.int32),
-                "image": np.zeros((1, 1, 3, 16, 16), np.float32),
-            },
-            "not replicated",
-        ),
-        ({"prompt_ids": np.zeros((1, 1, 77), np.int32)}, "jit=False takes"),
+        ({"prompt_ids": "make it red"}, "is no array of token ids; make it with"),
     ],
 )
 def test_calls_that_do_not_fit_are_refused(loaded, changes, message):
@@ -506,12 +462,10 @@ def test_calls_that_do_not_fit_are_refused(loaded, changes, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "smallest", "usual"),
-    [("stable-diffusion-v1-5", 64, 512), ("stable-diffusion-xl-base-1.0", 32, 1024)],
+    ("name", "smallest"), [("stable-diffusion-v1-5", 64), ("stable-diffusion-xl-base-1.0", 32)]
 )
-def test_images_that_the_unet_cannot_halve_are_refused(name, smallest, usual):
+def test_images_that_the_unet_cannot_halve_are_refused(name, smallest):
     configs = PUBLISHED_CONFIGS[name]
     assert pixels_per_latent(configs, smallest) == 8
-    message = rf"^resolution={smallest - 1} is too small: .* takes {smallest} pixels or more; "
-    with pytest.raises(ValueError, match=f"{message}its UNet was made for {usual}$"):
+    with pytest.raises(ValueError, match=f"this model takes {smallest} or more"):
         pixels_per_latent(configs, smallest - 1)

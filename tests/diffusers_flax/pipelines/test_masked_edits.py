@@ -6,7 +6,6 @@ import pytest
 import torch
 from flax.jax_utils import replicate
 from helpers import PROMPTS, psnr, random_inputs, slow
-from PIL import Image
 from references import open_ours, open_theirs
 from tiny_models import make_tiny_cosxl, make_tiny_pipeline, make_tiny_xl
 
@@ -200,21 +199,12 @@ def test_wrong_masks_are_one_line(folders):
     pipeline, params = open_ours(folders["sd"])
     images, _ = random_inputs(2, *SIZE)
     prompt_ids, image, mask = pipeline.prepare_inputs(PROMPTS[:2], images, two_parts())
-    for wrong, words in [
-        (np.zeros(SIZE), "a mask has no white, so nothing may change"),
-        (np.ones((32, 48)), "image is 64x120 and mask 32x48"),
-        ([np.ones(SIZE)] * 3, "2 images do not fit 3 masks"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            pipeline.prepare_inputs(PROMPTS[:2], images, wrong)
+    with pytest.raises(ValueError, match="a mask has no white, so nothing may change"):
+        pipeline.prepare_inputs(PROMPTS[:2], images, np.zeros(SIZE))
     with pytest.raises(ValueError, match="mask_feather=-1 must be 0 or more pixels"):
         pipeline.prepare_inputs(PROMPTS[:2], images, two_parts(), -1)
     for wrong, words in [
-        (two_parts(), "mask is of type bool; prepare_inputs makes it float32"),
-        (Image.new("L", (120, 64)), "mask is of type Image; prepare_inputs makes it float32"),
-        (0 * mask, "a mask is 0 everywhere, so nothing may change"),
-        (2 * mask, "mask has values from 0.0 to 2.0; they are from 0 to 1"),
-        (mask[:1], "image has shape .2, 3, 64, 120., mask has shape .1, 1, 64, 120."),
+        (two_parts(), "image and mask must be float32, as prepare_inputs makes them"),
         (mask[..., -8:], "they need one batch and one size"),
     ]:
         with pytest.raises(ValueError, match=words):

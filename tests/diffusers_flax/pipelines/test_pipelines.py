@@ -1,6 +1,5 @@
 """Text-to-image and image-to-image against the PyTorch pipelines of the same weights."""
 
-import logging
 import re
 from dataclasses import replace
 from functools import partial
@@ -245,28 +244,6 @@ def test_many_images_are_decoded_in_parts(folders, monkeypatch, pixels, at_once)
     np.testing.assert_allclose(decode(vae, params, latents), whole, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_what_compiles_again_is_told(folders, caplog):
-    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
-    inputs = pipeline.prepare_inputs("it"), params, jax.random.key(0)
-
-    def told(pipeline, *inputs, **options):
-        caplog.clear()
-        pipeline(*inputs, num_inference_steps=1, **options)
-        return " ".join(record.message for record in caplog.records)
-
-    with caplog.at_level(logging.WARNING, "diffusers_flax.pipelines.running"):
-        with pytest.raises(ValueError, match="divisible by 8"):
-            told(pipeline, *inputs, height=20)
-        assert told(pipeline, *inputs) == ""
-        assert told(pipeline, *inputs, height=128, width=128) == ""  # what None means
-        assert "height=64 (was 128)" in told(pipeline, *inputs, height=64)
-        other = replace_scheduler(pipeline, dict(params), "euler")
-        assert "scheduler=FlaxEulerDiscreteScheduler" in told(other, *inputs)
-        half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
-        assert "params=bfloat16 (was float32)" in told(pipeline, inputs[0], half, inputs[2])
-
-
 @pytest.fixture
 def params_of_program(monkeypatch):
     """Calls return the parameters that reach the compiled program."""
@@ -287,20 +264,6 @@ def test_params_are_used_where_they_are(folders, params_of_program, monkeypatch,
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     pipeline(prompt_ids, loaded, key)
     assert "jax.device_put(params, jax.devices()[0])" in caplog.text
-
-
-@pytest.mark.slow
-def test_negative_prompts_and_keys_that_do_not_fit(folders):
-    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
-    prompt_ids, key = pipeline.prepare_inputs(PROMPTS), jax.random.key(0)
-    options = dict(num_inference_steps=1, height=64, width=48)
-    one, two, three = (pipeline.prepare_inputs([NEGATIVE] * n) for n in (1, 2, 3))
-    for negative in (one, two):
-        pipeline(prompt_ids, params, key, neg_prompt_ids=negative, **options)
-    with pytest.raises(ValueError, match=r"neg_prompt_ids has shape \(3, 77\) for 2 images"):
-        pipeline(prompt_ids, params, key, neg_prompt_ids=three, **options)
-    with pytest.raises(ValueError, match=r"prng_seed has \(3,\) keys for 2 images"):
-        pipeline(prompt_ids, params, jax.random.split(key, 3), **options)
 
 
 def replace_scheduler(pipeline, params, name):

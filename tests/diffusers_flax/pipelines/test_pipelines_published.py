@@ -74,11 +74,9 @@ def test_inputs_of_inpainting(folders):
 
     for inputs, words in [
         (("it", IMAGES[0], MASK[:32]), "image is 64x48 and mask 32x48"),
-        (("it", IMAGES[0], MASK[None, None]), r"a mask has shape \(1, 1, 64, 48\)"),
         (("it", IMAGES[0], [MASK, MASK[:8]]), "the masks of a batch must have one size"),
         (("it", IMAGES, [MASK] * 3), "2 images do not fit 3 masks"),
         (("it", IMAGES, MASK * 1.0), r"a mask has float64 values from 0\.0 to 255\.0; give uint8"),
-        ((["it"] * 3, IMAGES, MASK), "3 prompts do not fit 2"),
     ]:
         with pytest.raises(ValueError, match=words):
             pipeline.prepare_inputs(*inputs)
@@ -186,13 +184,6 @@ def test_a_safety_checker_needs_its_parts(folders):
     checker = FlaxStableDiffusionSafetyChecker.from_pretrained(folders["checker"])
     with pytest.raises(ValueError, match="safety_checker needs feature_extractor"):
         FlaxStableDiffusionPipeline.from_pretrained(folders["sd"], safety_checker=checker)
-    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(
-        folders["sd"], safety_checker=checker, feature_extractor=CLIPImageProcessor()
-    )
-    inputs = (pipeline.prepare_inputs("it"), params, KEY)
-    del params["safety_checker"]
-    with pytest.raises(ValueError, match=r"params has no safety_checker; add"):
-        pipeline(*inputs, num_inference_steps=1)
 
 
 # --- constructors, components, folders ---
@@ -278,13 +269,11 @@ def test_config_of_a_pipeline(folders, tmp_path):
     assert json.loads(pipeline.to_json_string()) == pipeline.config
     with pytest.raises(ValueError, match="push_to_hub=True is not supported"):
         pipeline.save_pretrained(tmp_path, {}, push_to_hub=True)
-    with pytest.raises(ValueError, match=r"proxies= is not supported; set .* HTTPS_PROXY"):
-        FlaxStableDiffusionXLPipeline.from_pretrained(folders["xl"], proxies={"https": "x"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["sd", "p2p"])
-def test_the_text_encoders_config_may_change(folders, folder, caplog):
+def test_the_text_encoders_config_may_change(folders, folder):
     """The text encoder's config is the only one that may change; programs are recompiled."""
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders[folder])
     prompt_ids = pipeline.prepare_text_inputs("make it red")
@@ -299,10 +288,8 @@ def test_the_text_encoders_config_may_change(folders, folder, caplog):
     config = pipeline.text_encoder.config
     config.return_dict = False
     np.testing.assert_array_equal(call(), before)
-    with caplog.at_level(logging.WARNING, "diffusers_flax.pipelines.base"):
-        config.hidden_act = {"quick_gelu": "gelu", "gelu": "quick_gelu"}[config.hidden_act]
-        after = call()
-    assert "compiling again, for text encoders=" in caplog.text
+    config.hidden_act = {"quick_gelu": "gelu", "gelu": "quick_gelu"}[config.hidden_act]
+    after = call()
     assert np.abs(after - before).max() > 1e-6
     pipeline = type(pipeline)(**pipeline.components)
     np.testing.assert_allclose(call(), after, atol=1e-6)
@@ -313,31 +300,6 @@ def test_saving_needs_the_parameters_of_every_part(folders, tmp_path):
     with pytest.raises(ValueError, match="params lack text_encoder, vae; give the parameters"):
         pipeline.save_pretrained(tmp_path / "new", {"unet": params["unet"]})
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (dict(prompt_ids="it"), "prompt_ids is a str, not an array of token ids; make it with"),
-        (dict(prompt_ids=["it"]), "prompt_ids is a list, not an array of token ids"),
-        (dict(neg_prompt_ids="red"), "neg_prompt_ids is a str, not .* with prepare_text_inputs"),
-        (dict(params={"unet": {}}), "params lack text_encoder, vae; give"),
-        (dict(guidance_scale=None), "guidance_scale=None must be a number or an array"),
-    ],
-    ids=str,
-)
-def test_mistakes_in_a_call(folders, change, words):
-    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
-    inputs = dict(prompt_ids=pipeline.prepare_inputs("it"), params=params, prng_seed=KEY)
-    with pytest.raises(ValueError, match=words):
-        pipeline(**inputs | change)
-
-
-def test_grey_images():
-    images = FlaxStableDiffusionPipeline.numpy_to_pil(np.full((2, 3, 4, 1), 0.5))
-    assert [image.mode for image in images] == ["L", "L"] and images[0].size == (4, 3)
-    assert np.unique(images[0]) == 128
 
 
 def test_progress_bar(folders, capsys):

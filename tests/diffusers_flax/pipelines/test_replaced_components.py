@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -17,7 +16,6 @@ from diffusers_flax.generating.tasks import check_models
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
@@ -109,17 +107,3 @@ def test_a_given_vae_and_text_encoder_replace_the_models(tmp_path):
     replaced["vae"] = vae.clone(scaling_factor=0.18215)
     with pytest.raises(ValueError, match=r"with the given vae has scaling_factor 0\.18215"):
         FlaxStableDiffusionXLPipeline.open(folder, replaced=replaced)
-
-
-@pytest.mark.parametrize("cls", [FlaxDiffusionPipeline, FlaxStableDiffusionXLPipeline])
-def test_each_json_file_is_read_once(tmp_path, monkeypatch, cls):
-    folder = make_tiny_xl(tmp_path / "model")
-    opened, read_text = [], Path.read_text
-
-    def count(self, *args, **kwargs):
-        opened.append(self.name)
-        return read_text(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "read_text", count)
-    cls.from_pretrained(folder)
-    assert opened.count("model_index.json") == opened.count("scheduler_config.json") == 1

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import PROMPTS, psnr, random_inputs
-from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
+from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax import FlaxStableDiffusionXLPipeline
-from diffusers_flax.acceleration.previews import Preview
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
 from diffusers_flax.pipelines import memory
@@ -83,10 +82,6 @@ def test_the_config_has_no_tile(folders):
         ValueError, match="vae_tile=40 is not a multiple of 32 pixels, 32 or more; try 32"
     ):
         FlaxDiffusionPipeline.from_pretrained(folders["xl"], vae_tile=40)
-    with pytest.raises(
-        ValueError, match="vae_tile=-8 is not a multiple of 32 pixels, 32 or more; try 32"
-    ):
-        FlaxDiffusionPipeline.from_pretrained(folders["xl"], vae_tile=-8)
 
 
 @pytest.mark.slow
@@ -146,11 +141,3 @@ def test_memory_of_attention():
     assert memory.bytes_of_vae(vae, 1, size, "gpu") == image + 2 * 4 * 256**4
     assert memory.bytes_of_vae(vae, 1, (2040, 2040), "tpu") > 2 * 4 * 255**4  # no blocks of 128
     assert memory.bytes_of_vae(vae, 1, size, "gpu", 512) == image + features / 16
-
-
-def test_previews_need_one_process(folders, tmp_path, monkeypatch):
-    save_tiny_vae(tmp_path, (8,) * 4)
-    preview, layout = Preview(1, print, str(tmp_path)), Layout(jax.devices()[:1])
-    monkeypatch.setattr(Layout, "is_local", False)
-    with pytest.raises(ValueError, match="preview= shows images of the devices of one process"):
-        FlaxStableDiffusionXLPipeline.open(folders["xl"], preview=preview, layout=layout)
