@@ -13,19 +13,18 @@ from diffusers_flax.generating.recipes import recipe_text
 
 def test_files_of_sessions(tmp_path):
     """Closing a session deletes its files and no others."""
-    example, upload, both, painted = (
-        tmp_path / "hash" / f"{name}.png" for name in ("example", "upload", "both", "layer_0")
+    example, upload, both = (
+        tmp_path / "hash" / f"{name}.png" for name in ("example", "upload", "both")
     )
     example.parent.mkdir()
     example.touch()
     sessions = Sessions(tmp_path)
-    for file in (upload, both, painted):
+    for file in (upload, both):
         file.touch()
     pages = [SimpleNamespace(session_hash=name) for name in "ab"]
     ours = sessions.get(pages[0], example, upload, both, Path(__file__), None)
     theirs = sessions.get(pages[1], both)
     assert sessions.get(pages[0]) is ours
-    ours.paints = theirs.paints = True
     settings = Settings("make it red", seed=7)
     recipe = recipe_text(SOFTWARE, {"edit": settings.instruction, "page": vars(settings)})
     before = ours.save(photo(8, 6), "input")
@@ -35,7 +34,7 @@ def test_files_of_sessions(tmp_path):
     sessions.close(pages[0])
     sessions.close(SimpleNamespace(session_hash="never"))
     assert not ours.folder.exists() and not upload.exists()
-    kept = (example, both, painted, Path(__file__), made[2].path)
+    kept = (example, both, Path(__file__), made[2].path)
     assert all(file.exists() for file in kept)
     sessions.close(pages[1])
-    assert example.exists() and not painted.exists() and not both.exists()
+    assert example.exists() and not both.exists()
