@@ -22,7 +22,6 @@ from diffusers_flax.app.layout import (
     FROM_TEXT,
     OWN_SCHEDULER,
     hide,
-    labels_of,
     settings_components,
     show,
 )
@@ -51,7 +50,6 @@ class Events:
     def __init__(self, editor, sessions, components):
         self.editor, self.sessions, self.c = editor, sessions, components
         self.controls = settings_components(components)
-        self.labels = labels_of(editor.edits)
 
     def connect(self, blocks):
         """Attach the handlers, in the current gr.Blocks."""
@@ -226,7 +224,7 @@ class Events:
         """Save a comparison as one image: original and results in a row, with captions."""
         names = [name for name in SCALES if len({getattr(x, name) for x in several}) > 1]
         captions = [
-            " ".join(f"{self.labels[name].lower()} {getattr(one, name):g}" for name in names)
+            " ".join(f"{self.c.labels[name].lower()} {getattr(one, name):g}" for name in names)
             for one in several
         ]
         images = [*request.images]

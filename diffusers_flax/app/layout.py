@@ -41,6 +41,15 @@ LABELS = {  # of settings, in the order of the API's arguments
     "mask_feather": "Soft edge",
     "strength": "Strength",
 }
+SLIDERS = {  # of settings: step, and what it does
+    "guidance_scale": (0.1, "higher: closer to the text"),
+    "image_guidance_scale": (0.05, "higher: closer to the input"),
+    "num_inference_steps": (1, "more: finer, and slower"),
+    "lora_weight": (0.05, None),
+    "mask_feather": (1, "pixels in which the change fades in"),
+    "strength": (0.05, "higher: further from the image; this part of the steps runs"),
+}
+hide, show = partial(gr.update, visible=False), partial(gr.update, visible=True)
 
 
 def labels_of(edits):
@@ -51,9 +60,6 @@ def labels_of(edits):
 def settings_components(c):
     """{setting: its control}."""
     return {name: getattr(c, name) for name in LABELS}
-
-
-hide, show = partial(gr.update, visible=False), partial(gr.update, visible=True)
 
 
 def theme():
@@ -72,12 +78,6 @@ def image_file(**options):
     return image
 
 
-def slider(name, value, step, **options):
-    """A gr.Slider of a setting."""
-    options = {"label": LABELS[name], "elem_id": name} | options
-    return gr.Slider(*options.pop("range", RANGES.get(name)), value, step=step, **options)
-
-
 def build(editor, examples):
     """Build the page in the current gr.Blocks.
 
@@ -88,18 +88,18 @@ def build(editor, examples):
     Returns:
         Namespace of Gradio components; a setting's control has its name.
     """
-    c, defaults = SimpleNamespace(), editor.defaults()
+    c = SimpleNamespace(labels=labels_of(editor.edits), defaults=editor.defaults(), tabs=None)
     path = Path(str(editor.config.model))  # a hub id is shown whole
     name = "/".join(path.parts[-3:] if path.name == "model" else path.parts[-2:])
     with gr.Row(elem_id="head"):
         gr.HTML(f"<h1>{TITLES[editor.task]}</h1><p>{html.escape(name)}</p>", padding=False)
     with gr.Row(elem_id="columns"):
         with gr.Column(elem_id="request"):
-            build_request(c, editor, defaults, *examples)
+            build_request(c, editor, *examples)
         with gr.Column(elem_id="results"):
             build_results(c, editor)
         with gr.Column(elem_id="controls"), gr.Accordion("Settings", open=True):
-            build_settings(c, editor, defaults)
+            build_settings(c, editor)
     with gr.Row(visible=False):  # of the API
         c.api_image, c.api_mask = image_file(label="Image"), image_file(label="Mask")
         c.api_result, c.api_settings = image_file(label="Result"), gr.JSON(label="Settings")
@@ -110,32 +110,38 @@ def build(editor, examples):
     return c
 
 
-def build_request(c, editor, defaults, images, texts):
+def build_slider(c, name, **options):
+    """The gr.Slider of a setting."""
+    step, info = SLIDERS[name]
+    own = {"label": c.labels[name], "step": step, "info": info, "value": getattr(c.defaults, name)}
+    setattr(c, name, gr.Slider(*RANGES[name], elem_id=name, **own | options))
+
+
+def build_request(c, editor, images, texts):
     """What an image is made of: tabs for a model from text; then instruction and button."""
-    from_text = editor.task == "text to image"
+    from_text, shape = editor.task == "text to image", {"label": LABELS["shape"]}
     # The tab that is open; a hidden component, which the browser changes at once.
     c.tab = gr.Textbox(FROM_TEXT if from_text else FROM_IMAGE, visible=False)
-    c.tabs, shape = None, {"value": defaults.shape, "label": LABELS["shape"]}
     if from_text:
         with gr.Tabs(elem_id="tabs", selected=FROM_TEXT) as c.tabs:
             with gr.Tab(FROM_TEXT, id=FROM_TEXT) as c.from_text:
-                c.shape = gr.Dropdown([*SHAPES], **shape)
+                c.shape = gr.Dropdown([*SHAPES], value=c.defaults.shape, **shape)
             with gr.Tab(FROM_IMAGE, id=FROM_IMAGE, render_children=True) as c.from_image:
                 build_image(c, editor)
-                build_mask(c, editor, defaults, images)
+                build_mask(c, editor, images)
     else:
-        c.shape = gr.Dropdown([*SHAPES], visible=False, **shape)
+        c.shape = gr.Dropdown([*SHAPES], value=c.defaults.shape, visible=False, **shape)
         build_image(c, editor)
         if editor.edits:
             build_instruction(c, editor)
-        build_mask(c, editor, defaults, images)
+        build_mask(c, editor, images)
     if not editor.edits:
         build_instruction(c, editor)
     build_examples(c.instruction, texts, "Texts to try", "texts")
 
 
 def build_image(c, editor):
-    """The original image of an edit, or of a model from text and how much is replaced."""
+    """The original image, and for a model from text how much of it is replaced."""
     c.image = image_file(
         label="Image",
         sources=["upload", "webcam", "clipboard"],
@@ -143,29 +149,11 @@ def build_image(c, editor):
         elem_id="image",
         buttons=["fullscreen"],
     )
-    c.strength = slider(
-        "strength",
-        1.0 if editor.task == "inpainting" else 0.8,
-        step=0.05,
-        info="higher: further from the image; this part of the steps runs",
-        visible=not editor.edits,
-    )
+    value = 1.0 if editor.task == "inpainting" else 0.8
+    build_slider(c, "strength", value=value, visible=not editor.edits)
 
 
-def build_instruction(c, editor):
-    """Instruction and button."""
-    c.instruction = gr.Textbox(
-        label=labels_of(editor.edits)["instruction"],
-        placeholder="make it look like winter" if editor.edits else "a red panda reading a map",
-        lines=1,
-        max_lines=4,
-        elem_id="instruction",
-    )
-    verb = "Edit" if editor.edits else "Make an image"
-    c.run = gr.Button(verb, variant="primary", elem_id="run")
-
-
-def build_mask(c, editor, defaults, images):
+def build_mask(c, editor, images):
     """The part that may change, painted or a mask's file, which inpainting models need."""
     is_needed = editor.task == "inpainting"
     title = "The part that may change" if is_needed else "Only a part of the image"
@@ -191,55 +179,46 @@ def build_mask(c, editor, defaults, images):
             height=160,
             elem_id="mask_file",
         )
-        label = f"{LABELS['mask_feather']}, pixels"
-        c.mask_feather = slider("mask_feather", defaults.mask_feather, step=1, label=label)
+        build_slider(c, "mask_feather")
     build_examples(c.image, images, "Images to try", "images")
+
+
+def build_instruction(c, editor):
+    """Instruction and button."""
+    c.instruction = gr.Textbox(
+        label=c.labels["instruction"],
+        placeholder="make it look like winter" if editor.edits else "a red panda reading a map",
+        lines=1,
+        max_lines=4,
+        elem_id="instruction",
+    )
+    verb = "Edit" if editor.edits else "Make an image"
+    c.run = gr.Button(verb, variant="primary", elem_id="run")
 
 
 def build_examples(component, samples, label, name):
     """Images or instructions to try."""
     if samples:
-        gr.Examples(
-            [[sample] for sample in samples],
-            [component],
-            label=label,
-            examples_per_page=12,
-            cache_examples=False,
-            elem_id=f"examples_{name}",
-            api_visibility="private",
-        )
+        options = {"examples_per_page": 12, "cache_examples": False, "api_visibility": "private"}
+        rows = [[sample] for sample in samples]
+        gr.Examples(rows, [component], label=label, elem_id=f"examples_{name}", **options)
 
 
-def build_settings(c, editor, defaults):
+def build_settings(c, editor):
     """The controls of settings."""
-    limits, edits = editor.limits, editor.edits
-    c.guidance_scale = slider(
-        "guidance_scale",
-        defaults.guidance_scale,
-        step=0.1,
-        label=labels_of(edits)["guidance_scale"],
-        info="higher: a stronger edit" if edits else "higher: closer to the prompt",
-    )
-    c.image_guidance_scale = slider(
-        "image_guidance_scale",
-        defaults.image_guidance_scale,
-        step=0.05,
-        info="higher: closer to the input",
-        visible=edits,
-    )
-    c.num_inference_steps = slider(
-        "num_inference_steps",
-        defaults.num_inference_steps,
-        step=1,
-        info="more: finer, and slower",
-    )
+    limits, defaults = editor.limits, c.defaults
+    build_slider(c, "guidance_scale")
+    build_slider(c, "image_guidance_scale", visible=editor.edits)
+    build_slider(c, "num_inference_steps")
     step = max(editor.checked.factor, editor.checked.resolution // 8)
-    c.resolution = slider(
-        "resolution",
+    c.resolution = gr.Slider(
+        -(-limits.smallest // step) * step,
+        limits.largest,
         defaults.resolution,
         step=step,
-        range=(-(-limits.smallest // step) * step, limits.largest),
+        label=LABELS["resolution"],
         info="pixels of the longer side",
+        elem_id="resolution",
     )
     with gr.Row(elem_id="seeds"):
         c.seed = gr.Number(
@@ -252,11 +231,9 @@ def build_settings(c, editor, defaults):
         c.negative_prompt = gr.Textbox(
             "", label=LABELS["negative_prompt"], placeholder="what to avoid", max_lines=3
         )
-        c.scheduler = gr.Dropdown(
-            [OWN_SCHEDULER, *SCHEDULERS],
-            value=defaults.scheduler or OWN_SCHEDULER,
-            label=LABELS["scheduler"],
-        )
+        scheduler = defaults.scheduler or OWN_SCHEDULER
+        choices = [OWN_SCHEDULER, *SCHEDULERS]
+        c.scheduler = gr.Dropdown(choices, value=scheduler, label=LABELS["scheduler"])
         c.accelerate = gr.Dropdown(
             [*ACCELERATIONS, *(["taesd"] if editor.decoder else [])],
             value=[*defaults.accelerate],
@@ -266,16 +243,15 @@ def build_settings(c, editor, defaults):
             allow_custom_value=True,
         )
         with gr.Row(visible=bool(editor.loras)):
-            c.lora = gr.Dropdown(
-                [*editor.loras], value=[*defaults.lora], label=LABELS["lora"], multiselect=True
-            )
-            c.lora_weight = slider("lora_weight", 1.0, step=0.05)
+            chosen = {"value": [*defaults.lora], "label": LABELS["lora"]}
+            c.lora = gr.Dropdown([*editor.loras], multiselect=True, **chosen)
+            build_slider(c, "lora_weight")
 
 
 def build_results(c, editor):
     """The result, its buttons, earlier results, and a comparison."""
-    options = {"type": "filepath", "format": "png", "interactive": False, "elem_id": "result"}
-    options["buttons"] = ["fullscreen"]
+    file = {"type": "filepath", "format": "png", "interactive": False}
+    options = file | {"elem_id": "result", "buttons": ["fullscreen"]}
     from_text = editor.task == "text to image"  # at first; one of both is visible
     c.result = gr.Image(label="Result", height=560, visible=from_text, **options)
     c.slider = gr.ImageSlider(
@@ -299,21 +275,10 @@ def build_results(c, editor):
     )
     with gr.Accordion("Compare values of a scale, side by side", open=False, elem_id="compare"):
         with gr.Row():
-            c.compared = gr.Radio(
-                [*COMPARED],
-                value="Image scale" if editor.edits else "Instruction scale",
-                label="Scale",
-                visible=editor.edits,
-            )
+            first = [*COMPARED][editor.edits]
+            c.compared = gr.Radio([*COMPARED], value=first, label="Scale", visible=editor.edits)
             values = "1, 1.2, 1.5, 2" if editor.edits else "2, 4, 7.5, 12"
             c.values = gr.Textbox(values, label="Values", elem_id="values")
         c.compare = gr.Button("Compare", elem_id="run_comparison")
-        c.comparison = gr.Image(
-            label="Comparison",
-            type="filepath",
-            format="png",
-            interactive=False,
-            buttons=["download", "fullscreen"],
-            elem_id="comparison",
-            visible=False,
-        )
+        buttons = {"buttons": ["download", "fullscreen"], "elem_id": "comparison"}
+        c.comparison = gr.Image(label="Comparison", visible=False, **file, **buttons)

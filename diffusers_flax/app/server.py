@@ -1,6 +1,5 @@
 """The page's server: port, password, files, and shutdown."""
 
-import logging
 import os
 import secrets
 import signal
@@ -112,8 +111,6 @@ def start_server(blocks, config, password):
         favicon_path=PAGE / "icon.png",
         ssr_mode=False,
     )
-    # A page that is closed while a file is sent or loaded prints no traceback.
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     return local
 
 

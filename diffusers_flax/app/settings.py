@@ -92,21 +92,12 @@ def converted(name, value):
     example = getattr(EXAMPLES, name)
     if value is None and name in ("scheduler", "strength"):
         return None
-    if isinstance(example, tuple):
-        values = [value] if isinstance(value, str) else value or []
-        if not (isinstance(values, list | tuple) and all(isinstance(x, str) for x in values)):
-            raise ValueError(f"{name}={value} is not a list of names")
-        return tuple(values)
-    if isinstance(example, str):
-        return str(value or "")
     try:
-        number = type(example)(value)
-        is_whole = isinstance(number, float) or number == float(value)
+        if isinstance(example, tuple):
+            return tuple(map(str, [value] if isinstance(value, str) else value or ()))
+        return str(value or "") if isinstance(example, str) else type(example)(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name}={value} is not a number") from None
-    if not is_whole:
-        raise ValueError(f"{name}={value} is not a whole number")
-    return number
+        raise ValueError(f"{name}={value} is not of type {type(example).__name__}") from None
 
 
 def check_settings(settings, limits):

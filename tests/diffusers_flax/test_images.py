@@ -192,23 +192,16 @@ def test_other_formats_are_refused(data):
 
 def header(name, width, height):
     """The beginning of a file of this size; the pixels are missing."""
-    if name == "PPM":
-        return b"P5 %d %d 255\n" % (width, height)
     file = io.BytesIO()
     Image.new("L", (8, 8)).save(file, name)
-    data, at = bytearray(file.getvalue()), {"BMP": 18, "PNG": 16}.get(name)
-    if name == "JPEG":
-        at = data.index(b"\xff\xc0") + 5
-        width, height = height, width  # the height comes first
-    data[at : at + (4 if name == "JPEG" else 8)] = struct.pack(
-        {"BMP": "<ii", "PNG": ">II", "JPEG": ">HH"}[name], width, height
-    )
+    data, at = bytearray(file.getvalue()), {"BMP": 18, "PNG": 16}[name]
+    data[at : at + 8] = struct.pack({"BMP": "<ii", "PNG": ">II"}[name], width, height)
     if name == "PNG":
         data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
     return bytes(data)
 
 
-@pytest.mark.parametrize("name", ["PPM", "BMP", "PNG", "JPEG"])
+@pytest.mark.parametrize("name", ["BMP", "PNG"])
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_one_limit_on_pixels(name, tmp_path):
     large, too_large = header(name, 10_000, 8_000), header(name, 15_000, 10_001)

@@ -58,7 +58,7 @@ def test_the_api(page, connect, model, photo_file, tmp_path):
         ({"mask": broken}, "the mask cannot be read as a mask"),
         ({"instruction": " "}, "instruction= is empty; write a few words"),
         ({"num_inference_steps": 151}, "num_inference_steps=151 must be from 1 to 150"),
-        ({"seed": "seven"}, "seed=seven is not a number"),
+        ({"seed": "seven"}, "seed=seven is not of type int"),
         ({"scheduler": "dpmsolver++", "accelerate": ["tgate"]}, "is for text to image"),
     ):
         with pytest.raises(AppError, match=re.escape(message)):

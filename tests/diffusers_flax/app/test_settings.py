@@ -34,7 +34,7 @@ def test_a_recipe_has_the_settings():
         {"seed": -1, "resolution": 10**30, "mask_feather": -5},
         {"accelerate": [{"a": 1}, ["x"], 5], "lora": [["style"]]},
         {"scheduler": "<b>", "accelerate": ["taesd:path=/etc/passwd"]},
-        {"seed": None, "num_inference_steps": 7.5},
+        {"seed": None, "num_inference_steps": "x"},
     ],
 )
 def test_settings_that_a_page_cannot_have(wrong):
@@ -64,16 +64,9 @@ def test_settings_out_of_range(change, message):
         check_settings(dataclasses.replace(settings, **change), LIMITS)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("seed", "seven", "seed=seven is not a number"),
-        ("seed", 7.5, "seed=7.5 is not a whole number"),
-        ("lora", 7, "lora=7 is not a list of names"),
-    ],
-)
-def test_values_of_other_types(name, value, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("name", "value"), [("seed", "seven"), ("lora", 7)])
+def test_values_of_other_types(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value} is not of type"):
         converted(name, value)
 
 

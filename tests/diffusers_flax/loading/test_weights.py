@@ -5,12 +5,10 @@ import json
 import logging
 import os
 import pickle
-import re
 import traceback
 import tracemalloc
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
 
 import diffusers
 import flax.linen as nn
@@ -173,15 +171,11 @@ def test_unprefixed_clip_names_and_buffers_are_read(tmp_path):
     theirs = torch_model("clip")
     theirs.save_pretrained(tmp_path)
     _, expected = FlaxCLIPTextModel.from_pretrained(tmp_path, _do_init=False)
-    state = {
-        f"text_model.{k.removeprefix('text_model.')}": v for k, v in theirs.state_dict().items()
-    }
-    bare = {k.removeprefix("text_model."): v for k, v in state.items()}
-    for names, buffer in ((state, "text_model.embeddings"), (bare, "embeddings")):
-        positions = {f"{buffer}.position_ids": torch.arange(10)[None]}
-        safetensors.torch.save_file({**names, **positions}, tmp_path / "model.safetensors")
-        _, params = FlaxCLIPTextModel.from_pretrained(tmp_path, _do_init=False)
-        assert_same_tree(params, expected)
+    bare = {k.removeprefix("text_model."): v for k, v in theirs.state_dict().items()}
+    bare["embeddings.position_ids"] = torch.arange(10)[None]
+    safetensors.torch.save_file(bare, tmp_path / "model.safetensors")
+    _, params = FlaxCLIPTextModel.from_pretrained(tmp_path, _do_init=False)
+    assert_same_tree(params, expected)
 
 
 def test_old_flax_config_and_msgpack_name_open(tmp_path):
@@ -272,11 +266,9 @@ FORMS = {  # {form: (end of the file's name, or of the shards', end of their ind
         ".fp16-{}.safetensors",
         ".fp16.safetensors.index.json",
     ),
-    "bin sharded, diffusers' older names, fp16": ("-{}.fp16.bin", ".bin.fp16.index.json"),
     "bin": (".bin", None),
     "bin before 1.6": (".bin", None),
     "bin sharded": ("-{}.bin", ".bin.index.json"),
-    "bin fp16": (".fp16.bin", None),
     "msgpack": None,
 }
 
@@ -384,35 +376,13 @@ BAD_REPORT = (
 )
 
 
-@pytest.mark.parametrize("form", ["safetensors", "msgpack"])
-def test_every_bad_key_is_named(folder, form):
+def test_every_bad_key_is_named(folder):
     state = tiny_state(**BAD_STATE)
     del state["conv_in.bias"], state["to_out.0.weight"]
-    if form == "safetensors":
-        name = "diffusion_pytorch_model.safetensors"
-        save_single(folder, state)
-    else:
-        name = "diffusion_flax_model.msgpack"
-        flat = dict(torch_to_flax(k, v.numpy()) for k, v in state.items())
-        tree = flax.traverse_util.unflatten_dict(flat, sep="/")
-        (folder / name).write_bytes(flax.serialization.msgpack_serialize(tree))
+    save_single(folder, state)
     with pytest.raises(ValueError) as error:
         TinyModel.from_pretrained(folder)
-    assert str(error.value) == f"{folder / name} {BAD_REPORT}"
-
-
-def test_weights_of_another_family_are_named(folder):
-    of_xl = tiny_state(**{"add_embedding.linear_1.bias": (2,)})
-    save_single(folder, of_xl)
-    with pytest.raises(ValueError, match="the weights are of SDXL, the config is of Stable Diff"):
-        TinyModel.from_pretrained(folder)
-
-
-def test_save_refuses_replicated_params(tmp_path):
-    replicated = jax.tree.map(lambda x: np.stack([x] * 2), tiny_params())
-    with pytest.raises(ValueError, match=r"params does not fit .*conv_in/bias is \(2, 6\)"):
-        TinyModel().save_pretrained(tmp_path / "new", replicated)
-    assert not (tmp_path / "new").exists()
+    assert str(error.value) == f"{folder / STEM}.safetensors {BAD_REPORT}"
 
 
 class Malicious:
@@ -438,12 +408,13 @@ def test_pickled_code_is_refused(folder):
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 3438167540\n"
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "pointer"])
-@pytest.mark.parametrize("form", ["safetensors", "bin", "msgpack"])
+@pytest.mark.parametrize(
+    ("form", "damage"), [("safetensors", "truncated"), ("bin", "truncated"), ("msgpack", "pointer")]
+)
 def test_damaged_files(folder, form, damage):
     write_weights(folder, form)
     (file,) = (f for f in folder.iterdir() if f.name != "config.json")
-    data = {"truncated": file.read_bytes()[:-200], "empty": b"", "pointer": POINTER}[damage]
+    data = {"truncated": file.read_bytes()[:-200], "pointer": POINTER}[damage]
     file.write_bytes(data)
     with pytest.raises(ValueError) as error:
         TinyModel.from_pretrained(folder)
@@ -452,35 +423,11 @@ def test_damaged_files(folder, form, damage):
     assert "\n" not in str(error.value)
 
 
-def test_errors_of_the_machine_are_not_blamed_on_the_file(folder, monkeypatch):
-    """A missing torch or too little memory is not reported as a damaged file."""
-    write_weights(folder, "bin")
-    for error in (ImportError("No module named 'torch'"), MemoryError(), PermissionError("no")):
-        reader = Mock(side_effect=error)
-        monkeypatch.setattr(weights, "read_pickle", reader)
-        with pytest.raises(type(error)):
-            TinyModel.from_pretrained(folder)
-
-
 def test_weights_that_are_no_floats_are_refused(folder):
-    for name, bias in (
-        ("diffusion_flax_model.msgpack", [0.0] * 6),
-        ("diffusion_pytorch_model.bin", torch.zeros(6, dtype=torch.int32)),
-        ("diffusion_pytorch_model.bin", 3),
-        ("diffusion_pytorch_model.safetensors", torch.zeros(6, dtype=torch.int8)),
-    ):
-        if name.endswith("msgpack"):
-            params = tiny_params()
-            params["conv_in"]["bias"] = bias
-            (folder / name).write_bytes(flax.serialization.msgpack_serialize(params))
-        else:
-            state = tiny_state() | {"conv_in.bias": bias}
-            save = torch.save if name.endswith("bin") else safetensors.torch.save_file
-            save(state, folder / name)
-        with pytest.raises(
-            ValueError, match=rf"{name} .*(conv_in[./]bias' is \w+, no array of|has no attribute)"
-        ):
-            TinyModel.from_pretrained(folder)
+    name = "diffusion_pytorch_model.safetensors"
+    save_single(folder, tiny_state() | {"conv_in.bias": torch.zeros(6, dtype=torch.int8)}, name)
+    with pytest.raises(ValueError, match=rf"{name} .*conv_in.bias' is int8, no array of floats"):
+        TinyModel.from_pretrained(folder)
 
 
 OUTSIDE = "outside.safetensors"
@@ -491,9 +438,8 @@ OUTSIDE = "outside.safetensors"
     [
         None,
         {"conv_in.weight": f"../{OUTSIDE}"},
-        {"conv_in.weight": f"{{parent}}/{OUTSIDE}"},
     ],
-    ids=lambda value: str(value)[:50],
+    ids=str,
 )
 def test_an_index_lists_files_of_its_own_folder_only(folder, weight_map):
     model = folder / "model"
@@ -511,15 +457,9 @@ def test_an_index_lists_files_of_its_own_folder_only(folder, weight_map):
     ("text", "words"),
     [
         (CONFIG | {"in_channels": "8"}, "in_channels='8' has the wrong type, it must be int"),
-        (CONFIG | {"in_channels": True}, "in_channels=True has the wrong type, it must be int"),
         (CONFIG | {"in_channels": -4}, "cannot be built"),
-        (CONFIG | {"widths": [{}, "a"]}, "TypeError"),
-        (CONFIG | {"_class_name": [[]]}, r"the config of \[\]"),
         (CONFIG | {"_class_name": "AutoencoderKL"}, "config of AutoencoderKL, not of UNet2DCon"),
-        ({"architectures": ["BertModel"]}, "config of BertModel, not of UNet2DConditionModel"),
         ("{", "is not valid JSON"),
-        ("[" * 100_000, "is not valid JSON"),
-        ("[]", "is not a JSON object"),
     ],
     ids=lambda value: str(value)[-40:],
 )
@@ -531,11 +471,7 @@ def test_damaged_configs(folder, text, words):
     assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_wrong_settings_and_places(folder):
-    with pytest.raises(ValueError, match=r"config\.json, in_chanels=8: TinyModel has no setting"):
-        TinyModel.from_pretrained(folder, in_chanels=8)
-    with pytest.raises(ValueError, match=r'no config\.json in .*vae; give .*subfolder="unet"'):
-        TinyModel.from_pretrained(folder, subfolder="vae")
+def test_a_missing_shard_is_named(folder):
     write_weights(folder, "safetensors sharded")
     (folder / "diffusion_pytorch_model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ValueError, match=r"not there: diffusion_pytorch_model-00002-of-00002"):
@@ -543,10 +479,6 @@ def test_wrong_settings_and_places(folder):
 
 
 def test_missing_weights_and_variant(folder, caplog):
-    with pytest.raises(ValueError) as error:
-        TinyModel.from_pretrained(folder)
-    for name in ("_model.safetensors", "_pytorch_model.bin", "diffusion_flax_model.msgpack"):
-        assert name in str(error.value)
     with pytest.raises(ValueError, match=r"_model\.bf16\.safetensors, .*_model\.safetensors, "):
         TinyModel.from_pretrained(folder, variant="bf16")
     write_weights(folder, "safetensors")
@@ -560,25 +492,6 @@ def test_missing_weights_and_variant(folder, caplog):
 
 
 # --- configs ---
-
-
-def test_config_is_read_only():
-    config = TinyModel.from_config({"in_channels": 3, "widths": [2, 1]}, dtype=jnp.bfloat16).config
-    assert dict(config) == {"in_channels": 3, "widths": (2, 1)}
-    assert (config.in_channels, config["widths"], config.get("dtype")) == (3, (2, 1), None)
-    with pytest.raises(AttributeError, match="read-only"):
-        config.in_channels = 8
-    with pytest.raises(TypeError):
-        config["in_channels"] = 8
-    assert config.in_channels == 3
-
-
-def test_from_config_builds_a_hashable_module():
-    # config.json has the dtype of the stored weights, which is not the compute dtype.
-    config = {"widths": [6, 5], "dtype": "float16", "act_fn": None, "sizes": [1, 2]}
-    module = TinyModel.from_config(config, in_channels=8, gradient_checkpointing=True)
-    assert module == TinyModel(8, (6, 5), jnp.float32, True)
-    assert hash(module) == hash(TinyModel(8, (6, 5), jnp.float32, True))
 
 
 def test_unsupported_settings():
@@ -655,19 +568,18 @@ def test_save_shards_and_single_replace_each_other(tmp_path):
     assert_same_tree(TinyModel.from_pretrained(tmp_path)[1], other)
 
 
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError])
-def test_interrupted_save_leaves_the_folder_as_it_was(tmp_path, monkeypatch, interruption):
+def test_interrupted_save_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
     TinyModel().save_pretrained(tmp_path, tiny_params())
     before = {f.name: f.read_bytes() for f in tmp_path.iterdir()}
 
     def half_a_file(tensors, file, metadata):
         assert Path(file).parent.parent == tmp_path  # renaming must not cross file systems
         Path(file).write_bytes(b"half")
-        raise interruption
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(weights, "save_file", half_a_file)
     ones = jax.tree.map(np.ones_like, tiny_params())
-    with pytest.raises(interruption):
+    with pytest.raises(KeyboardInterrupt):
         TinyModel().save_pretrained(tmp_path, ones)
     assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == before
 
@@ -737,9 +649,8 @@ def test_hub_errors(hub_cache):
         TinyModel.from_pretrained(REPOSITORY, subfolder="unet", revision="v3")
     with pytest.raises(ValueError, match="so run hf download someone/images where there is a net"):
         TinyModel.from_pretrained(REPOSITORY)
-    for path in ("/no/such/folder", "./model", "a/b/c", "~/model"):
-        with pytest.raises(ValueError, match=re.escape(f"{path} is not a directory and cannot be")):
-            TinyModel.from_pretrained(path)
+    with pytest.raises(ValueError, match="/no/such/folder is not a directory and cannot be"):
+        TinyModel.from_pretrained("/no/such/folder")
 
 
 def test_hub_refusals_are_one_line(monkeypatch):
@@ -799,6 +710,10 @@ def test_config_is_a_dict_that_goes_to_json_and_back(tmp_path):
     )
     assert (other.in_channels, other.dtype, unused) == (5, jnp.bfloat16, {"speed": 9})
     assert TinyModel.from_config() == TinyModel()
+    with pytest.raises(AttributeError, match="read-only"):
+        model.config.in_channels = 8
+    with pytest.raises(TypeError):
+        model.config["in_channels"] = 8
 
 
 def test_config_in_place_of_the_file(folder):
@@ -812,8 +727,3 @@ def test_config_in_place_of_the_file(folder):
     assert TinyModel.from_config(folder, subfolder="configs") == module
     with pytest.raises(ValueError, match=r"cannot be built from config=: in_channels='8' has"):
         TinyModel.from_pretrained(folder, config=CONFIG | {"in_channels": "8"})
-
-
-def test_only_the_main_process_writes(tmp_path):
-    TinyModel().save_pretrained(tmp_path / "none", tiny_params(), False)
-    assert not (tmp_path / "none").exists()

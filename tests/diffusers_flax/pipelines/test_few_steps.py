@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import psnr, slow
-from PIL import Image
 from safetensors.torch import save_file
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_pipeline
 
-import generate_cli
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, guidance_embedding
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
@@ -142,21 +140,12 @@ def test_bad_steps(models, scheduler, steps, message):
         pipeline(prompt_ids, params, jax.random.key(0), height=32, width=32, **steps)
 
 
-def test_timesteps_may_be_an_array():
-    assert timestep_options(5, np.array([999, 499]), None)["timesteps"] == (999, 499)
-    assert timestep_options(5, (), None) == {
-        "num_inference_steps": 5,
-        "timesteps": None,
-        "eta": None,
-    }
-    assert timestep_options(5, (999.5,), None)["timesteps"] == (999.5,)  # the scheduler refuses it
-
-
 def test_align_your_steps():
     """Ten timesteps of the model's family."""
     for timesteps in ("ays", ("ays",)):
         steps = timestep_options(5, timesteps, None)
         assert steps == {"num_inference_steps": 10, "timesteps": AYS, "eta": None}
+    assert timestep_options(5, np.array([999, 499]), None)["timesteps"] == (999, 499)
     assert timestep_options(5, ("ays",), None, AYS_SDXL)["timesteps"] == AYS_XL
     assert FlaxStableDiffusionXLInstructPix2PixPipeline.ays_timesteps == AYS_XL
     with pytest.raises(ValueError, match="must be integers, or ays alone"):
@@ -183,39 +172,3 @@ def test_the_file_of_a_unet_replaces_the_models(models, tmp_path, kind):
     expected = theirs("red", latents=torch.from_numpy(np.array(noise)), output_type="np", **options)
     found = pipeline(pipeline.prepare_inputs("red"), params, jax.random.key(3), **options)
     assert psnr(found.images, expected.images) > 60
-
-
-@pytest.mark.slow
-def test_flags_of_sdxl(tmp_path):
-    """LoRA, chosen timesteps and eta by the command line, also with a saved executable."""
-    model, lora = make_tiny_xl(tmp_path / "model"), tmp_path / "lora.safetensors"
-    layer, generator = "unet.mid_block.attentions.0.proj_in", torch.manual_seed(0)
-    factors = {"A": (2, 16), "B": (16, 2)}
-    save_file(
-        {
-            f"{layer}.lora_{name}.weight": torch.randn(shape, generator=generator)
-            for name, shape in factors.items()
-        },
-        lora,
-    )
-    flags = ["--pretrained_model_name_or_path", str(model), "--prompt", "make it red"]
-    flags += ["--scheduler", "tcd", "--guidance_scale", "1", "--num_images", "1"]
-    few = [*flags, "--timesteps", "999", "499", "--eta", "0.5", "--lora", f"{lora}:0.5"]
-    trailing = [*flags, "--scheduler", "euler", "--timestep_spacing", "trailing"]
-    no_cache = ["--compilation_cache_dir", ""]
-    images = {}
-    for name, arguments in (
-        ("jit", [*few, *no_cache]),
-        ("aot", [*few, "--executable_dir", str(tmp_path / "store")]),
-        ("again", [*few, "--executable_dir", str(tmp_path / "store")]),
-        ("plain", [*flags, "--timesteps", "999", "499", "--eta", "0.5", *no_cache]),
-        ("trailing", [*trailing, "--num_inference_steps", "2", *no_cache]),
-        ("chosen", [*trailing, "--timesteps", "999", "499", *no_cache]),
-    ):
-        output = tmp_path / f"{name}.png"
-        generate_cli.main([*arguments, "--output", str(output)])
-        images[name] = np.int16(Image.open(output))
-    for name in ("aot", "again"):
-        assert np.abs(images[name] - images["jit"]).max() <= 1
-    assert np.abs(images["plain"] - images["jit"]).mean() > 1
-    np.testing.assert_array_equal(images["chosen"], images["trailing"])

@@ -113,19 +113,6 @@ def test_inpainting_equals_pytorch(folders, kind, scheduler, strength, size):
 
 
 @pytest.mark.slow
-@torch.no_grad()
-def test_negative_prompt_and_rescaled_guidance(folders):
-    case = "xl 4", folders["xl 4"], "ddim", SIZES["64x48"]
-    options = dict(guidance_scale=5.0, guidance_rescale=0.7)
-    expected = inpaint_theirs(*case, negative_prompt=["red"] * 2, **options)
-    pipeline, _ = diffusers_flax.FlaxStableDiffusionXLInpaintPipeline.from_pretrained(
-        folders["xl 4"]
-    )
-    negative = pipeline.prepare_text_inputs(["red"] * 2)
-    assert psnr(inpaint_ours(*case, neg_prompt_ids=negative, **options), expected) > 60
-
-
-@pytest.mark.slow
 def test_devices_folders_and_latents(folders, tmp_path):
     """Two devices make the same images; a directory's class opens it; an image may be latents."""
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders["xl 9"])

@@ -1,7 +1,6 @@
 """The SDXL InstructPix2Pix pipeline against PyTorch diffusers."""
 
 import dataclasses
-import json
 import shutil
 from functools import partial
 
@@ -178,18 +177,6 @@ def test_the_folder_names_the_class(folder, tmp_path):
     pipeline.save_pretrained(tmp_path / "saved", params)
     saved = StableDiffusionXLInstructPix2PixPipeline.from_pretrained(tmp_path / "saved")
     assert saved.config.force_zeros_for_empty_prompt
-
-
-def test_pytorchs_own_directory_opens(folder, loaded, tmp_path):
-    """The layout of diffusers/sdxl-instructpix2pix-768, and an explicit is_cosxl_edit."""
-    out = tmp_path / "saved"
-    StableDiffusionXLInstructPix2PixPipeline.from_pretrained(folder).save_pretrained(out)
-    file = out / "model_index.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"is_cosxl_edit": False}))
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(out)
-    assert type(pipeline) is FlaxStableDiffusionXLInstructPix2PixPipeline
-    assert pipeline.unet.in_channels == 8
-    jax.tree.map(np.testing.assert_array_equal, params["unet"], loaded[1]["unet"])
 
 
 @pytest.mark.slow

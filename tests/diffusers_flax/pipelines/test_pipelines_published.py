@@ -3,7 +3,6 @@
 import json
 import logging
 
-import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +16,10 @@ from PIL import Image
 from tiny_models import make_tiny_pipeline, make_tiny_safety_checker, make_tiny_xl
 from transformers import CLIPImageProcessor
 
-import diffusers_flax
 from diffusers_flax.images import prepare_masks
 from diffusers_flax.loading import hub
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip_similarities import FlaxStableDiffusionSafetyChecker
-from diffusers_flax.pipelines import base
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.stable_diffusion import (
@@ -228,14 +225,6 @@ def test_given_parts_are_used_and_not_read(folders):
 def test_base_class_opens_the_class_that_the_folder_names(folders, folder, cls):
     pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders[folder])
     assert type(pipeline) is cls and "unet" in params
-
-
-def test_base_class_refuses_other_pipelines(tmp_path):
-    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    with pytest.raises(ValueError, match="is a FluxPipeline, which is not supported; supported"):
-        FlaxDiffusionPipeline.from_pretrained(tmp_path)
-    for name in base.PIPELINE_CLASSES:
-        assert hasattr(diffusers, name) and hasattr(diffusers_flax, f"Flax{name}")
 
 
 def test_hub_options_reach_every_part(folders, monkeypatch):
