@@ -71,13 +71,8 @@ def checked_param_dtype(dtype):
     Raises:
         ValueError: it is no dtype for parameters.
     """
-    if dtype is None:
-        return None
-    try:
-        if (known := jnp.dtype(dtype)) in PARAM_DTYPES:
-            return known
-    except TypeError:
-        pass
+    if dtype is None or jnp.dtype(dtype) in PARAM_DTYPES:
+        return dtype and jnp.dtype(dtype)
     raise ValueError(
         f"param_dtype={dtype!r} is none of float32, bfloat16, float16; jnp.float32 is for training,"
         " storage='float8' or 'int8' for kernels of 8 bits"

@@ -88,8 +88,7 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
     """A pipeline. Subclasses have its components as fields; absent components are None.
 
     Subclasses define `torch_class_name`, the PyTorch class that opens the same directory;
-    `required_components` and `check_channels`, which refuse other models; and the stages of a run,
-    see running.py.
+    `required_components`, which refuses other models; and the stages of a run, see running.py.
     """
 
     accelerate: "Acceleration | None" = field(default=None, kw_only=True)
@@ -108,6 +107,7 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
     config_name = INDEX_NAME
     tiny_vae_name = TINY_VAES[0]  # hub id of the decoder for previews and accelerate="taesd"
     torch_class_name = None
+    unet_inputs = ((1, 0),)  # what a UNet may take: (latents, masks)
     safety_checker = None
     feature_extractor = None
 
@@ -183,7 +183,16 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
 
         sources: {"unet", "vae": a name for errors}; configs: {component: its config}.
         """
-        cls.check_channels(sources["unet"], configs)
+        in_channels = configs["unet"].get("in_channels", 4)
+        latent_channels = configs["vae"].get("latent_channels", 4)
+        expected = [n * latent_channels + masks for n, masks in cls.unet_inputs]
+        if in_channels not in expected:
+            needed = " or ".join(map(str, expected))
+            raise ValueError(
+                f"the UNet of {sources['unet']} has in_channels={in_channels}, this pipeline needs "
+                f"{needed}; edit with an InstructPix2Pix pipeline, inpaint with an Inpaint "
+                "pipeline, or widen the UNet and train it"
+            )
 
     @classmethod
     def from_pretrained(

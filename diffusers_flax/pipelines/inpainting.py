@@ -3,7 +3,6 @@
 Source: inpainting with any text-to-image model, Blended Latent Diffusion (arXiv 2206.02779).
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +17,6 @@ from diffusers_flax.pipelines.sampling import (
     resize,
     starting_noise,
 )
-from diffusers_flax.pipelines.text_to_image import check_channels
 
 
 class InpaintedLatents(NamedTuple):
@@ -45,7 +43,7 @@ class Inpainting(ImageToImage):
     pipelines begin with this noise alone.
     """
 
-    check_channels = staticmethod(partial(check_channels, for_inpainting=True))
+    unet_inputs = ((2, 1), (1, 0))
     _generate = FlaxDiffusionPipeline._generate  # strength chooses the first step
 
     @property

@@ -91,22 +91,6 @@ def edit_branches(guidance_scale, image_guidance_scale, guidance_rescale=0.0):
     return tuple(x for x in EDIT_BRANCHES if needed[x] != 0 or (x == "text" and rescales))
 
 
-def check_channels(path, configs):
-    """Raise a ValueError unless the UNet of {component: its config} takes an image to edit."""
-    in_channels = configs["unet"].get("in_channels", 4)
-    latent_channels = configs["vae"].get("latent_channels", 4)
-    if (dim := configs["unet"].get("time_cond_proj_dim")) is not None:
-        raise ValueError(
-            f"the UNet of {path} has time_cond_proj_dim={dim}: it embeds one guidance scale, and "
-            "edits have two; take a UNet without it, and distil it into a LoRA"
-        )
-    if in_channels != 2 * latent_channels:
-        raise ValueError(
-            f"{path} is not an InstructPix2Pix model: its UNet has in_channels={in_channels}, not "
-            f"{2 * latent_channels}; widen a text-to-image model and train it for edits"
-        )
-
-
 def pixels_per_latent(configs, resolution):
     """Pixels per latent along a side; a ValueError if images are too small for the UNet.
 
@@ -141,8 +125,18 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
 
     encodes_images = True
     branch_scales = ("guidance_scale", "image_guidance_scale", "guidance_rescale")
-    check_channels = staticmethod(check_channels)
+    unet_inputs = ((2, 0),)
     is_cosxl_edit = False  # True: the UNet takes scaled latents of the original image
+
+    @classmethod
+    def check_configs(cls, sources, configs):
+        """See FlaxDiffusionPipeline.check_configs."""
+        super().check_configs(sources, configs)
+        if configs["unet"].get("time_cond_proj_dim") is not None:
+            raise ValueError(
+                f"the UNet of {sources['unet']} has time_cond_proj_dim: it embeds one guidance "
+                "scale, and edits have two; take a UNet without it, and distil it into a LoRA"
+            )
 
     @classmethod
     def check_acceleration(cls, acceleration):

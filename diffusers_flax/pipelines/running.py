@@ -329,10 +329,9 @@ def generate_by_stages(pipeline, options, text_modules, jit, inputs, shared, par
         device = layout.device_of(component_of(models[0]))
 
         def run_stage(params, inputs, options, *results):
-            own = move({name: params[name] for name in models if name in params}, device)
-            # A program takes NumPy arrays only if it uses them.
-            arrays = move((inputs, results), device, jax.Array)
-            result = stage_program(pipeline, options, text_modules, stage.__name__, own, *arrays)
+            own = {name: params[name] for name in models if name in params}
+            arrays = jax.device_put((own, inputs, results), device)
+            result = stage_program(pipeline, options, text_modules, stage.__name__, *arrays)
             return jax.block_until_ready(result) if layout.offload else result
 
         return run_stage
@@ -345,19 +344,6 @@ def generate_by_stages(pipeline, options, text_modules, jit, inputs, shared, par
 def stage_program(pipeline, options, text_modules, name, params, inputs, results):
     """A stage, by its name, with the results of the stages before."""
     return getattr(pipeline, name)(params, inputs, options, *results)
-
-
-def move(tree, device, array_type=object):
-    """A tree with its arrays of a type moved to a device; arrays already on it are not copied."""
-    leaves, structure = jax.tree.flatten(tree)
-    absent = [
-        i
-        for i, x in enumerate(leaves)
-        if isinstance(x, array_type) and not (isinstance(x, jax.Array) and x.devices() == {device})
-    ]
-    for i, x in zip(absent, jax.device_put([leaves[i] for i in absent], device)):
-        leaves[i] = x
-    return jax.tree.unflatten(structure, leaves)
 
 
 def check_inputs(pipeline, jit, inputs, params):

@@ -25,24 +25,6 @@ from diffusers_flax.pipelines.sampling import (
 )
 
 
-def check_channels(path, configs, for_inpainting=False):
-    """Raise a ValueError unless the UNet of {component: its config} takes the input channels.
-
-    for_inpainting: the mask and the latents of the masked image may join the noisy latents.
-    """
-    in_channels = configs["unet"].get("in_channels", 4)
-    latent_channels = configs["vae"].get("latent_channels", 4)
-    expected = [latent_channels]
-    if for_inpainting:
-        expected.insert(0, 2 * latent_channels + 1)
-    if in_channels not in expected:
-        raise ValueError(
-            f"the UNet of {path} has in_channels={in_channels}, this pipeline needs "
-            f"{' or '.join(map(str, expected))}; edit with an InstructPix2Pix pipeline, "
-            "inpaint with an Inpaint pipeline"
-        )
-
-
 class TextToImage(FlaxDiffusionPipeline):
     """Text to image; a base of the pipelines of Stable Diffusion 1.x, 2.x and XL.
 
@@ -51,8 +33,6 @@ class TextToImage(FlaxDiffusionPipeline):
     the program; with 1 or less the program has one branch. The scheduler computes in float32, also
     if params["scheduler"] has another dtype.
     """
-
-    check_channels = staticmethod(check_channels)
 
     remedy_for_xl = (
         "this pipeline is for Stable Diffusion 1.x and 2.x; for XL use "

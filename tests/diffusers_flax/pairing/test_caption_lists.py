@@ -72,7 +72,7 @@ def test_columns_of_a_table(tmp_path):
         ({"input": "a"}, "no edit and no output"),
         (CAT | {"edit": 3}, "edit has no text"),
         (CAT | {"output": " \n"}, "output has no text"),
-        ('{"input": "\\ud800", "edit": "b", "output": "c"}', "prompt is not valid Unicode"),
+        ('{"input": "\\ud800", "edit": "b", "output": "c"}', "surrogates not allowed"),
         (CAT | {"output": "A photo  of a CAT."}, "output is the same as input; write the caption"),
         (CAT | {"edit": "Make it  a lion."}, "repeats line 1"),
     ],

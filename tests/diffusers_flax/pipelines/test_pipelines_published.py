@@ -84,7 +84,11 @@ def test_inputs_of_inpainting(folders):
 @pytest.mark.parametrize(
     ("cls", "folder", "words"),
     [
-        (FlaxStableDiffusionInpaintPipeline, "p2p", "in_channels=8, this pipeline needs 9 or 4"),
+        (
+            FlaxStableDiffusionInpaintPipeline,
+            "p2p",
+            "in_channels=8, this pipeline needs 9 or 4",
+        ),
         (FlaxStableDiffusionPipeline, "inpaint", "inpaint with an Inpaint"),
     ],
 )
