@@ -84,7 +84,7 @@ class ImageRequest:
     mask: Image.Image | None = None  # of the image's size, white where it may change
     source: Path | None = None  # file of the original image
     scales: tuple = ()  # (guidance_scale, image_guidance_scale) of each image; (): the settings'
-    stage: str = "waiting"  # then "loading", "compiling", "making"
+    stage: str = "waiting"  # then "starting", "loading", "making"
     since: float = field(default_factory=time.monotonic)  # when the stage began
     step: int = 0  # denoising steps done, of all batches of a comparison
     num_steps: int = 0  # of all batches
@@ -129,12 +129,10 @@ class Editor:
         # A single image runs on the first device or the layout, a comparison on all devices.
         self.devices = devices_for(1, self.layout)
         self.all_devices = self.devices if self.layout else jax.local_devices()
-        self.programs = {}  # pipelines
-        self.compiled = set()  # keys of programs
+        self.programs = {}  # {what a program depends on: pipeline}
         self.params, self.weights = None, None
         self.requests = []  # the first request runs, the other requests wait
-        self.trial = None  # request that compiles the first program
-        self.current = self.key = None  # request that runs, and its program
+        self.current = None  # the request that runs
 
     def defaults(self):
         """The page's initial Settings."""
@@ -243,20 +241,18 @@ class Editor:
             raise request.error
 
     def compile_first(self, images):
-        """Compile the program of the first example image, or of a square, in a thread.
-
-        images: paths of the examples.
-        """
+        """Compile the program of the first of some images, or of a square; returns the request."""
         image = mask = None
         if self.task != "text to image":
             image = load_image(images[0]) if images else Image.new("RGB", (64, 64), "grey")
         if self.task == "inpainting":
             mask = Image.new("1", image.size, 1)
         settings = replace(self.defaults(), instruction="a photograph")
-        self.trial = ImageRequest(settings, image, mask)
-        self.trial.stopped.set()  # ends after the first step
-        self.requests.append(self.trial)
-        self._start(self.trial)
+        request = ImageRequest(settings, image, mask)
+        request.stopped.set()  # ends after the first step
+        self.requests.append(request)
+        self._start(request)
+        return request
 
     def _start(self, request):
         """Make the images of the first request of the queue in a thread, which ends with us."""
@@ -297,12 +293,9 @@ class Editor:
             if len(request.scales) > 1:
                 scales = [with_all_branches(*one) for one in scales]
             of_image = replace(settings, **dict(zip(SCALES, scales[0])))
-            self.key, pipeline = self._program(of_image, task, mask is not None, size, at_once)
-            if self.key not in self.compiled:
-                request.enter("compiling")
+            pipeline = self._program(of_image, task, mask is not None, size, at_once)
             images = self._call(pipeline, task, arrays, of_image, scales)
             images = np.asarray(images).reshape(-1, size[1], size[0], 3)[: len(scales)]
-            self._note_compiled(request)  # of a program that shows no step
             if request.stopped.is_set():
                 raise Stopped
             check_finite_images(images, "the images", settings.lora)
@@ -349,7 +342,7 @@ class Editor:
         return pipeline(params=params, jit=True, **arrays, **options).images
 
     def _program(self, settings, task, has_mask, size, num_devices):
-        """(key, pipeline) of the program that makes an image on each device."""
+        """The pipeline of the program that makes an image on each device."""
         branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
         key = (
             *(settings.scheduler, settings.accelerate, settings.num_inference_steps),
@@ -359,13 +352,12 @@ class Editor:
         if key not in self.programs:
             if len(self.programs) == MAX_PROGRAMS:
                 self.programs.clear()
-                self.compiled.clear()
                 jax.clear_caches()
             pipeline = self._with_settings(settings)
             if task != EDIT:
                 pipeline = with_task(pipeline, task)
             self.programs[key], _ = self._plan(pipeline, settings, size)
-        return key, self.programs[key]
+        return self.programs[key]
 
     def _with_settings(self, settings):
         """The pipeline with the scheduler and accelerations of settings."""
@@ -437,7 +429,6 @@ class Editor:
         request = self.current
         done_before = request.step // request.settings.num_steps * request.settings.num_steps
         request.step = done_before + step
-        self._note_compiled(request)
         if images is not None:
             request.preview = stretch(to_pil(images)[0], request.size)
         # An error ends the program at once. On TPUs, where this is untested, the program runs to
@@ -445,12 +436,6 @@ class Editor:
         if request.stopped.is_set() and self.devices[0].platform != "tpu":
             request.error = Stopped()
             raise request.error
-
-    def _note_compiled(self, request):
-        """Begin the stage after the compilation of the current program, if this is new."""
-        if request.stage == "compiling":
-            self.compiled.add(self.key)
-            request.enter("making")
 
 
 class NoStops(logging.Filter):

@@ -211,7 +211,7 @@ class Events:
             recipe = self.editor.recipe(request, settings)
             session.shown = session.add(image, before, settings, recipe)
         seconds = f"{request.seconds:.1f} s"
-        text = f"{session.shown.settings.summary(self.editor.edits)}; {seconds}"
+        text = f"seed {request.settings.seed}, {seconds}"
         gallery = [(x.path, x.settings.instruction) for x in session.results[:MAX_SHOWN]]
         update = {c.gallery: show(value=gallery), c.seed: request.settings.seed}
         if len(several) > 1:
@@ -232,9 +232,7 @@ class Events:
             with Image.open(before) as image:
                 images = [image.convert("RGB"), *images]
             captions = [request.settings.instruction, *captions]
-        scale = -(-192 // max(images[0].size))  # small images are enlarged
-        large = [image.resize([side * scale for side in image.size]) for image in images]
-        tiles = [captioned([image], text) for image, text in zip(large, captions)]
+        tiles = [captioned([image], text) for image, text in zip(images, captions)]
         file = session.folder / f"{len(session.results):03}-comparison.png"
         save_image(tile_grid(tiles, len(tiles), GRID_MARGIN), file)
         return file
@@ -278,7 +276,7 @@ class Events:
         settings = session.shown.settings
         tab = FROM_TEXT if settings.strength is None else FROM_IMAGE
         update = self._restored(settings) | self._shown(session) | self._open(tab)
-        return update | {self.c.status: status(settings.summary(self.editor.edits), "done")}
+        return update | {self.c.status: status(f"seed {settings.seed}", "done")}
 
     def use_result(self, page: gr.Request):
         """Take the shown result as the original image."""

@@ -62,16 +62,6 @@ class Settings:
         skipped = ImageToImage.get_timestep_start(self.num_inference_steps, self.strength)
         return self.num_inference_steps - skipped
 
-    def summary(self, edits):
-        """The settings in a few words; edits: whether the model edits images."""
-        words = [f"{'instruction' if edits else 'prompt'} scale {self.guidance_scale:g}"]
-        words += [f"image scale {self.image_guidance_scale:g}"] * edits
-        words += [] if self.strength is None else [f"strength {self.strength:g}"]
-        words += [f"{self.num_inference_steps} steps", f"seed {self.seed}"]
-        words += [*filter(None, [self.scheduler]), *self.accelerate]
-        words += [f"{name} at {self.lora_weight:g}" for name in self.lora]
-        return ", ".join(words)
-
 
 @dataclass(frozen=True)
 class Limits:

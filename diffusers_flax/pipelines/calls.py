@@ -19,7 +19,7 @@ from diffusers_flax.pipelines.running import (
     SCALES,
     Call,
     Options,
-    trace,
+    generate,
 )
 from diffusers_flax.pipelines.sampling import AYS_SD, decode, make_schedule, timestep_options
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
@@ -178,7 +178,9 @@ class PipelineCalls:
         call = type(self).order_of_generate or type(self).__call__
         bound = inspect.signature(call).bind(self, *arguments, **options)
         bound.apply_defaults()
-        return trace(self, self.make_call(bound.arguments))
+        call = self.make_call(bound.arguments)
+        inputs = call.inputs | call.scales | {"prng_seed": call.prng_seed}
+        return generate(self, call.options, (), inputs, {}, call.params)
 
     def make_call(self, arguments):
         """The Call of the arguments of __call__ or _generate, {name: value}, `self` among them."""
@@ -196,7 +198,8 @@ class PipelineCalls:
             raise TypeError(f"{type(self).__name__} has no argument {', '.join(given)}")
         steps = (options[name] for name in ("num_inference_steps", "timesteps", "eta"))
         options |= timestep_options(*steps, self.ays_timesteps)
-        shape = self.shape_of_input(inputs)
+        images = inputs["image"], inputs["masked_image"]
+        shape = next((x.shape for x in images if x is not None), None)
         sides = self.image_size(options.get("height"), options.get("width"), shape)
         options |= dict(zip(("height", "width"), sides))
         if not options.get("branches"):
@@ -211,11 +214,6 @@ class PipelineCalls:
                 first_step = self.get_timestep_start(num_steps, strength)
             options["first_step"] = first_step
         return Call(Options(**options), inputs, scales, **result)
-
-    def shape_of_input(self, inputs):
-        """The shape of a call's image, or of the masked image if it has no other; None: of none."""
-        images = inputs.get("image"), inputs.get("masked_image")
-        return next((x.shape for x in images if x is not None), None)
 
     def decode(self, params, inputs, options, encoded, latents):
         """Images, float32 (B, H, W, 3) in [0, 1]: the last stage of a run.

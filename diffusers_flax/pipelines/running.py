@@ -165,12 +165,6 @@ def run(pipeline, call):
     return pipeline.output(result, call)
 
 
-def trace(pipeline, call):
-    """The images or latents of a call of _generate, traced into the caller's program."""
-    inputs = call.inputs | call.scales | {"prng_seed": call.prng_seed}
-    return generate(pipeline, call.options, (), inputs, {}, call.params)
-
-
 def generate(pipeline, options, text_modules, inputs, shared, params):
     """A pipeline's images, or their latents, as one pure function of arrays.
 

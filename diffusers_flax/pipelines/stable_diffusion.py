@@ -51,14 +51,6 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
 
     text_axes = 1  # of one image's prompt_ids
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.safety_checker is not None and self.feature_extractor is None:
-            raise ValueError(
-                "safety_checker needs feature_extractor, the CLIPImageProcessor that prepares its "
-                "input; give both or neither"
-            )
-
     @classmethod
     def required_components(cls, path, index):
         """See FlaxDiffusionPipeline.required_components; refuses SDXL."""
@@ -116,8 +108,6 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
 
     def apply_safety_checker(self, images, params, jit):
         """(images, black where the safety checker flags them; flat list of bool)."""
-        if "safety_checker" not in params:
-            raise ValueError("params has no safety_checker; add safety_checker.params under it")
         params = params["safety_checker"]
         if jit and self.layout is None:
             params = jax.tree.map(lambda x: x[0], params)

@@ -39,7 +39,7 @@ def test_the_api(page, connect, model, photo_file, tmp_path):
     expected = edit_by_cli(model, photo_file, tmp_path / "cli.png", settings=settings)
     np.testing.assert_array_equal(np.asarray(Image.open(file)), expected)
     stages = {progress["stage"] for _, progress in job.outputs()[:-1]}
-    assert stages and stages <= {"waiting", "starting", "compiling", "making"}
+    assert stages and stages <= {"waiting", "starting", "making"}
 
     mask = Image.new("L", (96, 72))
     mask.paste(255, (48, 0, 96, 72))

@@ -81,8 +81,8 @@ def test_the_editor_makes_the_images_of_edit_cli(model, photo_file, tmp_path):
     """Also after a request that was stopped in its first steps, which ends early."""
     settings = Settings("make it red", 3.0, 1.2, 4, seed=7, resolution=32)
     editor, image = open_editor(model), Image.open(photo_file)
-    editor.compile_first([photo_file])
-    assert editor.trial.done.wait(120) and isinstance(editor.trial.error, Stopped)
+    trial = editor.compile_first([photo_file])
+    assert trial.done.wait(120) and isinstance(trial.error, Stopped)
     many = ImageRequest(dataclasses.replace(settings, num_inference_steps=100), image)
     with pytest.raises(Stopped):
         make(editor, many, lambda: many.step > 0)

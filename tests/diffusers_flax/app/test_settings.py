@@ -77,12 +77,3 @@ def test_strength_is_not_for_edits():
         check_settings(settings, edits)
     recipe = {"edit": "red", "page": vars(settings)}
     assert restored(recipe, edits).strength is None
-
-
-@pytest.mark.parametrize(
-    ("edits", "words"),
-    [(True, "instruction scale 7.5, image scale 1.2"), (False, "prompt scale 7.5")],
-)
-def test_the_summary_names_each_scale(edits, words):
-    settings = Settings("red", 7.5, 1.2, 3, seed=7, scheduler="euler")
-    assert settings.summary(edits) == f"{words}, 3 steps, seed 7, euler"

@@ -181,12 +181,6 @@ def test_flagged_images_are_black_as_in_pytorch(folders, tmp_path, caplog):
         assert ("is not read: images are not checked" in caplog.text) == warns
 
 
-def test_a_safety_checker_needs_its_parts(folders):
-    checker = FlaxStableDiffusionSafetyChecker.from_pretrained(folders["checker"])
-    with pytest.raises(ValueError, match="safety_checker needs feature_extractor"):
-        FlaxStableDiffusionPipeline.from_pretrained(folders["sd"], safety_checker=checker)
-
-
 # --- constructors, components, folders ---
 
 
