@@ -68,6 +68,7 @@ logger = logging.getLogger(__name__)
 DIFFUSERS_VERSION = "0.39.0"  # written to model_index.json: the last with the Flax classes
 # Fields of a pipeline that its programs depend on, besides components.
 RUN_SETTINGS = ("dtype", "accelerate", "layout", "storage", "vae_dtype")
+SETTINGS = (*RUN_SETTINGS[1:], "preview", "saved_programs")  # fields that are arguments of open
 OTHER_CLASSES = {  # PyTorch's, in model_index.json
     "tokenizer": ["transformers", "CLIPTokenizer"],
     "tokenizer_2": ["transformers", "CLIPTokenizer"],
@@ -295,27 +296,23 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
         replaced=None,
         index=None,
         embeddings=(),
-        accelerate=(),
-        vae_tile=None,
-        storage=None,
-        vae_dtype=None,
-        preview=None,
-        layout=None,
-        saved_programs=None,
-        **hub_options,
+        **options,
     ):
         """Like from_pretrained, without weights, and fast.
 
         Args:
+            pretrained_model_name_or_path, revision, dtype, scheduler, embeddings: as for
+                from_pretrained.
             replaced, index: as for check.
-            saved_programs: SavedPrograms, executables on disk instead of compiling.
-            pretrained_model_name_or_path, revision, dtype, scheduler, embeddings, accelerate,
-                vae_tile, storage, vae_dtype, preview, layout, hub_options: as for from_pretrained.
+            **options: accelerate, preview, layout, storage, vae_dtype, vae_tile and hub_options as
+                for from_pretrained; saved_programs, SavedPrograms instead of compiling.
 
         Raises:
             ValueError: the directory is missing, another kind of pipeline, or has invalid configs.
         """
         path, replaced = pretrained_model_name_or_path, dict(replaced or {})
+        hub_options, vae_tile = take_hub_options(options), options.pop("vae_tile", None)
+        settings = dict.fromkeys(SETTINGS) | options
         names = {f.name for f in fields(cls)} & COMPONENTS
         if unknown := sorted(replaced.keys() - names):
             raise ValueError(
@@ -337,7 +334,7 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
         if scheduler is None:
             components["scheduler"], _ = scheduler_from_config(configs["scheduler"], path)
         for name in MODULES.keys() & configs.keys() - components.keys():
-            check_stored(configs[name], storage, f"{path}, {name}")
+            check_stored(configs[name], settings["storage"], f"{path}, {name}")
             components[name] = MODULES[name].from_config(configs[name], dtype=dtype)
         if vae_tile:
             components["vae"] = with_tile(components["vae"], vae_tile)
@@ -350,12 +347,11 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
         for f in fields(cls):
             if f.name in COMPONENT_FILES:
                 components.setdefault(f.name, None)
-        settings = {"preview": preview, "layout": layout, "saved_programs": saved_programs}
-        settings |= {"storage": storage, "accelerate": read_acceleration(accelerate)}
-        if vae_dtype is not None:
-            settings["vae_dtype"] = warn_if_slow(jnp.dtype(vae_dtype))
+        settings["accelerate"] = read_acceleration(settings["accelerate"])
+        if settings["vae_dtype"] is not None:
+            settings["vae_dtype"] = warn_if_slow(jnp.dtype(settings["vae_dtype"]))
         decoder = settings["accelerate"] and settings["accelerate"].tiny_decoder
-        if source := choose_tiny_vae(decoder, preview, cls.tiny_vae_name):
+        if source := choose_tiny_vae(decoder, settings["preview"], cls.tiny_vae_name):
             settings["tiny_vae"] = open_tiny_vae(source, components["vae"], dtype, **hub_options)
             settings["tiny_vae_source"] = source
         settings |= cls._settings(index) | {"dtype": dtype, "embeddings": embeddings}
