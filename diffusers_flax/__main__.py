@@ -15,7 +15,6 @@ import runpy
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 
 import diffusers_flax
 
@@ -110,16 +109,10 @@ def main():
     if sys.argv[1:2] in (["-h"], ["--help"]):
         print(f"{USAGE}\n\n{__doc__}".rstrip())
         return
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        print(USAGE, file=sys.stderr)
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-") or not os.path.isfile(sys.argv[1]):
+        print(f"error: {' '.join(sys.argv[1:])} is not a file; {USAGE}", file=sys.stderr)
         sys.exit(2)
     script = sys.argv[1]
-    if not os.path.isfile(script):
-        print(f"error: {script} is not a file; {USAGE}", file=sys.stderr)
-        sys.exit(2)
-    if find_spec("diffusers") is None:
-        print("error: diffusers is missing; pip install diffusers", file=sys.stderr)
-        sys.exit(2)
     sys.meta_path.insert(0, OldNamesFinder())
     del sys.argv[0]
     if not sys.flags.safe_path:  # python -m puts the current directory here, python SCRIPT this one

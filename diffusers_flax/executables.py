@@ -22,7 +22,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.loading.files import save_whole
-from diffusers_flax.messages import one_line
+from diffusers_flax.messages import differences, one_line
 
 SAFE_FOLDER = "~/.cache/jax_executables"
 # Settings of jax that do not change programs.
@@ -120,7 +120,7 @@ def private_folder(folder):
 
     Raises:
         ValueError: it is no directory, is not readable, belongs to another user, or others may
-            write to it or replace it.
+            write to it.
     """
     folder = Path(folder).expanduser().resolve()
     remedy = f"name another directory, such as {SAFE_FOLDER}"
@@ -135,13 +135,6 @@ def private_folder(folder):
             f"{folder} belongs to another user or may be written to by others, who can run code as "
             f"you; {remedy}"
         )
-    for parent in folder.parents:
-        mode = parent.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise ValueError(
-                f"{parent} may be written to by others, who could replace {folder} and run code as "
-                f"you; {remedy}"
-            )
     return folder
 
 
@@ -155,18 +148,15 @@ def read_file(file, settings):
             if not is_private(os.fstat(f.fileno())):
                 return None, f"{file} belongs to another user or may be written to by others"
             header, content = json.loads(f.readline()), f.read()
-        before, checksum = dict(header["settings"]), header["sha256"]
+        if changes := differences(header["settings"], settings):
+            return None, "; ".join(f"{change:.200}" for change in changes)
+        if digest(content) == header["sha256"]:
+            return content, None
+        return None, f"{file} is damaged"
     except FileNotFoundError:
         return None, "no executable of these settings is saved"
-    except OSError as error:
-        return None, f"{file} cannot be read ({error})"
-    except (ValueError, KeyError, TypeError):
-        return None, f"{file} is damaged"
-    changes = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
-    if changes:
-        shown = (f"{x} was {before.get(x)!s:.80} and is {settings.get(x)!s:.80}" for x in changes)
-        return None, "; ".join(shown)
-    return (content, None) if digest(content) == checksum else (None, f"{file} is damaged")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None, f"{file} cannot be read ({one_line(error, 200)})"
 
 
 def is_private(status):

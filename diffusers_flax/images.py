@@ -136,7 +136,7 @@ def prepare_masks(mask, feather=0):
             0: a hard edge.
 
     Raises:
-        ValueError: sizes differ, it is not a mask, or feather is negative.
+        ValueError: sizes differ, or it is not a mask.
     """
     is_batch = isinstance(mask, list | tuple) or getattr(mask, "ndim", 0) == 3
     masks = []
@@ -152,8 +152,6 @@ def prepare_masks(mask, feather=0):
                 "bool, or float in [0, 1]"
             )
         masks.append(array >= 0.5)
-    if len({mask.shape for mask in masks}) != 1:
-        raise ValueError("the masks of a batch must have one size; resize them, or call per size")
     return np.stack([ramp(mask, feather) for mask in masks])[:, None]
 
 
@@ -218,9 +216,7 @@ def ramp(inside, feather):
         inside: bool (H, W).
         feather: width in pixels of the ramp; the edge of the image has none.
     """
-    if feather < 0:
-        raise ValueError(f"mask_feather={feather} must be 0 or more pixels; 0 is a hard edge")
-    if feather == 0 or inside.all():
+    if feather <= 0 or inside.all():
         return inside.astype(np.float32)
     from scipy.ndimage import distance_transform_edt  # not for most images
 
