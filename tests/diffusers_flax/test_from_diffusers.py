@@ -94,7 +94,7 @@ def test_every_published_name_is_in_its_module(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "usage: python -m diffusers_flax SCRIPT ARGS"),
+        ([], "error:  is not a file; usage: python -m diffusers_flax SCRIPT"),
         (["missing.py"], "error: missing.py is not a file"),
     ],
 )
