@@ -1,6 +1,5 @@
 """edit_app.py: its flags, and its start and end."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -92,17 +91,3 @@ def test_a_used_port_a_password_and_ctrl_c(model, tmp_path):
         assert page.process.returncode == 130
         assert "interrupted; the page is closed, and its images are deleted" in errors
         assert list((tmp_path / "tmp").glob("edit_app_*")) == []
-
-
-@pytest.mark.slow
-@needs_gradio
-def test_sigterm_at_the_start_deletes_the_files(model, tmp_path):
-    command = [sys.executable, ROOT / "edit_app.py", "--model", model, "--port", free_port()]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    process = subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.PIPE)
-    while not list(tmp_path.glob("edit_app_*")) and process.poll() is None:
-        time.sleep(0.01)
-    process.terminate()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and b"nothing was served" in errors
-    assert list(tmp_path.glob("edit_app_*")) == []

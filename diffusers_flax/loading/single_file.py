@@ -67,14 +67,6 @@ BARE_COMPONENTS = {  # a component alone, without prefixes: one of its names, or
     "unet": ("input_blocks.0.0.weight", "down_blocks.0.resnets.0.conv1.weight"),
     "vae": ("encoder.conv_in.weight", "decoder.conv_in.weight"),
 }
-IN_WORDS = {
-    None: "a whole model",
-    "unet": "a UNet",
-    "vae": "a VAE",
-    "controlnet": "a ControlNet",
-    "text_encoder": "a text encoder",
-    "text_encoder_2": "a second text encoder",
-}
 EMA_PREFIX = "model_ema."
 PURPOSES = {"text to image": "", "InstructPix2Pix": "InstructPix2Pix", "inpainting": "Inpaint"}
 V2_WIDTH = 1024  # of the text states that cross-attention reads
@@ -271,10 +263,8 @@ def check_content(argument, source):
     refuse(what, names)
     is_alone, wanted = "" in found.values(), source.component or "unet"
     if wanted not in found or (source.component is None and is_alone):
-        content = " and ".join(IN_WORDS[x] for x in found) or first_names([*names])
-        raise ValueError(
-            f"{what} has {content} alone; give a file with {IN_WORDS[source.component]}"
-        )
+        content, needed = first_names([*found or names]), source.component or "a whole model"
+        raise ValueError(f"{what} has {content} alone; give a file with {needed}")
     if wanted == "unet" and source.kind not in PURPOSES:
         kind = source.kind or first_names([*names])
         raise ValueError(

@@ -253,7 +253,7 @@ ERRORS = {
         "is a Control-LoRA, for a ControlNet .*, which is not supported; take a whole",
     ),
     "lora": ({"lora_unet_down_blocks_0.lora_down.weight": torch.ones(2)}, "is a LoRA; give it as"),
-    "vae": ({"encoder.conv_in.weight": torch.ones(2)}, "has a VAE alone; give a file with a whole"),
+    "vae": ({"encoder.conv_in.weight": torch.ones(2)}, "has vae alone; give a file with a whole"),
     "sd3": ({"model.diffusion_model.joint_blocks.0.bias": ONE}, "is Stable Diffusion 3 .*, which"),
     "flux": ({"double_blocks.0.img_attn.norm.key_norm.scale": ONE}, "is FLUX .*, which is not"),
     "other": ({"a.b.weight": ONE}, "has a.b.weight alone; give a file with a whole model"),
@@ -458,5 +458,5 @@ def test_controlnet(tmp_path, layout, options):
             str(file), config=str(tmp_path / "configs")
         )
         assert all((theirs.state_dict()[name] == x).all() for name, x in model.state_dict().items())
-    with pytest.raises(ValueError, match="has a ControlNet alone; give a file with a whole model"):
+    with pytest.raises(ValueError, match="has controlnet alone; give a file with a whole model"):
         FlaxDiffusionPipeline.from_single_file(file, config=tmp_path / "configs")

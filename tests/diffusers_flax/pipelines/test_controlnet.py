@@ -134,44 +134,6 @@ def test_global_pooling_equals_pytorch(folders, tmp_path):
 
 
 @pytest.mark.slow
-def test_guidance_that_stops_equals_pytorch(folders):
-    """PyTorch's callback switches guidance off after half of the steps."""
-    folder = folders["xl"]
-    images, latents = conditions(1, "xl", batch=1)
-    net = ControlNetModel.from_pretrained(folder / "0")
-    theirs = StableDiffusionXLControlNetPipeline.from_pretrained(folder, controlnet=net)
-    theirs.set_progress_bar_config(disable=True)
-    names = ["prompt_embeds", "add_text_embeds", "add_time_ids", "image"]
-
-    def stop(pipeline, i, t, tensors):
-        if i != STEPS // 2 - 1:
-            return {}
-        pipeline._guidance_scale = 1.0
-        return {name: x[-1:] for name, x in tensors.items()}
-
-    wanted = theirs(
-        PROMPTS[0],
-        image=torch.tensor(images[0]).permute(0, 3, 1, 2),
-        latents=torch.tensor(latents),
-        num_inference_steps=STEPS,
-        guidance_scale=3.0,
-        output_type="np",
-        callback_on_step_end=stop,
-        callback_on_step_end_tensor_inputs=names,
-    ).images
-    ours, params = FlaxStableDiffusionXLControlNetPipeline.from_pretrained(
-        folder, controlnet=folder / "0", accelerate="guidance:stop=0.5"
-    )
-    options = dict(num_inference_steps=STEPS, guidance_scale=3.0, latents=latents)
-    inputs = ours.prepare_inputs(PROMPTS[:1], images[0])
-    found = ours(*inputs, params, jax.random.key(0), **options).images
-    assert psnr(found, wanted) > 60
-    for technique in ("deepcache", "fbcache", "tgate"):
-        with pytest.raises(ValueError, match=f"accelerate={technique} reuses features"):
-            dataclasses.replace(ours, accelerate=technique)
-
-
-@pytest.mark.slow
 def test_all_devices_as_published(folders):
     """The published example: parameters assigned, split keys, jit=True, also pmap(_generate)."""
     folder = folders["sd"]

@@ -15,7 +15,6 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.evaluation.edits import check_model
 from diffusers_flax.generating.models import ModelOptions, Sampling, load_model
-from diffusers_flax.models.unet import FlaxUNet2DConditionOutput
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (
@@ -24,7 +23,6 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
-from diffusers_flax.pipelines.sampling import resize
 from diffusers_flax.training.sharding import replicate
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
@@ -102,56 +100,6 @@ def test_what_edits_in_bfloat16_round(folder, loaded):
     vae = pipeline.vae.clone(force_upcast=False)
     cast_params(dataclasses.replace(pipeline, vae=vae), params)
     assert {x.dtype for x in jax.tree.leaves(params["vae"])} == {np.dtype(jnp.bfloat16)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("negative_prompt", "size"),
-    [
-        pytest.param(None, (None, None), marks=pytest.mark.slow),
-        pytest.param("", (None, None), marks=pytest.mark.slow),
-        ("red", (64, 48)),
-    ],
-)
-def test_what_each_branch_receives(loaded, monkeypatch, negative_prompt, size):
-    """Text and image; null text and image; null text and zeros. Time ids are equal in all.
-
-    The time ids are of the size of the image, or of the size that was asked for.
-    """
-    pipeline, params = loaded
-    prompt_ids, image = pipeline.prepare_inputs(PROMPTS[0], random_inputs(1, 40, 56, 8)[0])
-    null_ids = None if negative_prompt is None else pipeline.prepare_text_inputs(negative_prompt)
-    received = []
-
-    def spy(self, variables, sample, t, states, added, timestep_cond=None):
-        """A UNet that returns its noisy latents."""
-        jax.debug.callback(lambda *inputs: received.append(inputs), sample, states, added)
-        return FlaxUNet2DConditionOutput(sample[:, :4])
-
-    monkeypatch.setattr(type(pipeline.unet), "apply", spy)
-    height, width = size
-    options = dict(num_inference_steps=1, neg_prompt_ids=null_ids, height=height, width=width)
-    generate = partial(pipeline._generate, **options)
-    jax.jit(generate)(prompt_ids, image, params, jax.random.key(0))
-    jax.effects_barrier()
-    (sample, states, added), *_ = received
-    text, pooled = pipeline.get_embeddings(prompt_ids, params)
-    null, null_pooled = jnp.zeros_like(text), jnp.zeros_like(pooled)
-    if null_ids is not None:
-        null, null_pooled = pipeline.get_embeddings(null_ids, params)
-    np.testing.assert_allclose(states, jnp.concatenate([text, null, null]), atol=1e-5)
-    np.testing.assert_allclose(
-        added["text_embeds"], jnp.concatenate([pooled, null_pooled, null_pooled]), atol=1e-5
-    )
-    height, width = height or 40, width or 56
-    np.testing.assert_array_equal(added["time_ids"], [[height, width, 0, 0, height, width]] * 3)
-    image = resize(image, (height, width))
-    noisy, image_latents = np.split(np.asarray(sample), 2, axis=1)
-    np.testing.assert_array_equal(noisy[1:], noisy[:1].repeat(2, axis=0))
-    posterior = pipeline.vae.apply({"params": params["vae"]}, image, method=pipeline.vae.encode)
-    mode = np.transpose(posterior.latent_dist.mode(), (0, 3, 1, 2))  # unscaled
-    expected = np.concatenate([mode, mode, np.zeros_like(mode)])
-    np.testing.assert_allclose(image_latents, expected, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from diffusers import (
     StableDiffusionXLImg2ImgPipeline,
     StableDiffusionXLPipeline,
 )
-from flax.jax_utils import replicate
 from helpers import matmuls_of_text, psnr, slow
 from references import call_theirs, remove_variance
 from tiny_models import SCHEDULERS, make_tiny_pipeline, make_tiny_xl
@@ -199,36 +198,6 @@ def test_float16(folders, kind):
     assert decoder_types(pipeline, params) == {"f32"} and decoder_types(half, params) == {"f16"}
     found = half(*inputs, num_inference_steps=3, guidance_scale=2.0).images
     assert psnr(found, images[jnp.float16]) > 50
-
-
-@pytest.mark.slow
-def test_base_then_refiner(folders, xl):
-    """The refiner continues from the base's latents, also on several devices, of one size only."""
-    base, params = xl
-    key = jax.random.key(0)
-    latents = base(
-        base.prepare_inputs(PROMPTS), params, key, 3, output_type="latent", height=64, width=48
-    ).images
-    assert latents.shape == (2, 4, 8, 6)
-    refiner, params = FlaxStableDiffusionXLImg2ImgPipeline.from_pretrained(folders["xl refiner"])
-    prompt_ids, image = refiner.prepare_inputs(PROMPTS, latents)
-    np.testing.assert_array_equal(image, latents)
-    expected = refiner(prompt_ids, image, params, key, 0.5, 4).images
-    assert expected.shape == (2, 64, 48, 3)
-    with pytest.raises(ValueError, match=r"size 64x64 .* is not the size of these latents, 64x48"):
-        refiner(prompt_ids, latents, params, key, 0.5, 4, height=64, width=64)
-
-    devices = jax.devices()[:2]
-    p_params, (p_ids, p_latents) = (
-        replicate(params, devices),
-        (prompt_ids[:, None], latents[:, None]),
-    )
-    images = refiner(p_ids, p_latents, p_params, key, 0.5, 4, jit=True).images
-    np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
-    generate = jax.pmap(refiner._generate, static_broadcasted_argnums=(4, 5), devices=devices)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(2))[:, None]
-    images = generate(p_ids, np.asarray(p_latents), p_params, keys, 2, 4)
-    np.testing.assert_allclose(images[:, 0], expected, atol=1e-5)
 
 
 @pytest.mark.slow

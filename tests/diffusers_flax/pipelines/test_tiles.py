@@ -14,11 +14,10 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.devices.layout import Layout
-from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
+from diffusers_flax.models.vae import with_tile
 from diffusers_flax.pipelines import memory
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.sampling import decode
-from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 # diffusers' Euler scheduler under NumPy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
@@ -130,14 +129,3 @@ def test_choice_of_a_tile(folders, batch_size):
     assert choose(math.inf) == choose(whole) == 0
     assert choose(whole - 1) == choose(of_64) == 64
     assert choose(of_64 - 1) == choose(0) == 32  # the least
-
-
-def test_memory_of_attention():
-    """Without a kernel the logits of all positions take most of it."""
-    vae = FlaxAutoencoderKL.from_config(PUBLISHED_CONFIGS["stable-diffusion-v1-5"]["vae"])
-    size, features = (2048, 2048), 4.1 * 256 * 4 * 2048**2
-    image = 2 * 2048**2 * 3 * 4
-    assert memory.bytes_of_vae(vae, 1, size, "tpu") == image + features
-    assert memory.bytes_of_vae(vae, 1, size, "gpu") == image + 2 * 4 * 256**4
-    assert memory.bytes_of_vae(vae, 1, (2040, 2040), "tpu") > 2 * 4 * 255**4  # no blocks of 128
-    assert memory.bytes_of_vae(vae, 1, size, "gpu", 512) == image + features / 16
