@@ -263,7 +263,7 @@ def check_content(argument, source):
     refuse(what, names)
     is_alone, wanted = "" in found.values(), source.component or "unet"
     if wanted not in found or (source.component is None and is_alone):
-        content, needed = first_names([*found or names]), source.component or "a whole model"
+        content, needed = first_names([*(found or names)]), source.component or "a whole model"
         raise ValueError(f"{what} has {content} alone; give a file with {needed}")
     if wanted == "unet" and source.kind not in PURPOSES:
         kind = source.kind or first_names([*names])
