@@ -12,7 +12,6 @@ Requests run one after another, first come, first served.
 
 import asyncio
 import logging
-import math
 import threading
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
@@ -126,9 +124,7 @@ class Editor:
         self.limits = Limits(smallest, largest, tuple(self.loras), takes_strength=not self.edits)
         check_settings(replace(self.defaults(), instruction="red"), self.limits)
         self.check(self.defaults())
-        # A single image runs on the first device or the layout, a comparison on all devices.
         self.devices = devices_for(1, self.layout)
-        self.all_devices = self.devices if self.layout else jax.local_devices()
         self.programs = {}  # {what a program depends on: pipeline}
         self.params, self.weights = None, None
         self.requests = []  # the first request runs, the other requests wait
@@ -283,30 +279,31 @@ class Editor:
         if self.edits and mask and mask.getextrema()[0]:
             mask = None  # all white restricts nothing
         task = EDIT if self.edits else task_of(request.image, mask)
-        at_once = len(self.all_devices) if len(request.scales) > 1 else 1
-        arrays = self._arrays(settings, task, size, image, mask, at_once)
-        batches = [request.scales[i : i + at_once] for i in range(0, len(request.scales), at_once)]
-        request.num_steps = settings.num_steps * len(batches)
+        arrays = self._arrays(settings, task, size, image, mask)
+        request.num_steps = settings.num_steps * len(request.scales)
         request.enter("making")
-        for number, scales in enumerate(batches):
+        for number, scales in enumerate(request.scales):
             request.step = number * settings.num_steps
-            if len(request.scales) > 1:
-                scales = [with_all_branches(*one) for one in scales]
-            of_image = replace(settings, **dict(zip(SCALES, scales[0])))
-            pipeline = self._program(of_image, task, mask is not None, size, at_once)
-            images = self._call(pipeline, task, arrays, of_image, scales)
-            images = np.asarray(images).reshape(-1, size[1], size[0], 3)[: len(scales)]
+            of_image = replace(settings, **dict(zip(SCALES, scales)))
+            pipeline = self._program(of_image, task, mask is not None, size)
+            options = dict(zip(SCALES if task == EDIT else SCALES[:1], scales))
+            options["num_inference_steps"] = settings.num_inference_steps
+            if task == "text to image":
+                options["width"], options["height"] = size
+            elif task != EDIT:
+                options["strength"] = settings.strength
+            images = pipeline(params=self.params, jit=True, **arrays, **options).images
+            images = np.asarray(images).reshape(1, size[1], size[0], 3)
             if request.stopped.is_set():
                 raise Stopped
             check_finite_images(images, "the images", settings.lora)
-            request.images += [
-                finish_image(made, request.size, image, mask, settings.mask_feather)
-                for made in to_pil(images)
-            ]
+            (made,) = to_pil(images)
+            feather = settings.mask_feather
+            request.images.append(finish_image(made, request.size, image, mask, feather))
         request.seconds = time.perf_counter() - started
 
-    def _arrays(self, settings, task, size, image, mask, num_devices):
-        """A call's arrays by their names, the same for each device, (devices, 1, ...)."""
+    def _arrays(self, settings, task, size, image, mask):
+        """A call's arrays by their names, (1, 1, ...)."""
         pipeline = self.pipeline
         arrays = {"prompt_ids": pipeline.prepare_text_inputs(settings.instruction)}
         if settings.negative_prompt:
@@ -316,38 +313,15 @@ class Editor:
         arrays |= inputs_of(pipeline, task, images, masks)
         if task == EDIT and masks:
             arrays["mask"] = prepare_masks(masks)
-        arrays = {
-            name: x if x is None else np.broadcast_to(x, (num_devices, *x.shape))
-            for name, x in arrays.items()
-        }
-        return arrays | {"prng_seed": jnp.broadcast_to(key_of(settings.seed), (num_devices, 1))}
+        arrays = {name: x if x is None else x[None] for name, x in arrays.items()}
+        return arrays | {"prng_seed": key_of(settings.seed).reshape(1, 1)}
 
-    def _call(self, pipeline, task, arrays, settings, scales):
-        """Start a program; returns its images, on devices; scales: of each image."""
-        num_devices = len(arrays["prompt_ids"])
-        if num_devices == 1:
-            (scales,) = scales
-        else:
-            scales = [*scales, *scales[-1:] * (num_devices - len(scales))]
-            scales = np.float32(scales).T[..., None]  # (2, devices, 1)
-        options = {"num_inference_steps": settings.num_inference_steps}
-        options["guidance_scale"] = scales[0]
-        if task == EDIT:
-            options["image_guidance_scale"] = scales[1]
-        elif task == "text to image":
-            options["width"], options["height"] = self.size_of(settings)
-        else:
-            options["strength"] = settings.strength
-        params = self.params[num_devices]
-        return pipeline(params=params, jit=True, **arrays, **options).images
-
-    def _program(self, settings, task, has_mask, size, num_devices):
-        """The pipeline of the program that makes an image on each device."""
+    def _program(self, settings, task, has_mask, size):
+        """The pipeline of the program that makes an image."""
         branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
         key = (
             *(settings.scheduler, settings.accelerate, settings.num_inference_steps),
-            *(settings.num_steps, task, has_mask, size, branches),
-            *(bool(settings.negative_prompt), num_devices),
+            *(settings.num_steps, task, has_mask, size, branches, bool(settings.negative_prompt)),
         )
         if key not in self.programs:
             if len(self.programs) == MAX_PROGRAMS:
@@ -417,12 +391,9 @@ class Editor:
         self._place(params, weights)
 
     def _place(self, params, weights):
-        """Move parameters to all devices; weights: their _weights_of."""
-        place_params(params, self.all_devices, self.pipeline.layout)
-        self.params = {len(self.all_devices): params}
-        if len(self.all_devices) > 1:  # the same memory
-            self.params[1] = jax.tree.map(lambda x: x.addressable_shards[0].data, params)
-        self.weights = weights
+        """Move parameters to the device or the layout; weights: their _weights_of."""
+        place_params(params, self.devices, self.pipeline.layout)
+        self.params, self.weights = params, weights
 
     def _show(self, step, keys, images):
         """Take a step's preview; the program calls it, in any thread."""
@@ -460,18 +431,6 @@ def named_loras(specs):
         path = Path(split_weight(spec)[0])
         named[path.stem if path.stem not in named else f"{path.parent.name}/{path.stem}"] = spec
     return named
-
-
-def with_all_branches(guidance_scale, image_guidance_scale):
-    """The scales, moved by less than float32 resolves where a branch would be left out.
-
-    All images of a comparison then share one program.
-    """
-    if image_guidance_scale in (1, guidance_scale):
-        image_guidance_scale = math.nextafter(image_guidance_scale, math.inf)
-    if guidance_scale in (0, 1):
-        guidance_scale = math.nextafter(guidance_scale, math.inf)
-    return guidance_scale, image_guidance_scale
 
 
 def error_of(error):

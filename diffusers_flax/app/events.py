@@ -1,7 +1,6 @@
 """What the page does when something is clicked, and its API for other programs."""
 
 import asyncio
-import html
 import secrets
 from contextlib import aclosing
 from dataclasses import asdict, replace
@@ -192,8 +191,6 @@ class Events:
             raise ValueError("there is no image; drop one, paste one, or take an example")
         layers = data["use_mask"] and (data["mask"] or {}).get("layers")
         painted, file = painted_mask(layers), data["mask_file"]
-        if file and painted:
-            raise ValueError("there are two masks; remove the file, or switch the painted one off")
         request = request_of(settings, data["image"], file, scales)
         if painted:
             request.mask = painted
@@ -257,7 +254,6 @@ class Events:
     def _failed(self, error, session):
         """Updates that show an error instead of the result; it is shown over the page, too."""
         c, session.shown, text = self.c, None, one_line(error)
-        gr.Warning(html.escape(text), title="Error", duration=5)
         gone = gr.update(interactive=False)
         cleared = {c.result: None, c.slider: None, c.download: gone, c.use: gone}
         return cleared | {c.status: status(text, "failed")}

@@ -155,25 +155,16 @@ def test_images_from_text_and_an_image_are_the_pipelines(tmp_path, kind, masked)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["edits", "text", "text and image"])
-def test_a_comparison_runs_on_all_devices(tmp_path, photo_file, kind):
-    """Its images are those of single requests; also where a single one leaves a branch out."""
-    text = kind != "edits"
-    model = make_tiny_pipeline(tmp_path / "model", 4 if text else 8, unet_channels=(16,))
-    editor, image = open_editor(model), None if kind == "text" else Image.open(photo_file)
+def test_a_comparison_has_the_images_of_single_requests(model, photo_file):
+    editor, image = open_editor(model), Image.open(photo_file)
     settings = Settings("make it red", 2.0, 1.5, 3, seed=7, resolution=32)
-    if kind == "text and image":
-        settings = dataclasses.replace(settings, strength=0.7)
-    scales = [(2.0, x) for x in (1.0, 1.2, 1.5, 2.0, 3.0)]
-    scales = [(1.0, 1.5), (2.0, 1.5), (7.5, 1.5)] if text else scales
-    request = ImageRequest(settings, image, scales=tuple(scales))
+    scales = (2.0, 1.0), (2.0, 1.5), (2.0, 2.0)
+    request = ImageRequest(settings, image, scales=scales)
     make(editor, request)
-    assert len(request.images) == len(scales) and len(editor.programs) == 1
-    assert request.num_steps == settings.num_steps * (2 if len(scales) > 4 else 1)  # 4 devices
+    assert len(request.images) == 3 and request.num_steps == 9
     for one, found in zip(scales, request.images):
         single = dataclasses.replace(settings, **dict(zip(SCALES, one)))
-        difference = np.int16(make(editor, ImageRequest(single, image))) - np.int16(found)
-        assert np.abs(difference).max() <= 1
+        np.testing.assert_array_equal(make(editor, ImageRequest(single, image)), found)
 
 
 @pytest.mark.slow
