@@ -12,10 +12,10 @@ Requests run one after another, first come, first served.
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -42,10 +42,8 @@ from diffusers_flax.generating.flags import from_flags
 from diffusers_flax.generating.inputs import inputs_of, key_of
 from diffusers_flax.generating.masks import finish_image, fit_mask, stretch_mask
 from diffusers_flax.generating.models import (
-    ModelOptions,
     Sampling,
     check_sampling,
-    load_model,
     plan_images,
 )
 from diffusers_flax.generating.recipes import MASKED, recipe_text
@@ -160,26 +158,19 @@ class Editor:
     def open(self):
         """Load the model."""
         config, defaults = self.config, self.defaults()
-        preview = Preview(1, self._show, self.decoder) if config.progress else None
-        options = from_flags(
-            ModelOptions,
-            config,
-            dtype=choose_dtype(config.dtype),
-            lora=self._lora_specs(defaults),
-            layout=self.layout,
-            preview=preview,
-        )
-        self.pipeline, params = load_model(
+        pipeline = self.checked.pipeline_type.open(
             config.model,
-            self.checked.pipeline_type,
-            self.checked.scheduler,
-            (),  # --accelerate comes with the settings
-            options,
-            partial(self._plan, settings=defaults, size=(self.checked.resolution,) * 2),
+            dtype=choose_dtype(config.dtype),
+            scheduler=self.checked.scheduler,
+            embeddings=config.embedding,
+            layout=self.layout,
+            preview=Preview(1, self._show, self.decoder) if config.progress else None,
+            storage=config.storage,
+            vae_dtype=config.vae_dtype,
         )
-        if config.accelerate:  # int8 changes the parameters
-            cast_params(self._with_settings(defaults), params)
-        self._place(params, self._weights_of(defaults))
+        self.pipeline, planned = self._plan(pipeline, defaults, (self.checked.resolution,) * 2)
+        print(planned, file=sys.stderr)
+        self._load_weights(defaults)
 
     # ------------------------------------------------------------ checks
 
@@ -269,7 +260,9 @@ class Editor:
     def _make(self, request):
         started, factor = time.perf_counter(), self.checked.factor
         settings = request.settings
-        self._load_weights(request)
+        if self._weights_of(settings) != self.weights:
+            request.enter("loading")
+            self._load_weights(settings)
         request.size = self.size_of(settings, request.image)
         size = request.size if request.image is None else shared_size(request.size, factor)
         image = request.image and fit_image(request.image, request.size)
@@ -378,22 +371,14 @@ class Editor:
         int8 = parse(self._acceleration(settings)).int8
         return self._lora_specs(settings), int8 and int8.mode
 
-    def _load_weights(self, request):
-        """Read the parameters again if a request has other LoRA files or another int8 mode."""
-        weights = self._weights_of(request.settings)
-        if weights == self.weights:
-            return
-        request.enter("loading")
+    def _load_weights(self, settings):
+        """Read the parameters, with the LoRA files and the int8 mode of settings."""
         self.params = self.weights = None  # frees the memory first
-        options = {"lora": weights[0], "unet_delta": self.config.unet_delta}
+        options = {"lora": self._lora_specs(settings), "unet_delta": self.config.unet_delta}
         params = self.pipeline.load_params(self.config.model, **options)
-        cast_params(self._with_settings(request.settings), params)
-        self._place(params, weights)
-
-    def _place(self, params, weights):
-        """Move parameters to the device or the layout; weights: their _weights_of."""
+        cast_params(self._with_settings(settings), params)
         place_params(params, self.devices, self.pipeline.layout)
-        self.params, self.weights = params, weights
+        self.params, self.weights = params, self._weights_of(settings)
 
     def _show(self, step, keys, images):
         """Take a step's preview; the program calls it, in any thread."""
