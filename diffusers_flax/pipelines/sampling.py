@@ -130,11 +130,6 @@ def keys_of_sequel(keys):
     return jax.vmap(jax.random.fold_in, (0, None))(keys, SEQUEL)
 
 
-def rows_per_image(ids, num_images):
-    """Broadcast token ids of negative prompts, one per image or one for all, to (num_images, T)."""
-    return jnp.broadcast_to(ids, (num_images, *ids.shape[1:]))
-
-
 def are_plain(inputs, length):
     """Whether a run's prompts have one chunk of `length` tokens and no weights, see prompts.py."""
     ids = (inputs[name] for name in ("prompt_ids", "neg_prompt_ids"))

@@ -34,7 +34,7 @@ from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.running import CallOptions, run
-from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH, are_plain, rows_per_image
+from diffusers_flax.pipelines.sampling import TEXT_OF_BRANCH, are_plain
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
@@ -75,7 +75,7 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
             if null_ids is None:
                 null_ids = self.prepare_text_inputs("")
             else:
-                null_ids = rows_per_image(null_ids, B)
+                null_ids = jnp.broadcast_to(null_ids, (B, *null_ids.shape[1:]))
             ids["null"] = null_ids.astype(prompt_ids.dtype)
         if are_plain(inputs, self.text_encoder.module.max_position_embeddings):
             (encoded,), _ = self.text_outputs(params, jnp.concatenate([*ids.values()]))

@@ -39,7 +39,7 @@ from diffusers_flax.pipelines.base import TEXT_ENCODERS, FlaxDiffusionPipeline
 from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.running import CallOptions, run
-from diffusers_flax.pipelines.sampling import AYS_SDXL, TEXT_OF_BRANCH, are_plain, rows_per_image
+from diffusers_flax.pipelines.sampling import AYS_SDXL, TEXT_OF_BRANCH, are_plain
 from diffusers_flax.pipelines.text_to_image import TextToImage
 from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
@@ -170,10 +170,11 @@ class XLComponents(FlaxDiffusionPipeline):
         """
         prompt_ids, null_ids = inputs["prompt_ids"], inputs["neg_prompt_ids"]
         B, texts = len(prompt_ids), {"text": prompt_ids}
+        if null_ids is None and not self.force_zeros_for_empty_prompt:
+            null_ids = self.prepare_text_inputs("")
         if null_ids is not None:
-            texts["null"] = rows_per_image(null_ids.astype(prompt_ids.dtype), B)
-        elif not self.force_zeros_for_empty_prompt:
-            texts["null"] = rows_per_image(self.prepare_text_inputs(""), B)
+            null_ids = null_ids.astype(prompt_ids.dtype)
+            texts["null"] = jnp.broadcast_to(null_ids, (B, *null_ids.shape[1:]))
         names = [TEXT_OF_BRANCH[branch] for branch in options.branches]
         encoded = list(dict.fromkeys(name for name in names if name in texts)) or ["text"]
         texts = {name: texts[name] for name in encoded}
