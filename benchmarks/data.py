@@ -24,12 +24,8 @@ without it.
 import contextlib
 import io
 import itertools
-import multiprocessing
-import os
-import resource
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +58,6 @@ BATCH_SIZE = 16
 THREADS = (1, 2)
 COLUMNS = ("original_image", "edited_image", "edit_prompt")
 PIXELS = ("original_pixel_values", "edited_pixel_values")
-FIGURES = ("pairs_per_second", "pairs_per_cpu_second")
 
 # Detailed photographs that ship with these packages: their crops take as many bytes as the public
 # dataset's images, 205 kB, and decoding time is proportional to the bytes.
@@ -104,7 +99,7 @@ class Config:
 # ---------------------------------------------------------------------------- shards
 
 
-def make_pair(photographs: list[Image.Image], row: int) -> dict:
+def make_pair(photographs, row):
     """A random crop and an edit of it, as a row of SCHEMA; no other row has its edit_prompt."""
     rng = np.random.default_rng([0, row])
     photograph = photographs[rng.integers(len(photographs))]
@@ -128,7 +123,7 @@ def make_pair(photographs: list[Image.Image], row: int) -> dict:
     }
 
 
-def make_shards(folder: Path, num_shards: int, rows_per_shard: int) -> None:
+def make_shards(folder, num_shards, rows_per_shard):
     """Write shards of real photographs to a directory."""
     make = partial(make_pair, load_photographs(PHOTOGRAPHS))
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +135,7 @@ def make_shards(folder: Path, num_shards: int, rows_per_shard: int) -> None:
             pq.write_table(table, file, row_group_size=rows_per_shard)
 
 
-def link_shards(shards: list[Path], folder: Path, num_rows: int) -> list[Path]:
+def link_shards(shards, folder, num_rows):
     """Fill a directory with links to shards until it has num_rows rows.
 
     No epoch ends during a measurement, and row groups are read as in training. All methods read
@@ -162,7 +157,7 @@ def link_shards(shards: list[Path], folder: Path, num_rows: int) -> list[Path]:
 # (B, 3, R, R) in [-1, 1], as Hugging Face's trainer makes them on the host.
 
 
-def ours(links: list[Path], num_threads: int, resample: str = "dct") -> Iterator[dict]:
+def ours(links, num_threads, resample="dct"):
     """The loader with its default arguments, except for the measured ones."""
     dataset = ParquetImagePairs(
         str(links[0].parent),
@@ -174,7 +169,7 @@ def ours(links: list[Path], num_threads: int, resample: str = "dct") -> Iterator
         yield from dataset
 
 
-def trainer_transform(originals: list[Image.Image], edits: list[Image.Image]) -> tuple:
+def trainer_transform(originals, edits):
     """The transforms of diffusers' train_instruct_pix2pix.py: two float32 (B, 3, R, R).
 
     Its random crop has the size of the scaled images and so does nothing; its flip is one draw for
@@ -190,13 +185,13 @@ def trainer_transform(originals: list[Image.Image], edits: list[Image.Image]) ->
     return tuple(pixels.reshape(2, -1, 3, RESOLUTION, RESOLUTION))
 
 
-def transform_examples(examples: dict) -> dict:
+def transform_examples(examples):
     """A batch of decoded rows for `datasets`."""
     pixels = trainer_transform(examples["original_image"], examples["edited_image"])
     return {"edit_prompt": examples["edit_prompt"], **dict(zip(PIXELS, pixels))}
 
 
-def hugging_face(links: list[Path], num_threads: int) -> Iterator[dict]:
+def hugging_face(links, num_threads):
     """Hugging Face datasets, streaming as its documentation shows: shuffle buffer, then map."""
     rows = datasets.load_dataset(
         "parquet", data_files=[str(link) for link in links], split="train", streaming=True
@@ -216,10 +211,10 @@ def hugging_face(links: list[Path], num_threads: int) -> Iterator[dict]:
 class PillowRows(IterableDataset):
     """Rows read by pyarrow and decoded by Pillow, one by one in the order of the shards."""
 
-    def __init__(self, links: list[Path]):
+    def __init__(self, links):
         self.links = links
 
-    def __iter__(self) -> Iterator[dict]:
+    def __iter__(self):
         worker = get_worker_info()
         mine = self.links if worker is None else self.links[worker.id :: worker.num_workers]
         for link in mine:
@@ -230,12 +225,12 @@ class PillowRows(IterableDataset):
                     yield {"edit_prompt": row["edit_prompt"], **dict(zip(PIXELS, pixels))}
 
 
-def torch_rows(links: list[Path], num_threads: int) -> Iterator[dict]:
+def torch_rows(links, num_threads):
     """Batches of PyTorch's DataLoader."""
     return load_in_workers(PillowRows(links), num_threads)
 
 
-def load_in_workers(rows: IterableDataset, num_threads: int) -> Iterator[dict]:
+def load_in_workers(rows, num_threads):
     """Batches through DataLoader: in this process for one thread, else in num_threads workers."""
     loader = DataLoader(
         rows, batch_size=BATCH_SIZE, num_workers=0 if num_threads == 1 else num_threads
@@ -255,21 +250,8 @@ METHODS = {
 # ---------------------------------------------------------------------------- measuring
 
 
-def cpu_seconds() -> float:
-    """Processor time so far of all threads of this process and of its child processes."""
-    ticks = 0
-    for child in multiprocessing.active_children():  # this also collects ended children
-        fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])  # user and system
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    running = ticks / os.sysconf("SC_CLK_TCK")
-    return time.process_time() + running + ended.ru_utime + ended.ru_stime
-
-
-def measure_stream(
-    stream: Iterator[dict], rows_at_once: int, seconds: float, warm_up_pairs: int = 0
-) -> dict:
-    """FIGURES of a stream in its steady state.
+def pairs_per_second(stream, rows_at_once, seconds, warm_up_pairs=0):
+    """Pairs per second of a stream in its steady state.
 
     The clock starts after the first batch, `warm_up_pairs` more pairs and a third of `seconds`. By
     then shards are open, buffers are full and the first row groups of the epoch are read. The
@@ -286,18 +268,17 @@ def measure_stream(
     ready = time.perf_counter() + seconds / 3
     while time.perf_counter() < ready or num_pairs < warm_up_pairs:
         num_pairs += len(next(stream)["edit_prompt"])
-    start, start_cpu = time.perf_counter(), cpu_seconds()
+    start = time.perf_counter()
     num_pairs = until = 0
     while num_pairs == 0 or time.perf_counter() - start < seconds:
         until += rows_at_once
         while num_pairs < until:
             num_pairs += len(next(stream)["edit_prompt"])
-    wall, cpu = time.perf_counter() - start, cpu_seconds() - start_cpu
-    return dict(zip(FIGURES, (num_pairs / wall, num_pairs / cpu)))
+    return num_pairs / (time.perf_counter() - start)
 
 
-def measure_rounds(config: Config, links: list[Path], rows_at_once: int) -> dict:
-    """{method: {threads: [figures of measure_stream, per round]}}, every method once per round."""
+def measure_rounds(config, links, rows_at_once):
+    """{method: {threads: [pairs per second of each round]}}, every method once per round."""
     names = [name for name in METHODS if name != "datasets" or datasets]
     results = {name: {str(threads): [] for threads in THREADS} for name in names}
     for number in tqdm(range(config.rounds), desc="measuring", unit="round", disable=None):
@@ -307,28 +288,20 @@ def measure_rounds(config: Config, links: list[Path], rows_at_once: int) -> dict
             for name in names[shift:] + names[:shift]:
                 warm_up = config.warm_up_pairs if name.startswith("ours") else 0
                 with contextlib.closing(METHODS[name](links, threads)) as stream:
-                    figures = measure_stream(stream, rows_at_once, config.slice_seconds, warm_up)
-                results[name][str(threads)].append(figures)
+                    speed = pairs_per_second(stream, rows_at_once, config.slice_seconds, warm_up)
+                results[name][str(threads)].append(speed)
     return results
 
 
-def summarize(rounds: dict, divisors: dict | None = None) -> dict:
-    """{threads: {figure: median and range}} over rounds; of ratios to divisors within a round."""
-
-    def spread(values):
-        return {"median": float(np.median(values)), "min": min(values), "max": max(values)}
-
-    summary = {}
-    for threads, rows in rounds.items():
-        ones = [dict.fromkeys(FIGURES, 1.0)] * len(rows)
-        others = divisors[threads] if divisors else ones
-        summary[threads] = {
-            name: spread([a[name] / b[name] for a, b in zip(rows, others)]) for name in FIGURES
-        }
-    return summary
+def summarize(rounds):
+    """{threads: {"pairs_per_second": median and range}} of {threads: [figure of each round]}."""
+    return {
+        threads: {"pairs_per_second": {"median": float(np.median(x)), "min": min(x), "max": max(x)}}
+        for threads, x in rounds.items()
+    }
 
 
-def run(config: Config) -> None:
+def run(config):
     """Make the shards, measure, write."""
     packages = ["numpy", "pyarrow", "simplejpeg", "pillow", "torch"]
     machine = describe_machine(packages + (["datasets"] if datasets else []))
@@ -346,8 +319,11 @@ def run(config: Config) -> None:
     if datasets is None:
         print("`datasets` was not measured: pip install datasets")
         return
-    ratio = summarize(results["ours"], results["datasets"])
-    write_row("ratio ours/datasets", {"summary": ratio}, machine, config.output)
+    ratios = {  # of each round
+        threads: [ours / theirs for ours, theirs in zip(rounds, results["datasets"][threads])]
+        for threads, rounds in results["ours"].items()
+    }
+    write_row("ratio ours/datasets", {"summary": summarize(ratios)}, machine, config.output)
 
 
 def main(args=None):

@@ -9,12 +9,12 @@ and "machine". A row of timed contenders also has "device", "batch_size", "dtype
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -30,7 +30,7 @@ import torch
 from tqdm import tqdm
 
 from diffusers_flax.command_line import AtLeast, MultipleOf, run_main
-from diffusers_flax.loading.files import save_whole
+from diffusers_flax.loading.files import read_json, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "diffusers", "transformers", "numpy")
@@ -50,30 +50,8 @@ class TimingFlags:
 
 
 def run_benchmark(config_class, work, description, args=None):
-    """Parse the flags, check --output, and work; arguments as for command_line.run_main."""
-
-    def run(config):
-        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-        read_rows(config.output)
-        work(config)
-
-    run_main(config_class, description, run, args, interrupted="the rows written so far are kept")
-
-
-def read_rows(output):
-    """The rows of a file, {case: row}; {} if it does not exist.
-
-    Raises:
-        ValueError: it is not a file of rows.
-    """
-    output = Path(output)
-    try:
-        rows = json.loads(output.read_text()) if output.exists() else {}
-    except ValueError:
-        rows = None
-    if not isinstance(rows, dict) or not all("command" in row for row in rows.values()):
-        raise ValueError(f"--output {output} is not a file of results; name another")
-    return rows
+    """Parse the flags and work; arguments as for command_line.run_main."""
+    run_main(config_class, description, work, args, interrupted="the rows written so far are kept")
 
 
 def write_row(case, row, machine, output):
@@ -87,35 +65,24 @@ def write_row(case, row, machine, output):
     """
     program = Path(sys.argv[0]).stem
     command = shlex.join(["python", "-m", f"benchmarks.{program}", *sys.argv[1:]])
-    row = row | {"command": command, "machine": machine}
-    text = json.dumps(read_rows(output) | {case: row}, indent=1) + "\n"
-    save_whole(Path(output), lambda file: file.write_text(text))
+    row, file = row | {"command": command, "machine": machine}, Path(output)
+    rows = read_json(file) if file.exists() else {}
+    write_text(file, json.dumps(rows | {case: row}, indent=1) + "\n")
     shown = row.get("summary", {name: row[name] for name in row if name != "machine"})
     print(f"{case}: {json.dumps(shown)}", flush=True)
 
 
 def describe_machine(packages=PACKAGES):
     """CPU, memory, load and versions of packages, for the row."""
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    machine = {
-        "cpu": cpu,
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return {
+        "cpu": cpu[1] if cpu else platform.machine(),
         "cores": os.cpu_count(),
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "versions": {package: version(package) for package in packages},
         "memory_gib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
     }
-    if machine["load_before"] > machine["cores"] / 2:
-        print(
-            f"warning: other work (load {machine['load_before']:.1f} on {machine['cores']} cores) "
-            "slows down some contenders more than others",
-            file=sys.stderr,
-        )
-    return machine
 
 
 # ---------------------------------------------------------------------------- timing
@@ -128,19 +95,9 @@ def check_cpu():
 
 
 def in_new_process(function, *args):
-    """Run function in a new process, with its own devices and memory; returns its result.
-
-    Raises:
-        ValueError: the process was killed.
-    """
+    """Run function in a new process, with its own devices and memory; returns its result."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        try:
-            return process.submit(function, *args).result()
-        except BrokenProcessPool as error:
-            raise ValueError(
-                "a process was killed, most likely because memory ran out; use a smaller case "
-                "or a machine with more memory"
-            ) from error
+        return process.submit(function, *args).result()
 
 
 def mean_seconds(run, seconds):

@@ -30,21 +30,21 @@ DEFAULTS = dict(num_inference_steps=20, guidance_scale=7.5, image_guidance_scale
 # entries of other classes.
 COMMON = dict(num_train_timesteps=1000, beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
 COMMON |= dict(trained_betas=None, prediction_type="epsilon", steps_offset=0)
+COMMON |= dict(timestep_spacing="linspace", rescale_betas_zero_snr=False)
 DDIM = dict(timestep_spacing="leading", clip_sample=True, clip_sample_range=1.0, thresholding=False)
-DDIM |= dict(set_alpha_to_one=True, rescale_betas_zero_snr=False)
+DDIM |= dict(set_alpha_to_one=True)
 PNDM = dict(timestep_spacing="leading", skip_prk_steps=False, set_alpha_to_one=False)
-ANCESTRAL = dict(timestep_spacing="linspace", rescale_betas_zero_snr=False)
 SIGMAS = dict(use_karras_sigmas=False, sigma_min=None, sigma_max=None, final_sigmas_type="zero")
 SIGMAS |= dict(use_exponential_sigmas=False, use_beta_sigmas=False)
-EULER = ANCESTRAL | SIGMAS | dict(interpolation_type="linear", timestep_type="discrete")
-SOLVER = ANCESTRAL | SIGMAS | dict(algorithm_type="dpmsolver++", solver_order=2, thresholding=False)
-SOLVER |= dict(solver_type="midpoint", lower_order_final=True, euler_at_final=False)
-SOLVER |= dict(lambda_min_clipped=-inf, use_lu_lambdas=False, use_flow_sigmas=False)
+EULER = SIGMAS | dict(interpolation_type="linear", timestep_type="discrete")
+SOLVER = SIGMAS | dict(algorithm_type="dpmsolver++", solver_order=2, thresholding=False)
+SOLVER |= dict(lower_order_final=True, euler_at_final=False, lambda_min_clipped=-inf)
+SOLVER |= dict(use_lu_lambdas=False, use_flow_sigmas=False)
 SCHEDULERS = {
     "ddim": ("DDIMScheduler", COMMON | DDIM),
     "pndm": ("PNDMScheduler", COMMON | PNDM),
     "euler": ("EulerDiscreteScheduler", COMMON | EULER),
-    "euler_ancestral": ("EulerAncestralDiscreteScheduler", COMMON | ANCESTRAL),
+    "euler_ancestral": ("EulerAncestralDiscreteScheduler", COMMON),
     "dpmsolver++": ("DPMSolverMultistepScheduler", COMMON | SOLVER),
 }
 SUPPORTED = dict(  # values that this example has; all values of entries that are not here
@@ -56,8 +56,7 @@ SUPPORTED = dict(  # values that this example has; all values of entries that ar
     interpolation_type=("linear",),
     timestep_type=("discrete",),
     algorithm_type=("dpmsolver++",),
-    solver_order=(1, 2),
-    solver_type=("midpoint", "bh1", "bh2", "logrho"),  # in diffusers all of these are midpoint
+    solver_order=(1, 2),  # in diffusers all types of solvers are midpoint
     lambda_min_clipped=(-inf,),
 )
 SUPPORTED |= dict.fromkeys(("use_exponential_sigmas", "use_beta_sigmas"), (False,))
@@ -72,7 +71,9 @@ class Model:
 
     def __init__(self, folder):
         self.config = read(folder, "config.json")
-        file = next(folder / name for name in FILES if (folder / name).is_file())
+        file = next((folder / name for name in FILES if (folder / name).is_file()), None)
+        if file is None:
+            raise ValueError(f"{folder.parent} has no {folder.name}/{FILES[0]}; export with onnx")
         if file.suffix == ".onnx":
             import onnxruntime as ort
 
@@ -127,15 +128,12 @@ def open_folder(folder, scheduler=None):
     if not (folder / "model_index.json").is_file():
         raise ValueError(f"--model {folder} is no complete export; make one with export_model.py")
     index = read(folder, "model_index.json")
-    pipeline = index["_class_name"]
+    pipeline, found = index["_class_name"], read_scheduler(folder, scheduler)
     names = ["unet", "vae_decoder", "text_encoder", *["text_encoder_2"] * ("XL" in pipeline)]
     names += ["vae_encoder"] * ("Pix2Pix" in pipeline)
-    if missing := [x for x in names if not any((folder / x / y).is_file() for y in FILES)]:
-        raise ValueError(f"{folder} has no {missing[0]}/model.onnx; export with onnx or openvino")
-    found = read_scheduler(folder, scheduler)
     models = {name: Model(folder / name) for name in names}
     if "Inpaint" in pipeline or "timestep_cond" in models["unet"].types:
-        raise ValueError(f"this example lacks {pipeline}s that repaint or embed their guidance")
+        raise ValueError("this example lacks models that repaint or embed their guidance")
     return index, found, models
 
 
@@ -148,11 +146,8 @@ def encode_texts(folder, index, models, texts):
         pad = tokenizer.token_to_id(read(files, "tokenizer_config.json")["pad_token"])
         tokenizer.enable_truncation(77)
         tokenizer.enable_padding(length=77, pad_id=pad)
-        rows = tokenizer.encode_batch(texts)
-        found.append(models[name](input_ids=[row.ids for row in rows]))
-    for flag, row in zip(("--prompt", "--negative_prompt"), rows):
-        if row.overflowing:
-            print(f"{flag} is too long: its first 75 tokens are used", file=sys.stderr)
+        ids = [row.ids for row in tokenizer.encode_batch(texts)]
+        found.append(models[name](input_ids=ids))
     if len(names) == 1:
         return found[0]["last_hidden_state"], None
     last = [models[name].config["num_hidden_layers"] - 1 for name in names]  # but one
@@ -284,14 +279,9 @@ def denoise(predict, x, key, config, planned, rng):
 
 
 def read_image(file):
-    """The upright image in a file, RGB: on white where it is transparent, 16 bits scaled to 8."""
-    image = ImageOps.exif_transpose(Image.open(file))
-    if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+    """The upright image in a file, RGB, on white where it is transparent."""
+    image = ImageOps.exif_transpose(Image.open(file)).convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
 def choose_size(options, models, image):
@@ -379,17 +369,14 @@ def parse_flags():
 
 def run(options):
     """Make the image and write it."""
-    output, endings = options.output, (".png", ".jpg", ".jpeg", ".npy")
-    if output.suffix.lower() not in endings:
-        raise ValueError(f"--output {output} must end in {', '.join(endings)}")
+    output, file = options.output, options.model / "sampling_defaults.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    file = options.model / "sampling_defaults.json"
     defaults = DEFAULTS | (read(file.parent, file.name) if file.is_file() else {})
     for name in DEFAULTS:
         if getattr(options, name) is None:
             setattr(options, name, defaults[name])
     image = make_image(options, *open_folder(options.model, options.scheduler))
-    if output.suffix.lower() == ".npy":
+    if output.suffix == ".npy":
         np.save(output, image)
     else:
         Image.fromarray(np.uint8((image * 255).round())).save(output, quality=95)

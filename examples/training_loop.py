@@ -31,16 +31,7 @@ from diffusers_flax import (
 )
 from diffusers_flax.data.dataset import ParquetImagePairs
 from diffusers_flax.data.options import Transform
-from diffusers_flax.training.sharding import (
-    first_replica,
-    gather,
-    replicate,
-    shard_axes,
-    shard_batch,
-    start_state,
-    to_host,
-    update_state,
-)
+from diffusers_flax.training import sharding
 
 RESOLUTION, BATCH_SIZE = 64, 8  # pixels; pairs per step over all devices
 NUM_STEPS, LEARNING_RATE, MAX_GRAD_NORM = 500, 3e-3, 1.0
@@ -87,10 +78,10 @@ def train_step(state, frozen, batch, rng, *, loss, tx, axes):
     key = jax.random.fold_in(jax.random.fold_in(rng, state.step), jax.lax.axis_index("batch"))
 
     def loss_fn(shards):  # each device holds a share of every array; the whole ones are gathered
-        return loss(gather(shards, axes, jnp.float32), frozen, batch, key)
+        return loss(sharding.gather(shards, axes, jnp.float32), frozen, batch, key)
 
     value, grads = jax.value_and_grad(loss_fn)(state.params)
-    return update_state(tx, state, value, grads, axes, MAX_GRAD_NORM)
+    return sharding.update_state(tx, state, value, grads, axes, MAX_GRAD_NORM)
 
 
 def update_ema(ema, params):
@@ -116,11 +107,11 @@ def main(model, data, output_dir):
 
     null_text = text_encoder(tokenize([""]).input_ids)[0]  # (1, T, D)
     frozen = {"vae": vae_params, "text_encoder": text_encoder.params, "null_text": null_text}
-    frozen = replicate(jax.tree.map(np.asarray, frozen | {"scheduler": scheduler_state}))
+    frozen = sharding.replicate(jax.tree.map(np.asarray, frozen | {"scheduler": scheduler_state}))
     tx = optax.adamw(LEARNING_RATE)  # element-wise, as state is sharded
-    axes = shard_axes(params, jax.device_count())
-    state = start_state(jax.tree.map(np.asarray, params), tx, axes)
-    rng = replicate(np.asarray(jax.random.PRNGKey(0)))
+    axes = sharding.shard_axes(params, jax.device_count())
+    state = sharding.start_state(jax.tree.map(np.asarray, params), tx, axes)
+    rng = sharding.replicate(np.asarray(jax.random.PRNGKey(0)))
     models = dict(unet=unet, vae=vae, text_encoder=text_encoder, scheduler=scheduler)
     step = partial(train_step, loss=partial(diffusion_loss, **models), tx=tx, axes=axes)
     p_train_step = jax.pmap(step, axis_name="batch", donate_argnums=0)
@@ -134,13 +125,13 @@ def main(model, data, output_dir):
         batch["input_ids"] = tokenize(list(batch.pop("edit_prompt"))).input_ids
         if i == EMA_START:
             ema = p_copy(state.params)
-        state, metrics = p_train_step(state, frozen, shard_batch(batch), rng)
+        state, metrics = p_train_step(state, frozen, sharding.shard_batch(batch), rng)
         if ema is not None:
             ema = p_update_ema(ema, state.params)
         if i % 20 == 0:
-            bar.set_postfix(loss=f"{first_replica(metrics['loss']):.4f}")
+            bar.set_postfix(loss=f"{sharding.first_replica(metrics['loss']):.4f}")
 
-    trained = to_host(state.params if ema is None else ema, axes)
+    trained = sharding.to_host(state.params if ema is None else ema, axes)
     pipeline = FlaxStableDiffusionInstructPix2PixPipeline(**models, tokenizer=tokenizer)
     params = {"unet": trained, "vae": vae_params, "text_encoder": text_encoder.params}
     pipeline.save_pretrained(output_dir, params)

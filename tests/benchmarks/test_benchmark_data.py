@@ -90,22 +90,6 @@ def test_measure_counts_whole_row_groups(monkeypatch):
             yield {"edit_prompt": ["p"] * 16}
 
     monkeypatch.setattr(data.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(data, "cpu_seconds", lambda: 2 * now[0])
     # 3 batches hold 40 pairs and last 3 s; 4 s need a second row group: 5 batches hold 80 pairs.
     for seconds in (3, 4):
-        figures = data.measure_stream(batches(), rows_at_once=40, seconds=seconds)
-        assert figures == {"pairs_per_second": 16, "pairs_per_cpu_second": 8}
-
-
-def test_summary():
-    """Medians and ranges; ratios are taken within a round."""
-
-    def rounds(*figures):
-        return {"1": [dict(zip(data.FIGURES, both)) for both in figures]}
-
-    ours, others = rounds((8, 4), (12, 6), (9, 5)), rounds((10, 5), (12, 5), (18, 5))
-    summary = data.summarize(ours)["1"]
-    assert summary["pairs_per_second"] == {"median": 9, "min": 8, "max": 12}
-    ratio = data.summarize(ours, others)["1"]
-    assert ratio["pairs_per_second"] == {"median": 0.8, "min": 0.5, "max": 1}
-    assert ratio["pairs_per_cpu_second"] == {"median": 1, "min": 0.8, "max": 1.2}
+        assert data.pairs_per_second(batches(), rows_at_once=40, seconds=seconds) == 16
