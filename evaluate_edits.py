@@ -31,7 +31,6 @@ Source: InstructPix2Pix (arXiv 2211.09800), section 4.1.
 
 import itertools
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -45,21 +44,10 @@ from diffusers_flax.evaluation.benchmark_sets import add_final_turns, read_bench
 from diffusers_flax.evaluation.edits import check_model
 from diffusers_flax.evaluation.held_out import pairs_of_jsonl, pairs_of_one_shape, pairs_of_shards
 from diffusers_flax.evaluation.judging import JudgeFlags, judge_rows, load_prompts
-from diffusers_flax.evaluation.measuring import (
-    BASELINES,
-    Evaluation,
-    add_baselines,
-    measure_model,
-)
+from diffusers_flax.evaluation.measuring import BASELINES, Evaluation
 from diffusers_flax.evaluation.protocols import PROTOCOLS, ScoreFlags
-from diffusers_flax.evaluation.results import (
-    RESULTS,
-    load_results,
-    save_results,
-    settings_of_results,
-)
+from diffusers_flax.evaluation.results import RESULTS, load_results, settings_of_results
 from diffusers_flax.evaluation.results_report import EditReport
-from diffusers_flax.evaluation.scoring import make_scorer
 from diffusers_flax.generating.defaults import with_defaults
 from diffusers_flax.generating.flags import SamplingFlags, from_flags
 from diffusers_flax.generating.models import Sampling
@@ -89,8 +77,6 @@ class EvaluationFlags:
     # mask, white where the truth may differ; "": mask_img, mask_image or mask, if there is one
     mask_column: str = ""
     use_masks: bool = False  # edit inside of the masks only, as edit_cli.py --mask does
-    # of --use_masks: pixels inside of the white part to fade the edit in
-    mask_feather: Annotated[int, AtLeast(0)] = 0
     # edits; all combinations of the three lists
     # weights of the instruction, >= 0; default: the model's, or 7.5
     guidance_scale: tuple[Annotated[float, AtLeast(0)], ...] = ()
@@ -206,18 +192,15 @@ def run(config):
     runs = [(*scales, seed) for scales in all_scales for seed in config.seeds]
     todo = {model: [run for run in runs if (model, *run) not in done] for model in config.model}
 
-    scorer = make_scorer(pairs, sizes, config) if any(todo.values()) else None
-    save = partial(save_results, config.output_dir, results)
-    evaluation = Evaluation(config, pairs, sizes, scorer, results, save)
-    add_baselines(evaluation, BASELINES)
     total = len(pairs) * sum(map(len, todo.values()))
-    with tqdm(total=total, unit="edit", disable=not total) as bar:
-        for model, runs in todo.items():
-            if runs:
-                measure_model(evaluation, model, checked[model], runs, bar)
-    sentences = []
-    if protocol.is_judged:
-        sentences = judge_rows(config, pairs, results["rows"], prompts, save)
+    if total:
+        evaluation = Evaluation(config, pairs, sizes, results)
+        evaluation.add_baselines(BASELINES)
+        with tqdm(total=total, unit="edit") as bar:
+            for model, runs in todo.items():
+                if runs:
+                    evaluation.measure_model(model, checked[model], runs, bar)
+    sentences = judge_rows(config, pairs, results, prompts) if protocol.is_judged else []
     EditReport(config.output_dir, results, pairs, sizes).write(sentences)
     print((config.output_dir / "results.md").read_text(encoding="utf-8"), end="")
 

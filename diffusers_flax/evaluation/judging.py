@@ -33,7 +33,7 @@ from tqdm import tqdm
 from diffusers_flax.command_line import Above, AtLeast
 from diffusers_flax.evaluation.intervals import mean_over
 from diffusers_flax.evaluation.protocols import PROTOCOLS
-from diffusers_flax.evaluation.results import save_values
+from diffusers_flax.evaluation.results import save_results, save_values
 from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import read_json, write_text
 from diffusers_flax.messages import first_names, one_line
@@ -230,18 +230,6 @@ def scores_of_edit(protocol, answers):
     return least | {"overall": math.sqrt(least[SEMANTICS] * least[QUALITY])}
 
 
-def make_client(flags):
-    """A client of the judge's API, which repeats failed requests; flags: JudgeFlags."""
-    import openai  # a second to import
-
-    return openai.OpenAI(
-        base_url=flags.judge,
-        api_key=os.environ.get("OPENAI_API_KEY", "").strip() or "no-key",
-        timeout=flags.judge_timeout,
-        max_retries=flags.judge_attempts - 1,
-    )
-
-
 def ask(client, flags, question, known):
     """Ask a question until the answer has scores; returns an entry of the file of answers.
 
@@ -281,12 +269,20 @@ def ask_all(questions, file, flags):
     Raises:
         ValueError: the judge has no score for the first MOST_FAILURES questions.
     """
+    import openai  # a second to import
+
     known, answers, failures = {}, [], {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         with suppress(ValueError):  # of a line that a kill cut short
             entry = json.loads(line)
             known[entry["checksum"]] = entry
-    client, pool = make_client(flags), ThreadPoolExecutor(flags.judge_parallel)
+    client = openai.OpenAI(
+        base_url=flags.judge,
+        api_key=os.environ.get("OPENAI_API_KEY", "").strip() or "no-key",
+        timeout=flags.judge_timeout,
+        max_retries=flags.judge_attempts - 1,
+    )
+    pool = ThreadPoolExecutor(flags.judge_parallel)
     asked = {pool.submit(ask, client, flags, x, known): x["key"] for x in questions}
     try:
         for future in tqdm(as_completed(asked), "judging", len(asked), unit="answer"):
@@ -309,20 +305,19 @@ def ask_all(questions, file, flags):
     return answers, failures
 
 
-def judge_rows(config, pairs, rows, prompts, save):
+def judge_rows(config, pairs, results, prompts):
     """Write the questions about every row's results; ask them if there is a judge.
 
     Args:
         config: Config of evaluate_edits.py.
         pairs: list of HeldOutPair.
-        rows: of results.json; they get the metrics.
+        results: content of results.json; its rows get the metrics.
         prompts: of load_prompts.
-        save: writes results.json.
 
     Returns:
         Sentences: the judge and its prompts, and each row with edits that have no score.
     """
-    folder, sentences = config.output_dir / ANSWERS, []
+    folder, rows, sentences = config.output_dir / ANSWERS, results["rows"], []
     for row in rows:
         name, images = row["images"], config.output_dir / "images" / row["images"]
         questions = questions_of(pairs, images, config.protocol, prompts)
@@ -332,7 +327,7 @@ def judge_rows(config, pairs, rows, prompts, save):
             continue
         answers, failures = ask_all(questions, folder / f"{name}.jsonl", config)
         add_scores(row, pairs, answers, config)
-        save()
+        save_results(config.output_dir, results)
         if config.protocol == "imgedit":
             replies = {entry["key"]: entry["reply"] for entry in answers}
             write_text(images / "result.json", json.dumps(replies, indent=4))

@@ -1,10 +1,8 @@
 """Measuring models on held-out pairs: baselines, the VAE alone, edits and their costs."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +17,9 @@ from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.evaluation.edits import EditList, edit_batches, plan_edits
 from diffusers_flax.evaluation.judging import save_source, source_file
 from diffusers_flax.evaluation.protocols import PROTOCOLS
-from diffusers_flax.evaluation.results import save_values
+from diffusers_flax.evaluation.results import save_results, save_values
 from diffusers_flax.evaluation.results_report import best_and_worst, grid_places, ranking_metric
-from diffusers_flax.evaluation.scoring import ResultScorer
+from diffusers_flax.evaluation.scoring import make_scorer
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.generating.batches import FileWriter, check_finite_images, rounds_of
 from diffusers_flax.generating.flags import from_flags
@@ -37,40 +35,160 @@ BASELINES = {"original": "copied input", "edited": "truth"}
 VAE_BASELINES = {"original": "VAE round trip of the input", "edited": "VAE round trip of the truth"}
 
 
-@dataclass(frozen=True)
 class Evaluation:
-    """What all models of a run of evaluate_edits.py share."""
-
-    config: Any  # Config of evaluate_edits.py
-    pairs: list  # of HeldOutPair
-    sizes: list  # (width, height) of each pair's edit
-    scorer: ResultScorer | None  # None: only a judge scores
-    results: dict  # content of results.json
-    save: Callable[[], None]  # writes results.json
-
-
-def add_baselines(evaluation, names, model=None, change=lambda image: image):
-    """Add the rows of baselines to the results, if they are not there.
+    """Measures models on the same pairs.
 
     Args:
-        evaluation: Evaluation.
-        names: {"original" or "edited": name of the row}.
-        model: name of a model, or None.
-        change: PIL image of a pair -> PIL image that counts as result.
+        config: Config of evaluate_edits.py.
+        pairs: list of HeldOutPair.
+        sizes: (width, height) of each pair's edit.
+        results: content of results.json, which gets the rows.
     """
-    scorer, rows = evaluation.scorer, evaluation.results["baselines"]
-    for what, name in names.items():
-        if scorer is None or (name, model) in {(x["baseline"], x["model"]) for x in rows}:
-            continue
-        metrics, used = defaultdict(list), 0
-        for place, (pair, size) in enumerate(zip(evaluation.pairs, evaluation.sizes)):
-            if (image := pair.decoded(what, size)) is not None:
-                used += 1
-                for metric, values in scorer.measure([place], [change(image)]).items():
-                    metrics[metric] += values
-        if used:
-            row = {"baseline": name, "model": model, "num_pairs": used}
-            rows.append(row | averages(metrics))
+
+    def __init__(self, config, pairs, sizes, results):
+        self.config, self.pairs, self.sizes, self.results = config, pairs, sizes, results
+        self.scorer = make_scorer(pairs, sizes, config)  # None: only a judge scores
+        self.protocol = PROTOCOLS[config.protocol]
+
+    def add_baselines(self, names, model=None, change=lambda image: image):
+        """Add the rows of baselines to the results, if they are not there.
+
+        Args:
+            names: {"original" or "edited": name of the row}.
+            model: name of a model, or None.
+            change: PIL image of a pair -> PIL image that counts as result.
+        """
+        rows = self.results["baselines"]
+        done = {(row["baseline"], row["model"]) for row in rows}
+        for what, name in names.items():
+            metrics = defaultdict(list)
+            for place, (pair, size) in enumerate(zip(self.pairs, self.sizes)):
+                image = pair.decoded(what, size)
+                if self.scorer and image is not None and (name, model) not in done:
+                    for metric, values in self.scorer.measure([place], [change(image)]).items():
+                        metrics[metric] += values
+            if metrics:
+                rows.append({"baseline": name, "model": model} | averages(metrics))
+
+    def measure_model(self, model, checked, todo, bar):
+        """Measure a model at scales and seeds; add a row to the results for each.
+
+        Args:
+            model: its name.
+            checked: of check_model.
+            todo: list of (guidance_scale, image_guidance_scale, seed), not empty.
+            bar: progress bar, in units of edits.
+        """
+        config, pairs, pipeline_type = self.config, self.pairs, checked.pipeline_type
+        edit_list = EditList(
+            pairs, self.sizes, config.batch_size, rounds_of(pairs), config.use_masks
+        )
+        devices = edit_list.devices(None)
+        peak_memory(devices, reset=True)
+        bar.set_description(model)
+        names = ("guidance_scale", "image_guidance_scale", "seed")
+        all_sampling = [from_flags(Sampling, config, **dict(zip(names, run))) for run in todo]
+        most_branches = max((x.branches(pipeline_type) for x in all_sampling), key=len)
+        pipeline, params = load_model(
+            model,
+            pipeline_type,
+            checked.scheduler,
+            config.accelerate,
+            from_flags(ModelOptions, config, dtype=choose_dtype(config.dtype)),
+            partial(plan_edits, edit_list=edit_list, branches=most_branches),
+        )
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        modules = sorted(MODULES.keys() & params.keys())
+        self.results["models"][model] |= {
+            "pipeline": pipeline_type.torch_class_name,
+            "parameters": {x: sum(y.size for y in jax.tree.leaves(params[x])) for x in modules},
+        }
+        vae_params = jax.device_put(params["vae"], devices[0])
+
+        def through_vae(image):
+            decoded = vae_round_trip(pipeline.compute_vae, vae_params, prepare_images(image))
+            return pipeline.numpy_to_pil(decoded)[0]
+
+        self.add_baselines(VAE_BASELINES, model, through_vae)
+        replicate_params(params, devices)
+        number, flops = list(self.results["models"]).index(model), {}  # FLOPs by the branches
+        for run, sampling in zip(todo, all_sampling):
+            edit_all = partial(edit_batches, pipeline, params, sampling=sampling)
+            branches, compile_seconds = sampling.branches(pipeline_type), 0.0
+            if branches not in flops:
+                compile_seconds = warm_up(edit_all, edit_list, len(devices))
+                steps = sampling.steps(pipeline_type)
+                of_size = {
+                    size: count_edit_flops(pipeline, shapes, size, branches, steps)
+                    for size in set(self.sizes)
+                }
+                flops[branches] = float(np.mean([of_size[size] for size in self.sizes]))
+            folder = "_".join(map(str, (number, *run)))
+            edit_all = partial(edit_all, edit_list, bar=bar)
+            metrics, seconds = self.measure_edits(edit_all, pipeline, folder)
+            save_values(config.output_dir, folder, metrics)
+            memory, memory_of = peak_memory(devices)
+            row = {"model": model, **dict(zip(names, run)), "num_pairs": len(pairs)}
+            row |= averages(metrics) | {
+                "seconds_per_edit": seconds / len(pairs),
+                "compile_seconds": compile_seconds,
+                "flops_per_edit": flops[branches],
+                "peak_memory_bytes": memory,
+                "peak_memory_of": memory_of,
+                "images": folder,
+            }
+            self.results["rows"].append(row)
+            save_results(config.output_dir, self.results)
+
+    def measure_edits(self, edit_all, pipeline, folder):
+        """Edit all pairs, measure the results and write those that the report may show.
+
+        With a benchmark all results are written, by the names that its own evaluation expects.
+
+        Args:
+            edit_all: edit_batches without load.
+            pipeline: InstructPix2Pix.
+            folder: name of the folder of the images.
+
+        Returns:
+            ({metric: one float per pair, (n,)}, seconds of the pipeline's calls).
+
+        Raises:
+            ValueError: a result is not finite.
+        """
+        pairs, images_dir = self.pairs, self.config.output_dir / IMAGES / folder
+        place_of = {pair.index: place for place, pair in enumerate(pairs)}
+        files_of = [images_dir / pair.result_file(place) for place, pair in enumerate(pairs)]
+        metrics, total_seconds = defaultdict(lambda: np.full(len(pairs), np.nan)), 0.0
+
+        with FileWriter() as files:
+
+            def result_of(place):
+                files.wait_for(files_of[place])
+                return load_image(files_of[place])
+
+            for batch, images, seconds in edit_all(load=partial(load_pair, result_of=result_of)):
+                which = f"the edit of {batch[0].input} and others"
+                check_finite_images(images, which, self.config.lora)
+                places = [place_of[pair.index] for pair in batch]
+                images = pipeline.numpy_to_pil(images)
+                total_seconds += seconds
+                if self.scorer:
+                    for name, values in self.scorer.measure(places, images).items():
+                        metrics[name][places] = values
+                for pair, place, image in zip(batch, places, images):
+                    file = files_of[place]
+                    files.write(file, save_image, image, file)
+                    if self.protocol.is_judged:
+                        before = source_file(file)
+                        files.write(before, save_source, pair, self.config.protocol, before)
+        if not self.protocol.is_benchmark:
+            shown = {*grid_places(len(pairs))}
+            if metric := ranking_metric(averages(metrics)):
+                shown.update(*best_and_worst(metrics[metric], metric))
+            for place in {*range(len(pairs))} - shown:
+                files_of[place].unlink()
+        return metrics, total_seconds
 
 
 @partial(jax.jit, static_argnums=0)
@@ -79,83 +197,6 @@ def vae_round_trip(vae, params, image):
     mode = vae.apply({"params": params}, image, method=vae.encode).latent_dist.mode()
     latents = jnp.transpose(mode, (0, 3, 1, 2)) * vae.config.scaling_factor
     return decode(vae, params, latents)
-
-
-def measure_model(evaluation, model, checked, todo, bar):
-    """Measure a model at scales and seeds; add a row to the results for each.
-
-    Args:
-        evaluation: Evaluation.
-        model: its name.
-        checked: of check_model.
-        todo: list of (guidance_scale, image_guidance_scale, seed), not empty.
-        bar: progress bar, in units of edits.
-    """
-    config, pairs, sizes = evaluation.config, evaluation.pairs, evaluation.sizes
-    results, pipeline_type = evaluation.results, checked.pipeline_type
-    masks = dict(use_masks=config.use_masks, mask_feather=config.mask_feather)
-    edit_list = EditList(pairs, sizes, config.batch_size, rounds_of(pairs), **masks)
-    devices = edit_list.devices(None)
-    peak_memory(devices, reset=True)
-    bar.set_description(f"loading {model}")
-    all_sampling = [
-        from_flags(Sampling, config, guidance_scale=scale, image_guidance_scale=image, seed=seed)
-        for scale, image, seed in todo
-    ]
-    most_branches = max((x.branches(pipeline_type) for x in all_sampling), key=len)
-    pipeline, params = load_model(
-        model,
-        pipeline_type,
-        checked.scheduler,
-        config.accelerate,
-        from_flags(ModelOptions, config, dtype=choose_dtype(config.dtype)),
-        partial(plan_edits, edit_list=edit_list, branches=most_branches),
-    )
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    results["models"][model] |= {
-        "pipeline": pipeline_type.torch_class_name,
-        "parameters": {
-            name: sum(x.size for x in jax.tree.leaves(params[name]))
-            for name in sorted(MODULES.keys() & params.keys())
-        },
-    }
-    vae_params = jax.device_put(params["vae"], devices[0])
-
-    def through_vae(image):
-        decoded = vae_round_trip(pipeline.compute_vae, vae_params, prepare_images(image))
-        return pipeline.numpy_to_pil(decoded)[0]
-
-    add_baselines(evaluation, VAE_BASELINES, model, through_vae)
-    replicate_params(params, devices)
-    number, flops = list(results["models"]).index(model), {}  # FLOPs by the branches of guidance
-    for sampling in all_sampling:
-        edit_all = partial(edit_batches, pipeline, params, sampling=sampling)
-        branches, compile_seconds = sampling.branches(pipeline_type), 0.0
-        if branches not in flops:
-            bar.set_description(f"compiling {model}")
-            compile_seconds = warm_up(edit_all, edit_list, len(devices))
-            steps = sampling.steps(pipeline_type)
-            of_size = {
-                size: count_edit_flops(pipeline, shapes, size, branches, steps)
-                for size in set(sizes)
-            }
-            flops[branches] = float(np.mean([of_size[size] for size in sizes]))
-        scales = {x: getattr(sampling, x) for x in ("guidance_scale", "image_guidance_scale")}
-        row = {"model": model, **scales, "seed": sampling.seed, "num_pairs": len(pairs)}
-        row["images"] = "_".join(map(str, (number, *scales.values(), sampling.seed)))
-        edit_all = partial(edit_all, edit_list, bar=bar)
-        metrics, seconds = measure_edits(evaluation, edit_all, pipeline, row["images"])
-        save_values(config.output_dir, row["images"], metrics)
-        memory, memory_of = peak_memory(devices)
-        row |= averages(metrics) | {
-            "seconds_per_edit": seconds / len(pairs),
-            "compile_seconds": compile_seconds,
-            "flops_per_edit": flops[branches],
-            "peak_memory_bytes": memory,
-            "peak_memory_of": memory_of,
-        }
-        results["rows"].append(row)
-        evaluation.save()
 
 
 def load_pair(pair, size, is_masked, result_of=None):
@@ -183,57 +224,6 @@ def warm_up(edit_all, edit_list, num_devices):
     few = replace(edit_list, edits=edits, sizes=sizes, rounds=None)
     batches = edit_all(few, load=load_pair, bar=tqdm(disable=True))
     return sum(seconds for _, _, seconds in batches)
-
-
-def measure_edits(evaluation, edit_all, pipeline, folder):
-    """Edit all pairs, measure the results and write those that the report may show.
-
-    With a benchmark all results are written, by the names that its own evaluation expects.
-
-    Args:
-        evaluation: Evaluation.
-        edit_all: edit_batches without load.
-        pipeline: InstructPix2Pix.
-        folder: name of the folder of the images.
-
-    Returns:
-        ({metric: one float per pair, (n,)}, seconds of the pipeline's calls).
-
-    Raises:
-        ValueError: a result is not finite.
-    """
-    config, pairs, scorer = evaluation.config, evaluation.pairs, evaluation.scorer
-    protocol = PROTOCOLS[config.protocol]
-    place_of = {pair.index: place for place, pair in enumerate(pairs)}
-    images_dir = config.output_dir / IMAGES / folder
-    files_of = [images_dir / pair.result_file(place) for place, pair in enumerate(pairs)]
-    metrics, total_seconds = defaultdict(lambda: np.full(len(pairs), np.nan)), 0.0
-
-    with FileWriter() as files:
-
-        def result_of(place):
-            files.wait_for(files_of[place])
-            return load_image(files_of[place])
-
-        for batch, images, seconds in edit_all(load=partial(load_pair, result_of=result_of)):
-            check_finite_images(images, f"the edit of {batch[0].input} and others", config.lora)
-            places = [place_of[pair.index] for pair in batch]
-            images = pipeline.numpy_to_pil(images)
-            total_seconds += seconds
-            for name, values in scorer.measure(places, images).items() if scorer else ():
-                metrics[name][places] = values
-            for pair, place, image in zip(batch, places, images):
-                files.write(files_of[place], save_image, image, files_of[place])
-                if protocol.is_judged:
-                    before = source_file(files_of[place])
-                    files.write(before, save_source, pair, config.protocol, before)
-    if not protocol.is_benchmark:
-        shown = {*grid_places(len(pairs))}
-        if metric := ranking_metric(averages(metrics)):
-            shown.update(*best_and_worst(metrics[metric], metric))
-        for place in {*range(len(pairs))} - shown:
-            files_of[place].unlink()
-    return metrics, total_seconds
 
 
 def averages(metrics):

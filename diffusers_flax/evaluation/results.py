@@ -19,7 +19,7 @@ VALUES = "values"  # directory of the values per pair, a file for each row of re
 SETTINGS = (  # flags
     *("protocol", "clip_model", "dino_model", "metrics", "scheduler", "timesteps", "eta"),
     *("timestep_spacing", "unet_delta", "lora", "embedding", "accelerate", "batch_size"),
-    *("use_masks", "mask_feather"),
+    "use_masks",
 )
 
 

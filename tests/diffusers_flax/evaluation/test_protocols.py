@@ -16,7 +16,6 @@ from tiny_models import make_tiny_clip, make_tiny_dino, save_random_alexnet
 from transformers import CLIPModel, CLIPTokenizer, ViTModel
 
 from diffusers_flax.evaluation.held_out import HeldOutPair
-from diffusers_flax.evaluation.metrics import ssim
 from diffusers_flax.evaluation.perceptual import Dino, Lpips
 from diffusers_flax.evaluation.protocols import PROTOCOLS
 from diffusers_flax.evaluation.scoring import ResultScorer
@@ -144,38 +143,6 @@ def test_parts_and_unknown_images(folder, edits):
     np.testing.assert_array_equal(found["l1_to_input_final"], [0, 0])
     np.testing.assert_allclose(found["dino_final"], [nan, 1], rtol=1e-5)
     assert np.isnan(found["text_similarity_final"]).all()
-
-
-def test_images_are_fitted_when_sizes_are_given(edits):
-    """More metrics of the usual evaluation: at the size of the edit."""
-    pairs, _ = edits
-    result = photo(32, 32, 5)
-    (value,) = ResultScorer(pairs, ("ssim",), sizes=[(32, 32)] * 3).measure([0], [result])["ssim"]
-    assert value == pytest.approx(ssim(result, pairs[0].decoded("edited", (32, 32))))
-
-
-def test_ssim_of_its_definition():
-    """Gaussian windows of 11 pixels that lie inside of the image; mean over positions, channels."""
-    a, b = photo(24, 17, 0), photo(24, 17, 1)
-    kernel = np.exp(-(np.arange(-5, 6) ** 2) / (2 * 1.5**2))
-    kernel = np.outer(kernel, kernel) / kernel.sum() ** 2
-    windows = [
-        np.lib.stride_tricks.sliding_window_view(np.asarray(x, np.float64), (11, 11), (0, 1))
-        for x in (a, b)
-    ]
-
-    def mean(x):
-        return (x * kernel).sum((-2, -1))
-
-    means = [mean(x) for x in windows]
-    variances = [mean(x**2) - m**2 for x, m in zip(windows, means)]
-    covariance = mean(windows[0] * windows[1]) - means[0] * means[1]
-    c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
-    expected = (2 * means[0] * means[1] + c1) * (2 * covariance + c2)
-    expected /= (means[0] ** 2 + means[1] ** 2 + c1) * (variances[0] + variances[1] + c2)
-    assert ssim(a, b) == pytest.approx(expected.mean(), abs=1e-6)
-    assert ssim(a, a) == pytest.approx(1)
-    assert np.isnan(ssim(photo(8, 40), photo(8, 40)))
 
 
 @needs_lpips
