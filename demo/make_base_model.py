@@ -8,7 +8,8 @@
 Three stages: CLIP's byte-pair tokenizer is trained on the captions; the VAE on the images; text
 encoder and UNet together on (caption, latent) pairs. The result is a pipeline directory in
 half precision. --family sdxl makes a tiny SDXL, with the VAE and vocabulary of demo/base_model, as
-many parameters, and the same images, captions, noise, steps and batch.
+many parameters, and the same images, captions, noise, steps and batch. Configs are those of the
+models in the repository.
 
 Why this shape: crops of photographs that the VAE has not seen come back with a mean error of 0.02
 (of 1) with 16 latent channels; with 4 it was 0.04, a third of what "black and white" changes. A
@@ -20,6 +21,7 @@ Papers: Latent Diffusion Models (arXiv 2112.10752), CLIP (arXiv 2103.00020), SDX
 """
 
 import json
+import shutil
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -43,104 +45,31 @@ sys.path.insert(0, str(ROOT))
 from demo.photographs import EDITS, TRAINING, load_photographs, random_box, resize_box
 from diffusers_flax.command_line import run_main
 from diffusers_flax.data.images import scaled_shape
+from diffusers_flax.loading.files import read_json
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.training.models import encode_text
 
 SIZE = 64  # pixels of an image's side
-NUM_MERGES = 120
-VOCAB_SIZE = 512 + NUM_MERGES + 2  # CLIP's 2 x 256 byte symbols, merges, start and end of text
+NUM_MERGES = 120  # of CLIP's byte-pair vocabulary
 START, END = "<|startoftext|>", "<|endoftext|>"
 CAPTIONS = [
     caption.format(name)
     for name in TRAINING.values()
     for caption in ("a photo of {}", *(edit.caption for edit in EDITS))
 ]
-SCHEDULER_CONFIG = {  # Stable Diffusion 2.1's schedule and prediction
-    "num_train_timesteps": 1000,
-    "beta_start": 0.00085,
-    "beta_end": 0.012,
-    "beta_schedule": "scaled_linear",
-    "prediction_type": "v_prediction",
-    "clip_sample": False,
-    "set_alpha_to_one": False,
-    "steps_offset": 1,
-    "timestep_spacing": "trailing",
+BASE_MODELS = {  # the models in the repository, whose configs are used
+    "sd": ROOT / "demo" / "base_model",
+    "sdxl": ROOT / "demo" / "base_model_xl",
 }
-
-VAE = FlaxAutoencoderKL(
-    down_block_types=("DownEncoderBlock2D",) * 3,
-    up_block_types=("UpDecoderBlock2D",) * 3,
-    block_out_channels=(16, 32, 64),
-    latent_channels=16,
-    norm_num_groups=8,
-    sample_size=SIZE,
-    mid_block_add_attention=False,
-)
-UNET = FlaxUNet2DConditionModel(
-    sample_size=SIZE // 4,
-    in_channels=16,
-    out_channels=16,
-    down_block_types=("DownBlock2D",),  # one resolution: an edit maps each place to itself
-    up_block_types=("UpBlock2D",),
-    block_out_channels=(64,),
-    layers_per_block=1,
-    attention_head_dim=4,
-    cross_attention_dim=64,
-    norm_num_groups=8,
-)
-XL_UNET = UNET.clone(  # 60 channels, as add_embedding has 102,656 parameters
-    block_out_channels=(60,),
-    norm_num_groups=10,
-    use_linear_projection=True,
-    addition_embed_type="text_time",
-    addition_time_embed_dim=16,
-    projection_class_embeddings_input_dim=64 + 6 * 16,  # pooled text and time ids
-)
-TEXT_CONFIG = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "projection_dim": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "bos_token_id": VOCAB_SIZE - 2,
-    "eos_token_id": VOCAB_SIZE - 1,
-    "pad_token_id": VOCAB_SIZE - 1,
-}
-# The UNet of SDXL takes the states before the last layer, so that a third makes it two.
-XL_TEXT_CONFIG = TEXT_CONFIG | {
-    "hidden_size": 32,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-}
-
-
-BASE_MODEL = ROOT / "demo" / "base_model"
-TEXT_ENCODERS = {  # of each family, {name: (module, padding of its tokenizer)}
-    "sd": {"text_encoder": (FlaxCLIPTextModel(TEXT_CONFIG, _do_init=False), END)},
+TEXT_ENCODERS = {
+    "sd": {"text_encoder": FlaxCLIPTextModel},
     "sdxl": {
-        "text_encoder": (FlaxCLIPTextModel(XL_TEXT_CONFIG, _do_init=False), END),
-        "text_encoder_2": (  # OpenCLIP's: GELU, and "!", token 0, as padding
-            FlaxCLIPTextModelWithProjection(
-                XL_TEXT_CONFIG | {"hidden_act": "gelu", "pad_token_id": 0}, _do_init=False
-            ),
-            "!",
-        ),
+        "text_encoder": FlaxCLIPTextModel,
+        "text_encoder_2": FlaxCLIPTextModelWithProjection,
     },
-}
-INDEX = {  # entries of model_index.json besides the components
-    "sd": {
-        "_class_name": "StableDiffusionPipeline",
-        "feature_extractor": [None, None],
-        "requires_safety_checker": False,
-        "safety_checker": [None, None],
-    },
-    "sdxl": {"_class_name": "StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": True},
 }
 VAE_BATCH_SIZE, UNET_BATCH_SIZE = 8, 32
 VAE_LEARNING_RATE, UNET_LEARNING_RATE = 1e-2, 3e-3  # peaks; warm-up, then cosine to zero
@@ -150,7 +79,7 @@ KL_WEIGHT = 5e-4  # weight of the VAE's KL term, per latent number
 @dataclass(frozen=True)
 class Config:
     family: Literal["sd", "sdxl"] = "sd"  # Stable Diffusion 2 or SDXL
-    output_dir: str | None = None  # of the pipeline; default: demo/base_model, or base_model_xl
+    output_dir: Path | None = None  # of the pipeline; default: demo/base_model, or base_model_xl
     vae_steps: int = 4000  # optimizer steps of the autoencoder; none for SDXL
     unet_steps: int = 3000  # optimizer steps of text encoder and UNet
     num_latents: int = 16384  # images encoded once, to train the UNet on
@@ -257,28 +186,30 @@ def fit(loss_fn, params, batches, num_steps, learning_rate, seed, desc):
     return jax.device_get(params)
 
 
-def vae_loss(params, images, key):
+def vae_loss(params, images, key, *, vae):
     """Mean absolute plus mean squared error of the reconstruction, plus the KL term."""
-    posterior = VAE.apply({"params": params}, images, method=VAE.encode).latent_dist
+    posterior = vae.apply({"params": params}, images, method=vae.encode).latent_dist
     latents = jnp.transpose(posterior.sample(key), (0, 3, 1, 2))
-    error = VAE.apply({"params": params}, latents, method=VAE.decode).sample - images
+    error = vae.apply({"params": params}, latents, method=vae.decode).sample - images
     kl = posterior.kl().mean() / posterior.mean[0].size
     return jnp.abs(error).mean() + jnp.square(error).mean() + KL_WEIGHT * kl
 
 
-@jax.jit
-def encode_images(params, images):
+@partial(jax.jit, static_argnums=0)
+def encode_images(vae, params, images):
     """The most likely latents of images, (B, h, w, 16), without the scaling factor."""
-    return VAE.apply({"params": params}, images, method=VAE.encode).latent_dist.mode()
+    return vae.apply({"params": params}, images, method=vae.encode).latent_dist.mode()
 
 
-def train_vae(config):
-    """The autoencoder: (parameters, scaling_factor, which brings latents to unit variance)."""
-    params, seed = jax.jit(VAE.init_weights)(jax.random.key(config.seed)), config.seed
+def train_vae(vae, config):
+    """Train the autoencoder: (vae, parameters); its scaling_factor brings latents to variance 1."""
+    params, seed = jax.jit(vae.init_weights)(jax.random.key(config.seed)), config.seed
     batches = (images for images, *_ in image_batches(seed + 1, VAE_BATCH_SIZE, True))
-    params = fit(vae_loss, params, batches, config.vae_steps, VAE_LEARNING_RATE, seed + 2, "VAE")
+    loss = partial(vae_loss, vae=vae)
+    params = fit(loss, params, batches, config.vae_steps, VAE_LEARNING_RATE, seed + 2, "VAE")
     images, *_ = next(image_batches(seed + 3, 512, False))
-    return params, float(1 / jnp.std(encode_images(params, images)))
+    scale = float(1 / jnp.std(encode_images(vae, params, images)))
+    return vae.clone(scaling_factor=scale), params
 
 
 def learn_merges():
@@ -293,33 +224,23 @@ def learn_merges():
     return json.loads(bpe.to_str())["model"]["merges"][:NUM_MERGES]
 
 
-def make_tokenizer(folder, merges, pad_token):
-    """Write CLIP's vocab.json and merges.txt with the pairs of learn_merges; open them."""
+def write_vocabulary(folder, merges):
+    """Write CLIP's vocab.json and merges.txt with the pairs of learn_merges."""
     # CLIP's order: bytes, bytes that end a word, merges, start and end of text.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     symbols = [*alphabet, *(f"{symbol}</w>" for symbol in alphabet)]
     symbols += ["".join(merge) for merge in merges] + [START, END]
     vocab = {symbol: i for i, symbol in enumerate(symbols)}
-    special = {"bos_token": START, "eos_token": END, "unk_token": END, "pad_token": pad_token}
-    files = {
-        "vocab.json": json.dumps(vocab),
-        "merges.txt": "\n".join(["#version: 0.2", *(" ".join(merge) for merge in merges)]) + "\n",
-        "special_tokens_map.json": json.dumps(special),
-        "tokenizer_config.json": json.dumps(
-            {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, **special}
-        ),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text)
-    return CLIPTokenizer.from_pretrained(folder)
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    lines = ["#version: 0.2", *(" ".join(merge) for merge in merges)]
+    (folder / "merges.txt").write_text("\n".join(lines) + "\n")
 
 
-def latent_batches(vae_params, scaling_factor, tokenizers, config):
+def latent_batches(vae, vae_params, tokenizers, config):
     """Endless batches to train the UNet on.
 
     Args:
-        vae_params, scaling_factor: of train_vae.
+        vae, vae_params: of train_vae.
         tokenizers: one for each text encoder.
         config: Config.
 
@@ -332,8 +253,8 @@ def latent_batches(vae_params, scaling_factor, tokenizers, config):
     latents, captions, time_ids = [], [], []
     for _ in trange(-(-config.num_latents // 256), desc="encode", mininterval=5):
         batch, batch_captions, batch_time_ids = next(images)
-        mode = encode_images(vae_params, batch)
-        latents.append(np.asarray(mode).transpose(0, 3, 1, 2) * np.float32(scaling_factor))
+        mode = np.asarray(encode_images(vae, vae_params, batch)).transpose(0, 3, 1, 2)
+        latents.append(mode * np.float32(vae.scaling_factor))
         captions += batch_captions
         time_ids.append(batch_time_ids)
     latents, time_ids = np.concatenate(latents), np.concatenate(time_ids)
@@ -353,9 +274,9 @@ def latent_batches(vae_params, scaling_factor, tokenizers, config):
         }
 
 
-def text_to_image_loss(params, batch, key, *, unet, encoders):
+def text_to_image_loss(params, batch, key, *, unet, encoders, scheduler):
     """Mean squared error of the predicted v. Source: Salimans and Ho (arXiv 2202.00512)."""
-    scheduler, x_0 = FlaxDDPMScheduler.from_config(SCHEDULER_CONFIG), batch["latents"]
+    x_0 = batch["latents"]
     noise_key, timestep_key = jax.random.split(key)
     noise = jax.random.normal(noise_key, x_0.shape)
     num_timesteps = scheduler.config.num_train_timesteps
@@ -380,47 +301,49 @@ def condition_inputs(params, batch, encoders):
 
 def run(config):
     """Train, write the pipeline directory."""
-    is_xl, seed = config.family == "sdxl", config.seed
-    output_dir = Path(config.output_dir or f"{BASE_MODEL}{'_xl' * is_xl}")
+    base, seed = BASE_MODELS[config.family], config.seed
+    output_dir = config.output_dir or base
     jax.config.update("jax_num_cpu_devices", 2)  # XLA runs small operations on one core per device
-    if is_xl:
-        lines = (BASE_MODEL / "tokenizer" / "merges.txt").read_text().splitlines()[1:]
-        merges = [line.split() for line in lines]
-        vae, vae_params = FlaxAutoencoderKL.from_pretrained(BASE_MODEL / "vae")
-        scaling_factor = vae.scaling_factor
+    if output_dir != base:
+        ignored = shutil.ignore_patterns("*.safetensors")
+        shutil.copytree(base, output_dir, ignore=ignored, dirs_exist_ok=True)
+    if config.family == "sd":
+        write_vocabulary(output_dir / "tokenizer", learn_merges())
+        vae = FlaxAutoencoderKL.from_config(base, subfolder="vae")
+        vae, vae_params = train_vae(vae, config)
     else:
-        merges, (vae_params, scaling_factor) = learn_merges(), train_vae(config)
+        vae, vae_params = FlaxAutoencoderKL.from_pretrained(BASE_MODELS["sd"], subfolder="vae")
 
-    text_encoders, index, tokenizers = TEXT_ENCODERS[config.family], INDEX[config.family], []
-    for name, (_, pad_token) in text_encoders.items():
-        name = name.replace("text_encoder", "tokenizer")
-        tokenizers.append(make_tokenizer(output_dir / name, merges, pad_token))
-        index[name] = ["transformers", "CLIPTokenizer"]
-    unet, encoders = XL_UNET if is_xl else UNET, tuple(x for x, _ in text_encoders.values())
+    names = [*TEXT_ENCODERS[config.family]]
+    tokenizers = [
+        CLIPTokenizer.from_pretrained(output_dir / name.replace("text_encoder", "tokenizer"))
+        for name in names
+    ]
+    encoders = tuple(open_text_encoder(config.family, name) for name in names)
+    unet = FlaxUNet2DConditionModel.from_config(base, subfolder="unet")
     keys = jax.random.split(jax.random.key(seed + 6), 1 + len(encoders))
     params = {
         "unet": jax.jit(unet.init_weights)(keys[0]),
         "text_encoders": tuple(jax.jit(x.init_weights)(key) for x, key in zip(encoders, keys[1:])),
     }
-    batches = latent_batches(vae_params, scaling_factor, tokenizers, config)
-    loss = partial(text_to_image_loss, unet=unet, encoders=encoders)
+    scheduler = FlaxDDPMScheduler.from_config(base, subfolder="scheduler")
+    loss = partial(text_to_image_loss, unet=unet, encoders=encoders, scheduler=scheduler)
+    batches = latent_batches(vae, vae_params, tokenizers, config)
     params = fit(loss, params, batches, config.unet_steps, UNET_LEARNING_RATE, seed + 7, "UNet")
 
     half = dict(dtype=np.float16)
-    for name, encoder, encoder_params in zip(text_encoders, encoders, params["text_encoders"]):
+    for name, encoder, encoder_params in zip(names, encoders, params["text_encoders"]):
         encoder.save_pretrained(output_dir / name, encoder_params, **half)
-        index[name] = ["transformers", encoder.module.torch_class_name]
-    scaled_vae = VAE.clone(scaling_factor=round(scaling_factor, 5))
-    scaled_vae.save_pretrained(output_dir / "vae", params=vae_params, **half)
+    vae = vae.clone(scaling_factor=round(vae.scaling_factor, 5))
+    vae.save_pretrained(output_dir / "vae", params=vae_params, **half)
     unet.save_pretrained(output_dir / "unet", params=params["unet"], **half)
-    FlaxDDIMScheduler.from_config(SCHEDULER_CONFIG).save_pretrained(output_dir / "scheduler")
-    index |= {
-        "scheduler": ["diffusers", "DDIMScheduler"],
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }
-    (output_dir / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     print(f"saved {output_dir}")
+
+
+def open_text_encoder(family, name):
+    """A text encoder of a base model, without weights."""
+    config = read_json(BASE_MODELS[family] / name / "config.json")
+    return TEXT_ENCODERS[family][name](config, _do_init=False)
 
 
 def main(args=None):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from demo.make_base_model import BASE_MODEL, fit, image_batches
+from demo.make_base_model import BASE_MODELS, fit, image_batches
 from diffusers_flax.command_line import Above, AtLeast, run_main
 from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -73,7 +73,7 @@ def tiny_vae_loss(params, images, key, *, vae, vae_params):
 
 def run(config):
     """Train and save."""
-    vae, vae_params = FlaxAutoencoderKL.from_pretrained(BASE_MODEL / "vae")
+    vae, vae_params = FlaxAutoencoderKL.from_pretrained(BASE_MODELS["sd"] / "vae")
     params, seed = jax.jit(TINY_VAE.init_weights)(jax.random.key(config.seed)), config.seed
     batches = (images for images, *_ in image_batches(seed + 1, config.batch_size, False))
     loss = partial(tiny_vae_loss, vae=vae, vae_params=vae_params)

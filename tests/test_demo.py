@@ -198,7 +198,8 @@ def test_time_ids_of_pretraining_are_those_of_the_loader():
 @pytest.mark.slow
 def test_null_text_of_pretraining_is_zeros():
     """Rows of dropped text do not depend on the tokens; micro-conditioning stays."""
-    encoders = tuple(encoder for encoder, _ in make_base_model.TEXT_ENCODERS["sdxl"].values())
+    names = ("text_encoder", "text_encoder_2")
+    encoders = tuple(make_base_model.open_text_encoder("sdxl", name) for name in names)
     rng = np.random.default_rng(0)
     shapes = tuple(jax.eval_shape(x.init_weights, jax.random.key(0)) for x in encoders)
     params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32) / 10, shapes)

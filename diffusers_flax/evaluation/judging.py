@@ -1,7 +1,7 @@
 """Scores of edits by a judge, a vision-language model behind an OpenAI-compatible endpoint.
 
     questions = questions_of(pairs, folder, "gedit", load_prompts(None, "gedit", ()))
-    answers, failures = ask_all(questions, Path("judge/0.jsonl"), flags)
+    lines = ask_all(questions, Path("judge/0.jsonl"), flags)
 
 GEdit-Bench asks two questions for each edit, of VIEScore: how well the edit succeeds (0 to 10, the
 least of two scores) and how good the image looks (likewise); the overall score is the root of
@@ -230,48 +230,52 @@ def scores_of_edit(protocol, answers):
     return least | {"overall": math.sqrt(least[SEMANTICS] * least[QUALITY])}
 
 
-def ask(client, flags, question, known):
-    """Ask a question until the answer has scores; returns an entry of the file of answers.
+def ask(client, flags, question, file, known):
+    """Ask a question until the answer has scores, and append it to the file of answers.
 
-    known: {checksum: entry} of earlier answers.
+    Args:
+        client: openai.OpenAI.
+        flags: JudgeFlags.
+        question: of questions_of.
+        file: of answers, JSON lines.
+        known: {checksum: line} of this file; a known question is not asked.
+
+    Returns:
+        The line, with "scores" and "reply"; without scores "reason".
     """
     content, name = content_of(question), question["name"]
     text = json.dumps([flags.judge_model, content])
     checksum = hashlib.sha256(text.encode()).hexdigest()[:16]
     if checksum in known:
         return known[checksum]
-    for attempt in range(1, flags.judge_attempts + 1):
-        answer = client.chat.completions.create(
-            model=flags.judge_model, messages=[{"role": "user", "content": content}]
-        )
+    entry = {"key": question["key"], "question": name, "checksum": checksum}
+    for _ in range(flags.judge_attempts):
         try:
-            reply = answer.choices[0].message.content or ""
-            scores = parse_scores(name, reply)
-        except (ValueError, TypeError):  # no scores, or not the answer of a chat
-            if attempt == flags.judge_attempts:
-                raise
+            answer = client.chat.completions.create(
+                model=flags.judge_model, messages=[{"role": "user", "content": content}]
+            )
+            entry["reply"] = answer.choices[0].message.content or ""
+            entry["scores"] = parse_scores(name, entry["reply"])
+        except (ValueError, TypeError) as error:  # no scores, or not the answer of a chat
+            reason = error
+        except Exception as error:  # of the network or the server, which the client has repeated
+            return entry | {"reason": one_line(error, 200)}
         else:
-            entry = {"key": question["key"], "question": name, "checksum": checksum}
-            return entry | {"scores": scores, "reply": reply}
+            with open(file, "a", encoding="utf-8") as opened:
+                opened.write(f"{json.dumps(entry)}\n")
+            return entry
+    return entry | {"reason": one_line(reason, 200)}
 
 
 def ask_all(questions, file, flags):
-    """Ask what has no answer yet; every answer is saved at once.
-
-    Args:
-        questions: of questions_of.
-        file: of answers, JSON lines.
-        flags: JudgeFlags.
-
-    Returns:
-        (list of entries of the file, {key: reason} of results without a score).
+    """Ask what has no answer in a file yet; arguments and lines as for ask.
 
     Raises:
         ValueError: the judge has no score for the first MOST_FAILURES questions.
     """
     import openai  # a second to import
 
-    known, answers, failures = {}, [], {}
+    known, lines = {}, []
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         with suppress(ValueError):  # of a line that a kill cut short
             entry = json.loads(line)
@@ -283,26 +287,19 @@ def ask_all(questions, file, flags):
         max_retries=flags.judge_attempts - 1,
     )
     pool = ThreadPoolExecutor(flags.judge_parallel)
-    asked = {pool.submit(ask, client, flags, x, known): x["key"] for x in questions}
+    asked = [pool.submit(ask, client, flags, question, file, known) for question in questions]
     try:
         for future in tqdm(as_completed(asked), "judging", len(asked), unit="answer"):
-            try:
-                answers.append(future.result())
-            except Exception as error:  # of the network, the server or the answer
-                failures[asked[future]] = reason = one_line(error, 200)
-                if len(failures) == MOST_FAILURES and not answers:
-                    raise ValueError(
-                        f"--judge has no score for the first {MOST_FAILURES} results ({reason}); "
-                        "check its address, model and OPENAI_API_KEY"
-                    ) from error
-            else:
-                if answers[-1]["checksum"] not in known:
-                    with open(file, "a", encoding="utf-8") as opened:
-                        opened.write(f"{json.dumps(answers[-1])}\n")
+            lines.append(future.result())
+            if len(lines) == MOST_FAILURES and not any("scores" in line for line in lines):
+                raise ValueError(
+                    f"--judge has no score for the first {MOST_FAILURES} questions "
+                    f"({lines[0]['reason']}); check its address, model and OPENAI_API_KEY"
+                )
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         client.close()
-    return answers, failures
+    return lines
 
 
 def judge_rows(config, pairs, results, prompts):
@@ -325,18 +322,17 @@ def judge_rows(config, pairs, results, prompts):
         write_text(folder / f"{name}_questions.jsonl", text)
         if not config.judge:
             continue
-        answers, failures = ask_all(questions, folder / f"{name}.jsonl", config)
-        add_scores(row, pairs, answers, config)
+        lines = ask_all(questions, folder / f"{name}.jsonl", config)
+        add_scores(row, pairs, lines, config)
         save_results(config.output_dir, results)
         if config.protocol == "imgedit":
-            replies = {entry["key"]: entry["reply"] for entry in answers}
+            replies = {line["key"]: line["reply"] for line in lines if "scores" in line}
             write_text(images / "result.json", json.dumps(replies, indent=4))
-        if failures:
-            reasons = [f"{key} ({reason})" for key, reason in failures.items()]
-            sentences.append(
-                f"no score for {len(reasons)} of {len(pairs)} edits of {row['model']}: "
-                f"{first_names(reasons)}; the same command asks again"
-            )
+        failed = {line["key"]: line["reason"] for line in lines if "reason" in line}
+        if failed:
+            reasons = first_names([f"{key} ({reason})" for key, reason in failed.items()])
+            of = f"{len(failed)} of {len(pairs)} edits of {row['model']}"
+            sentences.append(f"no score for {of}: {reasons}; the same command asks again")
     judges = {(row["judge"], row["judge_prompts"]) for row in rows if "judge" in row}
     sentences += [f"judge: {judge}, with {prompts}" for judge, prompts in sorted(judges)]
     if not all("judge" in row for row in rows):
@@ -344,11 +340,12 @@ def judge_rows(config, pairs, results, prompts):
     return sentences
 
 
-def add_scores(row, pairs, answers, config):
+def add_scores(row, pairs, lines, config):
     """Add the metrics of the answers to a row and to its values per pair."""
     scores_of, values = defaultdict(dict), defaultdict(list)
-    for entry in answers:
-        scores_of[entry["key"]][entry["question"]] = entry["scores"]
+    for line in lines:
+        if "scores" in line:
+            scores_of[line["key"]][line["question"]] = line["scores"]
     for part in PROTOCOLS[config.protocol].parts:
         for pair in pairs:
             for name, score in scores_of_edit(config.protocol, scores_of[pair.key]).items():
