@@ -172,7 +172,7 @@ def training_levels(key, config):
     else:
         betas = np.linspace(*ends, T)
     alpha_bar = np.cumprod(1 - betas.astype(np.float32), dtype=float)
-    if config.get("rescale_betas_zero_snr"):  # arXiv 2305.08891, algorithm 1
+    if config["rescale_betas_zero_snr"] and key != "pndm":  # arXiv 2305.08891, algorithm 1
         root = alpha_bar**0.5
         alpha_bar = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2
         if key != "ddim":

@@ -125,26 +125,6 @@ def test_a_protocol_equals_a_second_computation(folder, edits, name):
         np.testing.assert_allclose(values, np.take(expected[metric], [2, 0]), atol=1e-4)
 
 
-def test_parts_and_unknown_images(folder, edits):
-    """A pair counts in its parts only; without a truth or captions a metric is NaN."""
-    pairs = [
-        HeldOutPair(0, "0.png", "red", edits[0][0].original, parts=("", "_final")),
-        HeldOutPair(1, "1.png", "red", *[edits[0][1].original] * 2, parts=("_final",)),
-    ]
-    results = [pair.decoded("original") for pair in pairs]
-    metrics = ("l1", "l1_to_input", "dino", "text_similarity")
-    clip, dino = Clip(str(folder / "clip")), Dino(str(folder / "dino"))
-    scorer = ResultScorer(pairs, metrics, clip=clip, dino=dino)
-    found = scorer.measure([0, 1], results)
-    nan = np.nan
-    np.testing.assert_array_equal(found["l1"], [nan, nan])
-    np.testing.assert_array_equal(found["l1_final"], [nan, 0])
-    np.testing.assert_array_equal(found["l1_to_input"], [0, nan])
-    np.testing.assert_array_equal(found["l1_to_input_final"], [0, 0])
-    np.testing.assert_allclose(found["dino_final"], [nan, 1], rtol=1e-5)
-    assert np.isnan(found["text_similarity_final"]).all()
-
-
 @needs_lpips
 def test_lpips_of_the_package(tmp_path, monkeypatch):
     """The program of the package lpips with the same random AlexNet.
