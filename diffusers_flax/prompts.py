@@ -53,12 +53,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.loading.tokenizer import EXCERPT, check_text, sequences_of_tokens, too_long
+from diffusers_flax.loading.tokenizer import check_text, sequences_of_tokens, too_long
 from diffusers_flax.messages import warn_once
 
 CONVENTIONS = ("webui", "comfyui")
 BRACKET = 1.1  # weight of brackets without a number
-MAX_WEIGHT = 100  # larger ones, positive or negative, are mistakes
 LAST_TOKENS = 20  # webui: a comma among so many last tokens of a full chunk ends it
 ROUNDING = 1e-6  # a mean of so much of the mean absolute value is zero
 LONG_TEXT = 8  # comfyui: texts of so many tokens or more are split over chunks
@@ -123,8 +122,7 @@ def prepare_prompts(
         Prompts.
 
     Raises:
-        ValueError: prompts that are not text; a weight that is no number or beyond +-100; another
-            convention.
+        ValueError: prompts that are not text; a weight that is no number; another convention.
     """
     if prompt_weights not in (None, *CONVENTIONS):
         raise ValueError(
@@ -278,7 +276,7 @@ def parse_webui(text):
             if piece in opened:
                 opened[piece].append(len(pieces))
             elif match["weight"] and opened["("]:
-                close("(", read_weight(match["weight"]))
+                close("(", float(match["weight"]))
             elif piece == ")" and opened["("]:
                 close("(", factors["("])
             elif piece == "]" and opened["["]:
@@ -295,28 +293,8 @@ def parse_webui(text):
                 parts.append(BREAK)
             if parts and parts[-1] is not BREAK and parts[-1][1] == weight:
                 part = parts.pop()[0] + part  # one text for the tokenizer
-            parts.append((part, checked_weight(weight, part)))
+            parts.append((part, weight))
     return parts
-
-
-def read_weight(text):
-    """The number in a bracket."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(
-            f"prompt has the weight {text[:EXCERPT]!r}, which is not a number; write (red:1.3)"
-        ) from None
-
-
-def checked_weight(weight, text):
-    """The weight of a text, which must be a number within +-MAX_WEIGHT."""
-    if not abs(weight) <= MAX_WEIGHT:
-        raise ValueError(
-            f"prompt gives {text[:EXCERPT]!r} the weight {weight:.4g}; weights are numbers from "
-            f"-{MAX_WEIGHT} to {MAX_WEIGHT}, and nested brackets multiply"
-        )
-    return weight
 
 
 def parse_comfyui(text):
@@ -340,7 +318,7 @@ def parse_comfyui(text):
 
     def add(start, end, weight):
         if part := re.sub(r"\\([()])", r"\1", text[start:end]):
-            parts.append((part, checked_weight(weight, part)))
+            parts.append((part, weight))
 
     while todo:
         start, end, weight = todo.pop()
@@ -387,20 +365,13 @@ def encode_prompts(encode, texts, weights, empty_ids):
     Returns:
         ({name: states (rows, S, D)}, {name: pooled states (rows, P) or None}), S the same for all.
 
-    Raises:
-        ValueError: ids are not of whole chunks, or weights do not fit them.
-
     Source: see the top of this file.
     """
     length = empty_ids.shape[-1]
-    chunks = {name: split_chunks(name, ids, length) for name, ids in texts.items()}
+    chunks = {name: split_chunks(ids, length) for name, ids in texts.items()}
     batches = [x.reshape(-1, *x.shape[2:]) for x in chunks.values()]
     sizes = [len(x) for x in batches]
     if weights is not None:
-        if getattr(weights, "convention", None) not in CONVENTIONS:
-            raise ValueError(
-                f"prompt_weights is a {type(weights).__name__}; make it with prepare_prompts"
-            )
         batches.append(jnp.asarray(empty_ids, batches[0].dtype))
     encoded, pooled = encode(jnp.concatenate(batches))
     most = math.lcm(*(x.shape[1] for x in chunks.values()))
@@ -410,12 +381,7 @@ def encode_prompts(encode, texts, weights, empty_ids):
         states = [x[first : first + size].reshape(rows, k, *x.shape[1:]) for x in encoded]
         w = None if weights is None else getattr(weights, name)
         if w is not None:
-            w = split_chunks(name, w, length)
-            if w.shape[1:] != ids.shape[1:] or len(w) not in (1, rows):
-                raise ValueError(
-                    f"prompt_weights.{name} has other shapes than the token ids; make both with "
-                    "prepare_prompts"
-                )
+            w = split_chunks(w, length)
             w = w.reshape(len(w), k, -1, length)
             states = [
                 weigh(weights.convention, z, w[:, :, i], x[-1])
@@ -429,13 +395,8 @@ def encode_prompts(encode, texts, weights, empty_ids):
     return all_states, all_pooled
 
 
-def split_chunks(name, x, length):
+def split_chunks(x, length):
     """(rows, 77 k) -> (rows, k, 77), or (rows, encoders, 77 k) -> (rows, k, encoders, 77)."""
-    if x.shape[-1] % length:
-        raise ValueError(
-            f"the token ids of {name} have shape {x.shape}; the last axis must be a multiple of "
-            f"{length}, the tokens of a chunk; make them with prepare_prompts"
-        )
     return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, length), -2, 1)
 
 
