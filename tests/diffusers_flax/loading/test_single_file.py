@@ -287,20 +287,6 @@ def test_bad_files(tmp_path):
     refused(tmp_path / "absent.safetensors", "absent.safetensors does not exist; check the path")
 
 
-def test_numbers_of_numpy_beside_the_weights(tmp_path):
-    folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4)
-    content = {
-        "state_dict": original_layout(folder, ["unet"]),
-        "global_step": np.int64(7),
-        "best": np.float32(0.5),
-        "losses": np.ones(3),
-    }
-    torch.save(content, tmp_path / "unet.ckpt")
-    _, params = FlaxUNet2DConditionModel.from_single_file(tmp_path / "unet.ckpt", folder)
-    expected = FlaxUNet2DConditionModel.from_pretrained(folder, subfolder="unet")[1]
-    assert equal_trees(params, expected)
-
-
 @pytest.mark.slow
 def test_records_of_pytorch_lightning_are_not_needed(tmp_path, monkeypatch):
     """The published .ckpt files have them; they are not made."""
@@ -314,6 +300,7 @@ def test_records_of_pytorch_lightning_are_not_needed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     folder = make_tiny_pipeline(tmp_path / "configs", in_channels=4)
     content = {"state_dict": original_layout(folder), "callbacks": {"a": ModelCheckpoint()}}
+    content |= {"global_step": np.int64(7), "losses": np.ones(3)}
     torch.save(content, tmp_path / "model.ckpt")
     monkeypatch.delitem(sys.modules, module.__name__)
     _, params = FlaxDiffusionPipeline.from_single_file(tmp_path / "model.ckpt", config=folder)

@@ -1,7 +1,6 @@
 """attention_sharing= of text to image, against PyTorch's pipelines with an own processor."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import numpy as np
@@ -214,27 +213,3 @@ def test_what_does_not_fit(sd, models):
         )
     with pytest.raises(ValueError, match="pairs of images, without accelerate=tome"):
         images_of_pairs(open_ours(models["sd"], accelerate="tome"), PAIR, 0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "accelerate",
-    [
-        "deepcache:interval=2",
-        "guidance:start=0.2,stop=0.6",
-        "tgate:gate=8,interval=4,warmup=1",
-    ],
-)
-def test_accelerations(models, accelerate):
-    """Sharing changes the second image alone; p = 0 is off.
-
-    Other pairs of a batch, with other fractions, do not change it.
-    """
-    loaded = open_ours(models["sd"], accelerate=accelerate)
-    of_pair = partial(images_of_pairs, loaded, num_inference_steps=12)
-    plain, shared = of_pair(PAIR), of_pair(PAIR, 1.0)
-    np.testing.assert_allclose(of_pair(PAIR, 0.0), plain, atol=1e-5)
-    np.testing.assert_allclose(shared[0], plain[0], atol=1e-5)
-    assert psnr(shared[1], plain[1]) < 60
-    both = of_pair(PAIR * 2, np.float32([0, 1, 0, 0]))
-    np.testing.assert_allclose(both[:2], shared, atol=1e-5)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import jax
-import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLInstructPix2PixPipeline, StableDiffusionXLPipeline
@@ -17,7 +16,6 @@ from diffusers_flax import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
     FlaxStableDiffusionXLPipeline,
 )
-from diffusers_flax.acceleration.previews import Preview
 
 SCALES = dict(guidance_scale=3.0, image_guidance_scale=1.5)
 
@@ -77,24 +75,3 @@ def test_text_to_image_is_pytorchs(tmp_path):
     prompt_ids, key = pipeline.prepare_inputs(PROMPTS[0]), jax.random.key(0)
     images = pipeline(prompt_ids, params, key, latents=latents, **options).images
     assert psnr(images, expected) > 60
-
-
-@pytest.mark.slow
-def test_previews_and_acceleration(folder):
-    """The last preview is nearly the image; guidance in all steps is a plain edit."""
-    images, latents = random_inputs(1, 32, 32, 8)
-    shown = []
-    preview = Preview(1, lambda step, keys, images: shown.append(images))
-    plain, params = FlaxDiffusionPipeline.from_pretrained(folder)
-    expected = edit(plain, params, images, latents)
-    watched = dataclasses.replace(
-        plain, preview=preview, tiny_vae=plain.vae, tiny_vae_source=plain.tiny_vae_name
-    )
-    found = edit(watched, params | {"tiny_vae": params["vae"]}, images, latents)
-    jax.effects_barrier()
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert len(shown) == 7 and psnr(shown[-1], expected) > 20 > psnr(shown[0], expected)
-    for accelerate in ("deepcache:interval=2", "guidance:stop=0.6", "spectrum"):
-        fast = dataclasses.replace(plain, accelerate=accelerate)
-        found = edit(fast, params, images, latents, 16)
-        assert psnr(found, edit(plain, params, images, latents, 16)) > 10

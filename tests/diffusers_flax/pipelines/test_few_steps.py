@@ -18,7 +18,6 @@ from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
 from diffusers_flax.pipelines.sampling import AYS_SDXL, keys_per_image, normal, timestep_options
-from diffusers_flax.pipelines.stable_diffusion import FlaxStableDiffusionImg2ImgPipeline
 from diffusers_flax.schedulers.factory import make_scheduler
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
@@ -106,21 +105,6 @@ def test_images_are_those_of_pytorch(models, monkeypatch, model, scheduler, opti
     prompt_ids = pipeline.prepare_inputs("a red panda")
     found = pipeline(prompt_ids, params, key, height=32, width=32, **steps).images
     assert psnr(found, expected) > 60
-
-
-@pytest.mark.slow
-def test_image_to_image_begins_in_the_middle_of_the_timesteps(models):
-    """With strength 0.5 of four timesteps the last two are visited."""
-    text_to_image, params = FlaxDiffusionPipeline.from_pretrained(models["plain"])
-    scheduler, _ = make_scheduler("lcm", text_to_image.scheduler.config)
-    parts = text_to_image.components | {"scheduler": scheduler}
-    pipeline = FlaxStableDiffusionImg2ImgPipeline(**parts)
-    image = np.random.default_rng(0).uniform(size=(32, 32, 3)).astype(np.float32)
-    prompt_ids, image = pipeline.prepare_inputs("a red panda", image)
-    key, options = jax.random.key(0), dict(guidance_scale=1.0)
-    half = pipeline(prompt_ids, image, params, key, 0.5, timesteps=TIMESTEPS, **options).images
-    last_two = pipeline(prompt_ids, image, params, key, 1.0, timesteps=TIMESTEPS[2:], **options)
-    np.testing.assert_allclose(half, last_two.images, atol=1e-5)
 
 
 @pytest.mark.parametrize(
