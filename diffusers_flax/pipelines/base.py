@@ -174,9 +174,15 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
     def required_components(cls, path, index):
         """Names of the components that a directory must have, by its model_index.json's content.
 
-        Raises a ValueError if the directory is not for this class.
+        Raises a ValueError if the directory is of the other family.
         """
-        raise NotImplementedError
+        found, name = str(index.get("_class_name")), cls.__name__
+        if ("XL" in found) != ("XL" in name):
+            family, other = "Stable Diffusion XL", name.replace("XL", "")
+            if "XL" in found:
+                family, other = "Stable Diffusion 1.x or 2.x", name.replace("ion", "ionXL", 1)
+            raise ValueError(f"{path} is a {found}, not {family}; open it with {other}")
+        return [f.name for f in fields(cls) if f.name in COMPONENT_FILES and f.name != "controlnet"]
 
     @classmethod
     def check_configs(cls, sources, configs):

@@ -40,8 +40,8 @@ from diffusers_flax.models.controlnet import (
 )
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.pipelines.running import CallOptions, choose_denoising, run
-from diffusers_flax.pipelines.sampling import keys_per_image, resize, starting_noise
+from diffusers_flax.pipelines.running import CallOptions, run
+from diffusers_flax.pipelines.sampling import resize
 from diffusers_flax.pipelines.stable_diffusion import StableDiffusionFamily
 from diffusers_flax.pipelines.stable_diffusion_xl import XLComponents
 from diffusers_flax.pipelines.text_to_image import TextToImage
@@ -252,24 +252,13 @@ class ControlNetTextToImage(TextToImage):
                 )
         return values
 
-    def denoise(self, params, inputs, options, text, encoded):
-        """Scaled latents (B, 4, h, w) of the texts and control images; encoded: None."""
-        image, B = inputs["image"], len(inputs["prompt_ids"])
-        image = resize_control_images(image, (options.height, options.width))
-        shape = self.latent_shape(B, options.height, options.width)
-        keys = keys_per_image(inputs["prng_seed"], B)
-        schedule = self.make_schedule(options, shape)
-        x_T = starting_noise(inputs["latents"], keys, shape) * schedule.state.init_noise_sigma
-        residuals = self.residuals_of(params, image, inputs, options, schedule, text[0])
-        prediction = self.text_prediction(inputs, options, text, B, residuals=residuals)
-        return choose_denoising(self, params, schedule, keys, prediction, shape[2])(x_T)
-
-    def residuals_of(self, params, image, inputs, options, schedule, text):
-        """The function (i, sample, t, states, added) -> the UNet's residuals in step i.
+    def residuals_of(self, params, inputs, options, schedule, text):
+        """See TextToImage.residuals_of.
 
         It runs no ControlNet in steps in which none acts. In guess mode only the rows of the first
-        branch, the text's, have residuals; the others are zero. text: states of all branches.
+        branch, the text's, have residuals; the others are zero.
         """
+        image = resize_control_images(inputs["image"], (options.height, options.width))
         B, is_several = len(image), self.has_several
         guess_mode = options.guess_mode or self.nets[0].global_pool_conditions
         scale = jnp.asarray(inputs["controlnet_conditioning_scale"], jnp.float32).reshape(-1)
@@ -283,7 +272,7 @@ class ControlNetTextToImage(TextToImage):
             names = {f"nets_{i}": net.dtype for i, net in enumerate(self.nets)}
             return {name: project_text(tree[name], states, dtype) for name, dtype in names.items()}
 
-        projected = project(text[:B] if guess_mode else text)
+        projected = project(text[0][:B] if guess_mode else text[0])
 
         def compute(scale, sample, t, states, added):
             rows = B if guess_mode else len(sample)
@@ -337,7 +326,6 @@ class FlaxStableDiffusionControlNetPipeline(ControlNetTextToImage, StableDiffusi
     dtype: DTypeLike = jnp.float32
 
     torch_class_name = "StableDiffusionControlNetPipeline"
-    remedy_for_xl = "open it with FlaxStableDiffusionXLControlNetPipeline"
 
 
 @dataclass(frozen=True, eq=False)

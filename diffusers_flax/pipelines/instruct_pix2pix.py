@@ -308,8 +308,3 @@ class FlaxStableDiffusionInstructPix2PixPipeline(StableDiffusionComponents, Inst
     """
 
     torch_class_name = "StableDiffusionInstructPix2PixPipeline"
-
-    remedy_for_xl = (
-        "open it with FlaxStableDiffusionXLInstructPix2PixPipeline "
-        "(diffusers_flax/pipelines/instruct_pix2pix_xl.py)"
-    )

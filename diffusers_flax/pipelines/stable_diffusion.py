@@ -51,14 +51,6 @@ class StableDiffusionFamily(FlaxDiffusionPipeline):
 
     text_axes = 1  # of one image's prompt_ids
 
-    @classmethod
-    def required_components(cls, path, index):
-        """See FlaxDiffusionPipeline.required_components; refuses SDXL."""
-        class_name = str(index.get("_class_name"))
-        if "XL" in class_name:
-            raise ValueError(f"{path} is a {class_name}; {cls.remedy_for_xl}")
-        return ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
-
     def encode_text(self, params, inputs, options):
         """Text states of all branches of guidance: the first stage of a run.
 

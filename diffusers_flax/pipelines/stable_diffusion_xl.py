@@ -35,7 +35,7 @@ from diffusers_flax.models.tiny_vae import TINY_VAES
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.outputs import FlaxStableDiffusionXLPipelineOutput
-from diffusers_flax.pipelines.base import TEXT_ENCODERS, FlaxDiffusionPipeline
+from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.image_to_image import ImageToImage
 from diffusers_flax.pipelines.inpainting import Inpainting
 from diffusers_flax.pipelines.running import CallOptions, run
@@ -74,12 +74,7 @@ class XLComponents(FlaxDiffusionPipeline):
     @classmethod
     def required_components(cls, path, index):
         """See FlaxDiffusionPipeline.required_components; image to image accepts a refiner, too."""
-        class_name = str(index.get("_class_name"))
-        if "XL" not in class_name:
-            raise ValueError(
-                f"{path} is a {class_name}, not Stable Diffusion XL; for 1.x and 2.x use "
-                f"{cls.__name__.replace('XL', '')}"
-            )
+        names = super().required_components(path, index)
         absent = [name for name in ("text_encoder", "tokenizer") if not has_component(index, name)]
         if absent and not issubclass(cls, ImageToImage):
             raise ValueError(
@@ -87,7 +82,6 @@ class XLComponents(FlaxDiffusionPipeline):
                 "image; make one with the base model and refine it with "
                 "FlaxStableDiffusionXLImg2ImgPipeline"
             )
-        names = ("unet", "vae", *TEXT_ENCODERS, *TEXT_ENCODERS.values(), "scheduler")
         return [name for name in names if name not in absent]
 
     @classmethod

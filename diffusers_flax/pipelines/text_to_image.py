@@ -34,11 +34,6 @@ class TextToImage(FlaxDiffusionPipeline):
     if params["scheduler"] has another dtype.
     """
 
-    remedy_for_xl = (
-        "this pipeline is for Stable Diffusion 1.x and 2.x; for XL use "
-        "FlaxStableDiffusionXLPipeline"
-    )
-
     def prepare_inputs(self, prompt):
         """Tokenize prompts; see prepare_text_inputs.
 
@@ -114,13 +109,17 @@ class TextToImage(FlaxDiffusionPipeline):
         keys = keys_per_image(inputs["prng_seed"], B)
         schedule = self.make_schedule(options, shape)
         x_T = starting_noise(inputs["latents"], keys, shape) * schedule.state.init_noise_sigma
-        prediction = self.text_prediction(inputs, options, text, B)
+        residuals = self.residuals_of(params, inputs, options, schedule, text)
+        prediction = self.text_prediction(inputs, options, text, B, residuals=residuals)
         if inputs.get("attention_sharing") is not None:
             from diffusers_flax.pipelines.attention_sharing import share_attention  # not for others
 
             fraction = inputs["attention_sharing"]
             prediction = share_attention(self, prediction, fraction, B, schedule.num_steps)
         return choose_denoising(self, params, schedule, keys, prediction, shape[2])(x_T)
+
+    def residuals_of(self, params, inputs, options, schedule, text):
+        """None, or a function (i, sample, t, states, added) -> the UNet's residuals in step i."""
 
     def guidance_branches(self, guidance_scale):
         """The branches to compute; a UNet that is distilled with guidance needs only one."""
@@ -134,8 +133,7 @@ class TextToImage(FlaxDiffusionPipeline):
             inputs, options, text: of the stage `denoise`.
             batch_size: number of images.
             extra: arrays (B, C, h, w) that join the UNet's input.
-            residuals: None, or a ControlNet's function of a step's number and the UNet's arguments,
-                for further ones.
+            residuals: see residuals_of.
         """
         branches, timestep_cond = options.branches, None
         if (dim := self.unet.time_cond_proj_dim) is not None:
