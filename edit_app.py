@@ -25,6 +25,8 @@ Needs gradio: pip install ".[app]". Runs on TPU, GPU and CPU.
 
 import logging
 import sys
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,7 +115,8 @@ def run(config):
         address = server.start_server(blocks, config, password)
         print(f"open {address} in a browser; Ctrl-C ends", flush=True)
         editor.compile_first(examples[0])
-        server.wait_for_end()
+        with suppress(KeyboardInterrupt):  # also SIGTERM, see files_of_sessions
+            threading.Event().wait()
         blocks.close(verbose=False)  # before the files of its requests are deleted
     raise KeyboardInterrupt("the page is closed, and its images are deleted")
 

@@ -5,9 +5,8 @@ import secrets
 import signal
 import socket
 import tempfile
-import threading
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 PASSWORD = "EDIT_APP_PASSWORD"  # environment variable
@@ -112,9 +111,3 @@ def start_server(blocks, config, password):
         ssr_mode=False,
     )
     return local
-
-
-def wait_for_end():
-    """Return after Ctrl-C or SIGTERM."""
-    with suppress(KeyboardInterrupt):
-        threading.Event().wait()

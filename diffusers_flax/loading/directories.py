@@ -57,8 +57,6 @@ def read_component_configs(path, names, revision=None, replaced=None, **hub_opti
         where = getattr(path, "configs", path)  # of a SingleFile
         raise ValueError(f"{where} lacks {', '.join(missing)}; copy or download it again")
     configs = {name: content for name, (content, _) in found.items()}
-    if "vae" in found and not isinstance(configs["vae"].get("block_out_channels"), list):
-        raise ValueError(f"{found['vae'][1]} has no list block_out_channels; download it again")
     return configs | replaced
 
 

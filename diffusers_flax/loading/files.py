@@ -22,7 +22,8 @@ def save_whole(path: Path, save: Callable[[Path], None], shared: bool = False) -
         shared: several processes may write the path at the same time.
     """
     # Without a unique name, a later save removes the file of a killed one.
-    unfinished = unfinished_path(path, f"{uuid.uuid4().hex}-" if shared else "")
+    unique = f"{uuid.uuid4().hex}-" if shared else ""
+    unfinished = path.with_name(f"{UNFINISHED_PREFIX}{unique}{path.name}")
     with naming_full_disk(path):
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         remove(unfinished)
@@ -34,11 +35,6 @@ def save_whole(path: Path, save: Callable[[Path], None], shared: bool = False) -
         except BaseException:
             remove(unfinished)
             raise
-
-
-def unfinished_path(path: Path, unique: str = "") -> Path:
-    """The path that save_whole writes to before it is renamed."""
-    return path.with_name(f"{UNFINISHED_PREFIX}{unique}{path.name}")
 
 
 def remove(path: Path) -> None:

@@ -96,14 +96,11 @@ def too_long(tokenizer, ids, length):
 
 def sequences_of_tokens(tokenizer):
     """{id of TOKEN: ids of TOKEN, TOKEN_1, ...} of added tokens with several vectors."""
-    added = tokenizer.added_tokens_encoder
-    sequences = {i: [added[x] for x in sequence_of(token, added)] for token, i in added.items()}
-    return {i: sequence for i, sequence in sequences.items() if len(sequence) > 1}
-
-
-def sequence_of(token, added):
-    """[TOKEN, TOKEN_1, TOKEN_2, ...], as many as are in `added`, the added tokens."""
-    sequence = [token]
-    while (following := f"{token}_{len(sequence)}") in added:
-        sequence.append(following)
-    return sequence
+    added, sequences = tokenizer.added_tokens_encoder, {}
+    for token, i in added.items():
+        ids = [i]
+        while (following := f"{token}_{len(ids)}") in added:
+            ids.append(added[following])
+        if len(ids) > 1:
+            sequences[i] = ids
+    return sequences
