@@ -111,8 +111,7 @@ def run(config):
     print(f"loading {config.model}", file=sys.stderr)
     editor.open()
     with server.files_of_sessions() as folder:
-        blocks = server.make_blocks(editor, examples, folder)
-        address = server.start_server(blocks, config, password)
+        blocks, address = server.serve(editor, examples, config, password, folder)
         print(f"open {address} in a browser; Ctrl-C ends", flush=True)
         editor.compile_first(examples[0])
         with suppress(KeyboardInterrupt):  # also SIGTERM, see files_of_sessions

@@ -62,12 +62,6 @@ def settings_components(c):
     return {name: getattr(c, name) for name in LABELS}
 
 
-def theme():
-    """Colors, and fonts of the system, as others would be loaded from another host."""
-    fonts = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
-    return gr.themes.Base(primary_hue="teal", neutral_hue="slate", radius_size="md", **fonts)
-
-
 def image_file(**options):
     """A gr.Image whose value is the path of the unchanged uploaded file, which may be broken.
 

@@ -1,7 +1,6 @@
 """The page's server: port, password, files, and shutdown."""
 
 import os
-import secrets
 import signal
 import socket
 import tempfile
@@ -60,13 +59,18 @@ def files_of_sessions():
         yield Path(folder)
 
 
-def make_blocks(editor, examples, folder):
-    """The page, a gr.Blocks.
+def serve(editor, examples, config, password, folder):
+    """Serve the page in threads.
 
     Args:
         editor: open Editor.
         examples: see layout.build.
+        config: flags of the program.
+        password: from read_password.
         folder: from files_of_sessions.
+
+    Returns:
+        (gr.Blocks, address).
     """
     import gradio as gr
 
@@ -74,6 +78,8 @@ def make_blocks(editor, examples, folder):
     from diffusers_flax.app.layout import TITLES, build
     from diffusers_flax.app.sessions import Sessions
 
+    # Fonts of the system, as others would be loaded from another host.
+    fonts = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
     options = {"analytics_enabled": False, "delete_cache": (600, MAX_FILE_AGE)}
     with (
         warnings.catch_warnings(),
@@ -83,31 +89,21 @@ def make_blocks(editor, examples, folder):
         components = build(editor, examples)
         Events(editor, Sessions(folder), components).connect(blocks)
     # Requests wait in the editor's queue, which knows how many are before each.
-    return blocks.queue(max_size=None, default_concurrency_limit=None)
-
-
-def start_server(blocks, config, password):
-    """Serve the page in threads; returns its address."""
-    from diffusers_flax.app.layout import theme
-
-    def is_user(name, given):
-        same = secrets.compare_digest(name.encode(), config.username.encode())
-        return secrets.compare_digest(given.encode(), password.encode()) and same
-
-    _, local, _ = blocks.launch(
+    blocks.queue(max_size=None, default_concurrency_limit=None)
+    _, address, _ = blocks.launch(
         server_name=config.host,
         server_port=config.port,
-        auth=is_user if password else None,
+        auth=(config.username, password) if password else None,
         share=False,
         inbrowser=config.open_browser,
         prevent_thread_lock=True,
         quiet=True,
         max_file_size=config.max_upload_mb * 2**20,
         footer_links=["api"],
-        theme=theme(),
+        theme=gr.themes.Base(primary_hue="teal", neutral_hue="slate", radius_size="md", **fonts),
         css_paths=[PAGE / "page.css"],
         js=(PAGE / "page.js").read_text(encoding="utf-8"),
         favicon_path=PAGE / "icon.png",
         ssr_mode=False,
     )
-    return local
+    return blocks, address
