@@ -6,7 +6,6 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -102,12 +101,6 @@ def served(model, *flags, cwd=None, **environment):
         process.terminate()  # deletes its files
         _, errors = process.communicate(timeout=20)
     assert "Traceback" not in errors, errors
-
-
-def memory_of(process):
-    """Bytes of memory that a process has."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
 
 def launch(browser_type, *flags):

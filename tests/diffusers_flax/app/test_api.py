@@ -5,13 +5,12 @@ import re
 
 import numpy as np
 import pytest
-from helpers import photo, wait_for
+from helpers import photo
 from PIL import Image
 from served_app import (
     FAST,
     call_pipeline,
     edit_by_cli,
-    memory_of,
     needs_gradio,
     served,
     settings_in,
@@ -104,37 +103,6 @@ def test_images_from_text_and_an_image(connect, tmp_path):
         file, made = client.predict(**text, api_name="/image")
         with Image.open(file) as image:
             assert made["strength"] is None and image.size == (32, 32)
-
-
-@pytest.mark.slow
-@needs_gradio
-def test_two_clients_30_requests_and_a_client_that_goes(page, connect, photo_file, tmp_path):
-    """Requests of two pages never mix, memory stays, files go with the session."""
-    from gradio_client import handle_file
-
-    given = {"image": handle_file(photo_file), "api_name": "/edit"}
-    clients = [connect(page, folder=tmp_path / name) for name in ("a", "b")]
-    memory, jobs = [], []
-    for seed in range(30):
-        words = ("make it red", "invert the colors")[seed % 2]
-        jobs.append(clients[seed % 2].submit(**given, seed=seed, instruction=words))
-        if len(jobs) == 6:
-            for job in jobs:
-                job.result()
-            memory.append(memory_of(page.process))
-            made, jobs = jobs, []
-    for number, job in enumerate(made, 24):
-        file, settings = job.result()
-        assert settings["seed"] == number
-        assert settings["instruction"] == ("make it red", "invert the colors")[number % 2]
-        assert settings_in(file).seed == number
-    print("memory, MB:", [round(x / 2**20) for x in memory])
-    assert memory[-1] - memory[0] < 64 * 2**20
-
-    slow = clients[0].submit(**given, instruction="red", num_inference_steps=150, resolution=256)
-    wait_for(lambda: any(stage["stage"] == "making" for _, stage in slow.outputs()))
-    slow.cancel()
-    clients[1].predict(**given, instruction="make it blue")  # is not behind it
 
 
 @pytest.mark.slow

@@ -231,24 +231,6 @@ def test_each_layer_has_its_own_alpha(models, tmp_path):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6, err_msg=key)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
-def test_several_with_weights(models, tmp_path):
-    theirs, specs = torch_pipeline("sd", models["sd"]), []
-    for seed, (name, weight) in enumerate((("a", 0.5), ("b", -1.25))):
-        folder = tmp_path / name
-        folder.mkdir()
-        file = folder / "pytorch_lora_weights.safetensors"
-        peft_file(file, random_factors(theirs, all_targets(ATTENTION), seed), alpha=1.0 + seed)
-        theirs.load_lora_weights(folder, adapter_name=name)
-        specs.append(f"{folder}:{weight}")
-    theirs.set_adapters(["a", "b"], [0.5, -1.25])
-    theirs.fuse_lora(adapter_names=["a", "b"])
-    theirs.unload_lora_weights()
-    _, params = FlaxDiffusionPipeline.from_pretrained(models["sd"], lora=specs)
-    assert_params_are(theirs, params)
-
-
 def test_sums_are_float32_and_keep_the_dtype(tmp_path):
     """In float16 the update alone would be rounded to nothing."""
     layer = "unet.down_blocks.0.resnets.0.time_emb_proj"
@@ -349,14 +331,3 @@ def test_an_adapter_of_peft_has_its_alpha_in_another_file(tmp_path, pattern):
         found = loras.fold("unet", f"{name}/kernel", before[name])
         np.testing.assert_allclose(found, layer.weight.detach().numpy().T, atol=1e-6)
         assert np.abs(found - before[name]).max() > 0.05
-
-
-def test_names_that_are_no_files(tmp_path):
-    (tmp_path / "empty").mkdir()
-    for spec, message in (
-        (f"{tmp_path}/no/a.safetensors", "does not exist; check the path"),
-        (f"{tmp_path}/empty", "there is no pytorch_lora_weights.safetensors in .*empty"),
-        (f"{tmp_path}/empty:much", "empty:much: much is not a number"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Loras([spec])

