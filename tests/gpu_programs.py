@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-
 from diffusers_flax.compiling.cards import find_compiler
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from diffusers_flax.compiling.cards import find_gpus
 from flax.traverse_util import flatten_dict
 from gpu_programs import needs_gpu_compiler
 from helpers import ROOT, slow
@@ -23,7 +24,6 @@ from tpu_programs import accelerated, elements, needs_libtpu, tensor_shapes
 import compile_for
 import flax_train_instruct_pix2pix as trainer
 from compile_for import SdxlFlags, TrainFlags, UnetFlags, largest_fitting
-from diffusers_flax.compiling.cards import find_gpus
 from diffusers_flax.compiling.chips import (
     find_slice,
     slice_devices,

@@ -78,7 +78,8 @@ def denoise_accelerated(
             if len(segment.functions) == 1:
                 guided, cache = segment.functions[0](*arguments)
             else:
-                guided, cache = jax.lax.switch(table[i - first], segment.functions, *arguments)
+                with jax.named_scope(f"steps_from_{first}"):  # see switch_fractions
+                    guided, cache = jax.lax.switch(table[i - first], segment.functions, *arguments)
             if watch is not None:
                 watch(i, arguments[0], guided)
             x_t, state = schedule.step(state, i, t, x_t, guided, keys)
@@ -154,16 +155,17 @@ def group_steps(steps):
 
 
 def switch_fractions(steps):
-    """Fraction of the steps in which each function of a loop runs.
+    """Fraction of the steps in which each function of a loop runs: {scope of its switch: tuple}.
 
-    Returns:
-        One tuple for each loop that has several functions, see flops.matmul_flops.
+    Loops with one function have no switch.
     """
-    return tuple(
-        tuple(kinds.count(kind) / len(kinds) for kind in sorted(set(kinds)))
-        for _, kinds in group_steps(steps)
-        if len(set(kinds)) > 1
-    )
+    fractions, first = {}, 0
+    for _, kinds in group_steps(steps):
+        if len(set(kinds)) > 1:
+            shares = tuple(kinds.count(kind) / len(kinds) for kind in sorted(set(kinds)))
+            fractions[f"steps_from_{first}"] = shares
+        first += len(kinds)
+    return fractions
 
 
 def make_segment(cache, model, kinds, steps, prediction_type, scales):

@@ -1,4 +1,4 @@
-"""Traffic and cycles of a program, from the HLO that XLA compiled for a TPU or GPU.
+"""Traffic of a program, from the HLO that XLA compiled for a TPU or GPU.
 
 XLA's own count of bytes has a TPU's values in VMEM too, a prefetched value three times. hbm_bytes
 counts traffic of the chip's memory (HBM) alone: a layout with S(1) is in VMEM, one without S in
@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffusers_flax.flops import in_scope, split_switches
-
 # bf16[8,1024]{1,0:T(8,128)S(1)}; the name has the number of bits, except pred, which is a byte.
 SHAPE = re.compile(r"\b(pred|(?:bf|[cfsu])\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
@@ -23,7 +21,7 @@ NO_TRAFFIC = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", 
 NO_TRAFFIC |= {"conditional", "call", "after-all", "optimization-barrier", "partition-id"}
 SLICES = {"slice", "dynamic-slice"}
 LIBRARY = re.compile(r'custom_call_target="__(cublas|cudnn)')  # kernels with a workspace
-UNKNOWN_CYCLES = 2**64 - 1  # of operations without an estimate
+COLLECTIVE = "(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?"
 
 
 class Instruction(NamedTuple):
@@ -33,11 +31,25 @@ class Instruction(NamedTuple):
     type: str  # of the result: f32[8]{0}, or a tuple (f32[8]{0}, bf16[8]{0:S(1)})
     operation: str
     text: str  # operands and attributes
+    computation: dict  # {name: Instruction} of the same computation
+    computations: dict  # {name: computation} of the program
 
     @property
     def operands(self):
         """Names of the instructions whose results it reads."""
         return NAME.findall(self.text.split(")")[0])
+
+    @property
+    def operand_types(self):
+        """The types of the operands."""
+        read = map(self.computation.get, self.operands)
+        return ["" if line is None else line.type for line in read]
+
+    @property
+    def fused(self):
+        """The instructions of a fusion, {name: Instruction}; {} of other operations."""
+        names = self.called("calls")
+        return self.computations[names[0]] if names else {}
 
     def called(self, *attributes):
         """Names of the computations in attributes such as body=%x or branch_computations={%x}."""
@@ -70,21 +82,15 @@ def parse_program(text):
             current = computations.setdefault(found[2], {})
             entry = found[2] if found[1] else entry
         elif current is not None and (found := INSTRUCTION.match(line)):
-            current[found[1]] = Instruction(*found.groups())
+            current[found[1]] = Instruction(*found.groups(), current, computations)
     return computations, entry
 
 
-def fused_by(instruction, computations):
-    """The instructions of the computation of a fusion, {name: Instruction}; {} of others."""
-    names = instruction.called("calls")
-    return computations[names[0]] if names else {}
-
-
-def num_trips(loop, computations):
+def num_trips(loop):
     """Trips of a loop, as the compiler notes it or from "counter < constant"; 1 if unknown."""
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text):
         return int(noted[1])
-    condition = computations[loop.called("condition")[0]]
+    condition = loop.computations[loop.called("condition")[0]]
     last = [*condition.values()][-1]
     limit = condition.get(last.operands[-1]) if last.operands else None
     is_constant = limit and limit.operation == "constant" and limit.type[:5] in ("s32[]", "u32[]")
@@ -93,55 +99,38 @@ def num_trips(loop, computations):
     return 1
 
 
-def executed(text, switches=()):
+def executed(text, fractions=None):
     """Every instruction that a run executes, and how often; fusions are one instruction.
-
-    All branches of a conditional run in full, unless `switches` gives the fraction of trips of
-    each.
 
     Args:
         text: compiled.as_text() of a program.
-        switches: for each `lax.switch` in a loop, in order: the fraction of trips in which each
-            branch runs; and Scoped, see flops.matmul_flops.
+        fractions: {jax.named_scope around a condition: the fraction of its runs in which each
+            branch is taken}; of other conditions all branches count in full.
 
-    Returns:
-        ([(Instruction, its computation, times)], all computations, see parse_program).
-
-    Raises:
-        ValueError: the program has another number of switches.
+    Yields:
+        (Instruction, times).
     """
     computations, entry = parse_program(text)
-    shares, scoped = split_switches(switches)
-    found, taken = [], {}  # {name of a switch: fractions of its branches}
 
-    def visit(computation, times, in_switch):
+    def visit(computation, times):
         for line in computations[computation].values():
-            found.append((line, computations[computation], times))
+            yield line, times
             # Branches of a condition are false, true, as in jax.lax.cond.
             called = line.called("body", "true_computation", "false_computation")[::-1]
             called += line.called("branch_computations")
             called += line.called("to_apply") if line.operation == "call" else []
-            is_conditional = line.operation == "conditional"
-            is_switch = is_conditional and not in_switch
-            runs = in_scope(scoped, line.text) if is_conditional else None
-            if is_switch and runs is None:
-                if line.name not in taken and shares:
-                    taken[line.name] = shares.pop(0)
-                runs = taken.get(line.name)
-            if runs is None:
-                trips = num_trips(line, computations) if line.operation == "while" else 1
-                runs = [trips] * len(called)
-            for branch, number in zip(called, runs, strict=True):
-                visit(branch, times * number, in_switch or is_switch)
+            shares = [num_trips(line) if line.operation == "while" else 1] * len(called)
+            if line.operation == "conditional":
+                for scope, of_branches in (fractions or {}).items():
+                    shares = of_branches if f'{scope}/cond"' in line.text else shares
+            for branch, share in zip(called, shares, strict=True):
+                yield from visit(branch, times * share)
 
-    visit(entry, 1, False)
-    if shares:
-        raise ValueError(f"{len(shares)} of {len(switches)} switches are not in the program")
-    return found, computations
+    yield from visit(entry, 1)
 
 
-def moved_bytes(line, computation, computations):
-    """Bytes that an instruction moves to and from HBM.
+def moved_bytes(line):
+    """Bytes that an Instruction moves to and from HBM.
 
     Each operand and result counts once, a sliced operand by its slices. This is too little if a
     kernel reads an operand several times, and too much for an update of some elements in place,
@@ -149,12 +138,11 @@ def moved_bytes(line, computation, computations):
     """
     if line.operation in NO_TRAFFIC or line.operation.endswith("-done"):
         return 0
-    operands = [computation[name].type if name in computation else "" for name in line.operands]
-    reads, written = [bytes_in_hbm(x) for x in operands], bytes_in_hbm(line.type)
+    reads, written = [*map(bytes_in_hbm, line.operand_types)], bytes_in_hbm(line.type)
     if line.operation in SLICES:
         reads = [min(size, all_bytes(line.type)) for size in reads]
-    elif fused := fused_by(line, computations):
-        for index, size in sliced_parameters(fused).items():
+    elif line.fused:
+        for index, size in sliced_parameters(line.fused).items():
             reads[index] = min(reads[index], size)
     elif LIBRARY.search(line.text):  # the last result of a tuple is the workspace
         last = SHAPE.findall(line.type)[1:][-1:]
@@ -187,28 +175,18 @@ def sliced_parameters(fused):
     return {index: size for index, size in read.items() if size < math.inf}
 
 
-def hbm_bytes(text, switches=()):
+def hbm_bytes(text, fractions=None):
     """Bytes that a run reads from and writes to the chip's memory; arguments: see executed."""
-    lines, computations = executed(text, switches)
-    return round(sum(times * moved_bytes(*where, computations) for *where, times in lines))
+    return round(sum(times * moved_bytes(line) for line, times in executed(text, fractions)))
 
 
-def host_bytes(text, switches=()):
+def host_bytes(text, fractions=None):
     """Bytes that a run fetches from the host's memory, S(5); arguments: see executed."""
     total = 0
-    for line, _, times in executed(text, switches)[0]:
+    for line, times in executed(text, fractions):
         if line.operation == "copy-start":  # its type is (target, source, flag)
             dtype, shape, layout = SHAPE.findall(line.type)[1]
             total += times * array_bytes(dtype, shape) * ("S(5)" in layout)
-    return round(total)
-
-
-def expected_cycles(text, switches=()):
-    """XLA's estimate of a run's cycles, without Pallas kernels; arguments: see executed."""
-    total = 0
-    for line, _, times in executed(text, switches)[0]:
-        noted = map(int, re.findall(r'"estimated_cycles":"(\d+)"', line.text))
-        total += times * sum(x for x in noted if x != UNKNOWN_CYCLES)
     return round(total)
 
 
@@ -237,6 +215,39 @@ def first_group(line):
     return chips[tuple(slice(None) if f"'{x}'" in used else 0 for x in sizes)].ravel().tolist()
 
 
+def sent_bytes(line, coords, sum_factor=2):
+    """Bytes that a chip sends for a collective, see interconnect_bytes; 0 for other operations.
+
+    sum_factor: passes of an all-reduce over its array.
+    """
+    found = re.fullmatch(COLLECTIVE, line.operation)
+    if not found:
+        return 0
+
+    def links(group):
+        """Hops between each two chips of a group, (n, n), on a mesh without wrap-around links."""
+        if coords is None:
+            return 1 - np.eye(len(group))
+        places = np.array([coords[chip] for chip in group])
+        return np.abs(places[:, None] - places).sum(axis=-1)
+
+    sizes = [array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(line.type)]
+    if found[1] == "collective-permute":  # the type of a start has two semaphores as well
+        pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]+\})\}", line.text)[1]
+        pairs = [integers(pair) for pair in re.findall(r"\d+,\d+", pairs)]
+        return sizes[0] * max(links(pair).max() for pair in pairs)
+    if found[2] and len(sizes) > 1:
+        sizes = sizes[len(sizes) // 2 :]  # the type of a start has operands and results
+    group, size = first_group(line), sum(sizes)
+    n, crossed = len(group), links(group)
+    if n == 1:
+        return 0
+    if found[1] == "all-to-all":
+        return size * crossed.mean()
+    times = {"reduce-scatter": n, "all-reduce": sum_factor}.get(found[1], 1)
+    return size * times * crossed[crossed > 0].min() * (n - 1) / n
+
+
 def interconnect_bytes(text, coords=None):
     """Bytes that a chip sends over its links in one run of a program.
 
@@ -250,46 +261,13 @@ def interconnect_bytes(text, coords=None):
         text: compiled.as_text() of a program.
         coords: coordinates of a TPU's chips; None: every two chips have a link.
     """
-    lines, computations = executed(text)
-
-    def links(group):
-        """Hops between each two chips of a group, (n, n), on a mesh without wrap-around links."""
-        if coords is None:
-            return 1 - np.eye(len(group))
-        places = np.array([coords[chip] for chip in group])
-        return np.abs(places[:, None] - places).sum(axis=-1)
-
-    def sent_by(line, sum_factor=2):
-        found = re.fullmatch(
-            "(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(-start)?",
-            line.operation,
-        )
-        if not found:
-            return 0
-        sizes = [array_bytes(dtype, shape) for dtype, shape, _ in SHAPE.findall(line.type)]
-        if found[1] == "collective-permute":  # the type of a start has two semaphores as well
-            pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]+\})\}", line.text)[1]
-            pairs = [integers(pair) for pair in re.findall(r"\d+,\d+", pairs)]
-            return sizes[0] * max(links(pair).max() for pair in pairs)
-        if found[2] and len(sizes) > 1:
-            sizes = sizes[len(sizes) // 2 :]  # the type of a start has operands and results
-        group, size = first_group(line), sum(sizes)
-        n, crossed = len(group), links(group)
-        if n == 1:
-            return 0
-        if found[1] == "all-to-all":
-            return size * crossed.mean()
-        times = {"reduce-scatter": n, "all-reduce": sum_factor}.get(found[1], 1)
-        return size * times * crossed[crossed > 0].min() * (n - 1) / n
-
     total = 0
-    for line, _, times in lines:
-        total += times * sent_by(line)
-        fused = fused_by(line, computations).values()
+    for line, times in executed(text):
+        total += times * sent_bytes(line, coords)
         if line.name.startswith("async-collective-start"):
             # Its end and the fusions that overlap with it repeat the collective.
-            total += times * sum(map(sent_by, fused))
+            total += times * sum(sent_bytes(x, coords) for x in line.fused.values())
         elif line.operation == "fusion" and "AllReduceScatterFusion" in line.text:
             # An all-reduce and a slice, which is a reduce-scatter.
-            total += times * sum(sent_by(x, sum_factor=1) for x in fused)
+            total += times * sum(sent_bytes(x, coords, 1) for x in line.fused.values())
     return round(total)

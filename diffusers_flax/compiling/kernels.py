@@ -1,48 +1,53 @@
 """A GPU's kernels by kind: how many, bytes, FLOPs, the least time and an estimate.
 
-table = kernel_table(compiled.as_text(), CARDS["h100"])
-seconds = estimated_seconds(table, makes_images=False)
+table = kernel_table(compiled.as_text(), GPUS["h100"])
+seconds = sum(kind_seconds(kind, row) for kind, row in table.items()) / BUSY
 """
 
 import math
 import re
 
-import numpy as np
-
 from diffusers_flax.compiling.hlo import (
     NO_TRAFFIC,
     SHAPE,
     executed,
-    fused_by,
     interconnect_bytes,
     moved_bytes,
 )
 
-# Kinds of kernels by name, in XLA's programs and in profiles; the first that is found counts.
+# {kind of kernels: (pattern of names in XLA's programs, share)}; the first that is found counts.
+# The share is the least time of all kernels of a kind over the measured one, in three programs on
+# an H200: the optimizer step and the UNet with gradients of Stable Diffusion 1.5, and an SDXL
+# image, profiled on 2026-11-27. Collectives were not measured.
 KINDS = {
-    "attention": "fmha|sdpa|dot_product_attention|compute_dot_do_o|convert_dq",
-    "convolution": (
-        "conv[A-Z_-]|_fprop_|_dgrad_|_wgrad_|ImplicitGemm|convolve|AddPadding|ToN(hwc|chw)Kernel|"
-        "__5x_cudnn"
-    ),
-    "matmul": "gemm|cublas|nvjet|dot",
-    "collective": "all-|all_|reduce-scatter|reduce_scatter|collective|nccl",
-    "copy": "(?i)copy|memcpy|memset",
-    "concatenation": "concatenate",
-    "transpose": "transpose",
-    "reduction": "reduce|softmax",
+    "attention": ("fmha", 0.39),
+    "convolution": ("conv[A-Z_-]|convolution", 0.68),
+    "matmul": ("gemm|cublas|dot", 0.66),
+    "collective": ("all-|all_|reduce-scatter|reduce_scatter|collective", 1.0),
+    "copy": ("copy", 0.34),
+    "concatenation": ("concatenate", 0.32),
+    "transpose": ("transpose", 0.29),
+    "reduction": ("reduce|softmax", 0.38),
+    "element-wise": ("", 0.49),
 }
-ELEMENTWISE = "element-wise"
-ALL_KINDS = (*KINDS, ELEMENTWISE)
-
-
-def kind_of_name(name):
-    """The kind of a kernel, from its name."""
-    return next((kind for kind, words in KINDS.items() if re.search(words, name)), ELEMENTWISE)
-
-
+SMALLEST = 1e-6  # seconds of the smallest kernels in these profiles
+# Share of the time in which a kernel runs, in the same runs: step and gradient; image.
+BUSY, BUSY_WITH_IMAGES = 0.87, 0.97
 FULL = "f32 without TF32"  # dtype of products of the highest precision
-COLUMNS = ("kernels", "bytes", "flops", "least_seconds")
+
+
+def kind_of(line):
+    """The kind of an Instruction."""
+    if not line.fused:
+        name = target_of(line)
+    else:
+        inside = {x.operation for x in line.fused.values()}
+        # XLA names a fusion after its operations, except the ones that Triton compiles.
+        is_named = not re.fullmatch(r"fusion(\.\d+)*", line.name)
+        of_triton = " ".join(sorted(inside & {"reduce", "transpose", "concatenate"}))
+        products = [x for x in ("dot", "convolution") if x in inside]
+        name = products[0] if products else line.name if is_named else of_triton
+    return next(kind for kind, (pattern, _) in KINDS.items() if re.search(pattern, name))
 
 
 def target_of(line):
@@ -51,37 +56,18 @@ def target_of(line):
     return found[1] if found and line.operation == "custom-call" else line.operation
 
 
-def kind_of(line, fused):
-    """The kind of an instruction of a compiled program; fused: of hlo.fused_by."""
-    if not fused:
-        return kind_of_name(target_of(line))
-    inside = {x.operation for x in fused.values()}
-    for product, kind in (("dot", "matmul"), ("convolution", "convolution")):
-        if product in inside:
-            return kind
-    # XLA names a fusion after its operations, except the ones that Triton compiles.
-    is_named = not re.fullmatch(r"fusion(\.\d+)*", line.name)
-    of_triton = " ".join(sorted(inside & {"reduce", "transpose", "concatenate"}))
-    return kind_of_name(line.name if is_named else of_triton)
-
-
-def product_flops(line, computation):
-    """(FLOPs, dtype of the operands, or FULL) of a matmul, convolution or attention; else (0, "").
-
-    Args:
-        line: Instruction.
-        computation: {name: Instruction} with its operands.
-    """
+def product_flops(line):
+    """(FLOPs, dtype or FULL) of a matmul, convolution or attention; of others (0, "")."""
     target = target_of(line)
     if not (line.operation in ("dot", "convolution") or target.startswith(("__cublas", "__cudnn"))):
         return 0, ""
 
-    def first_array(instruction):
-        dtype, shape, _ = SHAPE.findall(instruction.type)[0]
+    def first_array(kind):
+        dtype, shape, _ = SHAPE.findall(kind)[0]
         return dtype, [int(size) for size in shape.split(",") if size]
 
-    (dtype, left), (_, right) = (first_array(computation[name]) for name in line.operands[:2])
-    _, out = first_array(line)
+    (dtype, left), (_, right) = map(first_array, line.operand_types[:2])
+    _, out = first_array(line.type)
     if dtype == "f32" and re.search(r'(?i)operand_precision(=\{|":\[")highest', line.text):
         dtype = FULL
     if "fmha" in target:  # (B, T, N, H), (B, S, N, H); two products, or five of the backward pass
@@ -99,22 +85,23 @@ def product_flops(line, computation):
     return 2 * math.prod(images) * math.prod(kernel) // channels, dtype
 
 
-def rate(card, dtype):
-    """FLOPs per second of a Card."""
-    full = 2e9 * card.cores * card.units * card.clock  # a multiply-add of each unit in a cycle
-    return {"f32": card.flops / 2, FULL: full, "s8": card.int8}.get(dtype, card.flops)
+def rate(chip, dtype):
+    """FLOPs per second of a GPU."""
+    # A multiply-add of each float32 unit in a cycle.
+    full = 2e9 * chip.card.cores * chip.card.units * chip.card.clock
+    return {"f32": chip.flops / 2, FULL: full, "s8": chip.int8}.get(dtype, chip.flops)
 
 
-def kernel_table(text, card, switches=()):
+def kernel_table(text, chip, fractions=None):
     """What the kernels of one run of a program do, by kind; a loop's body counts for every trip.
 
-    A kernel takes at least its FLOPs over the card's rate or its bytes over the memory's bandwidth.
+    A kernel takes at least its FLOPs over the GPU's rate or its bytes over the memory's bandwidth.
     Each operand and result counts once.
 
     Args:
         text: compiled.as_text() of a program for a GPU.
-        card: Card.
-        switches: see hlo.executed.
+        chip: Chip.
+        fractions: see hlo.executed.
 
     Returns:
         {kind: {"kernels", "bytes", "flops", "least_seconds"}}, kinds without kernels left out. The
@@ -122,27 +109,21 @@ def kernel_table(text, card, switches=()):
 
     Source: Roofline (Williams, Waterman, Patterson 2009), section 3, for each kernel.
     """
-    lines, computations = executed(text, switches)
-    total = {kind: np.zeros(len(COLUMNS)) for kind in ALL_KINDS}
-    for line, computation, times in lines:
+    tables = []
+    for line, times in executed(text, fractions):
         if line.operation in NO_TRAFFIC or line.operation.endswith("-done"):
             continue
-        fused = fused_by(line, computations)
-        kind = kind_of(line, fused)
-        if kind == "collective":
-            total[kind] += np.array([times, 0, 0, 0])
-            continue
-        inside = fused if line.operation == "fusion" and fused else None
-        products = [product_flops(x, inside) for x in inside.values()] if inside else []
-        products = products or [product_flops(line, computation)]
-        size = moved_bytes(line, computation, computations)
-        seconds = sum(flops / rate(card, dtype) for flops, dtype in products)
-        flops = sum(flops for flops, _ in products)
-        total[kind] += times * np.array([1, size, flops, max(seconds, size / card.bandwidth)])
+        row = {"kernels": 1, "bytes": 0, "flops": 0, "least_seconds": 0.0}
+        if (kind := kind_of(line)) != "collective":
+            inside = line.fused.values() if line.operation == "fusion" else ()
+            products = [product_flops(x) for x in inside or (line,)]
+            row["flops"], row["bytes"] = sum(flops for flops, _ in products), moved_bytes(line)
+            seconds = sum(flops / rate(chip, dtype) for flops, dtype in products)
+            row["least_seconds"] = max(seconds, row["bytes"] / chip.bandwidth)
+        tables.append(({kind: row}, times))
     sent = interconnect_bytes(text)
-    total["collective"][1:] = sent, 0, sent / card.interconnect
-    rows = {kind: dict(zip(COLUMNS, row.tolist())) for kind, row in total.items()}
-    return {kind: row for kind, row in rows.items() if row["kernels"]}
+    row = {"kernels": 0, "bytes": sent, "flops": 0, "least_seconds": sent / chip.interconnect}
+    return add_tables([*tables, ({"collective": row} if sent else {}, 1)])
 
 
 def add_tables(tables):
@@ -150,43 +131,11 @@ def add_tables(tables):
     total = {}
     for table, number in tables:
         for kind, row in table.items():
-            old = total.get(kind, dict.fromkeys(COLUMNS, 0.0))
-            total[kind] = {name: old[name] + number * row[name] for name in COLUMNS}
+            old = total.setdefault(kind, dict.fromkeys(row, 0.0))
+            total[kind] = {name: old[name] + number * row[name] for name in row}
     return total
-
-
-# The least time of all kernels of a kind over the measured one, in three programs on an H200: the
-# optimizer step and the UNet with gradients of Stable Diffusion 1.5, and an SDXL image, profiled on
-# 2026-11-27. Collectives were not measured.
-MEASURED_SHARES = {
-    "attention": 0.39,
-    "convolution": 0.68,
-    "matmul": 0.66,
-    "collective": 1.0,
-    "copy": 0.34,
-    "concatenation": 0.32,
-    "transpose": 0.29,
-    "reduction": 0.38,
-    ELEMENTWISE: 0.49,
-}
-# Seconds of the smallest kernels in these profiles.
-SMALLEST = 1e-6
-# Share of the time in which a kernel runs, in the same runs: step and gradient; image.
-BUSY = 0.87
-BUSY_WITH_IMAGES = 0.97
 
 
 def kind_seconds(kind, row):
     """The time of the kernels of a kind at its measured share; row: of kernel_table."""
-    return max(row["least_seconds"] / MEASURED_SHARES[kind], row["kernels"] * SMALLEST)
-
-
-def estimated_seconds(table, makes_images):
-    """The time of a program if its kernels reach the measured shares of their least time.
-
-    Args:
-        table: of kernel_table.
-        makes_images: the program makes images by a loop, which keeps a GPU busier than a step.
-    """
-    seconds = sum(kind_seconds(kind, row) for kind, row in table.items())
-    return seconds / (BUSY_WITH_IMAGES if makes_images else BUSY)
+    return max(row["least_seconds"] / KINDS[kind][1], row["kernels"] * SMALLEST)

@@ -8,9 +8,6 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-from diffusers_flax.compiling import cards
 from diffusers_flax.compiling.cards import (
     CARDS,
     find_compiler,
@@ -18,6 +15,9 @@ from diffusers_flax.compiling.cards import (
     target_config,
     traced_for,
 )
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+from diffusers_flax.compiling import cards
 from diffusers_flax.models.attention import attention, cuda_capability
 
 

@@ -3,10 +3,10 @@
 import re
 
 import pytest
+from diffusers_flax.compiling.cards import COMPILER_OPTIONS, find_gpus, gpu_devices, traced_for
 from gpu_programs import MOVES, needs_gpu_compiler
 
 from diffusers_flax.compilation_cache import no_compilation_cache
-from diffusers_flax.compiling.cards import COMPILER_OPTIONS, find_gpus, gpu_devices, traced_for
 from diffusers_flax.compiling.hlo import all_bytes, fused_by, parse_program
 from diffusers_flax.compiling.programs import FAMILIES, EditProgramFlags, SdxlFlags, image_program
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from diffusers_flax.compiling.cards import CARDS, find_gpus, gpu_devices, traced_for
 from gpu_programs import needs_gpu_compiler
 
-from diffusers_flax.compiling.cards import CARDS, find_gpus, gpu_devices, traced_for
 from diffusers_flax.compiling.costs import program_costs
 from diffusers_flax.compiling.kernels import (
     BUSY,

@@ -4,11 +4,11 @@ import re
 
 import jax
 import pytest
+from diffusers_flax.compiling.cards import COMPILER_OPTIONS, find_gpus, gpu_devices, traced_for
 from gpu_programs import MOVES, needs_gpu_compiler
 
 from compile_for import TrainFlags, train_program
 from diffusers_flax.compilation_cache import no_compilation_cache
-from diffusers_flax.compiling.cards import COMPILER_OPTIONS, find_gpus, gpu_devices, traced_for
 from diffusers_flax.compiling.hlo import all_bytes, fused_by, parse_program
 from diffusers_flax.compiling.programs import FAMILIES
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS

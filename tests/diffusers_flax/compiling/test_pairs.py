@@ -8,6 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from diffusers_flax.compiling.cards import CARDS, find_gpus, gpu_devices, traced_for
+from diffusers_flax.compiling.pairs import (
+    PairProgramFlags,
+    count_clip_flops,
+    pair_program,
+    sharing_fractions,
+)
 from flax.traverse_util import flatten_dict
 from gpu_programs import needs_gpu_compiler
 from tiny_models import make_tiny_clip, make_tiny_pipeline
@@ -16,17 +23,10 @@ from tpu_programs import needs_libtpu
 import compile_for
 from diffusers_flax import FlaxStableDiffusionPipeline
 from diffusers_flax.compilation_cache import no_compilation_cache
-from diffusers_flax.compiling.cards import CARDS, find_gpus, gpu_devices, traced_for
 from diffusers_flax.compiling.chips import find_slice, slice_devices
 from diffusers_flax.compiling.costs import num_bytes
 from diffusers_flax.compiling.hlo import executed
 from diffusers_flax.compiling.kernels import kernel_table
-from diffusers_flax.compiling.pairs import (
-    PairProgramFlags,
-    count_clip_flops,
-    pair_program,
-    sharing_fractions,
-)
 from diffusers_flax.compiling.programs import Program
 from diffusers_flax.compiling.report import make_report
 from diffusers_flax.flops import Scoped, matmul_flops
