@@ -19,29 +19,18 @@ With another --format:
     python export_model.py --run programs/image-batch1-512x512-20steps-cpu.jaxexport \\
         --prompt "a red panda" --output panda.png
 
-onnx: text encoders, UNet, VAE encoder and VAE decoder for any batch and size, in the folders and
-with the names of Optimum's exports. Graphs are of PyTorch's classes with this model's weights.
-Every file is run by onnxruntime and compared with the Flax model, at two sizes and batches, before
-it gets its name; the largest difference is printed and stays in the file's metadata.
-
-openvino: the same components for OpenVINO, compared in its runtime; examples/run_onnx.py runs
-them too. --dtype float16 halves the weights, --quantize int8 has them in 8 bits.
-
-coreml: the same components for one --batch_size, --height and --width, as .mlpackage.
-Experimental: they are converted and never run here. --quantize palette8 or palette6 stores 256 or
-64 values a matrix.
-
-stablehlo: the whole run as one program of jax.export, for one --batch_size, --height, --width and
---num_inference_steps, which its name has; a file for each --platform. --run makes an image with it
-in a process that has no model code, with guidance the same to the last bit as the pipeline makes.
-jax refuses such files after about six months; weights.safetensors beside them stays.
+onnx and openvino: text encoders, UNet, VAE encoder and VAE decoder for any batch and size, in the
+folders and with the names of Optimum's exports, each compared with the Flax model. coreml: the same
+for one --batch_size, --height and --width, converted and never run here. stablehlo: the whole run
+as one program of jax.export, for one batch, size and number of steps, a file for each --platform;
+--run makes an image with it in a process that has no model code. docs/export.md says more.
 
 Needs the packages of a format, pip install ".[onnx]", and no accelerator. Measured peaks of memory
 of --format onnx in float32: 7.4 GiB for Stable Diffusion 1.5, 17.3 GiB for SDXL.
 """
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -56,29 +45,20 @@ from diffusers_flax.command_line import (
 
 
 class Format(NamedTuple):
-    """What a --format needs and takes; other values and flags are refused."""
+    """What a --format needs and takes."""
 
     packages: tuple[str, ...]  # names of modules
     dtype: tuple[str, ...]  # of weights, the default first
     quantize: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()  # of OF_SOME_FORMATS
 
 
-ONE_SHAPE = ("batch_size", "height", "width")
-OF_SOME_FORMATS = (*ONE_SHAPE, "num_inference_steps", "platform")
-OF_RUN = ("prompt", "negative_prompt", "input", "output", "seed")
-OF_RUN += ("guidance_scale", "image_guidance_scale")
 ONNX = ("onnx", "onnxscript", "onnxruntime", "torch", "diffusers")
+COREML = ("coremltools", "torch", "diffusers")
 FORMATS = {
     "onnx": Format(ONNX, ("float32", "float16"), ("int8",)),
     "openvino": Format((*ONNX, "openvino", "nncf"), ("float32", "float16"), ("int8",)),
-    "coreml": Format(
-        ("coremltools", "torch", "diffusers"),
-        ("float16", "float32"),
-        ("palette8", "palette6"),
-        ONE_SHAPE,
-    ),
-    "stablehlo": Format(("flatbuffers",), ("float32", "bfloat16"), flags=OF_SOME_FORMATS),
+    "coreml": Format(COREML, ("float16", "float32"), ("palette8", "palette6")),
+    "stablehlo": Format(("flatbuffers",), ("float32", "bfloat16")),
 }
 
 
@@ -105,8 +85,8 @@ class Config:
     width: Annotated[int, AtLeast(1)] | None = None  # likewise
     # stablehlo: denoising steps; default: the model's, or 20
     num_inference_steps: Annotated[int, AtLeast(1)] | None = None
-    # stablehlo: where programs run, each with a file of its own; default: cpu cuda
-    platform: tuple[Literal["cpu", "cuda", "tpu"], ...] | None = None
+    # stablehlo: where programs run, each with a file of its own
+    platform: tuple[Literal["cpu", "cuda", "tpu"], ...] = ("cpu", "cuda")
     overwrite_output_dir: bool = False  # replace an export in output_dir
     run: Path | None = None  # program of --format stablehlo to make images with
     prompt: str | None = None  # of --run: what to show, or what to change
@@ -126,28 +106,16 @@ def is_installed(package):
 
 
 def check_flags(config):
-    """Raise a ValueError for flags that do not go together or for missing packages."""
-    if not config.run and not (config.model and config.output_dir):
-        raise ValueError("give --model and --output_dir to export, or --run and --prompt")
-    if config.run and config.prompt is None:
-        raise ValueError("--run needs --prompt, a text")
+    """Raise a ValueError for values that a format does not have, or for missing packages."""
     name, form = config.format, FORMATS[config.format]
-    given = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
-    others = {*OF_RUN, *OF_SOME_FORMATS} - {*form.flags}
-    wrong = given - {*OF_RUN, "run", "format"} if config.run else given & others
-    if wrong:
-        what = "--run" if config.run else f"--format {name}"
-        raise ValueError(f"--{min(wrong)} does not go with {what}; leave it out")
+    if not (config.model and config.output_dir):
+        raise ValueError("give --model and --output_dir to export, or --run and --prompt")
     for flag, choices in (("dtype", form.dtype), ("quantize", form.quantize)):
         if (value := getattr(config, flag)) not in (None, *choices):
-            raise ValueError(
-                f"--{flag} {value} is not for --format {name}, which has "
-                f"{', '.join(choices) or 'none'}"
-            )
-    if config.quantize and config.dtype and name != "coreml":
-        raise ValueError(
-            f"--quantize {config.quantize} and --dtype {config.dtype} are both given; give one"
-        )
+            choices = ", ".join(choices) or "none"
+            raise ValueError(f"--{flag} {value} is not for --format {name}, which has {choices}")
+    if config.quantize == "int8" and config.dtype:
+        raise ValueError("--quantize int8 and --dtype are both given; give one")
     if missing := [package for package in form.packages if not is_installed(package)]:
         raise ValueError(f'--format {name} needs {", ".join(missing)}: pip install ".[{name}]"')
 
@@ -160,11 +128,8 @@ def load_model_to_export(config):
     from diffusers_flax.pipelines.text_to_image import TextToImage
     from diffusers_flax.schedulers.factory import check_scheduler, choose_scheduler
 
-    model, cls, is_program = (
-        config.model,
-        pipeline_class(config.model),
-        config.format == "stablehlo",
-    )
+    model, is_program = config.model, config.format == "stablehlo"
+    cls = pipeline_class(model)
     is_known = "InstructPix2Pix" in cls.__name__ or issubclass(cls, TextToImage)
     if "ControlNet" in cls.__name__ or (is_program and not is_known):
         raise ValueError(
@@ -201,28 +166,28 @@ def export(config):
     defaults = read_defaults(config.model, config.lora)
     config = replace(config, scheduler=config.scheduler or defaults.get("scheduler"))
     pipeline, size, params = load_model_to_export(config)
-    files, batch_size = [output_dir], config.batch_size or 1
-    dtype, quantize = config.dtype or FORMATS[config.format].dtype[0], config.quantize
+    exported, files = (pipeline, params, output_dir), [output_dir]
+    batch_size, quantize = config.batch_size or 1, config.quantize
+    dtype = config.dtype or FORMATS[config.format].dtype[0]
     if config.format == "onnx":
         from diffusers_flax.exporting.onnx_files import export_onnx
 
-        export_onnx(pipeline, params, output_dir, dtype, quantize)
+        export_onnx(*exported, dtype, quantize)
     elif config.format == "openvino":
         os.environ.setdefault("CI", "true")  # else the import of openvino starts its telemetry
         from diffusers_flax.exporting.openvino_files import export_openvino
 
-        export_openvino(pipeline, params, output_dir, dtype, quantize)
+        export_openvino(*exported, dtype, quantize)
     elif config.format == "coreml":
         with quiet():
             from diffusers_flax.exporting.coreml_files import export_coreml
 
-        export_coreml(pipeline, params, output_dir, dtype, quantize, batch_size, size)
+        export_coreml(*exported, dtype, quantize, batch_size, size)
     else:
         from diffusers_flax.exporting.stablehlo_files import export_stablehlo
 
         steps = config.num_inference_steps or defaults.get("num_inference_steps", 20)
-        platforms = config.platform or ("cpu", "cuda")
-        files = export_stablehlo(pipeline, params, output_dir, platforms, batch_size, size, steps)
+        files = export_stablehlo(*exported, config.platform, batch_size, size, steps)
     (output_dir / DEFAULTS_FILE).unlink(missing_ok=True)  # of an export that is replaced
     if defaults:
         write_defaults(output_dir, **defaults)
@@ -234,6 +199,8 @@ def run_program(config):
     from diffusers_flax.exporting import run_stablehlo
     from diffusers_flax.generating.defaults import with_defaults
 
+    if config.prompt is None:
+        raise ValueError("--run needs --prompt, a text")
     if config.output.suffix != ".npy":
         check_image_file(config.output)
     config = with_defaults(config, [config.run.parent])
@@ -245,9 +212,11 @@ def run_program(config):
 
 def work(config):
     """Export a model, or run a program."""
-    config = replace(config, format="stablehlo") if config.run else config
-    check_flags(config)
-    run_program(config) if config.run else export(config)
+    if config.run:
+        run_program(config)
+    else:
+        check_flags(config)
+        export(config)
 
 
 def main(args=None):

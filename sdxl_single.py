@@ -26,7 +26,7 @@ from diffusers_flax.devices.precision import choose_dtype
 class Config:
     """Flags of the script."""
 
-    MORE_FLAGS_IN = "generate_cli.py"
+    MORE_FLAGS = "; generate_cli.py has more flags"
     model: str = "stabilityai/stable-diffusion-xl-base-1.0"  # directory or hub id
     revision: str | None = None  # branch, tag or commit on the hub
     prompt: tuple[str, ...] = ("a photograph of a red panda reading a map in a bamboo forest",)

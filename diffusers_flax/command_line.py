@@ -9,8 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -24,16 +23,6 @@ SAME_FLAGS = (
     ("data_dir", "train_data_dir", "pairs"),
     ("max_pairs", "max_train_samples"),
 )
-# Flags that a short program, whose config says MORE_FLAGS_IN, leaves to another one.
-FLAGS_OF = {
-    "generate_cli.py": (
-        *("accelerate", "compilation_cache_dir", "config_name_or_path", "coordinator_address"),
-        *("devices", "embedding", "eta", "grid", "guidance_rescale", "latents", "lora"),
-        *("num_processes", "offload", "parallel", "prediction_type", "preview", "preview_decoder"),
-        *("process_id", "prompts_file", "scheduler", "storage", "timestep_spacing", "timesteps"),
-        *("unet", "unet_delta", "use_ema_weights", "vae_dtype", "vae_tile", "variant"),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -44,12 +33,11 @@ class Range:
         sizes: tuple[Annotated[int, AtLeast(8), MultipleOf(8)], ...] = ()
         share: Annotated[float, Above(0), Below(1)] | None = None
 
-    check_ranges checks all of a config. Infinity is refused, unless the range allows it.
+    check_ranges checks all of a config.
     """
 
     description: str  # "at least 1"
     contains: Callable[[float], bool]
-    has_infinity: bool = False
 
 
 def AtLeast(low: float) -> Range:
@@ -69,8 +57,8 @@ def Below(high: float) -> Range:
 
 
 def Between(low: float, high: float) -> Range:
-    """From low to high, both included; Between(1, math.inf) includes infinity."""
-    return Range(f"from {low} to {high}", lambda x: low <= x <= high, math.isinf(high))
+    """From low to high, both included."""
+    return Range(f"from {low} to {high}", lambda x: low <= x <= high)
 
 
 def MultipleOf(number: int) -> Range:
@@ -91,11 +79,11 @@ def check_ranges(config: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
+            if not math.isfinite(number):
+                raise ValueError(f"--{name} {number} must be a finite number")
             if not all(limit.contains(number) for limit in ranges):
                 must_be = " and ".join(limit.description for limit in ranges)
                 raise ValueError(f"--{name} {number} must be {must_be}")
-            if not (math.isfinite(number) or any(limit.has_infinity for limit in ranges)):
-                raise ValueError(f"--{name} {number} must be a finite number")
 
 
 def ranges_of(hint: Any) -> Iterator[Range]:
@@ -104,15 +92,6 @@ def ranges_of(hint: Any) -> Iterator[Range]:
         yield hint
     for part in get_args(hint):
         yield from ranges_of(part)
-
-
-def spare_this_machine():
-    """Let no proxy of the environment take requests to this machine: a page, a judge, a server."""
-    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    has_proxy = any(name.lower().endswith("_proxy") for name in os.environ)
-    if has_proxy and "127.0.0.1" not in given and "*" not in given:
-        spared = ",".join(filter(None, (given, "localhost,127.0.0.1,::1")))
-        os.environ["no_proxy"] = os.environ["NO_PROXY"] = spared
 
 
 def run_main(
@@ -141,7 +120,9 @@ def run_main(
 
     if args is None:
         gc.set_threshold(10_000)  # with Python 3.11's 700, a start takes a tenth longer
-    spare_this_machine()
+        # No proxy takes requests to this machine: to a page, a judge, a server.
+        spared = (os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), "localhost,127.0.0.1,::1")
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, spared))
     config = parse_flags(config_class, description, args)
     try:
         check_ranges(config)
@@ -150,24 +131,21 @@ def run_main(
         return
     except KeyboardInterrupt as stop:
         code, message = 130, f"interrupted; {one_line(stop) if stop.args else interrupted}"
-    except (ValueError, OSError) as error:
-        code, message = 2, f"error: {one_line(error)}"
     except Exception as error:
         # By name, as some scripts do not import jax.
         ran_out = type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
+        code, message = 2, f"error: {one_line(error)}"
         if ran_out and out_of_memory:
-            code, message = 2, f"error: out of device memory; {out_of_memory}"
-        elif is_full_disk(error):
-            code, message = 2, f"error: {one_line(error)}"
+            message = f"error: out of device memory; {out_of_memory}"
         elif isinstance(error, ArithmeticError):
-            code, message = 1, f"error: {one_line(error)}"
-        elif is_distributed():
+            code = 1
+        elif not (isinstance(error, ValueError | OSError) or is_full_disk(error)):
+            if not is_distributed():
+                raise
             from diffusers_flax.devices.processes import explain_lost_process  # imports jax
 
             reason = explain_lost_process(error)
             code, message = 1, f"error: {reason}" if reason else traceback.format_exc()
-        else:
-            raise
     sys.stderr.write(f"{message}\n")  # at once, as print lets another thread write before the \n
     # After Ctrl-C, XLA's compiler threads would outlive the interpreter and segfault; at an orderly
     # exit a process would wait for the others.
@@ -185,78 +163,56 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
     """
     import tyro  # only programs need it
 
-    words = sys.argv[1:] if args is None else args
-    if {"-h", "--help"}.isdisjoint(words):
-        words = checked_words(words, config_class)
-    flags = config_class
+    words, flags = list(sys.argv[1:] if args is None else args), config_class
     if isinstance(config_class, dict):
         named = [Annotated[x, tyro.conf.subcommand(name)] for name, x in config_class.items()]
         flags = Union[tuple(named)]  # noqa: UP007
-    options = {"description": "", "use_underscores": True, "return_unknown_args": True}
+        config_class = config_class.get(words[0] if words else "", object)
+    words = with_own_names(words, get_type_hints(config_class))
     shown = io.StringIO()
     try:
         with redirect_stdout(shown), redirect_stderr(shown):
-            config, unknown = tyro.cli(flags, args=words, **options)
+            return tyro.cli(flags, args=words, description="", use_underscores=True)
     except SystemExit as stop:
+        text = shown.getvalue()
         if stop.code:
             # The second section of a framed text, after its title, is the message.
-            message = re.split("[-─]{10,}|Got errors:", shown.getvalue())[:2][-1]
-            refuse(one_line(re.sub("[│╮]", " ", message)).rstrip("."))
+            message = re.split("[-─]{10,}|Got errors:", re.sub("[│╮]", " ", text))[1]
+            near = re.search(r"Perhaps you meant:\s+(--\w+)", re.sub("[│╮]", " ", text))
+            refuse(
+                one_line(message).rstrip(".")
+                + (f"; did you mean {near[1]}?" if near else "")
+                + getattr(config_class, "MORE_FLAGS", "")
+            )
         # Of an optional flag the type alone is shown; the columns of help stay aligned.
         text = re.sub(
             r"\{None\}\|(\{\[.*?\]\]\}|\{.*?\}|\S+)",
             lambda found: found[1].strip("{}").ljust(len(found[0])),
-            shown.getvalue(),
+            text,
         )
-        text = re.sub(r"\{None,(\S*\})", r"{\1     ", text)
-        text = text.replace("(default: )", "(optional) ")
         print(description.strip(), text, sep="\n\n", end="")
         raise
-    if unknown:
-        refuse(f"{' '.join(unknown)}: no flag takes this value; quote a text that has spaces")
-    return config
 
 
-def checked_words(words: list[str], config_class: Any) -> list[str]:
+def with_own_names(words: list[str], hints: dict) -> list[str]:
     """The words of a command line with the program's own names of SAME_FLAGS.
 
-    Ends the program if a flag is unknown or missing, or if one with several values is repeated or
-    has none.
+    Ends the program if a flag with several values has none. hints: {flag: type}.
     """
-    if isinstance(config_class, dict):
-        if not words or words[0] not in config_class:
-            refuse(f"begin with one of {', '.join(config_class)}")
-        config_class = config_class[words[0]]
-    hints = get_type_hints(config_class)
-    names = [*hints, *(f"no_{name}" for name, hint in hints.items() if hint is bool)]
-    own_names = {name: name for name in names}
+    own_names = {}
     for group in SAME_FLAGS:
-        if own := [name for name in group if name in hints]:
-            own_names = dict.fromkeys(group, own[0]) | own_names
-
-    more, checked, given = getattr(config_class, "MORE_FLAGS_IN", None), [], set()
+        own = next((name for name in group if name in hints), None)
+        own_names |= {name: own for name in group if own and name not in hints}
+    found = []
     for word, following in zip(words, [*words[1:], "--"]):
         if word.startswith("--"):
-            flag, sep, value = word.partition("=")
-            name = flag[2:].replace("-", "_")
-            if name in FLAGS_OF.get(more, ()):
-                refuse(f"--{name} is a flag of {more}")
-            if name not in own_names:
-                near = get_close_matches(name, names, 1)
-                refuse(f"{flag} is unknown" + "".join(f"; did you mean --{x}?" for x in near))
-            name = own_names[name]
-            hint = hints.get(name)
-            if "tuple[" in str(hint) and name in given:
-                refuse(f"--{name} is given twice; write all values after one --{name}")
-            if get_origin(hint) is tuple and not sep and following.startswith("--"):
+            flag, sep, value = word[2:].partition("=")
+            name = flag.replace("-", "_")
+            if get_origin(hints.get(name)) is tuple and not sep and following.startswith("--"):
                 refuse(f"--{name} has no value; give one or more, or leave the flag out")
-            given.add(name)
-            word = f"--{name}{sep}{value}"
-        checked.append(word)
-    needed = [f.name for f in fields(config_class) if f.default is f.default_factory is MISSING]
-    if missing := [f"--{name}" for name in needed if name not in given]:
-        refuse(f"{' and '.join(missing)} must be given")
-    return checked
+            word = f"--{own_names.get(name, flag)}{sep}{value}"
+        found.append(word)
+    return found
 
 
 def refuse(message: str) -> NoReturn:
@@ -269,12 +225,6 @@ def is_distributed() -> bool:
     """Whether this process has joined others through jax.distributed."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
-
-
-def nearest_existing(path: Path) -> Path:
-    """The path, or the nearest of its parents that exists, absolute and without `..`."""
-    path = path.resolve()
-    return next(p for p in (path, *path.parents) if p.exists())
 
 
 def ask_before_replacing(
@@ -305,21 +255,20 @@ def ask_before_replacing(
     known = [Path(path).resolve() for path in others]
     names = [
         file.name
-        for file in sorted(folder.iterdir())
-        if not file.name.startswith(".")
-        and not any(path.is_relative_to(file.resolve()) for path in known)
+        for file in sorted(folder.glob("[!.]*"))
+        if not any(path.is_relative_to(file.resolve()) for path in known)
     ]
     if names:
-        more = f" and {len(names) - 3} more" * (len(names) > 3)
         raise ValueError(
-            f"{given} is not empty ({', '.join(names[:3])}{more}); name another directory, or "
-            "replace this program's files in it with --overwrite_output_dir"
+            f"{given} is not empty ({', '.join(names[:3])}); name another directory, or replace "
+            "this program's files in it with --overwrite_output_dir"
         )
 
 
 def check_writable(given: str, directory: Path) -> None:
     """Raise a ValueError if a directory cannot be made or written to; given: --FLAG VALUE."""
-    parent = nearest_existing(directory)
+    path = directory.resolve()
+    parent = next(p for p in (path, *path.parents) if p.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
         raise ValueError(
             f"{given} cannot be written: {parent} is not a directory that you can write to; name "
@@ -329,19 +278,14 @@ def check_writable(given: str, directory: Path) -> None:
 
 def check_image_file(path):
     """Raise a ValueError for an image file that cannot be written; nothing is written."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a directory; name a file")
     if path.suffix.lower() not in IMAGE_EXTENSIONS:
-        raise ValueError(
-            f"{path} ends in {path.suffix or 'no extension'}; name it "
-            f"{' or '.join(IMAGE_EXTENSIONS)}"
-        )
+        ending, choices = path.suffix or "no extension", " or ".join(IMAGE_EXTENSIONS)
+        raise ValueError(f"{path} ends in {ending}; name it {choices}")
     check_writable(str(path), path.parent)
 
 
 def print_files(paths):
     """Print the first ten files that a program has written, and their number."""
-    for path in paths[:10]:
-        print(path)
+    print(*paths[:10], sep="\n")
     if len(paths) > 10:
         print(f"... {len(paths)} images")

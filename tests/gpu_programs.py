@@ -3,14 +3,15 @@
 import sys
 
 import pytest
-from diffusers_flax.compiling.cards import find_compiler
+
+from diffusers_flax.compiling.chips import gpu_compiler
 
 
 def missing_compiler():
     """Why the compiler for NVIDIA GPUs cannot be used; "" if it can."""
     path = list(sys.path)
     try:
-        find_compiler()
+        gpu_compiler()
     except ValueError as error:
         return str(error)
     finally:
@@ -20,5 +21,3 @@ def missing_compiler():
 
 MISSING = missing_compiler()
 needs_gpu_compiler = pytest.mark.skipif(bool(MISSING), reason=f"make gpu-compiler ({MISSING})")
-
-MOVES = {"copy", "transpose", "concatenate"}  # operations of HLO

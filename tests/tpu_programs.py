@@ -3,11 +3,13 @@
 import importlib.util
 import re
 
+import jax
 import numpy as np
 import pytest
 from safetensors import safe_open
 
-from diffusers_flax.compiling.programs import EditProgramFlags
+from diffusers_flax.compiling.programs import EditProgramFlags, image_program
+from diffusers_flax.flops import matmul_flops
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -30,8 +32,11 @@ def elements(shapes, num_slices=1):
 
 def accelerated(model, *accelerate, **more):
     """Flags of `edit` with a tiny model."""
-    return EditProgramFlags(
-        tpu="v5e-1",
-        pretrained_model_name_or_path=str(model),
-        **{"resolution": 64, "scheduler": "ddim", "accelerate": accelerate, **more},
-    )
+    options = {"resolution": 64, "scheduler": "ddim", "accelerate": accelerate} | more
+    return EditProgramFlags(tpu="v5e-1", pretrained_model_name_or_path=str(model), **options)
+
+
+def count_flops(config, index=0):
+    """FLOPs of the step of a program that makes images; index 1: the ones in int8."""
+    step = image_program(config, jax.devices()[:1]).parts["step"]
+    return matmul_flops(jax.make_jaxpr(step.function)(*step.args).jaxpr, step.fractions)[index]

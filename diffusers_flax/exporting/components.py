@@ -1,4 +1,4 @@
-"""Exported components of a pipeline: their inputs, and our models' outputs.
+"""Exported components of a pipeline: their inputs, our models' outputs, and PyTorch counterparts.
 
 Components, inputs, outputs and axes have the names of Optimum's ONNX exports, which has a VAE's
 encoder and decoder as two components.
@@ -39,54 +39,48 @@ class Component:
 
 
 def exported_components(pipeline):
-    """A pipeline's Components, the UNet first, whose parameters are freed after its export."""
-    num_time_ids = 5 if getattr(pipeline, "requires_aesthetics_score", False) else 6
-    names = [name for name in TEXT_ENCODERS if getattr(pipeline, name, None)]
+    """A pipeline's Components, the UNet first, whose parameters are freed after its export.
+
+    SDXL's UNet reads the text encoders' hidden states. The VAE's encoder returns the mean and the
+    logarithm of the variance. Timesteps are floats, as some schedulers have fractional ones.
+    """
+    components = [unet_component(pipeline)]
+    for name in TEXT_ENCODERS:
+        if (encoder := getattr(pipeline, name, None)) is None:
+            continue
+        outputs = ["last_hidden_state", "pooler_output"]
+        if name == "text_encoder_2":
+            outputs = ["text_embeds", "last_hidden_state"]
+        if hasattr(pipeline, "text_encoder_2"):
+            outputs += [f"hidden_states.{i}" for i in range(encoder.module.num_hidden_layers + 1)]
+        inputs = {"input_ids": (("batch_size", "sequence_length"), np.int64)}
+        components.append(Component(name, name, inputs, tuple(outputs)))
+    image = ("batch_size", pipeline.vae.in_channels, "height", "width")
+    latents = ("batch_size", pipeline.vae.latent_channels, "height_latent", "width_latent")
+    sample, latents = {"sample": (image, np.float32)}, {"latent_sample": (latents, np.float32)}
     return [
-        unet_component(pipeline.unet.config, num_time_ids),
-        *(text_component(pipeline, name) for name in names),
-        *vae_components(pipeline.vae),
+        *components,
+        Component("vae_encoder", "vae", sample, ("latent_parameters",)),
+        Component("vae_decoder", "vae", latents, ("sample",)),
     ]
 
 
-def text_component(pipeline, name):
-    """A text encoder's Component; SDXL's UNet reads its hidden states."""
-    encoder = getattr(pipeline, name)
-    outputs = ["last_hidden_state", "pooler_output"]
-    if name == "text_encoder_2":
-        outputs = ["text_embeds", "last_hidden_state"]
-    if hasattr(pipeline, "text_encoder_2"):
-        outputs += [f"hidden_states.{i}" for i in range(encoder.module.num_hidden_layers + 1)]
-    inputs = {"input_ids": (("batch_size", "sequence_length"), np.int64)}
-    return Component(name, name, inputs, tuple(outputs))
-
-
-def vae_components(vae):
-    """A VAE's Components; the encoder returns the mean and the logarithm of the variance."""
-    image = ("batch_size", vae.in_channels, "height", "width")
-    latents = ("batch_size", vae.latent_channels, "height_latent", "width_latent")
-    return [
-        Component("vae_encoder", "vae", {"sample": (image, np.float32)}, ("latent_parameters",)),
-        Component("vae_decoder", "vae", {"latent_sample": (latents, np.float32)}, ("sample",)),
-    ]
-
-
-def unet_component(config, num_time_ids):
-    """A UNet's Component. Timesteps are floats, as some schedulers have fractional ones."""
-    sample = ("batch_size", config.in_channels, "height", "width")
-    text = ("batch_size", "sequence_length", config.cross_attention_dim)
-    inputs = {
-        "sample": (sample, np.float32),
-        "timestep": ((1,), np.float32),
-        "encoder_hidden_states": (text, np.float32),
+def unet_component(pipeline):
+    """The UNet's Component."""
+    config = pipeline.unet.config
+    shapes = {
+        "sample": ("batch_size", config.in_channels, "height", "width"),
+        "timestep": (1,),
+        "encoder_hidden_states": ("batch_size", "sequence_length", config.cross_attention_dim),
     }
     if config.addition_embed_type is not None:  # SDXL
+        num_time_ids = 5 if getattr(pipeline, "requires_aesthetics_score", False) else 6
         width = num_time_ids * config.addition_time_embed_dim
         pooled = config.projection_class_embeddings_input_dim - width
-        inputs["text_embeds"] = (("batch_size", pooled), np.float32)
-        inputs["time_ids"] = (("batch_size", num_time_ids), np.float32)
+        shapes |= {"text_embeds": ("batch_size", pooled), "time_ids": ("batch_size", num_time_ids)}
     if config.time_cond_proj_dim is not None:  # distilled with guidance
-        inputs["timestep_cond"] = (("batch_size", config.time_cond_proj_dim), np.float32)
+        shapes["timestep_cond"] = ("batch_size", config.time_cond_proj_dim)
+    inputs = {name: (shape, np.float32) for name, shape in shapes.items()}
     return Component("unet", "unet", inputs, ("out_sample",))
 
 
@@ -100,7 +94,6 @@ def random_inputs(component, pipeline, batch, size):
         size: (height, width) of the latents.
     """
     rng = np.random.default_rng(0)
-    lengths = {"batch_size": batch, "sequence_length": 77}
     if component.module in TEXT_ENCODERS:
         module = getattr(pipeline, component.module).module
         length = module.max_position_embeddings
@@ -109,7 +102,8 @@ def random_inputs(component, pipeline, batch, size):
         return {"input_ids": ids}
     scale = pipeline.vae_scale_factor if component.name == "vae_encoder" else 1
     height, width = (side * scale for side in size)
-    lengths |= {"height": height, "width": width, "height_latent": height, "width_latent": width}
+    lengths = {"batch_size": batch, "sequence_length": 77, "height": height, "width": width}
+    lengths |= {"height_latent": height, "width_latent": width}
     inputs = {
         name: rng.standard_normal([lengths.get(axis, axis) for axis in shape]).astype(dtype)
         for name, (shape, dtype) in component.inputs.items()
@@ -130,12 +124,6 @@ def run_flax(component, pipeline, params, inputs):
         params: parameters of the component's module.
         inputs: from random_inputs.
     """
-    given = {name: jnp.asarray(array) for name, array in inputs.items()}
-    return [np.asarray(x) for x in jax.jit(flax_function(component, pipeline))(params, given)]
-
-
-def flax_function(component, pipeline):
-    """(params, {input: array}) -> list of outputs, by our model."""
     module = getattr(pipeline, component.module)
 
     def encode_text(params, given):
@@ -160,4 +148,6 @@ def flax_function(component, pipeline):
         return [module.apply({"params": params}, *arguments, **options).sample]
 
     functions = {"vae_encoder": encode, "vae_decoder": decode, "unet": predict}
-    return functions.get(component.name, encode_text)
+    function = functions.get(component.name, encode_text)
+    given = {name: jnp.asarray(array) for name, array in inputs.items()}
+    return [np.asarray(x) for x in jax.jit(function)(params, given)]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from diffusers_flax.exporting.components import random_inputs
-from diffusers_flax.exporting.folders import PACKAGE, quiet, write_components
+from diffusers_flax.exporting.folders import quiet, write_components
 from diffusers_flax.exporting.torch_models import open_torch_model
 
 BITS = {"palette8": 8, "palette6": 6}  # of an index into a matrix's palette
@@ -16,10 +16,6 @@ PRECISIONS = {
     "float16": coremltools.precision.FLOAT16,
     "float32": coremltools.precision.FLOAT32,
 }
-NOTE = (
-    "Converted from PyTorch's model of the same architecture with the weights of the Flax model; "
-    "not run by the program that wrote it."
-)
 
 
 def export_coreml(pipeline, params, output_dir, dtype, quantize, batch_size, size):
@@ -41,10 +37,12 @@ def export_coreml(pipeline, params, output_dir, dtype, quantize, batch_size, siz
         with quiet():
             counterpart = open_torch_model(component, saved, "float32")
             model = to_coreml(counterpart, component, inputs, dtype)
-            if quantize:
-                model = palettize(model, BITS[quantize])
-        model.short_description = NOTE
-        model.save(str(folder / PACKAGE))
+            if quantize:  # 2^bits values per matrix, chosen by k-means
+                optimize = coremltools.optimize.coreml
+                options = optimize.OpPalettizerConfig(mode="kmeans", nbits=BITS[quantize])
+                options = optimize.OptimizationConfig(global_config=options)
+                model = optimize.palettize_weights(model, options)
+        model.save(str(folder / "model.mlpackage"))
 
     write_components(pipeline, params, output_dir, write, is_run=False)
 
@@ -73,11 +71,3 @@ def to_coreml(torch_model, component, inputs, dtype):
         compute_precision=PRECISIONS[dtype],
         skip_model_load=True,
     )
-
-
-def palettize(model, bits):
-    """A model with 2^bits values per matrix, chosen by k-means."""
-    optimize = coremltools.optimize.coreml
-    options = optimize.OpPalettizerConfig(mode="kmeans", nbits=bits)
-    config = optimize.OptimizationConfig(global_config=options)
-    return optimize.palettize_weights(model, config)

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnx_ir
 import onnxruntime
 import torch
@@ -16,19 +15,15 @@ from onnx_ir.tensor_adapters import TorchTensor
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from safetensors import safe_open
 
-from diffusers_flax.exporting.folders import ONNX, ONNX_DATA, quiet, write_components
+from diffusers_flax.exporting.folders import quiet, write_components
 from diffusers_flax.exporting.torch_models import example_tensors, open_torch_model
 
+ONNX, ONNX_DATA = "model.onnx", "model.onnx_data"  # a component's files
 OPSET = 18
 # Protocol buffers end at 2 GB; the graph itself takes a few MB.
 LARGEST_FILE = 1_900_000_000
 # With int8 convolutions the demo's image has 35 dB to the Flax pipeline's, instead of 41.
 QUANTIZED_OPERATORS = ["MatMul", "Gemm"]
-NOTE = (
-    "The graph is PyTorch's model of the same architecture with the weights of the Flax model; "
-    "largest_difference is between outputs of onnxruntime and of the Flax model, and "
-    "largest_output is the Flax model's."
-)
 
 
 def export_onnx(pipeline, params, output_dir, dtype, quantize):
@@ -46,8 +41,7 @@ def export_onnx(pipeline, params, output_dir, dtype, quantize):
         own = "float32" if is_upcast else dtype
         with quiet():
             write_onnx(component, pipeline, saved, folder, own, quantize is not None)
-        file = folder / ONNX
-        return open_onnx(file), partial(note_agreement, file), quantize or own
+        return open_onnx(folder / ONNX), quantize or own
 
     write_components(pipeline, params, output_dir, write)
 
@@ -154,16 +148,3 @@ def open_onnx(file):
         return session.run(None, cast)
 
     return run
-
-
-def note_agreement(file, agreement):
-    """Write the agreement into an ONNX file's metadata, without reading its weights.
-
-    Args:
-        file: Path.
-        agreement: {name: value}.
-    """
-    model = onnx.load(file, load_external_data=False)
-    texts = {"note": NOTE} | {name: str(value) for name, value in agreement.items()}
-    onnx.helper.set_model_props(model, texts)
-    onnx.save(model, file)

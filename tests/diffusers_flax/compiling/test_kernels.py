@@ -1,50 +1,15 @@
-"""A GPU's kernels by kind: bytes, FLOPs, launches and times, from the text of a program."""
+"""A GPU's kernels by kind: bytes, FLOPs and times, from the text of a program."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from diffusers_flax.compiling.cards import CARDS, find_gpus, gpu_devices, traced_for
 from gpu_programs import needs_gpu_compiler
 
+from diffusers_flax.compiling.chips import GPUS, find_target, target_devices, traced_for
 from diffusers_flax.compiling.costs import program_costs
-from diffusers_flax.compiling.kernels import (
-    BUSY,
-    BUSY_WITH_IMAGES,
-    MEASURED_SHARES,
-    add_tables,
-    estimated_seconds,
-    kernel_table,
-    kind_of_name,
-)
+from diffusers_flax.compiling.kernels import kernel_table
 
-H100 = CARDS["h100"]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
-        ("void cudnn::fusion::compute_dot_do_o<true>(void const*)", "attention"),
-        ("sm90_xmma_dgrad_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolution"),
-        ("__cudnn$convBackwardFilter", "convolution"),
-        ("void nhwcAddPaddingKernel<__nv_bfloat16>", "convolution"),
-        ("nvjet_sm90_tst_128x160_64x5_2x1_v_bz_NTT", "matmul"),
-        ("gemm_fusion_dot_12", "matmul"),
-        ("__cublas$lt$matmul", "matmul"),
-        ("ncclDevKernel_AllReduce_Sum_f32", "collective"),
-        ("reduce-scatter.3", "collective"),
-        ("memcpy128", "copy"),
-        ("MemcpyD2D", "copy"),
-        ("input_concatenate_reduce_fusion_3", "concatenation"),
-        ("input_transpose_fusion_58", "transpose"),
-        ("input_reduce_fusion", "reduction"),
-        ("loop_multiply_fusion_69", "element-wise"),
-        ("wrapped_convert", "element-wise"),
-    ],
-)
-def test_kinds_of_names(name, kind):
-    assert kind_of_name(name) == kind
-
+H100 = GPUS["h100"]
 
 # Lines as XLA writes them: a matmul with a workspace, a convolution, attention, fusions, a loop of
 # 20 steps that transposes, a sliced operand, and a gather among four GPUs.
@@ -168,21 +133,28 @@ def test_rates_by_dtype():
         assert row["least_seconds"] == pytest.approx(2 * 4096**3 / rate)
 
 
-def test_estimate_by_hand():
-    row = {"kernels": 1, "bytes": 10, "flops": 0, "least_seconds": 1.0}
-    table = add_tables([({"matmul": row}, 1), ({"matmul": row, "copy": row}, 0.5)])
-    assert table["matmul"] == {"kernels": 1.5, "bytes": 15, "flops": 0, "least_seconds": 1.5}
-    expected = 1.5 / MEASURED_SHARES["matmul"] + 0.5 / MEASURED_SHARES["copy"]
-    assert estimated_seconds(table, makes_images=False) == pytest.approx(expected / BUSY)
-    assert estimated_seconds(table, True) == pytest.approx(expected / BUSY_WITH_IMAGES)
+def test_float32_of_the_highest_precision_has_no_tf32():
+    text = """
+ENTRY %main (a: f32[64,32], b: f32[32,16]) -> f32[64,16] {
+  %a = f32[64,32]{1,0} parameter(0)
+  %b = f32[32,16]{1,0} parameter(1)
+  ROOT %gemm.1 = (f32[64,16]{1,0}, s8[16]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"lhs_contracting_dimensions":["1"],"precision_config":{"operand_precision":["HIGHEST","HIGHEST"]}}
+}
+"""  # noqa: E501
+    chip = H100._replace(bandwidth=1e30)
+    flops = 2 * 64 * 32 * 16
+    full = kernel_table(text, chip)["matmul"]["least_seconds"]
+    assert full == pytest.approx(flops / 66.9e12, rel=1e-3)  # NVIDIA's data sheet: 67 TFLOP/s
+    tf32 = kernel_table(text.replace("HIGHEST", "DEFAULT"), chip)["matmul"]["least_seconds"]
+    assert tf32 == pytest.approx(flops / (989.4e12 / 2))
 
 
 @pytest.mark.slow
 @needs_gpu_compiler
 def test_a_compiled_program():
     """Eight GPUs reduce what each of them multiplies."""
-    host = find_gpus("h100x8")
-    devices = gpu_devices(host)
+    target = find_target("h100x8")
+    devices = target_devices(target)
     assert len(devices) == 8
     x = jax.ShapeDtypeStruct((8, 1024, 2048), jnp.bfloat16)
     y = jax.ShapeDtypeStruct((8, 2048, 512), jnp.bfloat16)
@@ -192,8 +164,8 @@ def test_a_compiled_program():
         return jax.lax.psum(product, "batch")
 
     program = jax.pmap(multiply, axis_name="batch", devices=devices)
-    with traced_for(host.chip):
-        costs = program_costs(program, (x, y), host.chip)
+    with traced_for(target.chip):
+        costs = program_costs(program, (x, y), target.chip)
     assert costs["kernels"]["matmul"]["flops"] == 2 * 1024 * 2048 * 512
     # A ring sends twice 7 of 8 parts of the product.
     assert costs["interconnect_bytes"] == 2 * 4 * 1024 * 512 * 7 / 8

@@ -4,15 +4,17 @@ import re
 
 import jax
 import pytest
-from diffusers_flax.compiling.cards import COMPILER_OPTIONS, find_gpus, gpu_devices, traced_for
-from gpu_programs import MOVES, needs_gpu_compiler
+from gpu_programs import needs_gpu_compiler
 
-from compile_for import TrainFlags, train_program
+from compile_for import TrainFlags, train_program, with_model
 from diffusers_flax.compilation_cache import no_compilation_cache
-from diffusers_flax.compiling.hlo import all_bytes, fused_by, parse_program
+from diffusers_flax.compiling.chips import find_target, target_devices, traced_for
+from diffusers_flax.compiling.costs import GPU_OPTIONS
+from diffusers_flax.compiling.hlo import all_bytes, parse_program
 from diffusers_flax.compiling.programs import FAMILIES
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
+MOVES = {"copy", "transpose", "concatenate"}  # operations of HLO
 # Of Stable Diffusion 1.5, with a fifth of the channels.
 SMALL = {
     "unet": {"block_out_channels": (64, 128, 256, 256), "layers_per_block": 1},
@@ -40,7 +42,7 @@ def moved_in_step(text):
     for line in computations[entry].values():
         is_large = line.type.startswith(("f32[", "bf16[")) and all_bytes(line.type) >= 2**14
         reads_arguments = bool(arguments.intersection(line.operands))
-        inside = [*fused_by(line, computations).values()] or [line]
+        inside = [*line.fused.values()] or [line]
         moves = [without_ones(x.type) for x in inside if x.operation in MOVES]
         if (moves and reads_arguments) or any(x in shapes for x in moves):
             moved.append(line.name)
@@ -55,21 +57,21 @@ def moved_in_step(text):
 @pytest.mark.slow
 @needs_gpu_compiler
 @pytest.mark.parametrize("lora_rank", [None, 4])
-def test_a_training_step_moves_no_parameters(monkeypatch, lora_rank):
+def test_a_training_step_moves_no_parameters(monkeypatch, tmp_path, lora_rank):
     """Kernels, moments and gradients stay in cuDNN's order; the state is updated in place."""
     configs = PUBLISHED_CONFIGS[FAMILIES["sd15"]]
     for name, change in SMALL.items():
         monkeypatch.setitem(configs, name, configs[name] | change)
-    host = find_gpus("h100")
+    host = find_target("h100")
     options = dict(resolution=256, mixed_precision="bf16", lora_rank=lora_rank)
     flags = TrainFlags(gpu="h100", train_data_dir=(), train_batch_size=4, **options)
     with traced_for(host.chip), no_compilation_cache(), jax.numpy_dtype_promotion("standard"):
-        program = train_program(flags, gpu_devices(host))
-        lowered = program.step.lower(*program.args)
-        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS)
+        step = train_program(with_model(flags, tmp_path), target_devices(host)).parts["step"]
+        lowered = step.function.lower(*step.args)
+        compiled = lowered.compile(compiler_options=GPU_OPTIONS)
     assert "__cudnn$convBackwardFilter" in compiled.as_text() or lora_rank
     assert moved_in_step(compiled.as_text()) == []
-    state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(program.args[0]))
+    state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.args[0]))
     assert compiled.memory_analysis().alias_size_in_bytes >= state_bytes
 
 

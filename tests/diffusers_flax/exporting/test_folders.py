@@ -49,7 +49,7 @@ def test_an_export_of_another_format(exports, tmp_path, capsys):
     (folder / "model_index.json").unlink()
     with pytest.raises(SystemExit, match="2"):
         export_model.main(["--run", str(file), "--prompt", "it"])
-    assert "is in an incomplete export" in capsys.readouterr().err
+    assert "is no program of a complete export" in capsys.readouterr().err
     export(model, folder, *OPENVINO, "--overwrite_output_dir")
     files = {"config.json", "openvino_model.xml", "openvino_model.bin"}
     assert {x.name for x in (folder / "unet").iterdir()} == files

@@ -33,28 +33,6 @@ def test_images_of_exports(exports, tmp_path, name, flags, least):
     assert ours.std() > 0.05 and psnr(ours, theirs) > least
 
 
-@needs("openvino")
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [*((name, ()) for name in MODELS), *((name, OPENVINO) for name in ("demo", "edit", "xl_edit"))],
-)
-def test_components_at_other_sizes(exports, name, flags):
-    from diffusers_flax.exporting.components import exported_components, random_inputs, run_flax
-    from diffusers_flax.exporting.onnx_files import open_onnx
-    from diffusers_flax.exporting.openvino_files import open_openvino
-
-    model, folder = exports(name, *flags)
-    pipeline, params = pipeline_class(model).from_pretrained(model)
-    for part in exported_components(pipeline):
-        file = folder / part.name / ("openvino_model.xml" if flags else "model.onnx")
-        run = (open_openvino if flags else open_onnx)(file)
-        for checked in ((1, (8, 8)), (3, (24, 16)), (2, (9, 7))):
-            inputs = random_inputs(part, pipeline, *checked)
-            wanted = run_flax(part, pipeline, params[part.module], inputs)
-            for ours, found in zip(wanted, run(inputs)):
-                assert np.abs(ours - found).max() < 1e-4 * np.abs(ours).max()
-
-
 @needs("onnx")
 @pytest.mark.parametrize("name", MODELS)
 def test_layout_of_an_export(exports, name):
@@ -66,9 +44,6 @@ def test_layout_of_an_export(exports, name):
     for part in (*names, "vae_encoder", "vae_decoder"):
         model = onnx.load(folder / part / "model.onnx")
         assert [x.version for x in model.opset_import if not x.domain] == [18]
-        properties = {x.key: x.value for x in model.metadata_props}
-        assert "PyTorch" in properties["note"]
-        assert float(properties["largest_difference"]) < 1e-4 * float(properties["largest_output"])
         assert (folder / part / "config.json").exists()
     assert (folder / "tokenizer" / "tokenizer.json").exists()
     assert (folder / "scheduler" / "scheduler_config.json").exists()

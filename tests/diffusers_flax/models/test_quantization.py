@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from helpers import ROOT, psnr, random_normal
 from tpu_programs import needs_libtpu
 
-from diffusers_flax.compiling.chips import find_slice, slice_devices
+from diffusers_flax.compiling.chips import find_target, target_devices
 from diffusers_flax.models.blocks import Conv, Dense
 from diffusers_flax.models.quantization import quantize
 from diffusers_flax.training.lora import add_lora
@@ -187,7 +187,7 @@ def test_a_tpu_keeps_weights_in_int8_in_a_loop(libtpu_environment):
 
         return jax.lax.fori_loop(0, 50, step, x)
 
-    device = slice_devices(find_slice("v5e-1"))[0]
+    device = target_devices(find_target("v5e-1"))[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -203,7 +203,7 @@ def test_tpu_multiplies_int8(libtpu_environment):
     """Compiled for a v5e, a dynamic layer is one matmul of s8 with an s32 result."""
     params = quantize_at(DENSE, {"kernel": random_normal(256, 512), "bias": random_normal(512)})
     layer = Dense(512, dtype=jnp.bfloat16)
-    device = slice_devices(find_slice("v5e-1"))[0]
+    device = target_devices(find_target("v5e-1"))[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     program = jax.jit(lambda params, x: layer.apply({"params": params}, x), out_shardings=sharding)
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=sharding)
