@@ -157,10 +157,7 @@ def report_by_hand(monkeypatch, target, program, costs):
 def test_report_by_hand(monkeypatch):
     """A step, an average every second step, and a product of 197 / 6 TFLOP in six passes."""
     x = jax.ShapeDtypeStruct((4, 1000), jnp.float32)
-    a, b = (
-        jax.ShapeDtypeStruct((10**6, 197), jnp.int8),
-        jax.ShapeDtypeStruct((197, 10**6), jnp.int8),
-    )
+    factors = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((10**6, 197), (197, 83333))]
 
     def step(x):
         return x
@@ -172,7 +169,7 @@ def test_report_by_hand(monkeypatch):
         return a @ b
 
     parts = {"step": Part(step, (x,)), "ema": Part(update, (x, x), 0.5, held=0.5)}
-    parts["CLIP"] = Part(product, (*factors,), passes=6)
+    parts["CLIP"] = Part(product, tuple(factors), passes=6)
     program = Program(parts, {"parameters": x, "ema": [x]}, batch_per_chip=4)
     costs = {step: {"padding": 1000, "temporaries": 100, "outputs": 10, "code": 1}}
     costs[step] |= {"hbm_bytes": 2 * 0.82e12, "interconnect_bytes": 0.4e9}
