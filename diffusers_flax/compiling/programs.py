@@ -28,10 +28,11 @@ from diffusers_flax.models.clip_similarities import FlaxCLIPModel
 from diffusers_flax.models.quantization import store
 from diffusers_flax.models.vae import with_tile
 from diffusers_flax.pipelines.attention_sharing import SCOPE
-from diffusers_flax.pipelines.base import MODULES, Execution, pipeline_class
+from diffusers_flax.pipelines.base import MODULES, pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 from diffusers_flax.pipelines.memory import choose_vae_tile, num_bytes_at_once
 from diffusers_flax.pipelines.running import Options
+from diffusers_flax.pipelines.sampling import timestep_options
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
@@ -191,12 +192,12 @@ def open_pipeline(config, layout=None):
         check_guidance_range(config.guidance_scale, configs["unet"])
     sampling = from_flags(Sampling, config, guidance_scale=np.max(config.guidance_scale))
     scheduler = check_sampling(cls, configs["scheduler"], source, sampling)
-    execution = from_flags(Execution, config, layout=layout)
     # Prompts are tokens here, so no tokenizer is read.
     encoders = [name for name in configs if name.startswith("text_encoder")]
     replaced = {name.replace("text_encoder", "tokenizer"): True for name in encoders}
-    options = dict(dtype=jnp.bfloat16, scheduler=scheduler, replaced=replaced)
-    return cls.open(source, revision, execution=execution, **options)
+    options = {name: getattr(config, name) for name in ("accelerate", "storage", "vae_dtype")}
+    options |= {"scheduler": scheduler, "replaced": replaced, "layout": layout}
+    return cls.open(source, revision, dtype=jnp.bfloat16, **options)
 
 
 def pipeline_shapes(pipeline):
@@ -273,7 +274,8 @@ def image_program(config, devices):
         inputs["image_guidance_scale"] = scale
     scales = {name: np.max(getattr(config, name)) for name in inputs if name.endswith("_scale")}
     branches = pipeline.guidance_branches(**scales)
-    steps = pipeline.step_options(config.num_inference_steps, config.timesteps or None, None)
+    steps = config.num_inference_steps, config.timesteps, None
+    steps = timestep_options(*steps, pipeline.ays_timesteps)
     options = steps | {"height": height, "width": width}
     schedule = pipeline.make_schedule(Options(**options), pipeline.latent_shape(B, height, width))
     plan = plan_steps(pipeline.accelerate, branches, schedule.scales)
