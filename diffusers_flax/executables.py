@@ -8,13 +8,12 @@ directory is made with mode 0700, and a directory or file that other users may w
 """
 
 import hashlib
-import json
 import os
 import platform
 import re
 import stat
 import time
-from importlib.metadata import distributions, version
+from importlib.metadata import distributions
 from pathlib import Path
 
 import jax
@@ -22,7 +21,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.loading.files import save_whole
-from diffusers_flax.messages import differences, one_line
+from diffusers_flax.messages import one_line
 
 SAFE_FOLDER = "~/.cache/jax_executables"
 # Settings of jax that do not change programs.
@@ -78,14 +77,10 @@ def load_or_compile(folder, description, arguments, devices, compile, *files):
     Returns:
         (jax.stages.Compiled, "loaded" or "compiled (why)").
     """
-    settings = {
-        "description": digest(description.encode()),
-        "arguments": str(jax.tree.map(jax.typeof, arguments)),
-        "process": f"{jax.process_index()} of {jax.process_count()}",
-    }
-    file = private_folder(folder) / f"{digest(json.dumps(settings).encode())}.executable"
-    settings |= surroundings(devices, files)
-    content, why = read_file(file, json.loads(json.dumps(settings)))
+    used_for = description, str(jax.tree.map(jax.typeof, arguments)), jax.process_index()
+    file = private_folder(folder) / f"{digest(str(used_for).encode())}.executable"
+    made_by = digest(str((jax.process_count(), surroundings(devices, files))).encode())
+    content, why = read_file(file, made_by)
     if content is not None:
         in_tree, out_tree = jax.tree.structure(arguments), jax.tree.structure(0)
         try:
@@ -95,15 +90,13 @@ def load_or_compile(folder, description, arguments, devices, compile, *files):
             why = f"{file} cannot be loaded ({one_line(error, 200)})"
     with no_compilation_cache():
         compiled = compile()
-    try:
+
+    def write(unfinished):
+        unfinished.touch(mode=0o600)
         content, _, _ = serialize(compiled)
-        header = {"settings": settings, "sha256": digest(content)}
-        text = json.dumps(header).encode() + b"\n" + content
+        unfinished.write_bytes(f"{made_by} {digest(content)}\n".encode() + content)
 
-        def write(unfinished):
-            unfinished.touch(mode=0o600)
-            unfinished.write_bytes(text)
-
+    try:
         save_whole(file, write, shared=True)
     except Exception as error:  # such as a full disk; the program runs all the same
         why = f"{why}; not saved: {one_line(error)}"
@@ -138,25 +131,23 @@ def private_folder(folder):
     return folder
 
 
-def read_file(file, settings):
+def read_file(file, made_by):
     """(content of an executable's file, None), or (None, why it must be compiled).
 
-    settings: everything that the executable depends on, a flat dict as from JSON.
+    made_by: digest of the surroundings.
     """
     try:
         with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
             if not is_private(os.fstat(f.fileno())):
                 return None, f"{file} belongs to another user or may be written to by others"
-            header, content = json.loads(f.readline()), f.read()
-        if changes := differences(header["settings"], settings):
-            return None, "; ".join(f"{change:.200}" for change in changes)
-        if digest(content) == header["sha256"]:
-            return content, None
-        return None, f"{file} is damaged"
+            (before, checksum), content = f.readline().decode().split(), f.read()
     except FileNotFoundError:
         return None, "no executable of these settings is saved"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         return None, f"{file} cannot be read ({one_line(error, 200)})"
+    if before != made_by:
+        return None, "code, versions, settings of jax or devices were others"
+    return (content, None) if digest(content) == checksum else (None, f"{file} is damaged")
 
 
 def is_private(status):
@@ -165,7 +156,7 @@ def is_private(status):
 
 
 def surroundings(devices, files):
-    """What a compiled program depends on besides its function, a flat dict.
+    """What a compiled program depends on besides its function, a list.
 
     Versions, devices, settings of XLA and jax, and a checksum of the code.
 
@@ -173,39 +164,22 @@ def surroundings(devices, files):
         devices: to run on.
         files: source files of the caller; the library's own are always included.
     """
-    library = Path(__file__).parent
     code = hashlib.sha256()
-    for file in sorted(library.rglob("*.py")):
-        code.update(str(file.relative_to(library)).encode() + file.read_bytes())
-    for file in map(Path, files):
+    for file in (*sorted(Path(__file__).parent.rglob("*.py")), *map(Path, files)):
         code.update(file.name.encode() + file.read_bytes())
     client = devices[0].client
-    settings = {k: str(v) for k, v in jax.config.values.items() if not NO_EFFECT.search(k)}
-    return {
-        "jax": jax.__version__,
-        "jaxlib": version("jaxlib"),
-        "flax": version("flax"),
-        "libraries": _library_versions() if client.platform != "cpu" else "",
-        "runtime": f"{client.platform} {client.platform_version}",
-        "device": f"{devices[0].device_kind}{_cpu_features() if client.platform == 'cpu' else ''}",
-        "device numbers": [device.id for device in devices],
-        "code": code.hexdigest()[:16],
-        **{name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
-        **settings,
-    }
-
-
-def _library_versions():
-    """Versions of the accelerator's libraries, such as cuDNN."""
-    found = {(package.name or "", package.version) for package in distributions()}
-    return ", ".join(f"{n} {v}" for n, v in sorted(found) if n.startswith(("nvidia", "libtpu")))
-
-
-def _cpu_features():
-    """The CPU's architecture, and on Linux a checksum of its features."""
-    try:
+    machine = platform.machine()
+    if client.platform == "cpu" and Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f" {platform.machine()}"
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f" {platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:16]}"
+        machine = next((x for x in lines if x.startswith(("flags", "Features"))), machine)
+    # The accelerator's libraries, such as cuDNN, too.
+    packages = sorted({(package.name or "", package.version) for package in distributions()})
+    made_for = ("jax", "flax", "nvidia", "libtpu")
+    return [
+        *((name, number) for name, number in packages if name.startswith(made_for)),
+        *(client.platform, client.platform_version, devices[0].device_kind, machine),
+        *(device.id for device in devices),
+        code.hexdigest(),
+        *(os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")),
+        *((k, str(v)) for k, v in jax.config.values.items() if not NO_EFFECT.search(k)),
+    ]

@@ -1,6 +1,5 @@
 """Saved executables: who may write them, what they depend on."""
 
-import json
 import subprocess
 import sys
 
@@ -44,13 +43,6 @@ def run(folder, number=1, devices=None):
     return how
 
 
-def change_header(file):
-    header, content = file.read_bytes().split(b"\n", 1)
-    header = json.loads(header)
-    header["settings"]["jax"] = "0.9.0"
-    file.write_bytes(json.dumps(header).encode() + b"\n" + content)
-
-
 def flip_a_bit(file):
     content = bytearray(file.read_bytes())
     content[-10] ^= 1
@@ -63,7 +55,7 @@ def flip_a_bit(file):
         (lambda file: file.chmod(0o666), "belongs to another user or may be written to by others"),
         (lambda file: file.write_bytes(file.read_bytes()[:50]), "cannot be read"),
         (flip_a_bit, "is damaged"),
-        (change_header, f"jax was 0.9.0 and is {jax.__version__}"),
+        (lambda file: file.write_bytes(b"x" + file.read_bytes()), "versions, settings of jax or"),
     ],
 )
 def test_what_is_spoiled_or_stale_is_compiled_again(tmp_path, spoil, reason):
@@ -134,8 +126,6 @@ def test_what_an_executable_depends_on(tmp_path, monkeypatch):
     look()
     (tmp_path / "library").mkdir()
     monkeypatch.setattr(executables, "__file__", str(tmp_path / "library" / "executables.py"))
-    look()
-    monkeypatch.setattr(executables, "version", lambda name: "0" if name == "flax" else "1")
     look()
     with jax.default_matmul_precision("highest"):
         look()
