@@ -368,7 +368,10 @@ def test_flags_that_do_not_work(libtpu_environment, capsys, args, message):
     [
         ("sdxl --gpu h100 --offload group", "--offload is not supported with --gpu: "),
         ("pairs --gpu h100 --batch_size 0", "--batch_size 0 must be at least 1"),
-        ("train --gpu h100 --train_batch_size many", "invalid choice 'many'"),
+        (
+            "train --gpu h100 --train_batch_size many",
+            "Error parsing --train_batch_size: no type matching INT|{auto}",
+        ),
     ],
 )
 def test_flags_that_do_not_work_with_gpus(capsys, args, message):

@@ -80,13 +80,14 @@ def program_costs(function, args, chip, fractions=None, compiler_options=None):
     used = [x for x, form in zip(jax.tree.leaves(args), formats) if form.layout is not None]
     shardings, text = jax.tree.leaves(compiled.input_shardings), compiled.as_text()
     meshes = (sharding.mesh for sharding in shardings if hasattr(sharding, "mesh"))
-    chips = [*next(meshes).devices.flat] if chip.card is None else []
+    devices = next(meshes).devices.flat if chip.card is None else ()
+    coords = [device.coords for device in devices if hasattr(device, "coords")] or None
     costs = {
         "padding": memory.argument_size_in_bytes - num_bytes(used),
         "temporaries": memory.temp_size_in_bytes,
         "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "code": memory.generated_code_size_in_bytes,
-        "interconnect_bytes": interconnect_bytes(text, [x.coords for x in chips] or None),
+        "interconnect_bytes": interconnect_bytes(text, coords),
         "host_bytes": host_bytes(text, fractions),
         "compile_seconds": time.perf_counter() - started,
     }
