@@ -111,8 +111,6 @@ def check_flags(config):
         raise ValueError(f"--protocol {config.protocol} reads --data_dir, not --pairs_jsonl")
     if not config.model or not config.seeds:
         raise ValueError("--model and --seeds need at least one value")
-    if "dino" in config.metrics and not config.dino_model:
-        raise ValueError('--metrics dino needs a --dino_model that is not ""')
     if config.judge and not (protocol.is_judged and config.judge_model):
         raise ValueError("--judge goes with --judge_model and --protocol gedit or imgedit")
     if protocol.is_judged and (config.metrics or config.clip_model):

