@@ -44,7 +44,7 @@ def run(command):
 
 def extract_captions(data, file):
     """Write each caption and instruction of the shards once, as make_pairs.py reads them."""
-    rows = pq.read_table(data, columns=list(COLUMNS)).to_pylist()
+    rows = pq.read_table(sorted(data.glob("*.parquet")), columns=list(COLUMNS)).to_pylist()
     found = sorted({tuple(row.values()) for row in rows})
     lines = [json.dumps(dict(zip(COLUMNS.values(), texts))) for texts in found]
     file.write_text("\n".join(lines) + "\n")
@@ -102,7 +102,8 @@ def train_and_edit(args, folder, name):
     )
     run(f"demo/evaluate.py --output_dir {out}/{name}")
     measured = json.loads((folder / name / "summary.json").read_text())
-    return {"pairs": pq.read_table(folder / name / "data").num_rows} | measured
+    shards = (folder / name / "data").glob("*.parquet")
+    return {"pairs": sum(pq.read_metadata(shard).num_rows for shard in shards)} | measured
 
 
 def main():
