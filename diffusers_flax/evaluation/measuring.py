@@ -47,7 +47,8 @@ class Evaluation:
 
     def __init__(self, config, pairs, sizes, results):
         self.config, self.pairs, self.sizes, self.results = config, pairs, sizes, results
-        self.scorer = make_scorer(pairs, sizes, config)  # None: only a judge scores
+        scorer = make_scorer(pairs, sizes, config)  # None: only a judge scores
+        self.measure = scorer.measure if scorer else lambda place, image: {}
         self.protocol = PROTOCOLS[config.protocol]
 
     def add_baselines(self, names, model=None, change=lambda image: image):
@@ -64,9 +65,9 @@ class Evaluation:
             metrics = defaultdict(list)
             for place, (pair, size) in enumerate(zip(self.pairs, self.sizes)):
                 image = pair.decoded(what, size)
-                if self.scorer and image is not None and (name, model) not in done:
-                    for metric, values in self.scorer.measure([place], [change(image)]).items():
-                        metrics[metric] += values
+                if image is not None and (name, model) not in done:
+                    for metric, value in self.measure(place, change(image)).items():
+                        metrics[metric].append(value)
             if metrics:
                 rows.append({"baseline": name, "model": model} | averages(metrics))
 
@@ -170,13 +171,11 @@ class Evaluation:
             for batch, images, seconds in edit_all(load=partial(load_pair, result_of=result_of)):
                 which = f"the edit of {batch[0].input} and others"
                 check_finite_images(images, which, self.config.lora)
-                places = [place_of[pair.index] for pair in batch]
-                images = pipeline.numpy_to_pil(images)
                 total_seconds += seconds
-                if self.scorer:
-                    for name, values in self.scorer.measure(places, images).items():
-                        metrics[name][places] = values
-                for pair, place, image in zip(batch, places, images):
+                for pair, image in zip(batch, pipeline.numpy_to_pil(images)):
+                    place = place_of[pair.index]
+                    for name, value in self.measure(place, image).items():
+                        metrics[name][place] = value
                     file = files_of[place]
                     files.write(file, save_image, image, file)
                     if self.protocol.is_judged:

@@ -106,17 +106,14 @@ class Dino:
             ) from error
         self._model = model.eval().to(torch_device())
 
-    def image_features(self, images, batch_size=16):
+    def image_features(self, images):
         """Features of PIL images, at least one, float32 (n, D), not normalised."""
         import torch
 
-        rows = []
-        for start in range(0, len(images), batch_size):
-            pixels = np.stack([dino_pixels(x) for x in images[start : start + batch_size]])
-            with exact_inference():
-                output = self._model(torch.from_numpy(pixels).to(self._model.device))
-            rows.append(output.last_hidden_state[:, 0].cpu().numpy())
-        return np.concatenate(rows)
+        pixels = torch.from_numpy(np.stack([dino_pixels(image) for image in images]))
+        with exact_inference():
+            output = self._model(pixels.to(self._model.device))
+        return output.last_hidden_state[:, 0].cpu().numpy()
 
 
 class Lpips:

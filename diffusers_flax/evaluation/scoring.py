@@ -1,7 +1,7 @@
 """The metrics of results of held-out pairs.
 
 scorer = ResultScorer(pairs, ["l1", "dino"], sizes, dino=Dino("facebook/dino-vits16"))
-values = scorer.measure([0, 1], [image, other_image])
+values = scorer.measure(0, image)
 """
 
 import numpy as np
@@ -29,40 +29,37 @@ class ResultScorer:
     def __init__(self, pairs, metrics, sizes=None, clip=None, dino=None, lpips=None):
         self.pairs, self.metrics, self._sizes = pairs, metrics, sizes
         self._clip, self._dino, self._lpips = clip, dino, lpips
+        self._parts = sorted({part for pair in pairs for part in pair.parts})
         self._has_masks = sizes is not None and any(pair.mask is not None for pair in pairs)
-        self._features = {}  # {(network, field of a pair): (n, D)}
+        self._features = {}  # of pairs, {(network, field of a pair, place): (1, D)}
 
-    def measure(self, places, images):
-        """Metrics of results.
+    def measure(self, place, image):
+        """Metrics of a result.
 
         Args:
-            places: index of each result's pair, int.
-            images: results, PIL images.
+            place: index of its pair.
+            image: PIL image.
 
         Returns:
-            {metric and part's suffix: list of floats}, NaN where it is not defined or where the
-            pair is not of the part.
+            {metric and part's suffix: float}, NaN where it is not defined or where the pair is not
+            of the part.
         """
-        distances = [self._distances(place, image) for place, image in zip(places, images)]
-        found = {name: [values[name] for values in distances] for name in distances[0]}
-        results = {}
+        pair, size = self.pairs[place], self._sizes and self._sizes[place]
+        values = self._distances(pair, size, image)
+        encoded = {}
         for name in self.metrics:
             if (network := METRICS[name].network) in FEATURES:
-                if network not in results:
-                    results[network] = self._encode(network, images)
-                found[name] = self._similarities(name, network, places, results[network])
+                if network not in encoded:
+                    encoded[network] = self._encode(network, image)
+                values[name] = self._similarity(name, network, place, encoded[network])
         return {
-            f"{name}{part}": [
-                value if part in self.pairs[place].parts else np.nan
-                for place, value in zip(places, values)
-            ]
-            for part in sorted({part for pair in self.pairs for part in pair.parts})
-            for name, values in found.items()
+            f"{name}{part}": value if part in pair.parts else np.nan
+            for part in self._parts
+            for name, value in values.items()
         }
 
-    def _distances(self, place, image):
-        """{metric: value} of the metrics that compare pixels, of one result."""
-        pair, size = self.pairs[place], self._sizes and self._sizes[place]
+    def _distances(self, pair, size, image):
+        """{metric: value} of the metrics that compare pixels."""
         original, edited = pair.decoded("original", size), pair.decoded("edited", size)
         values = dict.fromkeys(METRICS, np.nan)
         values |= pixel_metrics(as_floats(resized(image, original.size)), as_floats(original))
@@ -82,43 +79,35 @@ class ResultScorer:
             )
         return wanted
 
-    def _similarities(self, name, network, places, results):
-        """The values of a metric that is a cosine of features; results: features (n, D)."""
-
-        def features(what):
-            return self._features_of(network, what)[places]
-
+    def _similarity(self, name, network, place, result):
+        """The value of a metric that is a cosine of features; result: its feature (1, D)."""
+        needs = METRICS[name].needs
+        if any(getattr(self.pairs[place], what) is None for what in needs):
+            return np.nan
+        features = [self._feature(network, what, place) for what in needs or ("original",)]
         if name == "direction_similarity":
-            captions = features("edited_caption") - features("original_caption")
-            return cosine(results - features("original"), captions).tolist()
-        (other,) = METRICS[name].needs or ("original",)
-        return cosine(results, features(other)).tolist()
+            before = self._feature(network, "original", place)
+            return cosine(result - before, features[1] - features[0]).item()
+        return cosine(result, features[0]).item()
 
-    def _encode(self, network, images):
-        """Features (n, D) of PIL images; papers crop them as OpenAI's CLIP does."""
+    def _encode(self, network, image):
+        """The feature (1, D) of a PIL image; papers crop it as OpenAI's CLIP does."""
         if network == "dino":
-            return self._dino.image_features(images)
+            return self._dino.image_features([image])
         if self._sizes is None:
-            images = [centred(image, self._clip.side, self._clip.side) for image in images]
-        return self._clip.image_features(images)
-
-    def _features_of(self, network, what):
-        """Features (n, D) of all pairs' images or captions, NaN where there is none; kept."""
-        if (network, what) not in self._features:
-            rows = [self._feature(network, what, place) for place in range(len(self.pairs))]
-            dim = max((len(row) for row in rows if row is not None), default=1)
-            empty = np.full(dim, np.nan, np.float32)
-            rows = [empty if row is None else row for row in rows]
-            self._features[network, what] = np.stack(rows)
-        return self._features[network, what]
+            image = centred(image, self._clip.side, self._clip.side)
+        return self._clip.image_features([image])
 
     def _feature(self, network, what, place):
-        """The feature (D,) of a pair's image or caption; None if it has none."""
-        if what.endswith("caption"):
-            text = getattr(self.pairs[place], what)
-            return None if text is None else self._clip.text_features([text])[0]
-        image = self.pairs[place].decoded(what, self._sizes and self._sizes[place])
-        return None if image is None else self._encode(network, [image])[0]
+        """The feature (1, D) of an image or a caption of a pair; it is kept."""
+        if (network, what, place) not in self._features:
+            if what.endswith("caption"):
+                feature = self._clip.text_features([getattr(self.pairs[place], what)])
+            else:
+                size = self._sizes and self._sizes[place]
+                feature = self._encode(network, self.pairs[place].decoded(what, size))
+            self._features[network, what, place] = feature
+        return self._features[network, what, place]
 
 
 def make_scorer(pairs, sizes, config):
