@@ -32,7 +32,7 @@ Papers: Latent Consistency Models (arXiv 2310.04378), LCM-LoRA (arXiv 2311.05556
 import json
 import logging
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -45,7 +45,7 @@ import optax
 from diffusers_flax.command_line import Above, AtLeast, Seed, run_main
 from diffusers_flax.generating.defaults import with_defaults, write_defaults
 from diffusers_flax.generating.single_files import with_single_files
-from diffusers_flax.loading.directories import LORA_FILE
+from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.pipelines.base import pipeline_class
 from diffusers_flax.pipelines.instruct_pix2pix import (
@@ -70,19 +70,12 @@ from diffusers_flax.training.models import (
     mixed_precision_dtype,
     move_to_devices,
 )
-from diffusers_flax.training.output import open_run, remove_replaced_model
+from diffusers_flax.training.output import open_run
+from diffusers_flax.training.placement import replicate, state_shapes, to_host
+from diffusers_flax.training.processes import StopSignal
 from diffusers_flax.training.publishing import write_readme
-from diffusers_flax.training.reports import Reports
-from diffusers_flax.training.sharding import (
-    combine,
-    each_array,
-    gather,
-    replicate,
-    shard_axes,
-    state_shapes,
-    to_host,
-    update_state,
-)
+from diffusers_flax.training.reports import Reports, describe_run, is_due
+from diffusers_flax.training.sharding import combine, each_array, gather, shard_axes, update_state
 
 Count, Number = Annotated[int, AtLeast(1)], Annotated[int, AtLeast(0)]
 Positive, Scale = Annotated[float, Above(0)], Annotated[float, AtLeast(0)]
@@ -350,24 +343,23 @@ def make_optimizer(config: Config):
     return each_array(optax.adamw(schedule, weight_decay=config.adam_weight_decay)), schedule
 
 
-def save_model(config: Config, pipeline, lora, reports):
+def save_model(config: Config, pipeline, lora, metrics):
     """Write the card and the LoRA; the LoRA last, as it marks a finished run.
 
     Args:
         config: Config.
         pipeline: of load_teacher.
         lora: the LoRA's parameters, NumPy arrays.
-        reports: Reports.
+        metrics: last row of metrics.jsonl.
     """
     output_dir = Path(config.output_dir)
     introduction = introduce(config, pipeline.torch_class_name)
-    tags = ("lora", "lcm")
-    write_readme(config, config.output_dir, introduction, reports.last_row, tags=tags)
+    write_readme(config, config.output_dir, introduction, metrics, tags=("lora", "lcm"))
     scales = dict(guidance_scale=1.0, image_guidance_scale=1.0)
     write_defaults(output_dir, **scales, num_inference_steps=4, scheduler="lcm")
-    remove_replaced_model(config, pipeline)
-    save_lora(output_dir / LORA_FILE, lora, **lora_options(config), run=asdict(config))
-    print(f"saved {output_dir}")
+    (output_dir / INDEX_NAME).unlink(missing_ok=True)  # of a replaced model
+    save_lora(output_dir / LORA_FILE, lora, **lora_options(config))
+    print(f"saved {output_dir}; sample with --scheduler lcm and both guidance scales 1")
 
 
 def introduce(config: Config, pipeline_class):
@@ -434,6 +426,7 @@ def run_distillation(config: Config):
     checkpoints = Checkpoints(config, dataset, identity, NO_AVERAGE, axes)
     start_step = checkpoints.start_step
     batches = Batches(dataset, pipeline.prepare_text_inputs, start_step)
+    describe_run(config, num_steps, dataset, lora, NO_AVERAGE)
 
     # Frozen weights in the compute dtype, batches and sharded state go to the devices
     p_frozen = move_to_devices(frozen, models, config, dataset)
@@ -445,28 +438,28 @@ def run_distillation(config: Config):
         shapes = state_shapes(lora, tx, axes, jax.device_count())
         p_train_step = compile_steps(p_train_step, shapes, p_frozen, batches, p_rng)
     state, _ = checkpoints.restore(lora, tx)
-    reports = Reports(config, num_steps, schedule, NO_AVERAGE, pipeline, batches, checkpoints)
+    reports = Reports(config, num_steps, schedule, NO_AVERAGE, batches, checkpoints)
 
     # Loop
-    with reports, checkpoints.stop_signal:
+    with reports, StopSignal() as stop_signal:
         for step in range(start_step + 1, num_steps + 1):
             state, metrics = p_train_step(state, p_frozen, next(batches), p_rng)
             reports.log(step, metrics)
-            if checkpoints.is_due(step):
-                checkpoints.save(step, state, [], reports)
-            if checkpoints.is_stopped:
-                break
+            is_stopped = stop_signal.requested(step)
+            if is_stopped or is_due(step, config.checkpointing_steps, num_steps):
+                with reports.pause():
+                    checkpoints.save(step, state, [], reports.state(step))
+                    reports.draw()
+            if is_stopped and step < num_steps:
+                checkpoints.close()
+                reports.close()
+                stop_signal.end(step)
 
-    if checkpoints.is_stopped:
-        reports.close()
-        checkpoints.exit_after_signal(step)
     lora = to_host(state.params, axes)
     del state, p_frozen  # free device memory
     checkpoints.close()
     reports.close()
-    save_model(config, pipeline, lora, reports)
-    checkpoints.raise_error()
-    print("sample with --scheduler lcm and both guidance scales 1")
+    save_model(config, pipeline, lora, reports.last_row)
 
 
 def main(args=None):

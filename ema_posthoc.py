@@ -27,14 +27,12 @@ import re
 import shutil
 import sys
 from dataclasses import dataclass, make_dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from safetensors import SafetensorError
 from tqdm import tqdm
 
 from diffusers_flax.command_line import Above, Below, ask_before_replacing, run_main
@@ -42,9 +40,9 @@ from diffusers_flax.generating.defaults import DEFAULTS_FILE
 from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.loading.directories import writing_pipeline
 from diffusers_flax.loading.files import naming_full_disk, read_json
-from diffusers_flax.loading.weights import SafetensorsFile, read_safetensors, torch_to_flax
+from diffusers_flax.loading.weights import read_safetensors, torch_to_flax
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.training.checkpoints import CheckpointFiles, flatten_by_name
+from diffusers_flax.training.checkpoints import flatten_by_name, read_arrays, read_record
 from diffusers_flax.training.ema import posthoc_error, posthoc_weights, sigma_rel_to_gamma
 from diffusers_flax.training.flags import COMPONENT_FLAGS, TrainerFlags
 from diffusers_flax.training.models import load_models, params_beside_unet
@@ -102,31 +100,6 @@ def find_snapshots(train_output_dir, last_step=None):
     return [x for x in snapshots if x.step <= (last_step or steps[-1])]
 
 
-def weight_files(folder):
-    """The safetensors files of a UNet directory: one, or its shards."""
-    return sorted(folder.glob("*.safetensors"))
-
-
-def check_alike(folders):
-    """Raise a ValueError unless all snapshots have the same tensors and configs."""
-    descriptions = []
-    for folder in folders:
-        try:
-            description = read_json(folder / "config.json")
-            for file in weight_files(folder):
-                description |= SafetensorsFile(file).shapes
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"the snapshot {folder} is incomplete ({error}); copy it again"
-            ) from error
-        descriptions.append(description)
-        if description != descriptions[0]:
-            raise ValueError(
-                f"the snapshots {folders[0]} and {folder} differ in their tensors or configs; "
-                "copy them again, and keep the snapshots of one run"
-            )
-
-
 def sum_snapshots(folders, weights, description):
     """The weighted sum of UNets, tensor by tensor.
 
@@ -139,21 +112,24 @@ def sum_snapshots(folders, weights, description):
         {PyTorch name: float32 array}.
 
     Raises:
-        ValueError: the sum is not finite.
+        ValueError: a snapshot lacks tensors, or the sum is not finite.
     """
     total = {}
     with tqdm(zip(folders, weights), description, len(folders), unit="snapshot") as bar:
         for folder, weight in bar:
-            for key, array in chain.from_iterable(map(read_safetensors, weight_files(folder))):
-                term = np.multiply(array, weight, dtype=np.float32)
-                if key in total:
-                    total[key] += term
-                else:
-                    total[key] = term
+            files = sorted(folder.glob("*.safetensors"))  # one, or its shards
+            terms = {
+                key: np.multiply(array, weight, dtype=np.float32)
+                for file in files
+                for key, array in read_safetensors(file)
+            }
+            if total and terms.keys() != total.keys():
+                raise ValueError(f"the snapshot {folder} is incomplete; copy it again")
+            total = {key: total[key] + term for key, term in terms.items()} if total else terms
     if broken := [key for key, array in total.items() if not np.isfinite(array).all()]:
         raise ValueError(
-            f"the average is not finite in {len(broken)} tensors ({', '.join(broken[:3])}), as "
-            "some snapshots are not; end it at an earlier --step"
+            f"the average is not finite in {len(broken)} tensors, such as {broken[0]}; end it at "
+            "an earlier --step"
         )
     return total
 
@@ -216,18 +192,12 @@ def save_checkpoint(config):
     flags = flags_class(**saved)
     flags = with_single_files(flags, "pretrained_model_name_or_path", **COMPONENT_FLAGS)
     _, pipeline, frozen, params = load_models(flags, np.float32)
-    checkpoints = CheckpointFiles(checkpoint.parent)
-    record = checkpoints.read_record(step)
-    prefix = "ema/0" if record.get("num_averages") else "params"
-    names = [f"{prefix}/{name}" for name in flatten_by_name(params)]
-    state = checkpoints.read_state(step, names)
-    checkpoints.close()
-    weights = jax.tree.unflatten(jax.tree.structure(params), [state[name] for name in names])
+    record, arrays = read_record(checkpoint), read_arrays(checkpoint)
+    what, prefix = ("average", "ema/0") if record.get("num_averages") else ("weights", "params")
+    weights = [arrays[f"{prefix}/{name}"] for name in flatten_by_name(params)]
+    weights = jax.tree.unflatten(jax.tree.structure(params), weights)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
-    identity = record["identity"] | {"max_train_steps": step}
-    others = params_beside_unet(frozen)
-    write_model(flags, pipeline, {"unet": weights}, others, identity, {"step": step})
-    what = "average" if record.get("num_averages") else "weights"
+    write_model(flags, pipeline, {"unet": weights}, params_beside_unet(frozen), {"step": step})
     print(f"saved the {what} after {step} steps to {output_dir}")
 
 
@@ -245,8 +215,6 @@ def save_averages(config):
             f"{source} has snapshots but no model_index.json, so the training is not finished; "
             "run the training command again to resume it"
         )
-    check_alike([snapshot.folder for snapshot in snapshots])
-
     times = [snapshot.step for snapshot in snapshots]
     gammas = [sigma_rel_to_gamma(snapshot.sigma_rel) for snapshot in snapshots]
     print(f"{len(snapshots)} snapshots, steps {times[0]} to {times[-1]}")

@@ -40,6 +40,7 @@ from diffusers_flax.command_line import Above, AtLeast, AtMost, Below, Between, 
 from diffusers_flax.training.batches import Batches, compile_steps, length_of_run, open_dataset
 from diffusers_flax.training.checkpoints import Checkpoints, run_identity
 from diffusers_flax.training.ema import compile_averages, ema_flags, ema_plan
+from diffusers_flax.training.flags import snapshot_steps
 from diffusers_flax.training.models import (
     encode_batch,
     load_models,
@@ -48,19 +49,18 @@ from diffusers_flax.training.models import (
     params_beside_unet,
 )
 from diffusers_flax.training.output import open_run, save_model
-from diffusers_flax.training.reports import Reports
+from diffusers_flax.training.placement import replicate, replicated_number, state_shapes, to_host
+from diffusers_flax.training.processes import StopSignal
+from diffusers_flax.training.reports import Reports, describe_run, is_due, save_snapshots
 from diffusers_flax.training.sharding import (
     combine,
     each_array,
     gather,
     gather_by_block,
-    replicate,
-    replicated_number,
     shard_axes,
-    state_shapes,
-    to_host,
     update_state,
 )
+from diffusers_flax.training.validation import Validation
 
 Count = Annotated[int, AtLeast(1)]
 Positive = Annotated[float, Above(0)]
@@ -402,7 +402,7 @@ def train_step_options(config: Config):
     )
 
 
-def update_ema(averages, params, num_steps, plan, p_start, p_update):
+def update_ema(averages, params, step, plan, p_start, p_update):
     """The averages of the weights after a step: an EMA of the final stage of the run.
 
     Before plan.first_step there is no average, and it costs neither time nor memory. There it
@@ -414,7 +414,7 @@ def update_ema(averages, params, num_steps, plan, p_start, p_update):
     Args:
         averages: list of averages, sharded like the weights; empty before the first step.
         params: the weights, sharded.
-        num_steps: number of completed steps.
+        step: number of completed steps.
         plan: EmaPlan of ema_plan: one average, none, or with --ema power two.
         p_start: pmapped copy of the weights.
         p_update: pmapped (average, weights, decay) -> average.
@@ -424,11 +424,12 @@ def update_ema(averages, params, num_steps, plan, p_start, p_update):
 
     Source: MosaicML's Stable Diffusion 2: decay 0.9999 over the last 50k of 1.4M steps.
     """
-    if plan.first_step is None or num_steps < plan.first_step:
+    if plan.first_step is None or step < plan.first_step:
         return []
     if not averages:
         return [p_start(params) for _ in range(plan.num_averages)]
-    if (n := plan.update_of(num_steps)) == 0:
+    n = plan.num_updates(step)
+    if n == plan.num_updates(step - 1):
         return averages
     decays = map(replicated_number, plan.decays(n))
     return [p_update(average, params, decay) for average, decay in zip(averages, decays)]
@@ -487,6 +488,7 @@ def run_training(config: Config):
     num_steps = length_of_run(config, dataset)
     models, pipeline, frozen, params = load_models(config, mixed_precision_dtype(config))
     others = None if config.lora_rank else params_beside_unet(frozen)  # saved beside the UNet
+    validation = Validation(config, pipeline, dataset.sizes, num_steps)
 
     # Optimizer, EMA, the step to start from
     tx, schedule = make_optimizer(config, num_steps)
@@ -496,6 +498,7 @@ def run_training(config: Config):
     checkpoints = Checkpoints(config, dataset, identity, ema, axes)
     start_step = checkpoints.start_step
     batches = Batches(dataset, pipeline.prepare_text_inputs, start_step)
+    describe_run(config, num_steps, dataset, params, ema)
 
     # Frozen weights in the compute dtype to the devices; all programs are compiled before the
     # sharded state takes memory
@@ -513,34 +516,41 @@ def run_training(config: Config):
     state, averages = checkpoints.restore(params, tx)
     del params
     averages = averages or update_ema([], state.params, start_step, ema, *p_average)
-    reports = Reports(config, num_steps, schedule, ema, pipeline, batches, checkpoints)
+    reports = Reports(config, num_steps, schedule, ema, batches, checkpoints)
 
     # Loop
-    with reports, checkpoints.stop_signal:
+    with reports, StopSignal() as stop_signal:
         for step in range(start_step + 1, num_steps + 1):
             reports.profile(step)
             state, metrics = p_train_step(state, p_frozen, next(batches), p_rng)
             averages = update_ema(averages, state.params, step, ema, *p_average)
             reports.log(step, metrics)
-            if reports.snapshot_is_due(step):
-                reports.save_snapshots(step, averages, axes)
-            if checkpoints.is_due(step):
-                checkpoints.save(step, state, averages, reports)
-            if checkpoints.is_stopped:  # by SIGTERM or Ctrl-C
-                break
-            if reports.validation_is_due(step):
-                reports.validate(step, best_weights(state, averages), p_frozen, axes)
+            if is_due(step, snapshot_steps(config, num_steps), num_steps):
+                with reports.pause():
+                    save_snapshots(config.output_dir, step, averages, ema, axes, models.unet)
+            is_stopped = stop_signal.requested(step)  # by SIGTERM or Ctrl-C
+            if is_stopped or is_due(step, config.checkpointing_steps, num_steps):
+                with reports.pause():
+                    checkpoints.save(step, state, averages, reports.state(step))
+                    reports.draw()
+            if is_stopped and step < num_steps:
+                checkpoints.close()
+                reports.close()
+                stop_signal.end(step)
+            if validation.images and is_due(step, config.validation_steps, num_steps):
+                with reports.pause():
+                    weights = best_weights(state, averages)
+                    reports.show(validation.edit(step, weights, axes, p_frozen), step)
 
-    if checkpoints.is_stopped:
-        reports.close()
-        checkpoints.exit_after_signal(step)
     trained = {"unet": to_host(best_weights(state, averages), axes)}
     if config.save_raw_unet:
         trained["unet_raw"] = to_host(state.params, axes)
     del state, averages, p_frozen  # free device memory: writing the model needs as much
-    checkpoints.close()  # a run is finished if its model is newer than its last checkpoint
-    save_model(config, pipeline, trained, others, identity, reports)
-    checkpoints.raise_error()  # of the last checkpoint
+    try:
+        checkpoints.close()  # a run is finished if its model is newer than its last checkpoint
+    finally:  # also without room for the last checkpoint
+        reports.close()
+        save_model(config, pipeline, trained, others, reports.last_row)
 
 
 def main(args=None):

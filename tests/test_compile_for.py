@@ -29,7 +29,8 @@ from diffusers_flax.compiling.report import Part, Program, compile_program
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.training.ema import start_average
 from diffusers_flax.training.models import cast_frozen, load_models
-from diffusers_flax.training.sharding import replicate, shard_axes, shard_batch, start_state
+from diffusers_flax.training.placement import replicate, shard_batch, start_state
+from diffusers_flax.training.sharding import shard_axes
 
 NUM_DEVICES = 4  # conftest.py's
 

@@ -17,8 +17,8 @@ from diffusers_flax.training.models import (
     mixed_precision_dtype,
     open_modules,
 )
+from diffusers_flax.training.placement import compile_pmapped, shard_batch
 from diffusers_flax.training.processes import all_processes, wait_for_all
-from diffusers_flax.training.sharding import compile_pmapped, shard_batch
 
 MAX_STEPS_IN_FLIGHT = 2  # steps by which the host may be ahead of the devices; batches to prefetch
 
@@ -83,12 +83,11 @@ class Batches:
     Attributes:
         num_bad: undecodable pairs in this process's batches so far.
         seconds_waited: time spent waiting for batches; readers may reset it.
-        handed_over: time.perf_counter() and time.thread_time() at the end of the last `next`.
     """
 
     def __init__(self, dataset, tokenize, start_step=0):
         dataset.set_step(start_step)
-        self.num_bad, self.seconds_waited, self.handed_over = 0, 0.0, None
+        self.num_bad, self.seconds_waited = 0, 0.0
         self.dataset = dataset
         self.stream = self._endless_batches(dataset, tokenize)
         self.queue = deque(itertools.islice(self.stream, MAX_STEPS_IN_FLIGHT))
@@ -107,17 +106,12 @@ class Batches:
         wait_start = time.perf_counter()
         batch, self.num_bad = self.queue.popleft()
         self.queue.append(next(self.stream))
-        self.handed_over = time.perf_counter(), time.thread_time()
-        self.seconds_waited += self.handed_over[0] - wait_start
+        self.seconds_waited += time.perf_counter() - wait_start
         return batch
-
-    def peek(self):
-        """Return the next batch without consuming it."""
-        return self.queue[0][0]
 
     def shapes(self):
         """{size: shapes and dtypes of a batch}, with the dataset's names of sizes."""
-        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.peek())
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.queue[0][0])
         return {
             size: batch
             | {

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.training.sharding import compile_pmapped, in_place
+from diffusers_flax.training.placement import compile_pmapped
+from diffusers_flax.training.sharding import in_place
 
 SIGMA_RELS = (0.05, 0.1)  # lengths of the two tracked averages, fractions of the run
 HORIZONS = 5  # window times (1 - decay): the initial weights keep a share of e^-5 = 0.7%
@@ -91,19 +92,14 @@ class EmaPlan(NamedTuple):
     num_averages: int
     decays: Callable[[int], list[float]]  # number of an update, from 1 -> decay of each average
 
-    def averages_after(self, num_steps):
-        """Number of averages after num_steps steps: 0, later num_averages."""
-        has_begun = self.first_step is not None and num_steps > self.first_step
+    def averages_after(self, step):
+        """Number of averages after a step: 0, later num_averages."""
+        has_begun = self.first_step is not None and step > self.first_step
         return self.num_averages if has_begun else 0
 
-    def update_of(self, num_steps):
-        """Number of the update due after num_steps steps, from 1; 0: none."""
-        averaged = 0 if self.first_step is None else num_steps - self.first_step
-        return averaged // self.every if averaged > 0 and averaged % self.every == 0 else 0
-
-    def last_update_step(self, num_steps):
-        """Step of the last update up to num_steps, at least first_step, which is not None."""
-        return num_steps - (num_steps - self.first_step) % self.every
+    def num_updates(self, step):
+        """Number of updates up to a step."""
+        return (step - self.first_step) // self.every if self.averages_after(step) else 0
 
 
 NO_AVERAGE = EmaPlan(None, 1, 0, lambda num_updates: [])
@@ -175,33 +171,6 @@ def ema_flags(config, max_train_steps):
     )
 
 
-def explain_average(config, plan, num_steps, start_step, num_saved):
-    """Say when the average of a run starts, and what happens to the checkpoint's average.
-
-    Args:
-        config: flags of the run.
-        plan: EmaPlan of the run.
-        num_steps: length of the run.
-        start_step: number of completed steps.
-        num_saved: number of averages in the checkpoint.
-
-    Yields:
-        Lines to print.
-    """
-    num_averages = plan.averages_after(start_step)
-    if num_saved > num_averages:
-        yield "the checkpoint's average is dropped; its last weights are trained further"
-    if plan.first_step is not None:
-        first_step = start_step if num_averages > num_saved else plan.first_step
-        decays = ", ".join(f"{decay:.6g}" for decay in plan.decays(num_steps))
-        yield f"averaging the weights from step {first_step} with decay {decays}"
-    elif config.ema != "none":
-        yield (
-            f"no average of the weights: less than {HORIZONS + 1} of the run's {num_steps} steps "
-            "would be averaged; give more steps, --ema full or --ema_decay"
-        )
-
-
 def compile_averages(plan, shapes):
     """Compile the programs of update_ema, before the state takes memory.
 
@@ -217,18 +186,8 @@ def compile_averages(plan, shapes):
         return None, None
     number = jax.tree.leaves(shapes)[0].shape[:1]
     decay = jax.ShapeDtypeStruct(number, jnp.float32)
-    p_start = compile_pmapped(make_start_average(), shapes)
+    p_start = compile_pmapped(jax.pmap(ema_start, axis_name="batch"), shapes)
     return p_start, compile_pmapped(make_update_average(), shapes, shapes, decay)
-
-
-def make_start_average():
-    """Make the pmapped start of a sharded average: params -> average."""
-    return jax.pmap(ema_start, axis_name="batch")
-
-
-def start_average(params):
-    """Start an average as a copy of the sharded parameters."""
-    return compile_pmapped(make_start_average(), params)(params)
 
 
 def make_update_average(devices=None):

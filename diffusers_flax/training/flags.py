@@ -15,7 +15,6 @@ from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from diffusers_flax.loading.files import write_text
 from diffusers_flax.training.ema import ema_flags, ema_plan
 
-FINAL_FILES = (LORA_FILE, INDEX_NAME)  # written last, by runs with and without LoRA
 COMPONENT_FLAGS = {  # flags of models that replace components of the main model
     "unet_model_name_or_path": "unet",
     "pretrained_vae_model_name_or_path": "vae",
@@ -27,6 +26,7 @@ PER_PROCESS = {
     *("pretrained_model_name_or_path", "unet_model_name_or_path", "config_name_or_path"),
     *("pretrained_vae_model_name_or_path", "train_data_dir", "dataloader_num_workers"),
     *("cache_latents", "output_dir", "compilation_cache_dir", "coordinator_address", "process_id"),
+    "hub_model_id",  # of which process 0 asks the hub
 }
 # Flags that may change on resume: results change at most by rounding. All others may not.
 MAY_CHANGE = PER_PROCESS | {
@@ -35,7 +35,7 @@ MAY_CHANGE = PER_PROCESS | {
     *("gather_by_block", "merge_lora", "overwrite_output_dir", "save_raw_unet", "logging_steps"),
     *("report_to", "tracker_project_name", "checkpointing_steps", "checkpoints_total_limit"),
     *("resume_from_checkpoint", "validation_image", "validation_prompt", *VALIDATION_SCALES),
-    *("validation_steps", "profile_steps", "push_to_hub", "hub_model_id", "num_processes"),
+    *("validation_steps", "profile_steps", "push_to_hub", "num_processes"),
 }
 
 
@@ -70,12 +70,6 @@ def is_given(config: Any, name: str) -> bool:
 def flag(config: Any, name: str) -> str:
     """Format a flag for an error message: "--name value"."""
     return f"--{name} {getattr(config, name)}"
-
-
-def nearest_multiples(number: int, factor: int) -> str:
-    """Format the positive multiples of factor nearest to number: "2 or 4"."""
-    below = number // factor * factor
-    return " or ".join(str(n) for n in (below, below + factor) if n > 0)
 
 
 def profiled_steps(text: str) -> tuple[int, int]:
@@ -126,9 +120,11 @@ def check_flags(config: Any, num_devices: int) -> None:
 def check_batch(config: Any, num_devices: int) -> None:
     """Raise a ValueError for a batch that cannot be divided over devices and micro-batches."""
     if config.train_batch_size % num_devices:
+        below = config.train_batch_size // num_devices * num_devices
+        near = " or ".join(str(n) for n in (below, below + num_devices) if n)
         raise ValueError(
             f"{flag(config, 'train_batch_size')} is not divisible by {num_devices} devices; try "
-            f"{nearest_multiples(config.train_batch_size, num_devices)}"
+            f"{near}"
         )
     per_device = config.train_batch_size // num_devices
     if per_device % config.gradient_accumulation_steps:

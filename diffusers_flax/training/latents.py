@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from diffusers_flax.command_line import check_writable
-from diffusers_flax.data.buckets import SIZE, check_sides, end_checksum, nearest_sizes, stored_sizes
+from diffusers_flax.data.buckets import SIZE, end_checksum, nearest_sizes, stored_sizes
 from diffusers_flax.data.decoding import (
     DAMAGED_MASK,
     decode_pair,
@@ -39,8 +39,9 @@ from diffusers_flax.data.shards import (
 )
 from diffusers_flax.loading.files import save_whole
 from diffusers_flax.messages import differences
-from diffusers_flax.training.flags import chosen_sizes, nearest_multiples
+from diffusers_flax.training.flags import chosen_sizes
 from diffusers_flax.training.models import (
+    check_resolution,
     encode_images,
     is_sdxl,
     load_vae,
@@ -76,9 +77,28 @@ def encode_pairs(vae, params, originals, edited):
     return mean[:B], jnp.concatenate((mean[B:], std[B:]), -1)
 
 
-def vae_checksum(params):
-    """A hexadecimal checksum of a VAE's float32 parameters."""
-    return f"{tree_checksum(params):08x}"
+def encoder_on(devices, vae, params):
+    """Compile encode_pairs for devices: (originals, edited) -> latents on the devices.
+
+    Args:
+        devices: their number divides the number of pairs.
+        vae, params: FlaxAutoencoderKL and its float32 parameters.
+    """
+    mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
+    replicated, sharded = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
+    params = jax.tree.map(lambda x: np.asarray(x, vae.dtype), params)
+    params = jax.device_put(params, replicated)
+    # shard_map, because XLA cannot partition encode_images' loop over images on CPUs.
+    program = jax.jit(
+        jax.shard_map(
+            partial(encode_pairs, vae),
+            mesh=mesh,
+            in_specs=(replicated.spec, sharded.spec, sharded.spec),
+            out_specs=sharded.spec,
+            check_vma=False,
+        )
+    )
+    return lambda *images: program(params, *jax.device_put(images, sharded))
 
 
 def decode_into(out, group, cells, position, resample, factor):
@@ -116,137 +136,96 @@ def decode_into(out, group, cells, position, resample, factor):
     return prompt, stored, mask, None
 
 
-def encode_group(group, size_of, sizes, encode, batch_size, config, threads, factor):
-    """Encode a row group; a batch is decoded while the devices encode the previous one.
+class LatentWriter:
+    """Writes shards of latents.
 
     Args:
-        group: row group of images.
-        size_of: index of each row's size.
-        sizes: widths and heights.
-        encode, batch_size, config: as for write_latent_shard.
-        threads: executor that decodes.
-        factor: pixels per latent along a side.
-
-    Yields:
-        (positions, encode's result, decode_into's results) of a batch, whose pairs have one size.
-    """
-    cells, in_flight = read_row_group(group), None
-    of_sizes = [np.flatnonzero(size_of == size).tolist() for size in range(len(sizes))]
-    batches = [
-        (size, of_size[start : start + batch_size])
-        for size, of_size in zip(sizes, of_sizes)
-        for start in range(0, len(of_size), batch_size)
-    ]
-    for (width, height), positions in batches:
-        pixels = np.zeros((2, batch_size, height, width, 3), np.uint8)
-        decode = partial(
-            decode_into,
-            group=group,
-            cells=cells,
-            resample=config.image_interpolation_mode,
-            factor=factor,
-        )
-        decoded = [
-            threads.submit(decode, tuple(pixels[:, i]), position=position)
-            for i, position in enumerate(positions)
-        ]
-        decoded = [future.result() for future in decoded]
-        if in_flight:
-            yield in_flight
-        in_flight = positions, encode(*pixels), decoded
-    yield in_flight
-
-
-def latent_rows(encoded, decoded, config, bar, bad):
-    """Wait for a batch of encode_group; return its rows, dicts of LATENT_COLUMNS and MASK.
-
-    Args:
-        encoded, decoded: of encode_group.
-        config, bar, bad: as for write_latent_shard.
-
-    Raises:
-        ValueError: more pairs are undecodable than config.max_bad_fraction allows.
-    """
-    originals, edited_images = (np.asarray(x) for x in encoded)
-    bar.update(len(decoded))
-    for _, time_ids, _, reason in decoded:
-        if reason:
-            lost = "latents" if time_ids is None else "its mask"
-            logger.warning("%s; stored without %s", reason, lost)
-            bad.append(reason)
-    if len(bad) > config.max_bad_fraction * max(bar.n, MIN_ROWS_FOR_BAD_FRACTION):
-        raise ValueError(
-            f"{len(bad)} of the first {bar.n} pairs of {', '.join(config.train_data_dir)} "
-            f"cannot be used, more than --max_bad_fraction {config.max_bad_fraction} allows; "
-            f"for example {bad[-1]}"
-        )
-    rows = []
-    for original, edited, (prompt, time_ids, mask, _) in zip(originals, edited_images, decoded):
-        values = (original.tobytes(), edited.tobytes(), prompt, time_ids, mask)
-        if time_ids is None:
-            values = (None, None, prompt, None, None)
-        rows.append(dict(zip((*LATENT_COLUMNS, MASK), values)))
-    return rows
-
-
-def write_latent_shard(path, groups, encode, metadata, batch_size, config, bar, bad):
-    """Encode a shard, one row group at a time.
-
-    Args:
-        path: file to write.
-        groups: the row groups of the shard of images.
-        encode: (originals, edited), uint8 (B, H, W, 3) each -> encode_pairs' result on the devices.
-        metadata: dict to store in the file.
-        batch_size: pairs per call of encode.
         config: flags of the program.
+        encode: (originals, edited), uint8 (B, H, W, 3) each -> encode_pairs' result on the devices.
+        batch_size: pairs per call of encode.
         bar: tqdm bar that counts pairs.
-        bad: list of error messages; those of undecodable pairs are appended.
-
-    Raises:
-        ValueError: more pairs are undecodable than config.max_bad_fraction allows.
     """
-    prompt_type = groups[0].metadata.schema.to_arrow_schema().field(groups[0].columns[2]).type
-    text = pa.list_(pa.string()) if is_list_of_text(prompt_type) else pa.string()
-    sizes, shapes = metadata.get("sizes"), metadata["shape"]
-    names = (*LATENT_COLUMNS, *[MASK] * bool(groups[0].mask_column), *[SIZE] * bool(sizes))
-    images = dict.fromkeys(("original_image", "edited_image", TIME_IDS, MASK), pa.binary())
-    types = images | {"edit_prompt": text, SIZE: pa.int16()}
-    schema = pa.schema([(name, types[name]) for name in names], {LATENTS: json.dumps(metadata)})
-    if sizes:
-        sizes = [(width, height) for height, width in sizes]
-    else:
-        sizes, shapes = [(config.resolution,) * 2], [shapes]
-    factor = sizes[0][1] // shapes[0][0]
-    size_of = np.zeros(sum(group.num_rows for group in groups), int)
-    if len(sizes) > 1:
-        size_of = nearest_sizes(stored_sizes(groups, 1), sizes)
-    threads = ThreadPoolExecutor(config.dataloader_num_workers or num_usable_cores())
 
-    def save(unfinished):
-        with pq.ParquetWriter(unfinished, schema, compression="none") as writer, threads:
-            for group in groups:
-                of_group = size_of[group.first_row : group.first_row + group.num_rows]
-                rows = [None] * group.num_rows
-                for positions, *batch in encode_group(
-                    group, of_group, sizes, encode, batch_size, config, threads, factor
-                ):
-                    for position, row in zip(positions, latent_rows(*batch, config, bar, bad)):
-                        rows[position] = row | {SIZE: int(of_group[position])}
-                writer.write_table(pa.Table.from_pylist(rows, schema), row_group_size=len(rows))
+    def __init__(self, config, encode, batch_size, bar):
+        self.config, self.encode, self.batch_size, self.bar = config, encode, batch_size, bar
+        self.num_bad = 0
 
-    save_whole(path, save, shared=True)
+    def write(self, path, groups, metadata):
+        """Encode a shard, one row group at a time.
 
+        Args:
+            path: file to write.
+            groups: the row groups of the shard of images.
+            metadata: dict to store in the file.
 
-def describe_source(path, groups):
-    """Identify a shard of images by its size, end, rows and columns."""
-    source = {
-        "source_bytes": path.stat().st_size,
-        "source_end": end_checksum(path),
-        "rows": groups[0].metadata.num_rows,
-        "columns": list(groups[0].columns),
-    }
-    mask_column = groups[0].mask_column  # latents with masks also serve runs that read none
-    return source | ({"mask_column": mask_column} if mask_column else {})
+        Raises:
+            ValueError: more pairs are undecodable than config.max_bad_fraction allows.
+        """
+        prompt_type = groups[0].metadata.schema.to_arrow_schema().field(groups[0].columns[2]).type
+        text = pa.list_(pa.string()) if is_list_of_text(prompt_type) else pa.string()
+        stored = metadata.get("sizes")  # (height, width) each
+        sizes = stored or [(self.config.resolution,) * 2]
+        names = (*LATENT_COLUMNS, *[MASK] * bool(groups[0].mask_column), *[SIZE] * bool(stored))
+        images = dict.fromkeys(("original_image", "edited_image", TIME_IDS, MASK), pa.binary())
+        types = images | {"edit_prompt": text, SIZE: pa.int16()}
+        schema = pa.schema([(name, types[name]) for name in names], {LATENTS: json.dumps(metadata)})
+        factor = sizes[0][0] // np.ravel(metadata["shape"])[0]
+        size_of = np.zeros(sum(group.num_rows for group in groups), int)
+        if len(sizes) > 1:
+            size_of = nearest_sizes(stored_sizes(groups, 1), [size[::-1] for size in sizes])
+        threads = ThreadPoolExecutor(self.config.dataloader_num_workers or num_usable_cores())
+
+        def save(unfinished):
+            with pq.ParquetWriter(unfinished, schema, compression="none") as writer, threads:
+                for group in groups:
+                    of_group = size_of[group.first_row : group.first_row + group.num_rows]
+                    rows = self._encode_group(group, of_group, sizes, threads, factor)
+                    writer.write_table(pa.Table.from_pylist(rows, schema), row_group_size=len(rows))
+
+        save_whole(path, save, shared=True)
+
+    def _encode_group(self, group, size_of, sizes, threads, factor):
+        """The rows of a row group; a batch is decoded while the devices encode the previous one."""
+        cells, rows, in_flight = read_row_group(group), [None] * group.num_rows, None
+        options = dict(resample=self.config.image_interpolation_mode, factor=factor)
+        decode = partial(decode_into, group=group, cells=cells, **options)
+        for number, size in enumerate(sizes):
+            of_size = np.flatnonzero(size_of == number).tolist()
+            for start in range(0, len(of_size), self.batch_size):
+                positions = of_size[start : start + self.batch_size]
+                pixels = np.zeros((2, self.batch_size, *size, 3), np.uint8)
+                decoded = [
+                    threads.submit(decode, tuple(pixels[:, i]), position=position)
+                    for i, position in enumerate(positions)
+                ]
+                decoded = [future.result() for future in decoded]
+                if in_flight:
+                    self._store(rows, *in_flight)
+                in_flight = positions, number, decoded, self.encode(*pixels)
+        self._store(rows, *in_flight)
+        return rows
+
+    def _store(self, rows, positions, size, decoded, encoded):
+        """Wait for a batch and put its rows, dicts, into rows."""
+        originals, edited = map(np.asarray, encoded)
+        self.bar.update(len(decoded))
+        for i, (prompt, time_ids, mask, reason) in enumerate(decoded):
+            if reason:
+                self.num_bad += 1
+                lost = "latents" if time_ids is None else "its mask"
+                logger.warning("%s; stored without %s", reason, lost)
+            latents = None, None
+            if time_ids is not None:
+                latents = originals[i].tobytes(), edited[i].tobytes()
+            values = (*latents, prompt, time_ids, mask, size)
+            rows[positions[i]] = dict(zip((*LATENT_COLUMNS, MASK, SIZE), values))
+        limit = self.config.max_bad_fraction
+        if self.num_bad > limit * max(self.bar.n, MIN_ROWS_FOR_BAD_FRACTION):
+            raise ValueError(
+                f"{self.num_bad} of the first {self.bar.n} pairs of "
+                f"{', '.join(self.config.train_data_dir)} cannot be used, more than "
+                f"--max_bad_fraction {limit} allows"
+            )
 
 
 def latent_dirs(train_data_dirs, output_dir):
@@ -254,18 +233,6 @@ def latent_dirs(train_data_dirs, output_dir):
     if len(train_data_dirs) == 1:
         return [output_dir]
     return [str(Path(output_dir, name)) for name in distinct_names(train_data_dirs)]
-
-
-def check_latent_dirs(config, output_dirs):
-    """Raise a ValueError for a directory that cannot be written; output_dirs: of latent_dirs."""
-    sources = [Path(directory).resolve() for directory in config.train_data_dir]
-    flag = "cache_latents" if hasattr(config, "cache_latents") else "output_dir"
-    for output_dir in map(Path, output_dirs):
-        if output_dir.resolve() in sources:
-            raise ValueError(
-                f"{output_dir} is --train_data_dir; name another directory for the latents"
-            )
-        check_writable(f"--{flag} {output_dir}", output_dir)
 
 
 def list_images(train_data_dir, columns, output_dir, max_train_samples):
@@ -278,19 +245,22 @@ def list_images(train_data_dir, columns, output_dir, max_train_samples):
         max_train_samples: list the shards with the first N rows only; None: all.
 
     Raises:
-        ValueError: train_data_dir has latents, or output_dir has shards with other names.
+        ValueError: train_data_dir has latents, or output_dir cannot be used.
     """
+    if output_dir.resolve() == Path(train_data_dir).resolve():
+        raise ValueError(f"{output_dir} is --train_data_dir; name another directory for latents")
+    check_writable(f"the directory {output_dir}", output_dir)
     groups = list_row_groups(train_data_dir, columns)
     if latents_metadata(groups[0].metadata) is not None:
         raise ValueError(
             f"--train_data_dir {train_data_dir} already has latents; train on it directly"
         )
-    names = {group.path.name for group in groups}
-    for path in shard_files(output_dir):
-        if path.name not in names:
-            raise ValueError(
-                f"{path} matches no shard in {train_data_dir}; name another directory, or remove it"
-            )
+    others = {path.name for path in shard_files(output_dir)} - {group.path.name for group in groups}
+    if others:
+        raise ValueError(
+            f"{output_dir}/{min(others)} matches no shard in {train_data_dir}; name another "
+            "directory, or remove it"
+        )
     if max_train_samples is None:
         return groups
     selected = {group.path for group in take_first_rows(groups, max_train_samples)}
@@ -310,6 +280,10 @@ def choose_latent_sizes(config, train_data_dir, columns, output_dir, overwrite):
     sizes = chosen_sizes(config)
     if sizes is None:
         return None
+    for path in [] if overwrite else shard_files(output_dir)[:1]:
+        stored = tuple((width, height) for height, width in stored_settings(path).get("sizes", ()))
+        if stored and {*stored} <= {*sizes}:
+            return stored
     pairs = StoredPairs(
         train_data_dir,
         columns,
@@ -318,11 +292,6 @@ def choose_latent_sizes(config, train_data_dir, columns, output_dir, overwrite):
         Reading(max_rows=config.max_train_samples, num_threads=config.dataloader_num_workers),
     )
     pairs.choose_sizes(max(1, config.train_batch_size // jax.process_count()))
-    for path in [] if overwrite else shard_files(output_dir)[:1]:
-        stored = stored_settings(path).get("sizes", ())
-        stored = tuple((width, height) for height, width in stored)
-        if stored and {*stored} <= {*sizes}:
-            return stored
     return pairs.decoding.sizes
 
 
@@ -338,29 +307,18 @@ def latent_settings(config, vae, params, sizes):
         ValueError: the VAE does not divide the resolution or a size.
     """
     factor = 2 ** (len(vae.block_out_channels) - 1)
-    if config.resolution % factor:
-        raise ValueError(
-            f"--resolution {config.resolution} is not a multiple of {factor}; try "
-            f"{nearest_multiples(config.resolution, factor)}"
-        )
-    for size in sizes or ():
-        check_sides(size, factor)
-    C = vae.latent_channels
-    shapes = [
-        [height // factor, width // factor, C]
-        for width, height in sizes or [(config.resolution,) * 2]
-    ]
-    return {
-        "vae": vae_checksum(params),
+    check_resolution(config, factor)
+    settings = {
+        "vae": f"{tree_checksum(params):08x}",
         "mixed_precision": "bf16" if vae.dtype == jnp.bfloat16 else "no",  # of the VAE
         "resolution": config.resolution,
         "image_interpolation_mode": config.image_interpolation_mode,
-        **(
-            {"sizes": [[height, width] for width, height in sizes], "shape": shapes}
-            if sizes
-            else {"shape": shapes[0]}
-        ),
     }
+    if sizes:
+        settings["sizes"] = [[height, width] for width, height in sizes]
+    sides = settings.get("sizes", [[config.resolution] * 2])
+    shapes = [[h // factor, w // factor, vae.latent_channels] for h, w in sides]
+    return settings | {"shape": shapes if sizes else shapes[0]}
 
 
 def missing_shards(output_dir, groups, settings, overwrite):
@@ -375,13 +333,19 @@ def missing_shards(output_dir, groups, settings, overwrite):
     Raises:
         ValueError: a shard was made with other settings, and overwrite is False.
     """
-    missing = []
-    of_shards = {}
+    missing, of_shards = [], {}
     for group in groups:
         of_shards.setdefault(group.path, []).append(group)
     for path, shard_groups in of_shards.items():
-        latent_path = output_dir / path.name
-        metadata = settings | describe_source(path, shard_groups)
+        latent_path, first = output_dir / path.name, shard_groups[0]
+        metadata = settings | {
+            "source_bytes": path.stat().st_size,
+            "source_end": end_checksum(path),
+            "rows": first.metadata.num_rows,
+            "columns": list(first.columns),
+        }
+        if first.mask_column:  # latents with masks also serve runs that read none
+            metadata["mask_column"] = first.mask_column
         if latent_path.exists():
             different = differences(stored_settings(latent_path), metadata)
             if not different:
@@ -399,44 +363,8 @@ def missing_shards(output_dir, groups, settings, overwrite):
 
 
 def stored_settings(path):
-    """The metadata of a shard of latents.
-
-    Raises:
-        ValueError: the file is damaged, or has no latents.
-    """
-    try:
-        settings = latents_metadata(pq.read_metadata(path))
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); remove it, and it is written again"
-        ) from error
-    if settings is None:
-        raise ValueError(f"{path} contains no latents; name a directory that holds only latents")
-    return settings
-
-
-def encoder_on(devices, vae, params):
-    """Compile encode_pairs for devices: (originals, edited) -> latents on the devices.
-
-    Args:
-        devices: their number divides the number of pairs.
-        vae, params: FlaxAutoencoderKL and its float32 parameters.
-    """
-    mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
-    replicated, sharded = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
-    params = jax.tree.map(lambda x: np.asarray(x, vae.dtype), params)
-    params = jax.device_put(params, replicated)
-    # shard_map, because XLA cannot partition encode_images' loop over images on CPUs.
-    program = jax.jit(
-        jax.shard_map(
-            partial(encode_pairs, vae),
-            mesh=mesh,
-            in_specs=(replicated.spec, sharded.spec, sharded.spec),
-            out_specs=sharded.spec,
-            check_vma=False,
-        )
-    )
-    return lambda *images: program(params, *jax.device_put(images, sharded))
+    """The metadata of a shard of latents; {} if it has none."""
+    return latents_metadata(pq.read_metadata(path)) or {}
 
 
 def write_latents(config, output_dir, columns, batch_size=None, overwrite=False):
@@ -452,45 +380,38 @@ def write_latents(config, output_dir, columns, batch_size=None, overwrite=False)
     Raises:
         ValueError: invalid flags, data or VAE, or output_dir contains other files.
     """
-    check_sets(config.train_data_dir, sizes=chosen_sizes(config))
-    output_dirs = [Path(folder) for folder in latent_dirs(config.train_data_dir, output_dir)]
-    check_latent_dirs(config, output_dirs)
-    sets = zip(config.train_data_dir, columns_of_sets(config.train_data_dir, columns), output_dirs)
+    sources = config.train_data_dir
+    check_sets(sources, sizes=chosen_sizes(config))
+    output_dirs = map(Path, latent_dirs(sources, output_dir))
     sets = [  # before the VAE is loaded
         (
-            paths[-1],
-            list_images(*paths, config.max_train_samples),
-            choose_latent_sizes(config, *paths, overwrite),
+            places[-1],
+            list_images(*places, config.max_train_samples),
+            choose_latent_sizes(config, *places, overwrite),
         )
-        for paths in sets
+        for places in zip(sources, columns_of_sets(sources, columns), output_dirs)
     ]
     vae, params = load_vae(config, mixed_precision_dtype(config), is_sdxl(config))
-    missing = [
-        shard
-        for output_dir, groups, sizes in sets
-        for shard in missing_shards(
-            output_dir, groups, latent_settings(config, vae, params, sizes), overwrite
-        )
-    ]
+    missing = []
+    for folder, groups, sizes in sets:
+        settings = latent_settings(config, vae, params, sizes)
+        missing += missing_shards(folder, groups, settings, overwrite)
     if not missing:
         return
     devices = jax.local_devices()
-    encode = encoder_on(devices, vae, params)
+    sizes_of_groups = [[group.num_rows for group in groups] for _, groups, _ in missing]
     per_device = batch_size or max(1, PIXELS_PER_BATCH // config.resolution**2)
-    largest_group = max(group.num_rows for _, shard_groups, _ in missing for group in shard_groups)
-    batch_size = min(per_device, math.ceil(largest_group / len(devices))) * len(devices)
+    largest_group = math.ceil(max(map(max, sizes_of_groups)) / len(devices))
+    batch_size = min(per_device, largest_group) * len(devices)
     # Processes that share output_dir start at different shards and skip existing ones.
     first = jax.process_index() * len(missing) // jax.process_count()
-    missing, bad = missing[first:] + missing[:first], []
-    num_pairs = sum(group.num_rows for _, shard_groups, _ in missing for group in shard_groups)
-    with tqdm(total=num_pairs, desc="encoding", unit="pair") as bar:
-        for path, shard_groups, metadata in missing:
+    with tqdm(total=sum(map(sum, sizes_of_groups)), desc="encoding", unit="pair") as bar:
+        writer = LatentWriter(config, encoder_on(devices, vae, params), batch_size, bar)
+        for path, groups, metadata in missing[first:] + missing[:first]:
             if path.exists():
-                bar.update(sum(group.num_rows for group in shard_groups))
+                bar.update(sum(group.num_rows for group in groups))
             else:
-                write_latent_shard(
-                    path, shard_groups, encode, metadata, batch_size, config, bar, bad
-                )
+                writer.write(path, groups, metadata)
 
 
 def check_vae(dataset, vae_params, config):
@@ -501,7 +422,7 @@ def check_vae(dataset, vae_params, config):
         vae_params: float32 NumPy arrays.
         config: flags, which name the VAE in the error message.
     """
-    if dataset.latents and dataset.latents["vae"] != vae_checksum(vae_params):
+    if dataset.latents and dataset.latents["vae"] != f"{tree_checksum(vae_params):08x}":
         source = config.pretrained_vae_model_name_or_path or config.pretrained_model_name_or_path
         raise ValueError(
             f"{dataset.train_data_dir} has latents of another VAE than {source}'s; name "

@@ -2,7 +2,7 @@
 
     trained, frozen = add_lora(params, 16, None, ("to_q", "to_v"))  # of the UNet's parameters
     params = combine(frozen, trained)  # of training.sharding, for unet.apply
-    save_lora("pytorch_lora_weights.safetensors", trained, 16, None, ("to_q", "to_v"), run)
+    save_lora("pytorch_lora_weights.safetensors", trained, 16, None, ("to_q", "to_v"))
     fold = partial(fold_lora, trained=trained, rank=16, alpha=None)
     unet, params = FlaxUNet2DConditionModel.from_pretrained(folder, convert=fold)  # merged
 
@@ -18,11 +18,10 @@ from functools import reduce
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from diffusers_flax.loading.files import save_whole
-from diffusers_flax.loading.weights import flax_to_torch, read_weights
+from diffusers_flax.loading.weights import flax_to_torch
 
 
 def add_lora(params, rank, alpha, target_modules, fully_trained=("conv_in",), seed=0):
@@ -102,14 +101,13 @@ def fold_lora(name, x, trained, rank, alpha):
     return x + np.float32((alpha or rank) / rank) * (a @ b)
 
 
-def save_lora(path, trained, rank, alpha, target_modules, run):
+def save_lora(path, trained, rank, alpha, target_modules):
     """Write a LoRA file that load_lora_weights of PyTorch's pipelines reads.
 
     Args:
         path: file to write, .safetensors.
         trained: nested dict of add_lora; entries other than LoRA's are left out.
         rank, alpha, target_modules: as for add_lora.
-        run: JSON dict that describes the run; read_lora returns it.
     """
     tensors = {}
     for name, x in flatten_dict(trained, sep="/").items():
@@ -121,7 +119,7 @@ def save_lora(path, trained, rank, alpha, target_modules, run):
         "unet.lora_alpha": alpha or rank,
         "unet.target_modules": list(target_modules),
     }
-    save_tensors(path, tensors, lora_adapter_metadata=json.dumps(settings), run=json.dumps(run))
+    save_tensors(path, tensors, lora_adapter_metadata=json.dumps(settings))
 
 
 def save_conv_in(path, trained):
@@ -140,32 +138,3 @@ def save_tensors(path, tensors, **metadata):
         file.chmod(mode)
 
     save_whole(path, save)
-
-
-def read_lora(path, conv_in_path):
-    """Read the files of save_lora and save_conv_in.
-
-    Returns:
-        (trained, run): as they were saved.
-
-    Raises:
-        ValueError: a file is missing or damaged, or has no record of the run.
-    """
-    flat = dict(read_weights(path)) | dict(read_weights(conv_in_path))
-    run = read_record(path)
-    if run is None:
-        raise ValueError(
-            f"{path} has no record of the run that made it; train again with --overwrite_output_dir"
-        )
-    trained = {name.removeprefix("unet/"): x for name, x in flat.items()}
-    return unflatten_dict(trained, sep="/"), run
-
-
-def read_record(path):
-    """The run of a LoRA file as save_lora has saved it; None: no record, or the file is damaged."""
-    try:
-        with safe_open(path, "np") as file:
-            run = (file.metadata() or {}).get("run")
-    except (OSError, SafetensorError):
-        return None
-    return None if run is None else json.loads(run)

@@ -2,17 +2,16 @@
 
 import zlib
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.data.buckets import bucket_sizes, check_sides
+from diffusers_flax.data.buckets import bucket_sizes, check_side, check_sides
 from diffusers_flax.devices.precision import warn_if_slow
 from diffusers_flax.loading.configs import ConfigMixin
-from diffusers_flax.loading.directories import INDEX_NAME, has_component, read_index
+from diffusers_flax.loading.directories import has_component, read_index
 from diffusers_flax.loading.tokenizer import load_tokenizer
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
@@ -36,11 +35,11 @@ from diffusers_flax.schedulers.factory import (
     scheduler_from_config,
     training_scheduler,
 )
-from diffusers_flax.training.flags import flag, nearest_multiples
+from diffusers_flax.training.flags import flag
 from diffusers_flax.training.lora import add_lora
-from diffusers_flax.training.sharding import cast_kernels, combine, replicate_frozen
+from diffusers_flax.training.placement import replicate_frozen
+from diffusers_flax.training.sharding import cast_kernels
 
-WEIGHTS = ("weights of unet_model_name_or_path", "weights of pretrained_model_name_or_path")
 TEXT_ENCODERS = (("", FlaxCLIPTextModel), ("_2", FlaxCLIPTextModelWithProjection))  # by suffix
 
 
@@ -165,7 +164,7 @@ def load_models(config, dtype: Any):
     unet = unet.clone(gradient_checkpointing=config.gradient_checkpointing)
     vae, vae_params = load_vae(config, dtype, is_xl)
     text_encoder, text_params = load_text_encoder(config, dtype, is_xl, to_frozen)
-    encoders = text_encoder if is_xl else [text_encoder]
+    encoders = text_encoder if is_xl else (text_encoder,)
     tokenizers = [
         load_tokenizer(source, encoder, revision, f"tokenizer{suffix}")
         for encoder, (suffix, _) in zip(encoders, TEXT_ENCODERS)
@@ -173,15 +172,14 @@ def load_models(config, dtype: Any):
     schedule = FlaxDDPMScheduler.load_config(source, subfolder="scheduler", revision=revision)
     scheduler, scheduler_state = training_scheduler(schedule, source)
     sampler = open_sampler(schedule, source)
-    scales_condition = is_xl and is_cosxl_edit(read_index(source, revision))
-    condition_scale = vae.scaling_factor if scales_condition else 1.0
-    models = Models(unet, vae, text_encoder, scheduler, condition_scale)
-
     if is_xl:
+        is_cosxl = is_cosxl_edit(read_index(source, revision))
+        models = Models(unet, vae, encoders, scheduler, vae.scaling_factor if is_cosxl else 1.0)
         pipeline = FlaxStableDiffusionXLInstructPix2PixPipeline(
-            *text_encoder, vae, *tokenizers, unet, sampler, is_cosxl_edit=scales_condition
+            *encoders, vae, *tokenizers, unet, sampler, is_cosxl_edit=is_cosxl
         )
     else:
+        models = Models(unet, vae, text_encoder, scheduler)
         pipeline = FlaxStableDiffusionInstructPix2PixPipeline(
             vae, text_encoder, *tokenizers, unet, sampler
         )
@@ -208,48 +206,26 @@ def open_modules(config, dtype):
 
     Args and Raises as for load_models.
     """
-    source, of_source = config.pretrained_model_name_or_path, {"revision": config.revision}
-    is_xl = is_sdxl(config)
+    source, revision = config.pretrained_model_name_or_path, config.revision
 
     def open_module(cls, path, **place):
         content = ConfigMixin.load_config(path, **place)
         getattr(cls, "module_class", cls).check_class(content, f"{path}/config.json")
         return cls.from_config(content, dtype=dtype)
 
-    unet_source = config.unet_model_name_or_path
-    if is_pipeline(unet_source, "unet"):
-        raise ValueError(
-            f"--unet_model_name_or_path {unet_source} is a pipeline; give the output of "
-            f"create_modified_unet.py, or {Path(unet_source, 'unet')} if its UNet is widened"
-        )
-    unet = open_module(FlaxUNet2DConditionModel, unet_source)
-    if vae_source := config.pretrained_vae_model_name_or_path:
-        if is_pipeline(vae_source, "vae"):
-            raise ValueError(
-                f"--pretrained_vae_model_name_or_path {vae_source} is a pipeline; give its VAE, "
-                f"{Path(vae_source, 'vae')}"
-            )
-        vae = open_module(FlaxAutoencoderKL, vae_source)
+    unet = open_module(FlaxUNet2DConditionModel, config.unet_model_name_or_path)
+    if config.pretrained_vae_model_name_or_path:
+        vae = open_module(FlaxAutoencoderKL, config.pretrained_vae_model_name_or_path)
     else:
-        vae = open_module(FlaxAutoencoderKL, source, subfolder="vae", **of_source)
+        vae = open_module(FlaxAutoencoderKL, source, subfolder="vae", revision=revision)
     encoders = tuple(
-        open_module(encoder_class, source, subfolder=f"text_encoder{suffix}", **of_source)
-        for suffix, encoder_class in TEXT_ENCODERS[: 2 if is_xl else 1]
+        open_module(cls, source, subfolder=f"text_encoder{suffix}", revision=revision)
+        for suffix, cls in TEXT_ENCODERS[: 1 + is_sdxl(config)]
     )
-    schedule = FlaxDDPMScheduler.load_config(source, subfolder="scheduler", **of_source)
+    schedule = FlaxDDPMScheduler.load_config(source, subfolder="scheduler", revision=revision)
     scheduler, _ = training_scheduler(schedule, source)
     open_sampler(schedule, source)  # raises an error if unsupported
     return Models(unet, vae, encoders if len(encoders) > 1 else encoders[0], scheduler)
-
-
-def is_pipeline(source, component):
-    """Whether a directory is a pipeline with this component.
-
-    A run's output directory also has a config.json, with its flags.
-    """
-    return Path(source, component).is_dir() and (
-        Path(source, INDEX_NAME).exists() or not Path(source, "config.json").exists()
-    )
 
 
 def open_sampler(config, source):
@@ -289,77 +265,9 @@ def load_text_encoder(config, dtype, is_xl, convert):
             convert=convert,
             _do_init=False,
         )
-        for suffix, encoder_class in TEXT_ENCODERS[: 2 if is_xl else 1]
+        for suffix, encoder_class in TEXT_ENCODERS[: 1 + is_xl]
     ]
     return tuple(zip(*encoders)) if is_xl else encoders[0]
-
-
-def to_float32(name, x):
-    """Cast a parameter to float32; for convert of from_pretrained."""
-    return x.astype(np.float32, copy=False)
-
-
-def lora_options(config):
-    """The arguments of add_lora and save_lora that come from flags."""
-    return dict(
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        target_modules=config.lora_target_modules,
-    )
-
-
-def cast_frozen(frozen, models, storage=None):
-    """Cast train_step's frozen parameters to the compute dtypes; the UNet's vectors stay float32.
-
-    Args:
-        frozen, models: of load_models.
-        storage: of UNet and text encoders, see models.quantization.store.
-    """
-    dtype = models.unet.dtype
-    casts = {
-        "vae": lambda x: np.asarray(x, models.vae.dtype),
-        "text_encoder": lambda x: np.asarray(x, dtype),
-    }
-    cast = {name: jax.tree.map(casts[name], frozen[name]) for name in casts}
-    if "unet" in frozen:  # with LoRA
-        cast["unet"] = cast_kernels(frozen["unet"], dtype)
-    return frozen | store_frozen(cast, storage)
-
-
-def store_frozen(frozen, storage):
-    """Store the kernels of UNet and text encoders in 8 bits, see store; None: unchanged."""
-    encoders = frozen["text_encoder"]
-    are_two = isinstance(encoders, tuple)
-    encoders = tuple(store(x, storage) for x in (encoders if are_two else (encoders,)))
-    stored = {"text_encoder": encoders if are_two else encoders[0]}
-    if "unet" in frozen:
-        stored["unet"] = store(frozen["unet"], storage)
-    return frozen | stored
-
-
-def mixed_precision_dtype(config):
-    """The dtype of --mixed_precision, with a warning if the GPU is slow in it."""
-    dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
-    return warn_if_slow(dtype, instead=jnp.float32)
-
-
-def is_sdxl(config) -> bool:
-    """Whether --pretrained_model_name_or_path is SDXL.
-
-    Raises:
-        ValueError: it is not a pipeline, or an SDXL refiner.
-    """
-    source = config.pretrained_model_name_or_path
-    index = read_index(source, config.revision)
-    if not has_component(index, "text_encoder_2"):
-        if "XL" in str(index.get("_class_name")):
-            raise ValueError(f"{source} is SDXL without text_encoder_2; copy or download it again")
-        return False
-    if not has_component(index, "text_encoder"):
-        raise ValueError(
-            f"{source} is SDXL's refiner, which lacks the first text encoder; give the base model"
-        )
-    return True
 
 
 def load_vae(config, dtype, is_xl):
@@ -375,42 +283,37 @@ def load_vae(config, dtype, is_xl):
     vae, params = FlaxAutoencoderKL.from_pretrained(
         source, dtype=dtype, convert=to_float32, **options
     )
-    check_vae_family(config, vae, is_xl)
+    check_vae_family(source, vae, is_xl)
     return vae.clone(dtype=jnp.float32) if is_xl and vae.force_upcast else vae, params
 
 
-def check_vae_family(config, vae, is_xl):
-    """Raise a ValueError for Stable Diffusion's VAE with SDXL, or SDXL's with Stable Diffusion.
+def to_float32(name, x):
+    """Cast a parameter to float32; for convert of from_pretrained."""
+    return x.astype(np.float32, copy=False)
 
-    Args:
-        config: flags of the trainer or of cache_latents.py, which name the VAE.
-        vae: module.
-        is_xl: whether the model is SDXL.
-    """
-    if vae.scaling_factor != (SD_SCALING_FACTOR if is_xl else SDXL_SCALING_FACTOR):
-        return
-    kinds = ("Stable Diffusion", "SDXL") if is_xl else ("SDXL", "Stable Diffusion")
-    source = config.pretrained_vae_model_name_or_path or config.pretrained_model_name_or_path
-    raise ValueError(
-        f"the VAE in {source} has scaling_factor {vae.scaling_factor}, so it is {kinds[0]}'s; "
-        f"{kinds[1]} needs its own"
+
+def is_sdxl(config) -> bool:
+    """Whether --pretrained_model_name_or_path is SDXL; a ValueError if it is not a pipeline."""
+    index = read_index(config.pretrained_model_name_or_path, config.revision)
+    return has_component(index, "text_encoder_2")
+
+
+def lora_options(config):
+    """The arguments of add_lora and save_lora that come from flags."""
+    return dict(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        target_modules=config.lora_target_modules,
     )
 
 
-def tree_checksum(tree):
-    """A CRC-32 of the names and bytes of all arrays of a tree."""
-    checksum = 0
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        checksum = zlib.crc32(jax.tree_util.keystr(path).encode(), checksum)
-        checksum = zlib.crc32(np.ascontiguousarray(x).view(np.uint8), checksum)
-    return checksum
+def mixed_precision_dtype(config):
+    """The dtype of --mixed_precision, with a warning if the GPU is slow in it."""
+    dtype = jnp.bfloat16 if config.mixed_precision == "bf16" else jnp.float32
+    return warn_if_slow(dtype, instead=jnp.float32)
 
 
-def checksums(frozen, params):
-    """Checksums of a run's weights, for run_identity; frozen, params: of load_models."""
-    unet = combine(frozen.get("unet", {}), params)
-    trees = unet, [frozen["vae"], frozen["text_encoder"]]
-    return dict(zip(WEIGHTS, map(tree_checksum, trees)))
+# Frozen parameters
 
 
 def move_to_devices(frozen, models, config, dataset):
@@ -430,6 +333,31 @@ def move_to_devices(frozen, models, config, dataset):
     return p_frozen
 
 
+def cast_frozen(frozen, models, storage=None):
+    """Cast train_step's frozen parameters to the compute dtypes; the UNet's vectors stay float32.
+
+    Args:
+        frozen, models: of load_models.
+        storage: of UNet and text encoders, see models.quantization.store.
+    """
+    dtype = models.unet.dtype
+    cast = {
+        "vae": jax.tree.map(lambda x: np.asarray(x, models.vae.dtype), frozen["vae"]),
+        "text_encoder": jax.tree.map(lambda x: np.asarray(x, dtype), frozen["text_encoder"]),
+    }
+    if "unet" in frozen:  # with LoRA
+        cast["unet"] = cast_kernels(frozen["unet"], dtype)
+    return frozen | store_frozen(cast, storage)
+
+
+def store_frozen(frozen, storage):
+    """Store the kernels of UNet and text encoders in 8 bits, see store; None: unchanged."""
+    encoders = frozen["text_encoder"]
+    stored = tuple(store(x, storage) for x in encoders) if isinstance(encoders, tuple) else None
+    frozen = frozen | {"text_encoder": stored or store(encoders, storage)}
+    return frozen | ({"unet": store(frozen["unet"], storage)} if "unet" in frozen else {})
+
+
 def params_beside_unet(frozen):
     """Parameters of the pipeline's other components, from train_step's frozen parameters."""
     encoders = frozen["text_encoder"]
@@ -438,16 +366,31 @@ def params_beside_unet(frozen):
     return {"vae": frozen["vae"], "text_encoder": encoders[0], "text_encoder_2": encoders[1]}
 
 
+def tree_checksum(tree):
+    """A CRC-32 of the names and bytes of all arrays of a tree."""
+    checksum = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        checksum = zlib.crc32(jax.tree_util.keystr(path).encode(), checksum)
+        checksum = zlib.crc32(np.ascontiguousarray(x).view(np.uint8), checksum)
+    return checksum
+
+
+# Checks
+
+
 def check_models(config, models: Models):
     """Raise a ValueError for models that do not fit together, or a resolution that they refuse."""
-    unet, vae, text_encoder, scheduler, _ = models
-    source, is_xl = config.pretrained_model_name_or_path, isinstance(models.text_encoder, tuple)
-    if is_xl != (unet.addition_embed_type == "text_time"):
-        families = ("SDXL", "Stable Diffusion 1 or 2")
-        family, other = families if is_xl else families[::-1]
+    unet, vae, encoders, scheduler, _ = models
+    source, unet_source = config.pretrained_model_name_or_path, config.unet_model_name_or_path
+    is_xl = isinstance(encoders, tuple)
+    encoders = encoders if is_xl else (encoders,)
+    features = [sum(encoder.module.hidden_size for encoder in encoders), None]
+    if is_xl:  # of pooled text and time ids
+        features[1] = encoders[1].module.projection_dim + 6 * (unet.addition_time_embed_dim or 0)
+    if features != [unet.cross_attention_dim, unet.projection_class_embeddings_input_dim]:
         raise ValueError(
-            f"{source} is {family}, but the UNet in {config.unet_model_name_or_path} is {other}; "
-            "take both from the same model"
+            f"the UNet in {unet_source} does not fit the text encoders of {source}; take both from "
+            "the same model"
         )
     if scheduler.config.prediction_type == "sample":
         raise ValueError(
@@ -456,44 +399,35 @@ def check_models(config, models: Models):
         )
     if unet.in_channels != 2 * vae.latent_channels:
         raise ValueError(
-            f"the UNet in {config.unet_model_name_or_path} has {unet.in_channels} input channels, "
-            f"InstructPix2Pix needs {2 * vae.latent_channels}; widen it with "
-            "create_modified_unet.py"
+            f"the UNet in {unet_source} has {unet.in_channels} input channels, InstructPix2Pix "
+            f"needs {2 * vae.latent_channels}; widen it with create_modified_unet.py"
         )
-    encoders = text_encoder if is_xl else (text_encoder,)
-    hidden_size = sum(encoder.module.hidden_size for encoder in encoders)
-    if unet.cross_attention_dim != hidden_size:
-        raise ValueError(
-            f"the UNet in {config.unet_model_name_or_path} has cross_attention_dim "
-            f"{unet.cross_attention_dim}, but the text of {source} has {hidden_size} features; "
-            "take both from the same model"
-        )
-    check_vae_family(config, vae, is_xl)
-    if is_xl:
-        pooled = encoders[1].module.projection_dim
-        expected = pooled + 6 * unet.addition_time_embed_dim
-        if unet.projection_class_embeddings_input_dim != expected:
-            raise ValueError(
-                f"the UNet in {config.unet_model_name_or_path} takes "
-                f"{unet.projection_class_embeddings_input_dim} features of pooled text and time "
-                f"ids, but {source} gives {expected}; take both from the same model"
-            )
-    check_resolution(config, unet, vae)
+    check_vae_family(config.pretrained_vae_model_name_or_path or source, vae, is_xl)
+    pixels_per_latent({"unet": unet.config, "vae": vae.config}, config.resolution)
+    factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
+    check_resolution(config, factor)
 
 
-def check_resolution(config, unet, vae):
-    """Raise a ValueError unless VAE and UNet can halve the sides of images and latents.
+def check_vae_family(source, vae, is_xl):
+    """Raise a ValueError for Stable Diffusion's VAE with SDXL, or SDXL's with Stable Diffusion.
+
+    Args:
+        source: where the VAE is from.
+        vae: module.
+        is_xl: whether the model is SDXL.
+    """
+    if vae.scaling_factor == (SD_SCALING_FACTOR if is_xl else SDXL_SCALING_FACTOR):
+        kinds = ("Stable Diffusion", "SDXL") if is_xl else ("SDXL", "Stable Diffusion")
+        raise ValueError(f"the VAE in {source} is {kinds[0]}'s; {kinds[1]} needs its own")
+
+
+def check_resolution(config, factor):
+    """Raise a ValueError unless the sides of images are multiples of factor.
 
     Args:
         config: with the flags resolution and aspect_ratio_buckets.
-        unet, vae: modules.
+        factor: by which the models divide a side.
     """
-    pixels_per_latent({"unet": unet.config, "vae": vae.config}, config.resolution)
-    factor = 2 ** (len(vae.block_out_channels) + len(unet.block_out_channels) - 2)
-    if config.resolution % factor:
-        raise ValueError(
-            f"{flag(config, 'resolution')} is not a multiple of {factor}; "
-            f"try {nearest_multiples(config.resolution, factor)}"
-        )
+    check_side(flag(config, "resolution"), config.resolution, factor)
     for size in bucket_sizes(config.resolution, config.aspect_ratio_buckets):
         check_sides(size, factor)

@@ -7,10 +7,8 @@ import contextlib
 import itertools
 import logging
 import os
-import platform
 import signal
-import time
-from pathlib import Path
+import sys
 
 import jax
 import numpy as np
@@ -23,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 3600  # timeout of wait_for_all; others may still compile, or process 0 upload
 LOCK_SECONDS = 120  # timeout for the lock; NFS releases a crashed host's lock late
-MESSAGE_BYTES = 4096  # maximum size of an error message that process 0 sends
 _numbers = itertools.count()
 
 
@@ -54,96 +51,35 @@ def from_process_0(x):
     return np.asarray(bits).view(x.dtype)
 
 
-def on_process_0(function):
-    """Call function() on process 0 only; all processes call this together.
-
-    Returns:
-        The function's result on process 0, None on the other processes.
-
-    Raises:
-        ValueError: function raised a ValueError or OSError; all processes raise its message.
-    """
-    result, error = None, None
-    if jax.process_index() == 0:
-        try:
-            result = function()
-        except (ValueError, OSError) as raised:
-            error = raised
-    message = "" if error is None else str(error) or repr(error)
-    if jax.process_count() > 1:
-        wait_for_all("process 0 has checked")
-        text = np.zeros(MESSAGE_BYTES, np.uint8)
-        encoded = np.frombuffer(message.encode()[:MESSAGE_BYTES], np.uint8)
-        text[: len(encoded)] = encoded
-        message = from_process_0(text).tobytes().rstrip(b"\0").decode(errors="ignore")
-    if message:
-        raise ValueError(message) from error
-    return result
-
-
 @contextlib.contextmanager
-def lock_folder(folder):
-    """A context that locks --output_dir against other runs, by flock on FOLDER/.lock.
+def locked(folder):
+    """A context that locks a directory (Path) against other runs, by flock on FOLDER/.lock.
 
-    The file names the process. The system releases the lock when the process ends, also after
-    SIGKILL; a leftover file does not lock. On a file system without flock there is a warning and no
-    lock. File systems in user space, such as gcsfuse, lock only between processes of one host.
-
-    Args:
-        folder: Path; created if missing, and then removed at the end if it is empty.
+    The system releases the lock when the process ends, also after SIGKILL. On a file system without
+    flock there is a warning and no lock.
 
     Raises:
         ValueError: another process holds the lock for LOCK_SECONDS.
     """
-    is_new, path = not folder.exists(), folder / ".lock"
+    folder.mkdir(parents=True, exist_ok=True)
     # Without flock, filelock's soft lock would outlive a killed process.
-    lock = FileLock(path, poll_interval=0.5, fallback_to_soft=False)
+    lock = FileLock(folder / ".lock", timeout=LOCK_SECONDS, fallback_to_soft=False)
     try:
-        acquire(lock, folder)
+        lock.acquire(poll_interval=0.5)
+    except Timeout as error:
+        raise ValueError(
+            f"--output_dir {folder} is in use by another run; wait until it ends, stop it, or name "
+            "another directory"
+        ) from error
     except OSError as error:
-        if error.filename is not None:  # the file cannot be opened
-            raise
-        logger.warning(
-            "%s cannot be locked (%s); make sure that no other run uses the directory", path, error
-        )
-    path.write_text(f"process {os.getpid()} on {platform.node()}")
+        logger.warning("%s cannot be locked (%s); start no other run in it", folder, error)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # the directory may have been removed
-            path.unlink()
+        (folder / ".lock").unlink(missing_ok=True)
         lock.release()
-        if is_new:
-            with contextlib.suppress(OSError):  # it is not empty
-                folder.rmdir()
-
-
-def acquire(lock, folder):
-    """Acquire the FileLock of a folder; see lock_folder."""
-
-    def holder():
-        with contextlib.suppress(FileNotFoundError):  # released just now
-            return Path(lock.lock_file).read_text() or "another process"
-        return "another process"
-
-    with contextlib.suppress(Timeout, FileNotFoundError):
-        lock.acquire(blocking=False)
-        return
-    print(f"waiting for {holder()}, which uses {folder}", flush=True)
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            lock.acquire(timeout=max(0, deadline - time.monotonic()))
-            return
-        except FileNotFoundError:  # the last holder has just removed the folder that it created
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(lock.poll_interval)
-        except Timeout as error:
-            raise ValueError(
-                f"--output_dir {folder} is in use by {holder()}; wait until it ends, stop it, or "
-                "name another directory"
-            ) from error
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
 
 
 class StopSignal:
@@ -182,3 +118,10 @@ class StopSignal:
     def __exit__(self, *exception):
         while self.handlers:
             signal.signal(*self.handlers.popitem())
+
+    def end(self, step):
+        """End the process after a step, which is saved; the exit code is 128 + signal number."""
+        wait_for_all("process 0 has saved")
+        name = signal.Signals(self.number).name
+        print(f"stopped by {name} after step {step}, which is saved; to resume, run the command")
+        sys.exit(128 + self.number)

@@ -9,9 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import httpx2
-from huggingface_hub import HfApi, ModelCardData, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub import HfApi, ModelCardData
 
 from diffusers_flax.loading.directories import CONV_IN_FILE, LORA_FILE
 from diffusers_flax.loading.files import write_text
@@ -40,16 +38,16 @@ def scales_of_run(config, pipeline, metrics):
     return guidance_scales(config, pipeline, num_steps)
 
 
-def write_card(config, pipeline, metrics, repo_id=None):
+def write_card(config, pipeline, metrics):
     """Write the model card of a finished run, with its last images and plot.
 
     Args:
         config: flags of the run.
         pipeline: the pipeline that the run trained.
         metrics: last row of metrics.jsonl, or None.
-        repo_id: hub id, if the model is published.
     """
-    name, pipeline_class = repo_id or config.output_dir, pipeline.torch_class_name
+    name = config.hub_model_id if config.push_to_hub else config.output_dir
+    pipeline_class = pipeline.torch_class_name
     datasets = ", ".join(f"`{directory}`" for directory in config.train_data_dir)
     R = config.resolution  # SDXL's class otherwise resizes images to 1024 pixels
     size = f", height={R}, width={R}" if "XL" in pipeline_class else ""
@@ -206,12 +204,11 @@ def table_of_values(values):
 # The hub
 
 
-def check_hub(repo_id, folder):
+def check_hub(config):
     """Create the hub repository before training, to check that an upload is possible.
 
     Args:
-        repo_id: NAME or OWNER/NAME; None: the name of folder.
-        folder: directory of the model.
+        config: flags of the run, with hub_model_id NAME or OWNER/NAME; None: output_dir's name.
 
     Returns:
         OWNER/NAME.
@@ -219,36 +216,14 @@ def check_hub(repo_id, folder):
     Raises:
         ValueError: no or insufficient token, or no answer from the hub.
     """
-    log_in = (
-        "run `hf auth login` or set HF_TOKEN, with a token with write access, or leave "
-        "out --push_to_hub"
-    )
-    token = get_token()
-    if token is None:
-        raise ValueError(f"--push_to_hub: nobody is logged in to the hub; {log_in}")
-    # The HTTP library's error would quote the token.
-    if not (token.isascii() and token.isprintable()):
-        raise ValueError(f"--push_to_hub: the token contains an invalid character; {log_in}")
-    repo_id = repo_id or Path(folder).resolve().name
-    hub = HfApi()
+    repo_id = config.hub_model_id or Path(config.output_dir).resolve().name
     try:
-        user = hub.whoami()
-        if "/" not in repo_id:
-            repo_id = f"{user['name']}/{repo_id}"
-        hub.create_repo(repo_id, exist_ok=True)
-    except HFValidationError as error:
-        raise ValueError(f"--hub_model_id {repo_id}: {one_line(error)}") from error
-    # httpx2's errors are not OSErrors; a ValueError means that the response is not from the hub.
-    except (httpx2.HTTPError, OSError, ValueError) as error:
-        refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
-        remedy = log_in if refused else "check network and HF_ENDPOINT, or leave out --push_to_hub"
+        return HfApi().create_repo(repo_id, exist_ok=True).repo_id
+    except Exception as error:
         raise ValueError(
-            f"--push_to_hub: the hub at {hub.endpoint}: {one_line(error)}; {remedy}"
+            f"--push_to_hub: {repo_id} cannot be made: {one_line(error)}; run `hf auth login` or "
+            "set HF_TOKEN, with a token with write access, or leave out --push_to_hub"
         ) from error
-    # A read-only token passes the calls above if the repository exists, but the upload would fail.
-    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise ValueError(f"--push_to_hub: the token of {user['name']} is read-only; {log_in}")
-    return repo_id
 
 
 def push_to_hub(folder, repo_id):
@@ -273,12 +248,10 @@ def push_to_hub(folder, repo_id):
         )
     # Any error: the user must learn that training succeeded and where the model is.
     except Exception as error:
-        # huggingface_hub wraps the error of one file in a RuntimeError without its text.
-        reason = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
         by_hand = ["hf", "upload", repo_id, str(folder), "."]
         by_hand += [word for pattern in UNPUBLISHED_PATTERNS for word in ("--exclude", pattern)]
         raise ValueError(
-            f"the model is in {folder} but was not uploaded: {one_line(reason)}; to upload it "
+            f"the model is in {folder} but was not uploaded: {one_line(error)}; to upload it "
             f"later: {shlex.join(by_hand)}"
         ) from error
     return str(commit.repo_url)

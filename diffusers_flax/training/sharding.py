@@ -5,30 +5,28 @@ holds one shard (ZeRO, stage 3, arXiv 1910.02054). A training step gathers the p
 compute dtype. The gradient of the gather is a reduce-scatter that adds in float32:
 
     axes = shard_axes(params, jax.device_count())
-    state = start_state(params, tx, axes)                         # host to devices
+    state = start_state(params, tx, axes)                         # of placement.py
 
     def loss_fn(shards):                                          # inside the pmapped step
         return loss(gather(shards, axes, dtype), batch)
     loss, grads = jax.value_and_grad(loss_fn)(state.params)       # shards of the mean, float32
     state, metrics = update_state(tx, state, loss, grads, axes, max_grad_norm)
 
-    p_step = compile_pmapped(jax.pmap(step, axis_name="batch", donate_argnums=0), state, ...)
-
 On one device each of these operations returns its argument. gather_by_block replaces gather for
 models that do not fit into a device's memory.
 
 Shards are a flat dict {path: array}. All vectors (biases, scales of norms) are joined into one
 array, as the host spends microseconds on each array of a call and more than half of them are
-vectors. Arrays on devices are global: their first axis counts the devices of all processes.
+vectors.
 
 On NVIDIA GPUs the shards of convolution kernels have their axes in the order of cuDNN, (O, height,
 width, I): then neither the forward pass nor the optimizer transposes them. gather returns
-parameters, and to_host arrays, in the usual order.
+parameters in the usual order.
 """
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,9 +35,6 @@ import numpy as np
 import optax
 from flax import struct
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.core import ShapedArray
-from jax.experimental import multihost_utils
-from jax.experimental.layout import Format, Layout
 from jax.tree_util import Partial
 
 from diffusers_flax.models.blocks import CHECKPOINTED_BLOCKS
@@ -57,14 +52,9 @@ class Split:
     """
 
     axis: int
-    num_shards: int
+    num_shards: int  # 1: every device has the whole array
     order: tuple[int, ...] | None = None  # None: as they are
     vectors: tuple | None = None  # ((path, size), ...) of joined vectors; None: any other array
-
-    @property
-    def is_replicated(self):
-        """Whether every device has the whole array."""
-        return self.num_shards == 1
 
     def to_device_order(self, x):
         """Put the axes of a whole array in the order in which devices hold it."""
@@ -75,7 +65,7 @@ class Split:
         return x if self.order is None else x.transpose(np.argsort(self.order))
 
 
-REPLICATED = Split(0, 1)  # every device has the whole array
+REPLICATED = Split(0, 1)
 
 
 @struct.dataclass
@@ -85,6 +75,9 @@ class TrainState:
     step: jax.Array
     params: Any
     opt_state: Any
+
+
+# How arrays are split
 
 
 def kernel_order(x, platform=None):
@@ -116,8 +109,7 @@ def split_of(x, num_devices, platform=None):
     """
     order = kernel_order(x, platform)
     shape = x.shape if order is None else [x.shape[i] for i in order]
-    numbers = [math.gcd(size, num_devices) for size in shape]
-    splits = [Split(i, n, order) for i, n in enumerate(numbers) if shape[i]]
+    splits = [Split(i, math.gcd(size, num_devices), order) for i, size in enumerate(shape) if size]
     whole = Split(0, 1, order)
     best = max(splits, key=lambda s: (s.num_shards, shape[s.axis]), default=whole)
     is_worth_it = best.num_shards == num_devices or x.ndim > 1
@@ -145,20 +137,18 @@ def shard_axes(params, num_devices, platform=None):
 
 
 def join_vectors(flat, axes):
-    """Join the vectors among whole NumPy arrays.
+    """Join the vectors among whole arrays: {path: array} with the paths of axes.
 
     Args:
         flat: {path: array}.
         axes: of shard_axes.
-
-    Returns:
-        {path: array} with the paths of axes.
     """
 
     def join(split):
         n = split.num_shards  # a shard has a shard of each vector
-        shards = [np.reshape(flat[path], (n, -1)) for path, _ in split.vectors]
-        return np.concatenate(shards, axis=1).ravel()
+        shards = [flat[path].reshape(n, -1) for path, _ in split.vectors]
+        concatenate = np.concatenate if isinstance(shards[0], np.ndarray) else jnp.concatenate
+        return concatenate(shards, axis=1).ravel()
 
     return {path: join(split) if split.vectors else flat[path] for path, split in axes.items()}
 
@@ -180,6 +170,9 @@ def separate_vectors(shards, axes):
     return flat, splits
 
 
+# Whole parameters on every device, and their gradient
+
+
 def gather(shards, axes, dtype):
     """The whole parameters, a nested dict, on every device.
 
@@ -190,39 +183,6 @@ def gather(shards, axes, dtype):
             small, and norms compute in float32.
     """
     return unflatten_dict(gather_arrays(*separate_vectors(shards, axes), dtype))
-
-
-def gather_arrays(shards, axes, dtype):
-    """Whole arrays, on every device; the gradient is reduce_scatter_mean.
-
-    Args:
-        shards: this device's shards, float32: a tree.
-        axes: tree of their Splits.
-        dtype: as for gather.
-
-    Source: ZeRO (arXiv 1910.02054), section 5.3.
-    """
-
-    @jax.custom_vjp
-    def gather_all(shards):
-        return jax.tree.map(gather_array, wait_for_devices(shards), axes)
-
-    def gather_array(x, split):
-        x = cast_kernels(x, dtype)
-        if not split.is_replicated:
-            groups = groups_at_once(split.num_shards, jax.lax.axis_size("batch"))
-            options = {"axis": split.axis, "axis_index_groups": groups, "tiled": True}
-            x = jax.lax.all_gather(x, "batch", **options)
-        return split.from_device_order(x)
-
-    def forward(shards):
-        return gather_all(shards), None
-
-    def backward(_, grads):
-        return (reduce_scatter_mean(grads, axes),)
-
-    gather_all.defvjp(forward, backward)
-    return gather_all(shards)
 
 
 def gather_by_block(shards, axes, dtype, blocks=CHECKPOINTED_BLOCKS):
@@ -250,6 +210,36 @@ def gather_by_block(shards, axes, dtype, blocks=CHECKPOINTED_BLOCKS):
     return unflatten_dict(first | later)
 
 
+def gather_arrays(shards, axes, dtype):
+    """Whole arrays, on every device; the gradient is reduce_scatter_mean.
+
+    Args:
+        shards: this device's shards, float32: a tree.
+        axes: tree of their Splits.
+        dtype: as for gather.
+
+    Source: ZeRO (arXiv 1910.02054), section 5.3.
+    """
+
+    def gather_array(x, split):
+        x = cast_kernels(x, dtype)
+        if split.num_shards > 1:
+            groups = groups_at_once(split.num_shards, jax.lax.axis_size("batch"))
+            options = {"axis": split.axis, "axis_index_groups": groups, "tiled": True}
+            x = jax.lax.all_gather(x, "batch", **options)
+        return split.from_device_order(x)
+
+    @jax.custom_vjp
+    def gather_all(shards):
+        return jax.tree.map(gather_array, shards, axes)
+
+    gather_all.defvjp(
+        lambda shards: (gather_all(shards), None),
+        lambda _, grads: (reduce_scatter_mean(grads, axes),),
+    )
+    return gather_all(shards)
+
+
 def cast_kernels(params, dtype):
     """Cast the matrices and convolution kernels of a tree to dtype; vectors keep their dtype."""
     return jax.tree.map(lambda x: x.astype(dtype, copy=False) if x.ndim > 1 else x, params)
@@ -274,29 +264,25 @@ def reduce_scatter_mean(grads, axes):
     if num_devices == 1:  # XLA would copy the gradients
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
-    def mean(g, split, scatter):
-        if split.is_replicated:
+    def mean(g, split, stages):
+        if split.num_shards == 1:
             return jax.lax.pmean(g.astype(jnp.float32), "batch")
-        g = scatter(g, split)
+        for groups in stages(split.num_shards, num_devices):
+            g = sum_scatter(g, split.axis, groups)
         if split.num_shards < num_devices:
             replicas = np.arange(num_devices).reshape(-1, split.num_shards).T.tolist()
             g = jax.lax.psum(g, "batch", axis_index_groups=replicas)
         return g / num_devices
 
-    def scatter_at_once(g, split):
-        return sum_scatter(g, split.axis, groups_at_once(split.num_shards, num_devices))
-
-    def scatter_in_stages(g, split):
-        for groups in reduce_scatter_stages(split.num_shards, num_devices):
-            g = sum_scatter(g, split.axis, groups)
-        return g
-
     def in_stages(grads):
-        return jax.tree.map(partial(mean, scatter=scatter_in_stages), grads, axes)
+        return jax.tree.map(partial(mean, stages=reduce_scatter_stages), grads, axes)
 
     def at_once(grads):
-        grads = wait_for_devices(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-        return jax.tree.map(partial(mean, scatter=scatter_at_once), grads, axes)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return jax.tree.map(partial(mean, stages=one_stage), grads, axes)
+
+    def one_stage(*numbers):
+        return [groups_at_once(*numbers)]
 
     return jax.lax.platform_dependent(grads, tpu=in_stages, default=at_once)
 
@@ -336,9 +322,7 @@ def stage_sizes(num_shards):
 def reduce_scatter_stages(num_shards, num_devices):
     """The axis_index_groups of each stage of a reduce-scatter, in order, for TPUs.
 
-    Args:
-        num_shards: of a Split.
-        num_devices: a multiple of num_shards.
+    num_shards: of a Split; num_devices: a multiple of it.
     """
     sizes = stage_sizes(num_shards)
     devices = np.arange(num_devices).reshape(-1, *sizes)
@@ -360,17 +344,7 @@ def groups_at_once(num_shards, num_devices):
     return None if groups == [list(range(num_devices))] else groups
 
 
-def wait_for_devices(tree):
-    """Wait for all devices, then return the tree; needed only on CPUs of several processes.
-
-    Another process may still be compiling. Gloo's all-reduce then waits for
-    xla_cpu_collective_timeout_seconds, its other collectives for only half a minute.
-    """
-    if jax.default_backend() != "cpu" or jax.process_count() == 1:
-        return tree
-    n = jax.lax.axis_size("batch")
-    one = jax.lax.psum(jax.lax.axis_index("batch"), "batch") - (n * (n - 1) // 2 - 1)
-    return jax.tree.map(lambda x: x * one.astype(x.dtype), tree)
+# The end of a step
 
 
 def global_norm(shards, axes):
@@ -454,17 +428,11 @@ def each_array(tx):
 
 
 def in_place(update):
-    """Make XLA update donated arrays in place.
+    """Make XLA update donated arrays in place; a function for pmap, of trees -> tree, elementwise.
 
     pmap removes the device axis from its arguments and adds it to its results. Between these two
     reshapes XLA's CPU compiler copies every donated array. So the function gets arrays with the
     axis, and the reshapes cancel. On TPUs it gets them without the axis, which moves fewer bytes.
-
-    Args:
-        update: trees of arrays -> tree of arrays, elementwise.
-
-    Returns:
-        A function like update, to be called under pmap.
     """
 
     def with_axis(*args):
@@ -472,291 +440,3 @@ def in_place(update):
         return jax.tree.map(lambda x: x[0] if x.ndim else x, update(*args))
 
     return lambda *args: jax.lax.platform_dependent(*args, tpu=update, default=with_axis)
-
-
-# On the host: arrays to the devices and back
-
-
-def all_devices():
-    """The devices of all processes, one process after the other, as pmap orders them."""
-    return sorted(jax.devices(), key=lambda device: device.process_index)
-
-
-def compile_pmapped(p_function, first, *others):
-    """Compile a pmapped function for arrays on the devices of all processes.
-
-    With several processes, a call of the pmapped function turns every array into a global one and
-    every result back, in Python: 164 ms for a step of Stable Diffusion's arrays and its average,
-    in two processes on two CPU cores. The executable takes and returns global arrays; with joined
-    vectors this takes 11 ms (python -m benchmarks.train --hosts 2).
-
-    Args:
-        p_function: of jax.pmap.
-        first, others: its arguments: trees of arrays (devices of all processes, ...), or of their
-            ShapeDtypeStructs, to compile before anything is allocated.
-
-    Returns:
-        The executable; it takes arrays of these shapes and donates what p_function donates.
-    """
-    # With several processes pmap converts its arguments from local to global arrays, unless the
-    # first argument is abstract: then it takes all arguments as they are.
-    first = jax.tree.map(lambda x: ShapedArray(x.shape, x.dtype), first)
-    return p_function.lower(first, *others).compile()
-
-
-def replicate(tree, devices=None, layout=None):
-    """Put a copy of NumPy arrays on every device.
-
-    Args:
-        tree: arrays or numbers, the same on all processes.
-        devices: None: the devices of all processes.
-        layout: Layout of the arrays (devices, ...); None: the usual one.
-
-    Returns:
-        Tree of arrays (devices, ...), which may be donated.
-    """
-    devices = devices or all_devices()
-    n = len(_local(devices))
-    return jax.tree.map(lambda x: _place([np.asarray(x)[None]] * n, devices, layout), tree)
-
-
-@lru_cache(maxsize=4)
-def replicated_number(number):
-    """replicate for a float, as float32; the last numbers are kept on the devices."""
-    return replicate(np.float32(number))
-
-
-def replicate_frozen(params):
-    """Like replicate, for parameters that are not trained: on GPUs kernels have cuDNN's order.
-
-    Only their order in memory changes, not their shapes.
-    """
-    return jax.tree.map(lambda x: replicate(x, layout=frozen_layout(x)), params)
-
-
-def frozen_layout(x, platform=None):
-    """The Layout of replicate_frozen; None: the usual one. Arguments as for kernel_order."""
-    order = kernel_order(x, platform)
-    return order and Layout((0, *(axis + 1 for axis in order)))
-
-
-def shard(tree, axes, devices=None):
-    """Put the shards of NumPy arrays on their devices.
-
-    Args:
-        tree: whole arrays, the same on all processes.
-        axes: tree of their Splits.
-        devices: to divide the arrays over; None: the devices of all processes.
-
-    Returns:
-        Tree of arrays (devices, ...), which may be donated.
-    """
-    devices = devices or all_devices()
-    places = [devices.index(device) for device in _local(devices)]
-
-    def shard_array(x, split):
-        x, n = split.to_device_order(np.asarray(x)), split.num_shards
-        shards = np.split(x, n, split.axis)
-        number = np.argsort(shard_order(n))  # of each device's shard
-        return _place([shards[number[place % n]][None] for place in places], devices)
-
-    return jax.tree.map(shard_array, tree, axes)
-
-
-def shard_batch(batch):
-    """Divide this process's rows equally over its devices.
-
-    Args:
-        batch: dict of NumPy arrays (B, ...); B is a multiple of the number of local devices. On
-            CPUs their memory may be used in place: do not change it afterwards.
-
-    Returns:
-        dict of arrays (devices, B / local devices, ...), with the rows of all processes.
-
-    Raises:
-        ValueError: the arrays have different numbers of rows, or the number cannot be divided.
-    """
-    rows, n = {name: len(x) for name, x in batch.items()}, jax.local_device_count()
-    if len(set(rows.values())) > 1:
-        raise ValueError(f"a batch needs as many rows in every array; this one has {rows}")
-    B = next(iter(rows.values()), 0)
-    if B % n:
-        sizes = " or ".join(str(size) for size in (B // n * n, -(-B // n) * n) if size)
-        raise ValueError(
-            f"a batch of {B} rows cannot be divided over {n} devices; give it {sizes} rows, and "
-            "drop a shorter last batch"
-        )
-    sharding, first = _sharding(all_devices()), n * jax.process_index()
-
-    def local(rows):  # of all processes; slice(None) on one device
-        start, stop, _ = rows.indices(jax.device_count())
-        return slice(start - first, stop - first)
-
-    def put(x):
-        x = x.reshape(n, B // n, *x.shape[1:])
-        shape = (jax.device_count(), *x.shape[1:])
-        # Takes half the time of make_array_from_process_local_data.
-        return jax.make_array_from_callback(shape, sharding, lambda index: x[local(index[0])])
-
-    return {name: put(x) for name, x in batch.items()}
-
-
-def to_host(tree, axes):
-    """Join shards to whole, contiguous NumPy arrays; all processes call it together.
-
-    Args:
-        tree: shards, or a tree that contains some, such as an optimizer's state; other arrays in it
-            are replicated.
-        axes: of shard_axes.
-
-    Returns:
-        The tree with nested dicts of parameters.
-    """
-
-    def whole(x, split):
-        if split.is_replicated:
-            x = first_replica(x)
-        else:
-            if jax.process_count() > 1:
-                x = multihost_utils.process_allgather(x, tiled=True)
-            x = np.concatenate(np.asarray(x)[shard_order(split.num_shards)], split.axis)
-        return np.asarray(split.from_device_order(x), order="C")
-
-    def join(x):
-        if not is_sharded(x):
-            return first_replica(x)
-        flat = {}
-        for path, split in axes.items():
-            array = whole(x[path], split)
-            if split.vectors:
-                parts = vector_parts(array.reshape(split.num_shards, -1), split)
-                flat |= {name: part.ravel() for name, part in parts.items()}
-            else:
-                flat[path] = array
-        return unflatten_dict(flat)
-
-    def is_sharded(x):
-        return isinstance(x, dict) and x.keys() == axes.keys()
-
-    return jax.tree.map(join, tree, is_leaf=is_sharded)
-
-
-def start_state(params, tx, axes, devices=None):
-    """The TrainState (devices, ...) at the start of a run.
-
-    Args:
-        params: whole NumPy arrays, float32: a nested dict.
-        tx: element-wise optax optimizer, such as Adam. It gets {path: array} with joined vectors,
-            so masks by name do not apply.
-        axes: of shard_axes(params).
-        devices: as for shard.
-
-    Raises:
-        ValueError: params are not float32.
-    """
-    check_float32(params)
-    shards = shard(join_vectors(flatten_dict(params), axes), axes, devices)
-    init = jax.pmap(tx.init, axis_name="batch", devices=devices)
-    opt_state = compile_pmapped(init, shards)(shards)
-    return TrainState(replicate(np.int32(0), devices), shards, opt_state)
-
-
-def check_float32(params):
-    """Raise a ValueError unless all parameters are float32.
-
-    float16 parameters overflow to NaN within a few steps; in bfloat16 small updates round to zero.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    others = [(path, x.dtype) for path, x in leaves if x.dtype != jnp.float32]
-    if others:
-        path, dtype = others[0]
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        raise ValueError(
-            f"{len(others)} of {len(leaves)} parameters are not float32, {name} is {dtype}; read "
-            "them with from_pretrained(..., param_dtype=jnp.float32), as updates in half precision "
-            "are lost or overflow; dtype=jnp.bfloat16 computes in half precision"
-        )
-
-
-def state_shapes(params, tx, axes, num_devices):
-    """The shapes and dtypes of start_state, (num_devices, ...).
-
-    Args:
-        params: whole arrays or their shapes.
-        tx, axes: as for start_state.
-        num_devices: as for shard_axes.
-
-    Raises:
-        ValueError: as start_state.
-    """
-    check_float32(params)
-
-    flat = flatten_dict(params)
-
-    def shard_shape(path, split):
-        if split.vectors:
-            shape = (sum(size for _, size in split.vectors),)
-        else:
-            shape = jax.eval_shape(split.to_device_order, flat[path]).shape
-        shape = [n // split.num_shards if i == split.axis else n for i, n in enumerate(shape)]
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    shards = {path: shard_shape(path, split) for path, split in axes.items()}
-    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), shards, jax.eval_shape(tx.init, shards))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_devices, *x.shape), x.dtype), state)
-
-
-def frozen_shapes(params, devices):
-    """The shapes, dtypes and layouts of replicate_frozen, (devices, ...); devices: all of them."""
-
-    def shape_of(x):
-        layout = frozen_layout(x, devices[0].platform)
-        sharded = layout and Format(layout, _sharding(devices))
-        return jax.ShapeDtypeStruct((len(devices), *x.shape), x.dtype, sharding=sharded)
-
-    return jax.tree.map(shape_of, params)
-
-
-def first_replica(x):
-    """A replicated array as NumPy array, from this process's first device."""
-    copy = np.asarray(x.addressable_shards[0].data)
-    return copy.reshape(copy.shape[1:])
-
-
-def local_rows(x):
-    """This process's rows, (B, ...), of an array (devices, B / devices, ...)."""
-    return np.concatenate([np.asarray(shard.data)[0] for shard in x.addressable_shards])
-
-
-def _local(devices):
-    """This process's devices among some."""
-    return [device for device in devices if device.process_index == jax.process_index()]
-
-
-def _sharding(devices):
-    """The sharding of an array (devices, ...)."""
-    return jax.NamedSharding(jax.sharding.Mesh(np.array(devices), ("batch",)), jax.P("batch"))
-
-
-def _place(shards, devices, layout=None):
-    """Make one array (devices, ...) of an array (1, ...) for each of this process's devices."""
-    places = _local(devices)
-    if layout is not None:
-        places = [Format(layout, jax.sharding.SingleDeviceSharding(device)) for device in places]
-    arrays = jax.device_put(list(map(_unaligned, shards)), places)
-    shape = (len(devices), *shards[0].shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, _sharding(devices), arrays)
-
-
-def _unaligned(x):
-    """On CPUs, copy x to memory that is not aligned to 64 bytes.
-
-    JAX uses aligned NumPy memory in place and cannot donate it; a step would hold the state twice.
-    """
-    if jax.default_backend() != "cpu":
-        return x
-    memory = np.empty(x.nbytes + 64, np.uint8)
-    start = (x.itemsize - memory.ctypes.data) % 64
-    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
-    copy[...] = x
-    return copy

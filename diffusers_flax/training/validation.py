@@ -15,7 +15,8 @@ from diffusers_flax.data.images import load_image
 from diffusers_flax.generating.captions import GRID_IMAGE_SIZE, GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.loading.files import save_whole
 from diffusers_flax.training.models import params_beside_unet
-from diffusers_flax.training.sharding import combine, compile_pmapped, gather, local_rows, replicate
+from diffusers_flax.training.placement import compile_pmapped, local_rows, replicate
+from diffusers_flax.training.sharding import combine, gather
 
 NUM_INFERENCE_STEPS = 20
 SHORT_RUN = 100_000  # steps times batch; after fewer samples a model edits well at low scales only
@@ -61,30 +62,32 @@ class Validation:
 
     def __init__(self, config, pipeline, sizes, num_steps):
         self.pipeline = replace(pipeline, storage=config.storage) if config.storage else pipeline
-        self.images = fit_validation_images(load_validation_images(config), sizes)
+        self.images = load_validation_images(config.validation_image, sizes)
         self.seed, self.p_gather = config.seed, None
         self.scales = guidance_scales(config, pipeline, num_steps)
         prompts = list(config.validation_prompt)  # one for each image, or one for all
         self.prompts = prompts * (len(self.images) if len(prompts) == 1 else 1)
         self.folder = Path(config.output_dir, "validation")
 
-    def edit(self, weights, axes, p_frozen):
-        """Edit the images, one batch per size, on this process's devices.
+    def edit(self, step, weights, axes, p_frozen):
+        """Edit the images on this process's devices, one batch per size; process 0 writes them.
 
         All processes call this together.
 
         Args:
+            step: number of completed steps.
             weights: the UNet's trained parameters, sharded.
             axes: of shard_axes.
             p_frozen: train_step's frozen parameters, replicated.
 
         Returns:
-            List of PIL images.
+            Path of the grid of images before and after.
         """
-        pipeline = self.pipeline
+        pipeline, num_devices = self.pipeline, jax.local_device_count()
         if self.p_gather is None:
             gather_all = partial(gather, axes=axes, dtype=pipeline.unet.dtype)
             self.p_gather = compile_pmapped(jax.pmap(gather_all, axis_name="batch"), weights)
+        # On several hosts the parameters are global arrays, and the inputs this process's.
         p_params = {
             "unet": combine(p_frozen.get("unet", {}), self.p_gather(weights)),
             **params_beside_unet(p_frozen),
@@ -93,47 +96,38 @@ class Validation:
         edits = [None] * len(self.images)
         for size in dict.fromkeys(image.size for image in self.images):
             places = [i for i, image in enumerate(self.images) if image.size == size]
-            for place, edit in zip(places, self._edit_alike(places, p_params)):
+            padded = places + places[-1:] * (-len(places) % num_devices)
+            inputs = pipeline.prepare_inputs(
+                [self.prompts[i] for i in padded], [self.images[i] for i in padded]
+            )
+            images = pipeline(
+                *(x.reshape(num_devices, -1, *x.shape[1:]) for x in inputs),
+                p_params,
+                jax.random.key(self.seed),
+                NUM_INFERENCE_STEPS,
+                *self.scales,
+                jit=True,
+            ).images
+            for place, edit in zip(places, pipeline.numpy_to_pil(local_rows(images))):
                 edits[place] = edit
-        return edits
-
-    def _edit_alike(self, places, p_params):
-        """Edit the images at these places, which have one size; p_params: of the pipeline."""
-        pipeline, num_devices = self.pipeline, jax.local_device_count()
-        padded = places + places[-1:] * (-len(places) % num_devices)
-        prompt_ids, image = pipeline.prepare_inputs(
-            [self.prompts[i] for i in padded], [self.images[i] for i in padded]
-        )
-        # On several hosts the inputs are this process's, and the parameters global arrays.
-        images = pipeline(
-            prompt_ids.reshape(num_devices, -1, *prompt_ids.shape[1:]),
-            image.reshape(num_devices, -1, *image.shape[1:]),
-            p_params,
-            jax.random.key(self.seed),
-            NUM_INFERENCE_STEPS,
-            *self.scales,
-            jit=True,
-        ).images
-        return pipeline.numpy_to_pil(local_rows(images))[: len(places)]
-
-    def write(self, step, edits):
-        """Write the grid of images before and after, and the animation; return the grid's path."""
         path = self.folder / f"step-{step:06d}.png"
-        save_whole(path, validation_grid(list(zip(self.images, edits)), self.prompts).save)
-        write_progress(self.folder)
+        if jax.process_index() == 0:
+            save_whole(path, validation_grid(list(zip(self.images, edits)), self.prompts).save)
+            write_progress(self.folder)
         return path
 
 
-def load_validation_images(config):
-    """Load --validation_image: PIL images, RGB."""
-    try:
-        return [load_image(path) for path in config.validation_image]
-    except ValueError as error:
-        raise ValueError(f"--validation_image {error}") from error
+def load_validation_images(paths, sizes):
+    """Load images and crop each to the nearest of the batches' sizes, by aspect ratio.
 
+    Args:
+        paths: of --validation_image.
+        sizes: (width, height) each.
 
-def fit_validation_images(images, sizes):
-    """Crop PIL images to the nearest of the batches' sizes, (width, height), by aspect ratio."""
+    Returns:
+        PIL images, RGB.
+    """
+    images = [load_image(path) for path in paths]
     nearest = nearest_sizes(np.reshape([image.size for image in images], (-1, 2)), sizes)
     return [
         ImageOps.fit(image, sizes[size], Image.Resampling.LANCZOS)

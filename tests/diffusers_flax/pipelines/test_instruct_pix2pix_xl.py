@@ -21,7 +21,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
-from diffusers_flax.training.sharding import replicate
+from diffusers_flax.training.placement import replicate
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

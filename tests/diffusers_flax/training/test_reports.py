@@ -13,7 +13,7 @@ from PIL import Image
 from trainer_runs import make_reports
 
 from diffusers_flax.training import reports as module
-from diffusers_flax.training.sharding import replicate
+from diffusers_flax.training.placement import replicate
 
 
 def rows_of(folder):
@@ -117,7 +117,7 @@ import sys
 sys.path.insert(0, "tests")
 from pathlib import Path
 import numpy as np
-from diffusers_flax.training.sharding import replicate
+from diffusers_flax.training.placement import replicate
 from trainer_runs import make_reports
 folder, first_step, last_step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 options = {"report_to": "wandb", "tracker_project_name": "test", "learning_rate": 5e-5}

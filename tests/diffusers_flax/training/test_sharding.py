@@ -13,6 +13,14 @@ import pytest
 from helpers import ROOT
 
 from diffusers_flax.training import sharding
+from diffusers_flax.training.placement import (
+    replicate,
+    replicate_frozen,
+    shard_batch,
+    start_state,
+    state_shapes,
+    to_host,
+)
 from diffusers_flax.training.sharding import (
     KERNEL_ORDER,
     REPLICATED,
@@ -20,15 +28,9 @@ from diffusers_flax.training.sharding import (
     gather,
     join_vectors,
     reduce_scatter_stages,
-    replicate,
-    replicate_frozen,
     separate_vectors,
     shard_axes,
-    shard_batch,
     split_of,
-    start_state,
-    state_shapes,
-    to_host,
 )
 
 NUM_DEVICES = 4  # conftest.py's
@@ -169,7 +171,7 @@ def test_shards_on_sixteen_devices():
     program = """
 import jax, jax.numpy as jnp, numpy as np, optax
 from diffusers_flax.training.sharding import Split, gather, global_norm, shard_axes
-from diffusers_flax.training.sharding import start_state, to_host
+from diffusers_flax.training.placement import start_state, to_host
 
 rng, n = np.random.default_rng(0), 16
 shapes = {"a": (3, 32, 6), "b": (20, 12), "bias": (20,), "scale": (32,)}
