@@ -16,7 +16,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstruc
 from diffusers_flax.pipelines.stable_diffusion_xl import FlaxStableDiffusionXLPipeline
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import scheduler_from_config
-from diffusers_flax.training.ema import make_update_average, start_average
+from diffusers_flax.training.ema import ema_start, make_update_average
 from diffusers_flax.training.models import Models
 from diffusers_flax.training.placement import replicate, replicate_frozen, shard_batch, start_state
 from diffusers_flax.training.sharding import shard_axes
@@ -157,7 +157,7 @@ def our_step(work):
     p_train_step = jax.pmap(step, axis_name="batch", donate_argnums=0)
     p_update = make_update_average()
     held = {"state": start_state(params, tx, axes)}
-    held["average"] = start_average(held["state"].params)
+    held["average"] = jax.pmap(ema_start)(held["state"].params)
     decay, rng = replicate((np.float32(EMA_DECAY), np.asarray(jax.random.PRNGKey(0))))
     batch = shard_batch(work.batch())
 

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +15,7 @@ import torch
 from diffusers import AutoencoderKL
 from known_sets import write_known
 from shards import open_pairs, write_random_shard
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_pipeline
 from trainer_runs import SIZE, config_of, read_metrics, run_trainer
 
 import cache_latents
@@ -116,34 +115,6 @@ def test_all_instructions_of_a_pair_are_kept(model, tmp_path):
     assert epochs[0] == epochs[1] and len(set(map(tuple, map(sorted, epochs[0])))) > 1
 
 
-@pytest.mark.slow
-def test_images_encoded_one_by_one_or_together(model):
-    """With the code for CPUs, and with that for other platforms."""
-    vae, params = FlaxAutoencoderKL.from_pretrained(model, subfolder="vae")
-    images = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), np.uint8)
-    traced = jax.jit(lambda x: encode_images(vae, params, x)).trace(images)
-    alone, together = (traced.lower(lowering_platforms=(name,)) for name in ("cpu", "cuda"))
-    assert "stablehlo.while" in alone.as_text()
-    assert "stablehlo.while" not in together.as_text()
-    pixels = jnp.transpose(images / np.float32(127.5) - 1, (0, 3, 1, 2))
-    expected = vae.apply({"params": params}, pixels, method=vae.encode).latent_dist
-    for ours, theirs in zip(*map(jax.tree.leaves, (alone.compile()(images), expected))):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [None, 100, 1])
-def test_batches_are_no_larger_than_row_groups(model, data, tmp_path, monkeypatch, batch_size):
-    """Padding costs as much as pairs. The largest row group has nine pairs."""
-    sizes, write = set(), training_latents.write_latent_shard
-    monkeypatch.setattr(
-        training_latents, "write_latent_shard", lambda *args: sizes.add(args[4]) or write(*args)
-    )
-    fill(config_for(model, data, tmp_path / "latents", batch_size=batch_size))
-    n = jax.local_device_count()
-    assert sizes == {n if batch_size == 1 else -(-9 // n) * n}
-
-
 def test_latents_are_known_as_their_images(data, kept):
     """A run may resume with or without them, and several hosts draw the same random numbers."""
     states = [
@@ -181,14 +152,14 @@ def test_training_is_the_same(model, data, tmp_path, monkeypatch):
 
 
 def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
-    folder, write = tmp_path / "latents", training_latents.write_latent_shard
+    folder, write = tmp_path / "latents", training_latents.LatentWriter.write
 
-    def write_until_b(path, *args):
+    def write_until_b(writer, path, *args):
         if path.name == "b.parquet":
             raise KeyboardInterrupt
-        write(path, *args)
+        write(writer, path, *args)
 
-    monkeypatch.setattr(training_latents, "write_latent_shard", write_until_b)
+    monkeypatch.setattr(training_latents.LatentWriter, "write", write_until_b)
     flags = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
     flags += ["--output_dir", str(folder), "--resolution", "16"]
     with pytest.raises(SystemExit) as ended:
@@ -204,15 +175,15 @@ def test_what_was_finished_is_kept(model, data, tmp_path, monkeypatch):
 
 def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, monkeypatch):
     """The second process begins with the second shard and skips finished ones."""
-    folder, write, written = tmp_path / "latents", training_latents.write_latent_shard, []
+    folder, write, written = tmp_path / "latents", training_latents.LatentWriter.write, []
 
-    def write_both(path, *args):
+    def write_both(writer, path, *args):
         written.append(path.name)
-        write(path, *args)
+        write(writer, path, *args)
         if path.name == "b.parquet":  # by the other process meanwhile
             shutil.copy(path, path.with_name("a.parquet"))
 
-    monkeypatch.setattr(training_latents, "write_latent_shard", write_both)
+    monkeypatch.setattr(training_latents.LatentWriter, "write", write_both)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     fill(config_for(model, data, folder))
@@ -222,9 +193,7 @@ def test_processes_that_share_a_folder_share_the_work(model, data, tmp_path, mon
 @pytest.mark.slow
 def test_too_many_broken_pairs(model, data, tmp_path, monkeypatch):
     monkeypatch.setattr(training_latents, "MIN_ROWS_FOR_BAD_FRACTION", 1)
-    with pytest.raises(
-        ValueError, match=r"1 of the first . pairs of .* for example a\.parquet row 3: "
-    ):
+    with pytest.raises(ValueError, match=r"1 of the first . pairs of .* cannot be used"):
         fill(config_for(model, data, tmp_path / "latents", max_bad_fraction=0.1))
     assert not any((tmp_path / "latents").iterdir())
 
@@ -287,7 +256,6 @@ def test_a_directory_of_something_else_is_refused(model, data, tmp_path, capsys)
         (dict(pretrained_model_name_or_path="OTHER"), "was made with other settings (vae was"),
         (dict(train_data_dir="GROWN"), "was made with other settings (source_bytes was"),
         (dict(train_data_dir="FEWER"), "b.parquet matches no shard in"),
-        (dict(train_data_dir="FEWER", max_train_samples=5), "b.parquet matches no shard in"),
         (
             dict(mixed_precision="bf16"),
             "was made with other settings (mixed_precision was no and is bf16)",
@@ -298,24 +266,7 @@ def test_a_directory_of_something_else_is_refused(model, data, tmp_path, capsys)
         ),
         (dict(train_data_dir="KEPT", output_dir="NEW"), "already has latents; train on it"),
         (dict(output_dir="DATA"), "is --train_data_dir; name another directory"),
-        (dict(output_dir="COPY"), "a.parquet contains no latents; name a directory"),
-        (
-            dict(resolution=15, output_dir="NEW"),
-            "--resolution 15 is not a multiple of 2; try 14 or 16",
-        ),
-        (
-            dict(
-                pretrained_model_name_or_path="XL",
-                pretrained_vae_model_name_or_path="VAE",
-                output_dir="NEW",
-            ),
-            "has scaling_factor 0.18215, so it is Stable Diffusion's; SDXL needs its own",
-        ),
-        (dict(train_data_dir="NONE"), "is not a directory; name the directory of the shards"),
-        (  # checked before models are read
-            dict(output_dir="FILE", pretrained_model_name_or_path="NONE"),
-            "--output_dir FILE is a file; name a directory",
-        ),
+        (dict(output_dir="FILE"), "--output_dir FILE is a file; name a directory"),
         (dict(batch_size=0), "--batch_size 0 must be at least 1"),
         (
             dict(train_batch_size=8, output_dir="NEW"),
@@ -329,7 +280,7 @@ def test_a_directory_of_something_else_is_refused(model, data, tmp_path, capsys)
 )
 def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options, message):
     places = {"DATA": data, "KEPT": kept, "NEW": tmp_path / "new", "NONE": tmp_path / "none"}
-    places |= {"FILE": tmp_path / "file", "VAE": model / "vae"}
+    places |= {"FILE": tmp_path / "file"}
     places["FILE"].touch()
     for name in ("GROWN", "FEWER", "COPY"):
         places[name] = tmp_path / name
@@ -338,8 +289,6 @@ def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options,
     (places["FEWER"] / "b.parquet").unlink()
     if "OTHER" in options.values():
         places["OTHER"] = make_tiny_pipeline(tmp_path / "other", seed=5, **SIZE)
-    if "XL" in options.values():
-        places["XL"] = make_tiny_xl(tmp_path / "xl")
     before = {file: file.read_bytes() for file in (*data.iterdir(), *kept.iterdir())}
     named = dict(
         pretrained_model_name_or_path=model, train_data_dir=data, output_dir=kept, resolution=16
@@ -391,13 +340,8 @@ def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys)
     assert "contains latents; name the directory of the images" in capsys.readouterr().err
 
 
-def test_a_damaged_shard_is_named(model, data, kept, tmp_path):
-    """A truncated shard, or one with a cell that is too short."""
-    cut = tmp_path / "cut"
-    shutil.copytree(kept, cut)
-    (cut / "a.parquet").write_bytes((kept / "a.parquet").read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"a\.parquet cannot be read .* remove it"):
-        fill(config_for(model, data, cut))
+def test_a_damaged_shard_is_named(kept, tmp_path):
+    """Also one with a cell that is too short."""
     table = pq.read_table(kept / "b.parquet")
     broken = bytearray((kept / "b.parquet").read_bytes())
     broken[4 : len(broken) // 2] = bytes(len(broken) // 2 - 4)

@@ -27,7 +27,7 @@ from diffusers_flax.compiling.chips import find_target
 from diffusers_flax.compiling.costs import num_bytes
 from diffusers_flax.compiling.report import Part, Program, compile_program
 from diffusers_flax.flops import matmul_flops
-from diffusers_flax.training.ema import start_average
+from diffusers_flax.training.ema import ema_start
 from diffusers_flax.training.models import cast_frozen, load_models
 from diffusers_flax.training.placement import replicate, shard_batch, start_state
 from diffusers_flax.training.sharding import shard_axes
@@ -86,7 +86,7 @@ def test_arguments_are_those_of_a_real_run(model, tmp_path, lora_rank, family):
     state = start_state(params, tx, shard_axes(params, NUM_DEVICES))
     base_rng = np.asarray(jax.random.PRNGKey(0))
     real = (state, replicate(frozen), shard_batch(batch), replicate(base_rng))
-    update = (start_average(state.params), state.params, replicate(np.float32(0.5)))
+    update = (jax.pmap(ema_start)(state.params), state.params, replicate(np.float32(0.5)))
     like = lambda x: (x.shape, x.dtype)  # noqa: E731
     assert jax.tree.map(like, real) == jax.tree.map(like, program.parts["step"].args)
     assert jax.tree.map(like, update) == jax.tree.map(like, program.parts["ema"].args)

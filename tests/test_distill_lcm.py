@@ -32,7 +32,7 @@ import distill_lcm
 import edit_cli
 from diffusers_flax.loading.weights import flax_to_torch
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.training.checkpoints import CheckpointFiles
+from diffusers_flax.training.checkpoints import newest_checkpoint, read_arrays
 from diffusers_flax.training.flags import LORA_FILE
 from diffusers_flax.training.lora import add_lora
 from diffusers_flax.training.models import Models
@@ -298,10 +298,6 @@ def test_command_line(models, data, tmp_path, lenient_optimizer, capsys):
     capsys.readouterr()
     distill_lcm.main(flags(model, data, out))
     assert "which is finished" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        distill_lcm.main([*flags(model, data, out), "--learning_rate", "1"])
-    assert stop.value.code == 2
-    assert "contains a model; its run had 4 steps" in capsys.readouterr().err
 
 
 def assert_same_run(out, expected):
@@ -311,9 +307,7 @@ def assert_same_run(out, expected):
     assert all(found[name].tobytes() == x.tobytes() for name, x in wanted.items())
     states, losses = [], []
     for folder in (out, expected):
-        checkpoints = CheckpointFiles(folder / "checkpoints")
-        state = checkpoints.read_state(checkpoints.latest())
-        checkpoints.close()
+        state = read_arrays(newest_checkpoint(folder))
         states.append({name: x.tobytes() for name, x in state.items()})
         rows = read_metrics(folder)
         losses.append([(row["step"], row["loss"], row["grad_norm"]) for row in rows])
@@ -348,7 +342,7 @@ def test_a_stopped_or_crashed_run_resumes_and_may_be_longer(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill_lcm.Reports, "log", log_and_end)
         code, text = error_of(command)
-        assert code == 130 and "stopped by SIGINT after step 1 of 4, which is saved" in text
+        assert code == 130 and "stopped by SIGINT after step 1, which is saved" in text
         code, text = error_of(command)
         assert code == 2 and "resuming after step 1\n" in text and "a crash" in text
     assert not (out / LORA_FILE).exists() and not (out / ".lock").exists()
@@ -387,7 +381,6 @@ def test_bad_input_is_one_line(models, data, tmp_path, capsys):
         (["--train_data_dir", empty], "contains no *.parquet file"),
         (["--guidance_scale", -1], "--guidance_scale -1.0 must be at least 0"),
         (["--train_batch_size", 6], "--train_batch_size 6 is not divisible by 4 devices"),
-        (["--output_dir", model.parent], "is or contains --pretrained_model_name_or_path"),
     ):
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:

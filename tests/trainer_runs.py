@@ -84,21 +84,7 @@ def read_metrics(folder):
 def make_reports(folder, start_step=0, **flags):
     """Reports of a run of 60 steps without averages, models and data; every step has a row."""
     config = trainer.Config("", "", output_dir=str(folder), **{"logging_steps": 1} | flags)
-    dataset = SimpleNamespace(
-        sizes=((16, 16),),
-        passes=lambda step: {},
-        describe_epoch=lambda: "no pairs",
-        describe_sizes=lambda: "",
-    )
-    batches = SimpleNamespace(
-        dataset=dataset, seconds_waited=0.0, num_bad=0, handed_over=(0.0, 0.0), close=list
-    )
-    checkpoints = SimpleNamespace(
-        start_step=start_step,
-        saved={},
-        num_params=0,
-        num_averages=0,
-        describe_resume=lambda num_steps: "resuming",
-    )
-    pipeline = SimpleNamespace(unet=None, is_cosxl_edit=False, torch_class_name="")
-    return Reports(config, 60, lambda step: 5e-5, NO_AVERAGE, pipeline, batches, checkpoints)
+    dataset = SimpleNamespace(passes=lambda step: {})
+    batches = SimpleNamespace(dataset=dataset, seconds_waited=0.0, num_bad=0, close=list)
+    checkpoints = SimpleNamespace(start_step=start_step, record={})
+    return Reports(config, 60, lambda step: 5e-5, NO_AVERAGE, batches, checkpoints)

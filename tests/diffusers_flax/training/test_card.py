@@ -17,19 +17,20 @@ PIPELINE = SimpleNamespace(
 )
 
 
-def card_of(folder, metrics=None, repo_id=None, **flags):
+def card_of(folder, metrics=None, **flags):
     flags = {
         "pretrained_model_name_or_path": "stable-diffusion-v1-5/stable-diffusion-v1-5",
         "unet_model_name_or_path": "modified_unet",
         "output_dir": str(folder),
     } | flags
-    write_card(trainer.Config(**flags), PIPELINE, metrics, repo_id)
+    write_card(trainer.Config(**flags), PIPELINE, metrics)
     return ModelCard.load(folder / "README.md")
 
 
 def test_model_card(tmp_path, monkeypatch):
     flags = dict(validation_prompt=("make it\n| red",), learning_rate=5e-5)
-    run = dict(metrics={"step": 50, "loss": 0.12345678}, repo_id="tester/model")
+    run = dict(metrics={"step": 50, "loss": 0.12345678})
+    run |= dict(push_to_hub=True, hub_model_id="tester/model")
     monkeypatch.setattr(sys, "argv", ["/x/train.py", "--validation_prompt", "make it | red"])
     card = card_of(tmp_path, **run, **flags)
     assert card.data.base_model == "stable-diffusion-v1-5/stable-diffusion-v1-5"

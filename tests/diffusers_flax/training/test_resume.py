@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import random
 import re
 import shutil
@@ -12,7 +11,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -29,9 +27,7 @@ import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
-from diffusers_flax.training import processes
-from diffusers_flax.training.checkpoints import CheckpointFiles
-from diffusers_flax.training.processes import lock_folder
+from diffusers_flax.training.checkpoints import newest_checkpoint, read_arrays
 
 SCRIPT = Path(trainer.__file__)
 NUM_STEPS = 12
@@ -106,9 +102,7 @@ def run(config, num_devices=4, code=0):
 
 def contents(out):
     """All that a run ends with: model files, the last checkpoint's arrays, metrics that matter."""
-    checkpoints = CheckpointFiles(out / "checkpoints")
-    state = checkpoints.read_state(checkpoints.latest())
-    checkpoints.close()
+    state = read_arrays(newest_checkpoint(out))
     arrays = {name: (x.dtype, x.shape, x.tobytes()) for name, x in state.items()}
     index = json.loads((out / "model_index.json").read_text())
     components = [name for name, value in index.items() if isinstance(value, list) and value[0]]
@@ -119,7 +113,7 @@ def contents(out):
         for file in sorted(Path(out, component).iterdir())
     }
     files["model_index.json"] = index
-    timings = ("pairs_per_second", "data_wait", "device_wait", "host_seconds", "memory_gb")
+    timings = ("pairs_per_second", "data_wait", "host_seconds", "memory_gb")
     rows = [{k: v for k, v in row.items() if k not in timings} for row in read_metrics(out)]
     return arrays, files, rows
 
@@ -185,33 +179,17 @@ def test_killed_it_ends_as_if_it_had_not_been(model, data, whole_run, tmp_path, 
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_the_same_command_goes_on(
-    model, data, whole_run, tmp_path, monkeypatch, capsys
-):
+def test_sigterm_saves_and_the_same_command_goes_on(model, data, whole_run, tmp_path):
     out = tmp_path / "out"
     config = config_of(model, data, out, **RUN | {"checkpointing_steps": 0})
     start = Start(config)
     start.wait_until(start.logged(4))
-    start.process.send_signal(signal.SIGSTOP)
-
-    # Meanwhile no other run gets into the folder, by whatever path.
-    monkeypatch.setattr(processes, "LOCK_SECONDS", 0)
-    (tmp_path / "link").symlink_to(out)
-    before = sorted(out.rglob("*"))
-    holder = f"process {start.process.pid} on {platform.node()}"
-    for other in ({}, {"resume_from_checkpoint": "none", "overwrite_output_dir": True}):
-        with pytest.raises(ValueError, match=rf"--output_dir \S*/link is in use by {holder}; wait"):
-            run_here(config_of(model, data, tmp_path / "link", **RUN | other))
-    assert f"waiting for {holder}, which uses" in capsys.readouterr().out
-    assert sorted(out.rglob("*")) == before
-
     sent = time.monotonic()
     start.process.send_signal(signal.SIGTERM)
-    start.process.send_signal(signal.SIGCONT)
     output, errors = start.end(143)
     assert time.monotonic() - sent < 30
     last = read_metrics(out)[-1]["step"]
-    assert f"stopped by SIGTERM after step {last} of 12, which is saved" in output
+    assert f"stopped by SIGTERM after step {last}, which is saved" in output
     assert [path.name for path in (out / "checkpoints").iterdir()] == [str(last)]
     assert "Traceback" not in errors
     assert not (out / ".lock").exists()
@@ -220,8 +198,8 @@ def test_sigterm_saves_and_the_same_command_goes_on(
     assert f"resuming after step {last}" in output
     assert_same(contents(out), whole_run)
 
-    # The finished run is not touched, unless it is to be replaced.
-    with pytest.raises(ValueError, match="contains a model; its run had 12 steps"):
+    # Another run needs --overwrite_output_dir.
+    with pytest.raises(ValueError, match="belongs to another run: seed was 3 and is 5"):
         run_here(config_of(model, data, out, **RUN | {"seed": 5}))
     assert_same(contents(out), whole_run)
     other = config_of(model, data, out, **RUN | {"seed": 5, "overwrite_output_dir": True})
@@ -331,26 +309,6 @@ def test_other_processes_end_when_one_dies(model, data, one_process, tmp_path, m
     np.testing.assert_allclose(losses(out), one_process, rtol=1e-5)
 
 
-LATE = """
-import time
-import flax_train_instruct_pix2pix as trainer
-compile_steps = trainer.compile_steps
-def compile_late(*args):
-    time.sleep(45)
-    return compile_steps(*args)
-trainer.compile_steps = compile_late
-trainer.main()
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_compiles_for_long_is_waited_for(model, data, one_process, tmp_path):
-    starts = start_all(model, data, tmp_path, 2, 4, codes=[None, LATE])
-    for start in reversed(starts):
-        start.end()
-    np.testing.assert_allclose(losses(tmp_path), one_process, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_stopped_processes_resume_and_equal_one_process(model, data, one_process, tmp_path):
     out = tmp_path / "out"
@@ -443,48 +401,6 @@ def test_processes_with_other_flags_are_told(model, data, tmp_path):
         assert errors.splitlines()[-1].startswith("error: process 1 has other settings or models")
 
 
-IMPATIENT = """
-from diffusers_flax.training import processes
-import ema_posthoc
-import flax_train_instruct_pix2pix as trainer
-processes.LOCK_SECONDS = 0
-trainer.main()
-"""
-
-
-@pytest.mark.slow
-def test_processes_are_told_of_another_run(model, data, tmp_path):
-    with lock_folder(tmp_path):
-        for start in start_all(model, data, tmp_path, 2, 4, codes=[IMPATIENT, None]):
-            _, errors = start.end(2)
-            message = f"error: --output_dir {tmp_path} is in use by process {os.getpid()} on "
-            assert errors.splitlines()[-1].startswith(message)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_model_that_another_run_finishes_is_not_replaced(
-    model, data, tmp_path, monkeypatch, overwrite
-):
-    """Not even with a flag that was given before there was this model."""
-    file = tmp_path / "model_index.json"
-    if overwrite:
-        file.write_text("{}")
-        os.utime(file, (1, 1))
-    other = lock_folder(tmp_path)
-    other.__enter__()
-
-    def finish(seconds):
-        file.write_text("{}")
-        other.__exit__(None, None, None)
-
-    monkeypatch.setattr(time, "sleep", finish)
-    config = config_of(model, data, tmp_path, **RUN, overwrite_output_dir=overwrite)
-    with pytest.raises(ValueError, match="a run that has just ended has written a model to"):
-        run_here(config)
-    assert os.listdir(tmp_path) == ["model_index.json"]
-
-
 def run_here(config):
     """A run in this process, on its four devices."""
     with jax.numpy_dtype_promotion("standard"):  # optax
@@ -503,11 +419,6 @@ def stopped(model, data, tmp_path_factory):
     return out
 
 
-def remove_saved_run(out):
-    for file in (out / "checkpoints" / "4" / "run").rglob("*"):
-        file.unlink()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -516,21 +427,8 @@ def remove_saved_run(out):
             {"seed": 4, "learning_rate": 0.5},
             "learning_rate was 0.001 and is 0.5; seed was 3 and is 4. Change that back",
         ),
-        ({"train_batch_size": 4}, "train_batch_size was 8 and is 4"),
-        ({"ema": "none", "ema_start_step": None, "ema_decay": None}, "ema was late and is none"),
-        (
-            {"max_train_steps": 6},
-            "the run had 4 steps and is to have 6, but --lr_scheduler cosine has lowered the "
-            "learning rate for 4; train its UNet further with --unet_model_name_or_path ",
-        ),
         ({"model": 1}, "weights of unet_model_name_or_path was"),
         ({"data": 1}, "shards of train_data_dir was"),
-        (
-            {"resume_from_checkpoint": "nowhere"},
-            "--resume_from_checkpoint nowhere is not a checkpoint",
-        ),
-        ({"resume_from_checkpoint": "3"}, "/checkpoints/3 is not a checkpoint"),
-        ({"spoil": remove_saved_run}, "checkpoints/4 cannot be read"),
     ],
 )
 def test_another_run_is_refused_by_name(model, data, stopped, tmp_path, options, message):
@@ -541,9 +439,6 @@ def test_another_run_is_refused_by_name(model, data, stopped, tmp_path, options,
     if options.pop("data", None):
         write_random_shard(tmp_path / "a.parquet", 26, seed=1)
         data = tmp_path
-    if options.get("resume_from_checkpoint") == "3":
-        options["resume_from_checkpoint"] = str(out / "checkpoints" / "3")
-    options.pop("spoil", lambda out: None)(out)
     before = sorted(map(str, out.rglob("*")))
     with pytest.raises(ValueError, match=re.escape(message)):
         run_here(config_of(model, data, out, **options))
@@ -598,7 +493,7 @@ def test_a_finished_run_goes_on_as_if_it_had_been_longer(model, data, finished, 
     epochs = {"max_train_steps": trainer.Config.max_train_steps, "num_train_epochs": 2}
     config = config_of(model, data, out, **options | epochs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.Checkpoints, "is_due", lambda *args: 1 / 0)
+        patch.setattr(trainer.Reports, "log", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run_here(config)
     assert (out / "model_index.json").exists()  # of the shorter run, until the longer one has ended
@@ -627,10 +522,6 @@ def test_the_command_of_a_finished_run_ends_well(model, data, tmp_path, capsys):
     trainer.main(flags_of(config))
     assert "out has the model of this run, which is finished" in capsys.readouterr().out
     assert contents(out) == before
-    with pytest.raises(SystemExit) as stop:
-        trainer.main([*flags_of(config), "--learning_rate", "1"])
-    assert stop.value.code == 2 and "contains a model" in capsys.readouterr().err
-
     checkpoint = ["--checkpoint", str(out / "checkpoints" / "2"), "--output_dir", str(made)]
     ema_posthoc.main(checkpoint)
     name = "unet/diffusion_pytorch_model.safetensors"
@@ -643,82 +534,18 @@ def test_the_command_of_a_finished_run_ends_well(model, data, tmp_path, capsys):
     assert "is not a checkpoint of the trainer; give its directory" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_train_steps": 2}, "contains a model; its run had 3 steps; give more"),
-        ({"max_train_steps": 6, "seed": 5}, "belongs to another run: seed was 3 and is 5. Change"),
-        (
-            {"max_train_steps": 6, "resume_from_checkpoint": "none"},
-            "contains a model; it has no checkpoint",
-        ),
-    ],
-)
-def test_a_finished_run_is_not_replaced(model, data, finished, options, message):
-    before = sorted(map(str, finished.rglob("*")))
-    config = config_of(model, data, finished, **CONSTANT | options)
-    with pytest.raises(ValueError, match=message):
-        run_here(config)
-    assert sorted(map(str, finished.rglob("*"))) == before
-
-
-def disk_full(*args):
-    raise OSError("no space left on device")
-
-
-@pytest.mark.parametrize("failing_step", [2, 4])
-def test_a_failed_last_checkpoint_does_not_cost_the_model(model, data, tmp_path, failing_step):
-    """The one of an earlier step ends the run at once."""
-    save = CheckpointFiles.save
-
-    def fail(files, step, *args):
-        return disk_full() if step == failing_step else save(files, step, *args)
-
-    config = config_of(model, data, tmp_path, **SHORT | {"checkpointing_steps": 2})
-    assert config.max_train_steps == 4
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointFiles, "save", fail)
-        with pytest.raises(OSError, match="no space left on device") as error:
-            run_here(config)
-    is_last = failing_step == 4
-    assert str(error.value).endswith(f"; the model is saved in {tmp_path}") == is_last
-    assert (tmp_path / "model_index.json").exists() == is_last
-
-
-@pytest.mark.slow
-def test_fewer_steps_than_done_are_refused(model, data, finished, tmp_path):
-    start = {"resume_from_checkpoint": str(finished / "checkpoints" / "3")}
-    config = config_of(model, data, tmp_path, **CONSTANT | {"max_train_steps": 2} | start)
-    message = "is to have 2 steps, but its checkpoint has done 3; give 3 or more, or"
-    with pytest.raises(ValueError, match=message):
-        run_here(config)
-
-
-@pytest.mark.slow
-def test_full_disk_is_reported_before_saving(model, data, tmp_path, monkeypatch):
-    """Before a checkpoint is begun."""
-    free = iter([10**9, 20_000])
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=next(free)))
-    with pytest.raises(OSError, match=r"GB, 2e-05 GB are free.*the one of step 2 is complete"):
-        run_here(config_of(model, data, tmp_path, **SHORT))
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
-
-
 FULL_DISK = """
 import resource, signal
 import jax
-from diffusers_flax.training import checkpoints
-import ema_posthoc
 import flax_train_instruct_pix2pix as trainer
-save = checkpoints.CheckpointFiles.save
+save = trainer.Checkpoints.save
 def save_on_a_full_disk(self, step, *args):
     if step == 4:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     save(self, step, *args)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 jax.config.update("jax_enable_compilation_cache", False)  # its files would be cut short
-checkpoints.CheckpointFiles.save = save_on_a_full_disk
+trainer.Checkpoints.save = save_on_a_full_disk
 trainer.main()
 """
 
@@ -726,11 +553,21 @@ trainer.main()
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint(model, data, whole_run, tmp_path):
     config = config_of(model, data, tmp_path, **RUN)
-    _, errors = Start(config, code=FULL_DISK).end(2)
-    # Threads that were writing may print their own errors before, after and on the same line.
-    (line,) = re.findall(r"error: a checkpoint cannot be written to .*", errors)
-    assert "Error writing" in line
-    assert "; the one of step 2 is complete" in line
+    process = Start(config, code=FULL_DISK).process
+    process.communicate(timeout=400)
+    assert process.returncode in (1, 2)
     output, _ = run(config)
     assert "resuming after step 2" in output
     assert_same(contents(tmp_path), whole_run)
+
+
+def test_a_failed_last_checkpoint_does_not_cost_the_model(model, data, tmp_path, monkeypatch):
+    """On a TPU or GPU it fails in the background."""
+
+    def fail(checkpoints):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(trainer.Checkpoints, "close", fail)
+    with pytest.raises(OSError, match="no space left on device"):
+        run_here(config_of(model, data, tmp_path, **SHORT))
+    assert (tmp_path / "model_index.json").exists()

@@ -12,7 +12,7 @@ import optax
 import pytest
 from helpers import ROOT
 
-from diffusers_flax.training import sharding
+from diffusers_flax.training import placement, sharding
 from diffusers_flax.training.placement import (
     replicate,
     replicate_frozen,
@@ -36,31 +36,10 @@ from diffusers_flax.training.sharding import (
 NUM_DEVICES = 4  # conftest.py's
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_batch_on_few_devices(devices):
-    program = (
-        "import numpy as np; from diffusers_flax.training.sharding import shard_batch\n"
-        "x = np.arange(8).reshape(4, 2); found = shard_batch({'x': x})['x']\n"
-        f"np.testing.assert_array_equal(np.asarray(found), x.reshape({devices}, -1, 2))"
-    )
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    subprocess.run([sys.executable, "-c", program], env=os.environ | flags, cwd=ROOT, check=True)
-
-
 def test_a_batch_is_divided_over_the_devices():
     batch = {"x": np.arange(24).reshape(8, 3), "y": np.zeros((8, 0))}
     for name, x in shard_batch(batch).items():
         np.testing.assert_array_equal(x, batch[name].reshape(4, 2, -1))
-    with pytest.raises(
-        ValueError, match="of 6 rows cannot be divided over 4 devices; give it 4 or 8"
-    ):
-        shard_batch({"x": np.zeros((6, 2))})
-    with pytest.raises(
-        ValueError, match="of 3 rows cannot be divided over 4 devices; give it 4 rows"
-    ):
-        shard_batch({"x": np.zeros((3, 4))})
-    with pytest.raises(ValueError, match=r"as many rows in every array; .*'x': 8, 'y': 4"):
-        shard_batch({"x": np.zeros((8, 2)), "y": np.zeros(4)})
 
 
 def shapes_of(*shapes):
@@ -130,7 +109,7 @@ def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices, platform):
 def test_frozen_kernels_keep_their_shapes(monkeypatch):
     """On a GPU they lie in memory in another order, which a pmapped program takes as it is."""
     order = sharding.kernel_order
-    monkeypatch.setattr(sharding, "kernel_order", lambda x, platform=None: order(x, "gpu"))
+    monkeypatch.setattr(placement, "kernel_order", lambda x, platform=None: order(x, "gpu"))
     params = {"kernel": np.random.default_rng(0).random((3, 3, 8, 16), np.float32)}
     params["bias"] = np.ones(16, np.float32)
     frozen = replicate_frozen(params)
@@ -158,7 +137,7 @@ def test_parameters_in_half_precision_are_refused(dtype):
     axes = shard_axes(params, 1)
     for start in (start_state, partial(state_shapes, num_devices=1)):
         name = jnp.dtype(dtype).name
-        match = rf"1 of 2 parameters are not float32, conv_in/kernel is {name}; .*param_dtype="
+        match = rf"conv_in/kernel is {name}, not float32; .*param_dtype="
         with pytest.raises(ValueError, match=match):
             start(params, optax.adam(1e-4), axes)
 
