@@ -299,7 +299,7 @@ def test_a_lora_beside_kernels_in_eight_bits(models, data, tmp_path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["sd", "xl"])
 def test_merging_in_bfloat16_keeps_what_is_not_trained(models, data, tmp_path, monkeypatch, family):
-    """Frozen kernels are bfloat16 in training; a pipeline that is merged later has the files' values.
+    """Frozen kernels are bfloat16 in training; a pipeline merged later has the files' values.
 
     Nothing is trained again.
     """
