@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusers_flax.loading.hub import fetch_named
+from diffusers_flax.loading.lora import split_spec
 from diffusers_flax.loading.refused import EMBEDDING, refuse
 from diffusers_flax.loading.weights import as_array, load_pickle, naming_damage, read_safetensors
 
@@ -136,19 +137,11 @@ def fit_vectors(embedding, modules):
 # ---------------------------------------------------------------- files
 
 
-def split_token(spec):
-    """FILE or FILE:TOKEN -> (FILE, TOKEN or None)."""
-    source, colon, token = str(spec).rpartition(":")
-    if not colon or "/" in token or "\\" in token or Path(spec).exists():
-        return str(spec), None
-    if not token.strip():
-        raise ValueError(f"embeddings={spec}: write FILE or FILE:TOKEN, such as style.pt:<style>")
-    return source, token
-
-
 def read_embeddings(spec, **hub_options):
     """List of the Embeddings of FILE or FILE:TOKEN; a ValueError if there are none."""
-    source, token = split_token(spec)
+    source, token = split_spec(spec)
+    if token is not None and not token.strip():
+        raise ValueError(f"embeddings={spec}: write FILE or FILE:TOKEN, such as style.pt:<style>")
     file = fetch_named("embeddings", source, EMBEDDING_FILES, **hub_options)
     what = f"embeddings={source}"
     with naming_damage(what):

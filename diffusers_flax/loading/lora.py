@@ -137,13 +137,19 @@ class Loras:
             )
 
 
+def split_spec(spec):
+    """FILE or FILE:VALUE -> (FILE, VALUE or None)."""
+    source, colon, value = str(spec).rpartition(":")
+    if not colon or "/" in value or "\\" in value or Path(spec).exists():
+        return str(spec), None
+    return source, value
+
+
 def split_weight(spec, argument="lora"):
     """FILE or FILE:WEIGHT -> (FILE, WEIGHT or 1.0); argument: for the error."""
-    source, colon, weight = str(spec).rpartition(":")
-    if not colon or "/" in weight or "\\" in weight or Path(spec).exists():
-        return str(spec), 1.0
+    source, weight = split_spec(spec)
     try:
-        return source, float(weight)
+        return source, 1.0 if weight is None else float(weight)
     except ValueError:
         raise ValueError(f"{argument}={spec}: {weight} is not a number") from None
 

@@ -210,8 +210,6 @@ class ControlNetTextToImage(TextToImage):
 
         Returns, Raises: as FlaxStableDiffusionPipeline's call.
         """
-        if image.dtype == np.uint8:
-            raise ValueError("image is uint8; prepare_image_inputs makes it float32 in [0, 1]")
         if self.has_several and (image.ndim != 5 + jit or image.shape[-4] != len(self.nets)):
             raise ValueError(
                 f"image has shape {image.shape}, {len(self.nets)} ControlNets take (batch, "

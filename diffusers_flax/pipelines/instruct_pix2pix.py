@@ -212,8 +212,6 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
 
         Returns, Raises: as FlaxStableDiffusionPipeline's call.
         """
-        if image.dtype == np.uint8 or (mask is not None and mask.dtype != np.float32):
-            raise ValueError("image and mask must be float32, as prepare_inputs makes them")
         return run(self, self.make_call(locals()))
 
     def guidance_branches(self, guidance_scale, image_guidance_scale, guidance_rescale=0.0):

@@ -362,6 +362,8 @@ def check_inputs(pipeline, jit, inputs, params):
     sizes = set()
     for name in ("image", "masked_image", "mask"):
         if (x := inputs[name]) is not None:
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise ValueError(f"{name} is {x.dtype}; prepare_inputs makes it float32")
             factor = pipeline.vae_scale_factor if pipeline.is_latents(x.shape) else 1
             sizes.add((*x.shape[: len(batch)], *(side * factor for side in x.shape[-2:])))
     if len(sizes) > 1 or any(size[:-2] != batch for size in sizes):

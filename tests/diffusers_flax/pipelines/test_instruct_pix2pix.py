@@ -429,7 +429,10 @@ def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
         ({"height": 30}, "30x16 .* is not divisible by 4; try 32x16"),
         ({"width": "32"}, "size 16x32 .* is not of type int"),
         ({"image": np.zeros((2, 3, 16, 16), np.float32)}, "one batch and one size"),
-        ({"image": np.zeros((1, 3, 16, 16), np.uint8)}, "must be float32, as prepare_inputs"),
+        (
+            {"image": np.zeros((1, 3, 16, 16), np.uint8)},
+            "image is uint8; prepare_inputs",
+        ),
         ({"jit": True}, "shard prompt_ids"),
         ({"prompt_ids": "make it red"}, "is no array of token ids; make it with"),
     ],

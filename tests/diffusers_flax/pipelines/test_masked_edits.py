@@ -148,7 +148,7 @@ def test_wrong_masks_are_one_line(folders):
     with pytest.raises(ValueError, match="a mask has no white, so nothing may change"):
         pipeline.prepare_inputs(PROMPTS[:2], images, np.zeros(SIZE))
     for wrong, words in [
-        (two_parts(), "image and mask must be float32, as prepare_inputs makes them"),
+        (two_parts(), "mask is bool; prepare_inputs makes it float32"),
         (mask[..., -8:], "they need one batch and one size"),
     ]:
         with pytest.raises(ValueError, match=words):
