@@ -182,7 +182,7 @@ def read_updates(file, weight):
             layer, *words = found.groups()
             factors = downs if {*DOWN_NAMES} & {*words} else ups
         elif name.endswith("/alpha"):
-            layer, factors = name.removesuffix("/alpha"), alphas
+            layer, factors, x = name.removesuffix("/alpha"), alphas, x.reshape(())
         else:
             raise ValueError(f"{what}: its entry {name} is not of a LoRA")
         key = layer_of(layer)
