@@ -71,8 +71,8 @@ def fetch_file(source, name, subfolder=None, revision=None, **hub_options):
     """
     if isinstance(source, SingleFile):
         component = subfolder or source.component
-        places = {component, None} if component == source.component else {component}
-        places = sorted(places, key=lambda place: place is None)
+        is_alone = component == source.component  # its configs may be in the directory itself
+        places = dict.fromkeys((component, None) if is_alone else (component,))
         files = (fetch_file(source.configs, name, place, **hub_options) for place in places)
         return next(filter(None, files), None)
     if str(source).endswith(SINGLE_FILE_SUFFIXES) and Path(source).is_file():
