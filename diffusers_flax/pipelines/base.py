@@ -525,20 +525,17 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
 
     def description(self):
         """All that a compiled program depends on in a pipeline, except the code, as a str."""
-        lines = [type(self).__name__]
+        lines, settings = [type(self).__name__], (*RUN_SETTINGS, "tiny_vae", *self._settings({}))
         for name, x in vars(self).items():
-            if name in MODULES or name == "scheduler":
-                module = getattr(x, "module", x)  # a text encoder's config is not a mapping
-                settings = None if x is None else sorted(module.config.items())
-                runtime = [vars(x).get(field) for field in ("dtype", "tile")]
-                lines.append(f"{name} {type(x).__name__} {settings} {runtime}")
-            elif name in TEXT_ENCODERS:
-                ids = None if x is None else tokenize(x, "", x.model_max_length).tolist()
-                lines.append(f"{name} {ids}")
-            elif name == "tiny_vae" and x is not None:
-                lines.append(f"{name} {sorted(x.config.items())} {x.dtype}")
-            elif name in RUN_SETTINGS or name in self._settings({}):
-                lines.append(f"{name} {x}")
+            if name in TEXT_ENCODERS and x is not None:
+                x = tokenize(x, "", x.model_max_length).tolist()
+            elif name == "scheduler":
+                x = type(x).__name__, sorted(x.config.items())
+            elif name in MODULES:
+                x = getattr(x, "module", x)  # of a text encoder, whose config may change
+            elif name not in settings:
+                continue
+            lines.append(f"{name} {x}")
         return "\n".join(lines)
 
 
