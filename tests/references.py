@@ -35,17 +35,7 @@ def to_jax(tensor):
 
 
 def open_ours(folder, scheduler=None, cls=FlaxDiffusionPipeline, **options):
-    """Our pipeline.
-
-    Args:
-        folder: the model.
-        scheduler: name of the scheduler that replaces the model's; None keeps it.
-        cls: class of the pipeline.
-        options: of from_pretrained.
-
-    Returns:
-        (pipeline, params).
-    """
+    """(pipeline, params) of ours; scheduler: name of the one that replaces the model's."""
     pipeline, params = cls.from_pretrained(folder, **options)
     if scheduler:
         config = pipeline.scheduler.config | {"skip_prk_steps": True}
@@ -73,13 +63,7 @@ def call_theirs(pipeline, noise, **arguments):
 
 
 def open_theirs(folder, scheduler, cls=diffusers.DiffusionPipeline):
-    """PyTorch's pipeline.
-
-    Args:
-        folder: the model.
-        scheduler: ours, whose kind and config it takes, or the name of one.
-        cls: class of the pipeline.
-    """
+    """PyTorch's pipeline; scheduler: ours, whose kind and config it takes, or a name."""
     theirs = cls.from_pretrained(folder, safety_checker=None)
     theirs.set_progress_bar_config(disable=True)
     if isinstance(scheduler, str):

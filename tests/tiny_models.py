@@ -105,6 +105,54 @@ def write_tokenizer(folder):
     return vocab
 
 
+def tiny_text_encoder(cls, vocab, hidden_size, **options):
+    """A random text encoder of PyTorch for a vocabulary of write_tokenizer."""
+    config = CLIPTextConfig(
+        vocab_size=len(vocab),
+        hidden_size=hidden_size,
+        intermediate_size=48,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        bos_token_id=vocab[START],
+        eos_token_id=vocab[END],
+        **({"pad_token_id": vocab[END]} | options),
+    )
+    return cls(config)
+
+
+def tiny_vae(channels, **options):
+    """A random VAE of PyTorch with a level for each of the channels."""
+    return AutoencoderKL(
+        block_out_channels=channels,
+        down_block_types=["DownEncoderBlock2D"] * len(channels),
+        up_block_types=["UpDecoderBlock2D"] * len(channels),
+        latent_channels=4,
+        norm_num_groups=8,
+        sample_size=64,
+        **options,
+    )
+
+
+def write_scheduler(folder, name, **options):
+    """Write scheduler/ with Stable Diffusion's noise; returns its entry of model_index.json."""
+    cls, defaults = SCHEDULERS[name]
+    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    cls(**betas, **defaults | options).save_pretrained(folder / "scheduler")
+    return ["diffusers", cls.__name__]
+
+
+def write_index(folder, **entries):
+    """Write model_index.json."""
+    index = {
+        "_diffusers_version": "0.30.0",
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index | entries, indent=2))
+
+
 @made_once
 def make_tiny_pipeline(
     folder,
@@ -118,44 +166,16 @@ def make_tiny_pipeline(
 ):
     """Write a random pipeline of about 0.3M parameters, in about a second.
 
-    Args:
-        folder: new directory.
-        in_channels: 8 for InstructPix2Pix, 4 for a text-to-image model.
-        scheduler: a key of SCHEDULERS.
-        seed: seed of the weights.
-        prediction_type: "epsilon" or "v_prediction".
-        vae_channels: multiples of 8, one per level; n levels reduce images by 2^(n - 1), so three
-            give latents of a quarter of the width, and four an eighth, as in the real model.
-        unet_channels: multiples of norm_num_groups, one per level.
-        norm_num_groups: of the UNet.
-
-    Returns:
-        folder, a Path.
+    scheduler is a key of SCHEDULERS. in_channels: 8 for InstructPix2Pix, 4 for text to image.
+    vae_channels are multiples of 8, one per level: three give latents of a quarter of the width,
+    four an eighth, as in the real model. unet_channels are multiples of norm_num_groups. Returns
+    the folder, a Path.
     """
     folder = Path(folder)
     vocab = write_tokenizer(folder / "tokenizer")
     torch.manual_seed(seed)
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(vocab),
-            hidden_size=24,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=77,
-            bos_token_id=vocab[START],
-            eos_token_id=vocab[END],
-            pad_token_id=vocab[END],
-        )
-    )
-    vae = AutoencoderKL(
-        block_out_channels=vae_channels,
-        down_block_types=["DownEncoderBlock2D"] * len(vae_channels),
-        up_block_types=["UpDecoderBlock2D"] * len(vae_channels),
-        latent_channels=4,
-        norm_num_groups=8,
-        sample_size=64,
-    )
+    text_encoder = tiny_text_encoder(CLIPTextModel, vocab, 24, num_hidden_layers=1)
+    vae = tiny_vae(vae_channels)
     levels = len(unet_channels)
     unet = UNet2DConditionModel(
         sample_size=16,
@@ -172,30 +192,14 @@ def make_tiny_pipeline(
     text_encoder.save_pretrained(folder / "text_encoder")
     vae.save_pretrained(folder / "vae")
     unet.save_pretrained(folder / "unet")
-
-    scheduler_class, options = SCHEDULERS[scheduler]
-    schedule = {
-        "beta_start": 0.00085,
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "prediction_type": prediction_type,
-    }
-    scheduler_class(**schedule, **options).save_pretrained(folder / "scheduler")
-
-    edits = in_channels == 8
-    index = {
-        "_class_name": f"StableDiffusion{'InstructPix2Pix' if edits else ''}Pipeline",
-        "_diffusers_version": "0.30.0",
-        "feature_extractor": [None, None],
-        "requires_safety_checker": False,
-        "safety_checker": [None, None],
-        "scheduler": ["diffusers", scheduler_class.__name__],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2))
+    write_index(
+        folder,
+        _class_name=f"StableDiffusion{'InstructPix2Pix' if in_channels == 8 else ''}Pipeline",
+        feature_extractor=[None, None],
+        requires_safety_checker=False,
+        safety_checker=[None, None],
+        scheduler=write_scheduler(folder, scheduler, prediction_type=prediction_type),
+    )
     return folder
 
 
@@ -213,19 +217,8 @@ def make_tiny_xl(
 ):
     """Write a random SDXL pipeline, base or refiner, of about 0.5M parameters.
 
-    Args:
-        folder: new directory.
-        refiner: write a refiner, without first text encoder and with an aesthetic score.
-        scheduler: a key of SCHEDULERS.
-        seed: seed of the weights.
-        force_zeros: force_zeros_for_empty_prompt in model_index.json.
-        edits: write an InstructPix2Pix model, whose UNet has 8 input channels.
-        inpaints: write an inpainting model, whose UNet has 9 input channels.
-        vae_channels: see make_tiny_pipeline.
-        options: of the scheduler.
-
-    Returns:
-        folder, a Path.
+    A refiner has no first text encoder and an aesthetic score. edits: an InstructPix2Pix model,
+    inpaints: one with 9 input channels; options: of the scheduler. Returns the folder, a Path.
     """
     folder = Path(folder)
     torch.manual_seed(seed)
@@ -236,31 +229,18 @@ def make_tiny_xl(
         if number == 2:  # OpenCLIP pads with "!", which is its token 0
             file = folder / "tokenizer_2" / "tokenizer_config.json"
             file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": "!"}))
-        config = CLIPTextConfig(
-            vocab_size=len(vocab),
-            hidden_size=16 * number,
-            intermediate_size=48,
+        tiny_text_encoder(
+            CLIPTextModelWithProjection if number == 2 else CLIPTextModel,
+            vocab,
+            16 * number,
             num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=77,
             hidden_act="gelu" if number == 2 else "quick_gelu",
             projection_dim=20,
-            bos_token_id=vocab[START],
-            eos_token_id=vocab[END],
-            pad_token_id=vocab["!"] if number == 2 else vocab[END],
-        )
-        encoder = CLIPTextModelWithProjection if number == 2 else CLIPTextModel
-        encoder(config).save_pretrained(folder / f"text_encoder{suffix}")
-    AutoencoderKL(
-        block_out_channels=vae_channels,
-        down_block_types=["DownEncoderBlock2D"] * len(vae_channels),
-        up_block_types=["UpDecoderBlock2D"] * len(vae_channels),
-        latent_channels=4,
-        norm_num_groups=8,
-        sample_size=64,
-        scaling_factor=0.13025,
-        force_upcast=True,
-    ).save_pretrained(folder / "vae")
+            pad_token_id=vocab["!" if number == 2 else END],
+        ).save_pretrained(folder / f"text_encoder{suffix}")
+    tiny_vae(vae_channels, scaling_factor=0.13025, force_upcast=True).save_pretrained(
+        folder / "vae"
+    )
     UNet2DConditionModel(
         sample_size=8,
         in_channels=8 if edits else 9 if inpaints else 4,
@@ -277,26 +257,19 @@ def make_tiny_xl(
         addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=20 + (5 if refiner else 6) * 8,
     ).save_pretrained(folder / "unet")
-    scheduler_class, defaults = SCHEDULERS[scheduler]
-    options = {"timestep_spacing": "leading", "steps_offset": 1} | defaults | options
-    scheduler_class(
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", **options
-    ).save_pretrained(folder / "scheduler")
+    options = {"timestep_spacing": "leading", "steps_offset": 1} | options
     kind = "Inpaint" if inpaints else "Img2Img" if refiner else "InstructPix2Pix" if edits else ""
-    index = {
-        "_class_name": f"StableDiffusionXL{kind}Pipeline",
-        "_diffusers_version": "0.30.0",
-        "force_zeros_for_empty_prompt": force_zeros,
-        "requires_aesthetics_score": refiner,
-        "scheduler": ["diffusers", scheduler_class.__name__],
-        "text_encoder": [None, None] if refiner else ["transformers", "CLIPTextModel"],
-        "text_encoder_2": ["transformers", "CLIPTextModelWithProjection"],
-        "tokenizer": [None, None] if refiner else ["transformers", "CLIPTokenizer"],
-        "tokenizer_2": ["transformers", "CLIPTokenizer"],
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2))
+    absent = {"text_encoder": [None, None], "tokenizer": [None, None]} if refiner else {}
+    write_index(
+        folder,
+        _class_name=f"StableDiffusionXL{kind}Pipeline",
+        force_zeros_for_empty_prompt=force_zeros,
+        requires_aesthetics_score=refiner,
+        scheduler=write_scheduler(folder, scheduler, **options),
+        text_encoder_2=["transformers", "CLIPTextModelWithProjection"],
+        tokenizer_2=["transformers", "CLIPTokenizer"],
+        **absent,
+    )
     return folder
 
 
@@ -322,12 +295,7 @@ def make_tiny_cosxl(folder, edits=True):
 def save_tiny_vae(folder, channels):
     """Write a random AutoencoderTiny.
 
-    Args:
-        folder: directory to write to.
-        channels: one per level; n levels reduce images by 2^(n - 1).
-
-    Returns:
-        PyTorch's model.
+    channels: one per level; n levels reduce images by 2^(n - 1). Returns PyTorch's model.
     """
     torch.manual_seed(0)
     blocks = (1,) * len(channels)
@@ -343,15 +311,7 @@ def save_tiny_vae(folder, channels):
 
 @made_once
 def make_tiny_safety_checker(folder, seed=0):
-    """Write a random safety checker of about 0.1M parameters for images of 224 x 224.
-
-    Args:
-        folder: directory to write to.
-        seed: seed of the weights.
-
-    Returns:
-        folder, a Path.
-    """
+    """Write a random safety checker of about 0.1M parameters for images of 224 x 224."""
     torch.manual_seed(seed)
     tower = {
         "hidden_size": 24,
@@ -372,15 +332,7 @@ def make_tiny_safety_checker(folder, seed=0):
 def make_tiny_controlnet(folder, model, halvings=2, seed=0, **options):
     """Write a random ControlNet for a pipeline's UNet.
 
-    Args:
-        folder: directory to write to.
-        model: folder of the pipeline.
-        halvings: of the image, as many as the pipeline's VAE makes.
-        seed: seed of the weights.
-        options: config entries.
-
-    Returns:
-        folder, a Path.
+    halvings: of the image, as many as the pipeline's VAE makes; options: config entries.
     """
     unet = UNet2DConditionModel.from_pretrained(model, subfolder="unet")
     torch.manual_seed(seed)

@@ -179,9 +179,7 @@ def make_segment(cache, model, kinds, steps, prediction_type, scales):
         prediction_type: of the scheduler's config.
         scales: of noise_scales.
     """
-    if cache is None:
-        functions, enter = plain(model)
-    elif isinstance(cache, DeepCache):
+    if isinstance(cache, DeepCache):
         functions, enter = deep_cache(model)
     elif isinstance(cache, FirstBlockCache):
         functions, enter = first_block_cache(model, cache.threshold)
@@ -191,7 +189,7 @@ def make_segment(cache, model, kinds, steps, prediction_type, scales):
         table = cache.coefficients([step.kind for step in steps])
         functions, enter = spectrum(model, table, prediction_type, scales)
     else:
-        raise TypeError(f"{type(cache).__name__} has no functions")
+        functions, enter = plain(model)
     used = sorted(set(kinds))
     table = np.array([used.index(kind) for kind in kinds])
     return Segment(tuple(functions[kind] for kind in used), table, enter)

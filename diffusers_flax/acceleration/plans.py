@@ -13,27 +13,33 @@ before anything is traced which branches of guidance a step computes, and how.
 import math
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 import numpy as np
 
+from diffusers_flax.command_line import Above, AtLeast, AtMost, Between, ranges_of
+
 LARGE = 1e9  # parameters that must be finite
+Fraction = Annotated[float, Between(0, 1)]
 FEW_STEPS = 8  # caches need more: with few steps neighbours differ too much
 
 
 class Technique:
     """Base of the accelerations, frozen dataclasses with their parameters.
 
-    A subclass has `name`, `slot`, the field of Acceleration, and `limits`, {parameter: (smallest,
-    largest value)}.
+    A subclass has `name` and `slot`, the field of Acceleration; its parameters have their ranges
+    beside their types.
     """
 
-    limits: ClassVar[dict] = {}
-
     def __post_init__(self):
-        for name, (low, high) in self.limits.items():
-            words = f"at least {low}" if high == np.inf else f"from {low} to {high}"
-            require(low <= getattr(self, name) <= high, self, name, f"must be {words}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for limit in ranges_of(field.type):
+                require(limit.contains(value), self, field.name, f"must be {limit.description}")
+            if get_origin(field.type) is Literal:
+                known = get_args(field.type)
+                text = f"must be one of {', '.join(map(str, known))}"
+                require(value in known, self, field.name, text)
 
 
 @dataclass(frozen=True)
@@ -52,19 +58,15 @@ class Guidance(Technique):
 
     name: ClassVar[str] = "guidance"
     slot: ClassVar[str] = "guidance"
-    limits: ClassVar[dict] = dict.fromkeys(("start", "stop", "image_stop"), (0, 1))
-    start: float = 0.0
-    stop: float = 1.0
-    image_stop: float = 1.0
+    start: Fraction = 0.0
+    stop: Fraction = 1.0
+    image_stop: Fraction = 1.0
     sigma_min: float = 0.0
     sigma_max: float = np.inf
 
     def __post_init__(self):
         super().__post_init__()
         require(self.start < self.stop, self, "stop", "must be above start")
-        is_used = self.image_stop == 1 or self.image_stop < self.stop
-        require(is_used, self, "image_stop", f"must be below stop ({self.stop:g}), or left out")
-        require(0 <= self.sigma_min < self.sigma_max, self, "sigma_max", "must be above sigma_min")
 
     def branches_of(self, i, num_steps, sigma, branches):
         """The branches of step i."""
@@ -108,20 +110,13 @@ class DeepCache(Cache):
 
     name: ClassVar[str] = "deepcache"
     uncounted: ClassVar[tuple] = ("shallow",)
-    limits: ClassVar[dict] = {"interval": (2, np.inf), "warmup": (1, np.inf), "power": (1, 10)}
-    interval: int = 3
-    warmup: int = 1
+    interval: Annotated[int, AtLeast(2)] = 3
+    warmup: Annotated[int, AtLeast(1)] = 1
     center: int = -1
-    power: float = 1.4
-
-    def __post_init__(self):
-        super().__post_init__()
-        is_used = self.center >= 0 or self.power == DeepCache.power
-        require(is_used, self, "power", "has no effect without center")
+    power: Annotated[float, Between(1, 10)] = 1.4
 
     def kinds(self, num_steps, starts):
         """ "full" or "shallow" of each step; the steps `starts` have no valid cache."""
-        require(self.interval < num_steps, self, "interval", f"must be below the {num_steps} steps")
         full = set(starts) | set(range(min(self.warmup, num_steps)))
         if self.center < 0:
             for start, stop in pairwise([*starts, num_steps]):
@@ -143,7 +138,7 @@ class DeepCache(Cache):
             power -= 0.02
         raise ValueError(
             f"accelerate={describe(self)}: {number} whole steps of {num_steps} do not fit around "
-            f"step {self.center}; change center, power or interval"
+            f"step {self.center}"
         )
 
 
@@ -165,31 +160,20 @@ class Spectrum(Cache):
 
     name: ClassVar[str] = "spectrum"
     uncounted: ClassVar[tuple] = ("forecast",)
-    limits: ClassVar[dict] = {
-        "warmup": (2, np.inf),
-        "window": (1, LARGE),
-        "growth": (0, LARGE),
-        "stop": (0, 1),
-        "degree": (0, np.inf),
-        "ridge": (1e-9, LARGE),
-        "history": (2, np.inf),
-        "weight": (0, 1),
-    }
-    warmup: int = 4
-    window: float = 2.0
-    growth: float = 0.5
-    stop: float = 0.9
-    degree: int = 3
-    ridge: float = 1.0
-    history: int = 6
-    weight: float = 0.4
+    warmup: Annotated[int, AtLeast(2)] = 4
+    window: Annotated[float, Between(1, LARGE)] = 2.0
+    growth: Annotated[float, Between(0, LARGE)] = 0.5
+    stop: Fraction = 0.9
+    degree: Annotated[int, AtLeast(0)] = 3
+    ridge: Annotated[float, Above(0), AtMost(LARGE)] = 1.0
+    history: Annotated[int, AtLeast(2)] = 6
+    weight: Fraction = 0.4
 
     def kinds(self, num_steps, starts):
         """ "full" or "forecast" of each step.
 
         The cache is of guided x_0, so it remains valid when the branches change.
         """
-        require(self.window < num_steps, self, "window", f"must be below the {num_steps} steps")
         kinds, window, forecasts = [], self.window, 0
         for i in range(num_steps):
             if i < self.warmup or i >= self.stop * num_steps:
@@ -239,10 +223,9 @@ class TGate(Cache):
     """
 
     name: ClassVar[str] = "tgate"
-    limits: ClassVar[dict] = {"gate": (2, np.inf), "interval": (1, np.inf), "warmup": (0, np.inf)}
-    gate: int = 10
-    interval: int = 5
-    warmup: int = 2
+    gate: Annotated[int, AtLeast(2)] = 10
+    interval: Annotated[int, AtLeast(1)] = 5
+    warmup: Annotated[int, AtLeast(0)] = 2
 
     def kinds(self, num_steps, starts):
         """ "full", "store", "reuse_self" (self-attention), "gate" and "gated" (cross-attention)."""
@@ -274,8 +257,7 @@ class FirstBlockCache(Cache):
     """
 
     name: ClassVar[str] = "fbcache"
-    limits: ClassVar[dict] = {"threshold": (1e-9, np.inf)}
-    threshold: float = 0.08
+    threshold: Annotated[float, Above(0)] = 0.08
 
     def kinds(self, num_steps, starts):
         """ "full" where there is no valid cache, else "adaptive"."""
@@ -298,15 +280,9 @@ class TokenMerging(Technique):
 
     name: ClassVar[str] = "tome"
     slot: ClassVar[str] = "tome"
-    limits: ClassVar[dict] = {"ratio": (1e-9, 0.75)}
-    ratio: float = 0.5
-    max_downsample: int = 1
+    ratio: Annotated[float, Above(0), AtMost(0.75)] = 0.5
+    max_downsample: Literal[1, 2, 4, 8] = 1
     random: bool = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        allowed = self.max_downsample in (1, 2, 4, 8)
-        require(allowed, self, "max_downsample", "must be 1, 2, 4 or 8")
 
 
 @dataclass(frozen=True)
@@ -320,11 +296,7 @@ class Int8(Technique):
 
     name: ClassVar[str] = "int8"
     slot: ClassVar[str] = "int8"
-    mode: str = "fast"
-
-    def __post_init__(self):
-        allowed = self.mode in ("fast", "dynamic", "weight")
-        require(allowed, self, "mode", "must be fast, dynamic or weight")
+    mode: Literal["fast", "dynamic", "weight"] = "fast"
 
 
 @dataclass(frozen=True)
@@ -340,25 +312,17 @@ class TinyDecoder(Technique):
     path: str = ""
 
 
-TECHNIQUES = {
-    cls.name: cls
-    for cls in (
-        Guidance,
-        DeepCache,
-        Spectrum,
-        TGate,
-        FirstBlockCache,
-        TokenMerging,
-        Int8,
-        TinyDecoder,
-    )
-}
-VALUES = {  # type of a parameter: how its text is read, and what it must be
-    bool: (lambda text: {"true": True, "false": False}[text.lower()], "true or false"),
-    int: (int, "a whole number"),
-    float: (float, "a number"),
-    str: (str, "a text"),
-}
+TECHNIQUES = (
+    Guidance,
+    DeepCache,
+    Spectrum,
+    TGate,
+    FirstBlockCache,
+    TokenMerging,
+    Int8,
+    TinyDecoder,
+)
+TECHNIQUES = {cls.name: cls for cls in TECHNIQUES}
 
 
 @dataclass(frozen=True)
@@ -372,13 +336,11 @@ class Acceleration:
     tiny_decoder: TinyDecoder | None = None
 
     def __post_init__(self):
-        if isinstance(self.cache, TGate):
-            for other, reason in (
-                (self.guidance, "tgate ends guidance at its gate; set tgate:gate=N"),
-                (self.tome, "tgate caches the attention that tome changes; take one of them"),
-            ):
-                if other:
-                    raise ValueError(f"accelerate=tgate {other.name} do not go together: {reason}")
+        if isinstance(self.cache, TGate) and (self.guidance or self.tome):
+            raise ValueError(
+                "accelerate=tgate excludes guidance, which ends at its gate, and tome, which "
+                "changes the attention that it caches"
+            )
 
     def __bool__(self):
         return any(getattr(self, field.name) is not None for field in fields(self))
@@ -439,8 +401,6 @@ def parse(specs):
     chosen = {}
     for spec in specs:
         technique = parse_one(spec) if isinstance(spec, str) else spec
-        if not isinstance(technique, Technique):
-            raise ValueError(f"accelerate={spec!r} must be NAME:PARAMETER=VALUE,... or several")
         if first := chosen.get(technique.slot):
             raise ValueError(
                 f"accelerate={first.name} and {technique.name} do not go together; take one of them"
@@ -457,20 +417,19 @@ def parse_one(spec):
             f"accelerate={spec}: {name!r} is unknown; known: {', '.join(TECHNIQUES)}; several "
             "are separated by spaces, without quotation marks"
         )
-    types = {field.name: field.type for field in fields(TECHNIQUES[name])}
+    types = {field.name: type(field.default) for field in fields(TECHNIQUES[name])}
     values = {}
     for setting in settings.split(",") if colon else ():
-        key, equals, text = setting.partition("=")
-        if key not in types or not equals:
-            raise ValueError(
-                f"accelerate={spec}: {setting!r} is no parameter of {name}; write "
-                f"{name}:PARAMETER=VALUE with {', '.join(types)}"
-            )
-        read, kind = VALUES[types[key]]
+        key, _, text = setting.partition("=")
         try:
-            values[key] = read(text)
+            is_bool = types[key] is bool
+            values[key] = {"true": True, "false": False}[text] if is_bool else types[key](text)
         except (KeyError, ValueError) as error:
-            raise ValueError(f"accelerate={spec}: {key}={text} is not {kind}") from error
+            known = ", ".join(f"{key}={kind.__name__}" for key, kind in types.items())
+            raise ValueError(
+                f"accelerate={spec}: {setting!r} is no parameter of {name} with a value; it has "
+                f"{known}"
+            ) from error
     return TECHNIQUES[name](**values)
 
 
@@ -499,14 +458,17 @@ def plan_steps(acceleration, branches, scales):
             acceleration.guidance.branches_of(i, num_steps, sigma, branches)
             for i, sigma in enumerate(sigmas)
         ]
-        check_guidance(acceleration.guidance, branches, chosen)
+        if len(set(chosen)) == 1:
+            raise ValueError(
+                f"accelerate={describe(acceleration.guidance)} has no effect with these guidance "
+                "scales and steps; change it, or leave it out"
+            )
     if cache is None:
         return [Step(active, "full") for active in chosen]
     if num_steps <= FEW_STEPS:
         raise ValueError(
-            f"accelerate={cache.name} needs more than {FEW_STEPS} steps, not {num_steps} "
-            "(including the steps that PNDM repeats): with few steps neighbours differ too much; "
-            "leave it out"
+            f"accelerate={cache.name} needs more than {FEW_STEPS} steps, not {num_steps}; leave it "
+            "out"
         )
     if isinstance(cache, TGate):
         require(cache.gate < num_steps, cache, "gate", f"must be below the {num_steps} steps")
@@ -545,21 +507,6 @@ def check_fits(acceleration, unet, layout):
             f"accelerate=tome:max_downsample={tome.max_downsample} has no effect: this UNet has "
             f"attention from 1/{levels[0]} of the latents' size on; set max_downsample={levels[0]}"
         )
-
-
-def check_guidance(guidance, branches, chosen):
-    """Raise a ValueError if Guidance has no effect: chosen, the branches of each step."""
-    problem = ""
-    if "text" not in branches or len(branches) == 1:
-        problem = "has no effect with these guidance scales; leave it out"
-    elif guidance.image_stop < guidance.stop and len(branches) < 3:
-        problem = "has image_stop, which is for guidance with three branches; give stop alone"
-    elif all(active == branches for active in chosen):
-        problem = "leaves guidance in all steps; set stop or sigma_max lower, or leave it out"
-    elif all(len(active) == 1 for active in chosen):
-        problem = "leaves no step with guidance; widen it, or set the guidance scales to 1"
-    if problem:
-        raise ValueError(f"accelerate={describe(guidance)} {problem}")
 
 
 def count_evaluations(steps):

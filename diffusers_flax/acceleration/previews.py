@@ -38,8 +38,6 @@ class Preview:
     def __post_init__(self):
         if not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"preview={self.every} must be a whole number, at least 1")
-        if not callable(self.show):
-            raise ValueError(f"Preview: show={self.show!r} must be a function")
 
     def watch(self, decode, prediction_type, scales, keys, is_shown=None):
         """The function that sampling.denoise calls in each step.

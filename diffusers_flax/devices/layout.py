@@ -96,11 +96,7 @@ class Layout:
         components = dict(self.components)
         object.__setattr__(self, "components", tuple(sorted(components.items())))
         for name, number in components.items():
-            if name not in COMPONENTS:
-                raise ValueError(
-                    f"components={name} is unknown; the components are {', '.join(COMPONENTS)}"
-                )
-            if not 0 <= number < len(self.devices):
+            if number >= len(self.devices):
                 raise ValueError(
                     f"components={name}={number} does not exist; devices are numbered from 0 to "
                     f"{len(self.devices) - 1}"
@@ -108,24 +104,22 @@ class Layout:
 
     def device_of(self, component):
         """The device of a key of COMPONENTS."""
-        if self.components == BALANCED:
-            raise ValueError(
-                "the devices of components='balanced' are not chosen; diffusers_flax.pipelines."
-                "memory.with_balanced_components chooses them"
-            )
         return self.devices[dict(self.components).get(component, 0)]
 
     @property
     def groups(self):
         """The first device of each group, a list."""
-        if self.components:
-            return [self.devices[0]]
-        return list(self.devices[:: self.group_size])
+        return [self.devices[0]] if self.components else list(self.devices[:: self.group_size])
 
     @property
     def group_size(self):
         """Number of devices that share the work on an image."""
         return self.branches * self.rows
+
+    @property
+    def everywhere(self):
+        """The sharding of arrays that are on all devices."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def mesh(self):
@@ -153,10 +147,9 @@ class Layout:
         Returns:
             A sharding, or a Format of one.
         """
-        sharding = NamedSharding(self.mesh, PartitionSpec())
         if not self.fetches or not lives_on_host(model, x, self.offload):
-            return sharding
-        return format_on_host(x, sharding.with_memory_kind("pinned_host"))
+            return self.everywhere
+        return format_on_host(x, self.everywhere.with_memory_kind("pinned_host"))
 
     def place_params(self, params):
         """Replace parameters by copies for all devices, in place, one array at a time.
@@ -166,9 +159,6 @@ class Layout:
 
         Args:
             params: {model: tree of arrays}, NumPy or jax; of several processes all have the same.
-
-        Raises:
-            ValueError: components are BALANCED, whose devices are not chosen.
         """
         if self.components:
             for model in params.keys() - {"scheduler"}:
@@ -229,15 +219,7 @@ class Layout:
         Returns:
             Its jit of (images, shared), where images are arrays (data, B, ...), as for jax.pmap,
             NumPy if there are several processes; shared is as place_params places it.
-
-        Raises:
-            ValueError: components are programs of their own, on devices of their own.
         """
-
-        if self.components:
-            raise ValueError(
-                "there is a program for each component; leave components= and offload= out"
-            )
 
         def on_group(images, shared):
             return function(jax.tree.map(lambda x: x[0], images), shared)[None]
@@ -246,8 +228,8 @@ class Layout:
             return self.on_all_devices(self.map(on_group)(images, shared))
 
         # Each process passes all arrays; each device takes its share.
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(on_all, in_shardings=(everywhere, None if self.fetches else everywhere))
+        shared = None if self.fetches else self.everywhere
+        return jax.jit(on_all, in_shardings=(self.everywhere, shared))
 
     def first(self, num_groups):
         """The Layout of the first groups alone; of all if the devices belong to several processes,
@@ -268,9 +250,8 @@ class Layout:
 
     def with_shardings(self, shapes):
         """ShapeDtypeStructs of arrays that are on all devices, to compile for."""
-        sharding = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.everywhere), shapes
         )
 
     def on_all_devices(self, x):
@@ -278,9 +259,7 @@ class Layout:
 
         A process can read its own devices only.
         """
-        if self.is_local:
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec()))
+        return x if self.is_local else jax.lax.with_sharding_constraint(x, self.everywhere)
 
     def map(self, function):
         """The function with its images spread over the devices.
@@ -329,17 +308,16 @@ def parse_layout(parallel, devices=None):
         sizes[name] = int(number)
     devices = jax.devices() if devices is None else list(devices)
     branches, rows = sizes.get("branches", 1), sizes.get("rows", 1)
-    data = sizes.get("data", max(1, len(devices) // (branches * rows)))
-    if (needed := data * branches * rows) > len(devices):
+    shape = sizes.get("data", max(1, len(devices) // (branches * rows))), branches, rows
+    if (needed := math.prod(shape)) > len(devices):
         raise ValueError(
             f"parallel={' '.join(words)} takes {needed} devices, not {len(devices)}; take smaller "
             "numbers"
         )
-    shape = data, branches, rows
-    if len(devices) == math.prod(shape):  # neighbours in the mesh are neighbours in the slice
+    if len(devices) == needed:  # neighbours in the mesh are neighbours in the slice
         mesh = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         devices = mesh.ravel().tolist()
-    chosen = tuple(devices[: math.prod(shape)])
+    chosen = tuple(devices[:needed])
     idle = {x.process_index for x in devices} - {x.process_index for x in chosen}
     if idle:
         raise ValueError(

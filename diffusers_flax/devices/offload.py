@@ -46,21 +46,12 @@ PLACE = "place"  # collection of variables with the running group's path
 
 def check_offload(offload, devices):
     """Raise a ValueError unless devices can fetch parameters; offload: a key of GROUPS or None."""
-    if offload is None:
-        return
-    if offload not in GROUPS:
+    if offload not in (None, *GROUPS):
         raise ValueError(f"offload={offload!r} is not known; known are {', '.join(GROUPS)}")
-    if has_pinned_memory(devices):
-        return
-    if offload != "component":
+    if offload and not has_pinned_memory(devices) and (offload != "component" or len(devices) > 1):
         raise ValueError(
             f"offload={offload} needs pinned memory of the host, which {devices[0].platform} "
-            "does not have; take offload=component"
-        )
-    if len(devices) > 1:
-        raise ValueError(
-            f"offload=component is for one device on {devices[0].platform}, which has no pinned "
-            f"memory of the host; there are {len(devices)}: hide the others, or take components="
+            "does not have; take offload=component with one device, or components="
         )
 
 

@@ -76,20 +76,16 @@ def check_parallel(layout, unet, branches, height, factor):
         height: of the image, pixels.
         factor: pixels per latent along a side.
     """
-    n, names = layout.branches, ", ".join(branches)
-    if len(branches) % n:
-        fitting = [i for i in range(1, len(branches) + 1) if len(branches) % i == 0]
+    if len(branches) % layout.branches:
         raise ValueError(
-            f"branches={n} does not divide the number of branches of guidance, "
-            f"{len(branches)} ({names}); take branches={' or '.join(map(str, fitting))}"
+            f"branches={layout.branches} does not divide the number of branches of guidance, "
+            f"{len(branches)} ({', '.join(branches)})"
         )
     unit = factor * row_multiple(unet) * layout.rows
     if layout.rows > 1 and height % unit:
-        near = [k * unit for k in (height // unit, height // unit + 1) if k]
         raise ValueError(
-            f"rows={layout.rows} does not divide a height of {height} pixels, which "
-            f"must be a multiple of {unit}; take a height of "
-            f"{' or '.join(map(str, near))}, or other rows"
+            f"rows={layout.rows} does not divide a height of {height} pixels; take a multiple of "
+            f"{unit}, or other rows"
         )
 
 

@@ -57,7 +57,8 @@ from diffusers_flax.parameters import (
 )
 
 # Keys of transformers' config.json that describe the file, not the model.
-FILE_KEYS = {"architectures", "model_type", "dtype", "torch_dtype", "transformers_version"}
+FILE_KEYS = "architectures", "model_type", "dtype", "torch_dtype", "transformers_version"
+FILE_KEYS += ("quantization_config",)  # see quantization.check_stored
 
 
 def lists_to_tuples(value):
@@ -78,6 +79,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         is_trained: True: from_pretrained warns that float16 parameters cannot be trained.
         fixed_config: {config key that is not implemented: the only supported value}.
         ignored_config: config keys without effect on the numbers.
+        choices: {field: its supported values}, which check_choices checks.
     """
 
     weights_name = "diffusion_pytorch_model"
@@ -86,6 +88,14 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
     is_trained = False
     fixed_config = {}  # noqa: RUF012 - an annotation would make it a dataclass field
     ignored_config = ()
+    choices = {}  # noqa: RUF012
+
+    def check_choices(self):
+        """Raise a ValueError for a config entry that is not implemented."""
+        for name, supported in self.choices.items():
+            if (value := getattr(self, name)) not in supported:
+                known = " and ".join("null" if x is None else repr(x) for x in supported)
+                raise ValueError(f"{name}={value!r} is not supported, only {known}")
 
     @property
     def config(self):
@@ -155,12 +165,7 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             elif key in overrides:
                 known = ", ".join(sorted(fields.keys() - {"parent", "name"}))
                 raise ValueError(f"{cls.__name__} has no setting {key!r}; it has {known}")
-            elif not (
-                key.startswith("_")
-                or key in cls.ignored_config
-                or key in FILE_KEYS
-                or value == INT8_FILES
-            ):
+            elif not (key[0] == "_" or key in (*cls.ignored_config, *FILE_KEYS)):
                 warn_once(f"{cls.__name__} does not know the config key {key!r}: ignored")
         module = cls(**settings)
         return (module, unused) if return_unused_kwargs else module
@@ -236,9 +241,8 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             module = cls.from_config(cls.own_config(config), **config_overrides, dtype=dtype)
             expected = module._param_shapes()  # finds config errors before a long download
         except Exception as error:  # a bad size may fail anywhere in the model
-            changes = "".join(f", {name}={value!r}" for name, value in config_overrides.items())
             raise ValueError(
-                f"{cls.__name__} cannot be built from {config_file}{changes}: {reason_of(error)}"
+                f"{cls.__name__} cannot be built from {config_file}: {reason_of(error)}"
             ) from error
 
         files, read = [Path(source)], None
@@ -247,16 +251,13 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         elif not files[0].is_file():
             fetch = functools.partial(fetch_file, source, **place)
             files = find_weights(fetch, cls.weights_name, variant, from_pt, where)
-        cpu = jax.local_devices(backend="cpu")[0]
-        flat, unexpected = {}, []
+        cpu, flat = jax.local_devices(backend="cpu")[0], {}
         kinds = (jnp.floating, np.int8) if storage == "int8" else (jnp.floating,)
         for file in files:
             for key, array in read_weights(file, read, kinds):
                 key = cls.path_in_tree(key, config)
-                if key is None:
-                    continue
-                if component is not None and key not in expected:
-                    unexpected.append(key)  # left out, as by PyTorch's from_single_file
+                # PyTorch's from_single_file leaves out what it does not know, too.
+                if key is None or (component is not None and key not in expected):
                     continue
                 if param_dtype is not None and array.dtype != np.int8:
                     array = array.astype(np.float32, copy=False)  # convert adds in float32
@@ -266,11 +267,6 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
                         x = x.astype(param_dtype, copy=False)
                     # A copy, so that a program may overwrite (donate) it.
                     flat[name] = jax.device_put(x, cpu, may_alias=False)
-        if unexpected:
-            warn_once(
-                f"{source} has tensors that {cls.__name__} lacks, which are not read: "
-                f"{first_names(sorted(unexpected))}"
-            )
         where = str(files[0]) if len(files) == 1 else f"{files[0]} and its other shards"
         module._check_params(flat, expected, where)
         params = unflatten_dict(flat, sep="/")
@@ -372,17 +368,6 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
             "wrong shape": [f"{k} is {found[k]}, model has {expected[k]}" for k in misshaped],
         }
         problems = [f"{name}: {first_names(keys)}" for name, keys in groups.items() if keys]
-        has_added = [any("add_embedding" in key for key in keys) for keys in (expected, found)]
-        if has_added[0] != has_added[1] and "conv_in/kernel" in found:
-            families = ["SDXL" if x else "Stable Diffusion 1.x or 2.x" for x in has_added]
-            problems.insert(0, f"the weights are of {families[1]}, the config is of {families[0]}")
-        if "conv_in/kernel" in misshaped:
-            kernel, wanted = found["conv_in/kernel"], expected["conv_in/kernel"]
-            if len(kernel) == 4 and kernel[2] != wanted[2]:
-                problems.append(
-                    f"conv_in takes {kernel[2]} channels, the config says {wanted[2]}: "
-                    "widen the UNet's conv_in"
-                )
         if problems:
             raise ValueError(f"{where} does not fit {type(self).__name__}: {'; '.join(problems)}")
 

@@ -299,11 +299,6 @@ class GroupNorm(NoInitTrace, nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        if x.shape[-1] % self.num_groups:
-            raise ValueError(
-                f"norm_num_groups={self.num_groups} does not divide {x.shape[-1]} channels; "
-                "block_out_channels must be multiples of it"
-            )
         scale, bias = _scale_and_bias(self, x.shape[-1])
         options = self.num_groups, self.epsilon, self.activate, self.dtype, self.rows_axis
         return group_norm(x, scale, bias, *options)
@@ -321,13 +316,14 @@ class LayerNorm(NoInitTrace, nn.Module):
 
 
 class Conv(NoInitTrace, nn.Module):
-    """A convolution with bias; its parameters may be in 8 bits or have LoRA factors; convolve."""
+    """A convolution; its parameters may be in 8 bits or have LoRA factors; convolve."""
 
     features: int
     size: int = 3
     stride: int = 1
     padding: tuple | None = None  # None: size // 2 on all sides
     dtype: DTypeLike = jnp.float32
+    use_bias: bool = True
     starts_at_zero: bool = False
     rows_axis: str | tuple | None = None
 
@@ -337,7 +333,9 @@ class Conv(NoInitTrace, nn.Module):
         shape = (self.size, self.size, x.shape[-1], self.features)
         init = nn.initializers.zeros if self.starts_at_zero else nn.initializers.lecun_normal()
         kernel = self.param("kernel", init, shape)
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        bias = []
+        if self.use_bias:
+            bias = [self.param("bias", nn.initializers.zeros, (self.features,))]
         params = self.variables["params"]
         padding = self.padding
         if padding is None:
@@ -348,8 +346,8 @@ class Conv(NoInitTrace, nn.Module):
         if is_eight_bit(params):
             out = eight_bit_layer(params, x, self.dtype, self.stride, padding, self.rows_axis)
         else:
-            x, kernel, bias = (y.astype(self.dtype) for y in (x, kernel, bias))
-            out = apply_kernel(x, kernel) + bias
+            x, kernel, *bias = (y.astype(self.dtype) for y in (x, kernel, *bias))
+            out = sum(bias, apply_kernel(x, kernel))
         if "lora_A" in params:
             x, out = unmerged(x, out)
             out = out + lora_product(params, x, self.dtype, apply_kernel)
@@ -630,11 +628,6 @@ class Transformer2D(nn.Module):
     def __call__(self, x, context):
         """x (B, H, W, C), context (B, S, D) -> (B, H, W, C)."""
         B, H, W, C = x.shape
-        if C % self.num_heads:
-            raise ValueError(
-                f"{self.num_heads} attention heads do not divide {C} channels; "
-                "see attention_head_dim in the UNet's config.json (it counts heads)"
-            )
         block = checkpointed(BasicTransformerBlock, self.gradient_checkpointing)
         options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
         h = GroupNorm(self.num_groups, epsilon=1e-6, name="norm", **options)(x)

@@ -116,10 +116,9 @@ class CLIPAttention(nn.Module):
     num_heads: int
     dtype: DTypeLike
     is_causal: bool
-    dropout: float
 
     @nn.compact
-    def __call__(self, x, mask, deterministic, output_attentions):
+    def __call__(self, x, mask, output_attentions):
         """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
         dense = partial(Dense, x.shape[-1], dtype=self.dtype)
         query = dense(name="q_proj")(x)
@@ -128,14 +127,13 @@ class CLIPAttention(nn.Module):
         x, key = unmerged(x, key)
         value = dense(name="v_proj")(x)
         weights = None
-        if output_attentions or (self.dropout and not deterministic):
+        if output_attentions:
             weights = attention_weights(query, key, self.num_heads, mask, self.is_causal)
-            weights = nn.Dropout(self.dropout)(weights, deterministic=deterministic)
             value = value.reshape(*value.shape[:2], self.num_heads, -1)
             out = jnp.einsum("bhts,bshd->bthd", weights, value).reshape(x.shape)
         else:
             out = attention(query, key, value, self.num_heads, mask, self.is_causal)
-        return dense(name="out_proj")(out), weights if output_attentions else None
+        return dense(name="out_proj")(out), weights
 
 
 class CLIPMLP(nn.Module):
@@ -165,16 +163,13 @@ class CLIPEncoderLayer(nn.Module):
     epsilon: float
     dtype: DTypeLike
     is_causal: bool
-    attention_dropout: float = 0.0
 
     @nn.compact
-    def __call__(self, x, mask, deterministic, output_attentions):
+    def __call__(self, x, mask, output_attentions):
         """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
         normed = LayerNorm(self.epsilon, self.dtype, name="layer_norm1")(x)
-        attend = CLIPAttention(
-            self.num_heads, self.dtype, self.is_causal, self.attention_dropout, name="self_attn"
-        )
-        attended, weights = attend(normed, mask, deterministic, output_attentions)
+        attend = CLIPAttention(self.num_heads, self.dtype, self.is_causal, name="self_attn")
+        attended, weights = attend(normed, mask, output_attentions)
         x = x + attended
         normed = LayerNorm(self.epsilon, self.dtype, name="layer_norm2")(x)
         mlp = CLIPMLP(self.intermediate_size, self.hidden_act, self.dtype, name="mlp")
@@ -188,12 +183,11 @@ class CLIPLayers(nn.Module):
     layer: partial
 
     @nn.compact
-    def __call__(self, x, mask, deterministic, output_attentions):
+    def __call__(self, x, mask, output_attentions):
         """(B, T, D) -> FlaxBaseModelOutput with hidden_states of num_layers + 1 entries."""
         states, attentions = [x], []
         for i in range(self.num_layers):
-            layer = self.layer(name=str(i))
-            x, weights = layer(x, mask, deterministic, output_attentions)
+            x, weights = self.layer(name=str(i))(x, mask, output_attentions)
             states.append(x)
             attentions.append(weights)
         return FlaxBaseModelOutput(
@@ -208,9 +202,8 @@ class CLIPEncoder(nn.Module):
     layer: partial
 
     @nn.compact
-    def __call__(self, x, mask=None, deterministic=True, output_attentions=False):
-        layers = CLIPLayers(self.num_layers, self.layer, name="layers")
-        return layers(x, mask, deterministic, output_attentions)
+    def __call__(self, x, mask=None, output_attentions=False):
+        return CLIPLayers(self.num_layers, self.layer, name="layers")(x, mask, output_attentions)
 
 
 def make_encoder(module, is_causal):
@@ -223,16 +216,8 @@ def make_encoder(module, is_causal):
         module.layer_norm_eps,
         module.dtype,
         is_causal,
-        module.attention_dropout or 0.0,
     )
     return CLIPEncoder(module.num_hidden_layers, layer, name="encoder")
-
-
-def check_shape(name, array, shapes):
-    """Raise a ValueError unless an argument is None or has one of the shapes."""
-    if array is not None and array.shape not in shapes:
-        expected = " or ".join(map(str, dict.fromkeys(shapes)))
-        raise ValueError(f"{name} has shape {array.shape}; with these input_ids it is {expected}")
 
 
 class CLIPTextSettings(nn.Module):
@@ -247,7 +232,6 @@ class CLIPTextSettings(nn.Module):
     max_position_embeddings: int = 77
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
-    attention_dropout: float | None = 0.0
     bos_token_id: int | None = 49406
     eos_token_id: int | None = 49407
     pad_token_id: int | None = 1
@@ -263,27 +247,21 @@ class CLIPTextTransformer(CLIPTextSettings):
         input_ids,
         attention_mask=None,
         position_ids=None,
-        deterministic=True,
         output_attentions=False,
     ):
         """(B, T) int -> FlaxBaseModelOutputWithPooling, last_hidden_state after the final norm."""
-        if input_ids.ndim != 2:
-            raise ValueError(f"input_ids has shape {input_ids.shape}; it is (batch, tokens)")
         T = input_ids.shape[1]
         if self.max_position_embeddings < T:
             raise ValueError(
                 f"input_ids are {T} tokens long, this text encoder takes at most "
                 f"{self.max_position_embeddings}; truncate the prompt"
             )
-        like_ids = [input_ids.shape, (1, T)]
-        check_shape("attention_mask", attention_mask, like_ids)
-        check_shape("position_ids", position_ids, [*like_ids, (T,)])
         mask = None if attention_mask is None else attention_mask.astype(bool)[:, None, None, :]
         position_ids = jnp.arange(T)[None] if position_ids is None else position_ids
         sizes = self.vocab_size, self.hidden_size, self.max_position_embeddings
         embeddings = CLIPEmbeddings(*sizes, self.dtype, name="embeddings")
         x = embeddings(input_ids, position_ids)
-        output = make_encoder(self, is_causal=True)(x, mask, deterministic, output_attentions)
+        output = make_encoder(self, is_causal=True)(x, mask, output_attentions)
         norm = LayerNorm(self.layer_norm_eps, self.dtype, name="final_layer_norm")
         states = norm(output.last_hidden_state)
         # Configs older than transformers 4.30 have a wrong eos_token_id, 2; the end of text has the
@@ -305,6 +283,7 @@ class CLIPFiles(FlaxModelMixin):
     weights_name = "model"
     also_opens = ("CLIPModel",)
     projection = None  # the name of the projection after the encoder, if there is one
+    fixed_config = {"attention_dropout": 0.0}  # noqa: RUF012 (a Linen field otherwise)
     # Initial values, outputs of a call, and dropout, which PyTorch's class does not use either.
     ignored_config = ("dropout", "initializer_factor", "initializer_range", *CALL_SETTINGS)
 
@@ -327,7 +306,7 @@ class CLIPFiles(FlaxModelMixin):
 
 def config_names(module_class):
     """The names of a module's entries in a config.json."""
-    return module_class.__dataclass_fields__.keys() - RUNTIME_FIELDS
+    return module_class.__dataclass_fields__.keys() - RUNTIME_FIELDS | {*module_class.fixed_config}
 
 
 def nested_config(config, name):
@@ -353,21 +332,15 @@ class FlaxCLIPTextModule(CLIPTextSettings, CLIPFiles):
         input_ids,
         attention_mask=None,
         position_ids=None,
-        deterministic=True,
         output_attentions=False,
         output_hidden_states=False,
         return_dict=True,
     ):
-        """Encode token ids; arguments as for FlaxCLIPTextModel.
-
-        deterministic: False applies attention_dropout, with an rng "dropout".
-        """
+        """Encode token ids; arguments as for FlaxCLIPTextModel."""
         transformer = CLIPTextTransformer(
             **self.config_fields(), dtype=self.dtype, name="text_model"
         )
-        output = transformer(
-            input_ids, attention_mask, position_ids, deterministic, output_attentions
-        )
+        output = transformer(input_ids, attention_mask, position_ids, output_attentions)
         if self.projection is not None:
             project = nn.Dense(
                 self.projection_dim, use_bias=False, dtype=self.dtype, name=self.projection
@@ -419,8 +392,7 @@ class FlaxCLIPTextPreTrainedModel(FlaxPreTrainedModel):
                 as Stable Diffusion was trained. Attention is causal either way.
             position_ids: (B, T), (1, T) or (T,) integers; None counts from 0.
             params: nested dict of arrays; None or {} for the model's own.
-            dropout_rng: PRNG key, needed with train=True where config.attention_dropout is not 0.
-            train: True applies config.attention_dropout.
+            dropout_rng, train: without effect, as there is no dropout.
             output_attentions, output_hidden_states: True fills attentions and hidden_states; None
                 takes the config's.
             return_dict: False returns a tuple; None takes the config's.
@@ -430,12 +402,11 @@ class FlaxCLIPTextPreTrainedModel(FlaxPreTrainedModel):
             FlaxCLIPTextModelOutput, [0] text_embeds.
 
         Raises:
-            ValueError: input_ids, attention_mask or position_ids have another shape, or
-                dropout_rng or the parameters are missing.
+            ValueError: input_ids are too long, or the parameters are missing.
         """
         arrays = map(as_int32, (input_ids, attention_mask, position_ids))
         settings = self._call_settings(output_attentions, output_hidden_states, return_dict)
-        return self._apply(params, arrays, train, dropout_rng, **settings)
+        return self.module.apply(self._variables(params), *arrays, **settings)
 
 
 def as_int32(array):
@@ -471,7 +442,6 @@ class CLIPVisionSettings(nn.Module):
     patch_size: int = 32
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
-    attention_dropout: float | None = 0.0
     dtype: DTypeLike = jnp.float32
 
 
@@ -517,16 +487,14 @@ class CLIPVisionTransformer(CLIPVisionSettings):
     """Embeddings, norm, encoder, norm of the class token."""
 
     @nn.compact
-    def __call__(self, pixel_values, deterministic=True, output_attentions=False):
+    def __call__(self, pixel_values, output_attentions=False):
         """(B, H, W, C) -> FlaxBaseModelOutputWithPooling; only the pooled output is normed."""
-        side = self.image_size
-        check_images("pixel_values", pixel_values, (side, side, self.num_channels))
         norm = partial(LayerNorm, self.layer_norm_eps, self.dtype)
         sizes = self.hidden_size, self.image_size, self.patch_size
         embeddings = CLIPVisionEmbeddings(*sizes, self.dtype, name="embeddings")
         # The published name has this spelling.
         x = norm(name="pre_layrnorm")(embeddings(pixel_values))
-        output = make_encoder(self, is_causal=False)(x, None, deterministic, output_attentions)
+        output = make_encoder(self, is_causal=False)(x, None, output_attentions)
         states = output.last_hidden_state
         pooled = norm(name="post_layernorm")(states[:, 0])
         return FlaxBaseModelOutputWithPooling(
@@ -551,30 +519,16 @@ class FlaxCLIPVisionModule(CLIPVisionSettings, CLIPFiles):
     def __call__(
         self,
         pixel_values,
-        deterministic=True,
         output_attentions=False,
         output_hidden_states=False,
         return_dict=True,
     ):
-        """Encode images (B, H, W, C); other arguments and output as for FlaxCLIPVisionModel.
-
-        deterministic: False applies attention_dropout, with an rng "dropout".
-        """
+        """Encode images (B, H, W, C); other arguments and output as for FlaxCLIPVisionModel."""
         transformer = CLIPVisionTransformer(
             **self.config_fields(), dtype=self.dtype, name="vision_model"
         )
-        output = transformer(pixel_values, deterministic, output_attentions)
+        output = transformer(pixel_values, output_attentions)
         return select_outputs(output, output_hidden_states, return_dict)
-
-
-def check_images(name, images, shape):
-    """Raise a ValueError unless images, an argument, are (B, *shape)."""
-    if images.shape[1:] != shape:
-        expected = f"(batch, {str(shape)[1:]}"
-        raise ValueError(
-            f"{name} has shape {images.shape}; this image encoder takes {expected}; resize the "
-            "images with its CLIPImageProcessor"
-        )
 
 
 def image_shape(vision_config):
@@ -583,11 +537,9 @@ def image_shape(vision_config):
     return 1, vision_config["num_channels"], side, side
 
 
-def channels_last(pixel_values, vision_config):
-    """Images (B, C, H, W) as (B, H, W, C); a ValueError if they have another size."""
-    pixel_values = jnp.asarray(pixel_values)
-    check_images("pixel_values", pixel_values, image_shape(vision_config)[1:])
-    return jnp.transpose(pixel_values, (0, 2, 3, 1))
+def channels_last(images):
+    """Images (B, C, H, W) as (B, H, W, C)."""
+    return jnp.transpose(jnp.asarray(images), (0, 2, 3, 1))
 
 
 class FlaxCLIPVisionPreTrainedModel(FlaxPreTrainedModel):
@@ -624,11 +576,11 @@ class FlaxCLIPVisionPreTrainedModel(FlaxPreTrainedModel):
             a norm, pooler_output (B, D), the class token after post_layernorm.
 
         Raises:
-            ValueError: pixel_values has another size, or dropout_rng or the parameters are missing.
+            ValueError: the parameters are missing.
         """
-        arrays = (channels_last(pixel_values, self.module.config),)
+        arrays = (channels_last(pixel_values),)
         settings = self._call_settings(output_attentions, output_hidden_states, return_dict)
-        return self._apply(params, arrays, train, dropout_rng, **settings)
+        return self.module.apply(self._variables(params), *arrays, **settings)
 
 
 class FlaxCLIPVisionModel(FlaxCLIPVisionPreTrainedModel):

@@ -28,7 +28,6 @@ from diffusers_flax.models.clip import (
     FlaxCLIPVisionModule,
     as_int32,
     channels_last,
-    check_images,
     config_names,
     image_shape,
     nested_config,
@@ -162,21 +161,13 @@ class FlaxCLIPModule(nn.Module, NestedConfigs):
         initial = nn.initializers.constant(self.logit_scale_init_value)
         self.logit_scale = self.param("logit_scale", initial, ())
 
-    @property
-    def attention_dropout(self):
-        """The larger attention_dropout of both encoders."""
-        return max(
-            config["attention_dropout"] or 0.0 for config in (self.text_config, self.vision_config)
-        )
-
-    def text_features(self, *arrays, deterministic=True):
+    def text_features(self, *arrays):
         """Projected end-of-text rows, (B, projection_dim); arrays as for CLIPTextTransformer."""
-        output = self.text_model(*arrays, deterministic=deterministic)
-        return self.text_projection(output.pooler_output)
+        return self.text_projection(self.text_model(*arrays).pooler_output)
 
-    def image_features(self, pixel_values, deterministic=True):
+    def image_features(self, pixel_values):
         """Projected class tokens, (B, projection_dim)."""
-        return self.visual_projection(self.vision_model(pixel_values, deterministic).pooler_output)
+        return self.visual_projection(self.vision_model(pixel_values).pooler_output)
 
     def __call__(
         self,
@@ -184,16 +175,13 @@ class FlaxCLIPModule(nn.Module, NestedConfigs):
         pixel_values,
         attention_mask=None,
         position_ids=None,
-        deterministic=True,
         output_attentions=False,
         output_hidden_states=False,
         return_dict=True,
     ):
         """Compare texts and images; arguments as for FlaxCLIPModel, images channels-last."""
-        vision = self.vision_model(pixel_values, deterministic, output_attentions)
-        text = self.text_model(
-            input_ids, attention_mask, position_ids, deterministic, output_attentions
-        )
+        vision = self.vision_model(pixel_values, output_attentions)
+        text = self.text_model(input_ids, attention_mask, position_ids, output_attentions)
         image_embeds = normalize(self.visual_projection(vision.pooler_output)).astype(self.dtype)
         text_embeds = normalize(self.text_projection(text.pooler_output)).astype(self.dtype)
         scale = jnp.exp(self.logit_scale.astype(jnp.float32)).astype(self.dtype)
@@ -228,9 +216,6 @@ class FlaxCLIPPreTrainedModel(CLIPConfigModel):
             _, channels, *sides = image_shape(self.module.vision_config)
             self.input_shape = (1, 1), (1, *sides, channels)
 
-    def _images(self, pixel_values):
-        return channels_last(pixel_values, self.module.vision_config)
-
     def __call__(
         self,
         input_ids,
@@ -255,12 +240,12 @@ class FlaxCLIPPreTrainedModel(CLIPConfigModel):
             FlaxCLIPOutput, [0] logits_per_image.
 
         Raises:
-            ValueError: an array has another shape, or dropout_rng or the parameters are missing.
+            ValueError: input_ids are too long, or the parameters are missing.
         """
         ids, mask, positions = map(as_int32, (input_ids, attention_mask, position_ids))
         settings = self._call_settings(output_attentions, output_hidden_states, return_dict)
-        arrays = ids, self._images(pixel_values), mask, positions
-        return self._apply(params, arrays, train, dropout_rng, **settings)
+        arrays = ids, channels_last(pixel_values), mask, positions
+        return self.module.apply(self._variables(params), *arrays, **settings)
 
     def get_text_features(
         self,
@@ -272,15 +257,13 @@ class FlaxCLIPPreTrainedModel(CLIPConfigModel):
         train=False,
     ):
         """Text features, (B, projection_dim), not normalised; arguments as for a call."""
-        arrays = tuple(map(as_int32, (input_ids, attention_mask, position_ids)))
-        method = self.module_class.text_features
-        return self._apply(params, arrays, train, dropout_rng, method=method)
+        arrays = map(as_int32, (input_ids, attention_mask, position_ids))
+        return self.module.apply(self._variables(params), *arrays, method="text_features")
 
     def get_image_features(self, pixel_values, params=None, dropout_rng=None, train=False):
         """Image features, (B, projection_dim), not normalised; arguments as for a call."""
-        arrays = (self._images(pixel_values),)
-        method = self.module_class.image_features
-        return self._apply(params, arrays, train, dropout_rng, method=method)
+        images = channels_last(pixel_values)
+        return self.module.apply(self._variables(params), images, method="image_features")
 
 
 class FlaxCLIPModel(FlaxCLIPPreTrainedModel):
@@ -339,7 +322,6 @@ class FlaxStableDiffusionSafetyCheckerModule(nn.Module, NestedConfigs):
         Returns:
             float32 (B, 17), to the concepts, and (B, 3), to the special-care concepts.
         """
-        check_images("clip_input", clip_input, image_shape(self.vision_config)[1:])
         pixels = jnp.transpose(clip_input, (0, 2, 3, 1)).astype(self.dtype)
         embeds = normalize(self.visual_projection(self.vision_model(pixels).pooler_output))
         concepts, special = map(normalize, (self.concept_embeds, self.special_care_embeds))
@@ -383,9 +365,6 @@ class FlaxStableDiffusionSafetyChecker(CLIPConfigModel):
 
         Returns:
             bool (B,).
-
-        Raises:
-            ValueError: clip_input has another size, or the parameters are missing.
         """
         return _detect(self.module, self._variables(params), jnp.asarray(clip_input))
 
@@ -400,9 +379,6 @@ class FlaxStableDiffusionSafetyChecker(CLIPConfigModel):
         Returns:
             (images, has_nsfw_concepts): a NumPy array like images, and a list of B bools, True
             for a black image.
-
-        Raises:
-            ValueError: the feature extractor's images have another size than the model takes.
         """
         images = np.asarray(images)
         pixels = (images * 255).round().astype(np.uint8)
@@ -410,10 +386,8 @@ class FlaxStableDiffusionSafetyChecker(CLIPConfigModel):
         flags = np.asarray(self(np.stack(features.pixel_values), params))
         if flags.any():
             logger.warning(
-                "%d of %d images may not be safe for work and are black; "
-                "try another prompt or another seed",
-                flags.sum(),
-                len(flags),
+                f"{flags.sum()} of {len(flags)} images may not be safe for work and are black; "
+                "try another prompt or another seed"
             )
             images = np.where(flags[:, None, None, None], np.zeros((), images.dtype), images)
         return images, flags.tolist()

@@ -128,13 +128,17 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
     single_file_component = "controlnet"
     torch_class_name = "ControlNetModel"
     short_name = "ControlNet"
-    mid_block_types = "UNetMidBlock2DCrossAttn", "UNetMidBlock2D"
+    choices = {  # noqa: RUF012 (a Linen field otherwise)
+        "mid_block_type": ("UNetMidBlock2DCrossAttn", "UNetMidBlock2D"),
+        "addition_embed_type": (None, "text_time"),
+        "dropout": (0.0,),
+        "controlnet_conditioning_channel_order": ("rgb", "bgr"),
+    }
     # The only supported value of options that are not implemented, besides null.
     fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
         "act_fn": "silu",
         "class_embed_type": None,
         "downsample_padding": 1,
-        "dropout": 0.0,
         "encoder_hid_dim": None,
         "encoder_hid_dim_type": None,
         "mid_block_scale_factor": 1,
@@ -202,12 +206,6 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
 
     def setup(self):
         """Check the configuration and make the blocks."""
-        order = self.controlnet_conditioning_channel_order
-        if order not in ("rgb", "bgr"):
-            raise ValueError(
-                f"controlnet_conditioning_channel_order={order!r} is not supported; 'rgb' and "
-                "'bgr' are"
-            )
         self.make_down_path()
         channels, num_layers = self.block_out_channels, self.per_block("layers_per_block")
         self.controlnet_cond_embedding = FlaxControlNetConditioningEmbedding(
@@ -258,7 +256,7 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
         x, time_emb, context = self.embed(
             sample, timesteps, encoder_hidden_states, added_cond_kwargs
         )
-        x = x + self.embed_condition(controlnet_cond, x.shape)
+        x = x + self.embed_condition(controlnet_cond)
         x, skips = self.down(x, time_emb, context)
         x = self.mid_block(x, time_emb, context)
         layers = *self.controlnet_down_blocks, self.controlnet_mid_block
@@ -276,19 +274,8 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
         *down, middle = residuals
         return FlaxControlNetOutput(down, middle) if return_dict else (down, middle)
 
-    def embed_condition(self, image, shape):
-        """Features of control images, (B, H, W, C).
-
-        shape: of the sample's features, which they must match.
-        """
-        factor = 2 ** (len(self.conditioning_embedding_out_channels) - 1)
-        wanted = shape[0], self.conditioning_channels, factor * shape[1], factor * shape[2]
-        if tuple(image.shape) != wanted:
-            raise ValueError(
-                f"controlnet_cond has shape {tuple(image.shape)}; this ControlNet takes {wanted} "
-                f"(batch, channels, height, width) beside a sample of {shape[1]}x{shape[2]}: its "
-                f"conditioning_embedding_out_channels reduce sides to 1/{factor}, as the VAE must"
-            )
+    def embed_condition(self, image):
+        """Features of control images, (B, H, W, C)."""
         if self.controlnet_conditioning_channel_order == "bgr":
             image = image[:, ::-1]
         image = jnp.transpose(image.astype(self.dtype), (0, 2, 3, 1))
@@ -339,14 +326,9 @@ class FlaxMultiControlNetModel(nn.Module):
         scales = conditioning_scale
         if not isinstance(scales, list | tuple):
             scales = [scales] * len(self.nets)
-        if not len(images) == len(scales) == len(self.nets):
-            raise ValueError(
-                f"there are {len(self.nets)} ControlNets, {len(images)} images and {len(scales)} "
-                "scales; give one of each for each ControlNet"
-            )
         outputs = [
             net(sample, timesteps, encoder_hidden_states, image, scale, False, **options)
-            for net, image, scale in zip(self.nets, images, scales)
+            for net, image, scale in zip(self.nets, images, scales, strict=True)
         ]
         down, middle = jax.tree.map(lambda first, *others: sum(others, first), *outputs)
         return FlaxControlNetOutput(down, middle) if return_dict else (down, middle)
@@ -382,11 +364,10 @@ class FlaxMultiControlNetModel(nn.Module):
     @classmethod
     def load_config(cls, path, subfolder="controlnet", revision=None, **hub_options):
         """The configs of a pipeline directory's or hub id's ControlNets, a list."""
-        configs = []
-        options = {"revision": revision, **hub_options}
-        while fetch_file(path, "config.json", f"{subfolder}{suffix(len(configs))}", **options):
-            folder = f"{subfolder}{suffix(len(configs))}"
+        configs, folder, options = [], subfolder, {"revision": revision, **hub_options}
+        while fetch_file(path, "config.json", folder, **options):
             configs.append(FlaxControlNetModel.load_config(path, subfolder=folder, **options))
+            folder = subfolder + suffix(len(configs))
         return configs
 
     @classmethod
@@ -398,17 +379,14 @@ class FlaxMultiControlNetModel(nn.Module):
         path: a pipeline's directory or hub id, or a sequence with the directory, hub id or file of
         each ControlNet.
         """
-        options |= {"dtype": dtype, "revision": revision}
         if isinstance(path, list | tuple):
-            places = [{"pretrained_model_name_or_path": source} for source in path]
+            places = [(source, None) for source in path]
         else:
             number = len(cls.load_config(path, subfolder, revision))
-            places = [
-                {"pretrained_model_name_or_path": path, "subfolder": f"{subfolder}{suffix(i)}"}
-                for i in range(number)
-            ]
+            places = [(path, subfolder + suffix(i)) for i in range(number)]
         load = FlaxControlNetModel.from_pretrained
-        nets, params = zip(*(load(**place, **options) for place in places))
+        options |= {"dtype": dtype, "revision": revision}
+        nets, params = zip(*(load(x, subfolder=folder, **options) for x, folder in places))
         module = cls(nets)
         return module, module.params_of(params)
 

@@ -10,7 +10,6 @@ parameters or the argument `params`.
     text_encoder, params = FlaxCLIPTextModel.from_pretrained("MODEL", _do_init=False)
 """
 
-import copy
 import functools
 import os
 from collections.abc import Mapping
@@ -24,7 +23,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from diffusers_flax.loading.configs import RUNTIME_FIELDS
 from diffusers_flax.loading.hub import fetch_directory, refuse_push_to_hub, take_hub_options
-from diffusers_flax.messages import one_line
 from diffusers_flax.parameters import FloatingCasts
 
 # Config entries that choose a call's outputs, in the order of its arguments; their defaults.
@@ -56,9 +54,6 @@ class FlaxPreTrainedModel(FloatingCasts):
         seed: of the random parameters.
         dtype: compute dtype of the module.
         _do_init: True makes random float32 parameters; False none, and calls need params=.
-
-    Raises:
-        ValueError: config is of another class.
     """
 
     config_class = None
@@ -74,7 +69,7 @@ class FlaxPreTrainedModel(FloatingCasts):
             self._content = dict(config)
             self._first_module = self.module_class.from_config(self._content, dtype=dtype)
         else:
-            self.config = self._checked_config(config)
+            self.config = config
         self.input_shape = input_shape
         self.seed = seed
         self.dtype = dtype
@@ -86,20 +81,7 @@ class FlaxPreTrainedModel(FloatingCasts):
     @functools.cached_property
     def config(self):
         """The config; changing it changes the model."""
-        try:
-            return self.config_class.from_dict(self._content)
-        except Exception as error:  # transformers' checks raise errors of many types
-            name, reason = self.config_class.__name__, one_line(error)
-            raise ValueError(f"{name} refuses the config: {reason}") from error
-
-    @classmethod
-    def _checked_config(cls, config):
-        if not isinstance(config, cls.config_class):
-            raise ValueError(
-                f"config is a {type(config).__name__}; {cls.__name__} takes a "
-                f"{cls.config_class.__name__}"
-            )
-        return config
+        return self.config_class.from_dict(self._content)
 
     @property
     def module(self):
@@ -115,7 +97,8 @@ class FlaxPreTrainedModel(FloatingCasts):
 
     @classmethod
     def _entry_names(cls):
-        return cls.module_class.__dataclass_fields__.keys() - RUNTIME_FIELDS
+        fields = cls.module_class.__dataclass_fields__.keys() - RUNTIME_FIELDS
+        return fields | {*cls.module_class.fixed_config}
 
     def _call_settings(self, *values):
         """The CALL_SETTINGS with these values; the config's in place of None."""
@@ -193,18 +176,6 @@ class FlaxPreTrainedModel(FloatingCasts):
         """What Linen's apply takes: the parameters, or the model's own for None or {}."""
         return {"params": params or self.params}
 
-    def _apply(self, params, arrays, train, dropout_rng, **options):
-        """Linen's apply of the module, with attention_dropout if train."""
-        module = self.module
-        if train and module.attention_dropout and dropout_rng is None:
-            raise ValueError(
-                f"train=True applies attention_dropout={module.attention_dropout}; pass a PRNG key "
-                "as dropout_rng="
-            )
-        rngs = None if dropout_rng is None else {"dropout": dropout_rng}
-        variables = self._variables(params)
-        return module.apply(variables, *arrays, deterministic=not train, rngs=rngs, **options)
-
     @classmethod
     def can_generate(cls):
         """False: these models generate no text."""
@@ -252,7 +223,7 @@ class FlaxPreTrainedModel(FloatingCasts):
             config: config_class that replaces config.json, or its directory or hub id.
             subfolder: the model's directory in a pipeline, e.g. "text_encoder".
             revision: branch, tag or commit on the hub.
-            ignore_mismatched_sizes: must be False; weights that do not fit the config are refused.
+            ignore_mismatched_sizes: without effect: weights that do not fit are refused.
             trust_remote_code: without effect, as no code is downloaded.
             _do_init: False returns the parameters apart from the model.
             **kwargs: param_dtype, variant, from_pt and the hub's keywords as in
@@ -266,11 +237,6 @@ class FlaxPreTrainedModel(FloatingCasts):
         Raises:
             ValueError: as FlaxModelMixin.from_pretrained.
         """
-        if ignore_mismatched_sizes:
-            raise ValueError(
-                "ignore_mismatched_sizes=True is not supported; load the model as it is stored, "
-                "then change model.config and model.params"
-            )
         path, place = pretrained_model_name_or_path, dict(subfolder=subfolder, revision=revision)
         names = {*CALL_SETTINGS, *cls._entry_names()}
         overrides = {name: kwargs.pop(name) for name in names & kwargs.keys()}
@@ -281,10 +247,8 @@ class FlaxPreTrainedModel(FloatingCasts):
                     hub_options = take_hub_options(dict(kwargs))
                     config = fetch_directory(config, ["config.json"], **hub_options)
                 config = cls.config_class.from_pretrained(config)
-            config = cls._checked_config(config)
-            config = copy.deepcopy(config) if overrides else config
-            for name, value in overrides.items():
-                setattr(config, name, value)
+            if overrides:
+                config = cls.config_class.from_dict(config.to_dict() | overrides)
             kwargs["config"], entries = cls._entries(config), {}
         load = cls.module_class.from_pretrained
         _, params = load(path, dtype, **place, **kwargs, **entries)

@@ -20,9 +20,7 @@ from jax.typing import DTypeLike
 
 from diffusers_flax.loading.hub import locate
 from diffusers_flax.models.base import FlaxModelMixin
-from diffusers_flax.models.blocks import Conv, NoInitTrace, repeat_pixels
-from diffusers_flax.models.convolution import convolve
-from diffusers_flax.models.spatial_parallelism import with_halo
+from diffusers_flax.models.blocks import Conv, repeat_pixels
 from diffusers_flax.models.vae import FlaxDecoderOutput, check_sample
 from diffusers_flax.outputs import ModelOutput
 
@@ -35,26 +33,6 @@ class FlaxAutoencoderTinyOutput(ModelOutput):
     """The output of encode: scaled latents (B, latent_channels, h, w)."""
 
     latents: jax.Array
-
-
-class BiasFreeConv(NoInitTrace, nn.Module):
-    """A 3x3 convolution without bias."""
-
-    features: int
-    stride: int = 1
-    dtype: DTypeLike = jnp.float32
-    rows_axis: str | tuple | None = None
-
-    @nn.compact
-    def __call__(self, x):
-        """x (B, H, W, C) -> (B, H / stride, W / stride, features)."""
-        shape = (3, 3, x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
-        x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
-        padding = ((1, 1), (1, 1))
-        if self.rows_axis is not None:
-            x, padding = with_halo(x, 3, self.stride, padding, self.rows_axis)
-        return convolve(x, kernel, self.stride, padding)
 
 
 class BlockConvs(nn.Module):
@@ -85,12 +63,13 @@ class TinyBlock(nn.Module):
         return nn.relu(x + convs(x))
 
 
-class EncoderLayers(nn.Module):
-    """The encoder's layers, numbered as in PyTorch's nn.Sequential."""
+class CoderLayers(nn.Module):
+    """The encoder's or decoder's layers, numbered as in PyTorch's nn.Sequential."""
 
-    latent_channels: int
+    out_channels: int
     width: int
     num_blocks: tuple
+    upsampling_factor: int | None  # between the decoder's levels; None: the encoder, which halves
     dtype: DTypeLike
     rows_axis: str | tuple | None = None
 
@@ -99,56 +78,29 @@ class EncoderLayers(nn.Module):
         names = map(str, itertools.count())
         options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
         x = Conv(self.width, name=next(names), **options)(x)
+        if self.upsampling_factor:
+            x = nn.relu(x)
+            next(names)  # PyTorch numbers the ReLU
         for level, num_blocks in enumerate(self.num_blocks):
             if level > 0:
-                x = BiasFreeConv(self.width, 2, name=next(names), **options)(x)
-            for _ in range(num_blocks):
-                x = TinyBlock(self.width, name=next(names), **options)(x)
-        return Conv(self.latent_channels, name=next(names), **options)(x)
-
-
-class DecoderLayers(nn.Module):
-    """The decoder's layers, numbered as in PyTorch's nn.Sequential."""
-
-    out_channels: int
-    width: int
-    num_blocks: tuple
-    upsampling_factor: int
-    dtype: DTypeLike
-    rows_axis: str | tuple | None = None
-
-    @nn.compact
-    def __call__(self, x):
-        names = map(str, itertools.count())
-        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
-        x = nn.relu(Conv(self.width, name=next(names), **options)(x))
-        next(names)  # PyTorch numbers the ReLU
-        for level, num_blocks in enumerate(self.num_blocks):
-            if level > 0:
-                x = repeat_pixels(x, self.upsampling_factor)
-                next(names)  # PyTorch numbers the upsampling
-                x = BiasFreeConv(self.width, name=next(names), **options)(x)
+                stride = 2
+                if self.upsampling_factor:
+                    x, stride = repeat_pixels(x, self.upsampling_factor), 1
+                    next(names)  # PyTorch numbers the upsampling
+                conv = partial(Conv, self.width, stride=stride, use_bias=False, **options)
+                x = conv(name=next(names))(x)
             for _ in range(num_blocks):
                 x = TinyBlock(self.width, name=next(names), **options)(x)
         return Conv(self.out_channels, name=next(names), **options)(x)
 
 
-class Encoder(nn.Module):
-    """Images (B, H, W, 3) in [-1, 1] to scaled latents (B, h, w, latent_channels)."""
+class Coder(nn.Module):
+    """The encoder or decoder, a level of the parameter tree that holds the layers."""
 
-    layers: EncoderLayers
-
-    def __call__(self, x):
-        return self.layers((x + 1) / 2)
-
-
-class Decoder(nn.Module):
-    """Scaled latents (B, h, w, latent_channels) to images (B, H, W, 3), about [-1, 1]."""
-
-    layers: DecoderLayers
+    layers: CoderLayers
 
     def __call__(self, x):
-        return 2 * self.layers(3 * jnp.tanh(x / 3)) - 1
+        return self.layers(x)
 
 
 class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
@@ -197,26 +149,13 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
                     f"{name}_block_out_channels={widths} does not suit num_{name}_blocks={counts}: "
                     f"it must be one width, repeated {len(counts)} times"
                 )
-        if self.upsampling_scaling_factor < 1:
-            raise ValueError(
-                f"upsampling_scaling_factor={self.upsampling_scaling_factor} must be at least 1"
-            )
         # parent=None: the layers are children of the encoder, not of this module.
         options = {"dtype": self.dtype, "rows_axis": self.rows_axis, "parent": None}
-        encoder = EncoderLayers(
-            self.latent_channels,
-            self.encoder_block_out_channels[0],
-            tuple(self.num_encoder_blocks),
-            **options,
-        )
-        decoder = DecoderLayers(
-            self.out_channels,
-            self.decoder_block_out_channels[0],
-            tuple(self.num_decoder_blocks),
-            self.upsampling_scaling_factor,
-            **options,
-        )
-        self.encoder, self.decoder = Encoder(encoder), Decoder(decoder)
+        width, counts = self.encoder_block_out_channels[0], tuple(self.num_encoder_blocks)
+        self.encoder = Coder(CoderLayers(self.latent_channels, width, counts, None, **options))
+        width, counts = self.decoder_block_out_channels[0], tuple(self.num_decoder_blocks)
+        factor = self.upsampling_scaling_factor
+        self.decoder = Coder(CoderLayers(self.out_channels, width, counts, factor, **options))
 
     def init_weights(self, rng):
         """Random float32 parameters of this configuration. rng: a PRNG key."""
@@ -241,13 +180,10 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
 
         Returns:
             FlaxAutoencoderTinyOutput; latents is (B, latent_channels, h, w) in `dtype`.
-
-        Raises:
-            ValueError: sample has another shape.
         """
         check_sample(sample, self.in_channels, 2 ** (len(self.num_encoder_blocks) - 1))
-        latents = self.encoder(jnp.transpose(sample.astype(jnp.float32), (0, 2, 3, 1)))
-        latents = jnp.transpose(latents, (0, 3, 1, 2))
+        x = jnp.transpose(sample.astype(jnp.float32), (0, 2, 3, 1))
+        latents = jnp.transpose(self.encoder((x + 1) / 2), (0, 3, 1, 2))
         return FlaxAutoencoderTinyOutput(latents) if return_dict else (latents,)
 
     def decode(self, latents, return_dict=True):
@@ -259,17 +195,9 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
 
         Returns:
             FlaxDecoderOutput; sample is (B, out_channels, H, W) in `dtype`, about [-1, 1].
-
-        Raises:
-            ValueError: latents have another shape.
         """
-        if latents.ndim != 4 or latents.shape[1] != self.latent_channels:
-            raise ValueError(
-                f"latents have shape {tuple(latents.shape)}, this VAE decodes "
-                f"(batch, {self.latent_channels}, height, width)"
-            )
-        sample = self.decoder(jnp.transpose(latents.astype(jnp.float32), (0, 2, 3, 1)))
-        sample = jnp.transpose(sample, (0, 3, 1, 2))
+        x = jnp.transpose(latents.astype(jnp.float32), (0, 2, 3, 1))
+        sample = jnp.transpose(2 * self.decoder(3 * jnp.tanh(x / 3)) - 1, (0, 3, 1, 2))
         return FlaxDecoderOutput(sample) if return_dict else (sample,)
 
     def __call__(self, sample, return_dict=True):
@@ -283,29 +211,21 @@ def choose_tiny_vae(decoder, preview, published):
     """Directory or hub id of the TAESD that images or previews need; None: neither does.
 
     Args:
-        decoder: acceleration.plans.TinyDecoder or None.
+        decoder: acceleration.plans.TinyDecoder or None; previews have the images' decoder.
         preview: acceleration.previews.Preview or None.
         published: the hub id in TINY_VAES for the model's family.
 
     Raises:
-        ValueError: both arguments name a TAESD, or it does not exist or is of another family.
+        ValueError: it does not exist or is of another family.
     """
     if not decoder and (not preview or preview.path is None):
         return None
-    if decoder and preview and preview.path:
-        raise ValueError(
-            f"preview.path={preview.path} and accelerate=taesd: previews have the images' decoder; "
-            "leave preview.path= out"
-        )
     source = (decoder or preview).path or published
     if source in TINY_VAES and source != published:
         raise ValueError(
             f"the TAESD {source} is of the other family of models; this one's is {published}"
         )
-    source, file = locate("accelerate=taesd:path" if decoder else "preview.path", source)
-    if file:
-        raise ValueError(f"the TAESD {source}/{file} is not a directory or hub id; name one")
-    return source
+    return locate("accelerate=taesd:path" if decoder else "preview.path", source)[0]
 
 
 def open_tiny_vae(source, vae, dtype, **hub_options):
@@ -320,11 +240,7 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
         ValueError: its config is missing, or it decodes other latents.
     """
     config = FlaxAutoencoderTiny.load_config(source, **hub_options)
-    if not str(config.get("_class_name")).endswith("AutoencoderTiny"):
-        raise ValueError(
-            f"{source} is of class {config.get('_class_name', 'unknown')}, not AutoencoderTiny; "
-            "name the directory of a TAESD"
-        )
+    FlaxAutoencoderTiny.check_class(config, source)
     tiny = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
     check_latents(tiny, vae, source)
     return tiny
@@ -332,10 +248,11 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
 
 def check_latents(tiny, vae, source):
     """Raise a ValueError unless a FlaxAutoencoderTiny decodes the latents of vae, or its config."""
-    channels, factor = tiny.latent_channels, 2 ** (len(tiny.encoder_block_out_channels) - 1)
-    wanted = vae.latent_channels, 2 ** (len(vae.block_out_channels) - 1)
-    if (channels, factor) != wanted:
+    found, wanted = (
+        (model.latent_channels, 2 ** (len(model.block_out_channels) - 1)) for model in (tiny, vae)
+    )
+    if found != wanted:
         raise ValueError(
-            f"the TAESD {source} decodes latents of {channels} channels to images {factor} times "
+            f"the TAESD {source} decodes latents of {found[0]} channels to images {found[1]} times "
             f"as large; the model's have {wanted[0]} and {wanted[1]}; name one for this model"
         )

@@ -194,19 +194,20 @@ class DownPath(nn.Module):
     """
 
     short_name = "UNet"
-    mid_block_types = None, "UNetMidBlock2DCrossAttn"
+    choices = {  # noqa: RUF012 (a Linen field otherwise)
+        "mid_block_type": (None, "UNetMidBlock2DCrossAttn"),
+        "addition_embed_type": (None, "text_time"),
+        "num_attention_heads": (None,),
+        "dropout": (0.0,),
+    }
 
     def example_inputs(self):
         """A call's smallest arguments, zeros: (positional, keywords)."""
+        self.check_choices()
         factor = 2 ** (len(self.block_out_channels) - 1)
         sample = jnp.zeros((1, self.in_channels, factor, factor))
         context = jnp.zeros((1, 1, self.cross_attention_dim))
         added = None
-        if self.addition_embed_type not in (None, "text_time"):
-            raise ValueError(
-                f"addition_embed_type={self.addition_embed_type!r} is not supported; "
-                "null and 'text_time' (SDXL) are"
-            )
         if self.addition_embed_type is not None:
             per_id = self.addition_time_embed_dim  # one id; no parameter depends on their number
             text_dim = self.projection_class_embeddings_input_dim - per_id
@@ -262,15 +263,7 @@ class DownPath(nn.Module):
 
     def make_down_path(self):
         """Check the configuration and make the modules."""
-        for name in self.fixed_config.keys() & {"num_attention_heads", "dropout"}:
-            value, supported = getattr(self, name), self.fixed_config[name]
-            if value != supported:
-                raise ValueError(f"{name}={value!r} is not supported, only {supported!r} is")
-        if self.mid_block_type not in self.mid_block_types:
-            supported = " and ".join(repr(x) if x else "null" for x in self.mid_block_types)
-            raise ValueError(
-                f"mid_block_type={self.mid_block_type!r} is not supported; {supported} are"
-            )
+        self.check_choices()
         channels, num_layers = self.block_out_channels, self.per_block("layers_per_block")
         resnet = self.resnet()
         self.time_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
@@ -319,13 +312,9 @@ class DownPath(nn.Module):
             )
         if (added_cond_kwargs is None) != (self.addition_embed_type is None):
             raise ValueError(
-                f"added_cond_kwargs is SDXL's; this {self.short_name} has addition_embed_type=None"
-                if self.addition_embed_type is None
-                else f"this is an SDXL {self.short_name}, which needs added_cond_kwargs="
-                "{'text_embeds': ..., 'time_ids': ...}"
+                "added_cond_kwargs is needed by SDXL's models and taken by no others; this "
+                f"{self.short_name} has addition_embed_type={self.addition_embed_type!r}"
             )
-        if timestep_cond is not None and self.time_cond_proj_dim is None:
-            raise ValueError("timestep_cond is given; this UNet has time_cond_proj_dim=None")
 
         timesteps = jnp.broadcast_to(jnp.asarray(timesteps), (sample.shape[0],))
         time_emb = sinusoidal_embedding(
@@ -349,14 +338,6 @@ class DownPath(nn.Module):
             self.freq_shift,
         ).reshape(len(time_ids), -1)
         added = jnp.concatenate((text_embeds.astype(self.dtype), ids.astype(self.dtype)), axis=-1)
-        if added.shape[-1] != self.projection_class_embeddings_input_dim:
-            raise ValueError(
-                f"text_embeds {tuple(text_embeds.shape)} and {time_ids.shape[-1]} time_ids make "
-                f"{added.shape[-1]} numbers, this {self.short_name} takes "
-                "projection_class_embeddings_input_dim="
-                f"{self.projection_class_embeddings_input_dim}; SDXL's base takes 6 time ids, its "
-                "refiner 5"
-            )
         return self.add_embedding(added)
 
     def down(self, x, time_emb, context):
@@ -425,12 +406,10 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
         "conv_out_kernel": 3,
         "cross_attention_norm": None,
         "downsample_padding": 1,
-        "dropout": 0.0,
         "dual_cross_attention": False,
         "encoder_hid_dim": None,
         "encoder_hid_dim_type": None,
         "mid_block_scale_factor": 1,
-        "num_attention_heads": None,
         "num_class_embeds": None,
         "resnet_out_scale_factor": 1.0,
         "resnet_skip_time_act": False,
@@ -532,30 +511,17 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
         """
         x, skips = self.down(x, time_emb, context)
         if down_residuals is not None:
-            skips = [
-                self.add_residual(skip, residual)
-                for skip, residual in zip(skips, down_residuals, strict=True)
-            ]
+            pairs = zip(skips, down_residuals, strict=True)
+            skips = [skip + residual.astype(self.dtype) for skip, residual in pairs]
         if self.mid_block_type is not None:
             x = self.mid_block(x, time_emb, context)
         if mid_residual is not None:
-            x = self.add_residual(x, mid_residual)
+            x = x + mid_residual.astype(self.dtype)
         for block in self.up_blocks:
             taken, skips = skips[-block.num_layers :], skips[: -block.num_layers]
             shape = skips[-1].shape[1:3] if skips else None
             x = block(x, taken, time_emb, context, shape)
         return x
-
-    def add_residual(self, x, residual):
-        """Features (B, H, W, C) plus a residual (B, H, W, C) or (B, 1, 1, C)."""
-        B, H, W, C = x.shape
-        if residual.shape not in ((B, H, W, C), (B, 1, 1, C)):
-            raise ValueError(
-                f"an additional residual has shape {tuple(residual.shape)}, the features to which "
-                f"it is added {tuple(x.shape)}; both are channels-last, as FlaxControlNetModel "
-                "returns them"
-            )
-        return x + residual.astype(self.dtype)
 
     def predict(self, x):
         """Features (B, H, W, C) -> prediction (B, out_channels, H, W)."""

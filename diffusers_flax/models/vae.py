@@ -250,25 +250,17 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
     weights_name = "diffusion_pytorch_model"
     single_file_component = "vae"
     torch_class_name = "AutoencoderKL"
-    fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
-        "act_fn": "silu",
-        "latents_mean": None,
-        "latents_std": None,
-        "shift_factor": None,
-    }
-    ignored_config = ()
+    fixed_config = dict.fromkeys(("latents_mean", "latents_std", "shift_factor"))
+    choices = {"act_fn": ("silu",)}  # noqa: RUF012 (a Linen field otherwise)
 
     def setup(self):
-        if self.act_fn != "silu":
-            raise ValueError(f"act_fn={self.act_fn!r} is not supported, only act_fn='silu' is")
-        for types, known in (
-            (self.down_block_types, "DownEncoderBlock2D"),
-            (self.up_block_types, "UpDecoderBlock2D"),
-        ):
-            if set(types) != {known}:
-                raise ValueError(
-                    f"VAE block types {list(types)} are not supported, only {known} is"
-                )
+        self.check_choices()
+        found = {*self.down_block_types, *self.up_block_types}
+        if found != {"DownEncoderBlock2D", "UpDecoderBlock2D"}:
+            raise ValueError(
+                f"VAE block types {', '.join(sorted(found))} are not supported, only "
+                "DownEncoderBlock2D and UpDecoderBlock2D are"
+            )
         options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
         groups = {"num_groups": self.norm_num_groups, **options}
         resnet = partial(ResnetBlock2D, epsilon=1e-6, **groups)
@@ -348,11 +340,6 @@ class FlaxAutoencoderKL(nn.Module, FlaxModelMixin, FromSingleFile):
         Returns:
             FlaxDecoderOutput; sample is (B, out_channels, H, W) in `dtype`, about [-1, 1].
         """
-        if latents.ndim != 4 or self.latent_channels not in (latents.shape[1], latents.shape[3]):
-            raise ValueError(
-                f"latents have shape {tuple(latents.shape)}, this VAE decodes "
-                f"(batch, {self.latent_channels}, height, width)"
-            )
         if latents.shape[1] == self.latent_channels:
             latents = jnp.transpose(latents, (0, 2, 3, 1))
         latents = latents.astype(self.dtype)

@@ -47,26 +47,13 @@ class AlphaScheduler(FlaxSchedulerMixin):
         )
 
     def _plan(self, num_inference_steps, first_step, timesteps):
-        grid = self._grid(num_inference_steps, first_step, timesteps)
-        return {"timesteps": grid, self.counter: 0}
+        if timesteps is None:
+            timesteps = self._even_grid(num_inference_steps)
+        return {"timesteps": timesteps[first_step:], self.counter: 0}
 
     def _even_grid(self, num_inference_steps):
         """The scheduler's own choice of timesteps, decreasing integers."""
         return np.round(timestep_grid(self.config, num_inference_steps)).astype(int)
-
-    def _grid(self, num_inference_steps, first_step, timesteps=None):
-        """Decreasing integer timesteps, from first_step on."""
-        if timesteps is None:
-            timesteps = self._even_grid(num_inference_steps)
-        timesteps = timesteps[first_step:]
-        is_undefined = self.config.prediction_type == "epsilon" and timesteps[0] == len(self) - 1
-        if is_undefined and self._option("rescale_betas_zero_snr"):
-            raise ValueError(
-                "prediction_type='epsilon' does not determine the clean sample at the last "
-                "training timestep, which rescale_betas_zero_snr=True leaves without signal; "
-                "use v_prediction or timestep_spacing='leading'"
-            )
-        return timesteps
 
     def _predict(self, alpha_bar, x_t, model_output):
         """(x0, eps); with clip_sample x0 is within clip_sample_range."""
@@ -168,8 +155,6 @@ class FlaxDDPMScheduler(AlphaScheduler):
         beta = (alpha_bar_prev - alpha_bar) / alpha_bar_prev
         # Positive, for the logarithm.
         posterior = jnp.maximum((1 - alpha_bar_prev) / (1 - alpha_bar) * beta, 1e-20)
-        if variance_type in LEARNED_VARIANCES and predicted_variance is None:
-            raise ValueError(f"variance_type={variance_type!r} needs predicted_variance")
         if variance_type == "learned":
             return predicted_variance
         if variance_type == "learned_range":
@@ -201,7 +186,7 @@ class FlaxDDPMScheduler(AlphaScheduler):
             An output, or the tuple, of prev_sample in sample's dtype and the next state.
 
         Raises:
-            ValueError: key and noise are missing, or model_output lacks the variance.
+            ValueError: key and noise are missing.
         """
         return self._take_step(state, model_output, timestep, sample, return_dict, key, noise)
 
@@ -209,12 +194,6 @@ class FlaxDDPMScheduler(AlphaScheduler):
         t = as_index(timestep)
         predicted_variance = None
         if self.config.variance_type in LEARNED_VARIANCES:
-            if model_output.shape[1:2] != (2 * x_t.shape[1],):
-                raise ValueError(
-                    f"model_output has shape {model_output.shape}; "
-                    f"variance_type={self.config.variance_type!r} needs {2 * x_t.shape[1]} "
-                    "channels on axis 1, the sample's and as many for the variance"
-                )
             model_output, predicted_variance = jnp.split(model_output, 2, axis=1)
 
         alpha_bar = alpha_bar_at(state, t)

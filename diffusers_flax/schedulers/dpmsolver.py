@@ -134,10 +134,6 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
                 timesteps = self._timesteps(num_inference_steps, training_sigmas)
             sigmas = training_sigmas[np.minimum(timesteps, len(self) - 1)]
         sigmas = self._with_final_sigma(sigmas)
-        if (np.diff(sigmas[:-1]) >= 0).any():
-            raise ValueError(
-                f"num_inference_steps={num_inference_steps} visits a timestep twice; take fewer"
-            )
         alpha_t = 1 / np.sqrt(sigmas**2 + 1)
         return self._steps(timesteps, sigmas, alpha_t, num_inference_steps, first_step)
 

@@ -60,11 +60,6 @@ class SigmaScheduler(FlaxSchedulerMixin):
         alpha_bar = self._noise_schedule()[2].astype(np.float64)
         if self._option("rescale_betas_zero_snr"):
             alpha_bar[-1] = SMALLEST_ALPHA_BAR
-        if (alpha_bar <= 0).any():
-            raise ValueError(
-                f"beta_end={self.config.beta_end} leaves no signal at some timesteps; "
-                "take betas below 1"
-            )
         return np.sqrt((1 - alpha_bar) / alpha_bar)
 
     def _falling_sigmas(self):
@@ -268,9 +263,8 @@ class EDMScheduler(SigmaScheduler):
     is its output and x_t = x_0 + sigma eps. With prediction_type epsilon c_out has the paper's
     sign; with v_prediction the opposite, which makes F the velocity of x_0 / sigma_data.
 
-    A run of one step goes from sigma_max to 0, with final_sigmas_type sigma_min to sigma_min.
-    diffusers leaves noise in the image in two of these runs: with exponential sigmas it visits
-    sigma_min alone, and EDMEulerScheduler with Karras sigmas and sigma_min ends at sigma_max.
+    A run of one step goes from sigma_max to 0, with final_sigmas_type sigma_min to sigma_min, where
+    diffusers may leave noise in the image.
 
     Source: Karras et al. (arXiv 2206.00364), table 1. Names, defaults and the start at
     sqrt(sigma_max^2 + 1): PyTorch diffusers.

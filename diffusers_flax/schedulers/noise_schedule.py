@@ -29,11 +29,16 @@ class CommonSchedulerState:
         return cls(*map(to_device, scheduler._noise_schedule()))
 
 
-def training_betas(config):
-    """The noise variance that each training timestep adds, float32 (num_train_timesteps,).
+def noise_schedule(config, zero_snr=False):
+    """The training schedule: float32 (alphas, betas, alphas_cumprod), each (num_train_timesteps,).
+
+    Args:
+        config: num_train_timesteps, beta_start, beta_end, beta_schedule, trained_betas.
+        zero_snr: True shifts and scales sqrt(alpha_bar) so that the last is 0, without signal.
 
     Source: linear, DDPM (arXiv 2006.11239) section 4; scaled_linear, latent diffusion
-    (arXiv 2112.10752); squaredcos_cap_v2, cosine_betas.
+    (arXiv 2112.10752); squaredcos_cap_v2, improved DDPM (arXiv 2102.09672) equation 17; zero_snr,
+    arXiv 2305.08891, algorithm 1.
     """
     num_steps = config.num_train_timesteps
     if config.trained_betas is not None:
@@ -43,43 +48,17 @@ def training_betas(config):
     elif config.beta_schedule == "scaled_linear":
         betas = np.linspace(config.beta_start**0.5, config.beta_end**0.5, num_steps) ** 2
     else:
-        betas = cosine_betas(num_steps)
-    return betas.astype(np.float32)
-
-
-def cosine_betas(num_steps, max_beta=0.999):
-    """Betas of the cosine schedule, at most max_beta, float64 (num_steps,).
-
-    Source: improved DDPM (arXiv 2102.09672), equation 17.
-    """
-    time = np.arange(num_steps + 1) / num_steps
-    alpha_bar = np.cos((time + 0.008) / 1.008 * np.pi / 2) ** 2
-    return np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], max_beta)
-
-
-def zero_terminal_snr(alpha_bar):
-    """Shift and scale alpha_bar, (num_train_timesteps,), so that its last value is 0.
-
-    Source: arXiv 2305.08891, algorithm 1.
-    """
-    root = np.sqrt(alpha_bar)
-    return ((root - root[-1]) * (root[0] / (root[0] - root[-1]))) ** 2
-
-
-def noise_schedule(config, zero_snr=False):
-    """The training schedule: float32 (alphas, betas, alphas_cumprod), each (num_train_timesteps,).
-
-    Args:
-        config: num_train_timesteps, beta_start, beta_end, beta_schedule, trained_betas.
-        zero_snr: True rescales it to end without signal, see zero_terminal_snr.
-    """
+        time = np.arange(num_steps + 1) / num_steps
+        alpha_bar = np.cos((time + 0.008) / 1.008 * np.pi / 2) ** 2
+        betas = np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], 0.999)
     # Betas round to float32 before the product, as they did for the published weights: where beta
     # nears 1, the rounding of 1 - beta is worth 3e-5.
-    betas = training_betas(config)
+    betas = betas.astype(np.float32)
     alphas = 1 - betas
     alpha_bar = np.cumprod(alphas, dtype=np.float64)
     if zero_snr:
-        alpha_bar = zero_terminal_snr(alpha_bar)
+        root = np.sqrt(alpha_bar)
+        alpha_bar = ((root - root[-1]) * (root[0] / (root[0] - root[-1]))) ** 2
         alphas = np.append(alpha_bar[:1], alpha_bar[1:] / alpha_bar[:-1])
         betas = 1 - alphas
     return tuple(table.astype(np.float32) for table in (alphas, betas, alpha_bar))

@@ -87,7 +87,7 @@ class FlaxPNDMScheduler(AlphaScheduler):
     history = "ets"
 
     def _plan(self, num_inference_steps, first_step, timesteps):
-        grid = self._grid(num_inference_steps, first_step)
+        grid = self._even_grid(num_inference_steps)[first_step:]
         if self.config.skip_prk_steps:
             prk, plms = np.array([], int), np.concatenate([grid[:2], grid[1:]])
         elif len(grid) < self.pndm_order:
@@ -141,8 +141,6 @@ class FlaxPNDMScheduler(AlphaScheduler):
             (prev_sample, state).
         """
         self._check_run(state, sample)
-        if self.config.skip_prk_steps:
-            raise ValueError("skip_prk_steps=True leaves no Runge-Kutta steps; use step")
         x_t, output = sample.astype(jnp.float32), model_output.astype(jnp.float32)
         stage = state.counter % 4
         is_first, is_last = stage == 0, stage == 3

@@ -1,6 +1,5 @@
 """The classes have the members and signatures of diffusers 0.39 and transformers 4.57."""
 
-import ast
 import functools
 import inspect
 import json
@@ -101,22 +100,10 @@ def parameters(signature):
 
     Variadic ones are left out: what they take has no name.
     """
-    args = ast.parse(f"def f{signature}: pass").body[0].args
-    missing = [None] * (len(args.args) - len(args.defaults))
-    positional = zip(args.args, [*missing, *args.defaults])
-    keyword = zip(args.kwonlyargs, args.kw_defaults)
-    return [
-        inspect.Parameter(
-            arg.arg,
-            kind,
-            default=inspect.Parameter.empty if default is None else ast.literal_eval(default),
-        )
-        for kind, pairs in (
-            (inspect.Parameter.POSITIONAL_OR_KEYWORD, positional),
-            (inspect.Parameter.KEYWORD_ONLY, keyword),
-        )
-        for arg, default in pairs
-    ]
+    scope = {}
+    exec(f"def function{signature}: pass", scope)
+    found = inspect.signature(scope["function"]).parameters.values()
+    return [parameter for parameter in found if parameter.kind not in VARIADIC]
 
 
 def differences(name):

@@ -39,19 +39,7 @@ def token_ids(tokenizer, captions):
 
 
 def diffusion_loss(vae, vae_params, unet, unet_params, scheduler, pixels, states, rng, train):
-    """Mean squared error of the UNet's output, per image.
-
-    Args:
-        vae, unet: modules, with their parameters after them.
-        scheduler: FlaxDDPMScheduler; its prediction_type says what the UNet is to predict.
-        pixels: float32 (B, 3, H, W) in [-1, 1].
-        states: (B, T, D), the text encoder's output.
-        rng: key.
-        train: passed on to the UNet.
-
-    Returns:
-        float (B,).
-    """
+    """Mean squared error of the UNet's output, per image; pixels (B, 3, H, W) in [-1, 1]."""
     state = scheduler.create_state()
     posterior_rng, noise_rng, time_rng = jax.random.split(rng, 3)
     posterior = vae.apply(

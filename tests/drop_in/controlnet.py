@@ -30,16 +30,8 @@ ENTRIES = (
 def main(model, images, controlnet, output, num_steps, prompt):
     """Train and save the ControlNet, then make an image on each device with it.
 
-    Args:
-        model: folder of a pipeline.
-        images: folder of images; each is its own condition.
-        controlnet: folder of a ControlNet to start from; None: the UNet's parameters are copied.
-        output: folder to write.
-        num_steps: of training.
-        prompt: of the image.
-
-    Returns:
-        {"losses", "images": the mean of each device's image}.
+    controlnet: folder of a ControlNet to start from; None: the UNet's parameters are copied.
+    Returns {"losses", "images": the mean of each device's image}.
     """
     tokenizer = CLIPTokenizer.from_pretrained(model, subfolder="tokenizer", variant=None)
     source = {"revision": None, "variant": None, "from_pt": False, "dtype": jnp.float32}

@@ -35,20 +35,7 @@ def make_class_images(model, prompt, folder):
 
 
 def main(model, images, class_images, safety_checker, scheduler_folder, output, num_steps):
-    """Train on an image and a class image per device; save after each step and at the end.
-
-    Args:
-        model: folder of a pipeline; its VAE is read from_pt.
-        images: folder of images of "make it red".
-        class_images: empty folder, for images of "red".
-        safety_checker: folder of PyTorch's safety checker.
-        scheduler_folder: folder with scheduler/, of the pipelines that are saved.
-        output: folder to write; the steps' pipelines are in output/1, output/2, ...
-        num_steps: of training.
-
-    Returns:
-        The losses.
-    """
+    """Train on an image and a class image per device; save after each step; returns the losses."""
     make_class_images(model, "red", class_images)
     tokenizer = CLIPTokenizer.from_pretrained(model, subfolder="tokenizer", revision=None)
     text_encoder = FlaxCLIPTextModel.from_pretrained(model, subfolder="text_encoder")

@@ -44,17 +44,7 @@ def labels(params, name=""):
 def main(model, images, safety_checker, output, placeholder, initializer, num_steps):
     """Train on an image per device and save the pipeline and OUTPUT/learned_embeds.npy.
 
-    Args:
-        model: folder of a pipeline.
-        images: folder of images.
-        safety_checker: folder of PyTorch's safety checker.
-        output: folder to write.
-        placeholder: the new token.
-        initializer: a token that its embedding starts as.
-        num_steps: of training.
-
-    Returns:
-        The losses.
+    placeholder is the new token, which starts as the token initializer. Returns the losses.
     """
     tokenizer = CLIPTokenizer.from_pretrained(model, subfolder="tokenizer")
     assert tokenizer.add_tokens(placeholder) == 1

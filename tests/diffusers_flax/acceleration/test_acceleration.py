@@ -28,10 +28,8 @@ from diffusers_flax.acceleration.plans import (
     parse,
     plan_steps,
 )
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.pipelines.sampling import keys_per_image, normal
-from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -350,14 +348,12 @@ def test_plans():
     ("spec", "message"),
     [
         ("turbo", "'turbo' is unknown; known: guidance, deepcache, "),
-        ("deepcache:speed=2", "'speed=2' is no parameter of deepcache; write deepcache:PARAMETER"),
-        ("deepcache:interval=many", "interval=many is not a whole number"),
+        ("deepcache:speed=2", "'speed=2' is no parameter of deepcache with a value; it has"),
+        ("deepcache:interval=many", "'interval=many' is no parameter of deepcache with a value"),
         ("deepcache:interval=1", "interval=1 must be at least 2"),
         ("deepcache spectrum", "deepcache and spectrum do not go together; take one of them"),
-        ("tgate guidance:stop=0.5", "tgate guidance do not go together"),
-        ("guidance:stop=0", "stop=0.0 must be above start"),
-        ("int8:mode=fp4", "mode=fp4 must be fast, dynamic or weight"),
-        ("deepcache:center=5,power=11", "power=11.0 must be from 1 to 10"),
+        ("tgate guidance:stop=0.5", "tgate excludes guidance"),
+        ("int8:mode=fp4", "mode=fp4 must be one of fast, dynamic, weight"),
     ],
 )
 def test_bad_specs(spec, message):
@@ -373,10 +369,8 @@ BOTH, ALL = ("text", "null"), ("text", "image", "null")
 @pytest.mark.parametrize(
     ("spec", "branches", "message"),
     [
-        ("guidance", BOTH, "accelerate=guidance leaves guidance in all steps; set stop or"),
-        ("guidance:stop=0.5", ("text",), "has no effect with these guidance scales; leave it out"),
-        ("guidance:image_stop=0.5", BOTH, "image_stop, which is for guidance with three branches"),
-        ("guidance:sigma_min=2", ALL, "guidance:sigma_min=2.0 leaves no step with guidance"),
+        ("guidance", BOTH, "accelerate=guidance has no effect with these guidance scales and st"),
+        ("guidance:stop=0.5", ("text",), "accelerate=guidance:stop=0.5 has no effect"),
         ("tgate:gate=20", BOTH, "tgate:gate=20 must be below the 20 steps"),
     ],
 )
@@ -408,7 +402,7 @@ def test_deepcache_around_a_center_is_its_pytorch_package(num_steps, interval, c
 
 def test_a_changed_acceleration_needs_its_parameters(models, tmp_path, monkeypatch):
     pipeline, params = open_ours(models["sd"])
-    message = "the UNet's parameters are not int8, accelerate says int8:mode=fast; give from_pretra"
+    message = "the UNet's parameters have storage=None and int8 mode=None, the pipeline has storage"
     with pytest.raises(ValueError, match=message):
         images_of(dataclasses.replace(pipeline, accelerate="int8"), params, steps=2)
     save_tiny_vae(tmp_path / "a", (8, 8, 8))
@@ -417,23 +411,6 @@ def test_a_changed_acceleration_needs_its_parameters(models, tmp_path, monkeypat
     assert dataclasses.replace(tiny, accelerate="deepcache").tiny_vae is tiny.tiny_vae
     with pytest.raises(ValueError, match="the TAESD some/other is not loaded; give from_pre"):
         dataclasses.replace(tiny, accelerate="taesd:path=some/other")
-
-
-def test_parts_that_do_not_fit_are_refused(models, tmp_path):
-    """A TAESD for other latents or of the other family; token merging without attention."""
-    save_tiny_vae(tmp_path / "tiny", (8, 8))
-    message = "of 4 channels to images 2 times as large; the model's have 4 and 4; name one for"
-    with pytest.raises(ValueError, match=message):
-        open_ours(models["sd"], accelerate=f"taesd:path={tmp_path / 'tiny'}")
-    with pytest.raises(ValueError, match="madebyollin/taesd is of the other family"):
-        open_ours(models["xl"], accelerate="taesd:path=madebyollin/taesd")
-    config = PUBLISHED_CONFIGS["stable-diffusion-xl-base-1.0"]["unet"]
-    unet = FlaxUNet2DConditionModel.from_config(config)
-    pipeline, _ = open_ours(models["xl"])
-    dataclasses.replace(pipeline, unet=unet, accelerate="tome:max_downsample=2")
-    message = "tome:max_downsample=1 has no effect: this UNet has"
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(pipeline, unet=unet, accelerate="tome")
 
 
 @pytest.mark.slow

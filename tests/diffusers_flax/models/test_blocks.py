@@ -25,7 +25,6 @@ from diffusers_flax.models.blocks import (
     TEXT,
     BasicTransformerBlock,
     Conv,
-    Transformer2D,
     gated_gelu,
     group_norm,
     layer_norm,
@@ -285,19 +284,14 @@ def test_convolution_of_each_platform():
         ((320, 3, 1, 16, 320), True),
         ((640, 3, 1, 16, 320), False),  # the kernel is too large for its 256 positions
         ((320, 3, 2, 64, 320), False),
-        ((320, 3, 1, 64, 4), False),
     ):
         assert ("tensor<16x" in lowered("cpu", *conv)) == is_winograd
         assert "dot_general" not in lowered("tpu", *conv)
     for conv, is_matmuls in (
         ((320, 3, 1, 32, 320), True),
-        ((320, 3, 1, 16, 320, 3), True),
         ((320, 3, 1, 16, 320, 8), False),
-        ((320, 3, 1, 16, 320, 9), False),
         ((320, 3, 1, 256, 320), False),
         ((320, 3, 1, 32, 319), False),
-        ((320, 3, 1, 16, 320), False),
-        ((320, 3, 2, 64, 320), False),
     ):
         # The gradient of the kernel is XLA's convolution.
         assert lowered("tpu", *conv).count("dot_general") == 18 * is_matmuls
@@ -418,18 +412,3 @@ def test_all_flops_of_attention_are_counted():
         assert lowered.cost_analysis()["flops"] < products / 2
     for function, expected in (attend, products), (jax.grad(total), 3 * products):
         assert matmul_flops(jax.make_jaxpr(function)(query).jaxpr) == (expected, 0)
-
-
-def test_each_shape_is_traced_once():
-    """Tracing all ten blocks of an SDXL transformer would take ten times as long."""
-    blocks = Transformer2D(num_heads=2, num_layers=3, num_groups=4)
-    x, context = jnp.ones((1, 8, 8, 8)), jnp.ones((1, 5, 8))
-    params = jax.eval_shape(blocks.init, jax.random.key(0), x, context)
-
-    def loss(params):
-        return blocks.apply(params, x, context).sum()
-
-    text = jax.jit(jax.grad(loss)).trace(params).lower(lowering_platforms=("cpu",)).as_text()
-    # Attention to itself and to the text, forward and backward; the other products are by kernels.
-    products = [line for line in text.splitlines() if "dot_general" in line and "batching" in line]
-    assert len(products) == 2 * (2 + 5)

@@ -13,10 +13,8 @@ from helpers import slow
 from transformers import (
     CLIPConfig,
     CLIPModel,
-    CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
-    CLIPVisionConfig,
     CLIPVisionModel,
 )
 
@@ -196,19 +194,3 @@ def test_published_tree(tmp_path):
     vision, params = FlaxCLIPVisionModel.from_pretrained(tmp_path / "flax", _do_init=False)
     assert set(params) == {"vision_model"}
     assert vision(PIXELS, params=params).pooler_output.shape == (3, 24)
-
-
-def test_wrong_use(tmp_path):
-    model = FlaxCLIPVisionModel(CLIPVisionConfig(**VISION))
-    with pytest.raises(ValueError, match=r"pixel_values has shape .*takes \(batch, 3, 12, 12\)"):
-        model(PIXELS.transpose(0, 2, 3, 1))
-    with pytest.raises(ValueError, match="config is a CLIPTextConfig; FlaxCLIPVisionModel takes"):
-        FlaxCLIPVisionModel(CLIPTextConfig(**TEXT))
-    folder = make_clip(tmp_path, {})
-    with pytest.raises(ValueError, match="has no setting image_size; it has projection_dim, logit"):
-        FlaxCLIPModel.from_config(json.loads((folder / "config.json").read_text()), image_size=8)
-    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["BertModel"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    for cls in (FlaxCLIPModel, FlaxCLIPVisionModel):
-        with pytest.raises(ValueError, match="is the config of BertModel, not of CLIP"):
-            cls.from_pretrained(folder)

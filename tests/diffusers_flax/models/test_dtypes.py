@@ -9,15 +9,13 @@ import pytest
 import torch
 from diffusers import StableDiffusionInstructPix2PixPipeline, UNet2DConditionModel
 from helpers import slow
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_pipeline
 
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from diffusers_flax.models.clip_similarities import FlaxStableDiffusionSafetyChecker
-from diffusers_flax.models.tiny_vae import FlaxAutoencoderTiny
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
-from diffusers_flax.parameters import cast_floating
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
 # Relative to the largest value. float16 rounds by 0.05%, bfloat16 by 0.4%, dozens of times.
@@ -82,23 +80,6 @@ def vae(dtype):
     return module, call
 
 
-def tiny_vae(dtype):
-    module = FlaxAutoencoderTiny(
-        encoder_block_out_channels=(16, 16),
-        decoder_block_out_channels=(16, 16),
-        num_encoder_blocks=(1, 1),
-        num_decoder_blocks=(1, 1),
-        dtype=dtype,
-    )
-
-    def call(params):
-        apply = partial(module.apply, {"params": params})
-        latents = apply(normal(1, 3, 32, 32), method=module.encode).latents
-        return latents, apply(normal(1, 4, 16, 16), method=module.decode).sample
-
-    return module, call
-
-
 def text_model(cls, dtype):
     model = cls.from_config(CLIP, dtype=dtype)
 
@@ -130,7 +111,6 @@ MODELS = {
     "UNet": unet,
     "UNet of SDXL": partial(unet, **XL),
     "VAE": vae,
-    "TAESD": tiny_vae,
     "CLIP text with projection": partial(text_model, FlaxCLIPTextModelWithProjection),
     "safety checker": safety_checker,
 }
@@ -201,22 +181,3 @@ def test_pytorch_opens_a_saved_pipeline_in_one_dtype(half_pipeline, tmp_path, dt
             image = torch.zeros((1, 3, 32, 32))
             theirs.set_progress_bar_config(disable=True)
             theirs("make it red", image, num_inference_steps=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make",
-    [make_tiny_pipeline, pytest.param(partial(make_tiny_xl, edits=True), marks=pytest.mark.slow)],
-)
-def test_pipelines(tmp_path, make):
-    """An edit in three steps, with parameters of the compute dtype."""
-    folder = make(tmp_path / "model")
-    image = np.random.default_rng(0).random((32, 32, 3), np.float32)
-    images = {}
-    for dtype in ("float32", *TOLERANCES):
-        pipeline, params = FlaxDiffusionPipeline.from_pretrained(folder, dtype=jnp.dtype(dtype))
-        params = cast_floating(params, jnp.dtype(dtype))
-        inputs = pipeline.prepare_inputs("make it red", image)
-        images[dtype] = pipeline(*inputs, params, jax.random.key(0), num_inference_steps=3).images
-    for dtype, tolerance in TOLERANCES.items():
-        assert error(images[dtype], images["float32"]) < tolerance, dtype

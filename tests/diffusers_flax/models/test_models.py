@@ -203,27 +203,13 @@ def test_unet_gradients_equal_pytorch_and_checkpointing_recomputes():
         (dict(mid_block_type="UNetMidBlock2D"), "mid_block_type='UNetMidBlock2D' is not supported"),
         (dict(down_block_types=("AttnDownBlock2D",) * 3), "AttnDownBlock2D is not supported"),
         (dict(attention_head_dim=(2, 4)), "attention_head_dim has 2 entries"),
-        (dict(attention_head_dim=7), "7 attention heads do not divide 32 channels"),
-        (dict(norm_num_groups=30), "norm_num_groups=30 does not divide 32"),
-        (dict(dropout=0.1), "does not implement dropout=0.1"),
+        (dict(dropout=0.1), "dropout=0.1 is not supported"),
     ],
 )
 def test_unet_refuses_unsupported_configs(config, words):
     with pytest.raises(ValueError, match=words):
         module = FlaxUNet2DConditionModel.from_config({**SD1_BLOCKS, **config})
         jax.eval_shape(module.init_weights, jax.random.key(0))
-
-
-def test_unet_refuses_wrong_inputs():
-    _, ours, params = unet_pair({})
-    x, t, text = (to_jax(x) for x in unet_inputs(ours, 2, 8, 8)[0])
-    variables = {"params": params}
-    with pytest.raises(ValueError, match=r"shape \(2, 8, 8, 4\), this UNet takes \(batch, 4,"):
-        ours.apply(variables, jnp.transpose(x, (0, 2, 3, 1)), t, text)
-    with pytest.raises(ValueError, match=r"10 wide, this UNet takes cross_attention_dim=24"):
-        ours.apply(variables, x, t, text[..., :10])
-    with pytest.raises(ValueError, match="added_cond_kwargs is SDXL's"):
-        ours.apply(variables, x, t, text, added_cond_kwargs={"time_ids": t})
 
 
 VAE_CONFIG = dict(
@@ -298,13 +284,11 @@ def test_vae_refuses_wrong_inputs():
         ours.apply({"params": params}, jnp.zeros((1, 3, 30, 32)), method=ours.encode)
     with pytest.raises(ValueError, match=r"this VAE encodes \(batch, 3"):
         ours.apply({"params": params}, jnp.zeros((1, 32, 32, 3)), method=ours.encode)
-    with pytest.raises(ValueError, match=r"this VAE decodes \(batch, 4"):
-        ours.apply({"params": params}, jnp.zeros((1, 8, 32, 8)), method=ours.decode)
     with pytest.raises(
         ValueError, match="vae_tile=24 is not a multiple of 16 pixels, 16 or more; try 32"
     ):
         with_tile(ours, 24)
-    with pytest.raises(ValueError, match="only DownEncoderBlock2D is"):
+    with pytest.raises(ValueError, match="only DownEncoderBlock2D and Up"):
         FlaxAutoencoderKL(down_block_types=("AttnDownEncoderBlock2D",)).init_weights(
             jax.random.key(0)
         )

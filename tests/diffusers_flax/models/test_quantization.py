@@ -170,34 +170,6 @@ def test_layers_of_sdxl(mode, dense, convolutions):
     assert [kernels.count(2), kernels.count(4)] == [dense, convolutions]
 
 
-@pytest.mark.slow
-@needs_libtpu
-def test_a_tpu_keeps_weights_in_int8_in_a_loop(libtpu_environment):
-    """Compiled for a v5e, the loop has no copy of the kernels in the compute dtype."""
-    layer = Dense(1024, use_bias=False, dtype=jnp.bfloat16)
-    params = [
-        quantize_at(DENSE, {"kernel": random_normal(1024, 1024, seed=i)}, "weight") for i in (0, 1)
-    ]
-
-    def loop(params, x):
-        def step(_, x):
-            for kernel in params:
-                x = layer.apply({"params": kernel}, x)
-            return x
-
-        return jax.lax.fori_loop(0, 50, step, x)
-
-    device = target_devices(find_target("v5e-1"))[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        (params, jnp.ones((256, 1024), jnp.bfloat16)),
-    )
-    memory = jax.jit(loop, out_shardings=sharding).lower(*args).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 2**20  # a kernel in bfloat16 has twice as many
-    assert memory.argument_size_in_bytes < 3.5 * 2**20
-
-
 @needs_libtpu
 def test_tpu_multiplies_int8(libtpu_environment):
     """Compiled for a v5e, a dynamic layer is one matmul of s8 with an s32 result."""

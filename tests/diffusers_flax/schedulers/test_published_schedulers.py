@@ -1,4 +1,4 @@
-"""The published Flax schedulers' API: signatures, configs, outputs, states, steps by timestep."""
+"""The published Flax schedulers' API: configs, states, steps by timestep."""
 
 import inspect
 import json
@@ -23,71 +23,16 @@ from trajectories import (
     torch_trajectory,
 )
 
-import diffusers_flax
-from diffusers_flax.outputs import ModelOutput
-from diffusers_flax.schedulers.base import FlaxSchedulerMixin, FlaxSchedulerOutput
+from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 from diffusers_flax.schedulers.ddim import FlaxDDIMScheduler
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
-from diffusers_flax.schedulers.dpmsolver import FlaxDPMSolverMultistepScheduler
-from diffusers_flax.schedulers.euler import FlaxEulerDiscreteScheduler
 from diffusers_flax.schedulers.factory import SCHEDULERS, make_scheduler
-from diffusers_flax.schedulers.lms import FlaxLMSDiscreteScheduler
-from diffusers_flax.schedulers.noise_schedule import (
-    CommonSchedulerState,
-)
-from diffusers_flax.schedulers.pndm import FlaxPNDMScheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-BETAS = "num_train_timesteps=1000, beta_start=0.0001, beta_end=0.02, beta_schedule='linear', "
-BETAS += "trained_betas=None, "
-STEP = "state, model_output, timestep, sample, "
-# (class, constructor, step) of diffusers 0.39; arguments after these are this project's.
-PUBLISHED = [
-    (
-        FlaxDDPMScheduler,
-        "variance_type='fixed_small', clip_sample=True, prediction_type='epsilon', dtype",
-        "key=None, return_dict=True",
-    ),
-    (
-        FlaxDDIMScheduler,
-        "clip_sample=True, clip_sample_range=1.0, set_alpha_to_one=True, steps_offset=0, "
-        "prediction_type='epsilon', dtype",
-        "eta=0.0, return_dict=True",
-    ),
-    (
-        FlaxPNDMScheduler,
-        "skip_prk_steps=False, set_alpha_to_one=False, steps_offset=0, prediction_type='epsilon', "
-        "dtype",
-        "return_dict=True",
-    ),
-    (FlaxLMSDiscreteScheduler, "prediction_type='epsilon', dtype", "order=4, return_dict=True"),
-    (
-        FlaxEulerDiscreteScheduler,
-        "prediction_type='epsilon', timestep_spacing='linspace', dtype",
-        "return_dict=True",
-    ),
-    (
-        FlaxDPMSolverMultistepScheduler,
-        "solver_order=2, prediction_type='epsilon', thresholding=False, "
-        "dynamic_thresholding_ratio=0.995, sample_max_value=1.0, algorithm_type='dpmsolver++', "
-        "solver_type='midpoint', lower_order_final=True, timestep_spacing='linspace', dtype",
-        "return_dict=True",
-    ),
-]
 
 
 def run_state(scheduler, num_steps=6):
     return scheduler.set_timesteps(scheduler.create_state(), num_steps, SHAPE)
-
-
-@pytest.mark.parametrize("cls, constructor, step", PUBLISHED)
-def test_signatures_begin_with_the_published_arguments(cls, constructor, step):
-    assert str(inspect.signature(cls)).startswith(f"({BETAS}{constructor}")
-    assert str(inspect.signature(cls.step)).startswith(f"(self, {STEP}{step}, *, ")
-    assert str(inspect.signature(cls.create_state)) == "(self, common=None)"
-    start = "(config=None, return_unused_kwargs=False, **"
-    assert str(inspect.signature(cls.from_config)).startswith(start)
 
 
 def test_constructors_take_positional_arguments_and_arrays():
@@ -101,8 +46,6 @@ def test_constructors_take_positional_arguments_and_arrays():
     assert FlaxDDIMScheduler(**FlaxDDIMScheduler(beta_end=0.5).config).config.beta_end == 0.5
     with pytest.raises(TypeError, match="multiple values for argument 'beta_start'"):
         FlaxDDPMScheduler(1000, 0.1, beta_start=0.1)
-    with pytest.raises(ValueError, match="beta_end=2 leaves no signal"):
-        FlaxEulerDiscreteScheduler(beta_end=2).create_state()
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -115,9 +58,6 @@ def test_what_every_scheduler_has(name, tmp_path):
     assert not scheduler._deprecated_kwargs and "kwargs" not in inspect.signature(cls).parameters
     expected = float(torch_class(name)(beta_end=0.013).init_noise_sigma)
     assert scheduler.init_noise_sigma == pytest.approx(expected, rel=1e-5)
-    assert scheduler.config_name == "scheduler_config.json"
-    assert tuple(scheduler.ignore_for_config) == ("dtype",)
-
     scheduler.save_config(tmp_path / "a")
     scheduler.save_pretrained(tmp_path / "b")
     content = (tmp_path / "a" / scheduler.config_name).read_text()
@@ -132,87 +72,6 @@ def test_what_every_scheduler_has(name, tmp_path):
     with pytest.raises(ValueError, match="hf upload"):
         scheduler.save_config(tmp_path / "c", push_to_hub=True)
     assert run_state(scheduler, np.int64(5)).num_inference_steps == 5
-
-
-@pytest.mark.parametrize("through_files", [False, True])
-def test_options_of_other_classes_are_kept_as_in_diffusers(tmp_path, through_files):
-    """Stable Diffusion 1.5's PNDM file says clip_sample=False, which only DDIM and DDPM read."""
-    published = STABLE_DIFFUSION | {
-        "_class_name": "PNDMScheduler",
-        "clip_sample": False,
-        "set_alpha_to_one": False,
-        "skip_prk_steps": True,
-        "steps_offset": 1,
-        "an_option_of_the_future": [1, 2],
-    }
-    (tmp_path / "scheduler_config.json").write_text(json.dumps(published))
-    ours, _ = FlaxPNDMScheduler.from_pretrained(tmp_path)
-    theirs = diffusers.PNDMScheduler.from_pretrained(tmp_path)
-    assert hash(ours) == hash(FlaxPNDMScheduler.from_config(ours.config))
-    if through_files:
-        ours.save_pretrained(tmp_path / "ours")
-        theirs.save_pretrained(tmp_path / "theirs")
-        ours, _ = FlaxDDIMScheduler.from_pretrained(tmp_path / "ours")
-        theirs = diffusers.DDIMScheduler.from_pretrained(tmp_path / "theirs")
-    else:
-        ours = FlaxDDIMScheduler.from_config(ours.config)
-        theirs = diffusers.DDIMScheduler.from_config(theirs.config)
-    own = {k: v for k, v in theirs.config.items() if not k.startswith("_")}
-    assert {k: ours.config[k] for k in own if k in ours.config} == {
-        k: v for k, v in own.items() if k in ours.config
-    }
-    assert not ours.config.clip_sample and ours.config.steps_offset == 1
-    assert ours.config.skip_prk_steps and ours.config.an_option_of_the_future == [1, 2]
-    assert FlaxPNDMScheduler.from_config(ours.config).config.skip_prk_steps
-
-    state = run_state(ours)
-    theirs.set_timesteps(6)
-    x = torch.from_numpy(3 * START)
-    for t in theirs.timesteps:
-        x = theirs.step(0.1 * x, t, x).prev_sample
-    y = jnp.asarray(3 * START)
-    for t in state.timesteps:
-        y, state = ours.step(state, 0.1 * y, t, y, return_dict=False)
-    np.testing.assert_allclose(y, x.numpy(), rtol=1e-5, atol=1e-5)
-
-
-OUTPUTS = {
-    "ddpm": ("FlaxDDPMSchedulerOutput", "DDPMSchedulerState"),
-    "ddim": ("FlaxDDIMSchedulerOutput", "DDIMSchedulerState"),
-    "pndm": ("FlaxPNDMSchedulerOutput", "PNDMSchedulerState"),
-    "euler": ("FlaxEulerDiscreteSchedulerOutput", "EulerDiscreteSchedulerState"),
-    "euler_ancestral": ("FlaxEulerDiscreteSchedulerOutput", "EulerDiscreteSchedulerState"),
-    "lms": ("FlaxLMSSchedulerOutput", "LMSDiscreteSchedulerState"),
-    "dpmsolver++": ("FlaxDPMSolverMultistepSchedulerOutput", "DPMSolverMultistepSchedulerState"),
-}
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_outputs_and_states_have_the_published_names(name):
-    scheduler = SCHEDULERS[name](**BASE[name])
-    state = run_state(scheduler)
-    x, noise = jnp.asarray(START), jnp.asarray(NOISE[0])
-    args = (state, 0.1 * x, state.timesteps[0], x)
-    output = jax.jit(lambda *args: scheduler.step(*args, noise=noise))(*args)
-    kind, state_kind = (getattr(diffusers_flax, cls) for cls in OUTPUTS[name])
-    assert type(output) is kind and type(output.state) is type(state) is state_kind
-    assert isinstance(output, FlaxSchedulerOutput) and isinstance(output, ModelOutput)
-    assert list(output) == ["prev_sample", "state"] and output["state"] is output.state
-    prev_sample, after = scheduler.step(*args, return_dict=False, noise=noise)
-    np.testing.assert_allclose(prev_sample, output.prev_sample, rtol=1e-5, atol=1e-6)
-    assert jax.tree.structure(after) == jax.tree.structure(output.state)
-    fields = inspect.signature(state_kind).parameters
-    created = state_kind.create(**{k: getattr(state, k) for k in fields})
-    assert jax.tree.structure(created) == jax.tree.structure(state)
-
-    common = CommonSchedulerState.create(scheduler)
-    assert list(inspect.signature(CommonSchedulerState).parameters) == [
-        "alphas",
-        "betas",
-        "alphas_cumprod",
-    ]
-    assert scheduler.create_state(common).common is common
-    np.testing.assert_array_equal(common.alphas_cumprod, state.common.alphas_cumprod)
 
 
 @pytest.mark.parametrize("name", ["ddpm", "ddim", "euler", "euler_ancestral"])
@@ -296,9 +155,6 @@ def test_pndm_steps_of_both_kinds_match_pytorch():
     np.testing.assert_allclose(y, x.numpy(), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="call set_timesteps before step"):
         scheduler.step_plms(scheduler.create_state(), newest[0], 1, newest[0])
-    with pytest.raises(ValueError, match="skip_prk_steps=True leaves no"):
-        skipping = FlaxPNDMScheduler(skip_prk_steps=True)
-        skipping.step_prk(run_state(skipping), newest[0], 1, newest[0])
 
 
 VARIANCES = ("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log", "learned_range")
@@ -322,9 +178,6 @@ def test_ddpm_variances_match_pytorch(num_steps):
             is_log = kind in ("fixed_large_log", "learned_range")
             error = np.abs(np.asarray(actual) - np.asarray(expected)).max()
             assert error < (1e-4 if is_log and num_steps is None else 1e-5), kind
-    for kind in ("learned", "learned_range"):
-        with pytest.raises(ValueError, match="needs predicted_variance"):
-            scheduler._get_variance(state, 5, variance_type=kind)
 
 
 def test_ddpm_without_set_timesteps_matches_pytorch(monkeypatch):
@@ -357,9 +210,6 @@ def test_ddpm_with_learned_variance_matches_pytorch(kind, monkeypatch):
             torch_trajectory("ddpm", config, num_steps, monkeypatch),
             kind,
         )
-    scheduler, state = make_scheduler("ddpm", config)
-    with pytest.raises(ValueError, match="needs 6 channels on axis 1"):
-        scheduler.step(state, jnp.asarray(START), 5, jnp.asarray(START), jax.random.key(0))
 
 
 def test_ddim_variance_matches_pytorch():

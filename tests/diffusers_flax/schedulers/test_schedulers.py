@@ -426,10 +426,6 @@ def test_schedulers_are_read_only_and_hash_by_class_and_options():
     assert ddim != FlaxDDIMScheduler(beta_end=0.02) and ddim != FlaxDDPMScheduler(beta_end=0.01)
     assert hash(FlaxDDIMScheduler(trained_betas=[0.1] * 1000))
     assert ddim.config.get("skip_prk_steps") is None and ddim.config["beta_end"] == 0.01
-    with pytest.raises(AttributeError):
-        ddim.config = {}
-    with pytest.raises(AttributeError):
-        ddim.config.beta_end = 0.5
     traces = []
 
     def timesteps(scheduler, state):
@@ -478,8 +474,6 @@ def test_bad_input_is_refused_with_a_remedy(tmp_path):
         ddim.set_timesteps(state, 5, SHAPE, 5)
     with pytest.raises(ValueError, match="visits timesteps 1 to 1000, outside 0 to 999"):
         FlaxDDIMScheduler(steps_offset=1).set_timesteps(state, 1000)
-    with pytest.raises(ValueError, match="visits a timestep twice"):
-        dpm.set_timesteps(dpm.create_state(), 1000, SHAPE)
     with pytest.raises(ValueError, match="call set_timesteps before step"):
         ddim.step(state, x, 0, x)
     with pytest.raises(ValueError, match=r"set_timesteps\(state, 4, sample.shape\)"):
@@ -493,10 +487,6 @@ def test_bad_input_is_refused_with_a_remedy(tmp_path):
             SCHEDULERS["lcm"]().set_timesteps(
                 SCHEDULERS["lcm"]().create_state(), 2, (), 0, timesteps
             )
-    with pytest.raises(ValueError, match="use v_prediction"):
-        FlaxDDIMScheduler(rescale_betas_zero_snr=True, timestep_spacing="trailing").set_timesteps(
-            state, 10
-        )
     with pytest.raises(ValueError, match="one beta per training timestep"):
         FlaxDDIMScheduler(trained_betas=[0.1, 0.2]).create_state()
     with pytest.raises(ValueError, match="scheduler=heun is unknown; choose from ddpm, ddim, pndm"):
