@@ -41,7 +41,6 @@ import jax.numpy as jnp
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.command_line import AtLeast, check_writable, run_main
 from diffusers_flax.compiling.chips import find_target, target_devices, traced_for
-from diffusers_flax.compiling.costs import num_bytes, replicated_shapes
 from diffusers_flax.compiling.programs import (
     EditProgramFlags,
     PairProgramFlags,
@@ -51,7 +50,14 @@ from diffusers_flax.compiling.programs import (
     param_shapes,
     write_published_model,
 )
-from diffusers_flax.compiling.report import Part, Program, compile_program, print_report, verdict
+from diffusers_flax.compiling.report import (
+    Part,
+    Program,
+    compile_program,
+    num_bytes,
+    print_report,
+    replicated_shapes,
+)
 from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
@@ -286,8 +292,6 @@ def run(config):
             at_number = replace(config, **{flag: number * unit})
             program = (train_program if is_train else image_program)(at_number, devices)
             reports[number] = compile_program(at_number, name, program, target)
-            if is_auto:
-                print(verdict(reports[number]), flush=True)
             return reports[number]["fits"]
 
         number = getattr(config, flag) // unit

@@ -24,8 +24,7 @@ import flax_train_instruct_pix2pix as trainer
 from compile_for import TrainFlags, largest_fitting
 from diffusers_flax.compiling import report as report_module
 from diffusers_flax.compiling.chips import find_target
-from diffusers_flax.compiling.costs import num_bytes
-from diffusers_flax.compiling.report import Part, Program, compile_program
+from diffusers_flax.compiling.report import Part, Program, compile_program, num_bytes
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.training.ema import ema_start
 from diffusers_flax.training.models import cast_frozen, load_models
@@ -151,7 +150,7 @@ def report_by_hand(monkeypatch, target, program, costs):
     given = {"padding": 0, "temporaries": 0, "outputs": 0, "code": 0, "compile_seconds": 1.0}
     given |= {"hbm_bytes": 0, "interconnect_bytes": 0, "host_bytes": 0}
     found = {function: given | x for function, x in costs.items()}
-    monkeypatch.setattr(report_module, "program_costs", lambda function, *_: found[function])
+    monkeypatch.setattr(report_module, "program_costs", lambda function, *_: dict(found[function]))
     return compile_program(TrainFlags(tpu=target), "train", program, find_target(target))
 
 

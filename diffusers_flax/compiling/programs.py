@@ -14,8 +14,8 @@ from diffusers_flax.acceleration.caches import switch_fractions
 from diffusers_flax.acceleration.plans import count_evaluations, plan_steps
 from diffusers_flax.command_line import AtLeast, Between
 from diffusers_flax.compiling.chips import find_target
-from diffusers_flax.compiling.costs import num_bytes, replicated_shapes
-from diffusers_flax.compiling.report import Part, Program
+from diffusers_flax.compiling.kernels import BUSY_WITH_IMAGES
+from diffusers_flax.compiling.report import Part, Program, num_bytes, replicated_shapes
 from diffusers_flax.devices.layout import Layout, parse_layout
 from diffusers_flax.devices.parallelism import num_row_devices
 from diffusers_flax.generating.batches import IN_FLIGHT
@@ -296,7 +296,8 @@ def image_program(config, devices):
         pipeline.check_parallel(branches, height)
         function, params = layout.jit_batches(generate), layout.shapes_of_params(params)
         inputs = layout.with_shardings(inputs)
-    parts, held = {"step": Part(function, (inputs, params), 1, fractions)}, {"parameters": params}
+    step = Part(function, (inputs, params), fractions=fractions, busy=BUSY_WITH_IMAGES)
+    parts, held = {"step": step}, {"parameters": params}
     batches = [inputs]
     if clip:
         parts["CLIP"], held["CLIP"] = clip, clip.args[0]

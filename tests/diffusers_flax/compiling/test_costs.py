@@ -9,7 +9,7 @@ import pytest
 from tpu_programs import needs_libtpu
 
 from diffusers_flax.compiling.chips import TPUS, find_target, target_devices
-from diffusers_flax.compiling.costs import program_costs, replicated_shapes
+from diffusers_flax.compiling.report import program_costs, replicated_shapes
 from diffusers_flax.models.quantization import store
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.training.placement import state_shapes

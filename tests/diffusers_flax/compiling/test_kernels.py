@@ -6,8 +6,8 @@ import pytest
 from gpu_programs import needs_gpu_compiler
 
 from diffusers_flax.compiling.chips import GPUS, find_target, target_devices, traced_for
-from diffusers_flax.compiling.costs import program_costs
 from diffusers_flax.compiling.kernels import kernel_table
+from diffusers_flax.compiling.report import program_costs
 
 H100 = GPUS["h100"]
 

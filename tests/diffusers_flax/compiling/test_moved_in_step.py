@@ -9,9 +9,9 @@ from gpu_programs import needs_gpu_compiler
 from compile_for import TrainFlags, train_program, with_model
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.compiling.chips import find_target, target_devices, traced_for
-from diffusers_flax.compiling.costs import GPU_OPTIONS
 from diffusers_flax.compiling.hlo import all_bytes, parse_program
 from diffusers_flax.compiling.programs import FAMILIES
+from diffusers_flax.compiling.report import GPU_OPTIONS
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 MOVES = {"copy", "transpose", "concatenate"}  # operations of HLO

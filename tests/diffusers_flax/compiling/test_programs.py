@@ -15,7 +15,6 @@ from tpu_programs import accelerated, count_flops, elements, needs_libtpu, tenso
 from diffusers_flax import FlaxStableDiffusionPipeline
 from diffusers_flax.compilation_cache import no_compilation_cache
 from diffusers_flax.compiling.chips import Chip, Target, find_target, target_devices
-from diffusers_flax.compiling.costs import num_bytes
 from diffusers_flax.compiling.hlo import parse_program
 from diffusers_flax.compiling.programs import (
     PairProgramFlags,
@@ -24,6 +23,7 @@ from diffusers_flax.compiling.programs import (
     image_program,
     sharing_fractions,
 )
+from diffusers_flax.compiling.report import num_bytes
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines import attention_sharing, sampling
