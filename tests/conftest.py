@@ -175,7 +175,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def libtpu_environment(monkeypatch):
-    """Restores the settings that slice_devices changes."""
+    """Restores the settings that target_devices changes."""
     from diffusers_flax.compiling.chips import LIBTPU_ENVIRONMENT
 
     for name, value in LIBTPU_ENVIRONMENT.items():

@@ -134,15 +134,6 @@ def find_target(name):
     )
 
 
-def target_devices(target):
-    """The devices of a Target, to compile for.
-
-    Raises:
-        ValueError: the compiler is not installed.
-    """
-    return gpu_devices(target) if target.chip.card else slice_devices(target)
-
-
 # Without these settings the compiler looks for a TPU in the network, writes logs to /tmp, and runs
 # in only one process at a time.
 LIBTPU_ENVIRONMENT = {
@@ -152,21 +143,6 @@ LIBTPU_ENVIRONMENT = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-
-
-def slice_devices(target):
-    """The devices of a TPU slice; arguments and errors as for target_devices."""
-    if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            "libtpu, the TPU's compiler, is not installed; get the one for this jax: "
-            f'pip install "jax[tpu]=={jax.__version__}"'
-        )
-    for name, value in LIBTPU_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    options = {"chip_config_name": "megacore"} if target.chip.cores == 2 else {}
-    if target.num_chips == 1:
-        options["chips_per_host_bounds"] = (1, 1, 1)
-    return get_topology_desc(f"{target.chip.name}:{target.shape}", "tpu", **options).devices
 
 
 # Folder of the GPUs' compiler in the environment. In the environment itself, without NVIDIA's
@@ -195,16 +171,33 @@ def gpu_compiler():
     )
 
 
-def gpu_devices(target):
-    """The devices of GPUs in one host; arguments and errors as for target_devices."""
-    plugin = gpu_compiler()
-    from jax._src import xla_bridge
+def target_devices(target):
+    """The devices of a Target, to compile for.
 
-    jax.devices()  # finds the plugins of the environment
-    if "cuda" not in xla_bridge._topology_factories:  # the folder was not known then
-        importlib.import_module(f"jax_plugins.{plugin}").initialize()
-    options = {"target_config": target_config(target.chip), "topology": f"1x1x{target.num_chips}"}
-    return get_topology_desc("", "cuda", **options).devices
+    Raises:
+        ValueError: the compiler is not installed.
+    """
+    chip = target.chip
+    if chip.card:
+        plugin = gpu_compiler()
+        from jax._src import xla_bridge
+
+        jax.devices()  # finds the plugins of the environment
+        if "cuda" not in xla_bridge._topology_factories:  # the folder was not known then
+            importlib.import_module(f"jax_plugins.{plugin}").initialize()
+        options = {"target_config": target_config(chip), "topology": f"1x1x{target.num_chips}"}
+        return get_topology_desc("", "cuda", **options).devices
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(
+            "libtpu, the TPU's compiler, is not installed; get the one for this jax: "
+            f'pip install "jax[tpu]=={jax.__version__}"'
+        )
+    for name, value in LIBTPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    options = {"chip_config_name": "megacore"} if chip.cores == 2 else {}
+    if target.num_chips == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    return get_topology_desc(f"{chip.name}:{target.shape}", "tpu", **options).devices
 
 
 def target_config(chip):

@@ -36,25 +36,10 @@ from diffusers_flax.pipelines.sampling import timestep_options
 from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 
 FAMILIES = {"sd15": "stable-diffusion-v1-5", "sdxl": "stable-diffusion-xl-base-1.0"}
-DTYPES = {"no": jnp.float32, "bf16": jnp.bfloat16}
 Positive, Scale = Annotated[int, AtLeast(1)], Annotated[float, AtLeast(0)]  # of flags
 # Products in bfloat16 that a TPU makes for one of CLIP's, which are in float32 with the highest
 # precision. Source: jax.lax.Precision, HIGHEST: bfloat16 in six passes.
 CLIP_PASSES = 6
-# CLIP ViT-L/14, whose text encoder is Stable Diffusion's.
-CLIP_CONFIG = {
-    "projection_dim": 768,
-    "text_config": PUBLISHED_CONFIGS["stable-diffusion-v1-5"]["text_encoder"],
-    "vision_config": {
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 24,
-        "patch_size": 14,
-        "image_size": 224,
-        "projection_dim": 768,
-    },
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +319,12 @@ def sharing_fractions(low, high, num_pairs, num_steps):
 
 def clip_part(num_images, devices):
     """The Part of CLIP's features of a device's images, as generating/clip.py makes them."""
-    clip = FlaxCLIPModel.from_config(CLIP_CONFIG)
+    # CLIP ViT-L/14, whose text encoder is Stable Diffusion's.
+    text = PUBLISHED_CONFIGS[FAMILIES["sd15"]]["text_encoder"]
+    vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+    vision |= {"num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768}
+    configs = {"projection_dim": 768, "text_config": text, "vision_config": vision}
+    clip = FlaxCLIPModel.from_config(configs)
 
     def features(params, pixel_values):
         with jax.default_matmul_precision("highest"):

@@ -28,7 +28,6 @@ from diffusers_flax.command_line import (
     parse_flags,
     run_main,
 )
-from diffusers_flax.loading.files import save_whole
 
 
 @dataclass
@@ -72,8 +71,6 @@ def refused(config_class, args, capsys):
             ["--steps", "9.5"],
             "Error parsing --steps: invalid literal for int() with base 10: '9.5'",
         ),
-        (["--height", "9.5"], "Error parsing --height: no type matching"),
-        (["--sizes", "2,1"], "Error parsing --sizes: "),
         (["--spacing", "wide"], "invalid choice 'wide' for argument '--spacing'"),
         (["--sizes", "--names"], "--sizes has no value; give one or more"),
     ],
@@ -120,10 +117,6 @@ def test_help(width, capsys, monkeypatch):
             "--lengths FLOAT FLOAT (default: None)",
         ):
             assert text in words
-
-
-def test_an_optional_list_may_be_empty():
-    assert parse_flags(Edit, "", ["--model", "m", "--names"]).names == ()
 
 
 @pytest.mark.parametrize(
@@ -175,10 +168,8 @@ class Numbers:
         (["--share", "1.5"], "--share 1.5 must be from 0 to 1"),
         (["--sizes", "8", "12"], "--sizes 12 must be at least 8 and a multiple of 8"),
         (["--lengths", "0.1", "0.28"], "--lengths 0.28 must be above 0 and below 0.28"),
-        (["--lengths", "0", "0.2"], "--lengths 0.0 must be above 0 and below 0.28"),
         (["--levels", "4"], "--levels 4 must be at most 3"),
         (["--seed", "-1"], "--seed -1 must be from 0 to 4294967295"),
-        (["--offset", "nan"], "--offset nan must be a finite number"),
     ],
 )
 def test_flags_out_of_range_are_one_line(args, message, capsys):
@@ -188,15 +179,6 @@ def test_flags_out_of_range_are_one_line(args, message, capsys):
 def test_flags_in_range():
     check_ranges(Numbers())
     check_ranges(Numbers(1, 0.0, 1.0, (8, 16), (0.1, 0.2), -5, 2**32 - 1, -1.0))
-
-
-def test_help_shows_no_ranges(capsys):
-    with pytest.raises(SystemExit):
-        run_main(Numbers, "", lambda config: None, ["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    flags = ("--steps INT", "--scale FLOAT", "--sizes [INT [INT ...]]", "--lengths FLOAT FLOAT")
-    for flag in (*flags, "--share FLOAT", "--seed INT"):
-        assert f" {flag} (" in said
 
 
 SCRIPT = """
@@ -267,14 +249,6 @@ def test_errors_end_in_one_line(error, code, message, capsys):
 def test_other_exceptions_are_raised():
     with pytest.raises(KeyError):
         run_main(Train, "", lambda config: {}["a"], [])
-
-
-def test_a_full_disk_names_the_file(tmp_path):
-    def save(path):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    with pytest.raises(OSError, match=f"the disk is full: '{tmp_path}/new/file'"):
-        save_whole(tmp_path / "new" / "file", save)
 
 
 def test_a_directory_with_files_is_refused(tmp_path):

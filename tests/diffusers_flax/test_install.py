@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import json
 import os
 import re
 import shutil
@@ -15,10 +14,9 @@ from importlib.metadata import packages_distributions
 import pytest
 from helpers import ROOT, photo
 from shards import write_random_shard
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_pipeline
 
 import diffusers_flax
-from diffusers_flax.loading.weights import read_weights
 
 LIBRARY = ROOT / "diffusers_flax"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -187,32 +185,6 @@ def test_programs_alone_do_the_main_job(site, tmp_path):
     flags += ["--output", tmp_path / "out.png", "--num_inference_steps", 2, "--resolution", 32]
     run_alone("edit_cli.py", tmp_path / "c", site, *flags)
     assert (tmp_path / "out.png").exists()
-
-
-@pytest.mark.slow
-def test_programs_alone_make_images_and_shards(site, tmp_path):
-    """Both SDXL programs make the same images; shards have the pairs of a list."""
-    model = make_tiny_xl(tmp_path / "xl")
-    flags = ("--model", model, "--num_inference_steps", 2, "--num_images", 1, "--output")
-    run_alone("sdxl_single.py", tmp_path / "a", site, *flags, "made")
-    own = ("--executable_dir", tmp_path / "executables")
-    run_alone("sdxl_single_aot.py", tmp_path / "b", site, *flags, "made", *own)
-    (image,) = (tmp_path / "a" / "made").iterdir()
-    assert image.read_bytes() == (tmp_path / "b" / "made" / image.name).read_bytes()
-
-    photo(32, 24).save(tmp_path / "in.png")
-    pair = {"original_image": "in.png", "edited_image": "in.png", "edit_prompt": "no change"}
-    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
-    flags = ("--pairs", tmp_path / "pairs.jsonl", "--output_dir", tmp_path / "shards")
-    run_alone("parquet_processing.py", tmp_path / "c", site, *flags)
-    shown = run_alone("parquet_processing.py", tmp_path / "d", site, "--data_dir", flags[-1])
-    assert "no change" in shown
-
-
-def test_bin_files_name_what_they_need(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match=r"model\.bin needs PyTorch: pip install torch"):
-        list(read_weights(tmp_path / "model.bin"))
 
 
 def test_dependencies_are_the_imports():

@@ -19,17 +19,6 @@ NUM_DEVICES = 4  # conftest.py's
 V5E = TPUS["v5e"]
 
 
-def test_measure_counts_what_a_program_does():
-    def multiply(total, x, unused):
-        return total + x @ x
-
-    square = jax.ShapeDtypeStruct((NUM_DEVICES, 64, 64), jnp.float32)
-    unused = jax.ShapeDtypeStruct((NUM_DEVICES, 1000), jnp.float32)
-    result = program_costs(jax.pmap(multiply, donate_argnums=0), (square, square, unused), V5E)
-    assert result["padding"] == 0  # a CPU has none
-    assert result["outputs"] < 64  # the sum takes its argument's place
-
-
 @needs_libtpu
 def test_padding_is_that_of_tiles(libtpu_environment):
     """A TPU keeps the last axis in tiles of 128."""
@@ -65,19 +54,6 @@ def test_too_large_for_the_chip(libtpu_environment):
     square = jax.ShapeDtypeStruct((4, 50_000, 50_000), jnp.float32)  # 9.3 GiB each
     result = program_costs(jax.pmap(lambda x: x + 1, devices=devices), (square,), V5E)
     assert 18.6 < result["needs"] / 2**30 < 19
-
-
-@needs_libtpu
-def test_nothing_is_kept_in_the_cache(libtpu_environment, programs, tmp_path):
-    """jax cannot read such an executable back and would warn."""
-    devices = target_devices(find_target("v5e-4"))
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    try:
-        args = (jax.ShapeDtypeStruct((4,), "int32"),)
-        program_costs(jax.pmap(lambda x: x - 2, devices=devices), args, V5E)
-    finally:
-        jax.config.update("jax_compilation_cache_dir", programs)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
