@@ -68,8 +68,8 @@ def writing_export(output_dir, keep_programs=False):
         (output_dir / INDEX_NAME).unlink(missing_ok=True)
         for component in COMPONENTS:
             remove(output_dir / component)
-        for program in [] if keep_programs else output_dir.glob(f"*{PROGRAM}"):
-            for file in (program, program.with_suffix(".json"), output_dir / WEIGHTS):
+        if not keep_programs:
+            for file in (*output_dir.glob(f"*{PROGRAM}"), output_dir / WEIGHTS):
                 file.unlink(missing_ok=True)
 
 

@@ -14,7 +14,8 @@ from PIL import Image, ImageOps
 from safetensors.flax import load_file
 from tokenizers import Tokenizer
 
-from diffusers_flax.images import open_image, prepare_images, save_image, to_pil, to_rgb
+from diffusers_flax.data.images import load_image
+from diffusers_flax.images import prepare_images, save_image, to_pil
 
 
 def run_program(file, texts, image_file, seed, guidance_scales):
@@ -33,8 +34,7 @@ def run_program(file, texts, image_file, seed, guidance_scales):
     Raises:
         ValueError: it is not a program, or the arguments do not fit it.
     """
-    program, settings, weights = open_program(file)
-    shapes = {name: shape for name, (shape, _) in settings["arrays"].items()}
+    program, shapes, weights = open_program(file)
     if ("image" in shapes) != (image_file is not None):
         raise ValueError(
             f"{file} edits an image: give --input"
@@ -61,9 +61,8 @@ def run_program(file, texts, image_file, seed, guidance_scales):
 
 
 def open_program(file):
-    """(jax.export.Exported, settings, weights) of a file."""
-    settings_file, index = file.with_suffix(".json"), file.parent / "model_index.json"
-    if not (file.is_file() and settings_file.is_file() and index.is_file()):
+    """(jax.export.Exported, {argument: shape}, weights) of a file."""
+    if not (file.is_file() and (file.parent / "model_index.json").is_file()):
         raise ValueError(
             f"{file} is no program of a complete export; make one with export_model.py"
         )
@@ -74,8 +73,9 @@ def open_program(file):
             f"{file} is for {' and '.join(program.platforms)}, this machine has {platform}; "
             "export it with another --platform"
         )
-    settings = json.loads(settings_file.read_text(encoding="utf-8"))
-    return program, settings, load_file(file.parent / "weights.safetensors")
+    (_, arrays), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
+    shapes = {name: x.shape for name, x in arrays.items()}
+    return program, shapes, load_file(file.parent / "weights.safetensors")
 
 
 def token_ids(folder, text, shape, name):
@@ -91,24 +91,19 @@ def token_ids(folder, text, shape, name):
     for tokenizer_dir in sorted(folder.glob("tokenizer*/")):
         config = json.loads((tokenizer_dir / "tokenizer_config.json").read_text(encoding="utf-8"))
         tokenizer = Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
-        ids = tokenizer.encode(text).ids
-        if is_cut := len(ids) > length:
-            ids = [*ids[: length - 1], ids[-1]]
-        padding = [tokenizer.token_to_id(config["pad_token"])] * (length - len(ids))
-        rows.append(np.int32(ids + padding))
-    if is_cut:
+        pad_id = tokenizer.token_to_id(config["pad_token"])
+        tokenizer.enable_truncation(length)
+        tokenizer.enable_padding(length=length, pad_id=pad_id)
+        encoding = tokenizer.encode(text)
+        rows.append(np.int32(encoding.ids))
+    if encoding.overflowing:
         print(f"--{name} is too long: its first {length - 2} tokens are used", file=sys.stderr)
     return np.broadcast_to(rows if len(shape) == 3 else rows[0], shape)
 
 
 def read_input_image(file, shape):
     """An image file, resized and cropped to a shape (B, 3, H, W): float32 in [-1, 1]."""
-    try:
-        with open(file, "rb") as opened:
-            image = to_rgb(ImageOps.exif_transpose(open_image(opened)))
-    except Exception as error:  # decoders raise errors of many types
-        raise ValueError(f"--input {file} cannot be read as an image: {error}") from error
-    height, width = shape[2:]
+    image, (height, width) = load_image(file), shape[2:]
     print(f"{file}, {image.width}x{image.height}, at {width}x{height}", file=sys.stderr)
     image = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
     return np.broadcast_to(prepare_images(image), shape)

@@ -15,7 +15,6 @@ from safetensors.flax import save_file
 
 from diffusers_flax.exporting.folders import PROGRAM, WEIGHTS, write_beside, writing_export
 from diffusers_flax.loading.directories import INDEX_NAME
-from diffusers_flax.loading.files import write_json
 from diffusers_flax.parameters import cast_params
 
 
@@ -94,10 +93,6 @@ def export_stablehlo(
         platform: export.export(function, platforms=(platform,))(struct, arrays).serialize()
         for platform in platforms
     }
-    settings = {
-        "arrays": {key: [list(x.shape), str(x.dtype)] for key, x in arrays.items()},
-        "jax": jax.__version__,
-    }
     files, (height, width), result = [], size, "edit" if is_edit(pipeline) else "image"
     with writing_export(output_dir, keep_programs=True) as folder:
         write_beside(pipeline, folder)
@@ -108,6 +103,5 @@ def export_stablehlo(
                 f"{result}-batch{batch_size}-{width}x{height}-{num_inference_steps}steps-{platform}"
             )
             files.append(output_dir / f"{name}{PROGRAM}")
-            write_json(folder / f"{name}.json", settings)
             (folder / files[-1].name).write_bytes(program)
     return files
