@@ -111,6 +111,9 @@ def executed(text, fractions=None):
         (Instruction, times).
     """
     computations, entry = parse_program(text)
+    fractions = fractions or {}
+    is_named = {x: re.search(rf' conditional\(.*{x}/cond"', text) for x in fractions}
+    nameless = iter([fractions[scope] for scope, found in is_named.items() if not found])
 
     def visit(computation, times):
         for line in computations[computation].values():
@@ -121,8 +124,10 @@ def executed(text, fractions=None):
             called += line.called("to_apply") if line.operation == "call" else []
             shares = [num_trips(line) if line.operation == "while" else 1] * len(called)
             if line.operation == "conditional":
-                for scope, of_branches in (fractions or {}).items():
-                    shares = of_branches if f'{scope}/cond"' in line.text else shares
+                named = [x for scope, x in fractions.items() if f'{scope}/cond"' in line.text]
+                if "op_name" not in line.text:  # XLA has moved other operations into it
+                    named = [next(nameless, shares)]
+                shares = named[0] if named else shares
             for branch, share in zip(called, shares, strict=True):
                 yield from visit(branch, times * share)
 
