@@ -172,11 +172,6 @@ class SingleFile(str):
         return f"{version} {self.kind}" if self.purpose else version
 
     @property
-    def is_xl(self):
-        """Whether it is SDXL or its refiner."""
-        return self.family.startswith("XL")
-
-    @property
     def is_cosxl(self):
         """Whether it is CosXL or CosXL Edit, whose files have their noise levels."""
         return COSXL_ENTRIES["sigma_max"] in self.shapes
@@ -191,8 +186,9 @@ class SingleFile(str):
         """
         if name == INDEX_NAME:
             kind = "Img2Img" if self.family == "XL refiner" else self.purpose
+            family = "XL" if self.family.startswith("XL") else ""
             content = content | {
-                "_class_name": f"StableDiffusion{'XL' * self.is_xl}{kind}Pipeline",
+                "_class_name": f"StableDiffusion{family}{kind}Pipeline",
                 "requires_safety_checker": False,
                 "safety_checker": [None, None],
                 "feature_extractor": [None, None],
