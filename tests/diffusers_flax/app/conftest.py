@@ -1,33 +1,12 @@
 """A tiny model, a photograph, the page, its clients."""
 
 import json
-import os
 from contextlib import ExitStack
 
 import pytest
 from helpers import photo
 from served_app import FAST, launch, served
 from tiny_models import make_tiny_pipeline
-
-from diffusers_flax.app import server
-
-# Writes the hosts that a Python process connects to, or looks up, to a file.
-NOTE_HOSTS = """
-import os, sys
-
-def note(event, args):
-    if event not in ("socket.connect", "socket.getaddrinfo"):
-        return
-    host = args[0] if event == "socket.getaddrinfo" else args[1]
-    if event == "socket.connect":
-        if not isinstance(host, tuple):  # of this machine
-            return
-        host = host[0]
-    with open(os.environ["HOSTS"], "a") as file:
-        print(host.decode() if isinstance(host, bytes) else host, file=file)
-
-sys.addaudithook(note)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +23,15 @@ def photo_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(model, photo_file, tmp_path_factory):
-    """The page of a tiny model, whose files are in page.files; its server asks no other host."""
+    """The page of a tiny model, whose files are in page.files."""
     folder = tmp_path_factory.mktemp("page")
     row = {"input": str(photo_file), "edit": "make it blue", "output": "none.png"}
     (folder / "edits.jsonl").write_text(json.dumps(row))
-    (folder / "sitecustomize.py").write_text(NOTE_HOSTS)
-    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    environment = {"PYTHONPATH": path, "HOSTS": str(folder / "hosts"), "TMPDIR": str(folder)}
     flags = "--examples", folder / "edits.jsonl", *FAST, "--max_resolution", "256"
-    with served(model, *flags, **environment) as page:
+    with served(model, *flags, TMPDIR=str(folder)) as page:
         (page.files,) = folder.glob("edit_app_*")
         yield page
     assert not page.files.exists()
-    hosts = set((folder / "hosts").read_text().split())
-    assert "127.0.0.1" in hosts and hosts <= {*server.LOCAL, "None"}
 
 
 @pytest.fixture
