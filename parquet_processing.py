@@ -47,13 +47,12 @@ from diffusers_flax.data.archives.filtering import (
     text_of,
 )
 from diffusers_flax.data.dataset import ParquetImagePairs
-from diffusers_flax.data.decoding import decode_pair, place_mask
 from diffusers_flax.data.faults import FAULTS, FaultFinder
 from diffusers_flax.data.images import crop_image, decode_image
 from diffusers_flax.data.known_sets import COLUMN_FLAGS, forbids, set_of_columns
 from diffusers_flax.data.mixture import first_metadata
 from diffusers_flax.data.options import Columns
-from diffusers_flax.data.pairs import write_pairs
+from diffusers_flax.data.pairs import check_pair, write_pairs
 from diffusers_flax.data.shards import (
     Cells,
     Pair,
@@ -229,19 +228,16 @@ def sets_of_shards(groups: list[RowGroup]) -> dict[str, str] | None:
     return sets_in(folder, files) if isinstance(folder, Path) else None  # a URL
 
 
-def check_pair(
+def formats_of(
     cells: Cells, position: int, columns: tuple[str, str, str]
 ) -> tuple[Pair, list[str]]:
     """Decode a pair; return it with format, size and mode of both images.
 
     Raises:
-        ValueError: the prompt or an image is missing or cannot be decoded, or the mask cannot, or
-            they have two aspect ratios.
+        ValueError: it cannot be used.
     """
     pair = pair_at(cells, position)
-    pixels = np.empty((2, 16, 16, 3), np.uint8)  # small, but JPEGs are still read to their end
-    time_ids = decode_pair(pair, pixels, columns, "bicubic", 0.5, False)
-    place_mask(pair, pixels[0, :, :, 0], tuple(time_ids[0, 1::-1]), "bicubic", 0.5, False)
+    check_pair(pair, columns)
     formats = []
     for data in pair[:2]:
         image = open_image(io.BytesIO(data))
@@ -311,7 +307,7 @@ def describe_and_preview(config: Config) -> None:
     preview_pairs = []
     sample = sample_rows(groups, config.num_checked)
     num_expected = sum(len(positions) for _, positions in sample)
-    for group, position, checked in map_rows(sample, check_pair):
+    for group, position, checked in map_rows(sample, formats_of):
         try:
             pair, pair_formats = checked.result()
             for counter, name in zip(formats, pair_formats):
@@ -357,7 +353,6 @@ def report_faults(groups: list[RowGroup], config: Config) -> str:
         pair, values = measured.result()
         text = text_of(pair)
         faults, num_pairs = finder.find(values, text), num_pairs + 1
-        finder.remember(values, text)
         counts.update(faults)
         for fault in faults:
             if fault != "unreadable" and len(examples.setdefault(fault, [])) < NUM_EXAMPLES:

@@ -157,7 +157,7 @@ def test_interrupt(tmp_path, capsys, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parquet_processing, "check_pair", interrupt)
+    monkeypatch.setattr(parquet_processing, "formats_of", interrupt)
     with pytest.raises(SystemExit) as stop:
         parquet_processing.main(["--train_data_dir", str(tmp_path), "--preview", ""])
     assert stop.value.code == 130

@@ -8,6 +8,7 @@ Nothing is changed here; parquet_processing.py --report counts faults, --drop le
 
 import hashlib
 import math
+from collections.abc import Container
 from typing import NamedTuple
 
 import numpy as np
@@ -45,130 +46,101 @@ class Measured(NamedTuple):
     faults: tuple[str, ...]  # that a pair has by itself
     digest: bytes = b""  # of the bytes of both images
     bits: int = 0  # 128: difference hashes of both images
-    colours: bytes = b""  # uint8 (2, 16, 16, 3): mean RGB of cells of both images
-
-
-def frame_sides(pixels: np.ndarray) -> tuple[float, float]:
-    """The widths of bars at the top and the bottom, as shares of the height.
-
-    A bar is of the corner's colour and ends in a straight edge.
-
-    Args:
-        pixels: uint8 (h, w, 3).
-    """
-    widths = []
-    for turned in (pixels, pixels[::-1]):
-        away = np.abs(turned.astype(np.int16) - turned[0, 0]).max(-1) > SAME_COLOUR
-        shares = away.mean(1)
-        inside = np.flatnonzero(shares > 1 - SHARP_EDGE)
-        outside = np.flatnonzero(shares > 0.02)
-        is_sharp = len(inside) and inside[0] - outside[0] <= 1 and shares[inside[0] :][:2].max()
-        sharp = is_sharp and is_sharp >= SHARP_EDGE
-        widths.append(outside[0] / len(shares) if sharp else 0.0)
-    return tuple(widths)
-
-
-def has_border(pixels: np.ndarray) -> bool:
-    """Whether an image has bars of one colour on two opposite sides."""
-    turned = (pixels, pixels.transpose(1, 0, 2))
-    return any(min(frame_sides(view)) >= MIN_FRAME for view in turned)
-
-
-def difference_hash(image: Image.Image) -> int:
-    """64 bits: whether each of 8x8 cells is brighter than its left neighbour."""
-    grey = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX), np.int16)
-    return int.from_bytes(np.packbits(grey[:, 1:] > grey[:, :-1]).tobytes())
+    colours: np.ndarray | None = None  # uint8 (2, 16, 16, 3): mean RGB of cells of both images
 
 
 def measure(original: bytes, edited: bytes) -> Measured:
-    """Measure a pair; may run in a thread.
-
-    Args:
-        original, edited: encoded images.
-    """
+    """Measure a pair of encoded images; may run in a thread."""
     try:
         pixels = [decode_image(data, (CHANGE_SIDE, CHANGE_SIDE)) for data in (original, edited)]
         (w, h), (W, H) = map(encoded_size, (original, edited))
     except ValueError:
         return Measured(("unreadable",))
-    faults = []
-    if abs(math.log(w * H / (h * W))) > MAX_ASPECT_ERROR:
-        faults.append("shape")
     images = [Image.fromarray(array) for array in pixels]
-    small = [image.resize((SIDE, SIDE), Image.Resampling.BOX) for image in images]
-    if any(has_border(np.asarray(image)) for image in small):
-        faults.append("border")
-    if is_unchanged(*images):
-        faults.append("unchanged")
-    bits = difference_hash(small[0]) << 64 | difference_hash(small[1])
-    looks = [image.resize((LOOK_SIDE, LOOK_SIDE), Image.Resampling.BOX) for image in small]
-    digest = hashlib.sha256(hashlib.sha256(original).digest() + edited).digest()[:16]
-    return Measured(tuple(faults), digest, bits, b"".join(image.tobytes() for image in looks))
-
-
-def is_unchanged(original: Image.Image, edited: Image.Image) -> bool:
-    """Whether no cell of an image changes by more than recompression changes it."""
+    small = [scaled(image, SIDE, SIDE) for image in images]
     size = (CHANGE_SIDE, CHANGE_SIDE)
-    cells = [
-        np.asarray(image.resize(size, Image.Resampling.BOX).reduce(CELL), np.int16)
-        for image in (original, edited)
-    ]
+    cells = [np.asarray(scaled(x, *size).reduce(CELL), np.int16) for x in images]
     change = np.abs(cells[0] - cells[1])
-    return change.max() <= MOST_CHANGE and change.mean() <= MEAN_CHANGE
+    faults = {
+        "shape": abs(math.log(w * H / (h * W))) > MAX_ASPECT_ERROR,
+        "border": any(has_border(np.asarray(image)) for image in small),
+        "unchanged": change.max() <= MOST_CHANGE and change.mean() <= MEAN_CHANGE,
+    }
+    bits = difference_hash(small[0]) << 64 | difference_hash(small[1])
+    colours = np.stack([np.asarray(scaled(x, LOOK_SIDE, LOOK_SIDE)) for x in small])
+    digest = hashlib.sha256(hashlib.sha256(original).digest() + edited).digest()[:16]
+    return Measured(tuple(name for name in faults if faults[name]), digest, bits, colours)
+
+
+def scaled(image: Image.Image, width: int, height: int) -> Image.Image:
+    """An image whose pixels are means of an image's pixels."""
+    return image.resize((width, height), Image.Resampling.BOX)
+
+
+def has_border(pixels: np.ndarray) -> bool:
+    """Whether an image, uint8 (h, w, 3), has bars of one colour on two opposite sides."""
+    turned = (pixels, pixels.transpose(1, 0, 2))
+    return any(min(map(bar_width, (view, view[::-1]))) >= MIN_FRAME for view in turned)
+
+
+def bar_width(pixels: np.ndarray) -> float:
+    """The height of a bar at the top as a share of an image's, uint8 (h, w, 3); 0: none.
+
+    A bar is of the corner's colour and ends in a straight edge.
+    """
+    shares = (np.abs(pixels.astype(np.int16) - pixels[0, 0]).max(-1) > SAME_COLOUR).mean(1)
+    inside = np.flatnonzero(shares > 1 - SHARP_EDGE)
+    outside = np.flatnonzero(shares > 0.02)
+    if not len(inside) or inside[0] - outside[0] > 1:
+        return 0.0
+    is_sharp = shares[inside[0] :][:2].max() >= SHARP_EDGE
+    return outside[0] / len(shares) if is_sharp else 0.0
+
+
+def difference_hash(image: Image.Image) -> int:
+    """64 bits: whether each of 8x8 cells is brighter than its left neighbour."""
+    grey = np.asarray(scaled(image.convert("L"), 9, 8), np.int16)
+    return int.from_bytes(np.packbits(grey[:, 1:] > grey[:, :-1]).tobytes())
 
 
 class FaultFinder:
     """Judges pairs one after the other, and compares them with those before."""
 
     def __init__(self):
-        self._seen: set[bytes] = set()  # hashes of images and instruction
-        self._looks: dict[bytes, list[Measured]] = {}  # by the instruction with a band of the bits
+        self._seen: set[tuple] = set()  # hashes of images, instructions
+        self._looks: dict[tuple, list[Measured]] = {}  # by instruction and band of the bits
 
-    def find(self, measured: Measured, instruction: str) -> list[str]:
-        """The faults of a pair, in the order of FAULTS; see remember.
+    def find(self, measured: Measured, instruction: str, dropped: Container[str] = ()) -> list[str]:
+        """The faults of a pair, in the order of FAULTS.
 
         Args:
             measured: of the images.
             instruction: or several as one text.
+            dropped: later pairs are not compared with a pair that has one of these faults.
         """
         faults = set(measured.faults)
-        if "unreadable" not in faults:
-            text = self._digest(instruction)
-            if measured.digest + text in self._seen:
-                faults.add("duplicate")
-            elif any(
-                is_near(measured, other)
-                for band in self._bands(measured, text)
-                for other in self._looks.get(band, ())
-            ):
-                faults.add("near_duplicate")
-        return [name for name in FAULTS if name in faults]
-
-    def remember(self, measured: Measured, instruction: str) -> None:
-        """Compare later pairs with this one; arguments as for find."""
-        text = self._digest(instruction)
-        if "unreadable" in measured.faults or measured.digest + text in self._seen:
-            return
-        self._seen.add(measured.digest + text)
-        for band in self._bands(measured, text):
-            alike = self._looks.setdefault(band, [])
-            if len(alike) < MAX_CANDIDATES:
-                alike.append(measured)
-
-    @staticmethod
-    def _digest(instruction: str) -> bytes:
-        return hashlib.sha256(instruction.encode(errors="replace")).digest()[:8]
-
-    @staticmethod
-    def _bands(measured: Measured, text: bytes) -> list[bytes]:
-        """The instruction with each band of the bits."""
+        if "unreadable" in faults:
+            return ["unreadable"]
+        # A hash takes less memory than the text.
+        text = hashlib.sha256(instruction.encode(errors="replace")).digest()[:8]
         width = -(-128 // NUM_BANDS)
-        parts = [measured.bits >> n * width & (1 << width) - 1 for n in range(NUM_BANDS)]
-        return [text + bytes([n]) + part.to_bytes(3) for n, part in enumerate(parts)]
+        bands = [(text, n, measured.bits >> n * width & (1 << width) - 1) for n in range(NUM_BANDS)]
+        alike = (other for band in bands for other in self._looks.get(band, ()))
+        if (measured.digest, text) in self._seen:
+            faults.add("duplicate")
+        elif any(is_near(measured, other) for other in alike):
+            faults.add("near_duplicate")
+        if "duplicate" not in faults and not any(fault in dropped for fault in faults):
+            self._seen.add((measured.digest, text))
+            for band in bands:
+                if len(looks := self._looks.setdefault(band, [])) < MAX_CANDIDATES:
+                    looks.append(measured)
+        return [name for name in FAULTS if name in faults]
 
 
 def is_near(one: Measured, other: Measured) -> bool:
     """Whether two pairs look alike."""
-    colours = [np.frombuffer(x.colours, np.uint8).astype(np.int16) for x in (one, other)]
-    is_alike = np.abs(colours[0] - colours[1]).max() <= MAX_COLOUR
-    return bool(is_alike) and (one.bits ^ other.bits).bit_count() <= MAX_BITS
+    if (one.bits ^ other.bits).bit_count() > MAX_BITS:
+        return False
+    change = one.colours.astype(np.int16) - other.colours
+    return bool(np.abs(change).max() <= MAX_COLOUR)

@@ -7,10 +7,9 @@ them. A list is a .csv file whose first line names the columns, or else a file w
 per line. NAMES has the accepted keys or column names; other keys are ignored. Several names of one
 text must agree. `output` is the file that edit_cli.py writes, never an image to learn from.
 
-Paths are relative to the list. An image that is not there is looked up in the working directory,
-with a warning; the output of its row is relative to the working directory too. The image of a row
-may be the output of another row, so that edits follow one another; both are then relative to the
-same directory.
+Paths are relative to the list. If its images are not there, but in the working directory, all paths
+are relative to the working directory, with a warning. The image of a row may be the output of
+another row, so that edits follow one another.
 """
 
 import csv
@@ -36,10 +35,8 @@ NAMES = {  # meaning: accepted keys
 }
 IMAGES = ("original_image", "edited_image")
 READ = (*IMAGES, "mask")  # files that must exist
-PATHS = (*READ, "output")
 CAPTIONS = ("original_prompt", "edited_prompt")
 MAX_NAMED_PROBLEMS = 10  # in an error message
-LIKENESS = 0.75  # difflib's ratio of a misspelt and the right key: maks and mask have 0.75
 
 logger = logging.getLogger(__name__)
 
@@ -88,123 +85,61 @@ def list_rows(
 
     Returns:
         (rows, problems). A row is a dict with "line", its first line, from 1, and keys of NAMES:
-        texts, Paths for the keys in PATHS, None if missing. With outputs also "after", the line of
+        texts, Paths for images and outputs, None if missing. With outputs also "after", the line of
         the row whose output it edits, or None. A problem is (line, description) of an invalid row
         or a missing image.
 
     Raises:
         ValueError: the file cannot be read, is not UTF-8 or has no rows.
     """
-    rows, problems, truths, promised = [], [], [], set()
+    rows, problems = [], []
     check = partial(missing_names, required=required)
     for line, content in islice(read_objects(given, file, check), max_rows):
         try:
-            if isinstance(content, str):
-                raise ValueError(content)
             rows.append({"line": line} | parse_texts(content, required, optional))
-            truths += [content[name] for name in NAMES["edited_image"] if name in content]
         except ValueError as error:
             problems.append((line, str(error)))
-            output = content.get("output") if isinstance(content, dict) else None
-            if isinstance(output, str) and "\0" not in output:
-                promised |= {(file.parent / output).resolve(), Path(output).resolve()}
     if not rows and not problems:
         raise ValueError(f"{given} has no rows; write one for each edit")
 
-    elsewhere, begins = [], []
-    has_outputs = "output" in required
-    if has_outputs:
-        writers = {os.path.normpath(row["output"]): row for row in rows}
-        begins = [first_image(row, writers) for row in rows]
-    for row, image in zip(rows, begins or rows):
-        bases = {name: find_base(row[name], file.parent) for name in READ if row.get(name)}
-        if has_outputs:
-            bases |= dict.fromkeys(("original_image", "output"), find_base(image, file.parent))
-        elsewhere += [row[name] for name, base in bases.items() if base != file.parent][:1]
-        row |= {name: base / row[name] for name, base in bases.items()}
-    if has_outputs:
-        problems += check_outputs(rows, truths, file.parent)
-    outputs = {row["output"].resolve(): row["line"] for row in rows if "output" in row}
-    problems += [x for row in rows for x in missing_files(row, outputs, promised)]
-    problems.sort(key=lambda problem: problem[0])
+    images = [row["original_image"] for row in rows if "original_image" in row]
+    folder = file.parent
+    is_beside = any(os.path.isfile(folder / image) for image in images)
+    if not is_beside and any(map(os.path.isfile, images)):
+        folder = Path()
+        logger.warning("%s: paths are relative to the working directory, not to the list", file)
+    for row in rows:
+        row |= {name: folder / row[name] for name in (*READ, "output") if row.get(name)}
+    if "output" in required:
+        problems += order_outputs(rows)
+    for row in rows:
+        if "output" in row and row.get("edited_image") and not row["edited_image"].is_file():
+            row["edited_image"] = None  # it is only drawn
+        names = READ[1:] if row.get("after") else READ
+        for path in (row[name] for name in names if row.get(name)):
+            if not os.path.isfile(path):
+                problems.append((row["line"], f"{path} does not exist"))
     wrong = {line for line, _ in problems}
-    if elsewhere:
-        logger.warning(
-            "%s: images are in the working directory, not beside the list (rows: %d), for example "
-            "%s; write paths relative to the list%s",
-            file, len(elsewhere), elsewhere[0],
-            "; outputs of these rows go to the working directory too" * has_outputs,
-        )  # fmt: skip
-    return [row for row in rows if row["line"] not in wrong], problems
+    return [row for row in rows if row["line"] not in wrong], sorted(problems)
 
 
-def first_image(row: dict, writers: dict[str, dict]) -> str:
-    """The image with which the edits of a row begin, if it edits another row's output.
-
-    Args:
-        row: with the text "original_image".
-        writers: {output: its row}.
-    """
-    seen = []
-    while row not in seen:  # also ends in a cycle, see check_outputs
-        seen.append(row)
-        row = writers.get(os.path.normpath(row["original_image"]), row)
-    return row["original_image"]
-
-
-def check_outputs(rows: list[dict], truths: list, folder: Path) -> list[tuple[int, str]]:
-    """Set "after" of each row, see list_rows; problems with files that would be overwritten.
-
-    Args:
-        rows: with paths.
-        truths: edited images of all rows, as they are written in the list.
-        folder: directory of the list.
-    """
+def order_outputs(rows: list[dict]) -> list[tuple[int, str]]:
+    """Set "after" of each row, see list_rows; problems with files that would be overwritten."""
     lines = {row["output"].resolve(): row["line"] for row in rows}
-    kept = {(find_base(x, folder) / x).resolve() for x in truths if isinstance(x, str) and x}
+    truths = {row["edited_image"].resolve() for row in rows if row.get("edited_image")}
     problems = []
     for row in rows:
         row["after"] = lines.get(row["original_image"].resolve())
-        if row["output"].resolve() in kept:
+        if row["output"].resolve() in truths:
             text = f"{row['output']} is a truth and would be overwritten; name another output"
             problems.append((row["line"], text))
     try:
-        follows = {row["line"]: {row["after"]} - {None} for row in rows}
-        TopologicalSorter(follows).prepare()
+        TopologicalSorter({row["line"]: {row["after"]} - {None} for row in rows}).prepare()
     except CycleError as error:
         cycle = sorted({*error.args[1]})
         numbers = " and ".join(map(str, cycle))
-        text = (
-            f"an input would be overwritten, as the outputs of line {numbers} are edited in a cycle"
-        )
-        problems.append((cycle[0], f"{text}; name another output"))
-    return problems
-
-
-def missing_files(
-    row: dict, outputs: dict[Path, int], promised: set[Path]
-) -> list[tuple[int, str]]:
-    """A problem for each missing file of a row, except an image that another row writes.
-
-    Args:
-        row: row of list_rows.
-        outputs: {output: line of its row}, resolved.
-        promised: outputs of invalid rows, resolved.
-    """
-    problems = []
-    for name in READ:
-        path = row.get(name)
-        if path is None or os.path.isfile(path):
-            continue
-        if name == "edited_image" and "output" in row:  # only drawn
-            row[name] = None
-            continue
-        if name == "original_image" and (row.get("after") or path.resolve() in promised):
-            continue
-        problem = f"{path} {'is a directory' if os.path.exists(path) else 'does not exist'}"
-        if name == "mask" and (line := outputs.get(path.resolve())):
-            problem = f"{path} is written by line {line}; a mask must exist before"
-        problems.append((row["line"], problem))
+        text = f"the outputs of line {numbers} are edited in a cycle; name another output"
+        problems.append((cycle[0], text))
     return problems
 
 
@@ -229,45 +164,33 @@ def read_objects(
         raise ValueError(f"{given} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{file} line {line} is not UTF-8; save the file as UTF-8, a JSON object a line, or CSV"
-        ) from None
+        raise ValueError(f"{file} line {line} is not UTF-8; save the file as UTF-8") from None
 
     if file.suffix.lower() != ".csv":
         for line, row in enumerate(text.split("\n"), start=1):
-            if not row.strip():
-                continue
-            try:
-                row = json.loads(row)
-            except (ValueError, RecursionError) as error:
-                yield line, f"not JSON ({getattr(error, 'msg', error)})"
-            else:
-                yield line, row if isinstance(row, dict) else "not a JSON object"
+            if row.strip():
+                try:
+                    content = json.loads(row)
+                    yield line, content if isinstance(content, dict) else "not a JSON object"
+                except json.JSONDecodeError as error:
+                    yield line, f"not JSON ({error.msg})"
         return
 
     rows = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
-    header, line = None, 1
+    line = 1
     try:
+        header = [name.strip() for name in next(rows, ())]
+        if problem := check_columns(header):
+            names = ", ".join(header)
+            raise ValueError(f"{file} line 1 names the columns {names}: {problem}")
+        line = rows.line_num + 1
         for values in rows:
-            if header is None:
-                header = [name.strip() for name in values]
-                problem = check_columns(header)
-                if len(set(header)) < len(header):
-                    problem = "two columns have the same name"
-                if problem:
-                    hint = "; separate them by commas" if len(header) == 1 else ""
-                    raise ValueError(
-                        f"{file} line {line} names the columns {', '.join(header)}: {problem}{hint}"
-                    )
-            elif not any(map(str.strip, values)):  # a blank row of a table
-                pass
-            elif len(values) == len(header):
-                yield line, dict(zip(header, values))
-            elif values:
-                problem = f"{len(values)} values, but {len(header)} columns"
-                if len(values) > len(header):
-                    problem += "; put texts with commas in quotation marks"
-                yield line, problem
+            if any(map(str.strip, values)):  # else a blank row of a table
+                if len(values) == len(header):
+                    yield line, dict(zip(header, values))
+                else:
+                    hint = "; put texts with commas in quotation marks"
+                    yield line, f"{len(values)} values, but {len(header)} columns{hint}"
             line = rows.line_num + 1
     except csv.Error as error:
         yield line, f"not CSV ({error})"
@@ -283,41 +206,35 @@ def missing_names(names: list[str], required: tuple[str, ...]) -> str:
 
 
 def parse_texts(
-    content: dict, required: tuple[str, ...], optional: tuple[str, ...]
+    content: dict | str, required: tuple[str, ...], optional: tuple[str, ...]
 ) -> dict[str, str | None]:
     """An object's texts by their keys in NAMES; missing optional texts are None.
 
+    Args:
+        content: of read_objects.
+        required, optional: keys of NAMES.
+
     Raises:
-        ValueError: a text is missing, empty or not a string, or several names of it differ.
+        ValueError: it is invalid, a text is missing, empty or not a string, or several names of it
+            differ.
     """
+    if isinstance(content, str):
+        raise ValueError(content)
     if problem := missing_names(list(content), required):
         raise ValueError(problem)
     texts = {}
     for key in (*required, *optional):
-        found = {}
-        for name in (name for name in NAMES[key] if content.get(name) is not None):
-            if key == "edit_prompt" and isinstance(content[name], list):
-                raise ValueError(
-                    f"{name} is a list; write one line for each instruction, or, to train, shards "
-                    "with a list column by pyarrow"
-                )
-            if not isinstance(content[name], str):
-                raise ValueError(f"{name} is {json.dumps(content[name])[:40]}, not text")
-            if text := content[name].strip():
-                found[name] = text
+        found = {name: content[name] for name in NAMES[key] if content.get(name) is not None}
+        for name, value in found.items():
+            if not isinstance(value, str):
+                raise ValueError(f"{name} is {json.dumps(value)[:40]}, not text")
+        found = {name: value.strip() for name, value in found.items() if value.strip()}
         if key in required and not found:
             raise ValueError(f"{next(name for name in NAMES[key] if name in content)} is empty")
         if len(set(found.values())) > 1:
             differing = " and ".join(f'{name} "{text[:40]}"' for name, text in found.items())
             raise ValueError(f"{differing} differ, but mean the same; give one of them")
         texts[key] = next(iter(found.values()), None)
-        if key in PATHS and "\0" in (texts[key] or ""):
-            raise ValueError("a path has a null byte")
-        try:
-            (texts[key] or "").encode()
-        except UnicodeEncodeError:
-            (name,) = list(found)[:1]
-            raise ValueError(f"{name} is not valid Unicode: it has an unpaired surrogate") from None
     return texts
 
 

@@ -13,24 +13,20 @@ loader applies their EXIF orientation.
 
 import hashlib
 from collections import defaultdict
-from functools import cache
+from contextlib import ExitStack
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 from PIL import Image
 from tqdm import tqdm
 
-from diffusers_flax.data.images import (
-    MAX_ASPECT,
-    check_one_shape,
-    decode_image,
-    decode_mask,
-    encoded_size,
-)
+from diffusers_flax.data.decoding import decode_pair, place_mask
+from diffusers_flax.data.images import decode_mask, encoded_size
 from diffusers_flax.data.lists import CAPTIONS, IMAGES, list_rows, raise_problems
 from diffusers_flax.data.options import num_usable_cores
+from diffusers_flax.data.shards import Pair
 from diffusers_flax.data.writing import (
     COPIES,
     HELD_OUT,
@@ -46,28 +42,38 @@ from diffusers_flax.data.writing import (
     number_shards,
     write_held_out,
 )
-from diffusers_flax.images import READ_FORMATS
 from diffusers_flax.messages import one_line
 
-IMAGE_DIRS = ("original", "edited")  # in a directory of pairs
+IMAGE_DIRS = dict(zip(IMAGES, ("original", "edited")))  # in a directory of pairs
 CAPTION_FILES = ("captions.jsonl", "captions.csv")  # in a directory of pairs, one of these
+FILES = {"original": "original_image", "edited": "edited_image", "mask": "mask"}  # role: key
 
 
-class ListedPair(NamedTuple):
-    """A pair of a list."""
+def files_of(pair: dict) -> dict[str, Path]:
+    """The image files of a row: original, edited and, if it has one, the mask."""
+    return {role: pair[key] for role, key in FILES.items() if pair[key]}
 
-    line: int  # first line of the row, from 1
-    original: Path
-    edited: Path
-    edit_prompt: str
-    original_prompt: str | None
-    edited_prompt: str | None
-    mask: Path | None
 
-    def files(self) -> dict[str, Path]:
-        """The image files: original, edited and, if it has one, the mask."""
-        files = {"original": self.original, "edited": self.edited, "mask": self.mask}
-        return {name: file for name, file in files.items() if file}
+def texts_of(pair: dict) -> dict[str, str | None]:
+    """Instruction and captions of a row, as columns of SCHEMA."""
+    return {name: pair[name] for name in ("edit_prompt", *CAPTIONS)}
+
+
+def find_list(source: Path) -> Path:
+    """The list of --pairs: the file itself, or a directory's file of captions.
+
+    Raises:
+        ValueError: there is no list.
+    """
+    lists = [source] if source.suffix.lower() in (".jsonl", ".csv") else []
+    if all((source / name).is_dir() for name in IMAGE_DIRS.values()):
+        lists = [source / name for name in CAPTION_FILES if (source / name).is_file()]
+    if not lists:
+        raise ValueError(
+            f"--pairs {source} must be a .jsonl or .csv file, or a directory with "
+            f"{'/, '.join(IMAGE_DIRS.values())}/ and {' or '.join(CAPTION_FILES)}"
+        )
+    return lists[0]
 
 
 def index_images(folder: Path) -> dict[str, list[Path]]:
@@ -83,42 +89,18 @@ def find_image(files: dict[str, list[Path]], name: str, folder: str) -> Path:
     """Find an image by its file name; an image with another extension also matches.
 
     Raises:
-        ValueError: no or several images match, or the name contains a directory.
+        ValueError: no or several images match.
     """
-    if Path(name).name != name:
-        raise ValueError(f"{name} contains a directory; give the file name in {folder}/")
-    extensions = Image.registered_extensions()
-    is_image = extensions.get(Path(name).suffix.lower()) in READ_FORMATS
+    is_image = Path(name).suffix.lower() in Image.registered_extensions()
     found = files.get(name) or (files.get(Path(name).stem, []) if is_image else [])
     if len(found) != 1:
         raise ValueError(f"{len(found) or 'no'} images in {folder}/ are named {name}")
     return found[0]
 
 
-def find_list(source: Path) -> Path:
-    """The list of --pairs: the file itself, or a directory's file of captions.
-
-    Raises:
-        ValueError: there is no list.
-    """
-    if not source.exists():
-        raise ValueError(f"--pairs {source} does not exist; name a list or a directory")
-    if source.is_dir():
-        if all((source / name).is_dir() for name in IMAGE_DIRS):
-            for name in CAPTION_FILES:
-                if (source / name).is_file():
-                    return source / name
-    elif source.suffix.lower() in (".jsonl", ".csv"):
-        return source
-    raise ValueError(
-        f"--pairs {source} must be a .jsonl or .csv file, or a directory with "
-        f"{'/, '.join(IMAGE_DIRS)}/ and {' or '.join(CAPTION_FILES)}"
-    )
-
-
 def list_pairs(
     file: Path, in_folders: bool, max_pairs: int | None = None
-) -> tuple[list[ListedPair], list[tuple[int, str]]]:
+) -> tuple[list[dict], list[tuple[int, str]]]:
     """Read a list of pairs without opening images.
 
     Args:
@@ -127,122 +109,62 @@ def list_pairs(
         max_pairs: read only the first N rows; None: all.
 
     Returns:
-        (pairs, problems): the valid rows, and (line, problem) for each invalid row.
+        (pairs, problems): the valid rows, see lists.list_rows, and (line, problem) for each invalid
+        row.
 
     Raises:
         ValueError: the file is not a list or has no rows.
     """
-    required, folders = (*IMAGES, "edit_prompt"), {}
-    if in_folders:
-        required = ("file_name", "edit_prompt")
-        folders = {name: index_images(file.parent / name) for name in IMAGE_DIRS}
+    required = (*(["file_name"] if in_folders else IMAGES), "edit_prompt")
     optional = (*CAPTIONS, "mask")
     rows, problems = list_rows(f"--pairs {file}", file, required, optional, max_pairs)
+    folders = {}
+    if in_folders:
+        folders = {image: index_images(file.parent / name) for image, name in IMAGE_DIRS.items()}
     pairs, lines = [], {}
     for row in rows:
-        if in_folders:
-            try:
-                for image, folder in zip(IMAGES, folders):
-                    row[image] = find_image(folders[folder], row["file_name"], folder)
-            except ValueError as error:
-                problems.append((row["line"], str(error)))
-                continue
-        # Two spellings of a path are one file.
-        row |= {image: row[image].resolve() for image in IMAGES}
-        names = (*IMAGES, "edit_prompt", *CAPTIONS, "mask")
-        pair = ListedPair(row["line"], *(row[name] for name in names))
-        if (first := lines.setdefault(pair[1:4], pair.line)) != pair.line:
-            problems.append((pair.line, f"repeats line {first}"))
-        pairs.append(pair)
+        try:
+            for image, files in folders.items():
+                row[image] = find_image(files, row["file_name"], IMAGE_DIRS[image])
+        except ValueError as error:
+            problems.append((row["line"], str(error)))
+            continue
+        row |= {image: row[image].resolve() for image in IMAGES}  # two spellings are one file
+        key = tuple(row[name] for name in (*IMAGES, "edit_prompt"))
+        if (first := lines.setdefault(key, row["line"])) != row["line"]:
+            problems.append((row["line"], f"repeats line {first}"))
+        pairs.append(row)
     return pairs, problems
 
 
-@cache
-def image_size(path: Path, is_mask: bool = False) -> tuple[int, int]:
-    """(width, height) of an image after EXIF orientation; decodes it as the loader does.
+def check_pair(pair: Pair, columns: tuple[str, str, str]) -> None:
+    """Decode a pair as training does.
+
+    Args:
+        pair: encoded pair.
+        columns: names of images and instruction for errors.
 
     Raises:
-        OSError, ValueError: it cannot be read or used.
+        ValueError: it cannot be used.
     """
-    data = path.read_bytes()
-    decode_image(data, (16, 16))  # raises a ValueError if the image is damaged
-    width, height = encoded_size(data)
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        raise ValueError(f"{width}x{height} is too narrow; the most is {MAX_ASPECT} to 1")
-    if is_mask and decode_mask(data).max() < 128:
-        raise ValueError("has no white, so nothing may change; paint white what the edit changes")
-    return width, height
+    pixels = np.empty((2, 16, 16, 3), np.uint8)  # small, but JPEGs are still read to their end
+    time_ids = decode_pair(pair, pixels, columns, "bicubic", 0.5, False)
+    place_mask(pair, pixels[0, :, :, 0], tuple(time_ids[0, 1::-1]), "bicubic", 0.5, False)
 
 
-def check_images(pair: ListedPair) -> list[tuple[int, str]]:
-    """(line, problem) for each problem with the images of a pair."""
-    sizes, problems = {}, []
-    for name, path in pair.files().items():
-        try:
-            sizes[name] = image_size(path, name == "mask")
-        except (OSError, ValueError) as error:
-            problems.append(f"{path}: {getattr(error, 'strerror', None) or one_line(error, 200)}")
-    if not problems:
-        try:
-            check_one_shape(pair.original, sizes["original"], pair.edited, sizes["edited"])
-        except ValueError as error:
-            problems.append(str(error))
-        if sizes.get("mask", sizes["original"]) != sizes["original"]:
-            named = (pair.mask, *sizes["mask"], pair.original, *sizes["original"])
-            problems.append(
-                "{} is {}x{} pixels (width x height) and {} {}x{}; a mask has the size of the "
-                "original image".format(*named)
-            )
-    return [(pair.line, problem) for problem in problems]
-
-
-def check_listed_images(pairs: list[ListedPair]) -> list[tuple[int, str]]:
-    """check_images of all pairs, in threads."""
-    image_size.cache_clear()  # files may have changed
-    with ThreadPool(num_usable_cores()) as pool:  # exits at once on Ctrl-C
-        found = pool.imap(check_images, pairs, chunksize=4)
-        bar = tqdm(found, "checking images", len(pairs), unit="pair", disable=None)
-        return [problem for problems in bar for problem in problems]
-
-
-def split_held_out(
-    pairs: list[ListedPair], num_held_out: int, seed: int
-) -> tuple[list[ListedPair], list[ListedPair]]:
-    """Split off all pairs of num_held_out randomly chosen original images.
-
-    Returns:
-        (training pairs, held-out pairs), both in the order of the list.
-
-    Raises:
-        ValueError: no training pairs would remain.
-    """
-    if not num_held_out:
-        return pairs, []
-    content = {
-        x: hashlib.sha256(x.read_bytes()).digest() for x in {pair.original for pair in pairs}
-    }
-    keys = [(content[pair.original], None, False) for pair in pairs]
-    chosen = choose_held_out(keys, num_held_out, seed).tolist()
-    training = [pair for pair, is_held_out in zip(pairs, chosen) if not is_held_out]
-    return training, [pair for pair, is_held_out in zip(pairs, chosen) if is_held_out]
-
-
-def write_shards(pairs: list[ListedPair], folder: Path) -> int:
-    """Write shards named like train-00000-of-00003.parquet; return their number."""
-    schema = SCHEMA
-    if any(pair.mask for pair in pairs):
-        schema = schema.append(pa.field("mask_image", IMAGE))
-    with ShardWriter(folder, schema) as writer:
-        for pair in tqdm(pairs, "writing shards", unit="pair", disable=None):
-            cells = {f"{name}_image": image_cell(x) for name, x in pair.files().items()}
-            writer.add(texts_of(pair) | cells, sum(len(cell["bytes"]) for cell in cells.values()))
-    return number_shards(folder)
-
-
-def texts_of(pair: ListedPair) -> dict[str, str | None]:
-    """Instruction and captions of a pair, as columns of SCHEMA."""
-    names = ("original_prompt", "edit_prompt", "edited_prompt")
-    return {name: getattr(pair, name) for name in names}
+def problem_of(row: dict) -> str:
+    """What is wrong with the images of a row; "": nothing."""
+    try:
+        original, edited, mask = (row[key] and row[key].read_bytes() for key in FILES.values())
+        pair = Pair(original, edited, row["edit_prompt"], mask=mask)
+        check_pair(pair, (row["original_image"], row["edited_image"], "edit_prompt"))
+        if mask and decode_mask(mask).max() < 128:
+            raise ValueError(f"{row['mask']} has no white, so nothing may change; paint it")
+        if mask and encoded_size(mask) != encoded_size(original):
+            raise ValueError(f"{row['mask']} does not have the size of the original image")
+    except (OSError, ValueError) as error:
+        return one_line(error, 300)
+    return ""
 
 
 def write_pairs(
@@ -280,22 +202,43 @@ def write_pairs(
             raise ValueError(f"--held_out_dir {held_out_dir} is also --output_dir; name another")
     file = find_list(source)
     pairs, problems = list_pairs(file, source.is_dir(), max_pairs)
-    files = [path for pair in pairs for path in pair.files().values()]
+    files = [path for pair in pairs for path in files_of(pair).values()]
     if held_out_dir and any(path.is_relative_to(held_out_dir.resolve()) for path in files):
         raise ValueError(f"--held_out_dir {held_out_dir} has images of --pairs; name another")
-    raise_problems(file, sorted(problems + check_listed_images(pairs)))
-    training, held_out = split_held_out(pairs, num_held_out, seed)
+    with ThreadPool(num_usable_cores()) as pool:  # exits at once on Ctrl-C
+        found = pool.imap(problem_of, pairs, chunksize=4)
+        bar = tqdm(found, "checking images", len(pairs), unit="pair", disable=None)
+        problems += [(row["line"], problem) for row, problem in zip(pairs, bar) if problem]
+    raise_problems(file, sorted(problems))
 
-    with move_when_complete(output_dir, (SHARDS,)) as folder:
-        num_shards = write_shards(training, folder)
-        report = f"wrote {len(training)} pairs to {output_dir} (shards: {num_shards})"
+    training, held_out = pairs, []
+    if num_held_out:
+        digests = {
+            x: hashlib.sha256(x.read_bytes()).digest()
+            for x in {pair["original_image"] for pair in pairs}
+        }
+        keys = [(digests[pair["original_image"]], None, False) for pair in pairs]
+        chosen = choose_held_out(keys, num_held_out, seed)
+        training = [pair for pair, is_chosen in zip(pairs, chosen) if not is_chosen]
+        held_out = [pair for pair, is_chosen in zip(pairs, chosen) if is_chosen]
+    schema = SCHEMA
+    if any(pair["mask"] for pair in training):
+        schema = schema.append(pa.field("mask_image", IMAGE))
+    with ExitStack() as stack:
+        folder = stack.enter_context(move_when_complete(output_dir, (SHARDS,)))
+        with ShardWriter(folder, schema) as writer:
+            for pair in tqdm(training, "writing shards", unit="pair", disable=None):
+                cells = {f"{role}_image": image_cell(x) for role, x in files_of(pair).items()}
+                size = sum(len(cell["bytes"]) for cell in cells.values())
+                writer.add(texts_of(pair) | cells, size)
+        report = f"wrote {len(training)} pairs to {output_dir} (shards: {number_shards(folder)})"
         if held_out:
-            with move_when_complete(held_out_dir, HELD_OUT) as folder:
-                images = (
-                    {name: (path.suffix, path.read_bytes()) for name, path in pair.files().items()}
-                    for pair in held_out
-                )
-                write_held_out(zip(images, map(texts_of, held_out)), folder)
+            folder = stack.enter_context(move_when_complete(held_out_dir, HELD_OUT))
+            images = (
+                {role: (path.suffix, path.read_bytes()) for role, path in files_of(pair).items()}
+                for pair in held_out
+            )
+            write_held_out(zip(images, map(texts_of, held_out)), folder)
             report += f"\nheld out {len(held_out)} pairs: {held_out_dir / HELD_OUT_LIST}"
             report += f" (of {num_held_out} originals); {COPIES}"
     return report

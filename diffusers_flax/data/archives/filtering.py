@@ -2,8 +2,7 @@
 
     report = filter_shards(Path("data"), Path("clean"), Choice(min_clip_image=0.75, num_kept=4))
 
-Columns and cells stay as they are. Images are read only of row groups with a row that is kept, or
-if they decide.
+Columns and cells stay as they are.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from diffusers_flax.data.archives.index import one_line_errors
-from diffusers_flax.data.archives.names import NAME
+from diffusers_flax.data.archives.tar import NAME
 from diffusers_flax.data.faults import FaultFinder, Measured, measure
 from diffusers_flax.data.mixture import first_metadata
 from diffusers_flax.data.options import Columns
@@ -33,7 +32,6 @@ from diffusers_flax.data.shards import (
     choose_instruction,
     find_mask_column,
     has_bytes,
-    is_text,
     list_row_groups,
     open_local_shards,
     pair_at,
@@ -55,15 +53,14 @@ from diffusers_flax.data.writing import (
     write_held_out,
 )
 from diffusers_flax.loading.files import write_text
-from diffusers_flax.messages import first_names
 
 SCORES = {  # columns of each threshold; the least of them counts
     "min_clip_text": ("clip_text_original", "clip_text_edited"),
     "min_clip_image": ("clip_image",),
     "min_clip_direction": ("clip_direction",),
 }
-COLUMNS = [column for columns in SCORES.values() for column in columns]
-TEXTS = ("original_prompt", "edit_prompt", "edited_prompt")
+CAPTIONS = ["original_prompt", "edited_prompt"]
+TEXTS = [*CAPTIONS, "edit_prompt"]
 BATCH_ROWS = 8  # rows of images that are read at a time
 ROWS_AHEAD = 64  # that threads work on
 
@@ -80,10 +77,6 @@ class Choice(NamedTuple):
     held_out_dir: Path | None = None
     seed: int = 0  # of the choice of images
     max_pairs: int | None = None  # choose from the first N rows; None: all
-
-    def by_scores(self) -> bool:
-        """Whether scores decide."""
-        return any(value is not None for value in self[:4])
 
 
 def filter_shards(source: Path, output_dir: Path, choice: Choice, overwrite: bool = False) -> str:
@@ -110,24 +103,38 @@ def filter_shards(source: Path, output_dir: Path, choice: Choice, overwrite: boo
             raise ValueError(f"--{flag} {folder} is also --pairs, or in it; name another")
         check_directory(flag, folder, overwrite)
     shards = open_local_shards(source, "--pairs")
-    check_schemas(source, shards, choice.by_scores())
+    schemas = [metadata.schema.to_arrow_schema() for _, metadata in shards]
+    for (path, _), schema in zip(shards, schemas):
+        if not schema.equals(schemas[0]):
+            raise ValueError(
+                f"--pairs {source}: {path.name} and {shards[0][0].name} have different columns; "
+                "name a directory of shards of one kind"
+            )
     num_rows = sum(metadata.num_rows for _, metadata in shards)
     kept, lines = np.arange(num_rows)[: choice.max_pairs], []
     num_rows = len(kept)
-    if choice.by_scores():
+    if any(value is not None for value in choice[:4]):
+        if missing := {*TEXTS, *sum(SCORES.values(), ())} - {*schemas[0].names}:
+            raise ValueError(
+                f"--pairs {source} has no scores (no column {', '.join(sorted(missing))}); name a "
+                "directory of make_pairs.py"
+            )
         kept, lines = find_good([path for path, _ in shards], choice)
     held_out = kept[:0]
     if choice.drop or choice.num_held_out:
-        schema = shards[0][1].schema.to_arrow_schema()
-        mask = find_mask_column(schema, source, missing_ok=True) or None
+        mask = find_mask_column(schemas[0], source, missing_ok=True) or None
         groups = list_row_groups(str(source), Columns(mask=mask), "--pairs")
         kept, held_out, more = find_faultless(groups, kept, choice)
         lines += more
     if not len(kept):
-        raise ValueError(f"--pairs {source}: no pair is left, so there is no shard")
+        raise ValueError(f"--pairs {source}: no pair is left ({', '.join(lines)})")
     with ExitStack() as stack:
         folder = stack.enter_context(move_when_complete(output_dir, (SHARDS, MANIFEST)))
-        number = copy_rows(shards, kept, folder)
+        with ShardWriter(folder, schemas[0].remove_metadata()) as writer:
+            for batch in kept_batches(shards, kept):
+                for row in batch.to_pylist():
+                    writer.add(row, batch.nbytes // batch.num_rows)
+        number = number_shards(folder)
         if made := sets_in(source, {path.name for path, _ in shards}):
             files = [{"file": file.name} for file in sorted(folder.iterdir())]
             manifest = {"conversion": {"pairs": str(source)}, "sets": made, "files": files}
@@ -148,104 +155,44 @@ def are_shards(folder: Path) -> bool:
     return bool(shard) and not has_archives and has_bytes(shard.schema.to_arrow_schema())
 
 
-def check_schemas(
-    source: Path, shards: list[tuple[Path, pq.FileMetaData]], with_scores: bool
-) -> None:
-    """Raise a ValueError for shards without scores, or with different columns."""
-    schemas = {path.name: metadata.schema.to_arrow_schema() for path, metadata in shards}
-    for name, schema in schemas.items() if with_scores else ():
-        if missing := missing_columns(schema):
-            raise ValueError(
-                f"--pairs {source} has no scores in {name} (no column {', '.join(missing)}); name "
-                "a directory of make_pairs.py"
-            )
-    first, schema = next(iter(schemas.items()))
-    if other := [name for name in schemas if not schemas[name].equals(schema)]:
-        raise ValueError(
-            f"--pairs {source}: {first_names(other)} and {first} have different columns; name a "
-            "directory of shards of one kind"
-        )
-
-
-def missing_columns(schema: pa.Schema) -> list[str]:
-    """Names of columns that a shard does not have, or not as text and numbers."""
-    types = dict(zip(schema.names, schema.types))
-    texts = [name for name in TEXTS if not is_text(types.get(name))]
-    none = pa.null()
-    return texts + [name for name in COLUMNS if not pa.types.is_floating(types.get(name, none))]
-
-
-def read_scores(files: list[Path]) -> np.ndarray:
-    """The scores that thresholds are for, float64 (rows of all files, len(SCORES)); NaN: null."""
+def read_columns(files: list[Path], names: list[str]) -> pa.Table:
+    """Columns of all shards."""
     tables = []
     for file in files:
         with one_line_errors(file):
-            tables.append(pq.read_table(file, columns=COLUMNS))
-    columns = pa.concat_tables(tables)
-    values = {name: columns[name].to_numpy().astype(np.float64) for name in COLUMNS}
-    least = [np.min([values[name] for name in names], axis=0) for names in SCORES.values()]
-    return np.column_stack(least)
-
-
-def number_captions(files: list[Path]) -> np.ndarray:
-    """A number for each row, int64; rows with the same captions and instruction have the same."""
-    numbers, rows = {}, []
-    for file in files:
-        with one_line_errors(file):
-            table = pq.read_table(file, columns=list(TEXTS))
-        texts = zip(*(table[name].to_pylist() for name in TEXTS))
-        rows += [numbers.setdefault(text, len(numbers)) for text in texts]
-    return np.array(rows, np.int64)
+            tables.append(pq.read_table(file, columns=names))
+    return pa.concat_tables(tables)
 
 
 def find_good(files: list[Path], choice: Choice) -> tuple[np.ndarray, list[str]]:
-    """The numbers of the rows with good scores, and lines that say how many reach what.
-
-    Raises:
-        ValueError: no row reaches a threshold, or all of them.
-    """
-    scores = read_scores(files)[: choice.max_pairs]
-    good, lines = np.ones(len(scores), bool), []
-    for column, name in enumerate(SCORES):
-        if (least := getattr(choice, name)) is None:
-            continue
-        reached = scores[:, column] >= least  # NaN does not
-        lines.append(f"{reached.sum()} reach --{name} {least}")
-        if not reached.any():
-            best = np.fmax.reduce(scores[:, column], initial=-np.inf)
-            raise ValueError(
-                f"--{name} {least} leaves none of the {len(scores)} pairs; their best score is "
-                f"{np.floor(best * 1e4) / 1e4:.4f}"
-            )
+    """The numbers of the rows with good scores, and lines that say how many reach what."""
+    names = {name: columns for name, columns in SCORES.items() if getattr(choice, name) is not None}
+    table = read_columns(files, [*sum(SCORES.values(), ()), *TEXTS])[: choice.max_pairs]
+    good, lines = np.ones(len(table), bool), []
+    for name, columns in names.items():
+        # Double precision, as make_pairs.py compares; NaN reaches nothing.
+        scores = np.min([table[x].to_numpy().astype(np.float64) for x in columns], axis=0)
+        reached = scores >= getattr(choice, name)
+        best = np.fmax.reduce(scores, initial=-np.inf)
+        lines.append(f"{reached.sum()} reach --{name} {getattr(choice, name)} (best {best:.4f})")
         good &= reached
-    if not good.any():
-        raise ValueError(f"none of {len(scores)} pairs reaches all thresholds ({', '.join(lines)})")
     kept = np.flatnonzero(good)
-    if len(lines) > 1:
+    if len(names) > 1:
         lines.append(f"{len(kept)} reach all")
     if choice.num_kept:
-        captions = number_captions(files)[: choice.max_pairs]
-        num_captions = [len(np.unique(x)) for x in (captions[kept], captions)]
-        kept = best_of_captions(kept, scores, captions, choice.num_kept)
+        direction = table["clip_direction"].to_numpy()[kept]
+        rows = zip(*(table[name].take(kept).to_pylist() for name in TEXTS))
+        ranks, counts = np.empty(len(kept), int), Counter()
+        texts = [*rows]
+        for place in np.argsort(-direction, kind="stable"):  # NaN last
+            ranks[place] = counts[texts[place]]
+            counts[texts[place]] += 1
+        kept = kept[ranks < choice.num_kept]
         lines.append(
-            f"{len(kept)} of them with --num_kept {choice.num_kept}, from {num_captions[0]} of "
-            f"{num_captions[1]} lines of captions"
+            f"{len(kept)} of them with --num_kept {choice.num_kept}, from {len(counts)} lines of "
+            "captions"
         )
     return kept, lines
-
-
-def best_of_captions(
-    good: np.ndarray, scores: np.ndarray, captions: np.ndarray, num_kept: int
-) -> np.ndarray:
-    """Of the good rows of the same captions the num_kept with the largest direction, in order.
-
-    Of equal ones the first are kept.
-    """
-    direction = scores[good, list(SCORES).index("min_clip_direction")]
-    order = good[np.lexsort((-direction, captions[good]))]  # stable; NaN last
-    _, counts = np.unique(captions[order], return_counts=True)
-    rank = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.sort(order[rank < num_kept])
 
 
 def map_rows(
@@ -309,17 +256,17 @@ def find_faultless(
         choice: faults and number of originals; unreadable pairs are always left out.
     """
     finder, good, keys, counts = FaultFinder(), [], [], Counter()
+    dropped = (*choice.drop, "unreadable")
     measured = map_rows(positions_of(groups, rows), measure_pair)
     for row, (_, _, future) in zip(rows.tolist(), measured):
         pair, values = future.result()
-        found = finder.find(values, text_of(pair))
-        if faults := [x for x in found if x in (*choice.drop, "unreadable")]:
+        found = finder.find(values, text_of(pair), dropped)
+        if faults := [fault for fault in found if fault in dropped]:
             counts[faults[0]] += 1
-            continue
-        finder.remember(values, text_of(pair))
-        good.append(row)
-        images = (hashlib.sha256(data).digest() for data in pair[:2])
-        keys.append((*images, False))
+        else:
+            good.append(row)
+            images = (hashlib.sha256(data).digest() for data in pair[:2])
+            keys.append((*images, False))
     lines = [f"left out {count} pairs: {name}" for name, count in counts.items()]
     good, is_held_out = np.array(good, int), np.zeros(len(good), bool)
     if choice.num_held_out:
@@ -333,59 +280,34 @@ def images_and_texts(groups: list[RowGroup], rows: np.ndarray) -> Iterator[tuple
         if not positions:
             continue
         cells = read_row_group(group)
-        columns = group.metadata.schema.to_arrow_schema().names
-        names = {"original_prompt", "edited_prompt"} & {*columns}
         with pq.ParquetFile(group.path) as file:
-            captions = file.read_row_group(group.index, columns=sorted(names)).to_pylist()
+            names = [name for name in CAPTIONS if name in file.schema_arrow.names]
+            captions = file.read_row_group(group.index, columns=names)
         for position in positions:
             pair = pair_at(cells, position)
             images = {"original": pair.original, "edited": pair.edited, "mask": pair.mask}
-            texts = dict.fromkeys(TEXTS) | (captions[position] if names else {})
+            texts = dict.fromkeys(CAPTIONS)
+            texts |= {name: captions[name][position].as_py() for name in names}
             texts["edit_prompt"] = choose_instruction(pair.instruction, 0)
             yield {role: (image_suffix(x), x) for role, x in images.items() if x}, texts
-
-
-def copy_rows(shards: list[tuple[Path, pq.FileMetaData]], kept: np.ndarray, folder: Path) -> int:
-    """Write rows to shards named like train-00000-of-00003.parquet.
-
-    Args:
-        shards: to read.
-        kept: numbers of rows of all shards, in order.
-        folder: for the new shards.
-
-    Returns:
-        The number of new shards.
-    """
-    schema = shards[0][1].schema.to_arrow_schema().remove_metadata()
-    with ShardWriter(folder, schema) as writer:
-        for batch in kept_batches(shards, kept):
-            for row in batch.to_pylist():
-                writer.add(row, batch.nbytes // batch.num_rows)
-    return number_shards(folder)
 
 
 def kept_batches(
     shards: list[tuple[Path, pq.FileMetaData]], kept: np.ndarray
 ) -> Iterator[pa.RecordBatch]:
-    """The rows with the numbers `kept`, a few at a time."""
+    """The rows with the numbers `kept`, a few at a time, without metadata."""
     is_kept = np.zeros(sum(metadata.num_rows for _, metadata in shards), bool)
     is_kept[kept] = True
     first = 0
     with tqdm(desc="copying", total=len(kept), unit="pair", disable=None) as bar:
-        for path, metadata in shards:
+        for path, _ in shards:
             with (
                 one_line_errors(path),
                 pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BYTES) as opened,
             ):
-                for index in range(metadata.num_row_groups):
-                    stop = first + metadata.row_group(index).num_rows
-                    batches = ()
-                    if is_kept[first:stop].any():
-                        batches = opened.iter_batches(BATCH_ROWS, [index], use_threads=False)
-                    for batch in batches:
-                        chosen = batch.filter(pa.array(is_kept[first : first + batch.num_rows]))
-                        first += batch.num_rows
-                        bar.update(chosen.num_rows)
-                        if chosen.num_rows:
-                            yield chosen.replace_schema_metadata(None)
-                    first = stop
+                for batch in opened.iter_batches(BATCH_ROWS, use_threads=False):
+                    chosen = batch.filter(pa.array(is_kept[first : first + batch.num_rows]))
+                    first += batch.num_rows
+                    bar.update(chosen.num_rows)
+                    if chosen.num_rows:
+                        yield chosen.replace_schema_metadata(None)

@@ -9,28 +9,20 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from diffusers_flax.data.archives.names import INDEX_SUFFIXES
-from diffusers_flax.data.shards import has_bytes
 from diffusers_flax.messages import one_line
 
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 ROWS = 1000  # of a parquet file that are read at a time
 
 
 def is_index(file: Path) -> bool:
     """Whether a file may be an index, by its name."""
-    return file.name.lower().endswith(INDEX_SUFFIXES) and not file.name.startswith(".")
-
-
-def has_images(file: Path) -> bool:
-    """Whether a parquet file has images itself, and so is a shard."""
-    if file.suffix != ".parquet":
-        return False
-    with one_line_errors(file):
-        return has_bytes(pq.read_schema(file))
+    return file.name.lower().endswith(SUFFIXES)
 
 
 @contextmanager
@@ -38,20 +30,27 @@ def one_line_errors(file: Path) -> Iterator[None]:
     """Context in which errors of decoders are a ValueError that names the file."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException) as error:
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        pa.ArrowException,
+    ) as error:
         raise ValueError(
             f"{file} cannot be read ({one_line(error, 200)}); download it again"
         ) from error
 
 
-def read_rows(file: Path) -> Iterator[tuple[str, dict | str]]:
+def read_rows(file: Path) -> Iterator[tuple[str, Any]]:
     """The rows of an index.
 
     Args:
-        file: named as in INDEX_SUFFIXES.
+        file: of one of SUFFIXES.
 
     Yields:
-        (place such as "line 3", the row or a description of its problem).
+        (place such as "row 3", the row; None for a line that is no JSON).
 
     Raises:
         ValueError: the file is damaged.
@@ -60,39 +59,24 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict | str]]:
         if file.suffix == ".parquet":
             with pq.ParquetFile(file) as opened:
                 rows = (row for batch in opened.iter_batches(ROWS) for row in batch.to_pylist())
-                for number, row in enumerate(rows, start=1):
-                    yield f"row {number}", row
+                yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
             return
-        with (gzip.open if file.suffix == ".gz" else open)(
-            file, "rt", encoding="utf-8-sig"
-        ) as text:
-            if text.read(256).lstrip()[:1] == "[":
-                text.seek(0)
-                yield from objects_of(file, text.read())
-                return
+        opener = gzip.open if file.suffix == ".gz" else open
+        with opener(file, "rt", encoding="utf-8-sig") as text:
+            is_array = text.read(256).lstrip().startswith("[")
             text.seek(0)
+            if is_array:
+                rows = json.load(text)
+                yield from ((f"object {number}", row) for number, row in enumerate(rows, start=1))
+                return
             for number, line in enumerate(text, start=1):
                 if line.strip():
-                    yield f"line {number}", as_object(parse(line))
+                    yield f"line {number}", parse(line)
 
 
-def objects_of(file: Path, text: str) -> Iterator[tuple[str, dict | str]]:
-    """The objects of a JSON array."""
-    rows = parse(text)
-    if not isinstance(rows, list):
-        raise ValueError(f"{file} is {rows}: give an array of objects, or an object in each line")
-    for number, row in enumerate(rows, start=1):
-        yield f"object {number}", as_object(row)
-
-
-def parse(text: str) -> dict | list | str:
-    """JSON, or what is wrong with it."""
+def parse(line: str) -> Any:
+    """JSON, or None."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return f"not JSON ({getattr(error, 'msg', error)})"
-
-
-def as_object(row: dict | list | str) -> dict | str:
-    """A row, or what is wrong with it."""
-    return row if isinstance(row, dict | str) else "not a JSON object"
+        return json.loads(line)
+    except ValueError:
+        return None

