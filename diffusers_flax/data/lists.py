@@ -84,8 +84,8 @@ def list_rows(
         max_rows: read only the first N rows; None: all.
 
     Returns:
-        (rows, problems). A row is a dict with "line", its first line, from 1, and keys of NAMES:
-        texts, Paths for images and outputs, None if missing. With outputs also "after", the line of
+        (rows, problems). A row is a dict with "line", from 1, and keys of NAMES: texts, Paths for
+        images and outputs, None if missing. With outputs also "after", the line of
         the row whose output it edits, or None. A problem is (line, description) of an invalid row
         or a missing image.
 
@@ -153,7 +153,7 @@ def read_objects(
         check_columns: columns of a CSV file -> what is wrong with them, or "".
 
     Yields:
-        (first line, {name: value} or a description of the problem).
+        (line, {name: value} or a description of the problem).
 
     Raises:
         ValueError: the file cannot be read or is not UTF-8, or a CSV file has no valid header.
@@ -176,24 +176,19 @@ def read_objects(
                     yield line, f"not JSON ({error.msg})"
         return
 
-    rows = csv.reader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
-    line = 1
+    rows = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
     try:
-        header = [name.strip() for name in next(rows, ())]
-        if problem := check_columns(header):
-            names = ", ".join(header)
-            raise ValueError(f"{file} line 1 names the columns {names}: {problem}")
-        line = rows.line_num + 1
-        for values in rows:
-            if any(map(str.strip, values)):  # else a blank row of a table
-                if len(values) == len(header):
-                    yield line, dict(zip(header, values))
-                else:
-                    hint = "; put texts with commas in quotation marks"
-                    yield line, f"{len(values)} values, but {len(header)} columns{hint}"
-            line = rows.line_num + 1
+        names = rows.fieldnames or []
+        if problem := check_columns(names):
+            raise ValueError(f"{file} line 1 names the columns {', '.join(names)}: {problem}")
+        for row in rows:
+            if None in row or None in row.values():
+                problem = f"not {len(names)} values; put texts with commas in quotation marks"
+                yield rows.line_num, problem
+            elif any(map(str.strip, row.values())):  # else a blank row of a table
+                yield rows.line_num, row
     except csv.Error as error:
-        yield line, f"not CSV ({error})"
+        yield rows.line_num, f"not CSV ({error})"
 
 
 def missing_names(names: list[str], required: tuple[str, ...]) -> str:

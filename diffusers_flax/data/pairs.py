@@ -202,9 +202,6 @@ def write_pairs(
             raise ValueError(f"--held_out_dir {held_out_dir} is also --output_dir; name another")
     file = find_list(source)
     pairs, problems = list_pairs(file, source.is_dir(), max_pairs)
-    files = [path for pair in pairs for path in files_of(pair).values()]
-    if held_out_dir and any(path.is_relative_to(held_out_dir.resolve()) for path in files):
-        raise ValueError(f"--held_out_dir {held_out_dir} has images of --pairs; name another")
     with ThreadPool(num_usable_cores()) as pool:  # exits at once on Ctrl-C
         found = pool.imap(problem_of, pairs, chunksize=4)
         bar = tqdm(found, "checking images", len(pairs), unit="pair", disable=None)

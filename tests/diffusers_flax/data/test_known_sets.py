@@ -50,9 +50,9 @@ def test_a_known_set_needs_no_flags(tmp_path, capsys, name):
     assert ("list<element: string>  <- prompt" in out) == ("OmniEdit" in name)
 
 
-def columns_of(*names, **given):
+def columns_of(*names):
     schema = pa.schema([(n, pa.string() if "prompt" in n else pa.binary()) for n in names])
-    return find_columns(schema, "a.parquet", Columns(**given))
+    return find_columns(schema, "a.parquet", Columns())
 
 
 def test_whole_sets_are_matched(tmp_path):
@@ -67,14 +67,8 @@ def test_whole_sets_are_matched(tmp_path):
     assert group.columns == ("input_image", "output_image", "output")
     names = ("original_image", "input_image", "edited_image", "edit_prompt", "output_image")
     assert columns_of(*names) == ("original_image", "edited_image", "edit_prompt")
-    assert columns_of(*names, original_image="input_image")[0] == "input_image"
-    with pytest.raises(
-        ValueError, match=r"known to have the edited image; it has .*--edited_image_column$"
-    ):
+    with pytest.raises(ValueError, match=r"known to have the edited image; it has .*--edited"):
         columns_of("source_img", "edited_img", "instruction")
-    roles = "the original image and the edited image and the instruction"
-    with pytest.raises(ValueError, match=f"known to have {roles}; it has a, b: choose with --orig"):
-        columns_of("a", "b")
 
 
 LISTS = (
@@ -139,15 +133,6 @@ def test_every_type_of_list(tmp_path, kind):
     assert all(text in {f"{n}.{k}" for k in range(3)} for n, text in epoch.items())
 
 
-def test_draws_continue_after_a_resume(tmp_path):
-    folder = write_lists(tmp_path / "a", [[f"{n}.{k}" for k in range(5)] for n in range(16)])
-    dataset = open_pairs(folder, **OPTIONS)
-    whole = [batch["edit_prompt"] for _ in range(2) for batch in dataset]
-    again = open_pairs(folder, **OPTIONS)
-    again.load_state_dict(again.state_dict() | {"epoch": 1, "batch": 2})
-    assert [batch["edit_prompt"] for batch in again] == whole[6:]
-
-
 def test_a_list_without_instruction_is_a_bad_row(tmp_path):
     texts = [["a", "b"], [], None, ["a", None], ["c"], [""], ["d"], ["e"]]
     folder = write_lists(tmp_path / "a", texts)
@@ -157,12 +142,6 @@ def test_a_list_without_instruction_is_a_bad_row(tmp_path):
     assert set(dataset.bad_rows.values()) == {"edit_prompt: null"}
     assert set(seen) >= {"c", "", "d", "e"}
     assert [pair.index for pair in pairs_of_shards(folder, Columns())] == [0, 4, 6, 7]
-
-
-def test_a_list_of_numbers_is_no_instruction(tmp_path):
-    folder = write_lists(tmp_path / "a", [[1]], pa.list_(pa.int8()))
-    with pytest.raises(ValueError, match=r"edit_prompt is list<.*int8>, not text or a list of te"):
-        open_pairs(folder, batch_size=1)
 
 
 def test_images_beside_the_shard(tmp_path):
@@ -203,23 +182,15 @@ def test_files_outside_of_the_directory_are_not_read(tmp_path):
     secret.write_bytes(plain(1))
     folder.mkdir()
     (folder / "a.png").write_bytes(plain(2))
-    paths = [
-        str(secret),
-        "../data.png",
-        "images/../../data.png",
-        "gone.png",
-        "a\0.png",
-        None,
-        "a.png",
-    ]
+    paths = [str(secret), "../data.png", "gone.png", None, "a.png"]
     rows = [
         {"original_image": path, "edited_image": plain(2), "edit_prompt": "x"} for path in paths
     ]
     write_table(folder, rows)
-    dataset = open_pairs(folder, **OPTIONS | {"batch_size": 7}, max_bad_fraction=1)
+    dataset = open_pairs(folder, **OPTIONS | {"batch_size": 5}, max_bad_fraction=1)
     (batch,) = dataset
     assert (batch[ORIGINAL] == 2).all()
-    reasons = [dataset.bad_rows["a.parquet", n] for n in range(6)]
-    assert all(f"{paths[n]} is outside of {folder}; write paths" in reasons[n] for n in range(3))
-    assert reasons[3] == f"{folder}/gone.png: No such file or directory"
-    assert "null" in reasons[4] and reasons[5] == "original_image: no image bytes in the shard"
+    reasons = [dataset.bad_rows["a.parquet", n] for n in range(4)]
+    assert all(f"{paths[n]} is outside of {folder}; write paths" in reasons[n] for n in range(2))
+    assert reasons[2] == f"{folder}/gone.png: No such file or directory"
+    assert reasons[3] == "original_image: no image bytes in the shard"

@@ -15,7 +15,6 @@ from shards import edits_of_jsonl, open_pairs, write_list
 
 import parquet_processing
 from diffusers_flax.data import lists, pairs, writing
-from diffusers_flax.data import shards as dataloading_shards
 from diffusers_flax.data.pairs import write_pairs
 
 ORIENTATION = 0x0112
@@ -322,7 +321,7 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
     "name, content, words",
     [
         ("a.csv", "a.jpg,make it red,b.jpg\n", "a.csv line 1 names the columns a.jpg, make it red"),
-        ("a.csv", f"{HEADER}1,2\n", "line 2: 2 values, but 3 columns; put texts with commas in"),
+        ("a.csv", f"{HEADER}1,2\n", "line 2: not 3 values; put texts with commas in"),
         ("a.csv", HEADER, "a.csv has no rows"),
         ("a.jsonl", b"{}\n{}\n\xff", "a.jsonl cannot be read ('utf-8' codec"),
         ("a.csv", "input,edit".encode("utf-16"), "a.csv line 1 is not UTF-8"),
@@ -354,41 +353,27 @@ def test_earlier_output_is_replaced_on_request_and_nothing_else(tmp_path):
     (folders[0] / "other.parquet").touch()
     with pytest.raises(ValueError, match=r"data is not empty \(other.parquet\)"):
         again(overwrite=True)
-    (folders[0] / "other.parquet").unlink()
-    (folders[1] / "edits.jsonl").unlink()  # images of another origin
-    with pytest.raises(ValueError, match=r"held is not empty \(original\)"):
-        again(overwrite=True)
-    with pytest.raises(ValueError, match=r"held_out_dir .*own has images of --pairs"):
-        write_pairs(file, folders[0], num_held_out=1, held_out_dir=tmp_path / "own", overwrite=True)
-    assert len(read_shards(folders[0])) == 2
 
 
 def read_shards(folder):
     return [row for path in folder.glob("*.parquet") for row in pq.read_table(path).to_pylist()]
 
 
-def test_hidden_files_do_not_count(tmp_path, caplog):
-    """Among the images, where macOS writes ._NAME beside NAME, and in the output directories."""
-    source, data, held_out = (tmp_path / name for name in ("own", "data", "held"))
-    for n, name in enumerate(("original/a.png", "edited/a.png", "original/b.png", "edited/b.png")):
+def test_hidden_files_do_not_count(tmp_path):
+    """Among the images, where macOS writes ._NAME beside NAME, and in the output directory."""
+    source, data = tmp_path / "own", tmp_path / "data"
+    data.mkdir()
+    (data / ".DS_Store").touch()
+    for n, name in enumerate(("original/a.png", "edited/a.png")):
         path = save(source / name, n)
         path.with_name(f"._{path.name}").write_bytes(b"of macOS")
-        path.with_name(".DS_Store").touch()
-    write_list(source / "captions.jsonl", [{"name": n, "edit": f"edit {n}"} for n in "ab"])
-    for folder in (data, held_out):
-        folder.mkdir()
-        (folder / ".DS_Store").touch()
-    write_pairs(source, data, num_held_out=1, held_out_dir=held_out)
-    assert not caplog.records
-    assert len(dataloading_shards.list_row_groups(data)) == 1
-    assert len(edits_of_jsonl(held_out / "edits.jsonl")) == 1
-    with pytest.raises(ValueError, match=r"data is not empty \(train-00000-of-00001\.parquet\)"):
-        write_pairs(source, data)
+    write_list(source / "captions.jsonl", [{"name": "a", "edit": "x"}])
+    write_pairs(source, data)
+    assert len(read_shards(data)) == 1
 
 
-def test_bad_directories(tmp_path, capsys, caplog):
+def test_bad_directories(tmp_path, capsys):
     flags = ("--pairs", tmp_path, "--output_dir", tmp_path / "data")
-    assert "or a directory with original/, edited/ and captions" in error_of(capsys, *flags)
     for name in ("original/a.png", "original/b.png", "original/b.jpg", "edited/a.jpg"):
         save(tmp_path / name)
     assert "or a directory with original/, edited/ and captions" in error_of(capsys, *flags)
@@ -396,11 +381,7 @@ def test_bad_directories(tmp_path, capsys, caplog):
     write_list(tmp_path / "captions.csv", rows)
     error = error_of(capsys, *flags)
     assert "captions.csv has 2 problems: line 3: 2 images in original/ are named b; " in error
-    assert "line 4: no images in edited/ are named b.jpg" in error and not caplog.records
-    rows[0] = {"name": "a", "edit": "x"}
-    write_list(tmp_path / "captions.csv", rows[:1])
-    main(*flags)
-    assert len(read(tmp_path / "data")) == 1
+    assert "line 4: no images in edited/ are named b.jpg" in error
 
 
 @pytest.mark.variants
@@ -410,11 +391,8 @@ def test_bad_directories(tmp_path, capsys, caplog):
         ("", "give --train_data_dir DIR to describe shards, or --pairs LIST --output_dir DIR"),
         ("--pairs a.csv", "--pairs needs --output_dir DIR"),
         ("--train_data_dir data --max_pairs 5", "--max_pairs goes with --pairs"),
-        ("--pairs a.csv --output_dir x --edit_prompt_column y", "--edit_prompt_column goes with"),
         ("--pairs a.csv --output_dir x --num_held_out 5", "go together"),
-        ("--pairs a.csv --output_dir x --max_pairs 0", "--max_pairs 0 must be at least 1"),
         ("--pairs a.csv --output_dir full", "--output_dir full is not empty (x.parquet)"),
-        ("--pairs a.csv --output_dir file/x", "--output_dir file/x cannot be written: "),
         ("--pairs a.csv --output_dir x --preview x.txt", "--preview x.txt ends in .txt"),
         (
             "--pairs a.csv --output_dir x --held_out_dir ./x --num_held_out 1",
@@ -426,7 +404,6 @@ def test_flags(tmp_path, monkeypatch, capsys, flags, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/x.parquet").touch()
-    (tmp_path / "file").touch()
     assert words in error_of(capsys, *flags.split())
     assert not (tmp_path / "x").exists()
 
@@ -455,17 +432,3 @@ def test_interrupt_leaves_nothing(tmp_path, monkeypatch, capsys, stop_at):
     monkeypatch.undo()
     main(*flags, "--num_held_out", 2)
     assert len(read(data)) == 4
-
-
-def test_unfinished_directory_is_not_read(tmp_path):
-    """After a SIGKILL while shards are moved, the directory is refused."""
-    file = make_pairs(tmp_path, 1)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "data").symlink_to("elsewhere")  # a link is followed, not replaced
-    write_pairs(file, tmp_path / "data")
-    assert len(read(tmp_path / "elsewhere")) == 1
-    (tmp_path / "data" / dataloading_shards.UNFINISHED_DIR).mkdir()
-    with pytest.raises(ValueError, match=r"is not complete, .* --pairs again, or remove .*data"):
-        dataloading_shards.list_row_groups(tmp_path / "data")
-    with pytest.raises(ValueError, match=r"--output_dir .*data is not empty"):
-        write_pairs(file, tmp_path / "data")
