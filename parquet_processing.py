@@ -29,23 +29,23 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
 from diffusers_flax.command_line import AtLeast, Between, check_image_file, run_main
-from diffusers_flax.data.archives.convert import Options, convert_archives, is_archived
+from diffusers_flax.data.archives.convert import convert_archives, is_archived
 from diffusers_flax.data.archives.filtering import (
     SCORES,
-    Choice,
     are_shards,
     filter_shards,
     map_rows,
     measure_pair,
     text_of,
 )
+from diffusers_flax.data.archives.flags import PairsFlags
 from diffusers_flax.data.dataset import ParquetImagePairs
 from diffusers_flax.data.faults import FAULTS, FaultFinder
 from diffusers_flax.data.images import crop_image, decode_image
@@ -69,40 +69,14 @@ from diffusers_flax.images import open_image, save_image
 
 __all__ = ["ParquetImagePairs"]
 NUM_EXAMPLES = 4  # of each fault in the image of --report
-HELD_OUT_FLAGS = ("num_held_out", "held_out_dir", "seed")
 ARCHIVE_FLAGS = ("drop", "max_bad_fraction", "worker", "num_workers")
 SCORE_FLAGS = (*SCORES, "num_kept")
-OUTPUT_FLAGS = ("output_dir", "overwrite_output_dir", "max_pairs")
-PAIRS_FLAGS = (*OUTPUT_FLAGS, *HELD_OUT_FLAGS, *ARCHIVE_FLAGS, *SCORE_FLAGS)
-Cosine = Annotated[float, Between(-1, 1)]
-Fault = Literal["unreadable", "shape", "border", "unchanged", "duplicate", "near_duplicate"]
+PAIRS_FLAGS = tuple(field.name for field in dataclasses.fields(PairsFlags)[1:])
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(PairsFlags):
     train_data_dir: str = ""  # directory or URL of *.parquet shards to describe
-    pairs: str = ""  # instead: list or directory of image pairs, or an index with archives
-    output_dir: str = ""  # with --pairs: directory for the shards
-    overwrite_output_dir: bool = False  # with --pairs: replace earlier shards and held-out pairs
-    # with --pairs: only the first N pairs; default: all
-    max_pairs: Annotated[int, AtLeast(1)] | None = None
-    drop: tuple[Fault, ...] = ()  # with --pairs of archives: leave out pairs with these faults
-    # with --pairs of archives: rows that may be unusable
-    max_bad_fraction: Annotated[float, Between(0, 1)] = 0.1
-    # with --pairs of archives: this worker's index, from 0
-    worker: Annotated[int, AtLeast(0)] | None = None
-    # with --worker: workers that divide the archives of one disk
-    num_workers: Annotated[int, AtLeast(1)] | None = None
-    # with --pairs of shards by make_pairs.py: least CLIP score of each image and its caption
-    min_clip_text: Cosine | None = None
-    min_clip_image: Cosine | None = None  # likewise: of both images
-    min_clip_direction: Cosine | None = None  # likewise: of the change of images and of captions
-    # likewise: of each line of captions the N with the largest clip_direction
-    num_kept: Annotated[int, AtLeast(1)] | None = None
-    # with --pairs: original images to hold out, with their edits
-    num_held_out: Annotated[int, AtLeast(0)] = 0
-    held_out_dir: str = ""  # with --num_held_out: directory for the held-out pairs
-    seed: Annotated[int, AtLeast(0)] = 0  # with --num_held_out: seed of the random choice
     original_image_column: str = ""  # image to edit; "": as in a known set, docs/data.md
     edited_image_column: str = ""  # image after the edit; "": likewise
     edit_prompt_column: str = ""  # instruction or several; "": likewise
@@ -158,27 +132,26 @@ def write_shards(config: Config) -> str:
     """Write shards from --pairs; a summary."""
     pairs, output_dir = Path(config.pairs), Path(config.output_dir)
     by_scores = given_flags(config, SCORE_FLAGS)
-    of_archives = given_flags(config, ARCHIVE_FLAGS)
-    options = dict(max_pairs=config.max_pairs, num_held_out=config.num_held_out, seed=config.seed)
-    options["held_out_dir"] = Path(config.held_out_dir) if config.held_out_dir else None
-    overwrite = config.overwrite_output_dir
     if by_scores or are_shards(pairs):
         if not by_scores and not config.drop and not config.num_held_out:
             raise ValueError(
                 f"--pairs {pairs} has shards, which training reads as they are; choose pairs with "
                 "--drop, --num_held_out, --num_kept or --min_clip_direction"
             )
-        scores = {name: getattr(config, name) for name in SCORE_FLAGS}
-        choice = Choice(**scores, drop=config.drop, **options)
-        return filter_shards(pairs, output_dir, choice, overwrite)
+        return filter_shards(pairs, output_dir, config)
     if is_archived(pairs):
-        worker, num_workers = config.worker or 0, config.num_workers or 1
-        options |= dict(worker=worker, num_workers=num_workers, drop=config.drop)
-        options |= dict(max_bad_fraction=config.max_bad_fraction, overwrite=overwrite)
-        return convert_archives(pairs, output_dir, Options(**options))
-    if of_archives:
+        return convert_archives(pairs, output_dir, config)
+    if of_archives := given_flags(config, ARCHIVE_FLAGS):
         raise ValueError(f"{of_archives[0]} goes with archives, not with --pairs {pairs}")
-    return write_pairs(pairs, output_dir, **options, overwrite=overwrite)
+    return write_pairs(
+        pairs,
+        output_dir,
+        max_pairs=config.max_pairs,
+        num_held_out=config.num_held_out,
+        held_out_dir=Path(config.held_out_dir) if config.held_out_dir else None,
+        seed=config.seed,
+        overwrite=config.overwrite_output_dir,
+    )
 
 
 def describe_shards(groups: list[RowGroup]) -> str:

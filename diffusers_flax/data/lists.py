@@ -138,7 +138,9 @@ def order_outputs(rows: list[dict]) -> list[tuple[int, str]]:
     except CycleError as error:
         cycle = sorted({*error.args[1]})
         numbers = " and ".join(map(str, cycle))
-        text = f"the outputs of line {numbers} are edited in a cycle; name another output"
+        text = (
+            f"an input would be overwritten, as the outputs of line {numbers} are edited in a cycle"
+        )
         problems.append((cycle[0], text))
     return problems
 

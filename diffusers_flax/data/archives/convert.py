@@ -1,6 +1,6 @@
 """Write shards from an index with archives or from WebDataset's archives.
 
-    report = convert_archives(Path("downloads"), Path("data"), Options())
+    report = convert_archives(Path("downloads"), Path("data"), PairsFlags())
 
 Headers of all archives are read, then every pair's files in the order of the archives, by position.
 The same command after a kill goes on after the last complete shard.
@@ -9,13 +9,13 @@ The same command after a kill goes on after the last complete shard.
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
+from diffusers_flax.data.archives.flags import PairsFlags
 from diffusers_flax.data.archives.index import is_index, read_rows
 from diffusers_flax.data.archives.pairs import (
     IMAGES,
@@ -54,21 +54,6 @@ from diffusers_flax.messages import differences, first_names
 BAD = ("not a pair", "a file is missing", "no instruction", "no whole sample", "damaged")
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is converted, and by whom."""
-
-    max_pairs: int | None = None  # only the first N pairs; None: all
-    worker: int = 0  # of num_workers that divide the archives among them
-    num_workers: int = 1
-    max_bad_fraction: float = 0.1  # of rows and pairs that cannot be used
-    drop: tuple[str, ...] = ()  # names of faults.FAULTS; pairs with one are left out
-    num_held_out: int = 0  # original images, which with all their pairs go to held_out_dir
-    held_out_dir: Path | None = None
-    seed: int = 0  # of the choice of images
-    overwrite: bool = False  # replace earlier shards
-
-
 def is_archived(path: Path) -> bool:
     """Whether --pairs names an index with archives, and not a list of image files."""
     if path.is_dir():
@@ -85,13 +70,13 @@ def is_archived(path: Path) -> bool:
     return not any((folder / original).is_file() for folder in (path.parent, Path()))
 
 
-def convert_archives(path: Path, output_dir: Path, options: Options = Options()) -> str:
+def convert_archives(path: Path, output_dir: Path, options: PairsFlags) -> str:
     """Convert a set to shards, or continue with it.
 
     Args:
         path: directory, index or archive.
         output_dir: new or empty, or of the same conversion that was interrupted.
-        options: see Options.
+        options: flags of the program.
 
     Returns:
         A summary of a few lines.
@@ -103,14 +88,11 @@ def convert_archives(path: Path, output_dir: Path, options: Options = Options())
     if not path.exists():
         raise ValueError(f"--pairs {path} does not exist; name an index, an archive or a directory")
     source, unfinished = find_source(path, output_dir), output_dir / UNFINISHED_DIR
-    for flag, folder in (("output_dir", output_dir), ("held_out_dir", options.held_out_dir)):
-        folder = folder and folder.resolve()
-        if folder and any(file.resolve().is_relative_to(folder) for file in source.paths()):
-            raise ValueError(f"--{flag} {folder} has files of --pairs; name another")
-    names = ("max_pairs", "worker", "num_workers", "num_held_out", "seed")
-    conversion = {name: getattr(options, name) for name in names}
-    conversion |= {"pairs": str(path.resolve()), "files": source.stamp(), "drop": [*options.drop]}
-    conversion["held_out_dir"] = str(options.held_out_dir)
+    if any(x.resolve().is_relative_to(output_dir.resolve()) for x in source.paths()):
+        raise ValueError(f"--output_dir {output_dir} has files of --pairs; name another")
+    conversion = {"pairs": str(path.resolve()), "files": source.stamp(), "drop": [*options.drop]}
+    names = ("max_pairs", "worker", "num_workers", "num_held_out", "held_out_dir", "seed")
+    conversion |= {name: getattr(options, name) for name in names}
     if (manifest := read_manifest(output_dir)).get("conversion") == conversion:
         return f"{output_dir} is finished: {describe(manifest['files'])}"
     state = read_manifest(unfinished)
@@ -123,9 +105,10 @@ def convert_archives(path: Path, output_dir: Path, options: Options = Options())
             f"({'; '.join(changed)}); go on with its flags and files, or remove {unfinished}"
         )
     if not state:
-        check_directory("output_dir", output_dir, options.overwrite)
+        check_directory("output_dir", output_dir, options.overwrite_output_dir)
         if options.num_held_out:
-            check_directory("held_out_dir", options.held_out_dir, options.overwrite)
+            folder = Path(options.held_out_dir)
+            check_directory("held_out_dir", folder, options.overwrite_output_dir)
         unfinished.mkdir(parents=True)
         state = {"conversion": conversion, "files": [], "next": 0}
         save(state, unfinished)
@@ -143,7 +126,7 @@ def save(state: dict, folder: Path) -> None:
     write_text(folder / MANIFEST, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
 
 
-def convert(source: Source, output_dir: Path, options: Options, state: dict) -> str:
+def convert(source: Source, output_dir: Path, options: PairsFlags, state: dict) -> str:
     """Write the shards that are missing, and the manifest.
 
     Args:
@@ -167,7 +150,8 @@ def convert(source: Source, output_dir: Path, options: Options, state: dict) -> 
             f"{(*examples, 'it has no rows')[0]}; {hint}"
         )
     check_bad(plan.left_out, len(plan.pairs), options, hint)
-    archives = sorted({pair.archive for pair in plan.pairs})[options.worker :: options.num_workers]
+    archives = sorted({pair.archive for pair in plan.pairs})
+    archives = archives[options.worker or 0 :: options.num_workers or 1]
     if not archives:
         raise ValueError(
             f"--num_workers {options.num_workers} is too many: --worker {options.worker} has no "
@@ -206,7 +190,7 @@ def convert(source: Source, output_dir: Path, options: Options, state: dict) -> 
     return "\n".join(lines)
 
 
-def check_bad(left_out: dict, num_pairs: int, options: Options, hint: str = "") -> None:
+def check_bad(left_out: dict, num_pairs: int, options: PairsFlags, hint: str = "") -> None:
     """Raise a ValueError if too many rows and pairs are bad; num_pairs: without these."""
     found = [left_out[reason] for reason in BAD if reason in left_out]
     bad = sum(kept["count"] for kept in found)
@@ -228,7 +212,7 @@ def keys_of(plan: Plan) -> list[tuple]:
 
 
 def hold_out(
-    source: Source, pairs: list[PlannedPair], hashes: set[bytes], options: Options, folder: Path
+    source: Source, pairs: list[PlannedPair], hashes: set[bytes], options: PairsFlags, folder: Path
 ) -> str:
     """Write the pairs that are held out, and add hashes of their original images; a summary."""
 
@@ -241,10 +225,11 @@ def hold_out(
             images = {x: (image_suffix(data[x]), data[x]) for x in HELD_OUT_DIRS if x in data}
             yield images, pair.texts | {"edit_prompt": pair.texts["edit_prompt"][0]}
 
-    remove(options.held_out_dir / UNFINISHED_DIR)  # of a start that was killed here
-    with move_when_complete(options.held_out_dir, HELD_OUT) as temporary:
+    held_out_dir = Path(options.held_out_dir)
+    remove(held_out_dir / UNFINISHED_DIR)  # of a start that was killed here
+    with move_when_complete(held_out_dir, HELD_OUT) as temporary:
         number = write_held_out(images_and_texts(), temporary)
-    return f"held out    {number} pairs: {options.held_out_dir / HELD_OUT_LIST}; {COPIES}"
+    return f"held out    {number} pairs: {held_out_dir / HELD_OUT_LIST}; {COPIES}"
 
 
 def write_pairs(
@@ -252,7 +237,7 @@ def write_pairs(
     plan: Plan,
     pairs: list[PlannedPair],
     held_out: set[bytes],
-    options: Options,
+    options: PairsFlags,
     state: dict,
     unfinished: Path,
 ) -> None:

@@ -1,6 +1,6 @@
 """Choose rows of shards by scores of make_pairs.py, by faults, or to hold them out, and copy them.
 
-    report = filter_shards(Path("data"), Path("clean"), Choice(min_clip_image=0.75, num_kept=4))
+    report = filter_shards(Path("data"), Path("clean"), PairsFlags(num_kept=4))
 
 Columns and cells stay as they are.
 """
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from diffusers_flax.data.archives.flags import PairsFlags
 from diffusers_flax.data.archives.index import one_line_errors
 from diffusers_flax.data.archives.tar import NAME
 from diffusers_flax.data.faults import FaultFinder, Measured, measure
@@ -65,28 +65,13 @@ BATCH_ROWS = 8  # rows of images that are read at a time
 ROWS_AHEAD = 64  # that threads work on
 
 
-class Choice(NamedTuple):
-    """Which pairs are kept. The names are flags."""
-
-    min_clip_text: float | None = None  # of both images with their captions; None: any
-    min_clip_image: float | None = None  # of both images
-    min_clip_direction: float | None = None  # of the change of images and of captions
-    num_kept: int | None = None  # of the same captions, with the largest direction; None: all
-    drop: tuple[str, ...] = ()  # names of faults.FAULTS
-    num_held_out: int = 0  # original images, which with all their pairs go to held_out_dir
-    held_out_dir: Path | None = None
-    seed: int = 0  # of the choice of images
-    max_pairs: int | None = None  # choose from the first N rows; None: all
-
-
-def filter_shards(source: Path, output_dir: Path, choice: Choice, overwrite: bool = False) -> str:
+def filter_shards(source: Path, output_dir: Path, choice: PairsFlags) -> str:
     """Copy rows of shards.
 
     Args:
         source: directory of shards.
         output_dir: directory for the new shards, empty or new unless overwrite.
         choice: which rows.
-        overwrite: replace earlier shards and held-out pairs.
 
     Returns:
         A summary of a few lines.
@@ -95,13 +80,13 @@ def filter_shards(source: Path, output_dir: Path, choice: Choice, overwrite: boo
         ValueError: shards are missing, damaged, of different columns or without scores; no row is
             left; a directory is not empty. Nothing is written in these cases.
     """
-    folders = {"output_dir": output_dir}
+    folders, held_out_dir = {"output_dir": output_dir}, Path(choice.held_out_dir)
     if choice.num_held_out:
-        folders["held_out_dir"] = choice.held_out_dir
+        folders["held_out_dir"] = held_out_dir
     for flag, folder in folders.items():
         if folder.resolve().is_relative_to(source.resolve()):
             raise ValueError(f"--{flag} {folder} is also --pairs, or in it; name another")
-        check_directory(flag, folder, overwrite)
+        check_directory(flag, folder, choice.overwrite_output_dir)
     shards = open_local_shards(source, "--pairs")
     schemas = [metadata.schema.to_arrow_schema() for _, metadata in shards]
     for (path, _), schema in zip(shards, schemas):
@@ -113,7 +98,7 @@ def filter_shards(source: Path, output_dir: Path, choice: Choice, overwrite: boo
     num_rows = sum(metadata.num_rows for _, metadata in shards)
     kept, lines = np.arange(num_rows)[: choice.max_pairs], []
     num_rows = len(kept)
-    if any(value is not None for value in choice[:4]):
+    if any(getattr(choice, name) is not None for name in (*SCORES, "num_kept")):
         if missing := {*TEXTS, *sum(SCORES.values(), ())} - {*schemas[0].names}:
             raise ValueError(
                 f"--pairs {source} has no scores (no column {', '.join(sorted(missing))}); name a "
@@ -140,10 +125,11 @@ def filter_shards(source: Path, output_dir: Path, choice: Choice, overwrite: boo
             manifest = {"conversion": {"pairs": str(source)}, "sets": made, "files": files}
             write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
         if choice.num_held_out:
-            folder = stack.enter_context(move_when_complete(choice.held_out_dir, HELD_OUT))
+            folder = stack.enter_context(move_when_complete(held_out_dir, HELD_OUT))
             write_held_out(images_and_texts(groups, held_out), folder)
-            file = choice.held_out_dir / HELD_OUT_LIST
-            lines.append(f"held out {len(held_out)} pairs: {file}; {COPIES}")
+            lines.append(
+                f"held out {len(held_out)} pairs: {held_out_dir / HELD_OUT_LIST}; {COPIES}"
+            )
     head = f"wrote {len(kept)} of {num_rows} pairs to {output_dir} (shards: {number})"
     return "\n            ".join([head, *lines])
 
@@ -164,7 +150,7 @@ def read_columns(files: list[Path], names: list[str]) -> pa.Table:
     return pa.concat_tables(tables)
 
 
-def find_good(files: list[Path], choice: Choice) -> tuple[np.ndarray, list[str]]:
+def find_good(files: list[Path], choice: PairsFlags) -> tuple[np.ndarray, list[str]]:
     """The numbers of the rows with good scores, and lines that say how many reach what."""
     names = {name: columns for name, columns in SCORES.items() if getattr(choice, name) is not None}
     table = read_columns(files, [*sum(SCORES.values(), ()), *TEXTS])[: choice.max_pairs]
@@ -246,7 +232,7 @@ def text_of(pair: Pair | None) -> str:
 
 
 def find_faultless(
-    groups: list[RowGroup], rows: np.ndarray, choice: Choice
+    groups: list[RowGroup], rows: np.ndarray, choice: PairsFlags
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """The rows without a fault that are kept, those that are held out, and lines for a summary.
 

@@ -14,9 +14,11 @@ from shards import plain, write_numbered
 
 import parquet_processing
 from diffusers_flax.data import writing
-from diffusers_flax.data.archives.filtering import Choice, filter_shards
+from diffusers_flax.data.archives.filtering import filter_shards
+from diffusers_flax.data.archives.flags import PairsFlags
 from diffusers_flax.data.writing import SCHEMA
 
+FLAGS = ("min_clip_text", "min_clip_image", "min_clip_direction", "num_kept")
 SCORES = ("clip_text_original", "clip_text_edited", "clip_image", "clip_direction")
 COLUMNS = [("line", pa.int64()), ("sample", pa.int32()), *((x, pa.float32()) for x in SCORES)]
 SCORED = pa.schema([*SCHEMA, *COLUMNS], {b"make_pairs": b"{}"})
@@ -78,7 +80,9 @@ def chosen(rows, text, image, direction, num_kept):
 def test_rows_are_chosen_as_one_by_one(tmp_path, wanted):
     rows = random_rows(120)
     source = write(tmp_path / "data", [rows[:47], [], rows[47:], [row(999)]])
-    report = filter_shards(source, tmp_path / "clean", Choice(*wanted, max_pairs=120))
+    report = filter_shards(
+        source, tmp_path / "clean", PairsFlags(**dict(zip(FLAGS, wanted)), max_pairs=120)
+    )
     found = pq.read_table(tmp_path / "clean")
     numbers = chosen(rows, *wanted)
     assert 0 < len(numbers) < 120 and found["sample"].to_pylist() == numbers
@@ -125,9 +129,9 @@ def test_shards_with_scores_are_not_converted_without_a_choice(tmp_path, monkeyp
 def test_a_threshold_is_compared_in_double_precision(tmp_path):
     """As make_pairs.py does: float32 of 0.7 is below 0.7, float32 of 0.2 above 0.2."""
     source = write(tmp_path / "data", [[row(0, clip_image=0.7, clip_direction=0.2), row(1)]])
-    filter_shards(source, tmp_path / "direction", Choice(min_clip_direction=0.2))
+    filter_shards(source, tmp_path / "direction", PairsFlags(min_clip_direction=0.2))
     assert pq.read_table(tmp_path / "direction")["sample"].to_pylist() == [0, 1]
-    filter_shards(source, tmp_path / "image", Choice(min_clip_image=0.7))
+    filter_shards(source, tmp_path / "image", PairsFlags(min_clip_image=0.7))
     assert pq.read_table(tmp_path / "image")["sample"].to_pylist() == [1]
 
 
@@ -137,7 +141,7 @@ def test_shards_and_row_groups_are_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "ROW_GROUP_BYTES", 14 * size)
     monkeypatch.setattr(writing, "SHARD_BYTES", 40 * size)
     source = write(tmp_path / "data", [rows[:30], rows[30:]])
-    filter_shards(source, tmp_path / "clean", Choice(num_kept=55))
+    filter_shards(source, tmp_path / "clean", PairsFlags(num_kept=55))
     files = sorted((tmp_path / "clean").glob("*.parquet"))
     assert [x.name for x in files] == [f"train-{n:05d}-of-00003.parquet" for n in range(3)]
     groups = [pq.read_metadata(x).row_group(n).num_rows for x in files
