@@ -81,28 +81,6 @@ def test_plan_download_convert(hub, tmp_path, capsys):
     assert convert("downloads", "data") == pairs
 
 
-def test_an_index_is_not_streamed(hub, tmp_path, capsys):
-    files, _ = upload(hub, IMGEDIT, tmp_path / "set")
-    index = {"default/train/0000.parquet": files["Parquet/add_part0.parquet"]}
-    hub.add(IMGEDIT, index, CONVERTED)
-    with pytest.raises(SystemExit):
-        parquet_processing.main(["--train_data_dir", f"hf://datasets/{IMGEDIT}"])
-    error = capsys.readouterr().err
-    assert "if it is the index of archives, make shards with parquet_processing.py" in error
-
-
-@pytest.mark.slow
-def test_unusual_names_arrive(hub):
-    names = ("ä b/x+#%20'[1]{2}$(x)*.tar", "-x/--out=y.tar.gz", "a&b;c=d?.jsonl", "a'b/index.json")
-    files = {name: name.encode() for name in names}
-    hub.add("a/b", files)
-    assert plan("--dataset=a/b", "--num_workers=1").keys() == files.keys()
-    download(hub)
-    for name, content in files.items():
-        assert Path("downloads", name).read_bytes() == content
-    assert "fetched 0 MB" in download(hub) and len(Path("downloads/.verified").read_text()) > 0
-
-
 def test_raw_archives_and_incomplete_downloads_are_refused(tmp_path, capsys):
     """An index among the archives is no shard; the converter waits for script.sh."""
     folder = tmp_path / "set"

@@ -53,15 +53,11 @@ def read_by_all(file, folder):
 
 def test_training_on_the_held_out_list_takes_the_truth(tmp_path):
     """Not what the model has written to `output`."""
-    truths = {}
+    truths, rows = {}, []
     for n in range(4):
         paint(tmp_path / f"lists/{n}.png", (n, 0, 0))
         truths[f"edit {n}"] = paint(tmp_path / f"lists/{n}-edited.png", (0, n, 0))
-    rows = [
-        {"input": f"{n}.png", "edit": f"edit {n}", "edited": f"{n}-edited.png"}
-        | {"original_caption": f"before {n}", "edited_caption": f"after {n}"}
-        for n in range(4)
-    ]
+        rows.append({"input": f"{n}.png", "edit": f"edit {n}", "edited": f"{n}-edited.png"})
     file = write_list(tmp_path / "lists/pairs.jsonl", rows)
     write_pairs(file, Path("data"), num_held_out=2, held_out_dir=Path("held_out"))
     held_out = Path("held_out/edits.jsonl")
@@ -69,13 +65,7 @@ def test_training_on_the_held_out_list_takes_the_truth(tmp_path):
         paint(edit.output, "blue")
     found = shards(held_out, Path("again"))
     assert len(found) == 2
-    for row in found:
-        assert row["edited_image"]["bytes"] == truths[row["edit_prompt"]]
-        number = row["edit_prompt"].removeprefix("edit ")
-        assert (row["original_prompt"], row["edited_prompt"]) == (
-            f"before {number}",
-            f"after {number}",
-        )
+    assert all(row["edited_image"]["bytes"] == truths[row["edit_prompt"]] for row in found)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv"])

