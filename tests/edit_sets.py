@@ -32,6 +32,12 @@ def write_tar(file, members, mode="w", **options):
     return file
 
 
+def write_image(file, grey):
+    """Write a PNG of one grey."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(plain(grey))
+
+
 def split(file, suffixes):
     """Replace a file by parts of about equal size, whose names end in the suffixes."""
     data = file.read_bytes()
@@ -107,31 +113,23 @@ def x2edit(folder, count):
 def pico_banana(folder, count):
     """Pico-Banana: sources in a tar.gz, results in a directory, also several turns."""
     rows, pairs, sources = [], {}, {}
-    results = folder / "images" / "positive-edit"
-    results.mkdir(parents=True)
     for n in range(count):
-        sources[f"train_0/{n:016x}.jpg"] = plain(n)
-        (results / f"{n}.png").write_bytes(plain(100 + n))
-        rows.append(
-            {
-                "open_image_input_url": f"https://farm6.staticflickr.com/{n}/{n}_o.jpg",
-                "text": f"Change the long {n}",
-                "output_image": f"images/positive-edit/{n}.png",
-                "edit_type": "Change",
-                "summarized_text": f"short {n}",
-                "local_input_image": f"openimage_source_images/train_0/{n:016x}.jpg",
-            }
-        )
+        name, source = f"images/positive-edit/{n}.png", f"train_0/{n:016x}.jpg"
+        sources[source] = plain(n)
+        write_image(folder / name, 100 + n)
+        row = {"open_image_input_url": f"https://farm6.staticflickr.com/{n}/{n}_o.jpg"}
+        row |= {"text": f"Change the long {n}", "output_image": name, "edit_type": "Change"}
+        row |= {"local_input_image": f"openimage_source_images/{source}"}
+        rows.append(row | {"summarized_text": f"short {n}"})
         pairs[f"Change the long {n}"] = (n, 100 + n)
     write_lines(
         folder / "sft.jsonl", [{"open_image_input_url": "u", "text": "t", "output_image": ""}]
     )
     write_lines(folder / "sft_with_local_source_image_path.jsonl", rows)
     files, prompts = [], ["first", "second", "third"]
-    (folder / "images" / "multi-turn").mkdir()
     for turn in range(1, 4):
         name = f"images/multi-turn/1_turn{turn}.png"
-        (folder / name).write_bytes(plain(60 + turn))
+        write_image(folder / name, 60 + turn)
         files.append({"id": "final_image" if turn == 3 else f"edit_turn{turn}", "url": name})
         pairs[prompts[turn - 1]] = (59 + turn, 60 + turn)
     sources["train_0/aa_o.jpg"] = plain(60)
@@ -176,19 +174,10 @@ def nhr_edit(folder, count):
     for n in range(count):
         names = [f"images/{n % 2:02d}/image_{n}_{kind}.jpg" for kind in ("original", "edited_0")]
         for name, grey in zip(names, (n, 100 + n)):
-            file = folder / "train" / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(plain(grey))
-        rows.append(
-            {
-                "sample_id": str(n),
-                "source_file_name": names[0],
-                "edited_file_name": names[1],
-                "edit_instruction": f"do {n}",
-                "augmented_instructions": [f"please do {n}"],
-                "category": "style",
-            }
-        )
+            write_image(folder / "train" / name, grey)
+        row = {"sample_id": str(n), "source_file_name": names[0], "edited_file_name": names[1]}
+        row |= {"edit_instruction": f"do {n}", "augmented_instructions": [f"please do {n}"]}
+        rows.append(row)
         pairs[f"do {n}"] = (n, 100 + n)
     write_lines(folder / "train" / "metadata.jsonl", rows)
     return pairs
@@ -198,25 +187,14 @@ def inter_edit(folder, count):
     """Inter-Edit-Train: gzipped JSON lines that name archive and member, with masks."""
     rows, sources, assets, pairs = [], {}, {}, {}
     for n in range(count):
-        sources[f"sources/source_{n:07d}.png"] = plain(n)
-        assets[f"targets/target_{n:07d}.png"] = plain(100 + n)
-        assets[f"masks/mask_{n:07d}.png"] = half_mask("white")
-        rows.append(
-            {
-                "sample_id": n,
-                "source_id": n,
-                "edit_type": "Add",
-                "instruction": f"do {n}",
-                "better_data": True,
-                "bounding_box": [0, 0, 480, 960],
-                "bbox_reference_dimensions": {"width": 960, "height": 960},
-                "source_archive": "source_shards/source-00000-of-00001.tar",
-                "source_file": f"sources/source_{n:07d}.png",
-                "asset_archive": "asset_shards/asset-00000-of-00001.tar",
-                "target_file": f"targets/target_{n:07d}.png",
-                "mask_file": f"masks/mask_{n:07d}.png",
-            }
-        )
+        source, target = f"sources/source_{n:07d}.png", f"targets/target_{n:07d}.png"
+        mask = f"masks/mask_{n:07d}.png"
+        sources[source] = plain(n)
+        assets |= {target: plain(100 + n), mask: half_mask("white")}
+        row = {"sample_id": n, "source_id": n, "edit_type": "Add", "instruction": f"do {n}"}
+        row |= {"source_archive": "source_shards/source-00000-of-00001.tar"}
+        row |= {"asset_archive": "asset_shards/asset-00000-of-00001.tar"}
+        rows.append(row | {"source_file": source, "target_file": target, "mask_file": mask})
         pairs[f"do {n}"] = (n, 100 + n)
     write_lines(folder / "metadata" / "train-00000-of-00001.jsonl.gz", rows)
     write_tar(folder / "source_shards" / "source-00000-of-00001.tar", sources)
@@ -251,10 +229,10 @@ def gpt_image_edit(folder, count):
     for k, (stem, base) in enumerate(
         (("hqedit_gpt_edit", "hqedit/edit"), ("omniedit_gpt", "omniedit"))
     ):
-        rows, members = [], {}
+        rows, greys = [], {}
         for n in range(count // 2):
             grey = k * count // 2 + n
-            members |= {f"input/{n}.png": plain(grey), f"output/{n}.png": plain(100 + grey)}
+            greys |= {f"input/{n}.png": grey, f"output/{n}.png": 100 + grey}
             asked = [
                 {"from": "human", "value": f"<image>\ndo {grey}"},
                 {"from": "gpt", "value": ""},
@@ -265,11 +243,10 @@ def gpt_image_edit(folder, count):
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps(rows))
         if k:
-            for name, data in members.items():
-                target = folder / "gpt-edit" / base / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(data)
+            for name, grey in greys.items():
+                write_image(folder / "gpt-edit" / base / name, grey)
         else:
+            members = {name: plain(grey) for name, grey in greys.items()}
             write_tar(folder / "gpt-edit" / base / "data.tar", members)
     return pairs
 
@@ -278,10 +255,8 @@ def gpt_image_edit_metadata(folder, count):
     """The same set with the metadata of its card."""
     rows, pairs = [], {}
     for n in range(count):
-        for name, grey in (("input", n), ("output", 100 + n)):
-            file = folder / "hqedit" / "edit" / name / f"{n}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(plain(grey))
+        write_image(folder / "hqedit" / "edit" / "input" / f"{n}.png", n)
+        write_image(folder / "hqedit" / "edit" / "output" / f"{n}.png", 100 + n)
         row = {"id": str(n), "dataset_source": "hqedit", "task": "edit", "input": f"input/{n}.png"}
         row |= {"output": f"output/{n}.png", "instruction": f"do {n}", "input_description": "a cat"}
         rows.append(row | {"instruction_type": "original"})

@@ -25,7 +25,6 @@ from diffusers_flax.data.faults import FaultFinder, Measured, measure
 from diffusers_flax.data.mixture import first_metadata
 from diffusers_flax.data.options import Columns
 from diffusers_flax.data.shards import (
-    READ_BYTES,
     Cells,
     Pair,
     RowGroup,
@@ -61,7 +60,7 @@ SCORES = {  # columns of each threshold; the least of them counts
 }
 CAPTIONS = ["original_prompt", "edited_prompt"]
 TEXTS = [*CAPTIONS, "edit_prompt"]
-BATCH_ROWS = 8  # rows of images that are read at a time
+BATCH_ROWS = 8  # of a shard that are converted at a time
 ROWS_AHEAD = 64  # that threads work on
 
 
@@ -115,10 +114,7 @@ def filter_shards(source: Path, output_dir: Path, choice: PairsFlags) -> str:
         raise ValueError(f"--pairs {source}: no pair is left ({', '.join(lines)})")
     with ExitStack() as stack:
         folder = stack.enter_context(move_when_complete(output_dir, (SHARDS, MANIFEST)))
-        with ShardWriter(folder, schemas[0].remove_metadata()) as writer:
-            for batch in kept_batches(shards, kept):
-                for row in batch.to_pylist():
-                    writer.add(row, batch.nbytes // batch.num_rows)
+        copy_rows(shards, kept, folder)
         number = number_shards(folder)
         if made := sets_in(source, {path.name for path, _ in shards}):
             files = [{"file": file.name} for file in sorted(folder.iterdir())]
@@ -141,13 +137,27 @@ def are_shards(folder: Path) -> bool:
     return bool(shard) and not has_archives and has_bytes(shard.schema.to_arrow_schema())
 
 
-def read_columns(files: list[Path], names: list[str]) -> pa.Table:
-    """Columns of all shards."""
+def read_columns(files: list[Path], names: list[str] | None = None) -> pa.Table:
+    """Columns of all shards; names None: all columns."""
     tables = []
     for file in files:
-        with one_line_errors(file):
-            tables.append(pq.read_table(file, columns=names))
+        with one_line_errors(file), pq.ParquetFile(file) as opened:
+            tables.append(opened.read(names))
     return pa.concat_tables(tables)
+
+
+def copy_rows(shards: list[tuple[Path, pq.FileMetaData]], kept: np.ndarray, folder: Path) -> None:
+    """Write rows of shards to new ones; kept: numbers of rows of all shards, in order."""
+    is_kept = np.zeros(sum(metadata.num_rows for _, metadata in shards), bool)
+    is_kept[kept] = True
+    schema, first = shards[0][1].schema.to_arrow_schema().remove_metadata(), 0
+    with ShardWriter(folder, schema) as writer:
+        for path, metadata in tqdm(shards, "copying", unit="shard", disable=None):
+            chosen = pa.array(is_kept[first : first + metadata.num_rows])
+            first += metadata.num_rows
+            for batch in read_columns([path]).filter(chosen).to_batches(BATCH_ROWS):
+                for row in batch.to_pylist():
+                    writer.add(row, batch.nbytes // batch.num_rows)
 
 
 def find_good(files: list[Path], choice: PairsFlags) -> tuple[np.ndarray, list[str]]:
@@ -276,24 +286,3 @@ def images_and_texts(groups: list[RowGroup], rows: np.ndarray) -> Iterator[tuple
             texts |= {name: captions[name][position].as_py() for name in names}
             texts["edit_prompt"] = choose_instruction(pair.instruction, 0)
             yield {role: (image_suffix(x), x) for role, x in images.items() if x}, texts
-
-
-def kept_batches(
-    shards: list[tuple[Path, pq.FileMetaData]], kept: np.ndarray
-) -> Iterator[pa.RecordBatch]:
-    """The rows with the numbers `kept`, a few at a time, without metadata."""
-    is_kept = np.zeros(sum(metadata.num_rows for _, metadata in shards), bool)
-    is_kept[kept] = True
-    first = 0
-    with tqdm(desc="copying", total=len(kept), unit="pair", disable=None) as bar:
-        for path, _ in shards:
-            with (
-                one_line_errors(path),
-                pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BYTES) as opened,
-            ):
-                for batch in opened.iter_batches(BATCH_ROWS, use_threads=False):
-                    chosen = batch.filter(pa.array(is_kept[first : first + batch.num_rows]))
-                    first += batch.num_rows
-                    bar.update(chosen.num_rows)
-                    if chosen.num_rows:
-                        yield chosen.replace_schema_metadata(None)
