@@ -12,97 +12,47 @@ TEXT, INT, FLOAT, TEXTS = pa.string(), pa.int32(), pa.float64(), pa.list_(pa.str
 # name -> columns in their order, and the roles of the columns that training reads
 SCHEMAS = {
     "timbrooks/instructpix2pix-clip-filtered": (
-        {
-            "original_prompt": TEXT,
-            "original_image": IMAGE,
-            "edit_prompt": TEXT,
-            "edited_prompt": TEXT,
-            "edited_image": IMAGE,
-        },
+        dict(original_prompt=TEXT, original_image=IMAGE, edit_prompt=TEXT)
+        | dict(edited_prompt=TEXT, edited_image=IMAGE),
         ("original_image", "edited_image", "edit_prompt"),
     ),
     "fusing/instructpix2pix-1000-samples": (
-        {"input_image": IMAGE, "edit_prompt": TEXT, "edited_image": IMAGE},
+        dict(input_image=IMAGE, edit_prompt=TEXT, edited_image=IMAGE),
         ("input_image", "edited_image", "edit_prompt"),
     ),
     "osunlp/MagicBrush": (
-        {
-            "img_id": TEXT,
-            "turn_index": INT,
-            "source_img": IMAGE,
-            "mask_img": IMAGE,
-            "instruction": TEXT,
-            "target_img": IMAGE,
-        },
+        dict(img_id=TEXT, turn_index=INT, source_img=IMAGE, mask_img=IMAGE)
+        | dict(instruction=TEXT, target_img=IMAGE),
         ("source_img", "target_img", "instruction"),
     ),
     "BleachNick/UltraEdit": (
-        {
-            "clip_sim_source": FLOAT,
-            "source_caption": TEXT,
-            "target_caption": TEXT,
-            "edit_prompt": TEXT,
-            "source_image": IMAGE,
-            "edited_image": IMAGE,
-            "mask_image": IMAGE,
-        },
+        dict(clip_sim_source=FLOAT, source_caption=TEXT, target_caption=TEXT, edit_prompt=TEXT)
+        | dict(source_image=IMAGE, edited_image=IMAGE, mask_image=IMAGE),
         ("source_image", "edited_image", "edit_prompt"),
     ),
     "UCSC-VLAA/HQ-Edit": (
-        {
-            "input": TEXT,
-            "input_image": IMAGE,
-            "edit": TEXT,
-            "inverse_edit": TEXT,
-            "output": TEXT,
-            "output_image": IMAGE,
-        },
+        dict(input=TEXT, input_image=IMAGE, edit=TEXT, inverse_edit=TEXT)
+        | dict(output=TEXT, output_image=IMAGE),
         ("input_image", "output_image", "edit"),
     ),
     "TIGER-Lab/OmniEdit-Filtered-1.2M": (
-        {
-            "omni_edit_id": TEXT,
-            "task": TEXT,
-            "src_img": IMAGE,
-            "edited_img": IMAGE,
-            "edited_prompt_list": TEXTS,
-            "width": pa.int64(),
-            "height": pa.int64(),
-            "sc_score_1": FLOAT,
-        },
+        dict(omni_edit_id=TEXT, task=TEXT, src_img=IMAGE, edited_img=IMAGE)
+        | dict(edited_prompt_list=TEXTS, width=pa.int64(), height=pa.int64(), sc_score_1=FLOAT),
         ("src_img", "edited_img", "edited_prompt_list"),
     ),
     "Bin1117/AnyEdit": (
-        {
-            "image_id": TEXT,
-            "edit_instruction": TEXT,
-            "edit_type": TEXT,
-            "image_file": IMAGE,
-            "edited_file": IMAGE,
-            "visual_input": IMAGE,
-            "input": TEXT,
-            "output": TEXT,
-        },
+        dict(image_id=TEXT, edit_instruction=TEXT, edit_type=TEXT, image_file=IMAGE)
+        | dict(edited_file=IMAGE, visual_input=IMAGE, input=TEXT, output=TEXT),
         ("image_file", "edited_file", "edit_instruction"),
     ),
     "BryanW/HumanEdit": (
-        {
-            "IMAGE_ID": TEXT,
-            "EDITING_TYPE": TEXT,
-            "CORE": INT,
-            "MASK": INT,
-            "EDITING_INSTRUCTION": TEXT,
-            "OUTPUT_DESCRIPTION": TEXT,
-            "INPUT_CAPTION_BY_LLAMA": TEXT,
-            "OUTPUT_CAPTION_BY_LLAMA": TEXT,
-            "INPUT_IMG": IMAGE,
-            "MASK_IMG": IMAGE,
-            "OUTPUT_IMG": IMAGE,
-        },
+        dict(IMAGE_ID=TEXT, EDITING_TYPE=TEXT, CORE=INT, MASK=INT, EDITING_INSTRUCTION=TEXT)
+        | dict(OUTPUT_DESCRIPTION=TEXT, INPUT_CAPTION_BY_LLAMA=TEXT)
+        | dict(INPUT_IMG=IMAGE, MASK_IMG=IMAGE, OUTPUT_IMG=IMAGE),
         ("INPUT_IMG", "OUTPUT_IMG", "EDITING_INSTRUCTION"),
     ),
     "iitolstykh/NHR-Edit": (
-        {"source_image": IMAGE, "edited_image": IMAGE, "edit_instruction": TEXT, "category": TEXT},
+        dict(source_image=IMAGE, edited_image=IMAGE, edit_instruction=TEXT, category=TEXT),
         ("source_image", "edited_image", "edit_instruction"),
     ),
 }
