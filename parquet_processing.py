@@ -27,7 +27,6 @@ import io
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -160,26 +159,17 @@ def describe_shards(groups: list[RowGroup]) -> str:
     schema = next(iter(shards.values())).schema.to_arrow_schema()
     roles = {groups[0].mask_column: "mask, read for --mask_loss_weight"}
     roles |= dict(zip(groups[0].columns, ("original image", "edited image", "prompt")))
-    rows = [group.num_rows for group in groups]
-    stored = [
-        sum(row_group.column(c).total_compressed_size for c in range(row_group.num_columns))
-        for row_group in (group.metadata.row_group(group.index) for group in groups)
-    ]
-    format_bytes = partial(tqdm.format_sizeof, suffix="B")
+    columns = []
+    for field in schema:
+        role = f"  <- {roles[field.name]}" if field.name in roles else ""
+        columns.append(f"{field.name}: {field.type}{role}")
+    num_bytes = tqdm.format_sizeof(sum(path.stat().st_size for path in shards), suffix="B")
     return "\n".join(
         [
-            f"shards      {len(shards)}, {format_bytes(sum(p.stat().st_size for p in shards))}",
-            f"rows        {sum(rows)}",
+            f"shards      {len(shards)}, {num_bytes}",
+            f"rows        {sum(group.num_rows for group in groups)}, row groups {len(groups)}",
             f"pairs       {describe_pairs(groups)}",
-            "columns     "
-            + "\n            ".join(
-                f"{field.name}: {field.type}"
-                + (f"  <- {roles[field.name]}" if field.name in roles else "")
-                for field in schema
-            ),
-            f"row groups  {len(groups)}; rows min {min(rows)}, median {np.median(rows):g}, "
-            f"max {max(rows)}; bytes min {format_bytes(min(stored))}, "
-            f"median {format_bytes(np.median(stored))}, max {format_bytes(max(stored))}",
+            "columns     " + "\n            ".join(columns),
         ]
     )
 

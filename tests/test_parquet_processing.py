@@ -64,10 +64,9 @@ def test_script_describes_a_folder(tmp_path):
     assert done.stderr == "" or done.stderr.startswith("no installed font has all letters")
     for words in (
         "shards      2,",
-        "rows        8\n",
+        "rows        8, row groups 3\n",
         "original_image: struct<bytes: binary, path: string>  <- original image",
         "edit_prompt: string  <- prompt",
-        "row groups  3; rows min 2, median 2, max 4; bytes min",
         "checked     all 8 rows",
         "original_image: 5 x PNG 20x20 RGB, 2 x JPEG 40x40 RGB\n",
         "edited_image: 7 x PNG 20x20 RGB\n",
