@@ -1,14 +1,12 @@
 """cache_latents.py: latents against PyTorch's, training on them, incompatible flags."""
 
 import dataclasses
-import json
 import shutil
 from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -234,16 +232,6 @@ def test_latents_of_other_settings_are_replaced_on_request(model, data, kept, tm
     assert files["a.parquet"] != (kept / "a.parquet").read_bytes()
 
 
-def test_a_directory_of_something_else_is_refused(model, data, tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("mine")
-    flags = ["--pretrained_model_name_or_path", str(model), "--train_data_dir", str(data)]
-    with pytest.raises(SystemExit, match="2"):
-        cache_latents.main([*flags, "--output_dir", str(tmp_path)])
-    assert f"--output_dir {tmp_path} is not empty (notes.txt); name another" in (
-        capsys.readouterr().err
-    )
-
-
 @pytest.mark.variants
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -304,16 +292,6 @@ def test_what_does_not_go_together(model, data, kept, tmp_path, capsys, options,
     assert not places["NEW"].exists()
 
 
-def test_sizes_of_several_directories_are_refused(model, data, tmp_path, capsys):
-    """As the trainer refuses to train on them."""
-    flags = f"""--pretrained_model_name_or_path {model} --train_data_dir {data} {tmp_path}
-        --resolution 16 --output_dir {tmp_path}/new --aspect_ratio_buckets"""
-    with pytest.raises(SystemExit) as ended:
-        cache_latents.main(flags.split())
-    assert ended.value.code == 2 and not (tmp_path / "new").exists()
-    assert "--aspect_ratio_buckets goes with one --train_data_dir" in capsys.readouterr().err
-
-
 def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys):
     other = make_tiny_pipeline(tmp_path / "other", seed=5, **SIZE)
     mixed = tmp_path / "mixed"
@@ -338,29 +316,3 @@ def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys)
     with pytest.raises(SystemExit):
         parquet_processing.main(["--train_data_dir", str(kept)])
     assert "contains latents; name the directory of the images" in capsys.readouterr().err
-
-
-def test_a_damaged_shard_is_named(kept, tmp_path):
-    """Also one with a cell that is too short."""
-    table = pq.read_table(kept / "b.parquet")
-    broken = bytearray((kept / "b.parquet").read_bytes())
-    broken[4 : len(broken) // 2] = bytes(len(broken) // 2 - 4)
-    middle = tmp_path / "middle"
-    middle.mkdir()
-    (middle / "b.parquet").write_bytes(broken)
-    (group,) = list_row_groups(str(middle))
-    with pytest.raises(ValueError, match=r"b\.parquet.* delete the shard and make it again with"):
-        read_row_group(group)
-    short = tmp_path / "short"
-    short.mkdir()
-    cells = [table["edited_image"][0].as_py()[:-2], *table["edited_image"].to_pylist()[1:]]
-    table = table.set_column(1, "edited_image", pa.array(cells, pa.binary()))
-    pq.write_table(table, short / "b.parquet")
-    dataset = open_pairs(
-        str(short), batch_size=7, resolution=16, random_crop=False, max_bad_fraction=1
-    )
-    assert len(list(dataset)) == 1
-    assert list(dataset.bad_rows.values()) == [
-        "edited_image: no latents in the shard; the pair could not be used"
-    ]
-    assert json.loads(table.schema.metadata[b"latents"])["rows"] == 7

@@ -1,9 +1,7 @@
 """create_modified_unet.py by its command line: its output, its self-check, bad input."""
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,6 @@ from safetensors.numpy import load_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import create_modified_unet
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -123,63 +120,16 @@ def test_overwriting_replaces_the_unet_and_nothing_else(narrow, tmp_path, monkey
     assert (out / "notes.txt").read_text() == "mine"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_full_disk_is_named_with_what_is_needed(narrow, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(create_modified_unet, "largest_difference", lambda *_: (0.0, 1.0))
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    size = ["-o", "size=40k"]  # the UNet takes 0.2 MB
-    if subprocess.run(["mount", "-t", "tmpfs", *size, "tmpfs", disk]).returncode:
-        pytest.skip("this machine does not mount a tmpfs")
-    try:
-        with pytest.raises(SystemExit) as stop:
-            modify(monkeypatch, narrow, disk / "out")
-        assert list(disk.rglob("*.*")) == []
-    finally:
-        subprocess.run(["umount", disk], check=True)
-    num_bytes = sum(x.nbytes for x in read(narrow / "unet")[1].values())
-    num_bytes += 4 * 4 * 16 * 9  # the new channels' weights, float32
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == (
-        f"error: [Errno 28] the disk is full; it takes {num_bytes / 1e6:.4g} MB: '{disk}/out'\n"
-    )
-
-
-def test_the_default_is_twice_the_latents_channels(narrow, tmp_path, monkeypatch):
-    """A UNet with 6 latent channels gets 12 input channels."""
-    unet = UNet2DConditionModel.from_pretrained(narrow / "unet")
-    config = {**unet.config, "in_channels": 6, "out_channels": 6}
-    UNet2DConditionModel.from_config(config).save_pretrained(tmp_path / "six")
-    monkeypatch.setattr(create_modified_unet, "largest_difference", lambda *_: (0.0, 1.0))
-    modify(monkeypatch, tmp_path / "six", tmp_path / "twelve", subfolder="")
-    config, tensors = read(tmp_path / "twelve")
-    assert config["in_channels"] == tensors["conv_in.weight"].shape[1] == 12
-    assert config["out_channels"] == 6
-
-
 def random_bias(params):
     """As with a new random bias."""
     bias = np.random.default_rng(0).normal(0, 1e-2, params["conv_in"]["bias"].shape)
     return {**params, "conv_in": {**params["conv_in"], "bias": bias.astype(np.float32)}}
 
 
-def random_kernel(params):
-    """As with small random weights for the new channels."""
-    kernel = params["conv_in"]["kernel"].copy()
-    kernel[:, :, 4:] = np.random.default_rng(0).normal(0, 1e-3, kernel[:, :, 4:].shape)
-    return {**params, "conv_in": {**params["conv_in"], "kernel": kernel}}
-
-
-def not_finite(params):
-    kernel = np.full_like(params["conv_in"]["kernel"], np.nan)
-    return {**params, "conv_in": {**params["conv_in"], "kernel": kernel}}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("spoil", [random_bias, random_kernel, not_finite])
-def test_a_wrong_widening_is_noticed_and_not_saved(narrow, tmp_path, monkeypatch, capsys, spoil):
+def test_a_wrong_widening_is_noticed_and_not_saved(narrow, tmp_path, monkeypatch, capsys):
     widen = create_modified_unet.widen
-    monkeypatch.setattr(create_modified_unet, "widen", lambda *args: spoil(widen(*args)))
+    monkeypatch.setattr(create_modified_unet, "widen", lambda *args: random_bias(widen(*args)))
     with pytest.raises(SystemExit, match="1"):
         modify(monkeypatch, narrow, tmp_path / "out")
     assert re.fullmatch(
@@ -187,16 +137,6 @@ def test_a_wrong_widening_is_noticed_and_not_saved(narrow, tmp_path, monkeypatch
         capsys.readouterr().err,
     )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_widen_leaves_its_argument_alone(narrow):
-    _, params = FlaxUNet2DConditionModel.from_pretrained(narrow, subfolder="unet")
-    before = params["conv_in"]["kernel"].copy()
-    widened = create_modified_unet.widen(params, 8)
-    np.testing.assert_array_equal(params["conv_in"]["kernel"], before)
-    assert widened["conv_in"]["kernel"].shape == (3, 3, 8, before.shape[3])
-    assert widened["conv_in"]["bias"] is params["conv_in"]["bias"]
-    assert all(widened[name] is params[name] for name in params.keys() - {"conv_in"})
 
 
 REFINER = {"projection_class_embeddings_input_dim": 2560, "addition_time_embed_dim": 256}

@@ -25,7 +25,6 @@ from known_sets import SCHEMAS, write_known
 from PIL import ExifTags, Image, ImageOps
 from references import edit_with_torch
 from torch_training import (
-    NUM_DEVICES,
     Parallel,
     compare_losses,
     compare_runs,
@@ -99,31 +98,6 @@ def test_dropout_follows_the_table(rate):
         assert np.asarray(new_latents[where]).tobytes() == wanted[where].tobytes()
 
 
-def test_what_is_dropped_gets_no_gradient():
-    rate, B = 0.25, 64
-    keys = jax.random.split(jax.random.key(1), B)
-    rng = np.random.default_rng(0)
-    text, null_text, latents = (
-        jnp.asarray(rng.standard_normal(shape, np.float32))
-        for shape in ((B, 2, 3), (1, 2, 3), (B, 4, 2, 2))
-    )
-
-    def total(text, latents):
-        new_text, new_latents = trainer.conditioning_dropout(
-            keys, {"states": text}, {"states": null_text}, latents, rate
-        )
-        return new_text["states"].sum() + new_latents.sum()
-
-    text_grad, latents_grad = jax.grad(total, (0, 1))(text, latents)
-    u = np.asarray(jax.vmap(jax.random.uniform)(keys))
-    kept = {"text": u >= 0.5, "image": (u < 0.25) | (u >= 0.75)}
-    assert all(0 < where.sum() < B for where in kept.values())
-    np.testing.assert_array_equal(text_grad[:, 0, 0], kept["text"])
-    np.testing.assert_array_equal(text_grad, text_grad[:, :1, :1] * np.ones((2, 3)))
-    np.testing.assert_array_equal(latents_grad[:, 0, 0, 0], kept["image"])
-    np.testing.assert_array_equal(latents_grad, latents_grad[:, :1, :1, :1] * np.ones((4, 2, 2)))
-
-
 # diffusion_loss
 
 
@@ -190,21 +164,6 @@ def test_four_devices_are_pytorch_on_one(model, parallel):
     assert min(torch_run[2]) > RUN["max_grad_norm"]
 
 
-def test_seeds_decide(parallel):
-    batches = [make_batch(i) for i in range(3)]
-    *_, (state, metrics) = parallel.run(batches, seed=7)
-    assert np.asarray(state.step).tolist() == [3] * NUM_DEVICES
-    expected = {**parallel.whole(state), "loss": np.asarray(metrics["loss"])}
-
-    def outcome(seed):
-        *_, (state, metrics) = parallel.run(batches, seed)
-        return {**parallel.whole(state), "loss": np.asarray(metrics["loss"])}
-
-    again, other = outcome(7), outcome(8)
-    assert all(again[k].tobytes() == x.tobytes() for k, x in expected.items())
-    assert (again["loss"] != other["loss"]).all()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -224,23 +183,6 @@ def test_devices_and_micro_batches_change_nothing(parallel, options):
         b = other.whole(b)
         for name, x in parallel.whole(a).items():
             np.testing.assert_allclose(x, b[name], atol=2e-5, err_msg=name)
-
-
-def test_every_device_holds_its_shard(parallel):
-    (state, _), *_ = parallel.run([make_batch(0)], 0)
-    sizes, whole = {}, parallel.whole(state)
-    for name, tree in (("params", state.params), ("moments", state.opt_state[0].mu)):
-        for path, x in tree.items():
-            split = parallel.axes[path]
-            if split.vectors:
-                shape = [sum(whole["/".join(path)].size for path, _ in split.vectors)]
-            else:
-                shape = list(whole["/".join(path)].shape)
-            shape[split.axis] //= split.num_shards
-            assert x.shape == (NUM_DEVICES, *shape)
-        sizes[name] = sum(x.nbytes for x in jax.tree.leaves(tree)) / NUM_DEVICES
-    total = sum(x.nbytes for x in whole.values())
-    assert sizes["params"] == sizes["moments"] < 0.26 * total  # a few small arrays do not divide
 
 
 def test_one_device_copies_no_parameters(optimized):
@@ -460,39 +402,6 @@ def test_a_longer_run_averages(
     for name, p in params_of(tmp_path, "unet").items():
         np.testing.assert_allclose(p, before[name] + average, rtol=1e-5)
     assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 21))
-
-
-@pytest.mark.slow
-def test_a_shorter_run_averages_from_its_checkpoint(model, data, tmp_path, capsys):
-    """The average would have begun at step 2, before the checkpoint of step 4, which has none."""
-    options = dict(ema="late", ema_fraction=0.8, checkpoints_total_limit=None)
-    run_counting(model, data, tmp_path / "long", max_train_steps=20, **options)
-    capsys.readouterr()
-    checkpoint = str(tmp_path / "long" / "checkpoints" / "4")
-    short = dict(max_train_steps=8, resume_from_checkpoint=checkpoint)
-    run_counting(model, data, tmp_path / "short", **options | short)
-    output = capsys.readouterr().out
-    assert "the run had 20 steps and has 8" in output
-    average = 4
-    for step in range(5, 9):
-        average += 5 / 6 * (step - average)
-    before = params_of(model, "unet")
-    for name, p in params_of(tmp_path / "short", "unet").items():
-        np.testing.assert_allclose(p, before[name] + average, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_short_run_says_what_it_leaves_out_and_shows_its_losses(model, data, tmp_path, capsys):
-    run_counting(model, data, tmp_path, max_train_steps=41)
-    assert (
-        "no average of the weights: less than 6 of the run's 41 steps would be averaged; give more "
-    ) in capsys.readouterr().out
-    rows = read_metrics(tmp_path)
-    assert [row["step"] for row in rows] == [1, *range(2, 41, 2), 41]
-    assert all(row["ema_decay"] is None for row in rows)
-    before = params_of(model, "unet")
-    for name, p in params_of(tmp_path, "unet").items():
-        np.testing.assert_allclose(p, before[name] + 41, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -42,14 +42,6 @@ def test_power_decay_gives_each_step_its_share_of_the_profile(gamma):
     np.testing.assert_allclose(weights, np.diff(edges), rtol=1e-4, atol=1e-7)
 
 
-def test_ema_start_is_a_copy():
-    params = {"w": jnp.arange(3.0)}
-    ema = ema_start(params)
-    np.testing.assert_array_equal(ema["w"], params["w"])
-    params["w"].delete()
-    assert not ema["w"].is_deleted()
-
-
 def test_warmup_decay_is_that_of_diffusers():
     for decay in (0.5, 0.999):
         reference = EMAModel([torch.nn.Parameter(torch.zeros(1))], decay=decay)
@@ -117,21 +109,6 @@ def test_posthoc_weights_are_the_least_squares_of_sampled_profiles(sigma_rel):
     assert error == pytest.approx(math.sqrt(squares / np.sum(wanted**2)), rel=1e-2)
 
 
-def test_a_tracked_average_is_its_own_snapshot():
-    times = np.repeat([20, 40, 60], 2)
-    gammas = np.tile([sigma_rel_to_gamma(s) for s in SIGMA_RELS], 3)
-    weights = posthoc_weights(times, gammas, 60, gammas[0])
-    np.testing.assert_allclose(weights, [0, 0, 0, 0, 1, 0], atol=1e-9)
-    assert posthoc_error(times, gammas, weights, 60, gammas[0]) < 1e-6
-    assert posthoc_error(times, gammas, np.zeros(6), 60, gammas[0]) == pytest.approx(1)
-
-
-@pytest.mark.parametrize("sigma_rel", [0.0, -0.1, 0.28, 0.5, math.nan])
-def test_a_length_that_no_exponent_has(sigma_rel):
-    with pytest.raises(ValueError, match=rf"sigma_rel={sigma_rel} must be above 0 and below 0.28"):
-        sigma_rel_to_gamma(sigma_rel)
-
-
 # The average of the weights
 
 
@@ -165,44 +142,6 @@ def test_ema_plan():
     average = ema_plan("late", 20, start_step=10, every=3)
     assert [average.num_updates(step) for step in (9, 12, 13, 15, 16, 20)] == [0, 0, 1, 1, 2, 3]
     assert not any(map(ema_plan("none", 20).num_updates, range(21)))
-
-
-@pytest.mark.parametrize(
-    ("options", "is_same"),
-    [
-        (dict(ema="full", decay=0.999), True),
-        (dict(ema="full", decay=0.999, every=7, warmup=True), True),
-        (dict(ema="late", start_step=14000, decay=0.999), True),
-        (dict(ema="power"), True),
-        (dict(ema="late", fraction=0.01), True),  # the longer run's starts after the checkpoint
-        (dict(ema="late", decay=0.999), False),
-        (dict(ema="late", start_step=14000), False),
-        (dict(ema="full"), False),
-    ],
-)
-def test_a_longer_run_has_the_average_of_its_whole_length(options, is_same):
-    """As docs/runs.md says: of 15000 steps, then 15300. The weight after step s is s."""
-    before, after = (ema_plan(max_train_steps=n, **options) for n in (15000, 15300))
-
-    def average(first_step, plans):
-        value = first_step
-        for step in range(first_step + 1, 15301):
-            plan = plans(step)._replace(first_step=first_step)
-            if (num_updates := plan.num_updates(step)) > plan.num_updates(step - 1):
-                decay = plan.decays(num_updates)[0]
-                value = decay * value + (1 - decay) * step
-        return value
-
-    whole = average(after.first_step, lambda step: after)
-    goes_on = after.first_step < 15000
-    continued = whole
-    if goes_on:
-        continued = average(before.first_step, lambda step: before if step <= 15000 else after)
-    assert (continued == whole) == is_same
-    if not options.get("every") and after.decays(1) == after.decays(2):
-        decay, window = after.decays(1)[0], 15300 - after.first_step
-        expected = 15300 - decay * (1 - decay**window) / (1 - decay)
-        assert whole == pytest.approx(expected, rel=1e-9)
 
 
 def test_ema_is_the_closed_form_and_diffusers():

@@ -37,7 +37,7 @@ from diffusers_flax.loading.weights import flax_to_torch, torch_to_flax
 from diffusers_flax.models.quantization import storage_of
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
-from diffusers_flax.training.lora import add_lora, fold_lora, save_lora
+from diffusers_flax.training.lora import add_lora, fold_lora
 from diffusers_flax.training.models import cast_frozen, load_models
 from diffusers_flax.training.sharding import combine
 
@@ -173,20 +173,6 @@ def test_training_is_pefts(models):
     params = alone.whole(expected[-1][0])
     for name, x in parallel.whole(steps[-1][0]).items():
         np.testing.assert_allclose(x, params[name], rtol=1e-4, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.slow
-def test_a_step_in_bfloat16(models):
-    """Frozen kernels are bfloat16; the loss equals float32's up to their rounding."""
-    losses = []
-    for precision in ("bf16", "no"):
-        config = config_of(models["xl"], "unused", "unused", mixed_precision=precision, **LORA)
-        parallel = Parallel(config, num_devices=1)
-        ((state, metrics),) = parallel.run([make_xl_batch(0)], 3)
-        assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
-        assert np.isfinite(metrics["grad_norm"])
-        losses.append(float(metrics["loss"][0]))
-    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def test_at_the_start_nothing_changes(models):
@@ -337,32 +323,6 @@ def test_merging_in_bfloat16_keeps_what_is_not_trained(models, data, tmp_path, m
             continue
         np.testing.assert_array_equal(merged[name], x, err_msg=name)
     jax.tree.map(np.testing.assert_array_equal, after, before)
-
-
-def test_initial_values_do_not_depend_on_files(models, tmp_path):
-    unet, params = FlaxUNet2DConditionModel.from_pretrained(models["sd"] / "unet")
-    unet.save_pretrained(tmp_path, params, max_shard_size="100KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    _, sharded = FlaxUNet2DConditionModel.from_pretrained(tmp_path)
-    expected, found = (add_lora(x, RANK, ALPHA, ATTENTION)[0] for x in (params, sharded))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-@pytest.mark.parametrize(("family", "other"), [("sd", "xl"), ("xl", "sd")])
-def test_a_lora_of_another_family_is_one_line(models, tmp_path, capsys, family, other):
-    _, params = FlaxUNet2DConditionModel.from_pretrained(models[family] / "unet")
-    trained, _ = add_lora(params, RANK, ALPHA, ATTENTION)
-    save_lora(tmp_path / LORA_FILE, trained, RANK, ALPHA, ATTENTION)
-    Image.new("RGB", (16, 16)).save(tmp_path / "in.png")
-    flags = f"--input {tmp_path}/in.png --edit red --lora {tmp_path}/{LORA_FILE}".split()
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        edit_cli.main([*flags, "--model", str(models[other])])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: lora={tmp_path}/{LORA_FILE}") and error.count("\n") == 1
-    assert re.search(r"is for another model: .* \d+ -> \d+|of this model's family", error)
-    assert {file.name for file in tmp_path.iterdir()} == {"in.png", LORA_FILE}
 
 
 @pytest.mark.slow

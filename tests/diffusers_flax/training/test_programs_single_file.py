@@ -143,29 +143,6 @@ def test_images_of_sdxl(tmp_path):
 
 
 @pytest.mark.slow
-def test_flags_without_effect(tmp_path, capsys):
-    folder = make_tiny_pipeline(tmp_path / "model", in_channels=4)
-    file = write_single_file(tmp_path / "model.safetensors", original_layout(folder))
-    given = ["--output_dir", str(tmp_path / "out"), "--pretrained_model_name_or_path"]
-    for flags, message in (
-        ([str(folder), "--config_name_or_path", str(folder)], "goes with a model that is one file"),
-        ([str(folder), "--use_ema_weights"], "--use_ema_weights goes with a UNet in one file"),
-        (
-            [str(file), "--variant", "fp16", "--config_name_or_path", str(folder)],
-            "--variant fp16 goes with a directory or hub id",
-        ),
-        ([f"{folder}.ckpt"], "model.ckpt does not exist; check the path"),
-        ([str(file), "--use_ema_weights"], "has no averages of a UNet"),
-        ([str(file), "--config_name_or_path", str(tmp_path)], f"{tmp_path} has no config.json"),
-    ):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            create_modified_unet.main([*given, *flags])
-        error = capsys.readouterr().err
-        assert stopped.value.code == 2 and message in error and error.count("\n") == 1
-
-
-@pytest.mark.slow
 def test_a_refiner_makes_no_edits(tmp_path, capsys):
     folder = make_tiny_xl(tmp_path / "refiner", refiner=True)
     file = write_single_file(tmp_path / "refiner.safetensors", original_layout(folder))

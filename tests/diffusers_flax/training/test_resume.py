@@ -394,13 +394,6 @@ def test_an_sdxl_run_opens_in_pytorch(sdxl_run):
     assert psnr(images, expected) > 60
 
 
-@pytest.mark.slow
-def test_processes_with_other_flags_are_told(model, data, tmp_path):
-    for start in start_all(model, data, tmp_path / "out", 2, 4, seeds=[1, 2]):
-        _, errors = start.end(2)
-        assert errors.splitlines()[-1].startswith("error: process 1 has other settings or models")
-
-
 def run_here(config):
     """A run in this process, on its four devices."""
     with jax.numpy_dtype_promotion("standard"):  # optax

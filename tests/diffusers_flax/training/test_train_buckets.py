@@ -10,14 +10,11 @@ import pytest
 from known_sets import png
 from PIL import Image
 from shards import open_mixture, write_random_shard
-from tiny_models import make_tiny_xl
 from trainer_runs import config_of, flags_of, read_metrics, run_trainer
 
 import cache_latents
-import distill_lcm
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.data.shards import latents_metadata
-from diffusers_flax.training.flags import check_flags
 from diffusers_flax.training.validation import fit_validation_images, load_validation_images
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
@@ -131,17 +128,6 @@ def test_devices_latents_and_a_resume_change_nothing(model, data, tmp_path, monk
     np.testing.assert_allclose(losses(tmp_path / "one"), expected, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_sdxl_with_latents_one_device_and_accumulation(data, tmp_path, monkeypatch):
-    model = make_tiny_xl(tmp_path / "xl", edits=True, vae_channels=(16, 32))
-    options = BUCKETS | dict(random_crop=False)
-    run_trainer(config_of(model, data, tmp_path / "four", **options), monkeypatch)
-    options |= dict(cache_latents=str(tmp_path / "latents"), gradient_accumulation_steps=2)
-    on_one_device(monkeypatch)
-    run_trainer(config_of(model, data, tmp_path / "one", **options), monkeypatch)
-    np.testing.assert_allclose(losses(tmp_path / "one"), losses(tmp_path / "four"), rtol=2e-3)
-
-
 def cache(model, data, out, *flags):
     args = ["--pretrained_model_name_or_path", model, "--train_data_dir", data, "--resolution", 16]
     cache_latents.main([str(x) for x in (*args, "--output_dir", out, *flags)])
@@ -190,31 +176,3 @@ def test_latents_of_sizes(model, data, tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             run_trainer(config, monkeypatch)
         assert "contains latents of --aspect_ratio_buckets 16x16, not" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_distillation_of_sizes(model, data, tmp_path, capsys):
-    flags = f"""--pretrained_model_name_or_path {model} --train_data_dir {data} --resolution 16
-        --train_batch_size 8 --max_train_steps 7 --lora_rank 2 --output_dir {tmp_path}/lora
-        --compilation_cache_dir= --logging_steps 1 --aspect_ratio_buckets"""
-    distill_lcm.main(flags.split())
-    assert "compiled 20x12 in" in capsys.readouterr().out
-    assert len(read_metrics(tmp_path / "lora")) == 7
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"aspect_ratio_buckets": ("10x16",)}, "10x16: 10 is not a multiple of 4; try 8 or 12"),
-        ({"aspect_ratio_buckets": ("",)}, " is no size; write WIDTHxHEIGHT"),
-        (
-            {"aspect_ratio_buckets": (), "train_data_dir": ("a", "b")},
-            "--aspect_ratio_buckets goes with one --train_data_dir",
-        ),
-    ],
-)
-def test_bad_flags(model, data, tmp_path, options, words):
-    config = config_of(model, data, tmp_path / "out", **options)
-    with pytest.raises(ValueError) as error:
-        check_flags(config, 4)
-    assert words in str(error.value) and "\n" not in str(error.value)

@@ -1,12 +1,8 @@
 """Training, cached latents and distillation with several directories of pairs."""
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -14,10 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from shards import write_random_shard
-from trainer_runs import config_of, flags_of, read_metrics, run_trainer
+from trainer_runs import config_of, read_metrics, run_trainer
 
 import cache_latents
-import distill_lcm
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.data.mixture import Mixture
 from diffusers_flax.training.batches import Batches
@@ -108,23 +103,6 @@ def test_a_stopped_run_resumes_bit_for_bit(model, sets, whole_run, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_bit_for_bit(model, sets, whole_run, tmp_path):
-    out = tmp_path / "out"
-    command = [sys.executable, trainer.__file__, *flags_of(mixture_config(model, sets, out))]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    stop = time.monotonic() + 300
-    while process.poll() is None and not list(out.glob("checkpoints/[12]")):
-        assert time.monotonic() < stop, "no checkpoint"
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    subprocess.run(command, check=True, capture_output=True)
-    weights = weights_of(out)
-    for name, array in weights_of(whole_run).items():  # which other optimizer code computed
-        np.testing.assert_allclose(weights[name], array, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.slow
 def test_latents_of_several_sets(model, sets, tmp_path, monkeypatch, capsys):
     """Training caches what cache_latents.py writes; pairs and order are the images'."""
     cache, options = tmp_path / "cache", dict(random_crop=False, random_flip=False)
@@ -166,24 +144,6 @@ def test_latents_of_several_sets(model, sets, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_trainer(mixture_config(model, latents, tmp_path / "mixed", **options), monkeypatch)
     assert "contains latents of --resolution 32, not 16" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_lora_is_distilled_from_several_sets(model, sets, tmp_path):
-    flags = dict(
-        pretrained_model_name_or_path=model,
-        resolution=16,
-        train_batch_size=8,
-        max_train_steps=3,
-        logging_steps=1,
-        lora_rank=2,
-        output_dir=tmp_path / "out",
-    )
-    flags = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    distill_lcm.main([*flags, "--train_data_dir", *sets, "--train_data_weights", "1", "1"])
-    assert read_metrics(tmp_path / "out")[-1]["passes/magicbrush"] > 0.5
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["train_data_dir"] == list(sets) and config["train_data_weights"] == [1, 1]
 
 
 @pytest.mark.slow

@@ -91,18 +91,6 @@ def test_cached_latents_have_the_time_ids(model, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_cached_latents_give_the_same_losses(model, data, tmp_path, monkeypatch):
-    losses, folder = {}, tmp_path / "latents"
-    for name, cached in (("plain", ""), ("cached", str(folder))):
-        config = config_of(
-            model, data, tmp_path / name, random_crop=False, cache_latents=cached, ema="none"
-        )
-        run_trainer(config, monkeypatch)
-        losses[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
-    np.testing.assert_allclose(losses["cached"], losses["plain"], rtol=2e-3)
-
-
-@pytest.mark.slow
 def test_a_run_resumes_on_fewer_devices(model, data, tmp_path, monkeypatch):
     """The last checkpoint of four devices gives the same end on two; with validation images."""
     devices = jax.devices()

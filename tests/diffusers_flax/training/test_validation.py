@@ -37,19 +37,6 @@ def test_validation_grid():
     assert (second[:, 264:520] == 0).all()
 
 
-def test_large_validation_images_keep_their_size():
-    grid = validation_grid([(image("red", (300, 300)), image("lime", (300, 300)))] * 8, ["x"] * 8)
-    assert grid.width == 2 * (600 + 8) + 8  # two columns
-
-
-def test_validation_grid_shows_its_own_instruction():
-    pair = [(image("red"), image("red"))]
-    one, other = (np.asarray(validation_grid(pair, [text])) for text in ("abc", "xyz"))
-    assert one.shape == other.shape and (one != other).any()
-    np.testing.assert_array_equal(one[:200], other[:200])
-    assert np.asarray(validation_grid(pair, [""])).shape == one.shape
-
-
 def test_progress_shows_the_images_of_all_steps(tmp_path, monkeypatch):
     """Sorted by number, on frames of one size; frames after a step can be dropped."""
     for step, color, size in (
@@ -81,20 +68,6 @@ def test_progress_shows_the_images_of_all_steps(tmp_path, monkeypatch):
     assert [tuple(frame[0, 0]) for frame, _ in frames()] == [(255, 0, 0), (0, 255, 0)]
     drop_step_images(tmp_path, 0)
     assert os.listdir(tmp_path) == ["step-best.png"]
-
-
-def test_progress_names_its_step(tmp_path):
-    """The step is drawn below the image, whole."""
-    for step in (1, 2):
-        image("red", (64, 48)).save(tmp_path / f"step-{step}.png")
-    write_progress(tmp_path)
-    captions = []
-    with Image.open(tmp_path / "progress.gif") as animation:
-        for k in range(2):
-            animation.seek(k)
-            captions.append(np.asarray(animation.convert("L"))[48:])
-    assert all((x < 64).any() and (x[-1] == 255).all() for x in captions)
-    assert (captions[0] != captions[1]).any()
 
 
 @pytest.mark.parametrize(
