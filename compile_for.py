@@ -63,7 +63,7 @@ from diffusers_flax.loading.files import save_whole, write_json
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
 from diffusers_flax.training.batches import MAX_STEPS_IN_FLIGHT
-from diffusers_flax.training.ema import ema_flags, ema_plan, make_update_average
+from diffusers_flax.training.ema import ema_plan, make_update_average
 from diffusers_flax.training.flags import (
     COMPONENT_FLAGS,
     check_batch,
@@ -161,7 +161,7 @@ def train_program(config, devices):
     """
     n, struct = len(devices), jax.ShapeDtypeStruct
     models, frozen, params = training_model_shapes(config)
-    plan = ema_plan(*ema_flags(config, config.max_train_steps))
+    plan = ema_plan(config, config.max_train_steps)
     tx, _ = trainer.make_optimizer(config, config.max_train_steps)
     axes = shard_axes(params, n, devices[0].platform)
     options = trainer.train_step_options(config)

@@ -20,8 +20,7 @@ import numpy as np
 from diffusers_flax.command_line import ask_before_replacing, run_main
 from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.loading.directories import INDEX_NAME
-from diffusers_flax.loading.files import naming_full_disk
-from diffusers_flax.training.widening import choose_in_channels, load_text_to_image_unet
+from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 
 CHECK_TOLERANCE = 1e-5  # of the largest output; only the order of float32 sums differs
 
@@ -80,17 +79,24 @@ def largest_difference(narrow, narrow_params, wide, wide_params):
 
 def check_output_dir(config):
     """Raise a ValueError for an output directory that has another UNet."""
-    output_dir, source = Path(config.output_dir), Path(config.pretrained_model_name_or_path)
-    of_source, owner = (source.resolve(), (source / config.subfolder).resolve()), ""
-    if config.output_dir and output_dir.resolve() in of_source:
-        owner = "the model that is read"
-    elif config.output_dir and (output_dir.resolve().parent / INDEX_NAME).exists():
-        owner = f"a component of the pipeline in {output_dir.resolve().parent}"
-    if owner:
+    folder, source = Path(config.output_dir).resolve(), Path(config.pretrained_model_name_or_path)
+    of_source = source.resolve(), (source / config.subfolder).resolve()
+    if config.output_dir and (folder in of_source or (folder.parent / INDEX_NAME).exists()):
         raise ValueError(
-            f"--output_dir {output_dir} is {owner} and would be overwritten; name another directory"
+            f"--output_dir {config.output_dir} has another model's UNet; name another directory"
         )
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir)
+
+
+def choose_in_channels(config, unet):
+    """The input channels of the widened UNet; a ValueError if the UNet is of another kind."""
+    in_channels, is_other = config.in_channels, unet.in_channels != unet.out_channels
+    if (is_other and in_channels is None) or (in_channels or np.inf) <= unet.in_channels:
+        raise ValueError(
+            f"the UNet of {config.pretrained_model_name_or_path} has {unet.in_channels} input "
+            "channels; give a text-to-image model, or more --in_channels"
+        )
+    return in_channels or 2 * unet.out_channels
 
 
 def create_modified_unet(config: Config):
@@ -99,11 +105,15 @@ def create_modified_unet(config: Config):
     config = with_single_files(config, "pretrained_model_name_or_path", "unet")
     check_output_dir(config)
     source = config.pretrained_model_name_or_path
-    narrow, narrow_params = load_text_to_image_unet(
-        source, config.subfolder, config.revision, config.variant
+    narrow, narrow_params = FlaxUNet2DConditionModel.from_pretrained(
+        source,
+        subfolder=config.subfolder or None,
+        revision=config.revision,
+        variant=config.variant,
+        convert=lambda name, x: x,  # no warning about float16, which the trainer casts
     )
     print(f"loaded {source}: {narrow.in_channels} input channels")
-    in_channels = choose_in_channels(source, narrow, config.in_channels)
+    in_channels = choose_in_channels(config, narrow)
     wide = narrow.clone(in_channels=in_channels)
     wide_params = widen(narrow_params, in_channels)
     print("checking the widened UNet against the narrow one (compiles both)")
@@ -114,9 +124,7 @@ def create_modified_unet(config: Config):
         raise ArithmeticError(
             f"the widened UNet differs from the narrow one by {difference:.2e}; nothing was saved"
         )
-    num_bytes = sum(x.nbytes for x in jax.tree.leaves(wide_params))
-    with naming_full_disk(Path(config.output_dir), num_bytes):
-        wide.save_pretrained(config.output_dir, params=wide_params)
+    wide.save_pretrained(config.output_dir, params=wide_params)
     print(f"saved {config.output_dir}: {in_channels} input channels, all other weights unchanged")
 
 

@@ -160,14 +160,6 @@ def save_average(config, snapshots, weights, sigma_rel, folder):
         unet.save_pretrained(new / "unet", unflatten_dict(params, sep="/"), dtype=config.dtype)
 
 
-def check_folder(config, folder, run):
-    """Raise a ValueError if a model must not be written to a folder; run: directory of the run."""
-    one, other = Path(folder).resolve(), Path(run).resolve()
-    if config.output_dir and (one.is_relative_to(other) or other.is_relative_to(one)):
-        raise ValueError(f"--output_dir {folder} is in or around {run}; name another directory")
-    ask_before_replacing("output_dir", folder, config.overwrite_output_dir)
-
-
 def save_checkpoint(config):
     """Write the model of --checkpoint, as the trainer writes it."""
     checkpoint, output_dir = Path(config.checkpoint), config.output_dir
@@ -177,11 +169,7 @@ def save_checkpoint(config):
             f"--checkpoint {checkpoint} is not a checkpoint of the trainer; give its directory, "
             "such as OUTPUT_DIR/checkpoints/600"
         )
-    if config.sigma_rel or config.step is not None or config.dtype != Config.dtype:
-        raise ValueError(
-            "--sigma_rel, --step and --dtype are for --train_output_dir; leave them out"
-        )
-    check_folder(config, output_dir, run)
+    ask_before_replacing("output_dir", output_dir, config.overwrite_output_dir)
     saved, step = read_json(run / "config.json"), int(checkpoint.name)
     if "unet_model_name_or_path" not in saved:
         raise ValueError(f"{run}/config.json is not of flax_train_instruct_pix2pix.py")
@@ -208,7 +196,7 @@ def save_averages(config):
     if len(folders) == 1:
         folders = {sigma_rel: config.output_dir for sigma_rel in folders}
     for folder in folders.values():
-        check_folder(config, folder, source)
+        ask_before_replacing("output_dir", folder, config.overwrite_output_dir)
     snapshots = find_snapshots(source, config.step)
     if not (source / "model_index.json").is_file():
         raise ValueError(

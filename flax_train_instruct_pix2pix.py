@@ -39,7 +39,7 @@ import optax
 from diffusers_flax.command_line import Above, AtLeast, AtMost, Below, Between, Seed, run_main
 from diffusers_flax.training.batches import Batches, compile_steps, length_of_run, open_dataset
 from diffusers_flax.training.checkpoints import Checkpoints, run_identity
-from diffusers_flax.training.ema import compile_averages, ema_flags, ema_plan
+from diffusers_flax.training.ema import compile_averages, ema_plan
 from diffusers_flax.training.flags import snapshot_steps
 from diffusers_flax.training.models import (
     encode_batch,
@@ -492,7 +492,7 @@ def run_training(config: Config):
 
     # Optimizer, EMA, the step to start from
     tx, schedule = make_optimizer(config, num_steps)
-    ema = ema_plan(*ema_flags(config, num_steps))  # without averages: ema_plan("none", num_steps)
+    ema = ema_plan(config, num_steps)
     axes = shard_axes(params, jax.device_count())
     identity = run_identity(config, num_steps, dataset, models, params, frozen)
     checkpoints = Checkpoints(config, dataset, identity, ema, axes)

@@ -139,32 +139,19 @@ def test_a_wrong_widening_is_noticed_and_not_saved(narrow, tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-REFINER = {"projection_class_embeddings_input_dim": 2560, "addition_time_embed_dim": 256}
-
-
 @pytest.mark.variants
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"in_channels": 4}, "--in_channels 4 must be more than the 4 input channels"),
-        ({"in_channels": -1}, "--in_channels -1 must be more than the 4 input channels"),
-        (
-            {"source": "wide"},
-            "the UNet of wide has 8 input channels (InstructPix2Pix), where a text-to-image model",
-        ),
-        ({"source": "depth"}, "of depth has 5 input channels (Stable Diffusion 2 depth), where a"),
-        ({"source": "refiner/unet", "subfolder": ""}, "of refiner/unet is of SDXL's refiner; give"),
-        ({"source": "nowhere/model"}, "there is no config.json in nowhere/model/unet (not a dir"),
-        ({"subfolder": "prior"}, "there is no config.json in narrow/prior; give the directory of"),
-        ({"source": "narrow/unet"}, 'directory of a UNet and --subfolder ""\n'),
+        ({"in_channels": 4}, "has 4 input channels; give a text-to-image model, or more --in_"),
+        ({"source": "wide"}, "the UNet of wide has 8 input channels; give a text-to-image"),
+        ({"source": "nowhere/model"}, "no config.json in nowhere/model/unet"),
         ({"subfolder": "vae"}, "is the config of AutoencoderKL, not of UNet2DConditionModel"),
-        ({"source": "refiner"}, "is SDXL's refiner, which lacks the first text encoder"),
         ({"output_dir": "file"}, "--output_dir file is a file; name a directory"),
         ({"output_dir": ""}, "--output_dir is empty; name a directory"),
         ({"output_dir": "run"}, "--output_dir run is not empty (config.json, metrics.jsonl); name"),
-        ({"output_dir": "narrow"}, "--output_dir narrow is the model that is read"),
-        ({"output_dir": "narrow/unet"}, "--output_dir narrow/unet is the model that is read"),
-        ({"output_dir": "trained/unet"}, "is a component of the pipeline in "),
+        ({"output_dir": "narrow"}, "--output_dir narrow has another model's UNet; name another"),
+        ({"output_dir": "trained/unet"}, "--output_dir trained/unet has another model's UNet"),
         (
             {"source": "nowhere/model", "output_dir": "file/out"},  # checked before it reads
             "--output_dir file/out cannot be written: ",
@@ -176,13 +163,6 @@ def test_bad_input_is_one_line(narrow, tmp_path, monkeypatch, capsys, flags, mes
     Path("narrow").symlink_to(narrow)
     if flags.get("source") == "wide":
         make_tiny_pipeline("wide", in_channels=8)
-    if flags.get("source") == "depth":
-        make_tiny_pipeline("depth", in_channels=5)
-    if flags.get("source", "").startswith("refiner"):
-        make_tiny_xl("refiner", refiner=True)
-    if flags.get("source") == "refiner/unet":  # with the pooled text and ids of the published one
-        config = {**UNet2DConditionModel.load_config("refiner/unet"), **REFINER}
-        UNet2DConditionModel.from_config(config).save_pretrained("refiner/unet")
     Path("file").touch()
     Path("run").mkdir()
     Path("run/config.json").write_text("{}")

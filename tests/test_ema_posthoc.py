@@ -209,7 +209,6 @@ def nothing(folder):
         (nothing, {"sigma_rel": "0.1 0.28"}, "--sigma_rel 0.28 must be above 0 and below 0.28"),
         (nothing, {"train_output_dir": "nowhere"}, "nowhere/ema_snapshots has no snapshots; give"),
         (nothing, {"step": "3"}, "--step 3 has no snapshots; choose from 4, 8"),
-        (nothing, {"output_dir": "run/new"}, "--output_dir run/new is in or around run; name"),
         (nothing, {"output_dir": "full"}, "--output_dir full is not empty (0.08); name another"),
         (remove("model_index.json"), {}, "run has snapshots but no model_index.json, so the train"),
         (lose_a_shard, {}, "the snapshot run/ema_snapshots/00000008-0.100 is incomplete"),

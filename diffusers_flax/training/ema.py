@@ -105,47 +105,44 @@ class EmaPlan(NamedTuple):
 NO_AVERAGE = EmaPlan(None, 1, 0, lambda num_updates: [])
 
 
-def ema_plan(
-    ema, max_train_steps, fraction=0.036, start_step=None, decay=None, every=1, warmup=False
-):
+def ema_plan(config, num_steps):
     """Plan the averages of a run: none, one, or the two of "power".
 
     The default decay is 1 - 5 / window: for any length of the run, the initial weights keep a share
     of e^-5 = 0.7%. With a window of 5 steps or fewer the decay would be 0, and there is no average.
 
     Args:
-        ema: "none", "late" (in the final stage), "full" (from the first step) or "power" (two
-            power-function averages from the first step, of the lengths SIGMA_RELS).
-        max_train_steps: length of the run.
-        fraction: late: fraction of the run to average, in (0, 1].
-        start_step: late: first averaged step, in [0, max_train_steps); None: from fraction.
-        decay: per step, in [0, 1); None: the default.
-        every: steps between updates, each with decay^every.
-        warmup: smaller decays at first, see warmup_decay.
+        config: with the flags of averages, of which ema is "none", "late" (in the final stage),
+            "full" (from the first step) or "power" (two power-function averages from the first
+            step, of the lengths SIGMA_RELS).
+        num_steps: length of the run.
 
     Returns:
         EmaPlan.
 
     Raises:
-        ValueError: an argument is out of range, or does not apply to this kind of average.
+        ValueError: the flags do not fit the run or each other.
 
     Source: MosaicML's Stable Diffusion 2: decay 0.9999 over the last 50k of 1.4M steps.
     """
+    ema, start_step, decay, every = (
+        getattr(config, name) for name in ("ema", "ema_start_step", "ema_decay", "ema_every")
+    )
     if ema != "late" and start_step is not None:
-        raise ValueError(f"ema_start_step={start_step} goes with ema late, not {ema}")
-    if ema in ("none", "power") and (decay is not None or warmup):
-        raise ValueError(f"ema_decay= and ema_warmup= go with ema late or full, not {ema}")
+        raise ValueError(f"--ema_start_step {start_step} goes with --ema late, not {ema}")
+    if ema in ("none", "power") and (decay is not None or config.ema_warmup):
+        raise ValueError(f"--ema_decay and --ema_warmup go with --ema late or full, not {ema}")
     if ema == "none":
         return NO_AVERAGE
     start = 0
     if ema == "late":
-        start = max_train_steps - max(1, round(max_train_steps * fraction))
+        start = num_steps - max(1, round(num_steps * config.ema_fraction))
         start = start if start_step is None else start_step
-    window = max_train_steps - start
+    window = num_steps - start
     if not 1 <= every <= window:
         raise ValueError(
-            f"ema_start_step={start} and ema_every={every} must leave an update in the run of "
-            f"{max_train_steps} steps; or use ema none"
+            f"--ema_start_step {start} and --ema_every {every} must leave an update in the run of "
+            f"{num_steps} steps; or use --ema none"
         )
     if ema == "power":
         gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in SIGMA_RELS]
@@ -155,20 +152,9 @@ def ema_plan(
     if decay is None and (decay := window_decay(window)) == 0:
         return NO_AVERAGE
     decay **= every
-    return EmaPlan(start, every, 1, lambda n: [warmup_decay(n, decay) if warmup else decay])
-
-
-def ema_flags(config, max_train_steps):
-    """The arguments of ema_plan for a program's flags and the length of its run."""
-    return (
-        config.ema,
-        max_train_steps,
-        config.ema_fraction,
-        config.ema_start_step,
-        config.ema_decay,
-        config.ema_every,
-        config.ema_warmup,
-    )
+    if config.ema_warmup:
+        return EmaPlan(start, every, 1, lambda n: [warmup_decay(n, decay)])
+    return EmaPlan(start, every, 1, lambda n: [decay])
 
 
 def compile_averages(plan, shapes):

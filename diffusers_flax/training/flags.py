@@ -13,7 +13,7 @@ from diffusers_flax.data.mixture import check_sets
 from diffusers_flax.data.options import Columns
 from diffusers_flax.loading.directories import INDEX_NAME, LORA_FILE
 from diffusers_flax.loading.files import write_text
-from diffusers_flax.training.ema import ema_flags, ema_plan
+from diffusers_flax.training.ema import ema_plan
 
 COMPONENT_FLAGS = {  # flags of models that replace components of the main model
     "unet_model_name_or_path": "unet",
@@ -198,7 +198,7 @@ def check_schedules(config: Any, max_train_steps: int) -> None:
         raise ValueError(
             f"{flag(config, 'lr_warmup_steps')} must be below --max_train_steps {max_train_steps}"
         )
-    ema_plan(*ema_flags(config, max_train_steps))
+    ema_plan(config, max_train_steps)
     steps = snapshot_steps(config, max_train_steps)
     if steps > max_train_steps or steps % config.ema_every:
         raise ValueError(

@@ -17,7 +17,6 @@ from tqdm import tqdm
 from diffusers_flax.command_line import check_writable
 from diffusers_flax.data.buckets import SIZE, end_checksum, nearest_sizes, stored_sizes
 from diffusers_flax.data.decoding import (
-    DAMAGED_MASK,
     decode_pair,
     place_mask,
     reduce_mask,
@@ -113,27 +112,21 @@ def decode_into(out, group, cells, position, resample, factor):
         factor: pixels per latent along a side.
 
     Returns:
-        (prompt, time_ids, mask, error). prompt: one or several instructions. time_ids: bytes; None
-        for an undecodable pair. mask: bytes at the latents' size, None, or DAMAGED_MASK. error:
-        message or None.
+        (prompt, time_ids, mask, error). prompt: one or several instructions. time_ids, mask: bytes,
+        the mask at the latents' size; None for an undecodable pair. error: message or None.
     """
-    prompt, name = None, f"{group.path.name} row {group.first_row + position}"
+    prompt = time_ids = mask = None
     try:
-        pair = pair_at(cells._replace(masks=None), position)
+        pair = pair_at(cells, position)
         prompt = pair.instruction
         time_ids = decode_pair(pair, out, group.columns, resample, 0.5, False)
+        if group.mask_column:
+            mask = np.empty(out[0].shape[:2], np.uint8)
+            place_mask(pair, mask, tuple(time_ids[0, 1::-1]), resample, 0.5, False)
+            mask = reduce_mask(mask, factor).tobytes()
     except ValueError as error:
-        return prompt, None, None, f"{name}: {error}"
-    stored, mask = time_ids.tobytes(), None
-    if group.mask_column:  # separately, as runs that read no masks use the pair anyway
-        pixels = np.empty(out[0].shape[:2], np.uint8)
-        try:
-            pair = pair._replace(mask=cells.masks[position])
-            place_mask(pair, pixels, tuple(time_ids[0, 1::-1]), resample, 0.5, False)
-        except ValueError as error:
-            return prompt, stored, DAMAGED_MASK, f"{name}: {error}"
-        mask = reduce_mask(pixels, factor).tobytes()
-    return prompt, stored, mask, None
+        return prompt, None, None, f"{group.path.name} row {group.first_row + position}: {error}"
+    return prompt, time_ids.tobytes(), mask, None
 
 
 class LatentWriter:
@@ -212,8 +205,7 @@ class LatentWriter:
         for i, (prompt, time_ids, mask, reason) in enumerate(decoded):
             if reason:
                 self.num_bad += 1
-                lost = "latents" if time_ids is None else "its mask"
-                logger.warning("%s; stored without %s", reason, lost)
+                logger.warning("%s; stored without latents", reason)
             latents = None, None
             if time_ids is not None:
                 latents = originals[i].tobytes(), edited[i].tobytes()

@@ -47,26 +47,17 @@ def write_card(config, pipeline, metrics):
         metrics: last row of metrics.jsonl, or None.
     """
     name = config.hub_model_id if config.push_to_hub else config.output_dir
-    pipeline_class = pipeline.torch_class_name
+    base_model, R = config.pretrained_model_name_or_path, config.resolution
     datasets = ", ".join(f"`{directory}`" for directory in config.train_data_dir)
-    R = config.resolution  # SDXL's class otherwise resizes images to 1024 pixels
-    size = f", height={R}, width={R}" if "XL" in pipeline_class else ""
+    # SDXL's class otherwise resizes images to 1024 pixels
+    size = f", height={R}, width={R}" if "XL" in pipeline.torch_class_name else ""
     s_T, s_I = (f"{scale:g}" for scale in scales_of_run(config, pipeline, metrics))
     images = list(step_images(Path(config.output_dir, "validation")).values())
     shown = ""
     if images:
         shown = f"![before and after, with the instruction](validation/{images[-1].name})\n"
-    if final_file(config) == LORA_FILE:
-        opening = open_with_lora(name, pipeline, config)
-        if Path(config.pretrained_model_name_or_path).is_file():
-            opening = f"# of --merge_lora, see below\n{open_directory(name, pipeline_class)}"
-        with_jax = (
-            "The training command below with `--merge_lora` writes a complete pipeline, for "
-            "`edit_cli.py`.\n"
-        )
-    else:
-        opening = open_directory(name, pipeline_class)
-        with_jax = f"""\
+    opening = open_directory(name, pipeline.torch_class_name)
+    with_jax = f"""\
 On TPU, GPU or CPU, with `edit_cli.py` from the scripts that trained the model:
 
 ```sh
@@ -75,7 +66,12 @@ python edit_cli.py --model {shlex.quote(name)} --resolution {R} \\
     --input in.jpg --edit "make it red" --output out.png
 ```
 """
-    base_model = config.pretrained_model_name_or_path
+    if final_file(config) == LORA_FILE:
+        opening = open_with_lora(name, pipeline, config)
+        with_jax = (
+            "The training command below with `--merge_lora` writes a complete pipeline, for "
+            "`edit_cli.py`.\n"
+        )
     introduction = f"""\
 Edits images by instruction: an InstructPix2Pix of `{base_model}`, trained on {datasets} with JAX.
 
@@ -160,22 +156,13 @@ pipeline = {pipeline_class}.from_pretrained(
 def open_with_lora(name, pipeline, config):
     """Python code that opens the base model with PyTorch and adds conv_in and the LoRA file."""
     base_model, pipeline_class = config.pretrained_model_name_or_path, pipeline.torch_class_name
-    place = "".join(
-        f"{key}={json.dumps(getattr(config, key))}, "
-        for key in ("revision", "variant")
-        if getattr(config, key)
-    )
-    vae_class = vae_code = vae_argument = ""
-    if vae := config.pretrained_vae_model_name_or_path:
-        vae_class, vae_argument = ", AutoencoderKL", "vae=vae, "
-        vae_code = f"vae = AutoencoderKL.from_pretrained({json.dumps(vae)}, dtype=torch.float16)\n"
     conv_in, hub_import = json.dumps(f"{name}/{CONV_IN_FILE}"), ""
     if config.push_to_hub:
         hub_import = "from huggingface_hub import hf_hub_download\n"
         conv_in = f'hf_hub_download({json.dumps(name)}, "{CONV_IN_FILE}")'
     return f"""\
 import torch
-from diffusers import {pipeline_class}, UNet2DConditionModel{vae_class}
+from diffusers import {pipeline_class}, UNet2DConditionModel
 from diffusers.utils import load_image
 {hub_import}from safetensors.torch import load_file
 
@@ -186,11 +173,11 @@ unet = UNet2DConditionModel.from_pretrained(
     in_channels={pipeline.unet.in_channels},
     ignore_mismatched_sizes=True,
     low_cpu_mem_usage=False,
-    {place}dtype=torch.float16,
+    dtype=torch.float16,
 )
 unet.load_state_dict(load_file({conv_in}), strict=False)
-{vae_code}pipeline = {pipeline_class}.from_pretrained(
-    {json.dumps(base_model)}, unet=unet, {vae_argument}{place}dtype=torch.float16
+pipeline = {pipeline_class}.from_pretrained(
+    {json.dumps(base_model)}, unet=unet, dtype=torch.float16
 )
 pipeline.load_lora_weights({json.dumps(name)})"""
 

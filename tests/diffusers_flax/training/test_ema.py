@@ -8,7 +8,9 @@ import pytest
 import torch
 from diffusers.training_utils import EMAModel
 
+import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.training.ema import (
+    NO_AVERAGE,
     SIGMA_RELS,
     ema_plan,
     ema_start,
@@ -57,7 +59,7 @@ def test_window_decay_leaves_the_start_as_little_as_mosaicml_does():
 
 
 def test_the_plan_of_power_averages():
-    plan = ema_plan("power", 100, every=2)
+    plan = ema_plan(trainer.Config("", "", ema="power", ema_every=2), 100)
     assert plan.first_step == 0
     assert [plan.num_updates(step) for step in range(6)] == [0, 0, 1, 1, 2, 2]
     assert plan.decays(1) == [0, 0]
@@ -113,9 +115,12 @@ def test_posthoc_weights_are_the_least_squares_of_sampled_profiles(sigma_rel):
 
 
 def test_ema_plan():
-    def plan(ema="late", steps=1000, fraction=0.036, start=None, decay=None, **options):
-        average = ema_plan(ema, steps, fraction, start, decay, **options)
+    def plan(ema="late", steps=1000, **options):
+        options = {"ema": ema} | {f"ema_{names[key]}": x for key, x in options.items()}
+        average = ema_plan(trainer.Config("", "", **options), steps)
         return average.first_step, *average.decays(1000)
+
+    names = dict(fraction="fraction", start="start_step", decay="decay", every="every")
 
     assert plan() == (964, pytest.approx(1 - 5 / 36))
     assert plan(steps=15000) == (14460, pytest.approx(1 - 5 / 540))
@@ -139,9 +144,9 @@ def test_ema_plan():
     assert plan(steps=10, decay=0.5) == plan(steps=10, fraction=1e-9, decay=0.5) == (9, 0.5)
     assert plan(fraction=1.0) == (0, pytest.approx(0.995))
 
-    average = ema_plan("late", 20, start_step=10, every=3)
+    average = ema_plan(trainer.Config("", "", ema_start_step=10, ema_every=3), 20)
     assert [average.num_updates(step) for step in (9, 12, 13, 15, 16, 20)] == [0, 0, 1, 1, 2, 3]
-    assert not any(map(ema_plan("none", 20).num_updates, range(21)))
+    assert not any(map(NO_AVERAGE.num_updates, range(21)))
 
 
 def test_ema_is_the_closed_form_and_diffusers():
