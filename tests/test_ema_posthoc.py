@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -17,9 +16,8 @@ from safetensors.numpy import load_file
 from tiny_models import make_tiny_pipeline
 
 import ema_posthoc
-from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
-from diffusers_flax.training.ema import SIGMA_RELS, posthoc_weights, sigma_rel_to_gamma
+from diffusers_flax.training.ema import SIGMA_RELS, sigma_rel_to_gamma
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PARTS = ["model_index.json", "scheduler", "text_encoder", "tokenizer", "unet", "vae"]
@@ -152,26 +150,6 @@ def test_an_earlier_step_in_half_precision_over_an_old_model(run, tmp_path, monk
     assert sorted(path.name for path in out.iterdir()) == sorted([*PARTS, "old"])
     assert [path.name for path in out.parent.iterdir()] == ["model"]
     assert relative_distance(read_unet(out, run.shapes), run.kept[60][3], at_40[0] - at_40[1]) < 0.1
-
-
-def test_snapshots_as_the_trainer_writes_them(run, tmp_path):
-    """Snapshots in half precision, sharded; the sum is computed in float32."""
-    folder = tmp_path / "run"
-    shutil.copytree(run.folder, folder, ignore=shutil.ignore_patterns("ema_snapshots"))
-    unet, params = FlaxUNet2DConditionModel.from_pretrained(folder, subfolder="unet")
-    for i, sigma_rel in enumerate(SIGMA_RELS):
-        snapshot = folder / "ema_snapshots" / name_snapshot(10, sigma_rel)
-        shifted = jax.tree.map(lambda x, i=i: x + np.float32(0.01 * i), params)
-        unet.save_pretrained(snapshot, shifted, dtype=np.float16, max_shard_size="100KB")
-    args = ["--train_output_dir", folder, "--sigma_rel", 0.08]
-    run_posthoc(*args, "--output_dir", tmp_path / "out")
-    gammas = [sigma_rel_to_gamma(sigma_rel) for sigma_rel in SIGMA_RELS]
-    weights = posthoc_weights([10, 10], gammas, 10, sigma_rel_to_gamma(0.08))
-    base = load_file(folder / "unet" / WEIGHTS)
-    for key, array in load_file(tmp_path / "out" / "unet" / WEIGHTS).items():
-        snapshots = [base[key].astype(np.float16), (base[key] + np.float32(0.01)).astype("float16")]
-        expected = sum(w * x.astype(np.float64) for w, x in zip(weights, snapshots))
-        np.testing.assert_allclose(array, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.fixture

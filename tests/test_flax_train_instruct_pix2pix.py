@@ -368,13 +368,6 @@ def run_counting(model, data, out, **options):
             (0, [0.5] * 10 + [0.75] * 10),
             "from step 0 with decay 0.75\n",
         ),
-        # The first from step 4, the second from 8, which is past: it goes on, too.
-        (
-            {"ema_fraction": 0.6},
-            10,
-            (4, [1 / 6] * 6 + [7 / 12] * 10),
-            "from step 8 with decay 0.583333\n",
-        ),
         # The second from step 12: it starts again.
         (
             {"ema_fraction": 0.4, "ema_decay": 0.5},

@@ -16,7 +16,7 @@ from original_layout import (
 )
 from PIL import Image
 from shards import write_random_shard
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_pipeline
 from trainer_runs import config_of
 
 import cache_latents
@@ -25,7 +25,6 @@ import create_modified_unet
 import distill_lcm
 import edit_cli
 import flax_train_instruct_pix2pix as trainer
-import generate_cli
 from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -116,40 +115,3 @@ def test_latents_distillation_and_compilation(tmp_path):
     )
     config = with_single_files(config, "pretrained_model_name_or_path")
     assert compile_for.make_program(config, jax.devices()[:1]).batch_per_chip == 1
-
-
-@pytest.mark.slow
-def test_images_of_sdxl(tmp_path):
-    """A file, and a directory with the UNet of a file, make the directory's images."""
-    folder = make_tiny_xl(tmp_path / "model")
-    file = write_single_file(tmp_path / "model.safetensors", original_layout(folder))
-    unet = write_single_file(tmp_path / "unet.safetensors", original_layout(folder, ["unet"]))
-    half = {name: x.half() for name, x in read_component(folder, "unet")[0].items()}
-    converted = write_single_file(tmp_path / "diffusers.safetensors", half)
-    results = []
-    for name, flags in (
-        ("a", [str(folder)]),
-        ("b", [str(file), "--config_name_or_path", str(folder)]),
-        ("c", [str(folder), "--unet", str(unet)]),
-        ("d", [str(folder), "--unet", str(converted)]),
-    ):
-        output = tmp_path / f"{name}.png"
-        options = f"--output {output} --num_images 1 --num_inference_steps 2 --prompt red".split()
-        options += ["--compilation_cache_dir", ""]
-        generate_cli.main(["--pretrained_model_name_or_path", *flags, *options])
-        results.append(np.asarray(Image.open(output)).astype(int))
-    assert (results[0] == results[1]).all() and (results[0] == results[2]).all()
-    assert abs(results[0] - results[3]).max() <= 3
-
-
-@pytest.mark.slow
-def test_a_refiner_makes_no_edits(tmp_path, capsys):
-    folder = make_tiny_xl(tmp_path / "refiner", refiner=True)
-    file = write_single_file(tmp_path / "refiner.safetensors", original_layout(folder))
-    photo(32, 32).save(tmp_path / "in.png")
-    edit = f"--model {file} --input {tmp_path}/in.png --edit red --output {tmp_path}/out.png"
-    with pytest.raises(SystemExit) as stopped:
-        edit_cli.main([*edit.split(), "--config_name_or_path", str(folder)])
-    error = capsys.readouterr().err
-    message = "is a StableDiffusionXLImg2ImgPipeline, not an InstructPix2Pix model"
-    assert stopped.value.code == 2 and message in error.splitlines()[-1]

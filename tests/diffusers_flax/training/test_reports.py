@@ -1,14 +1,11 @@
 """Reports of a run: metrics.jsonl, resuming it, the plot, wandb offline, times."""
 
 import json
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import ROOT
 from PIL import Image
 from trainer_runs import make_reports
 
@@ -97,106 +94,6 @@ def test_smoothed_losses(num_rows, span):
 
 
 # wandb
-
-
-WANDB_RUN = """
-import sys
-sys.path.insert(0, "tests")
-from pathlib import Path
-import numpy as np
-from diffusers_flax.training.placement import replicate
-from trainer_runs import make_reports
-folder, first_step, last_step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-options = {"report_to": "wandb", "tracker_project_name": "test", "learning_rate": 5e-5}
-reports = make_reports(folder, first_step, **options)
-for step in range(first_step + 1, last_step + 1):
-    reports.log(step, replicate({"loss": np.float32(1 / step), "grad_norm": np.float32(1)}))
-reports.show(folder / f"{step}.png", step)
-reports.close()
-"""
-
-
-def run_wandb(folder, first_step, last_step):
-    env = {"PATH": os.environ["PATH"], "HOME": str(folder), "WANDB_MODE": "offline"}
-    command = [sys.executable, "-c", WANDB_RUN, str(folder), str(first_step), str(last_step)]
-    return subprocess.run(
-        command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
-
-
-def wandb_records(file):
-    """Records of a .wandb file: LevelDB's log format after a header of 7 bytes, holding protobuf.
-
-    Source: LevelDB, doc/log_format.md.
-    """
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, block = file.read_bytes(), 32768
-    assert data[:4] == b":W&B"
-    position, parts, records = 7, b"", []
-    while position + 7 <= len(data):
-        if block - position % block < 7:  # no room for a header: the rest of the block is padding
-            position += block - position % block
-            continue
-        length = int.from_bytes(data[position + 4 : position + 6], "little")
-        kind = data[position + 6]  # 1 whole, 2 first, 3 middle, 4 last
-        parts += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):
-            records.append(Record.FromString(parts))
-            parts = b""
-    return records
-
-
-def history(records):
-    """What was logged, a list of dicts, without wandb's own entries."""
-    rows = []
-    for record in records:
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            row = {
-                item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items
-            }
-            rows.append({key: row[key] for key in row if not key.startswith("_")})
-    return rows
-
-
-@pytest.mark.slow
-def test_wandb_offline_and_resumed(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
-    for step, array in zip((3, 4), pixels):
-        Image.fromarray(array).save(tmp_path / f"{step}.png")
-    done = run_wandb(tmp_path, 0, 3)
-    assert done.returncode == 0, done.stderr
-    first_id = (tmp_path / "wandb_run_id").read_text()
-    done = run_wandb(tmp_path, 2, 4)  # stopped after step 3; the last checkpoint was step 2
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "wandb_run_id").read_text() == first_id
-    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
-
-    files = sorted(tmp_path.glob(f"wandb/offline-run-*/run-{first_id}.wandb"))
-    assert len(files) == 2
-    for file, steps, array in zip(files, ([1, 2, 3], [3, 4]), pixels):
-        records = wandb_records(file)
-        rows = history(records)
-        losses = [row for row in rows if "loss" in row]
-        assert [row["step"] for row in losses] == steps
-        np.testing.assert_allclose([row["loss"] for row in losses], [1 / s for s in steps])
-        assert {row["lr"] for row in losses} == {5e-5}
-        (shown,) = [row for row in rows if "validation.path" in row]
-        assert shown["step"] == steps[-1]
-        assert shown["validation.caption"] == f"before and after, step {steps[-1]}"
-        media = file.parent / "files" / shown["validation.path"]
-        np.testing.assert_array_equal(np.asarray(Image.open(media)), array)
-        axes = {
-            metric.glob_name: metric.step_metric
-            for metric in (r.metric for r in records if r.WhichOneof("record_type") == "metric")
-        }
-        assert axes["*"] == "step"
-        (run,) = [r.run for r in records if r.WhichOneof("record_type") == "run"][:1]
-        config = {item.key: json.loads(item.value_json) for item in run.config.update}
-        assert run.project == "test"
-        assert config["learning_rate"] == 5e-5
 
 
 # Times

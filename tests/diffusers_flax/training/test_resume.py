@@ -15,18 +15,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import PROMPTS, free_port, psnr, random_inputs
+from helpers import free_port
 from PIL import Image
-from references import edit_with_torch_xl
 from shards import write_random_shard
-from tiny_models import make_tiny_pipeline, make_tiny_xl
+from tiny_models import make_tiny_pipeline
 from trainer_runs import config_of, flags_of, read_metrics
 
 import ema_posthoc
 import flax_train_instruct_pix2pix as trainer
-from diffusers_flax.pipelines.instruct_pix2pix_xl import (
-    FlaxStableDiffusionXLInstructPix2PixPipeline,
-)
 from diffusers_flax.training.checkpoints import newest_checkpoint, read_arrays
 
 SCRIPT = Path(trainer.__file__)
@@ -338,62 +334,6 @@ def test_a_run_resumes_on_other_numbers_of_devices(model, data, one_process, tmp
     np.testing.assert_allclose(losses(out), one_process, rtol=1e-4)
 
 
-# Of so few rows the broken one may come to one process in every epoch.
-SDXL = RUN | {"checkpoints_total_limit": None, "max_bad_fraction": 0.5}
-
-
-@pytest.fixture(scope="module")
-def sdxl(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sdxl") / "model"
-    return make_tiny_xl(folder, edits=True, vae_channels=SIZE["vae_channels"])
-
-
-@pytest.fixture(scope="module")
-def sdxl_run(sdxl, data, tmp_path_factory):
-    """The directory of an SDXL run on four devices that nothing interrupts."""
-    out = tmp_path_factory.mktemp("sdxl_run") / "out"
-    run_here(config_of(sdxl, data, out, **SDXL))
-    return out
-
-
-@pytest.mark.slow
-def test_sdxl_is_killed_and_moved_to_two_processes(sdxl, data, sdxl_run, tmp_path):
-    """After SIGKILL it ends bit-identical on four devices, and with equal losses in two processes.
-
-    The losses equal an uninterrupted run's, so no row is repeated in an epoch:
-    diffusers_flax/data/test_dataset.py checks the order of the rows.
-    """
-    out, same_devices = tmp_path / "out", tmp_path / "same_devices"
-    start = Start(config_of(sdxl, data, out, **SDXL))
-    start.wait_until(start.logged(7))
-    start.process.kill()
-    start.process.communicate()
-    shutil.copytree(out, same_devices)
-    run_here(config_of(sdxl, data, same_devices, **SDXL))
-    assert_same(contents(same_devices), contents(sdxl_run))
-    ends = [start.end() for start in start_all(sdxl, data, out, 2, 2, **SDXL)]
-    assert re.search(r"resuming after step \d+, which ran on 4 device", ends[0][0])
-    np.testing.assert_allclose(losses(out), losses(sdxl_run), rtol=1e-4)
-
-
-# of torch.Tensor.__array__, called by diffusers' Euler scheduler
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept:DeprecationWarning")
-def test_an_sdxl_run_opens_in_pytorch(sdxl_run):
-    """Null text is zeros there too."""
-    index = json.loads((sdxl_run / "model_index.json").read_text())
-    assert index["_class_name"] == "StableDiffusionXLInstructPix2PixPipeline"
-    assert index["force_zeros_for_empty_prompt"] is True
-    assert "StableDiffusionXLInstructPix2PixPipeline" in (sdxl_run / "README.md").read_text()
-    input_images, latents = random_inputs(1, 40, 24, 2)
-    scales = dict(guidance_scale=5.0, image_guidance_scale=1.5)
-    expected = edit_with_torch_xl(sdxl_run, PROMPTS[:1], input_images, latents, **scales)
-    pipeline, params = FlaxStableDiffusionXLInstructPix2PixPipeline.from_pretrained(sdxl_run)
-    inputs = pipeline.prepare_inputs(PROMPTS[:1], input_images)
-    images = pipeline(*inputs, params, jax.random.key(0), 8, latents=latents, **scales).images
-    assert psnr(images, expected) > 60
-
-
 def run_here(config):
     """A run in this process, on its four devices."""
     with jax.numpy_dtype_promotion("standard"):  # optax
@@ -525,33 +465,6 @@ def test_the_command_of_a_finished_run_ends_well(model, data, tmp_path, capsys):
     with pytest.raises(SystemExit):
         ema_posthoc.main(["--checkpoint", str(out), "--output_dir", str(tmp_path / "no")])
     assert "is not a checkpoint of the trainer; give its directory" in capsys.readouterr().err
-
-
-FULL_DISK = """
-import resource, signal
-import jax
-import flax_train_instruct_pix2pix as trainer
-save = trainer.Checkpoints.save
-def save_on_a_full_disk(self, step, *args):
-    if step == 4:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    save(self, step, *args)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-jax.config.update("jax_enable_compilation_cache", False)  # its files would be cut short
-trainer.Checkpoints.save = save_on_a_full_disk
-trainer.main()
-"""
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_the_last_checkpoint(model, data, whole_run, tmp_path):
-    config = config_of(model, data, tmp_path, **RUN)
-    process = Start(config, code=FULL_DISK).process
-    process.communicate(timeout=400)
-    assert process.returncode in (1, 2)
-    output, _ = run(config)
-    assert "resuming after step 2" in output
-    assert_same(contents(tmp_path), whole_run)
 
 
 def test_a_failed_last_checkpoint_does_not_cost_the_model(model, data, tmp_path, monkeypatch):

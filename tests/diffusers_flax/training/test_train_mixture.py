@@ -1,9 +1,7 @@
 """Training, cached latents and distillation with several directories of pairs."""
 
 import os
-import shutil
 import signal
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -127,44 +125,7 @@ def test_latents_of_several_sets(model, sets, tmp_path, monkeypatch, capsys):
     losses = [[row["loss"] for row in read_metrics(tmp_path / name)] for name in ("out", "images")]
     np.testing.assert_allclose(*losses, rtol=1e-2)  # latents are stored in float16
 
-    for places, message in (
-        ((sets[0], latents[1]), "one has latents and the other images"),
-        ((latents[0], sets[1]), "one has latents and the other images"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            run_trainer(mixture_config(model, places, tmp_path / "mixed", **options), monkeypatch)
-        error = capsys.readouterr().err
-        assert message in error and "with one VAE and --resolution" in error
-    path = written / "magicbrush" / "c.parquet"
-    other = tmp_path / "magicbrush"
-    other.mkdir()
-    flags[-1] = "32"
-    cache_latents.main([*flags, "--train_data_dir", sets[1], "--output_dir", str(other)])
-    shutil.copy(other / "c.parquet", path)
     with pytest.raises(SystemExit, match="2"):
-        run_trainer(mixture_config(model, latents, tmp_path / "mixed", **options), monkeypatch)
-    assert "contains latents of --resolution 32, not 16" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(num_train_epochs=2), "--num_train_epochs 2 goes with one --train_data_dir, as each"),
-        (dict(train_data_weights=(1.0,)), "--train_data_weights 1: give a weight for each"),
-        (dict(train_data_weights=(1.0, 0.0)), "--train_data_weights 1 0 must be above 0"),
-        (dict(train_data_weights=(1.0, 9.0), train_batch_size=16), "magicbrush has 10 pairs, but"),
-        (dict(output_dir="SECOND"), "is --train_data_dir too; name another directory"),
-        (dict(cache_latents="TOP", random_crop=False), "is --train_data_dir; name another dir"),
-        (dict(train_data_dir="TWICE"), "is given 2 times; name it once"),
-    ],
-)
-def test_what_training_refuses(model, sets, tmp_path, monkeypatch, capsys, options, message):
-    places = {"SECOND": sets[1], "TWICE": (sets[0], sets[0]), "TOP": str(Path(sets[1]).parent)}
-    options = {name: places.get(value, value) for name, value in options.items()}
-    before = sorted(Path(sets[1]).iterdir())
-    with pytest.raises(SystemExit, match="2"):
-        run_trainer(mixture_config(model, sets, tmp_path / "out", **options), monkeypatch)
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-    assert sorted(Path(sets[1]).iterdir()) == before
+        mixed = (sets[0], latents[1])
+        run_trainer(mixture_config(model, mixed, tmp_path / "mixed", **options), monkeypatch)
+    assert "one has latents and the other images" in capsys.readouterr().err
