@@ -99,9 +99,6 @@ class Batches:
                 batch = {"input_ids": tokenize(batch.pop("edit_prompt")), **batch}
                 yield shard_batch(batch), dataset.num_bad
 
-    def __iter__(self):
-        return self
-
     def __next__(self):
         wait_start = time.perf_counter()
         batch, self.num_bad = self.queue.popleft()
@@ -148,9 +145,6 @@ def compile_steps(p_train_step, state, p_frozen, batches, p_rng):
             seconds = time.perf_counter() - start
             print(f"compiled {size} in {seconds:.3g} s, {number} of {len(shapes)}", flush=True)
     wait_for_all("all sizes are compiled")
-    if len(programs) == 1:
-        (program,) = programs.values()
-        return program
 
     def step(state, p_frozen, batch, p_rng):
         return programs[shapes_of(batch)](state, p_frozen, batch, p_rng)

@@ -147,11 +147,6 @@ def check_combinations(config: Any) -> None:
             f"{flag(config, 'num_train_epochs')} and {flag(config, 'max_train_steps')} both set "
             "the length of the run; leave out one"
         )
-    if Path(config.unet_model_name_or_path, LORA_FILE).exists():
-        raise ValueError(
-            f"{flag(config, 'unet_model_name_or_path')} is the output of a run with --lora_rank, "
-            "not a UNet; give the UNet that it was trained from, or its unet/ if it was merged"
-        )
     num_images, num_prompts = len(config.validation_image), len(config.validation_prompt)
     if num_prompts not in (num_images, min(1, num_images)):
         raise ValueError(
@@ -165,8 +160,6 @@ def check_combinations(config: Any) -> None:
         )
     if config.ema == "power" and config.lora_rank is not None:
         raise ValueError("--ema power does not go with --lora_rank; use --ema full, late or none")
-    if config.lora_rank is not None and not config.lora_target_modules:
-        raise ValueError("--lora_target_modules is empty; leave it out for attention's layers")
     needs = {  # flags: what they go with, and whether it is given
         ("lora_alpha", "lora_target_modules", "storage", "merge_lora"): (
             "--lora_rank, for example --lora_rank 16",

@@ -199,11 +199,7 @@ def state_shapes(params, tx, axes, num_devices):
         params: whole arrays or their shapes.
         tx, axes: as for start_state.
         num_devices: as for shard_axes.
-
-    Raises:
-        ValueError: as start_state.
     """
-    check_float32(params)
 
     def on_one_device(params):
         whole = join_vectors(flatten_dict(params), axes)

@@ -65,9 +65,6 @@ class Split:
         return x if self.order is None else x.transpose(np.argsort(self.order))
 
 
-REPLICATED = Split(0, 1)
-
-
 @struct.dataclass
 class TrainState:
     """Number of steps done, float32 shards of parameters and optimizer moments."""
