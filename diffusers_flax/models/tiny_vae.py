@@ -242,12 +242,6 @@ def open_tiny_vae(source, vae, dtype, **hub_options):
     config = FlaxAutoencoderTiny.load_config(source, **hub_options)
     FlaxAutoencoderTiny.check_class(config, source)
     tiny = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
-    check_latents(tiny, vae, source)
-    return tiny
-
-
-def check_latents(tiny, vae, source):
-    """Raise a ValueError unless a FlaxAutoencoderTiny decodes the latents of vae, or its config."""
     found, wanted = (
         (model.latent_channels, 2 ** (len(model.block_out_channels) - 1)) for model in (tiny, vae)
     )
@@ -256,3 +250,4 @@ def check_latents(tiny, vae, source):
             f"the TAESD {source} decodes latents of {found[0]} channels to images {found[1]} times "
             f"as large; the model's have {wanted[0]} and {wanted[1]}; name one for this model"
         )
+    return tiny
