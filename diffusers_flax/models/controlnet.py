@@ -177,12 +177,7 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
         Returns:
             (module, params): module computes in the UNet's dtype; copied parameters are the
             UNet's arrays, new ones float32.
-
-        Raises:
-            ValueError: params are missing, or the UNet has no middle block.
         """
-        if load_weights_from_unet and params is None:
-            raise ValueError("from_unet copies the UNet's parameters; give params=unet_params")
         entries = {name: getattr(unet, name) for name in SHARED_ENTRIES}
         controlnet = cls(
             **entries,

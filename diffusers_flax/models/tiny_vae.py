@@ -118,7 +118,7 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
     upsampling_scaling_factor: int = 2
     num_encoder_blocks: tuple = (1, 3, 3, 3)
     num_decoder_blocks: tuple = (3, 3, 3, 1)
-    latent_magnitude: float = 3
+    latent_magnitude: float = 3  # these two are for storing latents as images
     latent_shift: float = 0.5
     scaling_factor: float = 1.0
     force_upcast: bool = False
@@ -162,14 +162,6 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
         size = 2 ** len(self.num_encoder_blocks)
         return self.init(rng, jnp.zeros((1, self.in_channels, size, size)))["params"]
 
-    def scale_latents(self, latents):
-        """Scaled latents to [0, 1], for storing them as an image."""
-        return jnp.clip(latents / (2 * self.latent_magnitude) + self.latent_shift, 0, 1)
-
-    def unscale_latents(self, stored):
-        """The inverse of scale_latents: [0, 1] to scaled latents."""
-        return (stored - self.latent_shift) * (2 * self.latent_magnitude)
-
     def encode(self, sample, return_dict=True):
         """Scaled latents of images, without noise.
 
@@ -201,10 +193,8 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
         return FlaxDecoderOutput(sample) if return_dict else (sample,)
 
     def __call__(self, sample, return_dict=True):
-        """Encode, round the latents to 8 bits as PyTorch's forward does, and decode."""
-        latents = self.encode(sample).latents.astype(jnp.float32)
-        stored = jnp.round(255 * self.scale_latents(latents))
-        return self.decode(self.unscale_latents(stored / 255), return_dict)
+        """Encode and decode; PyTorch's forward also rounds the latents to 8 bits."""
+        return self.decode(self.encode(sample).latents, return_dict)
 
 
 def choose_tiny_vae(decoder, preview, published):
