@@ -31,15 +31,6 @@ from diffusers_flax.models.blocks import Conv
 from diffusers_flax.models.unet import DOWN_BLOCKS, DownPath
 from diffusers_flax.outputs import ModelOutput
 
-# Config entries that from_unet copies from the UNet.
-SHARED_ENTRIES = (
-    *("in_channels", "down_block_types", "mid_block_type", "only_cross_attention"),
-    *("block_out_channels", "layers_per_block", "attention_head_dim", "num_attention_heads"),
-    *("cross_attention_dim", "use_linear_projection", "flip_sin_to_cos", "freq_shift"),
-    *("transformer_layers_per_block", "addition_embed_type", "addition_time_embed_dim"),
-    *("projection_class_embeddings_input_dim", "norm_num_groups", "norm_eps", "upcast_attention"),
-)
-
 
 @struct.dataclass
 class FlaxControlNetOutput(ModelOutput):
@@ -178,9 +169,9 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
             (module, params): module computes in the UNet's dtype; copied parameters are the
             UNet's arrays, new ones float32.
         """
-        entries = {name: getattr(unet, name) for name in SHARED_ENTRIES}
+        shared = {name: x for name, x in unet.config.items() if name in cls.__dataclass_fields__}
         controlnet = cls(
-            **entries,
+            **shared,
             dtype=unet.dtype,
             controlnet_conditioning_channel_order=controlnet_conditioning_channel_order,
             conditioning_embedding_out_channels=tuple(conditioning_embedding_out_channels),
