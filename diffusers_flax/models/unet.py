@@ -56,9 +56,7 @@ class UNetLevel(nn.Module):
     num_layers: int
     resnet: partial
     transformer: partial | None
-    resample: bool  # after the residual blocks
-    dtype: DTypeLike
-    rows_axis: str | tuple | None
+    resample: partial | None  # after the residual blocks
 
     def setup(self):
         self.resnets = [self.resnet(self.out_channels) for _ in range(self.num_layers)]
@@ -76,8 +74,7 @@ class DownBlock(UNetLevel):
     def setup(self):
         super().setup()
         if self.resample:
-            options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
-            self.downsamplers = [Downsample2D(self.out_channels, **options)]
+            self.downsamplers = [self.resample(self.out_channels)]
 
     def __call__(self, x, time_emb, context):
         """x (B, H, W, C) -> (B, H/2, W/2, out_channels), and the skip connections."""
@@ -101,7 +98,7 @@ class UpBlock(UNetLevel):
     def setup(self):
         super().setup()
         if self.resample:
-            self.upsamplers = [Upsample2D(self.out_channels, self.dtype, self.rows_axis)]
+            self.upsamplers = [self.resample(self.out_channels)]
 
     def __call__(self, x, skips, time_emb, context, shape):
         """x (B, H, W, C) -> (B, *shape, out_channels); the last skip connection is the first used.
@@ -269,16 +266,16 @@ class DownPath(nn.Module):
         self.time_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
         if self.addition_embed_type is not None:
             self.add_embedding = TimestepEmbedding(4 * channels[0], self.dtype)
-        self.conv_in = Conv(channels[0], dtype=self.dtype, rows_axis=self.rows_axis)
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        self.conv_in = Conv(channels[0], **options)
+        resample = partial(Downsample2D, **options)
         self.down_blocks = [
             DownBlock(
                 channels[i],
                 num_layers[i],
                 resnet,
                 self.block_transformer(block_type, i),
-                resample=i < len(channels) - 1,
-                dtype=self.dtype,
-                rows_axis=self.rows_axis,
+                resample if i < len(channels) - 1 else None,
             )
             for i, block_type in enumerate(self.per_block("down_block_types"))
         ]
@@ -439,19 +436,18 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
         self.make_down_path()
         channels, num_layers = self.block_out_channels, self.per_block("layers_per_block")
         num_blocks, resnet = len(channels), self.resnet()
+        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
+        resample = partial(Upsample2D, **options)
         self.up_blocks = [
             UpBlock(
                 channels[-1 - i],  # of the down block on the same level
                 num_layers[-1 - i] + 1,
                 resnet,
                 self.block_transformer(block_type, num_blocks - 1 - i),
-                resample=i < num_blocks - 1,
-                dtype=self.dtype,
-                rows_axis=self.rows_axis,
+                resample if i < num_blocks - 1 else None,
             )
             for i, block_type in enumerate(self.per_block("up_block_types"))
         ]
-        options = {"dtype": self.dtype, "rows_axis": self.rows_axis}
         self.conv_norm_out = GroupNorm(
             self.norm_num_groups, self.norm_eps, activate=True, **options
         )
