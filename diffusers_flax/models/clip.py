@@ -24,7 +24,8 @@ from jax.typing import DTypeLike
 from diffusers_flax.loading.configs import RUNTIME_FIELDS
 from diffusers_flax.models.attention import attention, attention_weights
 from diffusers_flax.models.base import FlaxModelMixin
-from diffusers_flax.models.blocks import Dense, LayerNorm, unmerged
+from diffusers_flax.models.blocks import Dense, unmerged
+from diffusers_flax.models.norms import LayerNorm
 from diffusers_flax.models.pretrained import CALL_SETTINGS, FlaxPreTrainedModel, FromTransformers
 from diffusers_flax.outputs import ModelOutput
 

@@ -26,11 +26,10 @@ from diffusers_flax.models.blocks import (
     BasicTransformerBlock,
     Conv,
     gated_gelu,
-    group_norm,
-    layer_norm,
     project_text,
 )
 from diffusers_flax.models.convolution import convolve, shifted_matmuls, winograd
+from diffusers_flax.models.norms import group_norm, layer_norm
 
 
 def value_and_gradients(function, args):
