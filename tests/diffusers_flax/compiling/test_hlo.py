@@ -9,9 +9,7 @@ from tpu_programs import needs_libtpu
 
 from diffusers_flax.compiling.chips import find_target, target_devices
 from diffusers_flax.compiling.hlo import (
-    Instruction,
     executed,
-    first_group,
     hbm_bytes,
     interconnect_bytes,
 )
@@ -144,16 +142,6 @@ ENTRY %main (a: f32[256], b: f32[64], i: s32[]) -> f32[32] {
     assert hbm_bytes(at_most_whole) == hbm_bytes(both) + 256
     near = text.replace("%a = f32[256]{0:T(256)}", "%a = f32[256]{0:T(256)S(1)}")
     assert hbm_bytes(near) == hbm_bytes(text) - 256
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize(
-    "groups", ["{{0,1,2,3}}", "[2,4]<=[8]", "mesh['batch'=4,'model'=2] {'batch'}"]
-)
-def test_groups_in_every_notation(groups):
-    text = f"%x), channel_id=1, replica_groups={groups}, dimensions={{0}}"
-    line = Instruction("all-gather.1", "f32[8]{0}", "all-gather", text, {}, {})
-    assert first_group(line) == [0, 2, 4, 6] if "mesh" in groups else [0, 1, 2, 3]
 
 
 def test_bytes_that_pass_through_chips_count_once_for_each_link():

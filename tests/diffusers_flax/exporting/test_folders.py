@@ -1,35 +1,11 @@
 """Interrupted, killed and repeated exports."""
 
 import shutil
-import subprocess
-import sys
 
 import pytest
-from exported import MODELS, OPENVINO, export, needs, ours_and_theirs, refusal
-from helpers import ROOT, psnr
+from exported import OPENVINO, export, needs, refusal
 
 import export_model
-
-
-@needs("onnx")
-def test_killed_export(exports, tmp_path):
-    """The export before it still runs, a new directory is refused; the next start cleans up."""
-    model, whole = exports("text")
-    other = MODELS["edit"](tmp_path / "other")
-    shutil.copytree(whole, old := tmp_path / "old")
-    code = (
-        "import os, signal, sys, export_model; from diffusers_flax.exporting import folders;"
-        "folders.compare_with_flax = lambda *args: os.kill(os.getpid(), signal.SIGKILL);"
-        "export_model.main(sys.argv[1:])"
-    )
-    for folder in (old, new := tmp_path / "new", new):
-        flags = ["--model", other, "--output_dir", folder, "--overwrite_output_dir"]
-        done = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT)
-        assert done.returncode == -9
-        assert len(list(folder.glob(".saving-*"))) == 1
-    ours, theirs = ours_and_theirs(model, old, tmp_path)
-    assert psnr(ours, theirs) > 60
-    assert "is no complete export" in refusal("--model", new)
 
 
 @needs("openvino")
