@@ -90,7 +90,6 @@ class TrainFlags(trainer.Config, TargetFlags):
     # global batch: pairs per optimizer step; "auto": the largest one that fits
     train_batch_size: Annotated[int, AtLeast(1)] | Literal["auto"] = 16
     family: Literal["sd15", "sdxl"] = "sd15"  # model without --pretrained_model_name_or_path
-    output: str = ""  # report; "" is compile_for_CHIPS_PROGRAM.json in the current directory
     pretrained_model_name_or_path: str = ""  # directory, hub id or file; "" is --family
     # the 8-channel UNet, directory or file; "" is the pretrained one, widened
     unet_model_name_or_path: str = ""
@@ -123,16 +122,14 @@ def training_model_shapes(config):
     check_models(config, models)
     unet = models.unet.clone(gradient_checkpointing=config.gradient_checkpointing)
     vae, encoders = models.vae, models.text_encoder
-    length = (
-        encoders[0] if isinstance(encoders, tuple) else encoders
-    ).module.max_position_embeddings
+    first = encoders[0] if isinstance(encoders, tuple) else encoders
+    length, time_ids = first.module.max_position_embeddings, None
+    text_params, ids = param_shapes(first, dtype), (1, length)
     if isinstance(encoders, tuple):  # SDXL
         if vae.force_upcast:
             vae = vae.clone(dtype=jnp.float32)  # as in load_vae
-        text_params = tuple(param_shapes(encoder, dtype) for encoder in encoders)
+        text_params = text_params, param_shapes(encoders[1], dtype)
         ids, time_ids = (1, 2, length), jax.ShapeDtypeStruct((1, 6), jnp.float32)
-    else:
-        text_params, ids, time_ids = param_shapes(encoders, dtype), (1, length), None
     ids = jax.ShapeDtypeStruct(ids, jnp.int32)
     null_text = jax.eval_shape(partial(encode_text, encoders), text_params, ids, time_ids)
     null_text.pop("time_ids", None)  # they are not dropped
