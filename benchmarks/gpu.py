@@ -47,6 +47,7 @@ import torch
 from benchmarks.harness import (
     TimingFlags,
     describe_machine,
+    first_seconds,
     in_new_process,
     run_benchmark,
     time_in_this_process,
@@ -108,14 +109,6 @@ def find_device(config):
     return "cuda" if is_gpu else "cpu"
 
 
-def first_pass(prepare, run):
-    """Seconds of a first pass, which compiles."""
-    started = time.monotonic()
-    prepare()
-    run()
-    return time.monotonic() - started
-
-
 def start_ours(work, options):
     """(run, seconds of making it and of the first pass) of our contender."""
     started = time.monotonic()
@@ -131,16 +124,15 @@ def measure_row(config, name, device, machine):
         work = work._replace(tiny=True, resolution=64, batch_size=min(2, work.batch_size))
         work = work._replace(num_inference_steps=10)
     options = {"ours": {}} | OPTIONS.get(name, {})
-    contenders, first = {}, {}
     with ThreadPoolExecutor() as pool:
         started = {x: pool.submit(start_ours, work, some) for x, some in options.items()}
         theirs = torch_contenders(work, config.pytorch, device)
-        for contender, (prepare, run) in theirs.items():
-            first[f"torch {contender}"] = [first_pass(prepare, run)]
+        theirs = {f"torch {contender}": both for contender, both in theirs.items()}
+        first, contenders = first_seconds(theirs), {}
         for contender, result in started.items():
             run, seconds = result.result()
             contenders[contender], first[contender] = ((lambda: None), run), [seconds]
-    contenders |= {f"torch {x}": both for x, both in theirs.items()}
+    contenders |= theirs
     row = {"dtype": "bfloat16", "batch_size": work.batch_size, "flops": work.count_flops()}
     if name == "image_batch" and (published := PUBLISHED_IMAGES.get(jax.devices()[0].device_kind)):
         row["published_samples_per_second"] = published

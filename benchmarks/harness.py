@@ -149,6 +149,17 @@ def time_in_processes(contenders, args, config):
     return {"first_seconds": first, "seconds": passes}
 
 
+def first_seconds(contenders):
+    """{name: [seconds of a first pass, which compiles]}; contenders: as below."""
+    first = {}
+    for name, (prepare, run) in contenders.items():
+        started = time.perf_counter()
+        prepare()
+        run()
+        first[name] = [time.perf_counter() - started]
+    return first
+
+
 def time_in_this_process(contenders, config):
     """Time contenders in this process, after a first pass of each; all are in memory.
 

@@ -15,7 +15,6 @@ gradient needs 14 GB of memory, the forward pass half of that.
 """
 
 import gc
-import time
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -26,6 +25,7 @@ from benchmarks.harness import (
     TimingFlags,
     check_cpu,
     describe_machine,
+    first_seconds,
     run_benchmark,
     time_in_this_process,
     write_contenders,
@@ -47,17 +47,6 @@ class Config(TimingFlags):
     output: str = "benchmarks/results/unet.json"
 
 
-def time_first(contenders):
-    """{name: [seconds of a first pass, which compiles]}."""
-    first = {}
-    for name, (prepare, run) in contenders.items():
-        started = time.perf_counter()
-        prepare()
-        run()
-        first[name] = [time.perf_counter() - started]
-    return first
-
-
 def run(config):
     """Measure, write."""
     check_cpu()
@@ -73,7 +62,7 @@ def run(config):
             "batch_size": config.batch_size,
             "dtype": "float32",
             "flops": work.count_flops(),
-            "first_seconds": time_first(contenders),
+            "first_seconds": first_seconds(contenders),
             "seconds": time_in_this_process(contenders, config),
         }
         write_contenders(work.case, row, machine, config.output)

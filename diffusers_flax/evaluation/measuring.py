@@ -117,7 +117,7 @@ class Evaluation:
             edit_all = partial(edit_batches, pipeline, params, sampling=sampling)
             branches, compile_seconds = sampling.branches(pipeline_type), 0.0
             if branches not in flops:
-                compile_seconds = warm_up(edit_all, edit_list, len(devices))
+                compile_seconds = warm_up(edit_all, edit_list)
                 steps = sampling.steps(pipeline_type)
                 of_size = {
                     size: count_edit_flops(pipeline, shapes, size, branches, steps)
@@ -209,18 +209,16 @@ def load_pair(pair, size, is_masked, result_of=None):
     return fit_image(result_of(pair.after), size), mask
 
 
-def warm_up(edit_all, edit_list, num_devices):
-    """Edit the first batch of every program before the clock starts; returns the seconds.
+def warm_up(edit_all, edit_list):
+    """Edit one image with every program before the clock starts; returns the seconds.
 
     edit_all: edit_batches without edit_list and bar.
     """
-    places_of = defaultdict(list)
+    first = {}  # place of the first edit of each program
     for place, (_, program) in enumerate(edit_list.rounds_and_kinds):
-        places_of[program].append(place)
-    at_once = edit_list.batch_size * num_devices
-    first = [place for places in places_of.values() for place in places[:at_once]]
-    edits, sizes = ([x[place] for place in first] for x in (edit_list.edits, edit_list.sizes))
-    few = replace(edit_list, edits=edits, sizes=sizes, rounds=None)
+        first.setdefault(program, place)
+    others = frozenset(range(len(edit_list.edits))) - {*first.values()}
+    few = replace(edit_list, finished=others)
     batches = edit_all(few, load=load_pair, bar=tqdm(disable=True))
     return sum(seconds for _, _, seconds in batches)
 
