@@ -37,17 +37,13 @@ class JudgeServer(LocalServer):
     """A chat endpoint.
 
     Args:
-        faults: {word of the prompt: list of statuses or texts for its first answers}; 0: silence.
+        faults: {word of the prompt: list of statuses or texts for its first answers}.
     """
 
     def __init__(self, faults=()):
         self.faults, self.requests = {k: list(x) for k, x in dict(faults).items()}, []
-        self.lock, self.over = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
         super().__init__()
-
-    def __exit__(self, *exception):
-        self.over.set()
-        super().__exit__(*exception)
 
     def answer(self, request):
         body = json.loads(request.rfile.read(int(request.headers["Content-Length"])))
@@ -56,23 +52,16 @@ class JudgeServer(LocalServer):
             self.requests.append((request.path, request.headers["Authorization"], body, text))
             fault = next((x for word, x in self.faults.items() if word in text and x), None)
             reply = fault.pop(0) if fault else self.good(text)
-        if reply == 0:
-            self.over.wait(20)
-            return
-        if reply == "drop":
-            request.close_connection = True
-            return
-        status, content = 200, json.dumps({"choices": [{"message": {"content": reply}}]})
+        status, content = 200, {"choices": [{"message": {"content": reply}}]}
         if isinstance(reply, int):
-            status, content = reply, json.dumps({"error": {"message": "no, secret"}})
-        elif reply.startswith("raw "):
-            content = reply[4:]
+            status, content = reply, {"error": {"message": "no"}}
+        content = json.dumps(content).encode()
         request.send_response(status)
         request.send_header("Content-Type", "application/json")
         request.send_header("Retry-After-Ms", "1")
         request.send_header("Content-Length", str(len(content)))
         request.end_headers()
-        request.wfile.write(content.encode())
+        request.wfile.write(content)
 
     @staticmethod
     def good(text):
@@ -145,15 +134,15 @@ def test_gedit(bare):
     faults = {
         "red 0": [429, 500, "no idea"],  # answered at the fourth request
         "red 2": [*[500] * 4, '{"score": [9, 2]}'],  # no score; later one
-        "red 3": ["raw {}", '{"score": [11, 5]}', 0],
+        "red 3": ['{"score": [11, 5]}'],
     }
     with JudgeServer(faults) as server:
         judge = {"judge": f"{server.endpoint}/v1", "judge_model": "stub", "judge_attempts": 4}
-        results = evaluate(**given | judge, judge_timeout=0.7)
+        results = evaluate(**given | judge)
         said = "no score for 1 of 3 edits of sd: fullset/subject-add/en/k2 (Error code: 500"
         assert said in report.read_text()
         counts = Counter(text for *_, text in server.requests)
-        assert sorted(counts.values()) == [3, 4, 4, 4]  # quality has one text for all
+        assert sorted(counts.values()) == [2, 3, 4, 4]  # quality has one text for all
         for path, key, body, _ in server.requests:
             assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer secret", "stub")
         body = next(body for *_, body, text in server.requests if "red 3" in text)
@@ -290,9 +279,7 @@ def test_a_judge_that_is_down_ends_the_program(bare):
         ):
             ask(bare, server.endpoint, 40)
         assert len(server.requests) < 80
-    with JudgeServer(
-        {"prompt 1.": ["drop"] * 2} | {f"prompt {i}.": [400] for i in range(2, 31)}
-    ) as server:
+    with JudgeServer({f"prompt {i}.": [400] for i in range(1, 31)}) as server:
         ask(bare, server.endpoint, 1)
         lines = ask(bare, server.endpoint, 31)
         assert [x["key"] for x in lines if "scores" in x] == ["k0"] and len(lines) == 31
