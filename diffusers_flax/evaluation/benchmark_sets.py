@@ -92,6 +92,7 @@ def add_final_turns(pairs):
         turns_of[pair.session].append(place)
     result = list(pairs)
     for session, places in turns_of.items():
+        places.sort(key=lambda place: pairs[place].turn)
         if [pairs[place].turn for place in places] != list(range(1, len(places) + 1)):
             continue
         first, before = pairs[places[0]], places[0]
@@ -117,38 +118,31 @@ def add_final_turns(pairs):
 def magicbrush_pairs(folder):
     """Yield the pairs of MagicBrush's test folder or dev shards; all have index 0."""
     captions = read_json(folder / CAPTIONS) if (folder / CAPTIONS).is_file() else {}
+    is_test = (folder / SESSIONS).is_file()
+    for session, turn, output, pair in magicbrush_turns(folder) if is_test else dev_turns(folder):
+        caption, key = captions.get(session, {}).get(output), result_key(session, turn)
+        yield replace(pair, edited_caption=caption, key=key, session=session, turn=turn)
 
-    def make(session, turn, caption_of, **fields):
-        caption, key = captions.get(session, {}).get(caption_of), result_key(session, turn)
-        return HeldOutPair(0, **fields, edited_caption=caption, key=key, session=session, turn=turn)
 
-    if not (folder / SESSIONS).is_file():
-        for place, row in rows_of(folder, optional=("mask_img",)):
-            session, turn = str(row["img_id"]), row["turn_index"]
-            yield make(
-                session,
-                turn,
-                f"{session}-output{turn}.png",
-                input=place,
-                instruction=row["instruction"],
-                original=row["source_img"],
-                edited=row["target_img"],
-                mask=row["mask_img"],
-            )
-        return
+def magicbrush_turns(folder):
+    """Yield (session, turn, file of the true image, HeldOutPair) of MagicBrush's test."""
     for session, turns in read_json(folder / SESSIONS).items():
         images = folder / "images" / session
         for turn, entry in enumerate(turns, start=1):
-            yield make(
-                session,
-                turn,
-                entry["output"],
-                input=str(images / entry["input"]),
-                instruction=entry["instruction"],
-                original=read_beside(images, entry["input"]),
-                edited=read_beside(images, entry["output"]),
-                mask=read_beside(images, entry["mask"]) if entry.get("mask") else None,
-            )
+            before, after = (read_beside(images, entry[name]) for name in ("input", "output"))
+            mask = read_beside(images, entry["mask"]) if entry.get("mask") else None
+            place = str(images / entry["input"])
+            pair = HeldOutPair(0, place, entry["instruction"], before, after, mask=mask)
+            yield session, turn, entry["output"], pair
+
+
+def dev_turns(folder):
+    """The same of MagicBrush's shards."""
+    for place, row in rows_of(folder, optional=("mask_img",)):
+        images = row["source_img"], row["target_img"]
+        pair = HeldOutPair(0, place, row["instruction"], *images, mask=row["mask_img"])
+        session, turn = str(row["img_id"]), row["turn_index"]
+        yield session, turn, f"{session}-output{turn}.png", pair
 
 
 def emu_edit_pairs(folder):
