@@ -94,14 +94,15 @@ def test_shards_hold_true_edits(output_dir):
 @pytest.mark.slow
 def test_measures(output_dir):
     """Copies score 1 and never hit, truths score 0 and always do, another's truth misses."""
+    held_out = output_dir / "held_out"
+    (output_dir / "edits").mkdir()
 
     def summary_of(choose):
-        for line in (output_dir / "held_out" / "edits.jsonl").read_text().splitlines():
+        for line in (held_out / "edits.jsonl").read_text().splitlines():
             edit = json.loads(line)
             number = [e.instruction for e in EDITS].index(edit["edit"])
             stem = edit["input"].removesuffix(".png")
-            (output_dir / "edits").mkdir(exist_ok=True)
-            shutil.copy(choose(stem, number), edit["output"])
+            shutil.copy(held_out / choose(stem, number), held_out / edit["output"])
         return summarize_edits(load_edits(output_dir))
 
     copied = summary_of(lambda stem, number: f"{stem}.png")
