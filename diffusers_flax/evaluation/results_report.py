@@ -113,7 +113,9 @@ class EditReport:
                     known[metric] = heading + few
             if known:
                 title = f"{title.capitalize()}, {num_pairs} pairs:"
-                lines += ["", title, "", *self.means(known), *self.differences(known)]
+                lines += ["", title, "", *self.means(known)]
+                first, *others = self.results["models"]
+                lines += ["", *self.means(known, minus=first)] if others else []
         if any("overall" in row for row in rows):
             lines += ["", "Overall scores by type of edit, and numbers of edits:", ""]
             lines += self.types_of_edits()
@@ -153,49 +155,45 @@ class EditReport:
         lines += [[*map(str, key), *texts] for key, texts in zip(self.groups, cells) if texts]
         return [f"| {' | '.join(line)} |" for line in lines]
 
-    def mean_text(self, values, spread=None):
-        """A cell "mean ± spread [low, high]" of values per pair (n,), "" if none is known."""
+    def means(self, shown, minus=None):
+        """The table of means of metrics {name: heading}.
+
+        Without `minus`, a model, below the baselines and with standard deviations over the seeds;
+        else of the differences to this model, pair by pair. A difference whose interval lacks 0
+        means that the models differ, which two overlapping intervals of means do not rule out.
+        """
+        baselines, cells = [], []
+        for row in self.results["baselines"]:
+            name = " of ".join(filter(None, (row["baseline"], row["model"])))
+            means = (row.get(metric) for metric in shown)
+            baselines.append([name, "", "", *("" if x is None else f"{x:.4f}" for x in means)])
+        for (model, *scales), rows in self.groups.items():
+            cells.append([])
+            for metric in shown:
+                values, spread = over_seeds(self.values[model, *scales], metric), ""
+                means = [row[metric] for row in rows if row.get(metric) is not None]
+                if minus:
+                    other = over_seeds(self.values.get((minus, *scales), ()), metric)
+                    unknown = model == minus or values is None or other is None
+                    values = None if unknown else values - other
+                elif len(means) > 1:
+                    spread = f" ± {np.std(means, ddof=1):.4f}"
+                cells[-1].append(self.mean_text(values, spread))
+        cells = [texts if any(texts) else [] for texts in cells]
+        if minus:
+            return self.table(f"difference to {minus}", shown.values(), cells)
+        return self.table("model", shown.values(), cells, baselines)
+
+    def mean_text(self, values, spread):
+        """A cell "mean spread [low, high]" of values per pair (n,), "" if none is known."""
         strata = [pair.group for pair in self.pairs] if self.protocol.is_judged else None
         clusters = [pair.session or f"pair {place}" for place, pair in enumerate(self.pairs)]
         mean = None if values is None else mean_over(values, strata)
         if mean is None:
             return ""
-        text = f"{mean:.4f}" if spread is None else f"{mean:.4f} ± {spread:.4f}"
         interval = bootstrap_interval(values, clusters, strata)
-        return f"{text} [{interval[0]:.4f}, {interval[1]:.4f}]" if interval else text
-
-    def means(self, shown):
-        """The table of means of metrics {name: heading}, below the baselines."""
-        baselines, cells = [], []
-        for row in self.results["baselines"]:
-            name = " of ".join(filter(None, (row["baseline"], row["model"])))
-            means = (row.get(metric) for metric in shown)
-            texts = ("" if mean is None else f"{mean:.4f}" for mean in means)
-            baselines.append([name, "", "", *texts])
-        for key, rows in self.groups.items():
-            cells.append([])
-            for metric in shown:
-                means = [row[metric] for row in rows if row.get(metric) is not None]
-                spread = np.std(means, ddof=1) if len(means) > 1 else None
-                cells[-1].append(self.mean_text(over_seeds(self.values[key], metric), spread))
-        return self.table("model", shown.values(), cells, baselines)
-
-    def differences(self, shown):
-        """The table of the differences to the first model, pair by pair; [] with one model.
-
-        An interval without 0 means that the models differ, which two overlapping intervals of means
-        do not rule out.
-        """
-        first, cells = next(iter(self.results["models"])), []
-        for model, *scales in self.groups:
-            key, other = (model, *scales), (first, *scales)
-            cells.append([])
-            for metric in shown if model != first and other in self.groups else ():
-                both = [over_seeds(self.values[x], metric) for x in (key, other)]
-                change = None if any(x is None for x in both) else both[0] - both[1]
-                cells[-1].append(self.mean_text(change))
-        heading = f"difference to {first}"
-        return ["", *self.table(heading, shown.values(), cells)] if any(cells) else []
+        text = f" [{interval[0]:.4f}, {interval[1]:.4f}]" if interval else ""
+        return f"{mean:.4f}{spread}{text}"
 
     def types_of_edits(self):
         """The table of the overall score of each type of edit."""
