@@ -22,7 +22,6 @@ image is compared with all captions, and a caption with all images of the batch 
 
 import io
 import json
-import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
@@ -46,23 +45,11 @@ COLUMNS = ("original_prompt", "original_image", "edited_prompt", "edited_image")
 
 
 def read_captioned_images(folder):
-    """All pairs of the shards in a directory.
-
-    Returns:
-        (images, uint8 (n, 2, SIZE, SIZE, 3); captions, a list of n pairs).
-    """
-    images, captions = [], []
-    for file in sorted(folder.glob("*.parquet")):
-        for row in pq.read_table(file, columns=list(COLUMNS)).to_pylist():
-            pair = [
-                Image.open(io.BytesIO(row[f"{name}_image"]["bytes"])).convert("RGB")
-                for name in ("original", "edited")
-            ]
-            images.append(np.stack([np.asarray(image.resize((SIZE, SIZE))) for image in pair]))
-            captions.append((row["original_prompt"], row["edited_prompt"]))
-    if len(images) < 20:
-        sys.exit(f"--data {folder} has {len(images)} pairs in *.parquet; it needs 20 or more")
-    return np.stack(images), captions
+    """The PIL images and the captions of a directory's shards; original and edited alternate."""
+    rows = pq.read_table(sorted(folder.glob("*.parquet")), columns=list(COLUMNS)).to_pylist()
+    names = [(row, name) for row in rows for name in ("original", "edited")]
+    images = [Image.open(io.BytesIO(row[f"{name}_image"]["bytes"])) for row, name in names]
+    return images, [row[f"{name}_prompt"] for row, name in names]
 
 
 def make_clip_model(tokenizer):
@@ -177,20 +164,15 @@ def main():
     parser.add_argument("--num_steps", type=int, default=1000, help="default: 1000")
     args = parser.parse_args()
     torch.manual_seed(0)
-    images, captions = read_captioned_images(args.data)
     tokenizer = CLIPTokenizer.from_pretrained(args.tokenizer)
     side = {"height": SIZE, "width": SIZE}
     processor = CLIPImageProcessor(size={"shortest_edge": SIZE}, crop_size=side)
-    texts = sorted({caption for pair in captions for caption in pair})
-    numbers = {caption: i for i, caption in enumerate(texts)}
-    own = torch.tensor([[numbers[caption] for caption in pair] for pair in captions])
-    tokens = tokenizer(texts, padding=True, return_tensors="pt")
+    images, captions = read_captioned_images(args.data)
+    texts, own = np.unique(captions, return_inverse=True)
+    own = torch.tensor(own).unflatten(0, (-1, 2))
+    pixels = processor(images, return_tensors="pt").pixel_values.unflatten(0, (-1, 2))
+    tokens = tokenizer(texts.tolist(), padding=True, return_tensors="pt")
     tokens = {name: tokens[name] for name in ("input_ids", "attention_mask")}
-    pixels = torch.from_numpy(images).permute(0, 1, 4, 2, 3).float() / 255
-    shift, scale = (
-        torch.tensor(x)[:, None, None] for x in (processor.image_mean, processor.image_std)
-    )
-    pixels = (pixels - shift) / scale
     held_out = torch.arange(len(own)) % 10 == 9
     model = make_clip_model(tokenizer)
     train_clip(model, pixels[~held_out], own[~held_out], tokens, args.num_steps)
