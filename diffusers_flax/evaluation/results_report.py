@@ -96,8 +96,9 @@ class EditReport:
     def lines(self, sentences):
         """The lines of results.md."""
         settings, rows = self.results["settings"], self.results["rows"]
+        first, *others = models = dict.fromkeys(model for model, *_ in self.groups)
         lines = ["# Edits", "", *(f"- {sentence}" for sentence in sentences)]
-        given = [f"{name} {value}" for name, value in settings.items() if value not in (None, [])]
+        given = [f"{name} {value}" for name, value in settings.items() if value]
         lines += [f"- {', '.join(given)}"]
         lines += ["- mean over pairs and seeds ± standard deviation over seeds, [95% interval]"]
         if self.protocol.title:
@@ -114,7 +115,6 @@ class EditReport:
             if known:
                 title = f"{title.capitalize()}, {num_pairs} pairs:"
                 lines += ["", title, "", *self.means(known)]
-                first, *others = self.results["models"]
                 lines += ["", *self.means(known, minus=first)] if others else []
         if any("overall" in row for row in rows):
             lines += ["", "Overall scores by type of edit, and numbers of edits:", ""]
@@ -124,7 +124,8 @@ class EditReport:
             for group in self.groups.values()
         ]
         lines += ["", *self.table("model", COSTS, costs)]
-        for name, model in self.results["models"].items():
+        for name in models:
+            model = self.results["models"][name]
             sizes = ", ".join(f"{part} {n:,}" for part, n in model["parameters"].items())
             lines += ["", f"{name}: {model['pipeline']}; parameters: {sizes}."]
         return lines
