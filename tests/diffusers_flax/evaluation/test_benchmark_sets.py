@@ -186,7 +186,7 @@ def test_sessions_of_magicbrush(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": [{"input": "a.png"}]}, "is not the set of --protocol magicbrush: KeyError"),
+        ({"x": [{"output": "b"}]}, "is not the set of --protocol magicbrush: KeyError"),
         ({"x": [{"input": "../a.png", "output": "b", "instruction": "red"}]}, "is outside of"),
         ({}, "has no edit for --protocol magicbrush"),
     ],
