@@ -126,7 +126,7 @@ def test_devices_folders_and_latents(folders, tmp_path):
     np.testing.assert_allclose(found[:, 0], expected, atol=1e-5)
 
     _, image, mask_array = inputs
-    latents = pipeline.latents_of(params, image, KEYS, Options())
+    latents = pipeline.latents_of(params, image, KEYS, Options(height=64, width=48))
     inputs = pipeline.prepare_inputs(PROMPTS, latents, mask)
     masked_image = image * (mask_array == 0)
     found = pipeline(*inputs, params, KEY, masked_image=masked_image, **options).images
@@ -228,7 +228,6 @@ def test_inputs_that_do_not_fit(folders):
     for options, words in [
         (dict(denoising_start=0.8, denoising_end=0.5), "the start below the end"),
         (dict(denoising_end=0.001), "denoising_end=0.001 leave no step of num_inference_steps=10"),
-        (dict(denoising_start=0.999), "denoising_start=0.999 .* leave no step of"),
     ]:
         with pytest.raises(ValueError, match=words):
             pipeline(*inputs, num_inference_steps=STEPS, **options)
