@@ -104,13 +104,12 @@ def checked_option(name, value, default):
     return value
 
 
-def timestep_grid(config, num_steps, last=None):
+def timestep_grid(config, num_steps):
     """Timesteps of a run, as timestep_spacing says.
 
     Args:
         config: timestep_spacing, num_train_timesteps, steps_offset.
         num_steps: number of steps, 1 to num_train_timesteps.
-        last: number of training timesteps that the run covers; None: all.
 
     Returns:
         Decreasing timesteps, float64 (num_steps,); whole numbers unless the spacing is linspace.
@@ -120,18 +119,18 @@ def timestep_grid(config, num_steps, last=None):
 
     Source: arXiv 2305.08891, table 2.
     """
-    last = last or config.num_train_timesteps
+    last = config.num_train_timesteps
     if config.timestep_spacing == "linspace":
         return np.linspace(0, last - 1, num_steps)[::-1]
     if config.timestep_spacing == "trailing":
         # The slice drops the extra entry that rounding adds for some counts (61, 103, ...).
-        grid = np.arange(last, 0, -config.num_train_timesteps / num_steps)[:num_steps]
+        grid = np.arange(last, 0, -last / num_steps)[:num_steps]
         return np.round(grid) - 1
     grid = (np.arange(num_steps) * (last // num_steps) + config.steps_offset)[::-1] * 1.0
-    if grid[0] >= config.num_train_timesteps or grid[-1] < 0:
+    if grid[0] >= last or grid[-1] < 0:
         raise ValueError(
             f"num_inference_steps={num_steps} with steps_offset={config.steps_offset} visits "
-            f"timesteps {grid[-1]:g} to {grid[0]:g}, outside 0 to {config.num_train_timesteps - 1}"
+            f"timesteps {grid[-1]:g} to {grid[0]:g}, outside 0 to {last - 1}"
         )
     return grid
 

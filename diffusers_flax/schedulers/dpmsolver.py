@@ -95,6 +95,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
     choices = CHOICES | {
         **SOLVER_CHOICES,
         "final_sigmas_type": ("zero", "sigma_min"),
+        "lambda_min_clipped": (-float("inf"),),
         # DDPM's values have no effect here; a learned one would double the model's channels.
         "variance_type": ("fixed_small", "fixed_small_log", "fixed_large", "fixed_large_log"),
         "use_beta_sigmas": (False,),
@@ -131,7 +132,7 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
             timesteps = timesteps.astype(int)
         else:
             if timesteps is None:
-                timesteps = self._timesteps(num_inference_steps, training_sigmas)
+                timesteps = self._timesteps(num_inference_steps)
             sigmas = training_sigmas[np.minimum(timesteps, len(self) - 1)]
         sigmas = self._with_final_sigma(sigmas)
         alpha_t = 1 / np.sqrt(sigmas**2 + 1)
@@ -157,13 +158,11 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
             "step_index": 0,
         }
 
-    def _timesteps(self, num_inference_steps, training_sigmas):
-        last = int((-np.log(training_sigmas) >= self.config.lambda_min_clipped).sum())
+    def _timesteps(self, num_inference_steps):
         if self.config.timestep_spacing == "trailing":
-            return timestep_grid(self.config, num_inference_steps, last).astype(int)
+            return timestep_grid(self.config, num_inference_steps).astype(int)
         # The lowest point of these grids is the clean end, not a timestep of the run.
-        grid = timestep_grid(self.config, num_inference_steps + 1, last)[:-1]
-        return np.round(grid).astype(int)
+        return np.round(timestep_grid(self.config, num_inference_steps + 1)[:-1]).astype(int)
 
     def _x0_weights(self, sigmas, i, known, is_short_run):
         """Step i's weights of the clean samples predicted in steps i, i - 1, ...: (solver_order,).

@@ -138,8 +138,6 @@ OPTIONS = [
     ("dpmsolver++", {"use_karras_sigmas": True}),
     ("dpmsolver++", {"use_karras_sigmas": True, "final_sigmas_type": "sigma_min"}),
     ("dpmsolver++", {"use_karras_sigmas": True, "sigma_min": 0.1, "sigma_max": 8.0}),
-    ("dpmsolver++", {"beta_schedule": "squaredcos_cap_v2", "lambda_min_clipped": -5.1}),
-    ("dpmsolver++", {"timestep_spacing": "trailing", "lambda_min_clipped": -1.5}),
     ("dpmsolver++", {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}),
 ]
 
