@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.jax_utils import replicate
 from helpers import ROOT, free_port, photo, psnr, slow
 from jax.sharding import Mesh, PartitionSpec
 from PIL import Image
@@ -19,7 +20,7 @@ from tiny_models import make_tiny_controlnet, make_tiny_pipeline, make_tiny_xl
 from diffusers_flax import (
     FlaxStableDiffusionControlNetPipeline,
 )
-from diffusers_flax.devices.layout import parse_layout
+from diffusers_flax.devices.layout import Layout, parse_layout
 from diffusers_flax.models.blocks import (
     Conv,
     Downsample2D,
@@ -117,34 +118,39 @@ def layout_of(**sizes):
     return parse_layout([f"{name}={n}" for name, n in sizes.items()])
 
 
+def test_batches_on_several_devices_are_pmaps(text):
+    pipeline, params = text
+    ids, neg_ids = map(pipeline.prepare_inputs, (["red", "it", "blue", "make"], "green"))
+    replicated = replicate(params, jax.devices()[:2])
+    halves = ids.reshape(2, 2, -1), replicated, jax.random.key(3)
+    many = np.broadcast_to(neg_ids, (2, *neg_ids.shape))
+    pmapped = pipeline(*halves, neg_prompt_ids=many, jit=True, **OPTIONS).images
+    images = shared_images(
+        text, Layout(jax.devices()[:2]), (ids,), neg_prompt_ids=neg_ids, **OPTIONS
+    )
+    np.testing.assert_array_equal(images, np.concatenate(pmapped))
+
+
 @pytest.mark.parametrize(
-    "sizes, tolerance",
+    "family, sizes",
     [
-        (dict(branches=2, rows=2), 1e-5),
+        ("text", dict(branches=2, rows=2)),
         *slow(
-            (dict(data=2, branches=2), 2e-6),
-            (dict(data=2, rows=2), 1e-5),
+            ("text", dict(data=2, branches=2)),
+            ("text", dict(data=2, rows=2)),
+            ("xl", dict(branches=2, rows=2)),
+            ("xl", dict(rows=4)),
         ),
     ],
 )
-def test_images_from_text(text, sizes, tolerance):
-    check_images_from_text(text, sizes, tolerance)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [dict(branches=2, rows=2), dict(rows=4)])
-def test_images_of_sdxl(xl, sizes):
-    check_images_from_text(xl, sizes, 1e-5)
-
-
-def check_images_from_text(loaded, sizes, tolerance):
+def test_images_from_text(family, sizes, request):
     """Images that several devices share are those of one device."""
-    pipeline, params = loaded
+    loaded = pipeline, params = request.getfixturevalue(family)
     B, options = sizes.get("data", 1), OPTIONS | dict(height=64, width=32)
     inputs = (pipeline.prepare_inputs(["make it red", "it"][:B]),)
     expected = pipeline(*inputs, params, jax.random.key(3), **options).images
     images = shared_images(loaded, layout_of(**sizes), inputs, **options)
-    np.testing.assert_allclose(images, expected, atol=tolerance)
+    np.testing.assert_allclose(images, expected, atol=1e-5)
 
 
 @pytest.mark.slow
