@@ -195,14 +195,10 @@ def make_segment(cache, model, kinds, steps, prediction_type, scales):
     return Segment(tuple(functions[kind] for kind in used), table, enter)
 
 
-def empty_cache(function):
+def empty_cache(function, cache, x):
     """An `enter` that ignores the segment before: zeros like the cache that `function` returns."""
-
-    def enter(cache, x):
-        _, shapes = jax.eval_shape(function, x, jnp.int32(0), jnp.int32(0), None)
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-    return enter
+    _, shapes = jax.eval_shape(function, x, jnp.int32(0), jnp.int32(0), None)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 # Each returns ({kind: function of a step}, enter); see Segment.
@@ -247,7 +243,7 @@ def deep_cache(model):
 
         return model.finish(i, model.run(last_layer, *model.embed(i, x, t))), cache
 
-    return {"full": full, "shallow": shallow}, empty_cache(full)
+    return {"full": full, "shallow": shallow}, partial(empty_cache, full)
 
 
 def first_block_cache(model, threshold):
@@ -294,7 +290,7 @@ def first_block_cache(model, threshold):
         features, cache = jax.lax.cond(reuse.all(), lambda: (reused, cache), compute)
         return model.finish(i, features), cache
 
-    return {"full": full, "adaptive": adaptive}, empty_cache(full)
+    return {"full": full, "adaptive": adaptive}, partial(empty_cache, full)
 
 
 def t_gate(model):
@@ -343,7 +339,7 @@ def t_gate(model):
         return run(i, x, t, {"cross": cache["cross"]}, ())[0], cache
 
     def enter(cache, x):
-        return empty_cache(gate)(None, x) if cache is None else cache
+        return empty_cache(gate, None, x) if cache is None else cache
 
     kinds = {"full": full, "store": store, "reuse_self": reuse_self, "gate": gate, "gated": gated}
     return kinds, enter

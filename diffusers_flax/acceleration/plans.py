@@ -343,11 +343,10 @@ class Acceleration:
             )
 
     def __bool__(self):
-        return any(getattr(self, field.name) is not None for field in fields(self))
+        return self != Acceleration()
 
     def __str__(self):
-        techniques = (getattr(self, field.name) for field in fields(self))
-        return " ".join(describe(x) for x in techniques if x is not None)
+        return " ".join(describe(x) for x in vars(self).values() if x is not None)
 
 
 class Step(NamedTuple):
@@ -372,11 +371,9 @@ def require(is_valid, technique, name, constraint):
 
 def describe(technique):
     """NAME:PARAMETER=VALUE,... with the parameters that are not the defaults."""
-    values = {field.name: getattr(technique, field.name) for field in fields(technique)}
-    changed = [
-        f"{f.name}={values[f.name]}" for f in fields(technique) if values[f.name] != f.default
-    ]
-    return ":".join([technique.name, *filter(None, [",".join(changed)])])
+    defaults = vars(type(technique)())
+    changed = [f"{name}={x}" for name, x in vars(technique).items() if x != defaults[name]]
+    return f"{technique.name}:{','.join(changed)}" if changed else technique.name
 
 
 def parse(specs):

@@ -18,21 +18,18 @@ LOST_PROCESS = "(?i)gloo|unavailable|deadline|aborted|coordination|connection"
 HEARTBEAT_SECONDS = 100  # a process that is silent for this long counts as dead and ends the run
 
 
-def is_only_host():
-    """Whether the environment variables of a TPU name this host alone, as in notebooks.
-
-    Colab has TPU_WORKER_HOSTNAMES "localhost", Kaggle also TPU_PROCESS_ADDRESSES "local", which jax
-    would look up as the name of a host for five minutes; neither has a metadata server to ask.
-    """
-    hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES", "")
-    is_one_slice = os.environ.get("MEGASCALE_NUM_SLICES", "1") == "1"
-    return hosts != "" and "," not in hosts and is_one_slice
-
-
 def on_tpu_vm():
-    """Whether jax will use a TPU here, whose metadata server knows the other hosts."""
-    platform = os.environ.get("JAX_PLATFORMS", "tpu").split(",")[0]
-    if platform not in ("", "tpu") or is_only_host():
+    """Whether jax will use a TPU here, whose metadata server knows the other hosts.
+
+    In notebooks the environment variables name this host alone, and there is no such server: Colab
+    has TPU_WORKER_HOSTNAMES "localhost", Kaggle also TPU_PROCESS_ADDRESSES "local", which jax would
+    look up as the name of a host for five minutes.
+    """
+    env = os.environ
+    hosts = env.get("TPU_PROCESS_ADDRESSES") or env.get("TPU_WORKER_HOSTNAMES", "")
+    is_one_slice = env.get("MEGASCALE_NUM_SLICES", "1") == "1"
+    is_alone = hosts != "" and "," not in hosts and is_one_slice
+    if is_alone or env.get("JAX_PLATFORMS", "tpu").split(",")[0] not in ("", "tpu"):
         return False
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
     is_google = any(vendor.read_text().strip() == GOOGLE_PCI_VENDOR for vendor in vendors)
