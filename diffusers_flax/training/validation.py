@@ -21,7 +21,6 @@ from diffusers_flax.training.sharding import combine, gather
 NUM_INFERENCE_STEPS = 20
 SHORT_RUN = 100_000  # steps times batch; after fewer samples a model edits well at low scales only
 GIF_SIDE = 1024  # longer side of a frame, pixels, at most
-GIF_FRAMES = 100  # at most
 GIF_SECONDS = 0.5  # per frame; four times as long for the last
 
 
@@ -176,25 +175,17 @@ def drop_step_images(folder, last_step):
 def write_progress(folder):
     """Write FOLDER/progress.gif, an animation of step_images(folder) with captions.
 
-    Long runs show GIF_FRAMES images, evenly spaced. Without images the file is removed.
+    Without images the file is removed.
     """
     steps, path = step_images(folder), Path(folder, "progress.gif")
     if not steps:
         path.unlink(missing_ok=True)
         return
-    shown = np.linspace(0, len(steps) - 1, min(len(steps), GIF_FRAMES)).round().astype(int)
-    images = [(step, load_image(steps[step])) for step in np.array(list(steps))[shown]]
-    for _, image in images:
-        image.thumbnail((GIF_SIDE, GIF_SIDE))
-    W, H = np.max([image.size for _, image in images], axis=0)  # resuming may change the images
     frames = []
-    for step, image in images:
-        frame = Image.new("RGB", (W, H), "white")
-        frame.paste(image)
-        frames.append(captioned([frame], f"step {step}"))
+    for step, file in steps.items():
+        image = load_image(file)
+        image.thumbnail((GIF_SIDE, GIF_SIDE))
+        frames.append(captioned([image], f"step {step}"))
     milliseconds = [1000 * GIF_SECONDS] * (len(frames) - 1) + [4000 * GIF_SECONDS]
-    first, *others = frames
-    save_whole(
-        path,
-        partial(first.save, save_all=True, append_images=others, duration=milliseconds, loop=0),
-    )
+    options = dict(save_all=True, append_images=frames[1:], duration=milliseconds, loop=0)
+    save_whole(path, partial(frames[0].save, **options))

@@ -37,19 +37,14 @@ def test_validation_grid():
     assert (second[:, 264:520] == 0).all()
 
 
-def test_progress_shows_the_images_of_all_steps(tmp_path, monkeypatch):
-    """Sorted by number, on frames of one size; frames after a step can be dropped."""
-    for step, color, size in (
-        (5, "red", (80, 80)),
-        (1000, "blue", (60, 80)),
-        (50, "lime", (80, 40)),
-    ):
-        image(color, size).save(tmp_path / f"step-{step:02d}.png")
+def test_progress_shows_the_images_of_all_steps(tmp_path):
+    """Sorted by number, with the step below; frames after a step can be dropped."""
+    for step, color in ((5, "red"), (1000, "blue"), (50, "lime")):
+        image(color, (80, 80)).save(tmp_path / f"step-{step:02d}.png")
     (tmp_path / "step-best.png").write_bytes(b"not ours")
-    line, gif = LINE_HEIGHT, tmp_path / "progress.gif"
 
     def frames():
-        with Image.open(gif) as animation:
+        with Image.open(tmp_path / "progress.gif") as animation:
             for k in range(animation.n_frames):
                 animation.seek(k)
                 yield np.asarray(animation.convert("RGB")), animation.info["duration"]
@@ -57,13 +52,9 @@ def test_progress_shows_the_images_of_all_steps(tmp_path, monkeypatch):
     write_progress(tmp_path)
     shown, durations = zip(*frames())
     assert durations == (500, 500, 2000)
-    assert [frame.shape for frame in shown] == [(80 + line, 80, 3)] * 3
+    assert [frame.shape for frame in shown] == [(80 + LINE_HEIGHT, 80, 3)] * 3
     for frame, color in zip(shown, ((255, 0, 0), (0, 255, 0), (0, 0, 255))):
-        assert (frame[:40, :60] == color).all()
-    assert (shown[1][40:80] == 255).all() and (shown[2][:80, 60:] == 255).all()
-    monkeypatch.setattr(validation, "GIF_FRAMES", 2)
-    write_progress(tmp_path)
-    assert [tuple(frame[0, 0]) for frame, _ in frames()] == [(255, 0, 0), (0, 0, 255)]
+        assert (frame[:80] == color).all() and (frame[80:] < 64).any()
     drop_step_images(tmp_path, 50)
     assert [tuple(frame[0, 0]) for frame, _ in frames()] == [(255, 0, 0), (0, 255, 0)]
     drop_step_images(tmp_path, 0)
