@@ -141,7 +141,7 @@ def test_models_must_fit_together(tmp_path):
     assert params["conv_in"]["kernel"].shape == (3, 3, 8, 16)
     xl = make_tiny_xl(tmp_path / "xl")
     config = compile_for.with_model(flags("", unet_model_name_or_path=str(xl / "unet")), folder)
-    with pytest.raises(ValueError, match=r"sd15 is Stable Diffusion 1 or 2, but the UNet in "):
+    with pytest.raises(ValueError, match=r"xl/unet does not fit the text encoders of "):
         compile_for.training_model_shapes(config)
 
 

@@ -155,11 +155,11 @@ def compile_program(config, name, program, target):
     # Groups that --offload fetches come while others compute.
     is_ahead = getattr(config, "offload", None) == "group"
     for part in program.parts.values():
-        # Without minutes of compilation it is known that more does not fit.
-        if report["memory_total"] <= chip.memory:
+        costs = {"needs": report["memory_total"]}
+        if costs["needs"] <= chip.memory:  # else minutes of compilation are for nothing
             costs = program_costs(part.function, part.args, chip, part.fractions, options)
-            report["memory_total"] = costs.get("needs", report["memory_total"])
-        if report["memory_total"] > chip.memory:
+        if "needs" in costs:
+            report["memory_total"] = round(costs["needs"])
             print(verdict(report), flush=True)
             return report
         memory["padding"] += int(costs["padding"] * part.held)

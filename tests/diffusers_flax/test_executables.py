@@ -53,7 +53,7 @@ def flip_a_bit(file):
     ("spoil", "reason"),
     [
         (lambda file: file.chmod(0o666), "belongs to another user or may be written to by others"),
-        (lambda file: file.write_bytes(file.read_bytes()[:50]), "cannot be read"),
+        (lambda file: file.write_bytes(file.read_bytes()[:50]), "is damaged"),
         (flip_a_bit, "is damaged"),
         (lambda file: file.write_bytes(b"x" + file.read_bytes()), "versions, settings of jax or"),
     ],
