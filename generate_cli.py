@@ -32,77 +32,32 @@ Source: Latent Diffusion Models (arXiv 2112.10752); SDEdit (arXiv 2108.01073); C
 """
 
 import sys
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import jax
 from PIL import Image
-from tqdm import tqdm
 
 from diffusers_flax.command_line import Above, AtLeast, Below, print_files, run_main
-from diffusers_flax.compilation_cache import use_compilation_cache
-from diffusers_flax.generating.batches import (
-    IN_FLIGHT,
-    DeviceClock,
-    FileWriter,
-    batches_of_places,
-    check_finite_images,
-    devices_for,
-    run_batches,
-)
 from diffusers_flax.generating.captions import GRID_IMAGES, image_grid
 from diffusers_flax.generating.flags import (
     DeviceFlags,
     PreviewFlags,
     ProcessFlags,
     SamplingFlags,
-    layout_of_flags,
 )
-from diffusers_flax.generating.inputs import arrays_of, join, keys_of, kind_of, load_inputs
-from diffusers_flax.generating.previews import preview_files
-from diffusers_flax.generating.recipes import (
-    ids_of,
-    print_continued,
-    with_flags_of_image,
-    write_image,
-)
-from diffusers_flax.generating.requests import (
-    OF_LINES,
-    REPLACED,
-    RequestFlags,
-    check_images,
-    check_seeds_differ,
-    files_read,
-    output_files,
-    requests_of_flags,
-    requests_of_jsonl,
-)
+from diffusers_flax.generating.recipes import OF_LINES, with_flags_of_image
+from diffusers_flax.generating.requests import RequestFlags, requests_of_flags, requests_of_jsonl
+from diffusers_flax.generating.runner import make_files
 from diffusers_flax.generating.single_files import with_single_files
-from diffusers_flax.generating.tasks import REFINER_ARRAYS, call_models, check_models, load_models
 from diffusers_flax.images import save_image
 from diffusers_flax.loading.hub import open_source
-from diffusers_flax.parameters import place_params
-from diffusers_flax.prompts import prepare_prompts
 from diffusers_flax.schedulers.factory import check_scheduler
-
-SOFTWARE = "generate_cli.py"  # marks the images, which the same command may replace
-DENOISING_END = 0.8  # as in diffusers' example of the ensemble of base and refiner
 
 
 @dataclass(frozen=True)
 class GenerateFlags:
     """What to make, and with which models."""
-
-    FILES = ("model", "config_name_or_path", "unet", "refiner", "controlnet")
-    SAME_IMAGES = ("prompt", "prompts_file", "image", "mask", "control", "latents", "num_images")
-    SAME_IMAGES += ("requests_jsonl", "like", "output", "grid", "batch_size", "timesteps", "eta")
-    SAME_IMAGES += (
-        "compilation_cache_dir",
-        "executable_dir",
-        *(field.name for field in fields(RequestFlags)),
-    )
 
     model: str  # directory, hub id or file of Stable Diffusion 1.x, 2.x or SDXL
     revision: str | None = None  # branch, tag or commit on the hub
@@ -146,119 +101,33 @@ class Config(ProcessFlags, DeviceFlags, PreviewFlags, SamplingFlags, RequestFlag
     """Flags of the script. tyro lists the flags of the last base class first."""
 
 
-def check_flags(config):
-    """Raise a ValueError for flags that do not fit together; requests.py checks an image's."""
+def run(config):
+    """Check the flags, make the images that are not made yet, and the grid."""
     given = [name for name in OF_LINES if getattr(config, name) != getattr(Config, name)]
     if config.requests_jsonl and given:
-        key = "" if given[0] in ("num_images", "prompts_file") else "write it into the lines, or "
-        raise ValueError(f"--requests_jsonl excludes --{given[0]}; {key}leave one out")
+        raise ValueError(f"--requests_jsonl excludes --{given[0]}; write it into the lines")
     if config.denoising_end is not None and not config.refiner:
         raise ValueError(f"--denoising_end {config.denoising_end} is for --refiner; give both")
     check_scheduler(config.scheduler)
-
-
-def make_images(models, requests, sizes, program_sizes, todo, write, config):
-    """Make images on the local devices.
-
-    Args:
-        models: LoadedModels.
-        requests: list of Request.
-        sizes, program_sizes: (width, height) of each result, and of its program.
-        todo: places of the images to make.
-        write: (place, result of the program, NumPy (H, W, 3) in [0, 1]) -> None.
-        config: Config.
-    """
-    layout = next(iter(models.pipelines.values())).layout
-    devices = devices_for(len(requests), layout)
-    for params in filter(None, (models.params, models.refiner_params)):
-        place_params(params, devices, layout)
-    texts = partial(
-        prepare_prompts, long_prompts=config.long_prompts, prompt_weights=config.prompt_weights
-    )
-    prompts = [texts(models.pipelines[x.task], x.prompt, x.negative_prompt) for x in requests]
-    kinds = [kind_of(*row) for row in zip(requests, program_sizes, prompts)]
-    finished = {*range(len(requests))} - {*todo}
-    rounds_and_kinds = [(0, kind) for kind in kinds]
-    batches = batches_of_places(rounds_and_kinds, finished, config.batch_size, len(devices))
-
-    def prepare(kind, places, load_all):
-        rows = [(requests[i], sizes[i], program_sizes[i]) for i in places]
-        loaded = list(load_all(load_inputs, *zip(*rows)))
-        batch = [requests[i] for i in places]
-        arrays = arrays_of(models.pipelines[kind.task], kind, batch, loaded)
-        arrays |= join(prompts[i] for i in places)
-        refining = None
-        if models.refiners:
-            refining = {name: arrays[name] for name in REFINER_ARRAYS if name in arrays}
-            refiner = models.refiners[kind.task]
-            refining |= join(texts(refiner, x.prompt, x.negative_prompt) for x in batch)
-        split = partial(jax.tree.map, lambda x: x.reshape(len(devices), -1, *x.shape[1:]))
-        return split(arrays), split(refining)
-
-    def call(kind, arrays):
-        return call_models(models, kind, *arrays, config.denoising_end)
-
-    clock = DeviceClock()
-    with tqdm(total=len(todo), unit="image") as bar:
-        for places, images, _ in run_batches(
-            batches, prepare, call, bar, "generating", clock, IN_FLIGHT
-        ):
-            first = requests[places[0]]
-            check_finite_images(images, f'images of "{first.prompt}" and others', config.lora)
-            for place, image in zip(places, images):
-                write(place, image)
-    jax.effects_barrier()  # waits for the previews
-    return clock.report(len(todo))
-
-
-def run(config):
-    """Check flags, images and models, load the models, make the images and the grid."""
-    check_flags(config)
-    requests = (
-        requests_of_jsonl(config.requests_jsonl, config)
-        if config.requests_jsonl
-        else requests_of_flags(config)
-    )
-    layout = layout_of_flags(config)
-    layout = layout and layout.first(len(requests))
-    use_compilation_cache(config.compilation_cache_dir)
-    given, config = config, with_single_files(config, "model", unet="unet")
+    if config.requests_jsonl:
+        requests = requests_of_jsonl(config.requests_jsonl, config)
+    else:
+        requests = requests_of_flags(config)
+    config = with_single_files(config, "model", unet="unet")
     if config.refiner:
-        end = config.denoising_end or DENOISING_END
-        config = replace(config, refiner=open_source("refiner", config.refiner), denoising_end=end)
-    checked = check_models(config, requests)
-    images = check_images(requests, checked.configs, config.exact_size)
-    requests, sizes, program_sizes = images
-    requests = [replace(x, output=x.output and config.output / x.output) for x in requests]
-    ids = ids_of(SOFTWARE, given, requests, zip(sizes, program_sizes))
-    outputs, todo = output_files(requests, ids, config.output, SOFTWARE, config.grid)
-    todo = layout.agree(todo) if layout else todo
-    print_continued(len(requests) - len(todo), len(requests))
-    if todo:
-        if config.preview:
-            check_seeds_differ(requests)
-        kept = [config.grid, *(path for x in requests for path in files_read(x))]
-        preview = preview_files(config, outputs, checked.num_steps, kept, sizes, keys_of(requests))
-        models = load_models(config, checked, requests, program_sizes, preview, layout)
-        with FileWriter(not layout or layout.is_writer) as files:
-
-            def write(i, image):
-                about = requests[i], sizes[i], outputs[i], SOFTWARE, ids[i], given
-                files.write(outputs[i], write_image, image, *about)
-
-            report = make_images(models, requests, sizes, program_sizes, todo, write, config)
-        print(report, file=sys.stderr, end="\n" if report else "")
-    if layout and not layout.is_writer:
-        return
-    if config.grid:
-        images = [Image.open(file) for file in outputs[:GRID_IMAGES]]
-        save_image(image_grid(images, [x.prompt for x in requests]), config.grid)
-    print_files(outputs)
+        config = replace(config, refiner=open_source("refiner", config.refiner))
+    if made := make_files(config, requests, "generate_cli.py", config.output):
+        requests, _ = made
+        files = [request.output for request in requests]
+        if config.grid:
+            images = [Image.open(file) for file in files[:GRID_IMAGES]]
+            save_image(image_grid(images, [x.prompt for x in requests]), config.grid)
+        print_files(files)
 
 
 def main(args=None):
     """Command line."""
-    words = with_flags_of_image(sys.argv[1:] if args is None else args, Config, REPLACED)
+    words = with_flags_of_image(sys.argv[1:] if args is None else args, Config)
     if args is None:
         sys.argv[1:] = words
     run_main(

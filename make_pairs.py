@@ -40,8 +40,7 @@ from tqdm import tqdm
 from diffusers_flax.command_line import AtLeast, Between, Seed, check_writable, run_main
 from diffusers_flax.compilation_cache import use_compilation_cache
 from diffusers_flax.devices.precision import choose_dtype
-from diffusers_flax.generating.batches import DeviceClock
-from diffusers_flax.generating.clip import Clip, check_clip
+from diffusers_flax.generating.clip import Clip
 from diffusers_flax.generating.flags import (
     SamplingFlags,
     check_guidance_range,
@@ -52,29 +51,25 @@ from diffusers_flax.generating.models import (
     ModelOptions,
     Sampling,
     check_sampling,
-    load_model,
+    check_tasks,
+    load_weights,
+    open_model,
+    pipeline_for,
     plan_images,
 )
-from diffusers_flax.generating.recipes import commit_of
 from diffusers_flax.generating.single_files import with_single_files
-from diffusers_flax.generating.tasks import check_tasks, pipeline_for
 from diffusers_flax.loading.files import write_text
 from diffusers_flax.pairing.caption_lists import (
+    Caption,
     captions_of_template,
     check_lengths,
-    find_cut_texts,
     read_captions,
     text_of,
 )
 from diffusers_flax.pairing.maker import PairMaker
-from diffusers_flax.pairing.pair_scores import PairScorer, thresholds_of
-from diffusers_flax.pairing.pair_shards import PairShards
-from diffusers_flax.pairing.pairs_report import (
-    summarize_counts,
-    warning_of_empty,
-    write_preview,
-    write_report,
-)
+from diffusers_flax.pairing.pair_scores import PairScorer
+from diffusers_flax.pairing.pair_shards import PairShards, choose_pairs
+from diffusers_flax.pairing.pairs_report import write_preview, write_report
 from diffusers_flax.schedulers.factory import check_scheduler
 
 NUM_SHARDS = 64  # of a short list; a long one has more
@@ -150,11 +145,9 @@ def check_flags(config):
         raise ValueError(f"--fill {config.fill[0]} is for --template; give both")
     check_pair_ranges(config)
     check_scheduler(config.scheduler)
-    keeping = "--keep_all" if config.clip_model else '--clip_model ""'
-    if config.keep_all and config.early_stop:
-        raise ValueError(f"{keeping} makes all samples, and --early_stop does not; leave one out")
-    if config.keep_all and config.num_kept != Config.num_kept:
-        raise ValueError(f"{keeping} keeps more than --num_kept {config.num_kept}; leave one out")
+    if config.keep_all and (config.early_stop or config.num_kept != Config.num_kept):
+        keeping = "--keep_all" if config.clip_model else '--clip_model ""'
+        raise ValueError(f"{keeping} makes and keeps all samples; leave --early_stop or --num_kept")
     if (config.worker is None) != (config.num_workers is None):
         raise ValueError("--worker and --num_workers go together; give both")
     if config.worker is not None and config.worker >= config.num_workers:
@@ -166,15 +159,6 @@ def choose_lines_per_shard(config, num_lines):
     pairs_per_line = config.num_samples if config.keep_all else config.num_kept
     largest = min(num_lines // NUM_SHARDS, MAX_PAIRS_PER_SHARD // pairs_per_line)
     return max(-(-MIN_SAMPLES_PER_SHARD // config.num_samples), largest)
-
-
-def run_settings(config, captions):
-    """What pairs depend on, by flags, for PairShards."""
-    values = {name: x for name, x in vars(config).items() if name not in SAME_PAIRS}
-    values["dtype"] = choose_dtype(config.dtype).name
-    values["commit of the model"] = commit_of(config.model)
-    values["checksum of the lines"] = hashlib.sha256(json.dumps(captions).encode()).hexdigest()
-    return values
 
 
 def open_models(config, captions, num_lines, devices):
@@ -189,48 +173,31 @@ def open_models(config, captions, num_lines, devices):
     Raises:
         ValueError: the model does not fit the flags or captions; before weights are read.
     """
-    is_xl, configs = check_tasks(config.model, ["text to image"], takes_images=False)
+    is_xl, configs = check_tasks(config.model, ["text to image"])
     check_guidance_range(config.guidance_scale, configs["unet"])
-    if config.negative_prompt:
-        if configs["unet"].get("time_cond_proj_dim") is not None:
-            raise ValueError(f"--model {config.model} takes no --negative_prompt; leave it out")
-        if (high := max(config.guidance_scale)) <= 1:
-            raise ValueError(
-                f"--negative_prompt has no effect without guidance, up to --guidance_scale {high:g}"
-                "; leave it out"
-            )
-    pipeline_type = pipeline_for("text to image", is_xl)
     scale = max(config.guidance_scale)
+    if config.negative_prompt and scale <= 1:
+        raise ValueError("--negative_prompt has no effect without guidance; leave it out")
+    pipeline_type = pipeline_for("text to image", is_xl)
     sampling = from_flags(Sampling, config, guidance_scale=scale)
     scheduler = check_sampling(pipeline_type, configs["scheduler"], config.model, sampling)
-
-    def plan(pipeline):
-        encoders = pipeline.text_encoders
-        lengths = [(x, encoder.module.max_position_embeddings) for _, encoder, x in encoders]
-        given = f"--captions {config.captions}" if config.captions else "--template"
-        check_lengths(captions, lengths, given)
-        for problem in find_cut_texts([config.negative_prompt], lengths).values():
-            raise ValueError(f"--negative_prompt {problem}")
-        height, width = pipeline.image_size(config.height, config.width)
-        if config.clip_model:
-            check_clip(config.clip_model, is_optional=False)
-        return plan_images(
-            pipeline,
-            devices,
-            num_images=2 * config.num_samples * num_lines,
-            batch_size=2 * config.batch_size,
-            branches=sampling.branches(pipeline_type),
-            size=(width, height),
-        )
-
-    options = dict(dtype=choose_dtype(config.dtype), preview=None)
-    own = from_flags(ModelOptions, config, **options)
-    pipeline, params = load_model(
-        config.model, pipeline_type, scheduler, config.accelerate, own, plan
+    options = from_flags(ModelOptions, config, dtype=choose_dtype(config.dtype), preview=None)
+    pipeline = open_model(config.model, pipeline_type, scheduler, config.accelerate, options)
+    given = f"--captions {config.captions}" if config.captions else "--template"
+    lengths = [(x, y.module.max_position_embeddings) for _, y, x in pipeline.text_encoders]
+    check_lengths(captions, lengths, given)
+    check_lengths([Caption(1, config.negative_prompt, "", "")], lengths, "--negative_prompt")
+    pipeline, planned = plan_images(
+        pipeline,
+        devices,
+        num_images=2 * config.num_samples * num_lines,
+        batch_size=2 * config.batch_size,
+        branches=sampling.branches(pipeline_type),
+        sizes=[pipeline.image_size(config.height, config.width)[::-1]],
     )
-    clip = None
-    if config.clip_model:
-        clip = Clip(config.clip_model, devices=devices, is_optional=False)
+    clip = Clip(config.clip_model, devices=devices) if config.clip_model else None
+    params = load_weights(pipeline, config.model, options)
+    tqdm.write(planned, file=sys.stderr)
     return pipeline, [jax.device_put(params, device) for device in devices], clip
 
 
@@ -248,14 +215,15 @@ def run(config):
     else:
         captions = captions_of_template(config.template, config.fill)
     use_compilation_cache(config.compilation_cache_dir)
-    settings = run_settings(config, captions)
+    settings = {name: x for name, x in vars(config).items() if name not in SAME_PAIRS}
+    settings["dtype"] = choose_dtype(config.dtype).name
+    checksum = hashlib.sha256(json.dumps(captions).encode()).hexdigest()
+    settings["checksum of the lines"] = checksum
     config = with_single_files(config, "model")
     per_shard = config.lines_per_shard or choose_lines_per_shard(config, len(captions))
-    shards = PairShards(config.output_dir, captions, per_shard, worker, num_workers)
+    shards = PairShards(config, captions, per_shard, worker, num_workers)
     shards.check(settings)
     seconds, todo = None, [len(shards.places(shard)) for shard in shards.unfinished()]
-    if len(todo) < len(shards.own):
-        print(f"finished shards: {len(shards.own) - len(todo)}", file=sys.stderr)
     if todo:
         chunks = sum(-(-lines * config.num_samples // config.batch_size) for lines in todo)
         models = open_models(config, captions, sum(todo), jax.local_devices()[:chunks])
@@ -265,12 +233,9 @@ def run(config):
     if todo:
         seconds = make_lines(config, captions, shards, sum(todo), models)
     shards.end()
-    report = summarize_counts(shards.counts(), thresholds_of(config))
-    if config.clip_model and (warning := warning_of_empty(report)):
-        print(f"warning: {warning}", file=sys.stderr)
     name = "report" if num_workers == 1 else f"report-{worker}"
-    report["seconds_per_kept_pair"] = seconds
-    print(write_report(config.output_dir, name, report, bool(config.clip_model)))
+    report, said = write_report(config, name, shards.counts(), seconds)
+    print(said)
     folder = shlex.quote(str(config.output_dir))
     if not report["lines"]:
         print(f"worker {worker} has no shard of {shards.num_shards}; lower --lines_per_shard")
@@ -298,19 +263,18 @@ def make_lines(config, captions, shards, num_lines, models):
     """
     pipeline, params, clip = models
     maker = PairMaker(pipeline, params, PairScorer(clip, captions), captions, config)
-    clock, num_kept, num_made, lines = DeviceClock(), 0, 0, defaultdict(dict)
+    num_kept, lines = 0, defaultdict(dict)
     with tqdm(desc="compiling", total=num_lines * config.num_samples, unit="sample") as bar:
-        for place, line in maker.make(shards, bar, clock):
+        for place, pairs in maker.make(shards, bar):
             if config.preview:
-                write_preview(config.output_dir, captions[place], line)
-            num_kept, num_made = num_kept + len(line.kept), num_made + line.num_samples
+                write_preview(config, captions[place], pairs)
+            num_kept += len(choose_pairs(pairs, config))
             bar.set_postfix_str(f"{num_kept} pairs kept")
             shard = place // shards.lines_per_shard
-            lines[shard][place] = line
+            lines[shard][place] = pairs
             if len(lines[shard]) == len(shards.places(shard)):
                 shards.write(shard, lines.pop(shard))
-    print(clock.report(2 * num_made), file=sys.stderr)
-    return (time.perf_counter() - clock.begin) / num_kept if num_kept else None
+    return (time.perf_counter() - maker.started) / num_kept if num_kept else None
 
 
 def main(args=None):

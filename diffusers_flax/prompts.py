@@ -1,4 +1,4 @@
-r"""Prompts of more than 77 tokens, and prompts whose words have weights: "(red:1.3) panda".
+"""Prompts of more than 77 tokens, and prompts whose words have weights: "(red:1.3) panda".
 
     prompts = prepare_prompts(
         pipeline, "a (red:1.3) panda", "blurry", long_prompts=True, prompt_weights="webui"
@@ -12,28 +12,10 @@ r"""Prompts of more than 77 tokens, and prompts whose words have weights: "(red:
     ).images
 
 A text encoder takes 77 tokens. A long prompt is several chunks of 77: start, up to 75 tokens, end,
-padding. Each is encoded alone; their states are joined. There are two conventions:
-
-| | prompt_weights="webui" | prompt_weights="comfyui" |
-|---|---|---|
-| (x) | weight * 1.1 | weight * 1.1 |
-| (x:1.3) | weight * 1.3 | weight = 1.3 |
-| [x] | weight / 1.1 | text |
-| nested brackets | multiply | (x) multiplies, (x:1.3) replaces |
-| brackets as text | \( \) \[ \] and \\ | \( \) |
-| a bracket that is not closed | closes at the end | text, with all brackets after it |
-| text where weights change | is tokenized apart | likewise, also between brackets of one weight |
-| a full chunk | ends after a comma in its last 20 tokens | ends before such a text of < 8 tokens |
-| BREAK | begins a new chunk | text |
-| states z, weights w | w z, scaled to the mean of z | z_empty + w (z - z_empty) |
-
-z are the states of a chunk from one text encoder, (77, D); the mean is over all of them, and a mean
-of zero is left as it is. z_empty are the states of the empty prompt. Pooled states are of the first
-chunk, without weights. Without prompt_weights long prompts have the chunks of "webui", and brackets
-and BREAK are text. A token of an embedding with several vectors is in one chunk.
-
-Differences from the programs: BREAK within brackets also begins a chunk, a weight that is not a
-number is an error, and "[a:b:0.5]", "[a|b]", "AND" and "embedding:name" are text.
+padding. Each is encoded alone; their states are joined. docs/generating.md has the table of the two
+conventions for brackets and chunks. Pooled states are of the first chunk, without weights. Without
+prompt_weights long prompts have the chunks of "webui", and brackets and BREAK are text. A token of
+an embedding with several vectors is in one chunk.
 
 Source: AUTOMATIC1111/stable-diffusion-webui, modules/prompt_parser.py, sd_hijack_clip.py and
 sd_emphasis.py ("Original"); comfyanonymous/ComfyUI, comfy/sd1_clip.py and sdxl_clip.py.
@@ -41,8 +23,6 @@ sd_emphasis.py ("Original"); comfyanonymous/ComfyUI, comfy/sd1_clip.py and sdxl_
 
 import math
 import re
-from bisect import bisect_left
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +36,6 @@ import numpy as np
 from diffusers_flax.loading.tokenizer import check_text, sequences_of_tokens, too_long
 from diffusers_flax.messages import warn_once
 
-CONVENTIONS = ("webui", "comfyui")
 BRACKET = 1.1  # weight of brackets without a number
 LAST_TOKENS = 20  # webui: a comma among so many last tokens of a full chunk ends it
 ROUNDING = 1e-6  # a mean of so much of the mean absolute value is zero
@@ -65,7 +44,6 @@ BREAK = None  # in a list of (text, weight): what follows begins a new chunk
 
 # webui: an escape, a bracket, a weight that closes a bracket, or text.
 WEBUI_PIECE = re.compile(r"\\[\\()\[\]]?|[(\[\])]|:\s*(?P<weight>[+-]?[.\d]+)\s*\)|[^\\()\[\]:]+|:")
-WEBUI_BREAK = re.compile(r"\bBREAK\b")
 
 
 @partial(
@@ -105,7 +83,7 @@ class Prompts(NamedTuple):
 def prepare_prompts(
     pipeline, prompt, negative_prompt=None, long_prompts=False, prompt_weights=None
 ):
-    """Tokenize prompts that may be long or have weights; see the table at the top of this file.
+    """Tokenize prompts that may be long or have weights; see the top of this file.
 
     The prompts of a batch may have different numbers of chunks: each prompt's chunks are repeated
     up to the least common multiple of the numbers, which does not change its image.
@@ -124,10 +102,8 @@ def prepare_prompts(
     Raises:
         ValueError: prompts that are not text; a weight that is no number; another convention.
     """
-    if prompt_weights not in (None, *CONVENTIONS):
-        raise ValueError(
-            f"prompt_weights={prompt_weights!r} is unknown; take {' or '.join(CONVENTIONS)}"
-        )
+    if prompt_weights not in (None, "webui", "comfyui"):
+        raise ValueError(f"prompt_weights={prompt_weights!r} is unknown; take webui or comfyui")
     has_negative = any(text not in ("", None) for text in as_list(negative_prompt))
     if not long_prompts and prompt_weights is None:
         prepare = pipeline.prepare_text_inputs
@@ -146,8 +122,6 @@ def prepare_prompts(
 def tokenize_weighted(pipeline, long_prompts, convention, prompt):
     """(ids, weights) of prompts, int32 and float32 (B, 77 k), SDXL (B, encoders, 77 k)."""
     prompts = as_list(prompt)
-    if not prompts:
-        raise ValueError("prompt is an empty list; give at least one text, which may be empty")
     for text in prompts:
         check_text(text)
     parse = {"webui": parse_webui, "comfyui": parse_comfyui, None: lambda text: [(text, 1.0)]}
@@ -178,8 +152,7 @@ def tokenize_weighted(pipeline, long_prompts, convention, prompt):
 
 def as_list(prompt):
     """A list of prompts from one or several."""
-    is_one = isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable)
-    return [prompt] if is_one else list(prompt)
+    return list(prompt) if isinstance(prompt, list | tuple) else [prompt]
 
 
 def make_chunks(tokenizer, parts, length, long_prompts, convention):
@@ -262,33 +235,29 @@ def pad_chunk(tokenizer, chunk, length):
 
 def parse_webui(text):
     """[(text, weight) or BREAK] of a prompt with webui's brackets."""
-    matches = [*WEBUI_PIECE.finditer(text)]
-    pieces, weights = [], np.ones(len(matches))
-    opened = {"(": [], "[": []}  # numbers of the first pieces within
+    pieces, opened = [], {"(": [], "[": []}  # numbers of the first pieces within
     factors = {"(": BRACKET, "[": 1 / BRACKET}
 
     def close(bracket, factor):
-        weights[opened[bracket].pop() : len(pieces)] *= factor
+        for piece in pieces[opened[bracket].pop() :]:
+            piece[1] *= factor
 
-    with np.errstate(over="ignore", invalid="ignore"):
-        for match in matches:
-            piece = match[0]
-            if piece in opened:
-                opened[piece].append(len(pieces))
-            elif match["weight"] and opened["("]:
-                close("(", float(match["weight"]))
-            elif piece == ")" and opened["("]:
-                close("(", factors["("])
-            elif piece == "]" and opened["["]:
-                close("[", factors["["])
-            else:
-                pieces.append(piece[1:] if piece[0] == "\\" else piece)
-        for bracket, factor in factors.items():
-            while opened[bracket]:
-                close(bracket, factor)
+    for match in WEBUI_PIECE.finditer(text):
+        piece = match[0]
+        if piece in opened:
+            opened[piece].append(len(pieces))
+        elif piece[-1] == ")" and opened["("] and piece[0] != "\\":
+            close("(", float(match["weight"] or BRACKET))
+        elif piece == "]" and opened["["]:
+            close("[", factors["["])
+        else:
+            pieces.append([piece[1:] if piece[0] == "\\" else piece, 1.0])
+    for bracket, factor in factors.items():
+        while opened[bracket]:
+            close(bracket, factor)
     parts = []
-    for piece, weight in zip(pieces, weights.tolist()):
-        for i, part in enumerate(WEBUI_BREAK.split(piece)):
+    for piece, weight in pieces:
+        for i, part in enumerate(re.split(r"\bBREAK\b", piece)):
             if i:
                 parts.append(BREAK)
             if parts and parts[-1] is not BREAK and parts[-1][1] == weight:
@@ -297,51 +266,27 @@ def parse_webui(text):
     return parts
 
 
-def parse_comfyui(text):
-    """[(text, weight)] of a prompt with comfyui's brackets."""
+def parse_comfyui(text, weight=1.0):
+    """[(text, weight)] of a prompt with comfyui's brackets; weight: of what is in no bracket."""
     brackets = [m.start() for m in re.finditer(r"\\[()]|[()]", text) if len(m[0]) == 1]
-    closed_by, opened, num_unpaired = {}, [], 0
+    parts, ends, start, depth = [], [], 0, 0  # ends: of brackets, and of the texts between them
     for i in brackets:
-        if text[i] == ")":
-            if opened:
-                closed_by[opened.pop()] = i
-            else:
-                num_unpaired += 1
-        elif num_unpaired:  # pairs with an earlier ")": both are text
-            num_unpaired -= 1
-        else:
-            opened.append(i)
-            closed_by[i] = len(text)
-    openings, closings = sorted(closed_by), {i for i in brackets if text[i] == ")"}
-
-    parts, todo = [], [(0, len(text), 1.0)]  # ranges of the text, the first one last
-
-    def add(start, end, weight):
-        if part := re.sub(r"\\([()])", r"\1", text[start:end]):
+        if text[i] == "(":
+            ends += [i] if depth == 0 else []
+            depth += 1
+        else:  # if it closes none, it and the next opening one are text
+            depth -= 1
+            ends += [i + 1] if depth == 0 else []
+    for end in (*ends, len(text)):
+        part, start = text[start:end], end
+        if part[:1] == "(" and text[end - 1] == ")" and end - 1 in brackets:
+            part, own = part[1:-1], weight * BRACKET
+            if (colon := part.rfind(":")) > 0:
+                with suppress(ValueError):  # text that is no number stays text
+                    own, part = float(part[colon + 1 :]), part[:colon]
+            parts += parse_comfyui(part, own)
+        elif part := re.sub(r"\\([()])", r"\1", part):
             parts.append((part, weight))
-
-    while todo:
-        start, end, weight = todo.pop()
-        first = bisect_left(openings, start)
-        first = openings[first] if first < len(openings) else end
-        if first >= end:
-            add(start, end, weight)
-            continue
-        if first > start:
-            add(start, first, weight)
-            start = first
-        close = closed_by[start]
-        if close >= end:  # not closed: the range's last bracket closes it, if the range ends so
-            close = end - 1
-            if close not in closings:
-                add(start, end, weight)
-                continue
-        todo.append((close + 1, end, weight))
-        colon, end, weight = text.rfind(":", start + 1, close), close, weight * BRACKET
-        if colon > start + 1:
-            with suppress(ValueError):  # text that is no number stays text
-                weight, end = float(text[colon + 1 : close]), colon
-        todo.append((start + 1, end, weight))
     return parts
 
 

@@ -181,6 +181,6 @@ class ListedEdit(NamedTuple):
 
 def edits_of_jsonl(file):
     """The edits of a list, as edit_cli.py reads them."""
-    from diffusers_flax.evaluation.edits import read_edits
+    from diffusers_flax.generating.requests import read_edits
 
     return [ListedEdit(*edit) for edit in read_edits(file)]

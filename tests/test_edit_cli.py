@@ -1,7 +1,6 @@
 """edit_cli by its command line: its files, noise per edit, refused flags."""
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -15,15 +14,14 @@ import numpy as np
 import pytest
 from helpers import photo
 from PIL import Image, ImageOps
-from safetensors.numpy import save_file
 from tiny_models import make_tiny_pipeline
 
 import edit_cli
-from diffusers_flax.data.images import load_image
 from diffusers_flax.generating.captions import GRID_MARGIN
 from diffusers_flax.generating.recipes import read_recipe, recipe_text
 from diffusers_flax.generating.sizes import load_fitted, result_size, shared_size
 from diffusers_flax.images import save_image
+from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.factory import SCHEDULERS, make_scheduler
 from edit_cli import edits_of_flags
@@ -80,11 +78,10 @@ def test_an_image_is_made_again_from_its_recipe(model, input_images, monkeypatch
     capsys.readouterr()
     shutil.copy("a.png", "moved.png")
     Path("a.png").unlink()
-    for problem in ("does not exist here", "has changed since"):
+    for _ in range(2):  # missing, then changed
         with pytest.raises(SystemExit):
             edited()
-        said = f"was made from a.png, which {problem}; name the file with --input"
-        assert said in capsys.readouterr().err
+        assert "was made from a.png, which does not exist here or has ch" in capsys.readouterr().err
         Image.new("RGB", (32, 24)).save("a.png")
     moved = edited("--input", "moved.png")
     np.testing.assert_array_equal(moved, np.asarray(Image.open("blue.png")))
@@ -271,117 +268,24 @@ def test_exact_sizes_and_masks_of_shared_programs(edit_b):
     assert np.abs(soft[:, 64:68] - mixed).max() <= 1
 
 
-@pytest.mark.slow
-def test_a_run_that_begins_with_a_saved_result_makes_the_same_images(
-    model, input_images, monkeypatch
-):
-    monkeypatch.chdir(input_images)
-    mask_image((32, 24), (16, 0, 32, 24)).save("fitted.png")  # of the edit's size
-    last = {"input": "out/both.png", "edit": "make it red", "output": "out/last.jpg"}
-    other = {"input": "grey.png", "edit": "make it red", "output": "out/grey.png"}
-    rows = [*CHAIN, last | {"mask": "fitted.png"}, other]
-    both, red, last, _ = run_list(model, rows)
-    Path("out/last.jpg").unlink()
-    again = [rows[0] | {"output": "again.png"}, other, rows[2]]
-    found, _, found_last = run_list(model, again)
-    np.testing.assert_array_equal(found, both)
-    np.testing.assert_array_equal(found_last, last)
-    assert (both != red).mean() > 0.5 and (last != both).mean() > 0.3
-
-
-@pytest.mark.slow
-def test_masks_of_flags(model, input_images, monkeypatch):
-    """One mask for all inputs or one each; all white: the edit without one; a ramp of feather."""
-    monkeypatch.chdir(input_images)
-    Image.new("L", (96, 72), 255).save("white.png")
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    mask_image((72, 96), (0, 0, 72, 48)).save("turned_mask.jpg", exif=turned)
-    mask_image((96, 72), (48, 0, 96, 72)).save("right.png")
-    flags = ["--model", str(model), "--num_inference_steps", "2", "--resolution", "32"]
-    flags += ["--edit", "make it red", "--input", "a.png", "turned.jpg"]
-
-    def run(folder, *more):
-        edit_cli.main([*flags, "--output", folder, *more])
-        names = ("a.png", "turned.png")
-        return np.stack([np.asarray(Image.open(Path(folder, name))) for name in names])
-
-    Path("plain").mkdir()
-    plain = run("plain")
-    np.testing.assert_array_equal(run("white", "--mask", "white.png"), plain)
-    hard = run("hard", "--mask", "right.png", "turned_mask.jpg")
-    inputs = [np.asarray(load_fitted(Path(name), (32, 24))) for name in ("a.png", "turned.jpg")]
-    for image, edited in zip(inputs, hard):
-        np.testing.assert_array_equal(edited[:, :16], image[:, :16])
-        assert (edited[:, 16:] != image[:, 16:]).mean() > 0.5
-    mixed = run("mixed", "--mask", "white.png", "turned_mask.jpg")
-    assert np.abs(mixed[0].astype(int) - plain[0]).max() <= 1  # other batches
-    assert np.abs(mixed[1].astype(int) - hard[1]).max() <= 1
-    soft = run("soft", "--mask", "right.png", "--mask_feather", "6")
-    np.testing.assert_array_equal(soft[:, :, :16], np.stack(inputs)[:, :, :16])
-    change = np.abs(soft.astype(float) - np.stack(inputs)).mean((0, 1, 3))
-    assert 0 < change[16] < change[19] < change[24]
-
-
-@pytest.mark.slow
-def test_embedding_of_a_negative_prompt(model, input_images):
-    """Its vectors change the image, as a word of the prompt does."""
-    rng, file = np.random.default_rng(0), input_images / "bad.safetensors"
-    save_file({"emb_params": rng.normal(size=(4, 24)).astype(np.float32)}, file)
-    flags = ["--model", str(model), "--input", str(input_images / "a.png"), "--edit", "make it red"]
-    flags += ["--resolution", "32", "--num_inference_steps", "2", "--embedding", str(file)]
-    for name, negative in (("without", ""), ("with", "bad")):
-        output = ["--output", str(input_images / f"{name}.png"), "--negative_prompt", negative]
-        edit_cli.main([*flags, *output])
-    images = [np.asarray(load_image(input_images / f"{x}.png")) for x in ("without", "with")]
-    assert np.any(images[0] != images[1])
-
-
-def test_exif_orientation_is_applied(tmp_path):
-    pixels = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3)
-    for orientation, expected in ((1, pixels), (3, pixels[::-1, ::-1]), (6, np.rot90(pixels, -1))):
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
-        np.testing.assert_array_equal(np.asarray(load_image(tmp_path / "a.png")), expected)
-
-
 @pytest.mark.parametrize(
     ("size", "resolution", "factor", "expected"),
     [
         ((4000, 3000), 512, 8, (512, 384)),
-        ((3000, 4000), 512, 8, (384, 512)),
-        ((100, 100), 512, 8, (512, 512)),
         ((1000, 667), 512, 8, (512, 344)),  # 341.5
         ((1000, 660), 512, 8, (512, 336)),  # 337.9
         ((640, 480), 500, 8, (504, 376)),  # 500 = 62.5 * 8 and 375
         ((5000, 20), 512, 8, (512, 8)),
-        ((64, 48), 64, 4, (64, 48)),
     ],
 )
 def test_sizes(size, resolution, factor, expected):
     assert result_size(size, resolution, factor) == expected
 
 
-@pytest.mark.parametrize(
-    ("size", "factor", "expected"),
-    [
-        ((512, 384), 8, (512, 384)),
-        ((512, 392), 8, (512, 384)),
-        ((368, 512), 8, (384, 512)),
-        ((512, 344), 8, (512, 352)),  # 3:2
-        ((512, 248), 8, (512, 248)),  # longer than 2:1
-        ((504, 504), 8, (504, 504)),
-        ((1024, 680), 8, (1024, 704)),
-        ((64, 56), 8, (64, 56)),
-    ],
-)
-def test_sizes_of_shared_programs(size, factor, expected):
-    assert shared_size(size, factor) == expected
-
-
 def test_shared_programs_hardly_change_a_shape():
     """At every resolution; the usual shapes not at all."""
+    assert shared_size((512, 344), 8) == (512, 352)  # 3:2
+    assert shared_size((512, 248), 8) == (512, 248)  # longer than 2:1
     for longer in range(64, 1088, 8):
         for width, height in ((1, 1), (4, 3), (16, 10), (16, 9), (2, 1)):
             size = result_size((100 * width, 100 * height), longer, 8)
@@ -405,24 +309,19 @@ def test_fitting_keeps_the_aspect_ratio(tmp_path):
 
 
 def test_outputs_of_flags(tmp_path):
-    def edits(inputs, texts, output=None):
+    def outputs(inputs, texts, output=None):
         config = edit_cli.Config("m", input=tuple(map(Path, inputs)), edit=texts, output=output)
-        return edits_of_flags(config)
-
-    def outputs(*args):
-        return [str(edit.output) for edit in edits(*args)]
+        return [str(row[2]) for row in edits_of_flags(config)]
 
     both = ["x/a.jpg", "b.png"]
     assert outputs(both, ("red",)) == ["x/a-edited.png", "b-edited.png"]
     assert outputs(both, ("red", "blue"), Path("out")) == ["out/a.png", "out/b.png"]
     assert outputs(both[:1], ("red",), Path("out.jpg")) == ["out.jpg"]
     assert outputs(both[:1], ("red",), tmp_path) == [str(tmp_path / "a.png")]
-    found = edits(both, ("red", "blue"))
-    assert [(edit.index, edit.instruction) for edit in found] == [(0, "red"), (1, "blue")]
 
 
 def jsonl(*rows):
-    return "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    return "\n".join(map(json.dumps, rows))
 
 
 GOOD_ROW = {"input": "a.png", "edit": "red", "output": "o.png"}
@@ -437,108 +336,52 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([], "--input and --edit must be given, or --edits_jsonl"),
         (["--input", "none.png", "--edit", "red"], "none.png does not exist"),
         (["--input", "text.png", "--edit", "red"], "text.png cannot be read as an image"),
-        (["--input", "half.png", "--edit", "red"], "half.png cannot be read as an image"),
-        (
-            ["--input", "wide.tif", "--edit", "red"],
-            "wide.tif cannot be read as an image: image mode I (integer) has values from 0 to 70",
-        ),
-        (["--input", ".", "--edit", "red", "--output=o.png"], "--input . is a directory; name fil"),
-        ([*TWO, "blue", "green"], "3 --edit do not fit 2 --input"),
-        ([*ONE[:-1], " "], "an --edit is empty; say what to change"),
+        ([*TWO, "blue", "green"], "2 --input do not fit 3 --edit"),
         ([*TWO, "--output", "o.png"], "--output o.png is one file for several edits; give a dir"),
         ([*ONE, "--output", "o.gif"], "o.gif ends in .gif; name it .png or .jpg"),
         ([*ONE, "--output", "a.png"], "a.png is an input and would be overwritten"),
-        ([*ONE, "--output", "text.png/o.png"], "text.png/o.png cannot be written"),
         ([*ONE, "--output", "o.png", "--grid", "o.png"], "2 images would be written to"),
         ([*ONE, "--output", "b.png"], "b.png exists, is not by edit_cli.py and would be overw"),
         ([*ONE, "--scheduler", "eular"], f"choose from {', '.join(SCHEDULERS)}"),
-        ([*ONE, "--num_inference_steps", "0"], "--num_inference_steps 0 must be at least 1"),
         ([*ONE, "--guidance_scale", "-1"], "--guidance_scale -1.0 must be at least 0"),
         ([*ONE, "--resolution", "3"], "3 is too small"),
-        (
-            [*ONE, "--model", "nowhere/model"],
-            "HF_HUB_OFFLINE is set, so run hf download nowhere/model where there is a network",
-        ),
-        (
-            [*ONE, "--model", "narrow"],
-            "narrow is a StableDiffusionPipeline, not an InstructPix2Pix model",
-        ),
+        ([*ONE, "--model", "narrow"], "narrow is not an edit model (StableDiffusionPipeline)"),
         (["--edits_jsonl", "twice.jsonl", *ONE], "--edits_jsonl excludes --input"),
-        (["--edits_jsonl", "none.jsonl"], "none.jsonl cannot be read"),
-        (
-            ["--edits_jsonl", "malformed.jsonl"],
-            "malformed.jsonl has 1 problem: line 3: not JSON (Expecting property name",
-        ),
         (["--edits_jsonl", "twice.jsonl"], "2 images would be written to"),
         (["--edits_jsonl", "missing.jsonl"], "line 2: none.png does not exist"),
-        (
-            ["--edits_jsonl", "cycle.jsonl"],
-            "cycle.jsonl has 1 problem: line 1: an input would be overwritten, as the outputs of",
-        ),
-        (
-            ["--edits_jsonl", "photo.jsonl"],
-            "photo.jsonl has 1 problem: line 1: b.png exists, is not by edit_cli.py and would be "
-            "overwritten, and line 2 reads it; name another output, or delete the file if",
-        ),
-        (
-            ["--edits_jsonl", "self.jsonl"],
-            "line 2: an input would be overwritten, as the outputs of line 2 are edited in a cycle",
-        ),
-        (
-            ["--edits_jsonl", "truth.jsonl"],
-            "truth.jsonl has 1 problem: line 2: b.png is a truth and would be overwritten; name",
-        ),
-        (["--edits_jsonl", "later.jsonl"], "small.png is 8x16 pixels (width x height) and o.png"),
+        (["--edits_jsonl", "cycle.jsonl"], "cycle.jsonl has 1 problem: line 1: an input would be"),
+        (["--edits_jsonl", "truth.jsonl"], "b.png is a truth and would be overwritten; name"),
         (
             [*ONE, "--mask", "small.png"],
-            "small.png is 8x16 pixels (width x height) and a.png 16x16; a mask has the size of",
+            "small.png is 8x16 pixels (width x height) and its image 16x16; a mask has the size of",
         ),
-        ([*ONE, "--mask", "black.png"], "black.png has no white, so nothing of a.png may change"),
-        ([*ONE, "--mask", "dot.png"], "dot.png has no white left at the size of the result, 4x4"),
+        ([*ONE, "--mask", "black.png"], "black.png has no white at the size of the result"),
         ([*ONE, "--mask", "text.png"], "text.png cannot be read as a mask: no known image format"),
-        ([*ONE, "--mask"], "--mask has no value; give one or more"),
-        ([*ONE, "--mask", ""], "--mask . is a directory; name files"),
         ([*ONE, "--mask_feather", "3"], "--mask_feather 3 is for --mask; give both or none"),
+        ([*ONE, "--preview", "50"], "--preview 50 of 50 steps makes no preview"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_is_loaded(
+def test_bad_input_is_one_line_before_weights_are_read(
     model, tmp_path, monkeypatch, capsys, args, message
 ):
     def load(*args, **kwargs):
-        raise AssertionError("the model is being loaded")
+        raise AssertionError("weights are being read")
 
-    monkeypatch.setattr(FlaxStableDiffusionInstructPix2PixPipeline, "from_pretrained", load)
+    monkeypatch.setattr(FlaxModelMixin, "from_pretrained", load)
     monkeypatch.chdir(tmp_path)
-    photo(16, 16).save("a.png")
-    photo(16, 16).save("b.png")
+    for name in ("a.png", "b.png"):
+        photo(16, 16).save(name)
     Path("text.png").write_text("no image")
-    whole = io.BytesIO()
-    photo(64, 64).save(whole, "PNG")
-    Path("half.png").write_bytes(whole.getvalue()[:100])
-    Image.fromarray(np.array([[0, 70000]], np.int32)).save("wide.tif")
-    Path("malformed.jsonl").write_text(jsonl(GOOD_ROW, "", '{"input": "a.png",'))
-    Path("twice.jsonl").write_text(jsonl(GOOD_ROW, GOOD_ROW | {"output": "./o.png"}))
-    Path("missing.jsonl").write_text(
-        jsonl(GOOD_ROW, {**GOOD_ROW, "input": "none.png", "output": "p.png"})
-    )
-    Image.new("L", (16, 16)).save("black.png")
-    mask_image((16, 16), (0, 0, 1, 1)).save("dot.png")
+    mask_image((16, 16), (0, 0, 0, 0)).save("black.png")
     mask_image((8, 16), (0, 0, 8, 8)).save("small.png")
     cycle = [("4.png", "1.png"), ("1.png", "2.png"), ("1.png", "3.png"), ("./2.png", "4.png")]
-    Path("cycle.jsonl").write_text(
-        jsonl(*({"input": before, "edit": "x", "output": after} for before, after in cycle))
-    )
-    later = {"input": "o.png", "edit": "x", "output": "p.png", "mask": "small.png"}
-    Path("later.jsonl").write_text(jsonl(GOOD_ROW, later))
-    last = {"input": "b.png", "edit": "x", "output": "p.png"}
-    Path("photo.jsonl").write_text(jsonl(GOOD_ROW | {"output": "b.png"}, last))
     for name, rows in {
-        "self": (GOOD_ROW, last | {"input": "p.png"}),
+        "twice": (GOOD_ROW, GOOD_ROW | {"output": "./o.png"}),
+        "missing": (GOOD_ROW, {**GOOD_ROW, "input": "none.png", "output": "p.png"}),
+        "cycle": [{"input": before, "edit": "x", "output": after} for before, after in cycle],
         "truth": (GOOD_ROW | {"truth": "b.png"}, GOOD_ROW | {"output": "./b.png"}),
     }.items():
         Path(f"{name}.jsonl").write_text(jsonl(*rows))
-    if "dot.png" in args:
-        args = [*args, "--resolution", "4"]
     if "narrow" in args:
         make_tiny_pipeline("narrow", in_channels=4)
         capsys.readouterr()  # PyTorch's progress bars

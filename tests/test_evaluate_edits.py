@@ -280,7 +280,7 @@ def test_resume_computes_only_missing_rows(folder, tmp_path, monkeypatch, capsys
     assert set(seeds) == {1}
     assert results["rows"][0] == row and len(results["rows"]) == 2
 
-    monkeypatch.setattr(measuring, "load_model", None)  # nothing is left to do
+    monkeypatch.setattr(measuring, "load_weights", None)  # nothing is left to do
     assert evaluate(**given) == results
     for change, message in (
         ({"num_inference_steps": 3}, "num_inference_steps was 2 and is 3"),
@@ -365,7 +365,7 @@ def test_bad_input_is_one_line(folder, tmp_path, monkeypatch, capsys, change, me
     Path("file").write_text("no directory")
     write_jsonl(Path("p.jsonl"), 1)
     write_jsonl(Path("text.jsonl"), 1, input="text.jsonl")
-    monkeypatch.setattr(measuring, "load_model", None)
+    monkeypatch.setattr(measuring, "load_weights", None)
     given = {"pairs_jsonl": "p.jsonl", "output_dir": "out", "clip_model": "clip"}
     assert message in refused(capsys, **given | change)
     assert not Path("out").exists()

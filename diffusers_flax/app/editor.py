@@ -39,17 +39,19 @@ from diffusers_flax.evaluation.edits import check_model
 from diffusers_flax.generating.batches import check_finite_images, devices_for
 from diffusers_flax.generating.defaults import with_defaults
 from diffusers_flax.generating.flags import from_flags
-from diffusers_flax.generating.inputs import inputs_of, key_of
 from diffusers_flax.generating.masks import finish_image, fit_mask, stretch_mask
 from diffusers_flax.generating.models import (
     Sampling,
     check_sampling,
     plan_images,
+    sees_mask,
+    task_of,
+    with_task,
 )
 from diffusers_flax.generating.recipes import MASKED, recipe_text
+from diffusers_flax.generating.runner import inputs_of, key_of
 from diffusers_flax.generating.sizes import fit_image, result_size, shared_size, stretch
-from diffusers_flax.generating.tasks import sees_mask, task_of, with_task
-from diffusers_flax.images import prepare_masks, to_pil
+from diffusers_flax.images import to_pil
 from diffusers_flax.loading.lora import split_weight
 from diffusers_flax.parameters import cast_params, place_params
 from diffusers_flax.pipelines.inpainting import Inpainting
@@ -57,7 +59,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 
 MAX_PROGRAMS = 24  # in memory; older ones stay in the compilation cache on the disk
 MAX_PREVIEWS = 10  # for each image
-EDIT = "edit"  # a task beside the tasks of generating/tasks.py
+EDIT = "edit"  # a task beside the tasks of generating/models.py
 POLL = 0.15  # seconds between two checks of a request's progress
 # Flags in recipes, of the model and of an image.
 MODEL_FLAGS = ("embedding", "unet_delta", "config_name_or_path", "dtype", "storage", "vae_dtype")
@@ -304,8 +306,6 @@ class Editor:
         images = image and [stretch(image, size)]
         masks = mask and [stretch_mask(mask, size)]
         arrays |= inputs_of(pipeline, task, images, masks)
-        if task == EDIT and masks:
-            arrays["mask"] = prepare_masks(masks)
         arrays = {name: x if x is None else x[None] for name, x in arrays.items()}
         return arrays | {"prng_seed": key_of(settings.seed).reshape(1, 1)}
 
@@ -350,14 +350,13 @@ class Editor:
     def _plan(self, pipeline, settings, size):
         """(pipeline, with a tiled VAE if it needs one; a line about the memory)."""
         branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
-        pipeline.check_parallel(branches, size[1])
         return plan_images(
             pipeline,
             self.devices,
             num_images=1,
             batch_size=1,
             branches=branches,
-            size=size,
+            sizes=[size],
             vae_tile=self.config.vae_tile,
         )
 

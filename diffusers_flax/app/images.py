@@ -6,8 +6,8 @@ import numpy as np
 from PIL import Image
 
 from diffusers_flax.data.images import decode_image
-from diffusers_flax.evaluation.edits import read_edits
 from diffusers_flax.generating.masks import read_mask_of
+from diffusers_flax.generating.requests import read_edits
 from diffusers_flax.generating.sizes import fit_image
 from diffusers_flax.images import opaque_part
 

@@ -20,8 +20,7 @@ from diffusers_flax.devices.layout import Layout, parse_layout
 from diffusers_flax.devices.parallelism import num_row_devices
 from diffusers_flax.generating.batches import IN_FLIGHT
 from diffusers_flax.generating.flags import check_guidance_range, check_pair_ranges, from_flags
-from diffusers_flax.generating.models import Sampling, check_sampling
-from diffusers_flax.generating.tasks import check_tasks, pipeline_for
+from diffusers_flax.generating.models import Sampling, check_sampling, check_tasks, pipeline_for
 from diffusers_flax.loading.directories import COMPONENT_FILES, INDEX_NAME
 from diffusers_flax.loading.files import write_json
 from diffusers_flax.models.clip_similarities import FlaxCLIPModel

@@ -1,7 +1,7 @@
 """Measuring models on held-out pairs: baselines, the VAE alone, edits and their costs."""
 
+import sys
 from collections import defaultdict
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,16 +14,27 @@ from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.data.images import load_image
 from diffusers_flax.devices.memory import peak_memory
 from diffusers_flax.devices.precision import choose_dtype
-from diffusers_flax.evaluation.edits import EditList, edit_batches, plan_edits
+from diffusers_flax.evaluation.edits import edit_batches
 from diffusers_flax.evaluation.judging import save_source, source_file
 from diffusers_flax.evaluation.protocols import PROTOCOLS
 from diffusers_flax.evaluation.results import save_results, save_values
 from diffusers_flax.evaluation.results_report import best_and_worst, grid_places, ranking_metric
 from diffusers_flax.evaluation.scoring import make_scorer
 from diffusers_flax.flops import matmul_flops
-from diffusers_flax.generating.batches import FileWriter, check_finite_images, rounds_of
+from diffusers_flax.generating.batches import (
+    FileWriter,
+    check_finite_images,
+    devices_for,
+    largest_round,
+)
 from diffusers_flax.generating.flags import from_flags
-from diffusers_flax.generating.models import ModelOptions, Sampling, load_model
+from diffusers_flax.generating.models import (
+    ModelOptions,
+    Sampling,
+    load_weights,
+    open_model,
+    plan_images,
+)
 from diffusers_flax.generating.sizes import fit_image
 from diffusers_flax.images import prepare_images, save_image
 from diffusers_flax.parameters import replicate_params
@@ -81,23 +92,18 @@ class Evaluation:
             bar: progress bar, in units of edits.
         """
         config, pairs, pipeline_type = self.config, self.pairs, checked.pipeline_type
-        edit_list = EditList(
-            pairs, self.sizes, config.batch_size, rounds_of(pairs), config.use_masks
-        )
-        devices = edit_list.devices(None)
+        devices = devices_for(largest_round(pairs))
         peak_memory(devices, reset=True)
         bar.set_description(model)
         names = ("guidance_scale", "image_guidance_scale", "seed")
         all_sampling = [from_flags(Sampling, config, **dict(zip(names, run))) for run in todo]
         most_branches = max((x.branches(pipeline_type) for x in all_sampling), key=len)
-        pipeline, params = load_model(
-            model,
-            pipeline_type,
-            checked.scheduler,
-            config.accelerate,
-            from_flags(ModelOptions, config, dtype=choose_dtype(config.dtype)),
-            partial(plan_edits, edit_list=edit_list, branches=most_branches),
-        )
+        options = from_flags(ModelOptions, config, dtype=choose_dtype(config.dtype))
+        pipeline = open_model(model, pipeline_type, checked.scheduler, config.accelerate, options)
+        of_batches = config.batch_size, most_branches, self.sizes
+        pipeline, planned = plan_images(pipeline, devices, len(pairs), *of_batches)
+        tqdm.write(planned, file=sys.stderr)
+        params = load_weights(pipeline, model, options)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         modules = sorted(MODULES.keys() & params.keys())
         self.results["models"][model] |= {
@@ -114,10 +120,10 @@ class Evaluation:
         replicate_params(params, devices)
         number, flops = list(self.results["models"]).index(model), {}  # FLOPs by the branches
         for run, sampling in zip(todo, all_sampling):
-            edit_all = partial(edit_batches, pipeline, params, sampling=sampling)
+            edit_all = partial(edit_batches, self, pipeline, params, sampling=sampling)
             branches, compile_seconds = sampling.branches(pipeline_type), 0.0
             if branches not in flops:
-                compile_seconds = warm_up(edit_all, edit_list)
+                compile_seconds = self.warm_up(edit_all)
                 steps = sampling.steps(pipeline_type)
                 of_size = {
                     size: count_edit_flops(pipeline, shapes, size, branches, steps)
@@ -125,7 +131,7 @@ class Evaluation:
                 }
                 flops[branches] = float(np.mean([of_size[size] for size in self.sizes]))
             folder = "_".join(map(str, (number, *run)))
-            edit_all = partial(edit_all, edit_list, bar=bar)
+            edit_all = partial(edit_all, bar=bar)
             metrics, seconds = self.measure_edits(edit_all, pipeline, folder)
             save_values(config.output_dir, folder, metrics)
             memory, memory_of = peak_memory(devices)
@@ -140,6 +146,17 @@ class Evaluation:
             }
             self.results["rows"].append(row)
             save_results(config.output_dir, self.results)
+
+    def warm_up(self, edit_all):
+        """Edit one image with every program before the clock starts; returns the seconds.
+
+        edit_all: edit_batches without load and bar.
+        """
+        first = {}  # place of the first edit of each program
+        for place, (pair, size) in enumerate(zip(self.pairs, self.sizes)):
+            first.setdefault((size, self.config.use_masks and pair.mask is not None), place)
+        batches = edit_all(load=load_pair, bar=tqdm(disable=True), todo=first.values())
+        return sum(seconds for _, _, seconds in batches)
 
     def measure_edits(self, edit_all, pipeline, folder):
         """Edit all pairs, measure the results and write those that the report may show.
@@ -158,29 +175,27 @@ class Evaluation:
             ValueError: a result is not finite.
         """
         pairs, images_dir = self.pairs, self.config.output_dir / IMAGES / folder
-        place_of = {pair.index: place for place, pair in enumerate(pairs)}
         files_of = [images_dir / pair.result_file(place) for place, pair in enumerate(pairs)]
         metrics, total_seconds = defaultdict(lambda: np.full(len(pairs), np.nan)), 0.0
 
         with FileWriter() as files:
 
             def result_of(place):
-                files.wait_for(files_of[place])
+                files.wait()
                 return load_image(files_of[place])
 
-            for batch, images, seconds in edit_all(load=partial(load_pair, result_of=result_of)):
-                which = f"the edit of {batch[0].input} and others"
+            for places, images, seconds in edit_all(load=partial(load_pair, result_of=result_of)):
+                which = f"the edit of {pairs[places[0]].input} and others"
                 check_finite_images(images, which, self.config.lora)
                 total_seconds += seconds
-                for pair, image in zip(batch, pipeline.numpy_to_pil(images)):
-                    place = place_of[pair.index]
+                for place, image in zip(places, pipeline.numpy_to_pil(images)):
                     for name, value in self.measure(place, image).items():
                         metrics[name][place] = value
                     file = files_of[place]
-                    files.write(file, save_image, image, file)
+                    files.write(save_image, image, file)
                     if self.protocol.is_judged:
                         before = source_file(file)
-                        files.write(before, save_source, pair, self.config.protocol, before)
+                        files.write(save_source, pairs[place], self.config.protocol, before)
         if not self.protocol.is_benchmark:
             shown = {*grid_places(len(pairs))}
             if metric := ranking_metric(averages(metrics)):
@@ -207,20 +222,6 @@ def load_pair(pair, size, is_masked, result_of=None):
     if pair.after is None or result_of is None:
         return pair.decoded("original", size), mask
     return fit_image(result_of(pair.after), size), mask
-
-
-def warm_up(edit_all, edit_list):
-    """Edit one image with every program before the clock starts; returns the seconds.
-
-    edit_all: edit_batches without edit_list and bar.
-    """
-    first = {}  # place of the first edit of each program
-    for place, (_, program) in enumerate(edit_list.rounds_and_kinds):
-        first.setdefault(program, place)
-    others = frozenset(range(len(edit_list.edits))) - {*first.values()}
-    few = replace(edit_list, finished=others)
-    batches = edit_all(few, load=load_pair, bar=tqdm(disable=True))
-    return sum(seconds for _, _, seconds in batches)
 
 
 def averages(metrics):

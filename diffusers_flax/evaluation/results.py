@@ -8,7 +8,7 @@ import numpy as np
 
 from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.evaluation.held_out import checksum_of_pairs
-from diffusers_flax.generating.recipes import commit_of, digest_of, identify
+from diffusers_flax.generating.recipes import digest_of, state_of_files
 from diffusers_flax.loading.files import read_json, write_text
 from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.messages import differences
@@ -27,7 +27,8 @@ def settings_of_results(config, pairs, resolution):
     """The settings that all rows of results.json share, most by their flags' names."""
     devices = jax.local_devices()[: len(pairs)]
     steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
-    files = [identify(name, getattr(config, name)) for name in config.FILES]
+    names = ("unet_delta", "lora", "embedding", "accelerate")
+    files = [state_of_files(getattr(config, name)) for name in names]
     settings = {
         "num_pairs": len(pairs),
         "checksum of the pairs": checksum_of_pairs(pairs),
@@ -42,10 +43,10 @@ def settings_of_results(config, pairs, resolution):
 
 
 def state_of(model):
-    """A checksum of names, sizes and times of a model's files, and of its commit on the hub."""
-    state = [identify("model", model), commit_of(model)]
+    """A checksum of names and times of a model's files."""
+    state = [model, state_of_files(model)]
     if isinstance(model, SingleFile):
-        state += [model.use_ema_weights, identify("model", model.configs)]
+        state += [model.use_ema_weights, state_of_files(model.configs)]
     return digest_of(state)
 
 

@@ -1,8 +1,9 @@
 """Captioned images and grids of them."""
 
 import functools
-import itertools
 import math
+import string
+import textwrap
 import unicodedata
 from pathlib import Path
 
@@ -13,14 +14,11 @@ LINE_HEIGHT = 20  # of a caption, pixels
 NO_LETTER = "\U0010ffff"  # fonts draw missing letters like this one
 GRID_IMAGES = 64  # in a grid, at most
 GRID_IMAGE_SIZE = 256  # pixels, longer side
-MAX_COLUMNS = 8  # images of one caption in a row
 GRID_MARGIN = 8  # pixels
 
 
 def image_grid(images, captions):
     """One image of the first GRID_IMAGES images, in as many rows as columns if possible.
-
-    Several images of each of several captions have a row for each caption.
 
     Args:
         images: list of PIL images; small ones are enlarged.
@@ -31,10 +29,7 @@ def image_grid(images, captions):
         scale = max(1, GRID_IMAGE_SIZE / max(image.size))
         size = [round(side * scale) for side in image.size]
         tiles.append(captioned([image.resize(size, Image.Resampling.LANCZOS)], caption))
-    runs = [len([*run]) for _, run in itertools.groupby(captions[: len(tiles)])]
     columns = math.ceil(math.sqrt(len(tiles)))
-    if len(runs) > 1 and len(set(runs[:-1])) == 1 and 1 < runs[0] <= MAX_COLUMNS:
-        columns = runs[0]
     return tile_grid(tiles, columns, GRID_MARGIN)
 
 
@@ -50,7 +45,9 @@ def captioned(images, text, max_lines=None):
     size = max(CAPTION_SIZE, width // 40)
     line_height = size * LINE_HEIGHT // CAPTION_SIZE
     font = caption_font(frozenset(text), size)
-    lines = wrap(text, font, width, max_lines)
+    mean = font.getlength(text) / max(1, len(text)) or 1.0  # width of a letter
+    columns = max(1, int(0.9 * width / mean))
+    lines = textwrap.wrap(text, columns, max_lines=max_lines, placeholder="…") or [""]
     tile = Image.new("RGB", (width, height + line_height * len(lines)), "white")
     left = 0
     for image in images:
@@ -62,79 +59,32 @@ def captioned(images, text, max_lines=None):
     return tile
 
 
-def wrap(text, font, width, max_lines=None):
-    """Split a text into lines of at most width pixels, wide words too; at least one line.
-
-    font: Pillow's; max_lines: see captioned.
-    """
-    lines = [""]
-    for word in text.split():
-        if font.getlength(f"{lines[-1]} {word}".strip()) <= width:
-            lines[-1] = f"{lines[-1]} {word}".strip()
-            continue
-        if lines[-1]:
-            lines.append("")
-        while len(word) > 1 and font.getlength(word) > width:
-            n = max(1, sum(font.getlength(word[: n + 1]) <= width for n in range(len(word))))
-            lines[-1:] = [word[:n], ""]
-            word = word[n:]
-        lines[-1] = word
-    if max_lines and len(lines) > max_lines:
-        lines, last = lines[: max_lines - 1], lines[max_lines - 1]
-        while last and font.getlength(f"{last}…") > width:
-            last = last[:-1]
-        lines.append(f"{last.rstrip()}…")
-    return lines
-
-
 @functools.cache
 def caption_font(letters, size):
-    """The first font with all letters, else with the most: Pillow's own, then the system's.
+    """The first font with all letters: Pillow's own, DejaVu Sans, or the system's for Chinese.
 
     letters: frozenset of characters; size: pixels.
     """
+    font = ImageFont.load_default(size)
     # Spaces, controls and combining marks have no shape of their own.
     letters = {x for x in letters if unicodedata.category(x)[0] not in "ZCM"}
+    if letters <= {*string.printable} or has_letters(font, letters):
+        return font
+    from matplotlib import font_manager, get_data_path  # a second
 
-    def num_missing(file):
-        return sum(not has_letter(file, x) for x in letters)
-
-    best, fewest = None, num_missing(None)
-    for file in font_files() if fewest else ():
-        if (missing := num_missing(file)) < fewest:
-            best, fewest = file, missing
-        if not missing:
+    own = str(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))
+    system = (file for file in sorted(font_manager.findSystemFonts()) if "CJK" in file)
+    for file in (own, *system):
+        font = ImageFont.truetype(file, size)
+        if has_letters(font, letters):
             break
-    return open_font(best, size)
+    return font
 
 
-@functools.cache
-def open_font(file, size):
-    """A font for Pillow from a file, for None its own; None if FreeType cannot read the file."""
-    try:
-        return ImageFont.truetype(file, size) if file else ImageFont.load_default(size)
-    except OSError:
-        return None
-
-
-@functools.cache
-def has_letter(file, letter):
-    """Whether the font in a file draws a letter, see open_font."""
-    font = open_font(file, CAPTION_SIZE)
-    try:
-        return font is not None and bytes(font.getmask(letter)) != bytes(font.getmask(NO_LETTER))
-    except OSError:
-        return False
-
-
-@functools.cache
-def font_files():
-    """Font files besides Pillow's own; most fonts lack Chinese, Japanese and Korean."""
-    from matplotlib import font_manager, get_data_path  # only captions need it
-
-    system = sorted(font_manager.findSystemFonts(), key=lambda file: ("CJK" not in file, file))
-    own = Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
-    return [str(own), *(file for file in system if "LastResort" not in file)]
+def has_letters(font, letters):
+    """Whether a font draws all letters."""
+    missing = bytes(font.getmask(NO_LETTER))
+    return all(bytes(font.getmask(letter)) != missing for letter in letters)
 
 
 def tile_grid(tiles, columns, margin=0):

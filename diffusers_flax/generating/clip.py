@@ -4,7 +4,6 @@ clip = Clip("openai/clip-vit-large-patch14")
 similarity = cosine(clip.image_features([image]), clip.text_features(["a cat"]))
 """
 
-from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -17,56 +16,13 @@ from diffusers_flax.loading.weights import find_weights
 from diffusers_flax.messages import one_line
 from diffusers_flax.models.clip_similarities import FlaxCLIPModel
 
-# A CLIP model needs one file of each tuple. Without tokenizer files, transformers silently makes a
-# tokenizer without words.
-NEEDED_FILES = (
-    ("tokenizer.json", "vocab.json"),
-    ("preprocessor_config.json", "processor_config.json"),
-)
-CLIP_FILES = (
-    *("config.json", "preprocessor_config.json", "processor_config.json"),
-    *TOKENIZER_FILES,
-)
+CLIP_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", *TOKENIZER_FILES)
 
 
 def cosine(a, b):
     """Cosine similarity of vectors (..., D); 0 where one of them is zero, as in PyTorch."""
     norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     return np.sum(a * b, axis=-1) / np.where(norms > 0, norms, 1)
-
-
-@contextmanager
-def naming_clip(name, is_optional):
-    """Context in which errors become a ValueError that names --clip_model; see Clip."""
-    remedy = "name a directory or hub id of a CLIP model"
-    remedy += ', or "" to leave CLIP out' * is_optional
-    try:
-        yield
-    except Exception as error:  # the libraries raise errors of many types
-        reason = one_line(error, 400)
-        if "couldn't connect" in reason:
-            reason = "the hub cannot be reached, and its cache has no copy"
-        raise ValueError(f"--clip_model {name} cannot be opened: {reason}; {remedy}") from error
-
-
-def find_clip(name):
-    """(folder, content of config.json) of a directory or hub id; a ValueError if it is no CLIP."""
-    folder = fetch_directory(name, CLIP_FILES)
-    config = read_json(folder / "config.json")
-    if config.get("model_type") != "clip":
-        raise ValueError(f"it is a model of type {config.get('model_type')}")
-    for names in NEEDED_FILES:
-        if not any((folder / name).exists() for name in names):
-            raise ValueError(f"it has no {' and no '.join(names)}")
-    return folder, config
-
-
-def check_clip(name, is_optional=True):
-    """Raise the errors of Clip before it reads weights, which are fetched."""
-    with naming_clip(name, is_optional):
-        find_clip(name)
-        fetch = partial(fetch_file, name, subfolder=None, revision=None)
-        find_weights(fetch, "model", None, False, name)
 
 
 class Clip:
@@ -76,21 +32,31 @@ class Clip:
         name: directory or hub id.
         backend: "flax", or "torch", PyTorch on the CPU.
         devices: of JAX, where "flax" computes features; None: the first one.
-        is_optional: whether the program works without CLIP.
 
     Raises:
         ValueError: it cannot be read, or is not a CLIP model.
     """
 
-    def __init__(self, name, backend="flax", devices=None, is_optional=True):
+    def __init__(self, name, backend="flax", devices=None):
         from transformers import CLIPProcessor  # seconds to import
 
-        with naming_clip(name, is_optional):
-            folder, config = find_clip(name)
+        try:
+            folder = fetch_directory(name, CLIP_FILES)
+            config = read_json(folder / "config.json")
+            if config.get("model_type") != "clip":
+                raise ValueError(f"it is a model of type {config.get('model_type')}")
+            # Without its files, transformers silently makes a tokenizer without words.
+            if not any((folder / file).exists() for file in ("tokenizer.json", "vocab.json")):
+                raise ValueError("it has no tokenizer.json and no vocab.json")
             self.processor = CLIPProcessor.from_pretrained(folder)
             self.side = (config.get("vision_config") or {}).get("image_size", 224)  # of its images
             encoders = torch_encoders if backend == "torch" else partial(flax_encoders, devices)
             self._encode_images, self._encode_texts, self.dim, self._length = encoders(name)
+        except Exception as error:  # the libraries raise errors of many types
+            raise ValueError(
+                f"--clip_model {name} cannot be opened: {one_line(error, 400)}; name a directory "
+                'or hub id of a CLIP model, or "" to leave CLIP out'
+            ) from error
 
     def image_features(self, images, batch_size=16, map=map, device=0):
         """Features of PIL images, float32 (n, D), each of length 1.
@@ -168,18 +134,12 @@ def flax_encoders(devices, name):
 
 def torch_encoders(name):
     """CLIP of PyTorch transformers on the CPU; results as of flax_encoders."""
-    try:
-        import torch
-        from transformers import CLIPModel
-    except ImportError as error:
-        raise ImportError("--clip_backend torch needs PyTorch: pip install torch") from error
+    import torch
+    from transformers import CLIPModel
 
     fetch = partial(fetch_file, name, subfolder=None, revision=None)
     folder = find_weights(fetch, "model", None, True, name)[0].parent
-    model, info = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    if info["missing_keys"]:
-        raise ValueError(f"it lacks {sorted(info['missing_keys'])[0]} and others")
-    model.eval()
+    model = CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
 
     def on_cpu(encode):
         @torch.inference_mode()

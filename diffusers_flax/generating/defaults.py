@@ -50,9 +50,6 @@ def read_defaults(model, loras=()):
     for source in sources:
         values, _ = fetch_config(source, DEFAULTS_FILE)
         found |= {name: x for name, x in (values or {}).items() if name in USUAL}
-        for name, x in found.items():
-            if name != "scheduler" and type(x) not in (int, float):
-                raise ValueError(f"{DEFAULTS_FILE} of {source} has {name} {x!r}, not a number")
     return found
 
 
@@ -68,18 +65,16 @@ def with_defaults(config, models, loras=()):
     Raises:
         ValueError: the models are made for different values.
     """
-    missing = [name for name in USUAL if getattr(config, name, 0) in (None, ())]
-    found = {str(model): read_defaults(model, loras) for model in models}
-    changes = {}
-    for name in missing:
-        values = {model: x.get(name, USUAL[name]) for model, x in found.items()}
-        if len(set(values.values())) > 1:
-            listed = ", ".join(f"{model} {value}" for model, value in values.items())
-            raise ValueError(f"the models have different values of --{name} ({listed}); give it")
-        changes[name] = next(iter(values.values()))
-    if said := [
-        f"--{name} {changes[name]}" for name in missing if any(name in x for x in found.values())
-    ]:
+    found, changes, said = [read_defaults(model, loras) for model in models], {}, []
+    for name in USUAL:
+        if (given := getattr(config, name, 0)) not in (None, ()):
+            continue
+        values = [x.get(name, USUAL[name]) for x in found]
+        if len({*values}) > 1:
+            raise ValueError(f"the models have different values of --{name}, {values}; give it")
+        changes[name] = values[0] if given is None else (values[0],)
+        if any(name in x for x in found):
+            said.append(f"--{name} {values[0]}")
+    if said:
         print(f"{' '.join(said)}, as in {DEFAULTS_FILE} of the model or LoRA", file=sys.stderr)
-    is_tuple = [name for name in changes if getattr(config, name) == ()]
-    return replace(config, **changes | {name: (changes[name],) for name in is_tuple})
+    return replace(config, **changes)

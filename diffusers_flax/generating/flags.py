@@ -1,9 +1,4 @@
-"""Flags of programs that make images, and what follows from them: prompts, latents, devices.
-
-Each class has two tuples for recipes.py. FILES: flags whose values are files; an image's id
-depends on the files too. SAME_IMAGES: flags that do not change an image, or are passed for each
-image.
-"""
+"""Flags of programs that make images, and what follows from them."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
@@ -18,8 +13,6 @@ from diffusers_flax.devices.processes import check_agreement, start_distributed
 @dataclass(frozen=True)
 class SamplingFlags:
     """How models make images, besides the flags whose defaults differ between programs."""
-
-    FILES = ("unet_delta", "lora", "embedding", "accelerate")
 
     # timesteps to run instead of --num_inference_steps, for distilled models: 999 749 499 249; or
     # ays, the ten of Align-Your-Steps for each model's family
@@ -46,8 +39,6 @@ class SamplingFlags:
 class PreviewFlags:
     """Previews of images."""
 
-    SAME_IMAGES = ("preview", "preview_decoder")
-
     # also write a preview of every N-th step, decoded by TAESD, next to each image
     preview: Annotated[int, AtLeast(1)] | None = None
     # directory or hub id of the TAESD of previews; "": as for --accelerate taesd
@@ -57,8 +48,6 @@ class PreviewFlags:
 @dataclass(frozen=True)
 class DeviceFlags:
     """Flags of the programs that make images: devices and their memory."""
-
-    SAME_IMAGES = ("parallel", "devices", "offload")
 
     # devices of all hosts that share the work: data=N groups with different images; in a group
     # branches=N with different branches of guidance, rows=N with different rows of an image; see
@@ -84,8 +73,6 @@ class DeviceFlags:
 class ProcessFlags:
     """Flags of the programs that may run on several hosts."""
 
-    SAME_IMAGES = ("coordinator_address", "num_processes", "process_id")
-
     # HOST:PORT of process 0, with --parallel over several hosts; a TPU slice, Slurm and Open MPI
     # tell it themselves
     coordinator_address: str | None = None
@@ -101,23 +88,17 @@ def layout_of_flags(flags):
     Raises:
         ValueError: the flags are not valid, or exclude each other.
     """
-    is_one_process = not isinstance(flags, ProcessFlags)
-    names = () if is_one_process else ("coordinator_address", "num_processes", "process_id")
-    given = [name for name in names if getattr(flags, name) is not None]
     if flags.parallel and flags.devices:
         raise ValueError("--devices excludes --parallel; give one of them")
-    if given and not flags.parallel:
-        raise ValueError(f"--{given[0]} is for --parallel over several hosts; give both")
-    devices = jax.local_devices() if flags.devices or not flags.parallel else None
     if flags.devices:
         components = parse_components(flags.devices)
-        return Layout(devices, components=components, offload=flags.offload)
-    if not flags.parallel:
-        return Layout(devices, offload=flags.offload) if flags.offload else None
-    if not is_one_process:
-        start_distributed(*(getattr(flags, name) for name in names))
-        check_agreement(repr(replace(flags, process_id=None)))
-    return replace(parse_layout(flags.parallel), offload=flags.offload)
+        return Layout(jax.local_devices(), components=components, offload=flags.offload)
+    if flags.parallel:
+        if isinstance(flags, ProcessFlags):
+            start_distributed(flags.coordinator_address, flags.num_processes, flags.process_id)
+            check_agreement(repr(replace(flags, process_id=None)))
+        return replace(parse_layout(flags.parallel), offload=flags.offload)
+    return Layout(jax.local_devices(), offload=flags.offload) if flags.offload else None
 
 
 def from_flags(group, config, **changes):
@@ -162,13 +143,10 @@ def check_guidance_range(guidance_scale, unet_config):
         )
 
 
-def nonblank_lines(given, file, what):
+def nonblank_lines(given, file):
     """The lines with text of a UTF-8 file, at least one, without the spaces around them.
 
-    Args:
-        given: the file with its flag, for errors.
-        file: Path.
-        what: what a line has, for errors.
+    given: the file with its flag, for errors.
     """
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
@@ -176,5 +154,5 @@ def nonblank_lines(given, file, what):
         raise ValueError(f"{given} cannot be read as UTF-8 text: {error}") from error
     lines = [line.strip() for line in lines if line.strip()]
     if not lines:
-        raise ValueError(f"{given} has no {what}; write one per line")
+        raise ValueError(f"{given} is empty; write a text a line")
     return lines

@@ -1,7 +1,5 @@
 """Masks of images: reading, fitting and checking them; images outside of a mask stay."""
 
-import logging
-
 import numpy as np
 from PIL import Image, ImageFilter
 
@@ -11,16 +9,9 @@ from diffusers_flax.images import ramp
 
 BORDER = 4  # pixels, more than Lanczos reads beside a pixel
 
-logger = logging.getLogger(__name__)
-
-
-def white_mask(values):
-    """A PIL mask of mode 1, white where values, uint8 (H, W), are 128 or more."""
-    return Image.fromarray(values >= 128)
-
 
 def read_mask_of(data, name):
-    """The mask of an encoded image, upright: PIL of mode 1.
+    """The mask of an encoded image, upright: PIL of mode 1, white from 128 on.
 
     Args:
         data: bytes.
@@ -30,17 +21,9 @@ def read_mask_of(data, name):
         ValueError: it cannot be read.
     """
     try:
-        return white_mask(decode_mask(data))
+        return Image.fromarray(decode_mask(data) >= 128)
     except ValueError as error:
         raise ValueError(f"{name} cannot be read as a mask: {error}") from error
-
-
-def read_mask(path):
-    """The mask in a file, see read_mask_of."""
-    if not path.is_file():
-        problem = "is a directory; name an image" if path.is_dir() else "does not exist; check it"
-        raise ValueError(f"{path} {problem}")
-    return read_mask_of(path.read_bytes(), path)
 
 
 def fit_mask(mask, size):
@@ -48,12 +31,12 @@ def fit_mask(mask, size):
 
     A pixel is white if at least half of what it covers is white.
     """
-    return white_mask(np.asarray(fit_image(mask.convert("L"), size)))
+    return Image.fromarray(np.asarray(fit_image(mask.convert("L"), size)) >= 128)
 
 
 def load_mask(path, size):
     """The mask in a file, fitted to size (width, height)."""
-    return fit_mask(read_mask(path), size)
+    return fit_mask(read_mask_of(path.read_bytes(), path), size)
 
 
 def stretch_mask(mask, size):
@@ -85,44 +68,23 @@ def finish_image(result, size, original=None, mask=None, feather=0):
     return Image.composite(result, original, Image.fromarray(weights))
 
 
-def check_mask(request, image_size, size):
-    """Check a request's mask at the size of its result.
+def check_mask(path, image_sizes, size):
+    """Raise a ValueError for a mask that cannot be read, has another size, or no white.
 
     Args:
-        request: Request with a mask.
-        image_size: (width, height) of its image, or of the first image of its chain of edits.
-        size: (width, height) of its result.
-
-    Returns:
-        The mask, fitted to the result.
-
-    Raises:
-        ValueError: it cannot be read, has another size than the image, or no white.
+        path: of its file.
+        image_sizes: (width, height) that it may have: of its image.
+        size: (width, height) of the result.
     """
-    mask = read_mask(request.mask)
-    if not mask.getbbox():
+    mask = read_mask_of(path.read_bytes(), path)
+    if mask.size not in image_sizes:
+        found, needed = ("{}x{}".format(*x) for x in (mask.size, image_sizes[0]))
         raise ValueError(
-            f"{request.mask} has no white, so nothing of {request.image} may change; paint the "
-            "part white that may change"
+            f"{path} is {found} pixels (width x height) and its image {needed}; a mask has the "
+            "size of its image"
         )
-    # An edit of another's output may have a mask of the output's size.
-    allowed = (image_size,) if request.after is None else (image_size, size)
-    if mask.size not in allowed:
-        found, *needed = ("{}x{}".format(*x) for x in dict.fromkeys((mask.size, *allowed)))
+    if not fit_mask(mask, size).getbbox():
         raise ValueError(
-            f"{request.mask} is {found} pixels (width x height) and {request.image} "
-            f"{' or '.join(needed)}; a mask has the size of its image"
+            f"{path} has no white at the size of the result, {size[0]}x{size[1]} (width x height), "
+            "so nothing may change; paint the part white that may change"
         )
-    mask, feather = fit_mask(mask, size), request.mask_feather
-    if not mask.getbbox():
-        raise ValueError(
-            f"{request.mask} has no white left at the size of the result, {size[0]}x{size[1]} "
-            "(width x height); paint a larger part white, or raise --resolution"
-        )
-    if feather and (strongest := ramp(np.asarray(mask), feather).max()) < 1:
-        logger.warning(
-            "--mask_feather %d is wider than the white part of %s, in which the image reaches a "
-            "weight of %.2f at most; lower it",
-            *(feather, request.mask, strongest),
-        )
-    return mask

@@ -1,19 +1,26 @@
-"""Models as flags choose them: checks that read no weights, a plan of memory, the weights."""
+"""Models as flags choose them: the pipeline of a task, checks without weights, memory, weights.
+
+task = task_of(image=photograph, mask=None, control=())  # "image to image"
+is_xl, configs = check_tasks("MODEL", [task])
+scheduler = check_sampling(pipeline_for(task, is_xl), configs["scheduler"], "MODEL", sampling)
+pipeline, params = load_model("MODEL", pipeline_for(task, is_xl), scheduler, (), options)
+inpainting = with_task(pipeline, "inpainting")
+"""
 
 import math
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from jax.typing import DTypeLike
-from tqdm import tqdm
 
-from diffusers_flax.devices.layout import COMPONENTS, Layout
+import diffusers_flax
+from diffusers_flax.devices.layout import Layout
 from diffusers_flax.generating.sizes import result_size
+from diffusers_flax.loading.directories import has_component, read_index
 from diffusers_flax.messages import in_bytes, warn_once
 from diffusers_flax.models.vae import with_tile
 from diffusers_flax.parameters import cast_params
-from diffusers_flax.pipelines.base import MODULES, read_acceleration
+from diffusers_flax.pipelines.base import MODULES, class_of, read_acceleration
 from diffusers_flax.pipelines.instruct_pix2pix import (
     InstructPix2Pix,
     edit_branches,
@@ -22,15 +29,24 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 from diffusers_flax.pipelines.memory import (
     bound_memory,
     choose_vae_tile,
-    decodes_tiny,
     with_balanced_components,
 )
 from diffusers_flax.pipelines.sampling import check_steps, text_branches, timestep_options
+from diffusers_flax.pipelines.stable_diffusion_xl import XLComponents
 from diffusers_flax.schedulers.factory import choose_scheduler
 
 if TYPE_CHECKING:
     from diffusers_flax.acceleration.previews import Preview
     from diffusers_flax.executables import SavedPrograms
+
+EDIT = "edit"
+TASKS = {  # and the name in the class of the pipeline
+    "text to image": "",
+    "image to image": "Img2Img",
+    "inpainting": "Inpaint",
+    "ControlNet": "ControlNet",
+    EDIT: "InstructPix2Pix",
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,85 @@ class ModelOptions:
     saved_programs: "SavedPrograms | None" = None
 
 
+# ------------------------------------------------------------ tasks
+
+
+def task_of(image=None, mask=None, control=()):
+    """The task of an image; arguments: whether it has an image, a mask, control images."""
+    if control:
+        return "ControlNet"
+    if mask is not None:
+        return "inpainting"
+    return "text to image" if image is None else "image to image"
+
+
+def pipeline_for(task, is_xl):
+    """The pipeline class of a task and a family."""
+    return getattr(diffusers_flax, f"FlaxStableDiffusion{'XL' * is_xl}{TASKS[task]}Pipeline")
+
+
+def with_task(pipeline, task):
+    """The pipeline of a task, with all fields of another pipeline of the same family.
+
+    Both take the same parameters. A ControlNet is left out unless the task is "ControlNet".
+    """
+    pipeline_type = pipeline_for(task, isinstance(pipeline, XLComponents))
+    if type(pipeline) is pipeline_type:
+        return pipeline
+    names = {field.name for field in fields(pipeline_type)}
+    return pipeline_type(**{name: x for name, x in vars(pipeline).items() if name in names})
+
+
+def sees_mask(configs):
+    """Whether a UNet is for inpainting alone; configs: {component: its config}."""
+    return configs["unet"].get("in_channels", 4) != configs["vae"].get("latent_channels", 4)
+
+
+def check_tasks(model, tasks, replaced=None, flag="model", revision=None):
+    """Check that a model can do tasks, without reading weights.
+
+    Args:
+        model: value of --model, or of another flag.
+        tasks: all tasks that it is asked to do: EDIT alone, or others.
+        replaced: {component: object} in place of the model's, see FlaxDiffusionPipeline.check.
+        flag: name of the model's flag.
+        revision: branch, tag or commit on the hub.
+
+    Returns:
+        (whether the model is of SDXL's family; {component: its config}).
+
+    Raises:
+        ValueError: it is another kind of model.
+    """
+    index, given = read_index(model, revision), f"--{flag} {model}"
+    named = class_of(index, model)
+    is_xl, edits = issubclass(named, XLComponents), EDIT in tasks
+    if issubclass(named, InstructPix2Pix) != edits:
+        program = "generate_cli.py makes images" if edits else "edit_cli.py edits images"
+        raise ValueError(
+            f"{given} is {'not ' * edits}an edit model ({named.torch_class_name}); {program} with "
+            "it"
+        )
+    if is_xl and not has_component(index, "text_encoder") and "text to image" in tasks:
+        raise ValueError(
+            f"{given} is a refiner, which needs an image; name it as --refiner beside the base "
+            "model"
+        )
+    # Inpainting takes UNets of 4 and 9 channels.
+    pipeline_type = pipeline_for(EDIT if edits else "inpainting", is_xl)
+    _, configs = pipeline_type.check(model, revision, replaced)
+    others = " or ".join(sorted({*tasks} - {"inpainting", EDIT}))
+    if others and sees_mask(configs):
+        raise ValueError(
+            f"{given} is an inpainting model, whose UNet sees a mask, and cannot do {others}; give "
+            "an image and a mask, or another model"
+        )
+    return is_xl, configs
+
+
+# ------------------------------------------------------------ sizes and steps
+
+
 def factor_and_resolution(configs, resolution=None):
     """The pixels per latent along a side, and the longer side of results in pixels.
 
@@ -94,7 +189,7 @@ def factor_and_resolution(configs, resolution=None):
     factor = pixels_per_latent(configs, math.inf if resolution is None else resolution)
     if resolution is None:
         side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
-        resolution = factor * (max(side) if isinstance(side, list) else side)
+        resolution = factor * (max(side) if isinstance(side, list | tuple) else side)
     if (side := result_size((1, 1), resolution, factor)[0]) != resolution:
         warn_once(
             f"--resolution {resolution} is not a multiple of {factor}; the longer side of images "
@@ -130,10 +225,11 @@ def check_sampling(pipeline_type, scheduler_config, model, sampling):
     return scheduler
 
 
-def load_model(
-    model, pipeline_type, scheduler, accelerate, options, plan=lambda pipeline: (pipeline, "")
-):
-    """Read a model.
+# ------------------------------------------------------------ weights and memory
+
+
+def open_model(model, pipeline_type, scheduler, accelerate, options):
+    """A model's pipeline, without weights.
 
     Args:
         model: directory, hub id or SingleFile.
@@ -141,16 +237,12 @@ def load_model(
         scheduler: of check_sampling.
         accelerate: see acceleration.plans.parse.
         options: ModelOptions.
-        plan: pipeline -> (pipeline to use, line to print), called before the weights are read.
-
-    Returns:
-        (pipeline, its parameters as NumPy arrays).
     """
     names = ("preview", "layout", "storage", "vae_dtype", "saved_programs")
     nets, replaced = options.controlnet, {"unet": options.unet} if options.unet else {}
     if nets:
         replaced["controlnet"] = nets if len(nets) > 1 else nets[0]
-    pipeline = pipeline_type.open(
+    return pipeline_type.open(
         model,
         options.revision,
         dtype=options.dtype,
@@ -160,26 +252,26 @@ def load_model(
         accelerate=accelerate,
         **{name: getattr(options, name) for name in names},
     )
-    pipeline, planned = plan(pipeline)
+
+
+def load_weights(pipeline, model, options):
+    """The parameters of open_model's pipeline, NumPy arrays."""
     weights = dict(variant=options.variant, lora=options.lora, unet_delta=options.unet_delta)
     params = pipeline.load_params(model, options.revision, **weights)
     cast_params(pipeline, params)
-    if planned:
-        tqdm.write(planned, file=sys.stderr)
-    return pipeline, params
+    return params
 
 
-def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to="", vae_tile=None):
+def plan_images(pipeline, devices, num_images, batch_size, branches, sizes, vae_tile=None):
     """Choose the VAE's tiles and say what will be made; refuse what cannot fit into memory.
 
     Args:
         pipeline: as from open.
         devices: that make images: all of them, or the first of each group of the layout.
         num_images: number of images on all devices.
-        batch_size: images of a device at once.
+        batch_size: images of a device at once, at most.
         branches: of guidance.
-        size: (width, height) of the images of a batch, pixels.
-        up_to: "up to " if some images are smaller, else "".
+        sizes: (width, height) of the images, pixels.
         vae_tile: side of the VAE's tiles, pixels; 0: whole images; None: tiles if whole images
             would not fit into the memory.
 
@@ -188,53 +280,41 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, size, up_to
         memory).
 
     Raises:
-        ValueError: the images need more memory than there is, vae_tile is no valid tile, or it has
-            no effect.
+        ValueError: the images need more memory than there is, or vae_tile is no valid tile.
     """
-    if vae_tile and decodes_tiny(pipeline) and not pipeline.encodes_images:
-        raise ValueError(
-            f"--vae_tile {vae_tile} has no effect with --accelerate taesd, which decodes whole "
-            "images; give one of them"
-        )
+    for _, height in {*sizes}:
+        pipeline.check_parallel(branches, height)
     if vae_tile is not None:
         pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
-    batch = batch_size, size
-    pipeline = with_balanced_components(pipeline, *batch)
-    bound = bound_memory(pipeline, devices, *batch)
-    what = (
+    size, up_to = max(sizes, key=math.prod), "up to " if len({*sizes}) > 1 else ""
+    batch_size = min(batch_size, math.ceil(num_images / len(devices)))
+    pipeline = with_balanced_components(pipeline, batch_size, size)
+    bound = bound_memory(pipeline, devices, batch_size, size)
+    layout, platform = pipeline.layout, devices[0].platform
+    where = f"on each of {len(devices)}"
+    if layout and layout.components:
+        places = ", ".join(f"{name} on {number}" for name, number in layout.components)
+        where = f"with {places} of {len(layout.devices)}"
+    elif layout and layout.group_size > 1:
+        where += f" x {layout.group_size}"
+    planned = (
         f"{num_images} image{'s' * (num_images > 1)} of {up_to}{size[0]}x{size[1]} pixels, "
-        f"{batch_size} at once {describe_devices(devices, pipeline.layout)}"
+        f"{batch_size} at once {where} {devices[0].device_kind}; memory: at least "
+        f"{in_bytes(bound.needed)}"
     )
-    platform, memory = devices[0].platform, f"at least {in_bytes(bound.needed)}"
     if bound.available:
         place = "this machine" if platform == "cpu" else "a device"
-        memory += f" of the {in_bytes(bound.available)} of {place}"
+        planned += f" of the {in_bytes(bound.available)} of {place}"
         if bound.needed > bound.available:
             raise ValueError(
-                f"{what} take {memory}, of which the weights are {in_bytes(bound.params)}; lower "
-                "--batch_size or the size"
+                f"{planned}, of which the weights are {in_bytes(bound.params)}; lower --batch_size "
+                "or the size"
             )
-    reason = ""
     if vae_tile is None:
         vae_tile = choose_vae_tile(pipeline, batch_size, size, bound.left, platform)
         pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
-        reason = ", as whole images would not fit"
-    planned = f"{what}; memory: {memory}"
     if vae_tile and max(size) > vae_tile:
-        planned += f"; the VAE works in tiles of {vae_tile} pixels{reason}"
-    if (layout := pipeline.layout) and layout.offload:
+        planned += f"; the VAE works in tiles of {vae_tile} pixels"
+    if layout and layout.offload:
         planned += f"; parameters are in the host's memory, fetched by {layout.offload}"
-        if not layout.fetches:
-            planned += ", which changes nothing on this device"
     return pipeline, planned
-
-
-def describe_devices(devices, layout):
-    """The devices that make images, for the line of plan_images."""
-    name = devices[0].device_kind
-    if layout is None or (layout.group_size == 1 and not layout.components):
-        return f"on each of {len(devices)} {name}"
-    if not layout.components:
-        return f"on each of {len(devices)} x {layout.group_size} {name}"
-    places = (f"{x} on {layout.devices.index(layout.device_of(x))}" for x in COMPONENTS)
-    return f"with {', '.join(places)} of {len(layout.devices)} {name}"

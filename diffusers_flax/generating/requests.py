@@ -1,4 +1,4 @@
-"""Requests for images, from the flags or from the lines of a list.
+"""Requests for images, from the flags or from the lines of a list; their sizes and files.
 
     requests = requests_of_flags(config)
     requests = requests_of_jsonl(Path("requests.jsonl"), config)
@@ -13,14 +13,9 @@ import json
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
-
-import numpy as np
-from tqdm import tqdm
 
 from diffusers_flax.command_line import (
     IMAGE_EXTENSIONS,
@@ -33,34 +28,24 @@ from diffusers_flax.command_line import (
     check_ranges,
 )
 from diffusers_flax.data.images import load_image
-from diffusers_flax.data.lists import find_base, raise_problems, read_objects
+from diffusers_flax.data.lists import find_base, raise_problems, read_list, read_objects
 from diffusers_flax.generating.flags import from_flags, nonblank_lines
-from diffusers_flax.generating.inputs import naming_line
 from diffusers_flax.generating.masks import check_mask
-from diffusers_flax.generating.models import factor_and_resolution
-from diffusers_flax.generating.recipes import is_finished
-from diffusers_flax.generating.sizes import num_loaders, result_size, shared_size
-from diffusers_flax.generating.tasks import task_of
+from diffusers_flax.generating.models import EDIT, factor_and_resolution, task_of
+from diffusers_flax.generating.sizes import NUM_LOADERS, result_size, shared_size
 from diffusers_flax.images import image_mark
-from diffusers_flax.pipelines.base import MODULES
 
-PATHS = ("image", "mask", "control", "latents")  # fields with files to read
 SEVERAL = ("image", "mask", "latents")  # flags with a file for each image
-# Flags that lines of a list replace.
-OF_LINES = ("prompt", "prompts_file", "num_images", "control", *SEVERAL)
-# Flags that go with an image that is given, see without_effect.
-OF_IMAGES = ("strength", "resolution", "mask_feather", "guess_mode", "control_from")
-OF_IMAGES += ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
-# Flags of an image made before that other flags replace, see with_flags_of_image.
-REPLACED = {"requests_jsonl": (*OF_LINES, *OF_IMAGES), "prompts_file": ("prompt",)}
-NOTHING = dict(prompt="", image=None, mask=None, control=(), latents=None, output=None)
-NAMES = {
-    str: "a text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    Path: "a path",
-}
+# Flags that have no effect without another one.
+NEEDS = dict.fromkeys(("strength", "mask"), "image") | {"mask_feather": "mask"}
+NEEDS |= {"resolution": "input"}
+NEEDS |= dict.fromkeys(
+    (
+        *("guess_mode", "control_from", "controlnet_conditioning_scale"),
+        *("control_guidance_start", "control_guidance_end"),
+    ),
+    "control",
+)
 Pixels = Annotated[int, AtLeast(1)] | None
 
 
@@ -96,8 +81,8 @@ class RequestFlags:
 
 
 @dataclass(frozen=True)
-class Request(RequestFlags):
-    """One image to make. Fields as flags with these names, of one image."""
+class ListedFlags(RequestFlags):
+    """The keys of lines of a list. Fields as flags with these names, of one image."""
 
     prompt: str = ""  # for an edit the instruction
     image: Path | None = None  # to start from
@@ -107,9 +92,17 @@ class Request(RequestFlags):
     output: Path | None = None  # file; None: numbered
     timesteps: tuple[int | str, ...] = ()
     eta: float | None = None
-    line: int | None = None  # of the list
 
-    index = after = None  # of edits
+
+@dataclass(frozen=True)
+class Request(ListedFlags):
+    """One image to make."""
+
+    line: int | None = None  # of the list
+    image_guidance_scale: float | None = None  # of edits; None: no edit
+    index: int = 0  # of an edit: place in the list, on which the noise depends
+    after: int | None = None  # place of the edit whose output is the image
+    truth: Path | None = None  # the true edit, for the grid
 
     @property
     def input(self):
@@ -117,23 +110,10 @@ class Request(RequestFlags):
         return self.image or (self.control[0] if self.control else None)
 
     @property
-    def instruction(self):
-        """The prompt of an edit."""
-        return self.prompt
-
-    @property
     def task(self):
-        """See task_of."""
-        return task_of(self.image, self.mask, self.control)
-
-
-@dataclass(frozen=True)
-class EditRequest(Request):
-    """One image to edit."""
-
-    index: int = 0  # place in the list, on which the noise depends
-    after: int | None = None  # place of the edit whose output is the image
-    truth: Path | None = None  # the true edit, for the grid
+        """A key of models.TASKS."""
+        is_edit = self.image_guidance_scale is not None
+        return EDIT if is_edit else task_of(self.image, self.mask, self.control)
 
 
 # ------------------------------------------------------------ from flags and lines
@@ -143,18 +123,15 @@ def one_for_each(given):
     """The values of flags for each image, which have one for each, or one for all.
 
     Args:
-        given: {flag: list of values, one for each or for all, or none}.
+        given: {flag: values, one for each or for all, or none}.
 
     Returns:
         List of {flag: value}, without the flags that have none.
     """
-    number = max(map(len, given.values()))
+    most = max(given, key=lambda name: len(given[name]))
+    number = len(given[most])
     for name, values in given.items():
-        for value in values:
-            if isinstance(value, Path) and value.is_dir():  # also an empty one
-                raise ValueError(f"--{name} {value} is a directory; name files")
         if len(values) not in (0, 1, number):
-            most = max(given, key=lambda other: len(given[other]))
             raise ValueError(
                 f"{len(values)} --{name} do not fit {number} --{most}; give one for each, or one "
                 "for all, texts in quotation marks"
@@ -165,26 +142,27 @@ def one_for_each(given):
 
 def requests_of_flags(config):
     """A list of Request for the flags prompt, image, mask, control, latents and num_images."""
-    prompts = list(config.prompt)
+    prompts = config.prompt
     if file := config.prompts_file:
         if prompts:
             raise ValueError("--prompt and --prompts_file are both given; give one of them")
-        prompts = nonblank_lines(f"--prompts_file {file}", file, "prompt")
+        prompts = nonblank_lines(f"--prompts_file {file}", file)
     if not prompts:
         raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
-    given = {"prompt": prompts} | {name: list(getattr(config, name)) for name in SEVERAL}
+    given = {"prompt": prompts} | {name: getattr(config, name) for name in SEVERAL}
     rows = [row for row in one_for_each(given) for _ in range(config.num_images)]
-    plain = from_flags(Request, config, **NOTHING | {"control": config.control})
-    requests = [replace(plain, **row, seed=seed_of(config, i)) for i, row in enumerate(rows)]
-    for request in requests:
-        check_request(request)
-    return requests
+    nothing = dict.fromkeys((*SEVERAL, "output"))
+    requests = [
+        from_flags(Request, config, **nothing | row, seed=seed_of(config, place))
+        for place, row in enumerate(rows)
+    ]
+    return [checked_request(request, NEEDS) for request in requests]
 
 
 def requests_of_jsonl(file, config):
     """A list of Request for the lines of a list, see the module's docstring."""
     given = f"--requests_jsonl {file}"
-    plain = from_flags(Request, config, **NOTHING)
+    nothing = dict.fromkeys((*SEVERAL, "output")) | {"prompt": "", "control": ()}
     requests, problems = [], []
     for line, content in read_objects(given, file):
         try:
@@ -192,12 +170,10 @@ def requests_of_jsonl(file, config):
                 raise ValueError(content)
             if "prompt" not in content:
                 raise ValueError('no "prompt"; give one, which may be empty')
-            changes = {"seed": seed_of(config, len(requests))} | parse_line(content, file.parent)
-            request = replace(plain, line=line, **changes)
-            unused = without_effect(request).keys() - changes  # of the command, for other lines
-            request = replace(request, **{name: getattr(Request, name) for name in unused})
+            own = parse_line(content, file.parent)
+            changes = nothing | {"seed": seed_of(config, len(requests))} | own
+            request = checked_request(from_flags(Request, config, **changes, line=line), own)
             check_ranges(request)
-            check_request(request)
             if missing := [path for path in files_read(request) if not path.is_file()]:
                 raise ValueError(f"{missing[0]} does not exist; check the path")
             requests.append(request)
@@ -209,108 +185,89 @@ def requests_of_jsonl(file, config):
     return requests
 
 
+def read_edits(file, flag="edits_jsonl"):
+    """Read a list of edits, see data/lists.py; flag: name of the file's flag, for errors.
+
+    Returns:
+        List of (original image, instruction, output, mask or None, place of the edit whose output
+        is the original image, or None, true edit or None).
+    """
+    names = ("original_image", "edit_prompt", "output")
+    rows = read_list(f"--{flag} {file}", file, names, ("mask", "edited_image"))
+    places = {row["line"]: place for place, row in enumerate(rows)}
+    return [
+        (*(row[x] for x in (*names, "mask")), places.get(row["after"]), row["edited_image"])
+        for row in rows
+    ]
+
+
 def seed_of(config, place):
     """The seed of an image without one of its own; place: in the list."""
     return (config.seed + place) % 2**32
 
 
 def parse_line(content, folder):
-    """The fields of a Request in a line, a dict; folder: that paths are relative to."""
-    hints = get_type_hints(Request)
-    del hints["line"]
-    changes = {}
+    """The fields of ListedFlags in a line, a dict; folder: that paths are relative to."""
+    hints, changes = get_type_hints(ListedFlags), {}
     for key, value in content.items():
         if key not in hints:
-            near = get_close_matches(key, hints, 1)
-            meant = f"did you mean {near[0]}?" if near else f"keys are {', '.join(sorted(hints))}"
-            raise ValueError(f"the key {key} is unknown; {meant}")
+            raise ValueError(f"the key {key} is unknown; keys are {', '.join(sorted(hints))}")
         try:
             changes[key] = value_of_json(hints[key], value)
         except TypeError:
-            shown = json.dumps(value)[:40]
-            raise ValueError(f"{key} is {shown}, not {name_of_type(hints[key])}") from None
-    for name in PATHS:
+            raise ValueError(f"{key} cannot be {json.dumps(value)[:40]}") from None
+    if (name := changes.get("output")) and name.name != str(name):
+        raise ValueError(f"output is {name}; write a file name, which goes to --output")
+    for name in (*SEVERAL, "control"):
         if isinstance(path := changes.get(name), tuple):
             changes[name] = tuple(find_base(str(x), folder) / x for x in path)
         elif path is not None:
             changes[name] = find_base(str(path), folder) / path
-    if (name := changes.get("output")) and (name.name != str(name)):
-        raise ValueError(f"output is {name}; write a file name, which goes to --output")
     return changes
 
 
 def value_of_json(hint, value):
     """A value of JSON as a field of a type; raises a TypeError if it is of another type."""
-    if isinstance(hint, UnionType) or get_origin(hint) not in (None, tuple, Literal):
-        for option in get_args(hint):
-            try:
-                return value_of_json(option, value)
-            except TypeError:
-                pass
-        raise TypeError
+    options = get_args(hint) or (hint,)
     if get_origin(hint) is tuple:
         values = value if isinstance(value, list) else [value]
-        return tuple(value_of_json(get_args(hint)[0], x) for x in values)
-    if get_origin(hint) is Literal and value in get_args(hint):
-        return value
-    if hint is Path and isinstance(value, str) and value and "\0" not in value:
+        return tuple(value_of_json(options[0], x) for x in values)
+    if Path in options and isinstance(value, str) and value:
         return Path(value)
-    if hint is float and type(value) is int:
+    if float in options and type(value) is int:
         return float(value)
-    if type(value) is not hint:
-        raise TypeError
-    return value
+    if type(value) in options or value in options:
+        return value
+    raise TypeError
 
 
-def name_of_type(hint):
-    """A type for an error."""
-    options = [x for x in get_args(hint) if x not in (NoneType, Ellipsis)] or [hint]
-    if get_origin(hint) is Literal:
-        return " or ".join(map(str, options))
-    if get_origin(hint) is tuple:
-        return f"{name_of_type(options[0])}, or a list"
-    return " or ".join(NAMES[x] for x in options)
+def checked_request(request, named):
+    """A Request without values of NEEDS that have no effect.
 
+    Args:
+        request: Request.
+        named: flags that must have an effect; others are for other images of the command.
 
-# ------------------------------------------------------------ checks without a model
-
-
-def check_request(request):
-    """Raise a ValueError for values that do not fit together, or have no effect."""
-    if request.mask and not request.image:
-        raise ValueError(f"--mask {request.mask} needs the image that it belongs to; give --image")
+    Raises:
+        ValueError: values do not fit together.
+    """
+    unused = [name for name, other in NEEDS.items() if not getattr(request, other)]
+    for name in unused:
+        if name in named and getattr(request, name):
+            other = "image or --control" if name == "resolution" else NEEDS[name]
+            raise ValueError(f"--{name} is for --{other}; give both or none")
     if request.control and request.image:
         raise ValueError(
             f"--control {request.control[0]} excludes --image and --mask: a ControlNet guides what "
             "is made from text; give one or the other"
         )
-    unused = without_effect(request)
-    for name in OF_IMAGES:
-        value = getattr(request, name)
-        if value and name in unused:
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ValueError(f"--{name} {shown} is for {unused[name]}")
-        if isinstance(value, tuple) and len(value) not in (0, 1, len(request.control)):
-            raise ValueError(
-                f"{len(value)} --{name} do not fit {len(request.control)} --control; give one for "
-                "each, or one for all"
-            )
-    sides = [getattr(request, name) is not None for name in ("width", "height", "resolution")]
+    sides = [bool(getattr(request, name)) for name in ("width", "height", "resolution")]
     if request.input and (sides[0] != sides[1] or all(sides)):
         raise ValueError(
             f"{request.input} gives the shape of the result; with it take --resolution alone, or "
             "--width and --height, to which it is cropped"
         )
-
-
-def without_effect(request):
-    """{flag: what it is for} of OF_IMAGES, of flags that have no effect with any value."""
-    needed = dict.fromkeys(OF_IMAGES, (request.control, "--control")) | {
-        "strength": (request.image, "--image"),
-        "resolution": (request.input, "--image or --control; give --width and --height"),
-        "mask_feather": (request.mask, "--mask"),
-    }
-    return {name: other for name, (is_given, other) in needed.items() if not is_given}
+    return replace(request, **{name: getattr(Request, name) for name in unused})
 
 
 def files_read(request):
@@ -322,105 +279,37 @@ def files_read(request):
 # ------------------------------------------------------------ sizes
 
 
-def check_images(requests, configs, exact_size):
-    """Read all images of requests, to check them and to choose the sizes.
+def choose_sizes(requests, pipeline, exact_size):
+    """The sizes of images, (width, height); reads all images and masks, to check them.
 
     Args:
         requests: list of Request.
-        configs: {component: its config} of the model.
+        pipeline: of the model, without weights.
         exact_size: --exact_size.
 
     Returns:
-        (requests, without the masks of edits that are all white; sizes; program sizes): (width,
-        height) of each result, and of its program.
-
-    Raises:
-        ValueError: an image, mask or file of latents cannot be read or does not fit.
+        (sizes of the results, sizes of their programs).
     """
-    shapes = shapes_of_inputs(requests)
-    factors = {x: factor_and_resolution(configs, x) for x in {x.resolution for x in requests}}
-    factor, _ = factors[requests[0].resolution]
-    side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
-    height, width = (factor * x for x in (side if isinstance(side, list) else (side, side)))
-    checked, sizes, program_sizes = [], [], []
-    check = cache(partial(check_files, factor=factor, configs=configs))
-    for request, shape in zip(requests, shapes):
-        size = request.width or width, request.height or height
-        if shape and not request.width:
-            size = result_size(shape, factors[request.resolution][1], factor)
-        is_exact = exact_size or not shape or request.width
-        sizes.append(size)
-        program_sizes.append(size if is_exact else shared_size(size, factor))
-        plain = replace(request, prompt="", negative_prompt="", seed=0, output=None, line=None)
-        with naming_line(request):
-            is_white = check(plain, shape, size)
-        is_needless = is_white and request.index is not None
-        checked.append(replace(request, mask=None) if is_needless else request)
-    return checked, sizes, program_sizes
-
-
-def shapes_of_inputs(requests):
-    """(width, height) of the image of each request, of the first of a chain of edits; or None."""
     files = list(dict.fromkeys(x.input for x in requests if x.input and x.after is None))
-    with ThreadPoolExecutor(num_loaders()) as loaders:
-        found = loaders.map(lambda file: load_image(file).size, files)
-        disable = len(files) < 100
-        sizes = dict(zip(files, tqdm(found, "checking images", len(files), disable=disable)))
-
-    def first(request):
-        while request.after is not None:
-            request = requests[request.after]
-        return request
-
-    return [sizes.get(first(request).input) for request in requests]
-
-
-def check_files(request, shape, size, factor, configs):
-    """Raise a ValueError for a mask, control images or latents that do not fit.
-
-    Args:
-        request: Request.
-        shape, size: (width, height) of its image, or None, and of its result.
-        factor, configs: of the model.
-
-    Returns:
-        Whether there is a mask and all of it is white.
-    """
-    for path in request.control[1:]:
-        width, height = load_image(path).size
-        if abs(width * shape[1] - height * shape[0]) > max(width, height, *shape):
-            raise ValueError(
-                f"{path} is {width}x{height} pixels (width x height) and {request.control[0]} "
-                f"{shape[0]}x{shape[1]}; control images of a result have one aspect ratio"
-            )
-    if request.latents:
-        channels = configs["vae"].get("latent_channels", 4)
-        check_latents(request.latents, (1, channels, size[1] // factor, size[0] // factor))
-    return bool(request.mask and check_mask(request, shape, size).getextrema()[0])
-
-
-def check_latents(file, shape):
-    """Raise a ValueError unless a .npy file has noise of a shape."""
-    given = f"--latents {file}"
-    try:
-        latents = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{given} cannot be read as a .npy file: {error}") from error
-    if getattr(latents, "shape", None) != shape or not np.isrealobj(latents):
-        found = getattr(latents, "shape", "several arrays")
-        raise ValueError(f"{given} has {found}, an image needs {shape} real numbers")
-    if not np.isfinite(latents).all():
-        raise ValueError(f"{given} has numbers that are not finite; make it again without them")
-
-
-def check_seeds_differ(requests):
-    """Raise a ValueError for equal seeds, by which previews find their images."""
-    seed, number = Counter(request.seed for request in requests).most_common(1)[0]
-    if number > 1:
-        raise ValueError(
-            f"--preview needs a seed of its own for each image, and {number} have {seed}; leave "
-            "--preview out, or change the seeds"
-        )
+    with ThreadPoolExecutor(NUM_LOADERS) as loaders:
+        shapes = dict(zip(files, loaders.map(lambda file: load_image(file).size, files)))
+    configs = {"unet": pipeline.unet.config, "vae": pipeline.vae.config}
+    sizes, program_sizes, check = [], [], cache(check_mask)
+    for request in requests:
+        first = request
+        while first.after is not None:
+            first = requests[first.after]
+        shape, is_exact = shapes.get(first.input), exact_size or request.width
+        size = pipeline.image_size(request.height, request.width)[::-1]
+        if shape and not request.width:
+            factor, resolution = factor_and_resolution(configs, request.resolution)
+            size = result_size(shape, resolution, factor)
+        sizes.append(size)
+        program_sizes.append(size if is_exact or not shape else shared_size(size, factor))
+        if request.mask:
+            # An edit of another's output may have a mask of the output's size.
+            check(request.mask, (shape, shape if request.after is None else size), size)
+    return sizes, program_sizes
 
 
 # ------------------------------------------------------------ outputs
@@ -439,12 +328,14 @@ def output_files(requests, ids, output, software, grid):
         ValueError: a file cannot be written, is not by this program, or is read or written twice.
     """
     files = [request.output for request in requests]
-    if files == [None] and not output.is_dir() and (output.suffix or output.is_file()):
+    is_file = files == [None] and output.suffix and not output.is_dir()
+    if None in files and (is_file or is_image_file(output)):
+        if len(files) > 1:
+            raise ValueError(
+                f"--output {output} is one file for {len(files)} images; give a directory"
+            )
         files = [output]
     elif None in files:
-        if is_image_file(output):
-            number = len(files)
-            raise ValueError(f"--output {output} is one file for {number} images; give a directory")
         places = [place for place, file in enumerate(files) if file is None]
         for place, file in zip(places, numbered_files(output, [ids[i] for i in places])):
             files[place] = file
@@ -452,13 +343,22 @@ def output_files(requests, ids, output, software, grid):
     for path in written:
         check_image_file(path)
     resolved = Counter(path.resolve() for path in written)
-    for path in written:
-        if (number := resolved[path.resolve()]) > 1:
-            raise ValueError(f"{number} images would be written to {path}; give each its own name")
+    path, number = resolved.most_common(1)[0]
+    if number > 1:
+        raise ValueError(f"{number} images would be written to {path}; give each its own name")
     for path in itertools.chain(*map(files_read, requests)):
         if path.resolve() in resolved:
             raise ValueError(f"{path} is an input and would be overwritten; name another output")
-    return files, [i for i, file in enumerate(files) if not is_finished(file, ids[i], software)]
+    todo = []
+    for place, path in enumerate(files):
+        by, found = image_mark(path) if path.exists() else (software, None)
+        if by != software:
+            raise ValueError(
+                f"{path} exists, is not by {software} and would be overwritten; name another "
+                "output, or delete the file"
+            )
+        todo += [place] if found != ids[place] else []
+    return files, todo
 
 
 def is_image_file(output):

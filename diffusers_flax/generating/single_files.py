@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from diffusers_flax.loading.hub import locate, open_source
+from diffusers_flax.loading.hub import open_source
 from diffusers_flax.loading.single_file import SingleFile
 
 
@@ -19,33 +19,25 @@ def with_single_files(config, model, component=None, **components):
         ValueError: see open_source; or a flag has no effect.
     """
     configs, use_ema_weights = config.config_name_or_path, getattr(config, "use_ema_weights", False)
-    if configs and locate("config", configs)[1]:
-        raise ValueError(f"--config_name_or_path {configs} is a file; give a directory or hub id")
     components = {flag: name for flag, name in components.items() if getattr(config, flag)}
-    values = getattr(config, model)
-    options = dict(revision=getattr(config, "revision", None))
-    options["use_ema_weights"] = use_ema_weights and "unet" not in components.values()
-    opened = [
-        open_source("pretrained_model_name_or_path", source, component, configs, **options)
-        for source in (values if isinstance(values, tuple) else (values,))
+    values, revision = getattr(config, model), getattr(config, "revision", None)
+    is_averaged = use_ema_weights and "unet" not in components.values()
+    found = [
+        open_source(
+            "pretrained_model_name_or_path", x, component, configs, is_averaged, revision=revision
+        )
+        for x in (values if isinstance(values, tuple) else (values,))
     ]
-    main, changes = opened[0], {model: tuple(opened) if isinstance(values, tuple) else opened[0]}
-    of_main = configs or getattr(main, "configs", main) or None
+    changes = {model: tuple(found) if isinstance(values, tuple) else found[0]}
+    of_main = configs or getattr(found[0], "configs", found[0]) or None
     for flag, name in components.items():
         is_averaged = use_ema_weights and name == "unet"
-        options = dict(component=name, configs=of_main, use_ema_weights=is_averaged)
-        changes[flag] = open_source(flag, getattr(config, flag), **options)
-    opened += [changes[flag] for flag in components]
-    files = [source for source in opened if isinstance(source, SingleFile)]
+        changes[flag] = open_source(flag, getattr(config, flag), name, of_main, is_averaged)
+    files = [x for x in (*found, *changes.values()) if isinstance(x, SingleFile)]
     if configs and not files:
         raise ValueError(
             f"--config_name_or_path {configs} goes with a model that is one file; leave it out"
         )
     if use_ema_weights and not any(file.use_ema_weights for file in files):
         raise ValueError("--use_ema_weights goes with a UNet in one file; leave it out")
-    if getattr(config, "variant", None) and isinstance(main, SingleFile):
-        raise ValueError(
-            f"--variant {config.variant} goes with a directory or hub id; --{model} {main} is one "
-            "file"
-        )
     return replace(config, **changes)

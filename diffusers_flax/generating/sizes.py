@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 
 from diffusers_flax.data.images import load_image
 
-MAX_LOADERS = 8
+NUM_LOADERS = min(8, os.cpu_count() or 1)  # threads that decode images
 
 
 def result_size(size, resolution, factor):
@@ -48,16 +48,11 @@ def fit_image(image, size):
     return ImageOps.fit(image, size, Image.Resampling.LANCZOS)
 
 
-def stretch(image, size):
-    """A PIL image resized to (width, height) without keeping its aspect ratio."""
-    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
-
-
-def num_loaders():
-    """Number of threads that decode images."""
-    return min(MAX_LOADERS, os.cpu_count() or 1)
-
-
 def load_fitted(path, size):
     """fit_image for the image in a file."""
     return fit_image(load_image(path), size)
+
+
+def stretch(image, size):
+    """A PIL image resized to (width, height) without keeping its aspect ratio."""
+    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)

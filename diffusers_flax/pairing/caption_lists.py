@@ -12,9 +12,7 @@ lists of edits (data/lists.py).
 """
 
 import json
-import math
 import string
-from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +21,6 @@ from diffusers_flax.data.lists import raise_problems, read_objects
 from diffusers_flax.generating.flags import nonblank_lines
 from diffusers_flax.loading.tokenizer import check_text, sequences_of_ids
 
-MAX_COMBINATIONS = 1_000_000  # of the words of a template
 TEXTS_AT_ONCE = 10_000  # to tokenize
 EXCERPT = 40  # characters of a text in a message
 
@@ -40,17 +37,14 @@ class Caption(NamedTuple):
 KEYS = Caption._fields[1:]
 
 
-# ------------------------------------------------------------------ lists
-
-
-def read_captions(file: Path) -> list[Caption]:
+def read_captions(file):
     """Read a list of captions.
 
     Args:
         file: JSON lines or .csv, UTF-8.
 
     Returns:
-        The captions with the spaces around them removed. Blank lines are skipped.
+        List of Caption, with the spaces around texts removed. Blank lines are skipped.
 
     Raises:
         ValueError: the file cannot be read, is not UTF-8 or has no captions; or lines are invalid,
@@ -58,15 +52,22 @@ def read_captions(file: Path) -> list[Caption]:
     """
     given = f"--captions {file}"
     captions, problems, lines = [], [], {}
-    for line, content in read_objects(given, file, name_missing):
+    for line, content in read_objects(given, file):
         try:
-            caption = Caption(line, *texts_of(content))
-            before, _, after = spelling = spelling_of(caption[1:])
-            if before == after:
+            if isinstance(content, str):
+                raise ValueError(content)
+            content = {"input": content.get("caption")} | content  # of the paper's own lists
+            texts = [content.get(key) for key in KEYS]
+            for key, text in zip(KEYS, texts):
+                if not isinstance(text, str) or not text.strip():
+                    raise ValueError(f"{key} has no text")
+                check_text(text)
+            spelling = spelling_of(texts)
+            if spelling[0] == spelling[2]:
                 raise ValueError("output is the same as input; write the caption after the edit")
             if (first := lines.setdefault(spelling, line)) != line:
                 raise ValueError(f"repeats line {first}")
-            captions.append(caption)
+            captions.append(Caption(line, *map(str.strip, texts)))
         except ValueError as error:
             problems.append((line, str(error)))
     raise_problems(given, problems)
@@ -76,43 +77,18 @@ def read_captions(file: Path) -> list[Caption]:
     return captions
 
 
-def text_of(captions: Iterable[Caption]) -> str:
+def text_of(captions):
     """A list of captions, as read_captions reads it."""
     rows = (dict(zip(KEYS, caption[1:])) for caption in captions)
     return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
 
 
-def texts_of(content: dict | str) -> list[str]:
-    """The texts of a line; content: of read_objects. A ValueError says what is wrong with it."""
-    if isinstance(content, str):
-        raise ValueError(content)
-    if "caption" in content and "input" not in content:  # of InstructPix2Pix's own generator
-        content = content | {"input": content["caption"]}
-    if problem := name_missing(content):
-        raise ValueError(problem)
-    for key in KEYS:
-        if not isinstance(content[key], str) or not content[key].strip():
-            raise ValueError(f"{key} has no text")
-        check_text(content[key])
-    return [content[key].strip() for key in KEYS]
-
-
-def name_missing(names: Iterable[str]) -> str:
-    """Name the missing keys or columns; "" without any."""
-    names = [*names, *(["input"] if "caption" in names else [])]
-    missing = [key for key in KEYS if key not in names]
-    return f"no {' and no '.join(missing)}" if missing else ""
-
-
-def spelling_of(texts: Iterable[str]) -> tuple[str, ...]:
-    """Texts as CLIP's tokenizer reads them, without punctuation at the end."""
+def spelling_of(texts):
+    """Texts as CLIP's tokenizer reads them, without punctuation at the end, a tuple."""
     return tuple(" ".join(text.lower().rstrip(" .!?").split()) for text in texts)
 
 
-# ------------------------------------------------------------------ templates
-
-
-def captions_of_template(template: tuple[str, str, str], fill: tuple[str, ...]) -> list[Caption]:
+def captions_of_template(template, fill):
     """All captions that words make of a template, except those without a change.
 
     Args:
@@ -120,30 +96,33 @@ def captions_of_template(template: tuple[str, str, str], fill: tuple[str, ...]) 
         fill: "FIELD=VALUE,VALUE" for each field, or "FIELD=@FILE" for a file with a value a line.
 
     Returns:
-        The captions, numbered from 1. The values of the last field change first.
+        List of Caption, numbered from 1. The values of the last field change first.
 
     Raises:
-        ValueError: a template or value is not valid, a field has no values or values no field, or
-            nothing is left.
+        ValueError: a template is not valid, a field has no values or values no field, or nothing
+            is left.
     """
-    values = dict(map(values_of, fill))
-    names = fields_of(template)
-    if {*names} != {*values}:
+    values = {}
+    for given in fill:
+        name, _, text = given.partition("=")
+        if text.startswith("@"):
+            values[name] = nonblank_lines(f"--fill {given}", Path(text[1:]))
+        else:
+            values[name] = [value.strip() for value in text.split(",")]
+        if not all(values[name]):
+            raise ValueError(f"--fill {given} has a value without text; write NAME=WORDS,WORDS")
+    parts = [part for text in template for part in string.Formatter().parse(text)]
+    names = {name for _, name, _, _ in parts if name is not None}
+    if names != {*values}:
         raise ValueError(
-            f"--template has the fields {', '.join(names) or 'none'}, and --fill has values for "
-            f"{', '.join(values) or 'none'}; give values for each field"
-        )
-    number = math.prod(map(len, values.values()))
-    if number > MAX_COMBINATIONS:
-        raise ValueError(
-            f"--fill makes {number:,} combinations of its values, more than {MAX_COMBINATIONS:,}; "
-            "give fewer values, and other seeds or more samples for more pairs"
+            f"--template has the fields {', '.join(sorted(names)) or 'none'}, and --fill has "
+            f"values for {', '.join(values) or 'none'}; give values for each field"
         )
     changes = {}  # copies that differ in case alone are made once
     for chosen in product(*values.values()):
         texts = [text.format(**dict(zip(values, chosen))).strip() for text in template]
-        before, _, after = spelling = spelling_of(texts)
-        if before != after:
+        spelling = spelling_of(texts)
+        if spelling[0] != spelling[2]:
             changes.setdefault(spelling, texts)
     if not changes:
         raise ValueError(
@@ -153,72 +132,23 @@ def captions_of_template(template: tuple[str, str, str], fill: tuple[str, ...]) 
     return [Caption(number, *texts) for number, texts in enumerate(changes.values(), start=1)]
 
 
-def fields_of(template: tuple[str, str, str]) -> list[str]:
-    """The names of the fields of a template's texts; a ValueError if they are not valid."""
-    names = []
-    for text in template:
-        try:
-            parts = list(string.Formatter().parse(text))
-        except ValueError:
-            parts = [("", "", "", "")]  # as of a field without a name
-        if not text.strip():
-            raise ValueError("--template has an empty text; write a caption or an instruction")
-        for _, name, form, conversion in parts:
-            if name is not None and (form or conversion or not name.isidentifier()):
-                raise ValueError(
-                    f"--template {text!r} has a field that is not a name in braces, such as "
-                    "{animal}; write braces that stay as {{ and }}"
-                )
-            names += [name] if name else []
-    return list(dict.fromkeys(names))
-
-
-def values_of(given: str) -> tuple[str, list[str]]:
-    """(name, values) of a field; given: a word of --fill, see captions_of_template."""
-    name, equals, text = given.partition("=")
-    if not (equals and name.isidentifier()):
-        raise ValueError(
-            f"--fill {given!r} has no NAME= at its start; write animal=cat,dog, or animal=@FILE "
-            "for a file with a value a line"
-        )
-    if text.startswith("@"):
-        values = nonblank_lines(f"--fill {given}", Path(text[1:]), "value")
-    else:
-        values = [value.strip() for value in text.split(",")]
-    if not all(values) or len({*values}) < len(values):
-        raise ValueError(f"--fill {given} has a value without text, or a value twice")
-    return name, values
-
-
-# ------------------------------------------------------------------ lengths
-
-
-def check_lengths(captions: list[Caption], tokenizers: list[tuple], given: str) -> None:
+def check_lengths(captions, tokenizers, given):
     """Raise a ValueError that names lines with texts which a text encoder would cut.
 
     Args:
-        captions: all of them.
+        captions: list of Caption.
         tokenizers: (tokenizer, tokens that its text encoder takes, start and end included).
         given: the captions with their flag, for error messages.
     """
-    problems = []
-    for key in KEYS:
-        texts = [getattr(caption, key) for caption in captions]
-        found = find_cut_texts(texts, tokenizers)
-        problems += [(captions[place].line, f"{key} {said}") for place, said in found.items()]
-    raise_problems(given, sorted(problems))
-
-
-def find_cut_texts(texts: list[str], tokenizers: list[tuple]) -> dict[int, str]:
-    """The texts that text encoders cut, {place: sentence}; tokenizers: see check_lengths."""
-    problems = {}
+    problems = set()
+    rows = [(x.line, key, getattr(x, key)) for x in captions for key in KEYS]
     for tokenizer, length in tokenizers:
-        for start in range(0, len(texts), TEXTS_AT_ONCE):
-            sequences = sequences_of_ids(tokenizer, texts[start : start + TEXTS_AT_ONCE])
-            for place, ids in enumerate(sequences, start):
-                if len(ids) > length:
-                    problems[place] = (
-                        f"is {len(ids)} tokens long, the model takes {length}, start and end "
-                        f"included: {texts[place][:EXCERPT]!r}"
-                    )
-    return problems
+        for start in range(0, len(rows), TEXTS_AT_ONCE):
+            some = rows[start : start + TEXTS_AT_ONCE]
+            all_ids = sequences_of_ids(tokenizer, [text for _, _, text in some])
+            problems |= {
+                (line, f"{key} is too long, {len(ids)} tokens of {length}: {text[:EXCERPT]!r}")
+                for (line, key, text), ids in zip(some, all_ids)
+                if len(ids) > length
+            }
+    raise_problems(given, sorted(problems))

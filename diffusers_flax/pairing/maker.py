@@ -1,21 +1,24 @@
 """From captions to pairs of images with scores.
 
-maker = PairMaker(pipeline, params, scorer, captions, config)
-for place, line in maker.make(shards, bar, clock):
+maker = PairMaker(pipeline, params, PairScorer(clip, captions), captions, config)
+for place, pairs in maker.make(shards, bar):
     ...
 """
 
 import io
+import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from diffusers_flax.generating.batches import check_finite_images, run_ahead
+from diffusers_flax.generating.sizes import NUM_LOADERS
 from diffusers_flax.images import to_pil
 from diffusers_flax.messages import warn_once
-from diffusers_flax.pairing.pair_scores import NO_SCORES, thresholds_of
-from diffusers_flax.pairing.pair_shards import MadeLine, MadePair
-from diffusers_flax.pairing.samples import batches_of, chunks_of, draw_sample, interleaved
+from diffusers_flax.pairing.pair_scores import NO_SCORES, missed
+from diffusers_flax.pairing.pair_shards import MadePair, counted_pairs
+from diffusers_flax.pairing.samples import batches_of, draw_sample
 from diffusers_flax.prompts import prepare_prompts
 
 JPEG_QUALITY = 95
@@ -47,10 +50,11 @@ class PairMaker:
 
     def __init__(self, pipeline, params, scorer, captions, config):
         self.pipeline, self.params, self.scorer = pipeline, params, scorer
-        self.captions, self.config, self.thresholds = captions, config, thresholds_of(config)
+        self.captions, self.config = captions, config
         self.num_finite = self.num_nan = 0  # pairs since the start
-        # Programs of all devices compile side by side; scores wait for the devices.
-        self.pool, self.scoring = (ThreadPoolExecutor(len(params)) for _ in range(2))
+        self.started = None  # time.perf_counter() once the first program is compiled
+        # Programs of all devices compile side by side.
+        self.pool, self.loaders = ThreadPoolExecutor(len(params)), ThreadPoolExecutor(NUM_LOADERS)
 
     def prepare(self, chunk):
         """(samples, arrays of a call) of a chunk."""
@@ -75,20 +79,16 @@ class PairMaker:
 
     def dispatch(self, prepared):
         """Start the programs of a batch; returns their images, on their devices."""
-        config = self.config
-        options = dict(
-            num_inference_steps=config.num_inference_steps,
-            timesteps=config.timesteps or None,
-            eta=config.eta,
-            guidance_rescale=config.guidance_rescale,
-            height=config.height,
-            width=config.width,
-        )
+        names = ("num_inference_steps", "eta", "guidance_rescale", "height", "width")
+        options = {name: getattr(self.config, name) for name in names}
+        options["timesteps"] = self.config.timesteps or None
 
         def call(params, chunk):
             return self.pipeline(params=params, **options, **chunk[1]).images
 
-        return list(self.pool.map(call, self.params, prepared))
+        images = list(self.pool.map(call, self.params, prepared))
+        self.started = self.started or time.perf_counter()
+        return images
 
     def collect(self, prepared, images):
         """The MadePairs of a batch, in order.
@@ -96,77 +96,60 @@ class PairMaker:
         Raises:
             ValueError: no pair since the start is finite.
         """
-        chunks = [(samples, np.asarray(x)) for (samples, _), x in zip(prepared, images)]
-        finite = [np.isfinite(x).reshape(len(samples), -1).all(1) for samples, x in chunks]
+        images = [np.asarray(x) for x in images]
+        finite = [np.isfinite(x).reshape(len(x) // 2, -1).all(1) for x in images]
         self.num_finite += np.sum(finite)
         self.num_nan += np.sum(~np.array(finite))
         if not self.num_finite and self.num_nan >= MAX_NAN:
-            first = self.captions[chunks[0][0][0].place]
+            first = self.captions[prepared[0][0][0].place]
             which = f'images of "{first.input}" and others'
-            check_finite_images(chunks[0][1], which, self.config.lora)
+            check_finite_images(images[0], which, self.config.lora)
         if not np.all(finite):
             warn_once("some images are NaN, and their samples are not kept")
-        made = self.scoring.map(self.score, chunks, finite, range(len(chunks)))
+        samples = [samples for samples, _ in prepared]
+        made = self.pool.map(self.score, samples, images, finite, range(len(images)))
         return [pair for pairs in made for pair in pairs]
 
-    def score(self, chunk, is_finite, device):
-        """The MadePairs of a chunk (samples, images (2 n, H, W, 3)) of a device."""
-        config, (samples, images) = self.config, chunk
+    def score(self, samples, images, is_finite, device):
+        """The MadePairs of images (2 n, H, W, 3) of a device."""
+        config = self.config
         images = to_pil(np.nan_to_num(images, posinf=0, neginf=0))
-        scores = self.scorer(images, [sample.place for sample in samples], device)
-        scores = [x if finite else NO_SCORES for x, finite in zip(scores, is_finite)]
+        places = [sample.place for sample in samples]
+        scores = self.scorer(images, places, device, self.loaders.map)
 
-        def files_of(i):
-            is_kept = config.keep_all or config.preview or not self.thresholds.missed(scores[i])
-            if is_kept and is_finite[i]:
-                return tuple(map(encode_jpeg, images[2 * i : 2 * i + 2]))
-            return None
+        def pair_of(i):
+            if not is_finite[i]:
+                return MadePair(samples[i], NO_SCORES, None)
+            is_kept = config.keep_all or config.preview or not missed(scores[i], config)
+            files = tuple(map(encode_jpeg, images[2 * i : 2 * i + 2])) if is_kept else None
+            return MadePair(samples[i], scores[i], files)
 
-        files = self.scorer.pool.map(files_of, range(len(samples)))
-        return [MadePair(*fields) for fields in zip(samples, scores, files)]
+        return self.loaders.map(pair_of, range(len(samples)))
 
-    def make(self, shards, bar, clock):
+    def make(self, shards, bar):
         """Make the pairs of all lines of unfinished shards.
 
         Args:
             shards: PairShards.
             bar: tqdm progress bar in units of samples.
-            clock: DeviceClock.
 
         Yields:
-            (place of a finished line, its MadeLine).
+            (place of a finished line, its pairs that count, see counted_pairs).
         """
-        config, lines, finished = self.config, {}, set()
-        # When a line's turn comes again, its scores should be known. Finished lines are skipped, so
-        # the last lines of a turn come early: the more lines, the fewer samples in vain.
-        in_turn = 3 * (IN_FLIGHT + 2) * len(self.params) if config.early_stop else 1
-
-        def chunks():
-            found, num_lines = [], 0
-            for shard in shards.unfinished():
-                found += chunks_of(shards.places(shard), config.num_samples, config.batch_size)
-                num_lines += len(shards.places(shard))
-                if num_lines >= in_turn:
-                    yield from interleaved(found, in_turn)
-                    found, num_lines = [], 0
-            yield from interleaved(found, in_turn)
-
-        def is_wanted(place):  # in the thread that prepares
-            return place not in finished
-
-        batches = batches_of(chunks(), is_wanted, len(self.params))
+        config, lines, finished = self.config, defaultdict(dict), set()
+        todo = [shards.places(shard) for shard in shards.unfinished()]
+        batches = batches_of(todo, config, len(self.params), IN_FLIGHT + 2, finished)
         ready = ([self.prepare(chunk) for chunk in batch] for batch in batches)
-        for _, pairs, _ in run_ahead(ready, self.dispatch, self.collect, clock, IN_FLIGHT):
+        for _, pairs, _ in run_ahead(ready, self.dispatch, self.collect, IN_FLIGHT):
             bar.set_description("making pairs")
             for pair in pairs:
                 place = pair.sample.place
                 if place in finished:
                     continue
-                line = lines.setdefault(place, MadeLine(config))
-                before = line.num_samples
-                line.add(pair)
-                bar.update(line.num_samples - before)
-                if line.is_finished:
-                    bar.update(config.num_samples - line.num_samples)
+                lines[place][pair.sample.number] = pair
+                counted, is_finished = counted_pairs(lines[place], config)
+                if is_finished:
+                    bar.update(config.num_samples)
                     finished.add(place)
-                    yield place, lines.pop(place)
+                    del lines[place]
+                    yield place, counted

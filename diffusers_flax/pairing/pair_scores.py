@@ -1,4 +1,4 @@
-"""CLIP's scores of pairs of images with their captions, and the thresholds of good pairs.
+"""CLIP's scores of pairs of images with their captions.
 
 Source: InstructPix2Pix (arXiv 2211.09800), section 3.1.2. The thresholds are the defaults of its
 published code (dataset_creation/generate_img_dataset.py): scores of at least 0.2 for images and
@@ -6,14 +6,13 @@ captions, 0.7 for both images, 0.2 for the direction; of the pairs that reach th
 largest direction are kept.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from diffusers_flax.data.archives.filtering import SCORES
 from diffusers_flax.generating.clip import cosine
-from diffusers_flax.generating.sizes import num_loaders
 
 NUM_REMEMBERED = 1024  # captions whose features are kept
 
@@ -30,31 +29,13 @@ class Scores(NamedTuple):
 NO_SCORES = Scores(*[float("nan")] * len(Scores._fields))  # of NaN pixels, or without CLIP
 
 
-class Thresholds(NamedTuple):
-    """The least scores of a good pair. The names are flags."""
-
-    min_clip_text: float = 0.2
-    min_clip_image: float = 0.7
-    min_clip_direction: float = 0.2
-
-    def missed(self, scores):
-        """The flags whose thresholds scores do not reach, a tuple of names."""
-        return tuple(
-            name
-            for name, least, value in zip(self._fields, self, compared_scores(scores))
-            if not value >= least  # NaN misses
-        )
-
-
-def compared_scores(scores):
-    """What is compared with each of Thresholds; of the texts the lower score counts."""
-    text = np.minimum(scores.clip_text_original, scores.clip_text_edited)  # NaN if one is
-    return text, scores.clip_image, scores.clip_direction
-
-
-def thresholds_of(config):
-    """The Thresholds of the flags of make_pairs.py."""
-    return Thresholds(*(getattr(config, name) for name in Thresholds._fields))
+def missed(scores, config):
+    """The flags whose thresholds scores do not reach, a list of names; NaN misses."""
+    return [
+        flag
+        for flag, columns in SCORES.items()
+        if not all(getattr(scores, column) >= getattr(config, flag) for column in columns)
+    ]
 
 
 def scores_of_features(images, texts):
@@ -84,23 +65,23 @@ class PairScorer:
     def __init__(self, clip, captions):
         self.clip, self.captions = clip, captions
         self.text_features = lru_cache(NUM_REMEMBERED)(self._text_features)
-        self.pool = ThreadPoolExecutor(num_loaders())
 
     def _text_features(self, place):
         """Features (2, D) of both captions of a line."""
         caption = self.captions[place]
         return self.clip.text_features([caption.input, caption.output])
 
-    def __call__(self, images, places, device):
+    def __call__(self, images, places, device, map=map):
         """List of Scores of pairs.
 
         Args:
             images: PIL images, original and edited in turn.
             places: of the captions of each pair.
             device: number of the device of clip that encodes the images.
+            map: of a pool of threads.
         """
         if self.clip is None:
             return [NO_SCORES] * len(places)
         texts = np.stack([self.text_features(place) for place in places])
-        features = self.clip.image_features(images, len(images), self.pool.map, device)
+        features = self.clip.image_features(images, len(images), map, device)
         return scores_of_features(features.reshape(len(places), 2, -1), texts)

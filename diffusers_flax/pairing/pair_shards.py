@@ -17,11 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from diffusers_flax.data.archives.filtering import SCORES
 from diffusers_flax.data.shards import UNFINISHED_DIR
 from diffusers_flax.data.writing import ROW_GROUP_BYTES, ROW_GROUP_ROWS, SCHEMA
 from diffusers_flax.loading.files import read_json, remove, save_whole, write_text
 from diffusers_flax.messages import differences
-from diffusers_flax.pairing.pair_scores import Scores, Thresholds, compared_scores, thresholds_of
+from diffusers_flax.pairing.pair_scores import Scores, missed
 from diffusers_flax.pairing.samples import PairSample
 
 SETTINGS = "make_pairs.json"
@@ -47,65 +48,22 @@ class MadePair(NamedTuple):
     images: tuple | None  # (original, edited), files as bytes; None: NaN, or nobody needs them
 
 
-class MadeLine:
-    """The pairs of a line of captions while they are made, counted in the order of their numbers.
+def counted_pairs(pairs, config):
+    """(the pairs of a line that count, in order; whether no more samples are needed).
 
     Args:
-        config: flags of make_pairs.py: num_samples, num_kept, keep_all, early_stop, thresholds.
+        pairs: {number of the sample: MadePair}, of a line, that are there.
+        config: flags of make_pairs.py: num_samples, num_kept, early_stop, thresholds.
     """
-
-    def __init__(self, config):
-        self.config, self.thresholds = config, thresholds_of(config)
-        self._waiting = {}  # {number: pair} of pairs behind a gap
-        self._scores, self.num_good = [], 0  # of the pairs that count
-        self.kept, self.best = [], None  # best: the pair with the largest direction
-
-    @property
-    def num_samples(self):
-        """Number of pairs that count."""
-        return len(self._scores)
-
-    @property
-    def is_finished(self):
-        """Whether no more samples are needed."""
-        is_enough = self.config.early_stop and self.num_good == self.config.num_kept
-        return is_enough or self.num_samples == self.config.num_samples
-
-    def add(self, pair):
-        """Add a pair, which counts when all pairs of smaller numbers are there."""
-        if pair.sample.number >= self.num_samples:
-            self._waiting[pair.sample.number] = pair
-        while not self.is_finished and self.num_samples in self._waiting:
-            self._count(self._waiting.pop(self.num_samples))
-
-    def _count(self, pair):
-        is_good = not self.thresholds.missed(pair.scores)
-        self._scores.append(pair.scores)
-        self.num_good += is_good
-        if self.best is None or direction_of(pair) > direction_of(self.best):
-            self.best = pair
-        if self.config.keep_all:
-            self.kept += [pair] if pair.images else []
-        elif is_good:
-            ordered = sorted([*self.kept, pair], key=direction_of, reverse=True)
-            self.kept = ordered[: self.config.num_kept]
-
-    def counts(self, caption):
-        """What the report needs, for JSON."""
-        scores, compared = np.array(self._scores), map(compared_scores, self._scores)
-        largest = np.fmax.reduce([np.full(len(Thresholds._fields), -1.0), *compared])
-        missed = [name for x in self._scores for name in self.thresholds.missed(x)]
-        known = np.nan_to_num(scores, nan=-1).clip(BINS[0], BINS[-1])
-        return {
-            "line": caption.line,
-            "samples": self.num_samples,
-            "good": self.num_good,
-            "nan": int(np.isnan(scores).all(1).sum()) if self.config.clip_model else 0,
-            "kept": len(self.kept),
-            "missed": {name: missed.count(name) for name in Thresholds._fields},
-            "largest": dict(zip(Thresholds._fields, np.round(largest, 6).tolist())),
-            "histograms": [np.histogram(column, BINS)[0].tolist() for column in known.T],
-        }
+    counted, num_good = [], 0
+    for number in range(config.num_samples):
+        if config.early_stop and num_good == config.num_kept:
+            return counted, True
+        if number not in pairs:
+            return counted, False
+        counted.append(pairs[number])
+        num_good += not missed(pairs[number].scores, config)
+    return counted, True
 
 
 def direction_of(pair):
@@ -113,40 +71,49 @@ def direction_of(pair):
     return np.nan_to_num(pair.scores.clip_direction, nan=-np.inf)
 
 
-def rows_of(caption, line):
-    """The rows of a MadeLine in its shard."""
-    return [
-        {
-            "original_prompt": caption.input,
-            "original_image": {"bytes": pair.images[0], "path": None},
-            "edit_prompt": caption.edit,
-            "edited_prompt": caption.output,
-            "edited_image": {"bytes": pair.images[1], "path": None},
-            "line": caption.line,
-            "sample": pair.sample.number,
-            "guidance_scale": pair.sample.guidance_scale,
-            "attention_sharing": pair.sample.attention_sharing,
-            **pair.scores._asdict(),
-        }
-        for pair in line.kept
-    ]
+def choose_pairs(pairs, config):
+    """The pairs to keep of the ones that count: the best of the good ones, or all."""
+    if config.keep_all:
+        return [pair for pair in pairs if pair.images]
+    good = [pair for pair in pairs if not missed(pair.scores, config)]
+    return sorted(good, key=direction_of, reverse=True)[: config.num_kept]
+
+
+def counts_of(caption, pairs, config):
+    """What the report needs of a line, for JSON; pairs: that count."""
+    scores = np.array([pair.scores for pair in pairs])
+    names = [name for pair in pairs for name in missed(pair.scores, config)]
+    columns = [[Scores._fields.index(name) for name in columns] for columns in SCORES.values()]
+    compared = [np.append(scores[:, columns_of].min(1), -1) for columns_of in columns]
+    known = np.nan_to_num(scores, nan=-1).clip(BINS[0], BINS[-1])
+    return {
+        "line": caption.line,
+        "samples": len(pairs),
+        "good": sum(not missed(pair.scores, config) for pair in pairs),
+        "nan": int(np.isnan(scores).all(1).sum()) if config.clip_model else 0,
+        "kept": len(choose_pairs(pairs, config)),
+        "missed": {name: names.count(name) for name in SCORES},
+        "largest": {name: round(float(np.nanmax(x)), 6) for name, x in zip(SCORES, compared)},
+        "histograms": [np.histogram(column, BINS)[0].tolist() for column in known.T],
+    }
 
 
 class PairShards:
     """The output directory of a run.
 
     Args:
-        folder: the directory.
+        config: flags of make_pairs.py.
         captions: list of Caption.
         lines_per_shard: lines of the list in a shard.
         worker, num_workers: shards worker, worker + num_workers, ... are this worker's.
     """
 
-    def __init__(self, folder, captions, lines_per_shard, worker, num_workers):
-        self.folder, self.captions, self.lines_per_shard = folder, captions, lines_per_shard
+    def __init__(self, config, captions, lines_per_shard, worker, num_workers):
+        self.config, self.folder = config, config.output_dir
+        self.captions, self.lines_per_shard = captions, lines_per_shard
         self.num_shards = -(-len(captions) // lines_per_shard)
         self.own = range(worker, self.num_shards, num_workers)
-        self.marker = folder / UNFINISHED_DIR / f"worker-{worker}"
+        self.marker = self.folder / UNFINISHED_DIR / f"worker-{worker}"
 
     def file(self, shard):
         """The file of a shard."""
@@ -173,14 +140,11 @@ class PairShards:
                 f"--output_dir {self.folder} is not empty ({found.name}); name another directory"
             )
         current = json.loads(json.dumps(settings, default=str))
-        changes = differences(read_json(file), current) if file.exists() else []
-        if changes:
+        if changes := differences(read_json(file), current) if file.exists() else []:
             raise ValueError(
                 f"--output_dir {self.folder} has pairs of a run with other flags: "
                 f"{'; '.join(changes)}; name another directory"
             )
-        for shard in {*self.own} - {*self.unfinished()}:
-            read_counts(self.file(shard))
 
     def start(self, settings):
         """Begin the run of checked settings."""
@@ -189,11 +153,12 @@ class PairShards:
         write_text(self.marker, "")
 
     def write(self, shard, lines):
-        """Write a shard; lines: {place: MadeLine} of all its lines."""
-        captions = [self.captions[place] for place in self.places(shard)]
-        lines = [lines[place] for place in self.places(shard)]
-        counts = [line.counts(caption) for caption, line in zip(captions, lines)]
-        rows = [row for pair in zip(captions, lines) for row in rows_of(*pair)]
+        """Write a shard; lines: {place: pairs that count} of all its lines."""
+        rows, counts = [], []
+        for place in self.places(shard):
+            caption, pairs = self.captions[place], lines[place]
+            counts.append(counts_of(caption, pairs, self.config))
+            rows += [row_of(caption, pair) for pair in choose_pairs(pairs, self.config)]
         schema = PAIR_SCHEMA.with_metadata({METADATA: json.dumps(counts)})
         table = pa.Table.from_pylist(rows, schema)
         per_group = ROW_GROUP_BYTES * len(rows) // max(table.nbytes, 1)
@@ -208,21 +173,22 @@ class PairShards:
             self.marker.parent.rmdir()
 
     def counts(self):
-        """What MadeLine.counts counted, of all lines of this worker's shards."""
+        """What counts_of counted, of all lines of this worker's shards."""
         for shard in self.own:
-            yield from read_counts(self.file(shard))
+            yield from json.loads(pq.read_schema(self.file(shard)).metadata[METADATA])
 
 
-def read_counts(path):
-    """What MadeLine.counts counted, of each line of a shard.
-
-    Raises:
-        ValueError: the file is damaged, or another program's.
-    """
-    try:
-        return json.loads(pq.read_schema(path).metadata[METADATA])
-    except (pa.ArrowException, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{path} is damaged, or not of make_pairs.py; remove it, and the same command makes "
-            "its pairs again"
-        ) from error
+def row_of(caption, pair):
+    """The row of a MadePair in its shard."""
+    return {
+        "original_prompt": caption.input,
+        "original_image": {"bytes": pair.images[0], "path": None},
+        "edit_prompt": caption.edit,
+        "edited_prompt": caption.output,
+        "edited_image": {"bytes": pair.images[1], "path": None},
+        "line": caption.line,
+        "sample": pair.sample.number,
+        "guidance_scale": pair.sample.guidance_scale,
+        "attention_sharing": pair.sample.attention_sharing,
+        **pair.scores._asdict(),
+    }

@@ -12,102 +12,89 @@ from diffusers_flax.generating.captions import captioned, tile_grid
 from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import save_whole, write_text
 from diffusers_flax.messages import first_names
-from diffusers_flax.pairing.pair_scores import Scores, Thresholds
-from diffusers_flax.pairing.pair_shards import BINS, direction_of
+from diffusers_flax.pairing.pair_scores import Scores, missed
+from diffusers_flax.pairing.pair_shards import BINS, choose_pairs, direction_of
 
 NUM_DRAWN = 12  # pairs in a preview
 
 
-def write_preview(folder, caption, line):
-    """Draw kept pairs of a line with their scores, or its best one, into FOLDER/previews.
+def write_preview(config, caption, pairs):
+    """Draw kept pairs of a line with their scores, or its best one, into OUTPUT_DIR/previews.
 
     Args:
-        folder: --output_dir.
+        config: flags of make_pairs.py.
         caption: Caption.
-        line: MadeLine, finished. Of many pairs the ones with the largest direction are drawn.
+        pairs: of the line, that count. Of many the ones with the largest direction are drawn.
     """
-    pairs = sorted(line.kept or [line.best], key=direction_of, reverse=True)[:NUM_DRAWN]
+    best = sorted(pairs, key=direction_of, reverse=True)
     tiles = []
-    for pair in pairs:
+    for pair in sorted(choose_pairs(pairs, config), key=direction_of, reverse=True) or best[:1]:
         scores, sample = pair.scores, pair.sample
         text = f"{sample.number}: scale {sample.guidance_scale:.1f}, "
         text += f"p {sample.attention_sharing:.2f}"
-        if not np.isnan(scores).all():
+        if config.clip_model:
             text += (
                 f"; text {scores.clip_text_original:.2f} {scores.clip_text_edited:.2f}, "
                 f"image {scores.clip_image:.2f}, direction {scores.clip_direction:.2f}"
             )
-            below = ", ".join(line.thresholds.missed(scores))
+            below = ", ".join(missed(scores, config))
             text += f"; below {below}" if below else ""
-        if pair.images:  # not NaN
+        if pair.images and len(tiles) < NUM_DRAWN:  # not NaN
             images = [Image.open(io.BytesIO(data)).convert("RGB") for data in pair.images]
             tiles.append(captioned(images, text))
     if tiles:
         text = f"{caption.line}: {caption.input} | {caption.edit} | {caption.output}"
         grid = captioned([tile_grid(tiles, min(len(tiles), 2), margin=8)], text)
-        save_image(grid, folder / "previews" / f"{caption.line:09d}.jpg")
+        save_image(grid, config.output_dir / "previews" / f"{caption.line:09d}.jpg")
 
 
-def summarize_counts(lines, thresholds):
-    """The content of report.json but for the time.
+def write_report(config, name, lines, seconds):
+    """Write NAME.json and, of scores, NAME.png; returns its content and lines for the user.
 
     Args:
+        config: flags of make_pairs.py.
+        name: of the files.
         lines: of PairShards.counts.
-        thresholds: Thresholds.
+        seconds: for a kept pair of this start; None: it kept no pair.
     """
     lines = list(lines)
     totals = {
         name: sum(line[name] for line in lines) for name in ("samples", "good", "kept", "nan")
     }
-    empty = []
+    empty, failed = [], Counter()
     for line in lines:
         if not line["good"]:
             worst = max(line["missed"], key=line["missed"].get)  # threshold that failed most
             entry = {name: line[name] for name in ("line", "samples", "nan")} | {"threshold": worst}
             empty.append(entry | {name: line[name][worst] for name in ("missed", "largest")})
+            failed["NaN" if line["nan"] == line["samples"] else f"--{worst}"] += 1
     histograms = np.zeros((len(Scores._fields), len(BINS) - 1), int)
     histograms = sum((np.array(line["histograms"]) for line in lines), histograms)
-    return {
+    report = {
         "lines": len(lines),
         **totals,
         "lines_by_kept_pairs": dict(sorted(Counter(line["kept"] for line in lines).items())),
-        "thresholds": thresholds._asdict(),
-        "missed": {x: sum(line["missed"][x] for line in lines) for x in Thresholds._fields},
+        "thresholds": {flag: getattr(config, flag) for flag in SCORES},
+        "missed": {x: sum(line["missed"][x] for line in lines) for x in SCORES},
         "lines_without_good": empty,
         "bins": [round(float(x), 2) for x in BINS],
         "histograms": dict(zip(Scores._fields, histograms.tolist())),
+        "seconds_per_kept_pair": seconds,
     }
-
-
-def warning_of_empty(report):
-    """A sentence about lines without good pairs, with the thresholds that failed most, or ""."""
-    empty, failed = report["lines_without_good"], Counter()
-    for line in empty:
-        failed["NaN" if line["nan"] == line["samples"] else f"--{line['threshold']}"] += 1
-    names = first_names([str(line["line"]) for line in empty])
-    reasons = ", ".join(f"{name} of {count}" for name, count in failed.most_common())
-    return f"lines without a good sample: {names}; failed most: {reasons}" if empty else ""
-
-
-def write_report(folder, name, report, has_scores=True):
-    """Write NAME.json and, of scores, NAME.png; returns a line for the user.
-
-    Args:
-        folder: --output_dir.
-        name: of the files.
-        report: of summarize_counts, with seconds_per_kept_pair, None if this start kept no pair.
-        has_scores: False without CLIP.
-    """
     entries = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in report.items())
-    write_text(folder / f"{name}.json", "{\n" + ",\n".join(entries) + "\n}\n")  # an entry is a line
+    file = config.output_dir / f"{name}.json"
+    write_text(file, "{\n" + ",\n".join(entries) + "\n}\n")  # an entry is a line
     said = f"{report['kept']} pairs of {report['lines']} lines are kept"
-    if has_scores:
-        save_whole(folder / f"{name}.png", lambda path: draw_histograms(path, report))
-        said += f"; {report['good']} of {report['samples']} samples reach the thresholds"
-    else:
-        said += ", without scores"
-    seconds = report["seconds_per_kept_pair"]
-    return f"{said}, {seconds:.2f} s per kept pair of this start" if seconds else said
+    if not config.clip_model:
+        return report, f"{said}, without scores"
+    save_whole(file.with_suffix(".png"), lambda path: draw_histograms(path, report))
+    said += f"; {report['good']} of {report['samples']} samples reach the thresholds"
+    said += f", {seconds:.2f} s per kept pair of this start" if seconds else ""
+    if empty:
+        names = first_names([str(line["line"]) for line in empty])
+        reasons = ", ".join(f"{name} of {count}" for name, count in failed.most_common())
+        said += f"\nlines without a good sample: {names}; failed most: {reasons}"
+    return report, said
 
 
 def draw_histograms(path, report):
@@ -118,9 +105,9 @@ def draw_histograms(path, report):
     flags = {column: flag for flag, columns in SCORES.items() for column in columns}
     for axes, (name, counts) in zip(figure.subplots(2, 2).flat, report["histograms"].items()):
         axes.stairs(counts, BINS, fill=True)
-        least, missed = report["thresholds"][flags[name]], report["missed"][flags[name]]
+        least, missed_by = report["thresholds"][flags[name]], report["missed"][flags[name]]
         axes.axvline(least, color="black", linestyle="dashed")
-        reached = f"{report['samples'] - missed} of {report['samples']} reach"
+        reached = f"{report['samples'] - missed_by} of {report['samples']} reach"
         axes.set_title(f"{name}\n{reached} {flags[name]} {least:g}", fontsize=10)
         axes.set_ylabel("samples")
     figure.savefig(path, format="png", dpi=100)

@@ -56,41 +56,37 @@ def chunks_of(places, num_samples, size):
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
-def interleaved(chunks, num_captions):
-    """Chunks in an order that visits several captions in turn, for --early_stop.
-
-    While a chunk is on the devices, nobody knows yet whether its captions need another one.
-
-    Args:
-        chunks: of chunks_of, of one or more calls.
-        num_captions: how many captions take turns.
-
-    Returns:
-        The chunks, sorted: the first samples of the first captions, then their next samples.
-    """
-    ranks = {}
-    for chunk in chunks:
-        ranks.setdefault(chunk[0][0], len(ranks))
-
-    def turn(chunk):
-        place, number = chunk[0]
-        return ranks[place] // num_captions, number // len(chunk), place
-
-    return sorted(chunks, key=turn)
-
-
-def batches_of(chunks, is_wanted, num_devices):
+def batches_of(shards, config, num_devices, num_waiting, finished):
     """Lists of one chunk for each device; the last list repeats its last chunk.
 
+    With early_stop the lines of several shards take turns, as nobody knows yet whether a line needs
+    another chunk while its chunk is on the devices.
+
     Args:
-        chunks: iterable of chunks, which is advanced by one batch at a time.
-        is_wanted: place -> whether more samples of these captions are needed; chunks without any
-            are left out.
+        shards: places of the captions of each shard.
+        config: flags of make_pairs.py: num_samples, batch_size, early_stop.
         num_devices: chunks in a batch.
+        num_waiting: batches that are not scored yet when another one begins.
+        finished: set of places of captions that need no more samples; it may grow meanwhile.
     """
+
+    def in_turn(chunk):
+        place, number = chunk[0]
+        return number // len(chunk), place
+
+    def ordered():
+        found, num_lines = [], 0
+        for i, places in enumerate(shards):
+            found += chunks_of(places, config.num_samples, config.batch_size)
+            num_lines += len(places)
+            is_enough = not config.early_stop or num_lines >= 3 * num_waiting * num_devices
+            if is_enough or i == len(shards) - 1:
+                yield from sorted(found, key=in_turn) if config.early_stop else found
+                found, num_lines = [], 0
+
     batch = []
-    for chunk in chunks:
-        if any(is_wanted(place) for place, _ in chunk):
+    for chunk in ordered():
+        if any(place not in finished for place, _ in chunk):
             batch.append(chunk)
         if len(batch) == num_devices:
             yield batch

@@ -2,17 +2,15 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import jax
 import pytest
-from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
+from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.devices.layout import Layout
 from diffusers_flax.generating.models import plan_images
 from diffusers_flax.pipelines import memory
-from diffusers_flax.pipelines.base import pipeline_class
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +24,7 @@ def test_the_plan_says_which_tile(folders, monkeypatch):
     monkeypatch.setattr("diffusers_flax.devices.memory.host_memory", lambda: 2**30)
 
     def plan(**options):
-        batch = dict(num_images=4, batch_size=1, branches=("text", "null"), size=(512, 512))
+        batch = dict(num_images=4, batch_size=1, branches=("text", "null"), sizes=[(512, 512)])
         return plan_images(pipeline, jax.devices()[:2], **batch, **options)
 
     planned, line = plan(vae_tile=32)
@@ -41,33 +39,16 @@ def test_the_plan_says_which_tile(folders, monkeypatch):
     monkeypatch.setattr("diffusers_flax.devices.memory.host_memory", lambda: needed - 1)
     planned, line = plan()
     assert planned.vae.tile == 64
-    assert line.endswith("tiles of 64 pixels, as whole images would not fit")
+    assert line.endswith("tiles of 64 pixels")
     assert plan(vae_tile=0)[0].vae.tile is None
     with pytest.raises(ValueError, match="vae_tile=33 is not a multiple of 32"):
         plan(vae_tile=33)
 
 
-def test_tiles_need_a_vae_that_computes(folders, tmp_path):
-    for name, levels in (("xl", 4), ("edit", 3)):
-        save_tiny_vae(tmp_path / name, (8,) * levels)
-        accelerate = f"taesd:path={tmp_path / name}"
-        pipeline_type = pipeline_class(folders[name])
-        pipeline = pipeline_type.open(folders[name], accelerate=accelerate)
-        batch = dict(num_images=1, batch_size=1, branches=("text",), size=(64, 64))
-        plan = partial(plan_images, pipeline, jax.devices()[:1], **batch)
-        if name == "xl":
-            error = "--vae_tile 32 has no effect with --accelerate taesd"
-            with pytest.raises(ValueError, match=error):
-                plan(vae_tile=32)
-            assert "tiles" not in plan(vae_tile=0)[1]
-        else:  # it encodes in tiles
-            assert "tiles of 32" in plan(vae_tile=32)[1]
-
-
 def test_the_plan_counts_each_device(folders):
     layout = Layout(jax.devices()[:3], components="balanced")
     pipeline = replace(FlaxStableDiffusionXLPipeline.open(folders["xl"]), layout=layout)
-    batch = dict(num_images=4, batch_size=2, branches=("text", "null"), size=(64, 64))
+    batch = dict(num_images=4, batch_size=2, branches=("text", "null"), sizes=[(64, 64)])
     planned, line = plan_images(pipeline, layout.groups, **batch)
     assert sorted(number for _, number in planned.layout.components) == [0, 1, 2]
     places = ", ".join(
@@ -89,6 +70,6 @@ def test_offload_is_counted(folders, monkeypatch):
         layout = Layout(devices, offload=mode)
         pipeline = FlaxStableDiffusionXLPipeline.open(folders["xl"], layout=layout)
         counts[mode] = memory.num_bytes_at_once(pipeline)
-        _, line = plan_images(pipeline, devices, 1, 1, ("text",), (64, 64))
+        _, line = plan_images(pipeline, devices, 1, 1, ("text",), [(64, 64)])
         assert ("fetched by" in line) == (mode is not None)
     assert counts[None] > counts["component"] > counts["group"] >= counts["layer"]

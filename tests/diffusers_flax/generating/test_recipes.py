@@ -9,11 +9,10 @@ import pytest
 from helpers import photo
 from PIL import Image
 
-from diffusers_flax.generating.recipes import ids_of, is_finished
-from diffusers_flax.generating.requests import EditRequest, Request, output_files
+from diffusers_flax.generating.recipes import ids_of
+from diffusers_flax.generating.requests import Request, output_files
 from diffusers_flax.images import image_mark, save_image
 from edit_cli import Config
-from generate_cli import Config as GenerateConfig
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +31,13 @@ def files(tmp_path, monkeypatch):
 CONFIG = Config("model", lora=("a.safetensors:0.5",), accelerate=("taesd:path=taesd",))
 
 
-def edit(image="a.png", instruction="red", index=0, **more):
-    return EditRequest(prompt=instruction, image=Path(image), index=index, **more)
+def edit(image="a.png", instruction="red", **more):
+    return Request(prompt=instruction, image=Path(image), image_guidance_scale=1.5, **more)
 
 
 def id_of(config=CONFIG, request=None, program_size=(8, 8)):
     requests = [edit() if request is None else request]
-    return ids_of("a.py", config, requests, [((8, 8), program_size)])[0]
+    return ids_of("a.py", config, requests, [program_size])[0]
 
 
 def test_what_an_id_depends_on():
@@ -47,7 +46,10 @@ def test_what_an_id_depends_on():
     same = [replace(CONFIG, batch_size=2, grid=Path("g.png")), replace(CONFIG, preview=5)]
     save_image(np.zeros((8, 8, 3)), Path("model/000.png"))  # no file of the model
     assert {*map(id_of, same), id_of(request=edit("copy.png"))} == {first}
-    others = [id_of(replace(CONFIG, **x)) for x in ({"eta": 0.0}, {"vae_tile": 512}, {"lora": ()})]
+    others = [
+        id_of(replace(CONFIG, **x))
+        for x in ({"scheduler": "ddim"}, {"vae_tile": 512}, {"lora": ()})
+    ]
     requests = edit(instruction="blue"), edit(index=1), edit("b.png"), edit(seed=1)
     others += [id_of(request=x) for x in (*requests, edit(mask=Path("b.png")))]
     others.append(id_of(program_size=(8, 16)))
@@ -61,34 +63,28 @@ def test_what_an_id_depends_on():
     assert len({first, *others}) == 1 + len(others)
 
 
-def test_ids_of_chains_and_of_equal_images():
-    """An edit of another's output depends on what that depends on; equal images count."""
-    sizes = [((8, 8), (8, 8))] * 2
+def test_ids_of_chains():
+    """An edit of another's output depends on what that depends on."""
+    sizes = [(8, 8)] * 2
 
     def chain(instruction):
         first = edit(instruction=instruction, output=Path("x.png"))
         return ids_of("a.py", CONFIG, [edit("x.png", index=1, after=1), first], sizes)
 
     assert chain("red") == chain("red") and not {*chain("red")} & {*chain("blue")}
-    request, other = Request(prompt="x", image=Path("a.png")), Request(prompt="x")
-    config = GenerateConfig("model")
-    both = ids_of("a.py", config, [request, request], sizes)
-    assert both[0] != both[1]
-    assert ids_of("a.py", config, [other, request], sizes)[1] == both[0]
 
 
 def test_only_our_images_are_replaced(tmp_path):
-    image, number = Image.new("RGB", (8, 8)), "0" * 32
+    image = Image.new("RGB", (8, 8))
     for name in ("x.png", "x.jpg"):
         file = tmp_path / name
-        assert not is_finished(file, number, "a.py")
-        save_image(image, file, "a.py", number)
-        assert image_mark(file) == ("a.py", number)
-        assert is_finished(file, number, "a.py")
-        assert not is_finished(file, "1" * 32, "a.py")
+        save_image(image, file, "a.py", "0" * 32)
+        assert image_mark(file) == ("a.py", "0" * 32)
+        for image_id, todo in (("0" * 32, []), ("1" * 32, [0])):
+            assert output_files([Request()], [image_id], file, "a.py", None) == ([file], todo)
         image.save(file)
         with pytest.raises(ValueError, match="exists, is not by a\\.py and would be overwritten"):
-            is_finished(file, number, "a.py")
+            output_files([Request()], ["0" * 32], file, "a.py", None)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Requests for images: lines of lists, and flags kept in images."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +9,10 @@ from helpers import photo
 from PIL import Image
 
 from diffusers_flax.command_line import parse_flags
-from diffusers_flax.generating.recipes import as_text, recipe_of, with_flags_of_image
+from diffusers_flax.generating.recipes import recipe_of, with_flags_of_image
 from diffusers_flax.generating.requests import (
-    REPLACED,
-    output_files,
     requests_of_flags,
     requests_of_jsonl,
-    seed_of,
 )
 from diffusers_flax.images import save_image
 from generate_cli import Config
@@ -81,11 +77,9 @@ def test_flags_go_in_pairs():
     assert [str(x.image) for x in found] == ["a.png", "a.png", "a b.png", "a b.png"]
     assert {x.mask for x in found} == {Path("mask.png")} and {x.prompt for x in found} == {"x"}
     assert [x.seed for x in found] == [2**32 - 2, 2**32 - 1, 0, 1]
-    assert seed_of(config_of("--seed", "3"), 4) == 7
 
 
 LINES = [
-    {"prompt": "x"},
     {"prompt": ""},
     {"prompt": '--seed 4 "a\\b" \n it\'s ü', "negative_prompt": "-x", "seed": 0},
     {"prompt": "-1", "seed": 2**32 - 1, "num_inference_steps": 7, "guidance_scale": 1e-05},
@@ -113,7 +107,7 @@ FLAGS = [
 
 def save_recipe(config, request):
     """Write x.png with a recipe."""
-    texts = as_text(recipe_of("program", config, request))
+    texts = recipe_of("program", config, request)
     save_image(Image.new("RGB", (8, 8)), Path("x.png"), "program", "0" * 32, texts)
 
 
@@ -124,7 +118,7 @@ def test_the_flags_of_an_image_make_its_request_again(line, flags):
     (request,) = requests_of(line)
     config = config_of(*flags, "--batch_size", "3", "--num_images", "2", "--output", "elsewhere")
     save_recipe(config, request)
-    words = with_flags_of_image(["--like", "x.png"], Config, REPLACED)
+    words = with_flags_of_image(["--like", "x.png"], Config)
     again = parse_flags(Config, "", words)
     names = ("batch_size", "num_images", "output")
     for name, value in vars(config).items():
@@ -138,7 +132,7 @@ def test_the_flags_of_an_image_make_its_request_again(line, flags):
     assert vars(found) == expected
 
     words = with_flags_of_image(
-        ["--prompt", "seed", "--like=x.png", "--seed", "5", "--no-guess_mode"], Config, REPLACED
+        ["--prompt", "seed", "--like=x.png", "--seed", "5", "--no-guess_mode"], Config
     )
     (other,) = requests_of_flags(parse_flags(Config, "", words))
     assert vars(other) == expected | {"prompt": "seed", "seed": 5, "guess_mode": False}
@@ -149,37 +143,13 @@ def test_other_sources_of_requests_replace_the_flags_of_an_image():
     (request,) = requests_of({"prompt": "x", "image": "a.png", "strength": 0.5, "resolution": 16})
     save_recipe(config_of(), request)
     Path("list.jsonl").write_text('{"prompt": "y"}')
-    words = with_flags_of_image(
-        ["--like", "x.png", "--requests_jsonl", "list.jsonl"], Config, REPLACED
-    )
+    words = with_flags_of_image(["--like", "x.png", "--requests_jsonl", "list.jsonl"], Config)
     (found,) = requests_of_jsonl(Path("list.jsonl"), parse_flags(Config, "", words))
     assert (found.prompt, found.image, found.strength, found.resolution) == ("y", None, None, None)
     Path("prompts.txt").write_text("one\ntwo\n")
-    words = with_flags_of_image(
-        ["--like", "x.png", "--prompts_file", "prompts.txt"], Config, REPLACED
-    )
+    words = with_flags_of_image(["--like", "x.png", "--prompts_file", "prompts.txt"], Config)
     found = requests_of_flags(parse_flags(Config, "", words))
     assert [(x.prompt, x.strength) for x in found] == [("one", 0.5), ("two", 0.5)]
-
-
-@pytest.mark.parametrize(
-    ("lines", "grid", "message"),
-    [
-        ([{"output": "000.png"}, {}], None, "2 images would be written to"),
-        ([{"output": "x.png"}], "out/x.png", "2 images would be written to"),
-        ([{"output": "x.png"}], "grid.gif", "ends in .gif"),
-        ([{"output": "a.png", "image": "a.png"}], None, "is an input and would be overwritten"),
-    ],
-)
-def test_outputs_that_would_be_lost(lines, grid, message):
-    folder = Path("lists") if "image" in lines[0] else Path("out")
-    found = [
-        replace(x, output=x.output and folder / x.output)
-        for x in requests_of(*({"prompt": "x"} | line for line in lines))
-    ]
-    ids = [str(i) for i in range(len(found))]
-    with pytest.raises(ValueError, match=message):
-        output_files(found, ids, folder, "program", grid and Path(grid))
 
 
 def test_flags_of_the_command_count_for_the_lines_that_they_are_for():

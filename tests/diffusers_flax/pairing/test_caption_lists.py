@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 from helpers import ROOT
@@ -13,7 +12,6 @@ from diffusers_flax.pairing.caption_lists import (
     Caption,
     captions_of_template,
     check_lengths,
-    fields_of,
     read_captions,
     spelling_of,
 )
@@ -53,50 +51,26 @@ def test_a_list(tmp_path):
     ]
 
 
-def test_columns_of_a_table(tmp_path):
-    """One problem for the file, not one for each line."""
-    file = tmp_path / "captions.csv"
-    file.write_text("a cat,make it a dog,a dog\na cow,make it a pig,a pig\n")
-    with pytest.raises(ValueError, match="line 1 names the columns a cat, make it a dog, a dog: "):
-        read_captions(file)
-    file.write_text("input,edit,ouput\na,b,c\na,b,d\n")
-    with pytest.raises(ValueError, match=r"input, edit, ouput: no output$"):
-        read_captions(file)
-
-
-@pytest.mark.parametrize(
-    "row, problem",
-    [
-        ("{", "not JSON (Expecting property name enclosed in double quotes)"),
-        ("[1]", "not a JSON object"),
-        ({"input": "a"}, "no edit and no output"),
-        (CAT | {"edit": 3}, "edit has no text"),
-        (CAT | {"output": " \n"}, "output has no text"),
-        ('{"input": "\\ud800", "edit": "b", "output": "c"}', "surrogates not allowed"),
-        (CAT | {"output": "A photo  of a CAT."}, "output is the same as input; write the caption"),
-        (CAT | {"edit": "Make it  a lion."}, "repeats line 1"),
-    ],
-)
-def test_a_problem_of_a_line(tmp_path, row, problem):
-    file = write(tmp_path, CAT, row)
-    assert f"--captions {file} has 1 problem: line 2: {problem}" in error_of(read_captions, file)
-
-
 def test_all_problems_at_once(tmp_path):
-    rows = [CAT | {"edit": f"edit {n}", "output": ""} for n in range(3)]
-    rows += [CAT | {"edit": str(n)} for n in range(20)]
-    rows += [CAT | {"edit": str(n)} for n in range(9)]
+    """The first ten are named."""
+    rows = [
+        CAT,
+        "{",
+        {"input": "a"},
+        CAT | {"edit": 3},
+        CAT | {"output": " \n"},
+        '{"input": "\\ud800", "edit": "b", "output": "c"}',
+        CAT | {"output": "A photo  of a CAT."},
+        CAT | {"edit": "Make it  a lion."},
+        *[CAT | {"edit": ""}] * 5,
+    ]
     error = error_of(read_captions, write(tmp_path, *rows))
-    assert "has 12 problems: line 1: output has no text; line 2: output has no text;" in error
-    assert error.endswith("line 30: repeats line 10; and 2 more")
-
-
-def test_files_that_cannot_be_read(tmp_path):
-    error = error_of(read_captions, tmp_path / "none.jsonl")
-    assert "none.jsonl cannot be read: No such file or directory" in error
-    assert "cannot be read: Is a directory" in error_of(read_captions, tmp_path)
-    (tmp_path / "a.jsonl").write_bytes(json.dumps(CAT).encode() + b'\n{"input": "caf\xe9"}')
-    assert "a.jsonl line 2 is not UTF-8; save" in error_of(read_captions, tmp_path / "a.jsonl")
+    expected = (
+        *("not JSON (Expecting", "edit has no text", "edit has no text", "output has no text"),
+        *("'utf-8' codec can't encode", "output is the same as input; write", "repeats line 1"),
+    )
+    assert all(f"line {line}: {problem}" in error for line, problem in enumerate(expected, start=2))
+    assert error.endswith("and 2 more")
 
 
 def test_a_template_has_all_combinations(tmp_path):
@@ -120,40 +94,20 @@ def test_braces_and_equal_results():
     template = ("{{{a}{b}}}", "edit", "after")
     found = captions_of_template(template, ("a=x,xy", "b=yz,z"))
     assert [x.input for x in found] == ["{xyz}", "{xz}", "{xyyz}"]
-    assert fields_of(("{b} {a}", "{a}", "c")) == ["b", "a"]
 
 
 @pytest.mark.parametrize(
-    "template, fill, problem",
+    ("template", "fill", "problem"),
     [
-        (("{animal", *TEMPLATE[1:]), (), "'{animal' has a field that is not a name in braces"),
-        (("{}", *TEMPLATE[1:]), (), "'{}' has a field that is not a name in braces"),
-        (("{a.b}", *TEMPLATE[1:]), (), "'{a.b}' has a field that is not a name"),
-        (("{a:>9}", *TEMPLATE[1:]), (), "'{a:>9}' has a field that is not a name"),
-        (("a", " ", "b"), (), "--template has an empty text"),
         (TEMPLATE, ("animal=cat",), "has the fields animal, other, and --fill has values"),
         (TEMPLATE, ("animal=a", "other=b", "city=c"), "has values for animal, other, city; give"),
-        (TEMPLATE, ("animal=cat", "=lion"), "--fill '=lion' has no NAME="),
         (TEMPLATE, ("animal=cat,", "other=a"), "--fill animal=cat, has a value without text"),
-        (TEMPLATE, ("animal=a,b, a", "other=a"), "or a value twice"),
         (TEMPLATE, ("animal=@none.txt", "other=a"), "--fill animal=@none.txt cannot be read"),
         (TEMPLATE, ("animal=cat", "other=Cat"), "equal captions before and after the edit"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_in_templates(template, fill, problem):
     assert problem in error_of(captions_of_template, template, fill)
-
-
-def test_files_of_words(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("empty.txt").write_text(" \n")
-    Path("many.txt").write_text("\n".join(map(str, range(2000))))
-    for name, problem in (
-        ("empty", "--fill animal=@empty.txt has no value; write one per line"),
-        ("many", "--fill makes 4,000,000 combinations of its values, more than 1,000,000"),
-    ):
-        fill = (f"animal=@{name}.txt", "other=@many.txt")
-        assert problem in error_of(captions_of_template, TEMPLATE, fill)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +126,7 @@ def test_texts_that_are_too_long_are_named(tokenizer):
     fits, long = texts_of_tokens(tokenizer, [77, 78])
     captions = [Caption(1, fits, "b", "c"), Caption(3, "a", long, long), Caption(5, long, "b", "c")]
     check_lengths(captions[:1], [(tokenizer, 77)], "--captions list.jsonl")
-    problem = f"is 78 tokens long, the model takes 77, start and end included: '{long[:40]}'"
+    problem = f"is too long, 78 tokens of 77: '{long[:40]}'"
     expected = f"line 3: edit {problem}; line 3: output {problem}; line 5: input {problem}"
     for tokenizers in ([(tokenizer, 77)], [(tokenizer, 99), (tokenizer, 77)]):
         error = error_of(check_lengths, captions, tokenizers, "--captions list.jsonl")
@@ -184,7 +138,7 @@ def test_tokens_of_embeddings_count_with_all_vectors():
     tokenizer.add_tokens(["<cat>", *(f"<cat>_{n}" for n in range(1, 90))])
     caption = Caption(1, "a <cat>", "b", "c")
     error = error_of(check_lengths, [caption], [(tokenizer, 77)], "--template")
-    assert "line 1: input is 93 tokens long" in error
+    assert "line 1: input is too long, 93 tokens" in error
 
 
 def test_words_are_compared_as_clip_reads_them(tokenizer):

@@ -13,7 +13,7 @@ from references import check_output_types, edit_with_torch_xl
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.evaluation.edits import check_model
-from diffusers_flax.generating.models import ModelOptions, Sampling, load_model
+from diffusers_flax.generating.models import ModelOptions, Sampling, load_weights, open_model
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
@@ -89,7 +89,9 @@ def test_what_edits_in_bfloat16_round(folder, loaded):
     sampling = Sampling(3)
     kind, _, resolution, scheduler = check_model(str(folder), None, sampling)
     assert resolution == 64  # the UNet's 8 latents, of 8 pixels each
-    pipeline, params = load_model(folder, kind, scheduler, (), ModelOptions(jnp.bfloat16))
+    options = ModelOptions(jnp.bfloat16)
+    pipeline = open_model(folder, kind, scheduler, (), options)
+    params = load_weights(pipeline, folder, options)
     jax.tree.map(np.testing.assert_array_equal, params["vae"], loaded[1]["vae"])
     del params["scheduler"]
     dtypes = {name: {x.dtype for x in jax.tree.leaves(tree)} for name, tree in params.items()}

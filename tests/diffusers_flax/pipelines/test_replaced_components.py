@@ -12,7 +12,7 @@ import compile_for
 import flax_train_instruct_pix2pix as trainer
 import generate_cli
 from diffusers_flax.generating.requests import Request
-from diffusers_flax.generating.tasks import check_models
+from diffusers_flax.generating.runner import open_models
 from diffusers_flax.messages import warn_once
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL
@@ -44,7 +44,7 @@ def test_images_by_the_chosen_scheduler(tmp_path):
 
     def scheduler_of(**flags):
         config = generate_cli.Config(model=str(folder), **flags)
-        return check_models(config, [Request()]).scheduler
+        return open_models(config, [Request()], None).pipeline.scheduler
 
     assert type(scheduler_of(scheduler="ddim")) is FlaxDDIMScheduler
     with pytest.raises(ValueError, match=r"names _class_name=UniPC.*choose one with scheduler="):
