@@ -197,19 +197,22 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
 def with_own_names(words: list[str], hints: dict) -> list[str]:
     """The words of a command line with the program's own names of SAME_FLAGS.
 
-    Ends the program if a flag with several values has none. hints: {flag: type}.
+    Ends the program if a flag with several values has none or comes twice. hints: {flag: type}.
     """
     own_names = {}
     for group in SAME_FLAGS:
         own = next((name for name in group if name in hints), None)
         own_names |= {name: own for name in group if own and name not in hints}
-    found = []
+    found, given = [], set()
     for word, following in zip(words, [*words[1:], "--"]):
         if word.startswith("--"):
             flag, sep, value = word[2:].partition("=")
             name = flag.replace("-", "_")
             if get_origin(hints.get(name)) is tuple and not sep and following.startswith("--"):
                 refuse(f"--{name} has no value; give one or more, or leave the flag out")
+            if "tuple[" in str(hints.get(name)) and name in given:  # tyro takes the last ones
+                refuse(f"--{name} is given twice; write all values after one --{name}")
+            given.add(name)
             word = f"--{own_names.get(name, flag)}{sep}{value}"
         found.append(word)
     return found

@@ -73,6 +73,7 @@ def refused(config_class, args, capsys):
         ),
         (["--spacing", "wide"], "invalid choice 'wide' for argument '--spacing'"),
         (["--sizes", "--names"], "--sizes has no value; give one or more"),
+        (["--sizes", "1", "--sizes=2"], "--sizes is given twice; write all values after one"),
     ],
 )
 def test_wrong_flags_are_one_line(args, message, capsys):
