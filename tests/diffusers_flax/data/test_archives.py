@@ -203,20 +203,12 @@ def test_workers_divide_the_archives(tmp_path, capsys):
     assert not names[0] & names[1]  # the loader tells shards of processes apart by name and size
     # A worker with a part of the archives converts what it has.
     make_set(FAST[0], tmp_path / "inter")
-    write_lines(
-        tmp_path / "inter" / "metadata" / "train-00001-of-00002.jsonl.gz",
-        [
-            {
-                "instruction": "x",
-                "source_archive": "source-00001-of-00002.tar",
-                "source_file": "sources/source_0000001.png",
-                "asset_archive": "asset-00001-of-00002.tar",
-                "target_file": "targets/target_0000001.png",
-                "mask_file": "masks/mask_0000001.png",
-            }
-        ]
-        * 20,
-    )
+    names = ("source_file", "target_file", "mask_file")
+    row = {name: f"{name[:-5]}s/{name[:-5]}_0000001.png" for name in names}
+    row |= {"source_archive": "source-00001-of-00002.tar", "instruction": "x"}
+    row |= {"asset_archive": "asset-00001-of-00002.tar"}
+    index = tmp_path / "inter" / "metadata" / "train-00001-of-00002.jsonl.gz"
+    write_lines(index, [row] * 20)
     run(tmp_path / "inter", tmp_path / "own")
     assert len(read_shards(tmp_path / "own")) == 8
     assert "left out    20 pairs: no files here" in capsys.readouterr().out
