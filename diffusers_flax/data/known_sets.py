@@ -44,7 +44,6 @@ class KnownIndex(NamedTuple):
     licence: str  # on its card; "": not stated
     keys: tuple[str, ...]  # that every row has
     pairs: Callable[[dict, str], Iterator[IndexedPair]]  # of (row, stem of the index)
-    hint: str = ""  # what to do first if the original images are not there
     has_whole_paths: bool = False  # they begin with a folder or archive of the set
 
 
@@ -176,11 +175,6 @@ def gpt_conversations(row: dict, stem: str) -> Iterator[IndexedPair]:
     yield IndexedPair(original, more[-1], (text,), reference=(*more[:-1], None)[0])
 
 
-MAP = (
-    "the set has its source images by URL only: download train_0.tar.gz and train_1.tar.gz of Open "
-    "Images and run map_openimage_url_to_local.py of github.com/apple/pico-banana-400k, or "
-    "download the URLs into a directory beside the index"
-)
 NHR, IMGEDIT, SEED = "iitolstykh/NHR-Edit", "sysuyy/ImgEdit", "AILab-CVC/SEED-Data-Edit"
 PICO, NC, ND = "apple/pico-banana-400k", "CC-BY-NC-4.0", "CC-BY-NC-ND-4.0"
 INTER, SHARE = "a1557811266/Inter-Edit-Train", "FreedomIntelligence/ShareGPT-4o-Image"
@@ -219,8 +213,8 @@ INDEXES = (
     KnownIndex(NHR, "Apache-2.0", ("source_file_name", "edited_file_name"), by_words),
     KnownIndex(f"{IMGEDIT}, several turns", "MIT", ("data.input_images",), imgedit_turns),
     KnownIndex(IMGEDIT, "MIT", ("input_images", "output_images", "prompt"), by_words),
-    KnownIndex(f"{PICO}, several turns", ND, ("metadata_edit_turn_prompts",), pico_turns, MAP),
-    KnownIndex(PICO, ND, ("open_image_input_url", "text", "output_image"), pico_banana, MAP),
+    KnownIndex(f"{PICO}, several turns", ND, ("metadata_edit_turn_prompts",), pico_turns),
+    KnownIndex(PICO, ND, ("open_image_input_url", "text", "output_image"), pico_banana),
     KnownIndex(f"{SEED}, several turns", NC, ("source_image", "instruction_1"), seed_turns),
     KnownIndex(SEED, NC, ("source_image", "target_image", "instruction"), by_words),
     KnownIndex(INTER, "", ("source_archive", "asset_archive"), inter_edit, has_whole_paths=True),

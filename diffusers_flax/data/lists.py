@@ -196,10 +196,7 @@ def read_objects(
 def missing_names(names: list[str], required: tuple[str, ...]) -> str:
     """Name the missing required keys or columns; "" without any."""
     missing = [name for name in required if not set(NAMES[name]) & set(names)]
-    problem = "; ".join(f"no {' or '.join(NAMES[name])}" for name in missing)
-    if "edited_image" in missing and "output" in names:
-        problem += " (output is the file that edit_cli.py writes, no image to learn from)"
-    return problem
+    return "; ".join(f"no {' or '.join(NAMES[name])}" for name in missing)
 
 
 def parse_texts(

@@ -118,22 +118,17 @@ def list_pairs(
     required = (*(["file_name"] if in_folders else IMAGES), "edit_prompt")
     optional = (*CAPTIONS, "mask")
     rows, problems = list_rows(f"--pairs {file}", file, required, optional, max_pairs)
-    folders = {}
-    if in_folders:
-        folders = {image: index_images(file.parent / name) for image, name in IMAGE_DIRS.items()}
-    pairs, lines = [], {}
+    if not in_folders:
+        return rows, problems
+    folders = {image: index_images(file.parent / name) for image, name in IMAGE_DIRS.items()}
+    pairs = []
     for row in rows:
         try:
             for image, files in folders.items():
                 row[image] = find_image(files, row["file_name"], IMAGE_DIRS[image])
+            pairs.append(row)
         except ValueError as error:
             problems.append((row["line"], str(error)))
-            continue
-        row |= {image: row[image].resolve() for image in IMAGES}  # two spellings are one file
-        key = tuple(row[name] for name in (*IMAGES, "edit_prompt"))
-        if (first := lines.setdefault(key, row["line"])) != row["line"]:
-            problems.append((row["line"], f"repeats line {first}"))
-        pairs.append(row)
     return pairs, problems
 
 

@@ -141,15 +141,13 @@ def convert(source: Source, output_dir: Path, options: PairsFlags, state: dict) 
         print(f"set         {name}, {licence or 'no licence on its card'}")
         if forbidden := forbids(licence):
             print(f"licence     {licence} forbids {forbidden}")
-    hints = [known.hint for _, known in source.indexes if known.hint]
-    hint = [*hints, "name a directory that has both the index and its archives"][0]
     if not plan.pairs:
         examples = [kept["examples"][0] for kept in plan.left_out.values()]
         raise ValueError(
             f"--pairs {source.root} has no pair that can be used; the first: "
-            f"{(*examples, 'it has no rows')[0]}; {hint}"
+            f"{(*examples, 'it has no rows')[0]}; name a directory that has index and archives"
         )
-    check_bad(plan.left_out, len(plan.pairs), options, hint)
+    check_bad(plan.left_out, len(plan.pairs), options)
     archives = sorted({pair.archive for pair in plan.pairs})
     archives = archives[options.worker or 0 :: options.num_workers or 1]
     if not archives:
@@ -190,14 +188,14 @@ def convert(source: Source, output_dir: Path, options: PairsFlags, state: dict) 
     return "\n".join(lines)
 
 
-def check_bad(left_out: dict, num_pairs: int, options: PairsFlags, hint: str = "") -> None:
+def check_bad(left_out: dict, num_pairs: int, options: PairsFlags) -> None:
     """Raise a ValueError if too many rows and pairs are bad; num_pairs: without these."""
     found = [left_out[reason] for reason in BAD if reason in left_out]
     bad = sum(kept["count"] for kept in found)
     if bad > options.max_bad_fraction * (num_pairs + bad):
         raise ValueError(
             f"{bad} of {num_pairs + bad} pairs cannot be used, more than --max_bad_fraction "
-            f"{options.max_bad_fraction}; for example {found[-1]['examples'][-1]}; {hint}"
+            f"{options.max_bad_fraction}; for example {found[-1]['examples'][-1]}"
         )
 
 

@@ -178,13 +178,6 @@ def test_rows_that_cannot_be_used_are_named_and_counted(tmp_path, capsys, monkey
     }  # fmt: skip
 
 
-def test_sources_by_url_name_the_step_that_comes_first(tmp_path, capsys):
-    make_set("apple/pico-banana-400k", tmp_path / "set")
-    (tmp_path / "set" / "train_0.tar.gz").unlink()
-    error = refuse(tmp_path / "set", tmp_path / "data", capsys)
-    assert "URL only" in error and "map_openimage_url_to_local.py" in error
-
-
 def test_workers_divide_the_archives(tmp_path, capsys):
     folder, seen = tmp_path / "set", {}
     for k in range(3):

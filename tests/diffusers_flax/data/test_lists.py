@@ -147,14 +147,6 @@ def test_every_program_refuses_a_row_alike(tmp_path, capsys, change, message):
     assert errors[0].startswith(f"{file} has 1 problem: line 2: ") and message in errors[0]
 
 
-def test_output_is_no_image_to_learn_from(tmp_path):
-    paint(tmp_path / "lists/in.png", "red")
-    row = {"input": "in.png", "edit": "x", "output": "o.png"}
-    file = write_list(tmp_path / "lists/c.csv", [row])
-    with pytest.raises(ValueError, match=r"edited or truth \(output is the file that edit_cli\.py"):
-        write_pairs(file, Path("data-c"))
-
-
 def test_the_documented_keys_are_the_accepted_ones():
     text = (ROOT / "docs" / "data.md").read_text().partition("## Lists of edits")[2]
     rows = re.findall(r"^\| .*? \| ((?:`\w+`(?:, )?)+) \|", text, re.MULTILINE)
