@@ -191,16 +191,14 @@ def sets_of_shards(groups: list[RowGroup]) -> dict[str, str] | None:
     return sets_in(folder, files) if isinstance(folder, Path) else None  # a URL
 
 
-def formats_of(
-    cells: Cells, position: int, columns: tuple[str, str, str]
-) -> tuple[Pair, list[str]]:
+def formats_of(cells: Cells, position: int) -> tuple[Pair, list[str]]:
     """Decode a pair; return it with format, size and mode of both images.
 
     Raises:
         ValueError: it cannot be used.
     """
     pair = pair_at(cells, position)
-    check_pair(pair, columns)
+    check_pair(pair)
     formats = []
     for data in pair[:2]:
         image = open_image(io.BytesIO(data))

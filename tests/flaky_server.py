@@ -7,7 +7,6 @@ apart. What is wrong with each file is set by a `Fault`.
 
 import contextlib
 import itertools
-import random
 import threading
 import time
 import zlib
@@ -41,21 +40,15 @@ class FlakyServer(LocalServer):
         rate: bytes/s of one connection, or None for all it can.
         token: answer 401 to requests of the hub without this bearer token.
         redirect: False makes the hub send the files itself.
-        latency: seconds before any answer.
-        failure_rate: fraction of the CDN's answers that fail: HTTP 500 or 503, no answer, or half.
 
     `http://127.0.0.1:PORT/resolve/` is a page with links to the files.
     """
 
-    def __init__(
-        self, files, faults=(), rate=None, token=None, redirect=True, latency=0, failure_rate=0
-    ):
+    def __init__(self, files, faults=(), rate=None, token=None, redirect=True):
         self.files = dict(files)
         self.faults = defaultdict(Fault, faults)
         self.rate = rate
         self.token = token
-        self.latency, self.failure_rate = latency, failure_rate
-        self.random, self.num_failed = random.Random(0), 0
         self.redirect = redirect
         self.sent = Counter()  # body bytes handed to the socket, by file
         self.requests = []  # (host, method, name, status, Authorization or None)
@@ -81,21 +74,12 @@ class FlakyServer(LocalServer):
         authorization = request.headers["Authorization"]
         headers, body, cut = {}, b"", False
         fault = self.faults[name]
-        if self.latency:
-            self.over.wait(self.latency)
         if role == "resolve":
             self.over.wait(fault.delay)
         with self.lock:
             planned = fault.hub if role == "resolve" else fault.cdn
-            sends = name and (role == "cdn" or not self.redirect)
-            failure = None
-            if sends and self.random.random() < self.failure_rate:
-                failure = self.random.choice((500, 503, 0, "cut"))
-                self.num_failed += 1
             if role == "resolve" and self.token and authorization != f"Bearer {self.token}":
                 status = 401
-            elif failure in (500, 503, 0):
-                status = failure
             elif planned:
                 status = planned.pop(0)
                 if status in (429, 503):
@@ -126,7 +110,6 @@ class FlakyServer(LocalServer):
                 if request.command == "GET" and fault.cuts:
                     fault.cuts -= 1
                     cut = True
-                cut = cut or failure == "cut"
             self.requests.append((host, request.command, name, status, authorization))
         if status == 0:
             request.close_connection = True

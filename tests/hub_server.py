@@ -45,7 +45,6 @@ class Hub(LocalServer):
         endpoint: the hub's address; the same server is the CDN under the name localhost.
         trees: {(dataset, revision): {path: bytes, or size alone for a file that is only listed}}.
         token: what a request must bring, if not None.
-        gated: datasets whose files need the token, while their listing does not.
         failures: {start of path: [(status, headers), ...]}: the first of them is answered once.
         attributes: of the metadata server.
         requests: list of (host, path with query, {lower-case header: value}) as they came in.
@@ -53,8 +52,7 @@ class Hub(LocalServer):
 
     def __init__(self):
         self.trees, self.attributes, self.failures = {}, {}, defaultdict(list)
-        self.token, self.gated, self.requests = None, set(), []
-        self.ranges = True  # does the CDN know them
+        self.token, self.requests = None, []
         super().__init__()
 
     def add(self, dataset, files, revision="main"):
@@ -81,14 +79,12 @@ class Hub(LocalServer):
             return send(request, 200, value.encode())
         if path.startswith("/cdn/") and host == "localhost":
             return self.send_bytes(request, path)
-        if path.startswith("/plain/"):
-            return self.send_bytes(request, path)
         allowed = request.headers["Authorization"] == f"Bearer {self.token}"
         if path.startswith("/api/datasets/"):
             if "/revision/" in path:
                 return self.send_commit(request, path)
             dataset, _, revision = path.removeprefix("/api/datasets/").partition("/tree/")
-            if self.token and not allowed and dataset not in self.gated:
+            if self.token and not allowed:
                 return send(request, 401, headers={"X-Error-Code": "RepoNotFound"})
             return self.send_tree(request, dataset, revision, parse_qs(url.query))
         dataset, _, rest = path.removeprefix("/datasets/").partition("/resolve/")
@@ -111,11 +107,12 @@ class Hub(LocalServer):
             {
                 "rfilename": path,
                 "size": len(content),
-                "lfs": {"sha256": hashlib.sha256(content).hexdigest()},
             }
             for path, content in files.items()
         ]
-        send(request, 200, json.dumps({"sha": commit, "siblings": siblings}).encode())
+        send(
+            request, 200, json.dumps({"id": dataset, "sha": commit, "siblings": siblings}).encode()
+        )
 
     def send_tree(self, request, dataset, revision, query):
         if dataset not in {name for name, _ in self.trees}:
@@ -148,7 +145,7 @@ class Hub(LocalServer):
             if rest.startswith(f"{dataset}/{revision}/")
         )
         wanted = request.headers.get("Range")
-        if not (wanted and self.ranges):
+        if not wanted:
             return send(request, 200, content)
         first, _, last = wanted.removeprefix("bytes=").partition("-")
         start, stop = int(first or 0), len(content)

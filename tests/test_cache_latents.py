@@ -63,7 +63,7 @@ def test_latents_are_pytorchs(model, data, kept):
                 assert ours.original is ours.edited is None
                 continue
             pixels = np.empty((2, 16, 16, 3), np.uint8)
-            decoding.decode_pair(pair, tuple(pixels), group.columns, "dct", 0.5, False)
+            decoding.decode_pair(pair, tuple(pixels), "dct", 0.5, False)
             both = np.stack((pixels, pixels[:, :, ::-1]), 1).reshape(4, 16, 16, 3)
             images = torch.from_numpy(both.copy()).permute(0, 3, 1, 2) / 127.5 - 1
             with torch.no_grad():

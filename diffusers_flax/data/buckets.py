@@ -16,17 +16,9 @@ from tqdm import tqdm
 
 from diffusers_flax.data.images import encoded_size
 from diffusers_flax.data.options import Processes
-from diffusers_flax.data.shards import (
-    ImageColumn,
-    RowGroup,
-    latents_metadata,
-    open_row_group,
-    read_column,
-    read_images,
-)
+from diffusers_flax.data.shards import Cells, RowGroup, image_at, latents_metadata, read_columns
 from diffusers_flax.data.streaming import is_remote
 from diffusers_flax.loading.files import save_whole
-from diffusers_flax.messages import one_line, warn_once
 
 MAX_STEP = 64  # pixels; sides of buckets are multiples of it, at low resolutions of less
 MAX_BUCKET_ASPECT = 2  # of the default sizes: the longer side to the shorter
@@ -54,7 +46,7 @@ def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[
         texts: sizes as WIDTHxHEIGHT; (): the default sizes; None: only the square.
 
     Raises:
-        ValueError: a text is no size, or the sizes do not fit the resolution or each other.
+        ValueError: a text is no size, or a side is no multiple of `side_step`.
     """
     if texts is None:
         return ((resolution, resolution),)
@@ -65,7 +57,7 @@ def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[
         sides = [(short, resolution**2 // short // step * step) for short in shorts]
         sides = [(short, long) for short, long in sides if long <= MAX_BUCKET_ASPECT * short]
         return tuple(sorted({*sides, *((long, short) for short, long in sides)}))
-    sizes = {}  # by aspect ratio
+    sizes = []
     for text in texts:
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
         if not match:
@@ -73,17 +65,8 @@ def bucket_sizes(resolution: int, texts: tuple[str, ...] | None) -> tuple[tuple[
         width, height = map(int, match.groups())
         for side in (width, height):
             check_side(f"{BUCKETS} {text}: {side}", side, step)
-        if not 0.5 <= width * height / resolution**2 <= 2:
-            raise ValueError(
-                f"{BUCKETS} {text} has {width * height / resolution**2:.3g} times the pixels of "
-                f"--resolution {resolution}; it may have from a half to twice as many"
-            )
-        if other := sizes.get(width / height):
-            raise ValueError(
-                f"{BUCKETS} {size_name(other)} and {text} have one aspect ratio; leave out one"
-            )
-        sizes[width / height] = (width, height)
-    return tuple(sizes[aspect] for aspect in sorted(sizes))
+        sizes.append((width, height))
+    return tuple(sorted(set(sizes), key=lambda size: size[0] / size[1]))
 
 
 def check_side(named: str, side: int, step: int) -> None:
@@ -153,8 +136,7 @@ def stored_sizes(
     """Width and height of every row's original image, upright, from the files' headers.
 
     The first call reads a column of all shards and saves the sizes of each shard in SIZES_DIR, if
-    that is writable. Sizes of image files beside a shard are not saved, as these may change. The
-    size of latents is the size that their images were scaled to.
+    that is writable. The size of latents is the size that their images were scaled to.
 
     Args:
         groups: row groups of images or of latents, in the order of their shards.
@@ -172,63 +154,47 @@ def stored_sizes(
             num_rows = sum(group.num_rows for group in groups)
             return np.full((num_rows, 2), latents["resolution"])
         sizes = np.flip(latents["sizes"], axis=1)  # heights and widths
-        return np.concatenate([sizes[read_size_column(group)] for group in groups])
+        indices = [read_columns(g, [SIZE])[SIZE].to_numpy()[: g.num_rows] for g in groups]
+        return sizes[np.concatenate(indices)]
     if is_remote(groups[0].path):
         raise ValueError(
             f"{BUCKETS} reads all images of {groups[0].path.parent} before training; download them "
             "with script.py and script.sh first"
         )
     shards = list({group.path: group for group in groups}.values())
-    sizes_of = {shard.path: load_sizes(shard) for shard in shards}
-    missing = [shard for shard in shards if sizes_of[shard.path] is None]
-    first = processes.process_index * len(missing) // processes.process_count
-    missing = missing[first:] + missing[:first]
-    if missing:
-        total = sum(shard.metadata.num_rows for shard in missing)
-        with tqdm(total=total, desc="image sizes", unit="row") as bar:
-
-            def read_shard(shard):
-                sizes = load_sizes(shard)  # another process may have read it
-                if sizes is None:
-                    sizes, are_in_shard = read_sizes(shard)
-                    if are_in_shard:
-                        save_sizes(shard, sizes)
-                bar.update(len(sizes))
-                return sizes
-
-            with ThreadPoolExecutor(min(num_threads, SIZE_READERS)) as threads:
-                sizes_of |= zip([s.path for s in missing], threads.map(read_shard, missing))
+    first = processes.process_index * len(shards) // processes.process_count
+    shards = shards[first:] + shards[:first]
+    with ThreadPoolExecutor(min(num_threads, SIZE_READERS)) as threads:
+        sizes = threads.map(sizes_of_shard, shards)
+        bar = tqdm(sizes, "image sizes", len(shards), unit="shard", delay=1)
+        sizes_of = {shard.path: sizes for shard, sizes in zip(shards, bar)}
     return np.concatenate(
         [sizes_of[g.path][g.first_row : g.first_row + g.num_rows] for g in groups]
     )
 
 
-def read_size_column(group: RowGroup) -> np.ndarray:
-    """Index of the size of each row of a row group of latents."""
-    with open_row_group(group, [SIZE]) as file:
-        parts = [part.to_numpy() for part in read_column(file, group, SIZE)]
-    return np.concatenate(parts)[: group.num_rows]
-
-
-def read_sizes(shard: RowGroup) -> tuple[np.ndarray, bool]:
-    """Read stored_sizes of a shard from its images; shard: any of its row groups.
-
-    Returns:
-        (sizes, whether no image is a file beside the shard).
-    """
-    sizes, spare = np.zeros((shard.metadata.num_rows, 2), np.uint32), []
-    row, are_in_shard = 0, True
+def sizes_of_shard(shard: RowGroup) -> np.ndarray:
+    """Saved stored_sizes of a shard, or else those of its images; shard: any of its row groups."""
+    (column, *_), path = shard.columns, shard.path
+    file = path.parent / SIZES_DIR / f"{path.name}.{column}.{end_checksum(path)}.npy"
+    with suppress(OSError):
+        return np.load(file)
+    sizes, row = np.zeros((shard.metadata.num_rows, 2), np.int32), 0
     for index in range(shard.metadata.num_row_groups):
         group = shard._replace(index=index)
-        with open_row_group(group, group.columns[:1]) as file:
-            images = read_images(file, group, group.columns[0], spare)
-        are_in_shard &= isinstance(images, ImageColumn) or not images.has_files()
-        for position in range(len(images)):
+        cells = Cells(group, read_columns(group, [column]))
+        for position in range(len(cells.table)):
             with suppress(Exception):  # null, or damaged data, which make decoders raise anything
-                sizes[row] = encoded_size(images[position])
+                sizes[row] = encoded_size(image_at(cells, column, position))
             row += 1
-        del images
-    return sizes, are_in_shard
+
+    def save(unfinished):
+        with open(unfinished, "wb") as opened:
+            np.save(opened, sizes)
+
+    with suppress(OSError):  # the directory cannot be written
+        save_whole(file, save, shared=True)
+    return sizes
 
 
 def end_checksum(path: Path) -> str:
@@ -236,35 +202,3 @@ def end_checksum(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(-min(FOOTER_BYTES, path.stat().st_size), os.SEEK_END)
         return f"{zlib.crc32(file.read()):08x}"
-
-
-def sizes_file(shard: RowGroup) -> Path:
-    """The file with heights and widths of a shard; its name identifies content and column."""
-    key = f"{shard.columns[0]} {shard.path.stat().st_size} {end_checksum(shard.path)}"
-    return shard.path.parent / SIZES_DIR / f"{shard.path.name}.{zlib.crc32(key.encode()):08x}.npy"
-
-
-def load_sizes(shard: RowGroup) -> np.ndarray | None:
-    """Saved stored_sizes of a shard, or None."""
-    with suppress(OSError, ValueError, EOFError):  # missing or damaged
-        sizes = np.flip(np.load(sizes_file(shard)), axis=1)
-        if sizes.shape == (shard.metadata.num_rows, 2):
-            return sizes
-    return None
-
-
-def save_sizes(shard: RowGroup, sizes: np.ndarray) -> None:
-    """Save stored_sizes of a shard, if its directory is writable."""
-    path = sizes_file(shard)
-
-    def save(unfinished):
-        with open(unfinished, "wb") as file:
-            np.save(file, np.flip(sizes, axis=1))
-
-    try:
-        save_whole(path, save, shared=True)
-    except OSError as error:
-        warn_once(
-            f"the sizes of the images cannot be saved in {path.parent} ({one_line(error, 200)}); "
-            "the next start reads them again"
-        )

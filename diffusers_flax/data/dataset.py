@@ -11,24 +11,22 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from diffusers_flax.data.buckets import size_name
-from diffusers_flax.data.options import Columns, Processes, Reading, Transform, check_at_least
+from diffusers_flax.data.options import Columns, Processes, Reading, Transform
 from diffusers_flax.data.reading import (
-    BatchRow,
+    Epoch,
     StoredPairs,
     check_same_stream,
     decode_batches,
     stream_settings,
 )
 
-# Parts of an epoch. A process holds a window of row groups in memory for each part that it reads.
-# Fewer parts need less memory in one process; with many processes, more parts mean less reading.
-DEFAULT_PARTS = 4
-BATCHES_BEFORE_END = 64  # of an epoch, when a stream begins to fetch the next one
+# Parts of an epoch, at most. A process holds a window of row groups in memory for each part that it
+# reads. Fewer parts need less memory in one process; with many processes, more mean less reading.
+MAX_PARTS = 4
 
 
 def register_with_torch(dataset_class: type) -> None:
@@ -44,10 +42,7 @@ def refuse_torch_workers() -> None:
     """Raise a ValueError in a worker of a torch DataLoader."""
     data = sys.modules.get("torch.utils.data")
     if data is not None and data.get_worker_info() is not None:
-        raise ValueError(
-            "DataLoader's num_workers must be 0: ParquetImagePairs has its own threads; set "
-            "num_threads instead"
-        )
+        raise ValueError("DataLoader's num_workers must be 0; set num_threads of Reading instead")
 
 
 class ParquetImagePairs(StoredPairs):
@@ -69,13 +64,14 @@ class ParquetImagePairs(StoredPairs):
     With micro_conditioning also `time_ids`, float32 (B, 6), see `decoding.decode_pair`. With masks
     also `mask`, uint8 (B, R, R) or (B, h, w), 255 where the image may change, 0 without a mask.
 
-    Order: an epoch has `num_parts` parts, and a global batch concatenates equal slices of them. If
+    Order: an epoch has parts (the greatest common divisor of the global batch size and MAX_PARTS;
+    with sizes 1), and a global batch concatenates equal slices of them. If
     all processes have the same shards, the parts cover all rows, and process i takes the i-th equal
     slice of every global batch; less than one global batch of rows is unused. If each process has
     its own shards, it makes its own parts and batches, and all processes stop when the process with
     the fewest rows has no more. Each epoch leaves out different rows and yields no row twice.
-    Order, crops and flips depend on the data, seed, epoch, global batch size, `num_parts` and
-    `shuffle_buffer` (see `epoch_order`). They do not depend on the number of threads or, if all
+    Order, crops and flips depend on the data, seed, epoch, global batch size and `shuffle_buffer`
+    (see `epoch_order`). They do not depend on the number of threads or, if all
     processes have the same shards, on the number of processes.
 
     Sizes: with `sizes` a pair gets the size nearest in aspect ratio to its original image, and a
@@ -88,13 +84,10 @@ class ParquetImagePairs(StoredPairs):
     With sizes only rows of the same size are searched.
     `num_bad` counts replaced pairs, `bad_rows` names their rows, and each is logged once.
 
-    Memory: the encoded pairs of a window of shuffle_buffer / num_parts rows plus up to two row
-    groups, for each part that the process reads, and at most all of its shards; one row group read
-    ahead, one of its columns twice while it is read; `prefetch_batches` batches. With sizes also up
-    to GROUPS_READ_AGAIN row groups with undecodable pairs, and the encoded pairs of incomplete
-    batches. With one part and shared shards these are less than a batch per size; else a few row
-    groups, or most pairs if shards are sorted by aspect ratio. For streamed shards also
-    CACHE_BYTES and READ_AHEAD_BYTES of streaming.py.
+    Memory: the encoded pairs of a window of shuffle_buffer / parts rows plus up to two row
+    groups, for each part that the process reads, and at most all of its shards; the row groups that
+    are read ahead; `prefetch_batches` batches; with sizes also the encoded pairs of incomplete
+    batches.
 
     `state_dict()` is the position after the last batch yielded. A dataset with the same arguments
     that loads it continues with the next batch, bit for bit.
@@ -104,8 +97,6 @@ class ParquetImagePairs(StoredPairs):
         batch_size: pairs per batch of this process.
         columns, transform, processes, reading: see options.py.
         seed: at least 0.
-        num_parts: a divisor of the global batch size; 0: the greatest common divisor of the global
-            batch size and DEFAULT_PARTS, with sizes 1.
 
     Raises:
         ValueError: an invalid argument, an invalid directory (see `list_row_groups` and
@@ -123,31 +114,25 @@ class ParquetImagePairs(StoredPairs):
         seed: int = 0,
         processes: Processes = Processes(),
         reading: Reading = Reading(),
-        num_parts: int = 0,
     ):
         register_with_torch(type(self))
-        check_at_least(1, batch_size=batch_size)
-        check_at_least(0, seed=seed, num_parts=num_parts)
         global_batch_size = batch_size * processes.process_count
-        if transform.sizes is not None:
-            num_parts = num_parts or 1  # with more, more pairs wait until their batch is full
-        num_parts = num_parts or math.gcd(global_batch_size, DEFAULT_PARTS)
-        if global_batch_size % num_parts:
-            raise ValueError(
-                f"num_parts={num_parts} does not divide the global batch of {global_batch_size} "
-                f"pairs (batch_size={batch_size}, process_count={processes.process_count}); use a "
-                "divisor or 0"
-            )
-
+        # With sizes and more parts, more pairs would wait until their batch is full.
+        num_parts = math.gcd(global_batch_size, MAX_PARTS) if transform.sizes is None else 1
         super().__init__(train_data_dir, columns, transform, processes, reading)
-        self._check_enough_rows(batch_size)
+        is_shared = len(self.directories) == 1
+        needed = global_batch_size if is_shared else batch_size
+        if min(self.directory_rows) < needed:
+            source = train_data_dir if is_shared else "the directory with the fewest rows"
+            raise ValueError(
+                f"{source} has {min(self.directory_rows)} pairs, fewer than a batch of {needed}; "
+                "use a smaller batch, fewer processes or more pairs"
+            )
         if transform.sizes is not None:
             self.choose_sizes(batch_size)
-        self._partition = partition_rows(
-            self.directories, self.size_rows, batch_size, num_parts, processes
-        )
+        self._partition = partition_rows(self, batch_size, num_parts)
         self.epoch_rows = len(self) * global_batch_size
-        self.batch_size, self.seed, self.num_parts = batch_size, seed, num_parts
+        self.seed = seed
         self.epoch = 0
         self._first_batch = 0  # at which the next iteration starts
         self._next_batch = 0  # position of state_dict
@@ -159,37 +144,19 @@ class ParquetImagePairs(StoredPairs):
             **self.identity(),
         }
         if transform.sizes is not None:
-            self._stream_identity["sizes"] = " ".join(map(size_name, self.decoding.sizes))
-
-    def _check_enough_rows(self, batch_size: int) -> None:
-        """Raise a ValueError if a directory has less than one batch."""
-        is_shared = len(self.directory_rows) == 1
-        num_rows = min(self.directory_rows)
-        needed = batch_size * (self.processes.process_count if is_shared else 1)
-        if num_rows < needed:
-            source = self.train_data_dir if is_shared else "the directory with the fewest rows"
-            raise ValueError(
-                f"{source} has {num_rows} pairs, fewer than a batch of {needed}; use a smaller "
-                "batch, fewer processes or more pairs"
-            )
+            self._stream_identity["sizes"] = " ".join(map(size_name, self.sizes))
 
     def describe_epoch(self) -> str:
-        """Say how many pairs an epoch uses: "16 of 24 pairs per epoch"."""
-        return f"{self.epoch_rows} of {self.num_rows} pairs per epoch"
-
-    def describe_sizes(self) -> str:
-        """Number of pairs of each size over all processes; "" without sizes.
+        """Say how many pairs an epoch uses, and how many there are of each size over all processes.
 
         Returns:
-            "pairs by size: 384x640 12, 512x512 80; left out with less than a batch: 640x384".
+            "16 of 24 pairs per epoch (pairs by size: 384x640 4, 512x512 20)".
         """
+        text = f"{self.epoch_rows} of {self.num_rows} pairs per epoch"
         if self.directory_sizes is None:
-            return ""
-        parts = zip(self.decoding.sizes, self.size_rows.sum(axis=0))
-        counts = ", ".join(f"{size_name(size)} {count}" for size, count in parts)
-        left_out = ", ".join(map(size_name, self.sizes_left_out))
-        end = f"; left out with less than a batch: {left_out}" if left_out else ""
-        return f"pairs by size: {counts}{end}"
+            return text
+        counts = zip(map(size_name, self.sizes), self.size_rows.sum(axis=0))
+        return f"{text} (pairs by size: {', '.join(f'{size} {count}' for size, count in counts)})"
 
     def __len__(self) -> int:
         """Batches per epoch of every process."""
@@ -197,22 +164,20 @@ class ParquetImagePairs(StoredPairs):
 
     def set_epoch(self, epoch: int) -> None:
         """Select the epoch, from 0, of the next iteration."""
-        self.epoch, self._first_batch, self._next_batch = epoch, 0, 0
-
-    def passes(self, step: int) -> dict[str, float]:
-        """See Mixture.passes; a single set has none."""
-        return {}
+        self.set_step(epoch * len(self))
 
     def set_step(self, step: int) -> None:
         """Select the first batch of the next iteration, counted from 0 over all epochs."""
         self.epoch, self._first_batch = divmod(step, len(self))
         self._next_batch = self._first_batch
 
+    def passes(self, step: int) -> dict[str, float]:
+        """See Mixture.passes; a single set has none."""
+        return {}
+
     def state_dict(self) -> dict:
         """Position and identity of the stream of batches; the same on every process."""
-        versions = {"versions": self.versions} if self.versions else {}
-        position = {"epoch": self.epoch, "batch": self._next_batch}
-        return position | versions | self._stream_identity
+        return {"epoch": self.epoch, "batch": self._next_batch, **self._stream_identity}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue the next iteration at the position of a `state_dict`.
@@ -220,52 +185,22 @@ class ParquetImagePairs(StoredPairs):
         Raises:
             ValueError: the state belongs to another stream; names all differences.
         """
-        check_same_stream(state, self._stream_identity, self.versions)
-        if not (state["epoch"] >= 0 and 0 <= state["batch"] < len(self)):
-            raise ValueError(
-                f"epoch={state['epoch']}, batch={state['batch']} is not a position in an epoch "
-                f"of {len(self)} batches"
-            )
-        self.epoch, self._first_batch = state["epoch"], state["batch"]
-        self._next_batch = self._first_batch
-
-    def _shuffle(self, epoch: int) -> "Epoch":
-        """The Epoch of a number."""
-        return self._partition.shuffle(
-            [group.num_rows for group in self.groups],
-            self.seed,
-            epoch,
-            self.reading.shuffle_buffer,
-            self.directory_sizes,
-        )
+        check_same_stream(state, self._stream_identity)
+        self.set_step(state["epoch"] * len(self) + state["batch"])
 
     def __iter__(self) -> Iterator[dict]:
         refuse_torch_workers()
         start, self._first_batch = self._first_batch, 0
         self._next_batch = start
-        order, read_steps, draws = self._shuffle(self.epoch)
-        found = self.read_batches([(order[start:], np.maximum(read_steps[start:] - start, 0))])
-        encoded = (
-            [BatchRow(self, row, of_row, draws[row]) for row, of_row in rows] for rows in found
-        )
-        batches = decode_batches(encoded, self.reading, [self])
+        epoch = self._partition.shuffle(self, self.seed, self.epoch, self.reading.shuffle_buffer)
+        read = partial(self.read_batches, [epoch.after(start)])
+        batches = decode_batches(read, self.reading, [self])
         with contextlib.closing(batches):
             for step, batch in enumerate(batches, start=start + 1):
                 self._next_batch = step
-                if self.is_streamed and step == max(start + 1, len(self) - BATCHES_BEFORE_END):
-                    self.fetch_ahead(self._shuffle(self.epoch + 1).order)
                 if step == len(self):
                     self.epoch, self._next_batch = self.epoch + 1, 0
                 yield batch
-
-
-class Epoch(NamedTuple):
-    """The rows that a process reads in an epoch, and when."""
-
-    order: np.ndarray  # integers (num_batches, B), rows of the directory
-    read_steps: np.ndarray  # (num_batches, B): the batch at which each row is read, see _deal
-    # (num_rows, 3) in [0, 1): crop, flip and choice of the instruction of each row.
-    draws: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -280,42 +215,33 @@ class Partition:
     shard_seeds: tuple[tuple[int, ...], ...]  # of each directory, besides seed and epoch
     directory: int  # index of this process's directory
 
-    def shuffle(
-        self,
-        group_rows: list[int],
-        seed: int,
-        epoch: int,
-        shuffle_buffer: int,
-        directories: list[tuple[list[int], np.ndarray]] | None = None,
-    ) -> Epoch:
+    def shuffle(self, pairs: StoredPairs, seed: int, epoch: int, shuffle_buffer: float) -> Epoch:
         """Draw an epoch's order, crops, flips and instructions.
 
         Args:
-            group_rows: number of rows of each row group of this process's directory.
+            pairs: of this process's directory.
             seed, epoch: of ParquetImagePairs.
             shuffle_buffer: see Reading.
-            directories: with several sizes, StoredPairs.directory_sizes.
         """
         shard_seed = self.shard_seeds[self.directory]
-        num_rows = sum(group_rows)
+        group_rows = [group.num_rows for group in pairs.groups]
         of_images, of_texts = (
-            np.random.default_rng([seed, epoch, purpose, *shard_seed]).random((num_rows, n))
+            np.random.default_rng([seed, epoch, purpose, *shard_seed]).random((sum(group_rows), n))
             for purpose, n in ((1, 2), (2, 1))
         )
-        draws = np.hstack((of_images, of_texts))
         order_parts = partial(
             epoch_order,
             num_parts=self.num_parts,
             rows_per_part=sum(self.num_batches) * self.batch_size // self.num_parts,
             window=shuffle_buffer / self.total_parts,
         )
-        if directories is None:
+        if pairs.directory_sizes is None:
             parts = order_parts(group_rows, seed=[seed, epoch, 0, *shard_seed])
             order = self._join(parts.reshape(self.num_parts, sum(self.num_batches), -1))
-            steps = np.arange(len(order))[:, None]
-            read_steps = np.broadcast_to(steps, order.shape)
+            read_steps = np.broadcast_to(np.arange(len(order))[:, None], order.shape)
         else:
-            order, read_steps = self._deal(directories, seed, epoch, order_parts)
+            order, read_steps = self._deal(pairs.directory_sizes, seed, epoch, order_parts)
+        draws = np.hstack((of_images, of_texts))
         return Epoch(order[:, self.columns], read_steps[:, self.columns], draws)
 
     def _join(self, slices: np.ndarray) -> np.ndarray:
@@ -329,25 +255,27 @@ class Partition:
         epoch: int,
         order_parts: Callable[..., np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Deal the rows of an epoch to batches of one size each.
+        """Deal the rows of an epoch to batches of one size each; returns order and read_steps.
 
         All parts are read at the same pace. A batch is complete, and comes next, when every part
         has dealt its slice. So the batches of all processes have the same sizes, and rows of rare
-        sizes wait for their batch.
+        sizes wait for their batch. The rows of a size take turns: an epoch begins after the last
+        row of the epoch before, so that a waiting row is drawn in the next epoch.
 
         Args:
-            directories, seed, epoch: see shuffle.
+            directories: StoredPairs.directory_sizes.
+            seed, epoch: see shuffle.
             order_parts: epoch_order of a directory.
-
-        Returns:
-            order: (num_batches, B), rows of this process's directory.
-            read_steps: (num_batches, B), index of the batch that completes first after the row is
-                dealt, at most the row's own.
         """
         batches, places, complete = [], [], []
         for directory, (group_rows, size_of) in enumerate(directories):
             shard_seed = self.shard_seeds[directory]
-            drawn = self._drawn_sizes(size_of, seed, epoch, shard_seed)
+            drawn = np.full_like(size_of, -1)  # rows that wait for the next epoch
+            for size, count in enumerate(self.num_batches):
+                rows = np.flatnonzero(size_of == size)
+                rows = np.random.default_rng([seed, size, 3, *shard_seed]).permutation(rows)
+                count *= self.batch_size
+                drawn[rows.take(range(epoch * count, (epoch + 1) * count), mode="wrap")] = size
             parts = order_parts(group_rows, seed=[seed, epoch, 0, *shard_seed], size_of=drawn)
             place_of = [  # in their part, the rows of a size, (num_parts, num_batches, rows)
                 np.nonzero(size_of[parts] == size)[1].reshape(self.num_parts, count, -1)
@@ -363,46 +291,20 @@ class Partition:
         order, places = (np.concatenate(x)[turn] for x in (batches, places))
         return order, np.searchsorted(complete[turn], places)
 
-    def _drawn_sizes(
-        self, size_of: np.ndarray, seed: int, epoch: int, shard_seed: tuple[int, ...]
-    ) -> np.ndarray:
-        """size_of, with -1 for rows that wait for the next epoch.
 
-        The rows of a size take turns: an epoch begins after the last row of the epoch before. So a
-        waiting row is drawn in the next epoch, unless more rows wait than an epoch draws, as on a
-        process with more shards than another.
-        """
-        drawn = np.full_like(size_of, -1)
-        for size, count in enumerate(self.num_batches):
-            rows = np.flatnonzero(size_of == size)
-            rows = np.random.default_rng([seed, size, 3, *shard_seed]).permutation(rows)
-            count *= self.batch_size
-            drawn[rows.take(range(epoch * count, (epoch + 1) * count), mode="wrap")] = size
-        return drawn
-
-
-def partition_rows(
-    directories: list[list[tuple[int, int, int]]],
-    size_rows: np.ndarray,
-    batch_size: int,
-    num_parts: int,
-    processes: Processes,
-) -> Partition:
+def partition_rows(pairs: StoredPairs, batch_size: int, num_parts: int) -> Partition:
     """Divide an epoch among processes.
 
     Args:
-        directories: shard ids of one directory if all processes have the same shards, else of each
-            process's directory.
-        size_rows: (directories, sizes), number of rows.
+        pairs: of this process's directory.
         batch_size: pairs per batch of a process.
         num_parts: a divisor of the global batch size.
-        processes: the processes.
     """
-    process_index, process_count = processes.process_index, processes.process_count
-    if len(directories) == 1:  # one order of global batches; each process takes its columns
+    process_index, process_count = pairs.processes.process_index, pairs.processes.process_count
+    if len(pairs.directories) == 1:  # one order of global batches; each process takes its columns
         global_batch_size = batch_size * process_count
         return Partition(
-            num_batches=tuple((np.array(size_rows[0]) // global_batch_size).tolist()),
+            num_batches=tuple((pairs.size_rows[0] // global_batch_size).tolist()),
             num_parts=num_parts,
             total_parts=num_parts,
             batch_size=global_batch_size,
@@ -413,13 +315,13 @@ def partition_rows(
     # Each process has its own order of its own batches.
     own_parts = math.gcd(batch_size, max(1, num_parts // process_count))
     return Partition(
-        num_batches=tuple((np.min(size_rows, axis=0) // batch_size).tolist()),
+        num_batches=tuple((np.min(pairs.size_rows, axis=0) // batch_size).tolist()),
         num_parts=own_parts,
         total_parts=own_parts * process_count,
         batch_size=batch_size,
         columns=slice(batch_size),
         # The order belongs to the shards, whichever process reads them.
-        shard_seeds=tuple(tuple(directory[0][:2]) for directory in directories),
+        shard_seeds=tuple(tuple(directory[0][:2]) for directory in pairs.directories),
         directory=process_index,
     )
 

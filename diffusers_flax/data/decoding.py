@@ -27,6 +27,7 @@ from diffusers_flax.data.shards import (
     latents_metadata,
 )
 
+IMAGE_NAMES = ("original_image", "edited_image")  # in errors, whatever the columns are called
 DAMAGED_MASK = b""  # in shards of latents, of a mask that could not be decoded
 
 
@@ -57,25 +58,19 @@ class Decoding:
             return
         transform = self.transform
         square = (transform.resolution,) * 2
+        resolution, resample = latents["resolution"], latents["image_interpolation_mode"]
         stored = {(w, h) for h, w in latents.get("sizes", [square])}
-        remedy = "use this, or another directory for new latents"
-        problem = ""
-        if transform.random_crop:
-            problem, remedy = "of the centre of each image", "add --no_random_crop"
-        elif latents["resolution"] != transform.resolution:
-            problem = f"of --resolution {latents['resolution']}, not {transform.resolution}"
-        elif latents["image_interpolation_mode"] != transform.resample:
-            made = latents["image_interpolation_mode"]
-            problem = f"of --image_interpolation_mode {made}, not {transform.resample}"
-        elif not stored <= {*self.sizes} or ("sizes" not in latents and self.sizes != (square,)):
-            made, wanted = (
-                " ".join(map(size_name, sorted(sizes))) for sizes in (stored, self.sizes)
-            )
-            problem = f"of {BUCKETS} {made}, not {wanted}"
-        elif transform.micro_conditioning and not has_time_ids(group):
-            problem, remedy = "without time ids of SDXL", "delete them and make them again"
-        if problem:
-            raise ValueError(f"{folder} contains latents {problem}; {remedy}")
+        has_sizes = stored <= {*self.sizes} and ("sizes" in latents or self.sizes == (square,))
+        made, chosen = (" ".join(map(size_name, sorted(x))) for x in (stored, self.sizes))
+        problems = {
+            "of the centre of each image; add --no_random_crop": transform.random_crop,
+            f"of --resolution {resolution}, not {square[0]}": resolution != square[0],
+            f"of --image_interpolation_mode {resample}": resample != transform.resample,
+            f"of {BUCKETS} {made}, not {chosen}": not has_sizes,
+            "without time ids of SDXL": transform.micro_conditioning and not has_time_ids(group),
+        }
+        for problem in (text for text, is_one in problems.items() if is_one):
+            raise ValueError(f"{folder} contains latents {problem}; or use another directory")
 
     def image_specs(self, size: int = 0) -> dict[str, tuple[tuple[int, ...], type]]:
         """{name in a batch: (shape, dtype) of a row} of both images or latents; size: an index."""
@@ -103,7 +98,6 @@ class Decoding:
         batch: dict[str, np.ndarray],
         place: int,
         pair: Pair,
-        columns: tuple[str, str, str],
         draw: np.ndarray,
     ) -> str:
         """Decode a pair into batch[...][place], cropped and flipped by draw.
@@ -112,7 +106,6 @@ class Decoding:
             batch: result of empty_batch.
             place: row of the batch.
             pair: encoded pair.
-            columns: column names for error messages.
             draw: (3,) in [0, 1): the crop, the flip if it is below a half, and which of several
                 instructions.
 
@@ -122,40 +115,42 @@ class Decoding:
         out = tuple(batch[name][place] for name in self.image_specs())
         transform = self.transform
         flip = transform.random_flip and bool(draw[1] < 0.5)
+        crop = draw[0] if transform.random_crop else 0.5
         if self.latents:
-            time_ids = copy_latents(pair, out, columns, flip)
+            time_ids = copy_latents(pair, out, flip)
         else:
-            crop = draw[0] if transform.random_crop else 0.5
-            time_ids = decode_pair(pair, out, columns, transform.resample, crop, flip)
+            time_ids = decode_pair(pair, out, transform.resample, crop, flip)
         if transform.micro_conditioning:
             batch["time_ids"][place] = time_ids[int(flip)]
-        if self.masks and self.latents:
-            copy_mask(pair, batch["mask"][place], flip)
+        if self.masks and self.latents and pair.mask is not None:
+            if pair.mask == DAMAGED_MASK:
+                raise ValueError("mask: none in the shard of latents; it could not be used")
+            mask = np.frombuffer(pair.mask, np.uint8).reshape(batch["mask"][place].shape)
+            batch["mask"][place] = mask[:, ::-1] if flip else mask
         elif self.masks:
-            stored = tuple(time_ids[0, 1::-1])
-            place_mask(pair, batch["mask"][place], stored, transform.resample, crop, flip)
+            place_mask(pair, batch["mask"][place], time_ids, transform.resample, crop, flip)
         return choose_instruction(pair.instruction, draw[2])
 
 
 def decode_pair(
     pair: Pair,
     out: tuple[np.ndarray, np.ndarray],
-    columns: tuple[str, str, str],
     resample: str,
     crop: float,
     flip: bool,
+    names: tuple[str, str] = IMAGE_NAMES,
 ) -> np.ndarray:
     """Decode both images of a pair into out, with the same crop and flip.
 
     Args:
         pair: encoded pair.
         out: original and edited images, contiguous uint8 (H, W, 3) each; overwritten.
-        columns: column names for error messages.
         resample: "dct": libjpeg downscales large JPEGs by powers of two while decoding, Lanczos
             does the rest; "lanczos" (as in the paper) and "bicubic" (as at Hugging Face): libjpeg
             leaves at least a factor of 2 to the filter.
         crop: position of the crop, see crop_image.
         flip: mirror left and right.
+        names: of the images, for errors.
 
     Returns:
         The time ids of SDXL's micro-conditioning, float32 (2, 6), not mirrored and mirrored: height
@@ -168,18 +163,18 @@ def decode_pair(
     Source: SDXL (arXiv 2307.01952), section 2.2.
     """
     if pair.instruction is None:
-        raise ValueError(f"{columns[2]}: null")
+        raise ValueError("edit_prompt: null")
     stored = []
-    for data, pixels, column in zip(pair[:2], out, columns[:2]):
+    for data, pixels, name in zip(pair[:2], out, names):
         if data is None:
-            raise ValueError(f"{column}: no image bytes in the shard")
+            raise ValueError(f"{name}: no image bytes in the shard")
         shape = pixels.shape[:2]
         try:
             min_shape = shape if resample == "dct" else (2 * shape[0], 2 * shape[1])
             decoded = decode_image(data, min_shape, out=pixels)
             cropped = crop_image(decoded, shape, resample, crop)
         except ValueError as error:
-            raise ValueError(f"{column}: {error}") from error
+            raise ValueError(f"{name}: {error}") from error
         is_jpeg = data.startswith(JPEG_START)  # which may be decoded at a half of its size or less
         stored.append(encoded_size(data) if is_jpeg else decoded.shape[1::-1])
         if flip:
@@ -187,7 +182,7 @@ def decode_pair(
                 pixels[..., c] = cropped[:, ::-1, c]
         else:
             pixels[:] = cropped
-    check_one_shape(columns[0], stored[0], columns[1], stored[1])
+    check_one_shape(names[0], stored[0], names[1], stored[1])
     height, width = scaled_shape(*decoded.shape[:2], shape)
     top, left = crop_corner(height, width, shape, crop)
     lefts = (left, width - shape[1] - left)
@@ -197,7 +192,7 @@ def decode_pair(
 def place_mask(
     pair: Pair,
     out: np.ndarray,
-    size: tuple[float, float],
+    time_ids: np.ndarray,
     resample: str,
     crop: float,
     flip: bool,
@@ -207,8 +202,7 @@ def place_mask(
     Args:
         pair: encoded pair; without a mask, out becomes 0.
         out: uint8 (H, W); overwritten.
-        size: width and height of the edited image as stored.
-        resample, crop, flip: see decode_pair.
+        time_ids, resample, crop, flip: see decode_pair.
 
     Raises:
         ValueError: the mask cannot be decoded, or has another aspect ratio.
@@ -220,7 +214,7 @@ def place_mask(
         mask = decode_mask(pair.mask, unpainted=255)
     except ValueError as error:
         raise ValueError(f"mask: {error}") from error
-    check_one_shape("the mask", mask.shape[::-1], "the edited image", size)
+    check_one_shape("the mask", mask.shape[::-1], "the edited image", time_ids[0, 1::-1])
     mask = crop_image(mask, out.shape, resample, crop)
     out[:] = mask[:, ::-1] if flip else mask
 
@@ -232,30 +226,12 @@ def reduce_mask(mask: np.ndarray, factor: int) -> np.ndarray:
     return np.rint(blocks.mean(axis=(1, 3))).astype(np.uint8)
 
 
-def copy_mask(pair: Pair, out: np.ndarray, flip: bool) -> None:
-    """Copy a stored result of reduce_mask into out, uint8 (h, w); zeros without one.
-
-    Raises:
-        ValueError: the shard has DAMAGED_MASK.
-    """
-    if pair.mask is None:
-        out[:] = 0
-        return
-    if len(pair.mask) != out.size:
-        raise ValueError("mask: none in the shard of latents; it could not be used")
-    mask = np.frombuffer(pair.mask, np.uint8).reshape(out.shape)
-    out[:] = mask[:, ::-1] if flip else mask
-
-
-def copy_latents(
-    pair: Pair, out: tuple[np.ndarray, np.ndarray], columns: tuple[str, str, str], flip: bool
-) -> np.ndarray | None:
+def copy_latents(pair: Pair, out: tuple[np.ndarray, np.ndarray], flip: bool) -> np.ndarray | None:
     """Copy the latents of a pair into out.
 
     Args:
         pair: stored pair of cache_latents.py.
         out: float16 mode (h, w, C), and mean and standard deviation (h, w, 2 C); overwritten.
-        columns: column names for error messages.
         flip: take the latents of the mirrored images.
 
     Returns:
@@ -265,8 +241,8 @@ def copy_latents(
         ValueError: the pair has no latents, or the shard is damaged.
     """
     if pair.instruction is None:
-        raise ValueError(f"{columns[2]}: null")
-    for data, latents, column in zip(pair[:2], out, columns[:2]):
+        raise ValueError("edit_prompt: null")
+    for data, latents, column in zip(pair[:2], out, IMAGE_NAMES):
         if data is None or len(data) != 2 * latents.nbytes:
             raise ValueError(f"{column}: no latents in the shard; the pair could not be used")
         latents[:] = np.frombuffer(data, np.float16).reshape(2, *latents.shape)[int(flip)]

@@ -16,7 +16,6 @@ from diffusers_flax.messages import one_line
 
 JPEG_START = b"\xff\xd8"
 ORIENTATION = ExifTags.Base.Orientation
-EXIF_OF_PNG = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")  # Pillow reads all of them
 EXIF_OR_XMP = (b"Exif\0\0", b"http://ns.adobe.com/xap/")  # of JPEG; Pillow reads both
 MAX_ASPECT_ERROR = 0.02  # log ratio; image models round sides to multiples of 8
 MAX_ASPECT = 20  # of an image; scaling up the shorter side of a longer one takes too much memory
@@ -124,16 +123,13 @@ def decode_jpeg(data, min_shape, out):
     Raises:
         ValueError: pixels are missing.
     """
-    orientation = exif_orientation(data)
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
         if height * width > MAX_PIXELS:  # open_image refuses it
             return None
-        if colorspace not in ("YCbCr", "RGB", "Gray"):
-            simplejpeg.decode_jpeg(data, "CMYK", min_height=1, min_width=1)  # only for its warning
-            return None
-        if orientation != 1:
-            simplejpeg.decode_jpeg(data, "Gray", min_height=1, min_width=1)
+        is_usual = colorspace in ("YCbCr", "RGB", "Gray")
+        if not is_usual or exif_orientation(data) != 1:  # decoded only for its warning
+            simplejpeg.decode_jpeg(data, "Gray" if is_usual else "CMYK", min_height=1, min_width=1)
             return None
         is_large = height >= 2 * min_shape[0] and width >= 2 * min_shape[1]
         h, w = min_shape if is_large else (0, 0)
@@ -145,27 +141,7 @@ def decode_jpeg(data, min_shape, out):
     except ValueError as error:
         if any(loss in str(error) for loss in LOST_PIXELS):
             raise
-        # A warning of the header hides warnings of the pixels; stray bytes at the end hide none.
-        if (usual := with_usual_header(data)) != data:
-            decode_jpeg(usual, min_shape, None)
         return None
-
-
-def with_usual_header(data):
-    """A JPEG with JFIF version 1.1 and Se 63 in a baseline scan; libjpeg warns of other values."""
-    changed, position, is_baseline = bytearray(data), 2, False
-    while changed[position : position + 1] == b"\xff":
-        marker = changed[position + 1]
-        is_baseline |= marker in (0xC0, 0xC1)
-        if marker == 0xE0 and changed[position + 4 : position + 9] == b"JFIF\0":
-            changed[position + 9 : position + 11] = b"\1\1"
-        if marker == 0xDA:  # length, number n of components, two bytes for each, then Ss and Se
-            end = position + 6 + 2 * changed[position + 4]
-            if is_baseline:
-                changed[end : end + 1] = b"\x3f"
-            break
-        position += 2 + int.from_bytes(changed[position + 2 : position + 4])
-    return bytes(changed)
 
 
 def encoded_size(data: bytes) -> tuple[int, int]:
@@ -180,9 +156,7 @@ def encoded_size(data: bytes) -> tuple[int, int]:
             return (height, width) if is_turned else (width, height)
     image = open_image(io.BytesIO(data))
     # getexif decodes a whole PNG. Pillow opens a TIFF upright, with the size of the turned image.
-    has_exif = image.format != "TIFF" and (
-        image.format != "PNG" or any(marker in data for marker in EXIF_OF_PNG)
-    )
+    has_exif = "exif" in image.info if image.format == "PNG" else image.format != "TIFF"
     is_turned = has_exif and image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
     return image.size[::-1] if is_turned else image.size
 

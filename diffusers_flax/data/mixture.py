@@ -9,8 +9,8 @@ import contextlib
 import itertools
 import math
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,7 @@ import pyarrow.parquet as pq
 
 from diffusers_flax.data.buckets import BUCKETS
 from diffusers_flax.data.dataset import Partition, refuse_torch_workers, register_with_torch
-from diffusers_flax.data.known_sets import set_of_columns
-from diffusers_flax.data.options import Columns, Processes, Reading, Transform, check_at_least
+from diffusers_flax.data.options import Columns, Processes, Reading, Transform
 from diffusers_flax.data.reading import (
     BatchRow,
     StoredPairs,
@@ -28,12 +27,7 @@ from diffusers_flax.data.reading import (
     decode_batches,
     stream_settings,
 )
-from diffusers_flax.data.shards import (
-    MASK,
-    MASK_COLUMNS,
-    latents_metadata,
-    shard_files,
-)
+from diffusers_flax.data.shards import MASK, MASK_COLUMNS, shard_files
 from diffusers_flax.data.streaming import is_remote, read_footer
 
 DRAWS_PER_COUNT = 4  # numbers per value of Philox's counter
@@ -59,7 +53,7 @@ class Mixture:
     Undecodable pairs are replaced by pairs of the same set, as in ParquetImagePairs.
 
     Memory: for each set the encoded pairs of a window of shuffle_buffer * share rows plus up to two
-    row groups, or the whole set if the window is longer; one row group read ahead;
+    row groups, or the whole set if the window is longer; the row groups that are read ahead;
     `prefetch_batches` batches.
 
     `state_dict()` is the position after the last batch yielded. A mixture with the same arguments
@@ -81,10 +75,11 @@ class Mixture:
         names: names of the sets: the shortest distinct ends of their paths.
         shares: fractions of a batch, one per set.
         latents: latents_metadata of the shards, None if they have images.
+        sizes, image_shapes: see StoredPairs.
 
     Raises:
         ValueError: see ParquetImagePairs; also weights that do not fit, a directory named twice,
-            sets of images and of latents, or a set with fewer pairs than its share of a batch.
+            or sets of images and of latents.
     """
 
     def __init__(
@@ -100,8 +95,6 @@ class Mixture:
         reading: Reading = Reading(),
     ):
         register_with_torch(type(self))
-        check_at_least(1, batch_size=batch_size)
-        check_at_least(0, seed=seed)
         check_sets(train_data_dirs, weights, transform.sizes)
         self.sets = [
             StoredPairs(
@@ -109,17 +102,13 @@ class Mixture:
             )
             for directory, own in zip(train_data_dirs, columns_of_sets(train_data_dirs, columns))
         ]
-        self.latents = self.sets[0].latents
+        first = self.sets[0]
+        self.latents, self.sizes, self.image_shapes = first.latents, first.sizes, first.image_shapes
         weights = np.asarray(weights or [pairs.num_rows for pairs in self.sets], np.float64)
         self.shares = (weights / weights.sum()).tolist()
         self.train_data_dir = ", ".join(map(str, train_data_dirs))
         self.names = distinct_names(train_data_dirs)
-        self.versions = {
-            f"{name}/{shard}": version
-            for name, pairs in zip(self.names, self.sets)
-            for shard, version in pairs.versions.items()
-        }
-        self.batch_size, self.global_batch_size = batch_size, batch_size * processes.process_count
+        self.global_batch_size = batch_size * processes.process_count
         self.seed, self.reading = seed, reading
         # Of a global batch: this process's rows, and for each set the rows that draw from the
         # stream that this process reads.
@@ -129,28 +118,23 @@ class Mixture:
         self._drawing = [
             everyones if len(pairs.directories) == 1 else self._own_rows for pairs in self.sets
         ]
-        self._partitions = [
-            one_part(pairs, number, processes.process_index)
-            for number, pairs in enumerate(self.sets)
-        ]
+        self._partitions = [one_part(pairs, number) for number, pairs in enumerate(self.sets)]
         self._check_sets_fit()
         self._step = 0  # of the next batch
         self._counted = 0, np.zeros(len(self.sets), np.int64)  # a step, and the draws before it
+        identities = [pairs.identity() for pairs in self.sets]
         self._stream_identity = {
             "seed": seed,
             "global_batch_size": self.global_batch_size,
             "shares": self.shares,
             **stream_settings(transform, reading),
-            **{
-                name: [pairs.identity()[name] for pairs in self.sets]
-                for name in self.sets[0].identity()
-            },
+            **{name: [identity[name] for identity in identities] for name in identities[0]},
         }
 
     def _check_sets_fit(self) -> None:
-        """Raise a ValueError for sets of latents beside sets of images, or too small sets."""
+        """Raise a ValueError for sets of latents beside sets of images."""
         first = self.sets[0]
-        for pairs, drawing, share in zip(self.sets, self._drawing, self.shares):
+        for pairs in self.sets:
             made = [
                 [(x.latents or {}).get(name) for name in ("vae", "shape")] for x in (first, pairs)
             ]
@@ -160,18 +144,6 @@ class Mixture:
                     "latents and the other images, or latents of another VAE or size; make the "
                     "latents of all sets with one VAE and --resolution"
                 )
-            rows, B = min(pairs.directory_rows), len(drawing)
-            if rows < share * B:
-                raise ValueError(
-                    f"--train_data_dir {pairs.train_data_dir} has {rows} pairs, but its weight "
-                    f"takes {share * B:.3g} of the {B} pairs of a batch; give "
-                    "it a lower weight, or lower --train_batch_size"
-                )
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all sets, over all processes."""
-        return sum(pairs.num_rows for pairs in self.sets)
 
     @property
     def num_bad(self) -> int:
@@ -179,33 +151,18 @@ class Mixture:
         return sum(pairs.num_bad for pairs in self.sets)
 
     def describe_epoch(self) -> str:
-        """Describe the sets: pairs, fraction of a batch, steps of a pass, masks."""
+        """Describe the sets: pairs and fraction of a batch."""
         sets = [
-            f"{name} ({pairs.num_rows} pairs, {share:.1%} of a batch, a pass takes "
-            f"{math.ceil(pairs.num_rows / (share * self.global_batch_size))} steps"
-            f"{', with masks' if pairs.groups[0].mask_column else ''})"
+            f"{name} ({pairs.num_rows} pairs, {share:.1%} of a batch)"
             for name, pairs, share in zip(self.names, self.sets, self.shares)
         ]
         return f"a mixture of {', '.join(sets)}"
-
-    def describe_sizes(self) -> str:
-        """See ParquetImagePairs.describe_sizes."""
-        return ""
 
     def passes(self, step: int) -> dict[str, float]:
         """{set: number of passes, a fraction included} before a step."""
         counts = self.count_draws(step).tolist()
         rows = [sum(partition.num_batches) for partition in self._partitions]
         return {name: count / n for name, count, n in zip(self.names, counts, rows)}
-
-    @property
-    def sizes(self) -> tuple[tuple[int, int], ...]:
-        """See StoredPairs.sizes."""
-        return self.sets[0].sizes
-
-    def image_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """See StoredPairs.image_shapes."""
-        return self.sets[0].image_shapes()
 
     def count_draws(self, step: int) -> np.ndarray:
         """Number of rows drawn from this process's stream of each set before a step."""
@@ -239,8 +196,7 @@ class Mixture:
 
     def state_dict(self) -> dict:
         """Position and identity of the stream of batches; the same on every process."""
-        versions = {"versions": self.versions} if self.versions else {}
-        return {"step": self._step, **versions, **self._stream_identity}
+        return {"step": self._step, **self._stream_identity}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue the next iteration at the position of a `state_dict`.
@@ -248,23 +204,22 @@ class Mixture:
         Raises:
             ValueError: the state belongs to another stream; names all differences.
         """
-        check_same_stream(state, self._stream_identity, self.versions)
-        if not state["step"] >= 0:
-            raise ValueError(f"step={state['step']} is not a position in a stream of batches")
+        check_same_stream(state, self._stream_identity)
         self._step = state["step"]
 
     def __iter__(self) -> Iterator[dict]:
         refuse_torch_workers()
-        batches = decode_batches(self._read_batches(self._step), self.reading, self.sets)
+        batches = decode_batches(self._read_batches, self.reading, self.sets)
         with contextlib.closing(batches):
             for batch in batches:
                 self._step += 1
                 yield batch
 
-    def _read_batches(self, first_step: int) -> Iterator[list[BatchRow]]:
-        """Yield the rows of this process's batches from a step on."""
+    def _read_batches(self, threads: Executor) -> Iterator[list[BatchRow]]:
+        """Yield the rows of this process's batches from the next step on; see decode_batches."""
+        first_step = self._step
         streams = [
-            self._stream(number, int(count))
+            self._stream(number, int(count), threads)
             for number, count in enumerate(self.count_draws(first_step))
         ]
         try:
@@ -272,7 +227,7 @@ class Mixture:
                 rows = []
                 for place, number in enumerate(self.draw_sets(step, 1)[0].tolist()):
                     if place in self._drawing[number]:
-                        row = next(streams[number])  # also if another process decodes it
+                        (row,) = next(streams[number])  # also if another process decodes it
                         if place in self._own_rows:
                             rows.append(row)
                 yield rows
@@ -280,50 +235,35 @@ class Mixture:
             for stream in streams:
                 stream.close()
 
-    def _stream(self, number: int, first: int) -> Iterator[BatchRow]:
-        """Yield the rows of a set in the order drawn, from number `first` on."""
-        pairs, partition, draws = self.sets[number], self._partitions[number], deque()
-        num_rows, buffer = (
-            sum(partition.num_batches),
-            self.reading.shuffle_buffer * self.shares[number],
-        )
+    def _stream(self, number: int, first: int, threads: Executor) -> Iterator[list[BatchRow]]:
+        """Yield the rows of a set in the order drawn, one by one, from number `first` on."""
+        pairs, partition = self.sets[number], self._partitions[number]
+        (num_rows,) = partition.num_batches
+        buffer = self.reading.shuffle_buffer * self.shares[number]
         first_pass, skipped = divmod(first, num_rows)
-
-        def orders() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-            group_rows = [group.num_rows for group in pairs.groups]
-            for number_of_pass in itertools.count(first_pass):
-                order, _, draws_of_pass = partition.shuffle(
-                    group_rows, self.seed, number_of_pass, buffer
-                )
-                draws.append(draws_of_pass)
-                order = order[skipped:] if number_of_pass == first_pass else order
-                yield order, np.arange(len(order))[:, None]
-
+        epochs = (
+            partition.shuffle(pairs, self.seed, number_of_pass, buffer)
+            for number_of_pass in itertools.count(first_pass)
+        )
+        rest = next(epochs).after(skipped)
         # A window that has all rows needs all row groups at all times.
         keep = buffer / partition.total_parts >= num_rows
-        place = skipped
-        for ((row, cells),) in pairs.read_batches(orders(), keep):
-            yield BatchRow(pairs, row, cells, draws[0][row])
-            place += 1
-            if place == num_rows:
-                draws.popleft()
-                place = 0
+        return pairs.read_batches(itertools.chain([rest], epochs), threads, keep)
 
 
-def one_part(pairs: StoredPairs, number: int, process_index: int) -> Partition:
+def one_part(pairs: StoredPairs, number: int) -> Partition:
     """The Partition of a set's passes: this process's rows of the set one by one.
 
     Args:
         pairs: the set.
         number: number of the set, a seed of its orders.
-        process_index: index of this process.
     """
-    num_rows, shard_seed = pairs.directory_rows[0], (number,)
+    own, shard_seed = 0, (number,)
     if len(pairs.directories) > 1:  # the order belongs to the shards, whichever process has them
-        num_rows = pairs.directory_rows[process_index]
-        shard_seed += tuple(pairs.directories[process_index][0][:2])
+        own = pairs.processes.process_index
+        shard_seed += tuple(pairs.directories[own][0][:2])
     return Partition(
-        num_batches=(num_rows,),
+        num_batches=(pairs.directory_rows[own],),
         num_parts=1,
         total_parts=len(pairs.directories),
         batch_size=1,
@@ -346,42 +286,31 @@ def check_sets(
             f"--train_data_dir {' '.join(map(str, train_data_dirs))} names a directory twice; name "
             "it once, and raise its weight with --train_data_weights"
         )
-    is_mixture = len(train_data_dirs) > 1
-    if sizes is not None and is_mixture:
+    if sizes is not None and len(train_data_dirs) > 1:
         raise ValueError(f"{BUCKETS} goes with one --train_data_dir; leave out {BUCKETS}")
-    if not weights:
-        return
-    given = "--train_data_weights " + " ".join(format(weight, "g") for weight in weights)
-    if not is_mixture or len(weights) != len(train_data_dirs):
-        raise ValueError(f"{given}: give a weight for each of several --train_data_dir, or none")
-    if not all(0 < weight < math.inf for weight in weights):
+    is_finite = all(0 < weight < math.inf for weight in weights)
+    if weights and not (is_finite and len(weights) == len(train_data_dirs) > 1):
+        given = " ".join(format(weight, "g") for weight in weights)
         raise ValueError(
-            f"{given} must be above 0 and finite; leave a set out of --train_data_dir to draw "
-            "nothing from it"
+            f"--train_data_weights {given}: give a weight for each of several "
+            "--train_data_dir, above 0 and finite, or none"
         )
 
 
 def columns_of_sets(train_data_dirs: Sequence[str], columns: Columns) -> list[Columns]:
     """Columns of each set: the names that it has, "" to find a known name, None without masks.
 
-    A name that no set has goes to all sets, so that opening the first raises the error. Opening
-    latents of a known set without its masks raises one, too.
+    A name that no set has goes to all sets, so that opening the first raises the error.
     """
-    names, masks = [], []
-    for shard in map(first_metadata, train_data_dirs):
-        latents = latents_metadata(shard) if shard else None
-        own = set(shard.schema.to_arrow_schema().names) if shard else set()
-        names.append(own)
-        known = set_of_columns(tuple(latents["columns"]) if latents else ())
-        has_masks = known.has_masks or own & {MASK, *MASK_COLUMNS}
-        masks.append(columns.mask if columns.mask in own else "" if has_masks else None)
+    shards = map(first_metadata, train_data_dirs)
+    names = [{*shard.schema.to_arrow_schema().names} if shard else set() for shard in shards]
     all_names = set().union(*names)
-    if (
-        columns.mask is None
-        or columns.mask not in {"", *all_names}
-        or not any(mask is not None for mask in masks)
-    ):
-        masks = [columns.mask] * len(names)
+    masks = [columns.mask] * len(names)
+    if columns.mask in ("", *all_names) and all_names & {MASK, *MASK_COLUMNS, columns.mask}:
+        masks = [
+            columns.mask if columns.mask in own else "" if own & {MASK, *MASK_COLUMNS} else None
+            for own in names
+        ]
     of_pairs = columns.original_image, columns.edited_image, columns.edit_prompt
     return [
         Columns(*(name if name in own or name not in all_names else "" for name in of_pairs), mask)

@@ -36,13 +36,6 @@ class Transform:
     resample: str = "dct"  # "dct", "lanczos" or "bicubic", see decoding.decode_pair
     micro_conditioning: bool = False  # also yield the time ids of SDXL
 
-    def __post_init__(self):
-        check_at_least(1, resolution=self.resolution)
-        if self.resample not in RESAMPLING:
-            raise ValueError(
-                f"resample={self.resample} is unknown; use one of {', '.join(RESAMPLING)}"
-            )
-
 
 @dataclass(frozen=True)
 class Processes:
@@ -53,14 +46,6 @@ class Processes:
     # jax.experimental.multihost_utils.process_allgather, to compare the processes' shards; None:
     # all processes have the same shards.
     all_gather: Callable[[np.ndarray], np.ndarray] | None = None
-
-    def __post_init__(self):
-        check_at_least(1, process_count=self.process_count)
-        if not 0 <= self.process_index < self.process_count:
-            raise ValueError(
-                f"process_index={self.process_index} must be from 0 to process_count - 1 = "
-                f"{self.process_count - 1}"
-            )
 
 
 @dataclass(frozen=True)
@@ -75,23 +60,10 @@ class Reading:
     # reading.MIN_ROWS_FOR_BAD_FRACTION pairs were read, or a global epoch if that is less.
     max_bad_fraction: float = 0.1
 
-    def __post_init__(self):
-        check_at_least(1, max_rows=self.max_rows, prefetch_batches=self.prefetch_batches)
-        check_at_least(0, shuffle_buffer=self.shuffle_buffer, num_threads=self.num_threads)
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise ValueError(f"max_bad_fraction={self.max_bad_fraction} must be from 0 to 1")
-
     @property
     def threads(self) -> int:
         """Number of decoding threads."""
         return self.num_threads or num_usable_cores()
-
-
-def check_at_least(lowest: int, **numbers: int | None) -> None:
-    """Raise a ValueError for a number below the lowest; None passes."""
-    for name, value in numbers.items():
-        if value is not None and value < lowest:
-            raise ValueError(f"{name}={value} must be at least {lowest}")
 
 
 def num_usable_cores() -> int:

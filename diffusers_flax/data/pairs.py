@@ -22,7 +22,7 @@ import pyarrow as pa
 from PIL import Image
 from tqdm import tqdm
 
-from diffusers_flax.data.decoding import decode_pair, place_mask
+from diffusers_flax.data.decoding import IMAGE_NAMES, decode_pair, place_mask
 from diffusers_flax.data.images import decode_mask, encoded_size
 from diffusers_flax.data.lists import CAPTIONS, IMAGES, list_rows, raise_problems
 from diffusers_flax.data.options import num_usable_cores
@@ -132,19 +132,19 @@ def list_pairs(
     return pairs, problems
 
 
-def check_pair(pair: Pair, columns: tuple[str, str, str]) -> None:
+def check_pair(pair: Pair, names: tuple[str, str] = IMAGE_NAMES) -> None:
     """Decode a pair as training does.
 
     Args:
         pair: encoded pair.
-        columns: names of images and instruction for errors.
+        names: of the images, for errors.
 
     Raises:
         ValueError: it cannot be used.
     """
     pixels = np.empty((2, 16, 16, 3), np.uint8)  # small, but JPEGs are still read to their end
-    time_ids = decode_pair(pair, pixels, columns, "bicubic", 0.5, False)
-    place_mask(pair, pixels[0, :, :, 0], tuple(time_ids[0, 1::-1]), "bicubic", 0.5, False)
+    time_ids = decode_pair(pair, pixels, "bicubic", 0.5, False, names)
+    place_mask(pair, pixels[0, :, :, 0], time_ids, "bicubic", 0.5, False)
 
 
 def problem_of(row: dict) -> str:
@@ -152,7 +152,7 @@ def problem_of(row: dict) -> str:
     try:
         original, edited, mask = (row[key] and row[key].read_bytes() for key in FILES.values())
         pair = Pair(original, edited, row["edit_prompt"], mask=mask)
-        check_pair(pair, (row["original_image"], row["edited_image"], "edit_prompt"))
+        check_pair(pair, (row["original_image"], row["edited_image"]))
         if mask and decode_mask(mask).max() < 128:
             raise ValueError(f"{row['mask']} has no white, so nothing may change; paint it")
         if mask and encoded_size(mask) != encoded_size(original):

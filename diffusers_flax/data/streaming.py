@@ -7,26 +7,24 @@ hf://datasets/... and http(s)://... are read over HTTP; all other URLs, such as 
 fsspec and the package that it names for them.
 """
 
-import atexit
-import bisect
-import io
 import re
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
-from multiprocessing import TimeoutError
-from multiprocessing.pool import AsyncResult, ThreadPool
+from functools import cache, partial
 from pathlib import PurePosixPath
-from threading import Event, Lock
+from threading import Event
 from types import SimpleNamespace
-from urllib.parse import quote, unquote, urljoin, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 import fsspec
 import httpx2
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from huggingface_hub import constants, hf_hub_url
-from huggingface_hub.utils import build_hf_headers, http_backoff
+from huggingface_hub import HfApi, constants, hf_hub_url
+from huggingface_hub.errors import RevisionNotFoundError
+from huggingface_hub.utils import build_hf_headers, get_session
 from tqdm import tqdm
 
 from diffusers_flax.messages import first_names, one_line
@@ -34,34 +32,24 @@ from diffusers_flax.messages import first_names, one_line
 HUB_URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
 CONVERTED = "refs/convert/parquet"  # revision of the hub's parquet conversion
 SPLIT_WORDS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval"}
-PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
-# Entries of fsspec's listings that change with a file's content; the first one is taken.
-VERSION_KEYS = ("ETag", "etag", "generation", "xet_hash", "mtime", "LastModified", "created")
 RETRY_STATUS = (408, 429, 500, 502, 503, 504)
 REQUEST_TIMEOUT = 30  # seconds without data
 FIRST_PAUSE, LAST_PAUSE = 0.1, 16  # seconds between repeated requests
 NUM_RETRIES = 25  # five minutes in all
 NUM_REQUESTS = 16  # at the same time
-NUM_FOOTER_THREADS = 8
 PIECE_BYTES = 4 << 20  # of a request
-MAX_GAP_BYTES = 1 << 20  # that are fetched, too, to save a request
-CACHE_BYTES = 512 << 20  # of pieces that are kept in memory
-READ_AHEAD_BYTES = 128 << 20  # of row groups that no batch needs yet
-MAX_GROUPS_AHEAD = 16
-NUM_READERS = 4  # row groups that are read at the same time
+FOOTER_BYTES = 64 << 10  # that are fetched first
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A shard at a URL; like a Path it has name, parent, open() and stat()."""
+    """A shard at a URL; like a Path it has name, parent and stat()."""
 
     url: str
     name: str  # as script.sh would name the file
     size: int  # bytes
-    version: str  # changes with the content; "": unknown
-    fetch: Callable[["RemoteFile", int, int], bytes] = field(compare=False, repr=False)
-    # Set: who waits for bytes gives up.
-    stopped: Event = field(default_factory=Event, compare=False, repr=False)
+    fetch: Callable[[int, int], bytes] = field(compare=False, repr=False)  # of (start, stop)
+    stopped: Event = field(compare=False, repr=False)  # of all files: set, nothing is repeated
 
     def __str__(self) -> str:
         return self.url
@@ -75,121 +63,29 @@ class RemoteFile:
         """Only st_size."""
         return SimpleNamespace(st_size=self.size)
 
-    def open(self, ranges: Iterable[tuple[int, int]] = ()) -> "RangeReader":
-        """Open for reading; ranges: (start, stop) that are fetched at once."""
-        return RangeReader(self, ranges)
+    def open(self, ranges: Iterable[tuple[int, int]]) -> pa.BufferReader:
+        """Fetch ranges (start, stop); the other bytes are undefined, and take no memory."""
+        content = np.empty(self.size, np.uint8)
 
+        def fill(start, stop):
+            data = np.frombuffer(self.fetch(start, stop), np.uint8)
+            if len(data) != stop - start:
+                raise ValueError(f"{self} has changed while it was read; start again")
+            content[start:stop] = data
 
-class RangeReader(io.RawIOBase):
-    """A RemoteFile for pyarrow: ranges are fetched ahead in threads, other bytes when read."""
-
-    def __init__(self, file: RemoteFile, ranges: Iterable[tuple[int, int]] = ()):
-        self._file, self._position = file, 0
-        self._bounds = join_ranges(ranges)
-        self._pieces = [pieces().fetch(file, *bounds) for bounds in self._bounds]
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}
-        self._position = bases[whence] + offset
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        position, last = self._position, self._file.size
-        stop = last if size is None or size < 0 else min(position + size, last)
-        parts = []
-        while position < stop:
-            index = bisect.bisect(self._bounds, (position, last)) - 1
-            first, end = self._bounds[index] if index >= 0 else (0, 0)
-            if position < end:
-                parts.append(self._wait_for(self._pieces[index])[position - first : stop - first])
-            else:
-                following = (start for start, _ in self._bounds[index + 1 : index + 2])
-                end = min([stop, *following])
-                parts.append(self._file.fetch(self._file, position, end))
-            position += len(parts[-1])
-        self._position = position
-        return b"".join(parts)
-
-    def _wait_for(self, piece: AsyncResult) -> memoryview:
-        """A piece; a ValueError if the file is stopped, as repeated requests take minutes."""
-        while True:
-            try:
-                return memoryview(piece.get(timeout=0.5))
-            except TimeoutError:
-                if self._file.stopped.is_set():
-                    raise ValueError(f"{self._file}: reading is stopped") from None
-
-
-class Pieces:
-    """Parts of files that are fetched in threads; the newest CACHE_BYTES are kept.
-
-    So a small set is fetched once and not in each epoch. The threads of a ThreadPool do not delay
-    the end of the process.
-    """
-
-    def __init__(self):
-        self._threads, self._lock = ThreadPool(NUM_REQUESTS), Lock()
-        atexit.register(self._threads.terminate)
-        self._kept: dict[tuple[RemoteFile, int, int], AsyncResult] = {}  # oldest first
-        self._num_bytes = 0
-
-    def fetch(self, file: RemoteFile, start: int, stop: int) -> AsyncResult:
-        """Begin to fetch a piece, unless it is kept."""
-        key = file, start, stop
-        with self._lock:
-            piece = self._kept.pop(key, None)
-            if piece is None:
-                self._num_bytes += stop - start
-            if piece is None or (piece.ready() and not piece.successful()):
-                piece = self._threads.apply_async(file.fetch, key)
-            self._kept[key] = piece
-            while self._num_bytes > CACHE_BYTES:
-                _, first, last = oldest = next(iter(self._kept))
-                del self._kept[oldest]
-                self._num_bytes -= last - first
-        return piece
+        pieces = [
+            (first, min(first + PIECE_BYTES, stop))
+            for start, stop in ranges
+            for first in range(start, stop, PIECE_BYTES)
+        ]
+        list(requests().map(fill, *zip(*pieces)))
+        return pa.BufferReader(content)
 
 
 @cache
-def pieces() -> Pieces:
-    """The pieces of all files of this process."""
-    return Pieces()
-
-
-def join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join ranges with small gaps, and cut them into pieces of PIECE_BYTES; sorted."""
-    joined = []
-    for start, stop in sorted(ranges):
-        if joined and start - joined[-1][1] <= MAX_GAP_BYTES:
-            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
-        else:
-            joined.append((start, stop))
-    return [
-        (first, min(first + PIECE_BYTES, stop))
-        for start, stop in joined
-        for first in range(start, stop, PIECE_BYTES)
-    ]
-
-
-def chunk_ranges(metadata: pq.FileMetaData, index: int, columns: Iterable[str]) -> list:
-    """(start, stop) of the column chunks of some columns, with their fields, in a row group."""
-    row_group, ranges = metadata.row_group(index), []
-    for chunk in map(row_group.column, range(row_group.num_columns)):
-        if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns):
-            start = chunk.data_page_offset
-            if chunk.has_dictionary_page and chunk.dictionary_page_offset:
-                start = min(start, chunk.dictionary_page_offset)
-            ranges.append((start, start + chunk.total_compressed_size))
-    return ranges
+def requests() -> ThreadPoolExecutor:
+    """The threads that fetch ranges."""
+    return ThreadPoolExecutor(NUM_REQUESTS, "request")
 
 
 def is_remote(directory: str) -> bool:
@@ -205,7 +101,7 @@ def list_files(url: str) -> list[RemoteFile]:
             directory with /PATH; an http(s):// directory has the files that its page links to.
 
     Raises:
-        ValueError: it cannot be listed, or a package is missing.
+        ValueError: it cannot be listed, a package is missing, or there is none.
     """
     if match := HUB_URL.fullmatch(url.rstrip("/")):
         files = list_hub(*match.groups())
@@ -215,15 +111,18 @@ def list_files(url: str) -> list[RemoteFile]:
         raise ValueError(f"{url} is no dataset on the hub; write hf://datasets/OWNER/NAME")
     else:
         files = list_fsspec(url)
+    if not files:
+        raise ValueError(f"{url} contains no *.parquet file; name the directory of the shards")
     return sorted(files, key=lambda file: file.name)
 
 
-def get(url: str, start: int = 0, stop: int = 0) -> httpx2.Response:
+def get(url: str, start: int = 0, stop: int = 0, stopped: Event | None = None) -> httpx2.Response:
     """GET, repeated for minutes if the server or the network fails.
 
     Args:
         url: address; the token is sent only if it is on the hub.
         start, stop: bytes; 0, 0: all.
+        stopped: if it is set, nothing is repeated.
 
     Raises:
         ValueError: there is no answer, or one without the bytes.
@@ -231,64 +130,62 @@ def get(url: str, start: int = 0, stop: int = 0) -> httpx2.Response:
     headers = build_hf_headers() if url.startswith(f"{constants.ENDPOINT}/") else {}
     if stop:
         headers |= {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-    try:
-        response = http_backoff(
-            "GET",
-            url,
-            headers=headers,
-            timeout=REQUEST_TIMEOUT,
-            max_retries=NUM_RETRIES,
-            base_wait_time=FIRST_PAUSE,
-            max_wait_time=LAST_PAUSE,
-            retry_on_status_codes=RETRY_STATUS,
-        )
-    except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
-        # An error's text may have a signed link.
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = f"HTTP {status}" if status else type(error).__name__
-        raise ValueError(f"{url}: {reason}; check the address and HF_TOKEN") from None
-    status = response.status_code
-    if stop and status == 200:
+    stopped, pause = stopped or Event(), FIRST_PAUSE
+    for _ in range(NUM_RETRIES + 1):
+        try:
+            response = get_session().get(
+                url, headers=headers, timeout=REQUEST_TIMEOUT, follow_redirects=True
+            )
+            reason = f"HTTP {response.status_code}"
+            if response.status_code not in RETRY_STATUS:
+                break
+        except (httpx2.HTTPError, OSError) as error:  # its text may have a signed link
+            reason = type(error).__name__
+        if stopped.wait(pause):
+            break
+        pause = min(2 * pause, LAST_PAUSE)
+    if reason == "HTTP 200" and stop:
         raise ValueError(f"{url}: no range requests on this server; download the files")
-    if stop and status == 416:  # the range begins after the end
-        raise ValueError(f"{url} has changed while it was read; start again")
-    if status not in (200, 206):
-        reason = response.headers.get("x-error-code") or f"HTTP {status}"
+    if reason not in ("HTTP 200", "HTTP 206"):
         raise ValueError(f"{url}: {reason}; check the address and HF_TOKEN")
     return response
 
 
-def fetch_http(file: RemoteFile, start: int, stop: int) -> bytes:
-    """Read a range over HTTP."""
-    response = get(file.url, start, stop)
-    # The version is an ETag or a time, which ends in GMT; the hub's files are of a commit.
-    header = {'"': "etag", "T": "last-modified"}.get(file.version[-1:], "")
-    sent = response.headers.get("content-range", "").lower()
-    is_other = response.headers.get(header, file.version) != file.version
-    if is_other or sent != f"bytes {start}-{stop - 1}/{file.size}":
-        raise ValueError(f"{file.url} has changed while it was read ({sent}); start again")
-    return response.content
+def http_file(url: str, name: str, size: int, stopped: Event) -> RemoteFile:
+    """A RemoteFile that is fetched over HTTP."""
+
+    def fetch(start, stop):
+        return get(url, start, stop, stopped).content
+
+    return RemoteFile(url, name, size, fetch, stopped)
 
 
 def list_hub(dataset: str, revision: str | None, folder: str | None) -> list[RemoteFile]:
     """RemoteFiles of a dataset's commit; arguments are parts of the URL, see list_files."""
-    shards, folder = [], folder and f"{folder}/"
-    if not (revision or folder):
-        commit, files = list_repository(dataset, CONVERTED)
-        shards = train_shards(dataset, files, split_of_converted)
-    if not shards:
-        revision = unquote(revision or constants.DEFAULT_REVISION)
-        commit, files = list_repository(dataset, revision)
-        if folder:
-            shards = [path for path in files if path.startswith(folder) and is_shard(path)]
-        else:
-            shards = train_shards(dataset, files, split_of_original)
+    shards = []
+    try:
+        if not (revision or folder):
+            try:
+                commit, sizes = list_repository(dataset, CONVERTED)
+                shards = train_shards(dataset, sizes, split_of_converted)
+            except RevisionNotFoundError:
+                pass
+        if not shards:
+            commit, sizes = list_repository(dataset, revision and unquote(revision))
+            if folder:
+                shards = [path for path in sizes if path.startswith(f"{folder}/")]
+            else:
+                shards = train_shards(dataset, sizes, split_of_original)
+    except (httpx2.HTTPError, OSError) as error:
+        reason = one_line(error, 200)
+        raise ValueError(f"{dataset}: {reason}; check the address and HF_TOKEN") from error
+    stopped = Event()
     return [
-        RemoteFile(
+        http_file(
             hf_hub_url(dataset, path, repo_type="dataset", revision=commit),
             name_of(path),
-            *files[path],
-            fetch_http,
+            sizes[path],
+            stopped,
         )
         for path in shards
     ]
@@ -300,35 +197,23 @@ def name_of(path: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", stem)[-200:].lstrip(".-") + ".parquet"
 
 
-def list_repository(dataset: str, revision: str) -> tuple[str, dict[str, tuple[int, str]]]:
-    """The commit of a revision, and {path: (size, SHA-256 or "")}; no files without a conversion.
-
-    A commit does not change while a run reads it.
-    """
-    url = f"{constants.ENDPOINT}/api/datasets/{dataset}/revision/{quote(revision, safe='')}"
-    try:
-        info = get(f"{url}?blobs=true").json()
-    except ValueError as error:
-        if revision == CONVERTED and "RevisionNotFound" in str(error):
-            return "", {}
-        raise
-    files = {
-        file["rfilename"]: (file["size"], (file.get("lfs") or {}).get("sha256", ""))
-        for file in info["siblings"]
-    }
-    return info["sha"], dict(sorted(files.items()))
+def list_repository(dataset: str, revision: str | None) -> tuple[str, dict[str, int]]:
+    """The commit of a revision, which does not change while a run reads it, and {shard: size}."""
+    info = HfApi().dataset_info(dataset, revision=revision or "main", files_metadata=True)
+    files = sorted((file.rfilename, file.size) for file in info.siblings)
+    return info.sha, {path: size for path, size in files if is_shard(path)}
 
 
-def train_shards(dataset: str, files: Iterable[str], split_of: Callable) -> list[str]:
+def train_shards(dataset: str, paths: Iterable[str], split_of: Callable) -> list[str]:
     """The paths of the train split of the only config, or of the config "default"; [] without.
 
     Args:
         dataset: for the error.
-        files: paths.
+        paths: of all shards.
         split_of: split_of_converted or split_of_original.
     """
     configs = {}
-    for path in filter(is_shard, files):
+    for path in paths:
         config, split = split_of(path)
         configs.setdefault(config, {}).setdefault(split, []).append(path)
     config = next(iter(configs), "") if len(configs) < 2 else "default"
@@ -377,7 +262,7 @@ def is_shard(path: str) -> bool:
 
 def list_http(url: str) -> list[RemoteFile]:
     """RemoteFiles of the links on a page, or of one file."""
-    addresses = [url]
+    addresses, stopped = [url], Event()
     if not is_shard(urlsplit(url).path):
         url = f"{url.rstrip('/')}/"
         links = re.findall(r'href\s*=\s*["\']?([^"\'\s>]+)', get(url).text)
@@ -385,111 +270,76 @@ def list_http(url: str) -> list[RemoteFile]:
         addresses = [x for x in addresses if x.startswith(url) and is_shard(urlsplit(x).path)]
 
     def describe(address: str) -> RemoteFile:
-        headers = get(address, 0, 1).headers
-        size = int(headers["content-range"].rpartition("/")[2])
-        version = headers.get("etag") or headers.get("last-modified", "")
+        size = get(address, 0, 1, stopped).headers["content-range"].rpartition("/")[2]
         name = PurePosixPath(unquote(urlsplit(address).path)).name
-        return RemoteFile(address, name, size, version, fetch_http)
+        return http_file(address, name, int(size), stopped)
 
-    return in_threads(describe, addresses)
+    return in_threads(describe, addresses, stopped)
 
 
-def in_threads(function: Callable, items: Iterable) -> list:
-    """The results for all items, with a progress bar; exits at once on Ctrl-C."""
-    items, results = list(items), []
-    with ThreadPool(NUM_FOOTER_THREADS) as pool, tqdm(total=len(items), delay=1) as bar:
-        running = [pool.apply_async(function, (item,)) for item in items]
-        for result in running:
-            while not result.ready():  # Ctrl-C just before a wait without a limit is lost
-                result.wait(1)
-            results.append(result.get())
-            bar.update()
-    return results
+def in_threads(function: Callable, items: list, stopped: Event) -> list:
+    """The results for all items, with a progress bar; after an error nothing is repeated."""
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        try:
+            return list(tqdm(pool.map(function, items), total=len(items), delay=1))
+        except BaseException:
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def list_fsspec(url: str) -> list[RemoteFile]:
     """RemoteFiles of a directory on any of fsspec's file systems, which repeat requests."""
-    protocol = urlsplit(url).scheme
     try:
         fs, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        remedy = f"; pip install {PACKAGES[protocol]}" if protocol in PACKAGES else ""
-        raise ValueError(f"{url}: {one_line(error, 200)}{remedy}") from error
-    try:
         entries = fs.ls(root, detail=True)
     except Exception as error:  # of any library
         raise ValueError(f"{url}: {one_line(error, 200)}; check the address and access") from error
+
+    def fetch(path: str, start: int, stop: int) -> bytes:
+        try:
+            return fs.cat_file(path, start=start, end=stop)
+        except Exception as error:  # of any library
+            raise ValueError(f"{path}: {one_line(error, 200)}; check the access") from error
+
+    stopped = Event()
     return [
         RemoteFile(
             fs.unstrip_protocol(info["name"]),
             PurePosixPath(info["name"]).name,
             info["size"],
-            str(next((info[key] for key in VERSION_KEYS if info.get(key)), "")),
-            partial(fetch_fsspec, fs, info["name"]),
+            partial(fetch, info["name"]),
+            stopped,
         )
         for info in entries
         if info["type"] == "file" and is_shard(info["name"])
     ]
 
 
-def fetch_fsspec(fs, path: str, file: RemoteFile, start: int, stop: int) -> bytes:
-    """Read a range by fsspec."""
-    try:
-        data = fs.cat_file(path, start=start, end=stop)
-    except Exception as error:  # of any library
-        raise ValueError(f"{file}: {one_line(error, 200)}; check the address and access") from error
-    if len(data) != stop - start:
-        raise ValueError(f"{file} has changed while it was read; start again")
-    return data
-
-
-@lru_cache(maxsize=10_000)
 def read_footer(file: RemoteFile) -> pq.FileMetaData:
-    """Read a shard's footer, once in a process.
+    """Read a shard's footer.
 
     Raises:
         ValueError: it cannot be fetched or is not parquet.
     """
+    # The file ends with the footer, its length in four bytes and a mark of four bytes.
+    footer = file.fetch(max(0, file.size - FOOTER_BYTES), file.size)
+    num_bytes = int.from_bytes(footer[-8:-4], "little") + 8
+    if len(footer) < num_bytes <= file.size:
+        footer = file.fetch(file.size - num_bytes, file.size)
     try:
-        return pq.read_metadata(file.open())
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(
-            f"{file} is not a parquet file, or is damaged ({one_line(error, 200)})"
-        ) from error
+        return pq.read_metadata(pa.BufferReader(footer))
+    except pa.ArrowException as error:
+        raise ValueError(f"{file} is not a parquet file ({one_line(error, 200)})") from error
 
 
 def open_shards(url: str) -> list[tuple[RemoteFile, pq.FileMetaData]]:
     """List the shards at a URL and read their footers, in threads.
 
     Raises:
-        ValueError: see list_files and read_footer; there are no shards.
+        ValueError: see list_files and read_footer.
     """
     files = list_files(url)
-    if not files:
-        raise ValueError(f"{url} contains no *.parquet file; name the directory of the shards")
-    shards = list(zip(files, in_threads(read_footer, files)))
+    shards = list(zip(files, in_threads(read_footer, files, files[0].stopped)))
     print(f"streams {len(files)} shards from {files[0].parent}")  # for the hub with the commit
     return shards
-
-
-def versions_of(files: Iterable) -> dict[str, str]:
-    """{name: version} of the RemoteFiles among files, for state_dict."""
-    return {
-        file.name: file.version for file in files if isinstance(file, RemoteFile) and file.version
-    }
-
-
-def changed_files(saved: dict[str, str] | None, current: dict[str, str] | None) -> list[str]:
-    """A text for the shards whose content has changed, [] without any.
-
-    Args:
-        saved, current: versions_of; a shard that only one of them has is not compared.
-    """
-    current = current or {}
-    changed = [name for name, old in (saved or {}).items() if current.get(name, old) != old]
-    if not changed:
-        return []
-    return [
-        f"the content of {first_names(changed)} has changed; hf://datasets/OWNER/NAME@COMMIT names "
-        "the files of a commit"
-    ]

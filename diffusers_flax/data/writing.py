@@ -232,29 +232,25 @@ def move_when_complete(folder: Path, replaced: tuple[str, ...]) -> Iterator[Path
     """Yield a temporary directory whose content moves to `folder` at the end.
 
     The temporary directory is folder/.unfinished; while it exists, the loader refuses `folder`. An
-    error or Ctrl-C removes all new files.
+    error or Ctrl-C in the context removes it.
 
     Args:
         folder: directory, made if absent.
         replaced: patterns of old files and directories to remove before the move.
     """
     # save_whole would replace the directory, with the files that are not listed in `replaced`.
-    existed, unfinished, moved = folder.exists(), folder / UNFINISHED_DIR, []
+    unfinished = folder / UNFINISHED_DIR
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
-        for old in (path for pattern in replaced for path in folder.glob(pattern)):
-            remove(old)
-        for path in sorted(unfinished.iterdir()):
-            moved.append(path.rename(folder / path.name))
-        unfinished.rmdir()
     except BaseException:
-        for path in (unfinished, *moved):
-            remove(path)
-        if not existed:
-            with suppress(OSError):  # missing, or other files were added
-                folder.rmdir()
+        remove(unfinished)
         raise
+    for old in (path for pattern in replaced for path in folder.glob(pattern)):
+        remove(old)
+    for path in sorted(unfinished.iterdir()):
+        path.rename(folder / path.name)
+    unfinished.rmdir()
 
 
 def read_manifest(folder: Path) -> dict:

@@ -20,8 +20,8 @@ from diffusers_flax.data.shards import (
     find_mask_column,
     latents_metadata,
     list_row_groups,
-    open_row_group,
     pair_at,
+    read_columns,
     read_row_group,
 )
 from diffusers_flax.generating.masks import fit_mask, read_mask_of
@@ -125,8 +125,7 @@ def pairs_of_shards(
             group = group._replace(mask_column=mask)
         names = [given or default for given, default in zip(captions, CAPTIONS)]
         cells = read_row_group(group)
-        with open_row_group(group, [x for x in names if x in schema.names]) as file:
-            texts = file.read_row_group(group.index, columns=names).to_pydict()
+        texts = read_columns(group, [x for x in names if x in schema.names]).to_pydict()
         for row in range(group.num_rows):
             pair = pair_at(cells, row)
             if pair.original and pair.instruction and len(pairs) != max_pairs:

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from diffusers_flax.data.streaming import changed_files
 from diffusers_flax.devices.processes import check_agreement
 from diffusers_flax.messages import differences, one_line
 from diffusers_flax.training.flags import MAY_CHANGE, PER_PROCESS, final_file, fixed_flags, flag
@@ -168,7 +167,6 @@ def run_identity(config, max_train_steps, dataset, models, params, frozen):
         "configs of the models": zlib.crc32(json.dumps(configs, default=str).encode()),
         "columns of train_data_dir": data["columns"],
         "shards of train_data_dir": data["data"],
-        "versions": data.get("versions"),  # of streamed shards
         "sizes of batches": data.get("sizes"),  # of --aspect_ratio_buckets, with a batch of pairs
         "shares of train_data_dir": data.get("shares"),  # of a mixture
         "weights of unet_model_name_or_path": tree_checksum(unet),
@@ -210,12 +208,11 @@ def find_checkpoint(config, identity):
     record, step = read_record(path), int(path.name)
     current, saved = json.loads(json.dumps(identity)), dict(record["identity"])  # lists, not tuples
     num_steps, new_num_steps = saved.pop("max_train_steps"), current.pop("max_train_steps")
-    different = changed_files(saved.pop("versions", None), current.pop("versions", None))
     # A checkpoint from before a flag has its default.
     defaults = {f.name: f.default for f in fields(config) if f.default is not MISSING}
     defaults = {name: x for name, x in defaults.items() if name in current}
     saved = json.loads(json.dumps(defaults)) | saved
-    different += differences(saved, dict.fromkeys(saved) | current)
+    different = differences(saved, dict.fromkeys(saved) | current)
     has_decayed = config.lr_scheduler != "constant" and step > config.lr_warmup_steps
     goes_on = new_num_steps == num_steps or not has_decayed
 

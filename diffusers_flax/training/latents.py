@@ -119,10 +119,10 @@ def decode_into(out, group, cells, position, resample, factor):
     try:
         pair = pair_at(cells, position)
         prompt = pair.instruction
-        time_ids = decode_pair(pair, out, group.columns, resample, 0.5, False)
+        time_ids = decode_pair(pair, out, resample, 0.5, False)
         if group.mask_column:
             mask = np.empty(out[0].shape[:2], np.uint8)
-            place_mask(pair, mask, tuple(time_ids[0, 1::-1]), resample, 0.5, False)
+            place_mask(pair, mask, time_ids, resample, 0.5, False)
             mask = reduce_mask(mask, factor).tobytes()
     except ValueError as error:
         return prompt, None, None, f"{group.path.name} row {group.first_row + position}: {error}"

@@ -267,8 +267,6 @@ def describe_run(config, num_steps, dataset, params, plan):
         f"{config.train_batch_size} pairs per step on {jax.device_count()} device(s), "
         f"{jax.devices()[0].device_kind}"
     )
-    if sizes := dataset.describe_sizes():
-        print(sizes)
     if plan.first_step is not None:
         decays = ", ".join(f"{decay:.6g}" for decay in plan.decays(num_steps))
         print(f"averaging the weights from step {plan.first_step} with decay {decays}")

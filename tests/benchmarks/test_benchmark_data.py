@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks import data
-from benchmarks.data import BATCH_SIZE, COLUMNS, METHODS, PIXELS, RESOLUTION, SCHEMA
+from benchmarks.data import BATCH_SIZE, METHODS, PIXELS, RESOLUTION, SCHEMA
 from diffusers_flax.data.decoding import decode_pair
 from diffusers_flax.data.shards import list_row_groups, pair_at, read_row_group
 
@@ -35,7 +35,7 @@ def read_pairs(links):
 def decode(pair, resample):
     """Both images of a pair, float (2, R, R, 3) from 0 to 255."""
     pixels = np.empty((2, RESOLUTION, RESOLUTION, 3), np.uint8)
-    decode_pair(pair, pixels, COLUMNS, resample, 0.5, False)
+    decode_pair(pair, pixels, resample, 0.5, False)
     return pixels.astype(np.float32)
 
 

@@ -198,7 +198,7 @@ def map_rows(
 
     Args:
         groups: each with positions of rows.
-        function: of (cells, position, columns).
+        function: of (cells, position).
 
     Yields:
         (row group, position, future of function), in order.
@@ -208,7 +208,7 @@ def map_rows(
         for group, positions in groups:
             cells = read_row_group(group) if positions else None
             for position in positions:
-                future = pool.submit(function, cells, position, group.columns)
+                future = pool.submit(function, cells, position)
                 ahead.append((group, position, future))
                 if len(ahead) > ROWS_AHEAD:
                     yield ahead.popleft()
@@ -224,9 +224,7 @@ def positions_of(groups: list[RowGroup], rows: np.ndarray) -> list[tuple[RowGrou
     return [(group, (part - start).tolist()) for group, part, start in zip(groups, parts, starts)]
 
 
-def measure_pair(
-    cells: Cells, position: int, columns: tuple[str, str, str]
-) -> tuple[Pair | None, Measured]:
+def measure_pair(cells: Cells, position: int) -> tuple[Pair | None, Measured]:
     """A pair with what its faults are judged by; without a pair if it cannot be read."""
     try:
         pair = pair_at(cells, position)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import skimage.data
 from helpers import slow
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image, ImageOps
 from shards import (
     EDITED,
     ORIGINAL,
@@ -21,50 +21,20 @@ from shards import (
 
 from diffusers_flax.data.images import crop_image, decode_image, encoded_size, load_image
 
-TURNED = [  # by EXIF orientation, from 1: how the pixels of a file are to be seen
-    lambda x: x,
-    lambda x: x[:, ::-1],
-    lambda x: x[::-1, ::-1],
-    lambda x: x[::-1],
-    lambda x: x.swapaxes(0, 1),
-    lambda x: np.rot90(x, -1),
-    lambda x: x[::-1, ::-1].swapaxes(0, 1),
-    lambda x: np.rot90(x),
-]
 
-
-def test_images_are_turned_as_exif_says(tmp_path):
-    pixels = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3)
-    for orientation, turned in enumerate(TURNED, start=1):
-        exif = Image.Exif()
-        exif[ExifTags.Base.Orientation] = orientation
-        Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
-        np.testing.assert_array_equal(np.asarray(load_image(tmp_path / "a.png")), turned(pixels))
-
-
-def test_files_that_are_no_image_are_named(tmp_path, monkeypatch):
-    """Also files of which Pillow can read only the header."""
-    whole = tmp_path / "a.jpg"
-    pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8)
-    Image.fromarray(pixels).save(whole)
-    half = whole.read_bytes()[: whole.stat().st_size // 2]
-    damaged = {
-        "text.png": (b"no image", "cannot be read as an image: no known image format"),
-        "empty.png": (b"", "cannot be read as an image: no known image format"),
-        "cut.jpg": (half, "cannot be read as an image: Premature end"),
-        "bad.ppm": (b"P6 1x 1 255 123", "cannot be read as an image: "),
-    }
-    for name, (content, _) in damaged.items():
-        (tmp_path / name).write_bytes(content)
-    (tmp_path / "folder").mkdir()
-    cases = {name: message for name, (_, message) in damaged.items()}
-    cases |= {"folder": "cannot be read as an image", "none.png": "does not exist; check the path"}
-    for name, message in cases.items():
-        with pytest.raises(ValueError, match=f"^{tmp_path / name} {message}"):
-            load_image(tmp_path / name)
-    (tmp_path / "large.pgm").write_bytes(b"P5 15000 10001 255\n")
-    with pytest.raises(ValueError, match=r"large\.pgm cannot be read as an image: 15000x10001 pix"):
-        load_image(tmp_path / "large.pgm")
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"no image", "no known image format"),
+        (encode(smooth(0, 48, 64), "JPEG")[:900], "Premature end"),
+    ],
+)
+def test_files_that_are_no_image_are_named(tmp_path, content, reason):
+    (tmp_path / "a.png").write_bytes(content)
+    with pytest.raises(ValueError, match=f"a.png cannot be read as an image: {reason}"):
+        load_image(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="does not exist; check the path"):
+        load_image(tmp_path / "b.png")
 
 
 @pytest.mark.parametrize("resample", ["lanczos", *slow("bicubic")])
@@ -90,16 +60,6 @@ def test_pixels_are_pillows(tmp_path, resample, image_format, height, width):
         np.testing.assert_array_equal(
             pixels[0], np.asarray(image.crop((left, top, left + 32, top + 32)))
         )
-
-
-def test_large_jpeg_is_scaled_while_decoding():
-    data = encode(smooth(0, 256, 320), "JPEG", quality=100)
-    small = decode_image(data, min_shape=(64, 64))
-    assert 64 <= min(small.shape[:2]) <= 128
-    assert decode_image(data, min_shape=(129, 129)).shape == (256, 320, 3)
-    direct = Image.open(io.BytesIO(data)).resize((40, 32), Image.Resampling.LANCZOS)
-    error = np.asarray(direct)[:, 4:36].astype(int) - crop_image(small, (32, 32), "lanczos")
-    assert np.abs(error).mean() < 1.0
 
 
 def photograph(side, quality=100):
@@ -140,20 +100,6 @@ def sixteen_bit_png(values):
     header = struct.pack(">IIBBBBB", width, height, 16, colour_type, 0, 0, 0)
     parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + parts
-
-
-def sixteen_bit_tiff(values):
-    """An RGB TIFF of 16 bits a value, likewise."""
-    height, width, _ = values.shape
-    pixels = values.astype("<u2").tobytes()
-    tags = {256: width, 257: height, 258: 0, 259: 1, 262: 2, 273: 0, 277: 3, 278: height}
-    tags[279] = len(pixels)
-    after = 8 + 2 + 12 * len(tags) + 4  # first come the bits of each channel, then the pixels
-    tags |= {258: after, 273: after + 6}
-    entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()]
-    entries[2] = struct.pack("<HHII", 258, 3, 3, after)
-    head = b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join(entries) + bytes(4)
-    return head + struct.pack("<HHH", 16, 16, 16) + pixels
 
 
 def test_every_kind_of_image():
@@ -200,7 +146,6 @@ def test_every_kind_of_image():
         (sixteen_bit_png(wide), pixels),
         (sixteen_bit_png(np.concatenate([wide, opaque], -1)), pixels),
         (sixteen_bit_png(np.concatenate([wide[..., :1], opaque], -1)), pixels[..., [0] * 3]),
-        (sixteen_bit_tiff(wide), pixels),
         (encode(image.convert("1")), bits),
         (encode(image.convert("1"), "TIFF"), bits),
         (encode(image, "GIF", **more), np.asarray(first)),
@@ -229,7 +174,7 @@ def test_every_kind_of_image():
 def test_images_without_a_known_range_are_refused():
     for mode, value in (("I", 200), ("F", 0.5)):
         data = encode(Image.new(mode, (8, 8), value), "TIFF")
-        with pytest.raises(ValueError, match=rf"image mode {mode} \((float|integer)\) has"):
+        with pytest.raises(ValueError, match=rf"image mode {mode} .*has"):
             decode_image(data)
     grey = np.arange(64, dtype=np.int32).reshape(8, 8)
     decoded = decode_image(encode(Image.fromarray(grey * 257), "TIFF"))  # of mode I
@@ -238,14 +183,6 @@ def test_images_without_a_known_range_are_refused():
         ValueError, match=r"1x400 pixels are too narrow: .* at most 20 times the other; crop"
     ):
         crop_image(np.zeros((400, 1, 3), np.uint8), (8, 8))
-
-
-def test_upright_exif_takes_the_fast_way(monkeypatch):
-    image = Image.fromarray(smooth(0, 64, 64))
-    exif = image.getexif()
-    exif[0x0112], exif[0x010F] = 1, "camera"
-    data = encode(image, "JPEG", exif=exif, quality=95)
-    assert b"Exif" in data and decode_image(data, min_shape=(32, 32)).shape == (32, 32, 3)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "AVIF", "WEBP"])
@@ -279,13 +216,6 @@ def test_truncated_image_is_refused(kind):
             decode_image(data[:end])
         with pytest.raises(ValueError, match=r"\w"):
             decode_image(data[:end], min_shape=(8, 8))
-
-
-@pytest.mark.parametrize("data", [b"", b"no image", b"\xff\xd8\xff\xe0" + bytes(50)])
-def test_what_is_no_image_is_refused_in_one_line(data):
-    with pytest.raises(ValueError) as error:
-        decode_image(data)
-    assert str(error.value) and "\n" not in str(error.value) and "0x" not in str(error.value)
 
 
 def test_pair_is_cropped_and_flipped_alike(tmp_path):

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from known_sets import SCHEMAS, half_mask, known_rows, write_known
-from shards import open_mixture, open_pairs
+from shards import open_pairs
 from tiny_models import make_tiny_xl
 from trainer_runs import config_of, read_metrics, run_trainer
 
@@ -161,9 +161,6 @@ def test_masks_of_cached_latents(model, tmp_path, monkeypatch, capsys, is_xl):
     with pytest.raises(SystemExit):
         run_trainer(bad, monkeypatch)
     assert "has latents without masks, which --mask_loss_weight needs" in capsys.readouterr().err
-    folders = [tmp_path / "latents", tmp_path / "without"]  # nor does a mixture drop them
-    with pytest.raises(ValueError, match=r"without.* has latents without masks"):
-        open_mixture(folders, mask="", batch_size=8, resolution=16, random_crop=False)
     cache_latents.main([*without, "--cache_masks", "--overwrite_output_dir"])
     run_trainer(bad, monkeypatch)
     np.testing.assert_allclose(losses(tmp_path / "d"), losses(tmp_path / "b"), rtol=1e-6)

@@ -92,7 +92,7 @@ def test_a_stopped_run_resumes_bit_for_bit(model, sets, whole_run, tmp_path, mon
     assert "shares of train_data_dir was [0.75, 0.25] and is [0.5, 0.5]" in error
     run_trainer(config, monkeypatch)
     out += capsys.readouterr().out
-    assert "parameters on a mixture of pairs (16 pairs, 75.0% of a batch, a pass takes 3 st" in out
+    assert "parameters on a mixture of pairs (16 pairs, 75.0% of a batch)" in out
     assert "resuming after step 2" in out
     assert_same_runs(tmp_path / "out", whole_run)
     rows = read_metrics(whole_run)
