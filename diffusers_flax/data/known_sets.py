@@ -34,7 +34,6 @@ class KnownSet(NamedTuple):
     name: str  # on the hub, and for the direction of its pairs
     licence: str = ""  # on its card; "": not stated
     columns: tuple[str, str, str] = ()  # in the order of COLUMN_FLAGS
-    has_masks: bool = False
 
 
 class KnownIndex(NamedTuple):
@@ -190,10 +189,8 @@ KNOWN_SETS = (
         "fusing/instructpix2pix-1000-samples",
         columns=("input_image", "edited_image", "edit_prompt"),
     ),
-    KnownSet("osunlp/MagicBrush", "CC-BY-4.0", ("source_img", "target_img", "instruction"), True),
-    KnownSet(
-        "BleachNick/UltraEdit", "CC-BY-4.0", ("source_image", "edited_image", "edit_prompt"), True
-    ),
+    KnownSet("osunlp/MagicBrush", "CC-BY-4.0", ("source_img", "target_img", "instruction")),
+    KnownSet("BleachNick/UltraEdit", "CC-BY-4.0", ("source_image", "edited_image", "edit_prompt")),
     KnownSet("UCSC-VLAA/HQ-Edit", "CC-BY-NC-4.0", ("input_image", "output_image", "edit")),
     KnownSet(
         "UCSC-VLAA/HQ-Edit, inverse",
@@ -204,9 +201,7 @@ KNOWN_SETS = (
         "TIGER-Lab/OmniEdit-Filtered-1.2M", "MIT", ("src_img", "edited_img", "edited_prompt_list")
     ),
     KnownSet("Bin1117/AnyEdit", "CC-BY-4.0", ("image_file", "edited_file", "edit_instruction")),
-    KnownSet(
-        "BryanW/HumanEdit", "CC-BY-4.0", ("INPUT_IMG", "OUTPUT_IMG", "EDITING_INSTRUCTION"), True
-    ),
+    KnownSet("BryanW/HumanEdit", "CC-BY-4.0", ("INPUT_IMG", "OUTPUT_IMG", "EDITING_INSTRUCTION")),
     KnownSet(NHR, "Apache-2.0", ("source_image", "edited_image", "edit_instruction")),
 )
 INDEXES = (
