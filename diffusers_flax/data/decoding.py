@@ -50,9 +50,8 @@ class Decoding:
         for name in ("vae", "shape", "sizes"):
             if (latents or {}).get(name) != (self.latents or {}).get(name):
                 raise ValueError(
-                    f"{group.path.name} does not match the first shard in {folder}: one has "
-                    "latents and the other images, or the latents differ in VAE or size; use one "
-                    "directory for each kind"
+                    f"{group.path} does not match the first shard: one has latents and the other "
+                    "images, or the latents differ in VAE or size; use one kind"
                 )
         if latents is None:
             return

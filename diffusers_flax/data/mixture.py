@@ -103,6 +103,8 @@ class Mixture:
             for directory, own in zip(train_data_dirs, columns_of_sets(train_data_dirs, columns))
         ]
         first = self.sets[0]
+        for pairs in self.sets:
+            first.decoding.check(pairs.groups[0])
         self.latents, self.sizes, self.image_shapes = first.latents, first.sizes, first.image_shapes
         weights = np.asarray(weights or [pairs.num_rows for pairs in self.sets], np.float64)
         self.shares = (weights / weights.sum()).tolist()
@@ -119,7 +121,6 @@ class Mixture:
             everyones if len(pairs.directories) == 1 else self._own_rows for pairs in self.sets
         ]
         self._partitions = [one_part(pairs, number) for number, pairs in enumerate(self.sets)]
-        self._check_sets_fit()
         self._step = 0  # of the next batch
         self._counted = 0, np.zeros(len(self.sets), np.int64)  # a step, and the draws before it
         identities = [pairs.identity() for pairs in self.sets]
@@ -130,20 +131,6 @@ class Mixture:
             **stream_settings(transform, reading),
             **{name: [identity[name] for identity in identities] for name in identities[0]},
         }
-
-    def _check_sets_fit(self) -> None:
-        """Raise a ValueError for sets of latents beside sets of images."""
-        first = self.sets[0]
-        for pairs in self.sets:
-            made = [
-                [(x.latents or {}).get(name) for name in ("vae", "shape")] for x in (first, pairs)
-            ]
-            if made[0] != made[1]:
-                raise ValueError(
-                    f"--train_data_dir {first.train_data_dir} and {pairs.train_data_dir}: one has "
-                    "latents and the other images, or latents of another VAE or size; make the "
-                    "latents of all sets with one VAE and --resolution"
-                )
 
     @property
     def num_bad(self) -> int:
