@@ -10,7 +10,7 @@ The schema is the one of timbrooks/instructpix2pix-clip-filtered.
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -72,12 +72,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, error_class, error, trace) -> None:
-        if error:
-            if self._writer:
-                with suppress(OSError):  # the disk is full
-                    self._writer.close()
-                remove(self._file)
-        elif self._rows:
+        if not error and self._rows:
             self._write_group()
             self._close_shard()
 
