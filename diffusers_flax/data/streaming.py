@@ -33,6 +33,7 @@ HUB_URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
 CONVERTED = "refs/convert/parquet"  # revision of the hub's parquet conversion
 SPLIT_WORDS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval"}
 RETRY_STATUS = (408, 429, 500, 502, 503, 504)
+RETRY_ERRORS = (httpx2.TimeoutException, httpx2.NetworkError, httpx2.RemoteProtocolError)
 REQUEST_TIMEOUT = 30  # seconds without data
 FIRST_PAUSE, LAST_PAUSE = 0.1, 16  # seconds between repeated requests
 NUM_RETRIES = 25  # five minutes in all
@@ -141,6 +142,8 @@ def get(url: str, start: int = 0, stop: int = 0, stopped: Event | None = None) -
                 break
         except (httpx2.HTTPError, OSError) as error:  # its text may have a signed link
             reason = type(error).__name__
+            if not isinstance(error, RETRY_ERRORS):
+                break
         if stopped.wait(pause):
             break
         pause = min(2 * pause, LAST_PAUSE)
