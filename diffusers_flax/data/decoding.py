@@ -28,7 +28,6 @@ from diffusers_flax.data.shards import (
 )
 
 IMAGE_NAMES = ("original_image", "edited_image")  # in errors, whatever the columns are called
-DAMAGED_MASK = b""  # in shards of latents, of a mask that could not be decoded
 
 
 @dataclass(frozen=True)
@@ -122,8 +121,6 @@ class Decoding:
         if transform.micro_conditioning:
             batch["time_ids"][place] = time_ids[int(flip)]
         if self.masks and self.latents and pair.mask is not None:
-            if pair.mask == DAMAGED_MASK:
-                raise ValueError("mask: none in the shard of latents; it could not be used")
             mask = np.frombuffer(pair.mask, np.uint8).reshape(batch["mask"][place].shape)
             batch["mask"][place] = mask[:, ::-1] if flip else mask
         elif self.masks:
