@@ -43,7 +43,7 @@ from diffusers_flax.loading.files import naming_full_disk, read_json
 from diffusers_flax.loading.weights import read_safetensors, torch_to_flax
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.training.checkpoints import flatten_by_name, read_arrays, read_record
-from diffusers_flax.training.ema import posthoc_error, posthoc_weights, sigma_rel_to_gamma
+from diffusers_flax.training.ema import posthoc_weights, sigma_rel_to_gamma
 from diffusers_flax.training.flags import COMPONENT_FLAGS, TrainerFlags
 from diffusers_flax.training.models import load_models, params_beside_unet
 from diffusers_flax.training.output import write_model
@@ -208,8 +208,7 @@ def save_averages(config):
     print(f"{len(snapshots)} snapshots, steps {times[0]} to {times[-1]}")
     for sigma_rel, folder in folders.items():
         target = (times[-1], sigma_rel_to_gamma(sigma_rel))
-        weights = posthoc_weights(times, gammas, *target)
-        error = posthoc_error(times, gammas, weights, *target)
+        weights, error = posthoc_weights(times, gammas, *target)
         print(f"sigma_rel {sigma_rel}: relative error of the profile {error:.2%}")
         if error > LARGEST_ERROR:
             print(

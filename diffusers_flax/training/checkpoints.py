@@ -54,8 +54,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             self.path, self.record = find_checkpoint(config, identity)
         step = int(self.path.name) if self.path else 0
-        due = plan.averages_after(step)  # for checkpoints that lack num_averages
-        numbers = from_process_0(np.int32([step, self.record.get("num_averages", due)]))
+        numbers = from_process_0(np.int32([step, self.record.get("num_averages", 0)]))
         self.start_step, self.num_averages = numbers.tolist()
 
     def restore(self, params, tx):
@@ -74,7 +73,11 @@ class Checkpoints:
         arrays = read_arrays(self.path) if self.path else {}
         wait_for_all("process 0 has read")
         if self.path:
-            print(describe_resume(self.record, self.start_step, self.identity["max_train_steps"]))
+            before, now = (x["max_train_steps"] for x in (self.record["identity"], self.identity))
+            line = f"resuming after step {self.start_step}"
+            if (n := self.record["num_devices"]) != jax.device_count():
+                line += f", which ran on {n} device(s)"
+            print(line + (f"; the run had {before} steps and has {now}" if before != now else ""))
             if self.num_averages > due:
                 print("the checkpoint's average is dropped; its last weights are trained further")
         params = jax.eval_shape(lambda: params)
@@ -239,16 +242,6 @@ def find_checkpoint(config, identity):
             "its UNet further with --unet_model_name_or_path and another --output_dir"
         )
     return path, record
-
-
-def describe_resume(record, step, num_steps):
-    """Describe the step after which a run of num_steps resumes, and what has changed."""
-    change, before = "", record["identity"]["max_train_steps"]
-    if (num_devices := record.get("num_devices", jax.device_count())) != jax.device_count():
-        change = f", which ran on {num_devices} device(s)"
-    if before != num_steps:
-        change += f"; the run had {before} steps and has {num_steps}"
-    return f"resuming after step {step}{change}"
 
 
 def make_handlers():

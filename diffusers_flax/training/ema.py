@@ -204,7 +204,7 @@ def profile_products(t_a, gamma_a, t_b, gamma_b):
 
 
 def posthoc_weights(times, gammas, target_time, target_gamma):
-    """Weights of the snapshots for an average that was not tracked.
+    """Weights of the snapshots for an average that was not tracked, and their error.
 
     The weighted sum of the snapshots' profiles is as close as possible to the target's profile.
 
@@ -214,29 +214,16 @@ def posthoc_weights(times, gammas, target_time, target_gamma):
         target_gamma: its exponent.
 
     Returns:
-        float64 (K,); they sum to about 1.
+        (weights, error): float64 (K,), of sum about 1; the L2 norm of the difference to the
+        target's profile, divided by the profile's norm, 0 to 1.
 
     Source: EDM2 (arXiv 2312.02696), appendix C: least squares by the normal equations.
     """
-    times, gammas = np.asarray(times, np.float64), np.asarray(gammas, np.float64)
-    A = profile_products(times[:, None], gammas[:, None], times, gammas)
-    b = profile_products(times, gammas, float(target_time), float(target_gamma))
-    return np.linalg.lstsq(A, b, rcond=None)[0]
-
-
-def posthoc_error(times, gammas, weights, target_time, target_gamma):
-    """Relative error of the weighted sum of the snapshots' profiles.
-
-    Args:
-        times, gammas, weights: step number, exponent and weight of each snapshot, (K,) each.
-        target_time, target_gamma: step number and exponent of the target.
-
-    Returns:
-        L2 norm of the difference to the target's profile, divided by the profile's norm, 0 to 1.
-
-    Source: EDM2 (arXiv 2312.02696), appendix C: the squared norm by its inner products.
-    """
-    times, gammas = np.append(times, target_time), np.append(gammas, target_gamma)
-    weights = np.append(weights, -1.0)
-    A = profile_products(times[:, None], gammas[:, None], times, gammas)
-    return float(np.sqrt(max(0.0, weights @ A @ weights) / A[-1, -1]))
+    times, gammas = (
+        np.append(x, target).astype(np.float64)
+        for x, target in ((times, target_time), (gammas, target_gamma))
+    )
+    A = profile_products(times[:, None], gammas[:, None], times, gammas)  # the target is last
+    weights = np.linalg.lstsq(A[:-1, :-1], A[:-1, -1], rcond=None)[0]
+    difference = np.append(weights, -1.0)
+    return weights, float(np.sqrt(max(0.0, difference @ A @ difference) / A[-1, -1]))

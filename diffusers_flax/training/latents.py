@@ -55,42 +55,37 @@ LATENT_COLUMNS = ("original_image", "edited_image", "edit_prompt", TIME_IDS)
 PIXELS_PER_BATCH = 8 * 256 * 256  # of original images, per device
 
 
-def encode_pairs(vae, params, originals, edited):
-    """Encode pairs and their mirror images.
-
-    Args:
-        vae, params: FlaxAutoencoderKL and its parameters.
-        originals, edited: uint8 (B, H, W, 3).
-
-    Returns:
-        (modes, moments), float16: modes of the original images (B, 2, h, w, C); means and standard
-        deviations of the edited images (B, 2, h, w, 2 C). Index 1 of axis 1 is the mirror image.
-    """
-    B = len(originals)
-    images = jnp.concatenate((originals, edited))
-    posterior = encode_images(vae, params, jnp.concatenate((images, images[:, :, ::-1])))
-    mean, std = (
-        jnp.stack(jnp.split(x, 2), axis=1).astype(jnp.float16)  # (2 B, 2, h, w, C)
-        for x in (posterior.mean, posterior.std)
-    )
-    return mean[:B], jnp.concatenate((mean[B:], std[B:]), -1)
-
-
 def encoder_on(devices, vae, params):
-    """Compile encode_pairs for devices: (originals, edited) -> latents on the devices.
+    """Compile a program that encodes pairs and their mirror images.
 
     Args:
         devices: their number divides the number of pairs.
         vae, params: FlaxAutoencoderKL and its float32 parameters.
+
+    Returns:
+        (originals, edited), uint8 (B, H, W, 3) each -> (modes, moments), float16 on the devices:
+        modes of the original images (B, 2, h, w, C); means and standard deviations of the edited
+        images (B, 2, h, w, 2 C). Index 1 of axis 1 is the mirror image.
     """
     mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
     replicated, sharded = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("batch",)))
     params = jax.tree.map(lambda x: np.asarray(x, vae.dtype), params)
     params = jax.device_put(params, replicated)
+
+    def encode_pairs(params, originals, edited):
+        B = len(originals)
+        images = jnp.concatenate((originals, edited))
+        posterior = encode_images(vae, params, jnp.concatenate((images, images[:, :, ::-1])))
+        mean, std = (
+            jnp.stack(jnp.split(x, 2), axis=1).astype(jnp.float16)  # (2 B, 2, h, w, C)
+            for x in (posterior.mean, posterior.std)
+        )
+        return mean[:B], jnp.concatenate((mean[B:], std[B:]), -1)
+
     # shard_map, because XLA cannot partition encode_images' loop over images on CPUs.
     program = jax.jit(
         jax.shard_map(
-            partial(encode_pairs, vae),
+            encode_pairs,
             mesh=mesh,
             in_specs=(replicated.spec, sharded.spec, sharded.spec),
             out_specs=sharded.spec,
@@ -134,7 +129,7 @@ class LatentWriter:
 
     Args:
         config: flags of the program.
-        encode: (originals, edited), uint8 (B, H, W, 3) each -> encode_pairs' result on the devices.
+        encode: of encoder_on.
         batch_size: pairs per call of encode.
         bar: tqdm bar that counts pairs.
     """
@@ -227,14 +222,21 @@ def latent_dirs(train_data_dirs, output_dir):
     return [str(Path(output_dir, name)) for name in distinct_names(train_data_dirs)]
 
 
-def list_images(train_data_dir, columns, output_dir, max_train_samples):
-    """List the row groups of a directory of images, after a check of output_dir.
+def open_images(config, train_data_dir, columns, output_dir, overwrite):
+    """Open a directory of images, after a check of the directory for its latents.
+
+    Latents in output_dir keep their sizes if --aspect_ratio_buckets names them all. Otherwise sizes
+    with less than a batch of pairs are left out, as in training.
 
     Args:
+        config, overwrite: as for write_latents.
         train_data_dir: directory of shards of images.
         columns: Columns.
         output_dir: Path of the directory of their shards of latents.
-        max_train_samples: list the shards with the first N rows only; None: all.
+
+    Returns:
+        (row groups of the shards to encode, widths and heights of the latents); None for the
+        second without --aspect_ratio_buckets.
 
     Raises:
         ValueError: train_data_dir has latents, or output_dir cannot be used.
@@ -247,35 +249,21 @@ def list_images(train_data_dir, columns, output_dir, max_train_samples):
         raise ValueError(
             f"--train_data_dir {train_data_dir} already has latents; train on it directly"
         )
-    others = {path.name for path in shard_files(output_dir)} - {group.path.name for group in groups}
-    if others:
+    existing = shard_files(output_dir)
+    if others := {path.name for path in existing} - {group.path.name for group in groups}:
         raise ValueError(
             f"{output_dir}/{min(others)} matches no shard in {train_data_dir}; name another "
             "directory, or remove it"
         )
-    if max_train_samples is None:
-        return groups
-    selected = {group.path for group in take_first_rows(groups, max_train_samples)}
-    return [group for group in groups if group.path in selected]
-
-
-def choose_latent_sizes(config, train_data_dir, columns, output_dir, overwrite):
-    """The widths and heights of a directory's latents; None without --aspect_ratio_buckets.
-
-    Latents in output_dir keep their sizes if the flag names them all. Otherwise sizes with less
-    than a batch of pairs are left out, as in training.
-
-    Args:
-        config, overwrite: as for write_latents.
-        train_data_dir, columns, output_dir: as for list_images.
-    """
-    sizes = chosen_sizes(config)
-    if sizes is None:
-        return None
-    for path in [] if overwrite else shard_files(output_dir)[:1]:
-        stored = tuple((width, height) for height, width in stored_settings(path).get("sizes", ()))
-        if stored and {*stored} <= {*sizes}:
-            return stored
+    if config.max_train_samples is not None:
+        selected = {group.path for group in take_first_rows(groups, config.max_train_samples)}
+        groups = [group for group in groups if group.path in selected]
+    if (sizes := chosen_sizes(config)) is None:
+        return groups, None
+    if existing and not overwrite:
+        stored = {(w, h) for h, w in stored_settings(existing[0]).get("sizes", ())}
+        if stored and stored <= {*sizes}:
+            return groups, tuple(size for size in sizes if size in stored)
     pairs = StoredPairs(
         train_data_dir,
         columns,
@@ -284,19 +272,21 @@ def choose_latent_sizes(config, train_data_dir, columns, output_dir, overwrite):
         Reading(max_rows=config.max_train_samples, num_threads=config.dataloader_num_workers),
     )
     pairs.choose_sizes(max(1, config.train_batch_size // jax.process_count()))
-    return pairs.decoding.sizes
+    return groups, pairs.decoding.sizes
 
 
-def latent_settings(config, vae, params, sizes):
-    """The settings of latents, for the metadata of their shards.
+def missing_shards(config, output_dir, groups, sizes, vae, params, overwrite):
+    """Prepare output_dir; return the shards to write, [(path, its row groups, its metadata)].
 
     Args:
-        config: as for write_latents.
+        config, overwrite: as for write_latents.
+        output_dir: Path of the directory of the shards.
+        groups, sizes: of open_images.
         vae, params: FlaxAutoencoderKL and its float32 parameters.
-        sizes: of choose_latent_sizes.
 
     Raises:
-        ValueError: the VAE does not divide the resolution or a size.
+        ValueError: a shard was made with other settings, and overwrite is False; or the VAE does
+            not divide the resolution or a size.
     """
     factor = 2 ** (len(vae.block_out_channels) - 1)
     check_resolution(config, factor)
@@ -310,21 +300,7 @@ def latent_settings(config, vae, params, sizes):
         settings["sizes"] = [[height, width] for width, height in sizes]
     sides = settings.get("sizes", [[config.resolution] * 2])
     shapes = [[h // factor, w // factor, vae.latent_channels] for h, w in sides]
-    return settings | {"shape": shapes if sizes else shapes[0]}
-
-
-def missing_shards(output_dir, groups, settings, overwrite):
-    """Prepare output_dir; return the shards to write, [(path, its row groups, its metadata)].
-
-    Args:
-        output_dir: Path of the directory of the shards.
-        groups: row groups of images, in the order of the shards.
-        settings: of latent_settings.
-        overwrite: as for write_latents.
-
-    Raises:
-        ValueError: a shard was made with other settings, and overwrite is False.
-    """
+    settings["shape"] = shapes if sizes else shapes[0]
     missing, of_shards = [], {}
     for group in groups:
         of_shards.setdefault(group.path, []).append(group)
@@ -374,20 +350,17 @@ def write_latents(config, output_dir, columns, batch_size=None, overwrite=False)
     """
     sources = config.train_data_dir
     check_sets(sources, sizes=chosen_sizes(config))
-    output_dirs = map(Path, latent_dirs(sources, output_dir))
+    output_dirs = [Path(folder) for folder in latent_dirs(sources, output_dir)]
     sets = [  # before the VAE is loaded
-        (
-            places[-1],
-            list_images(*places, config.max_train_samples),
-            choose_latent_sizes(config, *places, overwrite),
+        (folder, *open_images(config, source, of_source, folder, overwrite))
+        for source, of_source, folder in zip(
+            sources, columns_of_sets(sources, columns), output_dirs
         )
-        for places in zip(sources, columns_of_sets(sources, columns), output_dirs)
     ]
     vae, params = load_vae(config, mixed_precision_dtype(config), is_sdxl(config))
     missing = []
-    for folder, groups, sizes in sets:
-        settings = latent_settings(config, vae, params, sizes)
-        missing += missing_shards(folder, groups, settings, overwrite)
+    for one_set in sets:
+        missing += missing_shards(config, *one_set, vae, params, overwrite)
     if not missing:
         return
     devices = jax.local_devices()

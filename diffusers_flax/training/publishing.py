@@ -56,7 +56,15 @@ def write_card(config, pipeline, metrics):
     shown = ""
     if images:
         shown = f"![before and after, with the instruction](validation/{images[-1].name})\n"
-    opening = open_directory(name, pipeline.torch_class_name)
+    cls = pipeline.torch_class_name
+    opening = f"""\
+import torch
+from diffusers import {cls}
+from diffusers.utils import load_image
+
+pipeline = {cls}.from_pretrained(
+    {json.dumps(name)}, dtype=torch.float16
+)"""
     with_jax = f"""\
 On TPU, GPU or CPU, with `edit_cli.py` from the scripts that trained the model:
 
@@ -139,18 +147,6 @@ def write_readme(config, name, introduction, metrics, tags=()):
 {table_of_values(asdict(config))}
 """
     write_text(Path(folder, "README.md"), f"---\n{data.to_yaml()}\n---\n{text}")
-
-
-def open_directory(name, pipeline_class):
-    """Python code that opens a pipeline directory or hub id with PyTorch."""
-    return f"""\
-import torch
-from diffusers import {pipeline_class}
-from diffusers.utils import load_image
-
-pipeline = {pipeline_class}.from_pretrained(
-    {json.dumps(name)}, dtype=torch.float16
-)"""
 
 
 def open_with_lora(name, pipeline, config):
