@@ -243,9 +243,8 @@ def edit_b(model, input_images, monkeypatch, capsys):
 def test_similar_shapes_share_a_program(edit_b):
     """The program gets the image stretched to its size; the result has the photograph's shape."""
     run, by_pipeline = edit_b
-    a, b, programs, errors = run("a.png", "b.png")
+    a, b, programs, _ = run("a.png", "b.png")
     assert (a.shape, b.shape, programs) == ((96, 128, 3), (92, 128, 3), {"128x96"})
-    assert "--resolution 127 is not a multiple of 4; the longer side of images becomes" in errors
     assert np.abs(b - by_pipeline((128, 96), index=1)).max() <= 2
 
 

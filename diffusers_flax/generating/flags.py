@@ -143,16 +143,7 @@ def check_guidance_range(guidance_scale, unet_config):
         )
 
 
-def nonblank_lines(given, file):
-    """The lines with text of a UTF-8 file, at least one, without the spaces around them.
-
-    given: the file with its flag, for errors.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{given} cannot be read as UTF-8 text: {error}") from error
-    lines = [line.strip() for line in lines if line.strip()]
-    if not lines:
-        raise ValueError(f"{given} is empty; write a text a line")
-    return lines
+def nonblank_lines(file):
+    """The lines with text of a UTF-8 file, without the spaces around them."""
+    lines = file.read_text(encoding="utf-8-sig").split("\n")
+    return [line.strip() for line in lines if line.strip()]

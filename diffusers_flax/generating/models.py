@@ -15,9 +15,8 @@ from jax.typing import DTypeLike
 
 import diffusers_flax
 from diffusers_flax.devices.layout import Layout
-from diffusers_flax.generating.sizes import result_size
 from diffusers_flax.loading.directories import has_component, read_index
-from diffusers_flax.messages import in_bytes, warn_once
+from diffusers_flax.messages import in_bytes
 from diffusers_flax.models.vae import with_tile
 from diffusers_flax.parameters import cast_params
 from diffusers_flax.pipelines.base import MODULES, class_of, read_acceleration
@@ -181,7 +180,7 @@ def factor_and_resolution(configs, resolution=None):
 
     Args:
         configs: {component: its config}, with "unet" and "vae".
-        resolution: --resolution; None: the model's own. A warning says if it has to be rounded.
+        resolution: --resolution; None: the model's own.
 
     Raises:
         ValueError: the resolution is too small for the model.
@@ -190,11 +189,6 @@ def factor_and_resolution(configs, resolution=None):
     if resolution is None:
         side = configs["unet"].get("sample_size") or MODULES["unet"].sample_size
         resolution = factor * (max(side) if isinstance(side, list | tuple) else side)
-    if (side := result_size((1, 1), resolution, factor)[0]) != resolution:
-        warn_once(
-            f"--resolution {resolution} is not a multiple of {factor}; the longer side of images "
-            f"becomes {side} pixels"
-        )
     return factor, resolution
 
 

@@ -146,7 +146,7 @@ def requests_of_flags(config):
     if file := config.prompts_file:
         if prompts:
             raise ValueError("--prompt and --prompts_file are both given; give one of them")
-        prompts = nonblank_lines(f"--prompts_file {file}", file)
+        prompts = nonblank_lines(file)
     if not prompts:
         raise ValueError("--prompt is empty; give one or more texts, in quotation marks")
     given = {"prompt": prompts} | {name: getattr(config, name) for name in SEVERAL}

@@ -106,10 +106,10 @@ def captions_of_template(template, fill):
     for given in fill:
         name, _, text = given.partition("=")
         if text.startswith("@"):
-            values[name] = nonblank_lines(f"--fill {given}", Path(text[1:]))
+            values[name] = nonblank_lines(Path(text[1:]))
         else:
             values[name] = [value.strip() for value in text.split(",")]
-        if not all(values[name]):
+        if not (values[name] and all(values[name])):
             raise ValueError(f"--fill {given} has a value without text; write NAME=WORDS,WORDS")
     parts = [part for text in template for part in string.Formatter().parse(text)]
     names = {name for _, name, _, _ in parts if name is not None}

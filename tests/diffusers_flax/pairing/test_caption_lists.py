@@ -102,7 +102,6 @@ def test_braces_and_equal_results():
         (TEMPLATE, ("animal=cat",), "has the fields animal, other, and --fill has values"),
         (TEMPLATE, ("animal=a", "other=b", "city=c"), "has values for animal, other, city; give"),
         (TEMPLATE, ("animal=cat,", "other=a"), "--fill animal=cat, has a value without text"),
-        (TEMPLATE, ("animal=@none.txt", "other=a"), "--fill animal=@none.txt cannot be read"),
         (TEMPLATE, ("animal=cat", "other=Cat"), "equal captions before and after the edit"),
     ],
 )
