@@ -40,27 +40,12 @@ def draw_sample(seed, place, number, scales, fractions):
     return PairSample(place, number, state[:2], *drawn)
 
 
-def chunks_of(places, num_samples, size):
-    """The samples of some captions, in groups that one device makes at once.
-
-    Args:
-        places: of the captions.
-        num_samples: of each.
-        size: samples in a chunk.
-
-    Returns:
-        Lists of `size` (place, number), in order; the last one repeats its last sample.
-    """
-    samples = [(place, number) for place in places for number in range(num_samples)]
-    samples += samples[-1:] * (-len(samples) % size)
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
-
-
 def batches_of(shards, config, num_devices, num_waiting, finished):
     """Lists of one chunk for each device; the last list repeats its last chunk.
 
-    With early_stop the lines of several shards take turns, as nobody knows yet whether a line needs
-    another chunk while its chunk is on the devices.
+    A chunk has the samples, (place, number), that a device makes at once, of one shard; its last
+    chunk repeats its last sample. With early_stop the lines of several shards take turns, as nobody
+    knows yet whether a line needs another chunk while its chunk is on the devices.
 
     Args:
         shards: places of the captions of each shard.
@@ -69,15 +54,18 @@ def batches_of(shards, config, num_devices, num_waiting, finished):
         num_waiting: batches that are not scored yet when another one begins.
         finished: set of places of captions that need no more samples; it may grow meanwhile.
     """
+    size = config.batch_size
 
     def in_turn(chunk):
         place, number = chunk[0]
-        return number // len(chunk), place
+        return number // size, place
 
     def ordered():
         found, num_lines = [], 0
         for i, places in enumerate(shards):
-            found += chunks_of(places, config.num_samples, config.batch_size)
+            samples = [(place, number) for place in places for number in range(config.num_samples)]
+            samples += samples[-1:] * (-len(samples) % size)
+            found += [samples[start : start + size] for start in range(0, len(samples), size)]
             num_lines += len(places)
             is_enough = not config.early_stop or num_lines >= 3 * num_waiting * num_devices
             if is_enough or i == len(shards) - 1:
