@@ -98,7 +98,6 @@ class ListedFlags(RequestFlags):
 class Request(ListedFlags):
     """One image to make."""
 
-    line: int | None = None  # of the list
     image_guidance_scale: float | None = None  # of edits; None: no edit
     index: int = 0  # of an edit: place in the list, on which the noise depends
     after: int | None = None  # place of the edit whose output is the image
@@ -172,7 +171,7 @@ def requests_of_jsonl(file, config):
                 raise ValueError('no "prompt"; give one, which may be empty')
             own = parse_line(content, file.parent)
             changes = nothing | {"seed": seed_of(config, len(requests))} | own
-            request = checked_request(from_flags(Request, config, **changes, line=line), own)
+            request = checked_request(from_flags(Request, config, **changes), own)
             check_ranges(request)
             if missing := [path for path in files_read(request) if not path.is_file()]:
                 raise ValueError(f"{missing[0]} does not exist; check the path")

@@ -67,7 +67,6 @@ def test_a_line_wins_over_flags_and_paths_are_relative_to_the_list():
     assert [x.guidance_scale for x in (first, second, third)] == [3, 3, 5]
     assert [x.negative_prompt for x in (first, second, third)] == ["fog", "fog", ""]
     assert (first.output, second.output, third.timesteps) == (Path("x.jpg"), None, ("ays",))
-    assert [x.line for x in (first, second, third)] == [1, 2, 3]
 
 
 def test_flags_go_in_pairs():
@@ -128,7 +127,7 @@ def test_the_flags_of_an_image_make_its_request_again(line, flags):
             assert getattr(again, name) == value, name
     assert [getattr(again, name) for name in names] == [1, 1, Path("images")]
     (found,) = requests_of_flags(again)
-    expected = vars(request) | {"line": None, "output": None}
+    expected = vars(request) | {"output": None}
     assert vars(found) == expected
 
     words = with_flags_of_image(
