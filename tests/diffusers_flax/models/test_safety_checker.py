@@ -16,6 +16,7 @@ from diffusers.pipelines.stable_diffusion.safety_checker import (
 )
 from flax.traverse_util import flatten_dict
 from helpers import slow
+from references import flax_params
 from transformers import CLIPConfig, CLIPImageProcessorPil
 
 from diffusers_flax.models.clip_similarities import FlaxStableDiffusionSafetyChecker
@@ -195,22 +196,9 @@ def test_published_tree_and_config():
     assert checker.module == FlaxStableDiffusionSafetyChecker(theirs, _do_init=False).module
     assert checker.input_shape == (1, 224, 224, 3) and checker.main_input_name == "clip_input"
     shapes = flatten_dict(jax.tree.map(lambda x: x.shape, checker.params_shape_tree), sep="/")
-    tower = "vision_model/vision_model"
-    layer = f"{tower}/encoder/layers/0"
-    norms = [f"{tower}/pre_layrnorm", f"{tower}/post_layernorm"]
-    norms += [f"{layer}/layer_norm1", f"{layer}/layer_norm2"]
-    dense = {f"{layer}/self_attn/{name}_proj": (1024, 1024) for name in ("q", "k", "v", "out")}
-    dense |= {f"{layer}/mlp/fc1": (1024, 4096), f"{layer}/mlp/fc2": (4096, 1024)}
-    assert shapes == {
-        "concept_embeds": (17, 768),
-        "concept_embeds_weights": (17,),
-        "special_care_embeds": (3, 768),
-        "special_care_embeds_weights": (3,),
-        "visual_projection/kernel": (1024, 768),
-        f"{tower}/embeddings/class_embedding": (1024,),
-        f"{tower}/embeddings/patch_embedding/kernel": (14, 14, 3, 1024),
-        f"{tower}/embeddings/position_embedding/embedding": (257, 1024),
-        **{f"{norm}/{leaf}": (1024,) for norm in norms for leaf in ("scale", "bias")},
-        **{f"{name}/kernel": shape for name, shape in dense.items()},
-        **{f"{name}/bias": shape[1:] for name, shape in dense.items()},
-    }
+    torch_params = flax_params(StableDiffusionSafetyChecker(theirs), type(checker.module))
+    wanted = flatten_dict(torch_params, sep="/")
+    assert shapes == {name: x.shape for name, x in wanted.items()}
+    assert shapes["vision_model/vision_model/pre_layrnorm/scale"] == (1024,)
+    assert shapes["vision_model/vision_model/embeddings/class_embedding"] == (1024,)
+    assert shapes["visual_projection/kernel"] == (1024, 768)
