@@ -19,7 +19,7 @@ its state. Names and call signatures are the removed Flax schedulers', numbers P
 
 import inspect
 from enum import Enum
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 
 import jax
@@ -98,8 +98,9 @@ def checked_option(name, value, default):
     kind = float if default is None else type(default)
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
+    numbers = {int: Integral, float: Real}
     is_bool = isinstance(value, bool)
-    if is_bool != (kind is bool) or not isinstance(value, Real if kind is float else kind):
+    if is_bool != (kind is bool) or not isinstance(value, numbers.get(kind, kind)):
         raise ValueError(f"{name}={value!r} has the wrong type, it must be {kind.__name__}")
     return value
 
