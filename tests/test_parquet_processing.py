@@ -40,7 +40,7 @@ def test_truncated_shards_are_named(tmp_path, capsys):
         parquet_processing.main(["--train_data_dir", str(tmp_path)])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1
-    assert "1 of 2 shards" in error and "shard-1.parquet" in error
+    assert "shard-1.parquet cannot be read as parquet" in error
 
 
 def run_script(*args, cwd):
