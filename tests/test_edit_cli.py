@@ -357,7 +357,6 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--mask", "black.png"], "black.png has no white at the size of the result"),
         ([*ONE, "--mask", "text.png"], "text.png cannot be read as a mask: no known image format"),
         ([*ONE, "--mask_feather", "3"], "--mask_feather 3 is for --mask; give both or none"),
-        ([*ONE, "--preview", "50"], "--preview 50 of 50 steps makes no preview"),
     ],
 )
 def test_bad_input_is_one_line_before_weights_are_read(

@@ -435,12 +435,14 @@ def make_files(config, requests, program, output=None):
         config: flags of a program.
         requests: list of Request.
         program: its name, which marks its images.
-        output: of images without one, see output_files.
+        output: directory of the images, or a file, see output_files; None: each has its path.
 
     Returns:
         (requests with their outputs, (width, height) of each image), or None in processes that do
         not write.
     """
+    if output:  # the lines of a list name files in it
+        requests = [replace(x, output=x.output and output / x.output) for x in requests]
     layout = layout_of_flags(config)
     layout = layout and layout.first(largest_round(requests))
     use_compilation_cache(config.compilation_cache_dir)
