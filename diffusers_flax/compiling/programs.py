@@ -20,15 +20,20 @@ from diffusers_flax.devices.layout import Layout, parse_layout
 from diffusers_flax.devices.parallelism import num_row_devices
 from diffusers_flax.generating.batches import IN_FLIGHT
 from diffusers_flax.generating.flags import check_guidance_range, check_pair_ranges, from_flags
-from diffusers_flax.generating.models import Sampling, check_sampling, check_tasks, pipeline_for
+from diffusers_flax.generating.models import (
+    EDIT,
+    Sampling,
+    check_sampling,
+    check_tasks,
+    pipeline_for,
+)
 from diffusers_flax.loading.directories import COMPONENT_FILES, INDEX_NAME
 from diffusers_flax.loading.files import write_json
 from diffusers_flax.models.clip_similarities import FlaxCLIPModel
 from diffusers_flax.models.quantization import store
 from diffusers_flax.models.vae import with_tile
 from diffusers_flax.pipelines.attention_sharing import SCOPE
-from diffusers_flax.pipelines.base import MODULES, pipeline_class
-from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
+from diffusers_flax.pipelines.base import MODULES
 from diffusers_flax.pipelines.memory import choose_vae_tile, num_bytes_at_once
 from diffusers_flax.pipelines.running import Options
 from diffusers_flax.pipelines.sampling import timestep_options
@@ -160,18 +165,10 @@ def open_pipeline(config, layout=None):
         ValueError: the model or flags do not fit.
     """
     source, revision = config.pretrained_model_name_or_path, config.revision
-    if isinstance(config, EditProgramFlags):
-        cls = pipeline_class(source, revision)
-        if not issubclass(cls, InstructPix2Pix):
-            raise ValueError(
-                f"--pretrained_model_name_or_path {source} is a {cls.torch_class_name}; edit takes "
-                "an InstructPix2Pix model"
-            )
-        _, configs = cls.check(source, revision)
-    else:
-        options = dict(flag="pretrained_model_name_or_path", takes_images=False, revision=revision)
-        is_xl, configs = check_tasks(source, ["text to image"], **options)
-        cls = pipeline_for("text to image", is_xl)
+    task = EDIT if isinstance(config, EditProgramFlags) else "text to image"
+    place = dict(flag="pretrained_model_name_or_path", revision=revision)
+    is_xl, configs = check_tasks(source, [task], **place)
+    cls = pipeline_for(task, is_xl)
     if isinstance(config, PairProgramFlags):
         check_guidance_range(config.guidance_scale, configs["unet"])
     sampling = from_flags(Sampling, config, guidance_scale=np.max(config.guidance_scale))
