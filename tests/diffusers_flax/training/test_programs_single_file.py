@@ -20,11 +20,11 @@ from tiny_models import make_tiny_pipeline
 from trainer_runs import config_of
 
 import cache_latents
-import compile_for
 import create_modified_unet
 import distill_lcm
 import edit_cli
 import flax_train_instruct_pix2pix as trainer
+from diffusers_flax.compiling.programs import EditProgramFlags, image_program
 from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
@@ -110,8 +110,8 @@ def test_latents_distillation_and_compilation(tmp_path):
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").exists()
     assert ".from_single_file(" in (tmp_path / "lora" / "README.md").read_text()
 
-    config = compile_for.EditProgramFlags(
+    config = EditProgramFlags(
         tpu="v5e-1", pretrained_model_name_or_path=str(file), config_name_or_path=str(folder)
     )
     config = with_single_files(config, "pretrained_model_name_or_path")
-    assert compile_for.make_program(config, jax.devices()[:1]).batch_per_chip == 1
+    assert image_program(config, jax.devices()[:1]).batch_per_chip == 1

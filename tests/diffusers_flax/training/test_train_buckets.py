@@ -15,7 +15,7 @@ from trainer_runs import config_of, flags_of, read_metrics, run_trainer
 import cache_latents
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.data.shards import latents_metadata
-from diffusers_flax.training.validation import fit_validation_images, load_validation_images
+from diffusers_flax.training.validation import load_validation_images
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 
@@ -82,9 +82,8 @@ def test_validation_images_keep_their_aspect_ratio(model, data, tmp_path, monkey
     )
     steps = dict(max_train_steps=3)
     config = config_of(model, data, tmp_path / "out", **BUCKETS | validation | steps)
-    images = fit_validation_images(
-        load_validation_images(config), trainer.open_dataset(config).sizes
-    )
+    sizes = trainer.open_dataset(config).sizes
+    images = load_validation_images(config.validation_image, sizes)
     assert [image.size for image in images] == [(20, 12), (16, 16)]
     run_trainer(config, monkeypatch)
     with Image.open(tmp_path / "out" / "validation" / "step-000003.png") as grid:
