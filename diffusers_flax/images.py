@@ -16,11 +16,11 @@ READ_FORMATS = (
     *("AVIF", "JPEG2000", "PPM", "TGA"),
 )
 MAX_PIXELS = 150_000_000  # of an image; decoding and compositing take up to 20 bytes per pixel
-COLOR_SAMPLES = 4096  # pixels of a mask whose colors are looked at
-MANY_COLORS = 64  # a photograph's in these pixels, also a grey one's
+COLOR_SAMPLES = 4096  # pixels of a mask whose colors are counted
+MANY_COLORS = 64  # a photograph's, also a grey one's
 USUAL_MASKS = (
     "give an image that is white where the image may change and black elsewhere, a layer with "
-    "paint of one color there, or the image with a hole there"
+    "paint there, or the image with a hole there"
 )
 
 
@@ -66,9 +66,6 @@ def to_8_bits(image):
     Args:
         image: PIL image; 16-bit values (mode I;16, or I above 255) become 0 to 255.
 
-    Returns:
-        PIL image; it keeps its transparency.
-
     Raises:
         ValueError: the range of the values is not known: mode F, or mode I without 16-bit values.
     """
@@ -83,11 +80,7 @@ def to_8_bits(image):
             f"image mode {image.mode} has values from {low} to {high}, which are not 16 bits; "
             "scale them to 0 to 255 and convert the image to mode L"
         )
-    grey = Image.fromarray((values // 257).astype(np.uint8))
-    if "transparency" in image.info:  # of a PNG: the value of transparent pixels
-        opaque = values != image.info["transparency"]
-        grey.putalpha(Image.fromarray(np.where(opaque, np.uint8(255), np.uint8(0))))
-    return grey
+    return Image.fromarray((values // 257).astype(np.uint8))
 
 
 def prepare_images(image):
@@ -158,18 +151,15 @@ def prepare_masks(mask, feather=0):
 def mask_values(mask, unpainted=None):
     """The values of a mask, a PIL image of any mode, as uint8 (H, W); 255 may change.
 
-    An image without transparent pixels is grey: white may change. Else the opaque pixels, see
-    opaque_part, tell what the transparent ones mean:
-
-    - black and white, and little else: transparent pixels are black;
-    - one color, or none as opaque as a photograph: paint on an empty layer, and the paint is white;
-    - many colors: a photograph around a hole, as in MagicBrush and DALL-E, and the hole is white.
+    An image without transparent pixels is grey: white may change. Else black and white stay, and
+    transparent pixels are black; few colors are paint, which may change; and many colors are a
+    photograph around a hole, as in MagicBrush and DALL-E, which may change.
 
     Where all pixels are transparent, all values are `unpainted`; None: an error.
 
     Raises:
         ValueError: the range of the values is not known, see to_8_bits; nothing is painted; or it
-            is none of these.
+            has colors and no transparent pixels.
     """
     if mask.mode == "I" and mask.getextrema()[1] < 256:  # not 16 bits, see to_8_bits
         return np.asarray(mask).clip(0).astype(np.uint8)
@@ -191,17 +181,10 @@ def mask_values(mask, unpainted=None):
     black, white = brightest < 32, darkest >= 224
     if black.any() and white.any() and (black | white).mean() > 0.95:  # else smooth edges
         return np.where(opaque, values, 0)
+    colors = rgba[alpha == alpha.max()][:, :3]  # without soft edges
     colors = colors[:: len(colors) // COLOR_SAMPLES + 1]
-    main_color = np.abs(colors.astype(np.int16) - np.median(colors, 0)).max(1) <= 1  # no noise
-    is_grey, is_most = (brightest - darkest).max() <= 16, opaque.mean() > 0.5
-    is_paint = alpha.max() < 224 or main_color.mean() > 0.95
-    # A plain background, of which a hole leaves the most, looks like grey paint.
-    is_background = is_paint and is_grey and is_most and alpha.max() == 255
-    if is_paint and not is_background:
-        return np.where(opaque, np.uint8(255), np.uint8(0))
-    if is_background or len(np.unique(colors, axis=0)) < min(MANY_COLORS, len(colors) / 4):
-        raise ValueError("it may be paint or an image with a hole; " + USUAL_MASKS)
-    return np.where(opaque, np.uint8(0), np.uint8(255))
+    is_paint = len(np.unique(colors, axis=0)) < MANY_COLORS
+    return np.where(opaque == is_paint, np.uint8(255), np.uint8(0))
 
 
 def opaque_part(alpha):

@@ -45,6 +45,8 @@ BREAK = None  # in a list of (text, weight): what follows begins a new chunk
 # webui: an escape, a bracket, a weight that closes a bracket, or text.
 WEBUI_PIECE = re.compile(r"\\[\\()\[\]]?|[(\[\])]|:\s*(?P<weight>[+-]?[.\d]+)\s*\)|[^\\()\[\]:]+|:")
 
+COMFYUI_TOKEN = re.compile(r"\\?[()]|[^\\()]+|\\")  # a bracket, perhaps escaped, or text
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -268,25 +270,25 @@ def parse_webui(text):
 
 def parse_comfyui(text, weight=1.0):
     """[(text, weight)] of a prompt with comfyui's brackets; weight: of what is in no bracket."""
-    brackets = [m.start() for m in re.finditer(r"\\[()]|[()]", text) if len(m[0]) == 1]
-    parts, ends, start, depth = [], [], 0, 0  # ends: of brackets, and of the texts between them
-    for i in brackets:
-        if text[i] == "(":
-            ends += [i] if depth == 0 else []
-            depth += 1
-        else:  # if it closes none, it and the next opening one are text
-            depth -= 1
-            ends += [i + 1] if depth == 0 else []
-    for end in (*ends, len(text)):
-        part, start = text[start:end], end
-        if part[:1] == "(" and text[end - 1] == ")" and end - 1 in brackets:
-            part, own = part[1:-1], weight * BRACKET
-            if (colon := part.rfind(":")) > 0:
-                with suppress(ValueError):  # text that is no number stays text
-                    own, part = float(part[colon + 1 :]), part[:colon]
-            parts += parse_comfyui(part, own)
-        elif part := re.sub(r"\\([()])", r"\1", part):
-            parts.append((part, weight))
+    pieces, depth = [[]], 0  # lists of tokens, split where the outermost brackets open and close
+    for token in COMFYUI_TOKEN.findall(text):
+        if token == "(" and depth == 0:
+            pieces.append([])
+        pieces[-1].append(token)
+        depth += {"(": 1, ")": -1}.get(token, 0)
+        if token == ")" and depth == 0:
+            pieces.append([])
+    parts = []
+    for piece in filter(None, pieces):
+        part, is_bracketed = "".join(piece), (piece[0], piece[-1]) == ("(", ")")
+        if not is_bracketed:
+            parts.append((re.sub(r"\\([()])", r"\1", part), weight))
+            continue
+        part, own = part[1:-1], weight * BRACKET
+        if (colon := part.rfind(":")) > 0:
+            with suppress(ValueError):  # text that is no number stays text
+                own, part = float(part[colon + 1 :]), part[:colon]
+        parts += parse_comfyui(part, own)
     return parts
 
 

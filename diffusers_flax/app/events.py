@@ -99,7 +99,7 @@ class Events:
 
     async def call(self, page: gr.Request, image=None, mask=None, **values):
         """Make an image; yields the progress, then the result."""
-        session = self.sessions.get(page, image, mask)
+        session = self.sessions.get(page)
         try:
             settings = self.checked(values)
             if "mask_feather" in values and not image:  # not from text alone
@@ -126,7 +126,7 @@ class Events:
             compared, values: of a comparison, else None.
             data: {name of a component: its value}.
         """
-        c, session = self.c, self.sessions.get(page, data["image"], data["mask_file"])
+        c, session = self.c, self.sessions.get(page)
         busy = gr.update(interactive=False)
         yield {c.run: busy, c.compare: busy, c.cancel: show()}
         try:
@@ -286,7 +286,7 @@ class Events:
 
     def restore(self, file, page: gr.Request):
         """Restore the settings that an uploaded image of this program has."""
-        c, session = self.c, self.sessions.get(page, file)
+        c, session = self.c, self.sessions.get(page)
         try:
             read_upload(file)
         except ValueError as error:
@@ -314,7 +314,7 @@ class Events:
             return hide()
         if not file:
             return show(value=None)
-        session, image = self.sessions.get(page, file), read_upload(file)
+        session, image = self.sessions.get(page), read_upload(file)
         size = self.editor.size_of(Settings("", resolution=int(resolution)), image)
         large = session.save(image_to_paint_on(image, size), "paint")
         return show(value={"background": str(large), "layers": [], "composite": None})

@@ -1,4 +1,4 @@
-"""Images and files of each open page; the files are deleted when it is closed."""
+"""Images of each open page, deleted when it is closed; Gradio deletes uploads after a day."""
 
 import re
 import secrets
@@ -28,7 +28,6 @@ class Session:
     results: list[Result] = field(default_factory=list)  # the newest first
     shown: Result | None = None
     request: ImageRequest | None = None  # the last one
-    uploads: set[Path] = field(default_factory=set)
 
     def save(self, image, name):
         """Save a temporary image; returns its path."""
@@ -51,24 +50,17 @@ class Sessions:
     def __init__(self, root):
         """root: Gradio's directory."""
         self.root, self.open = Path(root), {}
-        self.examples = {*self.root.rglob("*")}  # Gradio's copies
 
-    def get(self, page, *uploads):
-        """The Session of a gr.Request, new if it is unknown; uploads: its files, or None."""
+    def get(self, page):
+        """The Session of a gr.Request, new if it is unknown."""
         if page.session_hash not in self.open:
             # A secret name: Gradio serves files to everybody who knows their paths.
             folder = self.root / f"session-{secrets.token_urlsafe(16)}"
             folder.mkdir(parents=True)
             self.open[page.session_hash] = Session(folder)
-        session, files = self.open[page.session_hash], map(Path, filter(None, uploads))
-        session.uploads |= {file for file in files if file.is_relative_to(self.root)}
-        return session
+        return self.open[page.session_hash]
 
     def close(self, page):
         """Forget the Session of a gr.Request and delete its files."""
         if session := self.open.pop(page.session_hash, None):
             shutil.rmtree(session.folder, ignore_errors=True)
-            # Uploads with the same content share a file.
-            others = (other.uploads for other in self.open.values())
-            for file in session.uploads - self.examples.union(*others):
-                file.unlink(missing_ok=True)

@@ -12,7 +12,6 @@ vectors is one word in a prompt and n tokens in the text encoder.
 Source: An Image is Worth One Word (arXiv 2208.01618).
 """
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,8 +34,6 @@ ENCODERS = {
 }
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 NO_TOKEN = ("emb_params", "*")  # names of vectors that are not tokens
-# Names of embeddings in a LoRA: the token, and the name of the vectors.
-BUNDLED = re.compile(r"bundle_emb\.(.+?)\.(?:string_to_param\.)?([^.]+)")
 TABLE = "text_model/embeddings/token_embedding/embedding"
 
 
@@ -152,25 +149,17 @@ def read_embeddings(spec, **hub_options):
         default = content.get("name") or default
         content = next(iter(content["string_to_param"].values()))
     content = content if isinstance(content, dict) else {"*": content}
-    bundles = {}  # of a LoRA with embeddings: bundle_emb.TOKEN.NAME
-    for key in content:
-        if found := BUNDLED.fullmatch(str(key)):
-            bundles.setdefault(found[1], {})[found[2]] = content[key]
-    if not bundles:
-        refuse(what, map(str, content), takes=(EMBEDDING,))
-        bundles = {default: content}
-
-    found = []  # (token, {text encoder or None: vectors})
-    for name, arrays in bundles.items():
-        vectors = {key: as_vectors(what, key, x) for key, x in arrays.items()}
-        if vectors.keys() <= ENCODERS.keys():
-            found.append((name, {ENCODERS[key]: x for key, x in vectors.items()}))
-        else:
-            found += [(name if key in NO_TOKEN else key, {None: x}) for key, x in vectors.items()]
-    if token and len(found) > 1:
-        names = ", ".join(name for name, _ in found)
-        raise ValueError(f"{what} has the tokens {names}; leave out :TOKEN")
-    return [Embedding(str(spec), token or name, vectors) for name, vectors in found]
+    refuse(what, map(str, content), takes=(EMBEDDING,))
+    vectors = {key: as_vectors(what, key, x) for key, x in content.items()}
+    if vectors.keys() <= ENCODERS.keys():  # of one token
+        of_encoders = {ENCODERS[key]: x for key, x in vectors.items()}
+        return [Embedding(str(spec), token or default, of_encoders)]
+    if token and len(vectors) > 1:
+        raise ValueError(f"{what} has the tokens {', '.join(vectors)}; leave out :TOKEN")
+    return [
+        Embedding(str(spec), token or (default if key in NO_TOKEN else key), {None: x})
+        for key, x in vectors.items()
+    ]
 
 
 def as_vectors(what, name, x):

@@ -176,7 +176,7 @@ def read_updates(file, weight):
     refuse(what, entries, takes=(LORA, EMBEDDING))
     downs, ups, alphas, names = {}, {}, {}, {}
     for name, x in entries.items():
-        if name.startswith("bundle_emb/"):  # see loading/embeddings.py
+        if name.startswith("bundle_emb/"):  # an embedding
             continue
         if found := FACTOR.fullmatch(name):
             layer, *words = found.groups()

@@ -139,8 +139,6 @@ class SingleFile(str):
     @property
     def kind(self):
         """The UNet's kind, in words, by its channels; None: of no known model."""
-        if self.shape_of("unet", "label_emb.0.0.weight") and self.text_width == V2_WIDTH:
-            return "Stable Diffusion 2 unCLIP"
         out = self.shape_of("unet", "out.2.weight", "conv_out.weight") or (4,)
         return self.in_channels and kind_of_unet(self.in_channels, out[0])
 

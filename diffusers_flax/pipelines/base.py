@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -58,11 +58,6 @@ from diffusers_flax.parameters import checked_param_dtype, warn_of_float16
 from diffusers_flax.pipelines.calls import MODULES, TEXT_ENCODERS, PipelineCalls
 from diffusers_flax.schedulers.factory import scheduler_from_config
 
-if TYPE_CHECKING:  # a plain image runs no code of acceleration/
-    from diffusers_flax.acceleration.plans import Acceleration
-    from diffusers_flax.acceleration.previews import Preview
-    from diffusers_flax.executables import SavedPrograms
-
 logger = logging.getLogger(__name__)
 
 DIFFUSERS_VERSION = "0.39.0"  # written to model_index.json: the last with the Flax classes
@@ -92,8 +87,8 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
     `required_components`, which refuses other models; and the stages of a run, see running.py.
     """
 
-    accelerate: "Acceleration | None" = field(default=None, kw_only=True)
-    preview: "Preview | None" = field(default=None, kw_only=True)
+    accelerate: Any = field(default=None, kw_only=True)  # Acceleration
+    preview: Any = field(default=None, kw_only=True)  # Preview
     layout: Layout | None = field(default=None, kw_only=True)  # None: jit or pmap, see the call
     tiny_vae: FlaxAutoencoderTiny | None = field(default=None, kw_only=True)
     tiny_vae_source: str | None = field(default=None, kw_only=True)  # its directory or hub id
@@ -102,7 +97,7 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
     # {component: path for its from_pretrained}, if its weights are not in the directory
     component_sources: dict = field(default_factory=dict, kw_only=True)
     embeddings: Embeddings = field(default_factory=Embeddings, kw_only=True)  # of load_params
-    saved_programs: "SavedPrograms | None" = field(default=None, kw_only=True)
+    saved_programs: Any = field(default=None, kw_only=True)  # SavedPrograms
     _progress_bar_config: dict = field(default_factory=dict, kw_only=True, repr=False)
 
     config_name = INDEX_NAME
@@ -151,23 +146,19 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
         """
         path = pretrained_model_name_or_path
         index = read_index(path, revision, **hub_options) if index is None else index
-        sources, configs = {"unet": path, "vae": path}, {}
+        configs = {}
         for name, component in (replaced or {}).items():
             if component is None or name not in COMPONENT_FILES:
                 continue
             if not isinstance(component, str | Path):
-                configs[name] = {}
-                if name in sources:
-                    configs[name] = {**component.config}
-                    sources[name] = f"{path} with the given {name}"
-            elif name in sources:
-                sources[name] = component
+                configs[name] = {**component.config} if name in ("unet", "vae") else {}
+            elif name in ("unet", "vae"):
                 folder, file = locate(name, component)
                 if file is None:  # a file of weights has the directory's config
                     configs[name] = MODULES[name].load_config(folder, **hub_options)
         names = cls.required_components(path, index)
         configs = read_component_configs(path, names, revision, configs, **hub_options)
-        cls.check_configs(sources, configs)
+        cls.check_configs(path, configs)
         return index, configs
 
     @classmethod
@@ -185,10 +176,10 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
         return [f.name for f in fields(cls) if f.name in COMPONENT_FILES and f.name != "controlnet"]
 
     @classmethod
-    def check_configs(cls, sources, configs):
+    def check_configs(cls, path, configs):
         """Raise a ValueError for a UNet or VAE that is not for this class.
 
-        sources: {"unet", "vae": a name for errors}; configs: {component: its config}.
+        path: for errors; configs: {component: its config}.
         """
         in_channels = configs["unet"].get("in_channels", 4)
         latent_channels = configs["vae"].get("latent_channels", 4)
@@ -196,7 +187,7 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
         if in_channels not in expected:
             needed = " or ".join(map(str, expected))
             raise ValueError(
-                f"the UNet of {sources['unet']} has in_channels={in_channels}, this pipeline needs "
+                f"the UNet of {path} has in_channels={in_channels}, this pipeline needs "
                 f"{needed}; edit with an InstructPix2Pix pipeline, inpaint with an Inpaint "
                 "pipeline, or widen the UNet and train it"
             )

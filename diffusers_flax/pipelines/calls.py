@@ -1,7 +1,6 @@
 """What all pipelines share in a call: sizes, branches, schedule, the Call, decoding."""
 
 import inspect
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +21,6 @@ from diffusers_flax.pipelines.running import (
     generate,
 )
 from diffusers_flax.pipelines.sampling import AYS_SD, decode, make_schedule, timestep_options
-from diffusers_flax.schedulers.base import FlaxSchedulerMixin
 
 MODULES = {
     "unet": FlaxUNet2DConditionModel,
@@ -41,11 +39,6 @@ class PipelineCalls:
     encodes_images = False  # whether a run has the stage encode_image
     branch_scales = ("guidance_scale",)  # arguments of guidance_branches
     order_of_generate = None  # a method with the order of _generate's arguments; None: __call__
-
-    if TYPE_CHECKING:  # fields of every family, each in its published order
-        unet: FlaxUNet2DConditionModel
-        vae: FlaxAutoencoderKL
-        scheduler: FlaxSchedulerMixin
 
     def text_modules(self):
         """The modules of the text encoders, the only components whose config may change."""

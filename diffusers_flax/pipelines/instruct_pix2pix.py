@@ -129,12 +129,12 @@ class InstructPix2Pix(FlaxDiffusionPipeline):
     is_cosxl_edit = False  # True: the UNet takes scaled latents of the original image
 
     @classmethod
-    def check_configs(cls, sources, configs):
+    def check_configs(cls, path, configs):
         """See FlaxDiffusionPipeline.check_configs."""
-        super().check_configs(sources, configs)
+        super().check_configs(path, configs)
         if configs["unet"].get("time_cond_proj_dim") is not None:
             raise ValueError(
-                f"the UNet of {sources['unet']} has time_cond_proj_dim: it embeds one guidance "
+                f"the UNet of {path} has time_cond_proj_dim: it embeds one guidance "
                 "scale, and edits have two; take a UNet without it, and distil it into a LoRA"
             )
 

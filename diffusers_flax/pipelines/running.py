@@ -372,7 +372,12 @@ def check_inputs(pipeline, jit, inputs, params):
             f"width) {sorted(sizes)}; they need one batch and one size; prepare_inputs makes them"
         )
     if layout is not None:
-        check_layout(layout, jit, prompt_ids, kernel)
+        devices = {layout.device_of("unet")} if layout.components else {*layout.devices}
+        if not isinstance(kernel, jax.Array) or kernel.devices() != devices:
+            raise ValueError(
+                "params are not on the devices of the layout; put them there once: "
+                "layout.place_params(params)"
+            )
     elif not jit and jax.default_backend() != "cpu":
         devices = kernel.devices() if isinstance(kernel, jax.Array) else jax.devices("cpu")
         if {device.platform for device in devices} == {"cpu"}:
@@ -380,22 +385,6 @@ def check_inputs(pipeline, jit, inputs, params):
                 "params are on the CPU, where images take minutes; put them on the device once: "
                 "params = jax.device_put(params, jax.devices()[0])"
             )
-
-
-def check_layout(layout, jit, prompt_ids, kernel):
-    """Raise a ValueError unless prompt_ids and the parameters, of which `kernel`, fit a layout."""
-    num_images, what = len(prompt_ids), "a multiple" if not jit else "the number"
-    if num_images % layout.data or (jit and num_images != layout.data):
-        raise ValueError(
-            f"prompt_ids has shape {prompt_ids.shape}, whose first axis must be {what} of the "
-            f"layout's data={layout.data} groups of devices"
-        )
-    devices = {layout.device_of("unet")} if layout.components else {*layout.devices}
-    if not isinstance(kernel, jax.Array) or kernel.devices() != devices:
-        raise ValueError(
-            f"params are not on the {len(layout.devices)} devices of the layout; put them there "
-            "once: layout.place_params(params)"
-        )
 
 
 def on_host_if_on_one(x):

@@ -292,17 +292,6 @@ def check_steps(scheduler, state, steps, accelerate, branches):
         plan_steps(accelerate, branches, noise_scales(scheduler, state))
 
 
-def count_steps(scheduler, steps):
-    """Number of steps that a scheduler makes, PNDM's repeated ones included.
-
-    steps: of timestep_options.
-    """
-    number, timesteps = steps["num_inference_steps"], steps["timesteps"]
-    return len(
-        scheduler.set_timesteps(scheduler.create_state(), number, timesteps=timesteps).timesteps
-    )
-
-
 def check_eta(scheduler, eta):
     """Raise a ValueError for an eta that a scheduler does not take; None is its default."""
     if eta is None:

@@ -85,19 +85,18 @@ class XLComponents(FlaxDiffusionPipeline):
         return [name for name in names if name not in absent]
 
     @classmethod
-    def check_configs(cls, sources, configs):
+    def check_configs(cls, path, configs):
         """See FlaxDiffusionPipeline.check_configs."""
         if configs["unet"].get("addition_embed_type") != "text_time":
             raise ValueError(
-                f"the UNet of {sources['unet']} has no addition_embed_type='text_time': it is not "
-                "SDXL"
+                f"the UNet of {path} has no addition_embed_type='text_time': it is not SDXL"
             )
         if configs["vae"].get("scaling_factor", SD_SCALING_FACTOR) == SD_SCALING_FACTOR:
             raise ValueError(
-                f"the VAE of {sources['vae']} has scaling_factor {SD_SCALING_FACTOR}: it is Stable "
+                f"the VAE of {path} has scaling_factor {SD_SCALING_FACTOR}: it is Stable "
                 "Diffusion's VAE; take SDXL's"
             )
-        super().check_configs(sources, configs)
+        super().check_configs(path, configs)
 
     @classmethod
     def _settings(cls, index):

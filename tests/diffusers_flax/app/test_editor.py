@@ -15,7 +15,7 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_app
 from diffusers_flax.app.editor import Editor, ImageRequest, Stopped, named_loras
-from diffusers_flax.app.settings import SCALES, Settings
+from diffusers_flax.app.settings import Settings
 
 
 def open_editor(model, **options):
@@ -152,19 +152,6 @@ def test_images_from_text_and_an_image_are_the_pipelines(tmp_path, kind, masked)
     if inpaints:
         with pytest.raises(ValueError, match="there is no mask, which an inpainting model needs"):
             make(editor, ImageRequest(settings, image))
-
-
-@pytest.mark.slow
-def test_a_comparison_has_the_images_of_single_requests(model, photo_file):
-    editor, image = open_editor(model), Image.open(photo_file)
-    settings = Settings("make it red", 2.0, 1.5, 3, seed=7, resolution=32)
-    scales = (2.0, 1.0), (2.0, 1.5), (2.0, 2.0)
-    request = ImageRequest(settings, image, scales=scales)
-    make(editor, request)
-    assert len(request.images) == 3 and request.num_steps == 9
-    for one, found in zip(scales, request.images):
-        single = dataclasses.replace(settings, **dict(zip(SCALES, one)))
-        np.testing.assert_array_equal(make(editor, ImageRequest(single, image)), found)
 
 
 @pytest.mark.slow

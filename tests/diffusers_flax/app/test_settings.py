@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from diffusers_flax.app.settings import Limits, Settings, check_settings, converted, settings_of
+from diffusers_flax.app.settings import Limits, Settings, check_settings, settings_of
 
 LIMITS = Limits(16, 128, ("style",), takes_strength=True)
 PLAIN = Settings("", resolution=64)
@@ -62,12 +62,6 @@ def test_settings_out_of_range(change, message):
     check_settings(settings, LIMITS)
     with pytest.raises(ValueError, match=re.escape(message)):
         check_settings(dataclasses.replace(settings, **change), LIMITS)
-
-
-@pytest.mark.parametrize(("name", "value"), [("seed", "seven"), ("lora", 7)])
-def test_values_of_other_types(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value} is not of type"):
-        converted(name, value)
 
 
 def test_strength_is_not_for_edits():

@@ -1,7 +1,6 @@
 """Models in one file of the original layout: read as PyTorch's from_single_file reads them."""
 
 import os
-import pickle
 import shutil
 import sys
 import types
@@ -26,8 +25,6 @@ from safetensors.torch import save_file
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import diffusers_flax
-from diffusers_flax.evaluation.results import state_of
-from diffusers_flax.loading import hub
 from diffusers_flax.loading.hub import open_source
 from diffusers_flax.loading.single_file import (
     DEFAULT_CONFIGS,
@@ -126,13 +123,6 @@ def test_averages_and_half_precision(tmp_path, name):
     expected = jax.tree.map(lambda x: x.astype(jnp.float16), expected)
     assert equal_trees(without, expected)
     assert equal_trees(with_averages, jax.tree.map(lambda x: x + jnp.float16(0.25), expected))
-    sources = [SingleFile(file) for _ in range(2)]
-    sources[1].use_ema_weights = True
-    sources.append(SingleFile(file))
-    other = make_tiny_pipeline(tmp_path / "other", in_channels=4, prediction_type="v_prediction")
-    for source, configs in zip(sources, (folder, folder, other)):
-        source.configs = str(configs)
-    assert len({state_of(source) for source in sources}) == 3
     with pytest.raises(ValueError, match="has no averages of weights; leave out use_ema_weights"):
         FlaxAutoencoderKL.from_single_file(file, folder, use_ema_weights=True)
 
@@ -209,41 +199,22 @@ def test_family_and_configs_by_default(tmp_path, monkeypatch):
 ONE = torch.ones(1)
 
 
-def unet_file(in_channels=4, **others):
-    """The ends of a UNet with the original names, and other tensors of it."""
+def unet_file(in_channels):
+    """The ends of a UNet with the original names."""
     tensors = {
         "input_blocks.0.0.weight": torch.ones(8, in_channels, 3, 3),
         "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": torch.ones(8, 1024),
         "out.2.weight": torch.ones(4, 8, 3, 3),
     }
-    named = {name.replace("__", "."): x for name, x in others.items()}
-    return {f"model.diffusion_model.{name}": x for name, x in (tensors | named).items()}
+    return {f"model.diffusion_model.{name}": x for name, x in tensors.items()}
 
 
 ERRORS = {
     "depth": (unet_file(5), r"not supported \(Stable Diffusion 2 depth\); give Stable Diffusion 1"),
-    "six": (unet_file(6), r"is of a family that is not supported"),
-    "unclip": (
-        unet_file(label_emb__0__0__weight=torch.ones(8, 2048)),
-        r"is of a family that is not supported \(Stable Diffusion 2 unCLIP\)",
-    ),
-    "video": (
-        unet_file(8, input_blocks__1__0__time_stack__in_layers__0__bias=ONE),
-        "is Stable Video Diffusion, or another model of videos .*, which is not supported",
-    ),
-    "control_lora": (
-        {"lora_controlnet": torch.ones(()), "input_hint_block.0.weight": ONE},
-        "is a Control-LoRA, for a ControlNet .*, which is not supported; take a whole",
-    ),
-    "lora": ({"lora_unet_down_blocks_0.lora_down.weight": torch.ones(2)}, "is a LoRA; give it as"),
+    "lora": ({"lora_unet_down_blocks_0.lora_down.weight": torch.ones(2)}, "; give it as lora="),
     "vae": ({"encoder.conv_in.weight": torch.ones(2)}, "has vae alone; give a file with a whole"),
-    "sd3": ({"model.diffusion_model.joint_blocks.0.bias": ONE}, "is Stable Diffusion 3 .*, which"),
-    "flux": ({"double_blocks.0.img_attn.norm.key_norm.scale": ONE}, "is FLUX .*, which is not"),
+    "sd3": ({"model.diffusion_model.joint_blocks.0.bias": ONE}, "is of another family of models"),
     "other": ({"a.b.weight": ONE}, "has a.b.weight alone; give a file with a whole model"),
-    "union": (
-        {"task_embedding": torch.ones(6, 320), "controlnet_cond_embedding.conv_in.weight": ONE},
-        "is a ControlNet Union, for several conditions in one .*, which is not supported",
-    ),
 }
 
 
@@ -264,8 +235,6 @@ def test_bad_files(tmp_path):
     refused(tmp_path / "half.safetensors", "may be an incomplete download")
     torch.save({"state_dict": unet, "hook": os.system}, tmp_path / "code.ckpt")
     refused(tmp_path / "code.ckpt", r"it runs code when it is opened: posix.system")
-    (tmp_path / "raw.ckpt").write_bytes(pickle.dumps(os.system))
-    refused(tmp_path / "raw.ckpt", "raw.ckpt cannot be read as weights")
     refused(tmp_path, f"{tmp_path} is not one of .safetensors, .*; from_pretrained opens directori")
     refused(tmp_path / "absent.safetensors", "absent.safetensors does not exist; check the path")
 
@@ -314,22 +283,6 @@ def test_from_pretrained_of_a_file(tmp_path):
     for cls in classes:
         with pytest.raises(ValueError, match="is one file; open it with from_single_file"):
             cls.from_pretrained(file)
-
-
-def test_addresses_of_files():
-    """Of the hub's pages and of their download links."""
-    for link, place in {
-        "https://huggingface.co/a/b/blob/main/c.ckpt": ("a/b", "main", "c.ckpt"),
-        "hf.co/a/b/resolve/refs%2Fpr%2F1/c%20d.ckpt?download=true": (
-            "a/b",
-            "refs%2Fpr%2F1",
-            "c%20d.ckpt",
-        ),
-        "a/b/c.ckpt": None,
-        "/models/a/b.ckpt": None,
-    }.items():
-        found = hub.PLACE_ON_THE_HUB.fullmatch(link)
-        assert (found and found.groups()) == place
 
 
 def test_configs_of_a_controlnet(tmp_path):

@@ -25,9 +25,8 @@ import transformers
 from flax.traverse_util import flatten_dict
 from helpers import slow
 
-from diffusers_flax.loading import hub, weights
+from diffusers_flax.loading import weights
 from diffusers_flax.loading.weights import flax_to_torch, torch_to_flax
-from diffusers_flax.messages import warn_once
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.clip import (
     FlaxCLIPTextModel,
@@ -418,36 +417,6 @@ def test_damaged_files(folder, form, damage):
     assert "\n" not in str(error.value)
 
 
-def test_weights_that_are_no_floats_are_refused(folder):
-    name = "diffusion_pytorch_model.safetensors"
-    save_single(folder, tiny_state() | {"conv_in.bias": torch.zeros(6, dtype=torch.int8)}, name)
-    with pytest.raises(ValueError, match=rf"{name} .*conv_in.bias' is int8, no array of floats"):
-        TinyModel.from_pretrained(folder)
-
-
-OUTSIDE = "outside.safetensors"
-
-
-@pytest.mark.parametrize(
-    "weight_map",
-    [
-        None,
-        {"conv_in.weight": f"../{OUTSIDE}"},
-    ],
-    ids=str,
-)
-def test_an_index_lists_files_of_its_own_folder_only(folder, weight_map):
-    model = folder / "model"
-    model.mkdir()
-    (folder / "config.json").rename(model / "config.json")
-    save_single(folder, tiny_state(), OUTSIDE)  # which would fit
-    index = model / "diffusion_pytorch_model.safetensors.index.json"
-    content = json.dumps({"weight_map": weight_map}).replace("{parent}", str(folder))
-    index.write_text(content)
-    with pytest.raises(ValueError, match=r"index.json cannot be read as weights"):
-        TinyModel.from_pretrained(model)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -496,15 +465,6 @@ def test_unsupported_settings():
         TinyModel.from_config({"time_cond_proj_dim": 256})
     with pytest.raises(ValueError, match=r"no setting 'in_chanels'; it has .*in_channels"):
         TinyModel.from_config({}, in_chanels=8)
-
-
-def test_unknown_keys_are_named_once(caplog):
-    warn_once.cache_clear()
-    config = {"_name_or_path": "x", "memory_trick": 1, "torch_dtype": "float16", "new_thing": [1]}
-    with caplog.at_level(logging.WARNING):
-        TinyModel.from_config(config)
-        TinyModel.from_config(config)
-    assert caplog.messages == ["TinyModel does not know the config key 'new_thing': ignored"]
 
 
 # --- saving ---
@@ -646,19 +606,6 @@ def test_hub_errors(hub_cache):
         TinyModel.from_pretrained(REPOSITORY)
     with pytest.raises(ValueError, match="/no/such/folder is not a directory and cannot be"):
         TinyModel.from_pretrained("/no/such/folder")
-
-
-def test_hub_refusals_are_one_line(monkeypatch):
-    import httpx
-
-    response = httpx.Response(401, request=httpx.Request("GET", "https://hub.example/x"))
-
-    def refuse(*args, **kwargs):
-        raise huggingface_hub.errors.GatedRepoError("Access denied.\n\nLog in.", response=response)
-
-    monkeypatch.setattr(hub, "hf_hub_download", refuse)
-    with pytest.raises(ValueError, match=r"the hub refuses it: Access denied\. Log in\.$"):
-        TinyModel.from_pretrained(REPOSITORY)
 
 
 # --- the published methods ---

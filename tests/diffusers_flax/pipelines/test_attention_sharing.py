@@ -184,13 +184,3 @@ def test_each_pair_has_its_own_fraction(sd, four_pairs):
             attention_sharing=p,
         ).images
         np.testing.assert_allclose(alone, together[j : j + 2], atol=1e-5)
-
-
-def test_what_does_not_fit(sd, models):
-    pipeline, params = sd
-    with pytest.raises(ValueError, match="and 3 images are on a device; give an even number"):
-        pipeline(
-            pipeline.prepare_inputs(PAIRS[:3]), params, jax.random.key(0), attention_sharing=0.5
-        )
-    with pytest.raises(ValueError, match="pairs of images, without accelerate=tome"):
-        images_of_pairs(open_ours(models["sd"], accelerate="tome"), PAIR, 0.5)

@@ -217,22 +217,14 @@ def test_mistakes(folders):
     ):
         with pytest.raises(ValueError, match=text):
             cls.from_pretrained(folder, **({} if wrong is None else {"controlnet": wrong}))
-    with pytest.raises(ValueError, match="has no controlnet"):
-        FlaxDiffusionPipeline.from_pretrained(folder, controlnet=net)
-    with pytest.raises(ValueError, match="open it with FlaxStableDiffusionXLControlNetPipeline"):
-        cls.from_pretrained(folders["xl"], controlnet=net)
     pipeline, params = cls.from_pretrained(folder, controlnet=net)
     images, _ = conditions(1, "sd")
     prompt_ids, image = pipeline.prepare_inputs("red", images[0])
     call = dict(prompt_ids=prompt_ids, image=image, params=params, prng_seed=jax.random.key(0))
-    with pytest.raises(ValueError, match="params lack controlnet"):
-        pipeline(**call)
     params["controlnet"] = net_params
     for options, text in (
         ({"control_guidance_start": 0.5, "control_guidance_end": 0.5}, "the start below the end"),
         ({"controlnet_conditioning_scale": [1.0, 2.0]}, "has 2 entries, there are 1 ControlNets"),
-        ({"image": np.uint8(image)}, "image is uint8"),
-        ({"image": image[0]}, "they need one batch and one size"),
     ):
         with pytest.raises(ValueError, match=text):
             pipeline(**call | options)

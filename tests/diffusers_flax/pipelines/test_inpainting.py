@@ -16,8 +16,6 @@ import diffusers_flax
 from diffusers_flax.images import prepare_images
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.running import Options
-from diffusers_flax.pipelines.sampling import Schedule, keep_outside
-from diffusers_flax.schedulers.factory import make_scheduler
 
 # diffusers' Euler scheduler under NumPy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
@@ -139,19 +137,6 @@ def test_devices_folders_and_latents(folders, tmp_path):
     assert theirs.unet.config.in_channels == 9
 
 
-def test_a_feathered_mask_mixes():
-    """A mask of 0.25, from the noised image to the image itself after the last step."""
-    scheduler, state = make_scheduler("ddim", {})
-    state = scheduler.set_timesteps(state, 4)
-    schedule = Schedule(scheduler, state, (np.ones(3), np.ones(3)))
-    latents, noise, x_t = (RNG.standard_normal((1, 4, 2, 2), np.float32) for _ in range(3))
-    after_step = keep_outside(schedule, jnp.full((1, 1, 2, 2), 0.25), latents, noise)
-    for i, alpha_bar in enumerate([*state.common.alphas_cumprod[state.timesteps[1:3]], 1.0]):
-        noisy = np.sqrt(alpha_bar) * latents + np.sqrt(1 - alpha_bar) * noise
-        expected = 0.25 * x_t + 0.75 * noisy
-        np.testing.assert_allclose(after_step(i, x_t, state), expected, atol=1e-5)
-
-
 # --- from base to refiner ---
 
 
@@ -215,25 +200,3 @@ def test_inpainting_goes_on_with_a_refiner(folders, kind):
     inputs = pipeline.prepare_inputs(PROMPTS, ours, mask)
     second |= dict(latents=noise, num_inference_steps=STEPS)
     assert psnr(pipeline(*inputs, params, KEY, **second).images, expected) > 60
-
-
-@pytest.mark.slow
-def test_inputs_that_do_not_fit(folders):
-    """Each in one line that says what to give."""
-    pipeline, params = diffusers_flax.FlaxStableDiffusionImg2ImgPipeline.from_pretrained(
-        folders["sd 4"]
-    )
-    images, mask, _ = inputs_of((64, 48))
-    inputs = *pipeline.prepare_inputs(PROMPTS, images), params, KEY
-    for options, words in [
-        (dict(denoising_start=0.8, denoising_end=0.5), "the start below the end"),
-        (dict(denoising_end=0.001), "denoising_end=0.001 leave no step of num_inference_steps=10"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            pipeline(*inputs, num_inference_steps=STEPS, **options)
-    pipeline, params = diffusers_flax.FlaxStableDiffusionInpaintPipeline.from_pretrained(
-        folders["sd 4"]
-    )
-    prompt_ids, masked_image, mask = pipeline.prepare_inputs(PROMPTS, images, mask)
-    with pytest.raises(ValueError, match="need the whole image: give image=, made by"):
-        pipeline(prompt_ids, mask, masked_image, params, KEY)

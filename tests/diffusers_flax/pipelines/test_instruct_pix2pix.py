@@ -21,9 +21,7 @@ from diffusers_flax.pipelines import running
 from diffusers_flax.pipelines.instruct_pix2pix import (
     FlaxStableDiffusionInstructPix2PixPipeline,
     edit_branches,
-    pixels_per_latent,
 )
-from diffusers_flax.published_configs import PUBLISHED_CONFIGS
 from diffusers_flax.schedulers.factory import make_scheduler
 
 # diffusers' Euler scheduler under NumPy 2.
@@ -112,9 +110,6 @@ def test_scales_that_switch_guidance_off_in_pytorch(folder, loaded, monkeypatch,
     pipeline, params = loaded
     inputs = pipeline.prepare_inputs(PROMPTS[:1], input_images)
     images = pipeline(*inputs, params, jax.random.key(0), 20, s_T, s_I, latents=latents).images
-    for name, other in (("guided", expected), ("as it is", unguided)):
-        mean, largest = np.abs(images - other).mean(), np.abs(images - other).max()
-        print(f"scales {s_T} and {s_I}, PyTorch {name}: mean {mean:.1e}, largest {largest:.1e}")
     assert psnr(images, expected) > 60
     assert psnr(images, unguided) < 55
 
@@ -143,26 +138,12 @@ def test_saved_folder_gives_the_same_image_in_pytorch(folder, loaded, tmp_path):
 
 
 def test_pytorch_opens_a_sharded_pipeline(folder, loaded, tmp_path):
-    """A save in one file per part and a sharded save replace each other."""
     pipeline, params = loaded
     images, latents = random_inputs(1, 32, 32)
     expected = edit_with_torch(folder, PROMPTS[:1], images, latents)
     zeros = jax.tree.map(np.zeros_like, params)
     for saved, size in ((zeros, None), (params, "30KB"), (zeros, "20KB"), (params, None)):
         pipeline.save_pretrained(tmp_path, saved, max_shard_size=size)
-        for part, stem in (
-            ("unet", "diffusion_pytorch_model"),
-            ("vae", "diffusion_pytorch_model"),
-            ("text_encoder", "model"),
-        ):
-            names = {file.name for file in (tmp_path / part).iterdir()} - {"config.json"}
-            if size is None:
-                assert names == {f"{stem}.safetensors"}
-                continue
-            index = f"{stem}.safetensors.index.json"
-            shards = set(json.loads((tmp_path / part / index).read_text())["weight_map"].values())
-            assert names == shards | {index}
-            assert len(shards) > 1
         if saved is params:
             edited = edit_with_torch(tmp_path, PROMPTS[:1], images, latents)
             np.testing.assert_allclose(edited, expected, atol=1e-6)
@@ -174,12 +155,11 @@ PARTS = ["model_index.json", "scheduler", "text_encoder", "tokenizer", "unet", "
 
 
 @pytest.mark.variants
-@pytest.mark.parametrize("target", ["dangling", "link", "sharded"])
+@pytest.mark.parametrize("target", ["link", "sharded"])
 def test_any_folder_can_be_saved_into(loaded, tmp_path, monkeypatch, target):
     pipeline, params = loaded
     folder = tmp_path / "folder"
-    if target != "dangling":
-        folder.mkdir()
+    folder.mkdir()
     if target == "sharded":  # the UNet of an older model; PyTorch would prefer its index
         pipeline.unet.save_pretrained(folder / "unet", params["unet"], max_shard_size="300KB")
     (tmp_path / "link").symlink_to(folder)
@@ -348,18 +328,6 @@ def test_long_prompt_is_cut_with_a_warning_that_names_what_went(loaded, caplog):
     assert record.getMessage().endswith("its last 3 tokens are ignored, 'make it red'")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        (["red", "half an emoji \ud83d"], "surrogates not allowed"),
-        (["red", None], "prompt has None, which is not a str"),
-    ],
-)
-def test_prompt_that_is_no_text(loaded, prompt, message):
-    with pytest.raises(ValueError, match=message):
-        loaded[0].prepare_text_inputs(prompt)
-
-
 def test_numpy_to_pil():
     images = np.zeros((2, 3, 4, 6, 3), np.float32)
     images[1, 2, 0, 0] = (1, 0.5, 0.25)
@@ -405,36 +373,14 @@ IMAGE = np.zeros((16, 16, 3), np.uint8)
 
 @pytest.mark.variants
 @pytest.mark.parametrize(
-    ("prompt", "image", "message"),
-    [
-        (["a", "b"], [IMAGE] * 3, "2 prompts do not fit 3 images"),
-        ("a", [IMAGE, IMAGE[:8]], "found 8x16, 16x16"),
-        ([], IMAGE, "empty list"),
-        ("a", IMAGE - 1.0, "from -1.0 to -1.0"),
-    ],
-)
-def test_inputs_that_do_not_fit_are_refused(loaded, prompt, image, message):
-    with pytest.raises(ValueError, match=message):
-        loaded[0].prepare_inputs(prompt, image)
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"guidance_scale": -1}, "guidance_scale=-1.0 must be 0 or more"),
         ({"num_inference_steps": 0}, "num_inference_steps=0"),
         ({"prng_seed": 0}, "prng_seed=0 is not a PRNG key"),
-        ({"latents": np.zeros((1, 4, 2, 2), np.float32)}, r"\(1, 4, 2, 2\), need \(1, 4, 4, 4\)"),
         ({"height": 30}, "30x16 .* is not divisible by 4; try 32x16"),
-        ({"width": "32"}, "size 16x32 .* is not of type int"),
         ({"image": np.zeros((2, 3, 16, 16), np.float32)}, "one batch and one size"),
-        (
-            {"image": np.zeros((1, 3, 16, 16), np.uint8)},
-            "image is uint8; prepare_inputs",
-        ),
         ({"jit": True}, "shard prompt_ids"),
-        ({"prompt_ids": "make it red"}, "is no array of token ids; make it with"),
     ],
 )
 def test_calls_that_do_not_fit_are_refused(loaded, changes, message):
@@ -448,13 +394,3 @@ def test_calls_that_do_not_fit_are_refused(loaded, changes, message):
     }
     with pytest.raises(ValueError, match=message):
         pipeline(**(arguments | changes))
-
-
-@pytest.mark.parametrize(
-    ("name", "smallest"), [("stable-diffusion-v1-5", 64), ("stable-diffusion-xl-base-1.0", 32)]
-)
-def test_images_that_the_unet_cannot_halve_are_refused(name, smallest):
-    configs = PUBLISHED_CONFIGS[name]
-    assert pixels_per_latent(configs, smallest) == 8
-    with pytest.raises(ValueError, match=f"this model takes {smallest} or more"):
-        pixels_per_latent(configs, smallest - 1)

@@ -2,14 +2,13 @@
 
 import dataclasses
 import shutil
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PROMPTS, psnr, random_inputs
-from references import check_output_types, edit_with_torch_xl
+from references import edit_with_torch_xl
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax.evaluation.edits import check_model
@@ -21,7 +20,6 @@ from diffusers_flax.pipelines.instruct_pix2pix import (
 from diffusers_flax.pipelines.instruct_pix2pix_xl import (
     FlaxStableDiffusionXLInstructPix2PixPipeline,
 )
-from diffusers_flax.training.placement import replicate
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -76,14 +74,6 @@ def test_images_are_those_of_pytorch(
     assert psnr(images, expected) > 60
 
 
-@pytest.mark.slow
-def test_output_types(folder, loaded):
-    arrays = random_inputs(1, 32, 32, 8)
-    scales = dict(guidance_scale=3.0, image_guidance_scale=1.5)
-    torch_latents = edit_with_torch_xl(folder, PROMPTS[:1], *arrays, output_type="latent", **scales)
-    check_output_types(loaded, torch_latents, *arrays, num_inference_steps=8, **scales)
-
-
 def test_what_edits_in_bfloat16_round(folder, loaded):
     """Not the weights of a VAE that computes in float32."""
     sampling = Sampling(3)
@@ -100,23 +90,6 @@ def test_what_edits_in_bfloat16_round(folder, loaded):
     vae = pipeline.vae.clone(force_upcast=False)
     cast_params(dataclasses.replace(pipeline, vae=vae), params)
     assert {x.dtype for x in jax.tree.leaves(params["vae"])} == {np.dtype(jnp.bfloat16)}
-
-
-@pytest.mark.slow
-def test_generate_under_pmap_ahead_of_time(loaded):
-    """Compiled for two devices without running."""
-    pipeline, params = loaded
-    prompt_ids, image = pipeline.prepare_inputs(PROMPTS[:2], random_inputs(2, 40, 56, 8)[0])
-    rng = jax.random.split(jax.random.key(0), 2)
-    p_params = replicate(params, jax.devices()[:2])
-    inputs = prompt_ids[:, None], image[:, None], p_params, rng[:, None]
-    program = jax.pmap(partial(pipeline._generate, num_inference_steps=2)).lower(*inputs).compile()
-    images = program(*inputs)
-    assert images.shape == (2, 1, 40, 56, 3)
-    for k in range(2):
-        row = slice(k, k + 1)
-        expected = pipeline(prompt_ids[row], image[row], params, rng[row], 2).images
-        np.testing.assert_allclose(images[k], expected, atol=1e-4)
 
 
 @pytest.mark.slow

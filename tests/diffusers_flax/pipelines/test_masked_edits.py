@@ -138,18 +138,3 @@ def test_a_feathered_mask_rises_inside_of_its_border():
     np.testing.assert_allclose(soft, ramp_of(two_parts(), 3), rtol=1e-6)
     assert (soft[~two_parts()] == 0).all() and (soft[two_parts()] > 0).all()
     assert (prepare_masks(np.ones(SIZE), 9) == 1).all()
-
-
-@pytest.mark.slow
-def test_wrong_masks_are_one_line(folders):
-    pipeline, params = open_ours(folders["sd"])
-    images, _ = random_inputs(2, *SIZE)
-    prompt_ids, image, mask = pipeline.prepare_inputs(PROMPTS[:2], images, two_parts())
-    with pytest.raises(ValueError, match="a mask has no white, so nothing may change"):
-        pipeline.prepare_inputs(PROMPTS[:2], images, np.zeros(SIZE))
-    for wrong, words in [
-        (two_parts(), "mask is bool; prepare_inputs makes it float32"),
-        (mask[..., -8:], "they need one batch and one size"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            pipeline(prompt_ids, image, params, KEY, 3, mask=wrong)

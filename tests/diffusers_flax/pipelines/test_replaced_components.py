@@ -105,5 +105,5 @@ def test_a_given_vae_and_text_encoder_replace_the_models(tmp_path):
     pipeline = FlaxStableDiffusionXLPipeline.open(folder, replaced=replaced)
     assert all(getattr(pipeline, name) is part for name, part in replaced.items())
     replaced["vae"] = vae.clone(scaling_factor=0.18215)
-    with pytest.raises(ValueError, match=r"with the given vae has scaling_factor 0\.18215"):
+    with pytest.raises(ValueError, match=r"has scaling_factor 0\.18215"):
         FlaxStableDiffusionXLPipeline.open(folder, replaced=replaced)

@@ -1,7 +1,6 @@
 """Pipelines whose VAE works in tiles, against PyTorch's enable_tiling; the choice of a tile."""
 
 import math
-from dataclasses import replace
 
 import diffusers
 import jax
@@ -13,7 +12,6 @@ from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax import FlaxStableDiffusionXLPipeline
 from diffusers_flax.devices.layout import Layout
-from diffusers_flax.models.vae import with_tile
 from diffusers_flax.pipelines import memory
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
@@ -52,33 +50,6 @@ def test_edits_equal_pytorchs_enable_tiling(folders):
     inputs = pipeline.prepare_inputs(PROMPTS[:2], images)
     found = pipeline(*inputs, params, KEY, latents=latents, **options).images
     assert psnr(found, expected) > 60
-
-
-@pytest.mark.slow
-def test_sdxl_equals_pytorchs_enable_tiling(folders):
-    theirs = diffusers.StableDiffusionXLPipeline.from_pretrained(
-        folders["xl"], add_watermarker=False
-    )
-    _, latents = random_inputs(2, 72, 104, 8)
-    options = dict(num_inference_steps=3, guidance_scale=3.0, height=72, width=104)
-    expected = tiled_by_torch(theirs, 32, 8)(
-        PROMPTS[:2], latents=torch.tensor(latents), output_type="np", **options
-    ).images
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(folders["xl"], vae_tile=32)
-    ids = pipeline.prepare_inputs(PROMPTS[:2])
-    found = pipeline(ids, params, KEY, latents=latents, **options).images
-    assert psnr(found, expected) > 60
-
-
-def test_the_config_has_no_tile(folders):
-    pipeline, _ = FlaxDiffusionPipeline.from_pretrained(folders["xl"], vae_tile=32)
-    assert pipeline.vae.tile == pipeline.compute_vae.tile == 32
-    assert "tile" not in pipeline.vae.config
-    assert replace(pipeline, vae=with_tile(pipeline.vae, 0)).vae.tile is None
-    with pytest.raises(
-        ValueError, match="vae_tile=40 is not a multiple of 32 pixels, 32 or more; try 32"
-    ):
-        FlaxDiffusionPipeline.from_pretrained(folders["xl"], vae_tile=40)
 
 
 @pytest.mark.slow
