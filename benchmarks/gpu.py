@@ -24,8 +24,8 @@ decodes in float32 in ours without --vae_dtype, as its config asks (force_upcast
 in PyTorch's. The share of the peak counts the FLOPs of the plain UNet, also for the accelerated
 image.
 
-Needs PyTorch with CUDA and, for torch.compile, a C++ compiler. Tiny, on a CPU, in a few minutes; an
-empty --pytorch leaves PyTorch's contenders out:
+Needs PyTorch with CUDA and, for torch.compile, a C++ compiler. --pytorch none leaves PyTorch's
+contenders out. Tiny, on a CPU, in a few minutes:
 
     python -m benchmarks.gpu --size tiny --output gpu.json
 
@@ -87,7 +87,7 @@ class Config(TimingFlags):
     size: Literal["full", "tiny"] = "full"  # tiny: tiny models, also on a CPU
     rows: tuple[Literal[*ROWS, AGREEMENT], ...] = (*ROWS, AGREEMENT)  # in this order
     # eager: contiguous; channels_last: eager too; compiled: torch.compile; none: ours only
-    pytorch: tuple[Literal[NAMES], ...] = NAMES
+    pytorch: tuple[Literal[*NAMES, "none"], ...] = NAMES
     seconds: float = 1.0  # of a measurement, at least; one pass at least
     output: str = "benchmarks/results/gpu.json"
 
@@ -126,7 +126,8 @@ def measure_row(config, name, device, machine):
     options = {"ours": {}} | OPTIONS.get(name, {})
     with ThreadPoolExecutor() as pool:
         started = {x: pool.submit(start_ours, work, some) for x, some in options.items()}
-        theirs = torch_contenders(work, config.pytorch, device)
+        names = [name for name in config.pytorch if name != "none"]
+        theirs = torch_contenders(work, names, device)
         theirs = {f"torch {contender}": both for contender, both in theirs.items()}
         first, contenders = first_seconds(theirs), {}
         for contender, result in started.items():

@@ -62,7 +62,7 @@ CASES = [
     ),
     (
         "gpu",
-        f"--size tiny {QUICK} --pytorch --rows images image_batch",
+        f"--size tiny {QUICK} --pytorch none --rows images image_batch",
         {
             "cpu tiny_64 images, 10 steps 1": {"ours", *gpu.OPTIONS["images"]},
             "cpu tiny_64 images, 10 steps 2": {"ours", *gpu.HALF_VAE},
