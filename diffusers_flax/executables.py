@@ -4,7 +4,7 @@
     compiled, how = load_or_compile("~/.cache/mine", "f", (args, {}), jax.devices()[:1], compile)
 
 An executable is code: whoever can write the file can run code as the user who loads it. So the
-directory is made with mode 0700, and a directory or file that other users may write to is refused.
+directory is made with mode 0700, and a directory that other users may write to is refused.
 """
 
 import hashlib
@@ -123,7 +123,8 @@ def private_folder(folder):
         status = folder.stat()
     except OSError as error:
         raise ValueError(f"{folder} cannot be used for executables: {error}; {remedy}") from error
-    if not is_private(status):
+    others_may_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if status.st_uid != os.geteuid() or others_may_write:
         raise ValueError(
             f"{folder} belongs to another user or may be written to by others, who can run code as "
             f"you; {remedy}"
@@ -137,10 +138,8 @@ def read_file(file, made_by):
     made_by: digest of the surroundings.
     """
     try:
-        with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
-            if not is_private(os.fstat(f.fileno())):
-                return None, f"{file} belongs to another user or may be written to by others"
-            (before, checksum), content = f.readline().decode().split(), f.read()
+        header, _, content = file.read_bytes().partition(b"\n")
+        before, checksum = header.decode().split()
     except FileNotFoundError:
         return None, "no executable of these settings is saved"
     except (OSError, ValueError) as error:
@@ -148,11 +147,6 @@ def read_file(file, made_by):
     if before != made_by:
         return None, "code, versions, settings of jax or devices were others"
     return (content, None) if digest(content) == checksum else (None, f"{file} is damaged")
-
-
-def is_private(status):
-    """Whether only this user may write to a file or directory; status: of os.stat."""
-    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def surroundings(devices, files):

@@ -33,17 +33,9 @@ def read_password(username, password_file, host):
 
 
 def check_port(host, port):
-    """Raise a ValueError unless a server can listen on a port."""
+    """Raise an OSError unless a server can listen on a port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family) as opened:
-            # As the server's is, so that the port of a server that has just ended is free.
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            opened.bind((host, port))
-    except OSError as error:
-        raise ValueError(
-            f"--port {port} of --host {host} cannot be opened ({error.strerror}); name another"
-        ) from error
+    socket.create_server((host, port), family=family).close()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from diffusers_flax.loading.hub import fetch_config, place_in_words
@@ -71,16 +71,12 @@ def writing_pipeline(save_directory):
     """
     # save_whole would replace the directory, with files that are not the model's.
     folder = Path(save_directory).resolve()
-    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     written = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
     try:
         yield written
     except BaseException:
         shutil.rmtree(written)
-        if is_new:
-            with suppress(OSError):  # another process has put a file there
-                folder.rmdir()
         raise
     files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
     (folder / INDEX_NAME).unlink(missing_ok=True)

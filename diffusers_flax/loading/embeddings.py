@@ -66,21 +66,14 @@ class Embeddings:
         ]
         self.rows = {}  # {component: {token id: vector}}
 
-    def add_tokens(self, components, replaced):
+    def add_tokens(self, components):
         """Add the tokens to the tokenizers, and their number to the text encoders of a pipeline.
 
-        Args:
-            components: {name: component}; tokenizers change in place, text encoders are replaced.
-            replaced: names of the components that are not the model directory's.
+        components: {name: component}; tokenizers change in place, text encoders are replaced.
         """
         if not self.embeddings:
             return
         encoders = {name: x for name in TOKENIZERS if (x := components.get(name)) is not None}
-        if names := sorted({*encoders, *map(TOKENIZERS.get, encoders)} & set(replaced)):
-            raise ValueError(
-                "embeddings= needs the model's own text encoders and tokenizers; leave out "
-                f"{', '.join(names)}="
-            )
         modules = {name: encoder.module for name, encoder in encoders.items()}
         for embedding in self.embeddings:
             for component, vectors in fit_vectors(embedding, modules).items():

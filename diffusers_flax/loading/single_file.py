@@ -48,8 +48,6 @@ DEFAULT_CONFIGS = {
     "v1 ControlNet": "lllyasviel/control_v11p_sd15_canny",
     "v2 ControlNet": "thibaud/controlnet-sd21-canny-diffusers",
     "XL ControlNet": "diffusers/controlnet-canny-sdxl-1.0",
-    "XL ControlNet mid": "diffusers/controlnet-canny-sdxl-1.0-mid",
-    "XL ControlNet small": "diffusers/controlnet-canny-sdxl-1.0-small",
 }
 PREFIXES = {  # of a component's tensors in a whole model
     "unet": ("model.diffusion_model.",),
@@ -153,14 +151,8 @@ class SingleFile(str):
         component = "controlnet" if "controlnet" in self.prefixes else "unet"
         pooled = self.shape_of(component, "label_emb.0.0.weight", "add_embedding.linear_1.weight")
         if component == "controlnet":
-            start = self.prefixes[component]
-            deep = f"{start}input_blocks.4.1.", f"{start}down_blocks.1.attentions."
-            names = [name for name in self.shapes if name.startswith(deep)]
-            size = " mid" if names else " small"
-            if any(".transformer_blocks." in name for name in names):
-                size = ""
             is_v2 = self.text_width == V2_WIDTH
-            return f"XL ControlNet{size}" if pooled else f"v{1 + is_v2} ControlNet"
+            return "XL ControlNet" if pooled else f"v{1 + is_v2} ControlNet"
         encoders = [self.prefixes.get(name, "") for name in ("text_encoder", "text_encoder_2")]
         is_v2 = encoders[0].endswith("model.") or self.text_width == V2_WIDTH
         is_small = pooled and pooled[1] == REFINER_FEATURES

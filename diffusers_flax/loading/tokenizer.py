@@ -1,7 +1,5 @@
 """CLIP's tokenizers: opening them from a pipeline directory, tokenizing prompts."""
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from diffusers_flax.loading.hub import fetch_directory
@@ -49,8 +47,7 @@ def tokenize(tokenizer, prompt, length):
 
     The token of an embedding with several vectors, such as "<cat>", becomes "<cat> <cat>_1 ...".
     """
-    is_one = isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable)
-    prompts = [prompt] if is_one else list(prompt)
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if not prompts:
         raise ValueError("prompt is an empty list; give at least one text, which may be empty")
     rows = np.full((len(prompts), length), tokenizer.pad_token_id, np.int32)

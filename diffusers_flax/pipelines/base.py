@@ -339,7 +339,7 @@ class FlaxDiffusionPipeline(PipelineCalls, ConfigMixin, FromSingleFile):
             text_encoder = components[TEXT_ENCODERS[name]]
             components[name] = load_tokenizer(path, text_encoder, revision, name, **hub_options)
         embeddings = Embeddings(embeddings, **hub_options)
-        embeddings.add_tokens(components, replaced)
+        embeddings.add_tokens(components)
         # A refiner has no first text encoder.
         for f in fields(cls):
             if f.name in COMPONENT_FILES:

@@ -52,7 +52,6 @@ def flip_a_bit(file):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda file: file.chmod(0o666), "belongs to another user or may be written to by others"),
         (lambda file: file.write_bytes(file.read_bytes()[:50]), "is damaged"),
         (flip_a_bit, "is damaged"),
         (lambda file: file.write_bytes(b"x" + file.read_bytes()), "versions, settings of jax or"),
@@ -69,18 +68,12 @@ def test_what_is_spoiled_or_stale_is_compiled_again(tmp_path, spoil, reason):
     assert run(tmp_path / "store") == "loaded"
 
 
-def test_a_link_is_not_loaded_and_a_full_disk_stops_nothing(tmp_path, monkeypatch):
-    run(tmp_path / "store")
-    (file,) = (tmp_path / "store").iterdir()
-    file.rename(tmp_path / "elsewhere")
-    file.symlink_to(tmp_path / "elsewhere")
-
+def test_a_full_disk_stops_nothing(tmp_path, monkeypatch):
     def full(*arguments, **options):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(executables, "save_whole", full)
-    how = run(tmp_path / "store")
-    assert "cannot be read" in how and how.endswith("not saved: No space left on device)")
+    assert run(tmp_path / "store").endswith("not saved: No space left on device)")
 
 
 @pytest.mark.slow
