@@ -112,15 +112,6 @@ def test_code_that_changes_compiles_again(model, tmp_path):
     assert "compiled (code, versions" in printed
 
 
-def test_flags_of_generate_cli(capsys):
-    """An unknown flag names the program with more flags."""
-    for program in PROGRAMS:
-        with pytest.raises(SystemExit) as ended:
-            program.main(["--lora", "a.safetensors"])
-        assert ended.value.code == 2
-        assert "--lora, a.safetensors; generate_cli.py has more flags" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

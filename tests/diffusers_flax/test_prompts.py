@@ -15,7 +15,6 @@ from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 from diffusers_flax.pipelines.running import Options
 from diffusers_flax.prompts import (
     BREAK,
-    PromptWeights,
     parse_comfyui,
     parse_webui,
     prepare_prompts,
@@ -91,19 +90,6 @@ def test_brackets_by_hand(case):
         assert [x and x[0] for x in found] == [x and x[0] for x in parts]
         weights = [[x[1] for x in both if x] for both in (found, parts)]
         np.testing.assert_allclose(*weights, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "convention", "message"),
-    [
-        ("(a:1.2.3)", "webui", "could not convert string to float: '1.2.3'"),
-        (["a", None], "webui", "None"),
-        ("a", "sdnext", "prompt_weights='sdnext' is unknown; take webui or comfyui"),
-    ],
-)
-def test_wrong_prompts_are_one_error(opened, prompt, convention, message):
-    with pytest.raises(ValueError, match=message):
-        prepare_prompts(opened["sd"][0], prompt, None, True, convention)
 
 
 # ----------------------------------------------------------------------------------- chunks
@@ -333,20 +319,6 @@ def image_of(pipeline, params, prompts, *images, **options):
     arrays = prompts._asdict()
     inputs = arrays.pop("prompt_ids"), *images
     return pipeline(*inputs, params, jax.random.key(0), **arrays, **options).images
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sd", "xl"])
-def test_repeated_states_give_the_same_image(opened, name):
-    pipeline, params = opened[name]
-    prompts = prepare_prompts(pipeline, "a (red:1.4) panda", "bad", False, "comfyui")
-    twice = jax.tree.map(lambda x: np.concatenate([x, x], -1), prompts)
-    once = image_of(pipeline, params, prompts)
-    np.testing.assert_allclose(image_of(pipeline, params, twice), once, atol=1e-5)
-    null_twice = prompts._replace(neg_prompt_ids=twice.neg_prompt_ids)
-    weights = PromptWeights(prompts.prompt_weights.text, twice.prompt_weights.null, "comfyui")
-    null_twice = null_twice._replace(prompt_weights=weights)
-    np.testing.assert_allclose(image_of(pipeline, params, null_twice), once, atol=1e-5)
 
 
 @pytest.mark.slow

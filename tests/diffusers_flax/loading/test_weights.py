@@ -339,20 +339,6 @@ def test_every_dtype_in_every_file(tmp_path):
         list(weights.read_weights(safetensors_file))
 
 
-def test_order_of_formats(folder):
-    ones = jax.tree.map(np.ones_like, tiny_params())
-    msgpack = flax.serialization.msgpack_serialize(ones)
-    (folder / "diffusion_flax_model.msgpack").write_bytes(msgpack)
-    with pytest.raises(ValueError, match=r"no weights in .* neither diffusion_pytorch_model\.safe"):
-        TinyModel.from_pretrained(folder, from_pt=True)
-    assert_same_tree(TinyModel.from_pretrained(folder)[1], ones)
-    twos = {k: torch.full(s, 2.0) for k, s in STATE_SHAPES.items()}
-    torch.save(twos, folder / "diffusion_pytorch_model.bin")
-    assert_same_tree(TinyModel.from_pretrained(folder)[1], jax.tree.map(lambda x: x + x, ones))
-    write_weights(folder, "safetensors")
-    assert_same_tree(TinyModel.from_pretrained(folder, from_pt=True)[1], tiny_params())
-
-
 # --- weights that do not fit, files that cannot be read ---
 
 BAD_STATE = {

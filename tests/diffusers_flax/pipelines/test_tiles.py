@@ -4,14 +4,12 @@ import math
 
 import diffusers
 import jax
-import numpy as np
 import pytest
 import torch
 from helpers import PROMPTS, psnr, random_inputs
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 from diffusers_flax import FlaxStableDiffusionXLPipeline
-from diffusers_flax.devices.layout import Layout
 from diffusers_flax.pipelines import memory
 from diffusers_flax.pipelines.base import FlaxDiffusionPipeline
 
@@ -50,21 +48,6 @@ def test_edits_equal_pytorchs_enable_tiling(folders):
     inputs = pipeline.prepare_inputs(PROMPTS[:2], images)
     found = pipeline(*inputs, params, KEY, latents=latents, **options).images
     assert psnr(found, expected) > 60
-
-
-@pytest.mark.slow
-def test_rows_on_several_devices_leave_tiles_whole(folders):
-    """Each device of a group computes all tiles."""
-    images = []
-    for layout in (None, Layout(jax.devices()[:2], rows=2)):
-        pipeline, params = FlaxDiffusionPipeline.from_pretrained(
-            folders["xl"], vae_tile=32, layout=layout
-        )
-        if layout is not None:
-            layout.place_params(params)
-        ids = pipeline.prepare_inputs(PROMPTS[:1])
-        images.append(pipeline(ids, params, KEY, num_inference_steps=2).images)
-    np.testing.assert_allclose(*images, atol=1e-5)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
