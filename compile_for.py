@@ -79,8 +79,7 @@ from diffusers_flax.training.models import (
     open_modules,
     store_frozen,
 )
-from diffusers_flax.training.placement import frozen_shapes, state_shapes
-from diffusers_flax.training.sharding import cast_kernels, shard_axes
+from diffusers_flax.training.sharding import cast_kernels, frozen_shapes, shard_axes, state_shapes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ from diffusers_flax.schedulers.factory import EDM_CLASSES, class_name
 from diffusers_flax.schedulers.lcm import FlaxLCMScheduler, boundary_scalings
 from diffusers_flax.schedulers.noise_schedule import get_sqrt_alpha_prod, predict_x0_and_eps
 from diffusers_flax.training.batches import Batches, compile_steps, open_dataset
-from diffusers_flax.training.checkpoints import Checkpoints, run_identity
+from diffusers_flax.training.checkpoints import Checkpoints, StopSignal, run_identity
 from diffusers_flax.training.ema import NO_AVERAGE
 from diffusers_flax.training.flags import TrainerFlags
 from diffusers_flax.training.lora import save_lora
@@ -71,11 +71,18 @@ from diffusers_flax.training.models import (
     move_to_devices,
 )
 from diffusers_flax.training.output import open_run
-from diffusers_flax.training.placement import replicate, state_shapes, to_host
-from diffusers_flax.training.processes import StopSignal
 from diffusers_flax.training.publishing import write_readme
 from diffusers_flax.training.reports import Reports, describe_run, is_due
-from diffusers_flax.training.sharding import combine, each_array, gather, shard_axes, update_state
+from diffusers_flax.training.sharding import (
+    combine,
+    each_array,
+    gather,
+    replicate,
+    shard_axes,
+    state_shapes,
+    to_host,
+    update_state,
+)
 
 Count, Number = Annotated[int, AtLeast(1)], Annotated[int, AtLeast(0)]
 Positive, Scale = Annotated[float, Above(0)], Annotated[float, AtLeast(0)]

@@ -38,9 +38,8 @@ import optax
 
 from diffusers_flax.command_line import Above, AtLeast, AtMost, Below, Between, Seed, run_main
 from diffusers_flax.training.batches import Batches, compile_steps, length_of_run, open_dataset
-from diffusers_flax.training.checkpoints import Checkpoints, run_identity
+from diffusers_flax.training.checkpoints import Checkpoints, StopSignal, run_identity
 from diffusers_flax.training.ema import compile_averages, ema_plan
-from diffusers_flax.training.flags import snapshot_steps
 from diffusers_flax.training.models import (
     encode_batch,
     load_models,
@@ -49,18 +48,25 @@ from diffusers_flax.training.models import (
     params_beside_unet,
 )
 from diffusers_flax.training.output import open_run, save_model
-from diffusers_flax.training.placement import replicate, replicated_number, state_shapes, to_host
-from diffusers_flax.training.processes import StopSignal
-from diffusers_flax.training.reports import Reports, describe_run, is_due, save_snapshots
+from diffusers_flax.training.reports import (
+    Reports,
+    Validation,
+    describe_run,
+    is_due,
+    save_snapshots,
+)
 from diffusers_flax.training.sharding import (
     combine,
     each_array,
     gather,
     gather_by_block,
+    replicate,
+    replicated_number,
     shard_axes,
+    state_shapes,
+    to_host,
     update_state,
 )
-from diffusers_flax.training.validation import Validation
 
 Count = Annotated[int, AtLeast(1)]
 Positive = Annotated[float, Above(0)]
@@ -525,7 +531,7 @@ def run_training(config: Config):
             state, metrics = p_train_step(state, p_frozen, next(batches), p_rng)
             averages = update_ema(averages, state.params, step, ema, *p_average)
             reports.log(step, metrics)
-            if is_due(step, snapshot_steps(config, num_steps), num_steps):
+            if is_due(step, reports.snapshot_steps, num_steps):
                 with reports.pause():
                     save_snapshots(config.output_dir, step, averages, ema, axes, models.unet)
             is_stopped = stop_signal.requested(step)  # by SIGTERM or Ctrl-C

@@ -18,8 +18,13 @@ from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.schedulers.factory import scheduler_from_config
 from diffusers_flax.training.ema import ema_start, make_update_average
 from diffusers_flax.training.models import Models
-from diffusers_flax.training.placement import replicate, replicate_frozen, shard_batch, start_state
-from diffusers_flax.training.sharding import shard_axes
+from diffusers_flax.training.sharding import (
+    replicate,
+    replicate_frozen,
+    shard_axes,
+    shard_batch,
+    start_state,
+)
 from flax_train_instruct_pix2pix import Config, make_optimizer, train_step, train_step_options
 
 MODULES = {

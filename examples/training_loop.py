@@ -31,7 +31,7 @@ from diffusers_flax import (
 )
 from diffusers_flax.data.dataset import ParquetImagePairs
 from diffusers_flax.data.options import Transform
-from diffusers_flax.training import placement, sharding
+from diffusers_flax.training import sharding
 
 RESOLUTION, BATCH_SIZE = 64, 8  # pixels; pairs per step over all devices
 NUM_STEPS, LEARNING_RATE, MAX_GRAD_NORM = 500, 3e-3, 1.0
@@ -107,11 +107,11 @@ def main(model, data, output_dir):
 
     null_text = text_encoder(tokenize([""]).input_ids)[0]  # (1, T, D)
     frozen = {"vae": vae_params, "text_encoder": text_encoder.params, "null_text": null_text}
-    frozen = placement.replicate(jax.tree.map(np.asarray, frozen | {"scheduler": scheduler_state}))
+    frozen = sharding.replicate(jax.tree.map(np.asarray, frozen | {"scheduler": scheduler_state}))
     tx = optax.adamw(LEARNING_RATE)  # element-wise, as state is sharded
     axes = sharding.shard_axes(params, jax.device_count())
-    state = placement.start_state(jax.tree.map(np.asarray, params), tx, axes)
-    rng = placement.replicate(np.asarray(jax.random.PRNGKey(0)))
+    state = sharding.start_state(jax.tree.map(np.asarray, params), tx, axes)
+    rng = sharding.replicate(np.asarray(jax.random.PRNGKey(0)))
     models = dict(unet=unet, vae=vae, text_encoder=text_encoder, scheduler=scheduler)
     step = partial(train_step, loss=partial(diffusion_loss, **models), tx=tx, axes=axes)
     p_train_step = jax.pmap(step, axis_name="batch", donate_argnums=0)
@@ -125,13 +125,13 @@ def main(model, data, output_dir):
         batch["input_ids"] = tokenize(list(batch.pop("edit_prompt"))).input_ids
         if i == EMA_START:
             ema = p_copy(state.params)
-        state, metrics = p_train_step(state, frozen, placement.shard_batch(batch), rng)
+        state, metrics = p_train_step(state, frozen, sharding.shard_batch(batch), rng)
         if ema is not None:
             ema = p_update_ema(ema, state.params)
         if i % 20 == 0:
-            bar.set_postfix(loss=f"{placement.first_replica(metrics['loss']):.4f}")
+            bar.set_postfix(loss=f"{sharding.first_replica(metrics['loss']):.4f}")
 
-    trained = placement.to_host(state.params if ema is None else ema, axes)
+    trained = sharding.to_host(state.params if ema is None else ema, axes)
     pipeline = FlaxStableDiffusionInstructPix2PixPipeline(**models, tokenizer=tokenizer)
     params = {"unet": trained, "vae": vae_params, "text_encoder": text_encoder.params}
     pipeline.save_pretrained(output_dir, params)

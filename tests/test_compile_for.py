@@ -28,8 +28,7 @@ from diffusers_flax.compiling.report import Part, Program, compile_program, num_
 from diffusers_flax.flops import matmul_flops
 from diffusers_flax.training.ema import ema_start
 from diffusers_flax.training.models import cast_frozen, load_models
-from diffusers_flax.training.placement import replicate, shard_batch, start_state
-from diffusers_flax.training.sharding import shard_axes
+from diffusers_flax.training.sharding import replicate, shard_axes, shard_batch, start_state
 
 NUM_DEVICES = 4  # conftest.py's
 

@@ -36,8 +36,7 @@ from diffusers_flax.training.checkpoints import newest_checkpoint, read_arrays
 from diffusers_flax.training.flags import LORA_FILE
 from diffusers_flax.training.lora import add_lora
 from diffusers_flax.training.models import Models
-from diffusers_flax.training.placement import replicate, start_state, to_host
-from diffusers_flax.training.sharding import shard_axes
+from diffusers_flax.training.sharding import replicate, shard_axes, start_state, to_host
 
 # of torch.Tensor.__array__, called by diffusers' schedulers
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

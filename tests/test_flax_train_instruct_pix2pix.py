@@ -42,8 +42,7 @@ from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.training.models import Models
-from diffusers_flax.training.placement import replicate, start_state
-from diffusers_flax.training.sharding import shard_axes
+from diffusers_flax.training.sharding import replicate, shard_axes, start_state
 from parquet_processing import ParquetImagePairs
 
 SCRIPT = Path(trainer.__file__)

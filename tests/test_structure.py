@@ -77,6 +77,13 @@ def test_programs_that_read_like_the_published_guides_are_short():
     assert {name: n for name, n in lines.items() if n > limits[name]} == {}
 
 
+def test_programs_that_read_like_the_published_guides_name_few_modules():
+    limits = {"sdxl_single.py": 3, "sdxl_single_aot.py": 4, "flax_train_instruct_pix2pix.py": 8}
+    for name, most in limits.items():
+        found = {x for x in imports(code()[PurePath(name)]) if x.startswith(LIBRARY)}
+        assert len(found) <= most, (name, found)
+
+
 def test_imports():
     """A program is one file on the library; compile_for.py compiles the trainer's step."""
     programs = {file.stem for file in code() if len(file.parts) == 1}

@@ -21,8 +21,7 @@ from diffusers_flax.loading.weights import flax_to_torch
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.schedulers.ddpm import FlaxDDPMScheduler
 from diffusers_flax.training.models import cast_frozen, load_models, mixed_precision_dtype
-from diffusers_flax.training.placement import replicate, start_state, to_host
-from diffusers_flax.training.sharding import shard_axes
+from diffusers_flax.training.sharding import replicate, shard_axes, start_state, to_host
 
 
 def compare_losses(model, prediction_type, ours, theirs):

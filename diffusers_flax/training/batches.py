@@ -17,8 +17,8 @@ from diffusers_flax.training.models import (
     mixed_precision_dtype,
     open_modules,
 )
-from diffusers_flax.training.placement import compile_pmapped, shard_batch
 from diffusers_flax.training.processes import all_processes, wait_for_all
+from diffusers_flax.training.sharding import compile_pmapped, shard_batch
 
 MAX_STEPS_IN_FLIGHT = 2  # steps by which the host may be ahead of the devices; batches to prefetch
 

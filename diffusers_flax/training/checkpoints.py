@@ -1,11 +1,14 @@
-"""Checkpoints of a training run: find one, read it, write them.
+"""Checkpoints of a training run: find one, read it, write them; the signal to stop.
 
 A checkpoint is the directory OUTPUT_DIR/checkpoints/STEP with whole NumPy arrays and a record of
 the run, a dict. orbax-checkpoint writes it in the background; incomplete ones have other names.
-Only process 0 reads and writes.
+Only process 0 reads and writes. At SIGTERM all processes stop after the same step.
 """
 
 import json
+import os
+import signal
+import sys
 import zlib
 from dataclasses import MISSING, fields
 from functools import partial
@@ -14,15 +17,23 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
+from jax.experimental import multihost_utils
 
 from diffusers_flax.devices.processes import check_agreement
 from diffusers_flax.messages import differences, one_line
 from diffusers_flax.training.flags import MAY_CHANGE, PER_PROCESS, final_file, fixed_flags, flag
 from diffusers_flax.training.latents import check_vae
 from diffusers_flax.training.models import tree_checksum
-from diffusers_flax.training.placement import replicate, shard, start_state, to_host
 from diffusers_flax.training.processes import from_process_0, wait_for_all
-from diffusers_flax.training.sharding import TrainState, combine, join_vectors
+from diffusers_flax.training.sharding import (
+    TrainState,
+    combine,
+    join_vectors,
+    replicate,
+    shard,
+    start_state,
+    to_host,
+)
 
 CHECKPOINTS_DIR = "checkpoints"
 
@@ -317,3 +328,48 @@ def flatten_by_name(tree, path=()):
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     keystr = partial(jax.tree_util.keystr, simple=True, separator="/")
     return {keystr((*path, *keys)): x for keys, x in leaves}
+
+
+class StopSignal:
+    """A context that turns SIGTERM (preemption) and Ctrl-C into a request to stop after a step.
+
+    A signal to one of several processes makes `requested` true on all at the same step. A second
+    signal ends the process at once.
+    """
+
+    def __init__(self):
+        self.number = None  # of the signal
+        self.handlers = {}  # {number: handler before the context}
+
+    def __enter__(self):
+        # jax's handler of SIGTERM informs the other processes.
+        numbers = (
+            [signal.SIGINT] if jax.distributed.is_initialized() else [signal.SIGTERM, signal.SIGINT]
+        )
+        for number in numbers:
+            self.handlers[number] = signal.signal(number, self._note)
+        return self
+
+    def _note(self, number, frame):
+        if jax.distributed.is_initialized():
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self.number = number
+        self.__exit__()
+
+    def requested(self, step):
+        """Whether to stop after this step; all processes ask after every step."""
+        if jax.distributed.is_initialized() and multihost_utils.reached_preemption_sync_point(step):
+            self.number = signal.SIGTERM
+        return self.number is not None
+
+    def __exit__(self, *exception):
+        while self.handlers:
+            signal.signal(*self.handlers.popitem())
+
+    def end(self, step):
+        """End the process after a step, which is saved; the exit code is 128 + signal number."""
+        wait_for_all("process 0 has saved")
+        name = signal.Signals(self.number).name
+        print(f"stopped by {name} after step {step}, which is saved; to resume, run the command")
+        sys.exit(128 + self.number)

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers_flax.training.placement import compile_pmapped
-from diffusers_flax.training.sharding import in_place
+from diffusers_flax.training.sharding import compile_pmapped, in_place
 
 SIGMA_RELS = (0.05, 0.1)  # lengths of the two tracked averages, fractions of the run
 HORIZONS = 5  # window times (1 - decay): the initial weights keep a share of e^-5 = 0.7%

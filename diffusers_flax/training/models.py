@@ -37,8 +37,7 @@ from diffusers_flax.schedulers.factory import (
 )
 from diffusers_flax.training.flags import flag
 from diffusers_flax.training.lora import add_lora
-from diffusers_flax.training.placement import replicate_frozen
-from diffusers_flax.training.sharding import cast_kernels
+from diffusers_flax.training.sharding import cast_kernels, replicate_frozen
 
 TEXT_ENCODERS = (("", FlaxCLIPTextModel), ("_2", FlaxCLIPTextModelWithProjection))  # by suffix
 

@@ -37,7 +37,7 @@ from diffusers_flax.training.models import (
 )
 from diffusers_flax.training.processes import from_process_0, locked, wait_for_all
 from diffusers_flax.training.publishing import check_hub, push_to_hub, scales_of_run, write_card
-from diffusers_flax.training.validation import NUM_INFERENCE_STEPS
+from diffusers_flax.training.reports import NUM_INFERENCE_STEPS
 
 # Flags that differ between starts of one command.
 OF_A_START = {"output_dir", "compilation_cache_dir", "coordinator_address", "num_processes"}

@@ -1,14 +1,11 @@
-"""Processes of a training run: wait, lock the output directory, stop.
+"""Processes of a training run: wait, share numbers, lock the output directory.
 
-At SIGTERM all processes stop after the same step. All functions also work for a single process.
+All functions also work for a single process.
 """
 
 import contextlib
 import itertools
 import logging
-import os
-import signal
-import sys
 
 import jax
 import numpy as np
@@ -80,48 +77,3 @@ def locked(folder):
         lock.release()
         with contextlib.suppress(OSError):  # it is not empty
             folder.rmdir()
-
-
-class StopSignal:
-    """A context that turns SIGTERM (preemption) and Ctrl-C into a request to stop after a step.
-
-    A signal to one of several processes makes `requested` true on all at the same step. A second
-    signal ends the process at once.
-    """
-
-    def __init__(self):
-        self.number = None  # of the signal
-        self.handlers = {}  # {number: handler before the context}
-
-    def __enter__(self):
-        # jax's handler of SIGTERM informs the other processes.
-        numbers = (
-            [signal.SIGINT] if jax.distributed.is_initialized() else [signal.SIGTERM, signal.SIGINT]
-        )
-        for number in numbers:
-            self.handlers[number] = signal.signal(number, self._note)
-        return self
-
-    def _note(self, number, frame):
-        if jax.distributed.is_initialized():
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            self.number = number
-        self.__exit__()
-
-    def requested(self, step):
-        """Whether to stop after this step; all processes ask after every step."""
-        if jax.distributed.is_initialized() and multihost_utils.reached_preemption_sync_point(step):
-            self.number = signal.SIGTERM
-        return self.number is not None
-
-    def __exit__(self, *exception):
-        while self.handlers:
-            signal.signal(*self.handlers.popitem())
-
-    def end(self, step):
-        """End the process after a step, which is saved; the exit code is 128 + signal number."""
-        wait_for_all("process 0 has saved")
-        name = signal.Signals(self.number).name
-        print(f"stopped by {name} after step {step}, which is saved; to resume, run the command")
-        sys.exit(128 + self.number)

@@ -16,8 +16,7 @@ from diffusers_flax.loading.files import write_text
 from diffusers_flax.messages import one_line
 from diffusers_flax.training.checkpoints import CHECKPOINTS_DIR
 from diffusers_flax.training.flags import final_file
-from diffusers_flax.training.reports import LOSS_PLOT
-from diffusers_flax.training.validation import guidance_scales, step_images
+from diffusers_flax.training.reports import LOSS_PLOT, guidance_scales, step_images
 
 # Files of a run that do not belong to the model: checkpoints, other weights, logs, hidden files.
 UNPUBLISHED_PATTERNS = (

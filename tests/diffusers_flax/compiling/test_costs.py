@@ -12,8 +12,7 @@ from diffusers_flax.compiling.chips import TPUS, find_target, target_devices
 from diffusers_flax.compiling.report import program_costs, replicated_shapes
 from diffusers_flax.models.quantization import store
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
-from diffusers_flax.training.placement import state_shapes
-from diffusers_flax.training.sharding import gather, shard_axes, update_state
+from diffusers_flax.training.sharding import gather, shard_axes, state_shapes, update_state
 
 NUM_DEVICES = 4  # conftest.py's
 V5E = TPUS["v5e"]

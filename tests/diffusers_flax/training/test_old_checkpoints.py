@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import flax_train_instruct_pix2pix as trainer
-from diffusers_flax.training import placement, sharding
+from diffusers_flax.training import sharding
 
 # Adam's epsilon is large: the sign of a gradient that is zero but for rounding has no effect.
 FLAGS = [
@@ -30,8 +30,7 @@ pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 def use_order_of_gpus(monkeypatch):
     """Keep kernels in the order of GPUs, here on a CPU."""
     real = sharding.kernel_order
-    for module in (sharding, placement):
-        monkeypatch.setattr(module, "kernel_order", lambda x, platform=None: real(x, "gpu"))
+    monkeypatch.setattr(sharding, "kernel_order", lambda x, platform=None: real(x, "gpu"))
 
 
 @pytest.fixture

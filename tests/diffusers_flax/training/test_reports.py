@@ -10,7 +10,7 @@ from PIL import Image
 from trainer_runs import make_reports
 
 from diffusers_flax.training import reports as module
-from diffusers_flax.training.placement import replicate
+from diffusers_flax.training.sharding import replicate
 
 
 def rows_of(folder):

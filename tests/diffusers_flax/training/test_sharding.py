@@ -12,24 +12,22 @@ import optax
 import pytest
 from helpers import ROOT
 
-from diffusers_flax.training import placement, sharding
-from diffusers_flax.training.placement import (
-    replicate,
-    replicate_frozen,
-    shard_batch,
-    start_state,
-    state_shapes,
-    to_host,
-)
+from diffusers_flax.training import sharding
 from diffusers_flax.training.sharding import (
     KERNEL_ORDER,
     Split,
     gather,
     join_vectors,
     reduce_scatter_stages,
+    replicate,
+    replicate_frozen,
     separate_vectors,
     shard_axes,
+    shard_batch,
     split_of,
+    start_state,
+    state_shapes,
+    to_host,
 )
 
 NUM_DEVICES = 4  # conftest.py's
@@ -108,7 +106,7 @@ def test_the_gradient_of_gather_is_the_mean_in_float32(num_devices, platform):
 def test_frozen_kernels_keep_their_shapes(monkeypatch):
     """On a GPU they lie in memory in another order, which a pmapped program takes as it is."""
     order = sharding.kernel_order
-    monkeypatch.setattr(placement, "kernel_order", lambda x, platform=None: order(x, "gpu"))
+    monkeypatch.setattr(sharding, "kernel_order", lambda x, platform=None: order(x, "gpu"))
     params = {"kernel": np.random.default_rng(0).random((3, 3, 8, 16), np.float32)}
     params["bias"] = np.ones(16, np.float32)
     frozen = replicate_frozen(params)
@@ -147,7 +145,7 @@ def test_shards_on_sixteen_devices():
     program = """
 import jax, jax.numpy as jnp, numpy as np, optax
 from diffusers_flax.training.sharding import Split, gather, global_norm, shard_axes
-from diffusers_flax.training.placement import start_state, to_host
+from diffusers_flax.training.sharding import start_state, to_host
 
 rng, n = np.random.default_rng(0), 16
 shapes = {"a": (3, 32, 6), "b": (20, 12), "bias": (20,), "scale": (32,)}

@@ -15,7 +15,7 @@ from trainer_runs import config_of, flags_of, read_metrics, run_trainer
 import cache_latents
 import flax_train_instruct_pix2pix as trainer
 from diffusers_flax.data.shards import latents_metadata
-from diffusers_flax.training.validation import load_validation_images
+from diffusers_flax.training.reports import load_validation_images
 
 pytestmark = pytest.mark.usefixtures("lenient_optimizer")
 

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from diffusers_flax.generating.captions import LINE_HEIGHT
-from diffusers_flax.training import validation
-from diffusers_flax.training.validation import drop_step_images, validation_grid, write_progress
+from diffusers_flax.training import reports
+from diffusers_flax.training.reports import drop_step_images, validation_grid, write_progress
 
 
 def image(color, size=(64, 48)):
@@ -82,4 +82,4 @@ def test_guidance_scales_of_validation(family, num_steps, flags, expected):
         torch_class_name=f"StableDiffusion{family[-2:]}InstructPix2PixPipeline",
         is_cosxl_edit=family == "CosXL",
     )
-    assert validation.guidance_scales(config, pipeline, num_steps) == expected
+    assert reports.guidance_scales(config, pipeline, num_steps) == expected
