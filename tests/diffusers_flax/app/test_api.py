@@ -15,7 +15,7 @@ from served_app import (
     served,
     settings_in,
 )
-from tiny_models import make_tiny_pipeline, make_tiny_xl, save_tiny_vae
+from tiny_models import make_tiny_pipeline, save_tiny_vae
 
 from diffusers_flax.app.settings import Settings
 
@@ -107,23 +107,15 @@ def test_images_from_text_and_an_image(connect, tmp_path):
 
 @pytest.mark.slow
 @needs_gradio
-@pytest.mark.parametrize("kind", ["xl", "preview"])
-def test_other_models(kind, connect, tmp_path, photo_file):
-    """SDXL, text to image, and previews by a TAESD."""
+def test_previews(connect, tmp_path, photo_file):
+    """By a TAESD, which also decodes the result."""
     from gradio_client import handle_file
 
-    flags = [*FAST]
-    if kind == "preview":
-        model = make_tiny_pipeline(tmp_path / "model", unet_channels=(16,))
-        save_tiny_vae(tmp_path / "taesd", (8, 8, 8))
-        flags += ["--preview_decoder", str(tmp_path / "taesd")]
-    else:
-        model = make_tiny_xl(tmp_path / "model")
-    with served(model, *flags) as page:
-        client, given = connect(page, folder=tmp_path / "files"), {"instruction": "make it red"}
-        is_edit = kind == "preview"
-        given |= {"image": handle_file(photo_file)} if is_edit else {"shape": "landscape 4:3"}
-        given |= {"accelerate": ["taesd"]} if kind == "preview" else {}
-        file, settings = client.predict(**given, seed=3, api_name="/edit" if is_edit else "/image")
+    model = make_tiny_pipeline(tmp_path / "model", unet_channels=(16,))
+    save_tiny_vae(tmp_path / "taesd", (8, 8, 8))
+    with served(model, *FAST, "--preview_decoder", str(tmp_path / "taesd")) as page:
+        client = connect(page, folder=tmp_path / "files")
+        given = {"image": handle_file(photo_file), "instruction": "make it red"}
+        file, settings = client.predict(**given, accelerate=["taesd"], seed=3, api_name="/edit")
         with Image.open(file) as image:
             assert image.size == (32, 24) and settings["seed"] == 3
