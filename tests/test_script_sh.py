@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-import pty
 import random
 import re
 import shutil
@@ -351,32 +350,6 @@ def test_a_full_disk_costs_what_arrived_since_the_last_save(tmp_path, dest):
 
 
 @pytest.mark.slow
-def test_a_size_that_changes_on_the_server(tmp_path, dest):
-    files = make_files(1, 3_000_000)
-    (name,) = files
-    with FlakyServer(files, rate=300_000) as server:
-        plan = write_plan(tmp_path, server, files, known=())
-        interrupt(plan, dest, server, files)
-        server.files[name] += b"more"
-        code, lines = run(plan, dest)
-    assert code == 0 and len(lines) == 2
-    assert lines[0] == "1 files are pending (the size on the server has changed); next try in 1 s"
-    assert_complete(dest, server.files)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["{}", ".unfinished/{}", ".unfinished/{}.aria2"])
-def test_a_directory_in_place_of_a_file_is_named(tmp_path, dest, place):
-    files = make_files(1, 1000)
-    directory = dest / place.format(*files)
-    (directory / "mine").mkdir(parents=True)
-    with FlakyServer(files) as server:
-        code, (line,) = run(write_plan(tmp_path, server, files), dest)
-    assert code == 2 and (directory / "mine").is_dir()
-    assert line == f"error: {directory} is a directory; move it away, a file needs this name"
-
-
-@pytest.mark.slow
 def test_the_second_run_is_quick_and_asks_nothing(tmp_path, dest):
     files = make_files(30, 50_000)
     with FlakyServer(files) as server:
@@ -516,20 +489,6 @@ def test_names_that_leave_the_directory_are_refused(tmp_path, dest, name):
 
 
 @pytest.mark.slow
-def test_other_shards_in_the_folder_are_named(tmp_path, dest):
-    files = make_files(2, 1000)
-    one, other = files
-    with FlakyServer(files) as server:
-        assert run(write_plan(tmp_path, server, files), dest)[0] == 0
-        (dest / "notes.txt").touch()
-        code, lines = run(plan := write_plan(tmp_path, server, {one: files[one]}), dest)
-    assert code == 0 and len(lines) == 2
-    assert lines[0].startswith(f"{plan} does not list all files of {dest}, but the loader takes")
-    assert lines[0].endswith(f" train on: {other}")
-    assert lines[1].startswith("complete: 1 files, ")
-
-
-@pytest.mark.slow
 def test_one_at_a_time_and_signals_end_it_at_once(tmp_path, dest):
     files = make_files(2, 3_000_000)
     with FlakyServer(files, rate=200_000) as server:
@@ -581,14 +540,7 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, dest):
         good = write_plan(tmp_path, server, files)
     (tmp_path / "file").touch()
     assert refused(dest=tmp_path / "file").startswith("cannot make the directory ")
-    for name, value, limits in (
-        ("CONNECTIONS", "17", "1 to 16"),
-        ("MAX_ROUNDS", "many", "1 to 1000000"),
-        ("RETRY_WAIT", "1s", "0 to 600"),
-        ("MAX_WAIT", "-1", "0 to 86400"),
-        ("LOCK_WAIT", "08", "0 to 86400"),
-    ):
-        assert refused(**{name: value}) == f"{name}={value} is not a whole number from {limits}"
+    assert refused(CONNECTIONS="17") == "CONNECTIONS=17 is not a whole number from 1 to 16"
     good.write_text(good.read_text() * 2)
     assert "has the name train-00000.parquet twice; make the plan again" in refused()
     for words, message in (
@@ -690,29 +642,6 @@ def test_a_token_without_python(tmp_path, dest):
 
 
 @pytest.mark.slow
-def test_refused_tokens(tmp_path, dest):
-    """No token, a wrong one, and one for another host, whose errors do not mention the hub."""
-    files = make_files(2, 1000)
-    token = "hf_TheSecretOfThisTest"
-    with FlakyServer(files, token=token) as server:
-        plan = write_plan(tmp_path, server, files)
-        hub = {"HF_ENDPOINT": server.endpoint}
-        for changes, reason in (
-            (hub, "the hub answers 401: a gated dataset needs HF_TOKEN"),
-            (hub | {"HF_TOKEN": "hf_wrong"}, "the hub answers 401 to this HF_TOKEN"),
-            ({"HF_TOKEN": token}, "Authorization failed. (aria2 error 24)"),
-        ):
-            asked = len(server.requests)
-            shutil.rmtree(dest, ignore_errors=True)
-            code, lines = run(plan, dest, **changes)
-            assert code == 1 and missing(lines) == sorted(files)
-            assert sum(line.startswith("missing: ") and reason in line for line in lines) == 2
-            assert ("HF_ENDPOINT" in changes) == ("hub" in "".join(lines))
-            assert len(server.requests) == asked + 2
-            assert token not in str(server.requests[asked:])
-
-
-@pytest.mark.slow
 def test_resolving_the_links(tmp_path, dest):
     """A signal ends the script at once; one unanswered request does not delay other files."""
     files = make_files(3, 1000)
@@ -802,7 +731,7 @@ def test_default_plan(tmp_path):
 
 
 @pytest.mark.slow
-def test_progress_in_lines_and_on_a_terminal(tmp_path, dest):
+def test_progress_in_lines(tmp_path, dest):
     files = make_files(2, 2_000_000)
     total = sum(map(len, files.values()))
     with FlakyServer(files, rate=300_000) as server:
@@ -816,19 +745,3 @@ def test_progress_in_lines_and_on_a_terminal(tmp_path, dest):
         assert len(shown) >= 2 and all(shown), lines
         megabytes = [int(match[2]) for match in shown]
         assert megabytes == sorted(megabytes) and megabytes[-1] <= total // 10**6
-
-        shutil.rmtree(dest)
-        server.rate = 500_000
-        ours, theirs = pty.openpty()
-        process = subprocess.Popen(
-            ["bash", SCRIPT, plan, dest], env=environment(), stdout=theirs, stdin=theirs
-        )
-        os.close(theirs)
-        output = b""
-        with contextlib.suppress(OSError):  # Linux reports a closed pseudo-terminal as EIO
-            while piece := os.read(ours, 4096):
-                output += piece
-        os.close(ours)
-        assert process.wait() == 0
-    assert re.search(rb"\r\[.* worker 3\] 0/2 files, \d MB of 4 MB", output)
-    assert output.count(b"\n") == 1 and b"complete: 2 files" in output.split(b"\r")[-2]
