@@ -184,6 +184,10 @@ def mask_values(mask, unpainted=None):
     colors = rgba[alpha == alpha.max()][:, :3]  # without soft edges
     colors = colors[:: len(colors) // COLOR_SAMPLES + 1]
     is_paint = len(np.unique(colors, axis=0)) < MANY_COLORS
+    # A plain background, of which a hole leaves the most, looks like grey paint.
+    is_grey, is_most = (brightest - darkest).max() <= 16, opaque.mean() > 0.5
+    if is_paint and is_grey and is_most and alpha.max() == 255:
+        raise ValueError("it may be paint or an image with a hole; " + USUAL_MASKS)
     return np.where(opaque == is_paint, np.uint8(255), np.uint8(0))
 
 

@@ -61,14 +61,14 @@ class Decoding:
         has_sizes = stored <= {*self.sizes} and ("sizes" in latents or self.sizes == (square,))
         made, chosen = (" ".join(map(size_name, sorted(x))) for x in (stored, self.sizes))
         problems = {
-            "of the centre of each image; add --no_random_crop": transform.random_crop,
+            "of the centre of each image (--no_random_crop)": transform.random_crop,
             f"of --resolution {resolution}, not {square[0]}": resolution != square[0],
             f"of --image_interpolation_mode {resample}": resample != transform.resample,
             f"of {BUCKETS} {made}, not {chosen}": not has_sizes,
             "without time ids of SDXL": transform.micro_conditioning and not has_time_ids(group),
         }
         for problem in (text for text, is_one in problems.items() if is_one):
-            raise ValueError(f"{folder} contains latents {problem}; or use another directory")
+            raise ValueError(f"{folder} contains latents {problem}; use another directory")
 
     def image_specs(self, size: int = 0) -> dict[str, tuple[tuple[int, ...], type]]:
         """{name in a batch: (shape, dtype) of a row} of both images or latents; size: an index."""

@@ -137,6 +137,7 @@ def test_holes_of_photographs_may_change(dark, is_grey):
     ("mask", "message"),
     [
         (layer((0, 0, 0), PAINTED & False), "nothing is painted"),
+        (layer((200, 200, 205), ~PAINTED), "may be paint or an image with a hole"),
         (Image.fromarray(PHOTOGRAPH * np.uint8([1, 0, 0])), "colors and no transparent pixels"),
     ],
 )

@@ -86,7 +86,7 @@ def test_cached_latents_have_the_time_ids(model, data, tmp_path):
     for path in folder.iterdir():
         table = pq.read_table(path)
         pq.write_table(table.drop_columns(["time_ids"]), path)
-    with pytest.raises(ValueError, match="without time ids of SDXL; delete them"):
+    with pytest.raises(ValueError, match="without time ids of SDXL; use another"):
         trainer.open_dataset(config)
 
 
