@@ -37,6 +37,10 @@ from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.training.flags import chosen_columns
 from diffusers_flax.training.latents import latent_dirs, write_latents
 
+# Messages of run_main
+INTERRUPTED = "complete shards are saved; run the same command to resume"
+LESS_MEMORY = "lower --batch_size, or use --mixed_precision bf16"
+
 
 @dataclass(frozen=True)
 class Config:
@@ -105,14 +109,7 @@ def run(config):
 
 def main(args=None):
     """Run the command line."""
-    run_main(
-        Config,
-        __doc__,
-        run,
-        args,
-        interrupted="complete shards are saved; run the same command to resume",
-        out_of_memory="lower --batch_size, or use --mixed_precision bf16",
-    )
+    run_main(Config, __doc__, run, args, interrupted=INTERRUPTED, out_of_memory=LESS_MEMORY)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,10 @@ from diffusers_flax.generating.flags import DeviceFlags, layout_of_flags
 from diffusers_flax.generating.single_files import with_single_files
 from diffusers_flax.schedulers.factory import check_scheduler
 
+# Messages of run_main
+INTERRUPTED = "nothing was served"
+LESS_MEMORY = "lower --resolution, or use --dtype bfloat16"
+
 
 @dataclass(frozen=True)
 class AppFlags:
@@ -122,14 +126,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    run_main(
-        Config,
-        __doc__,
-        run,
-        args,
-        interrupted="nothing was served",
-        out_of_memory="lower --resolution, or use --dtype bfloat16",
-    )
+    run_main(Config, __doc__, run, args, interrupted=INTERRUPTED, out_of_memory=LESS_MEMORY)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,10 @@ from diffusers_flax.generating.sizes import load_fitted
 from diffusers_flax.images import save_image
 from diffusers_flax.schedulers.factory import check_scheduler
 
+# Messages of run_main
+INTERRUPTED = "the images finished so far are in place"
+LESS_MEMORY = "lower --batch_size or --resolution, or use --dtype bfloat16"
+
 
 @dataclass(frozen=True)
 class EditFlags:
@@ -176,12 +180,7 @@ def main(args=None):
     if args is None:
         sys.argv[1:] = words
     run_main(
-        Config,
-        __doc__,
-        run,
-        args and words,
-        interrupted="the images finished so far are in place",
-        out_of_memory="lower --batch_size or --resolution, or use --dtype bfloat16",
+        Config, __doc__, run, args and words, interrupted=INTERRUPTED, out_of_memory=LESS_MEMORY
     )
 
 

@@ -56,6 +56,10 @@ from diffusers_flax.generating.sizes import result_size
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.schedulers.factory import check_scheduler
 
+# Messages of run_main
+INTERRUPTED = "the rows finished so far are in --output_dir; the same command continues"
+LESS_MEMORY = "lower --batch_size or --resolution, or use --dtype bfloat16"
+
 
 @dataclass(frozen=True)
 class EvaluationFlags:
@@ -205,14 +209,7 @@ def run(config):
 
 def main(args=None):
     """Command line."""
-    run_main(
-        Config,
-        __doc__,
-        run,
-        args,
-        interrupted="the rows finished so far are in --output_dir; the same command continues",
-        out_of_memory="lower --batch_size or --resolution, or use --dtype bfloat16",
-    )
+    run_main(Config, __doc__, run, args, interrupted=INTERRUPTED, out_of_memory=LESS_MEMORY)
 
 
 if __name__ == "__main__":

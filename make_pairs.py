@@ -80,6 +80,9 @@ SAME_PAIRS = (  # flags that may differ when a run is continued
     *("worker", "num_workers", "compilation_cache_dir"),
 )
 Cosine = Annotated[float, Between(-1, 1)]
+# Messages of run_main
+INTERRUPTED = "finished shards are kept; the same command makes the others"
+LESS_MEMORY = "lower --batch_size or the size, or use --dtype bfloat16"
 
 
 @dataclass(frozen=True)
@@ -279,14 +282,7 @@ def make_lines(config, captions, shards, num_lines, models):
 
 def main(args=None):
     """Command line."""
-    run_main(
-        Config,
-        __doc__,
-        run,
-        args,
-        interrupted="finished shards are kept; the same command makes the others",
-        out_of_memory="lower --batch_size or the size, or use --dtype bfloat16",
-    )
+    run_main(Config, __doc__, run, args, interrupted=INTERRUPTED, out_of_memory=LESS_MEMORY)
 
 
 if __name__ == "__main__":

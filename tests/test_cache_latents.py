@@ -292,7 +292,7 @@ def test_what_training_refuses(model, data, kept, tmp_path, monkeypatch, capsys)
         (run(model, data, cache_latents="x", random_crop=True), "add --no_random_crop"),
         (
             run(model, kept, random_crop=True),
-            "contains latents of the centre of each image; add --no_random_crop",
+            "contains latents of the centre of each image (--no_random_crop)",
         ),
         (run(model, kept, resolution=32), "contains latents of --resolution 16, not 32"),
         (run(other, kept), "has latents of another VAE than"),
