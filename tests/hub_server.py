@@ -19,25 +19,6 @@ TPU_VARIABLES = (
 )
 
 
-def ways_to_give_a_token(folder, token):
-    """{name: environment} of huggingface_hub's ways; None: not set. Writes token files to folder.
-
-    Source: huggingface_hub's documentation, "Environment variables".
-    """
-    for name in ("huggingface", "hf"):
-        (folder / name).mkdir()
-        (folder / name / "token").write_text(f"{token}\n")
-    home = {"HOME": str(folder)}
-    return {
-        "XDG_CACHE_HOME": {"XDG_CACHE_HOME": str(folder), "HF_HOME": None},
-        "HF_TOKEN_PATH": {"HF_TOKEN_PATH": str(folder / "hf" / "token")},
-        "HUGGING_FACE_HUB_TOKEN": {"HUGGING_FACE_HUB_TOKEN": token},
-        "HF_HOME with ~": home | {"HF_HOME": "~/hf"},
-        "HF_HOME with a variable": home | {"HF_HOME": "$HOME/hf"},
-        "HF_TOKEN with blanks": {"HF_TOKEN": f" {token} \n"},
-    }
-
-
 class Hub(LocalServer):
     """The server's files and recorded requests; use as a context manager.
 

@@ -334,28 +334,20 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
     [
         ([], "--input and --edit must be given, or --edits_jsonl"),
         (["--input", "none.png", "--edit", "red"], "none.png does not exist"),
-        (["--input", "text.png", "--edit", "red"], "text.png cannot be read as an image"),
         ([*TWO, "blue", "green"], "2 --input do not fit 3 --edit"),
         ([*TWO, "--output", "o.png"], "--output o.png is one file for several edits; give a dir"),
-        ([*ONE, "--output", "o.gif"], "o.gif ends in .gif; name it .png or .jpg"),
         ([*ONE, "--output", "a.png"], "a.png is an input and would be overwritten"),
-        ([*ONE, "--output", "o.png", "--grid", "o.png"], "2 images would be written to"),
         ([*ONE, "--output", "b.png"], "b.png exists, is not by edit_cli.py and would be overw"),
         ([*ONE, "--scheduler", "eular"], f"choose from {', '.join(SCHEDULERS)}"),
-        ([*ONE, "--guidance_scale", "-1"], "--guidance_scale -1.0 must be at least 0"),
-        ([*ONE, "--resolution", "3"], "3 is too small"),
         ([*ONE, "--model", "narrow"], "narrow is not an edit model (StableDiffusionPipeline)"),
-        (["--edits_jsonl", "twice.jsonl", *ONE], "--edits_jsonl excludes --input"),
         (["--edits_jsonl", "twice.jsonl"], "2 images would be written to"),
         (["--edits_jsonl", "missing.jsonl"], "line 2: none.png does not exist"),
         (["--edits_jsonl", "cycle.jsonl"], "cycle.jsonl has 1 problem: line 1: an input would be"),
-        (["--edits_jsonl", "truth.jsonl"], "b.png is a truth and would be overwritten; name"),
         (
             [*ONE, "--mask", "small.png"],
             "small.png is 8x16 pixels (width x height) and its image 16x16; a mask has the size of",
         ),
         ([*ONE, "--mask", "black.png"], "black.png has no white at the size of the result"),
-        ([*ONE, "--mask", "text.png"], "text.png cannot be read as a mask: no known image format"),
         ([*ONE, "--mask_feather", "3"], "--mask_feather 3 is for --mask; give both or none"),
     ],
 )
@@ -377,7 +369,6 @@ def test_bad_input_is_one_line_before_weights_are_read(
         "twice": (GOOD_ROW, GOOD_ROW | {"output": "./o.png"}),
         "missing": (GOOD_ROW, {**GOOD_ROW, "input": "none.png", "output": "p.png"}),
         "cycle": [{"input": before, "edit": "x", "output": after} for before, after in cycle],
-        "truth": (GOOD_ROW | {"truth": "b.png"}, GOOD_ROW | {"output": "./b.png"}),
     }.items():
         Path(f"{name}.jsonl").write_text(jsonl(*rows))
     if "narrow" in args:

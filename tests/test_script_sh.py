@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from flaky_server import Fault, FlakyServer
 from helpers import ROOT, slow, wait_for
-from hub_server import ways_to_give_a_token
 
 SCRIPT = ROOT / "script.sh"
 CONNECTIONS = 4
@@ -592,53 +591,6 @@ def test_the_token_reaches_the_hub_and_nothing_else(tmp_path, dest, redirect):
         assert asked == {("127.0.0.1", f"Bearer {token}"), *cdn}
         heads = [request for request in server.requests if request[:2] == ("127.0.0.1", "HEAD")]
         assert len(heads) == 2
-
-
-@pytest.mark.slow
-def test_every_way_to_give_a_token(tmp_path, dest):
-    """As in script.py, which reads it with huggingface_hub; so is the hub's address."""
-    files = make_files(1, 1000)
-    token = "hf_TheSecretOfThisTest"
-    with FlakyServer(files, token=token) as server:
-        plan = write_plan(tmp_path, server, files)
-        for name, env in ways_to_give_a_token(tmp_path, token).items():
-            server.requests.clear()
-            code, lines = run(plan, dest, HF_ENDPOINT=f"{server.endpoint}//", **env)
-            assert code == 0, (name, lines)
-            assert token not in "".join(lines)
-            asked = {request[::4] for request in server.requests}  # (host, Authorization)
-            assert asked == {("127.0.0.1", f"Bearer {token}"), ("localhost", None)}, name
-            shutil.rmtree(dest)
-
-        # The token file is a directory.
-        code, lines = run(plan, dest, HF_TOKEN_PATH=str(tmp_path))
-        assert code == 2
-        assert lines == [
-            "error: huggingface_hub cannot read the token; hf auth whoami says why",
-        ]
-
-
-@pytest.mark.slow
-def test_a_token_without_python(tmp_path, dest):
-    """HF_TOKEN and the file in HF_HOME, where there is no huggingface_hub."""
-    files = make_files(1, 1000)
-    token = "hf_TheSecretOfThisTest"
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    (tools / "python3").write_text("#!/bin/bash\nexit 1\n")
-    (tools / "python3").chmod(0o755)
-    script = Path(shutil.copy(SCRIPT, tmp_path))  # there is no .venv beside it
-    (tmp_path / "token").write_text(f"{token}\n")
-    with FlakyServer(files, token=token) as server:
-        plan = write_plan(tmp_path, server, files)
-        for env in ({"HF_TOKEN": f" {token} "}, {"HF_HOME": str(tmp_path)}):
-            env |= {"PATH": f"{tools}:{os.environ['PATH']}", "HF_ENDPOINT": f"{server.endpoint}/"}
-            code, lines = end(start(plan, dest, script, **env))
-            assert code == 0, lines
-            shutil.rmtree(dest)
-        env |= {"HF_HOME": str(dest), "HF_TOKEN_PATH": str(tmp_path / "token")}
-        code, lines = end(start(plan, dest, script, **env))
-        assert code == 1 and "huggingface_hub, which reads HF_TOKEN_PATH" in "\n".join(lines)
 
 
 @pytest.mark.slow

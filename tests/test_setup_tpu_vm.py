@@ -137,13 +137,6 @@ def test_mistakes_end_in_one_line_and_2(tmp_path, args, machine, message):
     assert re.fullmatch(f"error: {message}", line)
 
 
-def test_an_interpreter_that_is_none(tmp_path):
-    """It is not replaced by another one that apt-get installs."""
-    broken = "#!/bin/bash\nexit 1\n"
-    code, lines, _ = setup(tmp_path, "cpu", python=broken, PYTHON="no-python")
-    assert code == 2 and lines == ["error: PYTHON=no-python is no Python 3.11 or newer"]
-
-
 def test_a_gpu_that_jax_cannot_use(tmp_path):
     reason = "RuntimeError: Unable to initialize backend 'cuda'"
     code, lines, _ = setup(tmp_path, gpus=TURING, devices=reason)

@@ -2,17 +2,9 @@
 
 import json
 
-import numpy as np
 import pytest
-import torch
-from diffusers import StableDiffusionPipeline
 from exported import FLOAT16, INT8, MODELS, OPENVINO, export, needs, ours_and_theirs
 from helpers import psnr
-from original_layout import original_layout, write_single_file
-from safetensors.torch import save_file
-from tiny_models import make_tiny_pipeline
-
-from diffusers_flax.pipelines.base import pipeline_class
 
 
 # Least PSNR of an image of 20 steps, dB.
@@ -70,45 +62,3 @@ def test_weights_beside_a_large_file(tmp_path, monkeypatch, flags):
     assert (file.parent / "model.onnx_data").stat().st_size > 20_000
     ours, theirs = ours_and_theirs(model, tmp_path / "export", tmp_path)
     assert psnr(ours, theirs) > (35 if flags else 60)
-
-
-@needs("onnx")
-def test_lora_in_a_single_file(tmp_path):
-    """The UNet and the text encoder are PyTorch's with the LoRA fused."""
-    from diffusers_flax.exporting.components import exported_components, random_inputs
-    from diffusers_flax.exporting.onnx_files import open_onnx
-
-    model = make_tiny_pipeline(tmp_path / "model", in_channels=4, unet_channels=(16, 32))
-    file = write_single_file(tmp_path / "model.safetensors", original_layout(model))
-    theirs = StableDiffusionPipeline.from_pretrained(model, safety_checker=None)
-    targets, tensors = ("attn2.to_k", "ff.net.2", "conv1", "q_proj"), {}
-    for part in ("unet", "text_encoder"):
-        for name, module in getattr(theirs, part).named_modules():
-            if name.endswith(targets):
-                out, num_in, *kernel = module.weight.shape
-                down = torch.randn(2, num_in, *kernel)
-                up = torch.randn(out, 2, *(1 for _ in kernel))
-                tensors[f"{part}.{name}.lora_A.weight"] = down / 8
-                tensors[f"{part}.{name}.lora_B.weight"] = up
-    save_file(tensors, lora := tmp_path / "lora.safetensors")
-    flags = ["--config_name_or_path", str(model), "--lora", f"{lora}:0.8"]
-    export(file, tmp_path / "export", *flags)
-
-    pipeline, _ = pipeline_class(model).from_pretrained(model)
-    unet, text, *_ = exported_components(pipeline)
-    inputs = random_inputs(unet, pipeline, 2, (9, 6))
-    given = {name: torch.from_numpy(x) for name, x in inputs.items()}
-    ids = random_inputs(text, pipeline, 2, None)["input_ids"]
-
-    def run_theirs():
-        with torch.no_grad():
-            states = theirs.text_encoder(torch.from_numpy(ids)).last_hidden_state
-            return states.numpy(), theirs.unet(**given).sample.numpy()
-
-    before = run_theirs()
-    theirs.load_lora_weights(lora)
-    theirs.fuse_lora(lora_scale=0.8)
-    run = [open_onnx(tmp_path / "export" / part.name / "model.onnx") for part in (text, unet)]
-    found = run[0]({"input_ids": ids})[0], run[1](inputs)[0]
-    for x, fused, plain in zip(found, run_theirs(), before):
-        assert np.abs(x - fused).max() < 1e-4 * np.abs(fused).max() < np.abs(plain - fused).max()

@@ -421,13 +421,6 @@ def test_damaged_configs(folder, text, words):
     assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_missing_shard_is_named(folder):
-    write_weights(folder, "safetensors sharded")
-    (folder / "diffusion_pytorch_model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"not there: diffusion_pytorch_model-00002-of-00002"):
-        TinyModel.from_pretrained(folder)
-
-
 def test_missing_weights_and_variant(folder, caplog):
     with pytest.raises(ValueError, match=r"_model\.bf16\.safetensors, .*_model\.safetensors, "):
         TinyModel.from_pretrained(folder, variant="bf16")
@@ -588,8 +581,6 @@ def test_hub_errors(hub_cache):
         TinyModel.from_pretrained(REPOSITORY)
     with pytest.raises(ValueError, match=r"unet \(not a directory.*revision v3; HF_HUB_OFFLINE"):
         TinyModel.from_pretrained(REPOSITORY, subfolder="unet", revision="v3")
-    with pytest.raises(ValueError, match="so run hf download someone/images where there is a net"):
-        TinyModel.from_pretrained(REPOSITORY)
     with pytest.raises(ValueError, match="/no/such/folder is not a directory and cannot be"):
         TinyModel.from_pretrained("/no/such/folder")
 

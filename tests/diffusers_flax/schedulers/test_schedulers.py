@@ -461,15 +461,11 @@ def test_unsupported_options_are_refused_by_name(cls, option):
 def test_bad_input_is_refused_with_a_remedy(tmp_path):
     ddim, dpm = FlaxDDIMScheduler(), FlaxDPMSolverMultistepScheduler()
     state, x = ddim.create_state(), jnp.asarray(START)
-    with pytest.raises(ValueError, match="num_train_timesteps='1000' has the wrong type"):
-        FlaxDDIMScheduler(num_train_timesteps="1000")
     with pytest.raises(ValueError, match="no option beta_stat"):
         FlaxDDIMScheduler.from_config(ddim.config, beta_stat=0.1)
     for num_steps in (0, 1001):
         with pytest.raises(ValueError, match="from 1 to 1000"):
             ddim.set_timesteps(state, num_steps)
-    with pytest.raises(ValueError, match="must be a whole number from 0 to 4, the last step"):
-        ddim.set_timesteps(state, 5, SHAPE, 5)
     with pytest.raises(ValueError, match="visits timesteps 1 to 1000, outside 0 to 999"):
         FlaxDDIMScheduler(steps_offset=1).set_timesteps(state, 1000)
     with pytest.raises(ValueError, match="call set_timesteps before step"):
@@ -485,8 +481,6 @@ def test_bad_input_is_refused_with_a_remedy(tmp_path):
             SCHEDULERS["lcm"]().set_timesteps(
                 SCHEDULERS["lcm"]().create_state(), 2, (), 0, timesteps
             )
-    with pytest.raises(ValueError, match="one beta per training timestep"):
-        FlaxDDIMScheduler(trained_betas=[0.1, 0.2]).create_state()
     with pytest.raises(ValueError, match="scheduler=heun is unknown; choose from ddpm, ddim, pndm"):
         make_scheduler("heun", {})
 
