@@ -88,17 +88,6 @@ def check_output_dir(config):
     ask_before_replacing("output_dir", config.output_dir, config.overwrite_output_dir)
 
 
-def choose_in_channels(config, unet):
-    """The input channels of the widened UNet; a ValueError if the UNet is of another kind."""
-    in_channels, is_other = config.in_channels, unet.in_channels != unet.out_channels
-    if (is_other and in_channels is None) or (in_channels or np.inf) <= unet.in_channels:
-        raise ValueError(
-            f"the UNet of {config.pretrained_model_name_or_path} has {unet.in_channels} input "
-            "channels; give a text-to-image model, or more --in_channels"
-        )
-    return in_channels or 2 * unet.out_channels
-
-
 def create_modified_unet(config: Config):
     """Load, widen, check, save."""
     jax.config.update("jax_platforms", "cpu")  # exact float32, and no claim on an accelerator
@@ -113,7 +102,13 @@ def create_modified_unet(config: Config):
         convert=lambda name, x: x,  # no warning about float16, which the trainer casts
     )
     print(f"loaded {source}: {narrow.in_channels} input channels")
-    in_channels = choose_in_channels(config, narrow)
+    in_channels = config.in_channels or 2 * narrow.out_channels
+    is_other = config.in_channels is None and narrow.in_channels != narrow.out_channels
+    if is_other or in_channels <= narrow.in_channels:
+        raise ValueError(
+            f"the UNet of {source} has {narrow.in_channels} input channels; "
+            "give a text-to-image model, or more --in_channels"
+        )
     wide = narrow.clone(in_channels=in_channels)
     wide_params = widen(narrow_params, in_channels)
     print("checking the widened UNet against the narrow one (compiles both)")
