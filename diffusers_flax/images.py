@@ -183,7 +183,8 @@ def mask_values(mask, unpainted=None):
         return np.where(opaque, values, 0)
     colors = rgba[alpha == alpha.max()][:, :3]  # without soft edges
     colors = colors[:: len(colors) // COLOR_SAMPLES + 1]
-    is_paint = len(np.unique(colors, axis=0)) < MANY_COLORS
+    many = min(MANY_COLORS, max(2, len(colors) / 4))  # fewer in a small image
+    is_paint = len(np.unique(colors, axis=0)) < many
     # A plain background, of which a hole leaves the most, looks like grey paint.
     is_grey, is_most = (brightest - darkest).max() <= 16, opaque.mean() > 0.5
     if is_paint and is_grey and is_most and alpha.max() == 255:
