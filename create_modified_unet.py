@@ -72,8 +72,7 @@ def largest_difference(narrow, narrow_params, wide, wide_params):
     expected = jax.jit(narrow.apply)({"params": narrow_params}, latents, *arguments).sample
     latents = jnp.concatenate((latents, extra), axis=1)
     result = jax.jit(wide.apply)({"params": wide_params}, latents, *arguments).sample
-    # Not jnp: XLA's maximum may lose a NaN on a CPU.
-    result, expected = np.asarray(result), np.asarray(expected)
+    result, expected = np.asarray(result), np.asarray(expected)  # jnp's maximum may lose a NaN
     return float(np.abs(result - expected).max()), float(np.abs(expected).max())
 
 
@@ -101,7 +100,7 @@ def create_modified_unet(config: Config):
         variant=config.variant,
         convert=lambda name, x: x,  # no warning about float16, which the trainer casts
     )
-    print(f"loaded {source}: {narrow.in_channels} input channels")
+    print(f"loaded {source}: {narrow.in_channels} input channels; both UNets are compared")
     in_channels = config.in_channels or 2 * narrow.out_channels
     is_other = config.in_channels is None and narrow.in_channels != narrow.out_channels
     if is_other or in_channels <= narrow.in_channels:
@@ -111,10 +110,9 @@ def create_modified_unet(config: Config):
         )
     wide = narrow.clone(in_channels=in_channels)
     wide_params = widen(narrow_params, in_channels)
-    print("checking the widened UNet against the narrow one (compiles both)")
     difference, scale = largest_difference(narrow, narrow_params, wide, wide_params)
-    what = f"random latents and numbers in the {in_channels - narrow.in_channels} new channels"
-    print(f"largest difference {difference:.2e}, largest output {scale:.2e}, with {what}")
+    what = f"for random inputs and {in_channels - narrow.in_channels} new channels"
+    print(f"largest difference {difference:.2e}, largest output {scale:.2e}, {what}")
     if not difference <= CHECK_TOLERANCE * scale:
         raise ArithmeticError(
             f"the widened UNet differs from the narrow one by {difference:.2e}; nothing was saved"

@@ -71,10 +71,10 @@ def test_a_pipelines_unet_is_widened(narrow, tmp_path, monkeypatch, capsys):
     check_widened(narrow / "unet", out, 8)
     assert sorted(file.name for file in out.iterdir()) == ["config.json", WEIGHTS]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"loaded {narrow}: 4 input channels"
+    assert lines[0].startswith(f"loaded {narrow}: 4 input channels")
     (check,) = [line for line in lines if line.startswith("largest difference")]
     assert float(check.split()[2].rstrip(",")) <= 1e-5 * float(check.split()[5].rstrip(","))
-    assert "the 4 new channels" in check
+    assert "4 new channels" in check
     assert lines[-1] == f"saved {out}: 8 input channels, all other weights unchanged"
 
 
