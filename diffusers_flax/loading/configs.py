@@ -1,6 +1,5 @@
 """Configs: in memory, and as JSON files in the directories of models, schedulers and pipelines."""
 
-import typing
 from pathlib import Path
 
 from diffusers_flax.loading.files import json_text, write_json
@@ -187,16 +186,3 @@ class FromSingleFile:
         if dtype is not None:  # models do not take None for their default
             kwargs["dtype"] = dtype
         return cls.from_pretrained(source, **kwargs, **hub_options)
-
-
-def types_of(annotation):
-    """The types of an annotation such as int | tuple | None."""
-    return typing.get_args(annotation) or (annotation,)
-
-
-def has_type(value, annotation):
-    """Whether a JSON value has a field's type; 1 is also a float, true is not an int."""
-    kinds = types_of(annotation)
-    if isinstance(value, bool):
-        return bool in kinds
-    return isinstance(value, (*kinds, int) if float in kinds else kinds)

@@ -19,9 +19,9 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import FrozenDict
 from jax.typing import DTypeLike
 
-from diffusers_flax.loading.configs import RUNTIME_FIELDS
 from diffusers_flax.models.attention import attention, attention_weights
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.models.blocks import Dense, unmerged
@@ -90,37 +90,45 @@ class FlaxCLIPTextModelOutput(ModelOutput):
     attentions: tuple | None = None
 
 
-class CLIPEmbeddings(nn.Module):
-    """Token plus position embeddings."""
+class CLIPPart(nn.Module):
+    """Base of an encoder's parts; config: the entries of its config.json."""
 
-    vocab_size: int
-    hidden_size: int
-    max_position_embeddings: int
+    config: FrozenDict
     dtype: DTypeLike
+    is_causal: bool
+
+    def part(self, cls, name):
+        """A part of this part."""
+        return cls(self.config, self.dtype, self.is_causal, name=name)
+
+    def norm(self, name):
+        """A layer norm."""
+        return LayerNorm(self.config["layer_norm_eps"], self.dtype, name=name)
+
+
+class CLIPEmbeddings(CLIPPart):
+    """Token plus position embeddings."""
 
     @nn.compact
     def __call__(self, input_ids, position_ids):
         embed = partial(
             nn.Embed,
-            features=self.hidden_size,
+            features=self.config["hidden_size"],
             dtype=self.dtype,
             embedding_init=nn.initializers.normal(0.02),
         )
-        tokens = embed(self.vocab_size, name="token_embedding")(input_ids)
-        positions = embed(self.max_position_embeddings, name="position_embedding")(position_ids)
-        return tokens + positions
+        tokens = embed(self.config["vocab_size"], name="token_embedding")(input_ids)
+        num_positions = self.config["max_position_embeddings"]
+        return tokens + embed(num_positions, name="position_embedding")(position_ids)
 
 
-class CLIPAttention(nn.Module):
+class CLIPAttention(CLIPPart):
     """Self-attention; projections with bias."""
-
-    num_heads: int
-    dtype: DTypeLike
-    is_causal: bool
 
     @nn.compact
     def __call__(self, x, mask, output_attentions):
         """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
+        num_heads = self.config["num_attention_heads"]
         dense = partial(Dense, x.shape[-1], dtype=self.dtype)
         query = dense(name="q_proj")(x)
         x, query = unmerged(x, query)
@@ -129,66 +137,51 @@ class CLIPAttention(nn.Module):
         value = dense(name="v_proj")(x)
         weights = None
         if output_attentions:
-            weights = attention_weights(query, key, self.num_heads, mask, self.is_causal)
-            value = value.reshape(*value.shape[:2], self.num_heads, -1)
+            weights = attention_weights(query, key, num_heads, mask, self.is_causal)
+            value = value.reshape(*value.shape[:2], num_heads, -1)
             out = jnp.einsum("bhts,bshd->bthd", weights, value).reshape(x.shape)
         else:
-            out = attention(query, key, value, self.num_heads, mask, self.is_causal)
+            out = attention(query, key, value, num_heads, mask, self.is_causal)
         return dense(name="out_proj")(out), weights
 
 
-class CLIPMLP(nn.Module):
+class CLIPMLP(CLIPPart):
     """Two dense layers with the configured activation between."""
-
-    intermediate_size: int
-    hidden_act: str
-    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x):
-        if self.hidden_act not in ACTIVATIONS:
+        hidden_act = self.config["hidden_act"]
+        if hidden_act not in ACTIVATIONS:
             raise ValueError(
-                f"hidden_act={self.hidden_act} is not supported; {' and '.join(ACTIVATIONS)} are"
+                f"hidden_act={hidden_act} is not supported; {' and '.join(ACTIVATIONS)} are"
             )
-        h = Dense(self.intermediate_size, dtype=self.dtype, name="fc1")(x)
-        h = ACTIVATIONS[self.hidden_act](h)
-        return Dense(x.shape[-1], dtype=self.dtype, name="fc2")(h)
+        h = Dense(self.config["intermediate_size"], dtype=self.dtype, name="fc1")(x)
+        return Dense(x.shape[-1], dtype=self.dtype, name="fc2")(ACTIVATIONS[hidden_act](h))
 
 
-class CLIPEncoderLayer(nn.Module):
+class CLIPEncoderLayer(CLIPPart):
     """Attention and MLP: each normalises its input and adds to it."""
-
-    num_heads: int
-    intermediate_size: int
-    hidden_act: str
-    epsilon: float
-    dtype: DTypeLike
-    is_causal: bool
 
     @nn.compact
     def __call__(self, x, mask, output_attentions):
         """(B, T, D) -> (B, T, D), softmax weights (B, heads, T, T) or None."""
-        normed = LayerNorm(self.epsilon, self.dtype, name="layer_norm1")(x)
-        attend = CLIPAttention(self.num_heads, self.dtype, self.is_causal, name="self_attn")
+        normed = self.norm("layer_norm1")(x)
+        attend = self.part(CLIPAttention, "self_attn")
         attended, weights = attend(normed, mask, output_attentions)
         x = x + attended
-        normed = LayerNorm(self.epsilon, self.dtype, name="layer_norm2")(x)
-        mlp = CLIPMLP(self.intermediate_size, self.hidden_act, self.dtype, name="mlp")
-        return x + mlp(normed), weights
+        normed = self.norm("layer_norm2")(x)
+        return x + self.part(CLIPMLP, "mlp")(normed), weights
 
 
-class CLIPLayers(nn.Module):
+class CLIPLayers(CLIPPart):
     """The layers, with the published names "0", "1", ..."""
-
-    num_layers: int
-    layer: partial
 
     @nn.compact
     def __call__(self, x, mask, output_attentions):
         """(B, T, D) -> FlaxBaseModelOutput with hidden_states of num_layers + 1 entries."""
         states, attentions = [x], []
-        for i in range(self.num_layers):
-            x, weights = self.layer(name=str(i))(x, mask, output_attentions)
+        for i in range(self.config["num_hidden_layers"]):
+            x, weights = self.part(CLIPEncoderLayer, str(i))(x, mask, output_attentions)
             states.append(x)
             attentions.append(weights)
         return FlaxBaseModelOutput(
@@ -196,51 +189,18 @@ class CLIPLayers(nn.Module):
         )
 
 
-class CLIPEncoder(nn.Module):
+class CLIPEncoder(CLIPPart):
     """The encoder, a level of the published parameter tree that holds the layers."""
-
-    num_layers: int
-    layer: partial
 
     @nn.compact
     def __call__(self, x, mask=None, output_attentions=False):
-        return CLIPLayers(self.num_layers, self.layer, name="layers")(x, mask, output_attentions)
+        return self.part(CLIPLayers, "layers")(x, mask, output_attentions)
 
 
-def make_encoder(module, is_causal):
-    """The CLIPEncoder of a text or image module's settings."""
-    layer = partial(
-        CLIPEncoderLayer,
-        module.num_attention_heads,
-        module.intermediate_size,
-        module.hidden_act,
-        module.layer_norm_eps,
-        module.dtype,
-        is_causal,
-    )
-    return CLIPEncoder(module.num_hidden_layers, layer, name="encoder")
-
-
-class CLIPTextSettings(nn.Module):
-    """The entries of a text encoder's `config.json`; `dtype` is the compute dtype."""
-
-    vocab_size: int = 49408
-    hidden_size: int = 512
-    intermediate_size: int = 2048
-    projection_dim: int = 512
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 8
-    max_position_embeddings: int = 77
-    hidden_act: str = "quick_gelu"
-    layer_norm_eps: float = 1e-5
-    bos_token_id: int | None = 49406
-    eos_token_id: int | None = 49407
-    pad_token_id: int | None = 1
-    dtype: DTypeLike = jnp.float32
-
-
-class CLIPTextTransformer(CLIPTextSettings):
+class CLIPTextTransformer(CLIPPart):
     """Embeddings, encoder, final norm, end-of-text row."""
+
+    is_causal: bool = True
 
     @nn.compact
     def __call__(
@@ -251,23 +211,21 @@ class CLIPTextTransformer(CLIPTextSettings):
         output_attentions=False,
     ):
         """(B, T) int -> FlaxBaseModelOutputWithPooling, last_hidden_state after the final norm."""
-        T = input_ids.shape[1]
-        if self.max_position_embeddings < T:
+        T, longest = input_ids.shape[1], self.config["max_position_embeddings"]
+        if longest < T:
             raise ValueError(
-                f"input_ids are {T} tokens long, this text encoder takes at most "
-                f"{self.max_position_embeddings}; truncate the prompt"
+                f"input_ids are {T} tokens long, this text encoder takes at most {longest}; "
+                "truncate the prompt"
             )
         mask = None if attention_mask is None else attention_mask.astype(bool)[:, None, None, :]
         position_ids = jnp.arange(T)[None] if position_ids is None else position_ids
-        sizes = self.vocab_size, self.hidden_size, self.max_position_embeddings
-        embeddings = CLIPEmbeddings(*sizes, self.dtype, name="embeddings")
-        x = embeddings(input_ids, position_ids)
-        output = make_encoder(self, is_causal=True)(x, mask, output_attentions)
-        norm = LayerNorm(self.layer_norm_eps, self.dtype, name="final_layer_norm")
-        states = norm(output.last_hidden_state)
+        x = self.part(CLIPEmbeddings, "embeddings")(input_ids, position_ids)
+        output = self.part(CLIPEncoder, "encoder")(x, mask, output_attentions)
+        states = self.norm("final_layer_norm")(output.last_hidden_state)
         # Configs older than transformers 4.30 have a wrong eos_token_id, 2; the end of text has the
         # highest id of CLIP's vocabulary.
-        ends = input_ids if self.eos_token_id in (None, 2) else input_ids == self.eos_token_id
+        end = self.config["eos_token_id"]
+        ends = input_ids if end in (None, 2) else input_ids == end
         pooled = states[jnp.arange(len(input_ids)), jnp.argmax(ends, axis=-1)]
         return FlaxBaseModelOutputWithPooling(
             states, pooled, output.hidden_states, output.attentions
@@ -294,7 +252,7 @@ class CLIPFiles(FlaxModelMixin):
         if cls.config_entry not in config:
             return config
         own = nested_config(config, cls.config_entry)
-        return {name: own[name] for name in config_names(cls) if name in own}
+        return {name: own[name] for name in cls.entry_names() if name in own}
 
     @classmethod
     def path_in_tree(cls, path, config):
@@ -305,18 +263,27 @@ class CLIPFiles(FlaxModelMixin):
         return None if is_other and cls.config_entry in config else path
 
 
-def config_names(module_class):
-    """The names of a module's entries in a config.json."""
-    return module_class.__dataclass_fields__.keys() - RUNTIME_FIELDS | {*module_class.fixed_config}
-
-
 def nested_config(config, name):
     """text_config or vision_config of a complete model's config; "{name}_dict" replaces it."""
     return config.get(f"{name}_dict") or config.get(name) or {}
 
 
-class FlaxCLIPTextModule(CLIPTextSettings, CLIPFiles):
-    """The Linen module of FlaxCLIPTextModel."""
+class FlaxCLIPTextModule(nn.Module, CLIPFiles):
+    """The Linen module of FlaxCLIPTextModel; its fields are the entries of a `config.json`."""
+
+    vocab_size: int = 49408
+    hidden_size: int = 512
+    intermediate_size: int = 2048
+    projection_dim: int = 512
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 8
+    max_position_embeddings: int = 77
+    hidden_act: str = "quick_gelu"
+    layer_norm_eps: float = 1e-5
+    bos_token_id: int | None = 49406
+    eos_token_id: int | None = 49407
+    pad_token_id: int | None = 1
+    dtype: DTypeLike = jnp.float32
 
     torch_class_name = "CLIPTextModel"
     model_type = "clip_text_model"
@@ -338,9 +305,8 @@ class FlaxCLIPTextModule(CLIPTextSettings, CLIPFiles):
         return_dict=True,
     ):
         """Encode token ids; arguments as for FlaxCLIPTextModel."""
-        transformer = CLIPTextTransformer(
-            **self.config_fields(), dtype=self.dtype, name="text_model"
-        )
+        config = FrozenDict(self.config_fields())
+        transformer = CLIPTextTransformer(config, self.dtype, name="text_model")
         output = transformer(input_ids, attention_mask, position_ids, output_attentions)
         if self.projection is not None:
             project = nn.Dense(
@@ -430,8 +396,60 @@ class FlaxCLIPTextModelWithProjection(FlaxCLIPTextPreTrainedModel):
 # --------------------------------------------------------------------- images
 
 
-class CLIPVisionSettings(nn.Module):
-    """The entries of an image encoder's `config.json`; `dtype` is the compute dtype."""
+class CLIPVisionEmbeddings(CLIPPart):
+    """The class token and the patches, plus position embeddings."""
+
+    @nn.compact
+    def __call__(self, pixels):
+        """(B, H, W, C) -> (B, 1 + number of patches, hidden_size), the class token first."""
+        normal = nn.initializers.normal(0.02)
+        width, side = self.config["hidden_size"], self.config["patch_size"]
+        patch_embedding = nn.Conv(
+            width,
+            (side, side),
+            strides=side,
+            padding="VALID",
+            use_bias=False,
+            dtype=self.dtype,
+            kernel_init=normal,
+            name="patch_embedding",
+        )
+        num_positions = (self.config["image_size"] // side) ** 2 + 1
+        position_embedding = nn.Embed(
+            num_positions,
+            width,
+            dtype=self.dtype,
+            embedding_init=normal,
+            name="position_embedding",
+        )
+        token = self.param("class_embedding", normal, (width,)).astype(self.dtype)
+        B = len(pixels)
+        tokens = jnp.broadcast_to(token, (B, 1, width))
+        patches = patch_embedding(pixels).reshape(B, -1, width)
+        embeddings = jnp.concatenate([tokens, patches], axis=1)
+        return embeddings + position_embedding(jnp.arange(num_positions))
+
+
+class CLIPVisionTransformer(CLIPPart):
+    """Embeddings, norm, encoder, norm of the class token."""
+
+    is_causal: bool = False
+
+    @nn.compact
+    def __call__(self, pixel_values, output_attentions=False):
+        """(B, H, W, C) -> FlaxBaseModelOutputWithPooling; only the pooled output is normed."""
+        x = self.part(CLIPVisionEmbeddings, "embeddings")(pixel_values)
+        x = self.norm("pre_layrnorm")(x)  # the published name
+        output = self.part(CLIPEncoder, "encoder")(x, None, output_attentions)
+        states = output.last_hidden_state
+        pooled = self.norm("post_layernorm")(states[:, 0])
+        return FlaxBaseModelOutputWithPooling(
+            states, pooled, output.hidden_states, output.attentions
+        )
+
+
+class FlaxCLIPVisionModule(nn.Module, CLIPFiles):
+    """The Linen module of FlaxCLIPVisionModel; its images are channels-last."""
 
     hidden_size: int = 768
     intermediate_size: int = 3072
@@ -444,67 +462,6 @@ class CLIPVisionSettings(nn.Module):
     hidden_act: str = "quick_gelu"
     layer_norm_eps: float = 1e-5
     dtype: DTypeLike = jnp.float32
-
-
-class CLIPVisionEmbeddings(nn.Module):
-    """The class token and the patches, plus position embeddings."""
-
-    hidden_size: int
-    image_size: int
-    patch_size: int
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, pixels):
-        """(B, H, W, C) -> (B, 1 + number of patches, hidden_size), the class token first."""
-        normal = nn.initializers.normal(0.02)
-        patch_embedding = nn.Conv(
-            self.hidden_size,
-            (self.patch_size, self.patch_size),
-            strides=self.patch_size,
-            padding="VALID",
-            use_bias=False,
-            dtype=self.dtype,
-            kernel_init=normal,
-            name="patch_embedding",
-        )
-        num_positions = (self.image_size // self.patch_size) ** 2 + 1
-        position_embedding = nn.Embed(
-            num_positions,
-            self.hidden_size,
-            dtype=self.dtype,
-            embedding_init=normal,
-            name="position_embedding",
-        )
-        token = self.param("class_embedding", normal, (self.hidden_size,)).astype(self.dtype)
-        B = len(pixels)
-        tokens = jnp.broadcast_to(token, (B, 1, self.hidden_size))
-        patches = patch_embedding(pixels).reshape(B, -1, self.hidden_size)
-        embeddings = jnp.concatenate([tokens, patches], axis=1)
-        return embeddings + position_embedding(jnp.arange(num_positions))
-
-
-class CLIPVisionTransformer(CLIPVisionSettings):
-    """Embeddings, norm, encoder, norm of the class token."""
-
-    @nn.compact
-    def __call__(self, pixel_values, output_attentions=False):
-        """(B, H, W, C) -> FlaxBaseModelOutputWithPooling; only the pooled output is normed."""
-        norm = partial(LayerNorm, self.layer_norm_eps, self.dtype)
-        sizes = self.hidden_size, self.image_size, self.patch_size
-        embeddings = CLIPVisionEmbeddings(*sizes, self.dtype, name="embeddings")
-        # The published name has this spelling.
-        x = norm(name="pre_layrnorm")(embeddings(pixel_values))
-        output = make_encoder(self, is_causal=False)(x, None, output_attentions)
-        states = output.last_hidden_state
-        pooled = norm(name="post_layernorm")(states[:, 0])
-        return FlaxBaseModelOutputWithPooling(
-            states, pooled, output.hidden_states, output.attentions
-        )
-
-
-class FlaxCLIPVisionModule(CLIPVisionSettings, CLIPFiles):
-    """The Linen module of FlaxCLIPVisionModel; its images are channels-last."""
 
     torch_class_name = "CLIPVisionModel"
     model_type = "clip_vision_model"
@@ -525,17 +482,10 @@ class FlaxCLIPVisionModule(CLIPVisionSettings, CLIPFiles):
         return_dict=True,
     ):
         """Encode images (B, H, W, C); other arguments and output as for FlaxCLIPVisionModel."""
-        transformer = CLIPVisionTransformer(
-            **self.config_fields(), dtype=self.dtype, name="vision_model"
-        )
+        config = FrozenDict(self.config_fields())
+        transformer = CLIPVisionTransformer(config, self.dtype, name="vision_model")
         output = transformer(pixel_values, output_attentions)
         return select_outputs(output, output_hidden_states, return_dict)
-
-
-def image_shape(vision_config):
-    """(1, C, H, W) of an image encoder's images."""
-    side = vision_config["image_size"]
-    return 1, vision_config["num_channels"], side, side
 
 
 def channels_last(images):
@@ -551,8 +501,8 @@ class FlaxCLIPVisionPreTrainedModel(FlaxPreTrainedModel):
 
     def __init__(self, config, input_shape=None, seed=0, dtype=jnp.float32, _do_init=True):
         super().__init__(config, input_shape, seed, dtype, _do_init)
-        module = self.module
         if input_shape is None:
+            module = self.module
             self.input_shape = 1, module.image_size, module.image_size, module.num_channels
 
     def __call__(
@@ -579,9 +529,9 @@ class FlaxCLIPVisionPreTrainedModel(FlaxPreTrainedModel):
         Raises:
             ValueError: the parameters are missing.
         """
-        arrays = (channels_last(pixel_values),)
         settings = self._call_settings(output_attentions, output_hidden_states, return_dict)
-        return self.module.apply(self._variables(params), *arrays, **settings)
+        images = channels_last(pixel_values)
+        return self.module.apply(self._variables(params), images, **settings)
 
 
 class FlaxCLIPVisionModel(FlaxCLIPVisionPreTrainedModel):

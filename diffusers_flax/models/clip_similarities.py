@@ -28,17 +28,15 @@ from diffusers_flax.models.clip import (
     FlaxCLIPVisionModule,
     as_int32,
     channels_last,
-    config_names,
-    image_shape,
     nested_config,
     select_outputs,
 )
-from diffusers_flax.models.pretrained import FlaxPreTrainedModel, FromTransformers
+from diffusers_flax.models.pretrained import CALL_SETTINGS, FlaxPreTrainedModel, FromTransformers
 from diffusers_flax.outputs import ModelOutput
 
 logger = logging.getLogger(__name__)
 
-NUM_CONCEPTS, NUM_SPECIAL_CARE = 17, 3
+NUM_CONCEPTS = {"concept_embeds": 17, "special_care_embeds": 3}
 # Added to all of an image's scores if it matches a special-care concept.
 ADJUSTMENT = 0.01
 
@@ -51,44 +49,29 @@ class NestedConfigs(FlaxModelMixin):
 
     weights_name = "model"
     model_type = "clip"
-    own_entries = ("projection_dim",)  # the other fields
     encoders = {"vision_config": FlaxCLIPVisionModule}  # noqa: RUF012 (a Linen field otherwise)
 
     @classmethod
-    def from_config(cls, config=None, dtype=jnp.float32, **overrides):
+    def from_config(cls, config=None, **overrides):
         """Build the module from the content of a CLIPConfig's config.json.
 
         As in transformers, text_config_dict and vision_config_dict replace text_config and
         vision_config entirely.
         """
-        if unknown := overrides.keys() - set(cls.own_entries):
-            raise ValueError(
-                f"{cls.__name__} has no setting {', '.join(sorted(unknown))}; it has "
-                f"{', '.join(cls.own_entries)} and dtype; to change others pass a CLIPConfig as "
-                "config="
-            )
-        config = {**(config or {}), **overrides}
-        fields = {name: config[name] for name in cls.own_entries if name in config}
+        config = config or {}
+        known = {name: config[name] for name in cls.entry_names() & config.keys()}
+        fields = known | {k: v for k, v in overrides.items() if k not in CALL_SETTINGS}
         for name, encoder in cls.encoders.items():
-            nested = nested_config(config, name)
-            entries = {entry: nested[entry] for entry in config_names(encoder) if entry in nested}
+            nested = nested_config(config | overrides, name)
+            entries = {entry: nested[entry] for entry in encoder.entry_names() & nested.keys()}
             fields[name] = FrozenDict(encoder.from_config(entries).config)
-        return cls(**fields, dtype=dtype)
-
-    @classmethod
-    def entries_of(cls, config):
-        """A CLIPConfig's entries that the module has, as in a config.json."""
-        entries = {name: getattr(config, name) for name in cls.own_entries}
-        for name, encoder in cls.encoders.items():
-            nested = getattr(config, name)
-            entries[name] = {entry: getattr(nested, entry) for entry in config_names(encoder)}
-        return entries
+        return cls(**fields)
 
     def _file_content(self):
-        content = self._file_header()
+        content = super()._file_content()
         for name, encoder in self.encoders.items():
             content[name] = {"model_type": encoder.model_type, **getattr(self, name)}
-        return content | {name: getattr(self, name) for name in self.own_entries}
+        return content
 
 
 @flax.struct.dataclass
@@ -135,7 +118,6 @@ class FlaxCLIPModule(nn.Module, NestedConfigs):
     dtype: DTypeLike = jnp.float32
 
     torch_class_name = "CLIPModel"
-    own_entries = ("projection_dim", "logit_scale_init_value")
     encoders = {  # noqa: RUF012 (a Linen field otherwise)
         "text_config": FlaxCLIPTextModule,
         "vision_config": FlaxCLIPVisionModule,
@@ -143,13 +125,12 @@ class FlaxCLIPModule(nn.Module, NestedConfigs):
 
     def init_weights(self, rng):
         """Random float32 parameters of this configuration. rng: a PRNG key."""
-        images = jnp.zeros(image_shape(self.vision_config))
         ids = jnp.zeros((1, self.text_config["max_position_embeddings"]), jnp.int32)
-        return self.init(rng, ids, jnp.transpose(images, (0, 2, 3, 1)))["params"]
+        return self.init(rng, ids, jnp.zeros(image_shape(self)))["params"]
 
     def setup(self):
-        self.text_model = CLIPTextTransformer(**self.text_config, dtype=self.dtype)
-        self.vision_model = CLIPVisionTransformer(**self.vision_config, dtype=self.dtype)
+        self.text_model = CLIPTextTransformer(self.text_config, self.dtype)
+        self.vision_model = CLIPVisionTransformer(self.vision_config, self.dtype)
         project = partial(
             nn.Dense,
             self.projection_dim,
@@ -193,28 +174,15 @@ class FlaxCLIPModule(nn.Module, NestedConfigs):
         return output if return_dict else output.to_tuple()
 
 
-class CLIPConfigModel(FlaxPreTrainedModel):
-    """Base of models with a CLIPConfig, whose module has NestedConfigs."""
+class FlaxCLIPPreTrainedModel(FlaxPreTrainedModel):
+    """Base of FlaxCLIPModel; input_shape, None for the config's, has no effect."""
 
     config_class = FromTransformers("CLIPConfig")
-
-    @classmethod
-    def _entries(cls, config):
-        return cls.module_class.entries_of(config)
-
-    @classmethod
-    def _entry_names(cls):
-        return cls.module_class.own_entries
-
-
-class FlaxCLIPPreTrainedModel(CLIPConfigModel):
-    """Base of FlaxCLIPModel; input_shape, None for the config's, has no effect."""
 
     def __init__(self, config, input_shape=None, seed=0, dtype=jnp.float32, _do_init=True):
         super().__init__(config, input_shape, seed, dtype, _do_init)
         if input_shape is None:
-            _, channels, *sides = image_shape(self.module.vision_config)
-            self.input_shape = (1, 1), (1, *sides, channels)
+            self.input_shape = (1, 1), image_shape(self.module)
 
     def __call__(
         self,
@@ -298,20 +266,17 @@ class FlaxStableDiffusionSafetyCheckerModule(nn.Module, NestedConfigs):
 
     def init_weights(self, rng):
         """Random float32 parameters of this configuration; concepts are ones. rng: a PRNG key."""
-        return self.init(rng, jnp.zeros(image_shape(self.vision_config)))["params"]
+        B, H, W, C = image_shape(self)
+        return self.init(rng, jnp.zeros((B, C, H, W)))["params"]
 
     def setup(self):
         self.vision_model = FlaxCLIPVisionModule(**self.vision_config, dtype=self.dtype)
         self.visual_projection = nn.Dense(self.projection_dim, use_bias=False, dtype=self.dtype)
-        ones = partial(self.param, init_fn=nn.initializers.ones)
-        self.concept_embeds = ones("concept_embeds", shape=(NUM_CONCEPTS, self.projection_dim))
-        self.special_care_embeds = ones(
-            "special_care_embeds", shape=(NUM_SPECIAL_CARE, self.projection_dim)
-        )
-        self.concept_embeds_weights = ones("concept_embeds_weights", shape=(NUM_CONCEPTS,))
-        self.special_care_embeds_weights = ones(
-            "special_care_embeds_weights", shape=(NUM_SPECIAL_CARE,)
-        )
+        for name, number in NUM_CONCEPTS.items():
+            shape = (number, self.projection_dim)
+            setattr(self, name, self.param(name, nn.initializers.ones, shape))
+            name = f"{name}_weights"  # thresholds
+            setattr(self, name, self.param(name, nn.initializers.ones, (number,)))
 
     def cosine_distances(self, clip_input):
         """Cosine similarities of images to the concepts.
@@ -331,14 +296,18 @@ class FlaxStableDiffusionSafetyCheckerModule(nn.Module, NestedConfigs):
     def __call__(self, clip_input):
         """Whether images show a concept, bool (B,); clip_input as for cosine_distances."""
         concept_cosines, special_cosines = self.cosine_distances(clip_input)
-        weights, special_weights = (
-            x.astype(jnp.float32)
-            for x in (self.concept_embeds_weights, self.special_care_embeds_weights)
-        )
+        weights = self.concept_embeds_weights.astype(jnp.float32)
+        special_weights = self.special_care_embeds_weights.astype(jnp.float32)
         needs_care = jnp.any(jnp.round(special_cosines - special_weights, 3) > 0, axis=1)
         adjustment = jnp.where(needs_care, ADJUSTMENT, 0.0)[:, None]
         scores = jnp.round(concept_cosines - weights + adjustment, 3)
         return jnp.any(scores > 0, axis=1)
+
+
+def image_shape(module):
+    """(1, H, W, C) of the images of a module with a vision_config."""
+    side = module.vision_config["image_size"]
+    return 1, side, side, module.vision_config["num_channels"]
 
 
 def normalize(rows):
@@ -347,9 +316,10 @@ def normalize(rows):
     return rows / jnp.linalg.norm(rows, axis=1, keepdims=True).clip(1e-12)
 
 
-class FlaxStableDiffusionSafetyChecker(CLIPConfigModel):
+class FlaxStableDiffusionSafetyChecker(FlaxPreTrainedModel):
     """Detects images that show a concept; see FlaxPreTrainedModel. input_shape has no effect."""
 
+    config_class = FromTransformers("CLIPConfig")
     module_class = FlaxStableDiffusionSafetyCheckerModule
     main_input_name = "clip_input"
 

@@ -11,7 +11,6 @@ parameters or the argument `params`.
 """
 
 import functools
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,8 +20,7 @@ import numpy as np
 from flax.core import FrozenDict, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from diffusers_flax.loading.configs import RUNTIME_FIELDS
-from diffusers_flax.loading.hub import fetch_directory, refuse_push_to_hub, take_hub_options
+from diffusers_flax.loading.hub import refuse_push_to_hub, take_hub_options
 from diffusers_flax.parameters import FloatingCasts
 
 # Config entries that choose a call's outputs, in the order of its arguments; their defaults.
@@ -67,7 +65,6 @@ class FlaxPreTrainedModel(FloatingCasts):
     def __init__(self, config, input_shape=(1, 1), seed=0, dtype=jnp.float32, _do_init=True):
         if isinstance(config, Mapping):
             self._content = dict(config)
-            self._first_module = self.module_class.from_config(self._content, dtype=dtype)
         else:
             self.config = config
         self.input_shape = input_shape
@@ -80,31 +77,27 @@ class FlaxPreTrainedModel(FloatingCasts):
 
     @functools.cached_property
     def config(self):
-        """The config; changing it changes the model."""
+        """The config; changing it changes the model. Reading it imports torch."""
         return self.config_class.from_dict(self._content)
 
     @property
     def module(self):
         """The Linen module of the current config; equal configs have equal modules."""
-        if "config" not in vars(self):  # not read, therefore unchanged
-            return self._first_module
-        return self.module_class.from_config(self._entries(self.config), dtype=self.dtype)
+        is_read = "config" in vars(self)
+        content = self._entries(self.config) if is_read else self._content
+        return self.module_class.from_config(content, dtype=self.dtype)
 
     @classmethod
     def _entries(cls, config):
         """A config's entries that the module has, as in a config.json."""
-        return {name: getattr(config, name) for name in cls._entry_names()}
-
-    @classmethod
-    def _entry_names(cls):
-        fields = cls.module_class.__dataclass_fields__.keys() - RUNTIME_FIELDS
-        return fields | {*cls.module_class.fixed_config}
+        content = config.to_dict()
+        return {name: content[name] for name in cls.module_class.entry_names() & content.keys()}
 
     def _call_settings(self, *values):
         """The CALL_SETTINGS with these values; the config's in place of None."""
         if "config" in vars(self):
             defaults = {name: getattr(self.config, name) for name in CALL_SETTINGS}
-        else:  # reading config would import torch
+        else:
             defaults = CALL_SETTINGS | self._content
         settings = zip(CALL_SETTINGS, values, strict=True)
         return {name: defaults[name] if value is None else value for name, value in settings}
@@ -124,27 +117,18 @@ class FlaxPreTrainedModel(FloatingCasts):
         """The parameters, a nested dict of arrays; assigned arrays may have other shapes.
 
         Raises:
-            ValueError: _do_init was False, or an assigned tree lacks parameters.
+            ValueError: _do_init was False.
         """
-        self._require_init()
-        return self._params
-
-    @params.setter
-    def params(self, params):
-        self._require_init()
-        if missing := self.required_params - flatten_dict(unfreeze(params)).keys():
-            names = ", ".join(sorted("/".join(path) for path in missing))
-            raise ValueError(
-                f"params lack {names}; assign the complete tree of {type(self).__name__}"
-            )
-        self._params = unfreeze(params) if isinstance(params, FrozenDict) else params
-
-    def _require_init(self):
-        if not self._do_init:
+        if self._params is None:
             raise ValueError(
                 f"this {type(self).__name__} was made with _do_init=False and has no parameters; "
                 "pass them as params="
             )
+        return self._params
+
+    @params.setter
+    def params(self, params):
+        self._params = unfreeze(params) if isinstance(params, FrozenDict) else params
 
     @property
     def params_shape_tree(self):
@@ -198,8 +182,9 @@ class FlaxPreTrainedModel(FloatingCasts):
         Raises:
             ValueError: an entry is not implemented or has the wrong type.
         """
-        cls.module_class.from_config(config, **_without_call_settings(overrides))
-        return cls({**config, **overrides}, dtype=dtype, _do_init=False)
+        model = cls({**config, **overrides}, dtype=dtype, _do_init=False)
+        cls.module_class.from_config(config, **overrides)
+        return model
 
     @classmethod
     def from_pretrained(
@@ -238,23 +223,21 @@ class FlaxPreTrainedModel(FloatingCasts):
             ValueError: as FlaxModelMixin.from_pretrained.
         """
         path, place = pretrained_model_name_or_path, dict(subfolder=subfolder, revision=revision)
-        names = {*CALL_SETTINGS, *cls._entry_names()}
+        names = {*CALL_SETTINGS, *cls.module_class.entry_names()}
         overrides = {name: kwargs.pop(name) for name in names & kwargs.keys()}
-        entries = _without_call_settings(overrides)
-        if config is not None:
-            if isinstance(config, str | Path):
-                if not os.path.isfile(config):
-                    hub_options = take_hub_options(dict(kwargs))
-                    config = fetch_directory(config, ["config.json"], **hub_options)
-                config = cls.config_class.from_pretrained(config)
-            if overrides:
-                config = cls.config_class.from_dict(config.to_dict() | overrides)
-            kwargs["config"], entries = cls._entries(config), {}
-        load = cls.module_class.from_pretrained
-        _, params = load(path, dtype, **place, **kwargs, **entries)
+        if isinstance(config, str | Path):
+            config = cls.config_class.from_pretrained(config)
         if config is None:
+            _, params = cls.module_class.from_pretrained(
+                path, dtype, **place, **kwargs, **overrides
+            )
             content = cls.module_class.load_config(path, **place, **take_hub_options(kwargs))
             config = {**cls.module_class.own_config(content), **overrides}
+        else:
+            if overrides:
+                config = cls.config_class.from_dict(config.to_dict() | overrides)
+            kwargs["config"] = cls._entries(config)
+            _, params = cls.module_class.from_pretrained(path, dtype, **place, **kwargs)
         model = cls(config, dtype=dtype, _do_init=False)
         if not _do_init:
             return model, params
@@ -294,7 +277,3 @@ class FlaxPreTrainedModel(FloatingCasts):
 @functools.partial(jax.jit, static_argnums=0)  # equal modules share the compiled program
 def _init_weights(module, rng):
     return module.init_weights(rng)
-
-
-def _without_call_settings(entries):
-    return {name: value for name, value in entries.items() if name not in CALL_SETTINGS}

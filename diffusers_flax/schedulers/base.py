@@ -19,7 +19,6 @@ its state. Names and call signatures are the removed Flax schedulers', numbers P
 
 import inspect
 from enum import Enum
-from numbers import Integral, Real
 from pathlib import Path
 
 import jax
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+import diffusers_flax
 from diffusers_flax.loading.configs import ConfigMixin, FrozenConfig
 from diffusers_flax.loading.hub import take_hub_options
 from diffusers_flax.outputs import ModelOutput
@@ -86,23 +86,6 @@ class SchedulerState:
     def create(cls, *args, **kwargs):
         """A state of these fields; the other fields have their defaults."""
         return cls(*args, **kwargs)
-
-
-def checked_option(name, value, default):
-    """An option's value; a ValueError if it has another type than its default.
-
-    Options without a default are numbers; 1.0 passes as an integer.
-    """
-    if name == "trained_betas":
-        return tuple(map(float, np.asarray(value, float)))
-    kind = float if default is None else type(default)
-    if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    numbers = {int: Integral, float: Real}
-    is_bool = isinstance(value, bool)
-    if is_bool != (kind is bool) or not isinstance(value, numbers.get(kind, kind)):
-        raise ValueError(f"{name}={value!r} has the wrong type, it must be {kind.__name__}")
-    return value
 
 
 def timestep_grid(config, num_steps):
@@ -197,14 +180,8 @@ class FlaxSchedulerMixin(ConfigMixin):
                     f"use {' or '.join(map(repr, supported))}, or another scheduler"
                 )
         values = self.defaults | given
-        for name in self.defaults.keys() & given.keys():
-            values[name] = checked_option(name, given[name], self.defaults[name])
-        num_steps, betas = values["num_train_timesteps"], values.get("trained_betas")
-        if betas is not None and len(betas) != num_steps:
-            raise ValueError(
-                f"trained_betas has {len(betas)} values but num_train_timesteps={num_steps}; "
-                "give one beta per training timestep"
-            )
+        if "trained_betas" in given:
+            values["trained_betas"] = tuple(map(float, np.asarray(given["trained_betas"], float)))
         # As in diffusers, another class's config takes over these options' values, not defaults.
         values["_use_default_values"] = tuple(sorted(self.defaults.keys() - given.keys()))
         self._config = FrozenConfig(values)
@@ -222,10 +199,7 @@ class FlaxSchedulerMixin(ConfigMixin):
     @property
     def compatibles(self):
         """The scheduler classes that can be built from this one's config."""
-        classes = [FlaxSchedulerMixin]
-        for cls in classes:  # grows
-            classes += cls.__subclasses__()
-        return [cls for cls in classes if cls.__name__ in self._compatibles]
+        return [getattr(diffusers_flax, name) for name in self._compatibles]
 
     def __eq__(self, other):
         return type(self) is type(other) and self._file_content() == other._file_content()
@@ -260,16 +234,15 @@ class FlaxSchedulerMixin(ConfigMixin):
         """
         if isinstance(config, str | Path):
             config = cls._read_config(config)
-        known = {*cls.defaults, *cls.choices, "dtype"}
-        defaults = config.get("_use_default_values", ())
-        config = {k: v for k, v in config.items() if k not in defaults and not k.startswith("_")}
+        known = {*cls.defaults, *cls.choices}
+        skipped = {"dtype", *config.get("_use_default_values", ())}
+        config = {k: v for k, v in config.items() if k not in skipped and k[0] != "_"}
+        options = {name: value for name, value in config.items() if name in known}
         carried = {name: value for name, value in config.items() if name not in known}
-        unused = {name: value for name, value in overrides.items() if name not in known}
-        options = {name: value for name, value in config.items() if name in known - {"dtype"}}
-        options |= overrides
+        unused = {k: v for k, v in overrides.items() if k not in known | {"dtype"}}
         if return_unused_kwargs:
-            options = {name: value for name, value in options.items() if name not in unused}
-        scheduler = cls(**options)
+            overrides = {k: v for k, v in overrides.items() if k not in unused}
+        scheduler = cls(**options | overrides)
         scheduler._config = FrozenConfig({**carried, **scheduler.config})
         return (scheduler, carried | unused) if return_unused_kwargs else scheduler
 
@@ -347,11 +320,6 @@ class FlaxSchedulerMixin(ConfigMixin):
                 f"num_inference_steps={num_inference_steps} must be a whole number from 1 to "
                 f"{len(self)}"
             )
-        if first_step not in range(num_inference_steps):
-            raise ValueError(
-                f"first_step={first_step} must be a whole number from 0 to "
-                f"{num_inference_steps - 1}, the last step"
-            )
         if timesteps is not None:
             timesteps = self._checked_timesteps(timesteps, num_inference_steps)
         plan = self._plan(int(num_inference_steps), first_step, timesteps)
@@ -363,10 +331,10 @@ class FlaxSchedulerMixin(ConfigMixin):
 
     def _checked_timesteps(self, timesteps, num_inference_steps):
         """The caller's timesteps as an array, int (num_inference_steps,)."""
-        if not self.takes_timesteps:
+        if not self.takes_timesteps or self._option("use_karras_sigmas"):
             raise ValueError(
-                f"timesteps={timesteps} cannot be chosen with {type(self).__name__}; take another "
-                "scheduler, ddpm, euler, dpmsolver++, lcm or tcd, or leave them out"
+                f"timesteps={timesteps} cannot be chosen with {type(self).__name__}, nor with "
+                "use_karras_sigmas=True; take ddpm, euler, dpmsolver++, lcm or tcd"
             )
         values = np.asarray(timesteps)
         decrease = (np.diff(values, prepend=len(self), append=-1) < 0).all()

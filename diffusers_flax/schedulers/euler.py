@@ -77,13 +77,6 @@ class SigmaScheduler(FlaxSchedulerMixin):
         training_log_sigmas = np.log(self._training_sigmas())
         return sigmas, np.interp(np.log(sigmas), training_log_sigmas, np.arange(len(self)))
 
-    def _checked_timesteps(self, timesteps, num_inference_steps):
-        if self._option("use_karras_sigmas"):
-            raise ValueError(
-                "timesteps cannot be chosen with use_karras_sigmas=True; leave one out"
-            )
-        return super()._checked_timesteps(timesteps, num_inference_steps)
-
     def _with_final_sigma(self, sigmas):
         is_noisy = self._option("final_sigmas_type") == "sigma_min"
         sigmas = np.append(sigmas, self._training_sigmas()[0] if is_noisy else 0)

@@ -126,15 +126,10 @@ def training_scheduler(config, source):
         config, source: as for scheduler_from_config; the options for sampling may have any value.
 
     Raises:
-        ValueError: as for scheduler_from_config, or an EDM config does not predict v.
+        ValueError: as for scheduler_from_config.
     """
     if class_name(config) in EDM_CLASSES:
         scheduler = FlaxEDMTrainingScheduler.from_file_content(config, source)
-        if scheduler.config.prediction_type != "v_prediction":
-            raise ValueError(
-                f"{CONFIG_NAME} of {source} has EDM's prediction_type="
-                f"{scheduler.config.prediction_type!r}, which cannot be trained; v_prediction can"
-            )
         return scheduler, scheduler.create_state()
     options = {name: config[name] for name in TRAINING_OPTIONS if name in config}
     return scheduler_from_config(options, source, "ddpm")

@@ -1,11 +1,7 @@
 """Caches, fewer branches and token merging, against the techniques' own PyTorch packages."""
 
-import ast
 import dataclasses
-import importlib.util
-import math
 import warnings
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -360,44 +356,6 @@ def test_bad_specs(spec, message):
     with pytest.raises(ValueError, match=message) as error:
         parse(spec)
     assert "\n" not in str(error.value)
-
-
-BOTH, ALL = ("text", "null"), ("text", "image", "null")
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize(
-    ("spec", "branches", "message"),
-    [
-        ("guidance", BOTH, "accelerate=guidance has no effect with these guidance scales and st"),
-        ("guidance:stop=0.5", ("text",), "accelerate=guidance:stop=0.5 has no effect"),
-        ("tgate:gate=20", BOTH, "tgate:gate=20 must be below the 20 steps"),
-    ],
-)
-def test_what_has_no_effect_is_refused(spec, branches, message):
-    with pytest.raises(ValueError, match=message):
-        plan_steps(parse(spec), branches, SCALES)
-
-
-def plan_of_package(num_steps, interval, center, power):
-    """The whole steps by DeepCache's own function; its file does not import with new diffusers."""
-    folder = importlib.util.find_spec("DeepCache").submodule_search_locations[0]
-    tree = ast.parse(Path(folder, "sd", "pipeline_stable_diffusion.py").read_text())
-    name, scope = "sample_from_quad_center", {"np": np}
-    tree.body = [node for node in tree.body if getattr(node, "name", None) == name]
-    exec(compile(tree, name, "exec"), scope)
-    with warnings.catch_warnings(action="ignore", category=np.exceptions.ComplexWarning):
-        return scope[name](num_steps, math.ceil(num_steps / interval), center, power)[0]
-
-
-@pytest.mark.variants
-@pytest.mark.parametrize(("num_steps", "interval"), [(20, 5), (50, 2), (50, 3), (50, 5)])
-@pytest.mark.parametrize(("center", "power"), [(0, 1.4), (5, 3.0), (15, 1.4), (10, 2.0), (19, 1.2)])
-def test_deepcache_around_a_center_is_its_pytorch_package(num_steps, interval, center, power):
-    kinds = DeepCache(interval, center=center, power=power).kinds(num_steps, [0])
-    found = [i for i, kind in enumerate(kinds) if kind == "full"]
-    assert found == list(plan_of_package(num_steps, interval, center, power))
-    assert len(found) == -(-num_steps // interval)
 
 
 def test_a_changed_acceleration_needs_its_parameters(models, tmp_path, monkeypatch):

@@ -139,10 +139,6 @@ def test_wrong_uses_are_one_line():
             "scheduler=ddim has other",
         ),
         (
-            lambda: training_scheduler(COSXL_SCHEDULER | {"prediction_type": "epsilon"}, "MODEL"),
-            "has EDM's prediction_type='epsilon', which cannot be trained",
-        ),
-        (
             lambda: ours.set_timesteps(state, 2, timesteps=(999, 499)),
             r"timesteps=\(999, 499\) cannot be chosen with FlaxEDMEulerScheduler",
         ),
