@@ -7,8 +7,6 @@ from flax import jax_utils
 
 from diffusers_flax.messages import warn_once
 
-PARAM_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
 
 def replace_leaves(function, params):
     """Replace every array of parameters by function(array), in place, one at a time.
@@ -63,20 +61,6 @@ class FloatingCasts:
     def to_fp32(self, params, mask=None):
         """Parameters in float32."""
         return cast_floating(params, jnp.float32, mask)
-
-
-def checked_param_dtype(dtype):
-    """from_pretrained's param_dtype as a NumPy dtype; None stays None.
-
-    Raises:
-        ValueError: it is no dtype for parameters.
-    """
-    if dtype is None or jnp.dtype(dtype) in PARAM_DTYPES:
-        return dtype and jnp.dtype(dtype)
-    raise ValueError(
-        f"param_dtype={dtype!r} is none of float32, bfloat16, float16; jnp.float32 is for training,"
-        " storage='float8' or 'int8' for kernels of 8 bits"
-    )
 
 
 def warn_of_float16(params, model="UNet"):

@@ -24,7 +24,6 @@ from diffusers_flax.devices.offload import (
     HOST_PLATFORMS,
     check_offload,
     format_on_host,
-    has_pinned_memory,
     lives_on_host,
 )
 from diffusers_flax.devices.processes import list_of_process_0
@@ -38,7 +37,6 @@ COMPONENTS = {
     "vae": ("vae", "safety_checker"),
 }
 BALANCED = "balanced"
-ON_ONE_DEVICE = tuple((component, 0) for component in COMPONENTS)
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,7 @@ class Layout:
 
     def __post_init__(self):
         object.__setattr__(self, "devices", tuple(self.devices))
-        check_offload(self.offload, self.devices)
-        if self.offload and not self.components and not has_pinned_memory(self.devices):
-            object.__setattr__(self, "components", ON_ONE_DEVICE)
+        check_offload(self.offload)
         if self.components:
             self._check_components()
             return
@@ -74,28 +70,23 @@ class Layout:
             data = max(1, len(self.devices) // self.group_size)
             object.__setattr__(self, "data", data)
         needed = self.data * self.group_size
-        if needed != len(self.devices) or not needed:
+        if needed != len(self.devices):
             raise ValueError(
                 f"data={self.data}, branches={self.branches} and rows={self.rows} take {needed} "
                 f"devices, not {len(self.devices)}"
             )
 
     def _check_components(self):
-        if self.offload and (has_pinned_memory(self.devices) or self.components != ON_ONE_DEVICE):
+        if self.offload or self.data not in (None, 1) or self.group_size != 1:
             raise ValueError(
-                f"offload={self.offload} and components= both choose where parameters are; give one"
-            )
-        if self.data not in (None, 1) or self.branches != 1 or self.rows != 1:
-            raise ValueError(
-                "components on devices of their own exclude data, branches and rows; "
+                "components on devices of their own exclude data, branches and rows, and offload; "
                 "choose one or the other"
             )
         object.__setattr__(self, "data", 1)
         if self.components == BALANCED:
             return
-        components = dict(self.components)
-        object.__setattr__(self, "components", tuple(sorted(components.items())))
-        for name, number in components.items():
+        object.__setattr__(self, "components", tuple(sorted(dict(self.components).items())))
+        for name, number in self.components:
             if number >= len(self.devices):
                 raise ValueError(
                     f"components={name}={number} does not exist; devices are numbered from 0 to "
@@ -154,8 +145,7 @@ class Layout:
     def place_params(self, params):
         """Replace parameters by copies for all devices, in place, one array at a time.
 
-        With components each model is on its component's device, or with offload too in the host's
-        memory until its component runs.
+        With components each model is on its component's device.
 
         Args:
             params: {model: tree of arrays}, NumPy or jax; of several processes all have the same.
@@ -163,8 +153,6 @@ class Layout:
         if self.components:
             for model in params.keys() - {"scheduler"}:
                 device = self.device_of(component_of(model))
-                if self.offload and model in (*COMPONENTS["text"], "vae"):
-                    device = jax.local_devices(backend="cpu")[0]
                 replace_leaves(partial(jax.device_put, device=device), params[model])
             return
 
@@ -293,12 +281,11 @@ def parse_layout(parallel, devices=None):
     Raises:
         ValueError: a name or number is not valid, or there are too few devices.
     """
-    words = [parallel] if isinstance(parallel, str) else parallel or ()
-    words = [word for text in words for word in text.split(",")]
+    words = parallel if isinstance(parallel, str) else ",".join(parallel or ())
     if not words:
         return None
     sizes = {}
-    for word in words:
+    for word in words.split(","):
         name, _, number = word.strip().partition("=")
         if name not in AXES or not number.isdecimal() or int(number) < 1:
             raise ValueError(
@@ -311,20 +298,12 @@ def parse_layout(parallel, devices=None):
     shape = sizes.get("data", max(1, len(devices) // (branches * rows))), branches, rows
     if (needed := math.prod(shape)) > len(devices):
         raise ValueError(
-            f"parallel={' '.join(words)} takes {needed} devices, not {len(devices)}; take smaller "
-            "numbers"
+            f"parallel={words} takes {needed} devices, not {len(devices)}; take smaller numbers"
         )
     if len(devices) == needed:  # neighbours in the mesh are neighbours in the slice
         mesh = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         devices = mesh.ravel().tolist()
-    chosen = tuple(devices[:needed])
-    idle = {x.process_index for x in devices} - {x.process_index for x in chosen}
-    if idle:
-        raise ValueError(
-            f"parallel={' '.join(words)} takes {len(chosen)} of {len(devices)} devices, none of "
-            f"process {', '.join(map(str, sorted(idle)))}; leave data out, or start fewer processes"
-        )
-    return Layout(chosen, *shape)
+    return Layout(devices[:needed], *shape)
 
 
 def parse_components(words):

@@ -11,8 +11,6 @@ before computes: two of them are on the device. layer: residual blocks and trans
 fetched when they run, one at a time. Other parameters, such as time embeddings, are on the device
 while their model runs.
 
-Devices without pinned memory have component alone, on one device, as one program per component.
-
 A fetch is tied to a value of the program by an optimization barrier: XLA can start it when the
 value is known, neither before a loop nor all at once.
 
@@ -44,21 +42,10 @@ KEPT_MODELS = ("unet", "controlnet")  # in component
 PLACE = "place"  # collection of variables with the running group's path
 
 
-def check_offload(offload, devices):
-    """Raise a ValueError unless devices can fetch parameters; offload: a key of GROUPS or None."""
+def check_offload(offload):
+    """Raise a ValueError for an unknown offload; it is a key of GROUPS or None."""
     if offload not in (None, *GROUPS):
         raise ValueError(f"offload={offload!r} is not known; known are {', '.join(GROUPS)}")
-    if offload and not has_pinned_memory(devices) and (offload != "component" or len(devices) > 1):
-        raise ValueError(
-            f"offload={offload} needs pinned memory of the host, which {devices[0].platform} "
-            "does not have; take offload=component with one device, or components="
-        )
-
-
-def has_pinned_memory(devices):
-    """Whether programs of these devices can fetch parameters from the host's memory."""
-    kinds = ({memory.kind for memory in device.addressable_memories()} for device in devices)
-    return all("pinned_host" in kinds_of_device for kinds_of_device in kinds)
 
 
 def lives_on_host(model, x, offload):

@@ -45,7 +45,6 @@ from diffusers_flax.models.quantization import (
 )
 from diffusers_flax.parameters import (
     FloatingCasts,
-    checked_param_dtype,
     is_stored_array,
     warn_of_float16,
 )
@@ -211,9 +210,9 @@ class FlaxModelMixin(ConfigMixin, FloatingCasts):
         Raises:
             ValueError: files are missing, damaged, outside the directory or another class's, or the
                 weights do not fit the config; the message names the file and all problems. Or
-                param_dtype or storage is unknown.
+                storage is unknown.
         """
-        param_dtype = checked_param_dtype(param_dtype)
+        param_dtype = param_dtype and jnp.dtype(param_dtype)
         source, hub_options = pretrained_model_name_or_path, take_hub_options(config_overrides)
         component = None
         if isinstance(source, SingleFile):

@@ -45,7 +45,6 @@ from diffusers_flax.models.clip import FlaxCLIPTextModel, FlaxCLIPTextModelWithP
 from diffusers_flax.models.controlnet import FlaxControlNetModel
 from diffusers_flax.models.quantization import (
     check_foldable,
-    check_quantized,
     check_storage,
     check_stored,
     quantize,
@@ -59,7 +58,7 @@ from diffusers_flax.models.tiny_vae import (
 from diffusers_flax.models.unet import FlaxUNet2DConditionModel
 from diffusers_flax.models.vae import FlaxAutoencoderKL, with_tile
 from diffusers_flax.outputs import FlaxImagePipelineOutput as FlaxImagePipelineOutput
-from diffusers_flax.parameters import checked_param_dtype, warn_of_float16
+from diffusers_flax.parameters import warn_of_float16
 from diffusers_flax.pipelines.running import (
     INPUTS,
     RESULT_ARGUMENTS,
@@ -399,7 +398,6 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
 
         absent: names of components whose parameters are not read.
         """
-        param_dtype = checked_param_dtype(param_dtype)
         reading = {"param_dtype": param_dtype, "from_pt": from_pt, **hub_options}
         loras = Loras(lora, **hub_options)
         if unet_delta and "unet" in absent:
@@ -572,8 +570,6 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             raise ValueError(
                 f"params lack {', '.join(missing)}; give the parameters of every component"
             )
-        int8 = self.accelerate and self.accelerate.int8
-        check_quantized(params, self.storage, int8.mode if int8 else None)
 
     def prepare_text_inputs(self, prompt):
         """Tokenize prompts, for negative prompts and the like.

@@ -67,7 +67,7 @@ def bound_memory(pipeline, devices, batch_size, size):
 def bytes_of_devices(pipeline):
     """Bytes of the parameters on each device: one, unless components have devices of their own."""
     layout = pipeline.layout
-    if layout is None or not layout.components or layout.offload:
+    if layout is None or not layout.components:
         return [num_bytes_at_once(pipeline)]
     held = [0] * len(layout.devices)
     for component in COMPONENTS:

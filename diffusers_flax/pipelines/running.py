@@ -312,8 +312,7 @@ def generate_by_stages(pipeline, options, text_modules, jit, inputs, shared, par
     """One program for each stage, on the device of its models.
 
     Stages are dispatched without waiting: the text of the next call may be encoded while the UNet's
-    device works. With offload each is waited for, so that the parameters of one stage at a time are
-    on a device.
+    device works.
     """
     layout = pipeline.layout
     inputs = {**(jax.tree.map(lambda x: x[0], inputs) if jit else inputs), **shared}
@@ -325,8 +324,7 @@ def generate_by_stages(pipeline, options, text_modules, jit, inputs, shared, par
         def run_stage(params, inputs, options, *results):
             own = {name: params[name] for name in models if name in params}
             arrays = jax.device_put((own, inputs, results), device)
-            result = stage_program(pipeline, options, text_modules, stage.__name__, *arrays)
-            return jax.block_until_ready(result) if layout.offload else result
+            return stage_program(pipeline, options, text_modules, stage.__name__, *arrays)
 
         return run_stage
 

@@ -162,9 +162,6 @@ def test_param_dtype(half_pipeline, caplog):
         assert dtypes(params) == {"float16"}
     (message,) = caplog.messages
     assert "float16" in message and "param_dtype=jnp.float32" in message
-    for wrong in (int, jnp.float8_e4m3fn):
-        with pytest.raises(ValueError, match=r"param_dtype=.* is none of float32, bfloat16"):
-            load(param_dtype=wrong)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, *slow(jnp.bfloat16, jnp.float32)])
