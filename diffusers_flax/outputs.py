@@ -35,8 +35,6 @@ class ModelOutput(OrderedDict):
         return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name not in {field.name for field in fields(self)}:
-            raise KeyError(f"{type(self).__name__} has no field {name!r}")
         super().__setitem__(name, value)
         object.__setattr__(self, name, value)
 
@@ -46,11 +44,6 @@ class ModelOutput(OrderedDict):
 
     def __reduce__(self):  # copy and pickle by fields
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
-
-    def _refuse(self, *args, **kwargs):
-        raise TypeError(f"{type(self).__name__} has fixed fields; use replace(name=value)")
-
-    __delitem__ = pop = popitem = setdefault = update = clear = _refuse
 
 
 @struct.dataclass

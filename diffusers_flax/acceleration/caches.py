@@ -20,12 +20,10 @@ Spectrum replaces whole calls of the UNet and needs no interception.
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from diffusers_flax.acceleration.plans import (
     DeepCache,
@@ -66,27 +64,29 @@ def denoise_accelerated(
     for active, kinds in group_steps(steps):
         axes = choose_axes(pipeline.layout, unet, len(active), x_t.shape[2], rows_on_branches)
         model = ActiveUNet(unet, params["unet"], active, prediction, hooks, axes)
-        segment = make_segment(
-            acceleration.cache, model, kinds, steps, scheduler.vp_prediction_type, scales
+        by_kind, enter = functions_of(
+            acceleration.cache, model, steps, scheduler.vp_prediction_type, scales
         )
-        table = jnp.asarray(segment.table, jnp.int32)
+        used = sorted(set(kinds))
+        functions = [by_kind[kind] for kind in used]
+        table = jnp.array([used.index(kind) for kind in kinds], jnp.int32)
 
-        def body(i, carry, segment=segment, table=table, first=first):
+        def body(i, carry, functions=functions, table=table, first=first):
             x_t, state, cache = carry
             t = state.timesteps[i]
             arguments = scheduler.scale_model_input(state, x_t, t), t, i, cache
-            if len(segment.functions) == 1:
-                guided, cache = segment.functions[0](*arguments)
+            if len(functions) == 1:
+                guided, cache = functions[0](*arguments)
             else:
                 with jax.named_scope(f"steps_from_{first}"):  # see switch_fractions
-                    guided, cache = jax.lax.switch(table[i - first], segment.functions, *arguments)
+                    guided, cache = jax.lax.switch(table[i - first], functions, *arguments)
             if watch is not None:
                 watch(i, arguments[0], guided)
             x_t, state = schedule.step(state, i, t, x_t, guided, keys)
             return (x_t if after_step is None else after_step(i, x_t, state)), state, cache
 
         last = first + len(kinds)
-        carry = x_t, state, segment.enter(cache, x_t)
+        carry = x_t, state, enter(cache, x_t)
         x_t, state, cache = jax.lax.fori_loop(first, last, body, carry)
         first = last
     return x_t
@@ -132,22 +132,6 @@ class ActiveUNet:
         return self.prediction.guide(self.axes.gather(predictions), self.branches, i)
 
 
-class Segment(NamedTuple):
-    """Consecutive steps of the denoising loop, compiled as one loop.
-
-    Fields:
-        functions: (model_input, t, i, cache) -> (guided prediction, float32, cache); i is the
-            number of the step in the run.
-        table: the index in `functions` of each step's function, NumPy integers.
-        enter: (the cache of the segment before, None at first; x_t) -> the cache to start with, a
-            tree of arrays.
-    """
-
-    functions: tuple
-    table: np.ndarray
-    enter: partial
-
-
 def group_steps(steps):
     """Consecutive steps with the same branches: [(branches, [kind of each step])]."""
     groups = groupby(steps, key=lambda step: step.branches)
@@ -168,31 +152,31 @@ def switch_fractions(steps):
     return fractions
 
 
-def make_segment(cache, model, kinds, steps, prediction_type, scales):
-    """The Segment of consecutive steps.
+def functions_of(cache, model, steps, prediction_type, scales):
+    """The functions of a segment's steps, and how its cache begins.
 
     Args:
         cache: of the Acceleration, or None.
         model: ActiveUNet.
-        kinds: of its steps.
         steps: of the whole run, of plan_steps.
         prediction_type: of the scheduler's config.
         scales: of noise_scales.
+
+    Returns:
+        ({kind: (model_input, t, i, cache) -> (guided prediction, float32, cache)}, (the cache of
+        the segment before, None at first; x_t) -> the cache to start with, a tree of arrays); i is
+        the number of the step in the run.
     """
     if isinstance(cache, DeepCache):
-        functions, enter = deep_cache(model)
-    elif isinstance(cache, FirstBlockCache):
-        functions, enter = first_block_cache(model, cache.threshold)
-    elif isinstance(cache, TGate):
-        functions, enter = t_gate(model)
-    elif isinstance(cache, Spectrum):
+        return deep_cache(model)
+    if isinstance(cache, FirstBlockCache):
+        return first_block_cache(model, cache.threshold)
+    if isinstance(cache, TGate):
+        return t_gate(model)
+    if isinstance(cache, Spectrum):
         table = cache.coefficients([step.kind for step in steps])
-        functions, enter = spectrum(model, table, prediction_type, scales)
-    else:
-        functions, enter = plain(model)
-    used = sorted(set(kinds))
-    table = np.array([used.index(kind) for kind in kinds])
-    return Segment(tuple(functions[kind] for kind in used), table, enter)
+        return spectrum(model, table, prediction_type, scales)
+    return plain(model)
 
 
 def empty_cache(function, cache, x):
@@ -201,7 +185,7 @@ def empty_cache(function, cache, x):
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-# Each returns ({kind: function of a step}, enter); see Segment.
+# Each returns what functions_of returns.
 
 
 def plain(model):

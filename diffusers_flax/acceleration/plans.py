@@ -81,7 +81,7 @@ class Guidance(Technique):
 
 
 class Cache(Technique):
-    """Base of the caches; a run has at most one. caches.make_segment has their functions.
+    """Base of the caches; a run has at most one. caches.functions_of has their functions.
 
     A subclass has the method kinds(num_steps, starts), which returns Step.kind of each step; the
     steps `starts` are the first with their branches.

@@ -35,10 +35,6 @@ class Preview:
     show: Callable
     path: str | None = ""
 
-    def __post_init__(self):
-        if not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"preview={self.every} must be a whole number, at least 1")
-
     def watch(self, decode, prediction_type, scales, keys, is_shown=None):
         """The function that sampling.denoise calls in each step.
 

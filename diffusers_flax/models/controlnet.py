@@ -125,17 +125,6 @@ class FlaxControlNetModel(DownPath, FlaxModelMixin, FromSingleFile):
         "dropout": (0.0,),
         "controlnet_conditioning_channel_order": ("rgb", "bgr"),
     }
-    # The only supported value of options that are not implemented, besides null.
-    fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
-        "act_fn": "silu",
-        "class_embed_type": None,
-        "downsample_padding": 1,
-        "encoder_hid_dim": None,
-        "encoder_hid_dim_type": None,
-        "mid_block_scale_factor": 1,
-        "num_class_embeds": None,
-        "resnet_time_scale_shift": "default",
-    }
 
     @nn.nowrap
     def _file_content(self):

@@ -87,16 +87,21 @@ def sum_of_matmuls(x, kernel, stride, padding, dtype):
     Returns:
         (B, h, w, D), in dtype.
     """
-    size = len(kernel)
+    positions = [(i, j) for i in range(len(kernel)) for j in range(len(kernel))]
+    inputs = taps(x, len(kernel), stride, padding)
+    return sum(
+        jnp.matmul(tap, kernel[i, j], preferred_element_type=dtype)
+        for tap, (i, j) in zip(inputs, positions)
+    )
+
+
+def taps(x, size, stride, padding):
+    """The inputs (B, h, w, C) that each position of a kernel reads, row by row."""
     x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
     rows, columns = (
         [slice(i, n - size + i + 1, stride) for i in range(size)] for n in x.shape[1:3]
     )
-    return sum(
-        jnp.matmul(x[:, rows[i], columns[j]], kernel[i, j], preferred_element_type=dtype)
-        for i in range(size)
-        for j in range(size)
-    )
+    return (x[:, i, j] for i in rows for j in columns)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -135,13 +140,7 @@ def multiply_patches(x, kernel, stride, padding):
     every call. On GPUs cuDNN would need 1x1 kernels in one order forward and in another backward.
     """
     size, *_, D = kernel.shape
-    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
-    _, H, W, _ = x.shape
-
-    def taps(n):  # the rows or columns that each row or column of the kernel reads
-        return [slice(i, n - size + i + 1, stride) for i in range(size)]
-
-    patches = jnp.concatenate([x[:, i, j] for i in taps(H) for j in taps(W)], -1)
+    patches = jnp.concatenate([*taps(x, size, stride, padding)], -1)
     out = patches.reshape(-1, patches.shape[-1]) @ kernel.reshape(-1, D)
     return out.reshape(*patches.shape[:3], D)
 

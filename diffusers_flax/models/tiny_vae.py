@@ -141,14 +141,6 @@ class FlaxAutoencoderTiny(nn.Module, FlaxModelMixin):
         super().__post_init__()
 
     def setup(self):
-        for name in ("encoder", "decoder"):
-            widths = tuple(getattr(self, f"{name}_block_out_channels"))
-            counts = tuple(getattr(self, f"num_{name}_blocks"))
-            if len(set(widths)) != 1 or len(widths) != len(counts):
-                raise ValueError(
-                    f"{name}_block_out_channels={widths} does not suit num_{name}_blocks={counts}: "
-                    f"it must be one width, repeated {len(counts)} times"
-                )
         # parent=None: the layers are children of the encoder, not of this module.
         options = {"dtype": self.dtype, "rows_axis": self.rows_axis, "parent": None}
         width, counts = self.encoder_block_out_channels[0], tuple(self.num_encoder_blocks)
@@ -218,26 +210,16 @@ def choose_tiny_vae(decoder, preview, published):
     return locate("accelerate=taesd:path" if decoder else "preview.path", source)[0]
 
 
-def open_tiny_vae(source, vae, dtype, **hub_options):
+def open_tiny_vae(source, dtype, **hub_options):
     """The FlaxAutoencoderTiny of a directory or hub id, without weights.
 
     Args:
         source: directory or hub id.
-        vae: the VAE whose latents it decodes, or its config.
         dtype: compute dtype.
 
     Raises:
-        ValueError: its config is missing, or it decodes other latents.
+        ValueError: its config is missing or of another class.
     """
     config = FlaxAutoencoderTiny.load_config(source, **hub_options)
     FlaxAutoencoderTiny.check_class(config, source)
-    tiny = FlaxAutoencoderTiny.from_config(config, dtype=dtype)
-    found, wanted = (
-        (model.latent_channels, 2 ** (len(model.block_out_channels) - 1)) for model in (tiny, vae)
-    )
-    if found != wanted:
-        raise ValueError(
-            f"the TAESD {source} decodes latents of {found[0]} channels to images {found[1]} times "
-            f"as large; the model's have {wanted[0]} and {wanted[1]}; name one for this model"
-        )
-    return tiny
+    return FlaxAutoencoderTiny.from_config(config, dtype=dtype)

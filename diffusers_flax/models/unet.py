@@ -198,6 +198,18 @@ class DownPath(nn.Module):
         "dropout": (0.0,),
     }
 
+    # The only supported value of options that are not implemented, besides null.
+    fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
+        "act_fn": "silu",
+        "class_embed_type": None,
+        "downsample_padding": 1,
+        "encoder_hid_dim": None,
+        "encoder_hid_dim_type": None,
+        "mid_block_scale_factor": 1,
+        "num_class_embeds": None,
+        "resnet_time_scale_shift": "default",
+    }
+
     def example_inputs(self):
         """A call's smallest arguments, zeros: (positional, keywords)."""
         self.check_choices()
@@ -392,25 +404,16 @@ class FlaxUNet2DConditionModel(DownPath, FlaxModelMixin, FromSingleFile):
     weights_name = "diffusion_pytorch_model"
     single_file_component = "unet"
     torch_class_name = "UNet2DConditionModel"
-    # The only supported value of options that are not implemented, besides null.
-    fixed_config = {  # noqa: RUF012 (a Linen field otherwise)
-        "act_fn": "silu",
+    fixed_config = DownPath.fixed_config | {
         "attention_type": "default",
         "center_input_sample": False,
-        "class_embed_type": None,
         "class_embeddings_concat": False,
         "conv_in_kernel": 3,
         "conv_out_kernel": 3,
         "cross_attention_norm": None,
-        "downsample_padding": 1,
         "dual_cross_attention": False,
-        "encoder_hid_dim": None,
-        "encoder_hid_dim_type": None,
-        "mid_block_scale_factor": 1,
-        "num_class_embeds": None,
         "resnet_out_scale_factor": 1.0,
         "resnet_skip_time_act": False,
-        "resnet_time_scale_shift": "default",
         "reverse_transformer_layers_per_block": None,
         "time_embedding_act_fn": None,
         "time_embedding_dim": None,

@@ -371,7 +371,7 @@ class FlaxDiffusionPipeline(ConfigMixin, FromSingleFile):
             settings["vae_dtype"] = warn_if_slow(jnp.dtype(settings["vae_dtype"]))
         decoder = settings["accelerate"] and settings["accelerate"].tiny_decoder
         if source := choose_tiny_vae(decoder, settings["preview"], cls.tiny_vae_name):
-            settings["tiny_vae"] = open_tiny_vae(source, components["vae"], dtype, **hub_options)
+            settings["tiny_vae"] = open_tiny_vae(source, dtype, **hub_options)
             settings["tiny_vae_source"] = source
         settings |= cls._settings(index) | {"dtype": dtype, "embeddings": embeddings}
         settings["component_sources"] = sources
