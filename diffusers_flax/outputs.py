@@ -45,6 +45,11 @@ class ModelOutput(OrderedDict):
     def __reduce__(self):  # copy and pickle by fields
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
+    def _refuse(self, *args, **kwargs):
+        raise TypeError(f"{type(self).__name__} has fixed fields; use replace(name=value)")
+
+    __delitem__ = pop = popitem = setdefault = update = clear = _refuse
+
 
 @struct.dataclass
 class FlaxImagePipelineOutput(ModelOutput):

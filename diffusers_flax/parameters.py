@@ -13,10 +13,6 @@ def replace_leaves(function, params):
 
     It waits for the devices, which copy in the background, so one array at a time is in memory
     twice; old arrays stay if something else refers to them.
-
-    Args:
-        function: array -> array.
-        params: nested dict.
     """
     for name, value in params.items():
         if isinstance(value, dict):
@@ -26,16 +22,9 @@ def replace_leaves(function, params):
 
 
 def cast_floating(params, dtype, mask=None):
-    """Cast the floating-point arrays of a parameter tree.
+    """A new tree with the floating-point arrays in a dtype.
 
-    Args:
-        params: tree of NumPy and JAX arrays.
-        dtype: of the result.
-        mask: tree of bools of the same structure, False for arrays to leave as they are; None
-            casts all.
-
-    Returns:
-        A new tree.
+    mask: tree of bools of the same structure, False for arrays to leave as they are; None: all.
     """
     if mask is None:
         mask = jax.tree.map(lambda _: True, params)

@@ -95,12 +95,7 @@ def denoise_accelerated(
 class ActiveUNet:
     """A UNet on the input of the branches that a segment computes.
 
-    Args:
-        unet, params: FlaxUNet2DConditionModel and its parameters.
-        branches: of guidance.
-        prediction: as for denoise_accelerated.
-        hooks: functions for flax.linen.intercept_methods, in all calls.
-        axes: ParallelAxes of the UNet's work.
+    hooks: functions for flax.linen.intercept_methods, in all calls; axes: ParallelAxes.
     """
 
     def __init__(self, unet, params, branches, prediction, hooks, axes):
@@ -153,19 +148,11 @@ def switch_fractions(steps):
 
 
 def functions_of(cache, model, steps, prediction_type, scales):
-    """The functions of a segment's steps, and how its cache begins.
+    """The functions of a segment's steps, and how its cache begins; steps: of the whole run.
 
-    Args:
-        cache: of the Acceleration, or None.
-        model: ActiveUNet.
-        steps: of the whole run, of plan_steps.
-        prediction_type: of the scheduler's config.
-        scales: of noise_scales.
-
-    Returns:
-        ({kind: (model_input, t, i, cache) -> (guided prediction, float32, cache)}, (the cache of
-        the segment before, None at first; x_t) -> the cache to start with, a tree of arrays); i is
-        the number of the step in the run.
+    Returns ({kind: (model_input, t, i, cache) -> (guided prediction, float32, cache)}, (the cache
+    of the segment before, None at first; x_t) -> the cache to start with, a tree of arrays); i is
+    the number of the step in the run.
     """
     if isinstance(cache, DeepCache):
         return deep_cache(model)
@@ -332,12 +319,7 @@ def t_gate(model):
 def spectrum(model, table, prediction_type, scales):
     """The cache: clean latents of the latest whole steps, float32 (history, B, C, h, w).
 
-    Args:
-        model: ActiveUNet.
-        table: Spectrum.coefficients.
-        prediction_type, scales: as for make_segment.
-
-    Source: Spectrum (arXiv 2603.01623).
+    table: Spectrum.coefficients. Source: Spectrum (arXiv 2603.01623).
     """
     weights, alphas, sigmas = map(jnp.asarray, (table, *scales))
 

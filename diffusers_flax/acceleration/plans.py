@@ -308,12 +308,9 @@ class Acceleration:
 
 
 class Step(NamedTuple):
-    """What a step computes.
+    """What a step computes: `branches` of guidance, and `kind`, a key of caches.functions_of.
 
-    Fields:
-        branches: of guidance.
-        kind: a key of what the cache's function in caches.py returns. "full" is needed in each step
-            of `starts`, unless the cache outlives its branches.
+    The kind "full" is needed where the branches change, unless the cache outlives its branches.
     """
 
     branches: tuple
@@ -425,13 +422,7 @@ def plan_steps(acceleration, branches, scales):
 
 
 def check_fits(acceleration, unet, layout):
-    """Raise a ValueError for accelerations that a UNet or a Layout excludes.
-
-    Args:
-        acceleration: Acceleration.
-        unet: FlaxUNet2DConditionModel.
-        layout: Layout or None.
-    """
+    """Raise a ValueError for accelerations that a UNet or a Layout excludes."""
     cache, tome = acceleration.cache, acceleration.tome
     whole = tome or (cache if isinstance(cache, FirstBlockCache) else None)  # need all rows
     if whole and layout is not None and layout.rows > 1:

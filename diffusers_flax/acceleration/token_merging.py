@@ -51,13 +51,7 @@ def merging_hook(technique, full_height):
 def window_offsets(shape, layer, random):
     """Each window's destination: number of its position, 0 to 3, row by row.
 
-    Args:
-        shape: (height, width) in positions.
-        layer: name of the layer, which seeds the draw.
-        random: False: always 0.
-
-    Returns:
-        NumPy integers (height / 2, width / 2).
+    shape: (height, width) in positions; layer: its name, which seeds the draw; random: False: 0.
     """
     windows = shape[0] // WINDOW, shape[1] // WINDOW
     if not random:
@@ -73,16 +67,11 @@ def destinations(shape, offsets):
 
 
 def match(x, shape, ratio, offsets):
-    """Pair the most similar positions.
+    """Pair the most similar positions of x (B, N, C), by their cosine; shape: (height, width).
 
-    Args:
-        x: features to compare by their cosine, (B, N, C), N = height * width.
-        shape: (height, width).
-        ratio: fraction of the N positions to merge; destinations stay, which limits it.
-        offsets: of window_offsets.
+    ratio: fraction of the N positions to merge; destinations stay, which limits it.
 
-    Returns:
-        (merge, unmerge): (B, N, D) -> (B, N - r, D), means of merged positions, and back.
+    Returns (merge, unmerge): (B, N, D) -> (B, N - r, D), means of merged positions, and back.
     """
     to, others = destinations(shape, offsets)
     N = math.prod(shape)

@@ -129,15 +129,7 @@ class Layout:
         return self.offload is not None and self.devices[0].platform not in HOST_PLATFORMS
 
     def placement_of(self, model, x):
-        """Where a parameter is: on all devices, or with offload in pinned memory of the host.
-
-        Args:
-            model: its key in params.
-            x: array or ShapeDtypeStruct.
-
-        Returns:
-            A sharding, or a Format of one.
-        """
+        """A parameter's sharding: on all devices, or in the host's pinned memory."""
         if not self.fetches or not lives_on_host(model, x, self.offload):
             return self.everywhere
         return format_on_host(x, self.everywhere.with_memory_kind("pinned_host"))
@@ -175,22 +167,11 @@ class Layout:
         return jax.process_index() == 0
 
     def agree(self, numbers):
-        """Process 0's numbers, in all processes.
-
-        Args:
-            numbers: this process's list of whole numbers below 2^31; all processes call this.
-        """
+        """Process 0's list of whole numbers below 2^31, in all processes, which all call this."""
         return numbers if self.is_local else list_of_process_0(numbers)
 
     def as_inputs(self, tree):
-        """Arrays for calls, which several processes must pass as NumPy arrays, keys as their data.
-
-        Args:
-            tree: of arrays, NumPy or jax, all of them on devices of this process.
-
-        Returns:
-            The tree as it is for one process, which may pass jax's arrays.
-        """
+        """Arrays for calls, which several processes pass as NumPy arrays, keys as their data."""
 
         def convert(x):
             is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -51,10 +51,7 @@ def check_offload(offload):
 def lives_on_host(model, x, offload):
     """Whether a parameter is kept in the host's memory; vectors are small and stay on the device.
 
-    Args:
-        model: its name in a pipeline's params, "unet", "vae", ...
-        x: array.
-        offload: a key of GROUPS.
+    model: its name in a pipeline's params, "unet", "vae", ...; offload: a key of GROUPS.
     """
     if x.ndim < 2 or model in NOT_OFFLOADED:
         return False
@@ -78,9 +75,7 @@ def format_on_host(x, sharding):
 def group_of(names, offload):
     """The group that a parameter or module belongs to, joined by "/"; None: it is in none.
 
-    Args:
-        names: of the modules from the model on, and of the parameter.
-        offload: a key of GROUPS.
+    names: of the modules from the model on, and of the parameter; offload: a key of GROUPS.
     """
     pattern, names = GROUPS[offload], list(names)
     paths = ("/".join(names[:end]) for end in range(1, len(names) + 1))
@@ -103,11 +98,9 @@ def fetching(offload):
 
 
 def fetch(params, after):
-    """Parameters on the device.
+    """Parameters on the device; arrays in the host's memory are fetched.
 
-    Args:
-        params: tree of arrays; those in the host's memory are fetched.
-        after: tree of arrays that the device has before the fetch starts.
+    after: tree of arrays that the device has before the fetch starts.
     """
     leaves, structure = jax.tree.flatten(params)
     on_host = [i for i, x in enumerate(leaves) if is_on_host(x)]

@@ -29,10 +29,8 @@ class ParallelAxes(NamedTuple):
     def split(self, arguments):
         """This device's slices of the UNet's arguments.
 
-        Args:
-            arguments: sample (branches * B, C, h, w), t, and trees of arrays: (branches * B, ...)
-                in the order of the sample's, of four axes if they have rows, (branches * B, h, w,
-                C) or (branches * B, 1, 1, C); or scalars, or None.
+        They are the sample (branches * B, C, h, w), t, and trees of arrays: (branches * B, ...) in
+        the order of the sample's, of four axes if they have rows; or scalars, or None.
         """
         (sample, *others), batch = arguments, len(arguments[0])
 
@@ -146,10 +144,7 @@ def row_multiple(unet):
 def row_axes(layout, height, rows_on_branches=True):
     """The mesh's axes with the most devices among which rows can be split evenly; None: none.
 
-    Args:
-        layout: Layout.
-        height: number of rows, or of groups of rows that stay together.
-        rows_on_branches: as for choose_axes.
+    height: number of rows, or of groups of rows that stay together.
     """
     candidates = [("rows", layout.rows)]
     if rows_on_branches:

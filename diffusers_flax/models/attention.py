@@ -121,11 +121,7 @@ def tracing_for(capability):
 def fits_cudnn(query_shape, key_shape, dtype, capability):
     """Whether cuDNN's kernel supports shapes (B, T, N, H) and (B, S, N, H).
 
-    padded_attention makes S even.
-
-    Args:
-        query_shape, key_shape, dtype: of the arrays.
-        capability: of cuda_capability; cuDNN needs Ampere, 8.0, or newer.
+    padded_attention makes S even. capability: of cuda_capability; cuDNN needs Ampere or newer.
     """
     if capability is None or capability < 8:
         return False
@@ -148,13 +144,8 @@ def pad_keys(x):
 def padded_attention(query, key, value, num_keys=None, implementation="cudnn"):
     """Attention by cuDNN, which takes even lengths; padded keys are not seen.
 
-    Args:
-        query, key, value: (B, T, N, H), (B, S, N, H) twice, that fits_cudnn.
-        num_keys: how many keys are seen; None: all.
-        implementation: of jax.nn.dot_product_attention, "cudnn" or "xla".
-
-    Returns:
-        (B, T, N, H) in query's dtype.
+    query (B, T, N, H), key and value (B, S, N, H), that fits_cudnn; num_keys: how many keys are
+    seen, None: all; implementation: of jax.nn.dot_product_attention, "cudnn" or "xla".
     """
     B, S, *_ = key.shape
     num_keys, options = num_keys or S, {"implementation": implementation}
@@ -176,14 +167,9 @@ def fits_splash(query_shape, value_shape):
 
 
 def splash(query, key, value, interpret=False):
-    """Splash attention, which does not store the logits in memory.
+    """Splash attention, which does not store the logits in memory, of arrays that fits_splash.
 
-    Args:
-        query, key, value: (B, T, N, H), (B, S, N, H), (B, S, N, n H), that fits_splash.
-        interpret: run the kernel on any platform, slowly.
-
-    Returns:
-        (B, T, N, n H) in query's dtype.
+    interpret: run the kernel on any platform, slowly.
 
     Source: FlashAttention (arXiv 2205.14135).
     """
@@ -236,13 +222,8 @@ BLOCK_LOGITS = 2**20
 def blockwise(query, key, value):
     """Attention in blocks of logits that fit a CPU's caches; the backward pass recomputes them.
 
-    Short sequences: all heads at once; otherwise blocks of one head's queries.
-
-    Args:
-        query, key, value: (B, T, N, H), (B, S, N, H), (B, S, N, n H).
-
-    Returns:
-        (B, T, N, n H) in query's dtype; logits and softmax are float32.
+    (B, T, N, H), (B, S, N, H), (B, S, N, n H) -> (B, T, N, n H). Short sequences: all heads at
+    once; otherwise blocks of one head's queries.
 
     Source: FlashAttention (arXiv 2205.14135); a block has all keys and needs no running softmax.
     """

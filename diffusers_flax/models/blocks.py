@@ -66,13 +66,9 @@ class Conv(NoInitTrace, nn.Module):
 
 
 def lora_product(params, x, dtype, apply_kernel=jnp.matmul):
-    """The output that LoRA adds to a layer's output.
+    """The output that LoRA adds to the output of a layer with lora_A, lora_B and lora_scale.
 
-    Args:
-        params: the layer's parameters, with lora_A, lora_B and lora_scale.
-        x: the layer's input.
-        dtype: compute dtype.
-        apply_kernel: (x, kernel) -> output, for A; B is a matrix.
+    apply_kernel: (x, kernel) -> output, for A; B is a matrix.
     """
     a, b = (params[name]["kernel"].astype(dtype) for name in ("lora_A", "lora_B"))
     b = b.reshape(b.shape[-2:])  # (1, 1, rank, out) of a convolution

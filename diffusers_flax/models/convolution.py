@@ -108,13 +108,8 @@ def taps(x, size, stride, padding):
 def shifted_matmuls(x, kernel, rows=(1, 1)):
     """A 3x3 convolution of stride 1 that keeps the width: a matmul per kernel position.
 
-    Args:
-        x: (B, H, W, C).
-        kernel: (3, 3, C, D).
-        rows: number of rows of zeros above and below x; (1, 1) keeps the height.
-
-    Returns:
-        (B, h, W, D), in x's dtype; summed in float32.
+    x (B, H, W, C), kernel (3, 3, C, D); rows: number of rows of zeros above and below x; (1, 1)
+    keeps the height. Sums are float32.
     """
     return sum_of_matmuls(x, kernel, 1, (rows, (1, 1)), jnp.float32).astype(x.dtype)
 
@@ -206,12 +201,7 @@ def _make_results(products, shape):
 def winograd(x, kernel):
     """A 3x3 convolution of stride 1 that keeps height and width, with 4/9 of the multiplications.
 
-    Args:
-        x: (B, H, W, C).
-        kernel: (3, 3, C, D).
-
-    Returns:
-        (B, H, W, D), in x's dtype; computed in float32, to about 1e-6 of the largest.
+    x (B, H, W, C), kernel (3, 3, C, D); computed in float32, to about 1e-6 of the largest.
 
     Source: Fast Algorithms for Convolutional Neural Networks (arXiv 1509.09308), section 4.1.
     """

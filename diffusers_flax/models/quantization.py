@@ -178,15 +178,11 @@ def int8_arrays(name, x, mode):
 
 
 def to_int8(x, axes, rows_axis=None):
-    """Symmetric quantization, rounding half to even.
+    """Symmetric quantization, rounding half to even, of a NumPy or jax array.
 
-    Args:
-        x: NumPy or jax array of any real dtype.
-        axes: along which all numbers share a scale.
-        rows_axis: the axis of the mesh whose devices' arrays share a scale; None: x has its own.
+    axes: along which numbers share a scale; rows_axis: the mesh's axis whose devices share it, too.
 
-    Returns:
-        (int8 array of -127 to 127, float32 scale that keeps axes with size 1); their product is x.
+    Returns (int8 array of -127 to 127, float32 scale that keeps axes with size 1).
 
     Source: arXiv 2004.09602, equations 8 to 10.
     """

@@ -403,16 +403,8 @@ def with_tile(vae, tile):
 def map_tiles(function, x, side, out_side):
     """Apply a function to overlapping tiles of x, one at a time, and blend the results.
 
-    Memory has the blended rows and one row of results.
-
-    Args:
-        function: (B, C, h, w) -> (B, C', h', w'); heights and widths scale by out_side / side.
-        x: (B, C, H, W).
-        side: a tile's side; tiles at the end may be smaller.
-        out_side: its result's side.
-
-    Returns:
-        (B, C', H', W').
+    function: (B, C, h, w) -> (B, C', h', w'), whose sides scale by out_side / side; side: a tile's,
+    but tiles at the end may be smaller. Memory has the blended rows and one row of results.
 
     Source: PyTorch diffusers' AutoencoderKL.tiled_decode.
     """
@@ -465,13 +457,9 @@ def starts_by_length(total, side):
 
 
 def fade(first, second, extent, axis, is_alone=False):
-    """The second tile, faded in over the first one's end.
+    """The second tile (B, C, h, w), faded in over the first one's end along axis 2 or 3.
 
-    Args:
-        first, second: tiles, (B, C, h, w).
-        extent: length of the overlap, at most a tile's length.
-        axis: 2 or 3, along which the second follows the first.
-        is_alone: True returns the second tile as it is.
+    is_alone: True returns the second tile as it is.
     """
     extent = min(first.shape[axis], second.shape[axis], extent)
     shape = [extent if i == axis else 1 for i in range(4)]

@@ -136,15 +136,9 @@ class FlaxDDPMScheduler(AlphaScheduler):
     def _get_variance(self, state, t, predicted_variance=None, variance_type=None):
         """Variance of a step's noise, or the variance type's equivalent.
 
-        Args:
-            state: from create_state or set_timesteps.
-            t: integer timestep.
-            predicted_variance: the second half of the model's output, for learned variances.
-            variance_type: None: the option's.
-
-        Returns:
-            float32: the standard deviation for fixed_small_log, the logarithm of the variance for
-            fixed_large_log and learned_range, otherwise the variance.
+        predicted_variance: the second half of the model's output, for learned variances. The result
+        is the standard deviation for fixed_small_log, the logarithm of the variance for
+        fixed_large_log and learned_range, otherwise the variance.
 
         Source: learned_range, improved DDPM (arXiv 2102.09672) equation 15.
         """
