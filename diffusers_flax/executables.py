@@ -80,14 +80,17 @@ def load_or_compile(folder, description, arguments, devices, compile, *files):
     used_for = description, str(jax.tree.map(jax.typeof, arguments)), jax.process_index()
     file = private_folder(folder) / f"{digest(str(used_for).encode())}.executable"
     made_by = digest(str((jax.process_count(), surroundings(devices, files))).encode())
-    content, why = read_file(file, made_by)
-    if content is not None:
-        in_tree, out_tree = jax.tree.structure(arguments), jax.tree.structure(0)
-        try:
-            loaded = deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
-            return loaded, "loaded"
-        except Exception as error:  # of the runtime; the program can be compiled again
-            why = f"{file} cannot be loaded ({one_line(error, 200)})"
+    why = "no executable of these settings is saved"
+    if file.exists():
+        header, _, content = file.read_bytes().partition(b"\n")
+        why = "code, versions, settings of jax or devices were others, or its file is damaged"
+        if header == f"{made_by} {digest(content)}".encode():
+            trees = jax.tree.structure(arguments), jax.tree.structure(0)
+            try:
+                loaded = deserialize_and_load(content, *trees, execution_devices=devices)
+                return loaded, "loaded"
+            except Exception as error:  # of the runtime; the program can be compiled again
+                why = f"{file} cannot be loaded ({one_line(error, 200)})"
     with no_compilation_cache():
         compiled = compile()
 
@@ -112,14 +115,12 @@ def private_folder(folder):
     """A directory for executables, created if missing with mode 0700; its Path.
 
     Raises:
-        ValueError: it is no directory, is not readable, belongs to another user, or others may
-            write to it.
+        ValueError: it cannot be used, belongs to another user, or others may write to it.
     """
     folder = Path(folder).expanduser().resolve()
     remedy = f"name another directory, such as {SAFE_FOLDER}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.listdir(folder)
         status = folder.stat()
     except OSError as error:
         raise ValueError(f"{folder} cannot be used for executables: {error}; {remedy}") from error
@@ -130,23 +131,6 @@ def private_folder(folder):
             f"you; {remedy}"
         )
     return folder
-
-
-def read_file(file, made_by):
-    """(content of an executable's file, None), or (None, why it must be compiled).
-
-    made_by: digest of the surroundings.
-    """
-    try:
-        header, _, content = file.read_bytes().partition(b"\n")
-        before, checksum = header.decode().split()
-    except FileNotFoundError:
-        return None, "no executable of these settings is saved"
-    except (OSError, ValueError) as error:
-        return None, f"{file} cannot be read ({one_line(error, 200)})"
-    if before != made_by:
-        return None, "code, versions, settings of jax or devices were others"
-    return (content, None) if digest(content) == checksum else (None, f"{file} is damaged")
 
 
 def surroundings(devices, files):
@@ -168,9 +152,8 @@ def surroundings(devices, files):
         machine = next((x for x in lines if x.startswith(("flags", "Features"))), machine)
     # The accelerator's libraries, such as cuDNN, too.
     packages = sorted({(package.name or "", package.version) for package in distributions()})
-    made_for = ("jax", "flax", "nvidia", "libtpu")
     return [
-        *((name, number) for name, number in packages if name.startswith(made_for)),
+        *(x for x in packages if x[0].startswith(("jax", "flax", "nvidia", "libtpu"))),
         *(client.platform, client.platform_version, devices[0].device_kind, machine),
         *(device.id for device in devices),
         code.hexdigest(),

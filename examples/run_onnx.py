@@ -4,17 +4,16 @@
     python examples/run_onnx.py --model edits --prompt "make it red" --input in.png --output out.png
 
 Needs NumPy, tokenizers, Pillow, and onnxruntime or, for --format openvino, openvino. Stable
-Diffusion and SDXL, text to image and InstructPix2Pix. The steps are those of the scheduler in
-scheduler/scheduler_config.json, or of --scheduler with the same noise levels; an entry of that file
-that this example lacks is refused by name. An image to edit is scaled until its longer side is the
-model's; --height and --width choose other sides, to which it is cropped.
+Diffusion and SDXL, text to image and InstructPix2Pix. The scheduler is DDIM, Euler or DPM-Solver++,
+as scheduler/scheduler_config.json or --scheduler says. An image to edit is scaled until its longer
+side is the model's; --height and --width choose other sides, to which it is cropped.
 """
 
 import json
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from math import expm1, inf
+from math import expm1
 from pathlib import Path
 
 import numpy as np
@@ -26,44 +25,25 @@ TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64
 # Of models without sampling_defaults.json.
 DEFAULTS = dict(num_inference_steps=20, guidance_scale=7.5, image_guidance_scale=1.5)
 
-# Entries of scheduler_config.json by PyTorch diffusers' classes, with defaults. A class ignores the
-# entries of other classes.
-COMMON = dict(num_train_timesteps=1000, beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
-COMMON |= dict(trained_betas=None, prediction_type="epsilon", steps_offset=0)
-COMMON |= dict(timestep_spacing="linspace", rescale_betas_zero_snr=False)
-DDIM = dict(timestep_spacing="leading", clip_sample=True, clip_sample_range=1.0, thresholding=False)
-DDIM |= dict(set_alpha_to_one=True)
-PNDM = dict(timestep_spacing="leading", skip_prk_steps=False, set_alpha_to_one=False)
-SIGMAS = dict(use_karras_sigmas=False, sigma_min=None, sigma_max=None, final_sigmas_type="zero")
-SIGMAS |= dict(use_exponential_sigmas=False, use_beta_sigmas=False)
-EULER = SIGMAS | dict(interpolation_type="linear", timestep_type="discrete")
-SOLVER = SIGMAS | dict(algorithm_type="dpmsolver++", solver_order=2, thresholding=False)
-SOLVER |= dict(lower_order_final=True, euler_at_final=False, lambda_min_clipped=-inf)
-SOLVER |= dict(use_lu_lambdas=False, use_flow_sigmas=False)
 SCHEDULERS = {
-    "ddim": ("DDIMScheduler", COMMON | DDIM),
-    "pndm": ("PNDMScheduler", COMMON | PNDM),
-    "euler": ("EulerDiscreteScheduler", COMMON | EULER),
-    "euler_ancestral": ("EulerAncestralDiscreteScheduler", COMMON),
-    "dpmsolver++": ("DPMSolverMultistepScheduler", COMMON | SOLVER),
+    "ddim": "DDIMScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "dpmsolver++": "DPMSolverMultistepScheduler",
 }
-SUPPORTED = dict(  # values that this example has; all values of entries that are not here
-    beta_schedule=("linear", "scaled_linear", "squaredcos_cap_v2"),
-    prediction_type=("epsilon", "v_prediction", "sample"),
-    timestep_spacing=("leading", "linspace", "trailing"),
-    skip_prk_steps=(True,),
-    final_sigmas_type=("zero", "sigma_min"),
-    interpolation_type=("linear",),
-    timestep_type=("discrete",),
-    algorithm_type=("dpmsolver++",),
-    solver_order=(1, 2),  # in diffusers all types of solvers are midpoint
-    lambda_min_clipped=(-inf,),
-)
-SUPPORTED |= dict.fromkeys(("use_exponential_sigmas", "use_beta_sigmas"), (False,))
-SUPPORTED |= dict.fromkeys(("use_lu_lambdas", "use_flow_sigmas", "thresholding"), (False,))
-# PNDM's weights of the latest outputs, the newest first, by how many there are
-PNDM_WEIGHTS = [[1], [3 / 2, -1 / 2], [23 / 12, -16 / 12, 5 / 12]]
-PNDM_WEIGHTS += [[55 / 24, -59 / 24, 37 / 24, -9 / 24]]
+# Values of scheduler_config.json that this example has, the default first.
+SUPPORTED = {
+    "beta_schedule": ("linear", "scaled_linear"),
+    "prediction_type": ("epsilon", "v_prediction"),
+    "trained_betas": (None,),
+}
+SUPPORTED_SIGMAS = {  # of Euler and DPM-Solver++
+    "use_karras_sigmas": (False,),
+    "use_exponential_sigmas": (False,),
+    "use_beta_sigmas": (False,),
+    "final_sigmas_type": ("zero",),
+    "algorithm_type": ("dpmsolver++",),
+    "solver_order": (2,),
+}
 
 
 class Model:
@@ -102,25 +82,23 @@ def read(folder, name):
 
 
 def read_scheduler(folder, name=None):
-    """(key of SCHEDULERS, all entries of its class) of an export; name: of --scheduler."""
+    """(key of SCHEDULERS, content of scheduler_config.json) of an export; name: of --scheduler."""
     config = read(folder / "scheduler", "scheduler_config.json")
-    own_class = config.get("_class_name")
-    own = {cls: key for key, (cls, _) in SCHEDULERS.items()}.get(own_class)
-    if own is None and not (name and "beta_schedule" in config):
-        names = ", ".join(SCHEDULERS)
-        raise ValueError(f"this example lacks {own_class}; --scheduler has {names} with its noise")
+    own = {cls: key for key, cls in SCHEDULERS.items()}.get(config["_class_name"])
     key = name or own
-    cls, entries = SCHEDULERS[key]
-    # Latents are not in [-1, 1]: in the place of another class, DDIM clips only as the file says.
-    entries = entries | ({} if key == own else {"clip_sample": False})
-    entries = entries | {entry: config[entry] for entry in entries if entry in config}
-    for entry, values in SUPPORTED.items():
-        if entry in entries and entries[entry] not in values:
+    if key is None:
+        names = " or ".join(SCHEDULERS)
+        raise ValueError(f"this example lacks {config['_class_name']}; give --scheduler {names}")
+    for entry, values in (SUPPORTED if key == "ddim" else SUPPORTED | SUPPORTED_SIGMAS).items():
+        if config.setdefault(entry, values[0]) not in values:
             raise ValueError(
-                f"scheduler_config.json has {entry}={entries[entry]!r} for {cls}; this example has "
+                f"scheduler_config.json has {entry}={config[entry]!r}; this example has "
                 f"{' or '.join(map(repr, values))}; choose another --scheduler, or export again"
             )
-    return key, entries
+    config.setdefault("timestep_spacing", "leading" if key == "ddim" else "linspace")
+    # Latents are not in [-1, 1]: in the place of another class, DDIM clips only as the file says.
+    config.setdefault("clip_sample", own == "ddim")
+    return key, config
 
 
 def open_folder(folder, scheduler=None):
@@ -132,8 +110,6 @@ def open_folder(folder, scheduler=None):
     names = ["unet", "vae_decoder", "text_encoder", *["text_encoder_2"] * ("XL" in pipeline)]
     names += ["vae_encoder"] * ("Pix2Pix" in pipeline)
     models = {name: Model(folder / name) for name in names}
-    if "Inpaint" in pipeline or "timestep_cond" in models["unet"].types:
-        raise ValueError("this example lacks models that repaint or embed their guidance")
     return index, found, models
 
 
@@ -159,81 +135,47 @@ def encode_texts(folder, index, models, texts):
     return states, pooled
 
 
-def training_levels(key, config):
-    """alpha_bar of the training timesteps, falling, float64 (num_train_timesteps,)."""
-    T, ends = config["num_train_timesteps"], np.array([config["beta_start"], config["beta_end"]])
-    if config["trained_betas"] is not None:
-        betas = np.array(config["trained_betas"])
-    elif config["beta_schedule"] == "squaredcos_cap_v2":  # arXiv 2102.09672, equation 17
-        cosine = np.cos((np.arange(T + 1) / T + 0.008) / 1.008 * np.pi / 2) ** 2
-        betas = np.minimum(1 - cosine[1:] / cosine[:-1], 0.999)
-    elif config["beta_schedule"] == "scaled_linear":
+def plan(key, config, num_steps):
+    """(timesteps, alpha_bar at them, alpha_bar after each) of a run; key, config: read_scheduler's.
+
+    Source: alpha_bar without signal at the end, arXiv 2305.08891, algorithm 1.
+    """
+    T, spacing = config.get("num_train_timesteps", 1000), config["timestep_spacing"]
+    ends = np.array([config.get("beta_start", 0.0001), config.get("beta_end", 0.02)])
+    if config["beta_schedule"] == "scaled_linear":
         betas = np.linspace(*ends**0.5, T) ** 2
     else:
         betas = np.linspace(*ends, T)
     alpha_bar = np.cumprod(1 - betas.astype(np.float32), dtype=float)
-    if config["rescale_betas_zero_snr"] and key != "pndm":  # arXiv 2305.08891, algorithm 1
+    if config.get("rescale_betas_zero_snr"):
         root = alpha_bar**0.5
         alpha_bar = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2
         if key != "ddim":
             alpha_bar[-1] = 2.0**-24  # else noise over signal is infinite
-    return alpha_bar
 
-
-def choose_timesteps(key, config, num_steps):
-    """Timesteps of a run, falling, float64 (num_steps,); only Euler's may be fractions."""
-    T, spacing = config["num_train_timesteps"], config["timestep_spacing"]
-    is_solver = key == "dpmsolver++" and spacing != "trailing"  # whose lowest point is the end
-    num_points = num_steps + is_solver
-    if not 1 <= num_steps <= T - is_solver:
-        raise ValueError(f"--num_inference_steps {num_steps} must be from 1 to {T - is_solver}")
-    steps = np.round(np.arange(T, 0, -T / num_steps)[:num_steps]) - 1  # trailing
+    # DPM-Solver++ has one point more, which is the end.
+    num_points = num_steps + (key == "dpmsolver++" and spacing != "trailing")
     if spacing == "linspace":
         steps = np.linspace(0, T - 1, num_points)[::-1]
     elif spacing == "leading":
-        steps = (np.arange(num_points) * (T // num_points) + config["steps_offset"])[::-1] * 1.0
-    if steps[0] > T - 1:
-        raise ValueError(f"--num_inference_steps {num_steps} begins above {T - 1}; take fewer")
-    return steps[:num_steps] if "euler" in key else steps[:num_steps].round()
+        steps = np.arange(num_points)[::-1] * float(T // num_points) + config.get("steps_offset", 0)
+    else:
+        steps = np.round(np.arange(T, 0, -T / num_steps)) - 1
+    steps = steps[:num_steps]
+    if key != "euler":
+        steps = steps.round()
 
-
-def plan(key, config, num_steps):
-    """(timesteps, alpha_bar at them, alpha_bar after each) of a run of a scheduler."""
-    T, alpha_bar = config["num_train_timesteps"], training_levels(key, config)
-    steps = choose_timesteps(key, config, num_steps)
-    if key in ("ddim", "pndm"):  # steps of one length, also where the timesteps differ
-        if key == "pndm":  # the second step is the first one again, see denoise
-            steps = np.concatenate([steps[:2], steps[1:]])
-        starts, stride = steps.astype(int), T // num_steps
-        starts[1:2] += stride * (key == "pndm")
-        later, end = starts - stride, 1.0 if config["set_alpha_to_one"] else alpha_bar[0]
-        if alpha_bar[starts[0]] == 0 and config["prediction_type"] == "epsilon":
-            raise ValueError("rescale_betas_zero_snr leaves no signal for prediction_type epsilon")
+    if key == "ddim":  # steps of one length, also where the timesteps differ
+        starts = steps.astype(int)
+        later = starts - T // num_steps
+        end = 1.0 if config.get("set_alpha_to_one", True) else alpha_bar[0]
         return steps, alpha_bar[starts], np.where(later < 0, end, alpha_bar[later])
-    all_ratios = (1 / alpha_bar - 1) ** 0.5  # noise over signal
-    ratios = np.interp(steps, np.arange(T), all_ratios)
-    if config.get("use_karras_sigmas"):  # arXiv 2206.00364, equation 5
-        ends = ratios[[0, -1]] if key == "euler" else all_ratios[[-1, 0]]
-        ends = np.array([config["sigma_max"] or ends[0], config["sigma_min"] or ends[1]])
-        ratios = np.linspace(*ends ** (1 / 7), num_steps) ** 7
-        steps = np.interp(np.log(ratios), np.log(all_ratios), np.arange(T))
-        steps = steps if key == "euler" else steps.round()
-    end = all_ratios[0] if config.get("final_sigmas_type") == "sigma_min" else 0
-    levels = 1 / (1 + np.append(ratios, end) ** 2)
+    ratios = np.interp(steps, np.arange(T), (1 / alpha_bar - 1) ** 0.5)  # noise over signal
+    levels = 1 / (1 + np.append(ratios, 0) ** 2)
     return steps, levels[:-1], levels[1:]
 
 
-def clean_and_noise(prediction_type, x, out, level):
-    """(x_0, eps) where x is alpha x_0 + sigma eps, of a model's output; level: alpha**2."""
-    alpha, sigma = level**0.5, (1 - level) ** 0.5
-    if prediction_type == "epsilon":
-        return (x - sigma * out) / alpha, out
-    if prediction_type == "v_prediction":
-        return alpha * x - sigma * out, alpha * out + sigma * x
-    return out, (x - alpha * out) / sigma
-
-
-def denoise(predict, x, key, config, planned, rng):
+def denoise(predict, x, key, config, planned):
     """Latents without noise, by the steps of a scheduler.
 
     Args:
@@ -241,41 +183,34 @@ def denoise(predict, x, key, config, planned, rng):
         x: normal noise, of the shape of the latents.
         key, config: of read_scheduler.
         planned: of plan.
-        rng: NumPy's generator of the noise that euler_ancestral adds.
 
-    Source: DDIM, arXiv 2010.02502; PNDM, 2202.09778; Euler, 2206.00364; its ancestral form,
-    2011.13456, appendix F; DPM-Solver++, 2211.01095, algorithm 2.
+    Source: DDIM, arXiv 2010.02502; Euler, 2206.00364; DPM-Solver++, 2211.01095, algorithm 2.
     """
     steps, levels, next_levels = planned
-    if "euler" in key and config["timestep_spacing"] != "leading":
+    if key == "euler" and config["timestep_spacing"] != "leading":
         x = x * (1 - levels[0]) ** 0.5
-    outputs, start, previous, last = [], None, None, len(steps) - 1
+    previous, last = None, len(steps) - 1
     with np.errstate(divide="ignore"):  # no signal at the start, no noise at the end
         h = np.log(next_levels / (1 - next_levels)) / 2 - np.log(levels / (1 - levels)) / 2
     for i, (t, level, next_level) in enumerate(zip(steps, levels, next_levels)):
         print(f"\rstep {i + 1} of {last + 1}", end="", file=sys.stderr, flush=True)
         out = predict(x, t)
-        if key == "pndm" and i == 1:  # from where the first step began, by the mean of both
-            x, out = start, (outputs[0] + out) / 2
-        elif key == "pndm":
-            start, outputs = x, [out, *outputs[:3]]
-            out = np.tensordot(PNDM_WEIGHTS[len(outputs) - 1], outputs, 1)
-        x_0, eps = clean_and_noise(config["prediction_type"], x, out, level)
-        if config.get("clip_sample"):
-            x_0 = x_0.clip(-config["clip_sample_range"], config["clip_sample_range"])
-        if key == "euler_ancestral":
-            kept = ((1 / next_level - 1) / (1 / level - 1)) ** 0.5
-            eps = kept * eps + (1 - kept**2) ** 0.5 * rng.standard_normal(x.shape, np.float32)
+        # x is alpha x_0 + sigma eps
+        alpha, sigma = level**0.5, (1 - level) ** 0.5
+        if config["prediction_type"] == "epsilon":
+            x_0, eps = (x - sigma * out) / alpha, out
+        else:
+            x_0, eps = alpha * x - sigma * out, alpha * out + sigma * x
+        if key == "ddim" and config["clip_sample"]:
+            largest = config.get("clip_sample_range", 1.0)
+            x_0 = x_0.clip(-largest, largest)
         x = next_level**0.5 * x_0 + (1 - next_level) ** 0.5 * eps
-        if key == "dpmsolver++":
-            ends = next_level == 1 or config["euler_at_final"]
-            ends = ends or (config["lower_order_final"] and last < 14)
-            if config["solver_order"] == 2 and i > 0 and not (i == last and ends):
-                slope = (x_0 - previous) / h[i - 1]
-                x = x - next_level**0.5 * expm1(-h[i]) * h[i] / 2 * slope
-            previous = x_0
+        if key == "dpmsolver++" and 0 < i < last:
+            slope = (x_0 - previous) / h[i - 1]
+            x = x - next_level**0.5 * expm1(-h[i]) * h[i] / 2 * slope
+        previous = x_0
     print(file=sys.stderr)
-    return x / next_levels[-1] ** 0.5 if key == "euler" else x  # Euler's steps are of x / alpha
+    return x
 
 
 def read_image(file):
@@ -293,10 +228,8 @@ def choose_size(options, models, image):
         sides = np.array(image.size[::-1]) * sides.max() / max(image.size)
         sides = np.maximum(np.floor(sides / factor + 0.5), 1) * factor
     for i, name in enumerate(("height", "width")):
-        if (side := getattr(options, name)) is not None:
-            sides[i] = side
-            if side < 1 or side % factor:
-                raise ValueError(f"--{name} {side} is not a multiple of {factor}")
+        if side := getattr(options, name):
+            sides[i] = side // factor * factor
     return tuple(int(side) for side in sides)
 
 
@@ -340,7 +273,7 @@ def make_image(options, index, scheduler, models):
         out = models["unet"](sample=sample, timestep=[t], **inputs)["out_sample"]
         return np.tensordot(weights, out, 1)[None]
 
-    x_0 = denoise(predict, noise, *scheduler, planned, rng)
+    x_0 = denoise(predict, noise, *scheduler, planned)
     decoded = models["vae_decoder"](latent_sample=x_0 / vae["scaling_factor"])["sample"]
     return (decoded[0].transpose(1, 2, 0) / 2 + 0.5).clip(0, 1)
 

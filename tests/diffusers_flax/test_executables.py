@@ -50,21 +50,21 @@ def flip_a_bit(file):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
+    "spoil",
     [
-        (lambda file: file.write_bytes(file.read_bytes()[:50]), "is damaged"),
-        (flip_a_bit, "is damaged"),
-        (lambda file: file.write_bytes(b"x" + file.read_bytes()), "versions, settings of jax or"),
+        lambda file: file.write_bytes(file.read_bytes()[:50]),
+        flip_a_bit,
+        lambda file: file.write_bytes(b"x" + file.read_bytes()),
     ],
 )
-def test_what_is_spoiled_or_stale_is_compiled_again(tmp_path, spoil, reason):
+def test_what_is_spoiled_or_stale_is_compiled_again(tmp_path, spoil):
     """The reason is said, and the next start loads again."""
     assert "no executable of these settings is saved" in run(tmp_path / "store")
     assert "no executable" in run(tmp_path / "store", 2)
     assert run(tmp_path / "store") == "loaded"
     for file in (tmp_path / "store").iterdir():
         spoil(file)
-    assert reason in run(tmp_path / "store")
+    assert "or its file is damaged" in run(tmp_path / "store")
     assert run(tmp_path / "store") == "loaded"
 
 
