@@ -32,7 +32,7 @@ Source: InstructPix2Pix (arXiv 2211.09800), section 4.1.
 import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tqdm import tqdm
 
@@ -93,8 +93,6 @@ class EvaluationFlags:
     batch_size: Annotated[int, AtLeast(1)] = 1  # images per device at once
     # metrics
     clip_model: str | None = None  # directory, hub id, or "" for none; default: the protocol's
-    # what computes CLIP: flax, on the first device, or torch, on the CPU; both in float32
-    clip_backend: Literal["flax", "torch"] = "flax"
     # files
     output_dir: Path = Path("evaluation")  # of results.json, the table, the curve and images
     overwrite_output_dir: bool = False  # replace earlier results in output_dir

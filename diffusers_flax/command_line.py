@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, Union, get_args, get_type_hints
 
 from diffusers_flax.loading.files import is_full_disk
 from diffusers_flax.messages import one_line
@@ -177,19 +177,11 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
         text = shown.getvalue()
         if stop.code:
             # The second section of a framed text, after its title, is the message.
-            message = re.split("[-─]{10,}|Got errors:", re.sub("[│╮]", " ", text))[1]
-            near = re.search(r"Perhaps you meant:\s+(--\w+)", re.sub("[│╮]", " ", text))
-            refuse(
-                one_line(message).rstrip(".")
-                + (f"; did you mean {near[1]}?" if near else "")
-                + getattr(config_class, "MORE_FLAGS", "")
-            )
-        # Of an optional flag the type alone is shown; the columns of help stay aligned.
-        text = re.sub(
-            r"\{None\}\|(\{\[.*?\]\]\}|\{.*?\}|\S+)",
-            lambda found: found[1].strip("{}").ljust(len(found[0])),
-            text,
-        )
+            text = re.sub("[│╮]", " ", text)
+            message = one_line(re.split("[-─]{10,}|Got errors:", text)[1]).rstrip(".")
+            near = re.search(r"Perhaps you meant:\s+(--\w+)", text)
+            message += f"; did you mean {near[1]}?" if near else ""
+            refuse(message + getattr(config_class, "MORE_FLAGS", ""))
         print(description.strip(), text, sep="\n\n", end="")
         raise
 
@@ -197,23 +189,20 @@ def parse_flags(config_class: Any, description: str, args: list[str] | None) -> 
 def with_own_names(words: list[str], hints: dict) -> list[str]:
     """The words of a command line with the program's own names of SAME_FLAGS.
 
-    Ends the program if a flag with several values has none or comes twice. hints: {flag: type}.
+    Ends the program if a flag with several values comes twice. hints: {flag: type}.
     """
     own_names = {}
     for group in SAME_FLAGS:
         own = next((name for name in group if name in hints), None)
         own_names |= {name: own for name in group if own and name not in hints}
-    found, given = [], set()
-    for word, following in zip(words, [*words[1:], "--"]):
+    found = []
+    for word in words:
         if word.startswith("--"):
             flag, sep, value = word[2:].partition("=")
             name = flag.replace("-", "_")
-            if get_origin(hints.get(name)) is tuple and not sep and following.startswith("--"):
-                refuse(f"--{name} has no value; give one or more, or leave the flag out")
-            if "tuple[" in str(hints.get(name)) and name in given:  # tyro takes the last ones
-                refuse(f"--{name} is given twice; write all values after one --{name}")
-            given.add(name)
             word = f"--{own_names.get(name, flag)}{sep}{value}"
+            if "tuple[" in str(hints.get(name)) and word in found:  # tyro takes the last ones
+                refuse(f"{word} is given twice; write all values after one {word}")
         found.append(word)
     return found
 
@@ -248,12 +237,8 @@ def ask_before_replacing(
         others: paths of other flags that may be in the directory.
     """
     given, folder = f"--{flag} {directory}", Path(directory)
-    if not str(directory):
-        raise ValueError(f"--{flag} is empty; name a directory")
-    if folder.is_file():
-        raise ValueError(f"{given} is a file; name a directory")
     check_writable(given, folder)
-    if overwrite or not folder.is_dir() or (continues and any(folder.glob(continues))):
+    if overwrite or (continues and any(folder.glob(continues))):
         return
     known = [Path(path).resolve() for path in others]
     names = [
@@ -273,17 +258,13 @@ def check_writable(given: str, directory: Path) -> None:
     path = directory.resolve()
     parent = next(p for p in (path, *path.parents) if p.exists())
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
-        raise ValueError(
-            f"{given} cannot be written: {parent} is not a directory that you can write to; name "
-            "another"
-        )
+        raise ValueError(f"{given}: {parent} is no directory that you can write to; name another")
 
 
 def check_image_file(path):
     """Raise a ValueError for an image file that cannot be written; nothing is written."""
     if path.suffix.lower() not in IMAGE_EXTENSIONS:
-        ending, choices = path.suffix or "no extension", " or ".join(IMAGE_EXTENSIONS)
-        raise ValueError(f"{path} ends in {ending}; name it {choices}")
+        raise ValueError(f"{path} is no image; name it {' or '.join(IMAGE_EXTENSIONS)}")
     check_writable(str(path), path.parent)
 
 

@@ -147,7 +147,7 @@ def test_a_wrong_widening_is_noticed_and_not_saved(narrow, tmp_path, monkeypatch
         ({"source": "wide"}, "the UNet of wide has 8 input channels; give a text-to-image"),
         ({"source": "nowhere/model"}, "no config.json in nowhere/model/unet"),
         ({"subfolder": "vae"}, "is the config of AutoencoderKL, not of UNet2DConditionModel"),
-        ({"output_dir": "file"}, "--output_dir file is a file; name a directory"),
+        ({"output_dir": "file"}, "no directory that you can write to"),
         ({"output_dir": "run"}, "--output_dir run is not empty (config.json, metrics.jsonl); name"),
         ({"output_dir": "narrow"}, "--output_dir narrow has another model's UNet; name another"),
     ],

@@ -291,7 +291,7 @@ class Editor:
             images = np.asarray(images).reshape(1, size[1], size[0], 3)
             if request.stopped.is_set():
                 raise Stopped
-            check_finite_images(images, "the images", settings.lora)
+            check_finite_images(images, "the images")
             (made,) = to_pil(images)
             feather = settings.mask_feather
             request.images.append(finish_image(made, request.size, image, mask, feather))

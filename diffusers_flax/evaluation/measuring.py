@@ -186,7 +186,7 @@ class Evaluation:
 
             for places, images, seconds in edit_all(load=partial(load_pair, result_of=result_of)):
                 which = f"the edit of {pairs[places[0]].input} and others"
-                check_finite_images(images, which, self.config.lora)
+                check_finite_images(images, which)
                 total_seconds += seconds
                 for place, image in zip(places, pipeline.numpy_to_pil(images)):
                     for name, value in self.measure(place, image).items():

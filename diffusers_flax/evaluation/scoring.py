@@ -123,7 +123,7 @@ def make_scorer(pairs, sizes, config):
         pairs,
         metrics,
         None if PROTOCOLS[config.protocol].is_benchmark else sizes,
-        Clip(config.clip_model, config.clip_backend) if "clip" in networks else None,
+        Clip(config.clip_model) if "clip" in networks else None,
         Dino(config.dino_model) if "dino" in networks else None,
         Lpips() if "lpips" in networks else None,
     )

@@ -10,7 +10,6 @@ results are fetched; other threads write the files of the previous batch.
 """
 
 import math
-import os
 import time
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -19,8 +18,8 @@ import jax
 import numpy as np
 
 IN_FLIGHT = 2  # batches on the devices: one runs, the next one waits
-MAX_WRITERS = 8  # threads that write images; compressing a PNG takes longer than all else
-WAITING_PER_WRITER = 4  # images in memory
+NUM_WRITERS = 8  # threads that write images; compressing a PNG takes longer than all else
+MAX_WAITING = 40  # images in memory
 
 
 def rounds_of(requests):
@@ -116,21 +115,17 @@ class FileWriter:
     such as Ctrl-C, submitted files are still written.
     """
 
-    def __init__(self, is_writer=True):
-        """is_writer: False writes nothing, as another process does."""
-        self._is_writer, self._waiting = is_writer, deque()
-        self._num_threads = min(MAX_WRITERS, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(self._num_threads)
+    def __init__(self):
+        self._waiting, self._pool = deque(), ThreadPoolExecutor(NUM_WRITERS)
 
     def __enter__(self):
         return self
 
     def write(self, function, *args):
         """Have a thread call function(*args), which writes a file; blocks if many are waiting."""
-        if len(self._waiting) >= self._num_threads * (1 + WAITING_PER_WRITER):
+        if len(self._waiting) >= MAX_WAITING:
             self._waiting.popleft().result()
-        if self._is_writer:
-            self._waiting.append(self._pool.submit(function, *args))
+        self._waiting.append(self._pool.submit(function, *args))
 
     def wait(self):
         """Wait for all files so far, in any thread."""
@@ -143,17 +138,10 @@ class FileWriter:
                 file.result()
 
 
-def check_finite_images(images, which, lora=()):
-    """Raise a ValueError with a remedy if images are not finite.
-
-    Args:
-        images: array.
-        which: what the images are, for the error.
-        lora: values of --lora.
-    """
+def check_finite_images(images, which):
+    """Raise a ValueError with a remedy if images are not finite; which: what they are."""
     if not np.isfinite(images).all():
-        first = f"without --lora {' '.join(lora)}, then " if lora else ""
         raise ValueError(
-            f"{which} are NaN; try it {first}with --dtype float32, and if that does not help, the "
-            "model is broken"
+            f"{which} are NaN; try it with --dtype float32 and without --lora, and if that does not "
+            "help, the model is broken"
         )

@@ -1,17 +1,14 @@
 """Captioned images and grids of them."""
 
-import functools
 import math
-import string
 import textwrap
-import unicodedata
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
 CAPTION_SIZE = 14  # font size, pixels
 LINE_HEIGHT = 20  # of a caption, pixels
-NO_LETTER = "\U0010ffff"  # fonts draw missing letters like this one
+CHINESE = "\u2e80"  # from this letter on
 GRID_IMAGES = 64  # in a grid, at most
 GRID_IMAGE_SIZE = 256  # pixels, longer side
 GRID_MARGIN = 8  # pixels
@@ -44,7 +41,7 @@ def captioned(images, text, max_lines=None):
     width, height = sum(image.width for image in images), max(image.height for image in images)
     size = max(CAPTION_SIZE, width // 40)
     line_height = size * LINE_HEIGHT // CAPTION_SIZE
-    font = caption_font(frozenset(text), size)
+    font = caption_font(text, size)
     mean = font.getlength(text) / max(1, len(text)) or 1.0  # width of a letter
     columns = max(1, int(0.9 * width / mean))
     lines = textwrap.wrap(text, columns, max_lines=max_lines, placeholder="…") or [""]
@@ -59,32 +56,17 @@ def captioned(images, text, max_lines=None):
     return tile
 
 
-@functools.cache
-def caption_font(letters, size):
-    """The first font with all letters: Pillow's own, DejaVu Sans, or the system's for Chinese.
-
-    letters: frozenset of characters; size: pixels.
-    """
-    font = ImageFont.load_default(size)
-    # Spaces, controls and combining marks have no shape of their own.
-    letters = {x for x in letters if unicodedata.category(x)[0] not in "ZCM"}
-    if letters <= {*string.printable} or has_letters(font, letters):
-        return font
+def caption_font(text, size):
+    """A font for a text: Pillow's own, DejaVu Sans, or the system's for Chinese; size: pixels."""
+    if text.isascii():
+        return ImageFont.load_default(size)
     from matplotlib import font_manager, get_data_path  # a second
 
-    own = str(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))
-    system = (file for file in sorted(font_manager.findSystemFonts()) if "CJK" in file)
-    for file in (own, *system):
-        font = ImageFont.truetype(file, size)
-        if has_letters(font, letters):
-            break
-    return font
-
-
-def has_letters(font, letters):
-    """Whether a font draws all letters."""
-    missing = bytes(font.getmask(NO_LETTER))
-    return all(bytes(font.getmask(letter)) != missing for letter in letters)
+    file = str(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))
+    if max(text) >= CHINESE:
+        system = sorted(font_manager.findSystemFonts())
+        file = next((x for x in system if "CJK" in x), file)
+    return ImageFont.truetype(file, size)
 
 
 def tile_grid(tiles, columns, margin=0):

@@ -4,15 +4,12 @@ clip = Clip("openai/clip-vit-large-patch14")
 similarity = cosine(clip.image_features([image]), clip.text_features(["a cat"]))
 """
 
-from functools import partial
-
 import jax
 import numpy as np
 
 from diffusers_flax.loading.files import read_json
-from diffusers_flax.loading.hub import fetch_directory, fetch_file
+from diffusers_flax.loading.hub import fetch_directory
 from diffusers_flax.loading.tokenizer import TOKENIZER_FILES
-from diffusers_flax.loading.weights import find_weights
 from diffusers_flax.messages import one_line
 from diffusers_flax.models.clip_similarities import FlaxCLIPModel
 
@@ -30,14 +27,13 @@ class Clip:
 
     Args:
         name: directory or hub id.
-        backend: "flax", or "torch", PyTorch on the CPU.
-        devices: of JAX, where "flax" computes features; None: the first one.
+        devices: of JAX, which compute features; None: the first one.
 
     Raises:
         ValueError: it cannot be read, or is not a CLIP model.
     """
 
-    def __init__(self, name, backend="flax", devices=None):
+    def __init__(self, name, devices=None):
         from transformers import CLIPProcessor  # seconds to import
 
         try:
@@ -49,14 +45,19 @@ class Clip:
             if not any((folder / file).exists() for file in ("tokenizer.json", "vocab.json")):
                 raise ValueError("it has no tokenizer.json and no vocab.json")
             self.processor = CLIPProcessor.from_pretrained(folder)
-            self.side = (config.get("vision_config") or {}).get("image_size", 224)  # of its images
-            encoders = torch_encoders if backend == "torch" else partial(flax_encoders, devices)
-            self._encode_images, self._encode_texts, self.dim, self._length = encoders(name)
+            model, params = FlaxCLIPModel.from_pretrained(name, _do_init=False)
         except Exception as error:  # the libraries raise errors of many types
             raise ValueError(
                 f"--clip_model {name} cannot be opened: {one_line(error, 400)}; name a directory "
                 'or hub id of a CLIP model, or "" to leave CLIP out'
             ) from error
+        self.side = (config.get("vision_config") or {}).get("image_size", 224)  # of its images
+        self.dim = model.module.projection_dim
+        self._length = model.module.text_config["max_position_embeddings"]
+        params, devices = model.to_fp32(params), devices or jax.local_devices()[:1]
+        self._params = [jax.device_put(params, device) for device in devices]
+        self._encode_images = jax.jit(model.get_image_features)
+        self._encode_texts = jax.jit(model.get_text_features)
 
     def image_features(self, images, batch_size=16, map=map, device=0):
         """Features of PIL images, float32 (n, D), each of length 1.
@@ -75,8 +76,7 @@ class Clip:
             rows = map(lambda image: self.processor(images=[image]), batch)
             return {"pixel_values": np.concatenate([np.stack(x["pixel_values"]) for x in rows])}
 
-        encode = partial(self._encode_images, device)
-        return self._features(encode, images, batch_size, prepare)
+        return self._features(self._encode_images, device, images, batch_size, prepare)
 
     def text_features(self, texts, batch_size=64):
         """Features of texts, float32 (n, D), each of length 1; tokens past the 77th are cut."""
@@ -86,9 +86,9 @@ class Clip:
             inputs = self.processor(text=batch, **options)
             return {name: np.stack(x) for name, x in inputs.items()}
 
-        return self._features(partial(self._encode_texts, 0), texts, batch_size, prepare)
+        return self._features(self._encode_texts, 0, texts, batch_size, prepare)
 
-    def _features(self, encode, items, batch_size, prepare):
+    def _features(self, encode, device, items, batch_size, prepare):
         """Features of items, at most batch_size at once.
 
         A batch is padded to a power of two, so that the encoder compiles for few sizes.
@@ -97,58 +97,9 @@ class Clip:
         for start in range(0, len(items), batch_size):
             batch = list(items[start : start + batch_size])
             padding = min(batch_size, 1 << (len(batch) - 1).bit_length()) - len(batch)
-            features = encode(**prepare(batch + batch[-1:] * padding))[: len(batch)]
-            rows.append(features / np.linalg.norm(features, axis=-1, keepdims=True))
-        return np.concatenate(rows)
-
-
-def flax_encoders(devices, name):
-    """CLIP on devices of JAX.
-
-    Args:
-        devices: see Clip.
-        name: directory or hub id.
-
-    Returns:
-        ((number of the device, pixel_values=) -> features, likewise with input_ids= and
-        attention_mask=, size of the features, longest text in tokens): NumPy arrays, features not
-        normalised.
-    """
-    model, params = FlaxCLIPModel.from_pretrained(name, _do_init=False)
-    devices, params = devices or jax.local_devices()[:1], model.to_fp32(params)
-    copies = [jax.device_put(params, device) for device in devices]
-
-    def compiled(encode):
-        @jax.jit
-        def features(params, inputs):
+            inputs = prepare(batch + batch[-1:] * padding)
             # TPUs and GPUs would otherwise multiply float32 matrices with fewer bits.
             with jax.default_matmul_precision("highest"):
-                return encode(**inputs, params=params)
-
-        return lambda device, **inputs: np.asarray(features(copies[device], inputs))
-
-    encoders = compiled(model.get_image_features), compiled(model.get_text_features)
-    module = model.module
-    return *encoders, module.projection_dim, module.text_config["max_position_embeddings"]
-
-
-def torch_encoders(name):
-    """CLIP of PyTorch transformers on the CPU; results as of flax_encoders."""
-    import torch
-    from transformers import CLIPModel
-
-    fetch = partial(fetch_file, name, subfolder=None, revision=None)
-    folder = find_weights(fetch, "model", None, True, name)[0].parent
-    model = CLIPModel.from_pretrained(folder, dtype=torch.float32).eval()
-
-    def on_cpu(encode):
-        @torch.inference_mode()
-        def features(device, **inputs):
-            inputs = {name: torch.from_numpy(x) for name, x in inputs.items()}
-            return encode(**inputs).pooler_output.numpy()
-
-        return features
-
-    encoders = on_cpu(model.get_image_features), on_cpu(model.get_text_features)
-    length = model.config.text_config.max_position_embeddings
-    return *encoders, model.config.projection_dim, length
+                features = np.asarray(encode(**inputs, params=self._params[device]))[: len(batch)]
+            rows.append(features / np.linalg.norm(features, axis=-1, keepdims=True))
+        return np.concatenate(rows)

@@ -5,15 +5,14 @@ from threading import Lock
 import jax
 import numpy as np
 
-from diffusers_flax.images import image_mark, save_image, to_pil
+from diffusers_flax.images import save_image, to_pil
 from diffusers_flax.pipelines.sampling import keys_of_sequel
 
-PREVIEW = "preview by FlaxDiffusionPipeline"  # marks previews, which later previews may replace
 MAX_SEQUELS = 2  # see keys_of_sequel: of inpainting that continues from latents
 
 
 class PreviewFiles:
-    """Writes previews; they replace previews of an earlier run, and no other file.
+    """Writes previews.
 
     Args:
         every: number of steps between previews.
@@ -30,7 +29,7 @@ class PreviewFiles:
         """Add images: their files, (width, height) of their previews, PRNG keys, largest steps.
 
         Raises:
-            ValueError: there would be no preview, or one would replace a file.
+            ValueError: there would be no preview.
         """
         every = self.preview.every
         if every >= num_steps:
@@ -38,10 +37,6 @@ class PreviewFiles:
                 f"--preview {every} of {num_steps} steps makes no preview, as the last step makes "
                 f"the image; take less than {num_steps}"
             )
-        for file in outputs:
-            for path in (preview_file(file, step) for step in range(every, num_steps, every)):
-                if path.exists() and image_mark(path)[0] != PREVIEW:
-                    raise ValueError(f"{path} would be replaced by a preview; give it another name")
         for _ in range(MAX_SEQUELS + 1):
             names = [key.tobytes() for key in np.asarray(jax.random.key_data(keys))]
             self._image_of |= zip(names, zip(outputs, sizes))
@@ -51,9 +46,5 @@ class PreviewFiles:
         with self._one_at_a_time:
             for key, image in zip(keys, to_pil(images)):
                 file, size = self._image_of[key.tobytes()]
-                save_image(image.resize(size), preview_file(file, step), PREVIEW)
-
-
-def preview_file(file, step):
-    """The file of an image's preview."""
-    return file.with_name(f"{file.stem}-step-{step:03}{file.suffix}")
+                name = f"{file.stem}-step-{step:03}{file.suffix}"
+                save_image(image.resize(size), file.with_name(name))

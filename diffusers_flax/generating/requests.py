@@ -327,17 +327,15 @@ def output_files(requests, ids, output, software, grid):
         ValueError: a file cannot be written, is not by this program, or is read or written twice.
     """
     files = [request.output for request in requests]
-    is_file = files == [None] and output.suffix and not output.is_dir()
-    if None in files and (is_file or is_image_file(output)):
+    if None in files and (is_image_file(output) or (len(files) == 1 and output.suffix)):
         if len(files) > 1:
             raise ValueError(
                 f"--output {output} is one file for {len(files)} images; give a directory"
             )
         files = [output]
     elif None in files:
-        places = [place for place, file in enumerate(files) if file is None]
-        for place, file in zip(places, numbered_files(output, [ids[i] for i in places])):
-            files[place] = file
+        numbered = iter(numbered_files(output, [x for x, file in zip(ids, files) if file is None]))
+        files = [file or next(numbered) for file in files]
     written = [*files, *filter(None, [grid])]
     for path in written:
         check_image_file(path)
@@ -348,16 +346,14 @@ def output_files(requests, ids, output, software, grid):
     for path in itertools.chain(*map(files_read, requests)):
         if path.resolve() in resolved:
             raise ValueError(f"{path} is an input and would be overwritten; name another output")
-    todo = []
-    for place, path in enumerate(files):
-        by, found = image_mark(path) if path.exists() else (software, None)
+    marks = [image_mark(file) if file.exists() else (software, None) for file in files]
+    for file, (by, _) in zip(files, marks):
         if by != software:
             raise ValueError(
-                f"{path} exists, is not by {software} and would be overwritten; name another "
+                f"{file} exists, is not by {software} and would be overwritten; name another "
                 "output, or delete the file"
             )
-        todo += [place] if found != ids[place] else []
-    return files, todo
+    return files, [place for place, mark in enumerate(marks) if mark[1] != ids[place]]
 
 
 def is_image_file(output):
@@ -366,15 +362,9 @@ def is_image_file(output):
 
 
 def numbered_files(folder, ids):
-    """The files 000.png, 001.png, ... of images in a directory, also of those that are made.
-
-    The numbers follow those of other images; an interrupted run goes on with its own.
-    """
-    numbers = {int(x.stem): x for x in sorted(folder.glob("*.png")) if x.stem.isdecimal()}
-    number_of = {image_mark(file)[1]: number for number, file in reversed(numbers.items())}
-    own = [number_of[image_id] for image_id in ids if image_id in number_of]
-    first = min(own) if own else max(numbers, default=-1) + 1
-    free = (number for number in itertools.count(first) if number not in numbers)
-    return [
-        numbers[number_of[x]] if x in number_of else folder / f"{next(free):03}.png" for x in ids
-    ]
+    """The files 000.png, 001.png, ... of images in a directory; made ones keep theirs."""
+    found = sorted((x for x in folder.glob("*.png") if x.stem.isdecimal()), reverse=True)
+    made = {image_mark(file)[1]: file for file in found}
+    free = (folder / f"{number:03}.png" for number in itertools.count())
+    free = (file for file in free if file not in found)
+    return [made.get(image_id) or next(free) for image_id in ids]

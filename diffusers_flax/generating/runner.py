@@ -14,7 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -95,11 +95,7 @@ class Kind(NamedTuple):
     size: tuple  # (width, height) of the program
     task: str  # of models.TASKS
     options: tuple  # (argument, value) of the call, in pairs
-    text: Any  # structure and shapes of the prompts' arrays
-    is_guided: bool  # whether the guidance scale may differ between images
-    has_latents: bool  # whether the initial noise is given
-    has_mask: bool
-    num_controls: int  # number of control images
+    given: tuple  # which arrays there are, and the shapes of the prompts'
 
 
 def kind_of(request, size, prompts=None):
@@ -111,21 +107,20 @@ def kind_of(request, size, prompts=None):
         options |= dict(width=size[0], height=size[1])
     if request.control:
         given = {name: getattr(request, name) for name in CONTROL_OPTIONS}
-        options |= {name: as_numbers(x) for name, x in given.items() if x}
+        options |= {name: x if len(x) > 1 else x[0] for name, x in given.items() if x}
         options["guess_mode"] = request.guess_mode
-    is_guided = request.task != EDIT and options["guidance_scale"] > 1
-    if is_guided:
+    if is_guided(request):
         del options["guidance_scale"]
     options["timesteps"] = request.timesteps or None
     options = tuple((name, x) for name, x in options.items() if x is not None)
-    text = jax.tree.structure(prompts), *(x.shape for x in jax.tree.leaves(prompts))
-    has = request.latents is not None, request.mask is not None, len(request.control)
-    return Kind(size, request.task, options, text, is_guided, *has)
+    given = request.latents is None, request.mask is None, len(request.control)
+    given += jax.tree.structure(prompts), *(x.shape for x in jax.tree.leaves(prompts))
+    return Kind(size, request.task, options, given)
 
 
-def as_numbers(values):
-    """A tuple of several numbers as it is, of one as the number."""
-    return values if len(values) > 1 else values[0]
+def is_guided(request):
+    """Whether the guidance scale of an image is an array of the call: it may differ in a batch."""
+    return request.task != EDIT and request.guidance_scale > 1
 
 
 # ------------------------------------------------------------ models
@@ -204,10 +199,11 @@ def check_call(models, kind):
         from diffusers_flax.acceleration.plans import plan_steps  # not for plain images
 
         plan_steps(pipeline.accelerate, options.branches, schedule.scales)
-    if kind.task == "ControlNet" and kind.num_controls != len(pipeline.nets):
+    num_controls = kind.given[2]
+    if kind.task == "ControlNet" and num_controls != len(pipeline.nets):
         raise ValueError(
-            f"{kind.num_controls} --control do not fit {len(pipeline.nets)} --controlnet; give an "
-            "image for each ControlNet, in their order"
+            f"{num_controls} --control do not fit {len(pipeline.nets)} --controlnet; give an image "
+            "for each ControlNet, in their order"
         )
     return schedule.num_steps, options.branches
 
@@ -265,10 +261,7 @@ def load_inputs(request, size, program_size):
 
 
 def edges_of(image):
-    """The edges of a PIL image, white on black, as ControlNets for edges take them.
-
-    Source: Canny, A Computational Approach to Edge Detection (1986).
-    """
+    """The edges of a PIL image, white on black, as ControlNets for edges take them."""
     from skimage.feature import canny  # a second, not for other images
 
     grey = np.asarray(image.convert("L"), np.float64) / 255
@@ -300,21 +293,20 @@ def inputs_of(pipeline, task, images=(), masks=()):
     return arrays | ({"masked_image": None} if task == "inpainting" else {})
 
 
-def arrays_of(models, kind, requests, loaded):
+def arrays_of(models, task, requests, loaded):
     """The arrays of a call but the prompts, {argument: array (B, ...) or None}.
 
-    requests: of the Kind; loaded: load_inputs of each.
+    requests: of one Kind; loaded: load_inputs of each.
     """
-    images, masks = zip(*loaded)
-    masks = list(masks) if kind.has_mask else ()
-    pipeline = models.pipelines[kind.task]
-    arrays = inputs_of(pipeline, kind.task, list(images), masks)
+    images, masks = map(list, zip(*loaded))
+    masks = () if None in masks else masks
+    arrays = inputs_of(models.pipelines[task], task, images, masks)
     arrays["prng_seed"] = keys_of(requests)
-    if kind.is_guided:
+    if is_guided(requests[0]):
         arrays["guidance_scale"] = np.array([x.guidance_scale for x in requests], np.float32)
-    if kind.has_latents:
+    if requests[0].latents is not None:
         latents = np.concatenate([np.load(x.latents)[:1] for x in requests])
-        arrays["noise" if kind.task == "image to image" else "latents"] = np.float32(latents)
+        arrays["noise" if task == "image to image" else "latents"] = np.float32(latents)
     return arrays
 
 
@@ -329,14 +321,15 @@ def call_models(models, kind, arrays, refining):
 
     arrays, refining: arguments of the call of the model, and of the refiner's or None.
     """
-    options = dict(kind.options)
-    make = partial(models.pipelines[kind.task], params=models.params, jit=True, **arrays, **options)
+    pipeline, end, options = models.pipelines[kind.task], models.denoising_end, dict(kind.options)
+    if refining is not None:
+        options |= {"denoising_end": end, "output_type": "latent"}
+    images = pipeline(params=models.params, jit=True, **arrays, **options).images
     if refining is None:
-        return make().images
-    end = models.denoising_end
+        return images
     shared = {name: x for name, x in kind.options if name in REFINER_OPTIONS}
     return models.refiner.pipelines[kind.task](
-        image=make(denoising_end=end, output_type="latent").images,
+        image=images,
         params=models.refiner.params,
         denoising_start=end,
         jit=True,
@@ -375,7 +368,7 @@ def make_images(models, requests, program_sizes, todo, load, batch_size, bar, in
     def prepare(batch):
         _, kind, places, _ = batch
         of_batch = [requests[place] for place in places]
-        arrays = arrays_of(models, kind, of_batch, list(loaders.map(load, places)))
+        arrays = arrays_of(models, kind.task, of_batch, list(loaders.map(load, places)))
         refining = None
         if models.refiner:
             refining = {name: arrays[name] for name in REFINER_ARRAYS if name in arrays}
@@ -466,7 +459,7 @@ def make_files(config, requests, program, output=None):
     is_writer = layout is None or layout.is_writer
     if todo:
         load_models(models, config, requests, program_sizes, max(all_branches, key=len))
-        with tqdm(total=len(todo), unit="image") as bar, FileWriter(is_writer) as writer:
+        with tqdm(total=len(todo), unit="image") as bar, FileWriter() as writer:
 
             def load(place):
                 if requests[place].after is not None:
@@ -475,9 +468,8 @@ def make_files(config, requests, program, output=None):
 
             made = make_images(models, requests, program_sizes, todo, load, config.batch_size, bar)
             for places, images, _ in made:
-                which = f'images of "{requests[places[0]].prompt}" and others'
-                check_finite_images(images, which, config.lora)
-                for place, image in zip(places, images):
+                check_finite_images(images, f'images of "{requests[places[0]].prompt}" and others')
+                for place, image in zip(places, images if is_writer else ()):
                     about = requests[place], sizes[place], config, program, ids[place]
                     writer.write(write_image, image, *about)
         jax.effects_barrier()  # waits for the previews

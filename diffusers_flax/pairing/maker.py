@@ -103,7 +103,7 @@ class PairMaker:
         if not self.num_finite and self.num_nan >= MAX_NAN:
             first = self.captions[prepared[0][0][0].place]
             which = f'images of "{first.input}" and others'
-            check_finite_images(images[0], which, self.config.lora)
+            check_finite_images(images[0], which)
         if not np.all(finite):
             warn_once("some images are NaN, and their samples are not kept")
         samples = [samples for samples, _ in prepared]

@@ -41,10 +41,6 @@ class Edit:
     sizes: tuple[int, ...] = ()  # pixels
     spacing: Literal["leading", "trailing"] = "leading"
     dtype: Literal["b", "c"] | None = None
-    height: int | None = None
-    names: tuple[str, ...] | None = None
-    lengths: tuple[float, float] | None = None
-    shuffle: bool = True
 
 
 def refused(config_class, args, capsys):
@@ -67,8 +63,7 @@ def refused(config_class, args, capsys):
             "Error parsing --steps: invalid literal for int() with base 10: '9.5'",
         ),
         (["--spacing", "wide"], "invalid choice 'wide' for argument '--spacing'"),
-        (["--sizes", "--names"], "--sizes has no value; give one or more"),
-        (["--sizes", "1", "--sizes=2"], "--sizes is given twice; write all values after one"),
+        (["--sizes", "1", "--sizes", "2"], "--sizes is given twice; write all values after one"),
     ],
 )
 def test_wrong_flags_are_one_line(args, message, capsys):
@@ -107,9 +102,6 @@ def test_help(width, capsys, monkeypatch):
             "--steps INT of the sampler (default: 3)",
             "--sizes [INT [INT ...]] pixels (default: )",
             "--dtype {None,b,c} (default: None)",
-            "--height INT (default: None)",
-            "--names [STR [STR ...]] (default: None)",
-            "--lengths FLOAT FLOAT (default: None)",
         ):
             assert text in words
 

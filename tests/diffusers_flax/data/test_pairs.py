@@ -349,7 +349,7 @@ def test_bad_directories(tmp_path, capsys):
         ("--train_data_dir data --max_pairs 5", "--max_pairs goes with --pairs"),
         ("--pairs a.csv --output_dir x --num_held_out 5", "go together"),
         ("--pairs a.csv --output_dir full", "--output_dir full is not empty (x.parquet)"),
-        ("--pairs a.csv --output_dir x --preview x.txt", "--preview x.txt ends in .txt"),
+        ("--pairs a.csv --output_dir x --preview x.txt", "x.txt is no image; name it .png or .jpg"),
         (
             "--pairs a.csv --output_dir x --held_out_dir ./x --num_held_out 1",
             "--held_out_dir x is also --output_dir",

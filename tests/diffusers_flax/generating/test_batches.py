@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusers_flax.generating.batches import FileWriter, check_finite_images, run_ahead
+from diffusers_flax.generating.batches import FileWriter, run_ahead
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -61,13 +61,3 @@ def test_an_error_anywhere_ends_the_run(place):
     del error
     while threading.active_count() > threads:
         time.sleep(0.01)
-
-
-def test_images_that_are_not_finite_suspect_the_lora_first():
-    images = np.zeros((2, 8, 8, 3))
-    check_finite_images(images, "images from 0 on", ("a.safetensors",))
-    images[1, 2, 3, 0] = np.nan
-    with pytest.raises(ValueError, match=r"^images from 0 on are NaN; try it with --dtype float32"):
-        check_finite_images(images, "images from 0 on")
-    with pytest.raises(ValueError, match=r"try it without --lora a b:2, then with --dtype float32"):
-        check_finite_images(images, "images from 0 on", ("a", "b:2"))

@@ -29,7 +29,7 @@ def test_captions_are_wrapped(text):
 
 def test_letters_that_the_first_font_lacks_are_drawn_with_another():
     """Each letter has its own shape."""
-    font = caption_font(frozenset(CYRILLIC), CAPTION_SIZE)
+    font = caption_font(CYRILLIC, CAPTION_SIZE)
     assert len({bytes(font.getmask(letter)) for letter in CYRILLIC}) == len({*CYRILLIC})
 
 
