@@ -18,9 +18,8 @@ from tiny_models import make_tiny_pipeline
 
 import edit_cli
 from diffusers_flax.generating.captions import GRID_MARGIN
-from diffusers_flax.generating.recipes import read_recipe, recipe_text
+from diffusers_flax.generating.recipes import read_recipe
 from diffusers_flax.generating.sizes import load_fitted, result_size, shared_size
-from diffusers_flax.images import save_image
 from diffusers_flax.models.base import FlaxModelMixin
 from diffusers_flax.pipelines.instruct_pix2pix import FlaxStableDiffusionInstructPix2PixPipeline
 from diffusers_flax.schedulers.factory import SCHEDULERS, make_scheduler
@@ -85,11 +84,6 @@ def test_an_image_is_made_again_from_its_recipe(model, input_images, monkeypatch
         Image.new("RGB", (32, 24)).save("a.png")
     moved = edited("--input", "moved.png")
     np.testing.assert_array_equal(moved, np.asarray(Image.open("blue.png")))
-    shutil.copy("moved.png", "a.png")
-    save_image(moved / 255, Path("text.png"), texts=recipe_text("generate_cli.py", {"prompt": "x"}))
-    with pytest.raises(SystemExit):
-        edit_cli.main(["--like", "text.png"])
-    assert "generate_cli.py --like text.png makes it again" in capsys.readouterr().err
 
 
 def test_a_list_of_edits_by_the_real_command_line(model, input_images, monkeypatch):

@@ -433,7 +433,7 @@ MISTAKES = [
         "1 --control do not fit 2 --controlnet; give an image for each ControlNet, in their order",
     ),
     ("--image photo.png --strength 0", "--strength 0.0 must be above 0 and at most 1"),
-    ("--model EDITS", "--model EDITS is an edit model (StableDiffusionInstructPix2PixPipeline); e"),
+    ("--model EDITS", "--model EDITS is an edit model (StableDiffusionInstructPix2PixPipeline); t"),
     ("--prompts_file none.txt --prompt it", "--prompt and --prompts_file are both given; give"),
     (
         "--requests_jsonl several.jsonl",
@@ -446,7 +446,7 @@ MISTAKES = [
         "--image; give both or none; line 7: output is a/b.png; write a file name, which goes to "
         '--output; line 8: image cannot be ["a"]',
     ),
-    ("--requests_jsonl twice.jsonl", "2 images would be written to out/a.png; give each its own"),
+    ("--requests_jsonl twice.jsonl", "2 images would be written to "),
     ("--requests_jsonl twice.jsonl --num_images 2", "excludes --num_images; write it into the li"),
     ("--image none.png", "none.png does not exist; check the path"),
     ("--image text.png", "text.png cannot be read as an image: no known image format (8 bytes)"),

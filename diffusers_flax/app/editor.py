@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import jax
-import numpy as np
 from PIL import Image
+from tqdm import tqdm
 
 from diffusers_flax.acceleration.plans import parse
 from diffusers_flax.acceleration.previews import Preview
@@ -41,15 +41,16 @@ from diffusers_flax.generating.defaults import with_defaults
 from diffusers_flax.generating.flags import from_flags
 from diffusers_flax.generating.masks import finish_image, fit_mask, stretch_mask
 from diffusers_flax.generating.models import (
+    EDIT,
     Sampling,
     check_sampling,
     plan_images,
     sees_mask,
-    task_of,
     with_task,
 )
 from diffusers_flax.generating.recipes import MASKED, recipe_text
-from diffusers_flax.generating.runner import inputs_of, key_of
+from diffusers_flax.generating.requests import Request
+from diffusers_flax.generating.runner import Models, kind_of, make_images
 from diffusers_flax.generating.sizes import fit_image, result_size, shared_size, stretch
 from diffusers_flax.images import to_pil
 from diffusers_flax.loading.lora import split_weight
@@ -59,7 +60,7 @@ from diffusers_flax.pipelines.instruct_pix2pix import InstructPix2Pix
 
 MAX_PROGRAMS = 24  # in memory; older ones stay in the compilation cache on the disk
 MAX_PREVIEWS = 10  # for each image
-EDIT = "edit"  # a task beside the tasks of generating/models.py
+
 POLL = 0.15  # seconds between two checks of a request's progress
 # Flags in recipes, of the model and of an image.
 MODEL_FLAGS = ("embedding", "unet_delta", "config_name_or_path", "dtype", "storage", "vae_dtype")
@@ -116,7 +117,7 @@ class Editor:
         self.scheduler_config = configs["scheduler"]
         self.task = first_task(self.checked.pipeline_type, configs)
         self.edits = self.task == EDIT
-        self.loras = named_loras(config.lora)
+        self.loras = {Path(split_weight(spec)[0]).stem: spec for spec in config.lora}
         self.decoder = config.preview_decoder or None
         levels = len(configs["unet"].get("block_out_channels", (0,) * 4))
         smallest = self.checked.factor * 2 ** (levels - 1)
@@ -252,8 +253,15 @@ class Editor:
         try:
             self.current = request
             self._make(request)
+        except (Stopped, ValueError, OSError) as error:
+            request.error = error
         except Exception as error:
-            request.error = request.error or error_of(error)
+            text = "this failed on the server, whose log says why"
+            if "RESOURCE_EXHAUSTED" in str(error):
+                text = "the memory of the device is too small; choose a smaller size"
+            elif not request.error:  # of _show
+                logger.error("a request failed", exc_info=error)
+            request.error = request.error or ValueError(text)
         self.requests.remove(request)
         request.done.set()
 
@@ -273,22 +281,18 @@ class Editor:
             raise ValueError("the mask has no white, so nothing may change; make a part white")
         if self.edits and mask and mask.getextrema()[0]:
             mask = None  # all white restricts nothing
-        task = EDIT if self.edits else task_of(request.image, mask)
-        arrays = self._arrays(settings, task, size, image, mask)
+        inputs = image and stretch(image, size), mask and stretch_mask(mask, size)
         request.num_steps = settings.num_steps * len(request.scales)
         request.enter("making")
         for number, scales in enumerate(request.scales):
             request.step = number * settings.num_steps
-            of_image = replace(settings, **dict(zip(SCALES, scales)))
-            pipeline = self._program(of_image, task, mask is not None, size)
-            options = dict(zip(SCALES if task == EDIT else SCALES[:1], scales))
-            options["num_inference_steps"] = settings.num_inference_steps
-            if task == "text to image":
-                options["width"], options["height"] = size
-            elif task != EDIT:
-                options["strength"] = settings.strength
-            images = pipeline(params=self.params, jit=True, **arrays, **options).images
-            images = np.asarray(images).reshape(1, size[1], size[0], 3)
+            one = replace(settings, **dict(zip(SCALES, scales)))
+            given = dict(prompt=one.instruction, image=image and Path(), mask=mask and Path())
+            given |= {} if self.edits else {"image_guidance_scale": None}
+            to_make = from_flags(Request, one, **given)
+            models = Models({to_make.task: self._program(one, to_make, size)}, self.params)
+            making = [to_make], [size], [0], lambda place: inputs, 1, tqdm(disable=True)
+            ((_, images, _),) = make_images(models, *making)
             if request.stopped.is_set():
                 raise Stopped
             check_finite_images(images, "the images")
@@ -297,32 +301,15 @@ class Editor:
             request.images.append(finish_image(made, request.size, image, mask, feather))
         request.seconds = time.perf_counter() - started
 
-    def _arrays(self, settings, task, size, image, mask):
-        """A call's arrays by their names, (1, 1, ...)."""
-        pipeline = self.pipeline
-        arrays = {"prompt_ids": pipeline.prepare_text_inputs(settings.instruction)}
-        if settings.negative_prompt:
-            arrays["neg_prompt_ids"] = pipeline.prepare_text_inputs(settings.negative_prompt)
-        images = image and [stretch(image, size)]
-        masks = mask and [stretch_mask(mask, size)]
-        arrays |= inputs_of(pipeline, task, images, masks)
-        arrays = {name: x if x is None else x[None] for name, x in arrays.items()}
-        return arrays | {"prng_seed": key_of(settings.seed).reshape(1, 1)}
-
-    def _program(self, settings, task, has_mask, size):
-        """The pipeline of the program that makes an image."""
+    def _program(self, settings, to_make, size):
+        """The pipeline of the program that makes an image of a Request."""
         branches = from_flags(Sampling, settings).branches(self.checked.pipeline_type)
-        key = (
-            *(settings.scheduler, settings.accelerate, settings.num_inference_steps),
-            *(settings.num_steps, task, has_mask, size, branches, bool(settings.negative_prompt)),
-        )
+        key = settings.scheduler, settings.accelerate, branches, kind_of(to_make, size)
         if key not in self.programs:
             if len(self.programs) == MAX_PROGRAMS:
                 self.programs.clear()
                 jax.clear_caches()
-            pipeline = self._with_settings(settings)
-            if task != EDIT:
-                pipeline = with_task(pipeline, task)
+            pipeline = with_task(self._with_settings(settings), to_make.task)
             self.programs[key], _ = self._plan(pipeline, settings, size)
         return self.programs[key]
 
@@ -406,22 +393,3 @@ def first_task(pipeline_type, configs):
         return EDIT
     is_inpainting = issubclass(pipeline_type, Inpainting) and sees_mask(configs)
     return "inpainting" if is_inpainting else "text to image"
-
-
-def named_loras(specs):
-    """{short name on the page: spec} of --lora; a name used before gets its folder's in front."""
-    named = {}
-    for spec in specs:
-        path = Path(split_weight(spec)[0])
-        named[path.stem if path.stem not in named else f"{path.parent.name}/{path.stem}"] = spec
-    return named
-
-
-def error_of(error):
-    """The exception that a request's page shows."""
-    if "RESOURCE_EXHAUSTED" in str(error):
-        return ValueError("the memory of the device is too small; choose a smaller size")
-    if isinstance(error, Stopped | ValueError | OSError):
-        return error
-    logger.error("a request failed", exc_info=error)
-    return ValueError("this failed on the server, whose log says why")

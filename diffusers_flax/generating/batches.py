@@ -142,6 +142,5 @@ def check_finite_images(images, which):
     """Raise a ValueError with a remedy if images are not finite; which: what they are."""
     if not np.isfinite(images).all():
         raise ValueError(
-            f"{which} are NaN; try it with --dtype float32 and without --lora, and if that does not "
-            "help, the model is broken"
+            f"{which} are NaN; try --dtype float32, and no --lora; else the model is broken"
         )

@@ -150,10 +150,9 @@ def check_tasks(model, tasks, replaced=None, flag="model", revision=None):
     named = class_of(index, model)
     is_xl, edits = issubclass(named, XLComponents), EDIT in tasks
     if issubclass(named, InstructPix2Pix) != edits:
-        program = "generate_cli.py makes images" if edits else "edit_cli.py edits images"
         raise ValueError(
-            f"{given} is {'not ' * edits}an edit model ({named.torch_class_name}); {program} with "
-            "it"
+            f"{given} is {'not ' * edits}an edit model ({named.torch_class_name}); take "
+            f"{'generate_cli.py' if edits else 'edit_cli.py'}"
         )
     if is_xl and not has_component(index, "text_encoder") and "text to image" in tasks:
         raise ValueError(
@@ -297,8 +296,7 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, sizes, vae_
         f"{in_bytes(bound.needed)}"
     )
     if bound.available:
-        place = "this machine" if platform == "cpu" else "a device"
-        planned += f" of the {in_bytes(bound.available)} of {place}"
+        planned += f" of {in_bytes(bound.available)}"
         if bound.needed > bound.available:
             raise ValueError(
                 f"{planned}, of which the weights are {in_bytes(bound.params)}; lower --batch_size "
@@ -309,6 +307,4 @@ def plan_images(pipeline, devices, num_images, batch_size, branches, sizes, vae_
         pipeline = replace(pipeline, vae=with_tile(pipeline.vae, vae_tile))
     if vae_tile and max(size) > vae_tile:
         planned += f"; the VAE works in tiles of {vae_tile} pixels"
-    if layout and layout.offload:
-        planned += f"; parameters are in the host's memory, fetched by {layout.offload}"
     return pipeline, planned

@@ -11,6 +11,7 @@ paths and checksums. An image's id is a hash of its recipe and of the model's fi
 program that is started again finds its finished images.
 """
 
+import argparse
 import hashlib
 import json
 from dataclasses import fields
@@ -53,8 +54,7 @@ MODEL_SUFFIXES = {*WEIGHTS_SUFFIXES, ".json", ".txt"}  # weights, configs and to
 
 def checksum_of(path):
     """SHA-256 of a file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def recipe_text(program, flags, files=(), checksum=checksum_of):
@@ -74,25 +74,22 @@ def recipe_text(program, flags, files=(), checksum=checksum_of):
     return {KEYWORD: json.dumps(recipe, default=str, ensure_ascii=False)}
 
 
-def flags_of(config, request):
-    """{flag: value} of an image, as far as the values differ from the program's defaults.
+def recipe_of(program, config, request, checksum=checksum_of):
+    """The recipe_text of an image: all flags that differ from the program's defaults.
 
-    config: flags of the program; request: Request.
+    Args:
+        program, checksum: see recipe_text.
+        config: flags of the program.
+        request: Request.
     """
     fields_of_edits = FLAGS_OF_EDITS if request.task == EDIT else {}
-    flags = {}
+    flags = {"seed": request.seed}
     for field in fields(config):
         name = fields_of_edits.get(field.name, field.name)
         value = getattr(request if name in vars(request) else config, name)
         is_needless = field.name in SAME_IMAGES or (name == "controlnet" and not request.control)
         if not is_needless and value is not None and value != field.default:
             flags[field.name] = value
-    return flags | {"seed": request.seed}
-
-
-def recipe_of(program, config, request, checksum=checksum_of):
-    """The recipe_text of an image; arguments: see recipe_text and flags_of."""
-    flags = flags_of(config, request)
     files = {name: flags[name] for name in INPUTS if name in flags}
     return recipe_text(program, flags, files, checksum)
 
@@ -167,12 +164,11 @@ def with_flags_of_image(words, config_class):
 
     A file without a recipe, or a changed original image or mask, ends the program with one line.
     """
-    place = next((i for i, word in enumerate(words) if word.partition("=")[0] == LIKE), None)
-    if place is None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(LIKE)
+    found, others = parser.parse_known_args(words)
+    if (file := found.like) is None:
         return words
-    _, is_joined, file = words[place].partition("=")
-    file = file if is_joined else "".join(words[place + 1 : place + 2])
-    others = [*words[:place], *words[place + (1 if is_joined else 2) :]]
     named = [word.partition("=")[0] for word in others if word.startswith("--")]
     given = {name.removeprefix("--").replace("-", "_").removeprefix("no_") for name in named}
     given |= {own for pair in SAME_FLAGS if given & {*pair} for own in pair}
@@ -180,9 +176,6 @@ def with_flags_of_image(words, config_class):
     if (recipe := read_recipe(file)) is None:
         refuse(f"{LIKE} {file} has no recipe; name a PNG file as this program wrote it")
     known = {field.name for field in fields(config_class)}
-    for name, program in (("edit", "edit_cli.py"), ("prompt", "generate_cli.py")):
-        if name in recipe and name not in known:
-            refuse(f"{LIKE} {file} is not of this program; {program} {LIKE} {file} makes it again")
     for name, checksums in recipe.get(CHECKSUMS, {}).items():
         paths, checksums = (x if isinstance(x, list) else [x] for x in (recipe[name], checksums))
         for path, checksum in zip(paths, checksums):

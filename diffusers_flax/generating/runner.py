@@ -231,15 +231,11 @@ def load_models(models, config, requests, program_sizes, branches):
 # ------------------------------------------------------------ batches
 
 
-def key_of(seed, index=0):
-    """The key of the noise of image `index` of a call with jax.random.key(seed)."""
-    return jax.random.fold_in(jax.random.key(seed), index)
-
-
 def keys_of(requests):
     """The key of each image's noise; an edit's depends on its place in the list too."""
     seeds = np.array([request.seed for request in requests], np.uint32)
-    return jax.vmap(key_of)(seeds, np.array([request.index for request in requests]))
+    indices = np.array([request.index for request in requests])
+    return jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(seeds), indices)
 
 
 def load_inputs(request, size, program_size):
@@ -268,40 +264,23 @@ def edges_of(image):
     return Image.fromarray(np.uint8(canny(grey, **CANNY)) * 255).convert("RGB")
 
 
-def inputs_of(pipeline, task, images=(), masks=()):
-    """The arrays of a call that hold its images.
-
-    Args:
-        pipeline: with_task's.
-        task: of models.TASKS.
-        images: list of PIL images of one size; for "ControlNet" of tuples of them, one for each
-            ControlNet.
-        masks: for edits and "inpainting", list of PIL images, white where an image may change.
-
-    Returns:
-        {argument: float32 (B, ...)}; for "inpainting" masked_image is None, as the call makes it.
-    """
-    if task == "text to image":
-        return {}
-    if task == "ControlNet":
-        of_nets = [list(controls) for controls in zip(*images)]
-        is_several = isinstance(pipeline.controlnet, FlaxMultiControlNetModel)
-        return {"image": pipeline.prepare_image_inputs(of_nets if is_several else of_nets[0])}
-    arrays = {"image": prepare_images(images)}
-    if masks:
-        arrays["mask"] = prepare_masks(masks)
-    return arrays | ({"masked_image": None} if task == "inpainting" else {})
-
-
 def arrays_of(models, task, requests, loaded):
     """The arrays of a call but the prompts, {argument: array (B, ...) or None}.
 
     requests: of one Kind; loaded: load_inputs of each.
     """
+    pipeline, arrays = models.pipelines[task], {"prng_seed": keys_of(requests)}
     images, masks = map(list, zip(*loaded))
-    masks = () if None in masks else masks
-    arrays = inputs_of(models.pipelines[task], task, images, masks)
-    arrays["prng_seed"] = keys_of(requests)
+    if task == "ControlNet":
+        of_nets = [list(controls) for controls in zip(*images)]
+        is_several = isinstance(pipeline.controlnet, FlaxMultiControlNetModel)
+        arrays["image"] = pipeline.prepare_image_inputs(of_nets if is_several else of_nets[0])
+    elif task != "text to image":
+        arrays["image"] = prepare_images(images)
+    if requests[0].mask is not None:
+        arrays["mask"] = prepare_masks(masks)
+    if task == "inpainting":
+        arrays["masked_image"] = None  # the call makes it
     if is_guided(requests[0]):
         arrays["guidance_scale"] = np.array([x.guidance_scale for x in requests], np.float32)
     if requests[0].latents is not None:

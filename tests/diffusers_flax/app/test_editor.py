@@ -14,7 +14,7 @@ from served_app import call_pipeline, edit_by_cli
 from tiny_models import make_tiny_pipeline, make_tiny_xl
 
 import edit_app
-from diffusers_flax.app.editor import Editor, ImageRequest, Stopped, named_loras
+from diffusers_flax.app.editor import Editor, ImageRequest, Stopped
 from diffusers_flax.app.settings import Settings
 
 
@@ -179,7 +179,7 @@ def test_lora_and_int8_of_a_request(model, photo_file, tmp_path, monkeypatch):
     save_file({x: rng.normal(size=y).astype(np.float32) for x, y in shapes.items()}, file)
     editor, image = open_editor(model, lora=(str(file),)), Image.open(photo_file)
     assert editor.defaults().lora == ("style",)
-    assert [*named_loras(("a/x.bin:0.5", "b/x.bin"))] == ["x", "b/x"]
+
     plain = Settings("make it red", 2.0, 1.5, 3, seed=7, resolution=32)
     changes = {
         "lora": ({"lora": ("style",)}, ["--lora", str(file)]),

@@ -70,6 +70,4 @@ def test_offload_is_counted(folders, monkeypatch):
         layout = Layout(devices, offload=mode)
         pipeline = FlaxStableDiffusionXLPipeline.open(folders["xl"], layout=layout)
         counts[mode] = memory.num_bytes_at_once(pipeline)
-        _, line = plan_images(pipeline, devices, 1, 1, ("text",), [(64, 64)])
-        assert ("fetched by" in line) == (mode is not None)
     assert counts[None] > counts["component"] > counts["group"] >= counts["layer"]
