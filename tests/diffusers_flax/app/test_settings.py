@@ -30,7 +30,6 @@ def test_a_recipe_has_the_settings():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"negative_prompt": "y" * 9999},
         {"seed": -1, "resolution": 10**30, "mask_feather": -5},
         {"accelerate": [{"a": 1}, ["x"], 5], "lora": [["style"]]},
         {"scheduler": "<b>", "accelerate": ["taesd:path=/etc/passwd"]},
@@ -48,7 +47,6 @@ def test_settings_that_a_page_cannot_have(wrong):
     ("change", "message"),
     [
         ({"instruction": " "}, "instruction= is empty; write a few words"),
-        ({"instruction": "red " * 300}, "instruction= has 1200 characters; write 1000 or less"),
         ({"guidance_scale": float("nan")}, "guidance_scale=nan must be from 0 to 20"),
         ({"resolution": 136}, "resolution=136 must be from 16 to 128"),
         ({"scheduler": "eular"}, "scheduler=eular is unknown"),
