@@ -1,7 +1,9 @@
 """What the page does when something is clicked, and its API for other programs."""
 
 import asyncio
+import html
 import secrets
+import time
 from contextlib import aclosing
 from dataclasses import asdict, replace
 
@@ -19,9 +21,9 @@ from diffusers_flax.app.layout import (
     COMPARED,
     FROM_IMAGE,
     FROM_TEXT,
+    LABELS,
     OWN_SCHEDULER,
     hide,
-    settings_components,
     show,
 )
 from diffusers_flax.app.settings import (
@@ -32,7 +34,7 @@ from diffusers_flax.app.settings import (
     converted,
     settings_of,
 )
-from diffusers_flax.app.status import status, status_of
+
 from diffusers_flax.generating.captions import GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.generating.recipes import read_recipe
 from diffusers_flax.generating.sizes import fit_image
@@ -48,7 +50,7 @@ class Events:
 
     def __init__(self, editor, sessions, components):
         self.editor, self.sessions, self.c = editor, sessions, components
-        self.controls = settings_components(components)
+        self.controls = {name: getattr(components, name) for name in LABELS}
 
     def connect(self, blocks):
         """Attach the handlers, in the current gr.Blocks."""
@@ -219,17 +221,13 @@ class Events:
 
     def _figure(self, request, before, several, session):
         """Save a comparison as one image: original and results in a row, with captions."""
-        names = [name for name in SCALES if len({getattr(x, name) for x in several}) > 1]
-        captions = [
-            " ".join(f"{self.c.labels[name].lower()} {getattr(one, name):g}" for name in names)
-            for one in several
-        ]
-        images = [*request.images]
+        tiles = []
         if before is not None:
             with Image.open(before) as image:
-                images = [image.convert("RGB"), *images]
-            captions = [request.settings.instruction, *captions]
-        tiles = [captioned([image], text) for image, text in zip(images, captions)]
+                tiles.append(captioned([image.convert("RGB")], request.settings.instruction))
+        for image, one in zip(request.images, several):
+            scales = [getattr(one, name) for name in SCALES[: 1 + self.editor.edits]]
+            tiles.append(captioned([image], "scale " + ", ".join(f"{x:g}" for x in scales)))
         file = session.folder / f"{len(session.results):03}-comparison.png"
         save_image(tile_grid(tiles, len(tiles), GRID_MARGIN), file)
         return file
@@ -252,11 +250,10 @@ class Events:
         return {c.result: show(value=after), c.slider: hide(value=None)}
 
     def _failed(self, error, session):
-        """Updates that show an error instead of the result; it is shown over the page, too."""
-        c, session.shown, text = self.c, None, one_line(error)
-        gone = gr.update(interactive=False)
+        """Updates that show an error instead of the result."""
+        c, session.shown, gone = self.c, None, gr.update(interactive=False)
         cleared = {c.result: None, c.slider: None, c.download: gone, c.use: gone}
-        return cleared | {c.status: status(text, "failed")}
+        return cleared | {c.status: status(one_line(error), "failed")}
 
     # ------------------------------------------------------------ other events
 
@@ -295,9 +292,7 @@ class Events:
         if ("edit" if self.editor.edits else "prompt") not in recipe:
             return {c.status: ""}
         settings = settings_of(recipe, self.editor.defaults(), self.editor.limits)
-        text = "the settings of this file are back"
-        if original := recipe.get("input", recipe.get("image")):
-            text += f"; to make the same image, give its original image, {original}"
+        text = "the settings of this file are back; give its original image, if it has one"
         return self._restored(settings) | {c.status: status(text, "info")}
 
     def _restored(self, settings):
@@ -323,6 +318,32 @@ class Events:
         """Forget the session."""
         self.cancel(page)
         self.sessions.close(page)
+
+
+def status(text, state, share=None):
+    """The HTML of the status line.
+
+    Args:
+        text: a sentence.
+        state: "busy", "done", "info" or "failed".
+        share: work done, from 0 to 1, for a progress bar; None: no bar.
+    """
+    bar = "" if share is None else f'<progress value="{share:.3f}" max="1"></progress>'
+    text = html.escape(text[:1].upper() + text[1:])
+    return f'<div class="line {state}" role="status">{bar}<span>{text}</span></div>'
+
+
+def status_of(editor, request):
+    """The status line of a request of an Editor."""
+    if request.step:
+        text = f"step {request.step} of {request.num_steps}"
+        return status(text, "busy", request.step / request.num_steps)
+    if request.stage == "waiting":
+        text = f"waiting for {editor.requests.index(request)} request(s) before this one"
+    else:
+        text = f"{request.stage}, {time.monotonic() - request.since:.0f} s; a new size, number of "
+        text += "steps or scheduler compiles first"
+    return status(text, "busy")
 
 
 def request_of(settings, file, mask_file=None, scales=()):

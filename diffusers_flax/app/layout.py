@@ -52,16 +52,6 @@ SLIDERS = {  # of settings: step, and what it does
 hide, show = partial(gr.update, visible=False), partial(gr.update, visible=True)
 
 
-def labels_of(edits):
-    """LABELS for a model; edits: whether it edits images."""
-    return LABELS if edits else LABELS | {"instruction": "Prompt", "guidance_scale": "Prompt scale"}
-
-
-def settings_components(c):
-    """{setting: its control}."""
-    return {name: getattr(c, name) for name in LABELS}
-
-
 def image_file(**options):
     """A gr.Image whose value is the path of the unchanged uploaded file, which may be broken.
 
@@ -82,9 +72,10 @@ def build(editor, examples):
     Returns:
         Namespace of Gradio components; a setting's control has its name.
     """
-    c = SimpleNamespace(labels=labels_of(editor.edits), defaults=editor.defaults(), tabs=None)
-    path = Path(str(editor.config.model))  # a hub id is shown whole
-    name = "/".join(path.parts[-3:] if path.name == "model" else path.parts[-2:])
+    c = SimpleNamespace(labels=dict(LABELS), defaults=editor.defaults(), tabs=None)
+    if not editor.edits:
+        c.labels |= {"instruction": "Prompt", "guidance_scale": "Prompt scale"}
+    name = "/".join(Path(str(editor.config.model)).parts[-3:])
     with gr.Row(elem_id="head"):
         gr.HTML(f"<h1>{TITLES[editor.task]}</h1><p>{html.escape(name)}</p>", padding=False)
     with gr.Row(elem_id="columns"):
@@ -98,9 +89,9 @@ def build(editor, examples):
         c.api_image, c.api_mask = image_file(label="Image"), image_file(label="Mask")
         c.api_result, c.api_settings = image_file(label="Result"), gr.JSON(label="Settings")
         c.api_button = gr.Button()
-    for control in settings_components(c).values():
+    for name in LABELS:
         # converted checks values; Gradio's checks leave tracebacks in the terminal.
-        control.preprocess = lambda payload: payload
+        getattr(c, name).preprocess = lambda payload: payload
     return c
 
 

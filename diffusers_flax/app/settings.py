@@ -31,7 +31,6 @@ RANGES = {
     "mask_feather": (0, 64),  # pixels
     "strength": (0, 1),
 }
-MAX_TEXT = 1000  # characters; 77 tokens are about 300
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,7 @@ def check_settings(settings, limits):
     """Raise a ValueError for settings out of range. Editor.check has the model's own checks."""
     if not settings.instruction.strip():
         raise ValueError("instruction= is empty; write a few words")
-    for name in ("instruction", "negative_prompt"):
-        if (length := len(getattr(settings, name))) > MAX_TEXT:
-            raise ValueError(f"{name}= has {length} characters; write {MAX_TEXT} or less")
+
     if settings.strength is not None and not limits.takes_strength:
         raise ValueError("strength= is for models that make images from text, not for edits")
     ranges = RANGES | {"resolution": (limits.smallest, limits.largest)}
@@ -123,7 +120,6 @@ def settings_of(recipe, plain, limits):
         recipe: dict of JSON values, with "edit" or "prompt".
         plain: Settings in place of those that are missing or that this page cannot have.
         limits: Limits.
-
     """
     text = recipe["prompt" if limits.takes_strength else "edit"]
     # LoRA files of another program are not among this page's.
@@ -134,4 +130,4 @@ def settings_of(recipe, plain, limits):
             changed = replace(settings, **{name: converted(name, saved[name])})
             check_settings(changed, limits)
             settings = changed
-    return replace(settings, instruction=str(text)[:MAX_TEXT])
+    return replace(settings, instruction=str(text))
