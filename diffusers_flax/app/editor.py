@@ -115,8 +115,11 @@ class Editor:
         self.checked = check_model(config.model, config.resolution, sampling, others)
         _, configs = self.checked.pipeline_type.check(config.model)
         self.scheduler_config = configs["scheduler"]
-        self.task = first_task(self.checked.pipeline_type, configs)
-        self.edits = self.task == EDIT
+        # What a model does with the least input: the task of the page's first tab.
+        self.edits = issubclass(self.checked.pipeline_type, InstructPix2Pix)
+        self.task = EDIT if self.edits else "text to image"
+        if issubclass(self.checked.pipeline_type, Inpainting) and sees_mask(configs):
+            self.task = "inpainting"
         self.loras = {Path(split_weight(spec)[0]).stem: spec for spec in config.lora}
         self.decoder = config.preview_decoder or None
         levels = len(configs["unet"].get("block_out_channels", (0,) * 4))
@@ -385,11 +388,3 @@ class NoStops(logging.Filter):
 
     def filter(self, record):
         return not (record.exc_info and isinstance(record.exc_info[1], Stopped))
-
-
-def first_task(pipeline_type, configs):
-    """The task of the page's first tab: what a model does with the least input."""
-    if issubclass(pipeline_type, InstructPix2Pix):
-        return EDIT
-    is_inpainting = issubclass(pipeline_type, Inpainting) and sees_mask(configs)
-    return "inpainting" if is_inpainting else "text to image"

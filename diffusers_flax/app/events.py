@@ -34,7 +34,6 @@ from diffusers_flax.app.settings import (
     converted,
     settings_of,
 )
-
 from diffusers_flax.generating.captions import GRID_MARGIN, captioned, tile_grid
 from diffusers_flax.generating.recipes import read_recipe
 from diffusers_flax.generating.sizes import fit_image
