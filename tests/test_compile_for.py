@@ -342,7 +342,7 @@ def mistake(capsys, *args):
         ),
         ("", "give one of --tpu, such as v5e-4, and --gpu, such as h100"),
         ("--tpu v5e-4 --gpu h100", "give one of --tpu, such as v5e-4, and --gpu, such as h100"),
-        ("--tpu v5e-4 --output compile_for.py/x", "no directory that you can write to"),
+        ("--tpu v5e-4 --output compile_for.py/x", "--output compile_for.py/x: "),
     ],
 )
 def test_flags_that_do_not_work(libtpu_environment, capsys, args, message):
