@@ -62,12 +62,12 @@ from diffusers_flax.data.shards import (
     list_row_groups,
     pair_at,
 )
-from diffusers_flax.data.writing import sets_in
 from diffusers_flax.generating.captions import captioned, tile_grid
 from diffusers_flax.images import open_image, save_image
 
 __all__ = ["ParquetImagePairs"]
 NUM_EXAMPLES = 4  # of each fault in the image of --report
+NUM_LISTED = 20  # unreadable rows to list, at most
 ARCHIVE_FLAGS = ("drop", "max_bad_fraction", "worker", "num_workers")
 SCORE_FLAGS = (*SCORES, "num_kept")
 PAIRS_FLAGS = tuple(field.name for field in dataclasses.fields(PairsFlags)[1:])
@@ -82,7 +82,6 @@ class Config(PairsFlags):
     mask_column: str = ""  # masks, checked if there are any; "": mask_img, mask_image or mask
     # rows to decode, sampled over all row groups; 0: all rows
     num_checked: Annotated[int, AtLeast(0)] = 2000
-    num_listed: Annotated[int, AtLeast(0)] = 20  # unreadable rows to list, at most
     report: str = ""  # count faults of the checked pairs; image file for examples of each
     preview: str = "preview.png"  # file for an image of some pairs; "": none
     num_preview: Annotated[int, Between(1, 256)] = 8  # pairs in the preview
@@ -176,19 +175,11 @@ def describe_shards(groups: list[RowGroup]) -> str:
 
 def describe_pairs(groups: list[RowGroup]) -> str:
     """The columns of the pairs, and the known set with these columns."""
-    found, made = [], sets_of_shards(groups)
+    found = []
     for columns in sorted({group.columns for group in groups}):
-        name = set_of_columns(columns).name if made is None else ", ".join(made)
-        relation = ", as in " if made is None else ", of "
-        relation = relation + name if name else ""
-        found.append("{} to {} by {}{}".format(*columns, relation))
+        name = set_of_columns(columns).name
+        found.append("{} to {} by {}".format(*columns) + (f", as in {name}" if name else ""))
     return "; ".join(found)
-
-
-def sets_of_shards(groups: list[RowGroup]) -> dict[str, str] | None:
-    """{name of a set: licence} of shards that --pairs made of archives; None: of others."""
-    folder, files = groups[0].path.parent, {group.path.name for group in groups}
-    return sets_in(folder, files) if isinstance(folder, Path) else None  # a URL
 
 
 def formats_of(cells: Cells, position: int) -> tuple[Pair, list[str]]:
@@ -258,11 +249,9 @@ def describe_and_preview(config: Config) -> None:
             "images"
         )
     print(describe_shards(groups), flush=True)
-    made = sets_of_shards(groups)
-    of_columns = [set_of_columns(groups[0].columns).licence]
-    for licence in of_columns if made is None else sorted({*made.values()}):
-        if forbidden := forbids(licence):
-            print(f"licence     {licence} forbids {forbidden}")
+    licence = set_of_columns(groups[0].columns).licence
+    if forbidden := forbids(licence):
+        print(f"licence     {licence} forbids {forbidden}")
 
     formats, unreadable, num_rows = (Counter(), Counter()), [], 0
     preview_pairs = []
@@ -284,10 +273,9 @@ def describe_and_preview(config: Config) -> None:
     print(f"checked     {checked}")
     for column, counter in zip(groups[0].columns, formats):
         common = [f"{count} x {name}" for name, count in counter.most_common(5)]
-        more = [f"{len(counter) - 5} other formats"] * (len(counter) > 5)
-        print(f"{column}: {', '.join(common + more)}")
+        print(f"{column}: {', '.join(common)}")
     print(f"unreadable  {len(unreadable)} of {num_rows} rows")
-    for line in unreadable[: config.num_listed]:
+    for line in unreadable[:NUM_LISTED]:
         print(f"            {line}")
     if not preview_pairs:
         raise ValueError(

@@ -336,7 +336,7 @@ TWO = ["--input", "a.png", "b.png", "--edit", "red"]
         ([*ONE, "--model", "narrow"], "narrow is not an edit model (StableDiffusionPipeline)"),
         (["--edits_jsonl", "twice.jsonl"], "2 images would be written to"),
         (["--edits_jsonl", "missing.jsonl"], "line 2: none.png does not exist"),
-        (["--edits_jsonl", "cycle.jsonl"], "cycle.jsonl has 1 problem: line 1: an input would be"),
+        (["--edits_jsonl", "cycle.jsonl"], "cycle.jsonl has 1 problem: line 1: its image would be"),
         (
             [*ONE, "--mask", "small.png"],
             "small.png is 8x16 pixels (width x height) and its image 16x16; a mask has the size of",

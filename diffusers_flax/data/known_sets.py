@@ -80,7 +80,7 @@ def known_words(keys: tuple[str, ...]) -> list[tuple[str, str]]:
 
 
 def by_words(row: dict, stem: str) -> Iterator[IndexedPair]:
-    """The pair of a row whose keys are in WORDS; of lists as columns, all pairs.
+    """The pair of a row whose keys are in WORDS.
 
     An image may be a list; the second original image is the reference.
     """
@@ -88,14 +88,7 @@ def by_words(row: dict, stem: str) -> Iterator[IndexedPair]:
     for word, meaning in known_words(tuple(row)):
         if row[word] not in (None, "", []):
             values.setdefault(meaning, row[word])
-    columns = [as_list(values.get(name)) for name in ("original", "edited", "instruction")]
-    count = len(columns[0])
-    if count > 1 and all(len(column) == count for column in columns):
-        for place in range(count):
-            row_of_lists = {key: x for key, x in row.items() if len(as_list(x)) == count}
-            yield from by_words(row | {k: x[place] for k, x in row_of_lists.items()}, stem)
-        return
-    originals, edited, texts = columns
+    originals, edited, texts = map(as_list, map(values.get, ("original", "edited", "instruction")))
     texts += as_list(values.pop("more_instructions", None))
     values["instruction"] = tuple(dict.fromkeys(texts))
     values |= {"original": originals[0], "edited": edited[0]}

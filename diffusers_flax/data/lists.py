@@ -4,12 +4,12 @@
 
 parquet_processing.py --pairs, edit_cli.py --edits_jsonl and evaluate_edits.py --pairs_jsonl read
 them. A list is a .csv file whose first line names the columns, or else a file with one JSON object
-per line. NAMES has the accepted keys or column names; other keys are ignored. Several names of one
-text must agree. `output` is the file that edit_cli.py writes, never an image to learn from.
+per line. NAMES has the accepted keys or column names; other keys are ignored. `output` is the file
+that edit_cli.py writes, never an image to learn from.
 
 Paths are relative to the list. If its images are not there, but in the working directory, all paths
 are relative to the working directory, with a warning. The image of a row may be the output of
-another row, so that edits follow one another.
+an earlier row, so that edits follow one another.
 """
 
 import csv
@@ -17,9 +17,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -93,8 +91,7 @@ def list_rows(
         ValueError: the file cannot be read, is not UTF-8 or has no rows.
     """
     rows, problems = [], []
-    check = partial(missing_names, required=required)
-    for line, content in islice(read_objects(given, file, check), max_rows):
+    for line, content in islice(read_objects(given, file), max_rows):
         try:
             rows.append({"line": line} | parse_texts(content, required, optional))
         except ValueError as error:
@@ -130,73 +127,49 @@ def order_outputs(rows: list[dict]) -> list[tuple[int, str]]:
     problems = []
     for row in rows:
         row["after"] = lines.get(row["original_image"].resolve())
+        if row["after"] and row["after"] >= row["line"]:
+            text = f"its image would be overwritten by the output of line {row['after']}"
+            problems.append((row["line"], text))
         if row["output"].resolve() in truths:
             text = f"{row['output']} is a truth and would be overwritten; name another output"
             problems.append((row["line"], text))
-    try:
-        TopologicalSorter({row["line"]: {row["after"]} - {None} for row in rows}).prepare()
-    except CycleError as error:
-        cycle = sorted({*error.args[1]})
-        numbers = " and ".join(map(str, cycle))
-        text = (
-            f"an input would be overwritten, as the outputs of line {numbers} are edited in a cycle"
-        )
-        problems.append((cycle[0], text))
     return problems
 
 
-def read_objects(
-    given: str, file: Path, check_columns: Callable[[list[str]], str] = lambda names: ""
-) -> Iterator[tuple[int, dict | str]]:
+def read_objects(given: str, file: Path) -> Iterator[tuple[int, dict | str]]:
     """Read the objects of a list.
 
     Args:
         given, file: see list_rows.
-        check_columns: columns of a CSV file -> what is wrong with them, or "".
 
     Yields:
         (line, {name: value} or a description of the problem).
 
     Raises:
-        ValueError: the file cannot be read or is not UTF-8, or a CSV file has no valid header.
+        ValueError: the file cannot be read or is not UTF-8.
     """
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"{given} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{file} line {line} is not UTF-8; save the file as UTF-8") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8; save the file as UTF-8") from None
 
-    if file.suffix.lower() != ".csv":
-        for line, row in enumerate(text.split("\n"), start=1):
-            if row.strip():
-                try:
-                    content = json.loads(row)
-                    yield line, content if isinstance(content, dict) else "not a JSON object"
-                except json.JSONDecodeError as error:
-                    yield line, f"not JSON ({error.msg})"
-        return
-
-    rows = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
-    try:
-        names = rows.fieldnames or []
-        if problem := check_columns(names):
-            raise ValueError(f"{file} line 1 names the columns {', '.join(names)}: {problem}")
+    if file.suffix.lower() == ".csv":
+        rows = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
         for row in rows:
             if None in row or None in row.values():
-                problem = f"not {len(names)} values; put texts with commas in quotation marks"
-                yield rows.line_num, problem
+                yield rows.line_num, "too few or many values; put texts with commas in quotes"
             elif any(map(str.strip, row.values())):  # else a blank row of a table
                 yield rows.line_num, row
-    except csv.Error as error:
-        yield rows.line_num, f"not CSV ({error})"
-
-
-def missing_names(names: list[str], required: tuple[str, ...]) -> str:
-    """Name the missing required keys or columns; "" without any."""
-    missing = [name for name in required if not set(NAMES[name]) & set(names)]
-    return "; ".join(f"no {' or '.join(NAMES[name])}" for name in missing)
+        return
+    for line, row in enumerate(text.split("\n"), start=1):
+        if row.strip():
+            try:
+                content = json.loads(row)
+                yield line, content if isinstance(content, dict) else "not a JSON object"
+            except json.JSONDecodeError as error:
+                yield line, f"not JSON ({error.msg})"
 
 
 def parse_texts(
@@ -209,33 +182,23 @@ def parse_texts(
         required, optional: keys of NAMES.
 
     Raises:
-        ValueError: it is invalid, a text is missing, empty or not a string, or several names of it
-            differ.
+        ValueError: it is invalid, or a text is missing, empty or not a string.
     """
     if isinstance(content, str):
         raise ValueError(content)
-    if problem := missing_names(list(content), required):
-        raise ValueError(problem)
     texts = {}
     for key in (*required, *optional):
-        found = {name: content[name] for name in NAMES[key] if content.get(name) is not None}
-        for name, value in found.items():
-            if not isinstance(value, str):
-                raise ValueError(f"{name} is {json.dumps(value)[:40]}, not text")
-        found = {name: value.strip() for name, value in found.items() if value.strip()}
-        if key in required and not found:
-            raise ValueError(f"{next(name for name in NAMES[key] if name in content)} is empty")
-        if len(set(found.values())) > 1:
-            differing = " and ".join(f'{name} "{text[:40]}"' for name, text in found.items())
-            raise ValueError(f"{differing} differ, but mean the same; give one of them")
-        texts[key] = next(iter(found.values()), None)
+        name = next((name for name in NAMES[key] if content.get(name) is not None), None)
+        text = content.get(name, "")
+        if not isinstance(text, str):
+            raise ValueError(f"{name} is {json.dumps(text)[:40]}, not text")
+        texts[key] = text.strip() or None
+        if key in required and not texts[key]:
+            raise ValueError(f"{name} is empty" if name else f"no {' or '.join(NAMES[key])}")
     return texts
 
 
 def find_base(path: str, folder: Path) -> Path:
-    """The directory that a path is relative to.
-
-    It is the working directory if the file is only there, else folder, also for absolute paths.
-    """
+    """The directory that a path is relative to: the working directory if the file is only there."""
     is_elsewhere = not os.path.isfile(folder / path) and os.path.isfile(path)
     return Path() if is_elsewhere else folder

@@ -12,14 +12,13 @@ loader applies their EXIF orientation.
 """
 
 import hashlib
-from collections import defaultdict
+from collections import Counter
 from contextlib import ExitStack
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from PIL import Image
 from tqdm import tqdm
 
 from diffusers_flax.data.decoding import IMAGE_NAMES, decode_pair, place_mask
@@ -66,7 +65,7 @@ def find_list(source: Path) -> Path:
         ValueError: there is no list.
     """
     lists = [source] if source.suffix.lower() in (".jsonl", ".csv") else []
-    if all((source / name).is_dir() for name in IMAGE_DIRS.values()):
+    if source.is_dir():
         lists = [source / name for name in CAPTION_FILES if (source / name).is_file()]
     if not lists:
         raise ValueError(
@@ -74,28 +73,6 @@ def find_list(source: Path) -> Path:
             f"{'/, '.join(IMAGE_DIRS.values())}/ and {' or '.join(CAPTION_FILES)}"
         )
     return lists[0]
-
-
-def index_images(folder: Path) -> dict[str, list[Path]]:
-    """Map file names, with and without extension, to the visible files of a directory."""
-    files = defaultdict(list)
-    for path in sorted(folder.glob("[!.]*")):
-        for name in {path.name, path.stem}:
-            files[name].append(path)
-    return files
-
-
-def find_image(files: dict[str, list[Path]], name: str, folder: str) -> Path:
-    """Find an image by its file name; an image with another extension also matches.
-
-    Raises:
-        ValueError: no or several images match.
-    """
-    is_image = Path(name).suffix.lower() in Image.registered_extensions()
-    found = files.get(name) or (files.get(Path(name).stem, []) if is_image else [])
-    if len(found) != 1:
-        raise ValueError(f"{len(found) or 'no'} images in {folder}/ are named {name}")
-    return found[0]
 
 
 def list_pairs(
@@ -120,16 +97,17 @@ def list_pairs(
     rows, problems = list_rows(f"--pairs {file}", file, required, optional, max_pairs)
     if not in_folders:
         return rows, problems
-    folders = {image: index_images(file.parent / name) for image, name in IMAGE_DIRS.items()}
-    pairs = []
-    for row in rows:
-        try:
-            for image, files in folders.items():
-                row[image] = find_image(files, row["file_name"], IMAGE_DIRS[image])
-            pairs.append(row)
-        except ValueError as error:
-            problems.append((row["line"], str(error)))
-    return pairs, problems
+    for key, name in IMAGE_DIRS.items():
+        files = sorted((file.parent / name).glob("[!.]*"))
+        counts = Counter(path.stem for path in files)
+        images = {path.stem: path for path in files if counts[path.stem] == 1}
+        images |= {path.name: path for path in files}
+        for row in rows:
+            given = row["file_name"]
+            row[key] = images.get(given) or images.get(Path(given).stem)
+            if not row[key]:
+                problems.append((row["line"], f"no or several images in {name}/ are named {given}"))
+    return [row for row in rows if all(row[key] for key in IMAGE_DIRS)], problems
 
 
 def check_pair(pair: Pair, names: tuple[str, str] = IMAGE_NAMES) -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from diffusers_flax.command_line import ask_before_replacing
 from diffusers_flax.data.shards import UNFINISHED_DIR
@@ -152,20 +154,15 @@ def group_originals(keys: list[tuple]) -> np.ndarray:
         keys: for each pair, a key of its original and of its edited image, and whether it goes with
             the pair before.
     """
-    parents = {original: original for original, *_ in keys}
-
-    def root(key):
-        while parents[key] != key:
-            parents[key] = key = parents[parents[key]]
-        return key
-
-    for number, (original, edited, follows) in enumerate(keys):
-        if edited in parents:
-            parents[root(original)] = root(edited)
-        if follows:
-            parents[root(original)] = root(keys[number - 1][0])
-    groups = {}
-    return np.array([groups.setdefault(root(x), len(groups)) for x, *_ in keys], np.int64)
+    numbers = {}
+    originals = [numbers.setdefault(original, len(numbers)) for original, *_ in keys]
+    links = [(i, numbers[x]) for i, (_, x, _) in zip(originals, keys) if x in numbers]
+    turns = zip(originals, originals[1:], keys[1:])
+    links += [(i, before) for before, i, (*_, follows) in turns if follows]
+    rows, columns = np.array(links, int).reshape(-1, 2).T
+    graph = coo_array((np.ones(len(rows)), (rows, columns)), shape=(len(numbers), len(numbers)))
+    _, groups = connected_components(graph, directed=False)
+    return groups[originals].astype(np.int64)
 
 
 def write_held_out(pairs: Iterable[tuple[dict[str, tuple[str, bytes]], dict]], folder: Path) -> int:
@@ -256,15 +253,3 @@ def read_manifest(folder: Path) -> dict:
         return {}
     # script.py writes a file of this name too
     return content if isinstance(content, dict) and "conversion" in content else {}
-
-
-def sets_in(folder: Path, names: set[str]) -> dict[str, str] | None:
-    """{name: licence} of the sets of which a conversion made shards; None: others made them.
-
-    Args:
-        folder: of the shards.
-        names: of the shards.
-    """
-    manifest = read_manifest(folder)
-    is_ours = names <= {file["file"] for file in manifest.get("files", ())}
-    return manifest.get("sets", {}) if is_ours else None

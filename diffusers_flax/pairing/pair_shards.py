@@ -83,17 +83,13 @@ def counts_of(caption, pairs, config):
     """What the report needs of a line, for JSON; pairs: that count."""
     scores = np.array([pair.scores for pair in pairs])
     names = [name for pair in pairs for name in missed(pair.scores, config)]
-    columns = [[Scores._fields.index(name) for name in columns] for columns in SCORES.values()]
-    compared = [np.append(scores[:, columns_of].min(1), -1) for columns_of in columns]
     known = np.nan_to_num(scores, nan=-1).clip(BINS[0], BINS[-1])
     return {
         "line": caption.line,
         "samples": len(pairs),
         "good": sum(not missed(pair.scores, config) for pair in pairs),
-        "nan": int(np.isnan(scores).all(1).sum()) if config.clip_model else 0,
         "kept": len(choose_pairs(pairs, config)),
         "missed": {name: names.count(name) for name in SCORES},
-        "largest": {name: round(float(np.nanmax(x)), 6) for name, x in zip(SCORES, compared)},
         "histograms": [np.histogram(column, BINS)[0].tolist() for column in known.T],
     }
 

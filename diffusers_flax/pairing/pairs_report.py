@@ -58,32 +58,24 @@ def write_report(config, name, lines, seconds):
         seconds: for a kept pair of this start; None: it kept no pair.
     """
     lines = list(lines)
-    totals = {
-        name: sum(line[name] for line in lines) for name in ("samples", "good", "kept", "nan")
-    }
-    empty, failed = [], Counter()
-    for line in lines:
-        if not line["good"]:
-            worst = max(line["missed"], key=line["missed"].get)  # threshold that failed most
-            entry = {name: line[name] for name in ("line", "samples", "nan")} | {"threshold": worst}
-            empty.append(entry | {name: line[name][worst] for name in ("missed", "largest")})
-            failed["NaN" if line["nan"] == line["samples"] else f"--{worst}"] += 1
+    empty = [line for line in lines if not line["good"]]
+    # The threshold that failed most of each line
+    failed = Counter(max(line["missed"], key=line["missed"].get) for line in empty)
     histograms = np.zeros((len(Scores._fields), len(BINS) - 1), int)
     histograms = sum((np.array(line["histograms"]) for line in lines), histograms)
     report = {
         "lines": len(lines),
-        **totals,
+        **{name: sum(line[name] for line in lines) for name in ("samples", "good", "kept")},
         "lines_by_kept_pairs": dict(sorted(Counter(line["kept"] for line in lines).items())),
         "thresholds": {flag: getattr(config, flag) for flag in SCORES},
         "missed": {x: sum(line["missed"][x] for line in lines) for x in SCORES},
-        "lines_without_good": empty,
+        "lines_without_good": [line["line"] for line in empty],
         "bins": [round(float(x), 2) for x in BINS],
         "histograms": dict(zip(Scores._fields, histograms.tolist())),
         "seconds_per_kept_pair": seconds,
     }
-    entries = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in report.items())
     file = config.output_dir / f"{name}.json"
-    write_text(file, "{\n" + ",\n".join(entries) + "\n}\n")  # an entry is a line
+    write_text(file, json.dumps(report) + "\n")
     said = f"{report['kept']} pairs of {report['lines']} lines are kept"
     if not config.clip_model:
         return report, f"{said}, without scores"
@@ -91,8 +83,8 @@ def write_report(config, name, lines, seconds):
     said += f"; {report['good']} of {report['samples']} samples reach the thresholds"
     said += f", {seconds:.2f} s per kept pair of this start" if seconds else ""
     if empty:
-        names = first_names([str(line["line"]) for line in empty])
-        reasons = ", ".join(f"{name} of {count}" for name, count in failed.most_common())
+        names = first_names([str(line) for line in report["lines_without_good"]])
+        reasons = ", ".join(f"--{name} of {count}" for name, count in failed.most_common())
         said += f"\nlines without a good sample: {names}; failed most: {reasons}"
     return report, said
 

@@ -49,7 +49,7 @@ from diffusers_flax.data.writing import (
     write_held_out,
 )
 from diffusers_flax.loading.files import remove, write_text
-from diffusers_flax.messages import differences, first_names
+from diffusers_flax.messages import first_names
 
 BAD = ("not a pair", "a file is missing", "no instruction", "no whole sample", "damaged")
 
@@ -98,20 +98,14 @@ def convert_archives(path: Path, output_dir: Path, options: PairsFlags) -> str:
     state = read_manifest(unfinished)
     if state and not state["files"]:
         remove(unfinished)
-        state = {}
-    if changed := differences(state.get("conversion", conversion), conversion):
-        raise ValueError(
-            f"--output_dir {output_dir} has another conversion that is not complete "
-            f"({'; '.join(changed)}); go on with its flags and files, or remove {unfinished}"
-        )
-    if not state:
-        check_directory("output_dir", output_dir, options.overwrite_output_dir)
-        if options.num_held_out:
-            folder = Path(options.held_out_dir)
-            check_directory("held_out_dir", folder, options.overwrite_output_dir)
-        unfinished.mkdir(parents=True)
-        state = {"conversion": conversion, "files": [], "next": 0}
-        save(state, unfinished)
+    elif state.get("conversion") == conversion:
+        return convert(source, output_dir, options, state)
+    check_directory("output_dir", output_dir, options.overwrite_output_dir)
+    if options.num_held_out:
+        check_directory("held_out_dir", Path(options.held_out_dir), options.overwrite_output_dir)
+    unfinished.mkdir(parents=True)
+    state = {"conversion": conversion, "files": [], "next": 0}
+    save(state, unfinished)
     return convert(source, output_dir, options, state)
 
 

@@ -6,7 +6,6 @@ Columns and cells stay as they are.
 """
 
 import hashlib
-import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,10 +47,8 @@ from diffusers_flax.data.writing import (
     image_suffix,
     move_when_complete,
     number_shards,
-    sets_in,
     write_held_out,
 )
-from diffusers_flax.loading.files import write_text
 
 SCORES = {  # columns of each threshold; the least of them counts
     "min_clip_text": ("clip_text_original", "clip_text_edited"),
@@ -116,10 +113,6 @@ def filter_shards(source: Path, output_dir: Path, choice: PairsFlags) -> str:
         folder = stack.enter_context(move_when_complete(output_dir, (SHARDS, MANIFEST)))
         copy_rows(shards, kept, folder)
         number = number_shards(folder)
-        if made := sets_in(source, {path.name for path, _ in shards}):
-            files = [{"file": file.name} for file in sorted(folder.iterdir())]
-            manifest = {"conversion": {"pairs": str(source)}, "sets": made, "files": files}
-            write_text(folder / MANIFEST, json.dumps(manifest, indent=1))
         if choice.num_held_out:
             folder = stack.enter_context(move_when_complete(held_out_dir, HELD_OUT))
             write_held_out(images_and_texts(groups, held_out), folder)
@@ -162,32 +155,26 @@ def copy_rows(shards: list[tuple[Path, pq.FileMetaData]], kept: np.ndarray, fold
 
 def find_good(files: list[Path], choice: PairsFlags) -> tuple[np.ndarray, list[str]]:
     """The numbers of the rows with good scores, and lines that say how many reach what."""
-    names = {name: columns for name, columns in SCORES.items() if getattr(choice, name) is not None}
     table = read_columns(files, [*sum(SCORES.values(), ()), *TEXTS])[: choice.max_pairs]
     good, lines = np.ones(len(table), bool), []
-    for name, columns in names.items():
+    for name, columns in SCORES.items():
+        if (least := getattr(choice, name)) is None:
+            continue
         # Double precision, as make_pairs.py compares; NaN reaches nothing.
         scores = np.min([table[x].to_numpy().astype(np.float64) for x in columns], axis=0)
-        reached = scores >= getattr(choice, name)
         best = np.fmax.reduce(scores, initial=-np.inf)
-        lines.append(f"{reached.sum()} reach --{name} {getattr(choice, name)} (best {best:.4f})")
-        good &= reached
+        lines.append(f"{(scores >= least).sum()} reach --{name} {least} (best {best:.4f})")
+        good &= scores >= least
     kept = np.flatnonzero(good)
-    if len(names) > 1:
-        lines.append(f"{len(kept)} reach all")
     if choice.num_kept:
         direction = table["clip_direction"].to_numpy()[kept]
-        rows = zip(*(table[name].take(kept).to_pylist() for name in TEXTS))
+        texts = [*zip(*(table[name].take(kept).to_pylist() for name in TEXTS))]
         ranks, counts = np.empty(len(kept), int), Counter()
-        texts = [*rows]
         for place in np.argsort(-direction, kind="stable"):  # NaN last
             ranks[place] = counts[texts[place]]
             counts[texts[place]] += 1
         kept = kept[ranks < choice.num_kept]
-        lines.append(
-            f"{len(kept)} of them with --num_kept {choice.num_kept}, from {len(counts)} lines of "
-            "captions"
-        )
+        lines.append(f"{len(kept)} of them with --num_kept {choice.num_kept}")
     return kept, lines
 
 

@@ -7,7 +7,6 @@ files.find("images/0.png", index, known)
 
 import hashlib
 import os
-import re
 from collections import defaultdict
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from diffusers_flax.data.known_sets import KnownIndex, find_set
 from diffusers_flax.data.shards import UNFINISHED_DIR, has_bytes
 from diffusers_flax.messages import first_names
 
-OTHER = re.compile(r".+\.(?:tar\.(?:xz|bz2|zst|lz4)|txz|tbz2?|zip|7z|rar)")
+OTHER = (".tar.xz", ".tar.bz2", ".tar.zst", ".zip", ".7z", ".rar")
 
 
 class Source(NamedTuple):
@@ -79,7 +78,7 @@ def find_source(path: Path, output_dir: Path) -> Source:
             ignored.append(f"{file}: {known}")
         else:
             indexes.append((file, known))
-    others = (file for file in files if OTHER.fullmatch(file.name.lower()))
+    others = (file for file in files if file.name.lower().endswith(OTHER))
     ignored += [f"{file} is not a .tar or .tar.gz; unpack it" for file in others]
     if not indexes and not archives:
         reasons = f" ({'; '.join(ignored[:3])})" if ignored else ""
@@ -113,22 +112,22 @@ class Files:
 
     Either the index or an archive may have more leading directories. All paths with files in one
     archive leave out the same ones, else paths of an archive that is not here would fit another.
-    Files that lie nearer to another index are its own.
     """
 
     def __init__(self, source: Source, members: list[list[Place]]):
         """members: of each archive, after the files that are in none."""
-        self._places = [place for places in members for place in places]
         self._names = ["", *(archive.name for archive in source.archives)]
         self._bases = [("",)]  # of each archive, to which its members may be unpacked
         for path in map(PurePath, self._names[1:]):
             folders = (path.parent, path, path.with_name(path.name.partition(".")[0]))
             self._bases.append(tuple(f"{folder}/" for folder in folders))
-        self._by_end = {}  # {number of names in a path's end: {end: places}}
-        folders = {file: file.parent.relative_to(source.root) for file, _ in source.indexes}
-        self._above = {file: {folder, *folder.parents} for file, folder in folders.items()}
-        self._belongs: dict[tuple[str, Path], bool] = {}
-        self._left_out: dict[int | str, set[tuple]] = defaultdict(set)  # by _group_of
+        self._by_end = defaultdict(list)  # {last name, or last two names, of a path: places}
+        for place in (place for places in members for place in places):
+            bases = self._bases[place.archive][: 1 if "/" in place.name else None]
+            paths = [f"{base}{place.name}".split("/") for base in bases]
+            for end in {"/".join(path[-count:]) for path in paths for count in (1, 2)}:
+                self._by_end[end].append(place)
+        self._left_out: dict[int | str, set[tuple]] = defaultdict(set)  # by group_of
 
     def find(
         self, path: str, index: Path, known: KnownIndex, near: int = 0
@@ -155,8 +154,8 @@ class Files:
             rest = "/".join(parts[count:])
             found = {
                 (place.archive, place.name): place  # the last one of a name
-                for place in self._ending_in(parts[count:][-2:])
-                if self._is_at(place, rest, is_whole=count > 0) and self._belongs_to(place, index)
+                for place in self._by_end.get("/".join(parts[count:][-2:]), ())
+                if place.name == rest or (not count and self._ends_in(place, rest))
             }
             if found:
                 place = self._choose([*found.values()], rest, index, near)
@@ -172,33 +171,10 @@ class Files:
         """
         return not left_out or len(self._left_out[group_of(place)]) == 1
 
-    def _ending_in(self, names: list[str]) -> list[Place]:
-        """The files whose paths end in one or two names."""
-        if len(names) not in self._by_end:
-            ends = self._by_end[len(names)] = defaultdict(list)
-            for place in self._places:
-                bases = self._bases[place.archive][: 1 if "/" in place.name else None]
-                paths = (f"{base}{place.name}".rsplit("/", len(names)) for base in bases)
-                for end in {"/".join(path[-len(names) :]) for path in paths}:
-                    ends[end].append(place)
-        return self._by_end[len(names)].get("/".join(names), [])
-
-    def _is_at(self, place: Place, path: str, is_whole: bool) -> bool:
-        """Whether a file's path is this one, or ends in it."""
-        if is_whole:
-            return place.name == path
+    def _ends_in(self, place: Place, path: str) -> bool:
+        """Whether a file's path ends in this one."""
         bases = self._bases[place.archive]
         return any(f"/{base}{place.name}".endswith(f"/{path}") for base in bases)
-
-    def _belongs_to(self, place: Place, index: Path) -> bool:
-        """Whether a file is below an index, or no other index has more directories in common."""
-        folder = (self._names[place.archive] or place.name).rpartition("/")[0]
-        if (folder, index) not in self._belongs:
-            above = {Path(folder), *Path(folder).parents}
-            common = len(above & self._above[index])
-            most = max(len(above & other) for other in self._above.values())
-            self._belongs[folder, index] = common in (most, len(self._above[index]))
-        return self._belongs[folder, index]
 
     def _choose(self, found: list[Place], path: str, index: Path, near: int) -> Place:
         """The one of several files."""

@@ -265,26 +265,6 @@ def test_an_array_of_json_is_an_index(tmp_path):
     assert pairs_of(read_shards(tmp_path / "data")) == {"of": (1, 2)}
 
 
-def test_an_index_does_not_take_files_of_another_set(tmp_path):
-    """Two sets with the same names below one directory; a file of one is missing."""
-    for name, grey in (("cats", 0), ("dogs", 20)):
-        here = tmp_path / "sets" / name
-        rows = rows_of("images/0/", "images/1/")
-        rows = [row | {"edit": f"{name} {row['edit']}"} for row in rows]
-        write_lines(here / "lists" / "metadata.jsonl", rows)
-        members = {"images/0/a.png": plain(grey), "images/0/b.png": plain(100 + grey)}
-        if name == "dogs":
-            members |= {"images/1/a.png": plain(21), "images/1/b.png": plain(121)}
-        write_tar(here / "data" / "x.tar", members)
-    run(tmp_path / "sets", tmp_path / "data", *KEPT)
-    assert pairs_of(read_shards(tmp_path / "data")) == {
-        "cats of images/0/": (0, 100),
-        "dogs of images/0/": (20, 120),
-        "dogs of images/1/": (21, 121),
-    }
-    assert num_left_out(tmp_path / "data") == {"no files here": 1}
-
-
 def test_a_member_that_is_missing_is_no_member_of_the_other_archive(tmp_path):
     """ImgEdit with a second archive of the same names but for the first directory."""
     root = tmp_path / "set"
@@ -323,19 +303,6 @@ def test_a_webdataset_beside_an_index_is_read_too(tmp_path, capsys):
     assert "set         OPPOer/X2Edit-Dataset" in printed
     assert "not read    1 archives with files that no index here names: other.tar" in printed
     assert manifest_of(tmp_path / "data")["not_read"] == ["other.tar"]
-
-
-def test_columns_of_lists_are_as_many_pairs(tmp_path):
-    names = [("a.png", "b.png"), ("b.png", "c.png"), ("c.png", "a.png")]
-    members = {name: plain(n) for n, name in enumerate(("a.png", "b.png", "c.png"))}
-    write_tar(tmp_path / "set" / "x.tar", members)
-    inputs, edited = zip(*names)
-    columns = {"input": inputs, "edited": edited, "instruction": ["one", "two", " "]}
-    (tmp_path / "set" / "i.json").write_text(json.dumps(columns))
-    (tmp_path / "set" / "y.tar.xz").write_bytes(b"another archive, which no pair needs")
-    run(tmp_path / "set", tmp_path / "data", "--max_bad_fraction", "0.5")
-    rows = read_shards(tmp_path / "data")
-    assert pairs_of(rows) == {"one": (0, 1), "two": (1, 2)}
 
 
 def test_masks_of_run_lengths(tmp_path):

@@ -106,8 +106,7 @@ def test_counts_are_printed(tmp_path, capsys, monkeypatch):
         "wrote 2 of 10 pairs to clean (shards: 1)\n"
         "            9 reach --min_clip_text 0.2 (best 0.3000)\n"
         "            4 reach --min_clip_image 0.755 (best 0.7900)\n"
-        "            3 reach all\n"
-        "            2 of them with --num_kept 2, from 1 lines of captions\n"
+        "            2 of them with --num_kept 2\n"
     )
     assert "checked     all 2 rows" in printed and "unreadable  0 of 2 rows" in printed
     assert not (tmp_path / "clean/.unfinished").exists()

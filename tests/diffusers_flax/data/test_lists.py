@@ -117,10 +117,6 @@ def test_paths_are_relative_to_the_list_before_the_working_directory(tmp_path, c
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"instruction": "make it red"},
-            'edit "y" and instruction "make it red" differ, but mean the same; give one of them',
-        ),
         ({"input": "gone.png"}, "gone.png does not exist"),
         ({"input": 3}, "input is 3, not text"),
         ({"edit": " "}, "edit is empty"),

@@ -252,7 +252,6 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
         (good | {"edit": " \n"}, "edit is empty"),
         (good | {"edit": ["red"]}, "not text"),
         ({"input": "good.png", "edit": "x"}, "no edited_image or output_image or edited or truth"),
-        (good | {"truth": "wide.png"}, 'edited "edited.png" and truth "wide.png" differ'),
         ("{", "not JSON (Expecting property name"),
         ("[1]", "not a JSON object"),
     ]
@@ -276,11 +275,10 @@ def test_all_problems_are_told_and_nothing_is_written(tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("a.csv", "a.jpg,make it red,b.jpg\n", "a.csv line 1 names the columns a.jpg, make it red"),
-        ("a.csv", f"{HEADER}1,2\n", "line 2: not 3 values; put texts with commas in"),
+        ("a.csv", f"{HEADER}1,2\n", "line 2: too few or many values; put texts with commas"),
         ("a.csv", HEADER, "a.csv has no rows"),
         ("a.jsonl", b"{}\n{}\n\xff", "a.jsonl cannot be read ('utf-8' codec"),
-        ("a.csv", "input,edit".encode("utf-16"), "a.csv line 1 is not UTF-8"),
+        ("a.csv", "input,edit".encode("utf-16"), "a.csv is not UTF-8"),
         ("a.txt", "x", "a.txt must be a .jsonl or .csv file, or a directory with original/"),
         ("missing.csv", None, "missing.csv cannot be read: No such file"),
     ],
@@ -336,8 +334,8 @@ def test_bad_directories(tmp_path, capsys):
     rows = [{"name": "a", "edit": "x"}, {"name": "b", "edit": "x"}, {"name": "b.jpg", "edit": "x"}]
     write_list(tmp_path / "captions.csv", rows)
     error = error_of(capsys, *flags)
-    assert "captions.csv has 2 problems: line 3: 2 images in original/ are named b; " in error
-    assert "line 4: no images in edited/ are named b.jpg" in error
+    assert "captions.csv has 3 problems: line 3: no or several images in edited/" in error
+    assert "line 4: no or several images in edited/ are named b.jpg" in error
 
 
 @pytest.mark.variants

@@ -104,17 +104,14 @@ def test_what_is_counted():
     counts = counts_of(CAPTIONS[3], pairs, config_of(50, **thresholds))
     scores = np.array([pair.scores for pair in pairs])
     good = scores >= [0.5, 0.5, 0.25, 0.5]
-    compared = np.column_stack([scores[:, :2].min(axis=1), scores[:, 2:]])
     missed = [50 - (good[:, 0] & good[:, 1]).sum(), *(50 - good[:, 2:].sum(axis=0))]
     histograms = np.array(counts.pop("histograms"))
     assert counts == {
         "line": 7,
         "samples": 50,
         "good": good.all(axis=1).sum(),
-        "nan": 0,
         "kept": 2,
         "missed": dict(zip(FLAGS, missed)),
-        "largest": dict(zip(FLAGS, np.nanmax(compared, axis=0))),
     }
     # Scores beyond the ends count at the ends, NaN at the lowest.
     assert histograms.sum(axis=1).tolist() == [50] * 4
@@ -242,14 +239,13 @@ def test_the_report_of_lines(tmp_path):
     _, said = write_report(config, "report-2", counts, 1.234)
     assert said == (
         "1 pairs of 3 lines are kept; 1 of 4 samples reach the thresholds, 1.23 s per kept pair of "
-        "this start\nlines without a good sample: 3, 5; failed most: --min_clip_direction of 1, NaN"
-        " of 1"
+        "this start\nlines without a good sample: 3, 5; failed most: --min_clip_direction of 1, "
+        "--min_clip_text of 1"
     )
     report = json.loads((tmp_path / "report-2.json").read_text())
-    assert [report[x] for x in ("lines", "samples", "good", "kept", "nan")] == [3, 4, 1, 1, 1]
+    assert [report[x] for x in ("lines", "samples", "good", "kept")] == [3, 4, 1, 1]
     assert report["missed"] == dict(zip(FLAGS, (1, 1, 3)))
-    entry = {"line": 3, "samples": 1, "nan": 0, "threshold": "min_clip_direction"}
-    assert report["lines_without_good"][0] == entry | {"missed": 1, "largest": 0.19}
+    assert report["lines_without_good"] == [3, 5]
     assert report["lines_by_kept_pairs"] == {"0": 2, "1": 1}
     assert report["thresholds"] == THRESHOLDS
     assert np.allclose(report["bins"], BINS)
