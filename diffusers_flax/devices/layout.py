@@ -265,15 +265,7 @@ def parse_layout(parallel, devices=None):
     words = parallel if isinstance(parallel, str) else ",".join(parallel or ())
     if not words:
         return None
-    sizes = {}
-    for word in words.split(","):
-        name, _, number = word.strip().partition("=")
-        if name not in AXES or not number.isdecimal() or int(number) < 1:
-            raise ValueError(
-                f"parallel={word} must be NAME=NUMBER, with a name of {', '.join(AXES)} and a "
-                "number of devices, 1 or more"
-            )
-        sizes[name] = int(number)
+    sizes = parse_numbers("parallel", words.split(","), AXES, least=1)
     devices = jax.devices() if devices is None else list(devices)
     branches, rows = sizes.get("branches", 1), sizes.get("rows", 1)
     shape = sizes.get("data", max(1, len(devices) // (branches * rows))), branches, rows
@@ -294,13 +286,18 @@ def parse_components(words):
     """
     if tuple(words) == (BALANCED,):
         return BALANCED
-    components = {}
+    return parse_numbers("devices", words, COMPONENTS, least=0)
+
+
+def parse_numbers(argument, words, names, least):
+    """{name: number} of words NAME=NUMBER; numbers are at least `least`."""
+    numbers = {}
     for word in words:
-        name, _, number = word.partition("=")
-        if name not in COMPONENTS or not number.isdecimal():
+        name, _, number = word.strip().partition("=")
+        if name not in names or not number.isdecimal() or int(number) < least:
             raise ValueError(
-                f"devices={word} must be COMPONENT=NUMBER, with a component of "
-                f"{', '.join(COMPONENTS)} and the number of a device, or balanced alone"
+                f"{argument}={word} must be NAME=NUMBER, with a name of {', '.join(names)} and a "
+                f"number from {least} on"
             )
-        components[name] = int(number)
-    return components
+        numbers[name] = int(number)
+    return numbers

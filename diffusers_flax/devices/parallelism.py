@@ -120,12 +120,7 @@ def choose_axes(layout, unet, num_branches, height, rows_on_branches=True):
 
 
 def parallel_apply(axes, unet):
-    """Like unet.apply, but each device of a group computes its share.
-
-    Args:
-        axes: ParallelAxes.
-        unet: FlaxUNet2DConditionModel.
-    """
+    """Like unet.apply, but each device of a group computes its share, by ParallelAxes."""
     unet = unet.clone(rows_axis=axes.rows)
 
     def apply(variables, *arguments, timestep_cond=None):

@@ -132,16 +132,10 @@ class UNetMidBlock(nn.Module):
 
 
 def sinusoidal_embedding(timesteps, dim, flip_sin_to_cos=True, freq_shift=0):
-    """Sine and cosine of the timestep at dim / 2 frequencies, 1 to 1/10000.
+    """Sine and cosine of timesteps (B,) at dim / 2 frequencies, 1 to 1/10000: (B, dim) float32.
 
-    Args:
-        timesteps: (B,), any real dtype.
-        dim: length of the embedding, even.
-        flip_sin_to_cos: True puts the cosines first, as Stable Diffusion does.
-        freq_shift: 0 (Stable Diffusion) or 1, subtracted from the number of frequencies.
-
-    Returns:
-        (B, dim) float32.
+    flip_sin_to_cos: True puts the cosines first, as Stable Diffusion does; freq_shift: 0 (Stable
+    Diffusion) or 1, subtracted from the number of frequencies.
 
     Source: DDPM (arXiv 2006.11239), appendix B, after arXiv 1706.03762, section 3.5.
     """

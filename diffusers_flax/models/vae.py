@@ -393,10 +393,7 @@ def with_tile(vae, tile):
     """
     least = least_tile(vae)
     if tile and (tile < least or tile % least):
-        raise ValueError(
-            f"vae_tile={tile} is not a multiple of {least} pixels, {least} or more; try "
-            f"{max(1, round(tile / least)) * least}"
-        )
+        raise ValueError(f"vae_tile={tile} is not a multiple of {least} pixels, {least} or more")
     return vae.clone(tile=tile or None)
 
 

@@ -165,9 +165,8 @@ class FlaxDPMSolverMultistepScheduler(SigmaScheduler):
         return np.round(timestep_grid(self.config, num_inference_steps + 1)[:-1]).astype(int)
 
     def _x0_weights(self, sigmas, i, known, is_short_run):
-        """Step i's weights of the clean samples predicted in steps i, i - 1, ...: (solver_order,).
-
-        known: number of predictions before step i.
+        """Step i's weights of the clean samples predicted in steps i, i - 1, ...: (solver_order,);
+        known: number of predictions before it.
         """
         with np.errstate(divide="ignore"):
             log_snr = -np.log(sigmas)  # lambda in the papers

@@ -110,7 +110,7 @@ def test_images_are_those_of_one_device(folders, case):
 def test_what_does_not_fit(folders):
     devices = jax.devices()[:2]
     for error, call in (
-        ("devices=unte=1 must be COMPONENT=NUMBER", lambda: parse_components(["unte=1"])),
+        ("devices=unte=1 must be NAME=NUMBER", lambda: parse_components(["unte=1"])),
         (
             "components=vae=4 does not exist; devices are numbered from 0 to 1",
             lambda: Layout(devices, components={"vae": 4}),

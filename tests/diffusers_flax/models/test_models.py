@@ -284,9 +284,7 @@ def test_vae_refuses_wrong_inputs():
         ours.apply({"params": params}, jnp.zeros((1, 3, 30, 32)), method=ours.encode)
     with pytest.raises(ValueError, match=r"this VAE encodes \(batch, 3"):
         ours.apply({"params": params}, jnp.zeros((1, 32, 32, 3)), method=ours.encode)
-    with pytest.raises(
-        ValueError, match="vae_tile=24 is not a multiple of 16 pixels, 16 or more; try 32"
-    ):
+    with pytest.raises(ValueError, match="vae_tile=24 is not a multiple of 16 pixels"):
         with_tile(ours, 24)
     with pytest.raises(ValueError, match="only DownEncoderBlock2D and Up"):
         FlaxAutoencoderKL(down_block_types=("AttnDownEncoderBlock2D",)).init_weights(
