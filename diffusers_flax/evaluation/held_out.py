@@ -116,32 +116,32 @@ def pairs_of_shards(
         schema = group.metadata.schema.to_arrow_schema()
         if latents_metadata(group.metadata) is not None:
             raise ValueError(f"{group.path} has latents; name the directory of the images")
-        for given in filter(None, captions):
-            if given not in schema.names:
-                names = ", ".join(schema.names)
-                raise ValueError(f"{group.path} has no column {given}; it has {names}")
         if columns.mask is not None:
             mask = find_mask_column(schema, group.path, columns.mask, missing_ok=True)
             group = group._replace(mask_column=mask)
-        names = [given or default for given, default in zip(captions, CAPTIONS)]
-        cells = read_row_group(group)
-        texts = read_columns(group, [x for x in names if x in schema.names]).to_pydict()
+        cells, texts = read_row_group(group), []
+        for name, default in zip(captions, CAPTIONS):
+            if not name and default not in schema.names:
+                texts.append([None] * group.num_rows)
+                continue
+            name = name or default
+            texts.append(read_columns(group, [name])[name].to_pylist())
         for row in range(group.num_rows):
             pair = pair_at(cells, row)
-            if pair.original and pair.instruction and len(pairs) != max_pairs:
+            if pair.original and pair.instruction:
                 held_out = HeldOutPair(
                     first_index + row,
                     f"{group.path} row {group.first_row + row}",
                     choose_instruction(pair.instruction, 0),
                     pair.original,
                     pair.edited or None,
-                    *(texts[x][row] or None if x in texts else None for x in names),
+                    *(column[row] or None for column in texts),
                     pair.mask or None,
                 )
                 pairs.append(held_out)
+                if len(pairs) == max_pairs:
+                    return pairs
         first_index += group.num_rows
-        if len(pairs) == max_pairs:
-            break
     if not pairs:
         raise ValueError(f"--data_dir {directory} has no row with an image and an instruction")
     return pairs
@@ -153,19 +153,19 @@ def pairs_of_one_shape(pairs):
     Raises:
         ValueError: no pair is left, or an image cannot be decoded.
     """
-    kept, left_out = [], []
+    kept, error = [], None
     for pair in pairs:
-        original, edited = pair.decoded("original"), pair.decoded("edited")
+        original = pair.decoded("original")
+        edited = pair.decoded("edited") or original
         try:
-            if edited is not None:
-                check_one_shape(pair.input, original.size, "its truth", edited.size)
+            check_one_shape(pair.input, original.size, "its truth", edited.size)
             kept.append(pair)
-        except ValueError as error:
-            left_out.append(error)
+        except ValueError as reason:
+            error = reason
     if not kept:
-        raise ValueError(f"{left_out[0]}; no pair is left to measure")
-    if left_out:
-        logger.warning("%s; pairs that are left out: %d", left_out[0], len(left_out))
+        raise ValueError(f"{error}; no pair is left to measure")
+    if error:
+        logger.warning("%s; pairs that are left out: %d", error, len(pairs) - len(kept))
     return kept
 
 

@@ -29,45 +29,41 @@ def mean_over(values, strata=None):
     return float(np.mean(means))
 
 
-def bootstrap_interval(values, clusters=None, strata=None, num_resamples=NUM_RESAMPLES, seed=0):
+def bootstrap_interval(values, clusters, strata=None, num_resamples=NUM_RESAMPLES):
     """The 95% percentile interval of mean_over(values, strata).
 
     Clusters are drawn with replacement, within their stratum: the turns of one session are not
-    independent.
+    independent. Equal values have equal intervals.
 
     Args:
         values: (n,), NaN where unknown.
-        clusters: label of each value; None: each is its own.
+        clusters: label of each value.
         strata: label of each value; None: one for all. A cluster lies in one stratum.
         num_resamples: number of resamples.
-        seed: of the draws; equal values have equal intervals.
 
     Returns:
         (low, high), floats; None with fewer than two clusters.
     """
-    values = np.asarray(values, np.float64)
     known = np.isfinite(values)
-    values, n = values[known], int(known.sum())
-    clusters = np.arange(n) if clusters is None else np.asarray(clusters)[known]
-    strata = np.zeros(n) if strata is None else np.asarray(strata)[known]
+    values, clusters = np.asarray(values, np.float64)[known], np.asarray(clusters)[known]
+    strata = np.zeros(len(values)) if strata is None else np.asarray(strata)[known]
     if len(np.unique(clusters)) < 2:
         return None
-    rng, means = np.random.default_rng(seed), []
+    rng, means = np.random.default_rng(0), []
     for stratum in np.unique(strata):
         mine = strata == stratum
         _, cluster = np.unique(clusters[mine], return_inverse=True)
         sums, counts = np.bincount(cluster, values[mine]), np.bincount(cluster)
         drawn = rng.integers(len(sums), size=(num_resamples, len(sums)))
         means.append(sums[drawn].sum(1) / counts[drawn].sum(1))
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(np.mean(means, axis=0), (tail, 1 - tail))
+    low, high = np.quantile(np.mean(means, axis=0), ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
     return float(low), float(high)
 
 
-def over_seeds(all_values, metric):
-    """Values per pair, each the mean over the seeds that know it; None if no seed has the metric.
-
-    all_values: list of {metric: (n,)}, one per seed.
-    """
-    columns = [values[metric] for values in all_values if metric in values]
-    return np.ma.masked_invalid(columns).mean(0).filled(np.nan) if columns else None
+def over_seeds(all_values):
+    """{metric: means per pair over the seeds that know it, (n,)} of such dicts, one per seed."""
+    means = {}
+    for metric in dict.fromkeys(name for values in all_values for name in values):
+        columns = [values[metric] for values in all_values if metric in values]
+        means[metric] = np.ma.masked_invalid(columns).mean(0).filled(np.nan)
+    return means

@@ -36,7 +36,7 @@ from diffusers_flax.evaluation.protocols import PROTOCOLS
 from diffusers_flax.evaluation.results import save_results, save_values
 from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import read_json, write_text
-from diffusers_flax.messages import first_names, one_line
+from diffusers_flax.messages import one_line
 
 ANSWERS = "judge"  # directory of questions and answers, a file for each row of results.json
 MOST_FAILURES = 8  # questions of a row without any answer, after which the judge counts as down
@@ -111,21 +111,20 @@ def load_prompts(file, protocol, groups):
     if file is None:
         prompts = PROMPTS[protocol]
     elif file.suffix == ".py":
-        texts = {
-            line.targets[0].id: line.value.value
-            for line in ast.parse(file.read_text(encoding="utf-8")).body
-            if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant)
-        }
-        found = {x: [texts.get(part, "") for part in parts] for x, parts in VIESCORE.items()}
-        prompts = {name: "\n".join(parts) for name, parts in found.items()}
+        texts = defaultdict(str)
+        for line in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant):
+                texts[line.targets[0].id] = line.value.value
+        prompts = {x: "\n".join(texts[part] for part in parts) for x, parts in VIESCORE.items()}
     else:
         prompts = read_json(file)
     needed = (SEMANTICS, QUALITY) if protocol == "gedit" else groups
     found = {name: prompts.get(name, prompts.get(ALL_TYPES, "")) for name in needed}
-    mark = MARKS[protocol]
     for name, text in found.items():
-        if name != QUALITY and mark not in text:
-            raise ValueError(f"--judge_prompts {file} has no prompt {name!r} with {mark}")
+        if name != QUALITY and MARKS[protocol] not in text:
+            raise ValueError(
+                f"--judge_prompts {file} has no prompt {name!r} with {MARKS[protocol]}"
+            )
     return found
 
 
@@ -174,10 +173,10 @@ def content_of(question):
     The judge of GEdit-Bench gets the result scaled, as the image before the edit is in its file.
     """
     *before, result = (Path(file).read_bytes() for file in question["images"])
-    if question["name"] in (SEMANTICS, QUALITY):
-        with Image.open(io.BytesIO(result)) as image, io.BytesIO() as encoded:
-            gedit_size(image.convert("RGB")).save(encoded, "PNG")
-            result = encoded.getvalue()
+    if question["name"] != ALL_TYPES:
+        encoded = io.BytesIO()
+        gedit_size(Image.open(io.BytesIO(result)).convert("RGB")).save(encoded, "PNG")
+        result = encoded.getvalue()
     content = [{"type": "text", "text": question["text"]}]
     for image in (*before, result):
         url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
@@ -218,18 +217,6 @@ def parse_scores(question, reply):
     return scores
 
 
-def scores_of_edit(protocol, answers):
-    """{metric: float} of an edit, NaN if a question has no answer.
-
-    protocol: "gedit" or "imgedit"; answers: {question: list of scores}.
-    """
-    if protocol == "imgedit":  # its program rounds the mean of each edit
-        return {"overall": round(float(np.mean(answers.get(ALL_TYPES, np.nan))), 2)}
-    known = len(answers) == 2
-    least = {name: min(answers[name]) if known else np.nan for name in (SEMANTICS, QUALITY)}
-    return least | {"overall": math.sqrt(least[SEMANTICS] * least[QUALITY])}
-
-
 def ask(client, flags, question, file, known):
     """Ask a question until the answer has scores, and append it to the file of answers.
 
@@ -243,20 +230,19 @@ def ask(client, flags, question, file, known):
     Returns:
         The line, with "scores" and "reply"; without scores "reason".
     """
-    content, name = content_of(question), question["name"]
+    content = content_of(question)
     text = json.dumps([flags.judge_model, content])
     checksum = hashlib.sha256(text.encode()).hexdigest()[:16]
     if checksum in known:
         return known[checksum]
-    entry = {"key": question["key"], "question": name, "checksum": checksum}
+    entry = {"key": question["key"], "question": question["name"], "checksum": checksum}
+    messages = [{"role": "user", "content": content}]
     for _ in range(flags.judge_attempts):
         try:
-            answer = client.chat.completions.create(
-                model=flags.judge_model, messages=[{"role": "user", "content": content}]
-            )
+            answer = client.chat.completions.create(model=flags.judge_model, messages=messages)
             entry["reply"] = answer.choices[0].message.content or ""
-            entry["scores"] = parse_scores(name, entry["reply"])
-        except (ValueError, TypeError) as error:  # no scores, or not the answer of a chat
+            entry["scores"] = parse_scores(question["name"], entry["reply"])
+        except ValueError as error:  # no scores
             reason = error
         except Exception as error:  # of the network or the server, which the client has repeated
             return entry | {"reason": one_line(error, 200)}
@@ -282,7 +268,7 @@ def ask_all(questions, file, flags):
             known[entry["checksum"]] = entry
     client = openai.OpenAI(
         base_url=flags.judge,
-        api_key=os.environ.get("OPENAI_API_KEY", "").strip() or "no-key",
+        api_key=os.environ.get("OPENAI_API_KEY") or "no-key",
         timeout=flags.judge_timeout,
         max_retries=flags.judge_attempts - 1,
     )
@@ -298,7 +284,6 @@ def ask_all(questions, file, flags):
                 )
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        client.close()
     return lines
 
 
@@ -314,41 +299,52 @@ def judge_rows(config, pairs, results, prompts):
     Returns:
         Sentences: the judge and its prompts, and each row with edits that have no score.
     """
-    folder, rows, sentences = config.output_dir / ANSWERS, results["rows"], []
-    for row in rows:
+    folder, sentences = config.output_dir / ANSWERS, []
+    for row in results["rows"]:
         name, images = row["images"], config.output_dir / "images" / row["images"]
         questions = questions_of(pairs, images, config.protocol, prompts)
         text = "".join(f"{json.dumps(question)}\n" for question in questions)
         write_text(folder / f"{name}_questions.jsonl", text)
-        if not config.judge:
-            continue
-        lines = ask_all(questions, folder / f"{name}.jsonl", config)
-        add_scores(row, pairs, lines, config)
-        save_results(config.output_dir, results)
-        if config.protocol == "imgedit":
-            replies = {line["key"]: line["reply"] for line in lines if "scores" in line}
-            write_text(images / "result.json", json.dumps(replies, indent=4))
-        failed = {line["key"]: line["reason"] for line in lines if "reason" in line}
-        if failed:
-            reasons = first_names([f"{key} ({reason})" for key, reason in failed.items()])
-            of = f"{len(failed)} of {len(pairs)} edits of {row['model']}"
-            sentences.append(f"no score for {of}: {reasons}; the same command asks again")
-    judges = {(row["judge"], row["judge_prompts"]) for row in rows if "judge" in row}
-    sentences += [f"judge: {judge}, with {prompts}" for judge, prompts in sorted(judges)]
-    if not all("judge" in row for row in rows):
-        sentences.append(f"not judged: {ANSWERS}/ has the questions, and --judge asks them")
-    return sentences
+        if config.judge:
+            lines = ask_all(questions, folder / f"{name}.jsonl", config)
+            add_scores(row, pairs, lines, config)
+            save_results(config.output_dir, results)
+            if config.protocol == "imgedit":
+                replies = {line["key"]: line["reply"] for line in lines if "scores" in line}
+                write_text(images / "result.json", json.dumps(replies, indent=4))
+            failed = {line["key"]: line["reason"] for line in lines if "reason" in line}
+            if failed:
+                key, reason = next(iter(failed.items()))
+                sentences.append(
+                    f"no score for {len(failed)} of {len(pairs)} edits of {row['model']}: {key} "
+                    f"({reason}) and others; the same command asks again"
+                )
+        if "judge" in row:
+            sentences.append(f"judge: {row['judge']}, with {row['judge_prompts']}")
+        else:
+            sentences.append(f"not judged: {ANSWERS}/ has the questions, and --judge asks them")
+    return [*dict.fromkeys(sentences)]
 
 
 def add_scores(row, pairs, lines, config):
-    """Add the metrics of the answers to a row and to its values per pair."""
-    scores_of, values = defaultdict(dict), defaultdict(list)
+    """Add the metrics of the answers to a row and to its values per pair.
+
+    An edit without one of its answers has no score, as in the benchmarks' programs.
+    """
+    answers, values = defaultdict(dict), defaultdict(list)
     for line in lines:
         if "scores" in line:
-            scores_of[line["key"]][line["question"]] = line["scores"]
-    for part in PROTOCOLS[config.protocol].parts:
-        for pair in pairs:
-            for name, score in scores_of_edit(config.protocol, scores_of[pair.key]).items():
+            answers[line["key"]][line["question"]] = line["scores"]
+    for pair in pairs:
+        found = answers[pair.key]
+        if config.protocol == "imgedit":  # its program rounds the mean of each edit
+            scores = {"overall": round(float(np.mean(found.get(ALL_TYPES, np.nan))), 2)}
+        else:
+            known = len(found) == 2
+            scores = {name: min(found[name]) if known else np.nan for name in (SEMANTICS, QUALITY)}
+            scores["overall"] = math.sqrt(scores[SEMANTICS] * scores[QUALITY])
+        for part in PROTOCOLS[config.protocol].parts:
+            for name, score in scores.items():
                 values[f"{name}{part}"].append(score if part in pair.parts else np.nan)
     save_values(config.output_dir, row["images"], values)
     row |= {name: mean_over(x, [pair.group for pair in pairs]) for name, x in values.items()}

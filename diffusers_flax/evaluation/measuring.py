@@ -3,6 +3,7 @@
 import sys
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from diffusers_flax.acceleration.plans import plan_steps
 from diffusers_flax.data.images import load_image
 from diffusers_flax.devices.memory import peak_memory
 from diffusers_flax.devices.precision import choose_dtype
-from diffusers_flax.evaluation.edits import edit_batches
 from diffusers_flax.evaluation.judging import save_source, source_file
 from diffusers_flax.evaluation.protocols import PROTOCOLS
 from diffusers_flax.evaluation.results import save_results, save_values
@@ -29,12 +29,15 @@ from diffusers_flax.generating.batches import (
 )
 from diffusers_flax.generating.flags import from_flags
 from diffusers_flax.generating.models import (
+    EDIT,
     ModelOptions,
     Sampling,
     load_weights,
     open_model,
     plan_images,
 )
+from diffusers_flax.generating.requests import Request
+from diffusers_flax.generating.runner import Models, make_images
 from diffusers_flax.generating.sizes import fit_image
 from diffusers_flax.images import prepare_images, save_image
 from diffusers_flax.parameters import replicate_params
@@ -58,8 +61,8 @@ class Evaluation:
 
     def __init__(self, config, pairs, sizes, results):
         self.config, self.pairs, self.sizes, self.results = config, pairs, sizes, results
-        scorer = make_scorer(pairs, sizes, config)  # None: only a judge scores
-        self.measure = scorer.measure if scorer else lambda place, image: {}
+        self.is_masked = [config.use_masks and pair.mask is not None for pair in pairs]
+        self.measure = make_scorer(pairs, sizes, config).measure
         self.protocol = PROTOCOLS[config.protocol]
 
     def add_baselines(self, names, model=None, change=lambda image: image):
@@ -118,12 +121,12 @@ class Evaluation:
 
         self.add_baselines(VAE_BASELINES, model, through_vae)
         replicate_params(params, devices)
+        models = Models({EDIT: pipeline}, params)
         number, flops = list(self.results["models"]).index(model), {}  # FLOPs by the branches
         for run, sampling in zip(todo, all_sampling):
-            edit_all = partial(edit_batches, self, pipeline, params, sampling=sampling)
             branches, compile_seconds = sampling.branches(pipeline_type), 0.0
             if branches not in flops:
-                compile_seconds = self.warm_up(edit_all)
+                compile_seconds = self.warm_up(models, sampling)
                 steps = sampling.steps(pipeline_type)
                 of_size = {
                     size: count_edit_flops(pipeline, shapes, size, branches, steps)
@@ -131,8 +134,7 @@ class Evaluation:
                 }
                 flops[branches] = float(np.mean([of_size[size] for size in self.sizes]))
             folder = "_".join(map(str, (number, *run)))
-            edit_all = partial(edit_all, bar=bar)
-            metrics, seconds = self.measure_edits(edit_all, pipeline, folder)
+            metrics, seconds = self.measure_edits(models, sampling, folder, bar)
             save_values(config.output_dir, folder, metrics)
             memory, memory_of = peak_memory(devices)
             row = {"model": model, **dict(zip(names, run)), "num_pairs": len(pairs)}
@@ -147,25 +149,61 @@ class Evaluation:
             self.results["rows"].append(row)
             save_results(config.output_dir, self.results)
 
-    def warm_up(self, edit_all):
-        """Edit one image with every program before the clock starts; returns the seconds.
+    def edit_batches(self, models, sampling, places, load_result, bar):
+        """Edit pairs over all devices, images of one size together.
 
-        edit_all: edit_batches without load and bar.
+        The noise of an edit depends on seed and index only. Threads load the next batch.
+
+        Args:
+            models: runner.Models.
+            sampling: generating.models.Sampling.
+            places: of the pairs.
+            load_result: place -> the PIL result of an edit that is yielded; None: an edit of a
+                result gets the original.
+            bar: tqdm progress bar in units of edits.
+
+        Yields:
+            (places of pairs, results: NumPy float32 (n, H, W, 3) in [0, 1], seconds on the
+            devices).
         """
+
+        def load(place):
+            pair, size = self.pairs[place], self.sizes[place]
+            mask = pair.decoded_mask(size) if self.is_masked[place] else None
+            if pair.after is None or load_result is None:
+                return pair.decoded("original", size), mask
+            return fit_image(load_result(pair.after), size), mask
+
+        requests = [
+            from_flags(
+                Request,
+                sampling,
+                prompt=pair.instruction,
+                mask=Path() if is_masked else None,
+                index=pair.index,
+                after=pair.after,
+            )
+            for pair, is_masked in zip(self.pairs, self.is_masked)
+        ]
+        batch_size = self.config.batch_size
+        return make_images(models, requests, self.sizes, places, load, batch_size, bar, in_flight=1)
+
+    def warm_up(self, models, sampling):
+        """Edit one image with every program before the clock starts; returns the seconds."""
         first = {}  # place of the first edit of each program
-        for place, (pair, size) in enumerate(zip(self.pairs, self.sizes)):
-            first.setdefault((size, self.config.use_masks and pair.mask is not None), place)
-        batches = edit_all(load=load_pair, bar=tqdm(disable=True), todo=first.values())
+        for place, program in enumerate(zip(self.sizes, self.is_masked)):
+            first.setdefault(program, place)
+        bar = tqdm(disable=True)
+        batches = self.edit_batches(models, sampling, first.values(), None, bar)
         return sum(seconds for _, _, seconds in batches)
 
-    def measure_edits(self, edit_all, pipeline, folder):
+    def measure_edits(self, models, sampling, folder, bar):
         """Edit all pairs, measure the results and write those that the report may show.
 
         With a benchmark all results are written, by the names that its own evaluation expects.
 
         Args:
-            edit_all: edit_batches without load.
-            pipeline: InstructPix2Pix.
+            models, sampling, bar: of edit_batches.
             folder: name of the folder of the images.
 
         Returns:
@@ -180,15 +218,16 @@ class Evaluation:
 
         with FileWriter() as files:
 
-            def result_of(place):
+            def load_result(place):
                 files.wait()
                 return load_image(files_of[place])
 
-            for places, images, seconds in edit_all(load=partial(load_pair, result_of=result_of)):
+            batches = self.edit_batches(models, sampling, range(len(pairs)), load_result, bar)
+            for places, images, seconds in batches:
                 which = f"the edit of {pairs[places[0]].input} and others"
                 check_finite_images(images, which)
                 total_seconds += seconds
-                for place, image in zip(places, pipeline.numpy_to_pil(images)):
+                for place, image in zip(places, models.pipelines[EDIT].numpy_to_pil(images)):
                     for name, value in self.measure(place, image).items():
                         metrics[name][place] = value
                     file = files_of[place]
@@ -211,17 +250,6 @@ def vae_round_trip(vae, params, image):
     mode = vae.apply({"params": params}, image, method=vae.encode).latent_dist.mode()
     latents = jnp.transpose(mode, (0, 3, 1, 2)) * vae.config.scaling_factor
     return decode(vae, params, latents)
-
-
-def load_pair(pair, size, is_masked, result_of=None):
-    """The original image and mask of a HeldOutPair for edit_batches.
-
-    result_of: place -> the result of that edit, PIL; None: an edit of a result gets the original.
-    """
-    mask = pair.decoded_mask(size) if is_masked else None
-    if pair.after is None or result_of is None:
-        return pair.decoded("original", size), mask
-    return fit_image(result_of(pair.after), size), mask
 
 
 def averages(metrics):

@@ -12,7 +12,6 @@ import numpy as np
 PIXEL_METRICS = ("l1", "mse", "error_ratio", "l1_to_input")
 # The same inside and outside of a mask.
 MASK_METRICS = tuple(f"{name}_{side}" for side in ("inside", "outside") for name in PIXEL_METRICS)
-LEAST_SSIM_SIDE = 11  # pixels, the side of its window
 
 
 class Metric(NamedTuple):
@@ -84,7 +83,7 @@ def mask_metrics(mask, result, original, edited=None):
 
 
 def ssim(a, b):
-    """SSIM of two PIL images of one size, mean over the channels of RGB; NaN below 11 pixels.
+    """SSIM of two PIL images of one size, at least 11 pixels, mean over the channels of RGB.
 
     Windows are Gaussian with a standard deviation of 1.5 pixels, K1 = 0.01, K2 = 0.03.
 
@@ -92,8 +91,6 @@ def ssim(a, b):
     """
     from skimage.metrics import structural_similarity
 
-    if min(a.size) < LEAST_SSIM_SIDE:
-        return np.nan
     options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
     a, b = (np.asarray(x.convert("RGB"), np.float64) for x in (a, b))
     return float(structural_similarity(a, b, data_range=255, channel_axis=-1, **options))

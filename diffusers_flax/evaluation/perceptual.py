@@ -33,23 +33,15 @@ ALEXNET_LAYERS = (
     (8, 384, 256, 3, 1, 1, False),
     (10, 256, 256, 3, 1, 1, False),
 )
-LEAST_LPIPS_SIDE = 31  # pixels; smaller images leave nothing after the two poolings
 
 
 @contextmanager
 def exact_inference():
-    """Context in which PyTorch computes without gradients and, on a GPU, in full float32."""
+    """Context in which PyTorch computes in full float32; gives its GPU, else its CPU."""
     import torch  # seconds to import
 
     with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
-
-
-def torch_device():
-    """PyTorch's GPU, else its CPU."""
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        yield torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def centred(image, shorter, side):
@@ -69,16 +61,6 @@ def centred(image, shorter, side):
     return image.crop((left, top, left + side, top + side))
 
 
-def dino_pixels(image):
-    """What DINO sees of a PIL image, float32 (3, 224, 224).
-
-    Source: image_eval.py of github.com/OSU-NLP-Group/MagicBrush.
-    """
-    image = centred(image, DINO_RESIZE, DINO_CROP)
-    pixels = (np.asarray(image, np.float32) / 255 - IMAGENET_MEAN) / IMAGENET_STD
-    return pixels.transpose(2, 0, 1).astype(np.float32)
-
-
 class Dino:
     """A ViT that DINO trained; its feature of an image is the class token after the last norm.
 
@@ -86,33 +68,33 @@ class Dino:
         name: directory or hub id, in the layout of transformers.
 
     Raises:
-        ValueError: it cannot be read, or is not a ViT for images of 224 pixels.
+        ValueError: it cannot be read.
     """
 
     def __init__(self, name):
         from transformers import ViTModel
 
         try:
-            model, info = ViTModel.from_pretrained(
-                name, add_pooling_layer=False, dtype="float32", output_loading_info=True
-            )
-            config = model.config
-            if info["missing_keys"] or (config.model_type, config.image_size) != ("vit", DINO_CROP):
-                raise ValueError("it is no ViT for images of 224 pixels")
+            model = ViTModel.from_pretrained(name, add_pooling_layer=False, dtype="float32")
         except Exception as error:  # the libraries raise errors of many types
             raise ValueError(
                 f"--dino_model {name} cannot be opened: {one_line(error, 300)}; name a directory "
                 'or hub id of a DINO ViT/16, or "" to leave DINO out'
             ) from error
-        self._model = model.eval().to(torch_device())
+        self._model = model.eval()
 
     def image_features(self, images):
-        """Features of PIL images, at least one, float32 (n, D), not normalised."""
+        """Features of PIL images, at least one, float32 (n, D), not normalised.
+
+        Source: image_eval.py of github.com/OSU-NLP-Group/MagicBrush.
+        """
         import torch
 
-        pixels = torch.from_numpy(np.stack([dino_pixels(image) for image in images]))
-        with exact_inference():
-            output = self._model(pixels.to(self._model.device))
+        images = np.stack([centred(image, DINO_RESIZE, DINO_CROP) for image in images])
+        pixels = (images.astype(np.float32) / 255 - IMAGENET_MEAN) / IMAGENET_STD
+        pixels = torch.from_numpy(pixels.transpose(0, 3, 1, 2).astype(np.float32))
+        with exact_inference() as device:
+            output = self._model.to(device)(pixels.to(device))
         return output.last_hidden_state[:, 0].cpu().numpy()
 
 
@@ -123,8 +105,7 @@ class Lpips:
     has to be of PyTorch's build; these few convolutions need none.
 
     Raises:
-        ValueError: the package is missing, or AlexNet's weights can be neither found nor
-            downloaded.
+        ValueError: the package is missing.
     """
 
     def __init__(self):
@@ -138,38 +119,30 @@ class Lpips:
             )
         file = Path(package.submodule_search_locations[0], "weights", "v0.1", "alex.pth")
         weights = torch.load(file, map_location="cpu", weights_only=True)
-        try:
-            alexnet = torch.hub.load_state_dict_from_url(
-                ALEXNET, map_location="cpu", progress=False, check_hash=True, weights_only=True
-            )
-        except Exception as error:  # no network, or a damaged file
-            raise ValueError(
-                f"--metrics lpips needs AlexNet's weights ({one_line(error, 120)}); save {ALEXNET} "
-                f"in {torch.hub.get_dir()}/checkpoints"
-            ) from error
-        self._device, self._layers = torch_device(), []  # (layer, weight of its differences)
+        alexnet = torch.hub.load_state_dict_from_url(
+            ALEXNET, map_location="cpu", check_hash=True, weights_only=True
+        )
+        self._layers = []  # (layer, weight of its differences)
         for i, (number, *sizes, is_pooled) in enumerate(ALEXNET_LAYERS):
             convolution = torch.nn.Conv2d(*sizes)
             names = {name: alexnet[f"features.{number}.{name}"] for name in ("weight", "bias")}
             convolution.load_state_dict(names)
             pool = [torch.nn.MaxPool2d(3, 2)] * is_pooled
             layer = torch.nn.Sequential(*pool, convolution, torch.nn.ReLU()).eval()
-            weight = weights[f"lin{i}.model.1.weight"]
-            self._layers.append((layer.to(self._device), weight.to(self._device)))
+            self._layers.append((layer, weights[f"lin{i}.model.1.weight"]))
 
     def distance(self, a, b):
-        """LPIPS of two PIL images of one size; NaN below 31 pixels."""
+        """LPIPS of two PIL images of one size, at least 31 pixels."""
         import torch
 
-        if min(a.size) < LEAST_LPIPS_SIDE:
-            return np.nan
         images = np.stack([np.asarray(x.convert("RGB"), np.float32) / 127.5 - 1 for x in (a, b)])
         images = (images - np.float32(LPIPS_SHIFT)) / np.float32(LPIPS_SCALE)
-        x, total = torch.from_numpy(images).to(self._device).permute(0, 3, 1, 2), 0.0
-        with exact_inference():
+        total = 0.0
+        with exact_inference() as device:
+            x = torch.from_numpy(images).to(device).permute(0, 3, 1, 2)
             for layer, weight in self._layers:
-                x = layer(x)
+                x = layer.to(device)(x)
                 unit = x / (x.square().sum(1, keepdim=True).sqrt() + 1e-10)
                 change = (unit[:1] - unit[1:]).square()
-                total += torch.nn.functional.conv2d(change, weight).mean().item()
+                total += torch.nn.functional.conv2d(change, weight.to(device)).mean().item()
         return total

@@ -1,7 +1,6 @@
 """results.json: a row per model, scales and seed; continued after an interruption."""
 
 import json
-from dataclasses import asdict
 
 import jax
 import numpy as np
@@ -10,7 +9,6 @@ from diffusers_flax.devices.precision import choose_dtype
 from diffusers_flax.evaluation.held_out import checksum_of_pairs
 from diffusers_flax.generating.recipes import digest_of, state_of_files
 from diffusers_flax.loading.files import read_json, write_text
-from diffusers_flax.loading.single_file import SingleFile
 from diffusers_flax.messages import differences
 from diffusers_flax.pipelines.sampling import timestep_options
 
@@ -21,14 +19,13 @@ SETTINGS = (  # flags
     *("timestep_spacing", "unet_delta", "lora", "embedding", "accelerate", "batch_size"),
     "use_masks",
 )
+FILES = ("unet_delta", "lora", "embedding", "accelerate")  # flags that may name files
 
 
 def settings_of_results(config, pairs, resolution):
     """The settings that all rows of results.json share, most by their flags' names."""
     devices = jax.local_devices()[: len(pairs)]
     steps = timestep_options(config.num_inference_steps, config.timesteps, config.eta)
-    names = ("unet_delta", "lora", "embedding", "accelerate")
-    files = [state_of_files(getattr(config, name)) for name in names]
     settings = {
         "num_pairs": len(pairs),
         "checksum of the pairs": checksum_of_pairs(pairs),
@@ -36,18 +33,10 @@ def settings_of_results(config, pairs, resolution):
         "resolution": resolution,
         "dtype": str(choose_dtype(config.dtype)),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
+        **{name: getattr(config, name) for name in SETTINGS},
+        "files of these flags": digest_of([state_of_files(getattr(config, x)) for x in FILES]),
     }
-    settings |= {name: value for name, value in asdict(config).items() if name in SETTINGS}
-    settings = json.loads(json.dumps(settings))  # lists instead of tuples
-    return settings | {"files of these flags": digest_of(files)}
-
-
-def state_of(model):
-    """A checksum of names and times of a model's files."""
-    state = [model, state_of_files(model)]
-    if isinstance(model, SingleFile):
-        state += [model.use_ema_weights, state_of_files(model.configs)]
-    return digest_of(state)
+    return json.loads(json.dumps(settings))  # lists instead of tuples
 
 
 def load_results(output_dir, settings, models, overwrite):
@@ -71,7 +60,7 @@ def load_results(output_dir, settings, models, overwrite):
         results = read_json(file)
     changes = differences(results["settings"], settings)
     for model in models:
-        state = {"files": state_of(model)}
+        state = {"files": digest_of([model, state_of_files(model)])}
         if results["models"].setdefault(model, state)["files"] != state["files"]:
             changes.append(f"--model {model} has other files now")
     if changes:

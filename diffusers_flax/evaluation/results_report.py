@@ -35,11 +35,11 @@ CURVE = {  # x and y with their labels
     "direction_similarity": "CLIP direction similarity (change of image and captions)",
     "image_similarity": "CLIP image similarity (to the input)",
 }
-COSTS = {  # heading: (its number in a row of results.json, unit)
-    "s per edit": ("seconds_per_edit", 1),
-    "s to compile": ("compile_seconds", 1),
-    "peak GiB": ("peak_memory_bytes", 2**30),
-    "GFLOP per edit": ("flops_per_edit", 1e9),
+COSTS = {  # number in a row of results.json: (heading, unit)
+    "seconds_per_edit": ("s per edit", 1),
+    "compile_seconds": ("s to compile", 1),
+    "peak_memory_bytes": ("peak GiB", 2**30),
+    "flops_per_edit": ("GFLOP per edit", 1e9),
 }
 
 
@@ -61,6 +61,31 @@ def grid_places(num_pairs):
     return [i * num_pairs // n for i in range(n)]
 
 
+def best_rows(rows, metric):
+    """{model: its row with the best mean of a metric of RANKED}."""
+    best = {}
+    for row in rows:
+        other = best.setdefault(row["model"], row)
+        if row.get(metric) is not None and RANKED[metric] * (row[metric] - other[metric]) > 0:
+            best[row["model"]] = row
+    return best
+
+
+def table(first, headings, lines):
+    """Lines of a Markdown table, whose columns without texts are left out; [] without columns.
+
+    Args:
+        first: heading of the model.
+        headings: {name of a column: text}.
+        lines: list of (model, guidance_scale, image_guidance_scale, {name of a column: text}).
+    """
+    names = [name for name in headings if any(texts.get(name) for *_, texts in lines)]
+    rows = [[first, "guidance", "image guidance", *(headings[name] for name in names)]]
+    rows += [["---"] * len(rows[0])]
+    rows += [[*map(str, key), *(texts.get(x, "") for x in names)] for *key, texts in lines]
+    return ["", *(f"| {' | '.join(row)} |" for row in rows)] if names else []
+
+
 class EditReport:
     """What the files of a report show.
 
@@ -72,141 +97,114 @@ class EditReport:
     """
 
     def __init__(self, output_dir, results, pairs, sizes):
-        self.output_dir, self.results, self.pairs, self.sizes = output_dir, results, pairs, sizes
-        self.protocol = PROTOCOLS[results["settings"]["protocol"]]
+        self.output_dir, self.rows, self.pairs, self.sizes = (
+            output_dir,
+            results["rows"],
+            pairs,
+            sizes,
+        )
+        self.settings, self.baselines = results["settings"], results["baselines"]
+        self.protocol = PROTOCOLS[self.settings["protocol"]]
         self.groups = defaultdict(list)  # rows of the same model and scales, one per seed
-        self.values = defaultdict(list)  # their values per pair
-        for row in results["rows"]:
+        for row in self.rows:
             key = row["model"], row["guidance_scale"], row["image_guidance_scale"]
             self.groups[key].append(row)
-            self.values[key].append(load_values(output_dir, row["images"]))
 
-    def write(self, sentences=()):
+    def write(self, sentences):
         """Write all files; sentences: for results.md."""
+        write_text(self.output_dir / "results.md", "\n".join(self.lines(sentences)) + "\n")
+        save_image(self.grid(), self.output_dir / "grid.png")
         if figure := self.curve():
             file = self.output_dir / "curve.png"
             save_whole(file, partial(figure.savefig, format="png", dpi=120))
-        save_image(self.grid(), self.output_dir / "grid.png")
-        if extremes := self.extremes():
-            save_image(extremes, self.output_dir / "best_and_worst.png")
-        write_text(self.output_dir / "results.md", "\n".join(self.lines(sentences)) + "\n")
-
-    # ---------------------------------------------------------------- results.md
+        if metric := ranking_metric(self.rows[0]):
+            save_image(self.extremes(metric), self.output_dir / "best_and_worst.png")
 
     def lines(self, sentences):
-        """The lines of results.md."""
-        settings, rows = self.results["settings"], self.results["rows"]
-        first, *others = models = dict.fromkeys(model for model, *_ in self.groups)
+        """The lines of results.md.
+
+        An interval of a difference to the first model that lacks 0 means that the models differ,
+        which two overlapping intervals of means do not rule out.
+        """
+        means = {  # over seeds, {key: {metric: (n,)}}
+            key: over_seeds([load_values(self.output_dir, row["images"]) for row in rows])
+            for key, rows in self.groups.items()
+        }
+        first, measured, differences, costs = self.rows[0]["model"], [], [], []
+        for row in self.baselines:
+            name = " of ".join(filter(None, (row["baseline"], row["model"])))
+            texts = {metric: f"{x:.4f}" for metric, x in row.items() if isinstance(x, float)}
+            measured.append((name, "", "", texts))
+        for key, rows in self.groups.items():
+            texts = {metric: self.mean_text(x, metric, rows) for metric, x in means[key].items()}
+            measured.append((*key, texts))
+            other = means.get((first, *key[1:]), {})
+            if key[0] != first and other:
+                both = [metric for metric in means[key] if metric in other]
+                texts = {x: self.mean_text(means[key][x] - other[x]) for x in both}
+                differences.append((*key, texts))
+            texts = {}
+            for name, (_, unit) in COSTS.items():
+                texts[name] = "/".join(f"{row[name] / unit:.3g}" for row in rows)
+            costs.append((*key, texts))
+
+        given = [f"{name} {value}" for name, value in self.settings.items() if value]
         lines = ["# Edits", "", *(f"- {sentence}" for sentence in sentences)]
-        given = [f"{name} {value}" for name, value in settings.items() if value]
         lines += [f"- {', '.join(given)}"]
         lines += ["- mean over pairs and seeds ± standard deviation over seeds, [95% interval]"]
         if self.protocol.title:
             lines += [f"- {self.protocol.title}: {self.protocol.source}"]
-        for title, num_pairs, headings in self.sections():
-            known = {}
-            for metric, heading in headings.items():
-                counts = [
-                    np.isfinite(x.get(metric, [])).sum() for y in self.values.values() for x in y
-                ]
-                if any(counts):
-                    few = f" of {max(counts)}" if max(counts) < num_pairs else ""
-                    known[metric] = heading + few
-            if known:
-                title = f"{title.capitalize()}, {num_pairs} pairs:"
-                lines += ["", title, "", *self.means(known)]
-                lines += ["", *self.means(known, minus=first)] if others else []
-        if any("overall" in row for row in rows):
-            lines += ["", "Overall scores by type of edit, and numbers of edits:", ""]
-            lines += self.types_of_edits()
-        costs = [
-            ["/".join(f"{row[name] / unit:.3g}" for row in group) for name, unit in COSTS.values()]
-            for group in self.groups.values()
-        ]
-        lines += ["", *self.table("model", COSTS, costs)]
-        for name in models:
-            model = self.results["models"][name]
-            sizes = ", ".join(f"{part} {n:,}" for part, n in model["parameters"].items())
-            lines += ["", f"{name}: {model['pipeline']}; parameters: {sizes}."]
-        return lines
+        for title, headings in self.sections():
+            if found := table("model", headings, measured):
+                lines += ["", title, *found]
+                lines += table(f"difference to {first}", headings, differences)
+        if any("overall" in row for row in self.rows):
+            lines += ["", "Overall scores by type of edit, and numbers of edits:"]
+            lines += self.types_of_edits(means)
+        return lines + table("model", {name: x for name, (x, _) in COSTS.items()}, costs)
 
     def sections(self):
-        """Yield (title, number of pairs, {metric: heading}) of the tables of metrics."""
-        names = (*self.protocol.metrics, *self.results["settings"]["metrics"])
+        """Yield (title, {metric: heading}) of the tables of metrics."""
+        names = (*self.protocol.metrics, *self.settings["metrics"])
         headings = {x: METRICS[x].heading for x in names if x in METRICS} | self.protocol.metrics
         for part, title in self.protocol.parts.items():
             num_pairs = sum(part in pair.parts for pair in self.pairs)
-            yield title, num_pairs, {f"{x}{part}": heading for x, heading in headings.items()}
+            in_part = {f"{metric}{part}": heading for metric, heading in headings.items()}
+            yield f"{title.capitalize()}, {num_pairs} pairs:", in_part
+        num_masks = sum(pair.mask is not None for pair in self.pairs)
         sides = [metric.rsplit("_", 1) for metric in MASK_METRICS]  # l1_inside
         heads = [f"{METRICS[name].heading} {side}" for name, side in sides]
-        num_masks = sum(pair.mask is not None for pair in self.pairs)
-        yield "inside and outside of the masks", num_masks, dict(zip(MASK_METRICS, heads))
+        title = f"Inside and outside of the masks, {num_masks} pairs:"
+        yield title, dict(zip(MASK_METRICS, heads))
 
-    def table(self, first, heads, cells, before=()):
-        """Lines of a Markdown table with a line for every model and scales.
+    def mean_text(self, values, metric="", rows=()):
+        """A cell "mean ± deviation [low, high]", "" if no value is known.
 
         Args:
-            first: heading of the model.
-            heads: headings of the cells.
-            cells: for each of self.groups a list of texts; [] leaves the line out.
-            before: lines above, lists of texts.
+            values: per pair (n,).
+            metric, rows: for the deviation over seeds.
         """
-        lines = [[first, "guidance", "image guidance", *heads]]
-        lines += [["---"] * len(lines[0]), *before]
-        lines += [[*map(str, key), *texts] for key, texts in zip(self.groups, cells) if texts]
-        return [f"| {' | '.join(line)} |" for line in lines]
-
-    def means(self, shown, minus=None):
-        """The table of means of metrics {name: heading}.
-
-        Without `minus`, a model, below the baselines and with standard deviations over the seeds;
-        else of the differences to this model, pair by pair. A difference whose interval lacks 0
-        means that the models differ, which two overlapping intervals of means do not rule out.
-        """
-        baselines, cells = [], []
-        for row in self.results["baselines"]:
-            name = " of ".join(filter(None, (row["baseline"], row["model"])))
-            means = (row.get(metric) for metric in shown)
-            baselines.append([name, "", "", *("" if x is None else f"{x:.4f}" for x in means)])
-        for (model, *scales), rows in self.groups.items():
-            cells.append([])
-            for metric in shown:
-                values, spread = over_seeds(self.values[model, *scales], metric), ""
-                means = [row[metric] for row in rows if row.get(metric) is not None]
-                if minus:
-                    other = over_seeds(self.values.get((minus, *scales), ()), metric)
-                    unknown = model == minus or values is None or other is None
-                    values = None if unknown else values - other
-                elif len(means) > 1:
-                    spread = f" ± {np.std(means, ddof=1):.4f}"
-                cells[-1].append(self.mean_text(values, spread))
-        cells = [texts if any(texts) else [] for texts in cells]
-        if minus:
-            return self.table(f"difference to {minus}", shown.values(), cells)
-        return self.table("model", shown.values(), cells, baselines)
-
-    def mean_text(self, values, spread):
-        """A cell "mean spread [low, high]" of values per pair (n,), "" if none is known."""
         strata = [pair.group for pair in self.pairs] if self.protocol.is_judged else None
         clusters = [pair.session or f"pair {place}" for place, pair in enumerate(self.pairs)]
-        mean = None if values is None else mean_over(values, strata)
+        mean = mean_over(values, strata)
         if mean is None:
             return ""
-        interval = bootstrap_interval(values, clusters, strata)
-        text = f" [{interval[0]:.4f}, {interval[1]:.4f}]" if interval else ""
-        return f"{mean:.4f}{spread}{text}"
+        text = f"{mean:.4f}"
+        of_seeds = [row[metric] for row in rows if row.get(metric) is not None]
+        if len(of_seeds) > 1:
+            text += f" ± {np.std(of_seeds, ddof=1):.4f}"
+        if interval := bootstrap_interval(values, clusters, strata):
+            text += f" [{interval[0]:.4f}, {interval[1]:.4f}]"
+        return text
 
-    def types_of_edits(self):
+    def types_of_edits(self, means):
         """The table of the overall score of each type of edit."""
-        groups, cells = np.array([pair.group for pair in self.pairs]), []
-        sizes = dict(sorted(Counter(groups.tolist()).items()))
-        for values in self.values.values():
-            overall = over_seeds(values, "overall")
-            means = [None if overall is None else mean_over(overall[groups == x]) for x in sizes]
-            cells.append(["" if mean is None else f"{mean:.2f}" for mean in means])
-        return self.table("overall", [f"{x} ({n})" for x, n in sizes.items()], cells)
-
-    # ---------------------------------------------------------------- images
+        groups, lines = np.array([pair.group for pair in self.pairs]), []
+        sizes = Counter(sorted(groups.tolist()))
+        for key, values in means.items():
+            scores = {x: mean_over(values["overall"][groups == x]) for x in sizes}
+            lines.append((*key, {x: f"{y:.2f}" for x, y in scores.items() if y is not None}))
+        return table("overall", {name: f"{name} ({n})" for name, n in sizes.items()}, lines)
 
     def curve(self):
         """A matplotlib Figure of both CLIP similarities over image_guidance_scale, or None.
@@ -215,11 +213,11 @@ class EditReport:
         """
         import matplotlib.figure  # seconds to import; without pyplot no display is used
 
-        rows, lines = self.results["rows"], defaultdict(list)
-        if any(row.get(metric) is None for row in rows for metric in CURVE):
+        if any(row.get(metric) is None for row in self.rows for metric in CURVE):
             return None
-        for (model, guidance_scale, image_guidance_scale), group in self.groups.items():
-            point = [np.mean([row[metric] for row in group]) for metric in CURVE]
+        lines = defaultdict(list)
+        for (model, guidance_scale, image_guidance_scale), rows in self.groups.items():
+            point = [np.mean([row[metric] for row in rows]) for metric in CURVE]
             lines[f"{model}, guidance {guidance_scale:g}"].append((image_guidance_scale, *point))
         figure = matplotlib.figure.Figure(figsize=(8, 7), layout="constrained")
         plot = figure.add_subplot(**dict(zip(("xlabel", "ylabel"), CURVE.values())))
@@ -231,15 +229,6 @@ class EditReport:
         plot.set_title(f"{len(self.pairs)} pairs; numbers: image guidance", fontsize=10)
         figure.legend(loc="outside lower center", ncols=2, fontsize=8)
         return figure
-
-    def best_rows(self, metric, sign):
-        """{model: its row with the best mean of a metric}; sign: as in RANKED."""
-        best = {}
-        for row in self.results["rows"]:
-            other = best.setdefault(row["model"], row)
-            if row.get(metric) is not None and sign * row[metric] > sign * other[metric]:
-                best[row["model"]] = row
-        return best
 
     def tile(self, place, what, text):
         """An image of a pair with a text: "original", "edited", or the result of a row."""
@@ -253,7 +242,7 @@ class EditReport:
 
     def grid(self):
         """A row per pair: input, truth if known, each model's result at its scales of least L1."""
-        best, tiles = self.best_rows("l1", -1), []
+        best, tiles = best_rows(self.rows, "l1"), []
         has_truth = any(pair.edited is not None for pair in self.pairs)
         for place in grid_places(len(self.pairs)):
             tiles.append(self.tile(place, "original", self.pairs[place].instruction))
@@ -263,22 +252,20 @@ class EditReport:
                 tiles.append(self.tile(place, row, f"{model}, guidance {scales}"))
         return tile_grid(tiles, 1 + has_truth + len(best), GRID_MARGIN)
 
-    def extremes(self):
-        """An image of the best and worst results of each model; None if no metric ranks them.
+    def extremes(self, metric):
+        """An image of the best and worst results of each model, with input and truth.
 
-        Each model has two lines, at the scales and seed whose mean is best. A tile has input,
-        result and, if there is one, truth.
+        Each model has two lines, at the scales and seed whose mean is best.
         """
-        if (metric := ranking_metric(self.results["rows"][0])) is None:
-            return None
         tiles = []
-        for model, row in self.best_rows(metric, RANKED[metric]).items():
+        for model, row in best_rows(self.rows, metric).items():
             values = load_values(self.output_dir, row["images"])[metric]
-            both = best_and_worst(values, metric)
-            for word, place in ((w, p) for w, x in zip(("best", "worst"), both) for p in x):
-                pair = self.pairs[place]
-                images = [self.tile(place, "original", "input"), self.tile(place, row, "result")]
-                images += [self.tile(place, "edited", "truth")] * (pair.edited is not None)
-                value = f"{word}, {metric} {values[place]:.3f}"
-                tiles.append(captioned(images, f"{model}, {value}: {pair.instruction}"))
-        return tile_grid(tiles, len(both[0]), GRID_MARGIN)
+            for word, places in zip(("best", "worst"), best_and_worst(values, metric)):
+                for place in places:
+                    pair = self.pairs[place]
+                    images = [self.tile(place, "original", "input")]
+                    images += [self.tile(place, row, "result")]
+                    images += [self.tile(place, "edited", "truth")] * (pair.edited is not None)
+                    value = f"{word}, {metric} {values[place]:.3f}"
+                    tiles.append(captioned(images, f"{model}, {value}: {pair.instruction}"))
+        return tile_grid(tiles, len(places), GRID_MARGIN)

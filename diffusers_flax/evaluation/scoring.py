@@ -4,6 +4,8 @@ scorer = ResultScorer(pairs, ["l1", "dino"], sizes, dino=Dino("facebook/dino-vit
 values = scorer.measure(0, image)
 """
 
+from functools import cache
+
 import numpy as np
 from PIL import Image
 
@@ -31,7 +33,7 @@ class ResultScorer:
         self._clip, self._dino, self._lpips = clip, dino, lpips
         self._parts = sorted({part for pair in pairs for part in pair.parts})
         self._has_masks = sizes is not None and any(pair.mask is not None for pair in pairs)
-        self._features = {}  # of pairs, {(network, field of a pair, place): (1, D)}
+        self._feature_of_pair = cache(self._feature_of_pair)
 
     def measure(self, place, image):
         """Metrics of a result.
@@ -44,14 +46,15 @@ class ResultScorer:
             {metric and part's suffix: float}, NaN where it is not defined or where the pair is not
             of the part.
         """
+        if not self.metrics:  # only a judge scores
+            return {}
         pair, size = self.pairs[place], self._sizes and self._sizes[place]
         values = self._distances(pair, size, image)
-        encoded = {}
-        for name in self.metrics:
-            if (network := METRICS[name].network) in FEATURES:
-                if network not in encoded:
-                    encoded[network] = self._encode(network, image)
-                values[name] = self._similarity(name, network, place, encoded[network])
+        names = [name for name in self.metrics if METRICS[name].network in FEATURES]
+        networks = {METRICS[name].network for name in names}
+        encoded = {network: self._encode(network, image) for network in networks}
+        for name in names:
+            values[name] = self._similarity(name, place, encoded[METRICS[name].network])
         return {
             f"{name}{part}": value if part in pair.parts else np.nan
             for part in self._parts
@@ -79,16 +82,18 @@ class ResultScorer:
             )
         return wanted
 
-    def _similarity(self, name, network, place, result):
+    def _similarity(self, name, place, result):
         """The value of a metric that is a cosine of features; result: its feature (1, D)."""
-        needs = METRICS[name].needs
+        network, needs = METRICS[name].network, METRICS[name].needs
         if any(getattr(self.pairs[place], what) is None for what in needs):
             return np.nan
-        features = [self._feature(network, what, place) for what in needs or ("original",)]
+        other, *after = (
+            self._feature_of_pair(network, what, place) for what in needs or ("original",)
+        )
         if name == "direction_similarity":
-            before = self._feature(network, "original", place)
-            return cosine(result - before, features[1] - features[0]).item()
-        return cosine(result, features[0]).item()
+            before = self._feature_of_pair(network, "original", place)
+            return cosine(result - before, after[0] - other).item()
+        return cosine(result, other).item()
 
     def _encode(self, network, image):
         """The feature (1, D) of a PIL image; papers crop it as OpenAI's CLIP does."""
@@ -98,27 +103,21 @@ class ResultScorer:
             image = centred(image, self._clip.side, self._clip.side)
         return self._clip.image_features([image])
 
-    def _feature(self, network, what, place):
-        """The feature (1, D) of an image or a caption of a pair; it is kept."""
-        if (network, what, place) not in self._features:
-            if what.endswith("caption"):
-                feature = self._clip.text_features([getattr(self.pairs[place], what)])
-            else:
-                size = self._sizes and self._sizes[place]
-                feature = self._encode(network, self.pairs[place].decoded(what, size))
-            self._features[network, what, place] = feature
-        return self._features[network, what, place]
+    def _feature_of_pair(self, network, what, place):
+        """The feature (1, D) of an image or a caption of a pair."""
+        if what.endswith("caption"):
+            return self._clip.text_features([getattr(self.pairs[place], what)])
+        size = self._sizes and self._sizes[place]
+        return self._encode(network, self.pairs[place].decoded(what, size))
 
 
 def make_scorer(pairs, sizes, config):
-    """The ResultScorer for the metrics of --protocol and --metrics; None if only a judge scores.
+    """The ResultScorer for the metrics of --protocol and --metrics.
 
     sizes: (width, height) of each edit; config: Config of evaluate_edits.py.
     """
     metrics = metrics_of(config)
     networks = {METRICS[name].network for name in metrics}
-    if not metrics:
-        return None
     return ResultScorer(
         pairs,
         metrics,

@@ -167,14 +167,11 @@ def test_lpips_of_the_package(tmp_path, monkeypatch):
         assert expected > 0.01
         assert ours.distance(a, b) == pytest.approx(expected, rel=1e-4, abs=1e-5)
         assert ours.distance(a, a) == 0
-    assert np.isnan(ours.distance(photo(30, 64), photo(30, 64)))
 
 
-def test_networks_that_cannot_be_opened_are_one_line(folder, tmp_path, monkeypatch):
-    make_tiny_dino(tmp_path / "other", image_size=64)
-    for name in (folder / "clip", tmp_path / "other"):
-        with pytest.raises(ValueError, match=r'cannot be opened: .* or "" to leave DINO out'):
-            Dino(str(name))
+def test_networks_that_cannot_be_opened_are_one_line(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r'cannot be opened: .* or "" to leave DINO out'):
+        Dino(str(tmp_path))
     monkeypatch.setattr("diffusers_flax.evaluation.perceptual.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--metrics lpips needs the package lpips: pip install"):
         Lpips()

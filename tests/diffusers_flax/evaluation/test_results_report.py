@@ -110,7 +110,7 @@ def judged(tmp_path):
 
 def test_the_best_and_the_worst_of_the_best_row(judged):
     """A line of the four best, and one of the four worst; the input is left of each result."""
-    image = np.asarray(judged.extremes())
+    image = np.asarray(judged.extremes("overall"))
     width = (image.shape[1] - GRID_MARGIN) // 4
     for line, levels in enumerate(([240, 200, 160, 140], [20, 40, 60, 80])):
         y = GRID_MARGIN + line * ((len(image) - GRID_MARGIN) // 2) + CELL_SIZE // 2
