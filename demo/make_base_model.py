@@ -144,29 +144,25 @@ def random_time_ids(rng, size, box, mirrored):
     return np.array([height, width, top, left, SIZE, SIZE], np.float32)
 
 
-def optimizer(learning_rate, num_steps):
-    """Muon, AdamW for vectors; warm-up over 5% of the steps, cosine to zero.
-
-    Source: Muon is Scalable for LLM Training (arXiv 2502.16982), section 2.2 for the scale 0.2.
-    """
-
-    def as_matrix(x):  # a kernel's inputs are all axes but the last
-        axes = tuple(range(x.ndim - 1))
-        return MuonDimensionNumbers(axes, (x.ndim - 1,)) if x.ndim >= 2 else None
-
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, learning_rate, max(1, num_steps // 20), num_steps
-    )
-    return muon(
-        schedule,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=lambda params: jax.tree.map(as_matrix, params),
-    )
+def as_matrix(x):
+    """Muon's view of a parameter; a kernel's inputs are all axes but the last."""
+    axes = tuple(range(x.ndim - 1))
+    return MuonDimensionNumbers(axes, (x.ndim - 1,)) if x.ndim >= 2 else None
 
 
 def fit(loss_fn, params, batches, num_steps, learning_rate, seed, desc):
-    """Minimise loss_fn(params, batch, key) over batches; returns the parameters."""
-    tx = optimizer(learning_rate, num_steps)
+    """Minimise loss_fn(params, batch, key) over batches; returns the parameters.
+
+    The optimizer is Muon, AdamW for vectors; warm-up over 5% of the steps, cosine to zero.
+
+    Source: Muon is Scalable for LLM Training (arXiv 2502.16982), section 2.2 for the scale 0.2.
+    """
+    warmup = max(1, num_steps // 20)
+    tx = muon(
+        optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, num_steps),
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(as_matrix, params),
+    )
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, batch, key):
@@ -212,8 +208,8 @@ def train_vae(vae, config):
     return vae.clone(scaling_factor=scale), params
 
 
-def learn_merges():
-    """Learn the byte-pair merges on the captions: pairs of symbols, most frequent first.
+def write_vocabulary(folder):
+    """Learn the byte-pair merges on the captions; write CLIP's vocab.json and merges.txt.
 
     The order of equally frequent pairs differs from one call to the next.
     """
@@ -221,28 +217,18 @@ def learn_merges():
     bpe.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = BpeTrainer(vocab_size=10**6, end_of_word_suffix="</w>", show_progress=False)
     bpe.train_from_iterator(CAPTIONS, trainer)
-    return json.loads(bpe.to_str())["model"]["merges"][:NUM_MERGES]
-
-
-def write_vocabulary(folder, merges):
-    """Write CLIP's vocab.json and merges.txt with the pairs of learn_merges."""
+    merges = json.loads(bpe.to_str())["model"]["merges"][:NUM_MERGES]
     # CLIP's order: bytes, bytes that end a word, merges, start and end of text.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     symbols = [*alphabet, *(f"{symbol}</w>" for symbol in alphabet)]
     symbols += ["".join(merge) for merge in merges] + [START, END]
-    vocab = {symbol: i for i, symbol in enumerate(symbols)}
-    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "vocab.json").write_text(json.dumps({x: i for i, x in enumerate(symbols)}))
     lines = ["#version: 0.2", *(" ".join(merge) for merge in merges)]
     (folder / "merges.txt").write_text("\n".join(lines) + "\n")
 
 
 def latent_batches(vae, vae_params, tokenizers, config):
     """Endless batches to train the UNet on.
-
-    Args:
-        vae, vae_params: of train_vae.
-        tokenizers: one for each text encoder.
-        config: Config.
 
     Yields:
         {"latents": (B, 16, h, w), scaled; "input_ids": (B, N, 77), for N tokenizers, 10% of the
@@ -258,11 +244,8 @@ def latent_batches(vae, vae_params, tokenizers, config):
         captions += batch_captions
         time_ids.append(batch_time_ids)
     latents, time_ids = np.concatenate(latents), np.concatenate(time_ids)
-    ids = [
-        tokenizer([*captions, ""], padding="max_length", return_tensors="np").input_ids
-        for tokenizer in tokenizers
-    ]
-    ids = np.stack(ids, axis=1).astype(np.int32)
+    texts, options = [*captions, ""], dict(padding="max_length", return_tensors="np")
+    ids = np.stack([x(texts, **options).input_ids for x in tokenizers], axis=1).astype(np.int32)
     while True:
         rows = rng.integers(len(latents), size=UNET_BATCH_SIZE)
         is_null = rng.random(UNET_BATCH_SIZE) < 0.1
@@ -284,19 +267,17 @@ def text_to_image_loss(params, batch, key, *, unet, encoders, scheduler):
     state = scheduler.create_state()
     x_t = scheduler.add_noise(state, x_0, noise, timesteps)
     target = scheduler.get_velocity(state, x_0, noise, timesteps)
-    inputs = condition_inputs(params["text_encoders"], batch, encoders)
+    if len(encoders) == 1:
+        ids = batch["input_ids"][:, 0]
+        inputs = [encode_text(encoders[0], params["text_encoders"][0], ids)["states"]]
+    else:  # SDXL, whose null text is zeros
+        of_text = batch["input_ids"], batch["time_ids"]
+        text = encode_text(encoders, params["text_encoders"], *of_text)
+        kept = 1 - batch["is_null"].astype(jnp.float32)
+        added = {"text_embeds": text["pooled"] * kept[:, None], "time_ids": text["time_ids"]}
+        inputs = [text["states"] * kept[:, None, None], added]
     v_pred = unet.apply({"params": params["unet"]}, x_t, timesteps, *inputs).sample
     return jnp.square(v_pred - target).mean()
-
-
-def condition_inputs(params, batch, encoders):
-    """The UNet's inputs after sample and timesteps; SDXL's null text is zeros."""
-    if len(encoders) == 1:
-        return [encode_text(encoders[0], params[0], batch["input_ids"][:, 0])["states"]]
-    text = encode_text(encoders, params, batch["input_ids"], batch["time_ids"])
-    kept = 1 - batch["is_null"].astype(jnp.float32)
-    added = {"text_embeds": text["pooled"] * kept[:, None], "time_ids": text["time_ids"]}
-    return [text["states"] * kept[:, None, None], added]
 
 
 def run(config):
@@ -308,18 +289,17 @@ def run(config):
         ignored = shutil.ignore_patterns("*.safetensors")
         shutil.copytree(base, output_dir, ignore=ignored, dirs_exist_ok=True)
     if config.family == "sd":
-        write_vocabulary(output_dir / "tokenizer", learn_merges())
+        write_vocabulary(output_dir / "tokenizer")
         vae = FlaxAutoencoderKL.from_config(base, subfolder="vae")
         vae, vae_params = train_vae(vae, config)
     else:
         vae, vae_params = FlaxAutoencoderKL.from_pretrained(BASE_MODELS["sd"], subfolder="vae")
 
-    names = [*TEXT_ENCODERS[config.family]]
-    tokenizers = [
-        CLIPTokenizer.from_pretrained(output_dir / name.replace("text_encoder", "tokenizer"))
-        for name in names
-    ]
-    encoders = tuple(open_text_encoder(config.family, name) for name in names)
+    tokenizers, encoders = [], []
+    for name, encoder_class in TEXT_ENCODERS[config.family].items():
+        folder = output_dir / name.replace("text_encoder", "tokenizer")
+        tokenizers.append(CLIPTokenizer.from_pretrained(folder))
+        encoders.append(encoder_class(read_json(base / name / "config.json"), _do_init=False))
     unet = FlaxUNet2DConditionModel.from_config(base, subfolder="unet")
     keys = jax.random.split(jax.random.key(seed + 6), 1 + len(encoders))
     params = {
@@ -327,23 +307,19 @@ def run(config):
         "text_encoders": tuple(jax.jit(x.init_weights)(key) for x, key in zip(encoders, keys[1:])),
     }
     scheduler = FlaxDDPMScheduler.from_config(base / "scheduler")
-    loss = partial(text_to_image_loss, unet=unet, encoders=encoders, scheduler=scheduler)
+    loss = partial(text_to_image_loss, unet=unet, encoders=tuple(encoders), scheduler=scheduler)
     batches = latent_batches(vae, vae_params, tokenizers, config)
     params = fit(loss, params, batches, config.unet_steps, UNET_LEARNING_RATE, seed + 7, "UNet")
 
     half = dict(dtype=np.float16)
-    for name, encoder, encoder_params in zip(names, encoders, params["text_encoders"]):
-        encoder.save_pretrained(output_dir / name, encoder_params, **half)
+    for name, encoder, trained in zip(
+        TEXT_ENCODERS[config.family], encoders, params["text_encoders"]
+    ):
+        encoder.save_pretrained(output_dir / name, trained, **half)
     vae = vae.clone(scaling_factor=round(vae.scaling_factor, 5))
     vae.save_pretrained(output_dir / "vae", params=vae_params, **half)
     unet.save_pretrained(output_dir / "unet", params=params["unet"], **half)
     print(f"saved {output_dir}")
-
-
-def open_text_encoder(family, name):
-    """A text encoder of a base model, without weights."""
-    config = read_json(BASE_MODELS[family] / name / "config.json")
-    return TEXT_ENCODERS[family][name](config, _do_init=False)
 
 
 def main(args=None):

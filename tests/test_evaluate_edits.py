@@ -344,7 +344,7 @@ def test_without_truth_and_captions(folder, tmp_path, monkeypatch):
         ({"data_dir": "data"}, "give one of --data_dir and --pairs_jsonl"),
         (
             {"pairs_jsonl": None, "data_dir": "data", "edited_prompt_column": "caption"},
-            "caption",
+            "has no column caption; it has original_prompt, ",
         ),
         ({"model": "narrow"}, "narrow is a StableDiffusionPipeline, not an InstructPix2Pix model"),
         ({"num_inference_steps": 1001}, "num_inference_steps=1001 must"),

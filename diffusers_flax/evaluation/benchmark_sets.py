@@ -115,44 +115,36 @@ def magicbrush_pairs(folder):
     """Yield the pairs of MagicBrush's test folder or dev shards; all have index 0."""
     captions = read_json(folder / CAPTIONS) if (folder / CAPTIONS).is_file() else {}
     is_test = (folder / SESSIONS).is_file()
-    for session, turn, pair in magicbrush_turns(folder) if is_test else dev_turns(folder):
-        yield replace(
-            pair,
-            edited_caption=captions.get(session, {}).get(f"{session}-output{turn}.png"),
-            key=result_key(session, turn),
-            session=session,
-            turn=turn,
-        )
+    for session, turn, output, pair in magicbrush_turns(folder) if is_test else dev_turns(folder):
+        caption, key = captions.get(session, {}).get(output), result_key(session, turn)
+        yield replace(pair, edited_caption=caption, key=key, session=session, turn=turn)
 
 
 def magicbrush_turns(folder):
-    """Yield (session, turn, HeldOutPair) of MagicBrush's test."""
+    """Yield (session, turn, file of the true image, HeldOutPair) of MagicBrush's test."""
     for session, turns in read_json(folder / SESSIONS).items():
         images = folder / "images" / session
         for turn, entry in enumerate(turns, start=1):
-            before, after, mask = (
-                read_beside(images, entry[x]) for x in ("input", "output", "mask")
-            )
+            before, after = (read_beside(images, entry[name]) for name in ("input", "output"))
+            mask = read_beside(images, entry["mask"]) if entry.get("mask") else None
             place = str(images / entry["input"])
-            yield (
-                session,
-                turn,
-                HeldOutPair(0, place, entry["instruction"], before, after, mask=mask),
-            )
+            pair = HeldOutPair(0, place, entry["instruction"], before, after, mask=mask)
+            yield session, turn, entry["output"], pair
 
 
 def dev_turns(folder):
     """The same of MagicBrush's shards."""
     for place, row in rows_of(folder):
-        images = row["source_img"], row["target_img"]
-        pair = HeldOutPair(0, place, row["instruction"], *images, mask=row["mask_img"])
-        yield str(row["img_id"]), row["turn_index"], pair
+        images, mask = (row["source_img"], row["target_img"]), row.get("mask_img")
+        pair = HeldOutPair(0, place, row["instruction"], *images, mask=mask)
+        session, turn = str(row["img_id"]), row["turn_index"]
+        yield session, turn, f"{session}-output{turn}.png", pair
 
 
 def emu_edit_pairs(folder):
     """Yield the pairs of Emu Edit's shards."""
     for place, row in rows_of(folder):
-        texts = row["input_caption"] or None, row["output_caption"] or None
+        texts = (row.get(name) or None for name in ("input_caption", "output_caption"))
         yield HeldOutPair(0, place, row["instruction"], row["image"], None, *texts)
 
 
@@ -161,7 +153,7 @@ def gedit_pairs(folder, language):
     for place, row in rows_of(folder):
         if row["instruction_language"] == language:
             key = f"fullset/{row['task_type']}/{language}/{row['key']}"
-            parts = ("", INTERSECTION) if row["Intersection_exist"] else ("",)
+            parts = ("", INTERSECTION) if row.get("Intersection_exist") else ("",)
             pair = HeldOutPair(0, place, row["instruction"], row["input_image_raw"], key=key)
             yield replace(pair, group=row["task_type"], parts=parts)
 

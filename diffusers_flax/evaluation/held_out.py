@@ -120,12 +120,15 @@ def pairs_of_shards(
             mask = find_mask_column(schema, group.path, columns.mask, missing_ok=True)
             group = group._replace(mask_column=mask)
         cells, texts = read_row_group(group), []
-        for name, default in zip(captions, CAPTIONS):
-            if not name and default not in schema.names:
+        for given, default in zip(captions, CAPTIONS):
+            name = given or default
+            if name in schema.names:
+                texts.append(read_columns(group, [name])[name].to_pylist())
+            elif given:
+                names = ", ".join(schema.names)
+                raise ValueError(f"{group.path} has no column {given}; it has {names}")
+            else:
                 texts.append([None] * group.num_rows)
-                continue
-            name = name or default
-            texts.append(read_columns(group, [name])[name].to_pylist())
         for row in range(group.num_rows):
             pair = pair_at(cells, row)
             if pair.original and pair.instruction:

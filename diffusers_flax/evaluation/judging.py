@@ -38,7 +38,7 @@ from diffusers_flax.images import save_image
 from diffusers_flax.loading.files import read_json, write_text
 from diffusers_flax.messages import one_line
 
-ANSWERS = "judge"  # directory of questions and answers, a file for each row of results.json
+ANSWERS = "judge"  # directory of answers, a file for each row of results.json
 MOST_FAILURES = 8  # questions of a row without any answer, after which the judge counts as down
 GEDIT_AREA = 512 * 512  # pixels of the images that the judge of GEdit-Bench sees
 # Up to the last end of thinking, and thinking without an end.
@@ -172,13 +172,13 @@ def content_of(question):
 
     The judge of GEdit-Bench gets the result scaled, as the image before the edit is in its file.
     """
-    *before, result = (Path(file).read_bytes() for file in question["images"])
-    if question["name"] != ALL_TYPES:
-        encoded = io.BytesIO()
-        gedit_size(Image.open(io.BytesIO(result)).convert("RGB")).save(encoded, "PNG")
-        result = encoded.getvalue()
     content = [{"type": "text", "text": question["text"]}]
-    for image in (*before, result):
+    for file in question["images"]:
+        image = Path(file).read_bytes()
+        if question["name"] != ALL_TYPES and file == question["images"][-1]:
+            encoded = io.BytesIO()
+            gedit_size(Image.open(file).convert("RGB")).save(encoded, "PNG")
+            image = encoded.getvalue()
         url = f"data:image/png;base64,{base64.b64encode(image).decode()}"
         content.append({"type": "image_url", "image_url": {"url": url}})
     return content
@@ -217,44 +217,16 @@ def parse_scores(question, reply):
     return scores
 
 
-def ask(client, flags, question, file, known):
-    """Ask a question until the answer has scores, and append it to the file of answers.
+def ask_all(questions, file, flags):
+    """Ask each question until its answer has scores, if it has no answer in a file yet.
 
     Args:
-        client: openai.OpenAI.
+        questions: of questions_of.
+        file: of answers, JSON lines, which gets the new ones.
         flags: JudgeFlags.
-        question: of questions_of.
-        file: of answers, JSON lines.
-        known: {checksum: line} of this file; a known question is not asked.
 
     Returns:
-        The line, with "scores" and "reply"; without scores "reason".
-    """
-    content = content_of(question)
-    text = json.dumps([flags.judge_model, content])
-    checksum = hashlib.sha256(text.encode()).hexdigest()[:16]
-    if checksum in known:
-        return known[checksum]
-    entry = {"key": question["key"], "question": question["name"], "checksum": checksum}
-    messages = [{"role": "user", "content": content}]
-    for _ in range(flags.judge_attempts):
-        try:
-            answer = client.chat.completions.create(model=flags.judge_model, messages=messages)
-            entry["reply"] = answer.choices[0].message.content or ""
-            entry["scores"] = parse_scores(question["name"], entry["reply"])
-        except ValueError as error:  # no scores
-            reason = error
-        except Exception as error:  # of the network or the server, which the client has repeated
-            return entry | {"reason": one_line(error, 200)}
-        else:
-            with open(file, "a", encoding="utf-8") as opened:
-                opened.write(f"{json.dumps(entry)}\n")
-            return entry
-    return entry | {"reason": one_line(reason, 200)}
-
-
-def ask_all(questions, file, flags):
-    """Ask what has no answer in a file yet; arguments and lines as for ask.
+        A line per question, with "key", "question", "scores" and "reply"; without scores "reason".
 
     Raises:
         ValueError: the judge has no score for the first MOST_FAILURES questions.
@@ -272,8 +244,32 @@ def ask_all(questions, file, flags):
         timeout=flags.judge_timeout,
         max_retries=flags.judge_attempts - 1,
     )
+
+    def ask(question):
+        content = content_of(question)
+        text = json.dumps([flags.judge_model, content])
+        checksum = hashlib.sha256(text.encode()).hexdigest()[:16]
+        if checksum in known:
+            return known[checksum]
+        entry = {"key": question["key"], "question": question["name"], "checksum": checksum}
+        messages = [{"role": "user", "content": content}]
+        for _ in range(flags.judge_attempts):
+            try:
+                answer = client.chat.completions.create(model=flags.judge_model, messages=messages)
+                entry["reply"] = answer.choices[0].message.content or ""
+                entry["scores"] = parse_scores(question["name"], entry["reply"])
+            except openai.APIError as error:  # which the client has repeated
+                return entry | {"reason": one_line(error, 200)}
+            except ValueError as error:  # no scores
+                reason = one_line(error, 200)
+            else:
+                with open(file, "a", encoding="utf-8") as opened:
+                    opened.write(f"{json.dumps(entry)}\n")
+                return entry
+        return entry | {"reason": reason}
+
     pool = ThreadPoolExecutor(flags.judge_parallel)
-    asked = [pool.submit(ask, client, flags, question, file, known) for question in questions]
+    asked = [pool.submit(ask, question) for question in questions]
     try:
         for future in tqdm(as_completed(asked), "judging", len(asked), unit="answer"):
             lines.append(future.result())
@@ -288,7 +284,7 @@ def ask_all(questions, file, flags):
 
 
 def judge_rows(config, pairs, results, prompts):
-    """Write the questions about every row's results; ask them if there is a judge.
+    """Ask about every row's results if there is a judge; else say so.
 
     Args:
         config: Config of evaluate_edits.py.
@@ -299,37 +295,40 @@ def judge_rows(config, pairs, results, prompts):
     Returns:
         Sentences: the judge and its prompts, and each row with edits that have no score.
     """
-    folder, sentences = config.output_dir / ANSWERS, []
+    sentences = []
+    given = f"the prompts of {config.judge_prompts.name}" if config.judge_prompts else OWN_PROMPTS
+    for row in results["rows"] if config.judge else ():
+        images = config.output_dir / "images" / row["images"]
+        file = config.output_dir / ANSWERS / f"{row['images']}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        lines = ask_all(questions_of(pairs, images, config.protocol, prompts), file, config)
+        if config.protocol == "imgedit":
+            replies = {line["key"]: line["reply"] for line in lines if "scores" in line}
+            write_text(images / "result.json", json.dumps(replies, indent=4))
+        values = values_of_answers(config.protocol, pairs, lines)
+        save_values(config.output_dir, row["images"], values)
+        row |= {name: mean_over(x, [pair.group for pair in pairs]) for name, x in values.items()}
+        row |= {"judge": config.judge_model, "judge_prompts": given}
+        save_results(config.output_dir, results)
+        failed = {line["key"]: line["reason"] for line in lines if "reason" in line}
+        if failed:
+            key, reason = next(iter(failed.items()))
+            sentences.append(
+                f"no score for {len(failed)} of {len(pairs)} edits of {row['model']}, such as "
+                f"{key} ({reason}); the same command asks again"
+            )
     for row in results["rows"]:
-        name, images = row["images"], config.output_dir / "images" / row["images"]
-        questions = questions_of(pairs, images, config.protocol, prompts)
-        text = "".join(f"{json.dumps(question)}\n" for question in questions)
-        write_text(folder / f"{name}_questions.jsonl", text)
-        if config.judge:
-            lines = ask_all(questions, folder / f"{name}.jsonl", config)
-            add_scores(row, pairs, lines, config)
-            save_results(config.output_dir, results)
-            if config.protocol == "imgedit":
-                replies = {line["key"]: line["reply"] for line in lines if "scores" in line}
-                write_text(images / "result.json", json.dumps(replies, indent=4))
-            failed = {line["key"]: line["reason"] for line in lines if "reason" in line}
-            if failed:
-                key, reason = next(iter(failed.items()))
-                sentences.append(
-                    f"no score for {len(failed)} of {len(pairs)} edits of {row['model']}: {key} "
-                    f"({reason}) and others; the same command asks again"
-                )
         if "judge" in row:
             sentences.append(f"judge: {row['judge']}, with {row['judge_prompts']}")
         else:
-            sentences.append(f"not judged: {ANSWERS}/ has the questions, and --judge asks them")
+            sentences.append("not judged: --judge asks a judge about images/")
     return [*dict.fromkeys(sentences)]
 
 
-def add_scores(row, pairs, lines, config):
-    """Add the metrics of the answers to a row and to its values per pair.
+def values_of_answers(protocol, pairs, lines):
+    """{metric and part's suffix: one score per pair}; NaN for an edit without one of its answers.
 
-    An edit without one of its answers has no score, as in the benchmarks' programs.
+    protocol: "gedit" or "imgedit"; lines: of ask_all.
     """
     answers, values = defaultdict(dict), defaultdict(list)
     for line in lines:
@@ -337,16 +336,13 @@ def add_scores(row, pairs, lines, config):
             answers[line["key"]][line["question"]] = line["scores"]
     for pair in pairs:
         found = answers[pair.key]
-        if config.protocol == "imgedit":  # its program rounds the mean of each edit
+        if protocol == "imgedit":  # its program rounds the mean of each edit
             scores = {"overall": round(float(np.mean(found.get(ALL_TYPES, np.nan))), 2)}
         else:
             known = len(found) == 2
             scores = {name: min(found[name]) if known else np.nan for name in (SEMANTICS, QUALITY)}
             scores["overall"] = math.sqrt(scores[SEMANTICS] * scores[QUALITY])
-        for part in PROTOCOLS[config.protocol].parts:
+        for part in PROTOCOLS[protocol].parts:
             for name, score in scores.items():
                 values[f"{name}{part}"].append(score if part in pair.parts else np.nan)
-    save_values(config.output_dir, row["images"], values)
-    row |= {name: mean_over(x, [pair.group for pair in pairs]) for name, x in values.items()}
-    prompts = f"the prompts of {config.judge_prompts.name}" if config.judge_prompts else OWN_PROMPTS
-    row |= {"judge": config.judge_model, "judge_prompts": prompts}
+    return values

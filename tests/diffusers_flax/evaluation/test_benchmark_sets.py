@@ -202,7 +202,7 @@ def test_a_damaged_magicbrush_is_one_line(tmp_path, change, message):
 def test_keys_of_results_are_names_and_differ(tmp_path):
     """Results of one name would overwrite each other."""
     row = {"task_type": "add", "key": "k", "instruction": "red", "instruction_language": "en"}
-    row |= {"input_image_raw": b"x", "Intersection_exist": False}
+    row |= {"input_image_raw": b"x"}
     for name in "ab":
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / f"{name}.parquet")
     with pytest.raises(ValueError, match="has 'fullset/add/en/k' 2 times; name the set once"):
