@@ -120,9 +120,8 @@ def test_flops_count_every_branch_and_step(folder):
     every = ("text", "image", "null")
     for branches, num_texts in (every, 2), (("text",), 1):  # with and without the null text
         step = unet(len(branches))
-        found = count_edit_flops(
-            pipeline, shapes, (64, 64), branches, timestep_options(9, None, None)
-        )
+        steps = timestep_options(9, None, None)
+        found = count_edit_flops(pipeline, shapes, branches, steps, (64, 64))
         # The text's keys and values do not change: they are computed once, not in 8 further steps.
         kept = 8 * len(branches) * of_text_states
         assert found == pytest.approx(num_texts * text + rest + 9 * step - kept)
@@ -139,7 +138,7 @@ def test_flops_count_every_branch_and_step(folder):
     }.items():
         expected -= rows * of_text_states
         accelerated = dataclasses.replace(pipeline, accelerate=parse(names))
-        found = count_edit_flops(accelerated, shapes, (64, 64), every, steps)
+        found = count_edit_flops(accelerated, shapes, every, steps, (64, 64))
         # with the forecast's own
         assert found == pytest.approx(2 * text + rest + expected, rel=1e-4)
 
@@ -314,7 +313,7 @@ def test_without_truth_and_captions(folder, tmp_path, monkeypatch):
     """Images of two sizes; the report leaves metrics out."""
     monkeypatch.chdir(folder)
     photo(48, 24).save(tmp_path / "wide.png")
-    pairs = write_jsonl(tmp_path / "p.jsonl", drop=("truth", "input_caption", "output_caption"))
+    pairs = write_jsonl(folder / "p.jsonl", drop=("truth", "input_caption", "output_caption"))
     line = {"input": str(tmp_path / "wide.png"), "edit": "make it red"}
     pairs.write_text(pairs.read_text() + json.dumps(line) + "\n")
     out = tmp_path / "out"

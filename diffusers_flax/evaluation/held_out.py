@@ -84,9 +84,9 @@ def pairs_of_jsonl(file, max_pairs=None):
     pairs = []
     for row in read_list(f"--pairs_jsonl {file}", file, required, optional, max_pairs):
         original, edited, mask = (row[name] and row[name].read_bytes() for name in READ)
-        name, instruction = str(row["original_image"]), row["edit_prompt"]
-        captions = (row[x] for x in CAPTIONS)
-        pairs.append(HeldOutPair(len(pairs), name, instruction, original, edited, *captions, mask))
+        name, captions = str(row["original_image"]), (row[x] for x in CAPTIONS)
+        images = original, edited, *captions, mask
+        pairs.append(HeldOutPair(len(pairs), name, row["edit_prompt"], *images))
     return pairs
 
 
@@ -130,18 +130,12 @@ def pairs_of_shards(
             else:
                 texts.append([None] * group.num_rows)
         for row in range(group.num_rows):
-            pair = pair_at(cells, row)
+            pair, name = pair_at(cells, row), f"{group.path} row {group.first_row + row}"
             if pair.original and pair.instruction:
-                held_out = HeldOutPair(
-                    first_index + row,
-                    f"{group.path} row {group.first_row + row}",
-                    choose_instruction(pair.instruction, 0),
-                    pair.original,
-                    pair.edited or None,
-                    *(column[row] or None for column in texts),
-                    pair.mask or None,
-                )
-                pairs.append(held_out)
+                instruction = choose_instruction(pair.instruction, 0)
+                both = (column[row] or None for column in texts)
+                images = pair.original, pair.edited or None, *both, pair.mask or None
+                pairs.append(HeldOutPair(first_index + row, name, instruction, *images))
                 if len(pairs) == max_pairs:
                     return pairs
         first_index += group.num_rows

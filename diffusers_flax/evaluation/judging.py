@@ -156,12 +156,11 @@ def questions_of(pairs, folder, protocol, prompts):
     questions = []
     for place, pair in enumerate(pairs):
         result = folder / pair.result_file(place)
-        both = [str(source_file(result)), str(result)]
-        asked = {ALL_TYPES: both}
+        both = [source_file(result), result]
+        asked = [(ALL_TYPES, prompts.get(pair.group), both)]
         if protocol == "gedit":
-            asked = {SEMANTICS: both, QUALITY: both[1:]}
-        for name, images in asked.items():
-            prompt = prompts[pair.group if name == ALL_TYPES else name]
+            asked = [(SEMANTICS, prompts[SEMANTICS], both), (QUALITY, prompts[QUALITY], both[1:])]
+        for name, prompt, images in asked:
             text = prompt.replace(MARKS[protocol], pair.instruction)
             questions.append({"key": pair.key, "name": name, "text": text, "images": images})
     return questions

@@ -113,10 +113,10 @@ class Evaluation:
             "pipeline": pipeline_type.torch_class_name,
             "parameters": {x: sum(y.size for y in jax.tree.leaves(params[x])) for x in modules},
         }
-        vae_params = jax.device_put(params["vae"], devices[0])
+        vae, vae_params = pipeline.compute_vae, jax.device_put(params["vae"], devices[0])
 
         def through_vae(image):
-            decoded = vae_round_trip(pipeline.compute_vae, vae_params, prepare_images(image))
+            decoded = vae_round_trip(vae, vae_params, prepare_images(image))
             return pipeline.numpy_to_pil(decoded)[0]
 
         self.add_baselines(VAE_BASELINES, model, through_vae)
@@ -126,12 +126,9 @@ class Evaluation:
         for run, sampling in zip(todo, all_sampling):
             branches, compile_seconds = sampling.branches(pipeline_type), 0.0
             if branches not in flops:
-                compile_seconds = self.warm_up(models, sampling)
-                steps = sampling.steps(pipeline_type)
-                of_size = {
-                    size: count_edit_flops(pipeline, shapes, size, branches, steps)
-                    for size in set(self.sizes)
-                }
+                compile_seconds = self._warm_up(models, sampling)
+                shape = pipeline, shapes, branches, sampling.steps(pipeline_type)
+                of_size = {size: count_edit_flops(*shape, size) for size in set(self.sizes)}
                 flops[branches] = float(np.mean([of_size[size] for size in self.sizes]))
             folder = "_".join(map(str, (number, *run)))
             metrics, seconds = self.measure_edits(models, sampling, folder, bar)
@@ -149,22 +146,11 @@ class Evaluation:
             self.results["rows"].append(row)
             save_results(config.output_dir, self.results)
 
-    def edit_batches(self, models, sampling, places, load_result, bar):
-        """Edit pairs over all devices, images of one size together.
+    def _edit_batches(self, models, sampling, places, load_result, bar):
+        """Edit the pairs at these places over all devices; yields as make_images does.
 
-        The noise of an edit depends on seed and index only. Threads load the next batch.
-
-        Args:
-            models: runner.Models.
-            sampling: generating.models.Sampling.
-            places: of the pairs.
-            load_result: place -> the PIL result of an edit that is yielded; None: an edit of a
-                result gets the original.
-            bar: tqdm progress bar in units of edits.
-
-        Yields:
-            (places of pairs, results: NumPy float32 (n, H, W, 3) in [0, 1], seconds on the
-            devices).
+        The noise of an edit depends on seed and index only. load_result: place -> the PIL result of
+        an edit that is yielded; None: an edit of a result gets the original.
         """
 
         def load(place):
@@ -174,27 +160,20 @@ class Evaluation:
                 return pair.decoded("original", size), mask
             return fit_image(load_result(pair.after), size), mask
 
-        requests = [
-            from_flags(
-                Request,
-                sampling,
-                prompt=pair.instruction,
-                mask=Path() if is_masked else None,
-                index=pair.index,
-                after=pair.after,
-            )
-            for pair, is_masked in zip(self.pairs, self.is_masked)
-        ]
-        batch_size = self.config.batch_size
-        return make_images(models, requests, self.sizes, places, load, batch_size, bar, in_flight=1)
+        requests = []
+        for pair, is_masked in zip(self.pairs, self.is_masked):
+            mask, after = Path() if is_masked else None, pair.after
+            of_pair = dict(prompt=pair.instruction, mask=mask, index=pair.index, after=after)
+            requests.append(from_flags(Request, sampling, **of_pair))
+        size = self.config.batch_size
+        return make_images(models, requests, self.sizes, places, load, size, bar, in_flight=1)
 
-    def warm_up(self, models, sampling):
+    def _warm_up(self, models, sampling):
         """Edit one image with every program before the clock starts; returns the seconds."""
         first = {}  # place of the first edit of each program
         for place, program in enumerate(zip(self.sizes, self.is_masked)):
             first.setdefault(program, place)
-        bar = tqdm(disable=True)
-        batches = self.edit_batches(models, sampling, first.values(), None, bar)
+        batches = self._edit_batches(models, sampling, first.values(), None, tqdm(disable=True))
         return sum(seconds for _, _, seconds in batches)
 
     def measure_edits(self, models, sampling, folder, bar):
@@ -203,8 +182,10 @@ class Evaluation:
         With a benchmark all results are written, by the names that its own evaluation expects.
 
         Args:
-            models, sampling, bar: of edit_batches.
+            models: generating.runner.Models.
+            sampling: generating.models.Sampling.
             folder: name of the folder of the images.
+            bar: progress bar, in units of edits.
 
         Returns:
             ({metric: one float per pair, (n,)}, seconds of the pipeline's calls).
@@ -222,7 +203,7 @@ class Evaluation:
                 files.wait()
                 return load_image(files_of[place])
 
-            batches = self.edit_batches(models, sampling, range(len(pairs)), load_result, bar)
+            batches = self._edit_batches(models, sampling, range(len(pairs)), load_result, bar)
             for places, images, seconds in batches:
                 which = f"the edit of {pairs[places[0]].input} and others"
                 check_finite_images(images, which)
@@ -265,7 +246,7 @@ def averages(metrics):
     return row
 
 
-def count_edit_flops(pipeline, params, size, branches, steps):
+def count_edit_flops(pipeline, params, branches, steps, size):
     """FLOPs of the matmuls and convolutions of one edit.
 
     A step of a cache counts what it computes. fbcache decides during the run: all its steps count
@@ -274,9 +255,9 @@ def count_edit_flops(pipeline, params, size, branches, steps):
     Args:
         pipeline: InstructPix2Pix.
         params: shapes of its parameters, jax.ShapeDtypeStruct.
-        size: (width, height).
         branches: of guidance.
         steps: of timestep_options.
+        size: (width, height).
     """
     width, height = size
     image = jax.ShapeDtypeStruct((1, 3, height, width), jnp.float32)
