@@ -56,6 +56,7 @@ from diffusers_flax.generating.sizes import result_size
 from diffusers_flax.pipelines.instruct_pix2pix import edit_branches
 from diffusers_flax.schedulers.factory import check_scheduler
 
+SCALES = ("guidance_scale", "image_guidance_scale")
 # Messages of run_main
 INTERRUPTED = "the rows finished so far are in --output_dir; the same command continues"
 LESS_MEMORY = "lower --batch_size or --resolution, or use --dtype bfloat16"
@@ -142,27 +143,18 @@ def read_pairs(config):
     return pairs_of_one_shape(pairs)
 
 
-def check_compared_models(config, all_scales):
-    """Check all models without reading their weights.
-
-    Args:
-        config: Config.
-        all_scales: list of (guidance_scale, image_guidance_scale).
-
-    Returns:
-        ({model: CheckedModel}, resolution and factor of all images).
-    """
+def check_models(config, all_scales):
+    """Check all models, of one resolution, for all scales; returns {model: CheckedModel}."""
     checked = {}
     # An acceleration may not fit the branches of all scales.
     scales_of_branches = {edit_branches(*scales): scales for scales in all_scales}
     for model, scales in itertools.product(config.model, scales_of_branches.values()):
-        scales = dict(zip(("guidance_scale", "image_guidance_scale"), scales))
-        sampling = from_flags(Sampling, config, **scales)
+        sampling = from_flags(Sampling, config, **dict(zip(SCALES, scales)))
         checked[model] = check_model(model, config.resolution, sampling)
     resolutions = {found.resolution for found in checked.values()}
     if len(resolutions) > 1:
         raise ValueError(f"the models are for sizes {sorted(resolutions)}; give --resolution")
-    return checked, *resolutions, max(found.factor for found in checked.values())
+    return checked
 
 
 def run(config):
@@ -183,11 +175,13 @@ def run(config):
     config = with_single_files(config, "model")
     config = with_defaults(config, config.model, config.lora)
     all_scales = [*itertools.product(config.guidance_scale, config.image_guidance_scale)]
-    checked, resolution, factor = check_compared_models(config, all_scales)
+    checked = check_models(config, all_scales)
+    resolution = checked[config.model[0]].resolution
+    factor = max(found.factor for found in checked.values())
     sizes = [result_size(encoded_size(pair.original), resolution, factor) for pair in pairs]
     settings = settings_of_results(config, pairs, resolution)
     results = load_results(config.output_dir, settings, config.model, config.overwrite_output_dir)
-    names = ("model", "guidance_scale", "image_guidance_scale", "seed")
+    names = ("model", *SCALES, "seed")
     done = {tuple(row[name] for name in names) for row in results["rows"]}
     runs = [(*scales, seed) for scales in all_scales for seed in config.seeds]
     todo = {model: [run for run in runs if (model, *run) not in done] for model in config.model}

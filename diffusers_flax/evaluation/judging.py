@@ -228,7 +228,7 @@ def ask_all(questions, file, flags):
         A line per question, with "key", "question", "scores" and "reply"; without scores "reason".
 
     Raises:
-        ValueError: the judge has no score for the first MOST_FAILURES questions.
+        ValueError: the judge has never answered and has no score for MOST_FAILURES questions.
     """
     import openai  # a second to import
 
@@ -257,10 +257,12 @@ def ask_all(questions, file, flags):
                 answer = client.chat.completions.create(model=flags.judge_model, messages=messages)
                 entry["reply"] = answer.choices[0].message.content or ""
                 entry["scores"] = parse_scores(question["name"], entry["reply"])
-            except openai.APIError as error:  # which the client has repeated
-                return entry | {"reason": one_line(error, 200)}
-            except ValueError as error:  # no scores
+            except (ValueError, TypeError) as error:  # no scores, or not the answer of a chat
                 reason = one_line(error, 200)
+            except (
+                Exception
+            ) as error:  # of the network or the server, which the client has repeated
+                return entry | {"reason": one_line(error, 200)}
             else:
                 with open(file, "a", encoding="utf-8") as opened:
                     opened.write(f"{json.dumps(entry)}\n")
@@ -272,7 +274,8 @@ def ask_all(questions, file, flags):
     try:
         for future in tqdm(as_completed(asked), "judging", len(asked), unit="answer"):
             lines.append(future.result())
-            if len(lines) == MOST_FAILURES and not any("scores" in line for line in lines):
+            is_silent = not known and not any("scores" in line for line in lines)
+            if is_silent and len(lines) == MOST_FAILURES:
                 raise ValueError(
                     f"--judge has no score for the first {MOST_FAILURES} questions "
                     f"({lines[0]['reason']}); check its address, model and OPENAI_API_KEY"

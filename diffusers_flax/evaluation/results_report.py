@@ -160,7 +160,12 @@ class EditReport:
                 lines += table(f"difference to {first}", headings, differences)
         if any("overall" in row for row in self.rows):
             lines += ["", "Overall scores by type of edit, and numbers of edits:"]
-            lines += self.types_of_edits(means)
+            groups, scores = np.array([pair.group for pair in self.pairs]), []
+            names = {x: f"{x} ({n})" for x, n in Counter(sorted(groups.tolist())).items()}
+            for key, values in means.items():
+                of_type = {x: mean_over(values["overall"][groups == x]) for x in names}
+                scores.append((*key, {x: f"{y:.2f}" for x, y in of_type.items() if y is not None}))
+            lines += table("overall", names, scores)
         return lines + table("model", {name: x for name, (x, _) in COSTS.items()}, costs)
 
     def sections(self):
@@ -196,15 +201,6 @@ class EditReport:
         if interval := bootstrap_interval(values, clusters, strata):
             text += f" [{interval[0]:.4f}, {interval[1]:.4f}]"
         return text
-
-    def types_of_edits(self, means):
-        """The table of the overall score of each type of edit."""
-        groups, lines = np.array([pair.group for pair in self.pairs]), []
-        sizes = Counter(sorted(groups.tolist()))
-        for key, values in means.items():
-            scores = {x: mean_over(values["overall"][groups == x]) for x in sizes}
-            lines.append((*key, {x: f"{y:.2f}" for x, y in scores.items() if y is not None}))
-        return table("overall", {name: f"{name} ({n})" for name, n in sizes.items()}, lines)
 
     def curve(self):
         """A matplotlib Figure of both CLIP similarities over image_guidance_scale, or None.
